@@ -87,7 +87,13 @@ def llama_sharded(path: Path, seed: int = 0) -> Path:
 def llama_relu_tied(path: Path, seed: int = 1) -> Path:
     """ReLU, tied head, biased attention, and a head_dim that is not dim / n_heads."""
     return _llama(
-        path, seed, hidden_act="relu", tie_word_embeddings=True, attention_bias=True, head_dim=24, num_key_value_heads=1
+        path,
+        seed,
+        hidden_act="relu",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        head_dim=24,
+        num_key_value_heads=1,
     )
 
 
@@ -164,7 +170,17 @@ def opt(path: Path, seed: int = 5) -> Path:
 
 TWINS: dict[str, Callable[[Path], Path]] = {
     f.__name__: f  # type: ignore[attr-defined]
-    for f in (llama, llama_sharded, llama_relu_tied, llama3, llama3_old, llama_fatrelu, llama_gelu, mistral, opt)
+    for f in (
+        llama,
+        llama_sharded,
+        llama_relu_tied,
+        llama3,
+        llama3_old,
+        llama_fatrelu,
+        llama_gelu,
+        mistral,
+        opt,
+    )
 }
 
 
