@@ -48,7 +48,8 @@ def test_round_trip_error_is_within_half_a_step(name: str) -> None:
     x = np.random.default_rng(0).standard_normal((300, 96), dtype=np.float32)
     error = np.abs(quant.decode(name, quant.encode(name, x), 96) - x).reshape(300, 3, 32).max(axis=2)
     peak = np.abs(x).reshape(300, 3, 32).max(axis=2)
-    # q8_0: half a step, and up to 127 * 2^-11 of one because d is an f16. q4_0 clips the far end (+8 steps becomes +7): one whole step there
+    # q8_0: half a step, and up to 127 * 2^-11 of one because d is an f16.
+    # q4_0 clips the far end (+8 steps becomes +7): one whole step there.
     bound = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.57 / 127, "q4_0": 1.01 / 8}[name]
     assert (error <= bound * peak).all()
 
@@ -89,7 +90,7 @@ def test_a_row_that_does_not_fill_its_blocks_is_refused(name: str) -> None:
 
 
 def test_an_unknown_format_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="'q3_k'.*q4_0"):
+    with pytest.raises(Unsupported, match=r"'q3_k'.*q4_0"):
         quant.row_bytes("q3_k", 32)
 
 

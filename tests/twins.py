@@ -1,7 +1,7 @@
-"""Tiny random Hugging Face model directories ("twins"), one per kind of model we read, and transformers' own logits.
+"""Tiny random Hugging Face model directories ("twins"), one per kind of model we read, and their true logits.
 
-Every parameter is random, norm weights and biases too, so that a dropped or swapped tensor shows. Owns nothing
-of ours: it must not import `thermocline`, or the twin would share our mistakes.
+Every parameter is random, norm weights and biases too, so that a dropped or swapped tensor shows. Owns
+nothing of ours: it must not import `thermocline`, or the twin would share our mistakes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _edit_config(path: Path, change: Callable[[Json], None]) -> None:
 
 
 def _randomise(model: Any, seed: int) -> None:
-    """Matrices ~ N(0, 1.4/sqrt(columns)), vectors near 1 (norm weights) or 0 (biases): lively logits, no blow-up."""
+    """Matrices ~ N(0, 1.4/sqrt(columns)), vectors near 1 (norm weights) or 0 (biases): lively logits."""
     import torch
 
     rng = np.random.default_rng(seed)
@@ -124,7 +124,7 @@ def llama3_old(path: Path, seed: int = 2) -> Path:
 
 
 def llama_fatrelu(path: Path, seed: int = 3) -> Path:
-    """ProSparse: `SparseLlamaForCausalLM`. transformers has no such class: `hf_logits` puts the activation in by hand."""
+    """ProSparse: transformers has no such class, so `hf_logits` puts the activation into a Llama."""
 
     def prosparse(config: Json) -> None:
         config |= {

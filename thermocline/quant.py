@@ -1,6 +1,6 @@
 """Weight formats: one row per format and its encode/decode in numpy, which define what the bytes mean.
 
-Block layouts are GGUF's, bit for bit (drawn in DESIGN.md and `csrc/quant.inl`). Must not know models or files.
+Block layouts are GGUF's, bit for bit (see DESIGN.md and `csrc/quant.inl`). Must not know models or files.
 Adding a format: a row in `FORMATS`, an entry in `_ENCODERS` and `_DECODERS`.
 """
 
@@ -53,7 +53,8 @@ def row_bytes(format: str, n: int) -> int:
         raise Unsupported(f"unknown weight format {format!r}; known: {', '.join(FORMATS)}")
     if n % f.block:
         raise Unsupported(
-            f"{format} stores weights in blocks of {f.block}, and {n} columns do not divide into them; use f16 or bf16"
+            f"{format} stores weights in blocks of {f.block}, and {n} columns do not divide into them; "
+            "use f16 or bf16"
         )
     return n // f.block * f.block_bytes
 
