@@ -1,0 +1,7 @@
+"""`python -m thermocline`: the same as the `thermocline` command."""
+
+import sys
+
+from thermocline.cli import main
+
+sys.exit(main())

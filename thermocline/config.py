@@ -1,0 +1,432 @@
+"""Options: one frozen dataclass per command; flags, help, environment twins and parsing derive from it.
+
+Field `top_k` is the flag `--top-k` (and its aliases) and the variable `THERMOCLINE_TOP_K`.
+The command line wins over the environment, which wins over the default. Must not know what the options do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from thermocline.errors import UsageError
+
+PREFIX = "THERMOCLINE_"
+BY_POSITION = "_by_position"
+FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+SPARSITIES = ("exact", "off")
+MAX_INT = 2**31 - 1
+
+Parse = Callable[[str], Any]
+T = TypeVar("T")
+
+
+# ---- parsing one value: text -> value, or ValueError saying what it must be
+
+
+def whole(low: int, high: int = MAX_INT) -> Parse:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ValueError("must be a whole number") from None
+        if not low <= value <= high:
+            raise ValueError(f"must be from {low} to {high}" if high < MAX_INT else f"must be at least {low}")
+        return value
+
+    return parse
+
+
+def real(low: float, high: float = math.inf) -> Parse:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError("must be a number") from None
+        if not (math.isfinite(value) and low <= value <= high):
+            bounds = f"from {low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
+            raise ValueError(f"must be {bounds}")
+        return value
+
+    return parse
+
+
+def count_or_all(text: str) -> int:
+    value: int = whole(-1)(text)
+    if value == 0:
+        raise ValueError("must be -1 or at least 1")
+    return value
+
+
+def one_of(*names: str) -> Parse:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return text
+
+    return parse
+
+
+def switch(text: str) -> bool:
+    match text.strip().lower():
+        case "on" | "1" | "true" | "yes" | "enabled":
+            return True
+        case "off" | "0" | "false" | "no" | "disabled" | "":
+            return False
+    raise ValueError("must be on or off")
+
+
+def nonempty(text: str) -> str:
+    if not text:
+        raise ValueError("must not be empty")
+    return text
+
+
+def bias(text: str) -> tuple[int, float]:
+    """llama.cpp's `ID+BIAS`, `ID-BIAS`: (token id, what to add to its logit)."""
+    found = re.fullmatch(r"([0-9]{1,10})([+-][0-9.eE+-]+|-inf)", text)
+    try:
+        token, value = (int(found[1]), float(found[2])) if found else (MAX_INT + 1, math.nan)
+    except ValueError:
+        token, value = MAX_INT + 1, math.nan
+    if token > MAX_INT or math.isnan(value) or value == math.inf:
+        raise ValueError("must look like 15043+1.5, 15043-1.5 or 15043-inf (token id, sign, amount)")
+    return token, value
+
+
+# Variables that are no option's twin: ISA lowers the instruction set, DEBUG=1 shows tracebacks.
+OTHER_VARIABLES: dict[str, Parse] = {
+    "ISA": one_of("scalar", "avx2", "avx512", "neon"),
+    "DEBUG": switch,
+}
+
+
+# ---- the options of each command
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field says about itself. `repeat` gathers a tuple; `positional` needs no flag."""
+
+    parse: Parse
+    metavar: str | None
+    group: str
+    help: str
+    flags: tuple[str, ...]  # besides --field-name
+    shown: str | None  # the default in words, where the value is a stand-in
+    repeat: bool
+    positional: bool
+    required: bool
+
+
+def opt(
+    default: Any,
+    parse: Parse,
+    metavar: str | None,
+    group: str,
+    help: str,
+    *,
+    flags: str = "",
+    shown: str | None = None,
+    repeat: bool = False,
+    positional: bool = False,
+    required: bool = False,
+) -> Any:
+    about = Option(parse, metavar, group, help, tuple(flags.split()), shown, repeat, positional, required)
+    return field(default=default, metadata={"option": about})
+
+
+MODEL_HELP = "A pack directory, or a Hugging Face directory of safetensors, packed once into the cache."
+
+
+def _model(*, positional: bool) -> Any:
+    return opt(
+        None, str, "PATH", "Model", MODEL_HELP, flags="-m", shown="the bundled model", positional=positional
+    )
+
+
+def _format(help: str) -> Any:
+    return opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", help)
+
+
+def _threads(help: str) -> Any:
+    shown = "0 = the physical cores this process may use"
+    return opt(0, whole(-1, 1024), "N", "Model", help, flags="-t", shown=shown)
+
+
+def _json() -> Any:
+    return opt(False, switch, None, "Output", "Print one JSON object on stdout.")
+
+
+def _quiet() -> Any:
+    return opt(False, switch, None, "Output", "No progress bars and no line of figures.", flags="-q")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Generate text from a prompt."""
+
+    model: str | None = _model(positional=False)
+    format: str = _format("Weight format when a Hugging Face directory is packed into the cache.")
+    cache_dir: str | None = opt(
+        None, nonempty, "DIR", "Model", "Where those packs are kept.", shown="the system's cache directory"
+    )
+    ctx_size: int = opt(
+        0, whole(0), "N", "Model", "Context length in tokens, prompt and answer together.",
+        flags="-c --context-length --max-model-len", shown="0 = the model's own"
+    )  # fmt: skip
+    threads: int = _threads("Threads to compute with.")
+    sparsity: str = opt(
+        "exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model",
+        "exact: skip neurons whose activation is zero, with the same answer; off: compute all."
+    )  # fmt: skip
+
+    prompt: str | None = opt(
+        None, str, "TEXT", "Prompt", "Text to continue; `-` reads stdin. The flag may be left out.",
+        flags="-p", positional=True
+    )  # fmt: skip
+    file: str | None = opt(None, nonempty, "PATH", "Prompt", "Read the prompt from a file.", flags="-f")
+
+    n_predict: int = opt(
+        -1, count_or_all, "N", "Generation", "Tokens to generate at most.",
+        flags="-n --predict --max-tokens", shown="-1 = until the model ends or the context is full"
+    )  # fmt: skip
+    stop: tuple[str, ...] = opt(
+        (), nonempty, "TEXT", "Generation", "Stop before this text appears. May be repeated.",
+        flags="-r --reverse-prompt", repeat=True
+    )  # fmt: skip
+    ignore_eos: bool = opt(False, switch, None, "Generation", "Never generate the end-of-text token.")
+
+    seed: int = opt(
+        -1, whole(-1, 2**63 - 1), "N", "Sampling", "Seed of the random choices; the one used is in the JSON.",
+        flags="-s", shown="-1 = random"
+    )  # fmt: skip
+    temp: float = opt(
+        0.8,
+        real(0),
+        "X",
+        "Sampling",
+        "Temperature; 0 always takes the likeliest token.",
+        flags="--temperature",
+    )
+    top_k: int = opt(40, whole(0), "K", "Sampling", "Keep the K likeliest tokens; 0 keeps all.")
+    top_p: float = opt(
+        0.95,
+        real(0, 1),
+        "P",
+        "Sampling",
+        "Keep the fewest tokens that have this probability together; 1 keeps all.",
+    )
+    min_p: float = opt(
+        0.05,
+        real(0, 1),
+        "P",
+        "Sampling",
+        "Drop tokens below this share of the likeliest one's probability; 0 is off.",
+    )
+    repeat_penalty: float = opt(
+        1.0, real(0.01), "X", "Sampling", "Divide recent tokens' positive scores by this; 1 is off."
+    )
+    repeat_last_n: int = opt(
+        64, whole(-1), "N", "Sampling", "How many recent tokens the penalties look at; -1 is all, 0 none."
+    )
+    presence_penalty: float = opt(
+        0.0, real(-100, 100), "X", "Sampling", "Subtract this from recent tokens' scores; 0 is off."
+    )
+    frequency_penalty: float = opt(
+        0.0, real(-100, 100), "X", "Sampling", "Subtract this once per recent appearance; 0 is off."
+    )
+    logit_bias: tuple[tuple[int, float], ...] = opt(
+        (), bias, "ID(+|-)BIAS", "Sampling", "Add to a token's score: 15043+1.5, 15043-inf. May be repeated.",
+        flags="-l", repeat=True
+    )  # fmt: skip
+
+    logprobs: int | None = opt(
+        None, whole(0, 100), "N", "Output", "With --json: log-probabilities of each token and its N rivals.",
+        shown="none"
+    )  # fmt: skip
+    json: bool = _json()
+    display_prompt: bool = opt(True, switch, None, "Output", "Print the prompt before its continuation.")
+    quiet: bool = _quiet()
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """Turn a Hugging Face directory into a pack."""
+
+    source: str = opt(
+        "", nonempty, "SRC", "Model", "Hugging Face directory to pack.", positional=True, required=True
+    )
+    output: str = opt("", nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", required=True)
+    format: str = _format("Weight format.")
+    force: bool = opt(False, switch, None, "Model", "Replace an existing pack.")
+    json: bool = _json()
+    quiet: bool = _quiet()
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Say what is in a pack: the model, sizes per part, bytes per token."""
+
+    model: str | None = _model(positional=True)
+    json: bool = _json()
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Check every byte of a pack against its checksums."""
+
+    model: str | None = _model(positional=True)
+    json: bool = _json()
+    quiet: bool = _quiet()
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Measure this machine, and say what holds it back."""
+
+    disk: str | None = opt(
+        None, nonempty, "DIR", "Model", "Directory whose disk is measured.", shown="the cache directory"
+    )
+    threads: int = _threads("Threads to measure memory with.")
+    json: bool = _json()
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "run": RunOptions,
+    "pack": PackOptions,
+    "inspect": InspectOptions,
+    "verify": VerifyOptions,
+    "doctor": DoctorOptions,
+}
+
+
+# ---- fields -> argparse
+
+
+def options_of(cls: type[Any]) -> list[tuple[Field[Any], Option]]:
+    return [(f, f.metadata["option"]) for f in fields(cls)]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _help(f: Field[Any], o: Option) -> str:
+    facts = [f"env: {variable(f.name)}"]
+    default = {True: "on", False: "off"}[f.default] if isinstance(f.default, bool) else f.default
+    if o.shown is not None or default not in (None, (), ""):
+        facts.insert(0, f"default: {default if o.shown is None else o.shown}")
+    return f"{o.help} [{'; '.join(facts)}]".replace("%", "%%")
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
+    """One flag per field. Values stay text here: `read_options` parses them, wherever they came from."""
+    groups: dict[str, Any] = {}
+    for f, o in options_of(cls):
+        if o.group not in groups:
+            groups[o.group] = parser.add_argument_group(o.group)
+        if o.positional:
+            by_position = f.name + BY_POSITION
+            parser.add_argument(
+                by_position, metavar=f.name, nargs="?", default=argparse.SUPPRESS, help=o.help
+            )
+        names = sorted((flag(f.name), *o.flags), key=lambda name: name.startswith("--"))
+        about: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(f, o)}
+        if o.parse is switch:
+            groups[o.group].add_argument(*names, action=argparse.BooleanOptionalAction, **about)
+        else:
+            groups[o.group].add_argument(*names, action="append", metavar=o.metavar, **about)
+
+
+# ---- argparse and the environment -> an options object
+
+
+def _parse(parse: Parse, source: str, text: str) -> Any:
+    try:
+        return parse(text)
+    except ValueError as e:
+        raise UsageError(f"{source} {e}, not {text!r}") from None
+
+
+def _env_texts(o: Option, text: str) -> list[str]:
+    """A repeated option's variable is one value, or a JSON list of strings."""
+    if o.repeat and text.startswith("["):
+        try:
+            items = json.loads(text)
+        except ValueError:
+            return [text]
+        if isinstance(items, list) and all(isinstance(i, str) for i in items):
+            return items
+    return [text]
+
+
+def _value(f: Field[Any], o: Option, given: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
+    if f.name in given:
+        value, source = given[f.name], flag(f.name)
+        if isinstance(value, bool):
+            return value
+        texts = [value] if isinstance(value, str) else value
+    elif variable(f.name) in environ:
+        source = variable(f.name)
+        texts = _env_texts(o, environ[source])
+    elif o.required:
+        raise UsageError(
+            f"missing {o.metavar} ({o.help.rstrip('.').lower()}; {flag(f.name)} or {variable(f.name)})"
+        )
+    else:
+        return f.default
+    values = [_parse(o.parse, source, t) for t in texts]
+    return tuple(values) if o.repeat else values[-1]
+
+
+def read_options(cls: type[T], given: Mapping[str, Any], environ: Mapping[str, str]) -> T:
+    """`given` is what argparse found: only flags that were typed, as text."""
+    given = dict(given)
+    for f, _ in options_of(cls):
+        by_position = given.pop(f.name + BY_POSITION, None)
+        if by_position is None:
+            continue
+        if f.name in given:
+            raise UsageError(
+                f"the {f.name} is given twice, as {flag(f.name)} and without a flag: {by_position!r}"
+            )
+        given[f.name] = by_position
+    return cls(**{f.name: _value(f, o, given, environ) for f, o in options_of(cls)})
+
+
+def check_environment(environ: Mapping[str, str]) -> list[str]:
+    """-> THERMOCLINE_ variables that nothing reads: most likely typing mistakes."""
+    known = {variable(f.name) for cls in COMMANDS.values() for f, _ in options_of(cls)}
+    for name, parse in OTHER_VARIABLES.items():
+        known.add(variable(name))
+        if variable(name) in environ:
+            _parse(parse, variable(name), environ[variable(name)])
+    return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+
+
+# ---- places
+
+
+def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
+    """Where this system keeps caches: XDG_CACHE_HOME wins everywhere."""
+    if base := environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "thermocline"
+    if platform == "win32":
+        return (
+            Path(environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "thermocline" / "cache"
+        )
+    if platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "thermocline"
+    return Path.home() / ".cache" / "thermocline"
