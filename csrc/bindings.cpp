@@ -1,0 +1,262 @@
+// Validates what Python passes, converts it, releases the GIL, calls. Nothing else.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <map>
+#include <new>
+#include <optional>
+#include <string>
+
+#include "model_ops.h"
+#include "store.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using tc::Arena;
+using tc::Context;
+using tc::Matrix;
+
+template <class T, int N>
+using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using F1 = Array<const float, 1>;
+using F2 = Array<const float, 2>;
+using MutF2 = Array<float, 2>;
+using I1 = Array<const int32_t, 1>;
+using I2 = Array<const int32_t, 2>;
+using MutH4 = nb::ndarray<uint16_t, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+
+static void check(bool ok, const char* what) {
+    if (!ok) throw nb::value_error(what);
+}
+static const float* optional_vector(const std::optional<F1>& v, size_t n, const char* what) {
+    if (!v) return nullptr;
+    check(v->shape(0) == n, what);
+    return v->data();
+}
+
+static size_t packed_bytes(tc::Format f, size_t cols) {
+    switch (f) {
+        case tc::F32: return cols * 4;
+        case tc::F16: case tc::BF16: return cols * 2;
+        case tc::Q8_0: return cols / 32 * 34;
+        case tc::Q4_0: return cols / 32 * 18;
+        default: return 0;
+    }
+}
+
+// A matrix inside an arena. Everything a kernel will trust is checked here, once.
+static Matrix make_matrix(const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
+    check(format >= 0 && format < tc::N_FORMATS, "unknown weight format");
+    const auto f = tc::Format(format);
+    check(rows > 0 && cols > 0 && rows <= size_t(1) << 40 && cols <= size_t(1) << 31, "matrix dimensions out of range");
+    check((f != tc::Q8_0 && f != tc::Q4_0) || cols % 32 == 0, "quantised rows need a multiple of 32 columns");
+    const size_t bytes = packed_bytes(f, cols);
+    check(stride >= bytes && stride <= size_t(1) << 40, "row stride smaller than a row");
+    check(offset <= arena.bytes && arena.bytes - offset >= bytes, "matrix outside its arena");
+    check((arena.bytes - offset - bytes) / stride >= rows - 1, "matrix outside its arena");
+    check(f != tc::F32 || (offset % 4 == 0 && stride % 4 == 0), "f32 matrix not aligned");
+    check(offset % 2 == 0 && stride % 2 == 0, "matrix not aligned");
+    return {arena.data + offset, f, rows, cols, stride};
+}
+
+static void check_ids(const I1& ids, size_t limit, const char* what) {
+    for (size_t i = 0; i < ids.shape(0); i++) check(ids.data()[i] >= 0 && size_t(ids.data()[i]) < limit, what);
+}
+
+static void attention(Context& c, MutF2 qkv, std::optional<F2> cos, std::optional<F2> sin, MutH4 k, MutH4 v,
+                      I1 positions, I1 sequence, I2 table, size_t heads, size_t kv_heads, size_t head_dim,
+                      size_t window, MutF2 out) {
+    const size_t tokens = qkv.shape(0), block = k.shape(2), pages = k.shape(0);
+    check(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && head_dim > 0, "heads do not divide");
+    check(qkv.shape(1) == (heads + 2 * kv_heads) * head_dim, "qkv has the wrong width");
+    check(out.shape(0) == tokens && out.shape(1) == heads * head_dim, "out has the wrong shape");
+    check(k.shape(1) == kv_heads && k.shape(3) == head_dim && block > 0, "k cache has the wrong shape");
+    for (size_t i = 0; i < 4; i++) check(k.shape(i) == v.shape(i), "k and v cache differ in shape");
+    check(positions.shape(0) == tokens && sequence.shape(0) == tokens, "positions or sequence has the wrong length");
+    check(cos.has_value() == sin.has_value(), "cos without sin");
+    if (cos) {
+        check(head_dim % 2 == 0, "rope needs an even head_dim");
+        check(cos->shape(0) == tokens && cos->shape(1) == head_dim / 2, "cos has the wrong shape");
+        check(sin->shape(0) == tokens && sin->shape(1) == head_dim / 2, "sin has the wrong shape");
+    }
+    check_ids(sequence, table.shape(0), "sequence out of range");
+    check_ids(positions, table.shape(1) * block, "position beyond the block table");
+    for (size_t t = 0; t < tokens; t++) {  // every page this token will read or write
+        const int32_t* row = table.data() + size_t(sequence.data()[t]) * table.shape(1);
+        for (size_t b = 0; b <= size_t(positions.data()[t]) / block; b++)
+            check(row[b] >= 0 && size_t(row[b]) < pages, "block table names a page that does not exist");
+    }
+    tc::AttentionArgs a = {qkv.data(), cos ? cos->data() : nullptr, sin ? sin->data() : nullptr, k.data(), v.data(),
+                           positions.data(), sequence.data(), table.data(), tokens, heads, kv_heads, head_dim, block,
+                           table.shape(1), window, out.data()};
+    nb::gil_scoped_release release;
+    c.attention(a);
+}
+
+static std::tuple<size_t, size_t, size_t> ffn_add(Context& c, MutF2 x, F2 h, const Matrix& gate,
+                                                  std::optional<F1> gate_bias, const Matrix* up, const Matrix& down,
+                                                  std::optional<F1> down_bias, int activation, float threshold,
+                                                  bool up_relu, bool exact) {
+    const size_t dim = x.shape(1), tokens = x.shape(0);
+    check(h.shape(0) == tokens && h.shape(1) == dim, "h and x differ in shape");
+    check(gate.cols == dim && down.cols == dim && down.rows == gate.rows, "ffn matrices have the wrong shape");
+    check(!up || (up->rows == gate.rows && up->cols == dim && up->format == gate.format), "up does not match gate");
+    check(gate.rows <= size_t(INT32_MAX), "too many neurons");
+    check(activation >= 0 && activation < tc::N_ACTIVATIONS, "unknown activation");
+    // The kernels skip a neuron when its activation is zero; that is the answer only where zero means "not above".
+    check(threshold >= 0, "negative activation threshold");
+    tc::FFNArgs a = {x.data(), h.data(), gate, up ? *up : Matrix{}, down,
+                     optional_vector(gate_bias, gate.rows, "gate bias has the wrong length"),
+                     optional_vector(down_bias, dim, "down bias has the wrong length"),
+                     tc::Activation(activation), threshold, up_relu, exact, tokens};
+    tc::FFNCounts r;
+    {
+        nb::gil_scoped_release release;
+        r = c.ffn_add(a);
+    }
+    return {r.active, r.rows, r.rows_dense};
+}
+
+// Bytes per second of reading `bytes` of memory over and over for `seconds`, with every thread of the context.
+static double read_bandwidth(size_t bytes, int threads, double seconds) {
+    check(bytes >= 1 << 20 && bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024, "arguments out of range");
+    nb::gil_scoped_release release;
+    Arena arena(bytes);
+    if (!arena.data) throw std::bad_alloc();
+    const tc::Kernels& k = *tc::chosen_kernels();
+    tc::Pool pool(threads);
+    const size_t chunk = size_t(1) << 20, chunks = bytes / chunk;
+    std::atomic<size_t> next{0};
+    std::atomic<uint64_t> sink{0};
+    auto touch = [&](int) {
+        for (size_t c; (c = next.fetch_add(1)) < chunks;)
+            for (size_t i = 0; i < chunk; i += 4096) arena.data[c * chunk + i] = 1;
+    };
+    auto read = [&](int) {
+        for (size_t c; (c = next.fetch_add(1)) < chunks;)
+            sink.fetch_add(k.read_all(arena.data + c * chunk, chunk), std::memory_order_relaxed);
+    };
+    pool.run(touch);
+    double best = 0, elapsed = 0;  // the best pass: the roof is what the memory can do, not what a neighbour left of it
+    using clock = std::chrono::steady_clock;
+    for (const auto start = clock::now(); elapsed < seconds;) {
+        next.store(0);
+        const auto t0 = clock::now();
+        pool.run(read);
+        best = std::max(best, double(chunks * chunk) / std::chrono::duration<double>(clock::now() - t0).count());
+        elapsed = std::chrono::duration<double>(clock::now() - start).count();
+    }
+    return best;
+}
+
+static std::map<std::string, bool> cpu_features() {
+    std::map<std::string, bool> f;
+#if defined(THERMOCLINE_X86) && defined(__GNUC__)
+    __builtin_cpu_init();
+#define FEATURE(name) f[name] = __builtin_cpu_supports(name) != 0
+    FEATURE("sse4.2"), FEATURE("avx"), FEATURE("avx2"), FEATURE("fma"), FEATURE("f16c"), FEATURE("avx512f"),
+        FEATURE("avx512bw"), FEATURE("avx512vl"), FEATURE("avx512dq"), FEATURE("avx512vnni"), FEATURE("avx512bf16");
+#undef FEATURE
+#endif
+    return f;
+}
+
+NB_MODULE(_native, m) {
+    m.doc() = "Thermocline's native core: kernels, thread pool, weight arena, checksums.";
+    if (!tc::chosen_kernels())
+        throw nb::import_error("THERMOCLINE_ISA names no instruction set: use scalar, avx2 or avx512");
+
+    m.def("isa", [] { return std::string(tc::chosen_kernels()->isa); }, "The instruction set the kernels use.");
+    m.def("isa_levels", [] {
+        std::vector<std::string> levels;
+        for (const char* level : {"avx512", "avx2", "scalar"})
+            if (tc::kernels_named(level)) levels.emplace_back(level);
+        return levels;
+    }, "Instruction sets this CPU supports, best first.");
+    m.def("cpu_features", &cpu_features);
+    m.def("read_bandwidth", [](size_t b, int t, double s) { return read_bandwidth(b, t, s) / 1e9; }, "nbytes"_a,
+          "threads"_a, "seconds"_a, "GB/s of reading memory: the roof.");
+    m.def("crc32c", [](nb::handle buffer, uint32_t seed) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+        uint32_t crc;
+        {
+            nb::gil_scoped_release release;
+            crc = tc::crc32c(static_cast<const uint8_t*>(view.buf), size_t(view.len), seed);
+        }
+        PyBuffer_Release(&view);
+        return crc;
+    }, "buffer"_a, "seed"_a = 0, "CRC-32C (Castagnoli); pass the last result as seed to continue.");
+
+    nb::class_<Arena>(m, "Arena")
+        .def("__init__", [](Arena* self, size_t bytes) {
+            new (self) Arena(bytes);
+            if (bytes && !self->data) throw std::bad_alloc();
+        }, "nbytes"_a)
+        .def_prop_ro("nbytes", [](const Arena& a) { return a.bytes; })
+        .def("write", [](Arena& a, size_t offset, Array<const uint8_t, 1> data) {
+            check(offset <= a.bytes && data.shape(0) <= a.bytes - offset, "write outside the arena");
+            if (data.shape(0)) memcpy(a.data + offset, data.data(), data.shape(0));
+        }, "offset"_a, "data"_a);
+
+    nb::class_<Matrix>(m, "Matrix")
+        .def(nb::new_([](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
+            return new Matrix(make_matrix(arena, offset, format, rows, cols, stride));
+        }), "arena"_a, "offset"_a, "format"_a, "rows"_a, "cols"_a, "stride"_a, nb::keep_alive<0, 1>())
+        .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.rows, w.cols); })
+        .def_prop_ro("row_bytes", [](const Matrix& w) { return packed_bytes(w.format, w.cols); })
+        .def_prop_ro("nbytes", [](const Matrix& w) { return w.rows * packed_bytes(w.format, w.cols); });
+
+    nb::class_<Context>(m, "Context")
+        .def("__init__", [](Context* self, int threads, const std::string& isa) {
+            check(threads >= 1 && threads <= 1024, "threads out of range");
+            const tc::Kernels* k = isa.empty() ? tc::chosen_kernels() : tc::kernels_named(isa.c_str());
+            check(k != nullptr, "instruction set not supported by this CPU");
+            new (self) Context(threads, k);
+        }, "threads"_a, "isa"_a = "")
+        .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
+        .def_prop_ro("isa", [](const Context& c) { return std::string(c.k.isa); })
+        .def("load", [](Context& c, Arena& arena, const std::string& path, size_t begin, size_t end,
+                        Array<const uint32_t, 1> checksums, size_t block) {
+            check(block >= 512 && block <= size_t(1) << 30 && begin % block == 0, "bad block size or begin");
+            check(begin <= end && end <= arena.bytes, "range outside the arena");
+            check(checksums.shape(0) >= (end + block - 1) / block, "too few checksums");
+            tc::LoadResult r;
+            {
+                nb::gil_scoped_release release;
+                r = tc::load(c.pool, arena, path.c_str(), begin, end, checksums.data(), block);
+            }
+            return std::make_tuple(r.error, r.bad_block);
+        }, "arena"_a, "path"_a, "begin"_a, "end"_a, "checksums"_a, "block"_a,
+             "Read file bytes [begin, end) into the arena, checking each block. -> (errno or 0 or -1 for EOF, bad block or -1)")
+        .def("embed", [](Context& c, const Matrix& w, I1 ids, MutF2 out) {
+            check(out.shape(0) == ids.shape(0) && out.shape(1) == w.cols, "out has the wrong shape");
+            check_ids(ids, w.rows, "token id out of range");
+            nb::gil_scoped_release release;
+            c.embed(w, ids.data(), ids.shape(0), out.data());
+        })
+        .def("norm", [](Context& c, F2 x, F1 weight, std::optional<F1> bias, float eps, bool layer, MutF2 out) {
+            check(weight.shape(0) == x.shape(1), "norm weight has the wrong length");
+            check(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), "out has the wrong shape");
+            const float* b = optional_vector(bias, x.shape(1), "norm bias has the wrong length");
+            nb::gil_scoped_release release;
+            c.norm(x.data(), weight.data(), b, eps, layer, x.shape(0), x.shape(1), out.data());
+        }, "x"_a, "weight"_a, "bias"_a.none(), "eps"_a, "layer"_a, "out"_a)
+        .def("matmul", [](Context& c, const Matrix& w, F2 x, std::optional<F1> bias, MutF2 out, bool add) {
+            check(x.shape(1) == w.cols, "x has the wrong width");
+            check(out.shape(0) == x.shape(0) && out.shape(1) == w.rows, "out has the wrong shape");
+            const float* b = optional_vector(bias, w.rows, "bias has the wrong length");
+            nb::gil_scoped_release release;
+            c.matmul(w, x.data(), x.shape(0), b, out.data(), add);
+        }, "w"_a, "x"_a, "bias"_a.none(), "out"_a, "add"_a)
+        .def("attention", &attention, "qkv"_a, "cos"_a.none(), "sin"_a.none(), "k"_a, "v"_a, "positions"_a,
+             "sequence"_a, "table"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "window"_a, "out"_a)
+        .def("ffn_add", &ffn_add, "x"_a, "h"_a, "gate"_a, "gate_bias"_a.none(), "up"_a.none(), "down"_a,
+             "down_bias"_a.none(), "activation"_a, "threshold"_a, "up_relu"_a, "exact"_a);
+}

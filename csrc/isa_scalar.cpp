@@ -1,0 +1,15 @@
+// The kernels for one ISA; compiled with its flags (CMakeLists.txt). Nothing else may live here.
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "quant.inl"
+
+namespace tc {
+namespace {
+#define ISA_NAME "scalar"
+#include "simd_scalar.h"
+#include "kernels.inl"
+}  // namespace
+const Kernels* scalar_kernels() { return &table; }
+}  // namespace tc

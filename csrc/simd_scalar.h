@@ -1,0 +1,126 @@
+// The vector vocabulary in portable C++: eight floats, one block of 32 per quantised step. The specification
+// of what the other simd_*.h files do, and what runs where none of them fits.
+#pragma once
+#include <math.h>
+#include <string.h>
+
+#include "quant.inl"
+
+constexpr int W = 8;
+struct vf {
+    float v[W];
+};
+
+static inline float f16_to_f32(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+    uint32_t bits;
+    if (exponent == 31) bits = sign | 0x7f800000 | (mantissa << 13);
+    else if (exponent) bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
+    else {  // zero or subnormal: exact in f32
+        const float f = float(mantissa) * (1.0f / 16777216.0f);
+        memcpy(&bits, &f, 4);
+        bits |= sign;
+    }
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline uint16_t f32_to_f16(float f) {  // round to nearest, ties to even
+    uint32_t x;
+    memcpy(&x, &f, 4);
+    const uint32_t sign = (x >> 16) & 0x8000;
+    x &= 0x7fffffff;
+    if (x > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (x >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds past 65504
+    if (x < 0x38800000) {                                 // subnormal in f16: scale so that the integer is the mantissa
+        float a;
+        memcpy(&a, &x, 4);
+        return uint16_t(sign | uint32_t(nearbyintf(a * 16777216.0f)));
+    }
+    const uint32_t rounded = x + 0xfff + ((x >> 13) & 1);
+    return uint16_t(sign | ((rounded - 0x38000000) >> 13));
+}
+
+#define EACH for (int i = 0; i < W; i++)
+static inline vf vset1(float x) { vf r; EACH r.v[i] = x; return r; }
+static inline vf vzero() { return vset1(0); }
+static inline vf vload(const float* p) { vf r; EACH r.v[i] = p[i]; return r; }
+static inline vf vload_n(const float* p, int n) { vf r; EACH r.v[i] = i < n ? p[i] : 0; return r; }
+static inline void vstore(float* p, vf a) { EACH p[i] = a.v[i]; }
+static inline void vstore_n(float* p, vf a, int n) { for (int i = 0; i < n; i++) p[i] = a.v[i]; }
+static inline vf vload_f16(const uint16_t* p) { vf r; EACH r.v[i] = f16_to_f32(p[i]); return r; }
+static inline vf vload_f16_n(const uint16_t* p, int n) { vf r; EACH r.v[i] = i < n ? f16_to_f32(p[i]) : 0; return r; }
+static inline void vstore_f16_n(uint16_t* p, vf a, int n) { for (int i = 0; i < n; i++) p[i] = f32_to_f16(a.v[i]); }
+static inline float bf16_to_f32(uint16_t h) { uint32_t b = uint32_t(h) << 16; float f; memcpy(&f, &b, 4); return f; }
+static inline vf vload_bf16(const uint16_t* p) { vf r; EACH r.v[i] = bf16_to_f32(p[i]); return r; }
+static inline vf vload_bf16_n(const uint16_t* p, int n) { vf r; EACH r.v[i] = i < n ? bf16_to_f32(p[i]) : 0; return r; }
+static inline vf vadd(vf a, vf b) { EACH a.v[i] += b.v[i]; return a; }
+static inline vf vsub(vf a, vf b) { EACH a.v[i] -= b.v[i]; return a; }
+static inline vf vmul(vf a, vf b) { EACH a.v[i] *= b.v[i]; return a; }
+static inline vf vdiv(vf a, vf b) { EACH a.v[i] /= b.v[i]; return a; }
+static inline vf vmax(vf a, vf b) { EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline vf vmin(vf a, vf b) { EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline vf vabs(vf a) { EACH a.v[i] = fabsf(a.v[i]); return a; }
+static inline vf vfma(vf a, vf b, vf c) { EACH c.v[i] += a.v[i] * b.v[i]; return c; }
+static inline vf vround(vf a) { EACH a.v[i] = nearbyintf(a.v[i]); return a; }
+static inline vf vpow2(vf a) {  // 2^a for integral a in [-126, 127]
+    EACH {
+        const uint32_t bits = uint32_t(int32_t(a.v[i]) + 127) << 23;
+        memcpy(&a.v[i], &bits, 4);
+    }
+    return a;
+}
+static inline vf vgate(vf x, vf threshold) { EACH x.v[i] = x.v[i] > threshold.v[i] ? x.v[i] : 0; return x; }
+static inline float vsum(vf a) {
+    return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
+}
+static inline float vmaximum(vf a) { float m = a.v[0]; EACH m = m > a.v[i] ? m : a.v[i]; return m; }
+static inline void prefetch(const void*) {}
+
+// ---- quantised steps: QB blocks of 32 at a time
+constexpr int QB = 1;
+struct XBlock {  // one step of int8 activations
+    int8_t q[32];
+    float d;
+};
+static inline void x_quantize(const float* x, int, XBlock* out) {
+    float m = 0;
+    for (int i = 0; i < 32; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m;
+    out->d = m / 127.0f;
+    const float inverse = m > 0 ? 127.0f / m : 0;
+    for (int i = 0; i < 32; i++) out->q[i] = int8_t(nearbyintf(x[i] * inverse));
+}
+struct QW {
+    int8_t q[32];
+    float d;
+};
+static inline QW q8_load(const BlockQ8_0* b, int) {
+    QW w;
+    memcpy(w.q, b->q, 32);
+    w.d = f16_to_f32(b->d);
+    return w;
+}
+static inline QW q4_load(const BlockQ4_0* b, int) {
+    QW w;
+    for (int i = 0; i < 16; i++) w.q[i] = int8_t((b->q[i] & 15) - 8), w.q[i + 16] = int8_t((b->q[i] >> 4) - 8);
+    w.d = f16_to_f32(b->d);
+    return w;
+}
+static inline vf qdot(const QW& w, const XBlock* x, vf acc) {
+    int32_t s[W] = {0};
+    for (int i = 0; i < 32; i++) s[i / 4] += int32_t(w.q[i]) * x->q[i];
+    EACH acc.v[i] += float(s[i]) * (w.d * x->d);
+    return acc;
+}
+static inline vf q8_dot(const QW& w, const XBlock* x, vf acc) { return qdot(w, x, acc); }
+static inline vf q4_dot(const QW& w, const XBlock* x, vf acc) { return qdot(w, x, acc); }
+static inline void q8_unpack(const BlockQ8_0* b, vf* out) {  // 32 weights as 32/W vectors
+    const float d = f16_to_f32(b->d);
+    for (int k = 0; k < 32; k++) out[k / W].v[k % W] = float(b->q[k]) * d;
+}
+static inline void q4_unpack(const BlockQ4_0* b, vf* out) {
+    const QW w = q4_load(b, 1);
+    for (int k = 0; k < 32; k++) out[k / W].v[k % W] = float(w.q[k]) * w.d;
+}
+#undef EACH

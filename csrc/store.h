@@ -1,0 +1,32 @@
+// Where weights live: one arena of anonymous memory, filled by parallel reads that check every block as it arrives.
+// Never a file mapping: a truncated file would be a SIGBUS, and a page fault a stall nobody planned (design 4).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace tc {
+
+class Pool;
+
+uint32_t crc32c(const uint8_t* p, size_t n, uint32_t seed);  // Castagnoli; seed 0 to start, the result to continue
+
+struct Arena {
+    explicit Arena(size_t bytes);  // zeroed, huge pages where the system has them; data is null if there is no memory
+    ~Arena();
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+    uint8_t* data = nullptr;
+    size_t bytes = 0;
+};
+
+struct LoadResult {
+    int error;           // errno of a failed read, or 0; EOF inside the range is reported as -1
+    int64_t bad_block;   // first block (numbered from the start of the file) whose checksum differs, or -1
+};
+
+// Read file bytes [begin, end) to the same place in the arena, `block` bytes at a time, and compare each block with
+// checksums[i], i counted from the start of the file. begin is a multiple of block.
+LoadResult load(Pool& pool, Arena& arena, const char* path, size_t begin, size_t end, const uint32_t* checksums,
+                size_t block);
+
+}  // namespace tc

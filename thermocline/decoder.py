@@ -1,0 +1,129 @@
+"""The one decoder: token ids -> logits, as plain functions over a table of ops.
+
+Knows `ModelSpec`, the weights' shape and the KV cache's layout; must not know requests, files or models by name.
+`ops` is `ops.reference` (numpy, the specification) or `ops.cpu` (native): same functions, same signatures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.kv import KVCache
+from thermocline.spec import ModelSpec
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Norm:
+    weight: F32  # [dim]
+    bias: F32 | None
+
+
+@dataclass(frozen=True)
+class Linear:
+    weight: Any  # an ops matrix, [out, in]
+    bias: F32 | None
+
+
+@dataclass(frozen=True)
+class FFN:
+    """One expert: `gate` [ffn_dim, dim], `up` [ffn_dim, dim] (None if ungated), `down` [ffn_dim, dim] (transposed)."""
+
+    gate: Linear
+    up: Any | None
+    down: Any
+    down_bias: F32 | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    attn_norm: Norm
+    qkv: Linear  # rows: all q heads, all k heads, all v heads
+    attn_out: Linear
+    ffn_norm: Norm
+    ffn: FFN
+
+
+@dataclass(frozen=True)
+class Weights:
+    embed: Any  # matrix [vocab_size, dim]
+    pos_embed: Any | None  # matrix [max_context, dim], learned positions only
+    layers: tuple[Layer, ...]
+    out_norm: Norm
+    head: Linear  # [vocab_size, dim]; the embedding again when tied
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of one step, from any number of sequences. Row r is one token.
+
+    `sequence[r]` is a row of `block_table`; block_table[s, b] is the KV block of positions [b*block, (b+1)*block).
+    A sequence's rows are in position order, and every earlier position is in the cache or in this batch.
+    """
+
+    ids: I32  # [tokens]
+    positions: I32  # [tokens]
+    sequence: I32  # [tokens]
+    block_table: I32  # [sequences, blocks]
+    logit_rows: I32  # rows whose logits are wanted
+
+
+@dataclass
+class FFNStats:
+    """What sparsity did, summed over layers and tokens."""
+
+    active: int = 0  # (token, neuron) pairs with a non-zero activation
+    neurons: int = 0  # (token, neuron) pairs in all
+    rows: int = 0  # up/down rows read
+    rows_dense: int = 0  # up/down rows a dense pass would have read
+
+
+def rope_tables(spec: ModelSpec, positions: I32) -> tuple[F32, F32]:
+    """cos and sin, [tokens, head_dim/2] (RoPE: arXiv 2104.09864; frequency scaling: Llama 3.1)."""
+    half = spec.head_dim // 2
+    exponent = np.arange(half, dtype=np.float32) * np.float32(2.0 / spec.head_dim)
+    inv_freq = (1.0 / np.power(np.float32(spec.rope_theta), exponent)).astype(np.float32)
+    s = spec.rope_scaling
+    if s is not None:
+        wavelength = 2 * np.pi / inv_freq
+        smooth = (s.original_context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        blend = np.clip(smooth, 0.0, 1.0)
+        inv_freq = ((1 - blend) * inv_freq / s.factor + blend * inv_freq).astype(np.float32)
+    angle = positions[:, None].astype(np.float32) * inv_freq[None, :]
+    return np.cos(angle), np.sin(angle)
+
+
+def forward(
+    spec: ModelSpec,
+    weights: Weights,
+    kv: KVCache,
+    batch: Batch,
+    ops: ModuleType,
+    *,
+    exact: bool,
+    stats: FFNStats,
+) -> F32:
+    """Run one step. Writes the batch's keys and values into `kv`; returns logits [len(logit_rows), vocab_size]."""
+    x = ops.embed(weights.embed, batch.ids)  # [tokens, dim], the residual stream
+    if weights.pos_embed is not None:
+        x += ops.embed(weights.pos_embed, batch.positions)
+    cos, sin = rope_tables(spec, batch.positions) if spec.position == "rope" else (None, None)
+
+    for i, layer in enumerate(weights.layers):
+        h = ops.norm(x, layer.attn_norm.weight, layer.attn_norm.bias, spec.norm_eps, spec.norm)
+        qkv = ops.matmul(layer.qkv.weight, h, layer.qkv.bias)
+        a = ops.attention(spec, qkv, cos, sin, kv.layer(i), batch)
+        ops.matmul_add(x, layer.attn_out.weight, a, layer.attn_out.bias)
+        h = ops.norm(x, layer.ffn_norm.weight, layer.ffn_norm.bias, spec.norm_eps, spec.norm)
+        ops.ffn_add(x, spec, layer.ffn, h, exact, stats)
+
+    x = np.ascontiguousarray(x[batch.logit_rows])
+    h = ops.norm(x, weights.out_norm.weight, weights.out_norm.bias, spec.norm_eps, spec.norm)
+    return ops.matmul(weights.head.weight, h, weights.head.bias)

@@ -1,0 +1,45 @@
+"""Every error a user can meet, and the exit code the command line gives it.
+
+    ThermoclineError            1   something this file has no better name for
+    |-- UsageError              2   the request is wrong: a flag, a value, a prompt too long
+    |-- BadFile                 3   a file is not what it claims: truncated, foreign, corrupted
+    |-- IOFailure               4   the system refused: missing, no permission, disk full, read error
+    |-- OutOfBudget             5   it does not fit in memory (said before anything is loaded)
+    |-- Unsupported             6   understood, but not something this build can run
+    `-- NumericalError          7   the model produced NaN or infinity instead of an answer
+
+The message is one line for a person: what is wrong, where, and what to do about it. These classes and
+codes are a contract (README, "Exit codes"); `tests/test_errors.py` provokes each.
+"""
+
+from __future__ import annotations
+
+
+class ThermoclineError(Exception):
+    """Base of every error raised on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(ThermoclineError):
+    exit_code = 2
+
+
+class BadFile(ThermoclineError):
+    exit_code = 3
+
+
+class IOFailure(ThermoclineError):
+    exit_code = 4
+
+
+class OutOfBudget(ThermoclineError):
+    exit_code = 5
+
+
+class Unsupported(ThermoclineError):
+    exit_code = 6
+
+
+class NumericalError(ThermoclineError):
+    exit_code = 7

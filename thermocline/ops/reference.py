@@ -1,0 +1,115 @@
+"""Every op in plain numpy: the specification. Fast versions are tested against this, on every ISA and format.
+
+A matrix here is a float32 array [rows, cols] (decode a stored one with `quant.decode`). Nothing here is fast.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from thermocline.decoder import F32, FFN, I32, Batch, FFNStats
+from thermocline.kv import KVLayer
+from thermocline.spec import ModelSpec
+
+
+def embed(table: F32, ids: I32) -> F32:
+    """[rows, dim], [tokens] -> [tokens, dim]."""
+    return table[ids].astype(np.float32)
+
+
+def norm(x: F32, weight: F32, bias: F32 | None, eps: float, kind: str) -> F32:
+    """RMSNorm (arXiv 1910.07467) or LayerNorm over the last axis. [tokens, dim] -> [tokens, dim]."""
+    if kind == "layer":
+        x = x - x.mean(axis=-1, keepdims=True)
+    y = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(eps)) * weight
+    return y if bias is None else y + bias
+
+
+def matmul(w: F32, x: F32, bias: F32 | None) -> F32:
+    """[out, in], [tokens, in] -> [tokens, out]."""
+    y = x @ w.T
+    return y if bias is None else y + bias
+
+
+def matmul_add(x: F32, w: F32, h: F32, bias: F32 | None) -> None:
+    """x += matmul(w, h, bias), in place: the residual."""
+    x += matmul(w, h, bias)
+
+
+def rotate(x: F32, cos: F32, sin: F32) -> F32:
+    """RoPE, half-rotation layout. x [tokens, heads, head_dim]; cos, sin [tokens, head_dim/2]."""
+    a, b = np.split(x, 2, axis=-1)
+    c, s = cos[:, None, :], sin[:, None, :]
+    return np.concatenate([a * c - b * s, b * c + a * s], axis=-1)
+
+
+def attention(spec: ModelSpec, qkv: F32, cos: F32 | None, sin: F32 | None, kv: KVLayer, batch: Batch) -> F32:
+    """Rotate q and k, store k and v (as f16), attend causally. qkv [tokens, qkv_rows] -> [tokens, n_heads*head_dim]."""
+    t, hd = len(qkv), spec.head_dim
+    n_q, n_kv = spec.n_heads * hd, spec.n_kv_heads * hd
+    q = qkv[:, :n_q].reshape(t, spec.n_heads, hd)
+    k = qkv[:, n_q : n_q + n_kv].reshape(t, spec.n_kv_heads, hd)
+    v = qkv[:, n_q + n_kv :].reshape(t, spec.n_kv_heads, hd)
+    if cos is not None and sin is not None:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+
+    block = kv.k.shape[2]  # k, v: [blocks, n_kv_heads, block, head_dim]
+    for r in range(t):
+        b, slot = divmod(int(batch.positions[r]), block)
+        page = batch.block_table[batch.sequence[r], b]
+        kv.k[page, :, slot], kv.v[page, :, slot] = k[r], v[r]
+
+    out = np.empty((t, spec.n_heads, hd), np.float32)
+    for r in range(t):
+        end = int(batch.positions[r]) + 1
+        start = 0 if spec.sliding_window is None else max(0, end - spec.sliding_window)
+        pages = batch.block_table[batch.sequence[r], : (end + block - 1) // block]
+        # [kv_heads, positions, head_dim], then every kv head serves a group of q heads
+        keys = kv.k[pages].swapaxes(0, 1).reshape(spec.n_kv_heads, -1, hd)[:, start:end].astype(np.float32)
+        values = kv.v[pages].swapaxes(0, 1).reshape(spec.n_kv_heads, -1, hd)[:, start:end].astype(np.float32)
+        for head in range(spec.n_heads):
+            g = head // (spec.n_heads // spec.n_kv_heads)
+            scores = keys[g] @ q[r, head] / np.float32(math.sqrt(hd))
+            p = np.exp(scores - scores.max())
+            out[r, head] = (p / p.sum()) @ values[g]
+    return out.reshape(t, -1)
+
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+def activate(g: F32, kind: str, threshold: float) -> F32:
+    """The gate's activation, elementwise."""
+    match kind:
+        case "silu":
+            return g / (1 + np.exp(-g))
+        case "gelu":
+            return (0.5 * g * (1 + _erf(g / math.sqrt(2)).astype(np.float32))).astype(np.float32)
+        case "gelu_tanh":
+            return 0.5 * g * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (g + np.float32(0.044715) * g**3)))
+        case "relu":
+            return np.where(g > 0, g, np.float32(0))
+        case "fatrelu":  # ProSparse (arXiv 2402.13516): the value passes unchanged above the threshold
+            return np.where(g > threshold, g, np.float32(0))
+        case "relu2":  # squared ReLU (arXiv 2109.08668)
+            return np.where(g > 0, g * g, np.float32(0))
+    raise ValueError(kind)
+
+
+def ffn_add(x: F32, spec: ModelSpec, f: FFN, h: F32, exact: bool, stats: FFNStats) -> None:
+    """x += FFN(h), in place. h [tokens, dim]. `exact` skips the neurons no token of the batch needs: same answer."""
+    a = activate(matmul(f.gate.weight, h, f.gate.bias), spec.activation, spec.activation_threshold)  # [tokens, ffn_dim]
+    needed = np.flatnonzero((a != 0).any(axis=0)) if exact and spec.sparse else np.arange(spec.ffn_dim)
+    if f.up is not None:
+        u = matmul(f.up[needed], h, None)
+        a = a.copy()
+        a[:, needed] *= np.maximum(u, 0) if spec.up_activation == "relu" else u
+    stats.active += int((a != 0).sum())
+    stats.neurons += a.size
+    stats.rows += len(needed)
+    stats.rows_dense += spec.ffn_dim
+    x += a[:, needed] @ f.down[needed]
+    if f.down_bias is not None:
+        x += f.down_bias
