@@ -1,0 +1,209 @@
+"""Logits -> token: penalties, top-k, top-p, min-p, temperature, draw (llama.cpp's order: temperature last).
+
+Owns `SamplingParams` and one request's draws. Must not know models, text or other requests.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.errors import NumericalError, UsageError
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request turns logits into tokens. The defaults are llama.cpp's."""
+
+    max_tokens: int | None = 256  # None: until the model stops or the context is full
+    temperature: float = 0.8  # 0: greedy, the lowest id among equals
+    top_k: int = 40  # keep the k most likely; 0: all
+    top_p: float = 0.95  # then the fewest that together have this probability; 1: all
+    min_p: float = 0.05  # then those at least this fraction as likely as the best; 0: all
+    repeat_penalty: float = 1.0  # divides positive logits of recent tokens, multiplies negative ones; 1: off
+    repeat_last_n: int = 64  # "recent": this many tokens, the prompt's included; -1: all; 0: penalties off
+    presence_penalty: float = 0.0  # subtracted from the logit of every recent token
+    frequency_penalty: float = 0.0  # subtracted once per recent occurrence
+    seed: int | None = None  # None: chosen at random and reported
+    stop: tuple[str, ...] = ()  # end before the first of these; they are not part of the text
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # id -> added to its logit; -inf bans it
+    logprobs: int | None = None  # report the token's log probability and this many alternatives
+    ignore_eos: bool = False  # ban the end-of-sequence tokens
+
+    def __post_init__(self) -> None:
+        _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
+        _check_float("temperature", self.temperature, 0, math.inf)
+        _check_int("top_k", self.top_k, 0, None)
+        _check_float("top_p", self.top_p, 0, 1)
+        _check_float("min_p", self.min_p, 0, 1)
+        _check_float("repeat_penalty", self.repeat_penalty, 0, math.inf, above=True)
+        _check_int("repeat_last_n", self.repeat_last_n, -1, None)
+        _check_float("presence_penalty", self.presence_penalty, -math.inf, math.inf)
+        _check_float("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        _check_int("seed", self.seed, 0, 2**64 - 1, optional=True)
+        _check_int("logprobs", self.logprobs, 0, None, optional=True)
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise UsageError(f"stop is {self.stop!r}; it must be a tuple of non-empty strings")
+        for token, bias in self.logit_bias.items():
+            if not isinstance(token, int) or token < 0:
+                raise UsageError(f"logit_bias has the token {token!r}; tokens are integers from 0")
+            if math.isnan(bias) or bias == math.inf:
+                raise UsageError(
+                    f"logit_bias[{token}] is {bias}; it must be a number, or -inf to ban the token"
+                )
+
+
+def _check_int(name: str, value: int | None, low: int, high: int | None, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    if not good or (high is not None and value is not None and value > high):
+        range_ = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise UsageError(f"{name} is {value!r}; it must be a whole number {range_}{' or None' * optional}")
+
+
+def _check_float(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high or (above and value == low):
+        bound = "any finite number" if low == -math.inf else f"{'above' if above else 'at least'} {low}"
+        raise UsageError(
+            f"{name} is {value!r}; it must be {bound}{f' and at most {high}' * (high < math.inf)}"
+        )
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities as the model gave them: before penalties, filters and temperature."""
+
+    logprob: float  # of the chosen token
+    top: tuple[tuple[int, float], ...]  # (id, log probability) of the most likely, best first
+
+
+def check_finite(logits: F32) -> None:
+    if not np.isfinite(logits).all():
+        at = int(np.flatnonzero(~np.isfinite(logits))[0])
+        raise NumericalError(f"the model's logits hold {logits[at]} (token {at}): its weights are damaged")
+
+
+def best(logits: F32, k: int) -> Ids:
+    """The ids of the k largest, best first, lower id first among equals. k = 0 means all."""
+    if 0 < k < len(logits):
+        smallest = np.partition(logits, -k)[-k]
+        ids = np.flatnonzero(logits >= smallest)
+        return ids[np.argsort(-logits[ids], kind="stable")[:k]]
+    return np.argsort(-logits, kind="stable")
+
+
+def softmax(x: F64) -> F64:
+    p = np.exp(x - x.max())
+    total: F64 = p / p.sum()
+    return total
+
+
+def kept(logits: F32, params: SamplingParams) -> Ids:
+    """What top-k, then top-p, then min-p leave, best first. Never empty."""
+    ids = best(logits, params.top_k)
+    p = softmax(logits[ids].astype(np.float64))
+    n = len(ids)
+    if params.top_p < 1:
+        n = min(n, int(np.searchsorted(np.cumsum(p), params.top_p)) + 1)
+    if params.min_p > 0:
+        n = min(n, int(np.count_nonzero(p >= params.min_p * p[0])))  # p falls: those are the first n
+    return ids[:n]
+
+
+class Sampler:
+    """One request's sampling state: its generator and its recent tokens, so that company changes nothing."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt: Iterable[int] = (),
+        banned: tuple[int, ...] = (),
+    ) -> None:
+        for token in params.logit_bias:
+            if token >= vocab_size:
+                raise UsageError(
+                    f"logit_bias has the token {token}; the model's tokens are 0 to {vocab_size - 1}"
+                )
+        self.params = params
+        self.seed = secrets.randbits(32) if params.seed is None else params.seed
+        self._rng = np.random.Generator(np.random.Philox(self.seed))
+        bias = {**params.logit_bias, **dict.fromkeys(banned, -math.inf)}
+        self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        penalised = (
+            params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+        self._window = params.repeat_last_n if penalised else 0
+        self._recent: deque[int] = deque()
+        self._counts: Counter[int] = Counter()
+        for token in prompt if self._window else ():
+            self._remember(token)
+
+    def sample(self, logits: F32) -> int:
+        """Choose a token from finite logits [vocab_size], which stay as they are."""
+        check_finite(logits)
+        logits = self._adjusted(logits)
+        if self.params.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            ids = kept(logits, self.params)
+            token = int(ids[self._draw(logits[ids])])
+        self._remember(token)
+        return token
+
+    def logprobs(self, logits: F32, token: int) -> TokenLogprobs:
+        """Of `token` and the most likely, from the model's own logits."""
+        x = logits.astype(np.float64)
+        x -= x.max()
+        x -= math.log(np.exp(x).sum())
+        n = self.params.logprobs or 0
+        ids = best(logits, min(n, len(logits))) if n else ()
+        return TokenLogprobs(float(x[token]), tuple((int(i), float(x[i])) for i in ids))
+
+    def _draw(self, logits: F32) -> int:
+        """Index into `logits`, at the request's temperature. One number per token, whatever is kept."""
+        x = logits.astype(np.float64)
+        with np.errstate(over="ignore"):  # at a tiny temperature all but the best become exp(-inf) = 0
+            p = np.cumsum(softmax((x - x.max()) / self.params.temperature))
+        return min(int(np.searchsorted(p, self._rng.random() * p[-1], side="right")), len(p) - 1)
+
+    def _adjusted(self, logits: F32) -> F32:
+        """A copy with bias and penalties applied, or the logits themselves where there are none."""
+        if not len(self._bias_ids) and not self._counts:
+            return logits
+        logits = logits.copy()
+        logits[self._bias_ids] += self._bias
+        if self._counts:
+            params = self.params
+            ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
+            counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+            x = logits[ids]
+            x = np.where(x > 0, x / np.float32(params.repeat_penalty), x * np.float32(params.repeat_penalty))
+            logits[ids] = x - (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+        if logits.max() == -math.inf:
+            raise UsageError("logit_bias and ignore_eos ban every token of the model")
+        return logits
+
+    def _remember(self, token: int) -> None:
+        if not self._window:
+            return
+        self._recent.append(token)
+        self._counts[token] += 1
+        if 0 < self._window < len(self._recent):
+            oldest = self._recent.popleft()
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
