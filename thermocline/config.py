@@ -430,3 +430,7 @@ def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) 
     if platform == "darwin":
         return Path.home() / "Library" / "Caches" / "thermocline"
     return Path.home() / ".cache" / "thermocline"
+
+
+def debugging(environ: Mapping[str, str]) -> bool:
+    return environ.get(variable("debug"), "").lower() in ("1", "on", "true", "yes", "enabled")

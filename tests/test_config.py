@@ -1,0 +1,170 @@
+"""Options: every field has a flag, a twin, a sentence of help; CLI beats environment beats default."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thermocline import config
+from thermocline.errors import UsageError
+
+ALL = [(cls, f, o) for cls in config.COMMANDS.values() for f, o in config.options_of(cls)]
+IDS = [f"{cls.__name__}.{f.name}" for cls, f, _ in ALL]
+
+# What one may type for a field, and what it must become.
+EXAMPLES: dict[str, tuple[str, Any]] = {
+    "model": ("some/dir", "some/dir"),
+    "format": ("q4_0", "q4_0"),
+    "cache_dir": ("/tmp/c", "/tmp/c"),
+    "ctx_size": ("128", 128),
+    "threads": ("3", 3),
+    "sparsity": ("off", "off"),
+    "prompt": ("Once", "Once"),
+    "file": ("p.txt", "p.txt"),
+    "n_predict": ("7", 7),
+    "stop": ("end", ("end",)),
+    "ignore_eos": ("on", True),
+    "seed": ("42", 42),
+    "temp": ("0.5", 0.5),
+    "top_k": ("3", 3),
+    "top_p": ("0.9", 0.9),
+    "min_p": ("0.1", 0.1),
+    "repeat_penalty": ("1.1", 1.1),
+    "repeat_last_n": ("-1", -1),
+    "presence_penalty": ("-0.5", -0.5),
+    "frequency_penalty": ("0.25", 0.25),
+    "logit_bias": ("15+1.5", ((15, 1.5),)),
+    "logprobs": ("2", 2),
+    "json": ("on", True),
+    "display_prompt": ("off", False),
+    "quiet": ("1", True),
+    "source": ("src", "src"),
+    "output": ("out", "out"),
+    "force": ("true", True),
+    "disk": ("/tmp", "/tmp"),
+}
+
+
+def read(cls: type[Any], argv: list[str], environ: dict[str, str] | None = None) -> Any:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    config.add_arguments(parser, cls)
+    return config.read_options(cls, vars(parser.parse_args(argv)), environ or {})
+
+
+def needed(cls: type[Any], but: str) -> list[str]:
+    """Arguments that make the command line complete, without `but`."""
+    return [
+        a
+        for f, o in config.options_of(cls)
+        if o.required and f.name != but
+        for a in (config.flag(f.name), "x")
+    ]
+
+
+@pytest.mark.parametrize(("cls", "f", "o"), ALL, ids=IDS)
+def test_every_option_has_a_sentence_of_help_naming_its_twin(cls: Any, f: Any, o: config.Option) -> None:
+    assert o.help[0].isupper() or ":" in o.help
+    assert o.help.endswith(".")
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser, cls)
+    assert config.variable(f.name) in parser.format_help()
+
+
+@pytest.mark.parametrize(("cls", "f", "o"), ALL, ids=IDS)
+def test_every_option_reads_its_environment_twin(cls: Any, f: Any, o: config.Option) -> None:
+    text, value = EXAMPLES[f.name]
+    options = read(cls, needed(cls, but=f.name), {config.variable(f.name): text})
+    assert getattr(options, f.name) == value
+
+
+@pytest.mark.parametrize(("cls", "f", "o"), ALL, ids=IDS)
+def test_the_command_line_beats_the_environment(cls: Any, f: Any, o: config.Option) -> None:
+    text, value = EXAMPLES[f.name]
+    if o.parse is config.switch:
+        given, other = ["--" + ("" if value else "no-") + config.flag(f.name)[2:]], "off" if value else "on"
+    else:
+        given, other = [config.flag(f.name) + "=" + text], "not even valid \N{SNOWMAN}"
+    options = read(cls, [*needed(cls, but=f.name), *given], {config.variable(f.name): other})
+    assert getattr(options, f.name) == value
+
+
+@pytest.mark.parametrize(("cls", "f", "o"), [a for a in ALL if a[2].parse not in (str, config.nonempty)])
+def test_an_invalid_variable_is_refused_by_name(cls: Any, f: Any, o: config.Option) -> None:
+    with pytest.raises(UsageError, match=config.variable(f.name)):
+        read(cls, needed(cls, but=f.name), {config.variable(f.name): "\N{SNOWMAN}"})
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["-n 5", "-n5", "--predict 5", "--n-predict 5", "--max-tokens 5", "--n-predict=5"],
+)
+def test_llama_cpp_spellings_of_the_token_count(spelling: str) -> None:
+    assert read(config.RunOptions, spelling.split()).n_predict == 5
+
+
+@pytest.mark.parametrize("spelling", ["-c 9", "--ctx-size 9", "--context-length 9", "--max-model-len 9"])
+def test_llama_cpp_spellings_of_the_context(spelling: str) -> None:
+    assert read(config.RunOptions, spelling.split()).ctx_size == 9
+
+
+def test_the_last_of_two_wins_and_repeated_options_gather() -> None:
+    o = read(
+        config.RunOptions, ["-s", "1", "--seed", "-1", "--stop", "a", "-r", "b", "-l", "1-2", "-l", "3-inf"]
+    )
+    assert (o.seed, o.stop, o.logit_bias) == (-1, ("a", "b"), ((1, -2.0), (3, -math.inf)))
+
+
+def test_a_repeated_options_variable_is_one_value_or_a_json_list() -> None:
+    assert read(config.RunOptions, [], {"THERMOCLINE_STOP": '["a", "[b"]'}).stop == ("a", "[b")
+    assert read(config.RunOptions, [], {"THERMOCLINE_STOP": "[INST]"}).stop == ("[INST]",)
+
+
+def test_a_prompt_given_twice_is_refused() -> None:
+    assert read(config.RunOptions, ["Once upon a time"]).prompt == "Once upon a time"
+    with pytest.raises(UsageError, match="given twice"):
+        read(config.RunOptions, ["Once", "-p", "upon"])
+
+
+@pytest.mark.parametrize(
+    "argv", [["-n", "0"], ["--temp", "nan"], ["--temp", "-1"], ["--top-p", "1.5"], ["-t", "x"]]
+)
+def test_values_out_of_range_name_the_flag_and_the_value(argv: list[str]) -> None:
+    with pytest.raises(UsageError, match=argv[1]):
+        read(config.RunOptions, argv)
+
+
+@pytest.mark.parametrize("text", ["", "5", "+1", "5+", "5+nan", "5+inf", "x-1", "99999999999+1", "5-1-1"])
+def test_a_malformed_logit_bias_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must look like"):
+        config.bias(text)
+
+
+def test_a_missing_source_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="THERMOCLINE_SOURCE"):
+        read(config.PackOptions, ["-o", "x"])
+
+
+def test_unknown_variables_are_reported_and_a_bad_isa_is_refused() -> None:
+    environ = {"THERMOCLINE_TMEP": "1", "THERMOCLINE_TEMP": "1", "THERMOCLINE_ISA": "avx2", "HOME": "/"}
+    assert config.check_environment(environ) == ["THERMOCLINE_TMEP"]
+    with pytest.raises(UsageError, match="THERMOCLINE_ISA"):
+        config.check_environment({"THERMOCLINE_ISA": "mmx"})
+
+
+@pytest.mark.parametrize(
+    ("platform", "environ", "expected"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/x"}, Path("/x/thermocline")),
+        ("linux", {}, Path.home() / ".cache/thermocline"),
+        ("darwin", {}, Path.home() / "Library/Caches/thermocline"),
+        ("win32", {"LOCALAPPDATA": "/l"}, Path("/l/thermocline/cache")),
+    ],
+)
+def test_the_cache_is_where_the_system_keeps_caches(
+    platform: str, environ: dict[str, str], expected: Path
+) -> None:
+    assert config.default_cache_dir(environ, platform) == expected
