@@ -1,9 +1,9 @@
 """Bounded reading of untrusted files: safetensors headers and tensors, sharded checkpoints, small JSON files.
 
-Not the `safetensors` library: it maps files (a truncated one then kills the process), accepts duplicate names,
-and gives whole tensors where packing wants blocks of rows. Here every size is checked before anything is
-allocated, parsing keeps at most 4 x metadata + 16 MiB, data is read with pread, and only regular files are
-opened. Knows files and bytes; must not know models. Failures are BadFile, IOFailure or Unsupported, naming
+Not the `safetensors` library: it maps files (a truncated one then kills the process), accepts duplicate
+names, and gives whole tensors where packing wants blocks of rows. Here every size is checked before anything is
+allocated, parsing keeps at most 4 x metadata + 16 MiB, data is read with pread, and only regular files
+are opened. Knows files and bytes; must not know models. Failures are BadFile, IOFailure or Unsupported, naming
 file and field.
 """
 
@@ -91,12 +91,15 @@ def foreign(head: bytes) -> str | None:
     return next((what for magic, what in _FOREIGN if text.startswith(magic)), None)
 
 
-# --- files ---------------------------------------------------------------------------------------------------
+# --- files -------------------------------------------------------------------------------------------------
 
 
 def quoted(text: object) -> str:
     """Text from a file, made safe for a one-line message."""
-    shown = ascii(text)
+    try:
+        shown = ascii(text)
+    except RecursionError:
+        shown = "a deeply nested value"
     return shown if len(shown) <= 80 else shown[:76] + "...'"
 
 
@@ -150,15 +153,15 @@ def read_small(path: Path, limit: int) -> bytes:
         os.close(fd)
 
 
-# --- JSON ----------------------------------------------------------------------------------------------------
+# --- JSON --------------------------------------------------------------------------------------------------
 
 
 _NON_ASCII, _NON_BMP = re.compile(rb"[\x80-\xff]"), re.compile(rb"[\xf0-\xff]")
 
 
 def parse_json(data: bytes, name: str) -> Json:
-    """An untrusted JSON object. BadFile on duplicate keys, NaN, 1e400, or more values than fit the memory bound."""
-    # The most json.loads may keep: per object, list and item, and per byte (a str has 1, 2 or 4 bytes a character).
+    """An untrusted JSON object. BadFile on duplicate keys, NaN, 1e400, or too many values to stay bounded."""
+    # The most json.loads may keep: per object, list, item and byte (a str has 1, 2 or 4 bytes a character).
     width = 4 if _NON_BMP.search(data) else 2 if _NON_ASCII.search(data) else 1
     keeps = 300 * data.count(b"{") + 90 * data.count(b"[") + 260 * data.count(b",") + (1 + width) * len(data)
     if keeps > 4 * len(data) + (15 << 20):
@@ -196,7 +199,7 @@ def _finite(text: str) -> float:
     return value
 
 
-# --- one safetensors file ------------------------------------------------------------------------------------
+# --- one safetensors file ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +402,7 @@ def as_f32(stored: NDArray[Any]) -> F32:
     return stored.astype(np.float32, copy=False)
 
 
-# --- a checkpoint: one file, or shards with an index ---------------------------------------------------------
+# --- a checkpoint: one file, or shards with an index -------------------------------------------------------
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -495,7 +498,7 @@ def _check_shard_name(file: str, name: str) -> None:
 
 
 def _shard_path(directory: Path, file: str) -> Path:
-    """The shard's path. A link may lead only to the model's own directory or the Hugging Face cache around it."""
+    """The shard's path. A link may lead only to the model's directory or the Hugging Face cache around it."""
     path = directory / file
     if not os.path.lexists(path):
         raise IOFailure(f"{path}: shard is missing; download the model again")
