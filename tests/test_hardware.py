@@ -176,7 +176,9 @@ def test_advice_names_what_holds_the_machine_back() -> None:
     cores = hardware.Cores("x", 8, 8, 2, 2, None, 2)
     isa = hardware.Isa("avx2", ["avx512", "avx2", "scalar"], {"avx2": True})
     memory = hardware.Memory(GIB, GIB, None, None, 10.0, 20.0, 2)
-    quiet = hardware.Hardware(cores, isa, None, memory, disk.Disk("/", None), hardware.Gpu(False, [], [], ""))
+    quiet = hardware.Hardware(
+        0.0, cores, isa, None, memory, disk.Disk("/", None), hardware.Gpu(False, [], [], "")
+    )
     lines = hardware.advice(quiet, "avx2")
     assert any("2 of 8 CPUs usable: affinity" in line for line in lines)
     assert any("THERMOCLINE_ISA=avx2 lowers it" in line for line in lines)

@@ -180,7 +180,7 @@ class RunOptions:
     )
     ctx_size: int = opt(
         0, whole(0), "N", "Model", "Context length in tokens, prompt and answer together.",
-        flags="-c --context-length --max-model-len", shown="0 = the model's own"
+        flags="-c --context-length --max-model-len", shown="0 = the model's own, up to 4096"
     )  # fmt: skip
     threads: int = _threads("Threads to compute with.")
     sparsity: str = opt(

@@ -65,6 +65,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
+    load: float | None  # processes that ran, on average over the last minute
     cores: Cores
     isa: Isa | None
     native_error: str | None  # why the native module does not load
@@ -363,6 +364,7 @@ def gpu(root: Path = ROOT) -> Gpu:
 
 def measure(disk_dir: Path, threads: int = 0) -> Hardware:
     """Everything `doctor` says; takes a few seconds, most of them the disk's."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     machine = cores()
     threads = threads if threads > 0 else machine.threads
     native_error, levels = None, None
@@ -373,7 +375,7 @@ def measure(disk_dir: Path, threads: int = 0) -> Hardware:
         native_error = str(e)
         total, _ = _system_memory(ROOT)
         memory = Memory(total, *memory_room(), cache_bytes(), None, None, threads)
-    return Hardware(machine, levels, native_error, memory, measure_disk(disk_dir), gpu())
+    return Hardware(load, machine, levels, native_error, memory, measure_disk(disk_dir), gpu())
 
 
 def advice(h: Hardware, isa_variable: str | None = None) -> list[str]:
@@ -398,6 +400,8 @@ def advice(h: Hardware, isa_variable: str | None = None) -> list[str]:
     if h.memory.limited_by:
         lines.append(f"memory is limited by the {h.memory.limited_by}")
     one, several = h.memory.read_gbs_1_thread, h.memory.read_gbs
-    if one and several and h.memory.threads > 1 and several < 1.1 * one:
+    if h.load is not None and h.load > 0.3:
+        lines.append(f"the machine is busy (load {h.load:.1f}): the speeds measured are lower bounds")
+    elif one and several and h.memory.threads > 1 and several < 1.1 * one:
         lines.append("more threads do not read memory faster: 1 thread may do for large models")
     return lines

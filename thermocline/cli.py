@@ -1,0 +1,413 @@
+"""The `thermocline` command: options in, data on stdout, everything else on stderr, errors as exit codes.
+
+Must not know kernels, tensors or scheduling. Each command imports what is heavy, so `--help` needs no numpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thermocline import __version__, config, report
+from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
+
+if TYPE_CHECKING:
+    from thermocline.engine import LLM, Completion
+    from thermocline.pack import Pack
+    from thermocline.sampler import SamplingParams
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+MAX_PROMPT_BYTES = 64 << 20
+EXIT_CODES = (
+    "exit codes: 0 ok, 2 usage, 3 bad file, 4 I/O, 5 does not fit in memory, 6 unsupported, "
+    "7 the model gives NaN, 130 interrupted, 1 anything else"
+)
+
+
+# ---- in: arguments
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with wrong usage raised like every other error, and no guessing of abbreviated flags."""
+
+    def error(self, message: str) -> Any:
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+class Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        emit(f"thermocline {__version__}\n")
+        parser.exit()
+
+
+def parser() -> Parser:
+    top = Parser(
+        prog="thermocline",
+        description="Run language models, computing only the neurons a token needs.",
+        epilog=f"{EXIT_CODES}. Each option of a command has an environment twin; see `run --help`.",
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action=Version, nargs=0, help="print the version")
+    commands = top.add_subparsers(metavar="COMMAND", dest="command", parser_class=Parser)
+    for name, options in config.COMMANDS.items():
+        about = options.__doc__ or ""
+        sub = commands.add_parser(name, help=about, description=about, epilog=EXIT_CODES, allow_abbrev=False)
+        config.add_arguments(sub, options)
+    return top
+
+
+def command(argv: Sequence[str]) -> int:
+    found, rest = parser().parse_known_args(argv)
+    given = vars(found)
+    name = given.pop("command")
+    if rest:
+        hint = "" if rest[0].startswith("-") else " (a text of several words needs quotes)"
+        raise UsageError(f"unknown argument {rest[0]!r}{hint}; see `thermocline {name or ''} --help`")
+    if name is None:
+        raise UsageError('no command; try `thermocline run "Once upon a time"` or `thermocline --help`')
+    for variable in config.check_environment(os.environ):
+        note(f"warning: {variable} is not an option")
+    options = config.read_options(config.COMMANDS[name], given, os.environ)
+    match options:
+        case config.RunOptions():
+            return run(options)
+        case config.PackOptions():
+            return pack(options)
+        case config.InspectOptions():
+            return inspect(options)
+        case config.VerifyOptions():
+            return verify(options)
+        case config.DoctorOptions():
+            return doctor(options)
+    raise AssertionError(name)
+
+
+# ---- out: data, notes, tables
+
+
+def emit(text: str) -> None:
+    """Data, at once."""
+    if sys.stdout is None:
+        raise IOFailure("standard output is closed")
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def emit_json(value: dict[str, Any]) -> None:
+    """ASCII, so that it is JSON in every locale; what is not finite is null."""
+    emit(json.dumps(report.finite(value)) + "\n")
+
+
+def note(text: str) -> None:
+    """Everything that is not data: one line on stderr."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    print(f"thermocline: {line}", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """A bar on stderr where that is a terminal, nothing elsewhere."""
+
+    def __init__(self, what: str, *, quiet: bool) -> None:
+        self._what = what
+        self._live = not quiet and sys.stderr is not None and sys.stderr.isatty()
+        self._bar: Any = None
+
+    def at(self, done: int, total: int) -> None:
+        """`done` of `total` bytes."""
+        if not self._live:
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                desc=self._what, total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False
+            )
+        self._bar.update(done - self._bar.n)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+# ---- run
+
+
+class CtrlC:
+    """Before the first token Ctrl-C stops at once; after it, the first waits for the token on its way."""
+
+    def __init__(self) -> None:
+        self.asked = self.patient = False
+
+    def __enter__(self) -> CtrlC:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:  # a background job of a shell ignores it
+            signal.signal(signal.SIGINT, self._on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _on(self, *_: object) -> None:
+        if self.asked or not self.patient:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+def read_prompt(o: config.RunOptions) -> str:
+    if o.prompt is not None and o.file is not None:
+        raise UsageError("both a prompt and --file are given; choose one")
+    if o.file is not None:
+        with open(o.file, "rb") as f:
+            return _decoded(f.read(MAX_PROMPT_BYTES + 1), o.file)
+    if o.prompt == "-":
+        if sys.stdin is None:
+            raise IOFailure("standard input is closed")
+        return _decoded(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "stdin")
+    if o.prompt is None:
+        raise UsageError('no prompt; try `thermocline run "Once upon a time"`, -f FILE, or -p - for stdin')
+    return o.prompt
+
+
+def _decoded(data: bytes, name: str) -> str:
+    if len(data) > MAX_PROMPT_BYTES:
+        raise UsageError(f"{name}: a prompt of more than {MAX_PROMPT_BYTES >> 20} MiB")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise BadFile(f"{name}: not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}") from None
+
+
+def load(o: config.RunOptions) -> LLM:
+    from thermocline.engine import LLM
+
+    with Progress("packing", quiet=o.quiet) as progress:
+        return LLM(
+            o.model,
+            threads=o.threads if o.threads > 0 else None,
+            context=o.ctx_size or None,
+            format=o.format,
+            sparsity=o.sparsity,
+            max_batch=1,
+            cache_dir=cache_dir(o.cache_dir),
+            progress=progress.at,
+        )
+
+
+def sampling(o: config.RunOptions) -> SamplingParams:
+    from thermocline.sampler import SamplingParams
+
+    return SamplingParams(
+        max_tokens=o.n_predict if o.n_predict > 0 else None,
+        temperature=o.temp,
+        top_k=o.top_k,
+        top_p=o.top_p,
+        min_p=o.min_p,
+        repeat_penalty=o.repeat_penalty,
+        repeat_last_n=o.repeat_last_n,
+        presence_penalty=o.presence_penalty,
+        frequency_penalty=o.frequency_penalty,
+        seed=o.seed if o.seed >= 0 else None,
+        stop=o.stop,
+        logit_bias=dict(o.logit_bias),
+        logprobs=o.logprobs,
+        ignore_eos=o.ignore_eos,
+    )
+
+
+def run(o: config.RunOptions) -> int:
+    begin = time.perf_counter()
+    prompt = read_prompt(o)
+    params = sampling(o)
+    with load(o) as llm:
+        done, first_token_s = generate(llm, prompt, params, o, begin)
+        if o.json or not o.quiet:
+            figures = report.figures_of(llm, done, first_token_s, o.model or "bundled")
+            if o.json:
+                emit_json(figures)
+            if not o.quiet:
+                note(report.line_of(figures))
+    return INTERRUPTED if done.finish_reason == "cancelled" else 0
+
+
+def generate(
+    llm: LLM, prompt: str, params: SamplingParams, o: config.RunOptions, begin: float
+) -> tuple[Completion, float | None]:
+    """Stream the answer to stdout. -> (it, seconds from `begin` to its first token)."""
+    first_token_s = None
+    with CtrlC() as ctrl_c, llm.stream(prompt, params) as stream:
+        try:
+            for chunk in stream:
+                if first_token_s is None:
+                    first_token_s = time.perf_counter() - begin
+                    ctrl_c.patient = True
+                    if o.display_prompt and not o.json:
+                        emit(prompt)
+                if chunk.text and not o.json:
+                    emit(chunk.text)
+                if ctrl_c.asked:
+                    break
+        except KeyboardInterrupt:
+            pass  # closing the stream makes the answer "cancelled"
+        stream.close()
+        if not o.json:
+            emit("\n")
+        return stream.completion, first_token_s
+
+
+# ---- pack, inspect, verify
+
+
+def pack(o: config.PackOptions) -> int:
+    from thermocline import pack as packs
+
+    with Progress("packing", quiet=o.quiet) as progress:
+        packs.pack(o.source, o.output, o.format, overwrite=o.force, progress=progress.at)
+    about = packs.inspect(packs.Pack.open(o.output))
+    if o.json:
+        emit_json(about)
+    if not o.quiet:
+        note(f"packed {o.source} as {o.format} into {o.output}, {report.size(sum(about['files'].values()))}")
+    return 0
+
+
+def open_pack(model: str | None) -> Pack:
+    from thermocline.engine import BUNDLED
+    from thermocline.pack import Pack, resolve
+
+    path = BUNDLED if model is None else Path(model)
+    if model is not None and not (path / "pack.json").exists():
+        if (path / "config.json").exists():
+            raise UsageError(f"{path}: not a pack; make one with `thermocline pack {path} -o DIR`")
+        return Pack.open(resolve(path, cache_dir(None), "f32"))  # raises: says what it is instead
+    return Pack.open(path)
+
+
+def inspect(o: config.InspectOptions) -> int:
+    from thermocline import pack as packs
+
+    about = packs.inspect(open_pack(o.model))
+    if o.json:
+        emit_json(about)
+    else:
+        emit(report.table(report.pack_rows(about)))
+    return 0
+
+
+def verify(o: config.VerifyOptions) -> int:
+    from thermocline import pack as packs
+
+    opened = open_pack(o.model)
+    with Progress("verifying", quiet=o.quiet) as progress:
+        problems = packs.verify(opened, progress.at)
+    if o.json:
+        emit_json({"path": str(opened.path), "ok": not problems, "problems": problems})
+    else:
+        emit(
+            "".join(f"{line}\n" for line in problems)
+            or f"{opened.path}: ok, {report.size(opened.weights_bytes)}\n"
+        )
+    if problems:
+        raise BadFile(
+            f"{opened.path}: {len(problems)} damaged block{'s' * (len(problems) > 1)}; pack it again"
+        )
+    return 0
+
+
+# ---- doctor
+
+
+def cache_dir(given: str | None) -> Path:
+    return Path(given) if given else config.default_cache_dir(os.environ)
+
+
+def doctor(o: config.DoctorOptions) -> int:
+    import platform
+
+    from thermocline import hardware
+
+    directory = Path(o.disk) if o.disk else cache_dir(None)
+    if o.disk and not directory.is_dir():
+        raise IOFailure(f"{directory}: no such directory")
+    found = hardware.measure(directory, o.threads)
+    advice = hardware.advice(found, os.environ.get("THERMOCLINE_ISA"))
+    software = {
+        "thermocline": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cache_dir": str(cache_dir(None)),
+    }
+    if o.json:
+        emit_json({**software, **asdict(found), "advice": advice})
+        return 0
+    lines = [("advice", line) for line in advice] or [("advice", "none: nothing holds this machine back")]
+    emit(
+        report.table(
+            [*((k.replace("_", " "), v) for k, v in software.items()), *report.hardware_rows(found), *lines]
+        )
+    )
+    return 0
+
+
+# ---- main: the one place where errors become a line and an exit code
+
+
+def _silence_stdout() -> None:
+    """Nobody reads it any more: keep the interpreter's last flush from failing too."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # not a real file: nothing to flush to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _failed(message: str, code: int) -> int:
+    if config.debugging(os.environ):
+        traceback.print_exc()
+    note(message)
+    return code
+
+
+def _os_error(e: OSError) -> str:
+    where = f"{e.filename}: " if e.filename is not None else ""
+    return f"{where}{e.strerror or e}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            code = command(sys.argv[1:] if argv is None else argv)
+        except SystemExit as e:  # --help and --version
+            code = int(e.code or 0)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except ThermoclineError as e:
+        return _failed(str(e), e.exit_code)
+    except BrokenPipeError:
+        _silence_stdout()
+        return BROKEN_PIPE
+    except OSError as e:
+        _silence_stdout()
+        return _failed(_os_error(e), IOFailure.exit_code)
+    except MemoryError:
+        return _failed("out of memory; see `thermocline doctor` for what is free", OutOfBudget.exit_code)
+    except KeyboardInterrupt:
+        return _failed("interrupted", INTERRUPTED)
+    except Exception as e:  # a bug: still one line, and the way to see the rest
+        return _failed(
+            f"internal error: {type(e).__name__}: {e} (THERMOCLINE_DEBUG=1 shows the traceback)", 1
+        )

@@ -1,0 +1,170 @@
+"""What the commands print: figures, tables and sizes. Facts in, text or JSON-ready values out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thermocline.engine import LLM, Completion
+    from thermocline.hardware import Hardware
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "".join(f"{name:<{width}}  {value}".rstrip() + "\n" for name, value in rows)
+
+
+def size(nbytes: float | None) -> str:
+    if nbytes is None:
+        return "unknown"
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
+
+
+# ---- run
+
+
+def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: str) -> dict[str, Any]:
+    """The contract of `run --json` (README)."""
+    from thermocline import hardware  # the native core
+
+    f = done.figures
+    speed = f.bytes_per_token * f.tokens_per_s / 1e9 if f.bytes_per_token and f.tokens_per_s else None
+    cache = hardware.cache_bytes()
+    from_cache = None if f.bytes_per_token is None or cache is None else f.bytes_per_token <= cache
+    roof = hardware.read_gbs(llm.threads) if speed is not None else None
+    figures: dict[str, Any] = {
+        "model": model,
+        "format": llm.weight_format,
+        "text": done.text,
+        "token_ids": done.token_ids,
+        "finish_reason": done.finish_reason,
+        "seed": done.seed,
+        "prompt_tokens": f.prompt_tokens,
+        "tokens": f.tokens,
+        "tokens_per_s": f.tokens_per_s,
+        "prompt_tokens_per_s": f.prompt_tokens_per_s,
+        "bytes_per_token": f.bytes_per_token,
+        "gb_per_s": speed,
+        "roof_gb_per_s": roof,
+        "roof_share": speed / roof if speed and roof and not from_cache else None,
+        "from_cache": from_cache,
+        "active_fraction": f.active_fraction,
+        "rows_fraction": f.rows_fraction,
+        "sparsity": llm.sparsity,
+        "isa": hardware.isa().chosen,
+        "threads": llm.threads,
+        "context": llm.context,
+        "load_s": llm.load_s,
+        "first_token_s": first_token_s,
+        "peak_rss_bytes": hardware.peak_rss_bytes(),
+        "logits_hash": f.logits_hash,
+    }
+    if done.logprobs is not None:
+        pairs = zip(done.token_ids, done.logprobs, strict=True)
+        figures["logprobs"] = [{"token_id": t, "logprob": p.logprob, "top": p.top} for t, p in pairs]
+    return figures
+
+
+def line_of(f: dict[str, Any]) -> str:
+    """The figures for a person, on one line; what is not known is left out."""
+    parts = [f"{f['tokens']} tokens"]
+    if f["finish_reason"] == "cancelled":
+        parts.append("cancelled")
+    if f["tokens_per_s"]:
+        parts.append(f"{f['tokens_per_s']:.1f} tok/s")
+    if f["prompt_tokens_per_s"]:
+        parts.append(f"prompt {f['prompt_tokens_per_s']:.0f} tok/s")
+    if f["gb_per_s"]:
+        parts.append(f"{f['gb_per_s']:.1f} GB/s{_roof_words(f)}")
+        parts.append(f"{f['bytes_per_token'] / 1e6:.3g} MB/token")
+    if f["active_fraction"] is not None:
+        parts.append(f"{_percent(f['active_fraction'])} of neurons active")
+    parts += [f["sparsity"], f["isa"], f"{f['threads']} thread{'s' * (f['threads'] > 1)}"]
+    return " · ".join(parts)
+
+
+def _roof_words(f: dict[str, Any]) -> str:
+    if f["from_cache"]:
+        return " from cache"
+    return f" ({_percent(f['roof_share'])} of {f['roof_gb_per_s']:.1f} measured)" if f["roof_share"] else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
+
+
+# ---- inspect, doctor
+
+
+def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+    source = about["source"]
+    rows = [
+        ("pack", f"{about['path']} (version {about['version']})"),
+        ("source", f"{source['name']} ({source['kind']}, {source['hash']})"),
+        ("weights", f"{about['weight_format']}, {about['parameters'] / 1e6:,.2f} M parameters"),
+        ("size", size(sum(about["files"].values()))),
+        ("per token", f"{about['bytes_per_token_dense'] / 1e6:,.2f} MB, dense"),
+        ("", ""),
+    ]
+    parts = about["parts"].items()
+    rows += [(name, f"{size(p['bytes']):>10}  {p['parameters']:>14,} parameters") for name, p in parts]
+    rows.append(("", ""))
+    rows += [(name, _plain(value)) for name, value in about["spec"].items()]
+    return rows
+
+
+def _plain(value: Any) -> str:
+    match value:
+        case None | () | []:
+            return "none"
+        case list() | tuple():
+            return ", ".join(map(str, value))
+        case dict():
+            return ", ".join(f"{k} {v}" for k, v in value.items())
+    return str(value)
+
+
+def hardware_rows(h: Hardware) -> list[tuple[str, str]]:
+    c, m, d, g = h.cores, h.memory, h.disk, h.gpu
+    quota = "" if c.quota is None else f", quota {c.quota:g}"
+    rows = [
+        ("cpu", c.name or "unknown"),
+        ("cores", f"{c.usable_physical} usable of {c.physical or 'unknown'} ({c.logical} logical{quota})"),
+        ("threads", f"{m.threads}"),
+    ]
+    if h.isa is not None:
+        rows.append(("kernels", f"{h.isa.chosen} (possible: {', '.join(h.isa.levels)})"))
+        rows.append(("cpu features", " ".join(name for name, has in h.isa.features.items() if has)))
+    rows.append(("memory", f"{size(m.available_bytes)} free of {size(m.total_bytes)}"))
+    rows.append(("last-level cache", size(m.cache_bytes)))
+    rows.append(
+        ("memory read", f"{gbs(m.read_gbs_1_thread)} with 1 thread, {gbs(m.read_gbs)} with {m.threads}")
+    )
+    rows.append(("disk", f"{d.path} ({size(d.free_bytes)} free)"))
+    if d.sequential_gbs is not None:
+        rows.append(("disk read", f"{gbs(d.sequential_gbs)}, {d.random_iops:,.0f} random 4 KiB reads/s"))
+    if d.why:
+        rows.append(("disk note", d.why))
+    boards = [f"{name}, {size(nbytes)}" for name, nbytes in zip(g.names, g.memory_bytes, strict=True)]
+    rows.append(("gpu", f"{'; '.join(boards)} ({g.why})" if g.found else f"none: {g.why}"))
+    return rows
+
+
+def gbs(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1f} GB/s"
