@@ -1,0 +1,139 @@
+"""Who may import whom: DESIGN.md's table, enforced. A new edge needs a line here, and a reason."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "thermocline"
+
+# module -> the modules of ours it may import
+MAY_IMPORT: dict[str, set[str]] = {
+    "__init__": {"engine", "errors", "sampler"},
+    "__main__": {"cli"},
+    "cli": {"config", "engine", "errors", "hardware", "pack", "report", "sampler"},
+    "config": {"errors"},
+    "decoder": {"kv", "spec"},
+    "disk": set(),
+    "engine": {
+        "config",
+        "decoder",
+        "errors",
+        "hardware",
+        "kv",
+        "pack",
+        "sampler",
+        "spec",
+        "tokenizer",
+        "weights",
+    },
+    "errors": set(),
+    "hardware": {"_native", "disk", "errors"},
+    "kv": {"errors", "spec"},
+    "models": {"errors", "safetensors", "spec"},
+    "ops": set(),
+    "ops.cpu": {"_native", "decoder", "kv", "spec"},
+    "ops.reference": {"decoder", "kv", "quant", "spec"},
+    "pack": {"_native", "errors", "models", "quant", "safetensors", "spec"},
+    "quant": {"errors"},
+    "report": {"engine", "hardware"},
+    "safetensors": {"errors"},
+    "sampler": {"errors"},
+    "spec": set(),
+    "tokenizer": {"errors", "spec"},
+    "weights": {"_native", "decoder", "errors", "ops.cpu", "pack", "quant", "spec"},
+}
+FOREIGN = {"numpy", "tokenizers", "tqdm"}  # what `pip install .` brings
+FAMILIES = {"llama", "mistral", "opt"}  # names that only models.py may act on
+
+
+def modules() -> dict[str, Path]:
+    """Name below `thermocline` -> file."""
+    out = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        out[name.removesuffix(".__init__")] = path
+    return out
+
+
+MODULES = modules()
+KNOWN = {*MODULES, "_native"}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Every module the file imports, anywhere in it, as a dotted name."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            base = node.module or ""
+            found |= {f"{base}.{a.name}" if is_ours(f"{base}.{a.name}") else base for a in node.names}
+    return found
+
+
+def is_ours(name: str) -> bool:
+    return name.removeprefix("thermocline.") in KNOWN and name.startswith("thermocline.")
+
+
+def parse(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_follow_the_table(name: str) -> None:
+    assert name in MAY_IMPORT, f"{name} is new: give it a row here and in DESIGN.md"
+    ours = {i.removeprefix("thermocline.") for i in imports(parse(name)) if i.startswith("thermocline.")}
+    assert ours <= MAY_IMPORT[name], f"{name} may not import {sorted(ours - MAY_IMPORT[name])}"
+
+
+def test_the_table_has_no_rows_without_a_file() -> None:
+    assert set(MAY_IMPORT) <= set(MODULES)
+
+
+def test_the_table_has_no_cycle() -> None:
+    order: list[str] = []
+    while len(order) < len(MAY_IMPORT):
+        ready = [m for m, uses in MAY_IMPORT.items() if m not in order and uses - {"_native"} <= set(order)]
+        assert ready, f"cycle among {sorted(set(MAY_IMPORT) - set(order))}"
+        order += ready
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_the_standard_library_and_declared_packages_are_imported(name: str) -> None:
+    roots = {i.partition(".")[0] for i in imports(parse(name))}
+    assert roots <= {*sys.stdlib_module_names, "thermocline", *FOREIGN}
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {"models"}))
+def test_family_names_stay_in_models(name: str) -> None:
+    """A family's name as a value (not inside a sentence) means something branches on it."""
+    values = {n.value for n in ast.walk(parse(name)) if isinstance(n, ast.Constant)}
+    assert not values & FAMILIES
+
+
+@pytest.mark.parametrize("name", ["cli", "config", "__main__", "errors"])
+def test_the_command_line_starts_without_numpy(name: str) -> None:
+    """Nothing heavy at module level: `--help` and `--version` answer at once."""
+    code = f"import sys, thermocline.{name if name != '__main__' else 'cli'}; print('numpy' in sys.modules)"
+    assert run_python(code) == "False"
+
+
+def test_torch_is_never_imported() -> None:
+    code = (
+        "import sys, thermocline; thermocline.LLM; import thermocline.cli, thermocline.hardware; "
+        "thermocline.hardware.gpu(); print('torch' in sys.modules)"
+    )
+    assert run_python(code) == "False"
+
+
+def run_python(code: str) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    return done.stdout.strip()
