@@ -1,0 +1,192 @@
+"""Text <-> token ids over tokenizer.json (the `tokenizers` library), and text from ids as they come.
+
+Must not know the engine. A token is worth bytes, not characters: `Detokenizer` gathers bytes and gives out
+whole characters, so no text is decoded twice and a token costs the same however long the text is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
+from thermocline.spec import ModelSpec
+
+FILE = "tokenizer.json"
+MAX_BYTES = 256 << 20  # the largest in the field (vocabulary 262144) has 33 MB
+
+
+class Tokenizer:
+    """The tokenizer.json of a pack or Hugging Face directory. `spec` bounds the ids, names the eos tokens."""
+
+    def __init__(self, directory: Path | str, spec: ModelSpec | None = None) -> None:
+        path = Path(directory) / FILE
+        self._tok = _load(path)
+        highest = max(self._tok.get_vocab(with_added_tokens=True).values(), default=-1)
+        if spec is not None and highest >= spec.vocab_size:
+            raise BadFile(
+                f"{path}: has the token {highest}, but the model's tokens are 0 to {spec.vocab_size - 1}; "
+                "it belongs to another model"
+            )
+        self.vocab_size: int = spec.vocab_size if spec is not None else highest + 1
+        self.eos_ids: tuple[int, ...] = spec.eos_ids if spec is not None else ()
+        self._special = {i for i, t in self._tok.get_added_tokens_decoder().items() if t.special}
+        self._bytes_of, self._trim = _decoder(self._tok, path)
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """`add_special` adds what the model expects around a text, such as a beginning-of-text token."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise UsageError(
+                f"the text is not valid Unicode: a lone surrogate at character {e.start}"
+            ) from None
+        ids: list[int] = self._tok.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, without special tokens. Bytes that are no character become U+FFFD."""
+        detokenizer = Detokenizer(self)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def token_bytes(self, token: int) -> bytes:
+        """What `token` adds to a text (UTF-8); nothing for special tokens and ids without one."""
+        text = None if token in self._special else self._tok.id_to_token(token)
+        return b"" if text is None else self._bytes_of(text)
+
+
+class Detokenizer:
+    """Text from ids as they come. Never half a character: its bytes wait until they are, or cannot be, whole.
+
+    `continuing`: the text goes on from another, so the space that begins it is real.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, continuing: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = not continuing
+
+    def push(self, token: int) -> str:
+        data = self._tokenizer.token_bytes(token)
+        if self._at_start and data:
+            data = self._tokenizer._trim(data)
+            self._at_start = False
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What waited, at the end of the text; the Detokenizer can be used again for another."""
+        return self._utf8.decode(b"", final=True)
+
+
+def _load(path: Path) -> Any:
+    """The library's tokenizer. It is imported here: 15 ms that `--help` need not wait for."""
+    if not path.is_file():
+        raise BadFile(f"{path}: not found; the model's directory needs a {FILE} to turn text into tokens")
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise BadFile(f"{path}: {size} bytes is too long for a tokenizer (limit {MAX_BYTES})")
+        data = path.read_bytes()
+    except OSError as e:
+        raise IOFailure(f"{path}: {e.strerror}") from None
+
+    import tokenizers
+
+    try:
+        tok = tokenizers.Tokenizer.from_buffer(data)
+    except ValueError as e:
+        raise BadFile(f"{path}: not a tokenizer: {' '.join(str(e).split())[:200]}") from None
+    tok.no_truncation()  # some files ask for prompts to be cut or filled up; that would be done in silence
+    tok.no_padding()
+    return tok
+
+
+def _decoder(tok: Any, path: Path) -> tuple[Callable[[str], bytes], Callable[[bytes], bytes]]:
+    """The file's decoder as two functions: a token's text -> its bytes; the first one's bytes -> trimmed."""
+    if tok.decoder is None:
+        raise Unsupported(f"{path}: has no decoder, so there is no telling how its tokens become text")
+    state: dict[str, Any] = json.loads(tok.decoder.__getstate__())
+    parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    steps = [_step(part, path) for part in parts]
+
+    def bytes_of(text: str) -> bytes:
+        for step in steps:
+            if (data := step(text)) is not None:
+                if isinstance(data, bytes):
+                    return data
+                text = data
+        return text.encode()
+
+    return bytes_of, _trim(parts, path)
+
+
+Step = Callable[
+    [str], "str | bytes | None"
+]  # new text to go on with, final bytes, or None: nothing to do here
+
+
+def _step(part: dict[str, Any], path: Path) -> Step:
+    match part["type"]:
+        case "ByteLevel":
+            return _byte_level
+        case "ByteFallback":
+            return _byte_fallback
+        case "Metaspace":
+            replacement = part["replacement"]
+            return lambda text: text.replace(replacement, " ")
+        case "Replace" if "String" in part["pattern"]:
+            old, new = part["pattern"]["String"], part["content"]
+            return lambda text: text.replace(old, new)
+        case "Fuse" | "Strip":
+            return lambda text: None
+    raise Unsupported(f"{path}: its decoder has a {part['type']} step, which Thermocline does not know")
+
+
+def _trim(parts: list[dict[str, Any]], path: Path) -> Callable[[bytes], bytes]:
+    """SentencePiece writes a space before the first word; the decoder says how much of it to cut."""
+    for i, part in enumerate(parts):
+        if part["type"] == "Strip":
+            fused = any(p["type"] == "Fuse" for p in parts[:i])
+            if not fused or part["start"] > 1 or part["stop"]:
+                raise Unsupported(
+                    f"{path}: its decoder strips more than one character from the start of the text"
+                )
+            content = part["content"].encode() if part["start"] else b""
+            return lambda data: data.removeprefix(content)
+        if part["type"] == "Metaspace" and part["prepend_scheme"] != "never":
+            return lambda data: data.replace(b" ", b"")  # the library drops every space of the first token
+    return lambda data: data
+
+
+def _byte_fallback(text: str) -> bytes | None:
+    """`<0xE2>` is that byte."""
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        try:
+            return bytes([int(text[3:5], 16)])
+        except ValueError:
+            return None
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for the 256 bytes: printable ones are themselves, the rest go from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _byte_level(text: str) -> bytes:
+    """GPT-2's alphabet; a token with any other character (an added token) is its own text."""
+    try:
+        return bytes([_BYTE_OF[c] for c in text])
+    except KeyError:
+        return text.encode()
