@@ -1,0 +1,661 @@
+"""The engine: company, chunks and the cache change no token; nothing leaks; the figures add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from thermocline.decoder import F32, FFN, Layer, Linear, Norm, Weights
+from thermocline.engine import (
+    GIB,
+    LLM,
+    Engine,
+    Request,
+    StopMatcher,
+    Traffic,
+    context_for,
+    fit,
+)
+from thermocline.errors import NumericalError, OutOfBudget, UsageError
+from thermocline.kv import BLOCK, bytes_for
+from thermocline.ops import reference
+from thermocline.sampler import SamplingParams
+from thermocline.spec import ModelSpec
+
+VOCAB = 97
+EOS = 96
+SPEC = ModelSpec(
+    architecture="test",
+    dim=32,
+    ffn_dim=48,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    vocab_size=VOCAB,
+    max_context=256,
+    norm="rms",
+    norm_eps=1e-5,
+    activation="relu",
+    bos_id=0,
+    eos_ids=(EOS,),
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def random_weights(spec: ModelSpec, seed: int = 0) -> Weights:
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows: int, cols: int) -> F32:
+        noise: F32 = rng.standard_normal((rows, cols), dtype=np.float32)
+        return noise * np.float32(1.4 / np.sqrt(cols))
+
+    def norm() -> Norm:
+        return Norm(np.ones(spec.dim, np.float32), None)
+
+    layers = tuple(
+        Layer(
+            attn_norm=norm(),
+            qkv=Linear(matrix(spec.qkv_rows, spec.dim), None),
+            attn_out=Linear(matrix(spec.dim, spec.n_heads * spec.head_dim), None),
+            ffn_norm=norm(),
+            ffn=FFN(
+                gate=Linear(matrix(spec.ffn_dim, spec.dim), None),
+                up=matrix(spec.ffn_dim, spec.dim),
+                down=matrix(spec.ffn_dim, spec.dim),
+                down_bias=None,
+            ),
+        )
+        for _ in range(spec.n_layers)
+    )
+    embed: F32 = rng.standard_normal((spec.vocab_size, spec.dim), dtype=np.float32)
+    return Weights(embed, None, layers, norm(), Linear(matrix(spec.vocab_size, spec.dim), None))
+
+
+WEIGHTS = random_weights(SPEC)
+
+
+class Letters:
+    """A tokenizer of ten lines: token i is the character chr(33 + i); 0 is special."""
+
+    def is_special(self, token: int) -> bool:
+        return token == 0
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token == 0 else chr(33 + token).encode()
+
+    def _trim(self, data: bytes) -> bytes:
+        return data
+
+    def encode(self, text: str) -> list[int]:
+        return [0, *(ord(c) - 33 for c in text)]
+
+
+def prompt(seed: int, n: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, EOS, n).tolist()  # type: ignore[no-any-return]
+
+
+def run(e: Engine, *requests: Request) -> list[list[int]]:
+    while e.step():
+        e.check_integrity()
+    e.check_integrity()
+    assert all(r.finish_reason for r in requests)
+    return [r.token_ids for r in requests]
+
+
+Answer = tuple[list[int], str]
+
+
+@dataclass(frozen=True)
+class Lab:
+    """One table of ops and the test model's weights for it."""
+
+    ops: Any
+    weights: Weights
+    bit_exact: bool  # promises the same bits whatever the batch; numpy's matmul promises only the same tokens
+    arenas: tuple[Any, ...] = ()
+
+    def engine(self, spec: ModelSpec = SPEC, **changes: Any) -> Engine:
+        options: dict[str, Any] = {"context": 256, "tokenizer": Letters(), **changes}
+        return Engine(spec, self.weights, self.ops, **options)
+
+    def answer(self, request: Request) -> Answer:
+        return request.token_ids, request.completion().figures.logits_hash if self.bit_exact else ""
+
+    def alone(self, ids: list[int], params: SamplingParams = GREEDY, **changes: Any) -> Answer:
+        e = self.engine(**changes)
+        request = e.submit(ids, params)
+        run(e, request)
+        return self.answer(request)
+
+    def answers(self, e: Engine, *requests: Request) -> list[Answer]:
+        run(e, *requests)
+        return [self.answer(r) for r in requests]
+
+
+REFERENCE = Lab(reference, WEIGHTS, bit_exact=False)
+engine = REFERENCE.engine
+
+
+def native_lab() -> Lab:
+    """The same weights in an arena, for `ops.cpu`."""
+    pytest.importorskip("thermocline._native", reason="the native core is not built")
+    from thermocline import _native, quant
+    from thermocline.ops.cpu import CpuOps
+
+    arenas: list[Any] = []
+
+    def matrix(w: Any) -> Any:
+        arena = _native.Arena(w.nbytes)
+        arenas.append(arena)
+        arena.write(0, w.reshape(-1).view(np.uint8))
+        return _native.Matrix(arena, 0, quant.FORMATS["f32"].id, *w.shape, w.strides[0])
+
+    def linear(x: Linear) -> Linear:
+        return Linear(matrix(x.weight), x.bias)
+
+    def ffn(f: FFN) -> FFN:
+        return FFN(linear(f.gate), matrix(f.up), matrix(f.down), f.down_bias)
+
+    w = WEIGHTS
+    layers = (Layer(x.attn_norm, linear(x.qkv), linear(x.attn_out), x.ffn_norm, ffn(x.ffn)) for x in w.layers)
+    weights = Weights(matrix(w.embed), None, tuple(layers), w.out_norm, linear(w.head))
+    return Lab(CpuOps(threads=2), weights, True, tuple(arenas))
+
+
+@pytest.fixture(params=["reference", "native"])
+def lab(request: pytest.FixtureRequest) -> Lab:
+    return REFERENCE if request.param == "reference" else native_lab()
+
+
+# ---- what is computed together changes nothing
+
+
+PROMPTS = [prompt(seed, n) for seed, n in enumerate((1, 5, 31, 32, 33, 64, 70, 100))]
+
+
+def test_tokens_are_the_same_alone_and_in_a_batch(lab: Lab) -> None:
+    e = lab.engine(max_batch=len(PROMPTS))
+    mixed = lab.answers(e, *(e.submit(p, GREEDY) for p in PROMPTS))
+    assert mixed == [lab.alone(p) for p in PROMPTS]
+
+
+def test_tokens_are_the_same_when_requests_come_and_go(lab: Lab) -> None:
+    e, requests = lab.engine(max_batch=3), []
+    params = [SamplingParams(temperature=0, max_tokens=3 + 3 * i) for i in range(len(PROMPTS))]
+    for i, p in enumerate(PROMPTS):
+        requests.append(e.submit(p, params[i]))
+        for _ in range(i):
+            e.step()
+    assert lab.answers(e, *requests) == [lab.alone(p, x) for p, x in zip(PROMPTS, params, strict=True)]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 33, 256])
+def test_prefill_in_chunks_does_not_change_tokens(lab: Lab, chunk: int) -> None:
+    assert lab.alone(PROMPTS[-1], prefill_chunk=chunk) == lab.alone(PROMPTS[-1], prefill_chunk=4096)
+
+
+def test_prefix_reuse_does_not_change_tokens(lab: Lab) -> None:
+    e, ids = lab.engine(), PROMPTS[-1]
+    first = e.submit(ids, GREEDY)
+    run(e, first)
+    again, longer = e.submit(ids, GREEDY), e.submit([*ids, 3, 4], GREEDY)
+    assert lab.answers(e, again, longer) == [lab.answer(first), lab.alone([*ids, 3, 4])]
+    assert first.cached == 0 and again.cached == longer.cached == 96
+    assert again.completion().figures.cached_tokens == 96
+
+
+def test_an_answer_is_reused_as_the_start_of_the_next_prompt(lab: Lab) -> None:
+    e = lab.engine()
+    first = e.submit(PROMPTS[3], SamplingParams(temperature=0, max_tokens=40))
+    run(e, first)
+    second = e.submit([*first.ids, 5], GREEDY)
+    assert lab.answers(e, second) == [lab.alone([*first.ids, 5])]
+    assert second.cached == len(first.ids) // BLOCK * BLOCK
+
+
+def test_skipping_neurons_does_not_change_tokens(lab: Lab) -> None:
+    assert lab.alone(PROMPTS[2], exact=True) == lab.alone(PROMPTS[2], exact=False)
+
+
+@pytest.mark.parametrize("window", [1, 8, 40])
+def test_a_sliding_window_survives_batching(lab: Lab, window: int) -> None:
+    spec = dataclasses.replace(SPEC, sliding_window=window)
+    e = lab.engine(spec, prefill_chunk=16)
+    together = lab.answers(e, *(e.submit(p, GREEDY) for p in PROMPTS[-3:]))
+    assert together == [lab.alone(p, spec=spec, prefill_chunk=256) for p in PROMPTS[-3:]]
+
+
+def test_same_seed_same_tokens_20_of_20_whatever_the_company(lab: Lab) -> None:
+    params = SamplingParams(seed=11, max_tokens=16, temperature=1.5)
+    expected = lab.alone(PROMPTS[2], params)
+    for i in range(20):
+        e = lab.engine()
+        others = [e.submit(p, SamplingParams(seed=i, max_tokens=4 + i)) for p in PROMPTS[: i % 4]]
+        mine = e.submit(PROMPTS[2], params)
+        assert lab.answers(e, mine, *others)[0] == expected
+
+
+def test_the_first_token_does_not_wait_for_the_second() -> None:
+    e = engine()
+    request = e.submit(PROMPTS[1], GREEDY)
+    e.step()
+    assert len(request.chunks) == 1
+
+
+def test_the_reported_seed_repeats_the_run() -> None:
+    e = engine()
+    first = e.submit(PROMPTS[1], SamplingParams(max_tokens=16, temperature=1.5))
+    run(e, first)
+    params = SamplingParams(max_tokens=16, temperature=1.5, seed=first.completion().seed)
+    assert REFERENCE.alone(PROMPTS[1], params)[0] == first.token_ids
+
+
+def test_native_and_reference_ops_agree_on_greedy_tokens() -> None:
+    native = native_lab()
+    for ids in PROMPTS:
+        assert native.alone(ids)[0] == REFERENCE.alone(ids)[0]
+
+
+# ---- how a request ends
+
+
+def text_of(params: SamplingParams, ids: list[int] = PROMPTS[1]) -> tuple[str, str | None]:
+    e = engine()
+    request = e.submit(ids, params)
+    run(e, request)
+    done = request.completion()
+    assert done.text == "".join(c.text for c in request.chunks)
+    assert [c.finish_reason for c in request.chunks][:-1] == [None] * (len(request.chunks) - 1)
+    assert request.chunks[-1].finish_reason == done.finish_reason
+    return done.text, done.finish_reason
+
+
+FULL, _ = text_of(GREEDY)
+
+
+def test_max_tokens_ends_with_length() -> None:
+    assert len(FULL) == 24
+    assert text_of(SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)) == (FULL[:7], "length")
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("at", [0, 1, 9])
+def test_a_stop_string_split_over_tokens_is_never_emitted(at: int, length: int) -> None:
+    stop = FULL[at : at + length]
+    params = SamplingParams(
+        temperature=0, max_tokens=24, ignore_eos=True, stop=("never", stop, FULL[at + length :] + "!")
+    )
+    assert text_of(params) == (FULL[: FULL.index(stop)], "stop")
+
+
+def test_text_held_back_for_a_stop_string_that_does_not_come_is_emitted_at_the_end() -> None:
+    assert text_of(
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(FULL[-3:] + "!",))
+    ) == (FULL, "length")
+
+
+def test_an_eos_token_ends_the_text_and_is_not_part_of_it() -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, logit_bias={EOS: 1000.0})
+    e = engine()
+    request = e.submit(PROMPTS[1], params)
+    assert run(e, request) == [[EOS]]
+    assert request.completion().text == "" and request.finish_reason == "stop"
+
+
+def test_ignore_eos_never_samples_one() -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, logit_bias={EOS: 1000.0}, ignore_eos=True)
+    e = engine()
+    request = e.submit(PROMPTS[1], params)
+    assert EOS not in run(e, request)[0] and len(request.token_ids) == 24
+
+
+@pytest.mark.parametrize("n", [100, 255, 256])
+def test_a_full_context_ends_with_length(n: int) -> None:
+    e = engine()
+    request = e.submit(prompt(0, n), SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    run(e, request)
+    assert request.finish_reason == "length"
+    assert request.n_prompt + len(request.token_ids) == 257  # the last token needs no position of its own
+
+
+def test_stop_matcher_never_lets_a_stop_string_through_however_it_is_split() -> None:
+    text, stop = "abababcab", ("ababc", "xyz")
+    for cuts in itertools.product([False, True], repeat=len(text) - 1):
+        pieces, matcher, out, stopped = _split(text, cuts), StopMatcher(stop), "", False
+        while pieces and not stopped:
+            shown, stopped = matcher.push(pieces.popleft())
+            out += shown
+        assert out == "ab" and stopped
+
+
+def _split(text: str, cuts: tuple[bool, ...]) -> deque[str]:
+    pieces = deque([text[0]])
+    for c, cut in zip(text[1:], cuts, strict=True):
+        if cut:
+            pieces.append(c)
+        else:
+            pieces[-1] += c
+    return pieces
+
+
+def test_stop_matcher_holds_back_no_more_than_it_must() -> None:
+    matcher = StopMatcher(("</s>",))
+    assert [matcher.push(c)[0] for c in "a<b</x"] == ["a", "", "<b", "", "", "</x"]
+
+
+# ---- cancelling, and what goes wrong
+
+
+def test_cancelled_request_frees_its_blocks() -> None:
+    e = engine()
+    running, other = e.submit(PROMPTS[-1], GREEDY), e.submit(PROMPTS[0], GREEDY)
+    e.step()
+    assert e.kv.used > 0
+    e.cancel(running)
+    e.cancel(running)
+    run(e, other)
+    assert running.finish_reason == "cancelled" and e.kv.used == 0
+    assert REFERENCE.answer(other) == REFERENCE.alone(PROMPTS[0])
+
+
+def test_a_waiting_request_can_be_cancelled() -> None:
+    e = engine(max_batch=1)
+    first, second = e.submit(PROMPTS[0], GREEDY), e.submit(PROMPTS[1], GREEDY)
+    e.step()
+    e.cancel(second)
+    run(e, first)
+    assert second.finish_reason == "cancelled" and second.token_ids == []
+
+
+def test_a_cancelled_prompt_half_computed_leaves_only_whole_blocks_behind() -> None:
+    e = engine(prefill_chunk=40)
+    request = e.submit(PROMPTS[-1], GREEDY)
+    e.step()
+    e.cancel(request)
+    again = e.submit(PROMPTS[-1], GREEDY)
+    assert REFERENCE.answers(e, again) == [REFERENCE.alone(PROMPTS[-1])]
+    assert again.cached == 32
+
+
+def test_requests_wait_for_memory_and_all_finish() -> None:
+    e = engine(context=128, kv_tokens=128)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    answers = REFERENCE.answers(e, *(e.submit(p, params) for p in PROMPTS * 2))
+    assert answers == [REFERENCE.alone(p, params) for p in PROMPTS * 2]
+
+
+def test_damaged_weights_fail_their_request_with_a_numerical_error_and_free_it() -> None:
+    e = engine()
+    embed = WEIGHTS.embed.copy()
+    embed[5] = np.nan
+    e.weights = Weights(embed, None, WEIGHTS.layers, WEIGHTS.out_norm, WEIGHTS.head)
+    bad, good = e.submit([5], GREEDY), e.submit([4], SamplingParams(temperature=0, max_tokens=1))
+    run(e, bad, good)
+    assert isinstance(bad.error, NumericalError) and good.error is None
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
+    with pytest.raises(UsageError, match=r"has 65 tokens, the context holds 64"):
+        engine(context=64).submit([1] * 65, GREEDY)
+
+
+def test_an_empty_prompt_becomes_the_beginning_of_text_token() -> None:
+    assert REFERENCE.alone([]) == REFERENCE.alone([0])
+
+
+def test_an_empty_prompt_without_one_is_refused() -> None:
+    with pytest.raises(UsageError, match="empty"):
+        engine(dataclasses.replace(SPEC, bos_id=None)).submit([], GREEDY)
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB])
+def test_a_token_the_model_lacks_is_refused(bad: int) -> None:
+    with pytest.raises(UsageError, match="0 to 96"):
+        engine().submit([1, bad], GREEDY)
+
+
+# ---- figures
+
+
+def test_figures_count_what_was_done() -> None:
+    e = engine()
+    request = e.submit(PROMPTS[3], GREEDY)
+    run(e, request)
+    f = request.completion().figures
+    assert (f.prompt_tokens, f.cached_tokens, f.tokens) == (32, 0, 24)
+    assert f.first_token_s and f.prompt_tokens_per_s and f.tokens_per_s
+    assert f.active_fraction is not None and 0.2 < f.active_fraction < 0.8
+    assert f.rows_fraction is not None and f.active_fraction <= f.rows_fraction < 1
+
+
+def test_bytes_per_token_is_the_sum_of_what_is_read() -> None:
+    e = engine(exact=False)
+    request = e.submit(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3))
+    run(e, request)
+    matrices = SPEC.n_layers * (SPEC.qkv_rows + SPEC.dim + 3 * SPEC.ffn_dim) * SPEC.dim + VOCAB * SPEC.dim
+    norms = (2 * SPEC.n_layers + 1) * SPEC.dim
+    positions = (2 + 3) / 2  # of the second and the third token
+    expected = 4 * (matrices + norms) + positions * bytes_for(SPEC, 1)
+    assert request.completion().figures.bytes_per_token == expected
+
+
+def test_skipped_rows_are_not_counted_as_read() -> None:
+    figures = []
+    for exact in (True, False):
+        e = engine(exact=exact)
+        request = e.submit(PROMPTS[1], GREEDY)
+        run(e, request)
+        figures.append(request.completion().figures)
+    skipped, dense = figures
+    assert skipped.rows_fraction is not None and dense.rows_fraction == 1
+    assert skipped.bytes_per_token is not None and dense.bytes_per_token is not None
+    neurons = SPEC.n_layers * SPEC.ffn_dim
+    saved = (1 - skipped.rows_fraction) * neurons * Traffic.of(SPEC, WEIGHTS).neuron_bytes
+    assert dense.bytes_per_token - skipped.bytes_per_token == pytest.approx(saved, abs=1)
+    assert skipped.active_fraction == pytest.approx(dense.active_fraction)
+
+
+def test_a_single_token_has_no_decode_figures() -> None:
+    e = engine()
+    request = e.submit(PROMPTS[0], SamplingParams(temperature=0, max_tokens=1))
+    run(e, request)
+    f = request.completion().figures
+    assert f.tokens_per_s is f.active_fraction is f.rows_fraction is f.bytes_per_token is None
+
+
+def test_the_logits_hash_tells_equal_runs_from_others() -> None:
+    hashes = []
+    for ids in (PROMPTS[1], PROMPTS[1], PROMPTS[2]):
+        e = engine()
+        request = e.submit(ids, GREEDY)
+        run(e, request)
+        hashes.append(request.completion().figures.logits_hash)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_logprobs_come_with_each_token() -> None:
+    e = engine()
+    request = e.submit(PROMPTS[1], SamplingParams(temperature=0, max_tokens=4, logprobs=3, ignore_eos=True))
+    run(e, request)
+    reports = request.completion().logprobs
+    assert reports is not None and len(reports) == 4
+    for report, token in zip(reports, request.token_ids, strict=True):
+        assert (token, report.logprob) in report.top and len(report.top) == 3
+    assert [c.logprobs for c in request.chunks] == reports
+
+
+# ---- memory, said before it is taken
+
+
+def budget(available_gib: float, context: int = 4096) -> int:
+    spec = ModelSpec("llama", 4096, 11008, 32, 32, 32, 128, 32000, 4096, "rms", 1e-5, "silu")
+    return fit(
+        spec,
+        weights_bytes=7 * GIB,
+        available_bytes=int(available_gib * GIB),
+        context=context,
+        max_batch=8,
+        threads=2,
+    )
+
+
+def test_a_model_that_does_not_fit_is_refused_in_gib_with_a_way_out() -> None:
+    with pytest.raises(
+        OutOfBudget, match=r"needs 9\.\d\d GiB .*7\.00 weights.* 8\.00 GiB is free; use a context of"
+    ):
+        budget(8)
+    with pytest.raises(OutOfBudget, match="smaller weight format"):
+        budget(6)
+
+
+def test_the_context_it_recommends_fits() -> None:
+    with pytest.raises(OutOfBudget) as refused:
+        budget(8)
+    tokens = int(str(refused.value).rsplit(maxsplit=1)[1])
+    assert budget(8, context=tokens) == tokens
+
+
+def test_a_cache_for_more_than_one_context_never_refuses_a_model() -> None:
+    assert budget(100) == 4096
+    assert budget(100, context=64) == 512
+    assert budget(7.5, context=64) == 512
+    assert budget(7.2, context=64) == 64
+
+
+def test_a_context_beyond_the_model_is_refused_with_both_numbers() -> None:
+    with pytest.raises(UsageError, match=r"257 tokens .* 256"):
+        context_for(SPEC, 257)
+    assert context_for(SPEC, None) == 256
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("threads", 0), ("context", 0), ("max_batch", -1), ("sparsity", "most")]
+)
+def test_an_option_out_of_range_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=option):
+        LLM(**{option: value})
+
+
+# ---- LLM: the public way in
+
+
+@pytest.fixture
+def llm() -> LLM:
+    """An LLM over the test model; only the loading is left out."""
+    import threading
+
+    llm = LLM.__new__(LLM)
+    llm._lock, llm._leaving, llm._engine = threading.Lock(), deque(), engine()
+    llm.tokenizer = Letters()  # type: ignore[assignment]
+    llm.spec = SPEC
+    return llm
+
+
+def test_one_prompt_gives_one_completion_and_a_list_gives_a_list(llm: LLM) -> None:
+    one = llm.generate("abc", GREEDY)
+    many = llm.generate(["abc", "xyz"], GREEDY)
+    assert one.text == many[0].text and len(many) == 2 and many[0].text != many[1].text
+    assert llm.generate([]) == []
+
+
+def test_a_stream_gives_what_generate_gives(llm: LLM) -> None:
+    stream = llm.stream("abc", GREEDY)
+    assert "".join(chunk.text for chunk in stream) == llm.generate("abc", GREEDY).text
+    assert stream.completion.finish_reason == "length"
+
+
+def test_two_streams_can_be_read_in_turns(llm: LLM) -> None:
+    a, b = llm.stream("abc", GREEDY), llm.stream("xyz", GREEDY)
+    texts = ["".join(c.text for c in chunks) for chunks in zip(*zip(a, b, strict=True), strict=True)]
+    assert texts == [llm.generate("abc", GREEDY).text, llm.generate("xyz", GREEDY).text]
+
+
+def idle(llm: LLM) -> bool:
+    assert llm._engine is not None
+    llm._engine.check_integrity()
+    return llm._engine.kv.used == 0 and not llm._engine.running
+
+
+def test_a_closed_stream_frees_its_memory_and_keeps_its_figures(llm: LLM) -> None:
+    with llm.stream("abc", GREEDY) as stream:
+        next(stream)
+        assert not idle(llm)
+    assert idle(llm) and list(stream) == []
+    assert stream.completion.finish_reason == "cancelled" and stream.completion.figures.tokens == 1
+
+
+def test_a_dropped_stream_frees_its_memory(llm: LLM) -> None:
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    del stream
+    gc.collect()
+    assert idle(llm)
+
+
+def test_a_stream_dropped_while_the_lock_is_held_does_not_deadlock(llm: LLM) -> None:
+    stream, other = llm.stream("abc", GREEDY), llm.stream("xyz", GREEDY)
+    next(stream)
+    with llm._lock:
+        del stream
+        gc.collect()
+    for _ in other:
+        pass
+    assert idle(llm)
+
+
+def test_an_interrupted_generate_frees_everything(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def interrupted(*args: Any) -> F32:
+        if next(calls) == 30:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    original = reference.matmul
+    monkeypatch.setattr(reference, "matmul", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc", "xyz"], GREEDY)
+    assert idle(llm)
+
+
+def test_a_failed_request_raises_where_it_is_read(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="ban every token"):
+        llm.generate("abc", SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), -float("inf"))))
+    assert idle(llm)
+
+
+def test_a_closed_llm_ends_its_streams_and_says_so(llm: LLM) -> None:
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    assert list(stream) == [] and stream.completion.finish_reason == "cancelled"
+    with pytest.raises(UsageError, match="closed"):
+        llm.generate("abc")
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = "numpy", "tokenizers", "tqdm", "thermocline.engine"
+    code = f"import sys, thermocline; print([m for m in {heavy!r} if m in sys.modules])"
+    root = Path(__file__).parent.parent
+    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import thermocline
+
+    assert all(getattr(thermocline, name) is not None for name in thermocline.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'llm'"):
+        _ = thermocline.llm
