@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiny
+
+from thermocline import cli
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -20,8 +25,41 @@ def shared_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The person's own THERMOCLINE_ variables and cache stay out of the tests; ISA stays, so a level can be tested."""
+    """The person's own THERMOCLINE_ variables and cache stay out; ISA stays, so a level can be tested."""
     for name in list(os.environ):
         if name.startswith("THERMOCLINE_") and name != "THERMOCLINE_ISA":
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model as a Hugging Face directory."""
+    return tiny.hf_directory(tmp_path_factory.mktemp("tiny") / "hf")
+
+
+@pytest.fixture(scope="session")
+def tiny_pack(tiny_hf: Path) -> Path:
+    """The same, packed in f32."""
+    path = tiny_hf.with_name("pack")
+    assert cli.main(["pack", str(tiny_hf), "-o", str(path), "--format", "f32", "-q"]) == 0
+    return path
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def thermocline(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """The command line in this process: thermocline("run", "-m", path, ...) -> exit code, stdout, stderr."""
+
+    def run(*argv: str | Path) -> Ran:
+        capsys.readouterr()
+        code = cli.main([str(a) for a in argv])
+        return Ran(code, *capsys.readouterr())
+
+    return run
