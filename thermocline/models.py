@@ -133,7 +133,7 @@ class Piece:
 class Mapping:
     """Which source tensors form each packed tensor, stacked by rows, and which others may be left unread.
 
-    Packed names are DESIGN.md's, except that `layers.I.bundle` is given as its parts: `layers.I.up` (if gated)
+    Packed names are DESIGN.md's, except that `layers.I.bundle` is given in parts: `layers.I.up` (if gated)
     and `layers.I.down`, both [ffn_dim, dim], one row per neuron.
     """
 
@@ -326,7 +326,7 @@ def _llama_spec(keys: _Keys, stop: Any, architecture: str, **more: Any) -> Model
 
 
 def _rope(keys: _Keys) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     theta = None if keys.raw("rope_theta") is None else keys.number("rope_theta", 1.0, 1e12)
     scaling, parameters = keys.group("rope_scaling"), keys.group("rope_parameters")
     if scaling is not None and parameters is not None:
@@ -371,7 +371,7 @@ def _bos(keys: _Keys) -> int | None:
 
 
 def _eos(keys: _Keys, stop: Any) -> tuple[int, ...]:
-    """End tokens: an id, a list of ids or null. `stop` (generation_config.json's) wins where it is not null."""
+    """End tokens: an id, a list of ids or null. `stop` (generation_config.json's) wins unless null."""
     own = keys.raw("eos_token_id")
     ids: list[int] = []
     for value in (own, stop):

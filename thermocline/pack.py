@@ -67,7 +67,7 @@ _LARGEST = {"f16": 65504.0, "q8_0": 65504.0 * 127, "q4_0": 65504.0 * 8}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is: `bytes` from `offset` in weights.bin, one row (or bundle record) every `stride` bytes."""
+    """Where a tensor is: `bytes` from `offset` in weights.bin, a row (or bundle record) every `stride`."""
 
     format: str
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ def bundle_stride(record_bytes: int) -> int:
 
 
 def expected_tensors(spec: ModelSpec, weight_format: str) -> dict[str, Layout]:
-    """Every tensor a pack of `spec` has or may have, in file order. Unsupported: rows that do not fit blocks."""
+    """Every tensor a pack of `spec` has or may have, in file order. Unsupported: rows that fit no blocks."""
     out: dict[str, Layout] = {}
 
     def matrix(name: str, role: str, *shape: int, format: str = weight_format) -> None:
@@ -439,7 +439,8 @@ def verify(pack: Pack, progress: Progress | None = None) -> list[str]:
 def _damage(pack: Pack, block: int) -> str:
     begin, end = block * pack.block_bytes, (block + 1) * pack.block_bytes
     inside = [n for n, t in pack.tensors.items() if t.offset < end and begin < t.offset + t.bytes]
-    return f"{pack.weights_path}: block {block} (bytes {begin} to {end}) is damaged: {', '.join(inside) or 'padding'}"
+    where = ", ".join(inside) or "padding"
+    return f"{pack.weights_path}: block {block} (bytes {begin} to {end}) is damaged: {where}"
 
 
 def inspect(pack: Pack) -> Json:
@@ -467,7 +468,7 @@ def inspect(pack: Pack) -> Json:
 
 
 def _bytes_per_token(spec: ModelSpec, layouts: Mapping[str, Layout]) -> int:
-    """Weight bytes a decoded token reads when nothing is skipped: all, but one row of each embedding table."""
+    """Weight bytes a decoded token reads when nothing is skipped: all, but one row of each embedding."""
     total = 0
     for name, t in layouts.items():
         payload = quant.row_bytes(t.format, t.columns) * len(t.parts) if t.format != "i32" else 0
@@ -505,9 +506,9 @@ def write_pack(
 ) -> None:
     """Write a pack, streaming: a few times `_STEP_BYTES` of memory besides what `source` keeps.
 
-    `optional`: which of the optional tensors (biases, order) the source has. `files`: contents of `COPIED` files.
-    `origin`: kind, name and hash for the manifest. Whatever happens, `dst` is afterwards the old pack, the
-    whole new one, or absent. Raises Unsupported, UsageError (it exists), IOFailure (disk full, ...).
+    `optional`: which of the optional tensors (biases, order) the source has. `files`: contents of `COPIED`
+    files. `origin`: kind, name and hash for the manifest. Whatever happens, `dst` is afterwards the old pack,
+    the whole new one, or absent. Raises Unsupported, UsageError (it exists), IOFailure (disk full, ...).
     """
     check_spec(spec, "spec")
     layouts = expected_tensors(spec, weight_format)
@@ -640,7 +641,7 @@ def _replacing(dst: Path, need_bytes: int, overwrite: bool) -> Iterator[Path]:
         free = shutil.disk_usage(dst.parent).free
         if free < need_bytes:
             raise IOFailure(
-                f"{dst}: the pack needs {need_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free there"
+                f"{dst}: the pack needs {need_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
             )
         tmp.mkdir()
         lock = _lock(tmp)
@@ -677,18 +678,20 @@ def _check_target(dst: Path, overwrite: bool) -> None:
 
 
 def _swap(tmp: Path, dst: Path) -> None:
-    """tmp becomes dst, durably; what dst was is removed afterwards."""
+    """tmp becomes dst, durably, or nothing changes. What dst was is removed afterwards."""
     old = tmp.with_name(tmp.name + "-old")
     had_old = dst.exists()
     if had_old:
         os.rename(dst, old)
     try:
         os.rename(tmp, dst)
-    except OSError:
+        _sync_directory(dst.parent)
+    except BaseException:
+        if dst.exists():
+            os.rename(dst, tmp)
         if had_old:
             os.rename(old, dst)
         raise
-    _sync_directory(dst.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -712,7 +715,7 @@ def _lock(directory: Path) -> int:
 
 
 def _remove_stale(dst: Path) -> None:
-    """Remove temporary directories for `dst` whose writer is dead: its pid is free (or ours) and so is its lock."""
+    """Remove temporary directories for `dst` whose writer is dead: pid free (or ours) and lock free."""
     for path in dst.parent.iterdir():
         m = re.fullmatch(re.escape(dst.name) + r"\.tmp-(\d{1,10})(-old)?", path.name)
         if m is None or path.is_symlink() or not path.is_dir() or _alive(int(m[1])):
@@ -759,7 +762,8 @@ class HuggingFaceSource:
         shape = self._tensors[found].shape
         if shape != piece.shape:
             raise BadFile(
-                f"{self._checkpoint.directory}: tensor {found} is {quoted(shape)}, config.json implies {piece.shape}"
+                f"{self._checkpoint.directory}: tensor {found} is {quoted(shape)}, "
+                f"config.json implies {piece.shape}"
             )
         return found
 
@@ -801,7 +805,7 @@ def pack(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Pack a Hugging Face directory. Raises BadFile, IOFailure, Unsupported or UsageError; see `write_pack`."""
+    """Pack a Hugging Face directory. Raises BadFile, IOFailure, Unsupported, UsageError; see `write_pack`."""
     src = Path(src)
     quant.row_bytes(weight_format, 0)
     _check_target(Path(os.path.realpath(dst)), overwrite)

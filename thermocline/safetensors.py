@@ -1,10 +1,10 @@
 """Bounded reading of untrusted files: safetensors headers and tensors, sharded checkpoints, small JSON files.
 
 Not the `safetensors` library: it maps files (a truncated one then kills the process), accepts duplicate
-names, and gives whole tensors where packing wants blocks of rows. Here every size is checked before anything is
-allocated, parsing keeps at most 4 x metadata + 16 MiB, data is read with pread, and only regular files
-are opened. Knows files and bytes; must not know models. Failures are BadFile, IOFailure or Unsupported, naming
-file and field.
+names, and gives whole tensors where packing wants blocks of rows. Here every size is checked before anything
+is allocated, parsing keeps at most 4 x metadata + 16 MiB, data is read with pread, and only regular files
+are opened. Knows files and bytes; must not know models. Failures are BadFile, IOFailure or Unsupported,
+naming file and field.
 """
 
 from __future__ import annotations
