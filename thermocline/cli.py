@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 MAX_PROMPT_BYTES = 64 << 20
+VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\t\n"}  # U+2400: pictures of control characters
 EXIT_CODES = (
     "exit codes: 0 ok, 2 usage, 3 bad file, 4 I/O, 5 does not fit in memory, 6 unsupported, "
     "7 the model gives NaN, 130 interrupted, 1 anything else"
@@ -98,9 +99,11 @@ def command(argv: Sequence[str]) -> int:
 
 
 def emit(text: str) -> None:
-    """Data, at once."""
+    """Data, at once. A terminal is shown control characters, not made to obey them: models write anything."""
     if sys.stdout is None:
         raise IOFailure("standard output is closed")
+    if sys.stdout.isatty():
+        text = text.translate(VISIBLE)
     sys.stdout.write(text)
     sys.stdout.flush()
 

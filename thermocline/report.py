@@ -44,10 +44,11 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
     from thermocline import hardware  # the native core
 
     f = done.figures
+    peak_rss_bytes = hardware.peak_rss_bytes()  # before the roof's own buffer
     speed = f.bytes_per_token * f.tokens_per_s / 1e9 if f.bytes_per_token and f.tokens_per_s else None
-    cache = hardware.cache_bytes()
-    from_cache = None if f.bytes_per_token is None or cache is None else f.bytes_per_token <= cache
     roof = hardware.read_gbs(llm.threads) if speed is not None else None
+    share = speed / roof if speed and roof else None
+    from_cache = _from_cache(llm.weights_bytes, hardware.cache_bytes(), share)
     figures: dict[str, Any] = {
         "model": model,
         "format": llm.weight_format,
@@ -62,7 +63,7 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "bytes_per_token": f.bytes_per_token,
         "gb_per_s": speed,
         "roof_gb_per_s": roof,
-        "roof_share": speed / roof if speed and roof and not from_cache else None,
+        "roof_share": None if from_cache else share,
         "from_cache": from_cache,
         "active_fraction": f.active_fraction,
         "rows_fraction": f.rows_fraction,
@@ -72,7 +73,7 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "context": llm.context,
         "load_s": llm.load_s,
         "first_token_s": first_token_s,
-        "peak_rss_bytes": hardware.peak_rss_bytes(),
+        "peak_rss_bytes": peak_rss_bytes,
         "logits_hash": f.logits_hash,
     }
     if done.logprobs is not None:
@@ -81,9 +82,18 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
     return figures
 
 
+def _from_cache(weights_bytes: int, cache_bytes: int | None, share: float | None) -> bool:
+    """Memory speed bounds nothing where the weights fit in the cache, or nearly and outrun memory."""
+    if cache_bytes is None:
+        return False
+    return weights_bytes <= cache_bytes or (
+        share is not None and share > 1 and weights_bytes < 4 * cache_bytes
+    )
+
+
 def line_of(f: dict[str, Any]) -> str:
     """The figures for a person, on one line; what is not known is left out."""
-    parts = [f"{f['tokens']} tokens"]
+    parts = [f"{f['tokens']} token{'s' * (f['tokens'] != 1)}"]
     if f["finish_reason"] == "cancelled":
         parts.append("cancelled")
     if f["tokens_per_s"]:
@@ -91,7 +101,7 @@ def line_of(f: dict[str, Any]) -> str:
     if f["prompt_tokens_per_s"]:
         parts.append(f"prompt {f['prompt_tokens_per_s']:.0f} tok/s")
     if f["gb_per_s"]:
-        parts.append(f"{f['gb_per_s']:.1f} GB/s{_roof_words(f)}")
+        parts.append(f"{f['gb_per_s']:.3g} GB/s{_roof_words(f)}")
         parts.append(f"{f['bytes_per_token'] / 1e6:.3g} MB/token")
     if f["active_fraction"] is not None:
         parts.append(f"{_percent(f['active_fraction'])} of neurons active")
@@ -102,7 +112,7 @@ def line_of(f: dict[str, Any]) -> str:
 def _roof_words(f: dict[str, Any]) -> str:
     if f["from_cache"]:
         return " from cache"
-    return f" ({_percent(f['roof_share'])} of {f['roof_gb_per_s']:.1f} measured)" if f["roof_share"] else ""
+    return f" ({_percent(f['roof_share'])} of {f['roof_gb_per_s']:.3g} measured)" if f["roof_share"] else ""
 
 
 def _percent(share: float) -> str:
