@@ -71,6 +71,22 @@ def test_each_filter_keeps_what_it_documents(changed: dict[str, Any], left: list
     assert kept(logits_of(0.45, 0.25, 0.15, 0.10, 0.05), params).tolist() == left
 
 
+@pytest.mark.parametrize("top_k", [0, 3, 40])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 0.4])
+def test_filters_are_what_one_would_do_by_hand(top_k: int, top_p: float, min_p: float) -> None:
+    for seed in range(10):
+        x = noise(seed)
+        left = sorted(range(1000), key=lambda i: -x[i])[: top_k or None]
+        odds = [math.exp(float(x[i])) for i in left]
+        total, before, nucleus = sum(odds), 0.0, 0
+        while nucleus < len(left) and before < top_p * total:
+            before += odds[nucleus]
+            nucleus += 1
+        expected = [i for i, o in zip(left[:nucleus], odds, strict=False) if o >= min_p * odds[0]]
+        assert kept(x, SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)).tolist() == expected
+
+
 def test_temperature_comes_after_the_filters() -> None:
     """At temperature 100 all are about equally likely, but only what min-p kept before can be drawn."""
     sampler = Sampler(SamplingParams(seed=0, **{**OPEN, "min_p": 0.5, "temperature": 100.0}), 4)
