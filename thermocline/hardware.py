@@ -398,7 +398,7 @@ def advice(h: Hardware, isa_variable: str | None = None) -> list[str]:
             reason = f"THERMOCLINE_ISA={isa_variable} lowers it" if isa_variable else "not chosen"
             lines.append(f"{best} is present, {h.isa.chosen} is used: {reason}")
     if h.memory.limited_by:
-        lines.append(f"memory is limited by the {h.memory.limited_by}")
+        lines.append(f"memory is limited: {h.memory.limited_by}")
     one, several = h.memory.read_gbs_1_thread, h.memory.read_gbs
     if h.load is not None and h.load > 0.3:
         lines.append(f"the machine is busy (load {h.load:.1f}): the speeds measured are lower bounds")

@@ -163,9 +163,8 @@ def hardware_rows(h: Hardware) -> list[tuple[str, str]]:
         rows.append(("cpu features", " ".join(name for name, has in h.isa.features.items() if has)))
     rows.append(("memory", f"{size(m.available_bytes)} free of {size(m.total_bytes)}"))
     rows.append(("last-level cache", size(m.cache_bytes)))
-    rows.append(
-        ("memory read", f"{gbs(m.read_gbs_1_thread)} with 1 thread, {gbs(m.read_gbs)} with {m.threads}")
-    )
+    several = f", {gbs(m.read_gbs)} with {m.threads}" if m.threads > 1 else ""
+    rows.append(("memory read", f"{gbs(m.read_gbs_1_thread)} with 1 thread{several}"))
     rows.append(("disk", f"{d.path} ({size(d.free_bytes)} free)"))
     if d.sequential_gbs is not None:
         rows.append(("disk read", f"{gbs(d.sequential_gbs)}, {d.random_iops:,.0f} random 4 KiB reads/s"))
