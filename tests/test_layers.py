@@ -125,15 +125,20 @@ def test_the_command_line_starts_without_numpy(name: str) -> None:
     assert run_python(code) == "False"
 
 
-def test_torch_is_never_imported() -> None:
-    code = (
-        "import sys, thermocline; thermocline.LLM; import thermocline.cli, thermocline.hardware; "
-        "thermocline.hardware.gpu(); print('torch' in sys.modules)"
-    )
-    assert run_python(code) == "False"
+def test_a_run_on_the_cpu_never_imports_torch(tiny_pack: Path) -> None:
+    argv = ["run", "-m", str(tiny_pack), "-n", "2", "-q", "Once"]
+    code = f"""
+import sys, thermocline.cli, thermocline.hardware
+thermocline.LLM
+assert thermocline.cli.main({argv!r}) == 0
+thermocline.hardware.gpu()
+print('torch' in sys.modules)"""
+    assert run_python(code).splitlines()[-1] == "False"
 
 
 def run_python(code: str) -> str:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=env, check=True
+    )
     return done.stdout.strip()
