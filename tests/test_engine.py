@@ -26,7 +26,7 @@ from thermocline.engine import (
     context_for,
     fit,
 )
-from thermocline.errors import NumericalError, OutOfBudget, UsageError
+from thermocline.errors import BadFile, NumericalError, OutOfBudget, UsageError
 from thermocline.kv import BLOCK, bytes_for
 from thermocline.ops import reference
 from thermocline.sampler import SamplingParams
@@ -643,6 +643,68 @@ def test_a_closed_llm_ends_its_streams_and_says_so(llm: LLM) -> None:
     assert list(stream) == [] and stream.completion.finish_reason == "cancelled"
     with pytest.raises(UsageError, match="closed"):
         llm.generate("abc")
+
+
+# ---- LLM: from files
+
+
+def test_a_directory_and_its_pack_give_the_same_answer(
+    tiny_hf: Path, tiny_pack: Path, tmp_path: Path
+) -> None:
+    answers = []
+    for model in (tiny_pack, tiny_hf):
+        with LLM(model, context=128, threads=1, format="f32", cache_dir=tmp_path) as llm:
+            answers.append(llm.generate("Once", GREEDY))
+            assert idle(llm) and llm.context == 128 and llm.weight_format == "f32"
+    assert answers[0].token_ids == answers[1].token_ids and len(answers[0].token_ids) == 24
+    assert answers[0].figures.logits_hash == answers[1].figures.logits_hash
+
+
+def test_sparsity_and_threads_do_not_change_a_bit(tiny_pack: Path) -> None:
+    hashes = set()
+    for sparsity, threads in itertools.product(("exact", "off"), (1, 2)):
+        with LLM(tiny_pack, context=128, threads=threads, sparsity=sparsity) as llm:
+            hashes.add(llm.generate("Once", GREEDY).figures.logits_hash)
+    assert len(hashes) == 1
+
+
+@pytest.fixture
+def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from thermocline import weights
+
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights must not be read for a request that is refused")
+
+    monkeypatch.setattr(weights, "load", load)
+
+
+def test_too_little_memory_is_said_before_loading(
+    unloadable: None, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thermocline import hardware
+
+    monkeypatch.setattr(hardware, "available_bytes", lambda: 64 << 20)
+    with pytest.raises(OutOfBudget, match=r"0\.06 GiB is free"):
+        LLM(tiny_pack)
+
+
+def test_too_long_a_context_is_said_before_loading(unloadable: None, tiny_pack: Path) -> None:
+    with pytest.raises(UsageError, match=r"32769 tokens .* 32768"):
+        LLM(tiny_pack, context=32769)
+
+
+def test_a_pack_without_a_tokenizer_is_said_before_loading(
+    unloadable: None, tiny_hf: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((tiny_hf / name).read_bytes())
+    with pytest.raises(BadFile, match=r"tokenizer\.json: not found"):
+        LLM(bare, cache_dir=tmp_path / "cache")
+
+
+# ---- the package
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
