@@ -208,7 +208,7 @@ NB_MODULE(_native, m) {
     nb::class_<Matrix>(m, "Matrix")
         .def(nb::new_([](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
             return new Matrix(make_matrix(arena, offset, format, rows, cols, stride));
-        }), "arena"_a, "offset"_a, "format"_a, "rows"_a, "cols"_a, "stride"_a, nb::keep_alive<0, 1>())
+        }), "arena"_a, "offset"_a, "format"_a, "rows"_a, "cols"_a, "stride"_a, nb::keep_alive<0, 2>())  // argument 1 of __new__ is the class
         .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.rows, w.cols); })
         .def_prop_ro("row_bytes", [](const Matrix& w) { return packed_bytes(w.format, w.cols); })
         .def_prop_ro("nbytes", [](const Matrix& w) { return w.rows * packed_bytes(w.format, w.cols); });

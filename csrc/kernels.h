@@ -31,6 +31,14 @@ struct Input {
     size_t tokens;
 };
 
+// The neurons of one FFN that a call works on: rows ids[0..n) of up (data null when ungated) and down.
+struct Bundles {
+    Matrix up, down;
+    const int32_t* ids;
+    size_t n;
+    bool up_relu;  // dReLU: up_act is max(0, .), else the identity
+};
+
 struct Kernels {
     const char* isa;
 
@@ -44,10 +52,16 @@ struct Kernels {
     void (*matmul)(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x, const float* bias,
                    float* y, size_t ldy);
 
-    // y[t*ldy + c] += sum over k in [0, n), ascending, of h[t*ldh + k] * w[ids[k]][c], for c in [begin, end).
-    // begin and end are multiples of 32, or end == cols. `scratch`: kAccumulateScratch floats.
+    // Up and down rows of the listed neurons, for the few tokens of x:
+    //   h = gate[t*ldg + id] * up_act(up row . x_t);  y[t*cols + c] += h * down row[c], neurons in list order.
+    // Returns the number of (token, neuron) pairs with h != 0. factors: scratch of 4 * ceil(cols/32) floats.
+    size_t (*bundles)(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y, float* factors);
+    // The down half alone, for many tokens and some columns:
+    //   y[t*ldy + (c - begin)] += sum over k in [0, n), ascending, of h[t*ldh + k] * w[ids[k]][c], c in [begin, end).
+    // begin is a multiple of 32; end too, or end == cols; end - begin <= kTileColumns. tile: scratch of kTileRows *
+    // kTileColumns floats. The same bits as `bundles` for the same h.
     void (*accumulate)(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh, size_t tokens,
-                       size_t begin, size_t end, float* y, size_t ldy, float* scratch);
+                       size_t begin, size_t end, float* y, size_t ldy, float* tile);
 
     void (*decode_row)(const Matrix& w, size_t row, float* out);
     // layer: subtract the mean first. bias may be null.
@@ -69,7 +83,8 @@ struct Kernels {
     uint64_t (*read_all)(const uint8_t* p, size_t n);
 };
 
-constexpr size_t kAccumulateScratch = 16 * 256;  // a tile of 16 neurons x 256 columns in f32: 16 KiB, half an L1
+// `accumulate` unpacks tiles of this size: 8 KiB of f32.
+constexpr size_t kTileRows = 16, kTileColumns = 128;
 
 // What this CPU supports, best first; THERMOCLINE_ISA can only lower the choice.
 const Kernels* chosen_kernels();                // null if THERMOCLINE_ISA names no level

@@ -1,50 +1,65 @@
 // The kernels, once. Included by each isa_*.cpp after its simd_*.h, inside its own namespace; no STL, no exceptions
 // (an inline STL function compiled with AVX flags here could be the copy the linker keeps for everyone).
 //
-// A format is a struct of: STEP (weights per step), Step (unpacked weights), Act (what one activation step is),
-// load / load_tail / dot for dot products, unpack for weights as floats.
+// A format is a struct of: STEP (weights per step), Step (unpacked weights), Act (an activation step), Acc (a running
+// sum), load / load_tail / dot / total for dot products, unpack for weights as floats without their scale, scales for
+// the scale of every 32 columns (1 for float formats), and STREAMS: how many rows one
+// token's dot products have in flight. Memory likes one stream (q8_0, 1 thread: 43 GB/s with one row, 19 to 25 with
+// four), but q4_0 needs four rows' worth of instruction parallelism to keep up (37 against 32). LOG 2026-11-21.
 
-struct FormatF32 {
-    using Act = float;
-    using Step = vf;
-    static constexpr size_t STEP = W;
-    static size_t row_bytes(size_t n) { return 4 * n; }
-    static const Act* act(const Input& x, size_t t, size_t cols) { return x.f32 + t * cols; }
-    static Step load(const uint8_t* row, size_t s) { return vload((const float*)row + s * W); }
-    static Step load_tail(const uint8_t* row, size_t s, int n) { return vload_n((const float*)row + s * W, n); }
-    static vf dot(Step w, const Act* x, size_t s, vf acc) { return vfma(w, vload(x + s * W), acc); }
-    static vf dot_tail(Step w, const Act* x, size_t s, int n, vf acc) { return vfma(w, vload_n(x + s * W, n), acc); }
-    static void unpack(const uint8_t* row, size_t c, vf* out) {
-        for (int k = 0; k < 32 / W; k++) out[k] = vload((const float*)row + c + k * W);
-    }
-    static vf unpack_n(const uint8_t* row, size_t c, int n) { return vload_n((const float*)row + c, n); }
+// f32, f16 and bf16: two sums per row hide the latency of the fused multiply-add (f16: 24 GB/s with one).
+struct Pair {
+    vf a, b;
 };
-
-template <vf (*LOAD)(const uint16_t*), vf (*LOAD_N)(const uint16_t*, int)>
-struct FormatHalf {
+template <class T, vf (*LOAD)(const T*), vf (*LOAD_N)(const T*, int)>
+struct FormatFloat {
     using Act = float;
-    using Step = vf;
-    static constexpr size_t STEP = W;
-    static size_t row_bytes(size_t n) { return 2 * n; }
+    using Step = Pair;
+    using Acc = Pair;
+    static constexpr size_t STEP = 2 * W;
+    static constexpr int STREAMS = 1;
+    static size_t row_bytes(size_t n) { return sizeof(T) * n; }
     static const Act* act(const Input& x, size_t t, size_t cols) { return x.f32 + t * cols; }
-    static Step load(const uint8_t* row, size_t s) { return LOAD((const uint16_t*)row + s * W); }
-    static Step load_tail(const uint8_t* row, size_t s, int n) { return LOAD_N((const uint16_t*)row + s * W, n); }
-    static vf dot(Step w, const Act* x, size_t s, vf acc) { return vfma(w, vload(x + s * W), acc); }
-    static vf dot_tail(Step w, const Act* x, size_t s, int n, vf acc) { return vfma(w, vload_n(x + s * W, n), acc); }
-    static void unpack(const uint8_t* row, size_t c, vf* out) {
-        for (int k = 0; k < 32 / W; k++) out[k] = LOAD((const uint16_t*)row + c + k * W);
+    static vf load_some(const T* p, int n) { return n >= W ? LOAD(p) : n > 0 ? LOAD_N(p, n) : vzero(); }
+    static vf x_some(const float* p, int n) { return n >= W ? vload(p) : n > 0 ? vload_n(p, n) : vzero(); }
+    static Acc zero() { return {vzero(), vzero()}; }
+    static Step load(const uint8_t* row, size_t s) {
+        const T* p = (const T*)row + s * STEP;
+        return {LOAD(p), LOAD(p + W)};
     }
-    static vf unpack_n(const uint8_t* row, size_t c, int n) { return LOAD_N((const uint16_t*)row + c, n); }
+    static Step load_tail(const uint8_t* row, size_t s, int n) {
+        const T* p = (const T*)row + s * STEP;
+        return {load_some(p, n), load_some(p + W, n - W)};
+    }
+    static Acc dot(const Step& w, const Act* x, size_t s, const Acc& acc) {
+        return {vfma(w.a, vload(x + s * STEP), acc.a), vfma(w.b, vload(x + s * STEP + W), acc.b)};
+    }
+    static Acc dot_tail(const Step& w, const Act* x, size_t s, int n, const Acc& acc) {
+        return {vfma(w.a, x_some(x + s * STEP, n), acc.a), vfma(w.b, x_some(x + s * STEP + W, n - W), acc.b)};
+    }
+    static float total(const Acc& acc) { return vsum(vadd(acc.a, acc.b)); }
+    static void unpack(const uint8_t* row, size_t c, vf* out) {
+        for (int k = 0; k < 32 / W; k++) out[k] = LOAD((const T*)row + c + k * W);
+    }
+    static vf unpack_n(const uint8_t* row, size_t c, int n) { return LOAD_N((const T*)row + c, n); }
+    static void scales(const uint8_t*, size_t, size_t n, float h, float* out) {
+        for (size_t b = 0; b < n; b++) out[b] = h;
+    }
 };
-using FormatF16 = FormatHalf<vload_f16, vload_f16_n>;
-using FormatBF16 = FormatHalf<vload_bf16, vload_bf16_n>;
+using FormatF32 = FormatFloat<float, vload, vload_n>;
+using FormatF16 = FormatFloat<uint16_t, vload_f16, vload_f16_n>;
+using FormatBF16 = FormatFloat<uint16_t, vload_bf16, vload_bf16_n>;
 
 template <class Block, QW (*LOAD)(const Block*, int), vf (*DOT)(const QW&, const XBlock*, vf),
-          void (*UNPACK)(const Block*, vf*)>
+          void (*UNPACK)(const Block*, vf*), int ROWS_IN_FLIGHT>
 struct FormatQ {
     using Act = XBlock;
     using Step = QW;
+    using Acc = vf;
     static constexpr size_t STEP = 32 * QB;
+    static constexpr int STREAMS = ROWS_IN_FLIGHT;
+    static Acc zero() { return vzero(); }
+    static float total(Acc acc) { return vsum(acc); }
     static size_t row_bytes(size_t n) { return n / 32 * sizeof(Block); }
     static const Act* act(const Input& x, size_t t, size_t) { return (const XBlock*)(x.blocks + t * x.row_bytes); }
     static Step load(const uint8_t* row, size_t s) { return LOAD((const Block*)row + s * QB, QB); }
@@ -53,22 +68,38 @@ struct FormatQ {
     static vf dot_tail(const Step& w, const Act* x, size_t s, int, vf acc) { return DOT(w, x + s, acc); }
     static void unpack(const uint8_t* row, size_t c, vf* out) { UNPACK((const Block*)row + c / 32, out); }
     static vf unpack_n(const uint8_t*, size_t, int) { return vzero(); }  // cols % 32 == 0: never reached
+    // out[b] = h * scale of block c/32 + b, for b in [0, n); the f16 scales are collected and converted W at a time
+    static void scales(const uint8_t* row, size_t c, size_t n, float h, float* out) {
+        const Block* blocks = (const Block*)row + c / 32;
+        for (size_t b = 0; b < n; b += W) {
+            const int k = int(n - b < size_t(W) ? n - b : size_t(W));
+            uint16_t d[W] = {0};
+            for (int i = 0; i < k; i++) d[i] = blocks[b + i].d;
+            vstore_n(out + b, vmul(vload_f16(d), vset1(h)), k);
+        }
+    }
 };
-using FormatQ8_0 = FormatQ<BlockQ8_0, q8_load, q8_dot, q8_unpack>;
-using FormatQ4_0 = FormatQ<BlockQ4_0, q4_load, q4_dot, q4_unpack>;
+using FormatQ8_0 = FormatQ<BlockQ8_0, q8_load, q8_dot, q8_unpack, 1>;
+using FormatQ4_0 = FormatQ<BlockQ4_0, q4_load, q4_dot, q4_unpack, 4>;
 
 // ---------------------------------------------------------------------------------------------- dot products
+
+// How far ahead of its use a weight is asked for, in bytes of rows to come. 8 to 32 KiB measured alike; less is worse.
+// By row, not by address: between two up rows lies a down row nobody wants yet.
+constexpr size_t kAhead = 16384;
 
 // MR weight rows times NR tokens. Each (row, token) pair has one accumulator, fed in the order of K:
 // the result is the same for every MR and NR.
 template <class F, int MR, int NR>
-static void dot_tile(const uint8_t* const* rows, const typename F::Act* const* xs, size_t cols, float (*out)[NR]) {
-    vf acc[MR][NR];
+static void dot_tile(const uint8_t* const* rows, const uint8_t* const* next, const typename F::Act* const* xs,
+                     size_t cols, float (*out)[NR]) {
+    typename F::Acc acc[MR][NR];
     for (int m = 0; m < MR; m++)
-        for (int n = 0; n < NR; n++) acc[m][n] = vzero();
+        for (int n = 0; n < NR; n++) acc[m][n] = F::zero();
     const size_t steps = cols / F::STEP;
     for (size_t s = 0; s < steps; s++) {
         for (int m = 0; m < MR; m++) {
+            prefetch(next[m] + F::row_bytes(F::STEP) * s);
             const typename F::Step w = F::load(rows[m], s);
             for (int n = 0; n < NR; n++) acc[m][n] = F::dot(w, xs[n], s, acc[m][n]);
         }
@@ -81,145 +112,178 @@ static void dot_tile(const uint8_t* const* rows, const typename F::Act* const* x
         }
     }
     for (int m = 0; m < MR; m++)
-        for (int n = 0; n < NR; n++) out[m][n] = vsum(acc[m][n]);
+        for (int n = 0; n < NR; n++) out[m][n] = F::total(acc[m][n]);
 }
 
 template <class F, int MR, int NR>
-static void matmul_tile(const Matrix& w, const int32_t* ids, size_t r, size_t begin, const Input& x, size_t t,
-                        const float* bias, float* y, size_t ldy) {
-    const uint8_t* rows[MR];
+static void matmul_tile(const Matrix& w, const int32_t* ids, size_t r, size_t begin, size_t end, const Input& x,
+                        size_t t, const float* bias, float* y, size_t ldy) {
+    const uint8_t *rows[MR], *next[MR];
+    const size_t ahead = (kAhead / F::row_bytes(w.cols) / MR + 1) * MR;
     const typename F::Act* xs[NR];
     size_t id[MR];
     float out[MR][NR];
-    for (int m = 0; m < MR; m++) id[m] = ids ? size_t(ids[r + m]) : r + m, rows[m] = w.data + id[m] * w.stride;
+    for (int m = 0; m < MR; m++) {
+        const size_t later = r + m + ahead < end ? r + m + ahead : end - 1;
+        id[m] = ids ? size_t(ids[r + m]) : r + m;
+        rows[m] = w.data + id[m] * w.stride;
+        next[m] = w.data + (ids ? size_t(ids[later]) : later) * w.stride;
+    }
     for (int n = 0; n < NR; n++) xs[n] = F::act(x, t + n, w.cols);
-    dot_tile<F, MR, NR>(rows, xs, w.cols, out);
+    dot_tile<F, MR, NR>(rows, next, xs, w.cols, out);
     for (int m = 0; m < MR; m++)
         for (int n = 0; n < NR; n++) y[(t + n) * ldy + (r + m - begin)] = out[m][n] + (bias ? bias[id[m]] : 0.0f);
-}
-
-template <class F, int MR>
-static void matmul_rows(const Matrix& w, const int32_t* ids, size_t r, size_t begin, const Input& x, const float* bias,
-                        float* y, size_t ldy) {
-    size_t t = 0;
-    for (; t + 4 <= x.tokens; t += 4) matmul_tile<F, MR, 4>(w, ids, r, begin, x, t, bias, y, ldy);
-    for (; t < x.tokens; t++) matmul_tile<F, MR, 1>(w, ids, r, begin, x, t, bias, y, ldy);
 }
 
 template <class F>
 static void matmul_format(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
                           const float* bias, float* y, size_t ldy) {
+    constexpr int M = 4, N = 4, S = F::STREAMS;  // 16 accumulators, of 32 registers (AVX-512)
+    const size_t grouped = x.tokens / N * N;
     size_t r = begin;
-    for (; r + 4 <= end; r += 4) matmul_rows<F, 4>(w, ids, r, begin, x, bias, y, ldy);
-    for (; r < end; r++) matmul_rows<F, 1>(w, ids, r, begin, x, bias, y, ldy);
+    for (; grouped && r + M <= end; r += M)
+        for (size_t t = 0; t < grouped; t += N) matmul_tile<F, M, N>(w, ids, r, begin, end, x, t, bias, y, ldy);
+    for (; r < end && grouped; r++)
+        for (size_t t = 0; t < grouped; t += N) matmul_tile<F, 1, N>(w, ids, r, begin, end, x, t, bias, y, ldy);
+    for (size_t t = grouped; t < x.tokens; t++) {
+        for (r = begin; r + S <= end; r += S) matmul_tile<F, S, 1>(w, ids, r, begin, end, x, t, bias, y, ldy);
+        for (; r < end; r++) matmul_tile<F, 1, 1>(w, ids, r, begin, end, x, t, bias, y, ldy);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------- weighted row sums
+//
+// y += h_i * row_i, as fma(q, h_i * scale, y) with the product of h and the scale rounded once: the same in all paths.
 
-// One token: a group of G rows at a time straight from the stored format, y loaded and stored once per group.
+// One token: G rows at a time straight from the stored format, y loaded and stored once per group; meanwhile the rows
+// at `next` are asked for. factors: G * blocks floats of scratch, the h * scale of every 32 columns.
 template <class F, int G>
 static void accumulate_group(const uint8_t* const* rows, const float* h, size_t begin, size_t end, float* y,
-                             const uint8_t* const* next) {
+                             const uint8_t* const* next, float* factors) {
     constexpr int U = 32 / W;
-    vf hv[G];
-    for (int g = 0; g < G; g++) hv[g] = vset1(h[g]);
-    size_t c = begin;
-    for (; c + 32 <= end; c += 32) {
+    const size_t blocks = (end - begin + 31) / 32;
+    for (int g = 0; g < G; g++) F::scales(rows[g], begin, blocks, h[g], factors + size_t(g) * blocks);
+    size_t b = 0;
+    for (size_t c = begin; c + 32 <= end; c += 32, b++, y += 32) {
         vf acc[U];
-        for (int k = 0; k < U; k++) acc[k] = vload(y + c + k * W);
+        for (int k = 0; k < U; k++) acc[k] = vload(y + k * W);
         for (int g = 0; g < G; g++) {
             vf w[U];
             F::unpack(rows[g], c, w);
-            if (next) prefetch(next[g] + F::row_bytes(c));
-            for (int k = 0; k < U; k++) acc[k] = vfma(w[k], hv[g], acc[k]);
+            prefetch(next[g] + F::row_bytes(c));
+            const vf f = vset1(factors[size_t(g) * blocks + b]);
+            for (int k = 0; k < U; k++) acc[k] = vfma(w[k], f, acc[k]);
         }
-        for (int k = 0; k < U; k++) vstore(y + c + k * W, acc[k]);
+        for (int k = 0; k < U; k++) vstore(y + k * W, acc[k]);
     }
-    for (; c < end; c += W) {
+    for (size_t c = begin + 32 * b; c < end; c += W, y += W) {
         const int n = int(end - c < size_t(W) ? end - c : size_t(W));
-        vf acc = vload_n(y + c, n);
-        for (int g = 0; g < G; g++) acc = vfma(F::unpack_n(rows[g], c, n), hv[g], acc);
-        vstore_n(y + c, acc, n);
+        vf acc = vload_n(y, n);
+        for (int g = 0; g < G; g++) acc = vfma(F::unpack_n(rows[g], c, n), vset1(h[g]), acc);
+        vstore_n(y, acc, n);
     }
 }
 
-template <class F>
-static void accumulate_one(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t begin, size_t end,
-                           float* y) {
-    constexpr size_t G = 8;
-    const uint8_t* rows[2 * G];
-    size_t k = 0;
-    for (; k + G <= n; k += G) {
-        const bool more = k + 2 * G <= n;
-        for (size_t g = 0; g < (more ? 2 * G : G); g++) rows[g] = w.data + size_t(ids[k + g]) * w.stride;
-        accumulate_group<F, G>(rows, h + k, begin, end, y, more ? rows + G : nullptr);
-    }
-    for (; k < n; k++) {
-        rows[0] = w.data + size_t(ids[k]) * w.stride;
-        accumulate_group<F, 1>(rows, h + k, begin, end, y, nullptr);
-    }
-}
-
-// Several tokens: a tile of 16 rows x 256 columns is unpacked once (16 KiB, in L1), then added to every token.
-template <class F>
-static void accumulate_many(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh, size_t tokens,
-                            size_t begin, size_t end, float* y, size_t ldy, float* tile) {
-    constexpr size_t G = 16, C = 256;
-    for (size_t c0 = begin; c0 < end; c0 += C) {
-        const size_t c1 = c0 + C < end ? c0 + C : end, width = c1 - c0;
-        for (size_t k0 = 0; k0 < n; k0 += G) {
-            const size_t g1 = n - k0 < G ? n - k0 : G;
-            for (size_t g = 0; g < g1; g++) {
-                const uint8_t* row = w.data + size_t(ids[k0 + g]) * w.stride;
-                size_t c = 0;
-                for (; c + 32 <= width; c += 32) {
-                    vf u[32 / W];
-                    F::unpack(row, c0 + c, u);
-                    for (int k = 0; k < 32 / W; k++) vstore(tile + g * C + c + k * W, u[k]);
-                }
-                for (; c < width; c += W) {
-                    const int left = int(width - c < size_t(W) ? width - c : size_t(W));
-                    vstore_n(tile + g * C + c, F::unpack_n(row, c0 + c, left), left);
-                }
-            }
-            for (size_t t = 0; t < tokens; t++) {
-                const float* ht = h + t * ldh + k0;
-                float* yt = y + t * ldy + c0;
-                for (size_t c = 0; c < width; c += W) {
-                    const int left = int(width - c < size_t(W) ? width - c : size_t(W));
-                    vf acc = left == W ? vload(yt + c) : vload_n(yt + c, left);
-                    for (size_t g = 0; g < g1; g++) {
-                        const float* p = tile + g * C + c;
-                        acc = vfma(left == W ? vload(p) : vload_n(p, left), vset1(ht[g]), acc);
-                    }
-                    if (left == W) vstore(yt + c, acc);
-                    else vstore_n(yt + c, acc, left);
-                }
-            }
-        }
-    }
-}
-
+// Several tokens: a tile of rows is unpacked once (8 KiB, in L1), then added to every token.
 template <class F>
 static void accumulate_format(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh, size_t tokens,
-                              size_t begin, size_t end, float* y, size_t ldy, float* scratch) {
-    if (tokens < 4)  // unpacking per token is cheaper than the detour over the tile
-        for (size_t t = 0; t < tokens; t++) accumulate_one<F>(w, ids, n, h + t * ldh, begin, end, y + t * ldy);
-    else
-        accumulate_many<F>(w, ids, n, h, ldh, tokens, begin, end, y, ldy, scratch);
+                              size_t begin, size_t end, float* y, size_t ldy, float* tile) {
+    constexpr size_t G = kTileRows, C = kTileColumns, B = C / 32;
+    const size_t width = end - begin, blocks = (width + 31) / 32;
+    for (size_t k0 = 0; k0 < n; k0 += G) {
+        const size_t g1 = n - k0 < G ? n - k0 : G;
+        float scale[G][B];
+        for (size_t g = 0; g < g1; g++) {
+            const uint8_t* row = w.data + size_t(ids[k0 + g]) * w.stride;
+            F::scales(row, begin, blocks, 1.0f, scale[g]);
+            size_t c = 0;
+            for (; c + 32 <= width; c += 32) {
+                vf u[32 / W];
+                F::unpack(row, begin + c, u);
+                for (int k = 0; k < 32 / W; k++) vstore(tile + g * C + c + k * W, u[k]);
+            }
+            for (; c < width; c += W) {
+                const int left = int(width - c < size_t(W) ? width - c : size_t(W));
+                vstore_n(tile + g * C + c, F::unpack_n(row, begin + c, left), left);
+            }
+        }
+        for (size_t t = 0; t < tokens; t++) {
+            const float* ht = h + t * ldh + k0;
+            for (size_t b = 0; b < blocks; b++) {
+                float factor[G];
+                for (size_t g = 0; g < g1; g++) factor[g] = scale[g][b] * ht[g];
+                for (size_t c = 32 * b; c < 32 * b + 32 && c < width; c += W) {
+                    const int left = int(width - c < size_t(W) ? width - c : size_t(W));
+                    float* yt = y + t * ldy + c;
+                    vf acc = left == W ? vload(yt) : vload_n(yt, left);
+                    for (size_t g = 0; g < g1; g++) {
+                        const float* p = tile + g * C + c;
+                        acc = vfma(left == W ? vload(p) : vload_n(p, left), vset1(factor[g]), acc);
+                    }
+                    if (left == W) vstore(yt, acc);
+                    else vstore_n(yt, acc, left);
+                }
+            }
+        }
+    }
+}
+
+// A few tokens, all columns: the group's up rows, then its down rows. While up rows are computed the same neurons'
+// down rows are on their way, and while down rows are added the next group's up rows: memory never waits for us.
+template <class F, int G>
+static size_t bundle_group(const Bundles& w, size_t k, const Input& x, const float* gate, size_t ldg, float* y,
+                           float* factors) {
+    const uint8_t *up[G], *down[G], *next[G];
+    const size_t dim = w.down.cols;
+    size_t live = 0;
+    for (int g = 0; g < G; g++) {
+        const size_t id = size_t(w.ids[k + g]), later = size_t(w.ids[k + G + g < w.n ? k + G + g : w.n - 1]);
+        up[g] = w.up.data + id * w.up.stride;
+        down[g] = w.down.data + id * w.down.stride;
+        next[g] = w.up.data ? w.up.data + later * w.up.stride : w.down.data + later * w.down.stride;
+    }
+    for (size_t t = 0; t < x.tokens; t++) {
+        float h[G];
+        for (int g = 0; g < G; g++) h[g] = gate[t * ldg + size_t(w.ids[k + g])];
+        if (w.up.data) {
+            constexpr int S = F::STREAMS < G ? F::STREAMS : G;
+            const typename F::Act* xs[1] = {F::act(x, t, dim)};
+            for (int g = 0; g < G; g += S) {
+                float u[S][1];
+                dot_tile<F, S, 1>(up + g, down + g, xs, dim, u);
+                for (int s = 0; s < S; s++) h[g + s] = w.up_relu && !(u[s][0] > 0) ? 0.0f : h[g + s] * u[s][0];
+            }
+        }
+        for (int g = 0; g < G; g++) live += h[g] != 0;
+        accumulate_group<F, G>(down, h, 0, dim, y + t * dim, next, factors);
+    }
+    return live;
+}
+
+template <class F>
+static size_t bundles_format(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y,
+                             float* factors) {
+    size_t k = 0, live = 0;
+    for (; k + 4 <= w.n; k += 4) live += bundle_group<F, 4>(w, k, x, gate, ldg, y, factors);
+    for (; k < w.n; k++) live += bundle_group<F, 1>(w, k, x, gate, ldg, y, factors);
+    return live;
 }
 
 template <class F>
 static void decode_row_format(const uint8_t* row, size_t cols, float* out) {
-    size_t c = 0;
-    for (; c + 32 <= cols; c += 32) {
+    for (size_t c = 0; c < cols; c += 32) {
+        float scale;
+        F::scales(row, c, 1, 1.0f, &scale);
         vf u[32 / W];
-        F::unpack(row, c, u);
-        for (int k = 0; k < 32 / W; k++) vstore(out + c + k * W, u[k]);
-    }
-    for (; c < cols; c += W) {
-        const int n = int(cols - c < size_t(W) ? cols - c : size_t(W));
-        vstore_n(out + c, F::unpack_n(row, c, n), n);
+        if (c + 32 <= cols) {
+            F::unpack(row, c, u);
+            for (int k = 0; k < 32 / W; k++) vstore(out + c + k * W, vmul(u[k], vset1(scale)));
+        } else {
+            for (size_t i = c; i < cols; i += W) {
+                const int n = int(cols - i < size_t(W) ? cols - i : size_t(W));
+                vstore_n(out + i, F::unpack_n(row, i, n), n);
+            }
+        }
     }
 }
 
@@ -240,6 +304,11 @@ static void matmul(const Matrix& w, const int32_t* ids, size_t begin, size_t end
 static void accumulate(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh, size_t tokens,
                        size_t begin, size_t end, float* y, size_t ldy, float* scratch) {
     FOR_FORMAT(w.format, accumulate_format<F>(w, ids, n, h, ldh, tokens, begin, end, y, ldy, scratch))
+}
+static size_t bundles(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y, float* factors) {
+    size_t live = 0;
+    FOR_FORMAT(w.down.format, live = bundles_format<F>(w, x, gate, ldg, y, factors))
+    return live;
 }
 static void decode_row(const Matrix& w, size_t row, float* out) {
     FOR_FORMAT(w.format, decode_row_format<F>(w.data + row * w.stride, w.cols, out))
@@ -400,6 +469,7 @@ static uint64_t read_all(const uint8_t* p, size_t n) {
     constexpr size_t S = W * 4;
     size_t i = 0;
     for (; i + 4 * S <= n; i += 4 * S) {
+        for (size_t k = 0; k < 4 * S; k += 64) prefetch(p + i + k + kAhead);
         a = vmax(a, vload((const float*)(p + i)));
         b = vmax(b, vload((const float*)(p + i + S)));
         c = vmax(c, vload((const float*)(p + i + 2 * S)));
@@ -411,5 +481,5 @@ static uint64_t read_all(const uint8_t* p, size_t n) {
     return bits;
 }
 
-static const Kernels table = {ISA_NAME, input_bytes, quantize, matmul, accumulate, decode_row, norm,
-                              activate, rope,        to_f16,   attend, read_all};
+static const Kernels table = {ISA_NAME, input_bytes, quantize, matmul, bundles, accumulate, decode_row,
+                              norm,     activate,    rope,     to_f16, attend,  read_all};

@@ -126,26 +126,35 @@ FFNCounts Context::ffn_add(const FFNArgs& a) {
     return total;
 }
 
-// Gate first (design 2.3): gate rows for everyone, then up and down rows only of neurons that some token of the block
-// needs. Four phases, a barrier between them: gate + per-chunk lists, one list, up, down.
+// Neurons are worked on, and summed, in chunks of kChunk: sum_c (sum_{i in c} h_i d_i), both in ascending order.
+// That order is fixed by the layer alone, so threads can take chunks as they come and the bits stay the same.
+// A smaller chunk balances better; a larger one spends less on its partial sum (dim floats, in the L2 cache).
+static constexpr size_t kChunk = 128;
+// Up to this many tokens each chunk does everything and leaves a partial sum per token; beyond, the partial sums
+// would outgrow the caches, and threads divide the columns of the sum instead.
+static constexpr size_t kFewTokens = 8;
+
+// Gate first (design 2.3): all gate rows of the chunk, then up and down rows only of the neurons some token needs.
 FFNCounts Context::ffn_block(const FFNArgs& a, size_t first, size_t tokens) {
-    const size_t n = a.gate.rows, dim = a.down.cols;
+    const size_t n = a.gate.rows, dim = a.down.cols, chunks = (n + kChunk - 1) / kChunk;
     const int threads = pool.threads();
     const bool skip = a.exact && (a.activation == RELU || a.activation == FATRELU || a.activation == RELU2);
+    const bool few = tokens <= kFewTokens;
     const Input in = input(a.gate, a.h + first * dim, tokens);
 
     float* gate = grown(gate_, tokens * n);      // [tokens, n] activations
-    float* hidden = grown(hidden_, tokens * n);  // [tokens, active]
-    float* sum = grown(sum_, tokens * dim);
-    float* tiles = grown(tiles_, size_t(threads) * kAccumulateScratch);
-    int32_t* ids = grown(ids_, n);        // chunk c's list starts at c * chunk
-    int32_t* active = grown(active_, n);  // all lists, in neuron order
-    const size_t chunk = chunk_rows(n, threads), chunks = (n + chunk - 1) / chunk;
+    float* hidden = grown(hidden_, tokens * n);  // [tokens, n], of chunk c: counts[c] values from c * kChunk on
+    int32_t* ids = grown(ids_, n);               // likewise: the needed neurons, ascending
     size_t* counts = grown(counts_, chunks);
-    std::atomic<size_t> next_gate{0}, next_up{0}, n_active{0}, pairs{0};
+    // few: [chunks, tokens, dim]; many: one tile per thread, [threads, tokens, kTileColumns]
+    float* partial = grown(partial_, few ? chunks * tokens * dim : size_t(threads) * tokens * kTileColumns);
+    float* sums = grown(sums_, size_t(threads) * tokens * kTileColumns);
+    float* tiles = grown(tiles_, size_t(threads) * kTileRows * kTileColumns);
+    float* factors = grown(factors_, size_t(threads) * 4 * ((dim + 31) / 32));
+    std::atomic<size_t> next{0}, rows{0}, active{0};
 
-    auto gate_chunk = [&](size_t c) {
-        const size_t begin = c * chunk, end = std::min(n, begin + chunk);
+    auto needed_neurons = [&](size_t c) {
+        const size_t begin = c * kChunk, end = std::min(n, begin + kChunk);
         k.matmul(a.gate, nullptr, begin, end, in, a.gate_bias, gate + begin, n);
         for (size_t t = 0; t < tokens; t++) k.activate(gate + t * n + begin, end - begin, a.activation, a.threshold);
         size_t found = 0;
@@ -156,46 +165,72 @@ FFNCounts Context::ffn_block(const FFNArgs& a, size_t first, size_t tokens) {
             found += needed;
         }
         counts[c] = found;
+        rows.fetch_add(found, std::memory_order_relaxed);
     };
-    auto up_chunk = [&](size_t begin, size_t end, size_t total) {
+    auto hidden_values = [&](size_t begin, size_t end) {  // h = act(gate) * up, for list entries [begin, end)
         size_t live = 0;
-        if (a.up.data) k.matmul(a.up, active, begin, end, in, nullptr, hidden + begin, total);
+        if (a.up.data) k.matmul(a.up, ids, begin, end, in, nullptr, hidden + begin, n);
         for (size_t t = 0; t < tokens; t++) {
             for (size_t i = begin; i < end; i++) {
-                const float g = gate[t * n + size_t(active[i])];
-                float* h = hidden + t * total + i;
-                if (!a.up.data) *h = g;
-                else *h = g * (a.up_relu && !(*h > 0) ? 0.0f : *h);
-                live += *h != 0;
+                const float g = gate[t * n + size_t(ids[i])];
+                float& h = hidden[t * n + i];
+                h = !a.up.data ? g : a.up_relu && !(h > 0) ? 0.0f : g * h;
+                live += h != 0;
             }
         }
-        pairs.fetch_add(live, std::memory_order_relaxed);
+        active.fetch_add(live, std::memory_order_relaxed);
     };
-    auto region = [&](int thread) {
-        for (size_t c; (c = next_gate.fetch_add(1)) < chunks;) gate_chunk(c);
-        pool.barrier();
-        size_t total = 0;
-        for (size_t c = 0; c < chunks; c++) {  // every thread adds up all counts, and copies its share of the lists
-            if (c % size_t(threads) == size_t(thread)) memcpy(active + total, ids + c * chunk, counts[c] * sizeof *ids);
-            total += counts[c];
+    auto few_tokens = [&](int thread) {
+        for (size_t c; (c = next.fetch_add(1)) < chunks;) {
+            needed_neurons(c);
+            if (!counts[c] && c) continue;
+            float* y = partial + c * tokens * dim;
+            std::fill(y, y + tokens * dim, 0.0f);
+            const Bundles w = {a.up, a.down, ids + c * kChunk, counts[c], a.up_relu};
+            const size_t live = k.bundles(w, in, gate, n, y, factors + size_t(thread) * 4 * ((dim + 31) / 32));
+            active.fetch_add(live, std::memory_order_relaxed);
         }
         pool.barrier();
-        const size_t step = chunk_rows(total, threads);
-        for (size_t i; (i = next_up.fetch_add(step)) < total;) up_chunk(i, std::min(total, i + step), total);
         size_t begin, end;
         column_range(dim, threads, thread, &begin, &end);
-        for (size_t t = 0; t < tokens; t++) std::fill(sum + t * dim + begin, sum + t * dim + end, 0.0f);
-        pool.barrier();
-        k.accumulate(a.down, active, total, hidden, total, tokens, begin, end, sum, dim,
-                     tiles + size_t(thread) * kAccumulateScratch);
         for (size_t t = 0; t < tokens; t++) {
-            float* x = a.x + (first + t) * dim;
-            for (size_t c = begin; c < end; c++) x[c] += sum[t * dim + c] + (a.down_bias ? a.down_bias[c] : 0.0f);
+            float *x = a.x + (first + t) * dim, *sum = partial + t * dim;  // chunk 0's partial becomes the sum
+            for (size_t c = 1; c < chunks; c++) {
+                const float* y = partial + (c * tokens + t) * dim;
+                for (size_t i = begin; counts[c] && i < end; i++) sum[i] += y[i];
+            }
+            for (size_t i = begin; i < end; i++) x[i] += sum[i] + (a.down_bias ? a.down_bias[i] : 0.0f);
         }
-        if (thread == 0) n_active.store(total, std::memory_order_relaxed);
     };
-    pool.run(region);
-    return {pairs.load(), n_active.load(), n};
+    auto many_tokens = [&](int thread) {
+        for (size_t c; (c = next.fetch_add(1)) < chunks;) {
+            needed_neurons(c);
+            hidden_values(c * kChunk, c * kChunk + counts[c]);
+        }
+        pool.barrier();
+        float* y = partial + size_t(thread) * tokens * kTileColumns;
+        float* sum = sums + size_t(thread) * tokens * kTileColumns;
+        float* tile = tiles + size_t(thread) * kTileRows * kTileColumns;
+        size_t begin, end;
+        column_range(dim, threads, thread, &begin, &end);
+        for (size_t c0 = begin; c0 < end; c0 += kTileColumns) {
+            const size_t c1 = std::min(end, c0 + kTileColumns), width = c1 - c0;
+            std::fill(sum, sum + tokens * kTileColumns, 0.0f);
+            for (size_t c = 0; c < chunks; c++) {
+                if (!counts[c]) continue;
+                std::fill(y, y + tokens * kTileColumns, 0.0f);
+                k.accumulate(a.down, ids + c * kChunk, counts[c], hidden + c * kChunk, n, tokens, c0, c1, y,
+                             kTileColumns, tile);
+                for (size_t i = 0; i < tokens * kTileColumns; i++) sum[i] += y[i];
+            }
+            for (size_t t = 0; t < tokens; t++)
+                for (size_t i = 0; i < width; i++)
+                    a.x[(first + t) * dim + c0 + i] += sum[t * kTileColumns + i] + (a.down_bias ? a.down_bias[c0 + i] : 0.0f);
+        }
+    };
+    if (few) pool.run(few_tokens);
+    else pool.run(many_tokens);
+    return {active.load(), rows.load(), n};
 }
 
 }  // namespace tc

@@ -52,8 +52,8 @@ private:
 
     // Scratch that grows to the largest step seen and is reused; one region at a time, so one set is enough.
     std::vector<uint8_t> input_;
-    std::vector<float> temp_, gate_, hidden_, sum_, scores_, tiles_;
-    std::vector<int32_t> ids_, active_;
+    std::vector<float> temp_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_;
+    std::vector<int32_t> ids_;
     std::vector<size_t> counts_;
 };
 

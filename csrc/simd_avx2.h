@@ -107,18 +107,14 @@ static inline vf q4_dot(const QW& w, const XBlock* x, vf acc) {
     const __m256i s = _mm256_madd_epi16(_mm256_maddubs_epi16(w.q, xq), _mm256_set1_epi16(1));
     return vfma(_mm256_cvtepi32_ps(_mm256_add_epi32(s, _mm256_set1_epi32(x->ns))), vmul(w.d, vset1(x->d)), acc);
 }
+static inline vf bytes_f32(__m128i b) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)); }
 static inline void q8_unpack(const BlockQ8_0* b, vf* out) {
-    const vf d = vset1(f16_to_f32(b->d));
-    for (int k = 0; k < 4; k++)
-        out[k] = vmul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(b->q + 8 * k)))), d);
+    for (int k = 0; k < 4; k++) out[k] = bytes_f32(_mm_loadl_epi64((const __m128i*)(b->q + 8 * k)));
 }
 static inline void q4_unpack(const BlockQ4_0* b, vf* out) {
-    const vf d = vset1(f16_to_f32(b->d));
     const __m128i raw = _mm_loadu_si128((const __m128i*)b->q), m = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
     const __m128i lo = _mm_sub_epi8(_mm_and_si128(raw, m), eight);
     const __m128i hi = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(raw, 4), m), eight);
-    out[0] = vmul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lo)), d);
-    out[1] = vmul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(lo, 8))), d);
-    out[2] = vmul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(hi)), d);
-    out[3] = vmul(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(hi, 8))), d);
+    out[0] = bytes_f32(lo), out[1] = bytes_f32(_mm_srli_si128(lo, 8));
+    out[2] = bytes_f32(hi), out[3] = bytes_f32(_mm_srli_si128(hi, 8));
 }

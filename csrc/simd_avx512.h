@@ -107,13 +107,13 @@ static inline vf q4_dot(const QW& w, const XBlock* x, vf acc) {
 }
 static inline vf bytes_f32(__m128i b) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); }
 static inline void q8_unpack(const BlockQ8_0* b, vf* out) {
-    const vf d = vset1(f16_to_f32(b->d));
-    out[0] = vmul(bytes_f32(_mm_loadu_si128((const __m128i*)b->q)), d);
-    out[1] = vmul(bytes_f32(_mm_loadu_si128((const __m128i*)(b->q + 16))), d);
+    out[0] = bytes_f32(_mm_loadu_si128((const __m128i*)b->q));
+    out[1] = bytes_f32(_mm_loadu_si128((const __m128i*)(b->q + 16)));
 }
+// vpermps reads the low four bits of each index: a table look-up turns a nibble into its float, no conversion needed.
 static inline void q4_unpack(const BlockQ4_0* b, vf* out) {
-    const vf d = vset1(f16_to_f32(b->d));
-    const __m128i raw = _mm_loadu_si128((const __m128i*)b->q), m = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-    out[0] = vmul(bytes_f32(_mm_sub_epi8(_mm_and_si128(raw, m), eight)), d);
-    out[1] = vmul(bytes_f32(_mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(raw, 4), m), eight)), d);
+    const vf values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i q = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)b->q));
+    out[0] = _mm512_permutexvar_ps(q, values);
+    out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), values);
 }

@@ -115,12 +115,11 @@ static inline vf qdot(const QW& w, const XBlock* x, vf acc) {
 }
 static inline vf q8_dot(const QW& w, const XBlock* x, vf acc) { return qdot(w, x, acc); }
 static inline vf q4_dot(const QW& w, const XBlock* x, vf acc) { return qdot(w, x, acc); }
-static inline void q8_unpack(const BlockQ8_0* b, vf* out) {  // 32 weights as 32/W vectors
-    const float d = f16_to_f32(b->d);
-    for (int k = 0; k < 32; k++) out[k / W].v[k % W] = float(b->q[k]) * d;
+static inline void q8_unpack(const BlockQ8_0* b, vf* out) {  // 32 weights as 32/W vectors, without the scale
+    for (int k = 0; k < 32; k++) out[k / W].v[k % W] = float(b->q[k]);
 }
 static inline void q4_unpack(const BlockQ4_0* b, vf* out) {
     const QW w = q4_load(b, 1);
-    for (int k = 0; k < 32; k++) out[k / W].v[k % W] = float(w.q[k]) * w.d;
+    for (int k = 0; k < 32; k++) out[k / W].v[k % W] = float(w.q[k]);
 }
 #undef EACH

@@ -93,7 +93,9 @@ def rope_tables(spec: ModelSpec, positions: I32) -> tuple[F32, F32]:
     s = spec.rope_scaling
     if s is not None:
         wavelength = 2 * np.pi / inv_freq
-        smooth = (s.original_context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        smooth = (s.original_context / wavelength - s.low_freq_factor) / (
+            s.high_freq_factor - s.low_freq_factor
+        )
         blend = np.clip(smooth, 0.0, 1.0)
         inv_freq = ((1 - blend) * inv_freq / s.factor + blend * inv_freq).astype(np.float32)
     angle = positions[:, None].astype(np.float32) * inv_freq[None, :]

@@ -88,7 +88,11 @@ def activate(g: F32, kind: str, threshold: float) -> F32:
         case "gelu":
             return (0.5 * g * (1 + _erf(g / math.sqrt(2)).astype(np.float32))).astype(np.float32)
         case "gelu_tanh":
-            return 0.5 * g * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (g + np.float32(0.044715) * g**3)))
+            return (
+                0.5
+                * g
+                * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (g + np.float32(0.044715) * g**3)))
+            )
         case "relu":
             return np.where(g > 0, g, np.float32(0))
         case "fatrelu":  # ProSparse (arXiv 2402.13516): the value passes unchanged above the threshold
@@ -100,7 +104,9 @@ def activate(g: F32, kind: str, threshold: float) -> F32:
 
 def ffn_add(x: F32, spec: ModelSpec, f: FFN, h: F32, exact: bool, stats: FFNStats) -> None:
     """x += FFN(h), in place. h [tokens, dim]. `exact` skips the neurons no token of the batch needs: same answer."""
-    a = activate(matmul(f.gate.weight, h, f.gate.bias), spec.activation, spec.activation_threshold)  # [tokens, ffn_dim]
+    a = activate(
+        matmul(f.gate.weight, h, f.gate.bias), spec.activation, spec.activation_threshold
+    )  # [tokens, ffn_dim]
     needed = np.flatnonzero((a != 0).any(axis=0)) if exact and spec.sparse else np.arange(spec.ffn_dim)
     if f.up is not None:
         u = matmul(f.up[needed], h, None)

@@ -1,0 +1,118 @@
+"""Realise a pack in memory: one arena for every byte of `weights.bin`, and `decoder.Weights` pointing into it.
+
+Knows tensor names (DESIGN.md, "Pack") and the arena; must not know requests or families.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from thermocline import _native, quant
+from thermocline.decoder import F32, FFN, Layer, Linear, Norm, Weights
+from thermocline.errors import BadFile, IOFailure, OutOfBudget
+from thermocline.ops.cpu import CpuOps
+from thermocline.pack import Pack, TensorInfo
+from thermocline.spec import ModelSpec
+
+SLICE_BYTES = 256 << 20  # between two looks at the progress bar and Ctrl-C; a multiple of every block size
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    weights: Weights
+    ops: CpuOps
+    bytes: int
+
+
+def load(
+    pack: Pack, *, threads: int, isa: str = "", progress: Callable[[int, int], None] | None = None
+) -> LoadedWeights:
+    """Read and check the whole pack into RAM. `progress` is called with (bytes read, bytes in all).
+
+    Raises BadFile naming the first damaged tensor, IOFailure, OutOfBudget.
+    """
+    ops = CpuOps(threads, isa)
+    size = pack.weights_path.stat().st_size
+    try:
+        arena = _native.Arena(size)
+    except MemoryError:
+        raise OutOfBudget(f"the system has no {size / 2**30:.1f} GiB of memory for {pack.path}") from None
+    for begin in range(0, size, SLICE_BYTES):
+        end = min(size, begin + SLICE_BYTES)
+        error, bad = ops.native.load(
+            arena, str(pack.weights_path), begin, end, pack.checksums, pack.block_bytes
+        )
+        if error:
+            why = "ends early" if error < 0 else os.strerror(error)
+            raise IOFailure(f"{pack.weights_path}: {why} while reading bytes {begin} to {end}")
+        if bad >= 0:
+            raise BadFile(
+                f"{pack.weights_path}: checksum mismatch at byte {bad * pack.block_bytes} "
+                f"({_tensor_at(pack, bad * pack.block_bytes)}); the file is damaged: pack it again"
+            )
+        if progress is not None:
+            progress(end, size)
+    return LoadedWeights(_assemble(pack.spec, pack.tensors, arena, ops), ops, size)
+
+
+def _tensor_at(pack: Pack, offset: int) -> str:
+    end = offset + pack.block_bytes
+    inside = [n for n, t in pack.tensors.items() if t.offset < end and offset < t.offset + t.bytes]
+    return inside[0] if inside else "padding"
+
+
+def _assemble(
+    spec: ModelSpec, tensors: Mapping[str, TensorInfo], arena: _native.Arena, ops: CpuOps
+) -> Weights:
+    def matrix(name: str, *, skip_bytes: int = 0, columns: int | None = None) -> _native.Matrix:
+        """All rows of a tensor as one matrix; of a bundle, the part `skip_bytes` into each record."""
+        info = tensors[name]
+        lead, last = (info.shape[:-1], info.shape[-1]) if columns is None else (info.shape, columns)
+        fmt = quant.FORMATS[info.format].id
+        return _native.Matrix(arena, info.offset + skip_bytes, fmt, math.prod(lead), last, info.stride)
+
+    def vector(name: str) -> F32 | None:
+        if name not in tensors:
+            return None
+        info = tensors[name]
+        n = math.prod(info.shape)
+        row = _native.Matrix(arena, info.offset, quant.FORMATS["f32"].id, 1, n, 4 * n)
+        return ops.embed(row, np.zeros(1, np.int32))[0]
+
+    def norm(name: str) -> Norm:
+        weight = vector(f"{name}.weight")
+        assert weight is not None, "Pack.open checked that it is there"
+        return Norm(weight, vector(f"{name}.bias"))
+
+    def linear(name: str) -> Linear:
+        return Linear(matrix(f"{name}.weight"), vector(f"{name}.bias"))
+
+    def ffn(layer: str) -> FFN:
+        row_bytes = quant.row_bytes(tensors[f"{layer}.bundle"].format, spec.dim)
+        up = matrix(f"{layer}.bundle", columns=spec.dim) if spec.gated else None
+        down = matrix(f"{layer}.bundle", columns=spec.dim, skip_bytes=row_bytes if spec.gated else 0)
+        return FFN(linear(f"{layer}.gate"), up, down, vector(f"{layer}.down.bias"))
+
+    def decoder_layer(i: int) -> Layer:
+        a = f"layers.{i}"
+        return Layer(
+            attn_norm=norm(f"{a}.attn_norm"),
+            qkv=linear(f"{a}.qkv"),
+            attn_out=linear(f"{a}.attn_out"),
+            ffn_norm=norm(f"{a}.ffn_norm"),
+            ffn=ffn(a),
+        )
+
+    embed = matrix("embed.weight")
+    return Weights(
+        embed=embed,
+        pos_embed=matrix("pos_embed.weight") if spec.position == "learned" else None,
+        layers=tuple(decoder_layer(i) for i in range(spec.n_layers)),
+        out_norm=norm("out_norm"),
+        head=Linear(embed, None) if spec.tied_head else linear("head"),
+    )
