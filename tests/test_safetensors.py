@@ -1,4 +1,4 @@
-"""The safetensors reader: agrees with the library on what is valid, refuses the rest, never over-allocates."""
+"""The safetensors reader: agrees with the library on valid files, refuses others, stays in bounds."""
 
 from __future__ import annotations
 
@@ -354,11 +354,12 @@ def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
         assert sorted(c.tensors) == ["x", "y"] and c.where["y"].path.name == "b.safetensors"
 
 
-@pytest.mark.parametrize(
-    "file",
-    ["../a.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ".", "", "a\\b.safetensors", "C:a.safetensors",
-     "a\0.safetensors", "a\n.safetensors", "./a.safetensors", "x" * 300 + ".safetensors", "~/a.safetensors"],
-)  # fmt: skip
+SHARD_NAMES = ["../a.safetensors", "/etc/passwd", "sub/a.safetensors", "..", ".", "", "a\\b.safetensors"]
+SHARD_NAMES += ["C:a.safetensors", "a\0.safetensors", "a\n.safetensors", "./a.safetensors", "~/a.safetensors"]
+SHARD_NAMES += ["x" * 300 + ".safetensors"]
+
+
+@pytest.mark.parametrize("file", SHARD_NAMES)
 def test_a_shard_name_with_a_path_in_it_is_refused(file: str, tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="is not a plain file name"):
         st.Checkpoint(sharded(tmp_path / "m", weight_map={"x": file}))

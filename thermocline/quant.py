@@ -88,34 +88,37 @@ def _encode_bf16(x: F32) -> U8:
     return np.where(np.isnan(x), quiet, rounded).astype(np.uint16).view(np.uint8)
 
 
+def _blocks(x: F32) -> F32:
+    """[32, blocks]: a block's maximum is then 31 vector operations: 5.5x max(axis=1) of [blocks, 32]."""
+    return np.ascontiguousarray(x.reshape(-1, 32).T)
+
+
 def _encode_q8_0(x: F32) -> U8:
     """d = max|x| / 127, q = round(x / d), halves away from zero."""
-    b = x.reshape(-1, 32)
-    d = np.abs(np.maximum(b.max(axis=1), -b.min(axis=1))) / np.float32(
-        127
-    )  # abs: a block of zeros has d = +0
-    q = b * _reciprocal(d)[:, None]
-    q += np.copysign(_BELOW_HALF, q)
-    out = np.empty((len(b), 34), np.uint8)
+    b = _blocks(x)
+    d = np.abs(np.maximum(b.max(axis=0), -b.min(axis=0))) / np.float32(127)  # abs: zeros have d = +0
+    b *= _reciprocal(d)
+    b += np.copysign(_BELOW_HALF, b)
+    out = np.empty((b.shape[1], 34), np.uint8)
     out[:, :2] = d.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    out[:, 2:] = q.astype(np.int8).view(np.uint8)
+    out[:, 2:] = b.astype(np.int8).view(np.uint8).T
     return out
 
 
 def _encode_q4_0(x: F32) -> U8:
     """d = (the x of largest |x|, the first if several) / -8, nibble = x / d + 8.5 truncated to 0..15."""
-    b = x.reshape(-1, 32)
-    high, low = b.max(axis=1), b.min(axis=1)
+    b = _blocks(x)
+    high, low = b.max(axis=0), b.min(axis=0)
     extreme = np.where(high > -low, high, low)
     tied = np.flatnonzero(high == -low)
-    extreme[tied] = b[tied, np.abs(b[tied]).argmax(axis=1)]
+    extreme[tied] = b[np.abs(b[:, tied]).argmax(axis=0), tied]
     d = extreme / np.float32(-8)
-    q = b * _reciprocal(d)[:, None]
-    q += np.float32(8.5)
-    nibble = np.minimum(q.astype(np.uint8), np.uint8(15))
-    out = np.empty((len(b), 18), np.uint8)
+    b *= _reciprocal(d)
+    b += np.float32(8.5)
+    nibble = np.minimum(b.astype(np.uint8), np.uint8(15))
+    out = np.empty((b.shape[1], 18), np.uint8)
     out[:, :2] = d.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    out[:, 2:] = nibble[:, :16] | (nibble[:, 16:] << np.uint8(4))
+    out[:, 2:] = (nibble[:16] | (nibble[16:] << np.uint8(4))).T
     return out
 
 
