@@ -360,7 +360,7 @@ def test_ctrl_c_ends_a_generation_cleanly(tiny_pack: Path, tmp_path: Path) -> No
 def test_ctrl_c_keeps_what_there_is_in_the_json(
     tiny_pack: Path, monkeypatch: pytest.MonkeyPatch, thermocline: Run
 ) -> None:
-    from thermocline.engine import Stream
+    from thermocline.llm import Stream
 
     after, original = [3], Stream.__next__
 

@@ -12,11 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thermocline.engine import LLM as LLM
     from thermocline.engine import Chunk as Chunk
     from thermocline.engine import Completion as Completion
     from thermocline.engine import Figures as Figures
-    from thermocline.engine import Stream as Stream
     from thermocline.errors import BadFile as BadFile
     from thermocline.errors import IOFailure as IOFailure
     from thermocline.errors import NumericalError as NumericalError
@@ -24,13 +22,16 @@ if TYPE_CHECKING:
     from thermocline.errors import ThermoclineError as ThermoclineError
     from thermocline.errors import Unsupported as Unsupported
     from thermocline.errors import UsageError as UsageError
+    from thermocline.llm import LLM as LLM
+    from thermocline.llm import Stream as Stream
     from thermocline.sampler import SamplingParams as SamplingParams
     from thermocline.sampler import TokenLogprobs as TokenLogprobs
 
 __version__ = "0.1.0"
 
 _HOME = {
-    **dict.fromkeys(("LLM", "Chunk", "Completion", "Figures", "Stream"), "engine"),
+    **dict.fromkeys(("LLM", "Stream"), "llm"),
+    **dict.fromkeys(("Chunk", "Completion", "Figures"), "engine"),
     **dict.fromkeys(("SamplingParams", "TokenLogprobs"), "sampler"),
     **dict.fromkeys(
         (

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ from thermocline import __version__, config, report
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
 
 if TYPE_CHECKING:
-    from thermocline.engine import LLM, Completion
+    from thermocline.engine import Completion
+    from thermocline.llm import LLM
     from thermocline.pack import Pack
     from thermocline.sampler import SamplingParams
 
@@ -120,31 +122,43 @@ def note(text: str) -> None:
 
 
 class Progress:
-    """A bar on stderr where that is a terminal, nothing elsewhere."""
+    """A bar on stderr where that is a terminal and the work takes longer than a moment; nothing elsewhere."""
 
-    def __init__(self, what: str, *, quiet: bool) -> None:
-        self._what = what
+    PATIENCE_S = 0.5
+
+    def __init__(self, *, quiet: bool) -> None:
         self._live = not quiet and sys.stderr is not None and sys.stderr.isatty()
+        self._what = ""
         self._bar: Any = None
 
-    def at(self, done: int, total: int) -> None:
-        """`done` of `total` bytes."""
+    def at(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` bytes of `what`, such as "packing"."""
         if not self._live:
             return
-        if self._bar is None:
+        if what != self._what:
+            self._close()
+            self._what, self._since = what, time.perf_counter()
+        if self._bar is None and done < total and time.perf_counter() - self._since > self.PATIENCE_S:
             from tqdm import tqdm
 
             self._bar = tqdm(
-                desc=self._what, total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False
+                desc=what, total=total, unit="B", unit_scale=True, unit_divisor=1024, leave=False
             )
-        self._bar.update(done - self._bar.n)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._close()
 
 
 # ---- run
@@ -195,20 +209,21 @@ def _decoded(data: bytes, name: str) -> str:
         raise BadFile(f"{name}: not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}") from None
 
 
-def load(o: config.RunOptions) -> LLM:
-    from thermocline.engine import LLM
+def open_llm(o: config.RunOptions, progress: Progress) -> LLM:
+    """Everything but the weights: those are read once the prompt is known to fit."""
+    from thermocline.llm import LLM
 
-    with Progress("packing", quiet=o.quiet) as progress:
-        return LLM(
-            o.model,
-            threads=o.threads if o.threads > 0 else None,
-            context=o.ctx_size or None,
-            format=o.format,
-            sparsity=o.sparsity,
-            max_batch=1,
-            cache_dir=cache_dir(o.cache_dir),
-            progress=progress.at,
-        )
+    return LLM(
+        o.model,
+        threads=o.threads if o.threads > 0 else None,
+        context=o.ctx_size or None,
+        format=o.format,
+        sparsity=o.sparsity,
+        max_batch=1,
+        cache_dir=cache_dir(o.cache_dir),
+        progress=progress.at,
+        lazy=True,
+    )
 
 
 def sampling(o: config.RunOptions) -> SamplingParams:
@@ -236,7 +251,7 @@ def run(o: config.RunOptions) -> int:
     begin = time.perf_counter()
     prompt = read_prompt(o)
     params = sampling(o)
-    with load(o) as llm:
+    with Progress(quiet=o.quiet) as progress, open_llm(o, progress) as llm:
         done, first_token_s = generate(llm, prompt, params, o, begin)
         if o.json or not o.quiet:
             figures = report.figures_of(llm, done, first_token_s, o.model or "bundled")
@@ -278,8 +293,9 @@ def generate(
 def pack(o: config.PackOptions) -> int:
     from thermocline import pack as packs
 
-    with Progress("packing", quiet=o.quiet) as progress:
-        packs.pack(o.source, o.output, o.format, overwrite=o.force, progress=progress.at)
+    with Progress(quiet=o.quiet) as progress:
+        bar = partial(progress.at, "packing")
+        packs.pack(o.source, o.output, o.format, overwrite=o.force, progress=bar)
     about = packs.inspect(packs.Pack.open(o.output))
     if o.json:
         emit_json(about)
@@ -289,7 +305,7 @@ def pack(o: config.PackOptions) -> int:
 
 
 def open_pack(model: str | None) -> Pack:
-    from thermocline.engine import BUNDLED
+    from thermocline.llm import BUNDLED
     from thermocline.pack import Pack, resolve
 
     path = BUNDLED if model is None else Path(model)
@@ -315,8 +331,8 @@ def verify(o: config.VerifyOptions) -> int:
     from thermocline import pack as packs
 
     opened = open_pack(o.model)
-    with Progress("verifying", quiet=o.quiet) as progress:
-        problems = packs.verify(opened, progress.at)
+    with Progress(quiet=o.quiet) as progress:
+        problems = packs.verify(opened, partial(progress.at, "verifying"))
     if o.json:
         emit_json({"path": str(opened.path), "ok": not problems, "problems": problems})
     else:

@@ -1,31 +1,25 @@
 """Requests in, tokens out: continuous batching over one forward pass, and each run's figures.
 
-Owns requests, scheduling and `LLM`, the public way in. Must not know file formats, HTTP or flags.
+Owns requests and scheduling. Must not know files, HTTP or flags; `llm.py` is the public way in.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from thermocline.decoder import F32, Batch, FFNStats, Norm, Weights, forward
-from thermocline.errors import NumericalError, OutOfBudget, UsageError
+from thermocline.errors import NumericalError, UsageError
 from thermocline.kv import BlockTable, KVCache, blocks_for, bytes_for
 from thermocline.sampler import Sampler, SamplingParams, TokenLogprobs
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Detokenizer, Tokenizer
-
-GIB = 2**30
-
 
 # ---- what a request gives back
 
@@ -112,7 +106,6 @@ class Request:
     limit: int  # tokens to generate at most: max_tokens, or what the context leaves
     detokenizer: Detokenizer | None
     matcher: StopMatcher
-    submitted_s: float
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
     cached: int = 0
@@ -121,6 +114,7 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     error: NumericalError | UsageError | None = None  # sampling failed; whoever waits for chunks raises it
+    submitted_s: float = 0.0
     admitted_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -161,6 +155,54 @@ class Request:
             bytes_per_token=round(self.decode_bytes / decoded) if decoded else None,
             logits_hash=self.digest.hexdigest(),
         )
+
+
+def request_for(
+    spec: ModelSpec,
+    context: int,
+    tokenizer: Tokenizer | None,
+    prompt: Sequence[int],
+    params: SamplingParams,
+) -> Request:
+    """A request for any engine of this model and context. Needs no weights: a bad one is refused at once."""
+    ids = list(prompt)
+    if not ids and spec.bos_id is not None:
+        ids = [spec.bos_id]
+    _check_prompt(spec, context, ids)
+    if params.stop and tokenizer is None:
+        raise UsageError("stop strings need a tokenizer, and this engine has none")
+    banned = spec.eos_ids if params.ignore_eos else ()
+    room = context - len(ids) + 1  # the last token is never fed back, so it needs no position
+    return Request(
+        params=params,
+        sampler=Sampler(params, spec.vocab_size, ids, banned),
+        ids=ids,
+        n_prompt=len(ids),
+        limit=room if params.max_tokens is None else min(params.max_tokens, room),
+        detokenizer=_detokenizer(tokenizer, ids),
+        matcher=StopMatcher(params.stop),
+    )
+
+
+def _check_prompt(spec: ModelSpec, context: int, ids: list[int]) -> None:
+    if not ids:
+        raise UsageError("the prompt is empty, and this model has no beginning-of-text token; give some text")
+    if len(ids) > context:
+        raise UsageError(
+            f"the prompt has {len(ids)} tokens, the context holds {context} "
+            f"(the model's limit is {spec.max_context}); shorten the prompt or raise the context"
+        )
+    if min(ids) < 0 or max(ids) >= spec.vocab_size:
+        raise UsageError(
+            f"the prompt has token ids from {min(ids)} to {max(ids)}; "
+            f"the model's are 0 to {spec.vocab_size - 1}"
+        )
+
+
+def _detokenizer(tokenizer: Tokenizer | None, ids: list[int]) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    return Detokenizer(tokenizer, continuing=any(not tokenizer.is_special(i) for i in ids))
 
 
 def _ratio(part: float | None, whole: float) -> float | None:
@@ -248,22 +290,10 @@ class Engine:
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
         """Queue a prompt of token ids. Its chunks appear in `request.chunks` as `step` is called."""
-        ids = list(prompt)
-        if not ids and self.spec.bos_id is not None:
-            ids = [self.spec.bos_id]
-        self._check(ids, params)
-        banned = self.spec.eos_ids if params.ignore_eos else ()
-        room = self.context - len(ids) + 1  # the last token is never fed back, so it needs no position
-        request = Request(
-            params=params,
-            sampler=Sampler(params, self.spec.vocab_size, ids, banned),
-            ids=ids,
-            n_prompt=len(ids),
-            limit=room if params.max_tokens is None else min(params.max_tokens, room),
-            detokenizer=self._detokenizer(ids),
-            matcher=StopMatcher(params.stop),
-            submitted_s=time.perf_counter(),
-        )
+        return self.queue(request_for(self.spec, self.context, self.tokenizer, prompt, params))
+
+    def queue(self, request: Request) -> Request:
+        request.submitted_s = time.perf_counter()
         self.waiting.append(request)
         return request
 
@@ -409,262 +439,3 @@ class Engine:
         else:
             self.waiting.remove(request)
         self.kv.close(request.table)
-
-    # -- checks
-
-    def _check(self, ids: list[int], params: SamplingParams) -> None:
-        if not ids:
-            raise UsageError(
-                "the prompt is empty, and this model has no beginning-of-text token; give some text"
-            )
-        if len(ids) > self.context:
-            raise UsageError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.context} "
-                f"(the model's limit is {self.spec.max_context}); shorten the prompt or raise the context"
-            )
-        if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
-            raise UsageError(
-                f"the prompt has token ids from {min(ids)} to {max(ids)}; "
-                f"the model's are 0 to {self.spec.vocab_size - 1}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise UsageError("stop strings need a tokenizer, and this engine has none")
-
-    def _detokenizer(self, ids: list[int]) -> Detokenizer | None:
-        if self.tokenizer is None:
-            return None
-        return Detokenizer(self.tokenizer, continuing=any(not self.tokenizer.is_special(i) for i in ids))
-
-
-# ---- the public way in
-
-CONTEXT = 4096  # default context, where the model can do more
-KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
-RUNTIME_BYTES = 64 << 20  # tokenizer, Python objects, allocator slack: 55 MB with a vocabulary of 50000
-BUNDLED = Path(__file__).with_name("bundled")
-
-
-class Stream(Iterator[Chunk]):
-    """One request's tokens as they come. Closing or dropping it ends the request and frees its memory."""
-
-    def __init__(self, llm: LLM, request: Request) -> None:
-        self._llm, self._request = llm, request
-
-    def __next__(self) -> Chunk:
-        return self._llm._next(self._request)
-
-    @property
-    def completion(self) -> Completion:
-        """Everything so far, with its figures; final once the stream has ended or was closed."""
-        return self._request.completion()
-
-    def close(self) -> None:
-        self._llm._cancel(self._request)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        # The collector may run this anywhere, inside a step too: it must not wait for the lock.
-        self._llm._cancel(self._request, wait=False)
-
-
-class LLM:
-    """A model, ready to generate.
-
-        with LLM("path/to/model") as llm:
-            print(llm.generate("Once upon a time").text)
-
-    model      a pack, or a Hugging Face directory, packed once into `cache_dir`; None: the bundled model
-    threads    None: the physical cores this process may use
-    context    tokens of prompt and answer together; None: the model's own, up to 4096
-    format     of the weights where the model has to be packed: f32, f16, bf16, q8_0 or q4_0
-    sparsity   "exact" skips neurons that are zero, with the same answer; "off" computes all
-    max_batch  requests computed together; more wait
-    progress   called with (bytes done, bytes in all) while the model is packed
-
-    Safe to use from several threads.
-    """
-
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        threads: int | None = None,
-        context: int | None = None,
-        format: str = "q8_0",
-        sparsity: str = "exact",
-        max_batch: int = 8,
-        cache_dir: str | Path | None = None,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        _check_choice("sparsity", sparsity, ("exact", "off"))
-        _check_count("threads", threads)
-        _check_count("context", context)
-        _check_count("max_batch", max_batch)
-        from thermocline import hardware, weights  # the native core: only when there is something to run
-        from thermocline.config import default_cache_dir
-        from thermocline.pack import Pack, resolve
-
-        begin = time.perf_counter()
-        cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
-        pack = Pack.open(BUNDLED if model is None else resolve(model, cache_dir, format, progress))
-        self.path, self.spec, self.weight_format = pack.path, pack.spec, pack.weight_format
-        self.sparsity = sparsity
-        self.context = context_for(self.spec, context)
-        self.threads = hardware.default_threads() if threads is None else threads
-        kv_tokens = fit(
-            self.spec,
-            weights_bytes=pack.weights_path.stat().st_size,
-            available_bytes=hardware.available_bytes(),
-            context=self.context,
-            max_batch=max_batch,
-            threads=self.threads,
-        )
-        self.tokenizer = Tokenizer(pack.path, self.spec)
-        loaded = weights.load(pack, threads=self.threads)
-        self.weights_bytes = loaded.bytes
-        self._lock = threading.Lock()
-        self._leaving: deque[Request] = deque()
-        self._engine: Engine | None = Engine(
-            self.spec,
-            loaded.weights,
-            loaded.ops,
-            context=self.context,
-            tokenizer=self.tokenizer,
-            max_batch=max_batch,
-            exact=sparsity == "exact",
-            kv_tokens=kv_tokens,
-        )
-        self.load_s = time.perf_counter() - begin
-
-    @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
-    @overload
-    def generate(self, prompts: list[str], params: SamplingParams | None = None) -> list[Completion]: ...
-    def generate(
-        self, prompts: str | list[str], params: SamplingParams | None = None
-    ) -> Completion | list[Completion]:
-        """Complete one prompt, or several at once; one token of each is computed together."""
-        streams: list[Stream] = []
-        try:
-            for prompt in [prompts] if isinstance(prompts, str) else prompts:
-                streams.append(self.stream(prompt, params))
-            for stream in streams:
-                for _ in stream:
-                    pass
-        finally:
-            for stream in streams:
-                stream.close()
-        done = [stream.completion for stream in streams]
-        return done[0] if isinstance(prompts, str) else done
-
-    def stream(self, prompt: str, params: SamplingParams | None = None) -> Stream:
-        """Complete one prompt, token by token."""
-        ids = self.tokenizer.encode(prompt)
-        with self._lock:
-            return Stream(self, self._open().submit(ids, params or SamplingParams()))
-
-    def close(self) -> None:
-        """Free the weights and the cache. Streams end."""
-        with self._lock:
-            if self._engine is not None:
-                self._leaving.extend([*self._engine.waiting, *self._engine.running])
-            self._let_go()
-            self._engine = None
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _open(self) -> Engine:
-        if self._engine is None:
-            raise UsageError("this LLM is closed")
-        return self._engine
-
-    def _next(self, request: Request) -> Chunk:
-        while True:
-            with self._lock:
-                self._let_go()
-                if request.chunks:
-                    return request.chunks.popleft()
-                if request.error is not None:
-                    raise request.error
-                if request.finish_reason is not None:
-                    raise StopIteration
-                self._open().step()
-
-    def _cancel(self, request: Request, wait: bool = True) -> None:
-        """Now, or before the next step where the lock is taken and `wait` is not."""
-        self._leaving.append(request)
-        if self._lock.acquire(blocking=wait):
-            try:
-                self._let_go()
-            finally:
-                self._lock.release()
-
-    def _let_go(self) -> None:
-        while self._leaving:
-            request = self._leaving.popleft()
-            request.chunks.clear()
-            if self._engine is not None:
-                self._engine.cancel(request)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
-
-
-def _check_count(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise UsageError(f"{name} is {value}; it must be at least 1")
-
-
-def context_for(spec: ModelSpec, asked: int | None) -> int:
-    if asked is not None and asked > spec.max_context:
-        raise UsageError(
-            f"a context of {asked} tokens was asked for; the model's limit is {spec.max_context}"
-        )
-    return min(spec.max_context, CONTEXT) if asked is None else asked
-
-
-def scratch_bytes(
-    spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int = 256
-) -> int:
-    """An estimate of a step's arrays: activations of a chunk, attention scores per thread, logits twice."""
-    activations = prefill_chunk * (6 * spec.dim + 2 * spec.qkv_rows + 4 * spec.ffn_dim)
-    scores = threads * (spec.n_heads // spec.n_kv_heads) * context
-    return 4 * (activations + scores + 2 * max_batch * spec.vocab_size)
-
-
-def fit(
-    spec: ModelSpec,
-    *,
-    weights_bytes: int,
-    available_bytes: int | None,
-    context: int,
-    max_batch: int,
-    threads: int,
-) -> int:
-    """Positions for the KV cache: as many full contexts as are cheap, at least one; else OutOfBudget."""
-    scratch = scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads) + RUNTIME_BYTES
-    pool = max(context, min(context * max_batch, KV_POOL_BYTES // bytes_for(spec, 1)))
-    if available_bytes is None:
-        return pool
-    for kv_tokens in (pool, context):
-        need = weights_bytes + bytes_for(spec, kv_tokens) + scratch
-        if need <= available_bytes:
-            return kv_tokens
-    tokens = (available_bytes - weights_bytes - scratch) // bytes_for(spec, 1)
-    change = f"a context of at most {tokens}" if tokens > 0 else "a smaller weight format (q4_0) or model"
-    raise OutOfBudget(
-        f"the model needs {need / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
-        f"{bytes_for(spec, context) / GIB:.2f} keys and values at context {context}, "
-        f"{scratch / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is free; use {change}"
-    )

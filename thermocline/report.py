@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thermocline.engine import LLM, Completion
+    from thermocline.engine import Completion
     from thermocline.hardware import Hardware
+    from thermocline.llm import LLM
 
 
 def finite(value: Any) -> Any:

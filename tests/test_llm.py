@@ -1,0 +1,248 @@
+"""LLM: memory is said before it is taken, what cannot work before weights are read; streams free theirs."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import subprocess
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import GREEDY, SPEC, VOCAB, WEIGHTS, Letters
+
+from thermocline import weights
+from thermocline.decoder import F32
+from thermocline.engine import Engine
+from thermocline.errors import BadFile, OutOfBudget, UsageError
+from thermocline.llm import GIB, LLM, context_for, fit
+from thermocline.ops import reference
+from thermocline.sampler import SamplingParams
+from thermocline.spec import ModelSpec
+
+# ---- memory, said before it is taken
+
+
+def budget(available_gib: float, context: int = 4096) -> int:
+    spec = ModelSpec("llama", 4096, 11008, 32, 32, 32, 128, 32000, 4096, "rms", 1e-5, "silu")
+    return fit(
+        spec,
+        weights_bytes=7 * GIB,
+        available_bytes=int(available_gib * GIB),
+        context=context,
+        max_batch=8,
+        threads=2,
+    )
+
+
+def test_a_model_that_does_not_fit_is_refused_in_gib_with_a_way_out() -> None:
+    with pytest.raises(
+        OutOfBudget, match=r"needs 9\.\d\d GiB .*7\.00 weights.* 8\.00 GiB is free; use a context of"
+    ):
+        budget(8)
+    with pytest.raises(OutOfBudget, match="smaller weight format"):
+        budget(6)
+
+
+def test_the_context_it_recommends_fits() -> None:
+    with pytest.raises(OutOfBudget) as refused:
+        budget(8)
+    tokens = int(str(refused.value).rsplit(maxsplit=1)[1])
+    assert budget(8, context=tokens) == tokens
+
+
+def test_a_cache_for_more_than_one_context_never_refuses_a_model() -> None:
+    assert budget(100) == 4096
+    assert budget(100, context=64) == 512
+    assert budget(7.5, context=64) == 512
+    assert budget(7.2, context=64) == 64
+
+
+def test_a_context_beyond_the_model_is_refused_with_both_numbers() -> None:
+    with pytest.raises(UsageError, match=r"257 tokens .* 256"):
+        context_for(SPEC, 257)
+    assert context_for(SPEC, None) == 256
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("threads", 0), ("context", 0), ("max_batch", -1), ("sparsity", "most")]
+)
+def test_an_option_out_of_range_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=option):
+        LLM(**{option: value})
+
+
+# ---- LLM: the public way in
+
+
+@pytest.fixture
+def llm() -> LLM:
+    """An LLM over the test model; only the loading is left out."""
+    llm = LLM.__new__(LLM)
+    letters: Any = Letters()
+    llm.spec, llm.context, llm.tokenizer = SPEC, 256, letters
+    llm._lock, llm._leaving, llm._closed = threading.Lock(), deque(), False
+    llm._engine = Engine(SPEC, WEIGHTS, reference, context=256, tokenizer=letters)
+    return llm
+
+
+def test_one_prompt_gives_one_completion_and_a_list_gives_a_list(llm: LLM) -> None:
+    one = llm.generate("abc", GREEDY)
+    many = llm.generate(["abc", "xyz"], GREEDY)
+    assert one.text == many[0].text and len(many) == 2 and many[0].text != many[1].text
+    assert llm.generate([]) == []
+
+
+def test_a_stream_gives_what_generate_gives(llm: LLM) -> None:
+    stream = llm.stream("abc", GREEDY)
+    assert "".join(chunk.text for chunk in stream) == llm.generate("abc", GREEDY).text
+    assert stream.completion.finish_reason == "length"
+
+
+def test_two_streams_can_be_read_in_turns(llm: LLM) -> None:
+    a, b = llm.stream("abc", GREEDY), llm.stream("xyz", GREEDY)
+    texts = ["".join(c.text for c in chunks) for chunks in zip(*zip(a, b, strict=True), strict=True)]
+    assert texts == [llm.generate("abc", GREEDY).text, llm.generate("xyz", GREEDY).text]
+
+
+def idle(llm: LLM) -> bool:
+    assert llm._engine is not None
+    llm._engine.check_integrity()
+    return llm._engine.kv.used == 0 and not llm._engine.running
+
+
+def test_a_closed_stream_frees_its_memory_and_keeps_its_figures(llm: LLM) -> None:
+    with llm.stream("abc", GREEDY) as stream:
+        next(stream)
+        assert not idle(llm)
+    assert idle(llm) and list(stream) == []
+    assert stream.completion.finish_reason == "cancelled" and stream.completion.figures.tokens == 1
+
+
+def test_a_dropped_stream_frees_its_memory(llm: LLM) -> None:
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    del stream
+    gc.collect()
+    assert idle(llm)
+
+
+def test_a_stream_dropped_while_the_lock_is_held_does_not_deadlock(llm: LLM) -> None:
+    stream, other = llm.stream("abc", GREEDY), llm.stream("xyz", GREEDY)
+    next(stream)
+    with llm._lock:
+        del stream
+        gc.collect()
+    for _ in other:
+        pass
+    assert idle(llm)
+
+
+def test_an_interrupted_generate_frees_everything(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def interrupted(*args: Any) -> F32:
+        if next(calls) == 30:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    original = reference.matmul
+    monkeypatch.setattr(reference, "matmul", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["abc", "xyz"], GREEDY)
+    assert idle(llm)
+
+
+def test_a_failed_request_raises_where_it_is_read(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="ban every token"):
+        llm.generate("abc", SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), -float("inf"))))
+    assert idle(llm)
+
+
+def test_a_closed_llm_ends_its_streams_and_says_so(llm: LLM) -> None:
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    assert list(stream) == [] and stream.completion.finish_reason == "cancelled"
+    with pytest.raises(UsageError, match="closed"):
+        llm.generate("abc")
+
+
+# ---- LLM: from files
+
+
+def test_a_directory_and_its_pack_give_the_same_answer(
+    tiny_hf: Path, tiny_pack: Path, tmp_path: Path
+) -> None:
+    answers = []
+    for model in (tiny_pack, tiny_hf):
+        with LLM(model, context=128, threads=1, format="f32", cache_dir=tmp_path) as llm:
+            answers.append(llm.generate("Once", GREEDY))
+            assert idle(llm) and llm.context == 128 and llm.weight_format == "f32"
+    assert answers[0].token_ids == answers[1].token_ids and len(answers[0].token_ids) == 24
+    assert answers[0].figures.logits_hash == answers[1].figures.logits_hash
+
+
+def test_sparsity_and_threads_do_not_change_a_bit(tiny_pack: Path) -> None:
+    hashes = set()
+    for sparsity, threads in itertools.product(("exact", "off"), (1, 2)):
+        with LLM(tiny_pack, context=128, threads=threads, sparsity=sparsity) as llm:
+            hashes.add(llm.generate("Once", GREEDY).figures.logits_hash)
+    assert len(hashes) == 1
+
+
+@pytest.fixture
+def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights must not be read for a request that is refused")
+
+    monkeypatch.setattr(weights, "load", load)
+
+
+def test_too_little_memory_is_said_before_loading(
+    unloadable: None, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thermocline import hardware
+
+    monkeypatch.setattr(hardware, "available_bytes", lambda: 64 << 20)
+    with pytest.raises(OutOfBudget, match=r"0\.06 GiB is free"):
+        LLM(tiny_pack)
+
+
+def test_too_long_a_context_is_said_before_loading(unloadable: None, tiny_pack: Path) -> None:
+    with pytest.raises(UsageError, match=r"32769 tokens .* 32768"):
+        LLM(tiny_pack, context=32769)
+
+
+def test_a_pack_without_a_tokenizer_is_said_before_loading(
+    unloadable: None, tiny_hf: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((tiny_hf / name).read_bytes())
+    with pytest.raises(BadFile, match=r"tokenizer\.json: not found"):
+        LLM(bare, cache_dir=tmp_path / "cache")
+
+
+# ---- the package
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = "numpy", "tokenizers", "tqdm", "thermocline.engine"
+    code = f"import sys, thermocline; print([m for m in {heavy!r} if m in sys.modules])"
+    root = Path(__file__).parent.parent
+    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import thermocline
+
+    assert all(getattr(thermocline, name) is not None for name in thermocline.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
+        _ = thermocline.LLMs

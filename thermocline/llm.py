@@ -1,0 +1,273 @@
+"""`LLM`, the public way in: a model's files in, an engine that fits in memory, its text out.
+
+Owns what is decided before a weight is read (context, threads, the memory plan), and the lock around the
+engine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import overload
+
+from thermocline import hardware, weights
+from thermocline.config import default_cache_dir
+from thermocline.engine import Chunk, Completion, Engine, Request, request_for
+from thermocline.errors import OutOfBudget, UsageError
+from thermocline.kv import bytes_for
+from thermocline.pack import Pack, resolve
+from thermocline.sampler import SamplingParams
+from thermocline.spec import ModelSpec
+from thermocline.tokenizer import Tokenizer
+
+GIB = 2**30
+Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
+CONTEXT = 4096  # default context where the model can do more: keys and values are reserved before it starts
+KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
+RUNTIME_BYTES = 64 << 20  # tokenizer, Python objects, allocator slack: 55 MB with a vocabulary of 50000
+BUNDLED = Path(__file__).with_name("bundled")
+
+
+class Stream(Iterator[Chunk]):
+    """One request's tokens as they come. Closing or dropping it ends the request and frees its memory."""
+
+    def __init__(self, llm: LLM, request: Request) -> None:
+        self._llm, self._request = llm, request
+
+    def __next__(self) -> Chunk:
+        return self._llm._next(self._request)
+
+    @property
+    def completion(self) -> Completion:
+        """Everything so far, with its figures; final once the stream has ended or was closed."""
+        return self._request.completion()
+
+    def close(self) -> None:
+        self._llm._cancel(self._request)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # The collector may run this anywhere, inside a step too: it must not wait for the lock.
+        self._llm._cancel(self._request, wait=False)
+
+
+class LLM:
+    """A model, ready to generate.
+
+        with LLM("path/to/model") as llm:
+            print(llm.generate("Once upon a time").text)
+
+    model      a pack, or a Hugging Face directory, packed once into `cache_dir`; None: the bundled model
+    threads    None: the physical cores this process may use
+    context    tokens of prompt and answer together; None: the model's limit, but at most 4096, since memory
+               for all of it is reserved up front; any number up to the model's limit can be asked for
+    format     of the weights where the model has to be packed: f32, f16, bf16, q8_0 or q4_0
+    sparsity   "exact" skips neurons that are zero, with the same answer; "off" computes all
+    max_batch  requests computed together; more wait
+    progress   called with ("packing" or "loading", bytes done, bytes in all)
+    lazy       read the weights at the first request that can be answered: a bad one is refused at once
+
+    Safe to use from several threads.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        threads: int | None = None,
+        context: int | None = None,
+        format: str = "q8_0",
+        sparsity: str = "exact",
+        max_batch: int = 8,
+        cache_dir: str | Path | None = None,
+        progress: Progress | None = None,
+        lazy: bool = False,
+    ) -> None:
+        _check_choice("sparsity", sparsity, ("exact", "off"))
+        _check_count("threads", threads)
+        _check_count("context", context)
+        _check_count("max_batch", max_batch)
+        begin = time.perf_counter()
+        self._progress = progress or (lambda what, done, total: None)
+        cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
+        packing = partial(self._progress, "packing")
+        self._pack = Pack.open(BUNDLED if model is None else resolve(model, cache_dir, format, packing))
+        self.path, self.spec = self._pack.path, self._pack.spec
+        self.weight_format, self.weights_bytes = self._pack.weight_format, self._pack.weights_bytes
+        self.sparsity = sparsity
+        self.context = context_for(self.spec, context)
+        self.threads = hardware.default_threads() if threads is None else threads
+        self._max_batch = max_batch
+        self._kv_tokens = fit(
+            self.spec,
+            weights_bytes=self.weights_bytes,
+            available_bytes=hardware.available_bytes(),
+            context=self.context,
+            max_batch=max_batch,
+            threads=self.threads,
+        )
+        self.tokenizer = Tokenizer(self.path, self.spec)
+        self._lock = threading.Lock()
+        self._leaving: deque[Request] = deque()
+        self._engine: Engine | None = None
+        self._closed = False
+        self.load_s = time.perf_counter() - begin
+        if not lazy:
+            self._open()
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
+    @overload
+    def generate(self, prompts: list[str], params: SamplingParams | None = None) -> list[Completion]: ...
+    def generate(
+        self, prompts: str | list[str], params: SamplingParams | None = None
+    ) -> Completion | list[Completion]:
+        """Complete one prompt, or several at once; one token of each is computed together."""
+        streams: list[Stream] = []
+        try:
+            for prompt in [prompts] if isinstance(prompts, str) else prompts:
+                streams.append(self.stream(prompt, params))
+            for stream in streams:
+                for _ in stream:
+                    pass
+        finally:
+            for stream in streams:
+                stream.close()
+        done = [stream.completion for stream in streams]
+        return done[0] if isinstance(prompts, str) else done
+
+    def stream(self, prompt: str, params: SamplingParams | None = None) -> Stream:
+        """Complete one prompt, token by token."""
+        ids = self.tokenizer.encode(prompt)
+        request = request_for(self.spec, self.context, self.tokenizer, ids, params or SamplingParams())
+        with self._lock:
+            return Stream(self, self._open().queue(request))
+
+    def close(self) -> None:
+        """Free the weights and the cache. Streams end."""
+        with self._lock:
+            if self._engine is not None:
+                self._leaving.extend([*self._engine.waiting, *self._engine.running])
+            self._let_go()
+            self._engine, self._closed = None, True
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> Engine:
+        if self._closed:
+            raise UsageError("this LLM is closed")
+        if self._engine is None:
+            self._engine = self._load()
+        return self._engine
+
+    def _load(self) -> Engine:
+        begin = time.perf_counter()
+        loaded = weights.load(self._pack, threads=self.threads, progress=partial(self._progress, "loading"))
+        engine = Engine(
+            self.spec,
+            loaded.weights,
+            loaded.ops,
+            context=self.context,
+            tokenizer=self.tokenizer,
+            max_batch=self._max_batch,
+            exact=self.sparsity == "exact",
+            kv_tokens=self._kv_tokens,
+        )
+        self.load_s += time.perf_counter() - begin
+        return engine
+
+    def _next(self, request: Request) -> Chunk:
+        while True:
+            with self._lock:
+                self._let_go()
+                if request.chunks:
+                    return request.chunks.popleft()
+                if request.error is not None:
+                    raise request.error
+                if request.finish_reason is not None:
+                    raise StopIteration
+                self._open().step()
+
+    def _cancel(self, request: Request, wait: bool = True) -> None:
+        """Now, or before the next step where the lock is taken and `wait` is not."""
+        self._leaving.append(request)
+        if self._lock.acquire(blocking=wait):
+            try:
+                self._let_go()
+            finally:
+                self._lock.release()
+
+    def _let_go(self) -> None:
+        while self._leaving:
+            request = self._leaving.popleft()
+            request.chunks.clear()
+            if self._engine is not None:
+                self._engine.cancel(request)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UsageError(f"{name} is {value}; it must be at least 1")
+
+
+def context_for(spec: ModelSpec, asked: int | None) -> int:
+    if asked is not None and asked > spec.max_context:
+        raise UsageError(
+            f"a context of {asked} tokens was asked for; the model's limit is {spec.max_context}"
+        )
+    return min(spec.max_context, CONTEXT) if asked is None else asked
+
+
+def scratch_bytes(
+    spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int = 256
+) -> int:
+    """An estimate of a step's arrays: activations of a chunk, attention scores per thread, logits twice."""
+    activations = prefill_chunk * (6 * spec.dim + 2 * spec.qkv_rows + 4 * spec.ffn_dim)
+    scores = threads * (spec.n_heads // spec.n_kv_heads) * context
+    return 4 * (activations + scores + 2 * max_batch * spec.vocab_size)
+
+
+def fit(
+    spec: ModelSpec,
+    *,
+    weights_bytes: int,
+    available_bytes: int | None,
+    context: int,
+    max_batch: int,
+    threads: int,
+) -> int:
+    """Positions for the KV cache: as many full contexts as are cheap, at least one; else OutOfBudget."""
+    scratch = scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads) + RUNTIME_BYTES
+    pool = max(context, min(context * max_batch, KV_POOL_BYTES // bytes_for(spec, 1)))
+    if available_bytes is None:
+        return pool
+    for kv_tokens in (pool, context):
+        need = weights_bytes + bytes_for(spec, kv_tokens) + scratch
+        if need <= available_bytes:
+            return kv_tokens
+    tokens = (available_bytes - weights_bytes - scratch) // bytes_for(spec, 1)
+    change = f"a context of at most {tokens}" if tokens > 0 else "a smaller weight format (q4_0) or model"
+    raise OutOfBudget(
+        f"the model needs {need / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
+        f"{bytes_for(spec, context) / GIB:.2f} keys and values at context {context}, "
+        f"{scratch / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is free; use {change}"
+    )
