@@ -143,3 +143,15 @@ def run_python(code: str) -> str:
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=env, check=True
     )
     return done.stdout.strip()
+
+
+def test_the_stub_of_the_native_core_names_what_is_there() -> None:
+    native = pytest.importorskip("thermocline._native", reason="the native core is not built")
+    stub = ast.parse((PACKAGE / "_native.pyi").read_text(encoding="utf-8"))
+    said = {n.name: n for n in stub.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    assert set(said) == {n for n in dir(native) if not n.startswith("_")}
+    for name, node in said.items():
+        if isinstance(node, ast.ClassDef):
+            members = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+            there = {n for n in dir(getattr(native, name)) if not n.startswith("_")}
+            assert {n for n in members if not n.startswith("_")} == there, name

@@ -1,6 +1,6 @@
 """The one decoder: token ids -> logits, as plain functions over a table of ops.
 
-Knows `ModelSpec`, the weights' shape and the KV cache's layout; must not know requests, files or models by name.
+Knows `ModelSpec`, the weights' shape and the KV cache's layout; must not know requests, files or families.
 `ops` is `ops.reference` (numpy, the specification) or `ops.cpu` (native): same functions, same signatures.
 """
 
@@ -34,7 +34,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class FFN:
-    """One expert: `gate` [ffn_dim, dim], `up` [ffn_dim, dim] (None if ungated), `down` [ffn_dim, dim] (transposed)."""
+    """One expert; `gate`, `up` (None if ungated) and `down` (transposed) are [ffn_dim, dim]."""
 
     gate: Linear
     up: Any | None
@@ -64,7 +64,7 @@ class Weights:
 class Batch:
     """Tokens of one step, from any number of sequences. Row r is one token.
 
-    `sequence[r]` is a row of `block_table`; block_table[s, b] is the KV block of positions [b*block, (b+1)*block).
+    `sequence[r]` is a row of `block_table`; block_table[s, b] is the KV block of positions b*block and on.
     A sequence's rows are in position order, and every earlier position is in the cache or in this batch.
     """
 
@@ -112,7 +112,7 @@ def forward(
     exact: bool,
     stats: FFNStats,
 ) -> F32:
-    """Run one step. Writes the batch's keys and values into `kv`; returns logits [len(logit_rows), vocab_size]."""
+    """One step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size]."""
     x = ops.embed(weights.embed, batch.ids)  # [tokens, dim], the residual stream
     if weights.pos_embed is not None:
         x += ops.embed(weights.pos_embed, batch.positions)
@@ -128,4 +128,5 @@ def forward(
 
     x = np.ascontiguousarray(x[batch.logit_rows])
     h = ops.norm(x, weights.out_norm.weight, weights.out_norm.bias, spec.norm_eps, spec.norm)
-    return ops.matmul(weights.head.weight, h, weights.head.bias)
+    logits: F32 = ops.matmul(weights.head.weight, h, weights.head.bias)
+    return logits

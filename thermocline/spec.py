@@ -12,7 +12,7 @@ NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "relu2")
 UP_ACTIVATIONS = ("none", "relu")
-# Activations that are exactly zero for gate <= threshold: their neurons can be skipped without changing the answer.
+# Exactly zero for gate <= threshold: their neurons can be skipped without changing the answer.
 SPARSE_ACTIVATIONS = ("relu", "fatrelu", "relu2")
 
 

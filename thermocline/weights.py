@@ -1,4 +1,4 @@
-"""Realise a pack in memory: one arena for every byte of `weights.bin`, and `decoder.Weights` pointing into it.
+"""A pack in memory: one arena for every byte of `weights.bin`, and `decoder.Weights` pointing into it.
 
 Knows tensor names (DESIGN.md, "Pack") and the arena; must not know requests or families.
 """
@@ -82,7 +82,8 @@ def _assemble(
         info = tensors[name]
         n = math.prod(info.shape)
         row = _native.Matrix(arena, info.offset, quant.FORMATS["f32"].id, 1, n, 4 * n)
-        return ops.embed(row, np.zeros(1, np.int32))[0]
+        only: F32 = ops.embed(row, np.zeros(1, np.int32))[0]
+        return only
 
     def norm(name: str) -> Norm:
         weight = vector(f"{name}.weight")

@@ -16,7 +16,7 @@ Matrix = _native.Matrix
 
 
 class CpuOps:
-    """Ops over one native thread pool. `isa` lowers the instruction set for this instance (tests); "" is the best."""
+    """Ops over one native thread pool. `isa` lowers this instance's instruction set (tests); "": the best."""
 
     def __init__(self, threads: int, isa: str = "") -> None:
         self.native = _native.Context(threads, isa)

@@ -23,7 +23,7 @@ def norm(x: F32, weight: F32, bias: F32 | None, eps: float, kind: str) -> F32:
     """RMSNorm (arXiv 1910.07467) or LayerNorm over the last axis. [tokens, dim] -> [tokens, dim]."""
     if kind == "layer":
         x = x - x.mean(axis=-1, keepdims=True)
-    y = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(eps)) * weight
+    y: F32 = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(eps)) * weight
     return y if bias is None else y + bias
 
 
@@ -46,7 +46,7 @@ def rotate(x: F32, cos: F32, sin: F32) -> F32:
 
 
 def attention(spec: ModelSpec, qkv: F32, cos: F32 | None, sin: F32 | None, kv: KVLayer, batch: Batch) -> F32:
-    """Rotate q and k, store k and v (as f16), attend causally. qkv [tokens, qkv_rows] -> [tokens, n_heads*head_dim]."""
+    """Rotate q and k, store k and v (as f16), attend causally. qkv -> [tokens, n_heads*head_dim]."""
     t, hd = len(qkv), spec.head_dim
     n_q, n_kv = spec.n_heads * hd, spec.n_kv_heads * hd
     q = qkv[:, :n_q].reshape(t, spec.n_heads, hd)
@@ -82,28 +82,28 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 def activate(g: F32, kind: str, threshold: float) -> F32:
     """The gate's activation, elementwise."""
+    y: F32
     match kind:
         case "silu":
-            return g / (1 + np.exp(-g))
+            y = g / (1 + np.exp(-g))
         case "gelu":
-            return (0.5 * g * (1 + _erf(g / math.sqrt(2)).astype(np.float32))).astype(np.float32)
+            y = (0.5 * g * (1 + _erf(g / math.sqrt(2)).astype(np.float32))).astype(np.float32)
         case "gelu_tanh":
-            return (
-                0.5
-                * g
-                * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (g + np.float32(0.044715) * g**3)))
-            )
+            cubed = g + np.float32(0.044715) * g**3
+            y = 0.5 * g * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * cubed))
         case "relu":
-            return np.where(g > 0, g, np.float32(0))
+            y = np.where(g > 0, g, np.float32(0))
         case "fatrelu":  # ProSparse (arXiv 2402.13516): the value passes unchanged above the threshold
-            return np.where(g > threshold, g, np.float32(0))
+            y = np.where(g > threshold, g, np.float32(0))
         case "relu2":  # squared ReLU (arXiv 2109.08668)
-            return np.where(g > 0, g * g, np.float32(0))
-    raise ValueError(kind)
+            y = np.where(g > 0, g * g, np.float32(0))
+        case _:
+            raise ValueError(kind)
+    return y
 
 
 def ffn_add(x: F32, spec: ModelSpec, f: FFN, h: F32, exact: bool, stats: FFNStats) -> None:
-    """x += FFN(h), in place. h [tokens, dim]. `exact` skips the neurons no token of the batch needs: same answer."""
+    """x += FFN(h), in place. h [tokens, dim]. `exact` skips the neurons no token needs: same answer."""
     a = activate(
         matmul(f.gate.weight, h, f.gate.bias), spec.activation, spec.activation_threshold
     )  # [tokens, ffn_dim]

@@ -1,0 +1,90 @@
+"""csrc/bindings.cpp, typed. Arrays are C-contiguous; what does not fit raises ValueError."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+F16Bits = NDArray[np.uint16]  # f16, as the integers of its bits
+I32 = NDArray[np.int32]
+U8 = NDArray[np.uint8]
+U32 = NDArray[np.uint32]
+
+def isa() -> str:
+    """The instruction set the kernels use."""
+
+def isa_levels() -> list[str]:
+    """Instruction sets this CPU supports, best first."""
+
+def cpu_features() -> dict[str, bool]: ...
+def read_bandwidth(nbytes: int, threads: int, seconds: float) -> float:
+    """GB/s of reading memory: the roof."""
+
+def crc32c(buffer: bytes | memoryview | U8, seed: int = 0) -> int:
+    """CRC-32C (Castagnoli); pass the last result as seed to continue."""
+
+class Arena:
+    """Memory for weights. A `Matrix` in it keeps it alive."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    def write(self, offset: int, data: U8) -> None: ...
+
+class Matrix:
+    """Rows inside an arena, one every `stride` bytes. `format`: `quant.FORMATS[...].id`."""
+
+    def __new__(cls, arena: Arena, offset: int, format: int, rows: int, cols: int, stride: int) -> Matrix: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Context:
+    """A thread pool and its scratch memory. `isa` "" is the best this CPU has."""
+
+    def __init__(self, threads: int, isa: str = "") -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    def load(
+        self, arena: Arena, path: str, begin: int, end: int, checksums: U32, block: int
+    ) -> tuple[int, int]:
+        """File bytes [begin, end) into the arena, checked. -> (0, errno or -1 for EOF; bad block or -1)"""
+
+    def embed(self, table: Matrix, ids: I32, out: F32, /) -> None: ...
+    def norm(self, x: F32, weight: F32, bias: F32 | None, eps: float, layer: bool, out: F32) -> None: ...
+    def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None: ...
+    def attention(
+        self,
+        qkv: F32,
+        cos: F32 | None,
+        sin: F32 | None,
+        k: F16Bits,
+        v: F16Bits,
+        positions: I32,
+        sequence: I32,
+        table: I32,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int,
+        out: F32,
+    ) -> None: ...
+    def ffn_add(
+        self,
+        x: F32,
+        h: F32,
+        gate: Matrix,
+        gate_bias: F32 | None,
+        up: Matrix | None,
+        down: Matrix,
+        down_bias: F32 | None,
+        activation: int,
+        threshold: float,
+        up_relu: bool,
+        exact: bool,
+    ) -> tuple[int, int, int]:
+        """-> (non-zero activations, up/down rows read, up/down rows of a dense pass)"""
