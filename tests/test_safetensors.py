@@ -396,6 +396,13 @@ def test_an_index_that_lies_is_refused(
         st.Checkpoint(sharded(tmp_path / "m", **changes))
 
 
+def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    path = sharded(tmp_path / "m")
+    (path / st.SINGLE).write_bytes(GOOD)
+    with st.Checkpoint(path) as c:
+        assert sorted(c.tensors) == ["a", "b"]
+
+
 def test_a_shard_linked_out_of_the_directory_is_refused(tmp_path: Path) -> None:
     path = sharded(tmp_path / "m")
     shutil.move(path / "b.safetensors", tmp_path / "b.safetensors")

@@ -7,6 +7,7 @@ Adding a family: one reader function and its line in `READERS`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ def read_config(path: Path) -> tuple[ModelSpec, Mapping]:
     config_path, generation_path = path / "config.json", path / "generation_config.json"
     config = parse_json(read_small(config_path, MAX_CONFIG_BYTES), str(config_path))
     generation = None
-    if generation_path.exists():
+    if os.path.exists(generation_path):
         generation = parse_json(read_small(generation_path, MAX_CONFIG_BYTES), str(generation_path))
     return parse_config(config, generation, str(config_path))
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import math
@@ -556,6 +557,8 @@ def _write_weights(
                 if progress:
                     progress(out.size, weights_bytes)
         out.append(bytes(weights_bytes - out.size))
+        if progress:
+            progress(out.size, weights_bytes)
         return out.checksums()
 
 
@@ -633,39 +636,49 @@ def _replacing(dst: Path, need_bytes: int, overwrite: bool) -> Iterator[Path]:
     """
     dst = Path(os.path.realpath(dst))
     _check_target(dst, overwrite)
-    tmp = dst.with_name(f"{dst.name}.tmp-{os.getpid()}")
-    lock = -1
     try:
-        dst.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(dst)
-        free = shutil.disk_usage(dst.parent).free
-        if free < need_bytes:
-            raise IOFailure(
-                f"{dst}: the pack needs {need_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free"
-            )
-        tmp.mkdir()
-        lock = _lock(tmp)
-        yield tmp
-        _sync_directory(tmp)
-        _swap(tmp, dst)
+        tmp, lock = _begin(dst, need_bytes)
+        try:
+            yield tmp
+            _sync_directory(tmp)
+            _swap(tmp, dst)
+        except BaseException:
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
     except OSError as e:
-        shutil.rmtree(tmp, ignore_errors=True)
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = f" (it needs {need_bytes / 2**30:.2f} GiB)" if full else ""
+        hint = f" (it needs {need_bytes / 2**30:.3g} GiB)" if full else ""
         raise IOFailure(f"{dst}: cannot write the pack: {e.strerror or e}{hint}") from e
-    except BaseException:
+
+
+def _begin(dst: Path, need_bytes: int) -> tuple[Path, int]:
+    """(a new temporary directory for `dst`, the descriptor that keeps it locked)."""
+    dst.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(dst)
+    free = shutil.disk_usage(dst.parent).free
+    if free < need_bytes:
+        raise IOFailure(
+            f"{dst}: the pack needs {need_bytes / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB are free"
+        )
+    tmp = dst.with_name(f"{dst.name}.tmp-{os.getpid()}")
+    try:
+        tmp.mkdir()
+    except FileExistsError:
+        raise IOFailure(f"{dst}: this process is writing it already") from None
+    try:
+        return tmp, _lock(tmp)
+    except OSError:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
-    finally:
-        if lock >= 0:
-            os.close(lock)
 
 
 def _check_target(dst: Path, overwrite: bool) -> None:
     """Only a pack, or an empty directory, may be replaced."""
     if not os.path.lexists(dst):
         return
-    if not dst.is_dir():
+    if not os.path.isdir(dst):
         raise UsageError(f"{dst}: exists and is not a directory")
     try:
         names = os.listdir(dst)
@@ -680,14 +693,14 @@ def _check_target(dst: Path, overwrite: bool) -> None:
 def _swap(tmp: Path, dst: Path) -> None:
     """tmp becomes dst, durably, or nothing changes. What dst was is removed afterwards."""
     old = tmp.with_name(tmp.name + "-old")
-    had_old = dst.exists()
+    had_old = os.path.lexists(dst)
     if had_old:
         os.rename(dst, old)
     try:
         os.rename(tmp, dst)
         _sync_directory(dst.parent)
     except BaseException:
-        if dst.exists():
+        if os.path.lexists(dst):
             os.rename(dst, tmp)
         if had_old:
             os.rename(old, dst)
@@ -820,7 +833,7 @@ def pack(
             weight_format,
             source,
             optional=[n for n in mapping.tensors if n in known and known[n].optional],
-            files={n: read_small(src / n, MAX_COPIED_BYTES) for n in COPIED if (src / n).exists()},
+            files={n: read_small(src / n, MAX_COPIED_BYTES) for n in COPIED if os.path.exists(src / n)},
             origin=("huggingface", _label(src), _hash(src, checkpoint.shards)),
             overwrite=overwrite,
             progress=progress,
@@ -832,14 +845,11 @@ def _label(src: Path) -> str:
 
 
 def _require_model_directory(src: Path) -> None:
-    if not src.is_dir():
+    if not os.path.isdir(src):
         raise _not_a_model(src)
-    if not (src / "config.json").exists():
-        raise no_weights(src) if _has_no_safetensors(src) else BadFile(f"{src}: config.json is missing")
-
-
-def _has_no_safetensors(src: Path) -> bool:
-    return not any(name.endswith(".safetensors") for name in os.listdir(src))
+    if not os.path.exists(src / "config.json"):
+        has_weights = glob.glob("*.safetensors", root_dir=src)
+        raise BadFile(f"{src}: config.json is missing") if has_weights else no_weights(src)
 
 
 def _not_a_model(path: Path) -> Exception:
@@ -897,7 +907,7 @@ def _hash(src: Path, shards: Iterable[SafeTensors]) -> str:
         h.update(data if isinstance(data, bytes) else data.data)
 
     for name in ("config.json", *COPIED):
-        if (src / name).exists():
+        if os.path.exists(src / name):
             take(name, read_small(src / name, MAX_COPIED_BYTES))
     shards = sorted(shards, key=lambda s: s.path.name)
     whole = sum(s.size for s in shards) <= _HASH_ALL_BELOW
@@ -928,7 +938,7 @@ def resolve(
     into cache_dir/NAME-FORMAT-HASH, and found there again. Anything else is an error that says what it is.
     """
     path = Path(model)
-    if (path / "pack.json").exists():
+    if os.path.exists(path / "pack.json"):
         return path
     quant.row_bytes(weight_format, 0)
     key = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', _label(path))}-{weight_format}-{source_hash(path)[:16]}"

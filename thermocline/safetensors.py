@@ -421,13 +421,14 @@ class Checkpoint:
             raise
 
     def _open(self) -> dict[str, SafeTensors]:
-        if (self.directory / INDEX).exists():
-            return self._open_shards()
-        if not (self.directory / SINGLE).exists():
+        single = self.directory / SINGLE  # first, as transformers does
+        if os.path.lexists(single):
+            shard = SafeTensors(single)
+            self.shards.append(shard)
+            return dict.fromkeys(shard.tensors, shard)
+        if not os.path.lexists(self.directory / INDEX):
             raise no_weights(self.directory)
-        shard = SafeTensors(self.directory / SINGLE)
-        self.shards.append(shard)
-        return dict.fromkeys(shard.tensors, shard)
+        return self._open_shards()
 
     def _open_shards(self) -> dict[str, SafeTensors]:
         index = self.directory / INDEX
@@ -518,7 +519,9 @@ def no_weights(directory: Path) -> Exception:
     pickles = [n for n in names if n.endswith(_PICKLES)]
     if pickles:
         return Unsupported(
-            f"{directory}: the weights are pickle files ({pickles[0]}), which can run code when opened; "
-            + _CONVERT.replace("FILE", pickles[0])
+            f"{directory}: the weights are pickles ({quoted(pickles[0])}), which can run code when opened; "
+            + _CONVERT.replace("FILE", pickles[0] if pickles[0].isprintable() else "FILE")
         )
+    if any(n.endswith(".gguf") for n in names):
+        return Unsupported(f"{directory}: holds GGUF files, and GGUF import is not supported yet")
     return BadFile(f"{directory}: no {SINGLE} or {INDEX}")
