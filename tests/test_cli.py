@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -161,6 +162,7 @@ def test_damaged_weights_are_refused_by_run_and_verify(
         (["hello", "--nonsense"], "--nonsense"),
         (["hello", "--format", "q3_k"], "q8_0"),
         (["hello", "-c", "999999"], "32768"),
+        (["hello", "-c", "4"], "has 5 tokens, the context holds 4"),
         (["hello", "--sparsity", "maybe"], "exact, off"),
         (["hello", "-n"], "expected one argument"),
         (["hello", "--logit-bias", "9999+1"], "9999"),
@@ -232,13 +234,29 @@ def test_text_goes_to_stdout_and_the_figures_to_stderr(tiny_pack: Path, thermocl
 
 
 def test_a_terminal_is_shown_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr(sys, "stdout", Terminal())
     cli.emit("a\x1b[2J\tb\n")
     assert sys.stdout.getvalue() == "a\N{SYMBOL FOR ESCAPE}[2J\tb\n"  # type: ignore[attr-defined]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_shows_only_on_a_terminal_and_only_where_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(stderr: io.StringIO, seconds: float, *, quiet: bool = False) -> str:
+        clock = itertools.count(0, seconds)
+        monkeypatch.setattr(cli.time, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with cli.Progress(quiet=quiet) as progress:
+            for done in range(5):
+                progress.at("packing", done, 4)
+            progress.at("loading", 4, 4)
+        return stderr.getvalue()
+
+    assert "packing" in shown(Terminal(), 1) and "loading" not in shown(Terminal(), 1)
+    assert shown(Terminal(), 0.01) == shown(Terminal(), 1, quiet=True) == shown(io.StringIO(), 1) == ""
 
 
 def test_quiet_says_nothing_on_stderr(tiny_pack: Path, thermocline: Run) -> None:

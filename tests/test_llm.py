@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from toy import GREEDY, SPEC, VOCAB, WEIGHTS, Letters
 
 from thermocline import weights
@@ -227,6 +228,38 @@ def test_a_pack_without_a_tokenizer_is_said_before_loading(
         (bare / name).write_bytes((tiny_hf / name).read_bytes())
     with pytest.raises(BadFile, match=r"tokenizer\.json: not found"):
         LLM(bare, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ("a" * 129, SamplingParams(), "has 129 tokens, the context holds 128"),
+        ("a", SamplingParams(logit_bias={9999: 1.0}), "9999"),
+        ("\ud800", SamplingParams(), "lone surrogate"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_refused_before_loading(
+    prompt: str, params: SamplingParams, said: str, unloadable: None, tiny_pack: Path
+) -> None:
+    with LLM(tiny_pack, context=128, lazy=True) as llm, pytest.raises(UsageError, match=said):
+        llm.stream(prompt, params)
+
+
+def test_an_empty_prompt_without_a_beginning_token_is_refused_before_loading(
+    unloadable: None, tmp_path: Path
+) -> None:
+    model = tiny.hf_directory(tmp_path / "hf", bos_token_id=None)
+    with LLM(model, cache_dir=tmp_path, lazy=True) as llm, pytest.raises(UsageError, match="empty"):
+        llm.stream("")
+
+
+def test_packing_and_loading_tell_how_far_they_are(tiny_hf: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    with LLM(tiny_hf, cache_dir=tmp_path, lazy=True, progress=lambda *at: told.append(at)) as llm:
+        assert {what for what, _, _ in told} == {"packing"}
+        llm.generate("Once", GREEDY)
+    assert told[-1] == ("loading", llm.weights_bytes, llm.weights_bytes)
+    assert all(done <= total for _, done, total in told)
 
 
 # ---- the package

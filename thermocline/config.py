@@ -179,8 +179,9 @@ class RunOptions:
         None, nonempty, "DIR", "Model", "Where those packs are kept.", shown="the system's cache directory"
     )
     ctx_size: int = opt(
-        0, whole(0), "N", "Model", "Context length in tokens, prompt and answer together.",
-        flags="-c --context-length --max-model-len", shown="0 = the model's own, up to 4096"
+        0, whole(0), "N", "Model",
+        "Context length in tokens, prompt and answer together; memory for all of it is reserved up front.",
+        flags="-c --context-length --max-model-len", shown="0 = the model's limit, but at most 4096"
     )  # fmt: skip
     threads: int = _threads("Threads to compute with.")
     sparsity: str = opt(

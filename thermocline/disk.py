@@ -13,7 +13,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +70,10 @@ def _read(fd: int, offsets: Callable[[], Iterator[int]], nbytes: int, threads: i
                     break
                 done += 1
         return done
+
+    from concurrent.futures import (
+        ThreadPoolExecutor,
+    )  # 10 ms (it brings logging) that `run` need not wait for
 
     start = time.monotonic()
     with ThreadPoolExecutor(threads) as pool:

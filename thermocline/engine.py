@@ -402,7 +402,7 @@ class Engine:
             request.error = error
             self._finish(request, "cancelled")
             return
-        request.digest.update(logits.tobytes())
+        request.digest.update(logits)
         request.last_s = time.perf_counter()
         if len(request.ids) == request.n_prompt:
             request.first_s = request.last_s
