@@ -28,14 +28,19 @@ def _edit_config(path: Path, change: Callable[[Json], None]) -> None:
 
 
 def _randomise(model: Any, seed: int) -> None:
-    """Matrices ~ N(0, 1.4/sqrt(columns)), vectors near 1 (norm weights) or 0 (biases): lively logits."""
+    """Matrices ~ N(0, gain/sqrt(columns)), vectors near 1 (norm weights) or 0 (biases).
+
+    Lively attention, calm residuals: an f16 KV cache costs an NMSE of about 1e-8, a wrong window, rope scaling,
+    threshold or position at least 2e-5.
+    """
     import torch
 
     rng = np.random.default_rng(seed)
     for name, p in sorted(model.named_parameters()):
         noise = rng.standard_normal(tuple(p.shape), dtype=np.float32)
         if p.ndim == 2:
-            value = noise * (0.5 if "embed" in name else 1.4 / np.sqrt(p.shape[1]))
+            gain = 1.0 if "q_proj" in name or "k_proj" in name else 0.8
+            value = noise * (1.0 if "embed" in name else gain / np.sqrt(p.shape[1]))
         else:
             value = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
         with torch.no_grad():
@@ -123,8 +128,11 @@ def llama3_old(path: Path, seed: int = 2) -> Path:
     return path
 
 
-def llama_fatrelu(path: Path, seed: int = 3) -> Path:
-    """ProSparse: transformers has no such class, so `hf_logits` puts the activation into a Llama."""
+def llama_fatrelu(path: Path, seed: int = 7) -> Path:
+    """ProSparse: transformers has no such class, so `hf_logits` puts the activation into a Llama.
+
+    The activation jumps at its threshold: of 20 seeds this one has the fewest gates within f16 noise of it.
+    """
 
     def prosparse(config: Json) -> None:
         config |= {
