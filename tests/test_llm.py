@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import subprocess
 import sys
 import threading
@@ -19,7 +20,17 @@ from thermocline import weights
 from thermocline.decoder import F32
 from thermocline.engine import Engine
 from thermocline.errors import BadFile, OutOfBudget, UsageError
-from thermocline.llm import GIB, LLM, context_for, fit
+from thermocline.llm import (
+    GIB,
+    LLM,
+    NATIVE_CHUNK,
+    NATIVE_COLUMNS,
+    NATIVE_FEW,
+    NATIVE_TOKENS,
+    context_for,
+    fit,
+    scratch_bytes,
+)
 from thermocline.ops import reference
 from thermocline.sampler import SamplingParams
 from thermocline.spec import ModelSpec
@@ -27,10 +38,12 @@ from thermocline.spec import ModelSpec
 # ---- memory, said before it is taken
 
 
+LLAMA_7B = ModelSpec("llama", 4096, 11008, 32, 32, 32, 128, 32000, 4096, "rms", 1e-5, "silu")
+
+
 def budget(available_gib: float, context: int = 4096) -> int:
-    spec = ModelSpec("llama", 4096, 11008, 32, 32, 32, 128, 32000, 4096, "rms", 1e-5, "silu")
     return fit(
-        spec,
+        LLAMA_7B,
         weights_bytes=7 * GIB,
         available_bytes=int(available_gib * GIB),
         context=context,
@@ -60,6 +73,48 @@ def test_a_cache_for_more_than_one_context_never_refuses_a_model() -> None:
     assert budget(100, context=64) == 512
     assert budget(7.5, context=64) == 512
     assert budget(7.2, context=64) == 64
+
+
+def test_scratch_counts_what_a_step_allocates() -> None:
+    """A 7B model's arrays, counted by hand from decoder.py and model_ops.cpp, in floats."""
+    floats = (
+        256 * (3 * 4096 + 2 * 12288 + 2 * 4096)  # numpy: x, two h, two qkv, two answers of attention
+        + 256 * 4096  # attn_out's product before it is added
+        + 256 * 4096 * 6 // 4  # a chunk quantised
+        + 64 * 2 * 11008 + 2 * 11008  # gate and hidden of 64 tokens, ids and counts
+        + 86 * 8 * 4096  # a partial sum for each 128 neurons and up to 8 tokens
+        + 2 * (2 * 64 * 128 + 16 * 128 + 4 * 128 + 4)  # each thread's tiles and factors
+        + 2 * 1 * 4096  # each thread's attention scores
+        + (8 + 10) * 32000  # logits, and one request's sort
+    )  # fmt: skip
+    assert scratch_bytes(LLAMA_7B, context=4096, max_batch=8, threads=2) == 4 * floats
+
+
+def test_the_memory_plan_knows_the_native_core_s_block_sizes() -> None:
+    csrc = Path(__file__).parents[1] / "csrc"
+    source = (csrc / "model_ops.cpp").read_text() + (csrc / "kernels.h").read_text()
+    for name, value in {
+        "kBlock": NATIVE_TOKENS,
+        "kChunk": NATIVE_CHUNK,
+        "kFewTokens": NATIVE_FEW,
+        "kTileColumns": NATIVE_COLUMNS,
+    }.items():
+        assert re.search(rf"\b{name} = (\d+)", source)[1] == str(value), name  # type: ignore[index]
+
+
+def test_the_memory_plan_is_above_what_a_run_takes_and_not_far(tiny_pack: Path) -> None:
+    """In a process of its own: the peak is the process's. Half: a tiny model's share is all Python's."""
+    code = f"""
+from thermocline import LLM, SamplingParams, hardware
+from thermocline.llm import runtime_bytes, scratch_bytes
+from thermocline.kv import bytes_for
+with LLM({str(tiny_pack)!r}, threads=2, context=2048, max_batch=2) as llm:
+    llm.generate(["a" * 1000] * 2, SamplingParams(max_tokens=2, top_k=0))
+    scratch = scratch_bytes(llm.spec, context=2048, max_batch=2, threads=2) + runtime_bytes(llm.spec)
+    print(llm.weights_bytes + bytes_for(llm.spec, 4096) + scratch, hardware.peak_rss_bytes())"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    need, peak = map(int, run.stdout.split())
+    assert 0.5 * need < peak <= need
 
 
 def test_a_context_beyond_the_model_is_refused_with_both_numbers() -> None:
@@ -209,8 +264,8 @@ def test_too_little_memory_is_said_before_loading(
 ) -> None:
     from thermocline import hardware
 
-    monkeypatch.setattr(hardware, "available_bytes", lambda: 64 << 20)
-    with pytest.raises(OutOfBudget, match=r"0\.06 GiB is free"):
+    monkeypatch.setattr(hardware, "available_bytes", lambda: 32 << 20)
+    with pytest.raises(OutOfBudget, match=r"0\.03 GiB is free"):
         LLM(tiny_pack)
 
 

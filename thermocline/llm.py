@@ -29,7 +29,10 @@ GIB = 2**30
 Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
 CONTEXT = 4096  # default context where the model can do more: keys and values are reserved before it starts
 KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
-RUNTIME_BYTES = 64 << 20  # tokenizer, Python objects, allocator slack: 55 MB with a vocabulary of 50000
+RUNTIME_BYTES = 48 << 20  # 41 to 44 MB measured with a tokenizer of 256 tokens
+TOKEN_BYTES = 1024
+# csrc/model_ops.cpp: tokens in an FFN pass, neurons in a partial sum, tokens that get one each, tile columns.
+NATIVE_TOKENS, NATIVE_CHUNK, NATIVE_FEW, NATIVE_COLUMNS = 64, 128, 8, 128
 BUNDLED = Path(__file__).with_name("bundled")
 
 
@@ -240,10 +243,23 @@ def context_for(spec: ModelSpec, asked: int | None) -> int:
 def scratch_bytes(
     spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int = 256
 ) -> int:
-    """An estimate of a step's arrays: activations of a chunk, attention scores per thread, logits twice."""
-    activations = prefill_chunk * (6 * spec.dim + 2 * spec.qkv_rows + 4 * spec.ffn_dim)
+    """What a step allocates besides keys and values, at most: decoder.py's arrays, csrc/model_ops.cpp's."""
+    tokens, dim, heads = max(prefill_chunk, max_batch), spec.dim, spec.n_heads * spec.head_dim
+    # x and two of h; qkv and attention's answer twice: a layer's is made while the last one's lives.
+    arrays = tokens * (3 * dim + 2 * spec.qkv_rows + 2 * heads)
+    residual = tokens * dim  # matmul's result before it is added
+    quantised = tokens * max(dim, heads) * 3 // 2  # a matrix's inputs: at most 6 bytes for each
+    hidden = NATIVE_TOKENS * 2 * spec.ffn_dim + 2 * spec.ffn_dim  # gate and hidden, neuron ids and counts
+    partial = -(-spec.ffn_dim // NATIVE_CHUNK) * NATIVE_FEW * dim
+    tiles = threads * (2 * NATIVE_TOKENS * NATIVE_COLUMNS + 16 * NATIVE_COLUMNS + dim // 8 + 4)
     scores = threads * (spec.n_heads // spec.n_kv_heads) * context
-    return 4 * (activations + scores + 2 * max_batch * spec.vocab_size)
+    logits = (max_batch + 10) * spec.vocab_size  # and the sampler's sort of one request's, in f64 and i64
+    return 4 * (arrays + residual + quantised + hidden + partial + tiles + scores + logits)
+
+
+def runtime_bytes(spec: ModelSpec) -> int:
+    """Python, numpy, the native core; then the tokenizer, 0.7 to 0.8 KB for a token of the vocabulary."""
+    return RUNTIME_BYTES + TOKEN_BYTES * spec.vocab_size
 
 
 def fit(
@@ -256,7 +272,7 @@ def fit(
     threads: int,
 ) -> int:
     """Positions for the KV cache: as many full contexts as are cheap, at least one; else OutOfBudget."""
-    scratch = scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads) + RUNTIME_BYTES
+    scratch = scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads) + runtime_bytes(spec)
     pool = max(context, min(context * max_batch, KV_POOL_BYTES // bytes_for(spec, 1)))
     if available_bytes is None:
         return pool
