@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import overload
 
 from thermocline import hardware, weights
-from thermocline.config import default_cache_dir
+from thermocline.config import SPARSITIES, default_cache_dir
 from thermocline.engine import Chunk, Completion, Engine, Request, request_for
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.kv import bytes_for
@@ -96,7 +96,7 @@ class LLM:
         progress: Progress | None = None,
         lazy: bool = False,
     ) -> None:
-        _check_choice("sparsity", sparsity, ("exact", "off"))
+        _check_choice("sparsity", sparsity, SPARSITIES)
         _check_count("threads", threads)
         _check_count("context", context)
         _check_count("max_batch", max_batch)
