@@ -52,6 +52,11 @@ def greedy(pack: Path, *more: str, n: int = 5) -> list[str]:
     return ["run", "-m", str(pack), "-n", str(n), "--temp", "0", "--ignore-eos", "-t", "1", *more]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 # ---- what is wrong with a model: one line, the right code, at once, nothing on stdout
 
 
@@ -223,6 +228,14 @@ def test_run_json_has_the_contract_and_plausible_figures(tiny_pack: Path, thermo
     assert re.fullmatch("[0-9a-f]{8,}", figures["logits_hash"])
 
 
+def test_the_readme_lists_the_keys_of_the_json_as_they_are(tiny_pack: Path, thermocline: Run) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    section = readme.split("## `--json`")[1].split("\n## ")[0]
+    rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    said = {key for row in rows for key in re.findall("`(.+?)`", row)}
+    assert said == set(json.loads(thermocline(*greedy(tiny_pack, "Once", "--json", "--logprobs", "1")).out))
+
+
 def test_text_goes_to_stdout_and_the_figures_to_stderr(tiny_pack: Path, thermocline: Run) -> None:
     text = json.loads(thermocline(*greedy(tiny_pack, "Once", "--json")).out)["text"]
     ran = thermocline(*greedy(tiny_pack, "Once"))
@@ -237,11 +250,6 @@ def test_a_terminal_is_shown_control_characters(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stdout", Terminal())
     cli.emit("a\x1b[2J\tb\n")
     assert sys.stdout.getvalue() == "a\N{SYMBOL FOR ESCAPE}[2J\tb\n"  # type: ignore[attr-defined]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_bar_shows_only_on_a_terminal_and_only_where_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +366,18 @@ def test_version_and_help_are_quick_and_on_stdout(tmp_path: Path) -> None:
     assert min(seconds() for _ in range(5)) < 0.2
     process = start("--version", cwd=tmp_path, stdout=subprocess.PIPE)
     assert process.communicate()[0].decode() == f"thermocline {package.__version__}\n"
+
+
+def test_the_first_token_comes_within_a_second_of_the_start(tiny_pack: Path, tmp_path: Path) -> None:
+    def seconds() -> float:
+        begin = time.perf_counter()
+        process = start(*greedy(tiny_pack, "Once"), cwd=tmp_path, stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.read(4) == b"Once"
+        elapsed = time.perf_counter() - begin
+        process.communicate()
+        return elapsed
+
+    assert min(seconds() for _ in range(3)) < 1  # 0.2 measured
 
 
 # ---- signals and pipes
