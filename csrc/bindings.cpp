@@ -1,4 +1,5 @@
-// Validates what Python passes, converts it, releases the GIL, calls. Nothing else.
+// Validates what Python passes, releases the GIL, calls. Nothing else. Arrays are never converted (noconvert):
+// a kernel writing into a silent copy would lose its result.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
@@ -203,7 +204,7 @@ NB_MODULE(_native, m) {
         .def("write", [](Arena& a, size_t offset, Array<const uint8_t, 1> data) {
             check(offset <= a.bytes && data.shape(0) <= a.bytes - offset, "write outside the arena");
             if (data.shape(0)) memcpy(a.data + offset, data.data(), data.shape(0));
-        }, "offset"_a, "data"_a);
+        }, "offset"_a, "data"_a.noconvert());
 
     nb::class_<Matrix>(m, "Matrix")
         .def(nb::new_([](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
@@ -233,30 +234,33 @@ NB_MODULE(_native, m) {
                 r = tc::load(c.pool, arena, path.c_str(), begin, end, checksums.data(), block);
             }
             return std::make_tuple(r.error, r.bad_block);
-        }, "arena"_a, "path"_a, "begin"_a, "end"_a, "checksums"_a, "block"_a,
+        }, "arena"_a, "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a,
              "Read file bytes [begin, end) into the arena, checking each block. -> (errno or 0 or -1 for EOF, bad block or -1)")
         .def("embed", [](Context& c, const Matrix& w, I1 ids, MutF2 out) {
             check(out.shape(0) == ids.shape(0) && out.shape(1) == w.cols, "out has the wrong shape");
             check_ids(ids, w.rows, "token id out of range");
             nb::gil_scoped_release release;
             c.embed(w, ids.data(), ids.shape(0), out.data());
-        })
+        }, "w"_a, "ids"_a.noconvert(), "out"_a.noconvert())
         .def("norm", [](Context& c, F2 x, F1 weight, std::optional<F1> bias, float eps, bool layer, MutF2 out) {
             check(weight.shape(0) == x.shape(1), "norm weight has the wrong length");
             check(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), "out has the wrong shape");
             const float* b = optional_vector(bias, x.shape(1), "norm bias has the wrong length");
             nb::gil_scoped_release release;
             c.norm(x.data(), weight.data(), b, eps, layer, x.shape(0), x.shape(1), out.data());
-        }, "x"_a, "weight"_a, "bias"_a.none(), "eps"_a, "layer"_a, "out"_a)
+        }, "x"_a.noconvert(), "weight"_a.noconvert(), "bias"_a.noconvert().none(), "eps"_a, "layer"_a,
+             "out"_a.noconvert())
         .def("matmul", [](Context& c, const Matrix& w, F2 x, std::optional<F1> bias, MutF2 out, bool add) {
             check(x.shape(1) == w.cols, "x has the wrong width");
             check(out.shape(0) == x.shape(0) && out.shape(1) == w.rows, "out has the wrong shape");
             const float* b = optional_vector(bias, w.rows, "bias has the wrong length");
             nb::gil_scoped_release release;
             c.matmul(w, x.data(), x.shape(0), b, out.data(), add);
-        }, "w"_a, "x"_a, "bias"_a.none(), "out"_a, "add"_a)
-        .def("attention", &attention, "qkv"_a, "cos"_a.none(), "sin"_a.none(), "k"_a, "v"_a, "positions"_a,
-             "sequence"_a, "table"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "window"_a, "out"_a)
-        .def("ffn_add", &ffn_add, "x"_a, "h"_a, "gate"_a, "gate_bias"_a.none(), "up"_a.none(), "down"_a,
-             "down_bias"_a.none(), "activation"_a, "threshold"_a, "up_relu"_a, "exact"_a);
+        }, "w"_a, "x"_a.noconvert(), "bias"_a.noconvert().none(), "out"_a.noconvert(), "add"_a)
+        .def("attention", &attention, "qkv"_a.noconvert(), "cos"_a.noconvert().none(), "sin"_a.noconvert().none(),
+             "k"_a.noconvert(), "v"_a.noconvert(), "positions"_a.noconvert(), "sequence"_a.noconvert(),
+             "table"_a.noconvert(), "heads"_a, "kv_heads"_a, "head_dim"_a, "window"_a, "out"_a.noconvert())
+        .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "gate"_a, "gate_bias"_a.noconvert().none(),
+             "up"_a.none(), "down"_a, "down_bias"_a.noconvert().none(), "activation"_a, "threshold"_a, "up_relu"_a,
+             "exact"_a);
 }

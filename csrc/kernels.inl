@@ -155,22 +155,24 @@ static void matmul_format(const Matrix& w, const int32_t* ids, size_t begin, siz
 //
 // y += h_i * row_i, as fma(q, h_i * scale, y) with the product of h and the scale rounded once: the same in all paths.
 
-// One token: G rows at a time straight from the stored format, y loaded and stored once per group; meanwhile the rows
-// at `next` are asked for. factors: G * blocks floats of scratch, the h * scale of every 32 columns.
+// One token: G rows at a time straight from the stored format, y loaded and stored once per group; meanwhile the G
+// rows at `next` are asked for, one after the other. factors: G * blocks floats of scratch, h * scale of 32 columns.
 template <class F, int G>
 static void accumulate_group(const uint8_t* const* rows, const float* h, size_t begin, size_t end, float* y,
                              const uint8_t* const* next, float* factors) {
     constexpr int U = 32 / W;
     const size_t blocks = (end - begin + 31) / 32;
     for (int g = 0; g < G; g++) F::scales(rows[g], begin, blocks, h[g], factors + size_t(g) * blocks);
-    size_t b = 0;
+    const size_t unit = F::row_bytes(32), row = F::row_bytes(end - begin);
+    size_t b = 0, ahead = 0, segment = 0;
     for (size_t c = begin; c + 32 <= end; c += 32, b++, y += 32) {
         vf acc[U];
+        for (size_t k = 0; k < G * unit; k += 64) prefetch(next[segment] + ahead + k);
+        if ((ahead += G * unit) >= row && segment + 1 < G) ahead -= row, segment++;
         for (int k = 0; k < U; k++) acc[k] = vload(y + k * W);
         for (int g = 0; g < G; g++) {
             vf w[U];
             F::unpack(rows[g], c, w);
-            prefetch(next[g] + F::row_bytes(c));
             const vf f = vset1(factors[size_t(g) * blocks + b]);
             for (int k = 0; k < U; k++) acc[k] = vfma(w[k], f, acc[k]);
         }
@@ -228,34 +230,41 @@ static void accumulate_format(const Matrix& w, const int32_t* ids, size_t n, con
     }
 }
 
-// A few tokens, all columns: the group's up rows, then its down rows. While up rows are computed the same neurons'
-// down rows are on their way, and while down rows are added the next group's up rows: memory never waits for us.
+// A few tokens, all columns: the group's up rows, then its down rows. Meanwhile the next group's records are asked for
+// in the order they lie in memory, at the rate at which this group's are used up: memory sees one stream.
 template <class F, int G>
 static size_t bundle_group(const Bundles& w, size_t k, const Input& x, const float* gate, size_t ldg, float* y,
                            float* factors) {
-    const uint8_t *up[G], *down[G], *next[G];
+    constexpr int rows = 2;  // of a record
+    const uint8_t *up[G], *down[G], *next[rows * G];
     const size_t dim = w.down.cols;
+    const bool gated = w.up.data != nullptr;
     size_t live = 0;
     for (int g = 0; g < G; g++) {
         const size_t id = size_t(w.ids[k + g]), later = size_t(w.ids[k + G + g < w.n ? k + G + g : w.n - 1]);
-        up[g] = w.up.data + id * w.up.stride;
         down[g] = w.down.data + id * w.down.stride;
-        next[g] = w.up.data ? w.up.data + later * w.up.stride : w.down.data + later * w.down.stride;
+        if (gated) {
+            up[g] = w.up.data + id * w.up.stride;
+            next[rows * g] = w.up.data + later * w.up.stride;
+            next[rows * g + 1] = w.down.data + later * w.down.stride;
+        } else {
+            next[G + g] = w.down.data + later * w.down.stride;
+        }
     }
     for (size_t t = 0; t < x.tokens; t++) {
         float h[G];
         for (int g = 0; g < G; g++) h[g] = gate[t * ldg + size_t(w.ids[k + g])];
-        if (w.up.data) {
+        if (gated) {
             constexpr int S = F::STREAMS < G ? F::STREAMS : G;
             const typename F::Act* xs[1] = {F::act(x, t, dim)};
             for (int g = 0; g < G; g += S) {
                 float u[S][1];
-                dot_tile<F, S, 1>(up + g, down + g, xs, dim, u);
+                dot_tile<F, S, 1>(up + g, next + g, xs, dim, u);
                 for (int s = 0; s < S; s++) h[g + s] = w.up_relu && !(u[s][0] > 0) ? 0.0f : h[g + s] * u[s][0];
             }
         }
         for (int g = 0; g < G; g++) live += h[g] != 0;
-        accumulate_group<F, G>(down, h, 0, dim, y + t * dim, next, factors);
+        accumulate_group<F, G>(down, h, 0, dim, y + t * dim, next + G, factors);
     }
     return live;
 }
@@ -334,7 +343,7 @@ static void map(float* x, size_t n, Fn f) {
 
 // e^x, relative error below 2e-7: x = n ln 2 + r, |r| <= ln2/2, Taylor to r^7 (Horner), scaled by 2^n.
 static vf vexp(vf x) {
-    x = vmin(vmax(x, vset1(-87.0f)), vset1(88.0f));
+    x = vmin(vset1(88.0f), vmax(vset1(-87.0f), x));  // in this order: a NaN comes through
     const vf n = vround(vmul(x, vset1(1.44269504f)));
     vf r = vsub(x, vmul(n, vset1(0.693359375f)));  // ln 2 in two parts (Cody-Waite): n * hi is exact
     r = vsub(r, vmul(n, vset1(-2.12194440e-4f)));

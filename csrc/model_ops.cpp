@@ -129,7 +129,7 @@ FFNCounts Context::ffn_add(const FFNArgs& a) {
 // Neurons are worked on, and summed, in chunks of kChunk: sum_c (sum_{i in c} h_i d_i), both in ascending order.
 // That order is fixed by the layer alone, so threads can take chunks as they come and the bits stay the same.
 // A smaller chunk balances better; a larger one spends less on its partial sum (dim floats, in the L2 cache).
-static constexpr size_t kChunk = 128;
+static constexpr size_t kChunk = 256;
 // Up to this many tokens each chunk does everything and leaves a partial sum per token; beyond, the partial sums
 // would outgrow the caches, and threads divide the columns of the sum instead.
 static constexpr size_t kFewTokens = 8;

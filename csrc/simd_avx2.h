@@ -61,7 +61,8 @@ static inline float vmaximum(vf a) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// Into L2: a group of records, the next one, x and y together outgrow an L1.
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 constexpr int QB = 1;
 struct XBlock {
@@ -70,10 +71,13 @@ struct XBlock {
     int32_t ns;  // minus the sum of q
 };
 static inline void x_quantize(const float* x, int, XBlock* out) {
-    vf m = vzero();
-    for (int i = 0; i < 32; i += W) m = vmax(m, vabs(vload(x + i)));
-    const float top = vmaximum(m), inverse = top > 0 ? 127.0f / top : 0;
-    out->d = top / 127.0f;
+    vf m = vzero(), finite = vzero();
+    for (int i = 0; i < 32; i += W) {
+        m = vmax(m, vabs(vload(x + i)));
+        finite = vadd(finite, vsub(vload(x + i), vload(x + i)));
+    }
+    const float nan = vsum(finite), top = nan == 0 ? vmaximum(m) : 0, inverse = top > 0 ? 127.0f / top : 0;
+    out->d = top / 127.0f + nan;
     int32_t sum = 0;
     for (int i = 0; i < 32; i += W) {
         int32_t t[W];

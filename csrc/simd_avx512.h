@@ -51,7 +51,8 @@ static inline float vsum(vf a) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 static inline float vmaximum(vf a) { return _mm512_reduce_max_ps(a); }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// Into L2: a group of records, the next one, x and y together outgrow an L1.
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 constexpr int QB = 2;
 // One step is two blocks; per-lane copies of scale and sum turn their use into plain loads. 192 bytes.
@@ -64,13 +65,14 @@ static inline void x_quantize(const float* x, int blocks, XBlock* out) {
     memset(out, 0, sizeof *out);
     for (int b = 0; b < blocks; b++) {
         const vf lo = vload(x + 32 * b), hi = vload(x + 32 * b + 16);
-        const float top = vmaximum(vmax(vabs(lo), vabs(hi))), inverse = top > 0 ? 127.0f / top : 0;
+        const float nan = vsum(vadd(vsub(lo, lo), vsub(hi, hi)));
+        const float top = nan == 0 ? vmaximum(vmax(vabs(lo), vabs(hi))) : 0, inverse = top > 0 ? 127.0f / top : 0;
         const __m512i qlo = _mm512_cvtps_epi32(vmul(lo, vset1(inverse)));
         const __m512i qhi = _mm512_cvtps_epi32(vmul(hi, vset1(inverse)));
         _mm_storeu_si128((__m128i*)(out->q + 32 * b), _mm512_cvtepi32_epi8(qlo));
         _mm_storeu_si128((__m128i*)(out->q + 32 * b + 16), _mm512_cvtepi32_epi8(qhi));
         const int32_t ns = -_mm512_reduce_add_epi32(_mm512_add_epi32(qlo, qhi));
-        for (int i = 8 * b; i < 8 * b + 8; i++) out->d[i] = top / 127.0f, out->ns[i] = ns;
+        for (int i = 8 * b; i < 8 * b + 8; i++) out->d[i] = top / 127.0f + nan, out->ns[i] = ns;
     }
 }
 struct QW {

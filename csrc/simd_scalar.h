@@ -59,6 +59,7 @@ static inline vf vadd(vf a, vf b) { EACH a.v[i] += b.v[i]; return a; }
 static inline vf vsub(vf a, vf b) { EACH a.v[i] -= b.v[i]; return a; }
 static inline vf vmul(vf a, vf b) { EACH a.v[i] *= b.v[i]; return a; }
 static inline vf vdiv(vf a, vf b) { EACH a.v[i] /= b.v[i]; return a; }
+// the second operand where either is NaN, as on x86
 static inline vf vmax(vf a, vf b) { EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 static inline vf vmin(vf a, vf b) { EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 static inline vf vabs(vf a) { EACH a.v[i] = fabsf(a.v[i]); return a; }
@@ -84,10 +85,12 @@ struct XBlock {  // one step of int8 activations
     int8_t q[32];
     float d;
 };
+// An infinity or NaN makes the block's scale NaN, so that it shows in the result instead of vanishing in a rounding.
 static inline void x_quantize(const float* x, int, XBlock* out) {
-    float m = 0;
-    for (int i = 0; i < 32; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m;
-    out->d = m / 127.0f;
+    float m = 0, finite = 0;
+    for (int i = 0; i < 32; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m, finite += x[i] - x[i];
+    out->d = m / 127.0f + finite;
+    if (finite != 0) m = 0;
     const float inverse = m > 0 ? 127.0f / m : 0;
     for (int i = 0; i < 32; i++) out->q[i] = int8_t(nearbyintf(x[i] * inverse));
 }
