@@ -1,4 +1,6 @@
-"""csrc/bindings.cpp, typed. Arrays are C-contiguous; what does not fit raises ValueError."""
+"""csrc/bindings.cpp, typed. Arrays are C-contiguous and never converted: a wrong dtype or layout is a TypeError,
+a wrong shape or value a ValueError.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +56,7 @@ class Context:
     ) -> tuple[int, int]:
         """File bytes [begin, end) into the arena, checked. -> (0, errno or -1 for EOF; bad block or -1)"""
 
-    def embed(self, table: Matrix, ids: I32, out: F32, /) -> None: ...
+    def embed(self, w: Matrix, ids: I32, out: F32) -> None: ...
     def norm(self, x: F32, weight: F32, bias: F32 | None, eps: float, layer: bool, out: F32) -> None: ...
     def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None: ...
     def attention(

@@ -32,7 +32,7 @@ KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as
 RUNTIME_BYTES = 48 << 20  # 41 to 44 MB measured with a tokenizer of 256 tokens
 TOKEN_BYTES = 1024
 # csrc/model_ops.cpp: tokens in an FFN pass, neurons in a partial sum, tokens that get one each, tile columns.
-NATIVE_TOKENS, NATIVE_CHUNK, NATIVE_FEW, NATIVE_COLUMNS = 64, 128, 8, 128
+NATIVE_TOKENS, NATIVE_CHUNK, NATIVE_FEW, NATIVE_COLUMNS = 64, 256, 8, 128
 BUNDLED = Path(__file__).with_name("bundled")
 
 
