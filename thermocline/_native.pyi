@@ -1,5 +1,5 @@
-"""csrc/bindings.cpp, typed. Arrays are C-contiguous and never converted: a wrong dtype or layout is a TypeError,
-a wrong shape or value a ValueError.
+"""csrc/bindings.cpp, typed. Arrays are C-contiguous and never converted: a wrong dtype or layout is a
+TypeError, a wrong shape or value a ValueError.
 """
 
 import numpy as np
