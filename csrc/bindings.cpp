@@ -8,8 +8,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <map>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <string>
@@ -97,6 +102,7 @@ static void attention(Context& c, MutF2 qkv, std::optional<F2> cos, std::optiona
                            positions.data(), sequence.data(), table.data(), tokens, heads, kv_heads, head_dim, block,
                            table.shape(1), window, out.data()};
     nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(c.one_call);
     c.attention(a);
 }
 
@@ -119,6 +125,7 @@ static std::tuple<size_t, size_t, size_t> ffn_add(Context& c, MutF2 x, F2 h, con
     tc::FFNCounts r;
     {
         nb::gil_scoped_release release;
+        std::lock_guard<std::mutex> lock(c.one_call);
         r = c.ffn_add(a);
     }
     return {r.active, r.rows, r.rows_dense};
@@ -240,6 +247,7 @@ NB_MODULE(_native, m) {
             check(out.shape(0) == ids.shape(0) && out.shape(1) == w.cols, "out has the wrong shape");
             check_ids(ids, w.rows, "token id out of range");
             nb::gil_scoped_release release;
+            std::lock_guard<std::mutex> lock(c.one_call);
             c.embed(w, ids.data(), ids.shape(0), out.data());
         }, "w"_a, "ids"_a.noconvert(), "out"_a.noconvert())
         .def("norm", [](Context& c, F2 x, F1 weight, std::optional<F1> bias, float eps, bool layer, MutF2 out) {
@@ -247,6 +255,7 @@ NB_MODULE(_native, m) {
             check(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), "out has the wrong shape");
             const float* b = optional_vector(bias, x.shape(1), "norm bias has the wrong length");
             nb::gil_scoped_release release;
+            std::lock_guard<std::mutex> lock(c.one_call);
             c.norm(x.data(), weight.data(), b, eps, layer, x.shape(0), x.shape(1), out.data());
         }, "x"_a.noconvert(), "weight"_a.noconvert(), "bias"_a.noconvert().none(), "eps"_a, "layer"_a,
              "out"_a.noconvert())
@@ -255,6 +264,7 @@ NB_MODULE(_native, m) {
             check(out.shape(0) == x.shape(0) && out.shape(1) == w.rows, "out has the wrong shape");
             const float* b = optional_vector(bias, w.rows, "bias has the wrong length");
             nb::gil_scoped_release release;
+            std::lock_guard<std::mutex> lock(c.one_call);
             c.matmul(w, x.data(), x.shape(0), b, out.data(), add);
         }, "w"_a, "x"_a.noconvert(), "bias"_a.noconvert().none(), "out"_a.noconvert(), "add"_a)
         .def("attention", &attention, "qkv"_a.noconvert(), "cos"_a.noconvert().none(), "sin"_a.noconvert().none(),

@@ -68,14 +68,19 @@ struct FormatQ {
     static vf dot_tail(const Step& w, const Act* x, size_t s, int, vf acc) { return DOT(w, x + s, acc); }
     static void unpack(const uint8_t* row, size_t c, vf* out) { UNPACK((const Block*)row + c / 32, out); }
     static vf unpack_n(const uint8_t*, size_t, int) { return vzero(); }  // cols % 32 == 0: never reached
-    // out[b] = h * scale of block c/32 + b, for b in [0, n); the f16 scales are collected and converted W at a time
+    // out[b] = h * scale of block c/32 + b, for b in [0, n). All scales are collected before the first is converted:
+    // a vector load right behind the two-byte stores it reads would wait for them (q4_0 down rows: 21 -> 24 GB/s).
     static void scales(const uint8_t* row, size_t c, size_t n, float h, float* out) {
         const Block* blocks = (const Block*)row + c / 32;
-        for (size_t b = 0; b < n; b += W) {
-            const int k = int(n - b < size_t(W) ? n - b : size_t(W));
-            uint16_t d[W] = {0};
-            for (int i = 0; i < k; i++) d[i] = blocks[b + i].d;
-            vstore_n(out + b, vmul(vload_f16(d), vset1(h)), k);
+        constexpr size_t BATCH = 128;
+        for (size_t b0 = 0; b0 < n; b0 += BATCH) {
+            const size_t m = n - b0 < BATCH ? n - b0 : BATCH;
+            uint16_t d[BATCH];
+            for (size_t i = 0; i < m; i++) d[i] = blocks[b0 + i].d;
+            for (size_t i = 0; i < m; i += W) {
+                const int k = int(m - i < size_t(W) ? m - i : size_t(W));
+                vstore_n(out + b0 + i, vmul(k == W ? vload_f16(d + i) : vload_f16_n(d + i, k), vset1(h)), k);
+            }
         }
     }
 };

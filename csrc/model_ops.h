@@ -1,6 +1,7 @@
 // The ops of one decoder layer over a thread pool: what Python calls, a few per layer. Shapes as in kernels.h;
 // arguments are validated by bindings.cpp. Nothing here knows a model.
 #pragma once
+#include <mutex>
 #include <vector>
 
 #include "kernels.h"
@@ -45,12 +46,13 @@ public:
 
     Pool pool;
     const Kernels& k;
+    std::mutex one_call;  // held by whoever calls an op: the scratch below belongs to one call at a time
 
 private:
     Input input(const Matrix& w, const float* x, size_t tokens);
     FFNCounts ffn_block(const FFNArgs& a, size_t first, size_t tokens);
 
-    // Scratch that grows to the largest step seen and is reused; one region at a time, so one set is enough.
+    // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
     std::vector<uint8_t> input_;
     std::vector<float> temp_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_;
     std::vector<int32_t> ids_;
