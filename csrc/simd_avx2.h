@@ -76,15 +76,15 @@ static inline void x_quantize(const float* x, int, XBlock* out) {
         m = vmax(m, vabs(vload(x + i)));
         finite = vadd(finite, vsub(vload(x + i), vload(x + i)));
     }
-    const float nan = vsum(finite), top = nan == 0 ? vmaximum(m) : 0, inverse = top > 0 ? 127.0f / top : 0;
+    const float nan = vsum(finite), top = nan == 0 ? vmaximum(m) : 0, inverse = top > 1e-36f ? 127.0f / top : 0;
     out->d = top / 127.0f + nan;
-    int32_t sum = 0;
+    uint32_t sum = 0;  // unsigned: a NaN converts to INT_MIN, and may wrap
     for (int i = 0; i < 32; i += W) {
         int32_t t[W];
         _mm256_storeu_si256((__m256i*)t, _mm256_cvtps_epi32(vmul(vload(x + i), vset1(inverse))));
-        for (int k = 0; k < W; k++) out->q[i + k] = int8_t(t[k]), sum += t[k];
+        for (int k = 0; k < W; k++) out->q[i + k] = int8_t(t[k]), sum += uint32_t(t[k]);
     }
-    out->ns = -sum;
+    out->ns = int32_t(0 - sum);
 }
 struct QW {
     __m256i q;

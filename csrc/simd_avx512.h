@@ -66,12 +66,12 @@ static inline void x_quantize(const float* x, int blocks, XBlock* out) {
     for (int b = 0; b < blocks; b++) {
         const vf lo = vload(x + 32 * b), hi = vload(x + 32 * b + 16);
         const float nan = vsum(vadd(vsub(lo, lo), vsub(hi, hi)));
-        const float top = nan == 0 ? vmaximum(vmax(vabs(lo), vabs(hi))) : 0, inverse = top > 0 ? 127.0f / top : 0;
+        const float top = nan == 0 ? vmaximum(vmax(vabs(lo), vabs(hi))) : 0, inverse = top > 1e-36f ? 127.0f / top : 0;
         const __m512i qlo = _mm512_cvtps_epi32(vmul(lo, vset1(inverse)));
         const __m512i qhi = _mm512_cvtps_epi32(vmul(hi, vset1(inverse)));
         _mm_storeu_si128((__m128i*)(out->q + 32 * b), _mm512_cvtepi32_epi8(qlo));
         _mm_storeu_si128((__m128i*)(out->q + 32 * b + 16), _mm512_cvtepi32_epi8(qhi));
-        const int32_t ns = -_mm512_reduce_add_epi32(_mm512_add_epi32(qlo, qhi));
+        const int32_t ns = _mm512_reduce_add_epi32(_mm512_sub_epi32(_mm512_setzero_si512(), _mm512_add_epi32(qlo, qhi)));
         for (int i = 8 * b; i < 8 * b + 8; i++) out->d[i] = top / 127.0f + nan, out->ns[i] = ns;
     }
 }

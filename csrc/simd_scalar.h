@@ -86,13 +86,13 @@ struct XBlock {  // one step of int8 activations
     float d;
 };
 // An infinity or NaN makes the block's scale NaN, so that it shows in the result instead of vanishing in a rounding.
+// Below 1e-36, 127/max would be infinite; such a block is zero.
 static inline void x_quantize(const float* x, int, XBlock* out) {
-    float m = 0, finite = 0;
-    for (int i = 0; i < 32; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m, finite += x[i] - x[i];
-    out->d = m / 127.0f + finite;
-    if (finite != 0) m = 0;
-    const float inverse = m > 0 ? 127.0f / m : 0;
-    for (int i = 0; i < 32; i++) out->q[i] = int8_t(nearbyintf(x[i] * inverse));
+    float m = 0, nan = 0;
+    for (int i = 0; i < 32; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m, nan += x[i] - x[i];
+    const bool some = nan == 0 && m > 1e-36f;
+    out->d = m / 127.0f + nan;
+    for (int i = 0; i < 32; i++) out->q[i] = some ? int8_t(nearbyintf(x[i] * (127.0f / m))) : 0;
 }
 struct QW {
     int8_t q[32];
