@@ -62,12 +62,12 @@ uint32_t crc32c(const uint8_t* p, size_t n, uint32_t seed) {
 Arena::Arena(size_t n) : bytes(n) {
     if (n == 0) return;
 #ifdef _WIN32
-    data = static_cast<uint8_t*>(VirtualAlloc(nullptr, n, MEM_COMMIT | MEM_RESERVE, PAGE_READWRITE));
+    data = static_cast<uint8_t*>(VirtualAlloc(nullptr, n + kArenaPadding, MEM_COMMIT | MEM_RESERVE, PAGE_READWRITE));
 #else
-    void* p = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* p = mmap(nullptr, n + kArenaPadding, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return;
 #ifdef MADV_HUGEPAGE
-    madvise(p, n, MADV_HUGEPAGE);  // 2 MiB pages: decode streams gigabytes, 4-KiB pages would thrash the TLB
+    madvise(p, n + kArenaPadding, MADV_HUGEPAGE);  // 2 MiB pages: decode streams gigabytes, 4-KiB pages would thrash the TLB
 #endif
     data = static_cast<uint8_t*>(p);
 #endif
@@ -78,7 +78,7 @@ Arena::~Arena() {
 #ifdef _WIN32
     VirtualFree(data, 0, MEM_RELEASE);
 #else
-    munmap(data, bytes);
+    munmap(data, bytes + kArenaPadding);
 #endif
 }
 

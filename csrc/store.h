@@ -10,6 +10,9 @@ class Pool;
 
 uint32_t crc32c(const uint8_t* p, size_t n, uint32_t seed);  // Castagnoli; seed 0 to start, the result to continue
 
+// Bytes past the end of an arena that a kernel may read (never use): q4_0's AVX-512 step reads 64 bytes for 36.
+constexpr size_t kArenaPadding = 64;
+
 struct Arena {
     explicit Arena(size_t bytes);  // zeroed, huge pages where the system has them; data is null if there is no memory
     ~Arena();

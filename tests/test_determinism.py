@@ -84,7 +84,7 @@ def test_instruction_sets_agree(packed: Path) -> None:
 
 def in_a_process(code: str, *args: str, timeout_s: int = 120, **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *args],
+        [sys.executable, "-P", "-c", code, *args],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -116,7 +116,7 @@ def test_another_process_gives_the_same_bits(tiny_pack: Path, isa: str) -> None:
 def test_an_unknown_instruction_set_is_refused_at_import() -> None:
     code = "import thermocline._native"
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-P", "-c", code],
         capture_output=True,
         text=True,
         env=os.environ | {"THERMOCLINE_ISA": "sse9"},

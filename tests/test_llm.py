@@ -112,7 +112,7 @@ with LLM({str(tiny_pack)!r}, threads=2, context=2048, max_batch=2) as llm:
     llm.generate(["a" * 1000] * 2, SamplingParams(max_tokens=2, top_k=0))
     scratch = scratch_bytes(llm.spec, context=2048, max_batch=2, threads=2) + runtime_bytes(llm.spec)
     print(llm.weights_bytes + bytes_for(llm.spec, 4096) + scratch, hardware.peak_rss_bytes())"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     need, peak = map(int, run.stdout.split())
     assert 0.5 * need < peak <= need
 
@@ -324,7 +324,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     heavy = "numpy", "tokenizers", "tqdm", "thermocline.engine"
     code = f"import sys, thermocline; print([m for m in {heavy!r} if m in sys.modules])"
     root = Path(__file__).parent.parent
-    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    out = subprocess.run([sys.executable, "-P", "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert out.stdout == "[]\n"
 
 
