@@ -2,7 +2,7 @@
 
     python bench/decode.py --dir /tmp/packs [--format q8_0 q4_0] [--threads 1 2] [--rounds 7] [--json FILE]
 
-Every round alternates: roof, decode with t threads, roof; a share is the decode's GB/s over the mean of the two
+Every round alternates: roof, decode with t threads, roof; a share is the GB/s over the mean of the two
 roofs beside it, and medians over rounds are printed. Also: Python's share of a token (its time outside native
 calls). Packs are written to --dir once (7.2 + 3.8 GB) and reused.
 """
@@ -144,7 +144,9 @@ def measure(pack_dir: Path, threads: list[int], rounds: int, tokens: int) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dir", type=Path, required=True, help="where the packs are, or will be written")
     parser.add_argument("--format", nargs="+", default=["q8_0", "q4_0"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])

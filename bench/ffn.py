@@ -1,4 +1,4 @@
-"""Where one 7B FFN's time goes: gate rows, and bundles (up and down rows), in GB/s beside the roof of the same run.
+"""Where one 7B FFN's time goes: gate rows and bundles (up and down rows), in GB/s beside the run's roof.
 
     python bench/ffn.py [--format f16 q8_0 q4_0] [--threads 1 2] [--neurons 11008] [--isa avx2]
 
@@ -32,7 +32,10 @@ def measure(fmt: str, threads: int, neurons: int, isa: str) -> tuple[float, floa
     up = _native.Matrix(arena, bundle, id_, neurons, DIM, 2 * row)
     down = _native.Matrix(arena, bundle + row, id_, neurons, DIM, 2 * row)
     native = CpuOps(threads, isa).native
-    x, h = np.zeros((1, DIM), np.float32), np.random.default_rng(0).standard_normal((1, DIM)).astype(np.float32)
+    x, h = (
+        np.zeros((1, DIM), np.float32),
+        np.random.default_rng(0).standard_normal((1, DIM)).astype(np.float32),
+    )
     out = np.empty((1, neurons), np.float32)
     gate_s, all_s = [], []
     repeat = max(1, 2000 // neurons)
@@ -51,7 +54,9 @@ def measure(fmt: str, threads: int, neurons: int, isa: str) -> tuple[float, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--format", nargs="+", default=["f16", "q8_0", "q4_0"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--neurons", type=int, default=11008)

@@ -35,7 +35,7 @@ using F2 = Array<const float, 2>;
 using MutF2 = Array<float, 2>;
 using I1 = Array<const int32_t, 1>;
 using I2 = Array<const int32_t, 2>;
-using MutH4 = nb::ndarray<uint16_t, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+using Half4 = nb::ndarray<nb::ndim<4>, nb::c_contig, nb::device::cpu>;  // f16: checked where it is used
 
 static void check(bool ok, const char* what) {
     if (!ok) throw nb::value_error(what);
@@ -75,7 +75,7 @@ static void check_ids(const I1& ids, size_t limit, const char* what) {
     for (size_t i = 0; i < ids.shape(0); i++) check(ids.data()[i] >= 0 && size_t(ids.data()[i]) < limit, what);
 }
 
-static void attention(Context& c, MutF2 qkv, std::optional<F2> cos, std::optional<F2> sin, MutH4 k, MutH4 v,
+static void attention(Context& c, MutF2 qkv, std::optional<F2> cos, std::optional<F2> sin, Half4 k, Half4 v,
                       I1 positions, I1 sequence, I2 table, size_t heads, size_t kv_heads, size_t head_dim,
                       size_t window, MutF2 out) {
     const size_t tokens = qkv.shape(0), block = k.shape(2), pages = k.shape(0);
@@ -83,6 +83,8 @@ static void attention(Context& c, MutF2 qkv, std::optional<F2> cos, std::optiona
     check(qkv.shape(1) == (heads + 2 * kv_heads) * head_dim, "qkv has the wrong width");
     check(out.shape(0) == tokens && out.shape(1) == heads * head_dim, "out has the wrong shape");
     check(k.shape(1) == kv_heads && k.shape(3) == head_dim && block > 0, "k cache has the wrong shape");
+    const nb::dlpack::dtype f16 = {uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
+    if (k.dtype() != f16 || v.dtype() != f16) throw nb::type_error("the kv cache must be f16");
     for (size_t i = 0; i < 4; i++) check(k.shape(i) == v.shape(i), "k and v cache differ in shape");
     check(positions.shape(0) == tokens && sequence.shape(0) == tokens, "positions or sequence has the wrong length");
     check(cos.has_value() == sin.has_value(), "cos without sin");
@@ -98,7 +100,8 @@ static void attention(Context& c, MutF2 qkv, std::optional<F2> cos, std::optiona
         for (size_t b = 0; b <= size_t(positions.data()[t]) / block; b++)
             check(row[b] >= 0 && size_t(row[b]) < pages, "block table names a page that does not exist");
     }
-    tc::AttentionArgs a = {qkv.data(), cos ? cos->data() : nullptr, sin ? sin->data() : nullptr, k.data(), v.data(),
+    tc::AttentionArgs a = {qkv.data(), cos ? cos->data() : nullptr, sin ? sin->data() : nullptr,
+                           static_cast<uint16_t*>(k.data()), static_cast<uint16_t*>(v.data()),
                            positions.data(), sequence.data(), table.data(), tokens, heads, kv_heads, head_dim, block,
                            table.shape(1), window, out.data()};
     nb::gil_scoped_release release;

@@ -4,7 +4,17 @@ Owns the whole recipe: tokenizer, data mixture, model, sparsity controller, expo
 engine; it writes a Hugging Face directory (`LlamaForCausalLM`, `hidden_act: relu`) which the engine packs
 like any other model, and `report.json` beside it with what was measured.
 
-    python scripts/train_bundled.py --data ../shared/data/text --out build/bundled --minutes 75 --threads 2
+    OMP_WAIT_POLICY=PASSIVE python scripts/train_bundled.py --data ../shared/data/text --out build/bundled
+
+Data: 1,910 TinyStories (CDLA-Sharing-1.0), GSM8K (MIT), and public-domain Sherlock Holmes, War and Peace,
+Pepys and Shakespeare. Held out: the last 100 stories and the last 5 % of everything else.
+Time: 75 minutes unless --minutes says otherwise; the schedule follows the clock, so two runs differ.
+Needs torch >= 2.9 (Muon). On a shared machine the waiting policy matters: beside one busy process, two
+threads trained 2.3k tokens/s with it and 0.4k without.
+
+The shipped model: 6.95 M parameters, --minutes 70 on two shared cores, 14.1 M tokens. On held-out text 5.1 %
+of the neurons are active, none of 6144 is dead; perplexity 14.2 on TinyStories and 35.0 on the books. The
+first 100 stories it trained on have NLL 1.93 against 2.65 held out: more stories would help most.
 """
 
 import argparse

@@ -665,7 +665,7 @@ class Good:
         self.x, self.y = np.zeros((2, 32), np.float32), np.zeros((2, 8), np.float32)
         self.v8, self.v32 = np.zeros(8, np.float32), np.zeros(32, np.float32)
         self.ids = np.zeros(2, np.int32)
-        self.page = np.zeros((3, 2, 4, 6), np.uint16)  # [pages, kv heads, block, head_dim]
+        self.page = np.zeros((3, 2, 4, 6), np.float16)  # [pages, kv heads, block, head_dim]
         self.table = np.zeros((1, 2), np.int32)
 
     def matrix(
@@ -803,19 +803,19 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "attention with rope on odd heads": lambda g: g.attention(
         qkv=zeros(2, 40),
         head_dim=5,
-        k=zeros(3, 2, 4, 5, dtype=np.uint16),
-        v=zeros(3, 2, 4, 5, dtype=np.uint16),
+        k=zeros(3, 2, 4, 5, dtype=np.float16),
+        v=zeros(3, 2, 4, 5, dtype=np.float16),
     ),
     "attention with signed k": lambda g: g.attention(k=zeros(3, 2, 4, 6, dtype=np.int16)),
-    "attention with k of other heads": lambda g: g.attention(k=zeros(3, 1, 4, 6, dtype=np.uint16)),
-    "attention with v of other blocks": lambda g: g.attention(v=zeros(3, 2, 5, 6, dtype=np.uint16)),
-    "attention with fewer v pages": lambda g: g.attention(v=zeros(2, 2, 4, 6, dtype=np.uint16)),
+    "attention with k of other heads": lambda g: g.attention(k=zeros(3, 1, 4, 6, dtype=np.float16)),
+    "attention with v of other blocks": lambda g: g.attention(v=zeros(3, 2, 5, 6, dtype=np.float16)),
+    "attention with fewer v pages": lambda g: g.attention(v=zeros(2, 2, 4, 6, dtype=np.float16)),
     "attention with empty blocks": lambda g: g.attention(
-        k=zeros(3, 2, 0, 6, dtype=np.uint16), v=zeros(3, 2, 0, 6, dtype=np.uint16)
+        k=zeros(3, 2, 0, 6, dtype=np.float16), v=zeros(3, 2, 0, 6, dtype=np.float16)
     ),
-    "attention with strided k": lambda g: g.attention(k=zeros(6, 2, 4, 6, dtype=np.uint16)[::2]),
+    "attention with strided k": lambda g: g.attention(k=zeros(6, 2, 4, 6, dtype=np.float16)[::2]),
     "attention without pages": lambda g: g.attention(
-        k=zeros(0, 2, 4, 6, dtype=np.uint16), v=zeros(0, 2, 4, 6, dtype=np.uint16)
+        k=zeros(0, 2, 4, 6, dtype=np.float16), v=zeros(0, 2, 4, 6, dtype=np.float16)
     ),
     "attention at position -1": lambda g: g.attention(positions=ints(0, -1)),
     "attention past the block table": lambda g: g.attention(positions=ints(0, 8)),

@@ -324,7 +324,9 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     heavy = "numpy", "tokenizers", "tqdm", "thermocline.engine"
     code = f"import sys, thermocline; print([m for m in {heavy!r} if m in sys.modules])"
     root = Path(__file__).parent.parent
-    out = subprocess.run([sys.executable, "-P", "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     assert out.stdout == "[]\n"
 
 

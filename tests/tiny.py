@@ -1,4 +1,4 @@
-"""A tiny random Llama (ReLU) as a Hugging Face directory, made with numpy alone: what command-line tests run on."""
+"""A tiny random ReLU Llama as a Hugging Face directory, made with numpy alone: what the CLI tests use"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
-F16Bits = NDArray[np.uint16]  # f16, as the integers of its bits
+F16 = NDArray[np.float16]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -64,8 +64,8 @@ class Context:
         qkv: F32,
         cos: F32 | None,
         sin: F32 | None,
-        k: F16Bits,
-        v: F16Bits,
+        k: F16,
+        v: F16,
         positions: I32,
         sequence: I32,
         table: I32,

@@ -6,6 +6,7 @@ Knows `ModelSpec`, the weights' shape and the KV cache's layout; must not know r
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -85,20 +86,23 @@ class FFNStats:
     rows_dense: int = 0  # up/down rows a dense pass would have read
 
 
-def rope_tables(spec: ModelSpec, positions: I32) -> tuple[F32, F32]:
-    """cos and sin, [tokens, head_dim/2] (RoPE: arXiv 2104.09864; frequency scaling: Llama 3.1)."""
-    half = spec.head_dim // 2
-    exponent = np.arange(half, dtype=np.float32) * np.float32(2.0 / spec.head_dim)
-    inv_freq = (1.0 / np.power(np.float32(spec.rope_theta), exponent)).astype(np.float32)
+@functools.lru_cache(maxsize=8)
+def _inverse_frequencies(spec: ModelSpec) -> F32:
+    """[head_dim/2] (RoPE: arXiv 2104.09864; frequency scaling: Llama 3.1)."""
+    exponent = np.arange(spec.head_dim // 2, dtype=np.float32) * np.float32(2.0 / spec.head_dim)
+    frequency: F32 = (1.0 / np.power(np.float32(spec.rope_theta), exponent)).astype(np.float32)
     s = spec.rope_scaling
-    if s is not None:
-        wavelength = 2 * np.pi / inv_freq
-        smooth = (s.original_context / wavelength - s.low_freq_factor) / (
-            s.high_freq_factor - s.low_freq_factor
-        )
-        blend = np.clip(smooth, 0.0, 1.0)
-        inv_freq = ((1 - blend) * inv_freq / s.factor + blend * inv_freq).astype(np.float32)
-    angle = positions[:, None].astype(np.float32) * inv_freq[None, :]
+    if s is None:
+        return frequency
+    turns = s.original_context * frequency / (2 * np.pi)  # within the original context
+    blend = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
+    scaled: F32 = ((1 - blend) * frequency / s.factor + blend * frequency).astype(np.float32)
+    return scaled
+
+
+def rope_tables(spec: ModelSpec, positions: I32) -> tuple[F32, F32]:
+    """cos and sin of every position's angles, [tokens, head_dim/2]."""
+    angle = positions[:, None].astype(np.float32) * _inverse_frequencies(spec)[None, :]
     return np.cos(angle), np.sin(angle)
 
 

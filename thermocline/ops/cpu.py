@@ -27,7 +27,7 @@ class CpuOps:
         return out
 
     def norm(self, x: F32, weight: F32, bias: F32 | None, eps: float, kind: str) -> F32:
-        out = np.empty_like(x)
+        out = np.empty(x.shape, np.float32)
         self.native.norm(x, weight, bias, eps, kind == "layer", out)
         return out
 
@@ -48,8 +48,8 @@ class CpuOps:
             qkv,
             cos,
             sin,
-            kv.k.view(np.uint16),
-            kv.v.view(np.uint16),
+            kv.k,
+            kv.v,
             batch.positions,
             batch.sequence,
             batch.block_table,
