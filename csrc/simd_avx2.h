@@ -122,3 +122,10 @@ static inline void q4_unpack(const BlockQ4_0* b, vf* out) {
     out[0] = bytes_f32(lo), out[1] = bytes_f32(_mm_srli_si128(lo, 8));
     out[2] = bytes_f32(hi), out[3] = bytes_f32(_mm_srli_si128(hi, 8));
 }
+template <class Block>
+static inline vf eight_scales(const Block* b) {
+    return _mm256_cvtph_ps(_mm_setr_epi16(short(b[0].d), short(b[1].d), short(b[2].d), short(b[3].d), short(b[4].d),
+                                          short(b[5].d), short(b[6].d), short(b[7].d)));
+}
+static inline vf q8_scales(const BlockQ8_0* b) { return eight_scales(b); }
+static inline vf q4_scales(const BlockQ4_0* b) { return eight_scales(b); }

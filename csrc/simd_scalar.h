@@ -125,4 +125,6 @@ static inline void q4_unpack(const BlockQ4_0* b, vf* out) {
     const QW w = q4_load(b, 1);
     for (int k = 0; k < 32; k++) out[k / W].v[k % W] = float(w.q[k]);
 }
+static inline vf q8_scales(const BlockQ8_0* b) { vf r; EACH r.v[i] = f16_to_f32(b[i].d); return r; }  // of W blocks
+static inline vf q4_scales(const BlockQ4_0* b) { vf r; EACH r.v[i] = f16_to_f32(b[i].d); return r; }
 #undef EACH
