@@ -37,7 +37,7 @@ def load(
     Raises BadFile naming the first damaged tensor, IOFailure, OutOfBudget.
     """
     ops = CpuOps(threads, isa)
-    size = pack.weights_path.stat().st_size
+    size = pack.weights_bytes  # what the tensors' offsets were checked against
     try:
         arena = _native.Arena(size)
     except MemoryError:
