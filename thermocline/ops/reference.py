@@ -155,9 +155,7 @@ def _join(x: F32, y: F32, spec: ModelSpec, n: Norm | None) -> None:
     x += np.float32(spec.residual_scale) * _normed(spec, n, y)
 
 
-def ffn_add(
-    x: F32, h: F32, bound: Bound, exact: bool, stats: FFNStats, record: F32 | None = None
-) -> None:
+def ffn_add(x: F32, h: F32, bound: Bound, exact: bool, stats: FFNStats, record: F32 | None = None) -> None:
     """x += FFN(norm(h)), in place; h may be x. `exact` skips the neurons no token needs: same answer.
 
     `record` [tokens, ffn_dim] takes what down is multiplied with (before a sub-norm).
