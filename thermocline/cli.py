@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import __version__, config, report
+from thermocline import __version__, cli_offline, config, report
 from thermocline.cli_text import chat, run
+from thermocline.config_offline import EvalOptions
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
 from thermocline.options import add_arguments, read_options
@@ -93,6 +94,8 @@ def command(argv: Sequence[str]) -> int:
             return verify(options)
         case config.BenchOptions():
             return bench(options)
+        case EvalOptions():
+            return cli_offline.evaluate(options)
         case config.DoctorOptions():
             return doctor(options)
         case config.PullOptions():

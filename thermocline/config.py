@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thermocline.config_offline import EvalOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -359,6 +360,7 @@ COMMANDS: dict[str, type[Any]] = {
     "inspect": InspectOptions,
     "verify": VerifyOptions,
     "bench": BenchOptions,
+    "eval": EvalOptions,
     "doctor": DoctorOptions,
     "pull": PullOptions,
     "ls": LsOptions,
