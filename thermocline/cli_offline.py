@@ -180,4 +180,6 @@ def _measured(
 
 
 def _active(reader: Reader) -> dict[str, Any]:
-    return {"active_fraction": reader.stats.active / max(1, reader.stats.neurons)}
+    """Null where no neuron is ever inactive."""
+    sparse = reader.model.spec.sparse
+    return {"active_fraction": reader.stats.active / max(1, reader.stats.neurons) if sparse else None}

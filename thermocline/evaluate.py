@@ -88,9 +88,9 @@ def check_memory(
 class Reader:
     """A loaded model that reads windows and tells the logits of what comes next: always by `sparsity`.
 
-    A mode that saves work for few tokens only (predict) reads as it generates: token by token. `side` windows,
-    at most 4, are read together, a token of each. That is faster, but neurons predicted for one token are
-    then there for the others too, and the mode looks closer to exact than it is with one answer at a time.
+    A mode that saves work for few tokens only (predict) reads as it generates: token by token. `side`
+    windows, at most 4, are read together, a token of each. That is faster, but neurons predicted for one
+    token are then there for the others, and the mode looks closer to exact than it is for one answer.
 
     model    of `decoder.bind`, with `for_context`; readers may share it, and `ops`
     step     tokens of a window in a forward pass; None: what the mode needs

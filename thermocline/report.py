@@ -245,9 +245,11 @@ def evaluation_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{f['model']} ({f['format']}, {f['sparsity']})"),
         ("text", f"{f['text']}, {f['windows']} windows of {f['context']}, {f['tokens']:,} tokens scored"),
         ("perplexity", _estimate(f["perplexity"])),
-        ("active", f"{_percent(f['active_fraction'])} of neurons"),
-        ("speed", f"{f['tokens_per_s']:.0f} tok/s, {f['isa']}, {f['threads']} threads"),
     ]
+    if f["active_fraction"] is not None:
+        rows.append(("active", f"{_percent(f['active_fraction'])} of neurons"))
+    several = "s" * (f["threads"] > 1)
+    rows.append(("speed", f"{f['tokens_per_s']:.0f} tok/s, {f['isa']}, {f['threads']} thread{several}"))
     if "against" not in f:
         return rows
     a = f["against"]
