@@ -178,6 +178,16 @@ def test_logits_are_the_same_however_they_are_read(
         np.testing.assert_array_equal(reader.read(group, 0, 64), expected)
 
 
+def test_the_mode_is_what_is_asked_for(bundled: tuple[Model, CpuOps, I32]) -> None:
+    """Its logits do not tell; the rows that are read do."""
+    model, ops, texts = bundled
+    exact, off = (Reader(model, ops, context=64, sparsity=s, step=1) for s in ("exact", "off"))
+    for reader in (exact, off):
+        reader.read(texts[:1], 0, 8)
+    assert exact.stats.rows == exact.stats.active < 0.2 * exact.stats.rows_dense
+    assert off.stats.rows == off.stats.rows_dense
+
+
 def test_prediction_never_reads_more_tokens_than_its_path_takes() -> None:
     """More than 4 tokens at once would be computed exactly, and the mode would look perfect."""
     assert [toy_reader(sparsity="predict", side=side).step for side in (1, 4)] == [1, 1]
@@ -386,6 +396,8 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_read(
     refused(thermocline, 4, "No such file", tiny_pack, "--text", tmp_path / "nothing.txt")
     refused(thermocline, 2, "missing FILE", tiny_pack)
     refused(thermocline, 2, "has 480 tokens, a window needs 512", tiny_pack, "--text", text)
+    (tmp_path / "line").write_text("x" * 31 + "\n")  # the last line's end is no part of a text
+    refused(thermocline, 2, "has 31 tokens", tiny_pack, "--text", tmp_path / "line", "--ctx", "32")
     refused(thermocline, 2, "reads 4 to 32768", tiny_pack, "--text", text, "--ctx", "32769")
     refused(thermocline, 2, "both exact: nothing to compare", tiny_pack, *more, "--against", "exact")
     refused(thermocline, 2, "never zero", silu, *more, "--against", "exact")
