@@ -18,14 +18,14 @@ import numpy as np
 
 from thermocline import __version__, hardware, report, weights
 from thermocline.engine import Engine, Figures, Request, request_for
-from thermocline.errors import BadFile, UsageError
+from thermocline.errors import UsageError
 from thermocline.kv import BLOCK, blocks_for
 from thermocline.llm import fit
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack, inspect
 from thermocline.sampler import Sampler, SamplingParams
 from thermocline.spec import ModelSpec
-from thermocline.tokenizer import FILE, Tokenizer
+from thermocline.tokenizer import FILE, Tokenizer, read_text
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 ROOF_SECONDS = 0.3
@@ -109,15 +109,8 @@ def random_tokens(spec: ModelSpec, seed: int, n: int) -> list[int]:
 def text_tokens(pack: Pack, path: Path, n: int) -> list[int]:
     if not (pack.path / FILE).exists():
         raise UsageError(f"{pack.path}: has no tokenizer for {path}; leave --text out to feed random tokens")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise BadFile(f"{path}: not UTF-8 text: byte {e.start} is 0x{e.object[e.start]:02x}") from None
-    ids = [
-        i
-        for i in Tokenizer(pack.path, pack.spec).encode(text, parse_special=True)
-        if i not in pack.spec.eos_ids
-    ]
+    found = Tokenizer(pack.path, pack.spec).encode(read_text(path), parse_special=True)
+    ids = [i for i in found if i not in pack.spec.eos_ids]
     if len(ids) < n:
         raise UsageError(f"{path}: {len(ids)} tokens, the tests need {n}; give a longer text")
     return ids[:n]

@@ -95,6 +95,8 @@ def command(argv: Sequence[str]) -> int:
             return cli_offline.profile(options)
         case config.BenchOptions():
             return bench(options)
+        case config_offline.EvalOptions():
+            return cli_offline.evaluate(options)
         case config.DoctorOptions():
             return doctor(options)
         case config.PullOptions():

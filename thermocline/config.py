@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thermocline.config_offline import ProfileOptions
+from thermocline.config_offline import EvalOptions, ProfileOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -361,6 +361,7 @@ COMMANDS: dict[str, type[Any]] = {
     "verify": VerifyOptions,
     "profile": ProfileOptions,
     "bench": BenchOptions,
+    "eval": EvalOptions,
     "doctor": DoctorOptions,
     "pull": PullOptions,
     "ls": LsOptions,
