@@ -21,7 +21,8 @@ static T* grown(std::vector<T>& v, size_t n) {
 }
 
 static size_t whole(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
-static bool quantised(const Matrix& w) { return w.format == Q8_0 || w.format == Q4_0; }
+// Whose input `quantize` makes: int8 blocks, or signs.
+static bool quantised(const Matrix& w) { return w.format == Q8_0 || w.format == Q4_0 || w.format == SIGNS; }
 
 // Up to this many tokens rows are multiplied one by one (each is read from memory once and then from the L1 cache);
 // from more on, unpacking them into panels pays.

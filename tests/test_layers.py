@@ -69,6 +69,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "report",
         "tokenizer",
         "weights",
+        "fit_mlp",
+        "predictor",
+        "profile",
+        "train",
     },
     "config": {"config_offline", "options"},
     "config_offline": {"options"},
@@ -199,11 +203,36 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pretokenizers": set(),
     "sentencepiece_model": {"errors", "safetensors"},
     "torch_zip": {"errors", "safetensors"},
+    "calibrate": set(),
+    "fit": set(),
+    "fit_mlp": {"calibrate", "errors"},
+    "train": {
+        "calibrate",
+        "decoder",
+        "engine",
+        "errors",
+        "evaluate",
+        "fit",
+        "fit_mlp",
+        "pack",
+        "predictor",
+        "profile",
+        "quant",
+        "safetensors",
+        "sampler",
+        "spec",
+        "weights",
+    },
     "weights": {"_native", "decoder", "errors", "layout", "ops.cpu", "pack", "predictor", "quant", "spec"},
 }
 FOREIGN = {"huggingface_hub", "numpy", "tokenizers", "tqdm"}  # what `pip install .` brings
 # Packages that one module uses: `pip install '.[gguf]'` brings gguf, `pip install .` the others.
-EXTRAS = {"gguf_out": {"gguf"}, "template_worker": {"jinja2"}, "repl": {"prompt_toolkit"}}
+EXTRAS = {
+    "fit_mlp": {"torch"},
+    "gguf_out": {"gguf"},
+    "template_worker": {"jinja2"},
+    "repl": {"prompt_toolkit"},
+}
 FAMILIES = {"llama", "mistral", "bamboo", "opt", "minicpm", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"}
 FAMILIES |= {"nemotron", "arcee", "bitnet", "falcon"}  # names that only models.py may act on
 

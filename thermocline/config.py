@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thermocline.config_offline import EvalOptions, ProfileOptions
+from thermocline.config_offline import EvalOptions, ProfileOptions, TrainOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -363,6 +363,7 @@ COMMANDS: dict[str, type[Any]] = {
     "inspect": InspectOptions,
     "verify": VerifyOptions,
     "profile": ProfileOptions,
+    "train": TrainOptions,
     "bench": BenchOptions,
     "eval": EvalOptions,
     "doctor": DoctorOptions,

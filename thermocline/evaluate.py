@@ -136,8 +136,7 @@ class Reader:
             block_table=self._block_table[:n, : blocks_for(start + length)].copy(),
             logit_rows=tokens if wanted else tokens[:0],
         )
-        exact = self.sparsity != "off"
-        logits = forward(self.model, self._kv, batch, self.ops, exact=exact, stats=self.stats)
+        logits = forward(self.model, self._kv, batch, self.ops, sparsity=self.sparsity, stats=self.stats)
         return logits.reshape(n, length if wanted else 0, self.model.spec.vocab_size)
 
 
