@@ -100,10 +100,10 @@ def _storage(shape: tuple[int, ...]) -> F16:
 class BlockPool:
     """The blocks of the layers that look equally far back: `window` positions, or (None) all.
 
-    A block is free, used (a table holds it), or cached (nobody holds it; its tokens may come again). Without a
-    window, a sequence takes all its blocks at once. With one, it takes them as it goes and lets go of those
-    that its window has passed; it reserves the most it will hold, so that it never waits halfway. Shared blocks
-    count for each who holds them: what is reserved is at least what is used.
+    A block is free, used (a table holds it), or cached (nobody holds it; its tokens may come again).
+    Without a window, a sequence takes all its blocks at once. With one, it takes them as it goes, lets go of
+    those its window has passed, and reserves the most it will hold, so that it never waits halfway. A shared
+    block counts for each who holds it: what is reserved is at least what is used.
     """
 
     def __init__(self, n_blocks: int, block: int, window: int | None, chunk: int) -> None:
@@ -216,8 +216,9 @@ class BlockPool:
 class KVCache:
     """A pool for the layers without a window, one for those with it, as far as the model has such.
 
-    A sealed block is found by the name of all tokens up to its end: a digest of 256 bits, so that no two texts
-    share one, by chance or by design. Only full blocks are shared: nobody writes to a block that another holds.
+    A sealed block is found by the name of all tokens up to its end: a digest of 256 bits, so that no two
+    texts share one, by chance or by design. (Its beginning may be gone: a window does not need it.) Only full
+    blocks are shared: nobody writes to a block that another holds.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class KVCache:
         block: int = BLOCK,
         chunk: int = 1 << 31,
     ) -> None:
-        """`chunk`: the most positions of a sequence in one step. `window_blocks` None: as many as `n_blocks`."""
+        """`chunk`: the most positions of a sequence in one step. `window_blocks` None: `n_blocks`."""
         self.block = block
         windows = [spec.window(i) for i in range(spec.n_layers)]
         self.windows = sorted(set(windows), key=lambda window: window is not None)  # a pool each
