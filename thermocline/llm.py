@@ -85,7 +85,7 @@ class LLM:
                is a path
     threads    None: the physical cores this process may use
     context    tokens of prompt and answer together; None: the model's limit, but at most 4096, since memory
-               for all of it is reserved up front; any number up to the model's limit can be asked for
+               for it is reserved up front; any number up to the model's limit can be asked for
     format     of the weights where the model has to be packed: f32, f16, bf16, q8_0 or q4_0; None: a GGUF's
                own, else q8_0
     sparsity   "exact" skips neurons that are zero, with the same answer; "off" computes all
