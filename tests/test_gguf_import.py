@@ -357,3 +357,46 @@ def test_the_commands_take_a_gguf(twin: Callable[[str], Path], tmp_path: Path, t
     assert ran.code == 0 and "as q8_0" in ran.err and "bits a weight" in ran.err
     first = resolve(path, tmp_path / "cache", None)
     assert resolve(path, tmp_path / "cache", None) == first and "own" in first.name
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_gguf_without_a_tokenizer_is_refused_before_it_is_packed(
+    command: str, twin: Callable[[str], Path], tmp_path: Path, thermocline: Run
+) -> None:
+    path, cache = gguf_twins.write(twin("llama"), tmp_path / "m.gguf"), tmp_path / "cache"
+    given = ["-m", path, "--cache-dir", cache]
+    for packed in range(2):  # with its pack in the cache, which `bench` made, too
+        ran = thermocline(command, *given, *(["hello"] if command == "run" else []))
+        assert ran.code == 3 and f"{path}: has no tokenizer" in ran.err and ran.err.count("\n") == 1
+        assert ran.out == "" and (cache.exists() and len(list(cache.iterdir()))) == packed
+        assert thermocline("bench", *given, "-p", "4", "-n", "0", "-r", "1").code == 0
+
+
+def test_whoever_packs_says_what_it_cost_once(
+    twin: Callable[[str], Path], tmp_path: Path, thermocline: Run
+) -> None:
+    path = gguf_twins.write(
+        twin("llama"), tmp_path / "m.gguf", types=lambda n: "Q5_0" if "down" not in n else None
+    )
+    bench = ["bench", "-m", path, "-p", "4", "-n", "0", "-r", "1", "--cache-dir"]
+    told = thermocline(*bench, tmp_path / "a").err
+    assert told.count(f"{path}: ") == 1 and "of the weights converted" in told and "added RMS" in told
+    assert thermocline(*bench, tmp_path / "a").err == ""
+    assert thermocline(*bench, tmp_path / "b", "-q").err == ""
+
+
+def test_run_says_what_packing_cost(tmp_path: Path, thermocline: Run) -> None:
+    hf = twins._llama(tmp_path / "hf", 0, vocab_size=259)
+
+    def spoken(w: Any) -> None:
+        w.add_tokenizer_model("llama")
+        w.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))])
+        w.add_token_scores([0.0] * 259)
+        w.add_token_types([2, 3, 3, *[6] * 256])
+
+    path = gguf_twins.write(
+        hf, tmp_path / "m.gguf", types=lambda n: "Q4_1" if "down" not in n else None, more=spoken
+    )
+    run = ["run", "-m", path, "-n", "1", "hello", "--cache-dir", tmp_path / "cache"]
+    assert "of the weights converted" in thermocline(*run).err
+    assert "converted" not in thermocline(*run).err

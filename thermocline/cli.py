@@ -229,9 +229,11 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     from thermocline.llm import BUNDLED
     from thermocline.pack import Pack
 
-    packing = partial(progress.at, "packing")
-    given = None if o.model is None else locate(o.model, progress.at)
-    path = BUNDLED if given is None else resolve(given, config.cache_dir(o.cache_dir), o.format, packing)
+    path = BUNDLED
+    if o.model is not None:
+        given, packing = locate(o.model, progress.at), partial(progress.at, "packing")
+        told = None if o.quiet else note
+        path = resolve(given, config.cache_dir(o.cache_dir), o.format, packing, told=told)
     pack = Pack.open(path)
     tests = benchmark.tests_of(
         prompts=o.n_prompt,

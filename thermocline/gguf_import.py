@@ -100,7 +100,7 @@ def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
     """tokenizer.json and tokenizer_config.json, as far as the metadata has what they need."""
     m = gguf.metadata
     out: dict[str, bytes] = {}
-    if m.get("tokenizer.ggml.model") not in (None, "none", "no_vocab"):
+    if has_tokenizer(gguf):
         out["tokenizer.json"] = from_gguf(m, str(gguf.path))
     about: dict[str, Any] = {}
     template, tokens = m.get("tokenizer.chat_template"), m.get("tokenizer.ggml.tokens")
@@ -116,6 +116,10 @@ def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
     if about:
         out["tokenizer_config.json"] = json.dumps(about).encode()
     return out
+
+
+def has_tokenizer(gguf: GGUF) -> bool:
+    return gguf.metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
 
 
 def gguf_hash(gguf: GGUF) -> str:
