@@ -110,6 +110,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pack_writer",
         "quant",
         "safetensors",
+        "ternary",
         "tokenizer",
         "tokenizer_convert",
     },
@@ -164,6 +165,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "spec",
     },
     "template_worker": set(),
+    "ternary": {"errors", "mapped", "mapping", "safetensors"},
     "tokenizer": {"errors", "spec"},
     "tokenizer_convert": {
         "errors",

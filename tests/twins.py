@@ -296,6 +296,41 @@ def bitnet(path: Path) -> Path:
     return _transformers("BitNet", path, 19, hidden_act="relu2")
 
 
+def bitnet_online(path: Path) -> Path:
+    """microsoft/bitnet-b1.58-2B-4T-bf16: float weights, made ternary by the model's own linear layers."""
+
+    def online(config: Json) -> None:
+        config["quantization_config"] = {**AUTOBITLINEAR, "quantization_mode": "online"}
+
+    path = _transformers("BitNet", path, 28, hidden_act="relu2", tie_word_embeddings=True)
+    _edit_config(path, online)
+    return path
+
+
+def bitnet_offline(path: Path) -> Path:
+    """microsoft/bitnet-b1.58-2B-4T: ternary values, four a byte, and a number a matrix."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.bitnet import pack_weights
+
+    path = bitnet_online(path)
+    rng, out = np.random.default_rng(29), dict[str, torch.Tensor]()
+    for name, w in load_file(path / "model.safetensors").items():
+        if "_proj" in name:
+            ternary = torch.from_numpy(rng.integers(-1, 2, tuple(w.shape)).astype(np.float32))
+            scale = torch.tensor([1.2 * (0.8 + 0.4 * rng.random()) / w.shape[1] ** 0.5])
+            out[name], out[f"{name}_scale"] = pack_weights(ternary), scale.bfloat16()
+        else:
+            out[name] = w
+    save_file(out, path / "model.safetensors", {"format": "pt"})
+    offline = {**AUTOBITLINEAR, "quantization_mode": "offline"}
+    _edit_config(path, lambda config: config.update(quantization_config=offline))
+    return path
+
+
+AUTOBITLINEAR = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
+
+
 def falcon_7b(path: Path) -> Path:
     """One k and v head, one norm for both halves, side by side."""
     return _falcon(path, 20)
@@ -394,6 +429,8 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         nemotron_biased,
         arcee,
         bitnet,
+        bitnet_online,
+        bitnet_offline,
         falcon_7b,
         falcon_40b,
         falcon_rw,
@@ -465,6 +502,27 @@ def _minicpm_model(path: Path, config: Json) -> Any:
     return model
 
 
+def _bitnet_model(path: Path, config: Json) -> Any:
+    """transformers' BitNet with the weights its own quantised layers compute with, and float activations."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import BitNetConfig, BitNetForCausalLM
+    from transformers.integrations.bitnet import WeightQuant, unpack_weights
+
+    mode = config.pop("quantization_config")["quantization_mode"]
+    model = BitNetForCausalLM(BitNetConfig(**config, attn_implementation="eager"))
+    weights = load_file(path / "model.safetensors")
+    with torch.compiler.set_stance("force_eager"):  # they are marked for compilation, which needs a minute
+        for name in [n for n in weights if n.endswith("_proj.weight")]:
+            if mode == "online":
+                weights[name] = WeightQuant.forward(None, weights[name])
+            else:
+                scale = weights.pop(f"{name}_scale").float()
+                weights[name] = unpack_weights(weights[name], torch.float32) * scale
+    model.load_state_dict({"lm_head.weight": weights["model.embed_tokens.weight"], **weights})
+    return model
+
+
 def hf_model(path: Path) -> Any:
     """transformers' own model for a twin directory, in float32, with plain attention."""
     import torch
@@ -478,6 +536,8 @@ def hf_model(path: Path) -> Any:
         model = _bamboo_model(path, config)
     elif config["architectures"] == ["MiniCPMForCausalLM"]:
         model = _minicpm_model(path, config)
+    elif "quantization_config" in config:
+        model = _bitnet_model(path, config)
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.eval()

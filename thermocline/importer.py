@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline import hub, quant
+from thermocline import hub, quant, ternary
 from thermocline.errors import BadFile, IOFailure
 from thermocline.gguf_import import gguf_hash, has_tokenizer, is_gguf, pack_gguf
 from thermocline.gguf_in import GGUF
@@ -75,7 +75,7 @@ def _pack_directory(
     _require_model_directory(src)
     spec, mapping = read_config(src)
     with Checkpoint(src) as checkpoint:
-        source = MappedSource(str(src), checkpoint.tensors, checkpoint.where, mapping)
+        source = MappedSource(str(src), *ternary.seen(checkpoint, mapping), mapping)
         known = expected_tensors(spec, weight_format)
         write_pack(
             dst,

@@ -292,11 +292,45 @@ def _arcee(keys: Keys, stop: Any) -> Read:
 
 
 def _bitnet(keys: Keys, stop: Any) -> Read:
-    """BitNet b1.58 2B from its bf16 weights, as they are: gated squared ReLU, norms before out and down."""
+    """BitNet b1.58 2B: gated squared ReLU, norms before out and down; ternary weights if so configured."""
     keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
     keys.default_theta = 500000.0
     spec = _spec(keys, stop, "bitnet", sub_norms=True)
-    return spec, tensors(spec, biases=_biases(keys))
+    mapping, mode = tensors(spec, biases=_biases(keys)), _ternary_mode(keys)
+    if mode is None:
+        return spec, mapping
+    if keys.flag("attention_bias"):
+        raise keys.unsupported("attention_bias", "is not supported beside ternary weights")
+    layers = [p for name, pieces in mapping.tensors.items() if name.startswith("layers.") for p in pieces]
+    matrices = frozenset(str(p.tensor) for p in layers if len(p.shape) == 2)
+    packed = mode == "offline"
+    scales = (r".*\.weight_scale",) if packed else ()
+    ignored = (*mapping.ignored, *scales)
+    return spec, replace(mapping, ternary=matrices, packed=packed, ignored=ignored)
+
+
+def _ternary_mode(keys: Keys) -> str | None:
+    """ "online": from float weights; "offline": stored so; None: float weights as they are."""
+    group = keys.with_defaults({"quantization_config": None}).group("quantization_config")
+    if group is None:
+        return None
+    plain = {"modules_to_not_convert": None, "use_rms_norm": False, "rms_norm_eps": None}
+    group.with_defaults({"linear_class": "bitlinear", "quantization_mode": "offline", **plain})
+    for key, known in _TERNARY.items():
+        if group.raw(key) not in known:
+            raise group.unsupported(key, f"is not supported; known: {', '.join(map(str, known))}")
+    group.raw("rms_norm_eps")
+    group.finish()
+    return str(group.raw("quantization_mode"))
+
+
+_TERNARY: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("bitnet",),
+    "linear_class": ("autobitlinear",),
+    "quantization_mode": ("online", "offline"),
+    "modules_to_not_convert": (None, ["lm_head"]),
+    "use_rms_norm": (False,),
+}
 
 
 def _falcon(keys: Keys, stop: Any) -> Read:
