@@ -24,7 +24,7 @@ from thermocline.pack import Progress
 from thermocline.pack_writer import write_pack
 from thermocline.safetensors import quoted
 from thermocline.spec import ModelSpec
-from thermocline.tokenizer_convert import from_gguf
+from thermocline.tokenizer_convert import from_gguf, has_tokenizer
 from thermocline.torch_zip import read_flat_tensor
 
 _SAMPLE_BYTES = 4096
@@ -100,7 +100,7 @@ def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
     """tokenizer.json and tokenizer_config.json, as far as the metadata has what they need."""
     m = gguf.metadata
     out: dict[str, bytes] = {}
-    if has_tokenizer(gguf):
+    if has_tokenizer(m):
         out["tokenizer.json"] = from_gguf(m, str(gguf.path))
     about: dict[str, Any] = {}
     template, tokens = m.get("tokenizer.chat_template"), m.get("tokenizer.ggml.tokens")
@@ -116,10 +116,6 @@ def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
     if about:
         out["tokenizer_config.json"] = json.dumps(about).encode()
     return out
-
-
-def has_tokenizer(gguf: GGUF) -> bool:
-    return gguf.metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
 
 
 def gguf_hash(gguf: GGUF) -> str:

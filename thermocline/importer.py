@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from thermocline import hub, quant, ternary
 from thermocline.errors import BadFile, IOFailure
-from thermocline.gguf_import import gguf_hash, has_tokenizer, is_gguf, pack_gguf
+from thermocline.gguf_import import gguf_hash, is_gguf, pack_gguf
 from thermocline.gguf_in import GGUF
 from thermocline.gguf_source import Cost
 from thermocline.layout import expected_tensors
@@ -37,7 +37,7 @@ from thermocline.safetensors import (
     read_small,
 )
 from thermocline.tokenizer import FILE as TOKENIZER
-from thermocline.tokenizer_convert import ADDED_TOKENS, SENTENCEPIECE, from_directory
+from thermocline.tokenizer_convert import ADDED_TOKENS, SENTENCEPIECE, from_directory, has_tokenizer
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -231,5 +231,5 @@ def _opened(path: Path) -> Pack | None:
 def _has_tokenizer(path: Path) -> bool:
     if is_gguf(path):
         with GGUF(path) as gguf:
-            return has_tokenizer(gguf)
+            return has_tokenizer(gguf.metadata)
     return any(os.path.exists(path / name) for name in (TOKENIZER, SENTENCEPIECE))

@@ -473,18 +473,15 @@ READERS: dict[str, Callable[[Keys, Any], Read]] = {
 
 
 def gguf_architecture(spec: ModelSpec) -> str:
-    """llama.cpp's name for a model like this. Unsupported where it has none that computes the same."""
+    """GGUF's name for a model like this: llama.cpp's, or with ReLU PowerInfer's. Unsupported: it has none."""
     s = spec
-    if s.sparse:
-        raise Unsupported(
-            "llama.cpp has no architecture for this ReLU model: write the GGUF of a dense shape of its size "
-            "(one with SiLU, without --active)"
-        )
-    like_llama = s.norm == "rms" and s.gated and s.activation == "silu" and s.position == "rope"
+    like_llama = s.norm == "rms" and s.gated and s.activation in ("silu", "relu") and s.position == "rope"
     later = [f for f in fields(ModelSpec) if "later" in f.metadata]
     plain = all(getattr(s, f.name) == f.default for f in later)
-    if not like_llama or not plain or s.n_experts > 1 or s.rope_scaling is not None:
+    drelu = s.up_activation == "relu"
+    if not like_llama or not plain or s.n_experts > 1 or s.rope_scaling is not None or drelu > s.sparse:
         raise Unsupported(
-            "GGUF is written for dense SiLU models with an RMS norm and plain RoPE only, such as llama-2-7b"
+            "GGUF is written for models with SiLU or ReLU in a gated FFN, an RMS norm and plain RoPE only, "
+            "such as llama-2-7b"
         )
-    return "llama"
+    return "bamboo" if drelu else "llama"

@@ -29,7 +29,7 @@ class Tokenizer:
 
     def __init__(self, directory: Path | str, spec: ModelSpec | None = None) -> None:
         path = Path(directory) / FILE
-        self._tok = _load(path)
+        self._tok = load(path)
         highest = max(self._tok.get_vocab(with_added_tokens=True).values(), default=-1)
         if spec is not None and highest >= spec.vocab_size:
             raise BadFile(
@@ -116,7 +116,7 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
     """The library's tokenizer. It is imported here: 15 ms that `--help` need not wait for."""
     if not path.is_file():
         raise BadFile(f"{path}: not found; the model's directory needs a {FILE} to turn text into tokens")
