@@ -341,6 +341,11 @@ def falcon_40b(path: Path) -> Path:
     return _falcon(path, 21, new_decoder_architecture=True, num_kv_heads=2)
 
 
+def falcon_11b(path: Path) -> Path:
+    """Groups of heads, one norm for both halves."""
+    return _falcon(path, 30, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1)
+
+
 def falcon_rw(path: Path) -> Path:
     """One after the other, a k and v head for each q head, biases."""
     return _falcon(path, 22, multi_query=False, parallel_attn=False, bias=True, activation="relu")
@@ -392,6 +397,12 @@ def llama_yarn(path: Path) -> Path:
     return _llama(path, 26, rope_parameters=rope)
 
 
+def llama_yarn_beta(path: Path) -> Path:
+    """The blend elsewhere than by default."""
+    rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    return _llama(path, 31, rope_parameters=rope | {"beta_fast": 1.5, "beta_slow": 0.25})
+
+
 def minicpm(path: Path) -> Path:
     """muP: transformers has no such class, so `hf_logits` scales a Llama."""
 
@@ -399,6 +410,12 @@ def minicpm(path: Path) -> Path:
         config |= {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm"} | MUP
 
     _edit_config(_llama(path, 27, hidden_act="relu"), scaled)
+    return path
+
+
+def minicpm_s(path: Path) -> Path:
+    """MiniCPM-S: the same with FATReLU."""
+    _edit_config(minicpm(path), lambda c: c.update(hidden_act="fatrelu", hidden_act_param=FATRELU_THRESHOLD))
     return path
 
 
@@ -433,30 +450,41 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         bitnet_offline,
         falcon_7b,
         falcon_40b,
+        falcon_11b,
         falcon_rw,
         opt_350m,
         llama_linear,
         llama_dynamic,
         llama_yarn,
+        llama_yarn_beta,
         minicpm,
+        minicpm_s,
     )
 }
+
+
+def _plain(path: Path, config: Json, name: str, **changes: Any) -> Any:
+    """transformers' model of that name with a twin's weights, without the keys that it does not know."""
+    import transformers
+    from safetensors.torch import load_file
+
+    drop = ("architectures", "model_type", "hidden_act_param", *MUP)
+    plain = {k: v for k, v in config.items() if k not in drop} | changes
+    cls = getattr(transformers, f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(cls(**plain, attn_implementation="eager"))
+    model.load_state_dict(load_file(path / "model.safetensors"))
+    return model
 
 
 def _fatrelu_model(path: Path, config: Json) -> Any:
     """A Llama whose activation is x where x > threshold, else 0 (arXiv 2402.13516, eq. 5)."""
     import torch
-    from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     class FATReLU(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.where(x > config["hidden_act_param"], x, torch.zeros_like(x))
 
-    drop = ("architectures", "model_type", "hidden_act_param")
-    plain = {k: v for k, v in config.items() if k not in drop} | {"hidden_act": "relu"}
-    model = LlamaForCausalLM(LlamaConfig(**plain))
-    model.load_state_dict(load_file(path / "model.safetensors"))
+    model = _plain(path, config, "Llama", hidden_act="relu")
     for layer in model.model.layers:
         layer.mlp.act_fn = FATReLU()
     return model
@@ -465,12 +493,8 @@ def _fatrelu_model(path: Path, config: Json) -> Any:
 def _bamboo_model(path: Path, config: Json) -> Any:
     """A Mistral whose FFN is down(relu(gate x) * relu(up x)) (arXiv 2406.05955)."""
     import torch
-    from safetensors.torch import load_file
-    from transformers import MistralConfig, MistralForCausalLM
 
-    plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
-    model = MistralForCausalLM(MistralConfig(**plain, attn_implementation="eager"))
-    model.load_state_dict(load_file(path / "model.safetensors"))
+    model = _plain(path, config, "Mistral")
     for layer in model.model.layers:
         layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj, torch.nn.ReLU())
     return model
@@ -479,8 +503,6 @@ def _bamboo_model(path: Path, config: Json) -> Any:
 def _minicpm_model(path: Path, config: Json) -> Any:
     """Embeddings times scale_emb, halves scale_depth / sqrt(layers), logits base / dim."""
     import torch
-    from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     class Scaled(torch.nn.Module):
         def __init__(self, inner: Any, scale: float) -> None:
@@ -491,9 +513,8 @@ def _minicpm_model(path: Path, config: Json) -> Any:
             out = self.inner(*args, **kwargs)
             return (out[0] * self.scale, *out[1:]) if isinstance(out, tuple) else out * self.scale
 
-    plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type", *MUP)}
-    model = LlamaForCausalLM(LlamaConfig(**plain))
-    model.load_state_dict(load_file(path / "model.safetensors"))
+    fatrelu = config["hidden_act"] == "fatrelu"
+    model = _fatrelu_model(path, config) if fatrelu else _plain(path, config, "Llama")
     depth = MUP["scale_depth"] / len(model.model.layers) ** 0.5
     model.model.embed_tokens = Scaled(model.model.embed_tokens, MUP["scale_emb"])
     for layer in model.model.layers:
