@@ -16,7 +16,7 @@ from thermocline.errors import BadFile, Unsupported
 from thermocline.pretokenizers import PRE_TOKENIZERS
 from thermocline.tokenizer import load
 from thermocline.tokenizer_convert import WHOLE, from_gguf
-from thermocline.tokenizer_json import Kind
+from thermocline.tokenizer_json import WORDS, Kind
 
 Json = dict[str, Any]
 
@@ -47,7 +47,7 @@ def _keys(t: Json, bos: int | None, eos: int | None) -> Json:
     alone = first in ([], [bos]) and last in ([], [eos])
     if not vocab or sorted(vocab) != list(range(len(vocab))) or not alone:
         return {}
-    tokens, pieces, merges = [vocab[i] for i in range(len(vocab))], t["pre_tokenizer"] is None, _merges(model)
+    tokens, pieces, merges = [vocab[i] for i in range(len(vocab))], _cuts(t) is None, _merges(model)
     out: Json = {
         "model": names.SENTENCEPIECE if pieces else names.BYTE_LEVEL,
         "tokens": tokens,
@@ -111,9 +111,9 @@ def _merges(model: Json) -> list[tuple[str, str]]:
 
 
 def _cuts(t: Json) -> list[Json] | None:
-    """The pre-tokenizer's steps; a ByteLevel that cuts is GPT-2's cut, then bytes."""
+    """The pre-tokenizer's steps; None where its cuts change nothing. A ByteLevel that cuts is two steps."""
     pre = t["pre_tokenizer"]
-    if pre is None:
+    if pre in (None, WORDS):
         return None
     out: list[Json] = []
     for step in pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]:
