@@ -171,6 +171,10 @@ def bamboo(path: Path, seed: int = 8) -> Path:
 
 def opt(path: Path, seed: int = 5) -> Path:
     """Learned positions (offset 2), LayerNorm, biases everywhere, ungated ReLU, tied head."""
+    return _opt(path, seed, word_embed_proj_dim=64, do_layer_norm_before=True)
+
+
+def _opt(path: Path, seed: int, **changes: Any) -> Path:
     from transformers import OPTConfig, OPTForCausalLM
 
     config = OPTConfig(
@@ -180,8 +184,7 @@ def opt(path: Path, seed: int = 5) -> Path:
         num_hidden_layers=3,
         num_attention_heads=4,
         max_position_embeddings=CONTEXT,
-        word_embed_proj_dim=64,
-        do_layer_norm_before=True,
+        **changes,
     )
     return _save(OPTForCausalLM(config), path, seed)
 
@@ -368,19 +371,7 @@ def _falcon(path: Path, seed: int, **changes: Any) -> Path:
 
 def opt_350m(path: Path) -> Path:
     """Norms after each half, no last one, embeddings narrower than the model."""
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        ffn_dim=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT,
-        word_embed_proj_dim=32,
-        do_layer_norm_before=False,
-    )
-    return _save(OPTForCausalLM(config), path, 23)
+    return _opt(path, 23, word_embed_proj_dim=32, do_layer_norm_before=False)
 
 
 def llama_linear(path: Path) -> Path:

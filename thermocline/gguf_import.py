@@ -17,7 +17,7 @@ from thermocline.errors import BadFile
 from thermocline.gguf_in import GGUF
 from thermocline.gguf_model import read_model
 from thermocline.gguf_source import Cost, GGUFSource, formats_of
-from thermocline.layout import expected_tensors
+from thermocline.layout import optional_among
 from thermocline.manifest import KIND, MAX_RANK, VERSION, Predictor
 from thermocline.mapping import Mapping, Piece
 from thermocline.pack import Progress
@@ -45,7 +45,6 @@ def pack_gguf(
         formats: dict[str, str] = {}
         if weight_format is None:
             weight_format, formats = formats_of(source, spec, ranks)
-        known = expected_tensors(spec, weight_format)
         write_pack(
             dst,
             spec,
@@ -53,7 +52,7 @@ def pack_gguf(
             source,
             formats=formats,
             predictor=predictor,
-            optional=[n for n in (*mapping.tensors, *counts) if n in known and known[n].optional],
+            optional=optional_among((*mapping.tensors, *counts), spec),
             files=tokenizer_files(gguf),
             origin=("gguf", src.name, gguf_hash(gguf)),
             overwrite=overwrite,

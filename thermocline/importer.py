@@ -20,7 +20,7 @@ from thermocline.errors import BadFile, IOFailure
 from thermocline.gguf_import import gguf_hash, is_gguf, pack_gguf
 from thermocline.gguf_in import GGUF
 from thermocline.gguf_source import Cost
-from thermocline.layout import expected_tensors
+from thermocline.layout import optional_among
 from thermocline.manifest import COPIED, KIND, VERSION
 from thermocline.mapped import MappedSource
 from thermocline.models import read_config
@@ -76,13 +76,12 @@ def _pack_directory(
     spec, mapping = read_config(src)
     with Checkpoint(src) as checkpoint:
         source = MappedSource(str(src), *ternary.seen(checkpoint, mapping), mapping)
-        known = expected_tensors(spec, weight_format)
         write_pack(
             dst,
             spec,
             weight_format,
             source,
-            optional=[n for n in mapping.tensors if n in known and known[n].optional],
+            optional=optional_among(mapping.tensors, spec),
             files=_copied(src),
             origin=("huggingface", _label(src), _hash(src, checkpoint.shards)),
             overwrite=overwrite,
