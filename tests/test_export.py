@@ -127,6 +127,28 @@ def test_the_chat_template_goes_along(tmp_path: Path) -> None:
 # ---- tokenizers
 
 
+def test_tokens_that_only_the_model_has_are_written_as_unused(tmp_path: Path, thermocline: Run) -> None:
+    hf = twins._llama(tmp_path / "hf", 3, vocab_size=4101, bos_token_id=0, eos_token_id=0)
+    (hf / "tokenizer.json").write_bytes((BUNDLED / "tokenizer.json").read_bytes())
+    pack(hf, tmp_path / "a")
+    assert thermocline("pack", tmp_path / "a", "-o", tmp_path / "m.gguf").code == 0
+    with GGUF(tmp_path / "m.gguf") as written:
+        assert written.metadata["tokenizer.ggml.tokens"][4094:] == [*tokens()[4094:], *PADS]
+        assert list(written.metadata["tokenizer.ggml.token_type"][4095:]) == [1, *[5] * 5]
+    pack(tmp_path / "m.gguf", tmp_path / "b")
+    text = "Once upon a [PAD4096] time"
+    ids = [Tokenizer(tmp_path / x, Pack.open(tmp_path / x).spec).encode(text) for x in "ab"]
+    assert ids[0] == ids[1]
+
+
+PADS = [f"[PAD{i}]" for i in range(4096, 4101)]
+
+
+def tokens() -> list[str]:
+    vocab: dict[str, int] = bundled_tokenizer()["model"]["vocab"]
+    return sorted(vocab, key=lambda t: vocab[t])
+
+
 def bundled_tokenizer() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((BUNDLED / "tokenizer.json").read_text())
     return found
@@ -151,7 +173,7 @@ def test_a_tokenizer_that_gguf_cannot_say_is_kept_whole(case: str, tmp_path: Pat
     UNSAID[case](t)
     data = json.dumps(t).encode()
     path.write_bytes(data)
-    keys = to_gguf(path, 0, 0)
+    keys = to_gguf(path, 0, 0, 4096)
     assert keys == {"tokenizer.ggml.model": "none", WHOLE: data.decode()}
     assert from_gguf(keys, "m.gguf") == data
     with pytest.raises(BadFile, match=WHOLE):
@@ -160,7 +182,7 @@ def test_a_tokenizer_that_gguf_cannot_say_is_kept_whole(case: str, tmp_path: Pat
 
 @pytest.mark.parametrize("ids", [(1, 0), (None, 0)])
 def test_another_begin_token_than_the_models_is_kept_whole(ids: tuple[int | None, int]) -> None:
-    assert WHOLE in to_gguf(BUNDLED / "tokenizer.json", *ids)
+    assert WHOLE in to_gguf(BUNDLED / "tokenizer.json", *ids, 4096)
 
 
 @pytest.mark.shared
@@ -175,7 +197,7 @@ def test_real_tokenizers_cut_text_as_before(name: str, shared_data: Path, tmp_pa
             path.write_bytes(from_gguf(vocab.metadata, name))
     a = tokenizers.Tokenizer.from_file(str(path))
     first = a.encode("x").ids[0] if len(a.encode("x").ids) > 1 else None
-    keys = to_gguf(path, first, None)
+    keys = to_gguf(path, first, None, a.get_vocab_size() + 3)
     assert (WHOLE in keys) == (name == "neox")  # which looks for some of its tokens in normalised text
     b = tokenizers.Tokenizer.from_buffer(from_gguf(keys, name))
     rng = random.Random(0)

@@ -168,7 +168,8 @@ def _add_tokenizer(w: Any, pack: Pack) -> None:
     gguf, s = _package(), pack.spec
     keys: dict[str, Any] = {"tokenizer.ggml.model": "none"}
     if TOKENIZER in pack.files:
-        keys = to_gguf(pack.path / TOKENIZER, s.bos_id, s.eos_ids[0] if s.eos_ids else None)
+        first_eos = s.eos_ids[0] if s.eos_ids else None
+        keys = to_gguf(pack.path / TOKENIZER, s.bos_id, first_eos, s.vocab_size)
     ids = [("bos", s.bos_id), *zip(_ENDS, s.eos_ids, strict=False)]
     keys |= {f"tokenizer.ggml.{name}_token_id": i for name, i in ids if i is not None}
     if (template := _chat_template(pack)) is not None:

@@ -23,19 +23,25 @@ Json = dict[str, Any]
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def to_gguf(path: Path, bos: int | None, eos: int | None) -> Json:
+def to_gguf(path: Path, bos: int | None, eos: int | None, vocab_size: int) -> Json:
     """Keys and values for a tokenizer.json. `bos` and `eos` are the model's own, whose keys are the same.
 
+    llama.cpp wants as many tokens as the model has: those that the tokenizer lacks are unused ones.
     A tokenizer that the keys cannot say is kept whole under a key that llama.cpp and PowerInfer do not read.
     """
     original: Json = json.loads(load(path).to_str())
     keys = {f"tokenizer.ggml.{k}": v for k, v in _keys(original, bos, eos).items()}
     try:
         if _meaning(json.loads(from_gguf(keys, ""))) == _meaning(original):
+            missing = range(len(keys["tokenizer.ggml.tokens"]), vocab_size)
+            keys["tokenizer.ggml.tokens"] += [f"[PAD{i}]" for i in missing]
+            keys["tokenizer.ggml.token_type"] += [int(Kind.UNUSED)] * len(missing)
+            if pieces := keys.get("tokenizer.ggml.scores"):
+                pieces += [-float(len(pieces))] * len(missing)
             return keys
     except (BadFile, Unsupported):
         pass
-    return {"tokenizer.ggml.model": "none", WHOLE: path.read_text("utf-8")}
+    return {"tokenizer.ggml.model": "none", WHOLE: path.read_bytes().decode()}
 
 
 def _keys(t: Json, bos: int | None, eos: int | None) -> Json:
