@@ -195,18 +195,26 @@ class ChatOptions(Generation):
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Turn a Hugging Face directory or a GGUF file into a pack."""
+    """Turn a Hugging Face directory or a GGUF file into a pack, or a pack into a GGUF file."""
 
     source: str = opt(
         "",
         nonempty,
         "SRC",
         "Model",
-        "Hugging Face directory or GGUF file.",
+        "Hugging Face directory or GGUF file; or a pack.",
         positional=True,
         required=True,
     )
-    output: str = opt("", nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", required=True)
+    output: str = opt(
+        "",
+        nonempty,
+        "DIR",
+        "Model",
+        "Pack directory to write; or, of a pack, NAME.gguf.",
+        flags="-o",
+        required=True,
+    )
     format: str | None = _format("Weight format.")
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack.")
     json: bool = _json()

@@ -93,6 +93,7 @@ class LLM:
     progress   called with ("downloading", "packing" or "loading", bytes done, bytes in all)
     lazy       read the weights at the first request that can be answered: a bad one is refused at once
     chat_template  Jinja, in place of the model's own
+    told       called with one line where packing a GGUF converted weights: what it cost
 
     Safe to use from several threads.
     """
@@ -110,6 +111,7 @@ class LLM:
         progress: Progress | None = None,
         lazy: bool = False,
         chat_template: str | None = None,
+        told: Callable[[str], None] | None = None,
     ) -> None:
         _check_choice("sparsity", sparsity, SPARSITIES)
         _check_count("threads", threads)
@@ -121,7 +123,9 @@ class LLM:
         cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
         packing = partial(self._progress, "packing")
         path = None if model is None else locate(model, self._progress)
-        self._pack = Pack.open(BUNDLED if path is None else resolve(path, cache_dir, format, packing))
+        if path is not None:
+            path = resolve(path, cache_dir, format, packing, text=True, told=told)
+        self._pack = Pack.open(BUNDLED if path is None else path)
         self.path, self.spec = self._pack.path, self._pack.spec
         self.weight_format, self.weights_bytes = self._pack.weight_format, self._pack.weights_bytes
         self.sparsity = sparsity
