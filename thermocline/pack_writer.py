@@ -347,7 +347,7 @@ def _remove_stale(dst: Path) -> None:
             os.close(lock(path))
         except OSError:
             continue
-        if m[2] and not os.path.lexists(dst):  # killed between two renames
+        if m[2] and not os.path.lexists(dst) and (path / "pack.json").exists():  # killed between two renames
             os.rename(path, dst)
             continue
         shutil.rmtree(path, ignore_errors=True)
