@@ -247,9 +247,11 @@ static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const S
     c.attention_add(x.data(), h.data(), a.layer, s.step, static_cast<uint16_t*>(k.data()), static_cast<uint16_t*>(v.data()));
 }
 
-static std::tuple<size_t, size_t, size_t> ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, bool exact) {
+static std::tuple<size_t, size_t, size_t> ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, bool exact,
+                                                  std::optional<MutF2> record) {
     check_rows(x, h, f.layer.gate.weight.cols);
-    const tc::FFNArgs a = {f.layer, x.data(), h.data(), x.shape(0), x.shape(1), exact};
+    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.gate.weight.rows), "record has the wrong shape");
+    const tc::FFNArgs a = {f.layer, x.data(), h.data(), x.shape(0), x.shape(1), exact, record ? record->data() : nullptr};
     tc::FFNCounts r;
     {
         nb::gil_scoped_release release;
@@ -436,5 +438,6 @@ NB_MODULE(_native, m) {
              "out"_a.noconvert())
         .def("attention_add", &attention_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "step"_a,
              "k"_a.noconvert(), "v"_a.noconvert())
-        .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "exact"_a);
+        .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "exact"_a,
+             "record"_a.noconvert() = nb::none());
 }

@@ -256,6 +256,7 @@ FFNCounts Context::ffn_add(const FFNArgs& a) {
     for (size_t t = 0; t < a.tokens; t += kBlock) {
         FFNArgs part = a;
         part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kBlock, a.tokens - t);
+        if (a.record) part.record = a.record + t * a.ffn.gate.weight.rows;
         const bool plain = a.ffn.join.plain();
         if (!plain) {
             part.x = grown(branch_, part.tokens * a.dim);
@@ -298,6 +299,7 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
                     h[i] = a.ffn.up_relu && u <= 0 ? 0.0f : h[i] * u;
                 }
                 for (size_t i = begin; i < end; i++) live += h[i] != 0;
+                if (a.record) std::copy(h + begin, h + end, a.record + t * n + begin);
                 if (!whole_rows && copy) k.quantize(f, h, n, begin, end, false, bytes, t, hidden);
             }
         }
@@ -332,7 +334,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     const int threads = pool.threads();
     const bool skip = a.exact && (a.ffn.activation == RELU || a.ffn.activation == FATRELU || a.ffn.activation == RELU2);
     const bool normed = a.ffn.sub_norm.weight != nullptr;  // then all activations are known before down begins
-    const bool few = tokens <= kFewTokens && !normed;
+    const bool few = tokens <= kFewTokens && !normed && !a.record;  // the kernel of few tokens keeps h to itself
     const Input in = input(a.ffn.gate.weight, a.ffn.norm, a.h, tokens, input_);
 
     float* gate = grown(gate_, tokens * n);      // [tokens, n] activations
@@ -354,6 +356,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
         k.matmul(a.ffn.gate.weight, nullptr, begin, end, in, a.ffn.gate.bias, false, gate + begin, n,
                  scratch + size_t(thread) * panel_stride_);
         for (size_t t = 0; t < tokens; t++) k.activate(gate + t * n + begin, end - begin, a.ffn.activation, a.ffn.threshold);
+        for (size_t t = 0; a.record && t < tokens; t++) std::fill(a.record + t * n + begin, a.record + t * n + end, 0.0f);
         size_t found = 0;
         for (size_t i = begin; i < end; i++) {
             bool needed = !skip;
@@ -374,6 +377,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
                 float& h = hidden[t * n + i];
                 h = !a.ffn.up.data ? g : a.ffn.up_relu && h <= 0 ? 0.0f : g * h;
                 live += h != 0;
+                if (a.record) a.record[t * n + size_t(ids[i])] = h;
             }
         }
         active.fetch_add(live, std::memory_order_relaxed);

@@ -77,6 +77,7 @@ struct FFNArgs {
     const float* h;
     size_t tokens, dim;
     bool exact;
+    float* record;  // [tokens, neurons], or null: takes h, what down is multiplied with (before sub_norm); 0 where skipped
 };
 struct FFNCounts {
     size_t active, rows, rows_dense;

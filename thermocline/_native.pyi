@@ -142,5 +142,10 @@ class Context:
     def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None: ...
     def attention(self, qkv: F32, heads: Heads, step: Step, k: F16, v: F16, out: F32) -> None: ...
     def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, k: F16, v: F16) -> None: ...
-    def ffn_add(self, x: F32, h: F32, layer: FFN, exact: bool) -> tuple[int, int, int]:
-        """-> (non-zero activations, up/down rows read, up/down rows of a dense pass)"""
+    def ffn_add(
+        self, x: F32, h: F32, layer: FFN, exact: bool, record: F32 | None = None
+    ) -> tuple[int, int, int]:
+        """-> (non-zero activations, up/down rows read, up/down rows of a dense pass)
+
+        `record` [tokens, neurons] takes h, what down is multiplied with (before a sub-norm); 0 where skipped.
+        """

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thermocline.config_offline import ProfileOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -368,6 +369,7 @@ COMMANDS: dict[str, type[Any]] = {
     "synth": SynthOptions,
     "inspect": InspectOptions,
     "verify": VerifyOptions,
+    "profile": ProfileOptions,
     "bench": BenchOptions,
     "doctor": DoctorOptions,
     "pull": PullOptions,

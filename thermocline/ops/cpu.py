@@ -77,8 +77,16 @@ class CpuOps:
     ) -> None:
         self.native.attention_add(x, h, bound, step, kv.k, kv.v)
 
-    def ffn_add(self, x: F32, h: F32, bound: _native.FFN, exact: bool, stats: FFNStats) -> None:
-        active, rows, rows_dense = self.native.ffn_add(x, h, bound, exact)
+    def ffn_add(
+        self,
+        x: F32,
+        h: F32,
+        bound: _native.FFN,
+        exact: bool,
+        stats: FFNStats,
+        record: F32 | None = None,
+    ) -> None:
+        active, rows, rows_dense = self.native.ffn_add(x, h, bound, exact, record)
         stats.active += active
         stats.neurons += len(x) * bound.neurons
         stats.rows += rows

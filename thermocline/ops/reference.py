@@ -161,8 +161,11 @@ def _join(x: F32, y: F32, spec: ModelSpec, n: Norm | None) -> None:
     x += np.float32(spec.residual_scale) * _normed(spec, n, y)
 
 
-def ffn_add(x: F32, h: F32, bound: Bound, exact: bool, stats: FFNStats) -> None:
-    """x += FFN(norm(h)), in place; h may be x. `exact` skips the neurons no token needs: same answer."""
+def ffn_add(x: F32, h: F32, bound: Bound, exact: bool, stats: FFNStats, record: F32 | None = None) -> None:
+    """x += FFN(norm(h)), in place; h may be x. `exact` skips the neurons no token needs: same answer.
+
+    `record` [tokens, ffn_dim] takes what down is multiplied with (before a sub-norm).
+    """
     spec, f = bound.spec, bound.layer.ffn
     h = _normed(spec, bound.layer.ffn_norm, h)
     a = activate(
@@ -177,6 +180,8 @@ def ffn_add(x: F32, h: F32, bound: Bound, exact: bool, stats: FFNStats) -> None:
     stats.neurons += a.size
     stats.rows += len(needed)
     stats.rows_dense += spec.ffn_dim
+    if record is not None:
+        record[:] = a
     a = _normed(spec, bound.layer.ffn_sub_norm, a)
     down = f.down if f.bundles else f.down.T
     y = a[:, needed] @ down[needed]
