@@ -126,7 +126,7 @@ class Reader:
             self._forward(_batch(ids, at, self._block_table, wanted=False), sparsity, FFNStats())
 
     def read(self, texts: I32, start: int, stop: int) -> F32:
-        """-> logits [windows, positions, vocab] after positions [start, stop); earlier ones have been read."""
+        """-> logits [windows, positions, vocab] after positions [start, stop); the earlier are read."""
         parts = []
         for ids, at in _cuts(texts, start, stop, self.step):
             logits = self._forward(_batch(ids, at, self._block_table), self.sparsity, self.stats)
