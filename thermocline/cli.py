@@ -245,7 +245,7 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     )
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
-    return benchmark.Bench(pack, tests, feed, exact=o.sparsity == "exact", progress=progress.at)
+    return benchmark.Bench(pack, tests, feed, sparsity=o.sparsity, progress=progress.at)
 
 
 # ---- doctor

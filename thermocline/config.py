@@ -33,7 +33,7 @@ from thermocline.options import (
 )
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-SPARSITIES = ("exact", "off")
+SPARSITIES = ("exact", "predict", "off")
 BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
 
@@ -66,7 +66,10 @@ def _cache_dir() -> Any:
 
 
 def _sparsity() -> Any:
-    help = "exact: skip neurons whose activation is zero, with the same answer; off: compute all."
+    help = (
+        "exact: skip neurons whose activation is zero, with the same answer; predict: also those that the "
+        "pack's predictors take for zero, with nearly the same answer; off: compute all."
+    )
     return opt("exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model", help)
 
 

@@ -84,6 +84,7 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "from_cache": in_cache,
         "active_fraction": f.active_fraction,
         "rows_fraction": f.rows_fraction,
+        "predicted_fraction": f.predicted_fraction,
         "sparsity": llm.sparsity,
         "isa": hardware.isa().chosen,
         "threads": llm.threads,
@@ -122,7 +123,8 @@ def line_of(f: dict[str, Any]) -> str:
         parts.append(f"{f['gb_per_s']:.3g} GB/s{_roof_words(f)}")
         parts.append(f"{f['bytes_per_token'] / 1e6:.3g} MB/token")
     if f["active_fraction"] is not None:
-        parts.append(f"{_percent(f['active_fraction'])} of neurons active")
+        guessed = f"{_percent(f['predicted_fraction'])} predicted, " if f["sparsity"] == "predict" else ""
+        parts.append(f"{guessed}{_percent(f['active_fraction'])} of neurons active")
     parts += [f["sparsity"], f["isa"], f"{f['threads']} thread{'s' * (f['threads'] > 1)}"]
     return " · ".join(parts)
 
