@@ -616,7 +616,7 @@ def activated(isa: str, activation: str, values: F32, threshold: float = 0.0) ->
     spec = replace(SPEC, dim=n, ffn_dim=n, activation=activation, activation_threshold=threshold, gated=False)
     y = np.zeros_like(values)
     bound = bound_ffn(cpu(isa), spec, FFN(Linear(eye, None), None, eye, None, True))
-    cpu(isa).ffn_add(y, values, bound, False, FFNStats())
+    cpu(isa).ffn_add(y, values, bound, "off", FFNStats())
     return y
 
 
@@ -873,7 +873,7 @@ class Good:
 
     def ffn_add(self, x: Any = None, h: Any = None, **changes: Any) -> None:
         x, h = self.x.copy() if x is None else x, self.x if h is None else h
-        self.c.ffn_add(x, h, self.ffn(**changes), True)
+        self.c.ffn_add(x, h, self.ffn(**changes), 1)
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:

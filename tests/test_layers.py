@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "importer",
         "llm",
         "pack",
+        "predictor",
         "report",
         "tokenizer",
         "weights",

@@ -91,7 +91,7 @@ class Attention:
     ) -> Attention: ...
 
 class Predictor:
-    """score = second . f(first . x), or second . x without `first`; f is ReLU with `relu`, else the identity."""
+    """score = second . f(first . x), or second . x without `first`; f is ReLU with `relu`, else nothing."""
 
     def __new__(
         cls, first: Matrix | None, second: Matrix, threshold: F32, hot: int, relu: bool

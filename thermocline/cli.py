@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import __version__, cli_offline, config, report
+from thermocline import __version__, cli_offline, config, config_offline, report
 from thermocline.cli_text import chat, run
-from thermocline.config_offline import EvalOptions
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
 from thermocline.options import add_arguments, read_options
@@ -92,9 +91,11 @@ def command(argv: Sequence[str]) -> int:
             return inspect(options)
         case config.VerifyOptions():
             return verify(options)
+        case config_offline.ProfileOptions():
+            return cli_offline.profile(options)
         case config.BenchOptions():
             return bench(options)
-        case EvalOptions():
+        case config_offline.EvalOptions():
             return cli_offline.evaluate(options)
         case config.DoctorOptions():
             return doctor(options)

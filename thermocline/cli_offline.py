@@ -5,6 +5,7 @@ Must not know kernels, tensors or scheduling. What is heavy is imported when a c
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,15 +14,115 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from thermocline import config, config_offline, report
-from thermocline.console import INTERRUPTED, Progress, emit, emit_json
+from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import UsageError
 
 if TYPE_CHECKING:
     from thermocline.decoder import I32
     from thermocline.evaluate import Reader
     from thermocline.pack import Pack
+    from thermocline.predictor import Predictors
+    from thermocline.profiler import Done, Request
 
 T = TypeVar("T")
+
+
+# ---- profile
+
+
+def profile(o: config_offline.ProfileOptions) -> int:
+    from thermocline import profile_plot, profiler
+    from thermocline.profile import summary
+
+    plot = Path(o.plot) if o.plot is not None else None
+    if plot is not None:
+        profile_plot.check(plot)
+    remark = (lambda text: None) if o.quiet else note
+    with Progress(quiet=o.quiet) as progress:
+        request = profile_request(o)
+        n, text = request.samples, request.corpus
+        size = report.size(n * profiler.sample_bytes(request.pack.spec))
+        remark(f"{text.tokens:,} tokens of {text.name}; {n:,} samples for training, about {size}")
+        try:
+            done = profiler.profile(request, progress.at, remark)
+        except KeyboardInterrupt:
+            remark("interrupted: the same command goes on from here")
+            return INTERRUPTED
+    if plot is not None:
+        profile_plot.draw(done.profile, plot, request.pack.path.name)
+    about = {"path": str(request.output), **summary(done.profile), **_done_keys(done)}
+    if o.json:
+        emit_json(about)
+    else:
+        emit(report.table(report.profile_rows(about)))
+    for name in done.dropped:
+        remark(f"{name} was made for the old order of neurons and is gone: run `thermocline train` again")
+    return 0
+
+
+def _done_keys(done: Done) -> dict[str, Any]:
+    found = {k: v for k, v in vars(done).items() if k != "profile"}
+    return {**found, "dropped": list(done.dropped)}
+
+
+def profile_request(o: config_offline.ProfileOptions) -> Request:
+    """What cannot be profiled is refused before the text is read."""
+    from thermocline import corpus, hardware, profiler, tokenizer
+    from thermocline.activity import UNIT
+    from thermocline.llm import BUNDLED
+    from thermocline.pack import Pack
+    from thermocline.pack_writer import check_target
+
+    path = pack_directory(o.model)
+    output = path if o.output is None else Path(o.output)
+    if os.path.realpath(output) == os.path.realpath(BUNDLED):
+        raise UsageError(
+            "the bundled model is part of the program and stays as it is; -o DIR writes a profiled one"
+        )
+    if o.output is not None and os.path.realpath(output) != os.path.realpath(path):
+        check_target(Path(os.path.realpath(output)), o.force)
+    pack = Pack.open(path)
+    profiler.check_sparse(pack.spec)
+    limit = pack.spec.max_context
+    if o.ctx > limit:
+        raise UsageError(f"--ctx {o.ctx}: the model's limit is {limit}")
+    context = o.ctx or min(corpus.CONTEXT, limit)
+    if o.corpus:
+        text = corpus.read_corpus(pack, o.corpus, o.tokens, context, UNIT)
+    elif (path / tokenizer.FILE).exists():
+        raise UsageError(
+            "missing the text to count over: --corpus FILES, such as books or a part of Wikipedia"
+        )
+    else:
+        text = corpus.random_corpus(pack, max(UNIT, o.tokens), context, UNIT)
+    samples = profiler.default_samples(pack.spec) if o.samples < 0 else o.samples
+    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    return profiler.Request(
+        pack=pack,
+        corpus=text,
+        output=output,
+        context=context,
+        samples=min(samples, text.tokens),
+        threads=threads,
+        workers=o.workers,
+        overwrite=o.force,
+    )
+
+
+def pack_directory(model: str | None) -> Path:
+    """A pack named on the command line; what it is instead, and how to make one of it."""
+    from thermocline.importer import resolve
+    from thermocline.llm import BUNDLED
+
+    path = BUNDLED if model is None else Path(model)
+    if (path / "pack.json").exists():
+        return path
+    if (path / "config.json").exists() or path.suffix == ".gguf":
+        raise UsageError(f"{path}: not a pack; make one with `thermocline pack {path} -o DIR`")
+    return resolve(path, "", "f32")  # raises: says what it is instead
+
+
+# ---- eval
 
 
 def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
@@ -35,15 +136,19 @@ def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
     return found, False
 
 
-# ---- eval
-
-
 @dataclass(frozen=True)
 class Side:
     """One of what is compared."""
 
     pack: Pack
     sparsity: str
+    predictors: Predictors | None  # what `predict` needs
+
+    @staticmethod
+    def of(pack: Pack, sparsity: str) -> Side:
+        from thermocline.llm import predictors_for
+
+        return Side(pack, sparsity, predictors_for(pack, sparsity))
 
 
 def evaluate(o: config_offline.EvalOptions) -> int:
@@ -81,11 +186,11 @@ def evaluate(o: config_offline.EvalOptions) -> int:
 
 
 def _sides(o: config_offline.EvalOptions, progress: Progress) -> list[Side]:
-    own = Side(_opened(o.model, progress), o.sparsity)
+    own = Side.of(_opened(o.model, progress), o.sparsity)
     if o.against is None:
         return [own]
-    if o.against not in config.SPARSITIES:
-        return [own, Side(_opened(o.against, progress), "exact")]
+    if o.against not in config_offline.SPARSITIES:
+        return [own, Side.of(_opened(o.against, progress), "exact")]
     if not own.pack.spec.sparse:
         raise UsageError(
             f"{own.pack.path}: its activation ({own.pack.spec.activation}) is never zero, so there is "
@@ -93,7 +198,7 @@ def _sides(o: config_offline.EvalOptions, progress: Progress) -> list[Side]:
         )
     if o.against == o.sparsity:
         raise UsageError(f"--sparsity and --against are both {o.against}: nothing to compare")
-    return [own, Side(own.pack, o.against)]
+    return [own, Side.of(own.pack, o.against)]
 
 
 def _opened(model: str | None, progress: Progress) -> Pack:
@@ -138,17 +243,21 @@ def _readers(sides: Sequence[Side], context: int, threads: int, progress: Progre
     from thermocline.decoder import bind, for_context
 
     packs = {side.pack.path: side.pack for side in sides}
+    predictors = {side.pack.path: side.predictors for side in sides if side.predictors is not None}
     evaluate.check_memory(
         [side.pack.spec for side in sides],
-        weights_bytes=sum(pack.weights_bytes for pack in packs.values()),
+        weights_bytes=sum(weights.memory_bytes(pack, predictors.get(path)) for path, pack in packs.items()),
         available_bytes=hardware.available_bytes(),
         context=context,
         threads=threads,
     )
+    bar = partial(progress.at, "loading")
     loaded = {
-        path: weights.load(pack, threads=threads, progress=partial(progress.at, "loading"))
+        path: weights.load(pack, threads=threads, predictors=predictors.get(path), progress=bar)
         for path, pack in packs.items()
     }
+    for one in predictors.values():
+        one.close()
     ops = loaded[sides[0].pack.path].ops
     models = {
         path: bind(for_context(packs[path].spec, context), one.weights, ops) for path, one in loaded.items()
@@ -180,6 +289,9 @@ def _measured(
 
 
 def _active(reader: Reader) -> dict[str, Any]:
-    """Null where no neuron is ever inactive."""
-    sparse = reader.model.spec.sparse
-    return {"active_fraction": reader.stats.active / max(1, reader.stats.neurons) if sparse else None}
+    """Null where no neuron is ever inactive; where none is predicted."""
+    s, sparse = reader.stats, reader.model.spec.sparse
+    return {
+        "active_fraction": s.active / max(1, s.neurons) if sparse else None,
+        "predicted_fraction": s.predicted / max(1, s.rows_dense) if reader.sparsity == "predict" else None,
+    }

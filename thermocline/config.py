@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thermocline.config_offline import EvalOptions
+from thermocline.config_offline import SPARSITIES as SPARSITIES
+from thermocline.config_offline import EvalOptions, ProfileOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -33,7 +34,6 @@ from thermocline.options import (
 )
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-SPARSITIES = ("exact", "predict", "off")
 BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
 
@@ -362,6 +362,7 @@ COMMANDS: dict[str, type[Any]] = {
     "synth": SynthOptions,
     "inspect": InspectOptions,
     "verify": VerifyOptions,
+    "profile": ProfileOptions,
     "bench": BenchOptions,
     "eval": EvalOptions,
     "doctor": DoctorOptions,

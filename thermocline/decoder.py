@@ -21,7 +21,7 @@ from thermocline.spec import ModelSpec, RopeScaling
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 
-# Which neurons an FFN computes: all; those whose gate is not zero, the same answer; of the predicted ones, those.
+# Neurons an FFN computes: all; those whose gate is not zero (the same answer); of the predicted ones, those.
 SPARSITIES = ("off", "exact", "predict")
 FEW = 4  # tokens that `predict` guesses for; more share too many neurons, and are computed exactly
 
@@ -215,7 +215,7 @@ def rope_tables(spec: ModelSpec, positions: I32, local: bool = False) -> tuple[F
 def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, sparsity: str, stats: FFNStats) -> F32:
     """One step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size].
 
-    `sparsity`: one of `SPARSITIES`; a layer without predictor, or a batch of more than `FEW`, is never guessed.
+    `sparsity`: of `SPARSITIES`; a layer without predictor, or a batch of more than `FEW`, is not guessed.
     """
     spec, layers = model.spec, model.weights.layers
     x = _embedded(model, batch, ops)

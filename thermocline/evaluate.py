@@ -2,6 +2,11 @@
 
 Owns windows, scores and their statistics, as llama-perplexity defines them. Must not know flags or where a
 model comes from: a `Reader` holds a loaded one, and several may share its weights.
+
+    texts = windows(tokenizer, text, context)
+    model = bind(for_context(spec, context), loaded.weights, loaded.ops)
+    predict, exact = (Reader(model, loaded.ops, context=context, sparsity=s) for s in ("predict", "exact"))
+    divergence(predict, exact, texts).kld
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.decoder import F32, I32, Batch, FFNStats, Model, forward
+from thermocline.decoder import F32, FEW, I32, Batch, FFNStats, Model, forward
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.kv import BLOCK as KV_BLOCK
 from thermocline.kv import KVCache, blocks_for, bytes_for
@@ -26,7 +31,6 @@ from thermocline.tokenizer import Tokenizer
 F64 = NDArray[np.float64]
 Progress = Callable[[int, int], None]  # windows done, windows in all
 PIECE = 256  # tokens of a forward pass, as the engine computes prompts
-FEW = 4  # tokens of a forward pass that takes the path of generated tokens, at most
 LOGITS = 1 << 24  # a reader's logits at a time: 64 MiB
 BLOCK = 1 << 17  # of them in f64 at a time: 1 MiB, which stays in the second-level cache
 SMALLEST = 4  # tokens of a window: one is predicted from the two before it
@@ -134,7 +138,7 @@ class Reader:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def _forward(self, batch: Batch, sparsity: str, stats: FFNStats) -> F32:
-        return forward(self.model, self._kv, batch, self.ops, exact=sparsity != "off", stats=stats)
+        return forward(self.model, self._kv, batch, self.ops, sparsity=sparsity, stats=stats)
 
 
 def _cuts(texts: I32, start: int, stop: int, step: int) -> Iterator[tuple[I32, int]]:

@@ -307,7 +307,7 @@ def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
         return None
     if not pack.spec.sparse:
         raise UsageError(
-            f"{pack.path}: its {pack.spec.activation} neurons are never zero, so there is nothing to predict; "
+            f"{pack.path}: its {pack.spec.activation} neurons are never zero: nothing to predict; "
             "use --sparsity exact"
         )
     found = open_predictors(pack)

@@ -1,7 +1,7 @@
 """Predictors of active neurons: what they compute (numpy, the specification), and the file that holds them.
 
-`PACK/predictors.safetensors` is a sidecar (sidecar.py) with one predictor, or none, for each layer. Must not know
-how they are found; `weights.py` gives them to the native core.
+`PACK/predictors.safetensors` is a sidecar (sidecar.py) with one predictor, or none, for each layer. Must not
+know how they are found; `weights.py` gives them to the native core.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LayerPredictor:
 
     mlp: score = second . relu(first . x); svd: second . (first . x);
     sign: how many of x's signs agree with the gate row's, less how many do not.
-    Neuron i is predicted active where its score is at least threshold[i]; neurons [0, hot) are not asked about.
+    Neuron i is predicted active where its score is at least threshold[i]; [0, hot) are not asked about.
     """
 
     kind: str
@@ -45,14 +45,14 @@ class LayerPredictor:
     hot: int
 
     def predicted(self, x: F32) -> NDArray[np.bool_]:
-        """[tokens, dim] -> [tokens, ffn_dim]: which gates are computed. A NaN's are: a damaged model must show."""
+        """[tokens, dim] -> [tokens, ffn_dim]: which gates are computed. A NaN's are: damage must show."""
         out: NDArray[np.bool_] = ~(scores(self, x) < self.threshold)
         out[:, : self.hot] = True
         return out
 
 
 def scores(p: LayerPredictor, x: F32) -> F32:
-    """[tokens, dim] -> [tokens, ffn_dim]. Inputs of matrices are rounded as the kernels of int8 weights do."""
+    """[tokens, dim] -> [tokens, ffn_dim]. Matrices' inputs are rounded as the kernels do."""
     if p.kind == "sign":
         assert p.signs is not None
         mine = np.where(x > 0, np.float32(1), np.float32(-1))
@@ -228,7 +228,9 @@ def open_predictors(pack: Pack) -> Predictors | None:
 
     Raises BadFile for a damaged file, or one that was made for another pack.
     """
-    found = sidecar.Sidecar.open(pack.path, FILE, KIND, f"thermocline train {pack.path}")
+    found = sidecar.Sidecar.open(
+        pack.path / FILE, KIND, sidecar.stamp(pack.path), f"thermocline train {pack.path}"
+    )
     if found is None:
         return None if pack.predictor is None else _of_source(pack, pack.predictor)
     try:

@@ -1,5 +1,5 @@
-"""A pack in memory: one arena for what a run needs of `weights.bin`, one for predictors, and `decoder.Weights`
-pointing into them.
+"""A pack in memory: one arena for what a run needs of `weights.bin`, one for predictors, and
+`decoder.Weights` pointing into them.
 
 Knows tensor names (DESIGN.md, "Pack") and the arena; must not know requests or families.
 """
@@ -74,7 +74,7 @@ def memory_bytes(pack: Pack, predictors: Predictors | None = None) -> int:
 
 
 def _ranges(pack: Pack) -> list[tuple[int, int]]:
-    """The bytes of weights.bin that are read: whole blocks, without those that hold nothing but predictors."""
+    """The bytes of weights.bin that are read: whole blocks, without those of predictors alone."""
     block, out = pack.block_bytes, list[tuple[int, int]]()
     wanted = ((t.offset, t.offset + t.bytes) for n, t in pack.tensors.items() if ".predictor." not in n)
     for begin, end in sorted(wanted):
