@@ -9,12 +9,10 @@ thread, and everything else by its bits against that. A format or an op that lac
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import itertools
 import math
 import mmap
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -79,9 +77,7 @@ def in_arena(records: NDArray[np.uint8]) -> tuple[_native.Arena, int]:
     page = mmap.PAGESIZE
     offset = -(records.size + _native.ARENA_PADDING) % page
     arena = _native.Arena(offset + records.size)
-    if sys.platform == "linux":  # elsewhere a read too far goes unseen
-        end = arena.address + arena.nbytes + _native.ARENA_PADDING
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), ctypes.c_size_t(page), 0) == 0
+    arena.fence()
     arena.write(offset, np.ascontiguousarray(records).reshape(-1))
     return arena, offset
 

@@ -56,7 +56,7 @@ class Unfinished:
         try:
             self.replaced = not self._load()  # whether there was one of something else
         except BaseException:
-            os.close(self._lock)
+            self.close()
             raise
 
     @property
@@ -182,7 +182,8 @@ class Unfinished:
         return Sampled(layer, shaped, sizes.view(np.int64), index.view(np.int32), mass.view(np.float16))
 
     def close(self) -> None:
-        os.close(self._lock)
+        if self._lock is not None:  # Windows has none
+            os.close(self._lock)
 
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
