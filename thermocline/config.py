@@ -97,7 +97,7 @@ class Generation:
     cache_dir: str | None = _cache_dir()
     ctx_size: int = opt(
         0, whole(0), "N", "Model",
-        "Context length in tokens, prompt and answer together; memory for all of it is reserved up front.",
+        "Context length in tokens, prompt and answer together; memory for it is reserved up front.",
         flags="-c --context-length --max-model-len", shown="0 = the model's limit, but at most 4096"
     )  # fmt: skip
     threads: int = _threads("Threads to compute with.")

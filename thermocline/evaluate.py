@@ -118,45 +118,43 @@ class Reader:
         assert sparsity != "predict" or side * self.step <= FEW, "more tokens are read exactly"
         self.stats = FFNStats()
         self._kv = KVCache(model.spec, side * blocks_for(context))
-        tables = [self._kv.open([]) for _ in range(side)]
-        for table in tables:
+        self._tables = [self._kv.open([]) for _ in range(side)]
+        for table in self._tables:
             self._kv.grow(table, context)  # there is room for all of them
-        self._block_table = np.array([table.blocks for table in tables], np.int32)
 
     def prompt(self, texts: I32, stop: int) -> None:
         """Read positions [0, stop) as a prompt is read: never by prediction."""
         sparsity = "exact" if self.sparsity == "predict" else self.sparsity
         for ids, at in _cuts(texts, 0, stop, PIECE // self.side):
-            self._forward(_batch(ids, at, self._block_table, wanted=False), sparsity, FFNStats())
+            self._forward(ids, at, sparsity, FFNStats(), wanted=False)
 
     def read(self, texts: I32, start: int, stop: int) -> F32:
         """-> logits [windows, positions, vocab] after positions [start, stop); the earlier are read."""
         parts = []
         for ids, at in _cuts(texts, start, stop, self.step):
-            logits = self._forward(_batch(ids, at, self._block_table), self.sparsity, self.stats)
+            logits = self._forward(ids, at, self.sparsity, self.stats, wanted=True)
             parts.append(logits.reshape(*ids.shape, -1))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def _forward(self, batch: Batch, sparsity: str, stats: FFNStats) -> F32:
+    def _forward(self, ids: I32, start: int, sparsity: str, stats: FFNStats, *, wanted: bool) -> F32:
+        """[windows, positions] from `start` on -> [tokens, vocab], or of no tokens."""
+        n, length = ids.shape
+        tokens = np.arange(n * length, dtype=np.int32)
+        tables = self._kv.tables(self._tables[:n], [start + length] * n)
+        batch = Batch(
+            ids=np.ascontiguousarray(ids).ravel(),
+            positions=start + tokens % length,
+            sequence=tokens // length,
+            block_table=tables[0],
+            logit_rows=tokens if wanted else tokens[:0],
+            window_table=tables[-1],
+        )
         return forward(self.model, self._kv, batch, self.ops, sparsity=sparsity, stats=stats)
 
 
 def _cuts(texts: I32, start: int, stop: int, step: int) -> Iterator[tuple[I32, int]]:
     for at in range(start, stop, step):
         yield texts[:, at : min(at + step, stop)], at
-
-
-def _batch(ids: I32, start: int, block_table: I32, *, wanted: bool = True) -> Batch:
-    """[windows, positions] from `start` on."""
-    n, length = ids.shape
-    tokens = np.arange(n * length, dtype=np.int32)
-    return Batch(
-        ids=np.ascontiguousarray(ids).ravel(),
-        positions=start + tokens % length,
-        sequence=tokens // length,
-        block_table=block_table[:n, : blocks_for(start + length)].copy(),
-        logit_rows=tokens if wanted else tokens[:0],
-    )
 
 
 def _groups(readers: Sequence[Reader], texts: I32, progress: Progress | None) -> Iterator[I32]:
