@@ -97,7 +97,11 @@ struct Request {
         const float threshold = real();
         const bool up_relu = number(), bundles = number();
         const tc::Norm sub = norm();
-        return {n, gate, up, down, bias, activation, threshold, up_relu, bundles, sub, join()};
+        const tc::Join how = join();
+        const tc::Matrix first = matrix(), second = matrix();
+        const float* least = values<const float>();
+        const size_t hot = number();
+        return {n, gate, up, down, bias, activation, threshold, up_relu, bundles, sub, how, {first, second, least, hot, number() != 0}};
     }
 };
 
@@ -182,8 +186,11 @@ Bytes op(const std::string& what, tc::Context& c, Request& r) {
     const tc::FFN f = r.ffn();
     Bytes &x = r.array(), &h = r.array();
     const size_t dim = f.gate.weight.cols;
-    const tc::FFNCounts n = c.ffn_add({f, floats(x), floats(h), x.size() / 4 / dim, dim, r.number() != 0});
-    return joined(x, number(n.active), number(n.rows), number(n.rows_dense));
+    const auto sparsity = tc::Sparsity(r.number());
+    const size_t tokens = x.size() / 4 / dim;
+    Bytes record = array_of<float>(r.number() ? tokens * f.gate.weight.rows : 0);
+    const tc::FFNCounts n = c.ffn_add({f, floats(x), floats(h), tokens, dim, sparsity, record.empty() ? nullptr : floats(record)});
+    return joined(x, record, number(n.active), number(n.rows), number(n.rows_dense), number(n.gates), number(n.predictor_bytes));
 }
 
 Bytes answer(const std::string& what, Request& r) {

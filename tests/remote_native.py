@@ -180,6 +180,12 @@ class Attention(Part):
         super().__init__(parts + packed(sub_norm, Norm) + join.packed, qkv, out)
 
 
+class Predictor(Part):
+    def __init__(self, first: Matrix | None, second: Matrix, threshold: F32, hot: int, relu: bool) -> None:
+        parts = packed(first, Matrix) + second.packed + values(threshold) + u64(hot, relu)
+        super().__init__(parts, first, second)
+
+
 class FFN(Part):
     def __init__(
         self,
@@ -194,10 +200,12 @@ class FFN(Part):
         bundles: bool,
         sub_norm: Norm | None,
         join: Join,
+        predictor: Predictor | None = None,
     ) -> None:
         parts = packed(norm, Norm) + gate.packed + packed(up, Matrix) + down.packed + values(down_bias)
         rest = u64(activation) + f32(threshold) + u64(up_relu, bundles) + packed(sub_norm, Norm) + join.packed
-        super().__init__(parts + rest, gate, up, down)
+        guess = packed(None, Matrix) * 2 + values(None) + u64(0, 0) if predictor is None else predictor.packed
+        super().__init__(parts + rest + guess, gate, up, down, predictor)
         self.neurons = gate.weight.shape[0]
 
 
@@ -228,10 +236,12 @@ class Context:
         fields = layer.packed, step.packed, array(k), array(v), array(x), array(h)
         take(ask("attention_add", self.id, *fields), k, v, x)
 
-    def ffn_add(self, x: F32, h: F32, layer: FFN, exact: bool) -> tuple[int, int, int]:
-        left = take(ask("ffn_add", self.id, layer.packed, array(x), array(h), u64(exact)), x)
-        active, rows, rows_dense = numbers(left)
-        return active, rows, rows_dense
+    def ffn_add(
+        self, x: F32, h: F32, layer: FFN, sparsity: int, record: F32 | None = None
+    ) -> tuple[int, ...]:
+        recorded = () if record is None else (record,)
+        fields = layer.packed, array(x), array(h), u64(sparsity, len(recorded))
+        return tuple(numbers(take(ask("ffn_add", self.id, *fields), x, *recorded)))
 
 
 sys.modules["thermocline._native"] = sys.modules[__name__]

@@ -64,6 +64,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "n_depth": ("0-512+256", (0, 256, 512)),
     "repetitions": ("9", 9),
     "text": ("t.txt", "t.txt"),
+    "limit": ("3", 3),
+    "against": ("off", "off"),
     "output_format": ("jsonl", "jsonl"),
     "corpus": ("t.txt", ("t.txt",)),
     "tokens": ("99", 99),

@@ -12,6 +12,7 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,7 +166,7 @@ def logits(packed: Path) -> Logits:
             np.array([table.held[0].blocks], np.int32),
             rows,
         )
-        y = forward(model, kv, batch, loaded.ops, exact=True, stats=FFNStats())
+        y = forward(model, kv, batch, loaded.ops, sparsity="exact", stats=FFNStats())
         kv.close(table)
         return y
 
@@ -189,6 +190,19 @@ def test_greedy_text_is_the_authors_word_for_word(
     with LLM(hf_directory, format="f32", cache_dir=tmp_path) as llm:
         done = llm.generate("", greedy)
         assert (len(done.token_ids), done.text) == (256, text[1])
+
+
+@pytest.mark.parametrize(("name", "expected"), [("tinystories/*.txt", 11.3635), ("wikitext2/*", 130.0652)])
+def test_perplexity_is_llama_perplexitys(
+    packed: Path, shared_data: Path, name: str, expected: float, thermocline: Callable[..., Any]
+) -> None:
+    """Of the same weights as an f32 GGUF: `llama-perplexity -c 512 --chunks 40` (0c1e570)."""
+    (text,) = (shared_data / "text").glob(name)
+    ran = thermocline("eval", packed, "--text", text, "--limit", "40", "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["tokens"] == 40 * 255
+    assert found["perplexity"]["value"] == pytest.approx(expected, rel=2e-4)  # f32, summed in another order
 
 
 def test_mean_nll_is_golden(

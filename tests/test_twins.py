@@ -69,7 +69,7 @@ class Model:
             part = np.array(ids, np.int32)[positions]
             tables = kv.tables([table], [start + len(positions)])
             batch = Batch(part, positions, np.zeros_like(rows), tables[0], rows, tables[-1])
-            out.append(forward(model, kv, batch, self.ops, exact=True, stats=FFNStats()))
+            out.append(forward(model, kv, batch, self.ops, sparsity="exact", stats=FFNStats()))
             kv.seal(table, ids, start + len(positions))
         return np.concatenate(out)
 

@@ -36,7 +36,7 @@ def whole_logits(lab: Lab, spec: ModelSpec, ids: list[int]) -> Any:
     rows, table = np.arange(len(ids), dtype=np.int32), np.arange(blocks_for(len(ids)), dtype=np.int32)[None]
     batch = Batch(np.array(ids, np.int32), rows, np.zeros_like(rows), table, rows)
     kv = KVCache(spec, blocks_for(len(ids)))
-    return forward(bind(spec, lab.weights, lab.ops), kv, batch, lab.ops, exact=True, stats=FFNStats())
+    return forward(bind(spec, lab.weights, lab.ops), kv, batch, lab.ops, sparsity="exact", stats=FFNStats())
 
 
 def bounded_logits(lab: Lab, spec: ModelSpec, ids: list[int], chunk: int) -> Any:
@@ -54,7 +54,7 @@ def bounded_logits(lab: Lab, spec: ModelSpec, ids: list[int], chunk: int) -> Any
         rows = np.arange(len(at), dtype=np.int32)
         tables = kv.tables([table], [start + len(at)])
         batch = Batch(np.array(ids, np.int32)[at], at, np.zeros_like(rows), tables[0], rows, tables[-1])
-        out.append(forward(model, kv, batch, lab.ops, exact=True, stats=FFNStats()))
+        out.append(forward(model, kv, batch, lab.ops, sparsity="exact", stats=FFNStats()))
         kv.seal(table, ids, start + len(at))
         kv.check_integrity()
     return np.concatenate(out)

@@ -25,6 +25,7 @@ def crc32c(buffer: bytes | memoryview | U8, seed: int = 0) -> int:
     """CRC-32C (Castagnoli); pass the last result as seed to continue."""
 
 ARENA_PADDING: int  # bytes past the end of an arena that kernels may read
+SIGNS: int  # a `Matrix` format for predictors: a bit a weight
 
 class Arena:
     """Memory for weights. A `Matrix` in it keeps it alive."""
@@ -92,6 +93,13 @@ class Attention:
         cls, norm: Norm | None, qkv: Linear, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
     ) -> Attention: ...
 
+class Predictor:
+    """score = second . f(first . x), or second . x without `first`; f is ReLU with `relu`, else nothing."""
+
+    def __new__(
+        cls, first: Matrix | None, second: Matrix, threshold: F32, hot: int, relu: bool
+    ) -> Predictor: ...
+
 class FFN:
     """`activation`: an index of `spec.ACTIVATIONS`."""
 
@@ -108,6 +116,7 @@ class FFN:
         bundles: bool,
         sub_norm: Norm | None,
         join: Join,
+        predictor: Predictor | None = None,
     ) -> FFN: ...
     @property
     def neurons(self) -> int: ...
@@ -143,9 +152,10 @@ class Context:
     def attention(self, qkv: F32, heads: Heads, step: Step, k: F16, v: F16, out: F32) -> None: ...
     def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, k: F16, v: F16) -> None: ...
     def ffn_add(
-        self, x: F32, h: F32, layer: FFN, exact: bool, record: F32 | None = None
-    ) -> tuple[int, int, int]:
-        """-> (non-zero activations, up/down rows read, up/down rows of a dense pass)
+        self, x: F32, h: F32, layer: FFN, sparsity: int, record: F32 | None = None
+    ) -> tuple[int, int, int, int, int]:
+        """-> (non-zero activations, up/down rows read, up/down rows of a dense pass, gate rows read, bytes of
+        the predictor read). `sparsity`: an index of `decoder.SPARSITIES`.
 
         `record` [tokens, neurons] takes h, what down is multiplied with (before a sub-norm); 0 where skipped.
         """

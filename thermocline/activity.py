@@ -72,23 +72,25 @@ class Recorder(CpuOps):
         self.counts = np.zeros((s.n_layers, len(BUCKETS), s.n_experts * s.ffn_dim), np.int64)
         self.samples: list[Sampled] = []
 
-    def step(self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None) -> Any:
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
+    ) -> Any:
         self._layer = 0
-        return super().step(batch, block, cos, sin)
+        return super().step(batch, block, cos, sin, window)
 
     def look_at(self, skip: int, wanted: I64) -> None:
         """In the next step rows from `skip` on are counted, and the `wanted` ones sampled."""
         self._skip, self._wanted = skip, wanted
 
     def ffn_add(
-        self, x: F32, h: F32, bound: Any, exact: bool, stats: FFNStats, record: F32 | None = None
+        self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, record: F32 | None = None
     ) -> None:
         layer, self._layer = self._layer, self._layer + 1
         seen = (
             self._normed(layer, h[self._wanted]) if len(self._wanted) else None
         )  # before x, maybe h, changes
         record = np.empty((len(x), bound.neurons), np.float32) if record is None else record
-        super().ffn_add(x, h, bound, exact, stats, record)
+        super().ffn_add(x, h, bound, sparsity, stats, record)
         add_windows((record[self._skip :] != 0).view(np.uint8), self.counts[layer])
         if seen is not None:
             self.samples.append(self._sample(layer, seen, record[self._wanted]))
@@ -158,7 +160,7 @@ class Worker:
         at = np.arange(begin, end, dtype=np.int32)
         last = np.array([end - begin - 1], np.int32)  # one row of logits, to see that the model is sane
         batch = Batch(ids[begin:end], at, np.zeros_like(at), self._table, last)
-        logits = forward(self._model, self._kv, batch, self._ops, exact=True, stats=FFNStats())
+        logits = forward(self._model, self._kv, batch, self._ops, sparsity="exact", stats=FFNStats())
         if not np.isfinite(logits).all():
             raise NumericalError(
                 "the model gives NaN or infinity: its weights are damaged, or too large for it"

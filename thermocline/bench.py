@@ -18,14 +18,14 @@ import numpy as np
 
 from thermocline import __version__, hardware, report, weights
 from thermocline.engine import Engine, Figures, Request, request_for
-from thermocline.errors import BadFile, UsageError
+from thermocline.errors import UsageError
 from thermocline.kv import BLOCK, blocks_for
-from thermocline.llm import fit
+from thermocline.llm import fit, predictors_for
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack, inspect
 from thermocline.sampler import Sampler, SamplingParams
 from thermocline.spec import ModelSpec
-from thermocline.tokenizer import FILE, Tokenizer
+from thermocline.tokenizer import FILE, Tokenizer, read_text
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 ROOF_SECONDS = 0.3
@@ -109,15 +109,8 @@ def random_tokens(spec: ModelSpec, seed: int, n: int) -> list[int]:
 def text_tokens(pack: Pack, path: Path, n: int) -> list[int]:
     if not (pack.path / FILE).exists():
         raise UsageError(f"{pack.path}: has no tokenizer for {path}; leave --text out to feed random tokens")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise BadFile(f"{path}: not UTF-8 text: byte {e.start} is 0x{e.object[e.start]:02x}") from None
-    ids = [
-        i
-        for i in Tokenizer(pack.path, pack.spec).encode(text, parse_special=True)
-        if i not in pack.spec.eos_ids
-    ]
+    found = Tokenizer(pack.path, pack.spec).encode(read_text(path), parse_special=True)
+    ids = [i for i in found if i not in pack.spec.eos_ids]
     if len(ids) < n:
         raise UsageError(f"{path}: {len(ids)} tokens, the tests need {n}; give a longer text")
     return ids[:n]
@@ -171,7 +164,7 @@ class Bench:
     """
 
     def __init__(
-        self, pack: Pack, tests: Sequence[Test], feed: Feed, *, exact: bool, progress: Progress
+        self, pack: Pack, tests: Sequence[Test], feed: Feed, *, sparsity: str, progress: Progress
     ) -> None:
         begin = time.perf_counter()
         self.pack, self.tests, self.feed, self.progress = pack, tests, feed, progress
@@ -179,12 +172,13 @@ class Bench:
         self.context_ids, self.next_ids = feed.ids[:depth], feed.ids[depth:]
         context = max(t.context for t in tests)
         kv_blocks = depth // BLOCK + blocks_for(max(t.context - t.depth for t in tests)) + 1
+        predictors = predictors_for(pack, sparsity)
         kv_blocks *= (
             1 if pack.spec.sliding_window is None else 2
         )  # held and running, each with its own window
         fit(
             pack.spec,
-            weights_bytes=pack.weights_bytes,
+            weights_bytes=weights.memory_bytes(pack, predictors),
             available_bytes=hardware.available_bytes(),
             context=context,
             max_batch=1,
@@ -192,7 +186,10 @@ class Bench:
             at_least=kv_blocks * BLOCK,
         )
         loaded = weights.load(
-            pack, threads=widest, progress=lambda done, total: progress("loading", done, total, "B")
+            pack,
+            threads=widest,
+            predictors=predictors,
+            progress=lambda done, total: progress("loading", done, total, "B"),
         )
         self.ops = {t: CpuOps(t) for t in {t.threads for t in tests} - {widest}} | {widest: loaded.ops}
         self.engine = Engine(
@@ -201,7 +198,7 @@ class Bench:
             loaded.ops,
             context=context,
             max_batch=1,
-            exact=exact,
+            sparsity=sparsity,
             kv_tokens=kv_blocks * BLOCK,
         )
         self.load_s = time.perf_counter() - begin
@@ -374,6 +371,7 @@ def traffic(
         "from_cache": from_cache,
         "active_fraction": last.active_fraction,
         "rows_fraction": last.rows_fraction,
+        "predicted_fraction": last.predicted_fraction,
     }
 
 
@@ -404,7 +402,7 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "n_batch": bench.engine.prefill_chunk,
         "n_ubatch": bench.engine.prefill_chunk,
         "tokens": bench.feed.name,
-        "sparsity": "exact" if bench.engine.exact else "off",
+        "sparsity": bench.engine.sparsity,
         "isa": hardware.isa().chosen,
     }
 

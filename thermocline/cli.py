@@ -95,6 +95,8 @@ def command(argv: Sequence[str]) -> int:
             return cli_offline.profile(options)
         case config.BenchOptions():
             return bench(options)
+        case config_offline.EvalOptions():
+            return cli_offline.evaluate(options)
         case config.DoctorOptions():
             return doctor(options)
         case config.PullOptions():
@@ -273,7 +275,7 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     )
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
-    return benchmark.Bench(pack, tests, feed, exact=o.sparsity == "exact", progress=progress.at)
+    return benchmark.Bench(pack, tests, feed, sparsity=o.sparsity, progress=progress.at)
 
 
 # ---- doctor

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thermocline.config_offline import ProfileOptions
+from thermocline.config_offline import SPARSITIES as SPARSITIES
+from thermocline.config_offline import EvalOptions, ProfileOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -34,7 +35,6 @@ from thermocline.options import (
 )
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-SPARSITIES = ("exact", "off")
 BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
 
@@ -68,7 +68,10 @@ def _cache_dir() -> Any:
 
 
 def _sparsity() -> Any:
-    help = "exact: skip neurons whose activation is zero, with the same answer; off: compute all."
+    help = (
+        "exact: skip neurons whose activation is zero, with the same answer; predict: also those that the "
+        "pack's predictors take for zero, with nearly the same answer; off: compute all."
+    )
     return opt("exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model", help)
 
 
@@ -371,6 +374,7 @@ COMMANDS: dict[str, type[Any]] = {
     "verify": VerifyOptions,
     "profile": ProfileOptions,
     "bench": BenchOptions,
+    "eval": EvalOptions,
     "doctor": DoctorOptions,
     "pull": PullOptions,
     "ls": LsOptions,

@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from thermocline.options import count_or_all, nonempty, opt, switch, whole
+from thermocline.options import count_or_all, nonempty, one_of, opt, switch, whole
+
+SPARSITIES = ("exact", "predict", "off")
+
+
+def _threads() -> Any:
+    shown = "0 = the physical cores this process may use"
+    return opt(0, whole(-1, 1024), "N", "Model", "Threads to compute with.", flags="-t", shown=shown)
 
 
 def _json() -> Any:
@@ -31,10 +38,7 @@ class ProfileOptions:
         None, nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", shown="the pack itself"
     )
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack at -o.")
-    threads: int = opt(
-        0, whole(-1, 1024), "N", "Model", "Threads to compute with.", flags="-t",
-        shown="0 = the physical cores this process may use"
-    )  # fmt: skip
+    threads: int = _threads()
     workers: int = opt(
         1, whole(1, 256), "N", "Model", "Passages computed side by side; they share the threads."
     )
@@ -57,5 +61,46 @@ class ProfileOptions:
         None, nonempty, "FILE", "Output", "Draw the curve and the heat map into a .png, .svg or .pdf.",
         shown="none"
     )  # fmt: skip
+    json: bool = _json()
+    quiet: bool = _quiet()
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Measure how well a model predicts a text: its perplexity; and how far it is from another."""
+
+    model: str | None = opt(
+        None, str, "PATH", "Model",
+        "A pack, or a Hugging Face directory or GGUF file, packed once into the cache. "
+        "Or org/name[@revision][:file or quant] from the hub, fetched once.",
+        flags="-m", shown="the bundled model", positional=True
+    )  # fmt: skip
+    sparsity: str = opt(
+        "exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model",
+        "exact: skip neurons whose activation is zero, with the same answer; predict: also those that the "
+        "pack's predictors take for zero; off: compute all."
+    )  # fmt: skip
+    threads: int = _threads()
+
+    text: str = opt(
+        "", nonempty, "FILE", "Text", "The text to predict, UTF-8, such as WikiText-2's raw test split.",
+        flags="-f --file", required=True
+    )  # fmt: skip
+    ctx: int = opt(
+        512, whole(4), "N", "Text",
+        "Tokens of a window; the second half of each is scored. Perplexities compare at equal windows only.",
+        flags="-c --ctx-size"
+    )  # fmt: skip
+    limit: int | None = opt(
+        None, whole(1), "N", "Text", "Score the first N windows only.", flags="--chunks",
+        shown="the whole text"
+    )  # fmt: skip
+
+    against: str | None = opt(
+        None, nonempty, "exact|off|PATH", "Comparison",
+        "Compare predictions with those of this sparsity, or of another model with the same tokens.",
+        shown="none"
+    )  # fmt: skip
+
     json: bool = _json()
     quiet: bool = _quiet()

@@ -84,6 +84,7 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "from_cache": in_cache,
         "active_fraction": f.active_fraction,
         "rows_fraction": f.rows_fraction,
+        "predicted_fraction": f.predicted_fraction,
         "sparsity": llm.sparsity,
         "isa": hardware.isa().chosen,
         "threads": llm.threads,
@@ -122,7 +123,8 @@ def line_of(f: dict[str, Any]) -> str:
         parts.append(f"{f['gb_per_s']:.3g} GB/s{_roof_words(f)}")
         parts.append(f"{f['bytes_per_token'] / 1e6:.3g} MB/token")
     if f["active_fraction"] is not None:
-        parts.append(f"{_percent(f['active_fraction'])} of neurons active")
+        guessed = f"{_percent(f['predicted_fraction'])} predicted, " if f["sparsity"] == "predict" else ""
+        parts.append(f"{guessed}{_percent(f['active_fraction'])} of neurons active")
     parts += [f["sparsity"], f["isa"], f"{f['threads']} thread{'s' * (f['threads'] > 1)}"]
     return " · ".join(parts)
 
@@ -235,6 +237,45 @@ def _binary(nbytes: int) -> str:
 
 def _decimal(count: int) -> str:
     return f"{count / 1e6:.2f} M" if count < 1e9 else f"{count / 1e9:.2f} B"
+
+
+# ---- eval
+
+
+def evaluation_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("model", f"{f['model']} ({f['format']}, {f['sparsity']})"),
+        ("text", f"{f['text']}, {f['windows']} windows of {f['context']}, {f['tokens']:,} tokens scored"),
+        ("perplexity", _estimate(f["perplexity"])),
+    ]
+    if f["active_fraction"] is not None:
+        guessed = f["predicted_fraction"]
+        more = "" if guessed is None else f"; {_percent(guessed)} predicted and their gates computed"
+        rows.append(("active", f"{_percent(f['active_fraction'])} of neurons{more}"))
+    several = "s" * (f["threads"] > 1)
+    rows.append(("speed", f"{f['tokens_per_s']:.0f} tok/s, {f['isa']}, {f['threads']} thread{several}"))
+    if "against" not in f:
+        return rows
+    a = f["against"]
+    return [
+        *rows,
+        ("", ""),
+        ("against", f"{a['model']} ({a['sparsity']})"),
+        ("its perplexity", _estimate(a["perplexity"])),
+        ("change", _estimate({"value": a["ratio"]["value"] - 1, "error": a["ratio"]["error"]}, percent=True)),
+        ("mean KLD", f"{_estimate(a['kld'], digits=6)} (99 %: {a['kld_p99']:.6f}, most: {a['kld_max']:.6f})"),
+        ("same top token", _estimate(a["same_top"], percent=True)),
+        (
+            "mean Δp",
+            f"{_estimate(a['delta_p'], percent=True)} (RMS: {_estimate(a['delta_p_rms'], percent=True)})",
+        ),
+    ]
+
+
+def _estimate(e: dict[str, float], digits: int = 4, *, percent: bool = False) -> str:
+    if percent:
+        return f"{100 * e['value']:.3f} ± {100 * e['error']:.3f} %"
+    return f"{e['value']:.{digits}f} ± {e['error']:.{digits}f}"
 
 
 # ---- inspect, doctor

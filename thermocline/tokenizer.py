@@ -120,6 +120,19 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
 
+def read_text(path: Path) -> str:
+    """A file of plain text, every character as it is; BadFile where it is empty or something else."""
+    data = path.read_bytes()
+    if not data:
+        raise BadFile(f"{path}: is empty")
+    if b"\0" in data:
+        raise BadFile(f"{path}: not text: byte {data.index(0)} is 0x00")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise BadFile(f"{path}: not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}") from None
+
+
 def load(path: Path) -> Any:
     """The library's tokenizer. It is imported here: 15 ms that `--help` need not wait for."""
     if not path.is_file():

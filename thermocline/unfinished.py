@@ -182,7 +182,7 @@ class Unfinished:
         return Sampled(layer, shaped, sizes.view(np.int64), index.view(np.int32), mass.view(np.float16))
 
     def close(self) -> None:
-        if self._lock is not None:
+        if self._lock is not None:  # Windows has none
             os.close(self._lock)
 
     def remove(self) -> None:
