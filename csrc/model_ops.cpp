@@ -320,7 +320,8 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
             k.matmul(a.ffn.down, nullptr, begin, end, h, a.ffn.down_bias, true, a.x + begin, a.dim, mine);
     };
     pool.run(region);
-    return {active.load(), n, n, n, 0};
+    const size_t all = n * (up ? 2 : 1);
+    return {active.load(), all, all, n, 0};
 }
 
 // Neurons are worked on, and summed, in chunks of kChunk: sum_c (sum_{i in c} h_i d_i), both in ascending order.
@@ -424,7 +425,6 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
             found += needed;
         }
         counts[c] = found;
-        rows.fetch_add(found, std::memory_order_relaxed);
         gates.fetch_add(some, std::memory_order_relaxed);
     };
     auto needed_neurons = [&](size_t c, int thread) {
@@ -442,7 +442,6 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
             found += needed;
         }
         counts[c] = found;
-        rows.fetch_add(found, std::memory_order_relaxed);
     };
     auto hidden_values = [&](size_t begin, size_t end, int thread) {  // h = act(gate) * up, for list entries [begin, end)
         size_t live = 0;
@@ -458,6 +457,24 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
             }
         }
         active.fetch_add(live, std::memory_order_relaxed);
+    };
+    // dReLU kills half of what gate leaves: up first, and down rows only of what then lives (a third of the bytes).
+    auto surviving_up = [&](size_t c, int thread) {
+        const size_t begin = c * kChunk, end = begin + counts[c];
+        hidden_values(begin, end, thread);
+        size_t found = begin;
+        for (size_t i = begin; i < end; i++) {
+            const int32_t id = ids[i];
+            bool lives = false;
+            for (size_t t = 0; t < tokens; t++) {
+                const float h = hidden[t * n + i];
+                gate[t * n + size_t(id)] = h;
+                lives |= h != 0;
+            }
+            ids[found] = id;
+            found += lives;
+        }
+        counts[c] = found - begin;
     };
     // An RMS norm is a factor a token, which the sum over neurons can be given at its end, and a weight a neuron. Squares
     // are added in the order of neurons within a chunk: skipped ones would have added zero.
@@ -486,9 +503,13 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
             if (!counts[c] && c) continue;
             float* y = partial + c * tokens * dim;
             std::fill(y, y + tokens * dim, 0.0f);
-            const Bundles w = {a.ffn.up, a.ffn.down, ids + c * kChunk, counts[c], a.ffn.up_relu};
+            size_t ups = a.ffn.up.data ? counts[c] : 0;
+            const bool apart = skip && a.ffn.up_relu && ups;
+            if (apart) surviving_up(c, thread);
+            const Bundles w = {apart ? Matrix{} : a.ffn.up, a.ffn.down, ids + c * kChunk, counts[c], a.ffn.up_relu};
             const size_t live = k.bundles(w, in, gate, n, y, factors + size_t(thread) * 4 * ((dim + 31) / 32));
-            active.fetch_add(live, std::memory_order_relaxed);
+            if (!apart) active.fetch_add(live, std::memory_order_relaxed);
+            rows.fetch_add(ups + counts[c], std::memory_order_relaxed);
         }
         pool.barrier();
         size_t begin, end;
@@ -509,6 +530,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
             for (size_t t = 0; a.record && t < tokens; t++) std::fill(a.record + t * n + begin, a.record + t * n + end, 0.0f);
             needed_neurons(c, thread);
             hidden_values(begin, begin + counts[c], thread);
+            rows.fetch_add(counts[c] * (a.ffn.up.data ? 2 : 1), std::memory_order_relaxed);
             if (normed) weigh(c);
         }
         pool.barrier();
@@ -540,7 +562,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     };
     if (few) pool.run(few_tokens);
     else pool.run(many_tokens);
-    return {active.load(), rows.load(), n, gates.load(), guessed ? guessed->bytes() : 0};
+    return {active.load(), rows.load(), n * (a.ffn.up.data ? 2 : 1), gates.load(), guessed ? guessed->bytes() : 0};
 }
 
 }  // namespace tc
