@@ -35,11 +35,12 @@ struct Input {
     bool lanes;
 };
 
-// The neurons of one FFN that a call works on: rows ids[0..n) of up (data null when ungated) and down.
+// The neurons of one FFN that a call works on: rows ids[0..n) of up (data null when ungated) and down. Later calls work
+// on ids[n..listed).
 struct Bundles {
     Matrix up, down;
     const int32_t* ids;
-    size_t n;
+    size_t n, listed;
     bool up_relu;  // dReLU: up_act is max(0, .), else the identity
 };
 

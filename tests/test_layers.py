@@ -209,7 +209,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampler": {"errors"},
     "sandbox": {"errors"},
     "shelf": {"errors", "hub", "pack"},
-    "sidecar": {"errors", "safetensors"},
     "spec": set(),
     "spec_check": {"errors", "safetensors", "spec"},
     "synth": {

@@ -154,6 +154,7 @@ class FFNStats:
     neurons: int = 0  # (token, neuron) pairs in all
     rows: int = 0  # up/down rows read
     rows_dense: int = 0  # up/down rows a dense pass would have read
+    gates_dense: int = 0  # gate rows in all
     predicted: int = 0  # gate rows read: all, or with `predict` those of neurons predicted to be active
     predictor_bytes: int = 0  # read of predictors
 

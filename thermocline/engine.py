@@ -155,7 +155,7 @@ class Request:
             tokens_per_s=_ratio(decoded, self.last_s - self.first_s),
             active_fraction=_ratio(d.active, d.neurons) if decoded else None,
             rows_fraction=_ratio(d.rows, d.rows_dense) if decoded else None,
-            predicted_fraction=_ratio(d.predicted, d.rows_dense) if decoded else None,
+            predicted_fraction=_ratio(d.predicted, d.gates_dense) if decoded else None,
             bytes_per_token=round(self.decode_bytes / decoded) if decoded else None,
             logits_hash=f"{self.digest:08x}",
         )
@@ -231,7 +231,7 @@ class Traffic:
 
     fixed_bytes: int  # every matrix but gate, up and down, norms and biases, once per step
     gate_bytes: float  # one gate row
-    neuron_bytes: int  # one neuron's up and down rows
+    row_bytes: float  # one up or down row
     position_bytes: int  # keys and values of one position
 
     @staticmethod
@@ -245,8 +245,8 @@ class Traffic:
             fixed += _nbytes(f.down_bias)
             gates += _nbytes(f.gate.weight, f.gate.bias)
         ffn = weights.layers[0].ffn
-        neuron = _nbytes(ffn.up, ffn.down) // spec.ffn_dim
-        return Traffic(fixed, gates / (spec.n_layers * spec.ffn_dim), neuron, bytes_for(spec, 1))
+        row = _nbytes(ffn.up, ffn.down) / (spec.ffn_dim * (2 if ffn.up is not None else 1))
+        return Traffic(fixed, gates / (spec.n_layers * spec.ffn_dim), row, bytes_for(spec, 1))
 
 
 def _nbytes(*arrays: Any) -> int:
@@ -398,7 +398,7 @@ class Engine:
     def _account(self, spans: list[Span], stats: FFNStats) -> None:
         """Each answer carries its share of the step: the same neurons served them all."""
         t = self.traffic
-        weights = t.fixed_bytes + stats.predicted * t.gate_bytes + stats.rows * t.neuron_bytes
+        weights = t.fixed_bytes + stats.predicted * t.gate_bytes + stats.rows * t.row_bytes
         weights += stats.predictor_bytes
         for s in spans:
             if s.start < s.request.n_prompt:
@@ -408,6 +408,7 @@ class Engine:
             d.neurons += stats.neurons
             d.rows += stats.rows
             d.rows_dense += stats.rows_dense
+            d.gates_dense += stats.gates_dense
             d.predicted += stats.predicted
             d.predictor_bytes += stats.predictor_bytes
             near = min(s.stop, self.spec.sliding_window or s.stop)

@@ -93,6 +93,7 @@ class CpuOps:
         stats.neurons += len(x) * bound.neurons
         stats.rows += rows
         stats.rows_dense += rows_dense
+        stats.gates_dense += bound.neurons
         stats.predicted += gates
         stats.predictor_bytes += asked
 

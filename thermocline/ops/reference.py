@@ -184,8 +184,10 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
         a[:, needed] *= np.maximum(u, 0) if spec.up_activation == "relu" else u
     stats.active += int((a != 0).sum())
     stats.neurons += a.size
-    stats.rows += len(needed)
-    stats.rows_dense += spec.ffn_dim
+    downs = int((a != 0).any(axis=0).sum()) if skip and spec.up_activation == "relu" else len(needed)
+    stats.rows += downs + (len(needed) if f.up is not None else 0)
+    stats.rows_dense += spec.ffn_dim * (2 if f.up is not None else 1)
+    stats.gates_dense += spec.ffn_dim
     stats.predicted += int(computed.sum())
     if record is not None:
         record[:] = a
