@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import numpy as np
 
 from thermocline import hardware
 from thermocline.bench import Bench, Feed, Script, Test
+from thermocline.decoder import bind
 from thermocline.pack import Pack
+from thermocline.predictor import Predictors, open_predictors
 from thermocline.sampler import SamplingParams
+from thermocline.weights import with_predictors
 
 
 class Recorder(Script):
@@ -35,7 +39,23 @@ class Recorder(Script):
 def run(b: Bench, test: Test) -> dict[str, Any]:
     sample = b.sample(test)
     f = sample.figures
-    return {"ns": sample.ns, "bytes_per_token": f.bytes_per_token, "rows_fraction": f.rows_fraction}
+    fractions = {
+        name: getattr(f, name) for name in ("rows_fraction", "predicted_fraction", "active_fraction")
+    }
+    return {"ns": sample.ns, "bytes_per_token": f.bytes_per_token, **fractions}
+
+
+def models_of(b: Bench) -> dict[str, Any]:
+    """What computes each mode. `asked`: predictors that say yes to every neuron."""
+    model = b.engine.model
+    modes = dict.fromkeys(("off", "exact", "predict"), model)
+    found = open_predictors(b.pack)
+    if found is None:
+        return modes
+    layers = [found.layer(i) for i in range(found.count)]
+    none = np.full(b.pack.spec.ffn_dim, -np.inf, np.float32)
+    yes = Predictors.of(b.pack.spec, [p and replace(p, threshold=none) for p in layers])
+    return modes | {"asked": bind(model.spec, with_predictors(model.weights, yes), b.engine.ops)}
 
 
 def write_logits(b: Bench, threads: int, prompt: int, gen: int, path: str) -> dict[str, Any]:
@@ -54,11 +74,15 @@ def main() -> None:
     pack = Pack.open(Path(sys.argv[1]))
     tokens = Feed("given", np.fromfile(sys.argv[2], np.int32).tolist())
     tests = [Test(*map(int, text.split(","))) for text in sys.argv[3:]]
-    b = Bench(pack, tests, tokens, sparsity="exact", progress=lambda *_: None)
+    sparsity = "exact" if open_predictors(pack) is None else "predict"
+    b = Bench(pack, tests, tokens, sparsity=sparsity, progress=lambda *_: None)
+    models = models_of(b)
     print(json.dumps({"load_s": b.load_s, "system": hardware.isa().chosen}), flush=True)
     for line in sys.stdin:
         match line.split():
-            case ["run", threads, _, depth, prompt, gen]:
+            case ["run", threads, _, depth, prompt, gen, *mode]:
+                name = mode[0] if mode else "exact"
+                b.engine.model, b.engine.sparsity = models[name], "predict" if name == "asked" else name
                 answer = run(b, Test(int(threads), int(depth), int(prompt), int(gen)))
             case ["logits", threads, _, prompt, gen, path]:
                 answer = write_logits(b, int(threads), int(prompt), int(gen), path)

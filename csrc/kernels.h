@@ -35,11 +35,12 @@ struct Input {
     bool lanes;
 };
 
-// The neurons of one FFN that a call works on: rows ids[0..n) of up (data null when ungated) and down.
+// The neurons of one FFN that a call works on: rows ids[0..n) of up (data null when ungated) and down. Later calls work
+// on ids[n..listed).
 struct Bundles {
     Matrix up, down;
     const int32_t* ids;
-    size_t n;
+    size_t n, listed;
     bool up_relu;  // dReLU: up_act is max(0, .), else the identity
 };
 
@@ -106,15 +107,21 @@ struct Kernels {
 // `accumulate` unpacks tiles of this size: 8 KiB of f32.
 constexpr size_t kTileRows = 16, kTileColumns = 128;
 
-// What this CPU supports, best first; THERMOCLINE_ISA can only lower the choice.
+// What this CPU supports; THERMOCLINE_ISA can only lower the choice.
 const Kernels* chosen_kernels();                // null if THERMOCLINE_ISA names no level
 const Kernels* kernels_named(const char* isa);  // null if unknown or unsupported here
+const char* isa_level(size_t i);                // the names there are for this kind of CPU, best first, then null
 
 const Kernels* scalar_kernels();
 #ifdef THERMOCLINE_X86
 const Kernels* avx2_kernels();
+#ifdef THERMOCLINE_AVXVNNI
 const Kernels* avxvnni_kernels();
+#endif
 const Kernels* avx512_kernels();
+#endif
+#ifdef THERMOCLINE_ARM
+const Kernels* neon_kernels();
 #endif
 
 }  // namespace tc

@@ -253,7 +253,7 @@ static size_t bundle_group(const Bundles& w, size_t k, const Input& x, const flo
     const bool gated = w.up.data != nullptr;
     size_t live = 0;
     for (int g = 0; g < G; g++) {
-        const size_t id = size_t(w.ids[k + g]), later = size_t(w.ids[k + G + g < w.n ? k + G + g : w.n - 1]);
+        const size_t id = size_t(w.ids[k + g]), later = size_t(w.ids[smaller(k + G + g, w.listed - 1)]);
         down[g] = w.down.data + id * w.down.stride;
         if (gated) {
             up[g] = w.up.data + id * w.up.stride;

@@ -21,8 +21,7 @@ static T* grown(std::vector<T>& v, size_t n) {
 }
 
 static size_t whole(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
-// Whose input `quantize` makes: int8 blocks, or signs.
-static bool quantised(const Matrix& w) { return w.format == Q8_0 || w.format == Q4_0 || w.format == SIGNS; }
+static bool quantised(const Matrix& w) { return w.format == Q8_0 || w.format == Q4_0 || w.format == SIGNS; }  // x is, then
 
 // Up to this many tokens rows are multiplied one by one (each is read from memory once and then from the L1 cache);
 // from more on, unpacking them into panels pays.
@@ -174,7 +173,7 @@ void Context::attention(const AttentionArgs& a) {
     size_t rows = 0, spans = 1;  // few tasks: each span of positions is one of its own
     for (const Queries& q : all) rows = std::max(rows, q.tokens * group);
     if (tasks < 4 * threads)
-        for (const Queries& q : all) spans = std::max(spans, (q.end + kSpan - 1) / kSpan);
+        for (const Queries& q : all) spans = std::max(spans, (q.end + kSpan - 1) / kSpan - q.begin / kSpan);
     const size_t stride = rows * (hd + 2), own = 4 * kSpan + kQueryRows * (hd + 2) + hd;
     float* partial = grown(partial_, (spans > 1 ? tasks * spans : threads) * stride);
     float* scores = grown(scores_, threads * own);
@@ -209,8 +208,9 @@ void Context::attention(const AttentionArgs& a) {
         for (size_t t = size_t(thread); t < a.step.tokens; t += threads) store(t, reinterpret_cast<uint16_t*>(mine));
         pool.barrier();
         for (size_t task; (task = next.fetch_add(1)) < tasks * spans;) {
-            const size_t i = all.size() - 1 - task / spans / a.heads.n_kv, head = task / spans % a.heads.n_kv, s = task % spans;
+            const size_t i = all.size() - 1 - task / spans / a.heads.n_kv, head = task / spans % a.heads.n_kv;
             const Queries& q = all[i];  // the last, and longest, first
+            const size_t s = q.begin / kSpan + task % spans;
             float* into = partial + (spans > 1 ? task : size_t(thread)) * stride;
             if (spans == 1) attend(a, q, head, q.begin, q.end, mine, into), finish(q, head, into);
             else attend(a, q, head, std::max(q.begin, s * kSpan), std::min(q.end, (s + 1) * kSpan), mine, into);
@@ -321,7 +321,8 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
             k.matmul(a.ffn.down, nullptr, begin, end, h, a.ffn.down_bias, true, a.x + begin, a.dim, mine);
     };
     pool.run(region);
-    return {active.load(), n, n, n, 0};
+    const size_t all = n * (up ? 2 : 1);
+    return {active.load(), all, all, n, 0};
 }
 
 // Neurons are worked on, and summed, in chunks of kChunk: sum_c (sum_{i in c} h_i d_i), both in ascending order.
@@ -394,8 +395,9 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     float* squares = grown(scales_, (chunks + 1) * tokens);  // [chunks, tokens], then the norm's factor of each token
     float* scale = squares + chunks * tokens;
     std::atomic<size_t> next{0}, rows{0}, active{0}, gates{0};
+    Pieces pieces(chunks, 1, threads);  // few: of several chunks, so that each row in it knows what memory to ask for next
 
-    auto predicted_neurons = [&](size_t begin, size_t end) {  // of a chunk, into ids: those to compute the gates of
+    auto predicted_neurons = [&](size_t begin, size_t end) {  // of [begin, end), into ids: those to compute the gates of
         const Predictor& p = guessed->p;
         const size_t cold = std::clamp(p.hot, begin, end);
         size_t found = 0;
@@ -409,41 +411,38 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
         }
         return found;
     };
-    auto needed_of_predicted = [&](size_t c) {
-        const size_t begin = c * kChunk, some = predicted_neurons(begin, std::min(n, begin + kChunk));
-        k.matmul(a.ffn.gate.weight, ids, begin, begin + some, in, a.ffn.gate.bias, false, hidden + begin, n, nullptr);
-        for (size_t t = 0; t < tokens; t++) k.activate(hidden + t * n + begin, some, a.ffn.activation, a.ffn.threshold);
-        size_t found = 0;
-        for (size_t i = begin; i < begin + some; i++) {
-            const size_t id = size_t(ids[i]);
-            bool needed = false;
+    // Of chunks [first, last): the neurons some token needs, into ids from first * kChunk on, and counts of each chunk.
+    auto list_needed = [&](size_t first, size_t last, size_t candidates, const float* h, bool all) {
+        std::fill(counts + first, counts + last, size_t(0));
+        size_t at = first * kChunk;
+        for (size_t i = first * kChunk; i < first * kChunk + candidates; i++) {
+            const int32_t id = ids[i];
+            bool needed = all;
             for (size_t t = 0; t < tokens; t++) {
-                gate[t * n + id] = hidden[t * n + i];
-                needed |= hidden[t * n + i] != 0;
+                needed |= h[t * n + i] != 0;
+                gate[t * n + size_t(id)] = h[t * n + i];
             }
-            ids[begin + found] = int32_t(id);
-            found += needed;
+            ids[at] = id;
+            at += needed;
+            counts[size_t(id) / kChunk] += needed;
         }
-        counts[c] = found;
-        rows.fetch_add(found, std::memory_order_relaxed);
-        gates.fetch_add(some, std::memory_order_relaxed);
+        return at - first * kChunk;
     };
-    auto needed_neurons = [&](size_t c, int thread) {
-        if (guessed) return needed_of_predicted(c);
-        const size_t begin = c * kChunk, end = std::min(n, begin + kChunk);
-        gates.fetch_add(end - begin, std::memory_order_relaxed);
-        k.matmul(a.ffn.gate.weight, nullptr, begin, end, in, a.ffn.gate.bias, false, gate + begin, n,
-                 scratch + size_t(thread) * panel_stride_);
-        for (size_t t = 0; t < tokens; t++) k.activate(gate + t * n + begin, end - begin, a.ffn.activation, a.ffn.threshold);
-        size_t found = 0;
-        for (size_t i = begin; i < end; i++) {
-            bool needed = !skip;
-            for (size_t t = 0; t < tokens && !needed; t++) needed = gate[t * n + i] != 0;
-            ids[begin + found] = int32_t(i);
-            found += needed;
+    auto needed_neurons = [&](size_t first, size_t last, int thread) {
+        const size_t begin = first * kChunk, end = std::min(n, last * kChunk);
+        size_t some = end - begin;
+        float* h = gate;
+        if (guessed) {  // the values of the listed rows, one after the other
+            some = predicted_neurons(begin, end);
+            h = hidden;
+        } else {
+            for (size_t i = begin; i < end; i++) ids[i] = int32_t(i);
         }
-        counts[c] = found;
-        rows.fetch_add(found, std::memory_order_relaxed);
+        k.matmul(a.ffn.gate.weight, guessed ? ids : nullptr, begin, begin + some, in, a.ffn.gate.bias, false, h + begin, n,
+                 scratch + size_t(thread) * panel_stride_);
+        for (size_t t = 0; t < tokens; t++) k.activate(h + t * n + begin, some, a.ffn.activation, a.ffn.threshold);
+        gates.fetch_add(some, std::memory_order_relaxed);
+        return list_needed(first, last, some, h, !skip);
     };
     auto hidden_values = [&](size_t begin, size_t end, int thread) {  // h = act(gate) * up, for list entries [begin, end)
         size_t live = 0;
@@ -459,6 +458,11 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
             }
         }
         active.fetch_add(live, std::memory_order_relaxed);
+    };
+    // dReLU kills half of what gate leaves: up first, and down rows only of what then lives (a third of the bytes).
+    auto surviving_up = [&](size_t first, size_t last, size_t needed, int thread) {
+        hidden_values(first * kChunk, first * kChunk + needed, thread);
+        return list_needed(first, last, needed, hidden, false);
     };
     // An RMS norm is a factor a token, which the sum over neurons can be given at its end, and a weight a neuron. Squares
     // are added in the order of neurons within a chunk: skipped ones would have added zero.
@@ -482,14 +486,20 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     };
     auto few_tokens = [&](int thread) {
         if (guessed && guessed->rank()) encode(*guessed, code_rows);
-        for (size_t c; (c = next.fetch_add(1)) < chunks;) {
-            needed_neurons(c, thread);
-            if (!counts[c] && c) continue;
-            float* y = partial + c * tokens * dim;
-            std::fill(y, y + tokens * dim, 0.0f);
-            const Bundles w = {a.ffn.up, a.ffn.down, ids + c * kChunk, counts[c], a.ffn.up_relu};
-            const size_t live = k.bundles(w, in, gate, n, y, factors + size_t(thread) * 4 * ((dim + 31) / 32));
-            active.fetch_add(live, std::memory_order_relaxed);
+        for (size_t first, last; pieces.take(&first, &last);) {
+            size_t listed = needed_neurons(first, last, thread), ups = a.ffn.up.data ? listed : 0;
+            const bool apart = skip && a.ffn.up_relu && ups;
+            if (apart) listed = surviving_up(first, last, listed, thread);
+            rows.fetch_add(ups + listed, std::memory_order_relaxed);
+            const int32_t* list = ids + first * kChunk;
+            for (size_t c = first; c < last; list += counts[c], listed -= counts[c], c++) {
+                if (!counts[c] && c) continue;
+                float* y = partial + c * tokens * dim;
+                std::fill(y, y + tokens * dim, 0.0f);
+                const Bundles w = {apart ? Matrix{} : a.ffn.up, a.ffn.down, list, counts[c], listed, a.ffn.up_relu};
+                const size_t live = k.bundles(w, in, gate, n, y, factors + size_t(thread) * 4 * ((dim + 31) / 32));
+                if (!apart) active.fetch_add(live, std::memory_order_relaxed);
+            }
         }
         pool.barrier();
         size_t begin, end;
@@ -508,8 +518,9 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
         for (size_t c; (c = next.fetch_add(1)) < chunks;) {
             const size_t begin = c * kChunk, end = std::min(n, begin + kChunk);
             for (size_t t = 0; a.record && t < tokens; t++) std::fill(a.record + t * n + begin, a.record + t * n + end, 0.0f);
-            needed_neurons(c, thread);
+            needed_neurons(c, c + 1, thread);
             hidden_values(begin, begin + counts[c], thread);
+            rows.fetch_add(counts[c] * (a.ffn.up.data ? 2 : 1), std::memory_order_relaxed);
             if (normed) weigh(c);
         }
         pool.barrier();
@@ -541,7 +552,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     };
     if (few) pool.run(few_tokens);
     else pool.run(many_tokens);
-    return {active.load(), rows.load(), n, gates.load(), guessed ? guessed->bytes() : 0};
+    return {active.load(), rows.load(), n * (a.ffn.up.data ? 2 : 1), gates.load(), guessed ? guessed->bytes() : 0};
 }
 
 }  // namespace tc

@@ -93,7 +93,7 @@ struct FFNArgs {
     float* record;  // [tokens, neurons], or null: takes h, what down is multiplied with (before sub_norm); 0 where skipped
 };
 struct FFNCounts {
-    size_t active, rows, rows_dense;
+    size_t active, rows, rows_dense;  // (token, neuron) pairs not zero; up and down rows read, and of a dense pass
     size_t gates, predictor_bytes;  // gate rows read; bytes of the predictor
 };
 

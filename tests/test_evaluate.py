@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from thermocline.llm import BUNDLED
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack
+from thermocline.predictor import LayerPredictor, open_predictors, write_predictors
 from thermocline.tokenizer import Tokenizer
 
 Run = Callable[..., Any]
@@ -35,10 +37,10 @@ TEXT = "".join(chr(97 + i * i % 26) + " " * (i % 5 == 0) for i in range(400))
 def bundled() -> tuple[Model, CpuOps, I32]:
     """A really trained model, with the first windows of a text of its own making."""
     opened = Pack.open(BUNDLED)
-    loaded = weights.load(opened, threads=2)
+    loaded = weights.load(opened, threads=1)
     text = "Once upon a time there was a little girl called Lily. She had a red ball. " * 40
     texts = evaluate.windows(Tokenizer(BUNDLED, opened.spec), text, 64)
-    return bind(opened.spec, loaded.weights, loaded.ops), loaded.ops, texts[:6]
+    return bind(opened.spec, loaded.weights, loaded.ops), loaded.ops, texts[:3]
 
 
 def toy_reader(**more: Any) -> Reader:
@@ -155,7 +157,7 @@ def test_perplexity_is_transformers(tiny_hf: Path, tiny_pack: Path) -> None:
     with torch.no_grad():
         logits = oracle(ids).logits[:, CONTEXT // 2 : -1].double()
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, CONTEXT // 2 + 1 :].flatten())
-    loaded = weights.load(opened, threads=2)
+    loaded = weights.load(opened, threads=1)
     reader = Reader(bind(opened.spec, loaded.weights, loaded.ops), loaded.ops, context=CONTEXT)
     assert evaluate.perplexity(reader, texts).nll.value == pytest.approx(
         expected.item(), abs=2e-4
@@ -176,6 +178,23 @@ def test_logits_are_the_same_however_they_are_read(
         group = texts[first : first + side]
         expected = np.concatenate([plain.read(one[None], 0, 64) for one in group])
         np.testing.assert_array_equal(reader.read(group, 0, 64), expected)
+        reader.prompt(group, 30)
+        np.testing.assert_array_equal(reader.read(group, 30, 64), expected[:, 30:])
+
+
+def test_layers_with_a_window_have_their_own_blocks() -> None:
+    """Longer than two blocks of keys and values, in pieces that begin inside them, group after group."""
+    spec = replace(toy.SPEC, sliding_window=9, window_layers=(1,))
+    model = bind(spec, toy.WEIGHTS, reference)
+    texts = np.random.default_rng(8).integers(0, toy.VOCAB, (4, 100)).astype(np.int32)
+    parts, whole = (
+        Reader(model, reference, context=100, side=2, step=7),
+        Reader(model, reference, context=100),
+    )
+    for group in (texts[:2], texts[2:]):
+        parts.prompt(group, 50)
+        expected = np.concatenate([whole.read(one[None], 0, 100) for one in group])
+        np.testing.assert_allclose(parts.read(group, 50, 100), expected[:, 50:], atol=5e-3)
 
 
 def test_the_mode_is_what_is_asked_for(bundled: tuple[Model, CpuOps, I32]) -> None:
@@ -209,7 +228,7 @@ def test_few_logits_are_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reader, "read", counted)
     assert evaluate.perplexity(reader, texts).nll.value == pytest.approx(whole.nll.value, rel=1e-6)
-    assert lengths == 3 * [0, 3, 3, 3, 3, 3]
+    assert lengths == 3 * [3, 3, 3, 3, 3]
 
 
 def test_progress_counts_windows() -> None:
@@ -269,6 +288,88 @@ def test_a_single_token_has_no_error() -> None:
     assert math.isnan(Perplexity.of(np.array([1.0])).perplexity.error)
 
 
+# ---- prediction
+
+
+@pytest.fixture(scope="module")
+def guessed(tiny_pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Path]:
+    """The tiny model with predictors of half its rank, which take gates above `threshold` for active."""
+    made: dict[float, Path] = {}
+
+    def at(threshold: float) -> Path:
+        if threshold not in made:
+            made[threshold] = tmp_path_factory.mktemp("guessed") / "pack"
+            shutil.copytree(tiny_pack, made[threshold])
+            opened = Pack.open(made[threshold])
+            write_predictors(opened, [predictor_of(opened, i, threshold) for i in range(tiny.LAYERS)], {})
+        return made[threshold]
+
+    return at
+
+
+def predictor_of(opened: Pack, layer: int, threshold: float) -> LayerPredictor:
+    gate = tiny.tensors()[f"model.layers.{layer}.mlp.gate_proj.weight"]
+    u, s, v = np.linalg.svd(gate, full_matrices=False)
+    thresholds = np.full(tiny.FFN, threshold, np.float32)
+    return LayerPredictor("svd", v[:32], np.ascontiguousarray(u[:, :32] * s[:32]), None, thresholds, hot=0)
+
+
+def reader_of(path: Path, sparsity: str, **more: Any) -> Reader:
+    opened = Pack.open(path)
+    loaded = weights.load(opened, threads=1, predictors=open_predictors(opened))
+    model = bind(opened.spec, loaded.weights, loaded.ops)
+    return Reader(model, loaded.ops, context=CONTEXT, sparsity=sparsity, **more)
+
+
+def tiny_texts(path: Path) -> I32:
+    return evaluate.windows(Tokenizer(path), TEXT, CONTEXT)
+
+
+def test_predicting_every_neuron_is_exact(guessed: Callable[[float], Path]) -> None:
+    path = guessed(-math.inf)
+    found = evaluate.divergence(reader_of(path, "predict"), reader_of(path, "exact"), tiny_texts(path))
+    assert (found.kld_max, found.own) == (0, found.base)
+
+
+def test_what_is_predicted_wrongly_shows(guessed: Callable[[float], Path]) -> None:
+    path = guessed(0.3)
+    some, most = (reader_of(path, "predict", side=side) for side in (1, 4))
+    found, together = (
+        evaluate.divergence(reader, reader_of(path, "exact", side=reader.side), tiny_texts(path))
+        for reader in (some, most)
+    )
+    assert 0.01 < found.kld.value < 1 and found.same_top.value < 1
+    assert 0.2 < some.stats.predicted / some.stats.rows_dense < 0.6
+    # Four windows together compute what is predicted for any of them, and so less is missing.
+    assert together.kld.value < found.kld.value
+    assert most.stats.predicted / most.stats.rows_dense > some.stats.predicted / some.stats.rows_dense
+
+
+def test_prompts_are_not_predicted(guessed: Callable[[float], Path]) -> None:
+    """As in a run, where the prompt is read by `exact`: even one of few tokens."""
+    path = guessed(math.inf)
+    predict, exact = (reader_of(path, sparsity) for sparsity in ("predict", "exact"))
+    texts = tiny_texts(path)[:1]
+    for reader in (predict, exact):
+        reader.prompt(texts, 3)
+    last = tiny.LAYERS - 1
+    (k,), (expected,) = ([reader._kv.layer(last).k] for reader in (predict, exact))
+    assert np.array_equal(k, expected) and k.any()
+    assert not np.array_equal(predict.read(texts, 3, 4), exact.read(texts, 3, 4))
+
+
+def test_a_mode_is_compared_on_the_command_line(
+    thermocline: Run, guessed: Callable[[float], Path], text: Path
+) -> None:
+    path = guessed(0.3)
+    found = answer(thermocline, path, "--text", text, "--sparsity", "predict", "--against", "exact")
+    expected = evaluate.divergence(reader_of(path, "predict"), reader_of(path, "exact"), tiny_texts(path))
+    assert found["against"]["kld"]["value"] == expected.kld.value
+    assert 0.2 < found["predicted_fraction"] < 0.6
+    own = answer(thermocline, path, "--text", text, "--sparsity", "predict", "--against", path)
+    assert own["against"]["kld"] == found["against"]["kld"]
+
+
 # ---- the command
 
 
@@ -295,7 +396,7 @@ def silu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(thermocline: Run, *argv: str | Path) -> dict[str, Any]:
-    ran = thermocline("eval", *argv, "--ctx", "32", "--json")
+    ran = thermocline("eval", *argv, "-t", "1", "--ctx", "32", "--json")
     assert (ran.code, ran.err) == (0, "")
     found: dict[str, Any] = json.loads(ran.out)
     return found
@@ -358,7 +459,7 @@ def test_ctrl_c_prints_the_windows_that_are_done(
         return read(*args, **more)
 
     monkeypatch.setattr(Reader, "read", interrupted)
-    limit = 6  # two calls for a window
+    limit = 3  # a call for each window
     ran = thermocline("eval", tiny_pack, "--text", text, "--ctx", "32", "--json")
     assert ran.code == 130
     assert json.loads(ran.out)["perplexity"] == whole["perplexity"]
@@ -399,6 +500,8 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_read(
     (tmp_path / "line").write_text("x" * 31 + "\n")  # the last line's end is no part of a text
     refused(thermocline, 2, "has 31 tokens", tiny_pack, "--text", tmp_path / "line", "--ctx", "32")
     refused(thermocline, 2, "reads 4 to 32768", tiny_pack, "--text", text, "--ctx", "32769")
+    refused(thermocline, 2, "no predictors", tiny_pack, *more, "--sparsity", "predict")
+    refused(thermocline, 2, "no predictors", tiny_pack, *more, "--against", "predict")
     refused(thermocline, 2, "both exact: nothing to compare", tiny_pack, *more, "--against", "exact")
     refused(thermocline, 2, "never zero", silu, *more, "--against", "exact")
     refused(thermocline, 2, "another tokenizer", tiny_pack, *more, "--against", BUNDLED)

@@ -21,171 +21,12 @@ if TYPE_CHECKING:
     from thermocline.decoder import I32
     from thermocline.evaluate import Reader
     from thermocline.pack import Pack
+    from thermocline.predictor import Predictors
+    from thermocline.profile import Samples
     from thermocline.profiler import Done, Request
     from thermocline.train import Request as TrainRequest
 
 T = TypeVar("T")
-
-
-def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
-    """(what came until Ctrl-C or the end, whether it was Ctrl-C)."""
-    found: list[T] = []
-    try:
-        for item in items:
-            found.append(item)
-    except KeyboardInterrupt:
-        return found, True
-    return found, False
-
-
-# ---- eval
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of what is compared."""
-
-    pack: Pack
-    sparsity: str
-
-
-def evaluate(o: config_offline.EvalOptions) -> int:
-    """What is done of it when Ctrl-C comes is printed like the whole."""
-    from thermocline import hardware
-
-    threads = o.threads if o.threads > 0 else hardware.default_threads()
-    with Progress(quiet=o.quiet) as progress:
-        sides = _sides(o, progress)
-        texts = _texts(o, sides)
-        readers = _readers(sides, o.ctx, threads, progress)
-        begin = time.perf_counter()
-        bar = partial(progress.at, "evaluating", unit=" windows")
-        about, windows, interrupted = _measured(readers, texts, bar)
-    if not windows:
-        raise KeyboardInterrupt
-    facts: dict[str, Any] = {
-        "model": str(sides[0].pack.path),
-        "format": sides[0].pack.weight_format,
-        "sparsity": sides[0].sparsity,
-        "text": o.text,
-        "context": o.ctx,
-        "windows": windows,
-    } | about
-    if len(sides) == 2:
-        facts["against"] |= {"model": str(sides[1].pack.path), "sparsity": sides[1].sparsity}
-    seconds = time.perf_counter() - begin
-    facts |= {"seconds": seconds, "tokens_per_s": windows * o.ctx / seconds}
-    facts |= {"isa": hardware.isa().chosen, "threads": threads}
-    if o.json:
-        emit_json(facts)
-    else:
-        emit(report.table(report.evaluation_rows(facts)))
-    return INTERRUPTED if interrupted else 0
-
-
-def _sides(o: config_offline.EvalOptions, progress: Progress) -> list[Side]:
-    own = Side(_opened(o.model, progress), o.sparsity)
-    if o.against is None:
-        return [own]
-    if o.against not in config.SPARSITIES:
-        return [own, Side(_opened(o.against, progress), "exact")]
-    if not own.pack.spec.sparse:
-        raise UsageError(
-            f"{own.pack.path}: its activation ({own.pack.spec.activation}) is never zero, so there is "
-            f"nothing to skip and {o.against} is the same model; --against takes another pack"
-        )
-    if o.against == o.sparsity:
-        raise UsageError(f"--sparsity and --against are both {o.against}: nothing to compare")
-    return [own, Side(own.pack, o.against)]
-
-
-def _opened(model: str | None, progress: Progress) -> Pack:
-    from thermocline.hub_fetch import locate
-    from thermocline.importer import resolve
-    from thermocline.llm import BUNDLED
-    from thermocline.pack import Pack
-
-    if model is None:
-        return Pack.open(BUNDLED)
-    packing = partial(progress.at, "packing")
-    return Pack.open(resolve(locate(model, progress.at), config.cache_dir(None), None, packing))
-
-
-def _texts(o: config_offline.EvalOptions, sides: Sequence[Side]) -> I32:
-    """The windows, which are the same for both sides."""
-    import numpy as np
-
-    from thermocline import evaluate
-    from thermocline.tokenizer import FILE, Tokenizer, read_text
-
-    for side in sides:
-        evaluate.check_context(side.pack.spec, o.ctx)
-        if not (side.pack.path / FILE).exists():
-            raise UsageError(f"{side.pack.path}: has no tokenizer; its text would be noise")
-    text = read_text(Path(o.text)).removesuffix("\n")  # as llama-perplexity does
-    found = []
-    for pack in {side.pack.path: side.pack for side in sides}.values():
-        found.append(evaluate.windows(Tokenizer(pack.path, pack.spec), text, o.ctx, o.limit))
-    sizes = {side.pack.spec.vocab_size for side in sides}
-    if len(sizes) > 1 or not all(np.array_equal(found[0], other) for other in found):
-        raise UsageError(
-            f"{sides[1].pack.path}: has another tokenizer than {sides[0].pack.path}; "
-            "only models with the same tokens can be compared"
-        )
-    return found[0]
-
-
-def _readers(sides: Sequence[Side], context: int, threads: int, progress: Progress) -> list[Reader]:
-    """Sides of one pack share its weights."""
-    from thermocline import evaluate, hardware, weights
-    from thermocline.decoder import bind, for_context
-
-    packs = {side.pack.path: side.pack for side in sides}
-    evaluate.check_memory(
-        [side.pack.spec for side in sides],
-        weights_bytes=sum(pack.weights_bytes for pack in packs.values()),
-        available_bytes=hardware.available_bytes(),
-        context=context,
-        threads=threads,
-    )
-    loaded = {
-        path: weights.load(pack, threads=threads, progress=partial(progress.at, "loading"))
-        for path, pack in packs.items()
-    }
-    ops = loaded[sides[0].pack.path].ops
-    models = {
-        path: bind(for_context(packs[path].spec, context), one.weights, ops) for path, one in loaded.items()
-    }
-    return [
-        evaluate.Reader(models[side.pack.path], ops, context=context, sparsity=side.sparsity)
-        for side in sides
-    ]
-
-
-def _measured(
-    readers: Sequence[Reader], texts: I32, progress: Callable[[int, int], None]
-) -> tuple[dict[str, Any], int, bool]:
-    """(results, windows that they are of, whether Ctrl-C came)."""
-    import numpy as np
-
-    from thermocline import evaluate
-
-    if len(readers) == 1:
-        scores, interrupted = until_interrupted(evaluate.scores(readers[0], texts, progress))
-        about = asdict(evaluate.Perplexity.of(np.concatenate(scores))) if scores else {}
-        return about | _active(readers[0]), len(scores), interrupted
-    pairs, interrupted = until_interrupted(evaluate.comparisons(readers[0], readers[1], texts, progress))
-    if not pairs:
-        return {}, 0, interrupted
-    found = asdict(evaluate.Divergence.of(evaluate.Comparison.join(pairs)))
-    own, base = found.pop("own"), found.pop("base")
-    return own | _active(readers[0]) | {"against": base | found}, len(pairs), interrupted
-
-
-def _active(reader: Reader) -> dict[str, Any]:
-    """Null where no neuron is ever inactive."""
-    sparse = reader.model.spec.sparse
-    return {"active_fraction": reader.stats.active / max(1, reader.stats.neurons) if sparse else None}
 
 
 # ---- profile
@@ -283,6 +124,181 @@ def pack_directory(model: str | None) -> Path:
     return resolve(path, "", "f32")  # raises: says what it is instead
 
 
+# ---- eval
+
+
+def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
+    """(what came until Ctrl-C or the end, whether it was Ctrl-C)."""
+    found: list[T] = []
+    try:
+        for item in items:
+            found.append(item)
+    except KeyboardInterrupt:
+        return found, True
+    return found, False
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of what is compared."""
+
+    pack: Pack
+    sparsity: str
+    predictors: Predictors | None  # what `predict` needs
+
+    @staticmethod
+    def of(pack: Pack, sparsity: str) -> Side:
+        from thermocline.llm import predictors_for
+
+        return Side(pack, sparsity, predictors_for(pack, sparsity))
+
+
+def evaluate(o: config_offline.EvalOptions) -> int:
+    """What is done of it when Ctrl-C comes is printed like the whole."""
+    from thermocline import hardware
+
+    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    with Progress(quiet=o.quiet) as progress:
+        sides = _sides(o, progress)
+        texts = _texts(o, sides)
+        readers = _readers(sides, o.ctx, threads, progress)
+        begin = time.perf_counter()
+        bar = partial(progress.at, "evaluating", unit=" windows")
+        about, windows, interrupted = _measured(readers, texts, bar)
+    if not windows:
+        raise KeyboardInterrupt
+    facts: dict[str, Any] = {
+        "model": str(sides[0].pack.path),
+        "format": sides[0].pack.weight_format,
+        "sparsity": sides[0].sparsity,
+        "text": o.text,
+        "context": o.ctx,
+        "windows": windows,
+    } | about
+    if len(sides) == 2:
+        facts["against"] |= {"model": str(sides[1].pack.path), "sparsity": sides[1].sparsity}
+    seconds = time.perf_counter() - begin
+    facts |= {"seconds": seconds, "tokens_per_s": windows * o.ctx / seconds}
+    facts |= {"isa": hardware.isa().chosen, "threads": threads}
+    if o.json:
+        emit_json(facts)
+    else:
+        emit(report.table(report.evaluation_rows(facts)))
+    return INTERRUPTED if interrupted else 0
+
+
+def _sides(o: config_offline.EvalOptions, progress: Progress) -> list[Side]:
+    own = Side.of(_opened(o.model, progress), o.sparsity)
+    if o.against is None:
+        return [own]
+    if o.against not in config_offline.SPARSITIES:
+        return [own, Side.of(_opened(o.against, progress), "exact")]
+    if not own.pack.spec.sparse:
+        raise UsageError(
+            f"{own.pack.path}: its activation ({own.pack.spec.activation}) is never zero, so there is "
+            f"nothing to skip and {o.against} is the same model; --against takes another pack"
+        )
+    if o.against == o.sparsity:
+        raise UsageError(f"--sparsity and --against are both {o.against}: nothing to compare")
+    return [own, Side.of(own.pack, o.against)]
+
+
+def _opened(model: str | None, progress: Progress) -> Pack:
+    from thermocline.hub_fetch import locate
+    from thermocline.importer import resolve
+    from thermocline.llm import BUNDLED
+    from thermocline.pack import Pack
+
+    if model is None:
+        return Pack.open(BUNDLED)
+    packing = partial(progress.at, "packing")
+    return Pack.open(resolve(locate(model, progress.at), config.cache_dir(None), None, packing))
+
+
+def _texts(o: config_offline.EvalOptions, sides: Sequence[Side]) -> I32:
+    """The windows, which are the same for both sides."""
+    import numpy as np
+
+    from thermocline import evaluate
+    from thermocline.tokenizer import FILE, Tokenizer, read_text
+
+    for side in sides:
+        evaluate.check_context(side.pack.spec, o.ctx)
+        if not (side.pack.path / FILE).exists():
+            raise UsageError(f"{side.pack.path}: has no tokenizer; its text would be noise")
+    text = read_text(Path(o.text)).removesuffix("\n")  # as llama-perplexity does
+    found = []
+    for pack in {side.pack.path: side.pack for side in sides}.values():
+        found.append(evaluate.windows(Tokenizer(pack.path, pack.spec), text, o.ctx, o.limit))
+    sizes = {side.pack.spec.vocab_size for side in sides}
+    if len(sizes) > 1 or not all(np.array_equal(found[0], other) for other in found):
+        raise UsageError(
+            f"{sides[1].pack.path}: has another tokenizer than {sides[0].pack.path}; "
+            "only models with the same tokens can be compared"
+        )
+    return found[0]
+
+
+def _readers(sides: Sequence[Side], context: int, threads: int, progress: Progress) -> list[Reader]:
+    """Sides of one pack share its weights."""
+    from thermocline import evaluate, hardware, weights
+    from thermocline.decoder import bind, for_context
+
+    packs = {side.pack.path: side.pack for side in sides}
+    predictors = {side.pack.path: side.predictors for side in sides if side.predictors is not None}
+    evaluate.check_memory(
+        [side.pack.spec for side in sides],
+        weights_bytes=sum(weights.memory_bytes(pack, predictors.get(path)) for path, pack in packs.items()),
+        available_bytes=hardware.available_bytes(),
+        context=context,
+        threads=threads,
+    )
+    bar = partial(progress.at, "loading")
+    loaded = {
+        path: weights.load(pack, threads=threads, predictors=predictors.get(path), progress=bar)
+        for path, pack in packs.items()
+    }
+    for one in predictors.values():
+        one.close()
+    ops = loaded[sides[0].pack.path].ops
+    models = {
+        path: bind(for_context(packs[path].spec, context), one.weights, ops) for path, one in loaded.items()
+    }
+    return [
+        evaluate.Reader(models[side.pack.path], ops, context=context, sparsity=side.sparsity)
+        for side in sides
+    ]
+
+
+def _measured(
+    readers: Sequence[Reader], texts: I32, progress: Callable[[int, int], None]
+) -> tuple[dict[str, Any], int, bool]:
+    """(results, windows that they are of, whether Ctrl-C came)."""
+    import numpy as np
+
+    from thermocline import evaluate
+
+    if len(readers) == 1:
+        scores, interrupted = until_interrupted(evaluate.scores(readers[0], texts, progress))
+        about = asdict(evaluate.Perplexity.of(np.concatenate(scores))) if scores else {}
+        return about | _active(readers[0]), len(scores), interrupted
+    pairs, interrupted = until_interrupted(evaluate.comparisons(readers[0], readers[1], texts, progress))
+    if not pairs:
+        return {}, 0, interrupted
+    found = asdict(evaluate.Divergence.of(evaluate.Comparison.join(pairs)))
+    own, base = found.pop("own"), found.pop("base")
+    return own | _active(readers[0]) | {"against": base | found}, len(pairs), interrupted
+
+
+def _active(reader: Reader) -> dict[str, Any]:
+    """Null where no neuron is ever inactive; where none is predicted."""
+    s, sparse = reader.stats, reader.model.spec.sparse
+    return {
+        "active_fraction": s.active / max(1, s.neurons) if sparse else None,
+        "predicted_fraction": s.predicted / max(1, s.rows_dense) if reader.sparsity == "predict" else None,
+    }
+
+
 # ---- train
 
 
@@ -318,7 +334,7 @@ def train(o: config_offline.TrainOptions) -> int:
     return 0
 
 
-def train_request(o: config_offline.TrainOptions) -> tuple[TrainRequest, Any]:
+def train_request(o: config_offline.TrainOptions) -> tuple[TrainRequest, Samples]:
     """What cannot be trained is refused before anything is computed."""
     from thermocline import evaluate, fit_mlp, hardware
     from thermocline import train as training

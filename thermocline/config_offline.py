@@ -10,7 +10,12 @@ from typing import Any
 
 from thermocline.options import count_or_all, nonempty, one_of, opt, real, switch, whole
 
-SPARSITIES = ("exact", "off")
+SPARSITIES = ("exact", "predict", "off")
+
+
+def _threads() -> Any:
+    shown = "0 = the physical cores this process may use"
+    return opt(0, whole(-1, 1024), "N", "Model", "Threads to compute with.", flags="-t", shown=shown)
 
 
 def _json() -> Any:
@@ -33,10 +38,7 @@ class ProfileOptions:
         None, nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", shown="the pack itself"
     )
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack at -o.")
-    threads: int = opt(
-        0, whole(-1, 1024), "N", "Model", "Threads to compute with.", flags="-t",
-        shown="0 = the physical cores this process may use"
-    )  # fmt: skip
+    threads: int = _threads()
     workers: int = opt(
         1, whole(1, 256), "N", "Model", "Passages computed side by side; they share the threads."
     )
@@ -75,12 +77,10 @@ class EvalOptions:
     )  # fmt: skip
     sparsity: str = opt(
         "exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model",
-        "exact: skip neurons whose activation is zero, with the same answer; off: compute all."
+        "exact: skip neurons whose activation is zero, with the same answer; predict: also those that the "
+        "pack's predictors take for zero; off: compute all."
     )  # fmt: skip
-    threads: int = opt(
-        0, whole(-1, 1024), "N", "Model", "Threads to compute with.",
-        flags="-t", shown="0 = the physical cores this process may use"
-    )  # fmt: skip
+    threads: int = _threads()
 
     text: str = opt(
         "", nonempty, "FILE", "Text", "The text to predict, UTF-8, such as WikiText-2's raw test split.",
@@ -103,7 +103,7 @@ class EvalOptions:
     )  # fmt: skip
 
     json: bool = _json()
-    quiet: bool = opt(False, switch, None, "Output", "No progress bars.", flags="-q")
+    quiet: bool = _quiet()
 
 
 TRAIN_KINDS = ("auto", "mlp", "svd", "sign")

@@ -16,10 +16,12 @@ import numpy as np
 
 from thermocline.decoder import F32, Batch, FFNStats, Norm, Weights, bind, for_context, forward
 from thermocline.errors import NumericalError, UsageError
-from thermocline.kv import BlockTable, KVCache, blocks_for, bytes_for
+from thermocline.kv import BlockTable, KVCache, bytes_for, room_for
 from thermocline.sampler import Sampler, SamplingParams, TokenLogprobs
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Detokenizer, Tokenizer
+
+PREFILL_CHUNK = 256  # tokens of prompts in a step
 
 # ---- what a request gives back
 
@@ -153,7 +155,7 @@ class Request:
             tokens_per_s=_ratio(decoded, self.last_s - self.first_s),
             active_fraction=_ratio(d.active, d.neurons) if decoded else None,
             rows_fraction=_ratio(d.rows, d.rows_dense) if decoded else None,
-            predicted_fraction=_ratio(d.predicted, d.rows_dense) if decoded else None,
+            predicted_fraction=_ratio(d.predicted, d.gates_dense) if decoded else None,
             bytes_per_token=round(self.decode_bytes / decoded) if decoded else None,
             logits_hash=f"{self.digest:08x}",
         )
@@ -229,7 +231,7 @@ class Traffic:
 
     fixed_bytes: int  # every matrix but gate, up and down, norms and biases, once per step
     gate_bytes: float  # one gate row
-    neuron_bytes: int  # one neuron's up and down rows
+    row_bytes: float  # one up or down row
     position_bytes: int  # keys and values of one position
 
     @staticmethod
@@ -243,8 +245,8 @@ class Traffic:
             fixed += _nbytes(f.down_bias)
             gates += _nbytes(f.gate.weight, f.gate.bias)
         ffn = weights.layers[0].ffn
-        neuron = _nbytes(ffn.up, ffn.down) // spec.ffn_dim
-        return Traffic(fixed, gates / (spec.n_layers * spec.ffn_dim), neuron, bytes_for(spec, 1))
+        row = _nbytes(ffn.up, ffn.down) / (spec.ffn_dim * (2 if ffn.up is not None else 1))
+        return Traffic(fixed, gates / (spec.n_layers * spec.ffn_dim), row, bytes_for(spec, 1))
 
 
 def _nbytes(*arrays: Any) -> int:
@@ -274,7 +276,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         max_batch: int = 8,
         sparsity: str = "exact",
-        prefill_chunk: int = 256,
+        prefill_chunk: int = PREFILL_CHUNK,
         kv_tokens: int | None = None,
     ) -> None:
         """`kv_tokens`: positions the cache holds for all requests; default: `max_batch` full contexts."""
@@ -285,7 +287,8 @@ class Engine:
         self.context, self.max_batch, self.prefill_chunk = context, max_batch, prefill_chunk
         self.sparsity = sparsity
         self.tokenizer = tokenizer
-        self.kv = KVCache(spec, blocks_for(kv_tokens))
+        room = room_for(spec, kv_tokens, context, prefill_chunk)
+        self.kv = KVCache(spec, *room, chunk=prefill_chunk)
         self.traffic = Traffic.of(spec, weights)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -372,8 +375,7 @@ class Engine:
 
     def _batch(self, spans: list[Span]) -> Batch:
         """As few numpy calls as will do: between kernels, each takes 3 to 5 microseconds."""
-        pages = [s.request.table.blocks[: blocks_for(s.stop, self.kv.block)] for s in spans]
-        widest = max(map(len, pages))
+        tables = self.kv.tables([s.request.table for s in spans], [s.stop for s in spans])
         ids: list[int] = []
         positions: list[int] = []
         sequence: list[int] = []
@@ -388,14 +390,15 @@ class Engine:
             ids=np.array(ids, np.int32),
             positions=np.array(positions, np.int32),
             sequence=np.array(sequence, np.int32),
-            block_table=np.array([p + [0] * (widest - len(p)) for p in pages], np.int32),
+            block_table=tables[0],
             logit_rows=np.array(wanted, np.int32),
+            window_table=tables[-1],
         )
 
     def _account(self, spans: list[Span], stats: FFNStats) -> None:
         """Each answer carries its share of the step: the same neurons served them all."""
         t = self.traffic
-        weights = t.fixed_bytes + stats.predicted * t.gate_bytes + stats.rows * t.neuron_bytes
+        weights = t.fixed_bytes + stats.predicted * t.gate_bytes + stats.rows * t.row_bytes
         weights += stats.predictor_bytes
         for s in spans:
             if s.start < s.request.n_prompt:
@@ -405,6 +408,7 @@ class Engine:
             d.neurons += stats.neurons
             d.rows += stats.rows
             d.rows_dense += stats.rows_dense
+            d.gates_dense += stats.gates_dense
             d.predicted += stats.predicted
             d.predictor_bytes += stats.predictor_bytes
             near = min(s.stop, self.spec.sliding_window or s.stop)

@@ -2,6 +2,11 @@
 
 Owns windows, scores and their statistics, as llama-perplexity defines them. Must not know flags or where a
 model comes from: a `Reader` holds a loaded one, and several may share its weights.
+
+    texts = windows(tokenizer, text, context)
+    model = bind(for_context(spec, context), loaded.weights, loaded.ops)
+    predict, exact = (Reader(model, loaded.ops, context=context, sparsity=s) for s in ("predict", "exact"))
+    divergence(predict, exact, texts).kld
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.decoder import F32, I32, Batch, FFNStats, Model, forward
+from thermocline.decoder import F32, FEW, I32, Batch, FFNStats, Model, forward
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.kv import BLOCK as KV_BLOCK
 from thermocline.kv import KVCache, blocks_for, bytes_for
@@ -26,7 +31,6 @@ from thermocline.tokenizer import Tokenizer
 F64 = NDArray[np.float64]
 Progress = Callable[[int, int], None]  # windows done, windows in all
 PIECE = 256  # tokens of a forward pass, as the engine computes prompts
-FEW = 4  # tokens of a forward pass that takes the path of generated tokens, at most
 LOGITS = 1 << 24  # a reader's logits at a time: 64 MiB
 BLOCK = 1 << 17  # of them in f64 at a time: 1 MiB, which stays in the second-level cache
 SMALLEST = 4  # tokens of a window: one is predicted from the two before it
@@ -86,11 +90,12 @@ def check_memory(
 
 
 class Reader:
-    """A loaded model that reads windows and tells the logits of what comes next: always by `sparsity`.
+    """A loaded model that reads windows by `sparsity` and tells the logits of what comes next.
 
     A mode that saves work for few tokens only (predict) reads as it generates: token by token. `side`
     windows, at most 4, are read together, a token of each. That is faster, but neurons predicted for one
     token are then there for the others, and the mode looks closer to exact than it is for one answer.
+    `stats` are of what was read, without prompts.
 
     model    of `decoder.bind`, with `for_context`; readers may share it, and `ops`
     step     tokens of a window in a forward pass; None: what the mode needs
@@ -113,31 +118,43 @@ class Reader:
         assert sparsity != "predict" or side * self.step <= FEW, "more tokens are read exactly"
         self.stats = FFNStats()
         self._kv = KVCache(model.spec, side * blocks_for(context))
-        tables = [self._kv.open([]) for _ in range(side)]
-        assert all(self._kv.grow(table, context) for table in tables)
-        self._block_table = np.array([table.blocks for table in tables], np.int32)
+        self._tables = [self._kv.open([]) for _ in range(side)]
+        for table in self._tables:
+            self._kv.grow(table, context)  # there is room for all of them
 
-    def read(self, texts: I32, start: int, stop: int, *, wanted: bool = True) -> F32:
-        """-> logits [windows, positions, vocab] after positions [start, stop), of none unless `wanted`.
+    def prompt(self, texts: I32, stop: int) -> None:
+        """Read positions [0, stop) as a prompt is read: never by prediction."""
+        sparsity = "exact" if self.sparsity == "predict" else self.sparsity
+        for ids, at in _cuts(texts, 0, stop, PIECE // self.side):
+            self._forward(ids, at, sparsity, FFNStats(), wanted=False)
 
-        Those before `start` have been read.
-        """
-        cuts = [(at, min(at + self.step, stop)) for at in range(start, stop, self.step)]
-        parts = [self._forward(texts[:, a:b], a, wanted) for a, b in cuts]
+    def read(self, texts: I32, start: int, stop: int) -> F32:
+        """-> logits [windows, positions, vocab] after positions [start, stop); the earlier are read."""
+        parts = []
+        for ids, at in _cuts(texts, start, stop, self.step):
+            logits = self._forward(ids, at, self.sparsity, self.stats, wanted=True)
+            parts.append(logits.reshape(*ids.shape, -1))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def _forward(self, ids: I32, start: int, wanted: bool) -> F32:
+    def _forward(self, ids: I32, start: int, sparsity: str, stats: FFNStats, *, wanted: bool) -> F32:
+        """[windows, positions] from `start` on -> [tokens, vocab], or of no tokens."""
         n, length = ids.shape
         tokens = np.arange(n * length, dtype=np.int32)
+        tables = self._kv.tables(self._tables[:n], [start + length] * n)
         batch = Batch(
             ids=np.ascontiguousarray(ids).ravel(),
             positions=start + tokens % length,
             sequence=tokens // length,
-            block_table=self._block_table[:n, : blocks_for(start + length)].copy(),
+            block_table=tables[0],
             logit_rows=tokens if wanted else tokens[:0],
+            window_table=tables[-1],
         )
-        logits = forward(self.model, self._kv, batch, self.ops, sparsity=self.sparsity, stats=self.stats)
-        return logits.reshape(n, length if wanted else 0, self.model.spec.vocab_size)
+        return forward(self.model, self._kv, batch, self.ops, sparsity=sparsity, stats=stats)
+
+
+def _cuts(texts: I32, start: int, stop: int, step: int) -> Iterator[tuple[I32, int]]:
+    for at in range(start, stop, step):
+        yield texts[:, at : min(at + step, stop)], at
 
 
 def _groups(readers: Sequence[Reader], texts: I32, progress: Progress | None) -> Iterator[I32]:
@@ -151,12 +168,13 @@ def _groups(readers: Sequence[Reader], texts: I32, progress: Progress | None) ->
 
 
 def _pieces(readers: Sequence[Reader], texts: I32) -> Iterator[tuple[I32, list[F32]]]:
-    """(the tokens that are scored, every reader's logits for them), a part of the windows' second halves at a
-    time: the model has read half a window before it is asked. Nothing follows the last token.
+    """(tokens that are scored, every reader's logits for them), a part of the windows at a time.
+
+    The first half of a window is read as a prompt, the second is scored. Nothing follows its last token.
     """
     context, side = readers[0].context, readers[0].side
     for reader in readers:
-        reader.read(texts, 0, context // 2, wanted=False)
+        reader.prompt(texts, context // 2)
     vocab = max(r.model.spec.vocab_size for r in readers)
     length = max(1, min(PIECE, LOGITS // vocab) // side)
     for start in range(context // 2, context - 1, length):

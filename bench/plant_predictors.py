@@ -1,0 +1,135 @@
+"""Predictors for a random model (`thermocline synth --active`), from its own gates, to measure with.
+
+    python bench/plant_predictors.py PACK [--kind svd] [--rank 256] [--missed 0.005] [--tokens 256]
+
+svd: the gates' best approximation of that rank (randomised, one power iteration); sign: their signs. A layer
+has one shift of all thresholds, the largest that loses at most `--missed` of the activations' mass over
+random tokens. What `thermocline train` does for a real model is another matter: this needs no profile and no text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline import hardware, quant, weights
+from thermocline.bench import random_tokens
+from thermocline.decoder import F32, Batch, FFNStats, bind, forward
+from thermocline.kv import KVCache, blocks_for
+from thermocline.ops import reference
+from thermocline.pack import Pack, read_tensor
+from thermocline.predictor import LayerPredictor, Predictors, scores, write_predictors
+
+
+class Recorder:
+    """Ops that keep what each FFN reads (normed) and the activations it finds."""
+
+    def __init__(self, ops: Any, pack: Pack, norms: list[Any]) -> None:
+        self.ops, self.spec, self.norms = ops, pack.spec, norms
+        self.found: list[tuple[F32, F32]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ops, name)
+
+    def ffn_add(self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats) -> None:
+        n, s = self.norms[len(self.found)], self.spec
+        normed = h.copy() if n is None else reference.norm(h, n.weight, n.bias, s.norm_eps, s.norm)
+        active = np.zeros((len(x), s.ffn_dim), np.float32)
+        self.ops.ffn_add(x, h, bound, sparsity, stats, active)
+        self.found.append((normed, active))
+
+
+def record(pack: Pack, tokens: int, seed: int) -> list[tuple[F32, F32]]:
+    """For each layer: inputs [tokens, dim], activations [tokens, neurons]."""
+    loaded = weights.load(pack, threads=hardware.default_threads())
+    ops = Recorder(loaded.ops, pack, [layer.ffn_norm for layer in loaded.weights.layers])
+    model = bind(pack.spec, loaded.weights, ops)
+    kv = KVCache(pack.spec, blocks_for(tokens))
+    table = kv.open([])
+    assert kv.grow(table, tokens)
+    batch = Batch(
+        ids=np.array(random_tokens(pack.spec, seed, tokens), np.int32),
+        positions=np.arange(tokens, dtype=np.int32),
+        sequence=np.zeros(tokens, np.int32),
+        block_table=np.array([table.blocks], np.int32),
+        logit_rows=np.zeros(0, np.int32),
+    )
+    forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats())
+    return ops.found
+
+
+def gate_of(pack: Pack, i: int) -> tuple[F32, F32]:
+    """Weights [neurons, dim] and bias [neurons] of a layer's gate."""
+    name, n = f"layers.{i}.gate", pack.spec.ffn_dim
+    rows = read_tensor(pack, f"{name}.weight").reshape(n, -1)
+    gate = quant.decode(pack.tensors[f"{name}.weight"].format, rows, pack.spec.dim)
+    bias = f"{name}.bias"
+    return gate, read_tensor(pack, bias).view(np.float32) if bias in pack.tensors else np.zeros(n, np.float32)
+
+
+def low_rank(gate: F32, rank: int, seed: int) -> tuple[F32, F32]:
+    rng = np.random.default_rng(seed)
+    sketch = gate @ rng.standard_normal((gate.shape[1], rank + 16), dtype=np.float32)
+    basis = np.linalg.qr(gate @ (gate.T @ np.linalg.qr(sketch)[0]))[0]
+    u, d, v = np.linalg.svd(basis.T @ gate, full_matrices=False)
+    root = np.sqrt(d[:rank])
+    return root[:, None] * v[:rank], (basis @ u[:, :rank]) * root
+
+
+def predictor_of(pack: Pack, i: int, kind: str, rank: int) -> LayerPredictor:
+    """With the thresholds of a perfect predictor: minus the bias."""
+    gate, bias = gate_of(pack, i)
+    if kind == "sign":
+        return LayerPredictor("sign", None, None, np.packbits(gate > 0, axis=1, bitorder="little"), -bias, 0)
+    first, second = low_rank(gate, rank, i)
+    ideal = LayerPredictor("svd", first, second, None, -bias, 0)
+    as_stored = Predictors.of(pack.spec, [ideal] * pack.spec.n_layers).layer(i)
+    assert as_stored is not None
+    return as_stored
+
+
+def shifted(p: LayerPredictor, x: F32, active: F32, missed: float) -> LayerPredictor:
+    margin = scores(p, x) - p.threshold
+    mass = np.abs(active[active != 0]).astype(np.float64)
+    order = np.argsort(margin[active != 0])
+    lost = np.cumsum(mass[order]) <= missed * mass.sum()
+    shift = margin[active != 0][order][int(lost.sum())]
+    return LayerPredictor(p.kind, p.first, p.second, p.signs, p.threshold + np.float32(shift), p.hot)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pack", type=Path)
+    parser.add_argument("--kind", choices=["svd", "sign"], default="svd")
+    parser.add_argument("--rank", type=int, default=256)
+    parser.add_argument("--missed", type=float, default=0.005)
+    parser.add_argument("--tokens", type=int, default=256)
+    args = parser.parse_args()
+    pack = Pack.open(args.pack)
+    found = record(pack, args.tokens, seed=7)
+    layers: list[LayerPredictor] = []
+    asked: list[float] = []
+    fractions: list[float] = []
+    for i, (x, active) in enumerate(found):
+        p = shifted(predictor_of(pack, i, args.kind, args.rank), x, active, args.missed)
+        guessed: NDArray[np.bool_] = p.predicted(x)
+        asked.append(float(guessed.mean()))
+        fractions.append(float((active != 0).mean()))
+        layers.append(p)
+        print(f"layer {i}: {asked[-1]:.1%} predicted, {fractions[-1]:.1%} active", flush=True)
+    about = {key: getattr(args, key) for key in ("kind", "rank", "missed", "tokens")}
+    about |= {"predicted": statistics.mean(asked), "active": statistics.mean(fractions)}
+    write_predictors(pack, layers, about)
+    print(json.dumps(about))
+
+
+if __name__ == "__main__":
+    main()
