@@ -68,6 +68,11 @@ static inline float32x4_t gate(float32x4_t x, float32x4_t threshold) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x), vcleq_f32(x, threshold)));
 }
 static inline vf vgate(vf x, vf threshold) { return {gate(x.lo, threshold.lo), gate(x.hi, threshold.hi)}; }
+static inline uint32_t vpositive(vf a) {
+    static const uint32_t kBits[8] = {1, 2, 4, 8, 16, 32, 64, 128};
+    const uint32x4_t lo = vandq_u32(vcgtzq_f32(a.lo), vld1q_u32(kBits)), hi = vandq_u32(vcgtzq_f32(a.hi), vld1q_u32(kBits + 4));
+    return vaddvq_u32(vorrq_u32(lo, hi));
+}
 static inline float vsum(vf a) {
     const float32x4_t s = vaddq_f32(a.lo, a.hi);
     return vpadds_f32(vadd_f32(vget_low_f32(s), vget_high_f32(s)));
@@ -196,4 +201,11 @@ static inline void q4_unpack(const uint8_t* q, vf* out) {
 }
 // A matrix tile: 2 vectors of rows times 6 tokens of accumulators are 24 of 32 registers; 4 hold weights, one a token. The
 // float loop needs more beside them: with 6 tokens GCC keeps 12 registers in memory, with 4 none.
+static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
+    size_t i = 0, count = 0;
+    for (; i + 16 <= n; i += 16) count += vaddlvq_u8(vcntq_u8(veorq_u8(vld1q_u8(a + i), vld1q_u8(b + i))));
+    for (; i < n; i++)
+        for (uint32_t x = uint32_t(a[i] ^ b[i]); x; x &= x - 1) count++;
+    return count;
+}
 constexpr int kTileTokens = 6, kFloatTileTokens = 4;
