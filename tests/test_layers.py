@@ -251,6 +251,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sidecar",
         "spec",
     },
+    "sidecar": {"errors", "safetensors"},
     "calibrate": set(),
     "fit": set(),
     "fit_mlp": {"calibrate", "errors"},
