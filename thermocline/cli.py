@@ -93,6 +93,8 @@ def command(argv: Sequence[str]) -> int:
             return verify(options)
         case config_offline.ProfileOptions():
             return cli_offline.profile(options)
+        case config_offline.TrainOptions():
+            return cli_offline.train(options)
         case config.BenchOptions():
             return bench(options)
         case config_offline.EvalOptions():
@@ -200,7 +202,8 @@ def inspect(o: config.InspectOptions) -> int:
     if o.model is not None and gguf_import.is_gguf(Path(o.model)):
         about, rows_of = gguf_import.inspect_gguf(Path(o.model)), report.gguf_rows
     else:
-        about, rows_of = packs.inspect(open_pack(o.model)), report.pack_rows
+        opened = open_pack(o.model)
+        about, rows_of = packs.inspect(opened) | cli_offline.trained(opened), report.pack_rows
     if o.json:
         emit_json(about)
     else:

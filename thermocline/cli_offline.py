@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from thermocline.evaluate import Reader
     from thermocline.pack import Pack
     from thermocline.predictor import Predictors
+    from thermocline.profile import Samples
     from thermocline.profiler import Done, Request
+    from thermocline.train import Request as TrainRequest
 
 T = TypeVar("T")
 
@@ -295,3 +297,98 @@ def _active(reader: Reader) -> dict[str, Any]:
         "active_fraction": s.active / max(1, s.neurons) if sparse else None,
         "predicted_fraction": s.predicted / max(1, s.rows_dense) if reader.sparsity == "predict" else None,
     }
+
+
+# ---- train
+
+
+def train(o: config_offline.TrainOptions) -> int:
+    """Writes nothing where exact reads less and no kind was asked for, nor where fidelity was not reached."""
+    from thermocline import train as training
+    from thermocline.predictor import write_predictors
+
+    request, samples = train_request(o)
+    remark = (lambda text: None) if o.quiet else note
+    with Progress(quiet=o.quiet) as progress, samples:
+        if "mlp" not in request.kinds and o.kind == "auto":
+            remark("without PyTorch no predictor is trained; pip install 'thermocline[train]'")
+        done = training.train(request, samples, progress.at)
+    forced, met = o.kind != "auto", done.report["met"]
+    wanted = met and (done.worthwhile or forced)
+    if wanted:
+        write_predictors(request.pack, done.layers, done.report)
+    about = {"path": str(request.pack.path), "written": wanted, **done.report}
+    if o.json:
+        emit_json(about)
+    else:
+        emit(report.table(report.train_rows(about)) + report.train_layers(about["layers"]))
+    if forced and not met:
+        raise UsageError(
+            f"{request.pack.path}: no predictor of kind {o.kind} is within --max-kld {o.max_kld:g} and "
+            f"--max-ppl {o.max_ppl:g} of exact; nothing was written; allow more, or profile more --samples"
+        )
+    if not (met and done.worthwhile):
+        why = "it reads fewer bytes" if met else "no predictor is near enough to it"
+        what = "written all the same, as asked" if wanted else "nothing was written"
+        remark(f"--sparsity exact is the better choice for this model: {why}; {what}")
+    return 0
+
+
+def train_request(o: config_offline.TrainOptions) -> tuple[TrainRequest, Samples]:
+    """What cannot be trained is refused before anything is computed."""
+    from thermocline import evaluate, fit_mlp, hardware
+    from thermocline import train as training
+    from thermocline.pack import Pack
+
+    pack = Pack.open(pack_directory(o.model))
+    samples = training.check(pack)
+    if o.kind == "mlp":
+        fit_mlp.require()
+    every = tuple(k for k in training.KINDS if k != "mlp" or fit_mlp.available())
+    context = o.ctx or min(512, pack.spec.max_context)
+    evaluate.check_context(pack.spec, context)
+    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    evaluate.check_memory(
+        [pack.spec, pack.spec],
+        weights_bytes=pack.weights_bytes,
+        available_bytes=hardware.available_bytes(),
+        context=context,
+        threads=threads,
+    )
+    request = training.Request(
+        pack=pack,
+        kinds=every if o.kind == "auto" else (o.kind,),
+        forced=o.kind != "auto",
+        max_kld=o.max_kld,
+        max_ppl=o.max_ppl,
+        seed=o.seed,
+        threads=threads,
+        minutes=o.minutes,
+        texts=_own_windows(pack, o.text, context, o.limit),
+        context=context,
+        limit=o.limit,
+    )
+    return request, samples
+
+
+def _own_windows(pack: Pack, text: str | None, context: int, limit: int) -> I32 | None:
+    from thermocline import evaluate
+    from thermocline.tokenizer import FILE, Tokenizer, read_text
+
+    if text is None:
+        return None
+    if not (pack.path / FILE).exists():
+        raise UsageError(f"{pack.path}: has no tokenizer, so --text cannot be read; leave it out")
+    return evaluate.windows(Tokenizer(pack.path, pack.spec), read_text(Path(text)), context, limit)
+
+
+def trained(pack: Pack) -> dict[str, Any]:
+    """What `train` said of the pack's predictors, for `inspect`."""
+    from thermocline.predictor import FILE, open_predictors
+
+    if not (pack.path / FILE).exists():
+        return {"predictors": None}
+    found = open_predictors(pack)
+    assert found is not None, "it exists"
+    with found:
+        return {"predictors": {"bytes": found.nbytes, **found.report}}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thermocline.config_offline import SPARSITIES as SPARSITIES
-from thermocline.config_offline import EvalOptions, ProfileOptions
+from thermocline.config_offline import EvalOptions, ProfileOptions, TrainOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -373,6 +373,7 @@ COMMANDS: dict[str, type[Any]] = {
     "inspect": InspectOptions,
     "verify": VerifyOptions,
     "profile": ProfileOptions,
+    "train": TrainOptions,
     "bench": BenchOptions,
     "eval": EvalOptions,
     "doctor": DoctorOptions,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from thermocline.options import count_or_all, nonempty, one_of, opt, switch, whole
+from thermocline.options import count_or_all, nonempty, one_of, opt, real, switch, whole
 
 SPARSITIES = ("exact", "predict", "off")
 
@@ -102,5 +102,49 @@ class EvalOptions:
         shown="none"
     )  # fmt: skip
 
+    json: bool = _json()
+    quiet: bool = _quiet()
+
+
+TRAIN_KINDS = ("auto", "mlp", "svd", "sign")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Make predictors of active neurons from a profiled pack's samples, for --sparsity predict."""
+
+    model: str | None = opt(
+        None, str, "PACK", "Model", "The pack, after `thermocline profile`.", flags="-m", positional=True,
+        required=True
+    )  # fmt: skip
+    kind: str = opt(
+        "auto", one_of(*TRAIN_KINDS), "|".join(TRAIN_KINDS), "Model",
+        "mlp: trained, needs PyTorch; svd: the gate at low rank; sign: its signs. auto: for each layer what "
+        "reads the fewest bytes, none where that is exact."
+    )  # fmt: skip
+    max_kld: float = opt(
+        0.005, real(0), "NATS", "Fidelity", "Mean KL divergence from exact that is allowed, per token."
+    )
+    max_ppl: float = opt(
+        0.5, real(0), "PERCENT", "Fidelity", "Change of perplexity from exact that is allowed, in percent."
+    )
+    text: str | None = opt(
+        None, nonempty, "FILE", "Fidelity", "The text (UTF-8) both are measured on; none of the profile's.",
+        flags="-f --file", shown="what the model itself writes"
+    )  # fmt: skip
+    ctx: int = opt(
+        0, whole(0), "N", "Fidelity", "Tokens of a window of it, the second half of which is scored.",
+        flags="-c --ctx-size", shown="0 = 512, or the model's limit"
+    )  # fmt: skip
+    limit: int = opt(16, whole(1), "N", "Fidelity", "Windows to measure on at most.", flags="--chunks")
+    minutes: float = opt(
+        30.0, real(0), "M", "Fitting",
+        "After half of this no wider predictors are trained; after all of it the best found so far is taken."
+    )  # fmt: skip
+    seed: int = opt(0, whole(0, 2**31), "N", "Fitting", "Equal seeds give equal predictors.", flags="-s")
+    threads: int = opt(
+        0, whole(-1, 1024), "N", "Model", "Threads to compute with.", flags="-t",
+        shown="0 = the physical cores this process may use"
+    )  # fmt: skip
     json: bool = _json()
     quiet: bool = _quiet()

@@ -143,6 +143,12 @@ class Samples:
     def close(self) -> None:
         self.found.close()
 
+    def __enter__(self) -> Samples:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def write_samples(
     directory: Path, spec: ModelSpec, n: int, active: Sequence[int], layers: Iterator[Rows]

@@ -297,8 +297,49 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
     if about["predictor"] is not None:
         ranks, threshold = about["predictor"]["ranks"], about["predictor"]["threshold"]
         rows.append(("predictor", f"ranks {min(ranks)} to {max(ranks)}, threshold {threshold:g}"))
+    if (found := about.get("predictors")) and "kld" in found:
+        ours = ("trained", f"{size(found['bytes'])} of predictors ({', '.join(found['kinds'])})")
+        rows += [ours, *_fidelity(found), ("", "")]
     rows += [(name, _plain(value)) for name, value in about["spec"].items()]
     return rows
+
+
+# ---- train
+
+
+def _fidelity(r: dict[str, Any]) -> list[tuple[str, str]]:
+    fewer = 1 - r["ffn_bytes_per_token"] / r["ffn_bytes_per_token_exact"]
+    words = f"{abs(fewer):.1%} {'fewer' if fewer >= 0 else 'more'} than exact"
+    return [
+        ("divergence", f"{r['kld']['value']:.5f} ± {r['kld']['error']:.5f} nats from exact"),
+        ("same likeliest", f"{r['same_top']['value']:.2%} of {r['tokens']:,} tokens"),
+        ("perplexity", f"{r['perplexity']['value']:.4f}, {r['perplexity_change_percent']:+.3f}% from exact"),
+        (
+            "gate rows",
+            f"{r['predicted_fraction']:.1%} read; {r['active_fraction']:.2%} of neurons are active",
+        ),
+        ("FFN bytes", f"{size(r['ffn_bytes_per_token'])} per token, {words}"),
+    ]
+
+
+def train_rows(r: dict[str, Any]) -> list[tuple[str, str]]:
+    """Of the whole model."""
+    samples = f"{r['samples']:,}, seed {r['seed']}, {r['seconds']:.0f} s, {r['tried']} trials"
+    where = r["path"] if r["written"] else "nothing written"
+    return [("pack", where), ("samples", samples), *_fidelity(r), ("", "")]
+
+
+def train_layers(layers: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        ("layer", "kind", "rank", "hot", "active", "predicted", "recall", "missed mass", "bytes", "fit s")
+    ]
+    for i, x in enumerate(layers):
+        shares = (f"{x[k]:.2%}" for k in ("active", "predicted", "recall", "missed_mass"))
+        bytes_ = f"{x['bytes'] / x['bytes_exact']:.0%} of gate"
+        rows.append((str(i), x["kind"], str(x["rank"]), str(x["hot"]), *shares, bytes_, f"{x['fit_s']:.1f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{x:>{w}}" for x, w in zip(row, widths, strict=True)) for row in rows)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def gguf_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
