@@ -295,7 +295,7 @@ def _active(reader: Reader) -> dict[str, Any]:
     s, sparse = reader.stats, reader.model.spec.sparse
     return {
         "active_fraction": s.active / max(1, s.neurons) if sparse else None,
-        "predicted_fraction": s.predicted / max(1, s.rows_dense) if reader.sparsity == "predict" else None,
+        "predicted_fraction": s.predicted / max(1, s.gates_dense) if reader.sparsity == "predict" else None,
     }
 
 
