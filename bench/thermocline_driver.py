@@ -54,7 +54,7 @@ def main() -> None:
     pack = Pack.open(Path(sys.argv[1]))
     tokens = Feed("given", np.fromfile(sys.argv[2], np.int32).tolist())
     tests = [Test(*map(int, text.split(","))) for text in sys.argv[3:]]
-    b = Bench(pack, tests, tokens, exact=True, progress=lambda *_: None)
+    b = Bench(pack, tests, tokens, sparsity="exact", progress=lambda *_: None)
     print(json.dumps({"load_s": b.load_s, "system": hardware.isa().chosen}), flush=True)
     for line in sys.stdin:
         match line.split():

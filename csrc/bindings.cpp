@@ -52,6 +52,7 @@ static size_t packed_bytes(tc::Format f, size_t cols) {
         case tc::F16: case tc::BF16: return cols * 2;
         case tc::Q8_0: return cols / 32 * 34;
         case tc::Q4_0: return cols / 32 * 18;
+        case tc::SIGNS: return (cols + 7) / 8;
         default: return 0;
     }
 }
@@ -67,7 +68,7 @@ static Matrix make_matrix(const Arena& arena, size_t offset, int format, size_t 
     check(offset <= arena.bytes && arena.bytes - offset >= bytes, "matrix outside its arena");
     check((arena.bytes - offset - bytes) / stride >= rows - 1, "matrix outside its arena");
     check(f != tc::F32 || (offset % 4 == 0 && stride % 4 == 0), "f32 matrix not aligned");
-    check(offset % 2 == 0 && stride % 2 == 0, "matrix not aligned");
+    check(f == tc::SIGNS || (offset % 2 == 0 && stride % 2 == 0), "matrix not aligned");
     return {arena.data + offset, f, rows, cols, stride};
 }
 
@@ -75,7 +76,10 @@ static void check_ids(const I1& ids, size_t limit, const char* what) {
     for (size_t i = 0; i < ids.shape(0); i++) check(ids.data()[i] >= 0 && size_t(ids.data()[i]) < limit, what);
 }
 
+static void check_weights(const Matrix& w) { check(w.format != tc::SIGNS, "signs are no weights"); }
+
 static tc::Linear make_linear(const Matrix& w, const std::optional<F1>& bias) {
+    check_weights(w);
     return {w, optional_vector(bias, w.rows, "bias has the wrong length")};
 }
 
@@ -105,12 +109,17 @@ struct Attention {
     Heads heads;
     Join join;
 };
+struct Predictor {
+    tc::Predictor predictor;
+    F1 threshold;
+};
 struct FFN {
     tc::FFN layer;
     std::optional<Norm> norm, sub_norm;
     Linear gate;
     std::optional<F1> down_bias;
     Join join;
+    std::optional<Predictor> predictor;
 };
 struct Step {
     tc::Step step;
@@ -156,21 +165,36 @@ static Attention make_attention(const Norm* norm, const Linear& qkv, const Linea
             held(norm), held(sub_norm), qkv, out, h, join};
 }
 
+static Predictor make_predictor(const Matrix* first, const Matrix& second, F1 threshold, size_t hot, bool relu) {
+    check(!first || first->rows == second.cols, "the predictor's matrices do not fit");
+    check(!first || (first->format != tc::SIGNS && second.format != tc::SIGNS), "signs are of x itself");
+    check(threshold.shape(0) == second.rows, "thresholds have the wrong length");
+    check(hot <= second.rows, "more hot neurons than there are");
+    return {{first ? *first : Matrix{}, second, threshold.data(), hot, relu}, threshold};
+}
+
 static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, const Matrix& down, std::optional<F1> down_bias,
-                    int activation, float threshold, bool up_relu, bool bundles, const Norm* sub_norm, const Join& join) {
+                    int activation, float threshold, bool up_relu, bool bundles, const Norm* sub_norm, const Join& join,
+                    const Predictor* predictor) {
     check(!sub_norm || !bundles || (!sub_norm->norm.layer && !sub_norm->bias), "bundles take an RMS sub-norm without bias");
     const Matrix &g = gate.linear.weight, &d = down;
     const size_t dim = g.cols, neurons = g.rows;
     check(bundles ? d.rows == neurons && d.cols == dim : d.rows == dim && d.cols == neurons, "down has the wrong shape");
     check(!up || (up->rows == neurons && up->cols == dim && up->format == g.format), "up does not match gate");
     check(!bundles || !up || d.format == up->format, "a bundle's parts differ in format");
+    check_weights(down);
     check(neurons <= size_t(INT32_MAX), "too many neurons");
+    const tc::Predictor guess = predictor ? predictor->predictor : tc::Predictor{};
+    const Matrix& taker = guess.first.data ? guess.first : guess.second;
+    check(!predictor || (guess.second.rows == neurons && taker.cols == dim), "the predictor is of another shape");
+    check(!predictor || bundles, "only neurons in bundles can be skipped");
     check(activation >= 0 && activation < tc::N_ACTIVATIONS, "unknown activation");
     // The kernels skip a neuron when its activation is zero; that is the answer only where zero means "not above".
     check(threshold >= 0, "negative activation threshold");
     return {{norm_of(norm, dim), gate.linear, up ? *up : Matrix{}, down,
              optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation), threshold, up_relu, bundles,
-             norm_of(sub_norm, neurons), join_of(join, dim)}, held(norm), held(sub_norm), gate, down_bias, join};
+             norm_of(sub_norm, neurons), join_of(join, dim), guess}, held(norm), held(sub_norm), gate, down_bias, join,
+            predictor ? std::optional<Predictor>(*predictor) : std::nullopt};
 }
 
 static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, std::optional<F2> cos, std::optional<F2> sin) {
@@ -229,16 +253,19 @@ static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const S
     c.attention_add(x.data(), h.data(), a.layer, s.step, static_cast<uint16_t*>(k.data()), static_cast<uint16_t*>(v.data()));
 }
 
-static std::tuple<size_t, size_t, size_t> ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, bool exact) {
+static std::tuple<size_t, size_t, size_t, size_t, size_t> ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity,
+                                                                  std::optional<MutF2> record) {
+    check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, f.layer.gate.weight.cols);
-    const tc::FFNArgs a = {f.layer, x.data(), h.data(), x.shape(0), x.shape(1), exact};
+    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.gate.weight.rows), "record has the wrong shape");
+    const tc::FFNArgs a = {f.layer, x.data(), h.data(), x.shape(0), x.shape(1), tc::Sparsity(sparsity), record ? record->data() : nullptr};
     tc::FFNCounts r;
     {
         nb::gil_scoped_release release;
         std::lock_guard<std::mutex> lock(c.one_call);
         r = c.ffn_add(a);
     }
-    return {r.active, r.rows, r.rows_dense};
+    return {r.active, r.rows, r.rows_dense, r.gates, r.predictor_bytes};
 }
 
 // Bytes per second of reading `bytes` of memory over and over for `seconds`, with every thread of the context.
@@ -313,6 +340,7 @@ NB_MODULE(_native, m) {
     }, "buffer"_a, "seed"_a = 0, "CRC-32C (Castagnoli); pass the last result as seed to continue.");
 
     m.attr("ARENA_PADDING") = tc::kArenaPadding;
+    m.attr("SIGNS") = int(tc::SIGNS);
     nb::class_<Arena>(m, "Arena")
         .def("__init__", [](Arena* self, size_t bytes) {
             new (self) Arena(bytes);
@@ -362,9 +390,13 @@ NB_MODULE(_native, m) {
     nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a);
     nb::class_<Attention>(m, "Attention")
         .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(), "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>());
+    nb::class_<Predictor>(m, "Predictor")
+        .def(nb::new_(&make_predictor), "first"_a.none(), "second"_a, "threshold"_a.noconvert(), "hot"_a, "relu"_a,
+             nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>());
     nb::class_<FFN>(m, "FFN")
         .def(nb::new_(&make_ffn), "norm"_a.none(), "gate"_a, "up"_a.none(), "down"_a, "down_bias"_a.noconvert().none(), "activation"_a, "threshold"_a,
-             "up_relu"_a, "bundles"_a, "sub_norm"_a.none(), "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>())
+             "up_relu"_a, "bundles"_a, "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(),
+             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>())
         .def_prop_ro("neurons", [](const FFN& f) { return f.layer.gate.weight.rows; });
     nb::class_<Step>(m, "Step")
         .def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(), "block"_a,
@@ -380,6 +412,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
         .def_prop_ro("isa", [](const Context& c) { return std::string(c.k.isa); })
         .def("embed", [](Context& c, const Matrix& w, I1 ids, MutF2 out) {
+            check_weights(w);
             check(out.shape(0) == ids.shape(0) && out.shape(1) == w.cols, "out has the wrong shape");
             check_ids(ids, w.rows, "token id out of range");
             nb::gil_scoped_release release;
@@ -407,5 +440,6 @@ NB_MODULE(_native, m) {
              "out"_a.noconvert())
         .def("attention_add", &attention_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "step"_a,
              "k"_a.noconvert(), "v"_a.noconvert())
-        .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "exact"_a);
+        .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
+             "record"_a.noconvert() = nb::none());
 }

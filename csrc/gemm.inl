@@ -287,6 +287,8 @@ static void matmul(const Matrix& w, const int32_t* ids, size_t begin, size_t end
                    bool add, float* y, size_t ldy, uint8_t* scratch) {
     if (x.lanes) {
         FOR_FORMAT(w.format, matmul_panels<F>(w, ids, begin, end, x, bias, add, y, ldy, scratch))
+    } else if (w.format == SIGNS) {
+        matmul_rows<FormatSigns>(w, ids, begin, end, x, bias, add, y, ldy);
     } else {
         FOR_FORMAT(w.format, matmul_rows<F>(w, ids, begin, end, x, bias, add, y, ldy))
     }
@@ -301,6 +303,7 @@ static size_t panel_bytes(Format format, size_t cols, size_t tokens) {
 
 static bool quantised(Format f) { return f == Q8_0 || f == Q4_0; }
 static size_t input_bytes(Format format, size_t cols) {
+    if (format == SIGNS) return sign_bytes(cols);
     return quantised(format) ? int_chunks(cols) * sizeof(XChunk) : 4 * (cols + kLanes);
 }
 
@@ -310,6 +313,14 @@ static void quantize(Format format, const float* x, size_t cols, size_t begin, s
                      size_t t, uint8_t* out) {
     const size_t tile = lanes ? tile_tokens(format) : 1, n = t % tile;
     out += (t - n) * row_bytes;
+    if (format == SIGNS) {
+        for (size_t c = 0; c < cols; c += W) {
+            const int n = int(smaller(W, cols - c));
+            const uint32_t bits = vpositive(x_some(x + c, n));
+            memcpy(out + c / 8, &bits, sign_bytes(size_t(n)));
+        }
+        return;
+    }
     if (!quantised(format)) {  // [begin, end) is the whole row here
         if (lanes) float_lanes(x, cols, (float*)out + n);
         else memcpy(out, x, 4 * cols);

@@ -12,12 +12,14 @@
 
 namespace tc {
 
-enum Format : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3, Q4_0 = 4, N_FORMATS = 5 };
+enum Format : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3, Q4_0 = 4, SIGNS = 5, N_FORMATS = 6 };
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, FATRELU = 4, RELU2 = 5, N_ACTIVATIONS = 6 };
 
 // A stored matrix: `rows` rows of `cols` weights, row r at data + r*stride. Rows of q8_0 and q4_0 are planar: the quants
 // of all blocks of 32 (q8_0: 32 int8; q4_0: 16 bytes, weight j < 16 in the low nibble of byte j, weight j + 16 in the
 // high one), then an f16 scale for each. w = d * q, and d * (nibble - 8). numpy's side is thermocline/quant.py.
+// SIGNS is for predictors, which only `matmul` of few tokens reads: bit i % 8 of byte i / 8 says that weight i is positive,
+// and the product with the signs of x is +1 for each pair that agrees, -1 for the others.
 struct Matrix {
     const uint8_t* data;
     Format format;

@@ -19,6 +19,7 @@ static inline void prefetch_span(const uint8_t* p, size_t n) {
     for (size_t k = 0; k < n; k += 64) prefetch(p + k);
 }
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+static inline size_t sign_bytes(size_t cols) { return (cols + 7) / 8; }
 
 static vf x_some(const float* p, int n) { return n >= W ? vload(p) : vload_n(p, n); }
 
@@ -112,6 +113,15 @@ struct FormatQ {
 };
 using FormatQ8_0 = FormatQ<32, kOffsetQ8, q8_sums, q8_unpack>;
 using FormatQ4_0 = FormatQ<16, 8, q4_sums, q4_unpack>;
+
+// Bits of weights and of activations (packed by `quantize`): only `matmul` knows them.
+struct FormatSigns {
+    static size_t row_bytes(size_t n) { return sign_bytes(n); }
+    static float dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t cols) {
+        prefetch_span(next, sign_bytes(cols));
+        return float(int64_t(cols) - 2 * int64_t(bits_that_differ(row, input, sign_bytes(cols))));
+    }
+};
 
 #define FOR_FORMAT(format, CALL)                 \
     switch (format) {                            \

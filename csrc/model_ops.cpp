@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <vector>
 
 namespace tc {
@@ -251,10 +252,12 @@ void Context::join(const Join& how, float* y, size_t tokens, size_t dim, float* 
 
 FFNCounts Context::ffn_add(const FFNArgs& a) {
     constexpr size_t kBlock = 256;  // tokens per pass: bounds the scratch
-    FFNCounts total = {0, 0, 0};
+    FFNCounts total = {};
     for (size_t t = 0; t < a.tokens; t += kBlock) {
         FFNArgs part = a;
         part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kBlock, a.tokens - t);
+        if (a.record) part.record = a.record + t * a.ffn.gate.weight.rows;
+        if (a.sparsity == PREDICT && a.tokens > kFewTokens) part.sparsity = EXACT;
         const bool plain = a.ffn.join.plain();
         if (!plain) {
             part.x = grown(branch_, part.tokens * a.dim);
@@ -263,6 +266,7 @@ FFNCounts Context::ffn_add(const FFNArgs& a) {
         const FFNCounts c = a.ffn.bundles ? bundle_ffn(part) : dense_ffn(part);
         if (!plain) join(a.ffn.join, part.x, part.tokens, a.dim, a.x + t * a.dim);
         total.active += c.active, total.rows += c.rows, total.rows_dense += c.rows_dense;
+        total.gates += c.gates, total.predictor_bytes += c.predictor_bytes;
     }
     return total;
 }
@@ -297,6 +301,7 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
                     h[i] = a.ffn.up_relu && u <= 0 ? 0.0f : h[i] * u;
                 }
                 for (size_t i = begin; i < end; i++) live += h[i] != 0;
+                if (a.record) std::copy(h + begin, h + end, a.record + t * n + begin);
                 if (!whole_rows && copy) k.quantize(f, h, n, begin, end, false, bytes, t, hidden);
             }
         }
@@ -315,7 +320,7 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
             k.matmul(a.ffn.down, nullptr, begin, end, h, a.ffn.down_bias, true, a.x + begin, a.dim, mine);
     };
     pool.run(region);
-    return {active.load(), n, n};
+    return {active.load(), n, n, n, 0};
 }
 
 // Neurons are worked on, and summed, in chunks of kChunk: sum_c (sum_{i in c} h_i d_i), both in ascending order.
@@ -323,16 +328,57 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
 // A smaller chunk balances better; a larger one spends less on its partial sum (dim floats, in the L2 cache).
 static constexpr size_t kChunk = 256;
 
+// A predictor at work on some tokens. All of a layer's codes are there before the first chunk asks for scores.
+struct Context::Guess {
+    const Predictor& p;
+    Input x, code;  // what `first` and `second` take
+    float* values;  // [tokens, rank], code as floats
+    size_t rank() const { return p.first.data ? p.first.rows : 0; }
+    size_t bytes() const {
+        return rank() * p.first.stride + (p.second.rows - p.hot) * (p.second.stride + sizeof(float));
+    }
+};
+
+Context::Guess Context::guess(const FFNArgs& a, const Input& in) {
+    const Predictor& p = a.ffn.predictor;
+    const Matrix& taker = p.first.data ? p.first : p.second;
+    const float* x = a.ffn.norm.weight ? normed_.data() : a.h;
+    const Input own = taker.format == a.ffn.gate.weight.format ? in : input(taker, {}, x, a.tokens, guess_input_);
+    if (!p.first.data) return {p, own, own, nullptr};
+    float* values = grown(code_, a.tokens * p.first.rows);
+    const bool copy = quantised(p.second);
+    const size_t bytes = copy ? k.input_bytes(p.second.format, p.first.rows) : 4 * p.first.rows;
+    const uint8_t* code = copy ? grown(code_input_, bytes * a.tokens) : reinterpret_cast<uint8_t*>(values);
+    return {p, own, {code, bytes, a.tokens, false}, values};
+}
+
+// Inside a region, by every thread: f(first . x), as `second` takes it.
+void Context::encode(const Guess& g, Pieces& rows) {
+    const size_t rank = g.rank();
+    for (size_t begin, end; rows.take(&begin, &end);) {
+        k.matmul(g.p.first, nullptr, begin, end, g.x, nullptr, false, g.values + begin, rank, nullptr);
+        for (size_t t = 0; t < g.x.tokens; t++) {
+            if (g.p.relu) k.activate(g.values + t * rank + begin, end - begin, RELU, 0);
+            if (quantised(g.p.second))
+                k.quantize(g.p.second.format, g.values + t * rank, rank, begin, end, false, g.code.row_bytes, t, code_input_.data());
+        }
+    }
+    pool.barrier();
+}
+
 // Gate first (design 2.3): all gate rows of the chunk, then up and down rows only of the neurons some token needs.
 // Few tokens: each chunk does everything and leaves a partial sum per token; many: the partial sums would outgrow the
 // caches, and threads divide the columns of the sum instead.
 FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     const size_t n = a.ffn.gate.weight.rows, dim = a.dim, tokens = a.tokens, chunks = (n + kChunk - 1) / kChunk;
     const int threads = pool.threads();
-    const bool skip = a.exact && (a.ffn.activation == RELU || a.ffn.activation == FATRELU || a.ffn.activation == RELU2);
+    const bool skip = a.sparsity != OFF && (a.ffn.activation == RELU || a.ffn.activation == FATRELU || a.ffn.activation == RELU2);
     const bool normed = a.ffn.sub_norm.weight != nullptr;  // then all activations are known before down begins
-    const bool few = tokens <= kFewTokens && !normed;
+    const bool few = tokens <= kFewTokens && !normed && !a.record;  // the kernel of few tokens keeps h to itself
     const Input in = input(a.ffn.gate.weight, a.ffn.norm, a.h, tokens, input_);
+    std::optional<Guess> guessed;
+    if (a.sparsity == PREDICT && skip && a.ffn.predictor.second.data) guessed.emplace(guess(a, in));
+    Pieces code_rows(guessed ? guessed->rank() : 0, 32, threads);
 
     float* gate = grown(gate_, tokens * n);      // [tokens, n] activations
     float* hidden = grown(hidden_, tokens * n);  // [tokens, n], of chunk c: counts[c] values from c * kChunk on
@@ -346,10 +392,45 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     uint8_t* scratch = panels(!in.lanes ? 0 : k.panel_bytes(a.ffn.gate.weight.format, dim, tokens));
     float* squares = grown(scales_, (chunks + 1) * tokens);  // [chunks, tokens], then the norm's factor of each token
     float* scale = squares + chunks * tokens;
-    std::atomic<size_t> next{0}, rows{0}, active{0};
+    std::atomic<size_t> next{0}, rows{0}, active{0}, gates{0};
 
+    auto predicted_neurons = [&](size_t begin, size_t end) {  // of a chunk, into ids: those to compute the gates of
+        const Predictor& p = guessed->p;
+        const size_t cold = std::clamp(p.hot, begin, end);
+        size_t found = 0;
+        for (size_t i = begin; i < cold; i++) ids[begin + found++] = int32_t(i);
+        if (cold < end) k.matmul(p.second, nullptr, cold, end, guessed->code, nullptr, false, gate + cold, n, nullptr);
+        for (size_t i = cold; i < end; i++) {
+            bool asked_for = false;  // a NaN is: it must show
+            for (size_t t = 0; t < tokens; t++) asked_for |= !(gate[t * n + i] < p.threshold[i]);
+            ids[begin + found] = int32_t(i);
+            found += asked_for;
+        }
+        return found;
+    };
+    auto needed_of_predicted = [&](size_t c) {
+        const size_t begin = c * kChunk, some = predicted_neurons(begin, std::min(n, begin + kChunk));
+        k.matmul(a.ffn.gate.weight, ids, begin, begin + some, in, a.ffn.gate.bias, false, hidden + begin, n, nullptr);
+        for (size_t t = 0; t < tokens; t++) k.activate(hidden + t * n + begin, some, a.ffn.activation, a.ffn.threshold);
+        size_t found = 0;
+        for (size_t i = begin; i < begin + some; i++) {
+            const size_t id = size_t(ids[i]);
+            bool needed = false;
+            for (size_t t = 0; t < tokens; t++) {
+                gate[t * n + id] = hidden[t * n + i];
+                needed |= hidden[t * n + i] != 0;
+            }
+            ids[begin + found] = int32_t(id);
+            found += needed;
+        }
+        counts[c] = found;
+        rows.fetch_add(found, std::memory_order_relaxed);
+        gates.fetch_add(some, std::memory_order_relaxed);
+    };
     auto needed_neurons = [&](size_t c, int thread) {
+        if (guessed) return needed_of_predicted(c);
         const size_t begin = c * kChunk, end = std::min(n, begin + kChunk);
+        gates.fetch_add(end - begin, std::memory_order_relaxed);
         k.matmul(a.ffn.gate.weight, nullptr, begin, end, in, a.ffn.gate.bias, false, gate + begin, n,
                  scratch + size_t(thread) * panel_stride_);
         for (size_t t = 0; t < tokens; t++) k.activate(gate + t * n + begin, end - begin, a.ffn.activation, a.ffn.threshold);
@@ -373,6 +454,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
                 float& h = hidden[t * n + i];
                 h = !a.ffn.up.data ? g : a.ffn.up_relu && h <= 0 ? 0.0f : g * h;
                 live += h != 0;
+                if (a.record) a.record[t * n + size_t(ids[i])] = h;
             }
         }
         active.fetch_add(live, std::memory_order_relaxed);
@@ -398,6 +480,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
         }
     };
     auto few_tokens = [&](int thread) {
+        if (guessed && guessed->rank()) encode(*guessed, code_rows);
         for (size_t c; (c = next.fetch_add(1)) < chunks;) {
             needed_neurons(c, thread);
             if (!counts[c] && c) continue;
@@ -420,9 +503,12 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
         }
     };
     auto many_tokens = [&](int thread) {
+        if (guessed && guessed->rank()) encode(*guessed, code_rows);
         for (size_t c; (c = next.fetch_add(1)) < chunks;) {
+            const size_t begin = c * kChunk, end = std::min(n, begin + kChunk);
+            for (size_t t = 0; a.record && t < tokens; t++) std::fill(a.record + t * n + begin, a.record + t * n + end, 0.0f);
             needed_neurons(c, thread);
-            hidden_values(c * kChunk, c * kChunk + counts[c], thread);
+            hidden_values(begin, begin + counts[c], thread);
             if (normed) weigh(c);
         }
         pool.barrier();
@@ -454,7 +540,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     };
     if (few) pool.run(few_tokens);
     else pool.run(many_tokens);
-    return {active.load(), rows.load(), n};
+    return {active.load(), rows.load(), n, gates.load(), guessed ? guessed->bytes() : 0};
 }
 
 }  // namespace tc

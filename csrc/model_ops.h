@@ -51,6 +51,16 @@ struct Attention {
     Norm sub_norm;  // of what `out` takes
     Join join;
 };
+
+// Guesses from x which neurons are active: those with score >= threshold, score = second . f(first . x), or second . x.
+struct Predictor {
+    Matrix first;            // [rank, dim], or data null
+    Matrix second;           // [neurons, rank or dim]; data null: no predictor
+    const float* threshold;  // [neurons]
+    size_t hot;              // neurons [0, hot) are computed without asking
+    bool relu;               // f: ReLU, else the identity
+};
+
 struct FFN {
     Norm norm;
     Linear gate;   // [neurons, dim]
@@ -62,6 +72,7 @@ struct FFN {
     bool up_relu, bundles;
     Norm sub_norm;  // of the activations, before down; of bundles: an RMS norm without bias
     Join join;
+    Predictor predictor;  // of bundles only
 };
 
 struct AttentionArgs {
@@ -71,17 +82,22 @@ struct AttentionArgs {
     float* qkv;       // [tokens, (n + 2 n_kv) * dim]; q and k are rotated in place
     float* out;       // [tokens, n * dim]
 };
+// Which neurons are computed: all; those whose gate is not zero; of the predicted ones, those whose gate is not zero.
+enum Sparsity : int32_t { OFF = 0, EXACT = 1, PREDICT = 2, N_SPARSITIES = 3 };
 struct FFNArgs {
     const FFN& ffn;
     float* x;        // [tokens, dim]; x += FFN(norm(h)). h may be x
     const float* h;
     size_t tokens, dim;
-    bool exact;
+    Sparsity sparsity;
+    float* record;  // [tokens, neurons], or null: takes h, what down is multiplied with (before sub_norm); 0 where skipped
 };
 struct FFNCounts {
     size_t active, rows, rows_dense;
+    size_t gates, predictor_bytes;  // gate rows read; bytes of the predictor
 };
 
+class Pieces;
 class Context {
 public:
     explicit Context(int threads, const Kernels* kernels) : pool(threads), k(*kernels) {}
@@ -107,13 +123,16 @@ private:
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
     FFNCounts dense_ffn(const FFNArgs& a);
     FFNCounts bundle_ffn(const FFNArgs& a);
+    struct Guess;
+    Guess guess(const FFNArgs& a, const Input& in);
+    void encode(const Guess& g, Pieces& rows);
     uint8_t* panels(size_t bytes);  // of scratch for each thread
     std::vector<Queries> queries(const AttentionArgs& a) const;
     void attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end, float* scores, float* into);
 
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
-    std::vector<uint8_t> input_, hidden_input_, panels_;
-    std::vector<float> normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_, scales_;
+    std::vector<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_;
+    std::vector<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_, scales_;
     std::vector<int32_t> ids_;
     std::vector<size_t> counts_;
     size_t panel_stride_ = 0;

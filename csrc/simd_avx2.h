@@ -51,6 +51,7 @@ static inline vf vpow2(vf a) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(a), _mm256_set1_epi32(127)), 23));
 }
 static inline vf vgate(vf x, vf threshold) { return _mm256_and_ps(x, _mm256_cmp_ps(x, threshold, _CMP_NLE_UQ)); }
+static inline uint32_t vpositive(vf a) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, vzero(), _CMP_GT_OQ))); }
 static inline float vsum(vf a) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -214,6 +215,20 @@ static inline void q4_unpack(const uint8_t* q, vf* out) {
     const __m128i hi = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(raw, 4), m), eight);
     out[0] = bytes_f32(lo), out[1] = bytes_f32(_mm_srli_si128(lo, 8));
     out[2] = bytes_f32(hi), out[3] = bytes_f32(_mm_srli_si128(hi, 8));
+}
+static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
+    const vi table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4)), low = _mm256_set1_epi8(15);
+    vi sum = _mm256_setzero_si256();
+    size_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        const vi x = vi_xor(vi_load(a + i), vi_load(b + i));
+        const vi counts = _mm256_add_epi8(_mm256_shuffle_epi8(table, vi_and(x, low)), _mm256_shuffle_epi8(table, vi_and(vi_shr4(x), low)));
+        sum = _mm256_add_epi64(sum, _mm256_sad_epu8(counts, _mm256_setzero_si256()));
+    }
+    uint64_t parts[4];
+    vi_store(parts, sum);
+    for (; i < n; i++) parts[0] += size_t(_mm_popcnt_u32(uint32_t(a[i] ^ b[i])));
+    return size_t(parts[0] + parts[1] + parts[2] + parts[3]);
 }
 constexpr int kTileTokens = 4;  // a matrix tile: 2 vectors of rows times this many tokens of accumulators, of 16 registers
 constexpr int kFloatTileTokens = 6;

@@ -74,6 +74,7 @@ static inline vf vpow2(vf a) {  // 2^a for integral a in [-126, 127]
 }
 // 0 where x is at most the threshold, else x: a NaN stays one
 static inline vf vgate(vf x, vf threshold) { EACH x.v[i] = x.v[i] <= threshold.v[i] ? 0 : x.v[i]; return x; }
+static inline uint32_t vpositive(vf a) { uint32_t bits = 0; EACH bits |= uint32_t(a.v[i] > 0) << i; return bits; }  // bit i: a[i] > 0
 static inline float vsum(vf a) {
     return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
 }
@@ -155,6 +156,12 @@ static inline void q4_unpack(const uint8_t* q, vf* out) {
         out[k / W].v[k % W] = float((q[k] & 15) - 8);
         out[(k + 16) / W].v[(k + 16) % W] = float((q[k] >> 4) - 8);
     }
+}
+static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {  // popcount(a ^ b) over n bytes
+    size_t count = 0;
+    for (size_t i = 0; i < n; i++)
+        for (uint32_t x = uint32_t(a[i] ^ b[i]); x; x &= x - 1) count++;
+    return count;
 }
 constexpr int kTileTokens = 4;  // a matrix tile: 2 vectors of rows times this many tokens
 constexpr int kFloatTileTokens = 4;

@@ -160,7 +160,7 @@ class Steps:
 def opened(pack: Path, *tests: bench.Test, **changes: Any) -> bench.Bench:
     about = Pack.open(pack)
     feed = bench.feed_of(about, tests, changes.get("text"), 1)
-    return bench.Bench(about, tests, feed, exact=True, progress=lambda *_: None)
+    return bench.Bench(about, tests, feed, sparsity="exact", progress=lambda *_: None)
 
 
 def timed(b: bench.Bench, test: bench.Test, steps: Steps) -> list[tuple[list[int], list[int]]]:

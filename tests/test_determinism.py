@@ -73,7 +73,7 @@ def logits(path: Path, isa: str) -> F32:
     rows = np.arange(len(ids), dtype=np.int32)
     batch = Batch(ids, rows, np.zeros_like(rows), np.array([table.blocks], np.int32), rows)
     model = bind(made.spec, got.weights, got.ops)
-    return forward(model, kv, batch, got.ops, exact=True, stats=FFNStats())
+    return forward(model, kv, batch, got.ops, sparsity="exact", stats=FFNStats())
 
 
 def test_instruction_sets_agree(packed: Path) -> None:

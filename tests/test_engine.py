@@ -143,7 +143,7 @@ def test_an_answer_is_reused_as_the_start_of_the_next_prompt(lab: Lab) -> None:
 
 
 def test_skipping_neurons_does_not_change_tokens(lab: Lab) -> None:
-    assert lab.alone(PROMPTS[2], exact=True) == lab.alone(PROMPTS[2], exact=False)
+    assert lab.alone(PROMPTS[2], sparsity="exact") == lab.alone(PROMPTS[2], sparsity="off")
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])  # bundles of neurons; a dense FFN
@@ -153,12 +153,12 @@ def test_nothing_changes_a_bit_in_any_format_and_layout(format: str, activation:
     spec = dataclasses.replace(SPEC, activation=activation)
     w = random_weights(spec)
     lab, ids = native_lab(format, spec, w, threads=1), PROMPTS[-1]
-    alone = [lab.alone(p, prefill_chunk=1, exact=False) for p in PROMPTS]
+    alone = [lab.alone(p, prefill_chunk=1, sparsity="off") for p in PROMPTS]
     assert len({tuple(tokens) for tokens, _ in alone}) == len(PROMPTS), "answers all alike prove nothing"
-    for threads, chunk, exact in ((1, 256, True), (2, 7, True), (3, 33, False)):
+    for threads, chunk, sparsity in ((1, 256, "exact"), (2, 7, "exact"), (3, 33, "off")):
         other = native_lab(format, spec, w, threads)
-        e = other.engine(max_batch=len(PROMPTS), prefill_chunk=chunk, exact=exact)
-        assert other.answers(e, *(e.submit(p, GREEDY) for p in PROMPTS)) == alone, (threads, chunk, exact)
+        e = other.engine(max_batch=len(PROMPTS), prefill_chunk=chunk, sparsity=sparsity)
+        assert other.answers(e, *(e.submit(p, GREEDY) for p in PROMPTS)) == alone, (threads, chunk, sparsity)
         again = e.submit(ids, GREEDY)
         assert other.answers(e, again) == alone[-1:] and again.cached == 96
 
@@ -392,7 +392,7 @@ def test_figures_count_what_was_done() -> None:
 
 
 def test_bytes_per_token_is_the_sum_of_what_is_read() -> None:
-    e = engine(exact=False)
+    e = engine(sparsity="off")
     request = e.submit(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3))
     run(e, request)
     matrices = SPEC.n_layers * (SPEC.qkv_rows + SPEC.dim + 3 * SPEC.ffn_dim) * SPEC.dim + VOCAB * SPEC.dim
@@ -404,8 +404,8 @@ def test_bytes_per_token_is_the_sum_of_what_is_read() -> None:
 
 def test_skipped_rows_are_not_counted_as_read() -> None:
     figures = []
-    for exact in (True, False):
-        e = engine(exact=exact)
+    for sparsity in ("exact", "off"):
+        e = engine(sparsity=sparsity)
         request = e.submit(PROMPTS[1], GREEDY)
         run(e, request)
         figures.append(request.completion().figures)

@@ -344,10 +344,10 @@ class Ffn:
     native: FFN
     numpy: FFN
 
-    def run(self, ops: Any, x: F32, h: F32, *, exact: bool = True) -> tuple[F32, FFNStats]:
+    def run(self, ops: Any, x: F32, h: F32, *, sparsity: str = "exact") -> tuple[F32, FFNStats]:
         y, stats = x.copy(), FFNStats()
         ops.ffn_add(
-            y, h, bound_ffn(ops, self.spec, self.numpy if ops is reference else self.native), exact, stats
+            y, h, bound_ffn(ops, self.spec, self.numpy if ops is reference else self.native), sparsity, stats
         )
         return y, stats
 
@@ -416,7 +416,7 @@ def check_ffn_add(isa: str, format: str) -> None:
             if tokens in (1, 9):  # one pass: the neurons read are the union over the call's tokens
                 if f.spec.sparse:
                     assert stats == f.truth(x[:tokens], h[:tokens])[1], (*at, tokens)
-                assert same_bits(f.run(ops, x[:tokens], h[:tokens], exact=False)[0], part), (*at, tokens)
+                assert same_bits(f.run(ops, x[:tokens], h[:tokens], sparsity="off")[0], part), (*at, tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -434,8 +434,8 @@ def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> N
         assert nmse(y - x, truth - x) <= (3 * INT8_NMSE if format in QUANTISED else F32_NMSE), at
         assert (stats.neurons, stats.rows, stats.rows_dense) == (counted.neurons, ffn_dim, ffn_dim)
         assert abs(stats.active - counted.active) <= counted.neurons // 1000
-        for tokens, threads, exact in itertools.product(TOKENS, (1, 3), (True, False)):
-            part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens], exact=exact)
+        for tokens, threads, sparsity in itertools.product(TOKENS, (1, 3), ("exact", "off")):
+            part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens], sparsity=sparsity)
             assert same_bits(part, y[:tokens]), (*at, tokens, threads)
 
 
@@ -505,7 +505,7 @@ def test_the_answer_is_right_for_every_active_set(isa: str, format: str, kind: s
         y, stats = f.run(cpu(isa), x[:tokens], h[:tokens])
         assert nmse(y, f.truth(x[:tokens], h[:tokens])[0]) <= F32_NMSE, (shift, tokens)
         assert (stats.rows, stats.neurons) == (rows, tokens * n)
-        assert same_bits(f.run(cpu(isa), x[:tokens], h[:tokens], exact=False)[0], y)
+        assert same_bits(f.run(cpu(isa), x[:tokens], h[:tokens], sparsity="off")[0], y)
     quiet = ffn(format, n, dim, kind, "relu", -100.0)
     assert same_bits(quiet.run(cpu(isa), x, h)[0], x + quiet.native.down_bias)
 
@@ -520,9 +520,9 @@ def test_tokens_skipping_and_threads_change_no_bit(isa: str, format: str, activa
         f = ffn(format, n, dim, kind, activation, -1.5)
         y, _ = f.run(cpu(isa), x, h)
         for threads, (begin, end) in zip((2, 3, 5, 1), ((0, 70), (3, 11), (60, 69), (69, 70)), strict=True):
-            for exact in (True, False):
-                part, _ = f.run(cpu(isa, threads), x[begin:end], h[begin:end], exact=exact)
-                assert same_bits(part, y[begin:end]), (kind, threads, begin, exact)
+            for sparsity in ("exact", "off"):
+                part, _ = f.run(cpu(isa, threads), x[begin:end], h[begin:end], sparsity=sparsity)
+                assert same_bits(part, y[begin:end]), (kind, threads, begin, sparsity)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -538,7 +538,7 @@ def test_threads_change_no_bit_of_a_matmul(isa: str, format: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_dense_activations_skip_nothing(isa: str) -> None:
     f = ffn("f32", 40, 33, "gated", "silu", -100.0)
-    assert f.run(cpu(isa), normal(1, 2, 33), normal(2, 2, 33), exact=True)[1].rows == 40
+    assert f.run(cpu(isa), normal(1, 2, 33), normal(2, 2, 33), sparsity="exact")[1].rows == 40
 
 
 def test_an_ffn_without_biases_equals_the_reference() -> None:
@@ -616,7 +616,7 @@ def activated(isa: str, activation: str, values: F32, threshold: float = 0.0) ->
     spec = replace(SPEC, dim=n, ffn_dim=n, activation=activation, activation_threshold=threshold, gated=False)
     y = np.zeros_like(values)
     bound = bound_ffn(cpu(isa), spec, FFN(Linear(eye, None), None, eye, None, True))
-    cpu(isa).ffn_add(y, values, bound, False, FFNStats())
+    cpu(isa).ffn_add(y, values, bound, "off", FFNStats())
     return y
 
 
@@ -708,8 +708,8 @@ def test_a_nan_weight_of_a_neuron_is_not_taken_for_an_inactive_one(
             bad[:, 5] = np.nan
             up, _ = stored("f32", bad)
             f = replace(f, native=replace(f.native, up=up))
-        for exact in (True, False):
-            shown = np.isnan(f.run(cpu(isa), x, h, exact=exact)[0]).all(axis=1)
+        for sparsity in ("exact", "off"):
+            shown = np.isnan(f.run(cpu(isa), x, h, sparsity=sparsity)[0]).all(axis=1)
             # where dReLU's up is not positive, its gate does not matter
             some = kind == "dReLU" and part == "gate"
             assert shown.any() if some else shown.all(), (bundles, part, tokens)
@@ -766,7 +766,7 @@ def test_any_ffn_is_exact_and_splits_into_its_tokens(
     f = ffn(format, neurons, dim, kind, activation, shift)
     x, h = normal(5, tokens, dim), normal(6, tokens, dim)
     y, stats = f.run(cpu(isa, threads), x, h)
-    dense, all_rows = f.run(cpu(isa), x, h, exact=False)
+    dense, all_rows = f.run(cpu(isa), x, h, sparsity="off")
     assert same_bits(y, dense) and stats.active == all_rows.active and stats.rows <= all_rows.rows
     cut = tokens // 2
     parts = [f.run(cpu(isa, threads), x[at], h[at])[0] for at in (slice(0, cut), slice(cut, tokens))]
@@ -873,7 +873,7 @@ class Good:
 
     def ffn_add(self, x: Any = None, h: Any = None, **changes: Any) -> None:
         x, h = self.x.copy() if x is None else x, self.x if h is None else h
-        self.c.ffn_add(x, h, self.ffn(**changes), True)
+        self.c.ffn_add(x, h, self.ffn(**changes), 1)
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:

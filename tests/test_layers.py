@@ -125,6 +125,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "importer",
         "kv",
         "pack",
+        "predictor",
         "sampler",
         "spec",
         "tokenizer",
@@ -149,6 +150,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampler": {"errors"},
     "sandbox": {"errors"},
     "shelf": {"errors", "hub", "pack"},
+    "sidecar": {"errors", "safetensors"},
     "spec": set(),
     "spec_check": {"errors", "safetensors", "spec"},
     "synth": {
@@ -173,10 +175,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tokenizer_json",
     },
     "tokenizer_json": {"errors", "pretokenizers", "safetensors", "tokenizer"},
+    "predictor": {"_native", "errors", "manifest", "pack", "quant", "safetensors", "sidecar", "spec"},
     "pretokenizers": set(),
     "sentencepiece_model": {"errors", "safetensors"},
     "torch_zip": {"errors", "safetensors"},
-    "weights": {"_native", "decoder", "errors", "layout", "ops.cpu", "pack", "quant", "spec"},
+    "weights": {"_native", "decoder", "errors", "layout", "ops.cpu", "pack", "predictor", "quant", "spec"},
 }
 FOREIGN = {"huggingface_hub", "numpy", "tokenizers", "tqdm"}  # what `pip install .` brings
 # Packages that one module uses: `pip install '.[gguf]'` brings gguf, `pip install .` the others.

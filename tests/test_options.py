@@ -165,7 +165,9 @@ def natively(part: Any) -> Any:
     return part
 
 
-def logits(spec: ModelSpec, weights: Weights, ops: Any, chunk: int = TOKENS, *, exact: bool = True) -> F32:
+def logits(
+    spec: ModelSpec, weights: Weights, ops: Any, chunk: int = TOKENS, *, sparsity: str = "exact"
+) -> F32:
     ids = np.random.default_rng(1).integers(0, spec.vocab_size, TOKENS).astype(np.int32)
     model, kv, out = bind(spec, weights, ops), KVCache(spec, blocks_for(TOKENS)), []
     table = np.arange(blocks_for(TOKENS), dtype=np.int32)[None]
@@ -173,7 +175,7 @@ def logits(spec: ModelSpec, weights: Weights, ops: Any, chunk: int = TOKENS, *, 
         at = np.arange(start, min(TOKENS, start + chunk), dtype=np.int32)
         rows = np.arange(len(at), dtype=np.int32)
         batch = Batch(ids[at], at, np.zeros_like(rows), table, rows)
-        out.append(forward(model, kv, batch, ops, exact=exact, stats=FFNStats()))
+        out.append(forward(model, kv, batch, ops, sparsity=sparsity, stats=FFNStats()))
     return np.concatenate(out)
 
 
@@ -223,6 +225,6 @@ def test_an_option_is_native_and_changes_no_invariant(name: str, isa: str) -> No
     native = natively(weights)
     y = logits(spec, native, CpuOps(1, isa))
     assert nmse(y, logits(spec, weights, reference)) <= 1e-6
-    for threads, chunk, exact in ((3, 1, True), (2, 3, False), (1, 7, False), (2, TOKENS, False)):
-        again = logits(spec, native, CpuOps(threads, isa), chunk, exact=exact)
-        assert np.array_equal(again, y), (threads, chunk, exact)
+    for threads, chunk, sparsity in ((3, 1, "exact"), (2, 3, "off"), (1, 7, "off"), (2, TOKENS, "off")):
+        again = logits(spec, native, CpuOps(threads, isa), chunk, sparsity=sparsity)
+        assert np.array_equal(again, y), (threads, chunk, sparsity)

@@ -104,17 +104,23 @@ def test_exact_in_a_batch_reads_the_union_and_changes_no_bit(tiny_pack: Path) ->
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = [[tiny.BYTES, *prompt.encode()] for prompt in PROMPTS[:8]]
 
-    def run(max_batch: int, exact: bool) -> list[Completion]:
+    def run(max_batch: int, sparsity: str) -> list[Completion]:
         engine = Engine(
-            made.spec, got.weights, got.ops, context=256, max_batch=max_batch, exact=exact, prefill_chunk=50
+            made.spec,
+            got.weights,
+            got.ops,
+            context=256,
+            max_batch=max_batch,
+            sparsity=sparsity,
+            prefill_chunk=50,
         )
         requests = [engine.submit(ids, params) for ids in prompts]
         while engine.step():
             pass
         return [r.completion() for r in requests]
 
-    alone = run(1, True)
-    for together in (run(8, True), run(8, False)):
+    alone = run(1, "exact")
+    for together in (run(8, "exact"), run(8, "off")):
         for a, b in zip(alone, together, strict=True):
             assert (a.token_ids, a.figures.logits_hash) == (b.token_ids, b.figures.logits_hash)
             assert rows(a) < rows(b)

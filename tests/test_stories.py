@@ -161,7 +161,7 @@ def logits(packed: Path) -> Logits:
         batch = Batch(
             np.array(ids, np.int32), rows, np.zeros_like(rows), np.array([table.blocks], np.int32), rows
         )
-        y = forward(model, kv, batch, loaded.ops, exact=True, stats=FFNStats())
+        y = forward(model, kv, batch, loaded.ops, sparsity="exact", stats=FFNStats())
         kv.close(table)
         return y
 

@@ -80,7 +80,7 @@ class Watched:
     def bind_ffn(self, spec: Any, layer: Layer) -> Any:
         return spec, layer, self._ops.bind_ffn(spec, layer)
 
-    def ffn_add(self, x: Any, h: Any, bound: Any, exact: bool, stats: FFNStats) -> None:
+    def ffn_add(self, x: Any, h: Any, bound: Any, sparsity: str, stats: FFNStats) -> None:
         spec, layer, inner = bound
         norm, f = layer.ffn_norm, layer.ffn
         normed = self._ops.norm(h, norm.weight, norm.bias, spec.norm_eps, spec.norm)
@@ -88,7 +88,7 @@ class Watched:
         if spec.up_activation == "relu":
             active &= self._ops.matmul(f.up, normed, None) > 0
         before = stats.active
-        self._ops.ffn_add(x, h, inner, exact, stats)
+        self._ops.ffn_add(x, h, inner, sparsity, stats)
         self.counted.append((stats.active - before) / active.size)
         self.active.append(active)
 
@@ -103,7 +103,7 @@ def run(pack: Pack, tokens: int = TOKENS) -> tuple[F32, Watched]:
     batch = Batch(ids, rows, np.zeros_like(rows), table, rows)
     kv = KVCache(pack.spec, blocks_for(tokens))
     model = bind(pack.spec, loaded.weights, ops)
-    logits = forward(model, kv, batch, ops, exact=True, stats=FFNStats())
+    logits = forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats())
     return logits, ops
 
 

@@ -68,7 +68,7 @@ class Model:
             rows = np.arange(len(positions), dtype=np.int32)
             part = np.array(ids, np.int32)[positions]
             batch = Batch(part, positions, np.zeros_like(rows), np.array([table.blocks], np.int32), rows)
-            out.append(forward(model, kv, batch, self.ops, exact=True, stats=FFNStats()))
+            out.append(forward(model, kv, batch, self.ops, sparsity="exact", stats=FFNStats()))
         return np.concatenate(out)
 
 

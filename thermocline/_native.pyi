@@ -25,6 +25,7 @@ def crc32c(buffer: bytes | memoryview | U8, seed: int = 0) -> int:
     """CRC-32C (Castagnoli); pass the last result as seed to continue."""
 
 ARENA_PADDING: int  # bytes past the end of an arena that kernels may read
+SIGNS: int  # a `Matrix` format for predictors: a bit a weight
 
 class Arena:
     """Memory for weights. A `Matrix` in it keeps it alive."""
@@ -89,6 +90,13 @@ class Attention:
         cls, norm: Norm | None, qkv: Linear, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
     ) -> Attention: ...
 
+class Predictor:
+    """score = second . f(first . x), or second . x without `first`; f is ReLU with `relu`, else nothing."""
+
+    def __new__(
+        cls, first: Matrix | None, second: Matrix, threshold: F32, hot: int, relu: bool
+    ) -> Predictor: ...
+
 class FFN:
     """`activation`: an index of `spec.ACTIVATIONS`."""
 
@@ -105,6 +113,7 @@ class FFN:
         bundles: bool,
         sub_norm: Norm | None,
         join: Join,
+        predictor: Predictor | None = None,
     ) -> FFN: ...
     @property
     def neurons(self) -> int: ...
@@ -129,5 +138,11 @@ class Context:
     def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None: ...
     def attention(self, qkv: F32, heads: Heads, step: Step, k: F16, v: F16, out: F32) -> None: ...
     def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, k: F16, v: F16) -> None: ...
-    def ffn_add(self, x: F32, h: F32, layer: FFN, exact: bool) -> tuple[int, int, int]:
-        """-> (non-zero activations, up/down rows read, up/down rows of a dense pass)"""
+    def ffn_add(
+        self, x: F32, h: F32, layer: FFN, sparsity: int, record: F32 | None = None
+    ) -> tuple[int, int, int, int, int]:
+        """-> (non-zero activations, up/down rows read, up/down rows of a dense pass, gate rows read, bytes of
+        the predictor read). `sparsity`: an index of `decoder.SPARSITIES`.
+
+        `record` [tokens, neurons] takes h, what down is multiplied with (before a sub-norm); 0 where skipped.
+        """

@@ -20,7 +20,7 @@ from thermocline import __version__, hardware, report, weights
 from thermocline.engine import Engine, Figures, Request, request_for
 from thermocline.errors import BadFile, UsageError
 from thermocline.kv import BLOCK, blocks_for
-from thermocline.llm import fit
+from thermocline.llm import fit, predictors_for
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack, inspect
 from thermocline.sampler import Sampler, SamplingParams
@@ -171,23 +171,27 @@ class Bench:
     """
 
     def __init__(
-        self, pack: Pack, tests: Sequence[Test], feed: Feed, *, exact: bool, progress: Progress
+        self, pack: Pack, tests: Sequence[Test], feed: Feed, *, sparsity: str, progress: Progress
     ) -> None:
         begin = time.perf_counter()
         self.pack, self.tests, self.feed, self.progress = pack, tests, feed, progress
         depth, widest = max(t.depth for t in tests), max(t.threads for t in tests)
         self.context_ids, self.next_ids = feed.ids[:depth], feed.ids[depth:]
         kv_blocks = depth // BLOCK + blocks_for(max(t.context - t.depth for t in tests)) + 1
+        predictors = predictors_for(pack, sparsity)
         fit(
             pack.spec,
-            weights_bytes=pack.weights_bytes,
+            weights_bytes=weights.memory_bytes(pack, predictors),
             available_bytes=hardware.available_bytes(),
             context=kv_blocks * BLOCK,
             max_batch=1,
             threads=widest,
         )
         loaded = weights.load(
-            pack, threads=widest, progress=lambda done, total: progress("loading", done, total, "B")
+            pack,
+            threads=widest,
+            predictors=predictors,
+            progress=lambda done, total: progress("loading", done, total, "B"),
         )
         self.ops = {t: CpuOps(t) for t in {t.threads for t in tests} - {widest}} | {widest: loaded.ops}
         self.engine = Engine(
@@ -196,7 +200,7 @@ class Bench:
             loaded.ops,
             context=max(t.context for t in tests),
             max_batch=1,
-            exact=exact,
+            sparsity=sparsity,
             kv_tokens=kv_blocks * BLOCK,
         )
         self.load_s = time.perf_counter() - begin
@@ -369,6 +373,7 @@ def traffic(
         "from_cache": from_cache,
         "active_fraction": last.active_fraction,
         "rows_fraction": last.rows_fraction,
+        "predicted_fraction": last.predicted_fraction,
     }
 
 
@@ -399,7 +404,7 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "n_batch": bench.engine.prefill_chunk,
         "n_ubatch": bench.engine.prefill_chunk,
         "tokens": bench.feed.name,
-        "sparsity": "exact" if bench.engine.exact else "off",
+        "sparsity": bench.engine.sparsity,
         "isa": hardware.isa().chosen,
     }
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import __version__, config, report
+from thermocline import __version__, cli_offline, config, config_offline, report
 from thermocline.cli_text import chat, run
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
@@ -91,6 +91,8 @@ def command(argv: Sequence[str]) -> int:
             return inspect(options)
         case config.VerifyOptions():
             return verify(options)
+        case config_offline.ProfileOptions():
+            return cli_offline.profile(options)
         case config.BenchOptions():
             return bench(options)
         case config.DoctorOptions():
@@ -242,7 +244,7 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     )
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
-    return benchmark.Bench(pack, tests, feed, exact=o.sparsity == "exact", progress=progress.at)
+    return benchmark.Bench(pack, tests, feed, sparsity=o.sparsity, progress=progress.at)
 
 
 # ---- doctor

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thermocline.config_offline import ProfileOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -32,7 +33,7 @@ from thermocline.options import (
 )
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-SPARSITIES = ("exact", "off")
+SPARSITIES = ("exact", "predict", "off")
 BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
 
@@ -65,7 +66,10 @@ def _cache_dir() -> Any:
 
 
 def _sparsity() -> Any:
-    help = "exact: skip neurons whose activation is zero, with the same answer; off: compute all."
+    help = (
+        "exact: skip neurons whose activation is zero, with the same answer; predict: also those that the "
+        "pack's predictors take for zero, with nearly the same answer; off: compute all."
+    )
     return opt("exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model", help)
 
 
@@ -358,6 +362,7 @@ COMMANDS: dict[str, type[Any]] = {
     "synth": SynthOptions,
     "inspect": InspectOptions,
     "verify": VerifyOptions,
+    "profile": ProfileOptions,
     "bench": BenchOptions,
     "doctor": DoctorOptions,
     "pull": PullOptions,

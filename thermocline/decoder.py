@@ -21,6 +21,10 @@ from thermocline.spec import ModelSpec, RopeScaling
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 
+# Neurons an FFN computes: all; those whose gate is not zero (the same answer); of the predicted ones, those.
+SPARSITIES = ("off", "exact", "predict")
+FEW = 4  # tokens that `predict` guesses for; more share too many neurons, and are computed exactly
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -46,6 +50,7 @@ class FFN:
     down: Any
     down_bias: F32 | None
     bundles: bool
+    predictor: Any | None = None  # of ops' own, with bundles: guesses which neurons are active
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,8 @@ class FFNStats:
     neurons: int = 0  # (token, neuron) pairs in all
     rows: int = 0  # up/down rows read
     rows_dense: int = 0  # up/down rows a dense pass would have read
+    predicted: int = 0  # gate rows read: all, or with `predict` those of neurons predicted to be active
+    predictor_bytes: int = 0  # read of predictors
 
 
 @functools.lru_cache(maxsize=8)
@@ -205,8 +212,11 @@ def rope_tables(spec: ModelSpec, positions: I32, local: bool = False) -> tuple[F
     return np.cos(angle) * factor, np.sin(angle) * factor
 
 
-def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, exact: bool, stats: FFNStats) -> F32:
-    """One step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size]."""
+def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, sparsity: str, stats: FFNStats) -> F32:
+    """One step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size].
+
+    `sparsity`: of `SPARSITIES`; a layer without predictor, or a batch of more than `FEW`, is not guessed.
+    """
     spec, layers = model.spec, model.weights.layers
     x = _embedded(model, batch, ops)
     steps = _steps(spec, batch, kv.block, ops)
@@ -216,7 +226,7 @@ def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, exact: bool, s
         ops.attention_add(x, x, attention, steps[spec.local_rope(i)], kv.layer(i))
         if spec.norm_order == "post":
             h = x = _norm(spec, layers[i].attn_norm, x, ops)
-        ops.ffn_add(x, h, ffn, exact, stats)
+        ops.ffn_add(x, h, ffn, sparsity, stats)
         if spec.norm_order == "post":
             x = _norm(spec, layers[i].ffn_norm, x, ops)
 

@@ -36,6 +36,7 @@ class Figures:
     tokens_per_s: float | None  # tokens after the first, over their time
     active_fraction: float | None  # neurons that were not zero, while decoding
     rows_fraction: float | None  # up and down rows read, of those a dense pass reads, while decoding
+    predicted_fraction: float | None  # gate rows read, likewise
     bytes_per_token: (
         int | None
     )  # weights and KV read from memory per decoded token (a batch shares its weights)
@@ -152,6 +153,7 @@ class Request:
             tokens_per_s=_ratio(decoded, self.last_s - self.first_s),
             active_fraction=_ratio(d.active, d.neurons) if decoded else None,
             rows_fraction=_ratio(d.rows, d.rows_dense) if decoded else None,
+            predicted_fraction=_ratio(d.predicted, d.rows_dense) if decoded else None,
             bytes_per_token=round(self.decode_bytes / decoded) if decoded else None,
             logits_hash=f"{self.digest:08x}",
         )
@@ -225,21 +227,24 @@ class Span:
 class Traffic:
     """What one decode step reads from memory."""
 
-    fixed_bytes: int  # every matrix but up and down, norms and biases, once per step
+    fixed_bytes: int  # every matrix but gate, up and down, norms and biases, once per step
+    gate_bytes: float  # one gate row
     neuron_bytes: int  # one neuron's up and down rows
     position_bytes: int  # keys and values of one position
 
     @staticmethod
     def of(spec: ModelSpec, weights: Weights) -> Traffic:
+        gates = 0
         fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
         for layer in weights.layers:
             f = layer.ffn
             fixed += _norm_bytes(layer.attn_norm) + _norm_bytes(layer.ffn_norm)
             fixed += _nbytes(layer.qkv.weight, layer.qkv.bias, layer.attn_out.weight, layer.attn_out.bias)
-            fixed += _nbytes(f.gate.weight, f.gate.bias, f.down_bias)
+            fixed += _nbytes(f.down_bias)
+            gates += _nbytes(f.gate.weight, f.gate.bias)
         ffn = weights.layers[0].ffn
         neuron = _nbytes(ffn.up, ffn.down) // spec.ffn_dim
-        return Traffic(fixed, neuron, bytes_for(spec, 1))
+        return Traffic(fixed, gates / (spec.n_layers * spec.ffn_dim), neuron, bytes_for(spec, 1))
 
 
 def _nbytes(*arrays: Any) -> int:
@@ -268,7 +273,7 @@ class Engine:
         context: int,
         tokenizer: Tokenizer | None = None,
         max_batch: int = 8,
-        exact: bool = True,
+        sparsity: str = "exact",
         prefill_chunk: int = 256,
         kv_tokens: int | None = None,
     ) -> None:
@@ -277,12 +282,8 @@ class Engine:
         assert kv_tokens >= context, "one request must always fit"
         self.spec, self.ops = spec, ops
         self.model = bind(for_context(spec, context), weights, ops)
-        self.context, self.max_batch, self.prefill_chunk, self.exact = (
-            context,
-            max_batch,
-            prefill_chunk,
-            exact,
-        )
+        self.context, self.max_batch, self.prefill_chunk = context, max_batch, prefill_chunk
+        self.sparsity = sparsity
         self.tokenizer = tokenizer
         self.kv = KVCache(spec, blocks_for(kv_tokens))
         self.traffic = Traffic.of(spec, weights)
@@ -359,7 +360,11 @@ class Engine:
     def _forward(self, spans: list[Span]) -> tuple[F32, FFNStats]:
         stats = FFNStats()
         batch = self._batch(spans)
-        logits = forward(self.model, self.kv, batch, self.ops, exact=self.exact, stats=stats)
+        prompts = any(
+            s.start < s.request.n_prompt for s in spans
+        )  # even their last few tokens are not guessed
+        sparsity = "exact" if prompts and self.sparsity == "predict" else self.sparsity
+        logits = forward(self.model, self.kv, batch, self.ops, sparsity=sparsity, stats=stats)
         for s in spans:
             s.request.computed = s.stop
             self.kv.seal(s.request.table, s.request.ids, s.stop)
@@ -389,7 +394,9 @@ class Engine:
 
     def _account(self, spans: list[Span], stats: FFNStats) -> None:
         """Each answer carries its share of the step: the same neurons served them all."""
-        weights = self.traffic.fixed_bytes + stats.rows * self.traffic.neuron_bytes
+        t = self.traffic
+        weights = t.fixed_bytes + stats.predicted * t.gate_bytes + stats.rows * t.neuron_bytes
+        weights += stats.predictor_bytes
         for s in spans:
             if s.start < s.request.n_prompt:
                 continue
@@ -398,6 +405,8 @@ class Engine:
             d.neurons += stats.neurons
             d.rows += stats.rows
             d.rows_dense += stats.rows_dense
+            d.predicted += stats.predicted
+            d.predictor_bytes += stats.predictor_bytes
             near = min(s.stop, self.spec.sliding_window or s.stop)
             read = s.stop + self.spec.windowed * (near - s.stop)
             s.request.decode_bytes += weights / len(spans) + read * self.traffic.position_bytes

@@ -25,6 +25,7 @@ from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
 from thermocline.kv import bytes_for
 from thermocline.pack import Pack
+from thermocline.predictor import Predictors, open_predictors
 from thermocline.sampler import SamplingParams
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Tokenizer
@@ -87,7 +88,8 @@ class LLM:
                for all of it is reserved up front; any number up to the model's limit can be asked for
     format     of the weights where the model has to be packed: f32, f16, bf16, q8_0 or q4_0; None: a GGUF's
                own, else q8_0
-    sparsity   "exact" skips neurons that are zero, with the same answer; "off" computes all
+    sparsity   "exact" skips neurons that are zero, with the same answer; "predict" also those that the pack's
+               predictors (`thermocline train`) take for zero, with nearly the same; "off" computes all
     max_batch  requests computed together; more wait
     progress   called with ("downloading", "packing" or "loading", bytes done, bytes in all)
     lazy       read the weights at the first request that can be answered: a bad one is refused at once
@@ -122,8 +124,9 @@ class LLM:
         path = None if model is None else locate(model, self._progress)
         self._pack = Pack.open(BUNDLED if path is None else resolve(path, cache_dir, format, packing))
         self.path, self.spec = self._pack.path, self._pack.spec
-        self.weight_format, self.weights_bytes = self._pack.weight_format, self._pack.weights_bytes
-        self.sparsity = sparsity
+        self.sparsity, self.weight_format = sparsity, self._pack.weight_format
+        self._predictors = predictors_for(self._pack, sparsity)
+        self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
         self.context = context_for(self.spec, context)
         self.threads = hardware.default_threads() if threads is None else threads
         self._max_batch = max_batch
@@ -242,7 +245,10 @@ class LLM:
 
     def _load(self) -> Engine:
         begin = time.perf_counter()
-        loaded = weights.load(self._pack, threads=self.threads, progress=partial(self._progress, "loading"))
+        progress = partial(self._progress, "loading")
+        loaded = weights.load(
+            self._pack, threads=self.threads, predictors=self._predictors, progress=progress
+        )
         engine = Engine(
             self.spec,
             loaded.weights,
@@ -250,7 +256,7 @@ class LLM:
             context=self.context,
             tokenizer=self.tokenizer,
             max_batch=self._max_batch,
-            exact=self.sparsity == "exact",
+            sparsity=self.sparsity,
             kv_tokens=self._kv_tokens,
         )
         self.load_s += time.perf_counter() - begin
@@ -293,6 +299,21 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise UsageError(f"{name} is {value}; it must be at least 1")
+
+
+def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
+    """What `sparsity` needs beside the weights; UsageError where the pack does not have it."""
+    if sparsity != "predict":
+        return None
+    if not pack.spec.sparse:
+        raise UsageError(
+            f"{pack.path}: its {pack.spec.activation} neurons are never zero: nothing to predict; "
+            "use --sparsity exact"
+        )
+    found = open_predictors(pack)
+    if found is None:
+        raise UsageError(f"{pack.path} has no predictors; make them with `thermocline train {pack.path}`")
+    return found
 
 
 def context_for(spec: ModelSpec, asked: int | None) -> int:

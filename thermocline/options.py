@@ -144,7 +144,9 @@ def bias(text: str) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Option:
-    """What a field says about itself. `repeat` gathers a tuple; `positional` needs no flag."""
+    """What a field says about itself. `repeat` gathers a tuple, `many` several after one flag too;
+    `positional` needs no flag.
+    """
 
     parse: Parse
     metavar: str | None
@@ -155,6 +157,7 @@ class Option:
     repeat: bool
     positional: bool
     required: bool
+    many: bool
 
 
 def opt(
@@ -169,8 +172,10 @@ def opt(
     repeat: bool = False,
     positional: bool = False,
     required: bool = False,
+    many: bool = False,
 ) -> Any:
-    about = Option(parse, metavar, group, help, tuple(flags.split()), shown, repeat, positional, required)
+    names = tuple(flags.split())
+    about = Option(parse, metavar, group, help, names, shown, repeat or many, positional, required, many)
     return field(default=default, metadata={"option": about})
 
 
@@ -212,6 +217,8 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         about: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(f, o)}
         if o.parse is switch:
             groups[o.group].add_argument(*names, action=argparse.BooleanOptionalAction, **about)
+        elif o.many:
+            groups[o.group].add_argument(*names, action="extend", nargs="+", metavar=o.metavar, **about)
         else:
             groups[o.group].add_argument(*names, action="append", metavar=o.metavar, **about)
 

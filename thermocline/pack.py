@@ -84,6 +84,22 @@ def _read_checksums(path: Path, m: Manifest) -> U32:
     return np.frombuffer(data, "<u4")
 
 
+def read_tensor(pack: Pack, name: str) -> NDArray[np.uint8]:
+    """One tensor's bytes out of weights.bin, checked. Raises BadFile or IOFailure."""
+    info, block = pack.tensors[name], pack.block_bytes
+    first, last = info.offset // block, -(-(info.offset + info.bytes) // block)
+    fd, size = open_regular(pack.weights_path)
+    try:
+        data = read_at(fd, first * block, min(last * block, size) - first * block, pack.weights_path)
+    finally:
+        os.close(fd)
+    for b in range(first, last):
+        part = data[(b - first) * block : (b - first + 1) * block]
+        if _native.crc32c(part) != int(pack.checksums[b]):
+            raise BadFile(_damage(pack, b))
+    return data[info.offset - first * block :][: info.bytes]
+
+
 def verify(pack: Pack, progress: Progress | None = None) -> list[str]:
     """Read all of weights.bin; one sentence per damaged block, naming the tensors in it."""
     fd, size = open_regular(pack.weights_path)

@@ -6,13 +6,14 @@ Must not know where the tensors come from.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,13 +71,15 @@ def write_pack(
     files: Mapping[str, bytes] | None = None,
     origin: tuple[str, str, str] = ("memory", "", ""),
     overwrite: bool = False,
+    finish: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Write a pack, streaming: a few times `_ROWS_BYTES` of memory besides what `source` keeps.
 
     `formats`: of matrices that have one of their own, as `expected_tensors` takes them. `optional`: which of
     the optional tensors (biases, order) the source has. `files`: contents of `COPIED`
-    files. `origin`: kind, name and hash for the manifest. Whatever happens, `dst` is afterwards the old pack,
+    files. `origin`: kind, name and hash for the manifest. `finish` may add sidecars to the finished
+    directory before it takes its place. Whatever happens, `dst` is afterwards the old pack,
     the whole new one, or absent. Raises Unsupported, UsageError (it exists), IOFailure (disk full, ...).
     """
     check_spec(spec, "spec")
@@ -108,6 +111,8 @@ def write_pack(
         }.items():
             with _Output(tmp / name) as out:
                 out.append(data)
+        if finish is not None:
+            finish(tmp)
 
 
 def _write_weights(
@@ -216,7 +221,8 @@ class _Output:
 def _replacing(dst: Path, need_bytes: int, overwrite: bool) -> Iterator[Path]:
     """A new directory beside `dst` that takes its place if the body succeeds and vanishes if it does not.
 
-    A kill leaves the old `dst`, or (between two renames) none; the next call removes what it left behind.
+    A kill leaves the old `dst` or the new one, and the next call removes what else it left. (Where a system
+    cannot exchange directories it may leave none: the next call then brings the old one back.)
     """
     dst = Path(os.path.realpath(dst))
     check_target(dst, overwrite)
@@ -252,7 +258,7 @@ def _begin(dst: Path, need_bytes: int) -> tuple[Path, int]:
     except FileExistsError:
         raise IOFailure(f"{dst}: this process is writing it already") from None
     try:
-        return tmp, _lock(tmp)
+        return tmp, lock(tmp)
     except OSError:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
@@ -278,6 +284,14 @@ def _swap(tmp: Path, dst: Path) -> None:
     """tmp becomes dst, durably, or nothing changes. What dst was is removed afterwards."""
     old = tmp.with_name(tmp.name + "-old")
     had_old = os.path.lexists(dst)
+    if had_old and _exchange(tmp, dst):
+        try:
+            _sync_directory(dst.parent)
+        except BaseException:
+            _exchange(tmp, dst)
+            raise
+        shutil.rmtree(tmp, ignore_errors=True)
+        return
     if had_old:
         os.rename(dst, old)
     try:
@@ -292,6 +306,18 @@ def _swap(tmp: Path, dst: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and renameat2's flag, of linux/fcntl.h and linux/fs.h
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Two directories in each other's place, in one step. False: this system or disk cannot."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    done: int = renameat2(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _RENAME_EXCHANGE)
+    return done == 0
+
+
 def _sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -300,7 +326,7 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _lock(directory: Path) -> int:
+def lock(directory: Path) -> int:
     """Mark a directory as in use by a living process. The kernel unmarks it however the process ends."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -318,8 +344,11 @@ def _remove_stale(dst: Path) -> None:
         if m is None or path.is_symlink() or not path.is_dir() or _alive(int(m[1])):
             continue
         try:
-            os.close(_lock(path))
+            os.close(lock(path))
         except OSError:
+            continue
+        if m[2] and not os.path.lexists(dst):  # killed between two renames
+            os.rename(path, dst)
             continue
         shutil.rmtree(path, ignore_errors=True)
 

@@ -84,6 +84,7 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "from_cache": in_cache,
         "active_fraction": f.active_fraction,
         "rows_fraction": f.rows_fraction,
+        "predicted_fraction": f.predicted_fraction,
         "sparsity": llm.sparsity,
         "isa": hardware.isa().chosen,
         "threads": llm.threads,
@@ -122,7 +123,8 @@ def line_of(f: dict[str, Any]) -> str:
         parts.append(f"{f['gb_per_s']:.3g} GB/s{_roof_words(f)}")
         parts.append(f"{f['bytes_per_token'] / 1e6:.3g} MB/token")
     if f["active_fraction"] is not None:
-        parts.append(f"{_percent(f['active_fraction'])} of neurons active")
+        guessed = f"{_percent(f['predicted_fraction'])} predicted, " if f["sparsity"] == "predict" else ""
+        parts.append(f"{guessed}{_percent(f['active_fraction'])} of neurons active")
     parts += [f["sparsity"], f["isa"], f"{f['threads']} thread{'s' * (f['threads'] > 1)}"]
     return " · ".join(parts)
 
@@ -310,3 +312,29 @@ def hardware_rows(h: Hardware) -> list[tuple[str, str]]:
 
 def gbs(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.1f} GB/s"
+
+
+# ---- profile
+
+
+def profile_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+    layers, hot = about["active_per_layer"], about["hot_share_per_layer"]
+    batches = ", ".join(f"of {b} {share:.1%}" for b, share in about["needed_by_batch"].items() if b != "1")
+    speed = about["tokens_per_s"]
+    rows = [
+        ("tokens", f"{about['tokens']:,}" + (f", {speed:,.0f} a second" if speed else "")),
+        ("active", f"{about['active_fraction']:.2%} of neurons for a token"),
+        ("needed", f"by a batch {batches}"),
+        (
+            "hot",
+            f"{about['hot_share']:.1%} of neurons make 80% of activations ({min(hot):.1%} to {max(hot):.1%} of a layer)",
+        ),
+        *(
+            (f"{which} layer", f"{about[f'{which}_layer']}, {layers[about[f'{which}_layer']]:.2%} active")
+            for which in ("hottest", "coldest")
+        ),
+        ("never active", f"{about['never_active']:,} of {about['neurons']:,} neurons"),
+        ("samples", f"{about['samples']:,}, {size(about['samples_bytes'])}"),
+        ("pack", f"{about['path']}, in order of hotness"),
+    ]
+    return rows

@@ -236,8 +236,12 @@ def header_size(first: bytes, file_size: int, name: str) -> int:
     return n
 
 
-def parse_header(header: bytes, file_size: int, name: str) -> dict[str, Entry]:
+def parse_header(
+    header: bytes, file_size: int, name: str, metadata: dict[str, str] | None = None
+) -> dict[str, Entry]:
     """The tensors a header describes. `header` is the JSON; `file_size` that of the whole file.
+
+    `metadata` takes what the header has of it.
 
     Together they must cover the data exactly: no hole, no overlap, nothing after the last.
     """
@@ -245,7 +249,10 @@ def parse_header(header: bytes, file_size: int, name: str) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key, body in _objects(header, name):
         if key == "__metadata__":
-            _check_metadata(parse_json(body, f"{name}: __metadata__"), name)
+            found = parse_json(body, f"{name}: __metadata__")
+            _check_metadata(found, name)
+            if metadata is not None:
+                metadata.update(found)
             continue
         if len(entries) == MAX_TENSORS:
             raise BadFile(f"{name}: more than {MAX_TENSORS} tensors in one file")
@@ -357,7 +364,8 @@ class SafeTensors:
             n = header_size(first, self.size, name)
             header = read_at(self._fd, 8, n, path).tobytes()
             self.header_digest = hashlib.blake2b(header, digest_size=32).digest()
-            self.tensors = parse_header(header, self.size, name)
+            self.metadata: dict[str, str] = {}
+            self.tensors = parse_header(header, self.size, name, self.metadata)
         except BaseException:
             self.close()
             raise

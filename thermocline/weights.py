@@ -1,4 +1,5 @@
-"""A pack in memory: one arena for every byte of `weights.bin`, and `decoder.Weights` pointing into it.
+"""A pack in memory: one arena for what a run needs of `weights.bin`, one for predictors, and
+`decoder.Weights` pointing into them.
 
 Knows tensor names (DESIGN.md, "Pack") and the arena; must not know requests or families.
 """
@@ -8,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,11 +20,13 @@ from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError
 from thermocline.layout import TensorInfo
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack
+from thermocline.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.spec import ModelSpec
 
 # Between two looks at the progress bar and Ctrl-C. The readers run dry at the end of a slice (of 256 MiB: 4 %
 # lost), so slices double until one takes SLICE_S. A multiple of every block size.
 SLICE_BYTES, SLICE_S = 64 << 20, 0.25
+ALIGN = 64  # of a predictor's matrices: a cache line
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,14 @@ class LoadedWeights:
 
 
 def load(
-    pack: Pack, *, threads: int, isa: str = "", progress: Callable[[int, int], None] | None = None
+    pack: Pack,
+    *,
+    threads: int,
+    isa: str = "",
+    predictors: Predictors | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LoadedWeights:
-    """Read and check the whole pack into RAM. `progress` is called with (bytes read, bytes in all).
+    """Read and check the pack into RAM. `progress` is called with (bytes read, bytes in all).
 
     Raises BadFile or IOFailure naming the first tensor that is damaged or cannot be read, OutOfBudget.
     """
@@ -44,28 +52,92 @@ def load(
         ops = CpuOps(threads, isa)
     except RuntimeError:
         raise OutOfBudget(f"the system has no {threads} threads for this process; use fewer") from None
-    size = pack.weights_bytes  # what the tensors' offsets were checked against
-    try:
-        arena = _native.Arena(size)
-    except MemoryError:
-        raise OutOfBudget(f"the system has no {size / 2**30:.1f} GiB of memory for {pack.path}") from None
+    arena = _arena(pack.weights_bytes, str(pack.path))  # what the tensors' offsets were checked against
     fill(arena, pack, progress)
-    return LoadedWeights(_assemble(pack.spec, pack.tensors, arena, ops), ops, size)
+    weights = _assemble(pack.spec, pack.tensors, arena, ops)
+    if predictors is not None:
+        weights = with_predictors(weights, predictors)
+    return LoadedWeights(weights, ops, memory_bytes(pack, predictors))
+
+
+def _arena(size: int, what: str) -> _native.Arena:
+    try:
+        return _native.Arena(size)
+    except MemoryError:
+        raise OutOfBudget(f"the system has no {size / 2**30:.1f} GiB of memory for {what}") from None
+
+
+def memory_bytes(pack: Pack, predictors: Predictors | None = None) -> int:
+    """What `load` keeps in memory."""
+    weights = sum(end - begin for begin, end in _ranges(pack))
+    return weights + (0 if predictors is None else predictors.nbytes)
+
+
+def _ranges(pack: Pack) -> list[tuple[int, int]]:
+    """The bytes of weights.bin that are read: whole blocks, without those of predictors alone."""
+    block, out = pack.block_bytes, list[tuple[int, int]]()
+    wanted = ((t.offset, t.offset + t.bytes) for n, t in pack.tensors.items() if ".predictor." not in n)
+    for begin, end in sorted(wanted):
+        begin, end = begin // block * block, min(pack.weights_bytes, -(-end // block) * block)
+        if out and begin <= out[-1][1]:
+            begin = out.pop()[0]
+        out.append((begin, end))
+    return out
+
+
+def with_predictors(weights: Weights, predictors: Predictors | None) -> Weights:
+    """The same weights, with these predictors in place of what they had: in an arena of their own."""
+    count = len(weights.layers)
+    assert predictors is None or predictors.count == count
+    found: list[_native.Predictor | None] = [None] * count
+    if predictors is not None:
+        arena = _arena(predictors.nbytes + 2 * count * ALIGN, "the predictors")
+        at = 0
+        for i in range(count):
+            p = predictors.stored(i)
+            if p is not None:
+                found[i], at = _placed(p, arena, at)
+        arena.gather_pages()
+    layers = zip(weights.layers, found, strict=True)
+    return replace(weights, layers=tuple(replace(x, ffn=replace(x.ffn, predictor=p)) for x, p in layers))
+
+
+def _placed(p: StoredPredictor, arena: _native.Arena, at: int) -> tuple[_native.Predictor, int]:
+    """Its matrices written from byte `at` of the arena -> and where they end."""
+
+    def matrix(m: StoredMatrix) -> _native.Matrix:
+        nonlocal at
+        begin, (rows, width) = at, m.rows.shape
+        arena.write(begin, np.ascontiguousarray(m.rows).ravel())
+        at = -(-(begin + m.rows.nbytes) // ALIGN) * ALIGN
+        fmt = _native.SIGNS if m.format == "signs" else quant.FORMATS[m.format].id
+        return _native.Matrix(arena, begin, fmt, rows, m.columns, width)
+
+    first = None if p.first is None else matrix(p.first)
+    return _native.Predictor(first, matrix(p.second), p.threshold, p.hot, p.kind == "mlp"), at
 
 
 def fill(arena: _native.Arena, pack: Pack, progress: Callable[[int, int], None] | None = None) -> None:
     """What `load` reads: the pack's bytes, checked."""
-    begin, step, size = 0, SLICE_BYTES, pack.weights_bytes
-    while begin < size:
-        start = time.monotonic()
-        end = min(size, begin + step)
+    ranges = _ranges(pack)
+    done, size = 0, sum(end - begin for begin, end in ranges)
+    for begin, end in _slices(ranges):
         error, block = arena.load(str(pack.weights_path), begin, end, pack.checksums, pack.block_bytes)
         if block >= 0:
             raise _load_error(pack, error, block)
+        done += end - begin
         if progress is not None:
-            progress(end, size)
-        begin, step = end, step if time.monotonic() - start > SLICE_S else 2 * step
+            progress(done, size)
     arena.gather_pages()
+
+
+def _slices(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    step = SLICE_BYTES
+    for begin, end in ranges:
+        while begin < end:
+            start = time.monotonic()
+            yield begin, min(end, begin + step)
+            begin, step = begin + step, step if time.monotonic() - start > SLICE_S else 2 * step
 
 
 def _load_error(pack: Pack, error: int, block: int) -> ThermoclineError:

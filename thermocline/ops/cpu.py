@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from thermocline import _native
-from thermocline.decoder import F32, I32, Batch, FFNStats, Heads, Layer, Norm
+from thermocline.decoder import F32, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
 from thermocline.kv import KVLayer
 from thermocline.spec import ACTIVATIONS, ModelSpec
 
@@ -61,6 +61,7 @@ class CpuOps:
             bundles=f.bundles,
             sub_norm=_norm(spec, layer.ffn_sub_norm),
             join=_join(spec, layer.ffn_post_norm),
+            predictor=f.predictor,
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
@@ -74,12 +75,23 @@ class CpuOps:
     ) -> None:
         self.native.attention_add(x, h, bound, step, kv.k, kv.v)
 
-    def ffn_add(self, x: F32, h: F32, bound: _native.FFN, exact: bool, stats: FFNStats) -> None:
-        active, rows, rows_dense = self.native.ffn_add(x, h, bound, exact)
+    def ffn_add(
+        self,
+        x: F32,
+        h: F32,
+        bound: _native.FFN,
+        sparsity: str,
+        stats: FFNStats,
+        record: F32 | None = None,
+    ) -> None:
+        mode = SPARSITIES.index(sparsity)
+        active, rows, rows_dense, gates, asked = self.native.ffn_add(x, h, bound, mode, record)
         stats.active += active
         stats.neurons += len(x) * bound.neurons
         stats.rows += rows
         stats.rows_dense += rows_dense
+        stats.predicted += gates
+        stats.predictor_bytes += asked
 
 
 def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from thermocline.decoder import F32, I32, Batch, FFNStats, Heads, Layer, Norm
+from thermocline.decoder import F32, FEW, I32, Batch, FFNStats, Heads, Layer, Norm
 from thermocline.kv import KVLayer
 from thermocline.spec import ModelSpec
 
@@ -155,14 +155,23 @@ def _join(x: F32, y: F32, spec: ModelSpec, n: Norm | None) -> None:
     x += np.float32(spec.residual_scale) * _normed(spec, n, y)
 
 
-def ffn_add(x: F32, h: F32, bound: Bound, exact: bool, stats: FFNStats) -> None:
-    """x += FFN(norm(h)), in place; h may be x. `exact` skips the neurons no token needs: same answer."""
+def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record: F32 | None = None) -> None:
+    """x += FFN(norm(h)), in place; h may be x. `exact` skips the neurons no token needs: same answer;
+    `predict` also those that are not predicted for any of a few tokens.
+
+    `record` [tokens, ffn_dim] takes what down is multiplied with (before a sub-norm).
+    """
     spec, f = bound.spec, bound.layer.ffn
     h = _normed(spec, bound.layer.ffn_norm, h)
     a = activate(
         matmul(f.gate.weight, h, f.gate.bias), spec.activation, spec.activation_threshold
     )  # [tokens, ffn_dim]
-    needed = np.flatnonzero((a != 0).any(axis=0)) if exact and spec.sparse else np.arange(spec.ffn_dim)
+    computed = np.ones(spec.ffn_dim, bool)
+    if sparsity == "predict" and spec.sparse and f.predictor is not None and len(x) <= FEW:
+        computed = f.predictor.predicted(h).any(axis=0)
+        a = np.where(computed, a, np.float32(0))
+    skip = sparsity != "off" and spec.sparse
+    needed = np.flatnonzero((a != 0).any(axis=0)) if skip else np.arange(spec.ffn_dim)
     if f.up is not None:
         u = matmul(f.up[needed], h, None)
         a = a.copy()
@@ -171,6 +180,9 @@ def ffn_add(x: F32, h: F32, bound: Bound, exact: bool, stats: FFNStats) -> None:
     stats.neurons += a.size
     stats.rows += len(needed)
     stats.rows_dense += spec.ffn_dim
+    stats.predicted += int(computed.sum())
+    if record is not None:
+        record[:] = a
     a = _normed(spec, bound.layer.ffn_sub_norm, a)
     down = f.down if f.bundles else f.down.T
     y = a[:, needed] @ down[needed]
