@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thermocline.config_offline import ProfileOptions
+from thermocline.config_offline import FORMATS as FORMATS
+from thermocline.config_offline import PlanOptions, ProfileOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -32,7 +33,6 @@ from thermocline.options import (
     whole,
 )
 
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 SPARSITIES = ("exact", "predict", "off")
 BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
@@ -321,6 +321,9 @@ class DoctorOptions:
         None, nonempty, "DIR", "Model", "Directory whose disk is measured.", shown="the cache directory"
     )
     threads: int = _threads("Threads to measure memory with.")
+    output: str | None = opt(
+        None, nonempty, "FILE", "Output", "Write what `plan --hardware FILE` reads.", flags="-o", shown="none"
+    )
     json: bool = _json()
 
 
@@ -363,6 +366,7 @@ COMMANDS: dict[str, type[Any]] = {
     "inspect": InspectOptions,
     "verify": VerifyOptions,
     "profile": ProfileOptions,
+    "plan": PlanOptions,
     "bench": BenchOptions,
     "doctor": DoctorOptions,
     "pull": PullOptions,
