@@ -121,10 +121,11 @@ def plan(o: config_offline.PlanOptions) -> int:
     from thermocline import plan as planning
     from thermocline import plan_file, report_plan
     from thermocline.llm import GIB, context_for
+    from thermocline.problem import Ask
 
     subject = plan_subject(o)
     tiers = plan_tiers(o, subject.sizes.format)
-    ask = planning.Ask(
+    ask = Ask(
         context=context_for(subject.spec, o.ctx or None),
         batch=o.batch,
         sparsity=o.sparsity if subject.spec.sparse else "off",
@@ -153,7 +154,8 @@ def plan_subject(o: config_offline.PlanOptions) -> Subject:
     path = BUNDLED if o.model is None else Path(o.model)
     if (path / "pack.json").exists():
         return plan_file.of_pack(path, o.sparsity, curve)
-    return plan_file.of_shape(str(o.model), o.format, o.predictor_share, curve)
+    share = o.predictor_share if o.sparsity == "predict" else 0.0
+    return plan_file.of_shape(str(o.model), o.format, share, curve)
 
 
 def plan_tiers(o: config_offline.PlanOptions, weight_format: str) -> Tiers:

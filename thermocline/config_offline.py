@@ -83,7 +83,7 @@ class PlanOptions:
     )  # fmt: skip
     active: float | None = opt(
         None, real(0.001, 0.9), "X", "Model",
-        "Mean fraction of neurons active for a token, instead of a profile; makes a dense shape a ReLU model.",
+        "Mean fraction of neurons active for a token, instead of a profile; makes dense shapes ReLU models.",
         shown="the pack's profile, else 0.1"
     )  # fmt: skip
     skew: float = opt(
@@ -91,7 +91,8 @@ class PlanOptions:
         "Without a profile: fraction of a layer's neurons that makes 80% of the activations."
     )  # fmt: skip
     predictor_share: float = opt(
-        0.06, real(0, 0.5), "X", "Model", "Of a shape, with --sparsity predict: its predictors' size, of the model's."
+        0.06, real(0, 0.5), "X", "Model",
+        "Of a shape, with --sparsity predict: its predictors' size, of the model's."
     )  # fmt: skip
 
     vram: float | None = _gib("Memory of the GPU that may be used.", "all the hardware has")

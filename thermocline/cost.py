@@ -4,9 +4,9 @@ The only file that knows what is read when, and what overlaps with what. CPU fig
 it is; GPU and disk ones are predictions of engines to come. Must not know budgets, files or solvers.
 
 A layer's time is attention, then the predictor, each on its tier, then the FFN on all tiers at once:
-max(GPU, CPU, disk). A layer that uses both processors waits for the slower and pays `sync_us`; one that is all
-on one pays nothing. (Where runs of such layers meet the residual stream crosses over; `Token.crossing_us`
-has it once, since like layers lie together.)
+max(GPU, CPU, disk). A layer that uses both processors waits for the slower and pays `sync_us`; one that is
+all on one pays nothing. (Where runs of such layers meet the residual stream crosses over too: `plan.predict`
+has it once a token, since like layers lie together.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ Bool = NDArray[np.bool_]
 # and the Python between two; sampling and the engine's own work come once.
 CALL_US, TOKEN_US = 22.0, 350.0
 KV_SHARE = 0.55  # of memory speed that attention reaches over keys and values (of f16, 4096 positions)
-BUNDLE_SHARE = 0.8  # of the dense kernels' speed that bundles reach: scattered records, an inner product and a sum
+BUNDLE_SHARE = (
+    0.8  # of the dense kernels' speed that bundles reach: scattered records, an inner product and a sum
+)
 EXCESS = 1.5  # neurons that a predictor names for one that is active; published ones: 1.2 to 1.8
 PREDICT_TOKENS = 4  # more tokens a step run `exact`
 LAUNCHES = 6  # GPU kernels in a half of a layer

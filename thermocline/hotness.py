@@ -1,4 +1,4 @@
-"""How often each neuron is needed: from a profile, from a pack's counts, or from a curve that is said to be one.
+"""How often each neuron is needed: from a profile, from a pack's counts, or from a curve said to be one.
 
 Owns where the numbers come from. Must not know tiers or costs.
 """
@@ -64,7 +64,7 @@ def assumed(layers: int, neurons: int, active: float, skew: float) -> Hotness:
 
 
 def counted(pack: Pack) -> Hotness | None:
-    """From a pack's `activation_count` tensors: the neuron counted most is taken to be nearly always active."""
+    """From a pack's `activation_count` tensors: whoever was counted most is taken to be nearly always active."""
     names = [f"layers.{i}.activation_count" for i in range(pack.spec.n_layers)]
     if not all(name in pack.tensors for name in names):
         return None

@@ -1,6 +1,6 @@
 """This machine as a hardware file: what `doctor` found, and what this engine's kernels reach here.
 
-Must not know models. GPUs are left out: this version does not compute on them, so their speed is not measured.
+Must not know models. GPUs are left out: this version does not compute on them, so no speed is measured.
 """
 
 from __future__ import annotations

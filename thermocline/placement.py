@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,9 @@ def group(columns: Sequence[Columns], values: Sequence[F64]) -> tuple[list[Group
     of: list[int] = []
     seen: dict[bytes, int] = {}
     for x, value in zip(columns, values, strict=True):
-        key = b"".join(np.ascontiguousarray(a).tobytes() for a in (value, x.vram_bytes, x.ram_bytes, x.gpu, x.disk))
+        key = b"".join(
+            np.ascontiguousarray(a).tobytes() for a in (value, x.vram_bytes, x.ram_bytes, x.gpu, x.disk)
+        )
         if key not in seen:
             seen[key] = len(groups)
             keep = undominated(value, x.vram_bytes, x.ram_bytes)
@@ -94,7 +97,7 @@ def totals(groups: Sequence[Group], picks: Sequence[Sequence[int]]) -> tuple[flo
 
 
 def greedy(groups: Sequence[Group], budget: Budget) -> Choice | None:
-    """From what takes the least, the step that saves the most for its bytes, again and again; None: nothing fits.
+    """From what takes the least, the step that saves the most for its bytes, again and again; None: no room.
 
     A step moves one layer to another of its columns. Bytes count as shares of the memory they are taken from.
     """
@@ -224,7 +227,11 @@ def milp(
     if known is not None and slack <= gap * abs(bound):
         return replace(known, bound=bound)
     few = [Group(g.columns.pick(k), g.count, g.value[k]) for g, k in zip(groups, keep, strict=True)]
-    found = _highs(few, budget, max(0.05, end - time.perf_counter()), gap, whole=True) if all(map(len, keep)) else None
+    found = (
+        _highs(few, budget, max(0.05, end - time.perf_counter()), gap, whole=True)
+        if all(map(len, keep))
+        else None
+    )
     if found is not None:
         picks = tuple(
             tuple(int(c) for c in np.repeat(k, np.rint(n).astype(np.int64)))
@@ -259,7 +266,7 @@ def _highs(
 ) -> Relaxed | None:
     import highspy
 
-    h = highspy.Highs()
+    h = highspy.Highs()  # type: ignore[no-untyped-call]
     for name, setting in (
         ("output_flag", False),
         ("threads", 1),

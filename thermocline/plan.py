@@ -8,41 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from thermocline import cost
-from thermocline.cost import Columns, LayerWork, Reads, Speeds, Work
+from thermocline.cost import Columns, LayerWork, Speeds, Work
 from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
-from thermocline.kv import bytes_for
-from thermocline.llm import GIB, runtime_bytes, scratch_bytes
+from thermocline.llm import GIB
 from thermocline.placement import Budget, Choice, Group, fits, group, solve, totals
+from thermocline.problem import Ask, Problem
 from thermocline.sizes import Sizes
 from thermocline.spec import ModelSpec
 from thermocline.tiers import Tiers
 
 CLUSTERS = 64  # of a layer's neurons: the steps in which they are placed
 DISK_CLUSTERS = 20  # where there are three tiers: columns grow with the square
-GPU_RUNTIME_BYTES = 448 << 20  # a GPU library's context, modules and workspace
-STAGING_BYTES = 64 << 20  # RAM for reads from disk in flight
 BUCKETS = (1, 2, 4, 8)
 TIME_LIMIT_S = 0.6
 MORE = 1.25  # the budget that `alternative` tries
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What the user allows and wants. `vram_bytes` and `ram_bytes`: None is all the machine has."""
-
-    context: int
-    batch: int = 1
-    sparsity: str = "exact"
-    objective: str = "time"
-    vram_bytes: int | None = None
-    ram_bytes: int | None = None
-    max_batch: int | None = None  # requests that buffers are made for; None: `batch`
 
 
 @dataclass(frozen=True)
@@ -96,75 +81,7 @@ class Plan:
         return sum(self.bytes[tier].values())
 
 
-# ---- one problem
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A model on a machine for a purpose, before anything is placed."""
-
-    spec: ModelSpec
-    sizes: Sizes
-    hotness: Hotness
-    tiers: Tiers
-    ask: Ask
-    known: dict[tuple[int, int], Reads] = field(default_factory=dict, compare=False)  # by `reads`
-
-    @property
-    def kv_layer_bytes(self) -> int:
-        return bytes_for(self.spec, self.ask.context * self.ask.batch) // self.spec.n_layers
-
-    @property
-    def scratch(self) -> int:
-        a = self.ask
-        max_batch = a.batch if a.max_batch is None else a.max_batch
-        threads = self.tiers.cpu.threads
-        return scratch_bytes(self.spec, context=a.context, max_batch=max_batch, threads=threads)
-
-    def fixed_ram(self, *, disk: bool) -> dict[str, int]:
-        """What RAM holds wherever the rest is."""
-        parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch}
-        parts["runtime"] = runtime_bytes(self.spec)
-        return parts | ({"disk buffers": STAGING_BYTES} if disk else {})
-
-    def fixed_vram(self) -> dict[str, int]:
-        return {"buffers": self.scratch, "runtime": GPU_RUNTIME_BYTES}
-
-    @property
-    def ram(self) -> int:
-        return self.tiers.cpu.ram_bytes if self.ask.ram_bytes is None else self.ask.ram_bytes
-
-    @property
-    def vram(self) -> int:
-        if self.tiers.gpu is None:
-            return 0
-        return self.tiers.gpu.vram_bytes if self.ask.vram_bytes is None else self.ask.vram_bytes
-
-    def room(self, *, disk: bool) -> Budget:
-        """For what is placed. No VRAM where the fixed parts alone are too much; RAM may be below 0."""
-        vram = max(0, self.vram - sum(self.fixed_vram().values()))
-        return Budget(vram, self.ram - sum(self.fixed_ram(disk=disk).values()))
-
-    def work(self, *, batch: int = 0, share: float = 0.5) -> Work:
-        return Work(self.ask.sparsity, batch or self.ask.batch, round(share * self.ask.context))
-
-    def speeds(self, work: Work) -> Speeds:
-        return Speeds(self.tiers, self.sizes.format, work.batch)
-
-    def reads(self, key: int, layer: int, work: Work) -> Reads:
-        known = self.known.get(at := (key, work.batch))
-        if known is None:
-            known = self.known[at] = Reads.of(self.hotness.at(layer, work.batch), work, skips=True)
-        return known
-
-    def layers(self, work: Work) -> Iterator[LayerWork]:
-        dense = Reads.of(np.ones(self.sizes.layers[0].neurons), work, skips=False)
-        for i, sizes in enumerate(self.sizes.layers):
-            reads = self.reads(self.hotness.key(i), i, work) if self.spec.sparse else dense
-            window = self.spec.window(i)
-            depth = work.depth if window is None else min(work.depth, window)
-            kv_read = bytes_for(self.spec, depth * work.batch) // self.spec.n_layers
-            yield LayerWork(sizes, reads, self.kv_layer_bytes, kv_read, self.spec.dim)
+# ---- solving it
 
 
 @dataclass(frozen=True)
@@ -178,11 +95,8 @@ class Placed:
     disk: bool
 
 
-# ---- solving it
-
-
 def plan(spec: ModelSpec, sizes: Sizes, hotness: Hotness, tiers: Tiers, ask: Ask) -> Plan:
-    """Raises OutOfBudget, with the smallest change that would fit, and UsageError for a format without figures."""
+    """Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures."""
     problem = Problem(spec, sizes, hotness, tiers, ask)
     tiers.kernel(sizes.format)
     placed = _best(problem)
@@ -281,7 +195,9 @@ def described(p: Problem, x: Placed) -> Plan:
     parts = _bytes(p, x)
     budget = Budget(p.vram, p.ram)
     vram, ram = sum(parts["gpu"].values()), sum(parts["ram"].values())
-    assert vram <= max(0, budget.vram_bytes) and ram <= budget.ram_bytes, "a plan keeps its budget to the byte"
+    assert vram <= max(0, budget.vram_bytes) and ram <= budget.ram_bytes, (
+        "a plan keeps its budget to the byte"
+    )
     for (columns, c), sizes in zip(x.layers, p.sizes.layers, strict=True):
         assert columns.gpu[c] + columns.disk[c] <= sizes.neurons, "a neuron is on one tier"
     depths = [predict(p, x, p.work(share=share)) for share in (0.0, 0.5, 1.0)]
@@ -343,9 +259,7 @@ def predict(p: Problem, x: Placed, work: Work) -> Prediction:
     total = np.zeros(4)
     for (c, i), layer in zip(x.layers, p.layers(work), strict=True):
         one = np.array([i])
-        times = cost.layer_times(
-            layer, v, work, c.attention[one], c.predictor[one], c.gpu[one], c.disk[one]
-        )
+        times = cost.layer_times(layer, v, work, c.attention[one], c.predictor[one], c.gpu[one], c.disk[one])
         total += np.concatenate(times)
     head, i = cost.head_columns(p.sizes, v, gpu=x.gpu), x.head[1]
     on_gpu = x.head[0].attention[i]
@@ -368,7 +282,10 @@ def _hot(p: Problem, batch: int) -> Iterator[int]:
 
 
 def _gpu_share(p: Problem, x: Placed) -> float:
-    done = [(r.reads.bundles[c.gpu[i]], r.reads.bundles[-1]) for (c, i), r in zip(x.layers, p.layers(p.work()), strict=True)]
+    done = [
+        (r.reads.bundles[c.gpu[i]], r.reads.bundles[-1])
+        for (c, i), r in zip(x.layers, p.layers(p.work()), strict=True)
+    ]
     whole = sum(float(w) for _, w in done)
     return sum(float(on) for on, _ in done) / whole if whole else 0.0
 
@@ -380,15 +297,15 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     elif p.ask.sparsity != "off":
         yield f"{p.spec.activation} has no inactive neurons: every token computes all of them"
     if p.work().predicts and not any(s.predictor.bytes for s in p.sizes.layers):
-        yield "there are no predictors: they are taken to cost nothing, and to name 1.5 neurons for an active one"
-    elif p.work().predicts:
+        yield "there are no predictors: they are taken to cost nothing"
+    if p.work().predicts:
         yield f"predictors are taken to name {cost.EXCESS:g} neurons for an active one"
     if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
         worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
     if x.gpu or x.disk:
         unused = " and ".join(w for w, used in (("GPU", x.gpu), ("disk", x.disk)) if used)
-        yield f"predicted only: this version computes on the CPU, with all weights in RAM, and does not use the {unused}"
+        yield f"predicted only: this version keeps all weights in RAM and computes on the CPU, without {unused}"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:
         yield "the model fits in the CPU's cache: it will be faster than predicted from memory's speed"
 
@@ -437,9 +354,7 @@ def _fits(p: Problem) -> bool:
     return fits(_groups(p, disk=disk)[0], p.room(disk=disk))
 
 
-def alternative(
-    spec: ModelSpec, sizes: Sizes, hotness: Hotness, tiers: Tiers, ask: Ask
-) -> Plan:
+def alternative(spec: ModelSpec, sizes: Sizes, hotness: Hotness, tiers: Tiers, ask: Ask) -> Plan:
     """The same with `MORE` of both memories."""
     p = Problem(spec, sizes, hotness, tiers, ask)
     more = replace(ask, vram_bytes=int(p.vram * MORE), ram_bytes=int(p.ram * MORE))

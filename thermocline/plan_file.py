@@ -1,4 +1,4 @@
-"""What `plan` reads and writes: a pack or a shape as sizes and hotness; a plan as JSON, stamped with its inputs.
+"""What `plan` reads and writes: a pack or a shape as sizes and hotness; a plan as JSON with its inputs' hashes.
 
 Must not know how a plan is found, nor flags.
 """
@@ -12,13 +12,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from thermocline import quant, synth, weights
+from thermocline import synth, weights
 from thermocline.errors import IOFailure, UsageError
 from thermocline.hotness import Hotness, assumed, counted, profiled
 from thermocline.layout import expected_tensors
 from thermocline.pack import Pack
-from thermocline.plan import Ask, Plan
+from thermocline.plan import Plan
 from thermocline.predictor import open_predictors
+from thermocline.problem import Ask
 from thermocline.profile import PROFILE, open_profile
 from thermocline.safetensors import Json
 from thermocline.sidecar import stamp
@@ -62,7 +63,9 @@ def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
             sizes = sizes.with_predictors([each + (i < rest) for i in range(predictors.count)])
     # Whole blocks are read around what is left out: what that adds is counted too.
     more = weights.memory_bytes(pack) - sizes_of(pack.spec, held, pack.weight_format).weights_bytes
-    sizes = dataclasses.replace(sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + max(0, more)))
+    sizes = dataclasses.replace(
+        sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + max(0, more))
+    )
     hotness, made_from = _hotness(pack, curve), {"pack": stamp(path)}
     if (path / PROFILE).exists():
         made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
@@ -83,7 +86,7 @@ def _assumed(spec: ModelSpec, curve: Curve) -> Hotness:
 
 
 def of_shape(shape: str, weight_format: str, predictor_share: float, curve: Curve) -> Subject:
-    """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's."""
+    """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's; 0: it has none."""
     name, spec, mapping = synth.read_shape(shape)
     if curve.active is not None and not spec.sparse:
         spec = dataclasses.replace(spec, activation="relu")
@@ -96,7 +99,6 @@ def of_shape(shape: str, weight_format: str, predictor_share: float, curve: Curv
         sizes = sizes.with_predictors([each] * spec.n_layers)
     digest = hashlib.sha256(repr((spec, sorted(held))).encode()).hexdigest()
     return Subject(f"{name} {weight_format}", spec, sizes, _assumed(spec, curve), {"shape": digest})
-
 
 
 # ---- out

@@ -1,4 +1,4 @@
-"""A plan as the table a person reads: where the bytes go, how fast a token is, what bounds it. Facts in, text out."""
+"""A plan as a table for a person: where the bytes go, how fast a token is, what bounds it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 TIERS = ("gpu", "ram", "disk")
 PARTS = (
-    "embedding", "attention", "keys and values", "predictors", "neurons", "gate rows", "up and down rows", "head",
-    "buffers", "disk buffers", "runtime",
+    "embedding", "attention", "keys and values", "predictors", "neurons", "gate rows", "up and down rows",
+    "head", "buffers", "disk buffers", "runtime",
 )  # fmt: skip
 
 
@@ -25,7 +25,8 @@ def plan_text(model: str, hardware: str, plan: Plan, more: Plan | None) -> str:
         speed.append(("hot", _hot(plan)))
     speed.append(("with 25 % more", _more(plan, more)))
     notes = [("note" if i == 0 else "", line) for i, line in enumerate(plan.notes)]
-    return f"{table(facts)}\n{_byte_table(plan)}\n{table([('layers', line) for line in _layers(plan)] + speed + notes)}"
+    layers = [("layers" if i == 0 else "", line) for i, line in enumerate(_layers(plan))]
+    return f"{table(facts)}\n{_byte_table(plan)}\n{table([*layers, *speed, *notes])}"
 
 
 def _byte_table(plan: Plan) -> str:
@@ -38,7 +39,9 @@ def _byte_table(plan: Plan) -> str:
     limits = {"gpu": size(plan.budget.vram_bytes), "ram": size(plan.budget.ram_bytes), "disk": ""}
     rows.append(["allowed", *(limits[t] for t in used)])
     first = max(len(row[0]) for row in rows)
-    return "".join(f"{row[0]:<{first}}" + "".join(f"{x:>13}" for x in row[1:]).rstrip() + "\n" for row in rows)
+    return "".join(
+        f"{row[0]:<{first}}" + "".join(f"{x:>13}" for x in row[1:]).rstrip() + "\n" for row in rows
+    )
 
 
 def _layers(plan: Plan) -> list[str]:
@@ -76,7 +79,9 @@ def _speed(plan: Plan) -> str:
 def _spent(p: Prediction) -> str:
     times = (("GPU", p.gpu_us), ("CPU", p.cpu_us), ("disk", p.disk_us), ("sync", p.sync_us))
     total = sum(us for _, us in times)
-    return " + ".join(f"{name} {us / 1e3:.3g}" for name, us in times if us) + f" = {total / 1e3:.3g} ms a step"
+    return (
+        " + ".join(f"{name} {us / 1e3:.3g}" for name, us in times if us) + f" = {total / 1e3:.3g} ms a step"
+    )
 
 
 def _batches(plan: Plan) -> str:

@@ -83,9 +83,7 @@ class Sizes:
     def with_predictors(self, layer_bytes: Sequence[int]) -> Sizes:
         """Predictors beside the weights, of int8: a byte a number."""
         parts = [Part(aligned(b), b, b) for b in layer_bytes]
-        layers = [
-            replace(x, predictor=x.predictor + p) for x, p in zip(self.layers, parts, strict=True)
-        ]
+        layers = [replace(x, predictor=x.predictor + p) for x, p in zip(self.layers, parts, strict=True)]
         return replace(self, layers=tuple(layers))
 
 
@@ -97,7 +95,8 @@ def _slices(tensors: Sequence[int], neurons: I64, of: int) -> I64:
     """Bytes of `neurons` out of `of`, of every tensor, each padded on its own."""
     total = np.zeros_like(neurons)
     for nbytes in tensors:
-        total = total + -(-(-(-neurons * nbytes // of)) // ALIGN) * ALIGN
+        own = (neurons * nbytes + of - 1) // of
+        total = total + (own + ALIGN - 1) // ALIGN * ALIGN
     return total
 
 

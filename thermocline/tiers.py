@@ -1,4 +1,4 @@
-"""How fast and how large each tier of a machine is: the hardware file that `doctor -o` writes and `plan` reads.
+"""How fast and large each tier of a machine is: the hardware file, which `doctor -o` writes and `plan` reads.
 
 Owns the file's keys and what they must satisfy. Must not know models, nor how anything is measured.
 """
@@ -126,7 +126,10 @@ def _object(cls: type[Any], value: Any, name: str, at: str) -> Any:
             raise BadFile(f"{name}: unknown key {quoted(where)}")
     hints = get_type_hints(cls)
     return cls(
-        **{key: _value(hints[key], f, value[key], name, f"{at}.{key}" if at else key) for key, f in fields.items()}
+        **{
+            key: _value(hints[key], f, value[key], name, f"{at}.{key}" if at else key)
+            for key, f in fields.items()
+        }
     )
 
 
