@@ -142,7 +142,7 @@ class LayerWork:
 
 
 def grid(neurons: int, clusters: int) -> I64:
-    """Borders of clusters, 0 to `neurons`: at most `clusters`, each but the last of the same multiple of 32."""
+    """Borders of clusters, 0 to `neurons`: at most `clusters`, all but the last of one multiple of 32."""
     size = -(-neurons // clusters // 32) * 32 if neurons >= 32 * clusters else min(32, neurons)
     borders: I64 = np.minimum(np.arange(0, neurons + size, size), neurons)
     return np.unique(borders)

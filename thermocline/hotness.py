@@ -64,7 +64,7 @@ def assumed(layers: int, neurons: int, active: float, skew: float) -> Hotness:
 
 
 def counted(pack: Pack) -> Hotness | None:
-    """From a pack's `activation_count` tensors: whoever was counted most is taken to be nearly always active."""
+    """From a pack's `activation_count` tensors; the one counted most is taken to be nearly always active."""
     names = [f"layers.{i}.activation_count" for i in range(pack.spec.n_layers)]
     if not all(name in pack.tensors for name in names):
         return None

@@ -212,9 +212,9 @@ def milp(
 ) -> Choice | None:
     """None where nothing fits, or nothing was found in time. `known`: a choice to begin from.
 
-    First the relaxation: its bound, its rounding as another beginning, and its reduced costs. A column whose cost
-    takes the bound above what is known is in no better choice, so HiGHS branches over the few that are left
-    (thousands before: seconds; dozens after: milliseconds; nothing is lost).
+    First the relaxation: its bound, its rounding as another beginning, and its reduced costs. A column whose
+    cost takes the bound above what is known is in no better choice, so HiGHS branches over the few that are
+    left, and nothing is lost.
     """
     end = time.perf_counter() + time_limit
     relaxed = _highs(groups, budget, time_limit, gap, whole=False)

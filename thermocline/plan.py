@@ -305,7 +305,7 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
     if x.gpu or x.disk:
         unused = " and ".join(w for w, used in (("GPU", x.gpu), ("disk", x.disk)) if used)
-        yield f"predicted only: this version keeps all weights in RAM and computes on the CPU, without {unused}"
+        yield f"predicted only: this version has all weights in RAM and computes on the CPU, without {unused}"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:
         yield "the model fits in the CPU's cache: it will be faster than predicted from memory's speed"
 

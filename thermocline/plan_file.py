@@ -1,4 +1,4 @@
-"""What `plan` reads and writes: a pack or a shape as sizes and hotness; a plan as JSON with its inputs' hashes.
+"""What `plan` reads and writes: a pack or a shape as sizes and hotness; a plan as JSON, stamped.
 
 Must not know how a plan is found, nor flags.
 """
@@ -86,7 +86,7 @@ def _assumed(spec: ModelSpec, curve: Curve) -> Hotness:
 
 
 def of_shape(shape: str, weight_format: str, predictor_share: float, curve: Curve) -> Subject:
-    """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's; 0: it has none."""
+    """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's; 0: none."""
     name, spec, mapping = synth.read_shape(shape)
     if curve.active is not None and not spec.sparse:
         spec = dataclasses.replace(spec, activation="relu")
