@@ -4,8 +4,8 @@
 
 Memory that is shared with neighbours changes its speed within seconds, so the hardware is measured before and
 after every run, as `doctor` does it, and each run is compared with the plan for the mean of both. Runs during
-which other processes took over 3 % of the processors are left out, whatever they show, and their number is said.
-One JSON line a pack and thread count goes to stdout, a summary to stderr.
+which other processes took over 3 % of the processors are left out, whatever they show; how many is said. One
+JSON line a pack and thread count goes to stdout, a summary to stderr.
 """
 
 from __future__ import annotations
