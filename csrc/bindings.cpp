@@ -309,18 +309,27 @@ static std::map<std::string, bool> cpu_features() {
         FEATURE("avx512bw"), FEATURE("avx512vl"), FEATURE("avx512dq"), FEATURE("avx512vnni"), FEATURE("avx512bf16");
 #undef FEATURE
 #endif
+#ifdef THERMOCLINE_ARM
+    f["dotprod"] = tc::arm_has_dot_products(), f["crc32"] = tc::arm_has_crc32();
+#endif
     return f;
+}
+
+static std::string isa_names() {
+    std::string names;
+    for (size_t i = 0; const char* level = tc::isa_level(i); i++) names += (i ? ", " : "") + std::string(level);
+    return names;
 }
 
 NB_MODULE(_native, m) {
     m.doc() = "Thermocline's native core: kernels, thread pool, weight arena, checksums.";
     if (!tc::chosen_kernels())
-        throw nb::import_error("THERMOCLINE_ISA names no instruction set: use scalar, avx2, avxvnni or avx512");
+        throw nb::import_error(("THERMOCLINE_ISA names no instruction set of this processor: use " + isa_names()).c_str());
 
     m.def("isa", [] { return std::string(tc::chosen_kernels()->isa); }, "The instruction set the kernels use.");
     m.def("isa_levels", [] {
         std::vector<std::string> levels;
-        for (const char* level : {"avx512", "avxvnni", "avx2", "scalar"})
+        for (size_t i = 0; const char* level = tc::isa_level(i); i++)
             if (tc::kernels_named(level)) levels.emplace_back(level);
         return levels;
     }, "Instruction sets this CPU supports, best first.");
@@ -368,7 +377,9 @@ NB_MODULE(_native, m) {
         .def("gather_pages", [](Arena& a) {
             nb::gil_scoped_release release;
             a.gather_pages();
-        }, "Once filled: into huge pages what the system did not give as such.");
+        }, "Once filled: into huge pages what the system did not give as such.")
+        .def("fence", [](Arena& a) { check(a.fence(), "no page begins where the padding ends"); },
+             "Tests: reading past the padding, where a page must begin, ends the process from now on.");
 
     nb::class_<Matrix>(m, "Matrix")
         .def(nb::new_([](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {

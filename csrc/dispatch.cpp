@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "system.h"
 
 #if defined(THERMOCLINE_X86) && defined(__GNUC__)
 #include <cpuid.h>
@@ -10,45 +11,66 @@
 
 namespace tc {
 
-static bool supported(const char* isa) {
-    if (!strcmp(isa, "scalar")) return true;
-#if defined(THERMOCLINE_X86) && defined(__GNUC__)
+#ifdef THERMOCLINE_X86
+#ifdef __GNUC__
+static bool has_avx2() {
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (!strcmp(isa, "avx2")) return avx2;
-#ifdef THERMOCLINE_AVXVNNI
-    if (!strcmp(isa, "avxvnni")) {  // no name for __builtin_cpu_supports before GCC 12 and Clang 18
-        unsigned a = 0, b, c, d;
-        return avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-    }
-#endif
-    if (!strcmp(isa, "avx512"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vnni");
-#endif
-    return false;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+static bool has_avxvnni() {  // no name for __builtin_cpu_supports before GCC 12 and Clang 18
+    unsigned a = 0, b, c, d;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+static bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+#else
+static bool has_avx2() { return false; }
+static bool has_avxvnni() { return false; }
+static bool has_avx512() { return false; }
+#endif
+#ifndef THERMOCLINE_AVXVNNI
+static const Kernels* avxvnni_kernels() { return nullptr; }  // the compiler does not know it
+#endif
+#endif
+
+struct Level {
+    const char* isa;
+    bool (*supported)();
+    const Kernels* (*kernels)();
+};
+static const Level levels[] = {
+#ifdef THERMOCLINE_X86
+    {"avx512", has_avx512, avx512_kernels},
+    {"avxvnni", has_avxvnni, avxvnni_kernels},
+    {"avx2", has_avx2, avx2_kernels},
+#endif
+#ifdef THERMOCLINE_ARM
+    {"neon", arm_has_dot_products, neon_kernels},
+#endif
+    {"scalar", [] { return true; }, scalar_kernels},
+};
+constexpr size_t kLevels = sizeof levels / sizeof *levels;
+
+const char* isa_level(size_t i) { return i < kLevels ? levels[i].isa : nullptr; }
+
+static const Kernels* kernels_of(const Level& level) { return level.supported() ? level.kernels() : nullptr; }
 
 const Kernels* kernels_named(const char* isa) {
-    if (!supported(isa)) return nullptr;
-#ifdef THERMOCLINE_X86
-    if (!strcmp(isa, "avx512")) return avx512_kernels();
-#ifdef THERMOCLINE_AVXVNNI
-    if (!strcmp(isa, "avxvnni")) return avxvnni_kernels();
-#endif
-    if (!strcmp(isa, "avx2")) return avx2_kernels();
-#endif
-    return scalar_kernels();
+    for (const Level& level : levels)
+        if (!strcmp(level.isa, isa)) return kernels_of(level);
+    return nullptr;
 }
 
 static const Kernels* choose() {
-    static const char* const levels[] = {"avx512", "avxvnni", "avx2", "scalar"};  // best first
     const char* limit = getenv("THERMOCLINE_ISA");
     bool below = limit == nullptr || !*limit;
-    for (const char* level : levels) {
-        below = below || !strcmp(level, limit);
-        if (below && supported(level)) return kernels_named(level);
+    for (const Level& level : levels) {
+        below = below || !strcmp(level.isa, limit);
+        const Kernels* const kernels = below ? kernels_of(level) : nullptr;
+        if (kernels) return kernels;
     }
     return nullptr;  // an unknown name: bindings.cpp turns it into an error at import
 }

@@ -106,15 +106,21 @@ struct Kernels {
 // `accumulate` unpacks tiles of this size: 8 KiB of f32.
 constexpr size_t kTileRows = 16, kTileColumns = 128;
 
-// What this CPU supports, best first; THERMOCLINE_ISA can only lower the choice.
+// What this CPU supports; THERMOCLINE_ISA can only lower the choice.
 const Kernels* chosen_kernels();                // null if THERMOCLINE_ISA names no level
 const Kernels* kernels_named(const char* isa);  // null if unknown or unsupported here
+const char* isa_level(size_t i);                // the names there are for this kind of CPU, best first, then null
 
 const Kernels* scalar_kernels();
 #ifdef THERMOCLINE_X86
 const Kernels* avx2_kernels();
+#ifdef THERMOCLINE_AVXVNNI
 const Kernels* avxvnni_kernels();
+#endif
 const Kernels* avx512_kernels();
+#endif
+#ifdef THERMOCLINE_ARM
+const Kernels* neon_kernels();
 #endif
 
 }  // namespace tc

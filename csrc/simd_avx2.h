@@ -12,7 +12,6 @@ using vf = __m256;
 static inline __m256i lanes_below(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-static inline float f16_to_f32(uint16_t h) { return _cvtsh_ss(h); }
 static inline vf vset1(float x) { return _mm256_set1_ps(x); }
 static inline vf vzero() { return _mm256_setzero_ps(); }
 static inline vf vload(const float* p) { return _mm256_loadu_ps(p); }

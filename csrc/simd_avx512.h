@@ -10,7 +10,6 @@ constexpr int W = 16;
 using vf = __m512;
 
 static inline __mmask16 lanes_below(int n) { return __mmask16((1u << n) - 1); }
-static inline float f16_to_f32(uint16_t h) { return _cvtsh_ss(h); }
 static inline vf vset1(float x) { return _mm512_set1_ps(x); }
 static inline vf vzero() { return _mm512_setzero_ps(); }
 static inline vf vload(const float* p) { return _mm512_loadu_ps(p); }

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "system.h"
+
 namespace tc {
 
 uint32_t crc32c(const uint8_t* p, size_t n, uint32_t seed);  // Castagnoli; seed 0 to start, the result to continue
@@ -17,12 +19,12 @@ struct Arena {
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
     void gather_pages();  // once filled: into huge pages what was not given as such (Linux 6.1; else nothing happens)
+    bool fence();         // tests: past the padding, where a page must begin, nothing can be read from now on
     uint8_t* data = nullptr;
     size_t bytes = 0;
 
 private:
-    void* mapping_ = nullptr;
-    size_t mapped_ = 0;
+    Pages pages_;
 };
 
 struct LoadResult {

@@ -2,12 +2,16 @@
 
 #include <stdexcept>
 
-#ifndef _WIN32
-#include <pthread.h>
-#endif
+#include "system.h"
+
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 #define RELAX() _mm_pause()
+#elif defined(__aarch64__)
+#define RELAX() asm volatile("isb")  // tens of cycles, as x86's pause; `yield` does nothing on most cores
+#elif defined(_M_ARM64)
+#include <intrin.h>
+#define RELAX() __isb(_ARM64_BARRIER_SY)
 #else
 #define RELAX() std::this_thread::yield()
 #endif
@@ -21,10 +25,8 @@ static constexpr int kSpin = 4000;
 // How many forks lie between the first process and this one: a pool made before the last of them has lost its threads.
 static std::atomic<unsigned> forks{0};
 static unsigned forks_so_far() {
-#ifndef _WIN32
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
-    (void)registered;
-#endif
+    static const bool counted = (call_in_forked_children([] { forks.fetch_add(1); }), true);
+    (void)counted;
     return forks.load();
 }
 

@@ -65,6 +65,12 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "repetitions": ("9", 9),
     "text": ("t.txt", "t.txt"),
     "output_format": ("jsonl", "jsonl"),
+    "corpus": ("t.txt", ("t.txt",)),
+    "tokens": ("99", 99),
+    "ctx": ("256", 256),
+    "samples": ("0", 0),
+    "workers": ("2", 2),
+    "plot": ("p.png", "p.png"),
 }
 
 
@@ -129,6 +135,12 @@ def test_llama_cpp_spellings_of_the_token_count(spelling: str) -> None:
 @pytest.mark.parametrize("spelling", ["-c 9", "--ctx-size 9", "--context-length 9", "--max-model-len 9"])
 def test_llama_cpp_spellings_of_the_context(spelling: str) -> None:
     assert read(config.RunOptions, spelling.split()).ctx_size == 9
+
+
+def test_several_files_may_follow_one_flag() -> None:
+    argv = ["a pack", "--corpus", "a.txt", "b.txt", "--tokens", "9", "--corpus", "c.txt"]
+    found = read(config.ProfileOptions, argv)
+    assert (found.model, found.corpus, found.tokens) == ("a pack", ("a.txt", "b.txt", "c.txt"), 9)
 
 
 def test_the_last_of_two_wins_and_repeated_options_gather() -> None:

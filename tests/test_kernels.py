@@ -9,12 +9,10 @@ thread, and everything else by its bits against that. A format or an op that lac
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import itertools
 import math
 import mmap
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -79,9 +77,7 @@ def in_arena(records: NDArray[np.uint8]) -> tuple[_native.Arena, int]:
     page = mmap.PAGESIZE
     offset = -(records.size + _native.ARENA_PADDING) % page
     arena = _native.Arena(offset + records.size)
-    if sys.platform == "linux":  # elsewhere a read too far goes unseen
-        end = arena.address + arena.nbytes + _native.ARENA_PADDING
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), ctypes.c_size_t(page), 0) == 0
+    arena.fence()
     arena.write(offset, np.ascontiguousarray(records).reshape(-1))
     return arena, offset
 
@@ -344,11 +340,12 @@ class Ffn:
     native: FFN
     numpy: FFN
 
-    def run(self, ops: Any, x: F32, h: F32, *, sparsity: str = "exact") -> tuple[F32, FFNStats]:
+    def run(
+        self, ops: Any, x: F32, h: F32, *, sparsity: str = "exact", record: F32 | None = None
+    ) -> tuple[F32, FFNStats]:
         y, stats = x.copy(), FFNStats()
-        ops.ffn_add(
-            y, h, bound_ffn(ops, self.spec, self.numpy if ops is reference else self.native), sparsity, stats
-        )
+        bound = bound_ffn(ops, self.spec, self.numpy if ops is reference else self.native)
+        ops.ffn_add(y, h, bound, sparsity, stats, record)
         return y, stats
 
     def truth(self, x: F32, h: F32) -> tuple[F32, FFNStats]:
@@ -437,6 +434,24 @@ def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> N
         for tokens, threads, sparsity in itertools.product(TOKENS, (1, 3), ("exact", "off")):
             part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens], sparsity=sparsity)
             assert same_bits(part, y[:tokens]), (*at, tokens, threads)
+
+
+@pytest.mark.parametrize("bundles", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_an_ffn_records_is_what_down_is_multiplied_with(format: str, kind: str, bundles: bool) -> None:
+    """And it changes nothing: neither a bit of the result nor a count, whatever path the tokens take."""
+    f, neurons = ffn(format, 544, 96, kind, "relu", bundles=bundles), 544
+    x, h = normal(5, 300, 96), normal(6, 300, 96)
+    for tokens, exact in itertools.product((1, 4, 5, 300), (True, False)):
+        a, b = x[:tokens], h[:tokens]
+        want, got = (np.full((tokens, neurons), np.nan, np.float32) for _ in range(2))
+        f.run(reference, a, as_the_kernel_sees(format, b), record=want)
+        y, stats = f.run(cpu(ISAS[0], 3), a, b, sparsity="exact" if exact else "off", record=got)
+        plain, plain_stats = f.run(cpu(ISAS[0], 3), a, b, sparsity="exact" if exact else "off")
+        assert same_bits(y, plain) and stats == plain_stats
+        assert stats.active == int((got != 0).sum())
+        assert nmse(got, want) <= F32_NMSE
 
 
 CHECKS: dict[str, Callable[[str, str], None]] = {
@@ -871,9 +886,9 @@ class Good:
         }
         return _native.FFN(*(good | changes).values())
 
-    def ffn_add(self, x: Any = None, h: Any = None, **changes: Any) -> None:
+    def ffn_add(self, x: Any = None, h: Any = None, record: Any = None, **changes: Any) -> None:
         x, h = self.x.copy() if x is None else x, self.x if h is None else h
-        self.c.ffn_add(x, h, self.ffn(**changes), 1)
+        self.c.ffn_add(x, h, self.ffn(**changes), 1, record)
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
@@ -995,6 +1010,10 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "attention block into a read-only array": lambda g: g.attention_add(x=read_only(2, 32)),
     "attention block of an ffn": lambda g: g.attention_add(layer=g.ffn()),
     "ffn of other x": lambda g: g.ffn_add(h=zeros(1, 32)),
+    "ffn recorded for other tokens": lambda g: g.ffn_add(record=zeros(1, 8)),
+    "ffn recorded for other neurons": lambda g: g.ffn_add(record=zeros(2, 9)),
+    "ffn recorded into a read-only array": lambda g: g.ffn_add(record=read_only(2, 8)),
+    "ffn recorded in f64": lambda g: g.ffn_add(record=zeros(2, 8, dtype=np.float64)),
     "ffn of narrow x": lambda g: g.ffn_add(x=zeros(2, 31), h=zeros(2, 31)),
     "ffn with a narrow gate": lambda g: g.ffn(gate=_native.Linear(g.matrix(cols=16), None)),
     "ffn with more gates than downs": lambda g: g.ffn(gate=_native.Linear(g.matrix(rows=9), None)),

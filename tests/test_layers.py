@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "thermocline"
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"engine", "errors", "llm", "sampler"},
     "__main__": {"cli"},
+    "activity": {"decoder", "errors", "kv", "ops.cpu", "profile", "spec"},
     "bench": {
         "engine",
         "errors",
@@ -34,8 +35,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat_template": {"errors", "safetensors", "sandbox", "tokenizer"},
     "cli": {
         "bench",
+        "cli_offline",
         "cli_text",
         "config",
+        "config_offline",
         "console",
         "errors",
         "gguf_import",
@@ -52,8 +55,27 @@ MAY_IMPORT: dict[str, set[str]] = {
         "synth",
     },
     "cli_text": {"chat", "config", "console", "engine", "errors", "llm", "repl", "report", "sampler"},
-    "config": {"options"},
+    "cli_offline": {
+        "activity",
+        "config_offline",
+        "console",
+        "corpus",
+        "errors",
+        "hardware",
+        "importer",
+        "llm",
+        "pack",
+        "pack_writer",
+        "profile",
+        "profile_plot",
+        "profiler",
+        "report",
+        "tokenizer",
+    },
+    "config": {"config_offline", "options"},
+    "config_offline": {"options"},
     "console": {"errors", "report"},
+    "corpus": {"errors", "pack", "safetensors", "tokenizer"},
     "decoder": {"kv", "spec"},
     "dequant": {"errors", "quant"},
     "disk": set(),
@@ -143,7 +165,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pack": {"_native", "errors", "layout", "manifest", "quant", "safetensors", "spec"},
     "pack_writer": {"_native", "errors", "layout", "manifest", "pack", "quant", "spec", "spec_check"},
     "planted": {"errors", "ops.reference", "spec"},
+    "profile": {"errors", "pack", "safetensors", "sidecar", "spec"},
+    "profile_plot": {"errors", "profile"},
+    "profiler": {
+        "_native",
+        "activity",
+        "corpus",
+        "errors",
+        "hardware",
+        "llm",
+        "pack",
+        "profile",
+        "reorder",
+        "sidecar",
+        "spec",
+        "unfinished",
+        "weights",
+    },
     "quant": {"errors"},
+    "reorder": {"_native", "errors", "layout", "pack", "pack_writer", "quant", "safetensors"},
     "repl": {"errors"},
     "report": {"engine", "hardware", "llm", "shelf"},
     "safetensors": {"errors"},
@@ -179,11 +219,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pretokenizers": set(),
     "sentencepiece_model": {"errors", "safetensors"},
     "torch_zip": {"errors", "safetensors"},
+    "unfinished": {
+        "_native",
+        "activity",
+        "errors",
+        "pack_writer",
+        "profile",
+        "safetensors",
+        "sidecar",
+        "spec",
+    },
     "weights": {"_native", "decoder", "errors", "layout", "ops.cpu", "pack", "predictor", "quant", "spec"},
 }
 FOREIGN = {"huggingface_hub", "numpy", "tokenizers", "tqdm"}  # what `pip install .` brings
 # Packages that one module uses: `pip install '.[gguf]'` brings gguf, `pip install .` the others.
-EXTRAS = {"gguf_out": {"gguf"}, "template_worker": {"jinja2"}, "repl": {"prompt_toolkit"}}
+EXTRAS = {
+    "gguf_out": {"gguf"},
+    "template_worker": {"jinja2"},
+    "repl": {"prompt_toolkit"},
+    "profile_plot": {"matplotlib"},
+}
 FAMILIES = {"llama", "mistral", "bamboo", "opt", "minicpm", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"}
 FAMILIES |= {"nemotron", "arcee", "bitnet", "falcon"}  # names that only models.py may act on
 

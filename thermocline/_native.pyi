@@ -43,6 +43,9 @@ class Arena:
     def gather_pages(self) -> None:
         """Once filled: into huge pages what the system did not give as such."""
 
+    def fence(self) -> None:
+        """Tests: reading past the padding, where a page must begin, ends the process from now on."""
+
 class Matrix:
     """Rows inside an arena, one every `stride` bytes. `format`: `quant.FORMATS[...].id`."""
 

@@ -6,6 +6,7 @@ Must not know what the options do.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,8 +39,9 @@ BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
 
 # Variables that are no option's twin: ISA lowers the instruction set, DEBUG=1 shows tracebacks.
+ARM = platform.machine().lower() in ("aarch64", "arm64")
 OTHER_VARIABLES: dict[str, Parse] = {
-    "ISA": one_of("scalar", "avx2", "avxvnni", "avx512"),
+    "ISA": one_of("scalar", *(("neon",) if ARM else ("avx2", "avxvnni", "avx512"))),
     "DEBUG": switch,
 }
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -27,6 +27,9 @@ from thermocline.manifest import BLOCK_BYTES, Manifest, Predictor, render_manife
 from thermocline.pack import Progress
 from thermocline.spec import ModelSpec
 from thermocline.spec_check import check_spec
+
+if sys.platform != "win32":
+    import fcntl
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -187,7 +190,8 @@ class _Output:
     def __init__(self, path: Path) -> None:
         self.size = 0
         self._path, self._crcs, self._crc = path, list[int](), 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        binary = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)  # Windows has the other
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | binary, 0o644)
 
     def __enter__(self) -> _Output:
         return self
@@ -236,15 +240,16 @@ def _replacing(dst: Path, need_bytes: int, overwrite: bool) -> Iterator[Path]:
             shutil.rmtree(tmp, ignore_errors=True)
             raise
         finally:
-            os.close(lock)
+            if lock is not None:
+                os.close(lock)
     except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = f" (it needs {need_bytes / 2**30:.3g} GiB)" if full else ""
         raise IOFailure(f"{dst}: cannot write the pack: {e.strerror or e}{hint}") from e
 
 
-def _begin(dst: Path, need_bytes: int) -> tuple[Path, int]:
-    """(a new temporary directory for `dst`, the descriptor that keeps it locked)."""
+def _begin(dst: Path, need_bytes: int) -> tuple[Path, int | None]:
+    """(a new temporary directory for `dst`, the descriptor that keeps it locked: Windows has no such)."""
     dst.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(dst)
     free = shutil.disk_usage(dst.parent).free
@@ -311,6 +316,8 @@ _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and renameat2's flag, of linux/fcn
 
 def _exchange(a: Path, b: Path) -> bool:
     """Two directories in each other's place, in one step. False: this system or disk cannot."""
+    if sys.platform != "linux":
+        return False
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
@@ -319,6 +326,8 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _sync_directory(path: Path) -> None:
+    if sys.platform == "win32":
+        return  # a directory cannot be opened there
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -326,8 +335,10 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def lock(directory: Path) -> int:
+def lock(directory: Path) -> int | None:
     """Mark a directory as in use by a living process. The kernel unmarks it however the process ends."""
+    if sys.platform == "win32":
+        return None
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -339,15 +350,19 @@ def lock(directory: Path) -> int:
 
 def _remove_stale(dst: Path) -> None:
     """Remove temporary directories for `dst` whose writer is dead: pid free (or ours) and lock free."""
+    if sys.platform == "win32":
+        return  # without locks nobody knows, and os.kill(pid, 0) would interrupt the writer
     for path in dst.parent.iterdir():
         m = re.fullmatch(re.escape(dst.name) + r"\.tmp-(\d{1,10})(-old)?", path.name)
         if m is None or path.is_symlink() or not path.is_dir() or _alive(int(m[1])):
             continue
         try:
-            os.close(lock(path))
+            held = lock(path)
         except OSError:
             continue
-        if m[2] and not os.path.lexists(dst):  # killed between two renames
+        if held is not None:
+            os.close(held)
+        if m[2] and not os.path.lexists(dst) and (path / "pack.json").exists():  # killed between two renames
             os.rename(path, dst)
             continue
         shutil.rmtree(path, ignore_errors=True)

@@ -321,13 +321,14 @@ def profile_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
     layers, hot = about["active_per_layer"], about["hot_share_per_layer"]
     batches = ", ".join(f"of {b} {share:.1%}" for b, share in about["needed_by_batch"].items() if b != "1")
     speed = about["tokens_per_s"]
+    spread = f"{min(hot):.1%} to {max(hot):.1%} of a layer's"
     rows = [
         ("tokens", f"{about['tokens']:,}" + (f", {speed:,.0f} a second" if speed else "")),
         ("active", f"{about['active_fraction']:.2%} of neurons for a token"),
         ("needed", f"by a batch {batches}"),
         (
             "hot",
-            f"{about['hot_share']:.1%} of neurons make 80% of activations ({min(hot):.1%} to {max(hot):.1%} of a layer)",
+            f"{about['hot_share']:.1%} of neurons make 80% of activations ({spread})",
         ),
         *(
             (f"{which} layer", f"{about[f'{which}_layer']}, {layers[about[f'{which}_layer']]:.2%} active")

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,11 +104,16 @@ def quoted(text: object) -> str:
     return shown if len(shown) <= 80 else shown[:76] + "...'"
 
 
+_FLAGS = ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY", "O_NOINHERIT")  # the last two are Windows'
+_SEEKING = threading.Lock()
+_READ_ONLY = os.O_RDONLY | sum(getattr(os, name, 0) for name in _FLAGS)
+
+
 def open_regular(path: Path) -> tuple[int, int]:
     """(file descriptor, size) of a regular file. Never opens a device, FIFO or directory, and never waits."""
     try:
         _require_regular(os.stat(path), path)
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        fd = os.open(path, _READ_ONLY)
     except FileNotFoundError:
         raise IOFailure(f"{path}: no such file") from None
     except (OSError, ValueError) as e:
@@ -133,13 +139,23 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> NDArray[np.uint8]:
     view, done = out.data, 0
     while done < size:
         try:
-            n = os.preadv(fd, [view[done : done + (1 << 30)]], offset + done)
+            n = _read_some(fd, view[done : done + (1 << 30)], offset + done)
         except OSError as e:
             raise IOFailure(f"{path}: read error at byte {offset + done}: {e.strerror}") from None
         if n == 0:
             raise BadFile(f"{path}: ends at byte {offset + done}, {size - done} bytes too early")
         done += n
     return out
+
+
+def _read_some(fd: int, to: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [to], offset)
+    with _SEEKING:  # Windows: the position belongs to the descriptor, and threads may share that
+        os.lseek(fd, offset, os.SEEK_SET)
+        data = os.read(fd, len(to))
+    to[: len(data)] = data
+    return len(data)
 
 
 def read_small(path: Path, limit: int) -> bytes:

@@ -56,7 +56,7 @@ class Unfinished:
         try:
             self.replaced = not self._load()  # whether there was one of something else
         except BaseException:
-            os.close(self._lock)
+            self.close()
             raise
 
     @property
@@ -84,8 +84,8 @@ class Unfinished:
             at, held=(), saved_bytes=at.saved_bytes + len(data), saved_crc=_native.crc32c(data, at.saved_crc)
         )
         try:
-            fd = os.open(self.directory / SAMPLES, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            with os.fdopen(fd, "wb") as out:
+            (self.directory / SAMPLES).touch()
+            with open(self.directory / SAMPLES, "r+b") as out:
                 out.seek(at.saved_bytes)
                 out.write(data)
             self._write_state(saved)
@@ -182,7 +182,8 @@ class Unfinished:
         return Sampled(layer, shaped, sizes.view(np.int64), index.view(np.int32), mass.view(np.float16))
 
     def close(self) -> None:
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,0 +1,199 @@
+// The vector vocabulary for 64-bit ARM with dot products. simd_scalar.h says what each does. A vector is two registers:
+// eight floats, as with AVX2, of which 32 registers hold as many as AVX2's 16 do.
+#pragma once
+#include <arm_neon.h>
+#include <math.h>
+#include <string.h>
+
+#include <stdint.h>
+
+constexpr int W = 8;
+struct vf {
+    float32x4_t lo, hi;
+};
+
+static inline vf vset1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+static inline vf vzero() { return vset1(0); }
+static inline vf vload(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+static inline void vstore(float* p, vf a) { vst1q_f32(p, a.lo), vst1q_f32(p + 4, a.hi); }
+static inline vf vload_f16(const uint16_t* p) {
+    const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
+    return {vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)};
+}
+static inline vf vload_bf16(const uint16_t* p) {
+    const uint16x8_t h = vld1q_u16(p);
+    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(h, 16))};
+}
+// Whole vectors come this way too (norms, rope), and are no copies.
+template <class T, vf (*LOAD)(const T*)>
+static inline vf load_some(const T* p, int n) {
+    if (n >= W) return LOAD(p);
+    T t[W] = {};
+    memcpy(t, p, size_t(n) * sizeof(T));
+    return LOAD(t);
+}
+static inline vf vload_n(const float* p, int n) { return load_some<float, vload>(p, n); }
+static inline vf vload_f16_n(const uint16_t* p, int n) { return load_some<uint16_t, vload_f16>(p, n); }
+static inline vf vload_bf16_n(const uint16_t* p, int n) { return load_some<uint16_t, vload_bf16>(p, n); }
+static inline void vstore_n(float* p, vf a, int n) {
+    if (n >= W) return vstore(p, a);
+    float t[W];
+    vstore(t, a);
+    memcpy(p, t, size_t(n) * 4);
+}
+static inline void vstore_f16_n(uint16_t* p, vf a, int n) {
+    const uint16x8_t h = vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(a.lo), a.hi));
+    if (n >= W) return vst1q_u16(p, h);
+    uint16_t t[W];
+    vst1q_u16(t, h);
+    memcpy(p, t, size_t(n) * 2);
+}
+static inline vf vadd(vf a, vf b) { return {vaddq_f32(a.lo, b.lo), vaddq_f32(a.hi, b.hi)}; }
+static inline vf vsub(vf a, vf b) { return {vsubq_f32(a.lo, b.lo), vsubq_f32(a.hi, b.hi)}; }
+static inline vf vmul(vf a, vf b) { return {vmulq_f32(a.lo, b.lo), vmulq_f32(a.hi, b.hi)}; }
+static inline vf vdiv(vf a, vf b) { return {vdivq_f32(a.lo, b.lo), vdivq_f32(a.hi, b.hi)}; }
+// ARM's own maximum of a NaN is a NaN whichever side it is on; here the second operand counts.
+static inline float32x4_t larger(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+static inline float32x4_t lesser(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+static inline vf vmax(vf a, vf b) { return {larger(a.lo, b.lo), larger(a.hi, b.hi)}; }
+static inline vf vmin(vf a, vf b) { return {lesser(a.lo, b.lo), lesser(a.hi, b.hi)}; }
+static inline vf vabs(vf a) { return {vabsq_f32(a.lo), vabsq_f32(a.hi)}; }
+static inline vf vfma(vf a, vf b, vf c) { return {vfmaq_f32(c.lo, a.lo, b.lo), vfmaq_f32(c.hi, a.hi, b.hi)}; }
+static inline vf vround(vf a) { return {vrndnq_f32(a.lo), vrndnq_f32(a.hi)}; }
+static inline float32x4_t power_of_2(float32x4_t a) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(a), vdupq_n_s32(127)), 23));
+}
+static inline vf vpow2(vf a) { return {power_of_2(a.lo), power_of_2(a.hi)}; }
+static inline float32x4_t gate(float32x4_t x, float32x4_t threshold) {
+    return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x), vcleq_f32(x, threshold)));
+}
+static inline vf vgate(vf x, vf threshold) { return {gate(x.lo, threshold.lo), gate(x.hi, threshold.hi)}; }
+static inline float vsum(vf a) {
+    const float32x4_t s = vaddq_f32(a.lo, a.hi);
+    return vpadds_f32(vadd_f32(vget_low_f32(s), vget_high_f32(s)));
+}
+static inline float vmaximum(vf a) { return vmaxvq_f32(larger(a.lo, a.hi)); }
+#ifdef _MSC_VER
+static inline void prefetch(const void* p) { __prefetch(p); }
+#else
+static inline void prefetch(const void* p) { __builtin_prefetch(p); }
+#endif
+
+// ---- int32 vectors and quantised weights
+struct vi {
+    int32x4_t lo, hi;
+};
+static inline vi vi_load(const void* p) {
+    return {vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)), vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p + 16))};
+}
+static inline void vi_store(void* p, vi a) {
+    vst1q_u8((uint8_t*)p, vreinterpretq_u8_s32(a.lo)), vst1q_u8((uint8_t*)p + 16, vreinterpretq_u8_s32(a.hi));
+}
+static inline vi vi_set1(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
+static inline vi vi_add(vi a, vi b) { return {vaddq_s32(a.lo, b.lo), vaddq_s32(a.hi, b.hi)}; }
+static inline vi vi_and(vi a, vi b) { return {vandq_s32(a.lo, b.lo), vandq_s32(a.hi, b.hi)}; }
+static inline vi vi_xor(vi a, vi b) { return {veorq_s32(a.lo, b.lo), veorq_s32(a.hi, b.hi)}; }
+static inline int32x4_t shift_4(int32x4_t a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 4)); }
+static inline vi vi_shr4(vi a) { return {shift_4(a.lo), shift_4(a.hi)}; }
+static inline vf vi_f32(vi a) { return {vcvtq_f32_s32(a.lo), vcvtq_f32_s32(a.hi)}; }
+static inline vi vf_bits(vf a) { return {vreinterpretq_s32_f32(a.lo), vreinterpretq_s32_f32(a.hi)}; }
+
+constexpr int kOffsetQ8 = 0;  // sdot multiplies signed with signed
+static inline int32x4_t dot_4(int32x4_t acc, int32x4_t a, int32x4_t b) {
+    return vdotq_s32(acc, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b));
+}
+template <int QUANT>
+struct Dot {
+    static vi begin(int32_t offset) { return vi_set1(offset); }
+    static vi step(vi acc, vi w, vi x) { return {dot_4(acc.lo, w.lo, x.lo), dot_4(acc.hi, w.hi, x.hi)}; }
+    static vi end(vi acc, int32_t) { return acc; }
+};
+
+// 32 floats -> int8, their scale and their sum. An infinity or NaN times 0 is a NaN, and that is 0 as an integer.
+static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum) {
+    float32x4_t m = vdupq_n_f32(0), finite = m;
+    for (int i = 0; i < 32; i += 4) {
+        const float32x4_t v = vld1q_f32(x + i);
+        m = vmaxq_f32(m, vabsq_f32(v)), finite = vaddq_f32(finite, vsubq_f32(v, v));
+    }
+    const float nan = vaddvq_f32(finite), top = nan == 0 ? vmaxvq_f32(m) : 0, inverse = top > 1e-36f ? 127.0f / top : 0;
+    *d = top / 127.0f + nan;
+    *sum = 0;
+    for (int i = 0; i < 32; i += 8) {
+        const vf scaled = vmul(vload(x + i), vset1(inverse));
+        const int32x4_t lo = vcvtnq_s32_f32(scaled.lo), hi = vcvtnq_s32_f32(scaled.hi);
+        vst1_s8(q + i, vmovn_s16(vcombine_s16(vmovn_s32(lo), vmovn_s32(hi))));
+        *sum += vaddvq_s32(vaddq_s32(lo, hi));
+    }
+}
+
+constexpr int kQ4Group = 1;  // blocks whose low nibbles fill one vector
+// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is). BLOCK: the four sums of one.
+template <int32x4_t (*BLOCK)(const uint8_t*, const int8_t*), int QUANT>
+static inline void block_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) {
+    int32x4_t s[4];
+    for (int g = 0; g < 4; g++) {
+        int32x4_t t[4];
+        for (int i = 0; i < 4; i++) {
+            const int b = 4 * g + i;
+            t[i] = b < blocks ? BLOCK(w + QUANT * b, x + 32 * b) : vdupq_n_s32(0);
+        }
+        s[g] = vpaddq_s32(vpaddq_s32(t[0], t[1]), vpaddq_s32(t[2], t[3]));
+    }
+    out[0] = {s[0], s[1]}, out[1] = {s[2], s[3]};
+}
+static inline int32x4_t q8_block(const uint8_t* w, const int8_t* x) {
+    const int32x4_t first = vdotq_s32(vdupq_n_s32(0), vreinterpretq_s8_u8(vld1q_u8(w)), vld1q_s8(x));
+    return vdotq_s32(first, vreinterpretq_s8_u8(vld1q_u8(w + 16)), vld1q_s8(x + 16));
+}
+static inline int32x4_t q4_block(const uint8_t* w, const int8_t* x) {
+    const uint8x16_t raw = vld1q_u8(w), lo = vandq_u8(raw, vdupq_n_u8(15)), hi = vshrq_n_u8(raw, 4);
+    const int32x4_t first = vdotq_s32(vdupq_n_s32(0), vreinterpretq_s8_u8(lo), vld1q_s8(x));
+    return vdotq_s32(first, vreinterpretq_s8_u8(hi), vld1q_s8(x + 16));
+}
+static inline void q8_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) { block_sums<q8_block, 32>(w, x, blocks, out); }
+static inline void q4_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) { block_sums<q4_block, 16>(w, x, blocks, out); }
+
+// 8 rows of 8 dwords -> 8 columns: quarters of 4 by 4.
+static inline void transpose_4(int32x4_t* a) {
+    const int64x2_t p = vreinterpretq_s64_s32(vtrn1q_s32(a[0], a[1])), q = vreinterpretq_s64_s32(vtrn2q_s32(a[0], a[1]));
+    const int64x2_t r = vreinterpretq_s64_s32(vtrn1q_s32(a[2], a[3])), s = vreinterpretq_s64_s32(vtrn2q_s32(a[2], a[3]));
+    a[0] = vreinterpretq_s32_s64(vtrn1q_s64(p, r)), a[1] = vreinterpretq_s32_s64(vtrn1q_s64(q, s));
+    a[2] = vreinterpretq_s32_s64(vtrn2q_s64(p, r)), a[3] = vreinterpretq_s32_s64(vtrn2q_s64(q, s));
+}
+static inline void transpose(vi* t) {
+    int32x4_t quarter[2][2][4];  // of rows, of columns
+    for (int r = 0; r < 2; r++) {
+        for (int i = 0; i < 4; i++) quarter[r][0][i] = t[4 * r + i].lo, quarter[r][1][i] = t[4 * r + i].hi;
+        transpose_4(quarter[r][0]), transpose_4(quarter[r][1]);
+    }
+    for (int i = 0; i < 8; i++) t[i] = {quarter[0][i / 4][i % 4], quarter[1][i / 4][i % 4]};
+}
+
+// Words of a's dwords, then of b's: the low ones, the high ones.
+static inline void split_words(vi a, vi b, vi* low, vi* high) {
+    const int16x8_t a0 = vreinterpretq_s16_s32(a.lo), a1 = vreinterpretq_s16_s32(a.hi);
+    const int16x8_t b0 = vreinterpretq_s16_s32(b.lo), b1 = vreinterpretq_s16_s32(b.hi);
+    *low = {vreinterpretq_s32_s16(vuzp1q_s16(a0, a1)), vreinterpretq_s32_s16(vuzp1q_s16(b0, b1))};
+    *high = {vreinterpretq_s32_s16(vuzp2q_s16(a0, a1)), vreinterpretq_s32_s16(vuzp2q_s16(b0, b1))};
+}
+
+// 32 weights of one block as floats, without the scale.
+static inline void bytes_f32(int8x16_t b, vf* out) {
+    const int16x8_t lo = vmovl_s8(vget_low_s8(b)), hi = vmovl_high_s8(b);
+    out[0] = vi_f32({vmovl_s16(vget_low_s16(lo)), vmovl_high_s16(lo)});
+    out[1] = vi_f32({vmovl_s16(vget_low_s16(hi)), vmovl_high_s16(hi)});
+}
+static inline void q8_unpack(const uint8_t* q, vf* out) {
+    bytes_f32(vreinterpretq_s8_u8(vld1q_u8(q)), out);
+    bytes_f32(vreinterpretq_s8_u8(vld1q_u8(q + 16)), out + 2);
+}
+static inline void q4_unpack(const uint8_t* q, vf* out) {
+    const uint8x16_t raw = vld1q_u8(q);
+    const int8x16_t eight = vdupq_n_s8(8);
+    bytes_f32(vsubq_s8(vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15))), eight), out);
+    bytes_f32(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(raw, 4)), eight), out + 2);
+}
+// A matrix tile: 2 vectors of rows times 6 tokens of accumulators are 24 of 32 registers; 4 hold weights, one a token. The
+// float loop needs more beside them: with 6 tokens GCC keeps 12 registers in memory, with 4 none.
+constexpr int kTileTokens = 6, kFloatTileTokens = 4;

@@ -1,0 +1,236 @@
+"""`thermocline._native` in another process: a core built for another processor, behind remote_core.cpp.
+
+As a pytest plugin it takes the native module's place, so that any test of the core runs on that core:
+`REMOTE_CORE="qemu-aarch64 core" pytest -p remote_native tests/test_kernels.py`. REMOTE_LEVELS: only these
+instruction sets. What csrc/bindings.cpp does (checking arguments) it does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import struct
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ARENA_PADDING = 64
+NONE = 2**64 - 1
+F32 = NDArray[np.float32]
+U32 = NDArray[np.uint32]
+
+_core = subprocess.Popen(
+    shlex.split(os.environ["REMOTE_CORE"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+)
+_arenas = itertools.count()
+
+
+def u64(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def f32(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def array(a: NDArray[Any] | bytes) -> bytes:
+    data = a if isinstance(a, bytes) else a.tobytes()
+    return u64(len(data)) + data
+
+
+def values(a: NDArray[Any] | None) -> bytes:
+    return u64(0) if a is None else u64(1) + array(a)
+
+
+def packed(part: Any, kind: type) -> bytes:
+    """A part of a layer, or what stands for its absence."""
+    if part is not None:
+        return bytes(part.packed)
+    return u64(NONE, 0, 0, 0, 0, 0) if kind is Matrix else values(None) * 2 + f32(0) + u64(0)
+
+
+def ask(what: str, *fields: bytes) -> bytes:
+    assert _core.stdin is not None and _core.stdout is not None
+    _core.stdin.write(array(what.encode()) + b"".join(fields))
+    _core.stdin.flush()
+    size = _core.stdout.read(8)
+    if len(size) < 8:
+        raise RuntimeError(f"the core ended with {_core.wait()} in {what}")
+    return _core.stdout.read(struct.unpack("<Q", size)[0])
+
+
+def numbers(answer: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(answer) // 8}q", answer))
+
+
+def take(answer: bytes, *outs: NDArray[Any]) -> bytes:
+    """The arrays at the answer's beginning into `outs`; what is left."""
+    for out in outs:
+        out[...] = np.frombuffer(answer[: out.nbytes], out.dtype).reshape(out.shape)
+        answer = answer[out.nbytes :]
+    return answer
+
+
+def isa_levels() -> list[str]:
+    wanted = os.environ.get("REMOTE_LEVELS", "").split()
+    return [level for level in ask("levels").decode().split() if not wanted or level in wanted]
+
+
+def isa() -> str:
+    return isa_levels()[0]
+
+
+def crc32c(buffer: Any, seed: int = 0) -> int:
+    return numbers(ask("crc32c", array(bytes(buffer)), u64(seed)))[0]
+
+
+class Arena:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.id = nbytes, next(_arenas)
+        if not numbers(ask("arena", u64(self.id, nbytes)))[0]:
+            raise MemoryError
+
+    def __del__(self) -> None:
+        if _core.poll() is None:
+            ask("free", u64(self.id))
+
+    def write(self, offset: int, data: NDArray[np.uint8]) -> None:
+        ask("write", u64(self.id, offset), array(data))
+
+    def load(self, path: str, begin: int, end: int, checksums: U32, block: int) -> tuple[int, int]:
+        fields = array(os.fsencode(path)) + u64(begin, end) + array(checksums) + u64(block)
+        error, bad = numbers(ask("load", u64(self.id), fields))
+        return error, bad
+
+    def fence(self) -> None:
+        assert numbers(ask("fence", u64(self.id)))[0]
+
+
+class Matrix:
+    def __init__(self, arena: Arena, offset: int, format: int, rows: int, cols: int, stride: int) -> None:
+        self.arena, self.shape = arena, (rows, cols)
+        self.packed = u64(arena.id, offset, format, rows, cols, stride)
+
+
+class Part:
+    """`held`: the matrices' arenas live as long as the part."""
+
+    def __init__(self, packed: bytes, *held: Any) -> None:
+        self.packed, self.held = packed, held
+
+
+class Norm(Part):
+    def __init__(self, weight: F32, bias: F32 | None, eps: float, layer: bool) -> None:
+        super().__init__(values(weight) + values(bias) + f32(eps) + u64(layer))
+
+
+class Linear(Part):
+    def __init__(self, weight: Matrix, bias: F32 | None) -> None:
+        super().__init__(weight.packed + values(bias), weight)
+        self.weight = weight
+
+
+class Heads(Part):
+    def __init__(
+        self,
+        n: int,
+        n_kv: int,
+        dim: int,
+        window: int,
+        scale: float,
+        softcap: float,
+        q_norm: F32 | None,
+        k_norm: F32 | None,
+        eps: float,
+    ) -> None:
+        sizes = u64(n, n_kv, dim, min(window, 2**31 - 1))
+        super().__init__(sizes + f32(scale, softcap) + values(q_norm) + values(k_norm) + f32(eps))
+
+
+class Join(Part):
+    def __init__(self, norm: Norm | None, scale: float) -> None:
+        super().__init__(packed(norm, Norm) + f32(scale))
+
+
+class Step(Part):
+    def __init__(
+        self,
+        positions: NDArray[np.int32],
+        sequence: NDArray[np.int32],
+        table: NDArray[np.int32],
+        block: int,
+        cos: F32 | None,
+        sin: F32 | None,
+    ) -> None:
+        arrays = b"".join(values(a) for a in (positions, sequence, table, cos, sin))
+        rotary = 0 if cos is None else 2 * cos.shape[1]
+        super().__init__(arrays + u64(len(positions), block, table.shape[1], rotary))
+
+
+class Attention(Part):
+    def __init__(
+        self, norm: Norm | None, qkv: Linear, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
+    ) -> None:
+        parts = packed(norm, Norm) + qkv.packed + out.packed + heads.packed
+        super().__init__(parts + packed(sub_norm, Norm) + join.packed, qkv, out)
+
+
+class FFN(Part):
+    def __init__(
+        self,
+        norm: Norm | None,
+        gate: Linear,
+        up: Matrix | None,
+        down: Matrix,
+        down_bias: F32 | None,
+        activation: int,
+        threshold: float,
+        up_relu: bool,
+        bundles: bool,
+        sub_norm: Norm | None,
+        join: Join,
+    ) -> None:
+        parts = packed(norm, Norm) + gate.packed + packed(up, Matrix) + down.packed + values(down_bias)
+        rest = u64(activation) + f32(threshold) + u64(up_relu, bundles) + packed(sub_norm, Norm) + join.packed
+        super().__init__(parts + rest, gate, up, down)
+        self.neurons = gate.weight.shape[0]
+
+
+class Context:
+    def __init__(self, threads: int, isa: str = "") -> None:
+        self.threads, self.isa = threads, isa or isa_levels()[0]
+        self.id = u64(*numbers(ask("context", u64(threads), array(self.isa.encode()))))
+
+    def embed(self, w: Matrix, ids: NDArray[np.int32], out: F32) -> None:
+        take(ask("embed", self.id, w.packed, array(ids)), out)
+
+    def norm(self, x: F32, weight: F32, bias: F32 | None, eps: float, layer: bool, out: F32) -> None:
+        norm = Norm(weight, bias, eps, layer).packed
+        take(ask("norm", self.id, norm, array(x), u64(x.shape[1])), out)
+
+    def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None:
+        take(ask("matmul", self.id, w.packed, values(bias), array(x), array(out), u64(add)), out)
+
+    def attention(
+        self, qkv: F32, heads: Heads, step: Step, k: NDArray[np.float16], v: NDArray[np.float16], out: F32
+    ) -> None:
+        fields = heads.packed, step.packed, array(k), array(v), array(qkv)
+        take(ask("attention", self.id, *fields), k, v, qkv, out)
+
+    def attention_add(
+        self, x: F32, h: F32, layer: Attention, step: Step, k: NDArray[np.float16], v: NDArray[np.float16]
+    ) -> None:
+        fields = layer.packed, step.packed, array(k), array(v), array(x), array(h)
+        take(ask("attention_add", self.id, *fields), k, v, x)
+
+    def ffn_add(self, x: F32, h: F32, layer: FFN, exact: bool) -> tuple[int, int, int]:
+        left = take(ask("ffn_add", self.id, layer.packed, array(x), array(h), u64(exact)), x)
+        active, rows, rows_dense = numbers(left)
+        return active, rows, rows_dense
+
+
+sys.modules["thermocline._native"] = sys.modules[__name__]
