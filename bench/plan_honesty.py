@@ -130,7 +130,7 @@ def main() -> None:
 
 def summary(row: dict[str, Any]) -> str:
     return (
-        f"{row['pack']}, {row['threads']} threads, {row['sparsity']}: measured {row['measured_ts']:.2f} tok/s, "
+        f"{row['pack']}, {row['threads']} threads: measured {row['measured_ts']:.2f} tok/s, "
         f"predicted {row['predicted_ts']:.2f}; {len(row['runs'])} runs ({row['disturbed']} disturbed), "
         f"ratio of a run {row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
     )

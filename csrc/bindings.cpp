@@ -126,7 +126,8 @@ struct Step {
     I1 positions, sequence;
     I2 table;
     std::optional<F2> cos, sin;
-    size_t pages;  // one more than the largest page of the table that a token reads or writes
+    size_t pages;   // one more than the largest page of the table that a token reads or writes
+    size_t window;  // of heads that it is for: they touch no page before it. 0: any heads
 };
 
 static Norm make_norm(F1 weight, std::optional<F1> bias, float eps, bool layer) {
@@ -197,7 +198,29 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
             predictor ? std::optional<Predictor>(*predictor) : std::nullopt};
 }
 
-static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, std::optional<F2> cos, std::optional<F2> sin) {
+// Tokens of a sequence are worked on together: from the first page that any of them attends to through its last, all of
+// its pages must be there.
+static size_t check_table(const I1& positions, const I1& sequence, const I2& table, size_t block, size_t window) {
+    struct Range {
+        size_t first = SIZE_MAX, last = 0;
+    };
+    std::vector<Range> ranges(table.shape(0));
+    for (size_t t = 0; t < positions.shape(0); t++) {
+        const size_t end = size_t(positions.data()[t]) + 1, begin = window && end > window ? end - window : 0;
+        Range& r = ranges[size_t(sequence.data()[t])];
+        r.first = std::min(r.first, begin / block), r.last = std::max(r.last, (end - 1) / block);
+    }
+    int32_t largest = -1;
+    for (size_t s = 0; s < ranges.size(); s++)
+        for (size_t b = ranges[s].first; b <= ranges[s].last && b < table.shape(1); b++) {
+            const int32_t page = table.data()[s * table.shape(1) + b];
+            check(page >= 0, "block table names a page that does not exist");
+            largest = std::max(largest, page);
+        }
+    return size_t(largest + 1);
+}
+
+static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t window, std::optional<F2> cos, std::optional<F2> sin) {
     const size_t tokens = positions.shape(0);
     check(sequence.shape(0) == tokens, "positions or sequence has the wrong length");
     check(block > 0, "empty blocks");
@@ -205,16 +228,10 @@ static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, std::op
     check(!cos || (cos->shape(0) == tokens && sin->shape(0) == tokens && cos->shape(1) == sin->shape(1)), "cos and sin differ in shape");
     check_ids(sequence, table.shape(0), "sequence out of range");
     check_ids(positions, table.shape(1) * block, "position beyond the block table");
-    int32_t last = -1;
-    for (size_t t = 0; t < tokens; t++) {  // every page this token will read or write
-        const int32_t* row = table.data() + size_t(sequence.data()[t]) * table.shape(1);
-        for (size_t b = 0; b <= size_t(positions.data()[t]) / block; b++) {
-            check(row[b] >= 0, "block table names a page that does not exist");
-            last = std::max(last, row[b]);
-        }
-    }
+    window = std::min(window, size_t(INT32_MAX));  // as the heads'
+    const size_t pages = check_table(positions, sequence, table, block, window);
     return {{positions.data(), sequence.data(), table.data(), cos ? cos->data() : nullptr, sin ? sin->data() : nullptr,
-             tokens, block, table.shape(1), cos ? 2 * cos->shape(1) : 0}, positions, sequence, table, cos, sin, size_t(last + 1)};
+             tokens, block, table.shape(1), cos ? 2 * cos->shape(1) : 0}, positions, sequence, table, cos, sin, pages, window};
 }
 
 // That the pages fit these heads and hold what the step's tables name.
@@ -224,6 +241,7 @@ static void check_pages(const tc::Heads& heads, const Step& s, const Half4& k, c
     check(v.shape(0) == pages && v.shape(1) == heads.n_kv && v.shape(2) == block && v.shape(3) == heads.dim, "k and v cache differ in shape");
     const nb::dlpack::dtype f16 = {uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
     if (k.dtype() != f16 || v.dtype() != f16) throw nb::type_error("the kv cache must be f16");
+    check(!s.window || (heads.window && heads.window <= s.window), "the heads look further back than the step's pages");
     check(s.pages <= pages, "block table names a page that does not exist");
     check(s.step.rotary <= heads.dim, "cos is wider than a head");
 }
@@ -410,7 +428,7 @@ NB_MODULE(_native, m) {
              nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>())
         .def_prop_ro("neurons", [](const FFN& f) { return f.layer.gate.weight.rows; });
     nb::class_<Step>(m, "Step")
-        .def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(), "block"_a,
+        .def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(), "block"_a, "window"_a,
              "cos"_a.noconvert().none(), "sin"_a.noconvert().none());
 
     nb::class_<Context>(m, "Context")

@@ -173,7 +173,7 @@ void Context::attention(const AttentionArgs& a) {
     size_t rows = 0, spans = 1;  // few tasks: each span of positions is one of its own
     for (const Queries& q : all) rows = std::max(rows, q.tokens * group);
     if (tasks < 4 * threads)
-        for (const Queries& q : all) spans = std::max(spans, (q.end + kSpan - 1) / kSpan);
+        for (const Queries& q : all) spans = std::max(spans, (q.end + kSpan - 1) / kSpan - q.begin / kSpan);
     const size_t stride = rows * (hd + 2), own = 4 * kSpan + kQueryRows * (hd + 2) + hd;
     float* partial = grown(partial_, (spans > 1 ? tasks * spans : threads) * stride);
     float* scores = grown(scores_, threads * own);
@@ -208,8 +208,9 @@ void Context::attention(const AttentionArgs& a) {
         for (size_t t = size_t(thread); t < a.step.tokens; t += threads) store(t, reinterpret_cast<uint16_t*>(mine));
         pool.barrier();
         for (size_t task; (task = next.fetch_add(1)) < tasks * spans;) {
-            const size_t i = all.size() - 1 - task / spans / a.heads.n_kv, head = task / spans % a.heads.n_kv, s = task % spans;
+            const size_t i = all.size() - 1 - task / spans / a.heads.n_kv, head = task / spans % a.heads.n_kv;
             const Queries& q = all[i];  // the last, and longest, first
+            const size_t s = q.begin / kSpan + task % spans;
             float* into = partial + (spans > 1 ? task : size_t(thread)) * stride;
             if (spans == 1) attend(a, q, head, q.begin, q.end, mine, into), finish(q, head, into);
             else attend(a, q, head, std::max(q.begin, s * kSpan), std::min(q.end, (s + 1) * kSpan), mine, into);

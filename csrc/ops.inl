@@ -164,17 +164,22 @@ static void attend_rows(const Span& a, const float* const* q, const int32_t* fir
                         float* partial) {
     const size_t n = a.end - a.begin, hd = a.head_dim;
     float *s[NR], *out[NR];
-    size_t lowest = n, highest = 0;
+    size_t lo[NR], hi[NR], lowest = n, highest = 0;  // what each query attends to, and any of them
     for (int r = 0; r < NR; r++) {
         s[r] = scores + size_t(r) * kSpan;
         out[r] = partial + size_t(r) * (hd + 2);
         for (size_t i = 0; i < hd; i++) out[r][i] = 0;
+        lo[r] = size_t(first[r]) > a.begin ? smaller(size_t(first[r]) - a.begin, n) : 0;
+        hi[r] = size_t(last[r]) > a.begin ? smaller(size_t(last[r]) - a.begin, n) : 0;
+        if (hi[r] > lo[r]) lowest = smaller(lowest, lo[r]), highest = hi[r] > highest ? hi[r] : highest;
     }
-    for (size_t p = a.begin; p < a.end;) {
-        const size_t page = p / a.block, stop = smaller((page + 1) * a.block, a.end);
+    // Pages before the queries' windows are not touched: they may be gone. Scores not written here are never used.
+    const size_t touched = (a.begin + lowest) / a.block * a.block, until = a.begin + highest;
+    for (size_t p = touched > a.begin ? touched : a.begin; p < until;) {
+        const size_t page = p / a.block, stop = smaller((page + 1) * a.block, until);
         const uint16_t* k = a.k + size_t(a.table[page]) * a.page_stride + p % a.block;
-        const uint16_t* ahead = stop < a.end ? a.k + size_t(a.table[page + 1]) * a.page_stride
-                                             : a.v + size_t(a.table[a.begin / a.block]) * a.page_stride;
+        const uint16_t* ahead = stop < until ? a.k + size_t(a.table[page + 1]) * a.page_stride
+                                             : a.v + size_t(a.table[(a.begin + lowest) / a.block]) * a.page_stride;
         for (size_t i = p; i < stop; i += 2 * W, k += 2 * W) {
             const int count = int(smaller(2 * W, stop - i));
             float* to[NR];
@@ -189,16 +194,11 @@ static void attend_rows(const Span& a, const float* const* q, const int32_t* fir
             const vf z = vmul(x, vset1(2 / a.softcap)), e = vadd(vexp(z), vset1(1));
             return vmul(vset1(a.softcap), vdiv(vsub(e, vset1(2)), e));
         });
-    for (int r = 0; r < NR; r++) {
-        const size_t from = size_t(first[r]), to = size_t(last[r]);
-        const size_t lo = from > a.begin ? smaller(from - a.begin, n) : 0, hi = to > a.begin ? smaller(to - a.begin, n) : 0;
-        span_softmax(s[r], lo, hi, n, out[r] + hd);
-        if (hi > lo) lowest = smaller(lowest, lo), highest = hi > highest ? hi : highest;
-    }
-    for (size_t p = a.begin + lowest; p < a.begin + highest;) {
-        const size_t page = p / a.block, stop = smaller((page + 1) * a.block, a.begin + highest);
+    for (int r = 0; r < NR; r++) span_softmax(s[r], lo[r], hi[r], n, out[r] + hd);
+    for (size_t p = a.begin + lowest; p < until;) {
+        const size_t page = p / a.block, stop = smaller((page + 1) * a.block, until);
         const uint16_t* v = a.v + size_t(a.table[page]) * a.page_stride + p % a.block * hd;
-        const uint16_t* ahead = stop < a.begin + highest ? a.v + size_t(a.table[page + 1]) * a.page_stride : v;
+        const uint16_t* ahead = stop < until ? a.v + size_t(a.table[page + 1]) * a.page_stride : v;
         const float* weight[NR];
         for (int r = 0; r < NR; r++) weight[r] = s[r] + (p - a.begin);
         constexpr int U = 4;

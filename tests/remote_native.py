@@ -163,6 +163,7 @@ class Step(Part):
         sequence: NDArray[np.int32],
         table: NDArray[np.int32],
         block: int,
+        window: int,  # csrc/bindings.cpp holds the heads to it
         cos: F32 | None,
         sin: F32 | None,
     ) -> None:

@@ -71,7 +71,7 @@ def logits(path: Path, isa: str) -> F32:
     table = kv.open([])
     assert kv.grow(table, len(ids))
     rows = np.arange(len(ids), dtype=np.int32)
-    batch = Batch(ids, rows, np.zeros_like(rows), np.array([table.blocks], np.int32), rows)
+    batch = Batch(ids, rows, np.zeros_like(rows), np.array([table.held[0].blocks], np.int32), rows)
     model = bind(made.spec, got.weights, got.ops)
     return forward(model, kv, batch, got.ops, sparsity="exact", stats=FFNStats())
 

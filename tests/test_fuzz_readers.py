@@ -193,18 +193,24 @@ def fuzz(seed: int, originals: list[bytes], read: Reader, change: Change) -> int
     return understood
 
 
+def peak_of(read: Callable[[bytes], object], data: bytes) -> int:
+    """The most memory that reading `data` took, whether it was refused or not."""
+    tracemalloc.start()
+    try:
+        read(data)
+    except ThermoclineError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak
+
+
 def check_memory(seed: int, originals: list[bytes], read: Reader, change: Change) -> None:
     for i in range(SAMPLED):
         rng = random.Random(seed * 1_000_003 + i)
         mutant = change(rng.choice(originals), rng)
-        tracemalloc.start()
-        try:
-            read(mutant)
-        except ThermoclineError:
-            pass
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
+        peak = peak_of(read, mutant)
         assert peak <= 4 * len(mutant) + 16 * MIB, f"mutant {i} of seed {seed} took {peak} bytes"
 
 

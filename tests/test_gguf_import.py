@@ -7,16 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import gguf_twins
 import numpy as np
 import pytest
 import test_synth
 import test_twins
 import twins
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_twins import nmse
 
 from thermocline import gguf_out, quant
 from thermocline.errors import BadFile, IOFailure, Unsupported
+from thermocline.gguf_in import GGUF
+from thermocline.gguf_model import read_model
 from thermocline.importer import pack, resolve
 from thermocline.pack import Pack, inspect, verify
 
@@ -31,11 +36,11 @@ CASES: dict[str, tuple[str, bool]] = {
     "llama_relu_tied": ("llama", True),
     "bamboo": ("bamboo", True),
     "opt": ("opt", True),
-    **dict.fromkeys(("llama_linear", "llama_yarn", "mistral"), ("llama", False)),
+    **dict.fromkeys(("llama_linear", "llama_yarn", "llama_yarn_beta", "mistral"), ("llama", False)),
     **{name: (name, False) for name in ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "nemotron", "arcee")},
     **dict.fromkeys(("phi3_longrope_short", "phi3_longrope_long"), ("phi3", False)),
     "nemotron_biased": ("nemotron", False),
-    **dict.fromkeys(("falcon_7b", "falcon_40b"), ("falcon", False)),
+    **dict.fromkeys(("falcon_7b", "falcon_40b", "falcon_11b"), ("falcon", False)),
     "falcon_relu": ("falcon", True),
     "minicpm": ("minicpm", False),
 }
@@ -158,6 +163,7 @@ def test_mixtures_and_pictures_are_refused_in_a_line(arch: str, tmp_path: Path) 
         ("phi3_longrope_long", "phi3", "phi3.rope.scaling.original_context_length", None, "original_context"),
         ("phi3_longrope_long", "phi3", "phi3.rope.scaling.type", "yarn", "beside another"),
         ("llama_yarn", "llama", "llama.rope.scaling.yarn_log_multiplier", 0.1, "yarn_log_multiplier"),
+        ("falcon_11b", "falcon", "falcon.rope.freq_base", None, "freq_base must be"),
         ("llama_linear", "llama", "llama.rope.scaling.factor", None, "scaling.factor must be"),
         ("gemma3", "gemma3", "gemma3.attention.sliding_window_pattern", "x", "sliding_window_pattern must"),
         ("nemotron", "nemotron", "nemotron.rope.dimension_count", 99, "dimension_count must be"),
@@ -186,6 +192,22 @@ def test_gemmas_windows_without_a_pattern_are_llama_cpps(twin: Callable[[str], P
     path = gguf_twins.write(twin("gemma3"), tmp_path / "m.gguf", arch="gemma3", more=without)
     pack(path, tmp_path / "p")
     assert Pack.open(tmp_path / "p").spec.window_layers is None  # of 3 layers every one: each sixth has none
+
+
+@pytest.mark.parametrize(("family", "arch", "layers"), [("Gemma2", "gemma2", 46), ("Gemma3", "gemma3", 62)])
+def test_gemma_27bs_scale_of_scores_is_told_by_its_layers(
+    family: str, arch: str, layers: int, tmp_path: Path
+) -> None:
+    """dim / heads (16 here) instead of the head's size (24): GGUF has no key for it."""
+    for n, scale in ((layers, 16), (layers - 1, 24)):
+        sizes = {"num_hidden_layers": n, "head_dim": 24, "query_pre_attn_scalar": scale}
+        window = {"sliding_window": 9, "hidden_size": 64, "vocab_size": 16, "tie_word_embeddings": True}
+        hf = twins._transformers(family, tmp_path / f"{n}", 3, intermediate_size=32, **sizes, **window)
+        path = gguf_twins.write(hf, tmp_path / f"{n}.gguf", arch=arch)
+        pack(path, tmp_path / f"{n}-gguf")
+        pack(hf, tmp_path / f"{n}-hf", "f32")
+        a, b = Pack.open(tmp_path / f"{n}-gguf").spec, Pack.open(tmp_path / f"{n}-hf").spec
+        assert a.attention_scale == b.attention_scale == scale**-0.5
 
 
 def mixed(name: str) -> str:
@@ -357,3 +379,124 @@ def test_the_commands_take_a_gguf(twin: Callable[[str], Path], tmp_path: Path, t
     assert ran.code == 0 and "as q8_0" in ran.err and "bits a weight" in ran.err
     first = resolve(path, tmp_path / "cache", None)
     assert resolve(path, tmp_path / "cache", None) == first and "own" in first.name
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_gguf_without_a_tokenizer_is_refused_before_it_is_packed(
+    command: str, twin: Callable[[str], Path], tmp_path: Path, thermocline: Run
+) -> None:
+    path, cache = gguf_twins.write(twin("llama"), tmp_path / "m.gguf"), tmp_path / "cache"
+    given = ["-m", path, "--cache-dir", cache]
+    for packed in range(2):  # with its pack in the cache, which `bench` made, too
+        ran = thermocline(command, *given, *(["hello"] if command == "run" else []))
+        assert ran.code == 3 and f"{path}: has no tokenizer" in ran.err and ran.err.count("\n") == 1
+        assert ran.out == "" and (cache.exists() and len(list(cache.iterdir()))) == packed
+        assert thermocline("bench", *given, "-p", "4", "-n", "0", "-r", "1").code == 0
+
+
+def test_whoever_packs_says_what_it_cost_once(
+    twin: Callable[[str], Path], tmp_path: Path, thermocline: Run
+) -> None:
+    path = gguf_twins.write(
+        twin("llama"), tmp_path / "m.gguf", types=lambda n: "Q5_0" if "down" not in n else None
+    )
+    bench = ["bench", "-m", path, "-p", "4", "-n", "0", "-r", "1", "--cache-dir"]
+    told = thermocline(*bench, tmp_path / "a").err
+    assert told.count(f"{path}: ") == 1 and "of the weights converted" in told and "added RMS" in told
+    assert thermocline(*bench, tmp_path / "a").err == ""
+    assert thermocline(*bench, tmp_path / "b", "-q").err == ""
+
+
+def test_run_says_what_packing_cost(tmp_path: Path, thermocline: Run) -> None:
+    hf = twins._llama(tmp_path / "hf", 0, vocab_size=259)
+
+    def spoken(w: Any) -> None:
+        w.add_tokenizer_model("llama")
+        w.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))])
+        w.add_token_scores([0.0] * 259)
+        w.add_token_types([2, 3, 3, *[6] * 256])
+
+    path = gguf_twins.write(
+        hf, tmp_path / "m.gguf", types=lambda n: "Q4_1" if "down" not in n else None, more=spoken
+    )
+    run = ["run", "-m", path, "-n", "1", "hello", "--cache-dir", tmp_path / "cache"]
+    assert "of the weights converted" in thermocline(*run).err
+    assert "converted" not in thermocline(*run).err
+
+
+# --- random sizes -------------------------------------------------------------------------------------------
+
+U32, F32, STRING = gguf_files.U32, gguf_files.F32, gguf_files.STRING
+EDGES = (0, 1, 2, 3, 1 << 10, 1 << 16, 1 << 20, 1 << 24, (1 << 24) + 1, (1 << 31) + 1, (1 << 32) - 1)
+HEADS = st.integers(0, 65) | st.sampled_from(EDGES)
+SIZES = st.integers(1, 1 << 14) | st.sampled_from(EDGES)
+FLOATS = st.floats(width=32) | st.sampled_from([0.0, 1e-6, 1e-5, 1.0, 2.0, 1e4, 1e12, 1e30, -1.0])
+SANE = st.fixed_dictionaries(
+    {
+        "embedding_length": st.sampled_from([64, 96, 256]),
+        "attention.head_count": st.sampled_from([1, 4, 8]),
+        "attention.head_count_kv": st.sampled_from([1, 2]),
+        "attention.key_length": st.sampled_from([2, 16, 128]),
+        "feed_forward_length": st.integers(1, 1 << 14),
+        "block_count": st.integers(1, 9),
+        "context_length": st.integers(1, 1 << 17),
+        "attention.layer_norm_rms_epsilon": st.sampled_from([0.0, 1e-6, 1e-5]),
+        "rope.freq_base": st.sampled_from([1.0, 1e4, 5e5]),
+        "rope.scaling.factor": st.sampled_from([0.5, 1.0, 8.0]),
+    }
+)
+WILD = {
+    **dict.fromkeys(("embedding_length", "feed_forward_length", "block_count", "context_length"), SIZES),
+    **dict.fromkeys(("attention.head_count", "attention.head_count_kv", "attention.key_length"), HEADS),
+    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"), FLOATS),
+}
+ONE_WILD = st.sampled_from(list(WILD)).flatmap(lambda key: WILD[key].map(lambda value: {key: value}))
+
+
+def as_spec(m: dict[str, Any]) -> dict[str, Any] | None:
+    """What the numbers mean, or None where no engine of ours could compute it: written down a second time."""
+    heads, kv, size = (m[f"attention.{k}"] for k in ("head_count", "head_count_kv", "key_length"))
+    eps, theta, factor = m["attention.layer_norm_rms_epsilon"], m["rope.freq_base"], m["rope.scaling.factor"]
+    whole = {
+        "dim": (m["embedding_length"], 1 << 16),
+        "ffn_dim": (m["feed_forward_length"], 1 << 20),
+        "n_layers": (m["block_count"], 1 << 10),
+        "n_heads": (heads, 1 << 10),
+        "n_kv_heads": (kv, 1 << 10),
+        "head_dim": (size, 1 << 10),
+        "max_context": (m["context_length"], 1 << 24),
+    }
+    fit = all(1 <= value <= limit for value, limit in whole.values()) and heads % kv == 0 and size % 2 == 0
+    if not fit or not 0 <= eps <= 1 or not 1 <= theta <= 1e12 or not 1e-3 <= factor <= 1e6:
+        return None
+    return {k: value for k, (value, _) in whole.items()} | {"norm_eps": eps, "rope_theta": theta}
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SANE, ONE_WILD | st.just({}))
+def test_sizes_are_read_as_they_are_or_refused_in_a_line(
+    tmp_path: Path, sane: dict[str, Any], wild: dict[str, Any]
+) -> None:
+    said = sane | wild
+    keys: list[tuple[Any, int, Any]] = [
+        ("general.architecture", STRING, "llama"), ("llama.rope.scaling.type", STRING, "linear"),
+        *((f"llama.{k}", F32 if isinstance(v, float) else U32, v) for k, v in said.items()),
+    ]  # fmt: skip
+    file = gguf_files.gguf_file(keys, [("token_embd.weight", (32, 3), 0, 384)])
+    path = tmp_path / "m.gguf"
+    path.write_bytes(file.data)
+    expected = as_spec(said)
+    try:
+        with GGUF(path) as opened:
+            spec, mapping = read_model(opened)
+    except (BadFile, Unsupported) as e:
+        assert expected is None, f"refused what is in range: {e}"
+        assert "\n" not in str(e) and str(path) in str(e) and len(str(e)) < 400
+        return
+    assert expected is not None
+    found = {k: getattr(spec, k) for k in expected}
+    assert found == pytest.approx(expected, rel=1e-6) and spec.vocab_size == 3
+    assert spec.rope_scaling is not None and spec.rope_scaling.factor == pytest.approx(
+        said["rope.scaling.factor"]
+    )
+    assert len(mapping.tensors) >= 5 * spec.n_layers

@@ -6,7 +6,6 @@ import math
 import os
 import struct
 import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import fuzz_gguf
 import gguf_files as g
 import pytest
+from test_fuzz_readers import peak_of
 
 from thermocline import gguf_header
-from thermocline.errors import BadFile, IOFailure, ThermoclineError, Unsupported
+from thermocline.errors import BadFile, IOFailure, Unsupported
 from thermocline.gguf_header import TYPES, parse_header
 from thermocline.gguf_in import GGUF
 
@@ -211,14 +211,7 @@ def test_reading_a_header_takes_memory_in_proportion(monkeypatch: pytest.MonkeyP
         *(data for data, _ in WRONG.values()),
     ]
     for data in hostile:
-        tracemalloc.start()
-        try:
-            parse(data)
-        except ThermoclineError:
-            pass
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
+        peak = peak_of(parse, data)
         assert peak <= 4 * len(data) + (2 << 20), (len(data), peak)
 
 

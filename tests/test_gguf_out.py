@@ -132,9 +132,8 @@ def test_the_command_writes_both(tmp_path: Path, thermocline: Run) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "ReLU": ("opt-6.7b", {}, "dense shape"),
-    "dReLU": ("bamboo-7b", {}, "dense shape"),
-    "GELU": ("llama-2-7b", {"hidden_act": "gelu"}, "dense SiLU models"),
+    "OPT": ("opt-6.7b", {}, "gated FFN"),
+    "GELU": ("llama-2-7b", {"hidden_act": "gelu"}, "SiLU or ReLU"),
     "biases": ("llama-2-7b", {"attention_bias": True}, "without biases"),
     "scaled RoPE": (
         "llama-2-7b",

@@ -834,6 +834,7 @@ class Good:
             "sequence": self.ids,
             "table": self.table,
             "block": 4,
+            "window": 0,
             "cos": np.zeros((2, 3), np.float32),
             "sin": np.zeros((2, 3), np.float32),
         }
@@ -994,6 +995,15 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "step with few sequences": lambda g: g.step(sequence=ints(0)),
     "step without a table": lambda g: g.step(table=zeros(1, 0, dtype=np.int32)),
     "step on page -1": lambda g: g.step(table=ints(0, -1)[None]),
+    "step with a negative window": lambda g: g.step(window=-1),
+    "step whose window begins in an absent page": lambda g: g.step(table=ints(-1, 0)[None], window=4),
+    "step whose first token's window begins in an absent page": lambda g: g.step(
+        positions=ints(3, 7), table=ints(-1, 0)[None], window=1
+    ),
+    "attention without a window on a step with one": lambda g: g.attention(step=g.step(window=8)),
+    "attention that looks further back than its step": lambda g: g.attention(
+        heads=g.heads(window=3), step=g.step(window=2)
+    ),
     "layer with narrow qkv": lambda g: g.layer(qkv=_native.Linear(g.matrix(rows=47), None)),
     "layer without qkv": lambda g: g.layer(qkv=None),
     "layer with a short norm": lambda g: g.layer(norm=_native.Norm(zeros(31), None, 1e-5, False)),

@@ -35,16 +35,16 @@ def fill(kv: KVCache, ids: list[int]) -> BlockTable:
 
 def test_storage_is_what_bytes_for_says() -> None:
     kv = KVCache(SPEC, n_blocks=3)
-    assert kv.k.nbytes + kv.v.nbytes == bytes_for(SPEC, 3 * BLOCK)
+    assert kv.nbytes == bytes_for(SPEC, 3 * BLOCK)
     assert kv.layer(1).k.shape == (3, 1, 4, BLOCK)
     assert kv.layer(1).v.shape == (3, 1, BLOCK, 4)
-    assert kv.k.ctypes.data % 64 == kv.v.ctypes.data % 64 == 0
+    assert kv.layer(0).k.ctypes.data % 64 == kv.layer(0).v.ctypes.data % 64 == 0
 
 
 def test_a_layer_is_a_view_not_a_copy() -> None:
     kv = KVCache(SPEC, n_blocks=2)
     kv.layer(1).v[0, 0, 5] = 7
-    assert (kv.v[1, 0, 0, 5] == 7).all()
+    assert (kv.layer(1).v[0, 0, 5] == 7).all() and not kv.layer(0).v.any()
 
 
 def test_blocks_for_rounds_up() -> None:
@@ -55,7 +55,7 @@ def test_the_same_beginning_shares_full_blocks_only() -> None:
     kv = KVCache(SPEC, n_blocks=8, block=4)
     a = fill(kv, list(range(10)))
     b = kv.open([*range(10), 99])
-    assert b.blocks == a.blocks[:2] and b.sealed == 2
+    assert b.held[0].blocks == a.held[0].blocks[:2] and b.sealed == 2
     kv.check_integrity()
 
 
@@ -78,10 +78,10 @@ def test_equal_blocks_after_different_beginnings_are_not_shared() -> None:
 def test_a_released_prefix_is_found_again() -> None:
     kv = KVCache(SPEC, n_blocks=4, block=2)
     table = fill(kv, [1, 2, 3, 4, 5])
-    blocks = list(table.blocks)
+    blocks = list(table.held[0].blocks)
     kv.close(table)
-    assert kv.used == 0 and kv.available == 4
-    assert kv.open([1, 2, 3, 4, 9]).blocks == blocks[:2]
+    assert kv.used == 0 and kv.pools[0].available == 4
+    assert kv.open([1, 2, 3, 4, 9]).held[0].blocks == blocks[:2]
     kv.check_integrity()
 
 
@@ -98,9 +98,9 @@ def test_the_end_of_the_oldest_sequence_is_evicted_first() -> None:
 def test_a_child_of_an_evicted_block_is_never_found() -> None:
     kv = KVCache(SPEC, n_blocks=3, block=2)
     child = fill(kv, [1, 1, 2, 2])
-    parent = child.blocks[0]
+    parent = child.held[0].blocks[0]
     kv.close(child)
-    kv._cached.move_to_end(parent, last=False)  # the worst order: the parent goes first
+    kv.pools[0]._cached.move_to_end(parent, last=False)  # the worst order: the parent goes first
     fill(kv, [7, 7, 8, 8])
     assert kv.open([1, 1, 2, 2, 0]).sealed == 0
     kv.check_integrity()
@@ -112,7 +112,7 @@ def test_a_held_block_is_never_evicted() -> None:
     other = BlockTable()
     assert kv.grow(other, 2)
     assert not kv.grow(other, 4)
-    assert len(other.blocks) == 1, "a refusal changes nothing"
+    assert len(other.held[0].blocks) == 1, "a refusal changes nothing"
     kv.check_integrity()
 
 
@@ -123,8 +123,8 @@ def test_twins_computed_at_the_same_time_stay_apart_and_leak_nothing() -> None:
     for computed in (2, 4):
         kv.seal(a, [1, 2, 3, 4], computed)
         kv.seal(b, [1, 2, 3, 4], computed)
-    assert not set(a.blocks) & set(b.blocks)
-    assert kv.open([1, 2, 3, 4, 5]).blocks == a.blocks
+    assert not set(a.held[0].blocks) & set(b.held[0].blocks)
+    assert kv.open([1, 2, 3, 4, 5]).held[0].blocks == a.held[0].blocks
     kv.close(a)
     kv.close(b)
     kv.check_integrity()
@@ -150,13 +150,13 @@ def test_no_history_loses_a_block_or_finds_the_wrong_tokens(seed: int) -> None:
             kv.close(tables.pop(rng.randrange(len(tables))))
         ids = [rng.randrange(2) for _ in range(rng.randrange(1, 12))]
         table = kv.open(ids)
-        for i, block in enumerate(table.blocks):
+        for i, block in enumerate(table.held[0].blocks):
             assert written[block] == tuple(ids[: 2 * i + 2])
         if not kv.grow(table, len(ids)):
             kv.close(table)
             continue
-        for i in range(table.sealed, len(table.blocks)):
-            written[table.blocks[i]] = tuple(ids[: 2 * i + 2])
+        for i in range(table.sealed, len(table.held[0].blocks)):
+            written[table.held[0].blocks[i]] = tuple(ids[: 2 * i + 2])
         kv.seal(table, ids, len(ids))
         tables.append(table)
         kv.check_integrity()

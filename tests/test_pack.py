@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from thermocline import _native, importer, layout, manifest, pack, pack_writer, quant
 from thermocline.errors import BadFile, IOFailure, ThermoclineError, Unsupported, UsageError
 from thermocline.pack import Pack
-from thermocline.spec import ModelSpec
+from thermocline.spec import ModelSpec, RopeScaling
 
 F32 = NDArray[np.float32]
 
@@ -640,6 +640,21 @@ def test_a_manifest_that_lies_is_refused_though_its_checksum_is_right(lie: str, 
     LIES[lie](value)
     with pytest.raises((BadFile, Unsupported), match=r"^pack\.json: |columns|^embed"):
         manifest.parse_manifest(manifest._render(value), "pack.json")
+
+
+def test_a_pack_from_before_the_later_fields_opens_and_means_their_defaults(small: Path) -> None:
+    value = json.loads((small / "pack.json").read_bytes())
+    old = RopeScaling(factor=4.0, original_context=32)
+    value["spec"]["rope_scaling"] = dataclasses.asdict(old)
+    for cls, part in ((ModelSpec, value["spec"]), (RopeScaling, value["spec"]["rope_scaling"])):
+        dropped = [f.name for f in dataclasses.fields(cls) if "later" in f.metadata]
+        assert len(dropped) >= 7
+        for name in dropped:
+            del part[name]
+    del value["crc32c"]
+    (small / "pack.json").write_bytes(manifest._render(value))
+    assert Pack.open(small).spec == dataclasses.replace(SPEC, rope_scaling=old)
+    assert pack.verify(Pack.open(small)) == []
 
 
 # --- finding the model --------------------------------------------------------------------------------------

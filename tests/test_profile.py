@@ -122,7 +122,7 @@ def truth(pack: Pack, corpus: Corpus) -> tuple[I64, list[list[F32]], list[list[F
         table = np.arange(blocks_for(len(ids)), dtype=np.int32)[None]
         batch = Batch(ids, rows, np.zeros_like(rows), table, rows[-1:])
         kv = KVCache(pack.spec, blocks_for(len(ids)))
-        forward(model, kv, batch, Ops(), exact=True, stats=FFNStats())
+        forward(model, kv, batch, Ops(), sparsity="exact", stats=FFNStats())
         for layer, h in enumerate(hidden[-1]):
             for b, size in enumerate(BUCKETS):
                 for at in range(skip, len(ids) - size + 1, size):

@@ -159,7 +159,11 @@ def logits(packed: Path) -> Logits:
         assert kv.grow(table, len(ids))
         rows = np.arange(len(ids), dtype=np.int32)
         batch = Batch(
-            np.array(ids, np.int32), rows, np.zeros_like(rows), np.array([table.blocks], np.int32), rows
+            np.array(ids, np.int32),
+            rows,
+            np.zeros_like(rows),
+            np.array([table.held[0].blocks], np.int32),
+            rows,
         )
         y = forward(model, kv, batch, loaded.ops, sparsity="exact", stats=FFNStats())
         kv.close(table)

@@ -136,6 +136,55 @@ def test_time_is_linear_in_the_length(name: str, tmp_path: Path) -> None:
         assert seconds(run, 1 << 17) < 10 * seconds(run, 1 << 15) + 0.05, run  # 4 is linear, 16 quadratic
 
 
+def trained(directory: Path, **options: Any) -> Any:
+    """A SentencePiece model of this repository's own texts, made as Gemma's: Google's library on it."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    texts = [Path(__file__).parents[1] / name for name in ("README.md", "DESIGN.md")]
+    lines = [line for path in texts for line in path.read_text("utf-8").splitlines() if line]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=800,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        **{"model_type": "bpe", "add_dummy_prefix": False, "split_digits": True} | options,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+
+
+USER_DEFINED = ["<start_of_turn>", "<end_of_turn>", "<unused0>", "\n\n", "\n\n\n", "\t\t", "▁▁", "▁▁▁▁"]
+
+
+@pytest.mark.parametrize("options", [{}, {"split_by_whitespace": False}], ids=["words", "phrases"])
+def test_a_model_made_as_gemmas_cuts_text_as_googles_library(options: dict[str, Any], tmp_path: Path) -> None:
+    """BPE with byte fallback and user-defined symbols, newlines and runs of spaces among them."""
+    theirs = trained(tmp_path, user_defined_symbols=USER_DEFINED, **options)
+    data = from_sentencepiece(tmp_path / "tokenizer.model")
+    crossing = any("▁" in theirs.id_to_piece(i).lstrip("▁") for i in range(len(theirs)))
+    assert crossing == bool(options) == (json.loads(data)["pre_tokenizer"] is None)
+    tok = opened(data, tmp_path)
+    rng, spliced = random.Random(3), 0
+
+    def piece() -> str:
+        # Google's library takes a "▁▁" that stands in the text for two spaces if those are user-defined.
+        return random_text.random_text(rng).replace("\0", "").replace("▁", "_")
+
+    for _ in range(1500):
+        text = piece()
+        if rng.random() < 0.4:
+            text += rng.choice(USER_DEFINED[2:]).replace("▁", " ") + piece()
+        ids = theirs.encode(text)
+        spliced += any(theirs.id_to_piece(i) in USER_DEFINED for i in ids)
+        if "_of_turn>" not in text:  # which we never take from plain text
+            assert tok.encode(text, add_special=False) == ids, repr(text)
+    assert spliced > 300
+    assert tok.encode("a<start_of_turn>b", add_special=False, parse_special=True) == theirs.encode(
+        "a<start_of_turn>b"
+    )
+
+
 def test_a_gguf_and_a_model_file_of_the_same_pieces_are_the_same_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(model_file())
     assert from_sentencepiece(tmp_path / "tokenizer.model") == from_gguf(sentencepiece_like(), "x.gguf")

@@ -21,7 +21,7 @@ from thermocline import quant, weights
 from thermocline.decoder import F32, Batch, FFNStats, Weights, bind, for_context, forward
 from thermocline.engine import Engine
 from thermocline.importer import pack
-from thermocline.kv import KVCache, blocks_for
+from thermocline.kv import KVCache, room_for
 from thermocline.ops import reference
 from thermocline.ops.cpu import Matrix
 from thermocline.pack import Pack
@@ -59,7 +59,7 @@ class Model:
 
     def logits(self, ids: list[int], chunk: int) -> F32:
         """Of every position, the prompt given `chunk` tokens at a time."""
-        kv = KVCache(self.spec, blocks_for(len(ids)))
+        kv = KVCache(self.spec, *room_for(self.spec, len(ids), len(ids), chunk), chunk=chunk)
         table = kv.open(ids)
         assert kv.grow(table, len(ids))
         model, out = bind(for_context(self.spec, twins.CONTEXT), self.weights, self.ops), []
@@ -67,8 +67,10 @@ class Model:
             positions = np.arange(start, min(start + chunk, len(ids)), dtype=np.int32)
             rows = np.arange(len(positions), dtype=np.int32)
             part = np.array(ids, np.int32)[positions]
-            batch = Batch(part, positions, np.zeros_like(rows), np.array([table.blocks], np.int32), rows)
+            tables = kv.tables([table], [start + len(positions)])
+            batch = Batch(part, positions, np.zeros_like(rows), tables[0], rows, tables[-1])
             out.append(forward(model, kv, batch, self.ops, sparsity="exact", stats=FFNStats()))
+            kv.seal(table, ids, start + len(positions))
         return np.concatenate(out)
 
 

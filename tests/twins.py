@@ -171,6 +171,10 @@ def bamboo(path: Path, seed: int = 8) -> Path:
 
 def opt(path: Path, seed: int = 5) -> Path:
     """Learned positions (offset 2), LayerNorm, biases everywhere, ungated ReLU, tied head."""
+    return _opt(path, seed, word_embed_proj_dim=64, do_layer_norm_before=True)
+
+
+def _opt(path: Path, seed: int, **changes: Any) -> Path:
     from transformers import OPTConfig, OPTForCausalLM
 
     config = OPTConfig(
@@ -180,8 +184,7 @@ def opt(path: Path, seed: int = 5) -> Path:
         num_hidden_layers=3,
         num_attention_heads=4,
         max_position_embeddings=CONTEXT,
-        word_embed_proj_dim=64,
-        do_layer_norm_before=True,
+        **changes,
     )
     return _save(OPTForCausalLM(config), path, seed)
 
@@ -296,6 +299,41 @@ def bitnet(path: Path) -> Path:
     return _transformers("BitNet", path, 19, hidden_act="relu2")
 
 
+def bitnet_online(path: Path) -> Path:
+    """microsoft/bitnet-b1.58-2B-4T-bf16: float weights, made ternary by the model's own linear layers."""
+
+    def online(config: Json) -> None:
+        config["quantization_config"] = {**AUTOBITLINEAR, "quantization_mode": "online"}
+
+    path = _transformers("BitNet", path, 28, hidden_act="relu2", tie_word_embeddings=True)
+    _edit_config(path, online)
+    return path
+
+
+def bitnet_offline(path: Path) -> Path:
+    """microsoft/bitnet-b1.58-2B-4T: ternary values, four a byte, and a number a matrix."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.bitnet import pack_weights
+
+    path = bitnet_online(path)
+    rng, out = np.random.default_rng(29), dict[str, torch.Tensor]()
+    for name, w in load_file(path / "model.safetensors").items():
+        if "_proj" in name:
+            ternary = torch.from_numpy(rng.integers(-1, 2, tuple(w.shape)).astype(np.float32))
+            scale = torch.tensor([1.2 * (0.8 + 0.4 * rng.random()) / w.shape[1] ** 0.5])
+            out[name], out[f"{name}_scale"] = pack_weights(ternary), scale.bfloat16()
+        else:
+            out[name] = w
+    save_file(out, path / "model.safetensors", {"format": "pt"})
+    offline = {**AUTOBITLINEAR, "quantization_mode": "offline"}
+    _edit_config(path, lambda config: config.update(quantization_config=offline))
+    return path
+
+
+AUTOBITLINEAR = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
+
+
 def falcon_7b(path: Path) -> Path:
     """One k and v head, one norm for both halves, side by side."""
     return _falcon(path, 20)
@@ -304,6 +342,11 @@ def falcon_7b(path: Path) -> Path:
 def falcon_40b(path: Path) -> Path:
     """Groups of heads, interleaved; two norms."""
     return _falcon(path, 21, new_decoder_architecture=True, num_kv_heads=2)
+
+
+def falcon_11b(path: Path) -> Path:
+    """Groups of heads, one norm for both halves."""
+    return _falcon(path, 30, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1)
 
 
 def falcon_rw(path: Path) -> Path:
@@ -328,19 +371,7 @@ def _falcon(path: Path, seed: int, **changes: Any) -> Path:
 
 def opt_350m(path: Path) -> Path:
     """Norms after each half, no last one, embeddings narrower than the model."""
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        ffn_dim=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT,
-        word_embed_proj_dim=32,
-        do_layer_norm_before=False,
-    )
-    return _save(OPTForCausalLM(config), path, 23)
+    return _opt(path, 23, word_embed_proj_dim=32, do_layer_norm_before=False)
 
 
 def llama_linear(path: Path) -> Path:
@@ -357,6 +388,12 @@ def llama_yarn(path: Path) -> Path:
     return _llama(path, 26, rope_parameters=rope)
 
 
+def llama_yarn_beta(path: Path) -> Path:
+    """The blend elsewhere than by default."""
+    rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    return _llama(path, 31, rope_parameters=rope | {"beta_fast": 1.5, "beta_slow": 0.25})
+
+
 def minicpm(path: Path) -> Path:
     """muP: transformers has no such class, so `hf_logits` scales a Llama."""
 
@@ -364,6 +401,12 @@ def minicpm(path: Path) -> Path:
         config |= {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm"} | MUP
 
     _edit_config(_llama(path, 27, hidden_act="relu"), scaled)
+    return path
+
+
+def minicpm_s(path: Path) -> Path:
+    """MiniCPM-S: the same with FATReLU."""
+    _edit_config(minicpm(path), lambda c: c.update(hidden_act="fatrelu", hidden_act_param=FATRELU_THRESHOLD))
     return path
 
 
@@ -394,32 +437,45 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         nemotron_biased,
         arcee,
         bitnet,
+        bitnet_online,
+        bitnet_offline,
         falcon_7b,
         falcon_40b,
+        falcon_11b,
         falcon_rw,
         opt_350m,
         llama_linear,
         llama_dynamic,
         llama_yarn,
+        llama_yarn_beta,
         minicpm,
+        minicpm_s,
     )
 }
+
+
+def _plain(path: Path, config: Json, name: str, **changes: Any) -> Any:
+    """transformers' model of that name with a twin's weights, without the keys that it does not know."""
+    import transformers
+    from safetensors.torch import load_file
+
+    drop = ("architectures", "model_type", "hidden_act_param", *MUP)
+    plain = {k: v for k, v in config.items() if k not in drop} | changes
+    cls = getattr(transformers, f"{name}Config")
+    model = getattr(transformers, f"{name}ForCausalLM")(cls(**plain, attn_implementation="eager"))
+    model.load_state_dict(load_file(path / "model.safetensors"))
+    return model
 
 
 def _fatrelu_model(path: Path, config: Json) -> Any:
     """A Llama whose activation is x where x > threshold, else 0 (arXiv 2402.13516, eq. 5)."""
     import torch
-    from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     class FATReLU(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.where(x > config["hidden_act_param"], x, torch.zeros_like(x))
 
-    drop = ("architectures", "model_type", "hidden_act_param")
-    plain = {k: v for k, v in config.items() if k not in drop} | {"hidden_act": "relu"}
-    model = LlamaForCausalLM(LlamaConfig(**plain))
-    model.load_state_dict(load_file(path / "model.safetensors"))
+    model = _plain(path, config, "Llama", hidden_act="relu")
     for layer in model.model.layers:
         layer.mlp.act_fn = FATReLU()
     return model
@@ -428,12 +484,8 @@ def _fatrelu_model(path: Path, config: Json) -> Any:
 def _bamboo_model(path: Path, config: Json) -> Any:
     """A Mistral whose FFN is down(relu(gate x) * relu(up x)) (arXiv 2406.05955)."""
     import torch
-    from safetensors.torch import load_file
-    from transformers import MistralConfig, MistralForCausalLM
 
-    plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
-    model = MistralForCausalLM(MistralConfig(**plain, attn_implementation="eager"))
-    model.load_state_dict(load_file(path / "model.safetensors"))
+    model = _plain(path, config, "Mistral")
     for layer in model.model.layers:
         layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj, torch.nn.ReLU())
     return model
@@ -442,8 +494,6 @@ def _bamboo_model(path: Path, config: Json) -> Any:
 def _minicpm_model(path: Path, config: Json) -> Any:
     """Embeddings times scale_emb, halves scale_depth / sqrt(layers), logits base / dim."""
     import torch
-    from safetensors.torch import load_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     class Scaled(torch.nn.Module):
         def __init__(self, inner: Any, scale: float) -> None:
@@ -454,14 +504,34 @@ def _minicpm_model(path: Path, config: Json) -> Any:
             out = self.inner(*args, **kwargs)
             return (out[0] * self.scale, *out[1:]) if isinstance(out, tuple) else out * self.scale
 
-    plain = {k: v for k, v in config.items() if k not in ("architectures", "model_type", *MUP)}
-    model = LlamaForCausalLM(LlamaConfig(**plain))
-    model.load_state_dict(load_file(path / "model.safetensors"))
+    fatrelu = config["hidden_act"] == "fatrelu"
+    model = _fatrelu_model(path, config) if fatrelu else _plain(path, config, "Llama")
     depth = MUP["scale_depth"] / len(model.model.layers) ** 0.5
     model.model.embed_tokens = Scaled(model.model.embed_tokens, MUP["scale_emb"])
     for layer in model.model.layers:
         layer.self_attn, layer.mlp = Scaled(layer.self_attn, depth), Scaled(layer.mlp, depth)
     model.lm_head = Scaled(model.lm_head, MUP["dim_model_base"] / config["hidden_size"])
+    return model
+
+
+def _bitnet_model(path: Path, config: Json) -> Any:
+    """transformers' BitNet with the weights its own quantised layers compute with, and float activations."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import BitNetConfig, BitNetForCausalLM
+    from transformers.integrations.bitnet import WeightQuant, unpack_weights
+
+    mode = config.pop("quantization_config")["quantization_mode"]
+    model = BitNetForCausalLM(BitNetConfig(**config, attn_implementation="eager"))
+    weights = load_file(path / "model.safetensors")
+    with torch.compiler.set_stance("force_eager"):  # they are marked for compilation, which needs a minute
+        for name in [n for n in weights if n.endswith("_proj.weight")]:
+            if mode == "online":
+                weights[name] = WeightQuant.forward(None, weights[name])
+            else:
+                scale = weights.pop(f"{name}_scale").float()
+                weights[name] = unpack_weights(weights[name], torch.float32) * scale
+    model.load_state_dict({"lm_head.weight": weights["model.embed_tokens.weight"], **weights})
     return model
 
 
@@ -478,6 +548,8 @@ def hf_model(path: Path) -> Any:
         model = _bamboo_model(path, config)
     elif config["architectures"] == ["MiniCPMForCausalLM"]:
         model = _minicpm_model(path, config)
+    elif "quantization_config" in config:
+        model = _bitnet_model(path, config)
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.eval()

@@ -122,10 +122,20 @@ class FFN:
     def neurons(self) -> int: ...
 
 class Step:
-    """The tokens of one step: where they are, and their angles."""
+    """The tokens of one step: where they are, and their angles.
+
+    `window` 0: for any heads. Else for heads with a window of at most that: pages before it may be -1.
+    """
 
     def __new__(
-        cls, positions: I32, sequence: I32, table: I32, block: int, cos: F32 | None, sin: F32 | None
+        cls,
+        positions: I32,
+        sequence: I32,
+        table: I32,
+        block: int,
+        window: int,
+        cos: F32 | None,
+        sin: F32 | None,
     ) -> Step: ...
 
 class Context:

@@ -177,15 +177,20 @@ class Bench:
         self.pack, self.tests, self.feed, self.progress = pack, tests, feed, progress
         depth, widest = max(t.depth for t in tests), max(t.threads for t in tests)
         self.context_ids, self.next_ids = feed.ids[:depth], feed.ids[depth:]
+        context = max(t.context for t in tests)
         kv_blocks = depth // BLOCK + blocks_for(max(t.context - t.depth for t in tests)) + 1
+        kv_blocks *= (
+            1 if pack.spec.sliding_window is None else 2
+        )  # held and running, each with its own window
         predictors = predictors_for(pack, sparsity)
         fit(
             pack.spec,
             weights_bytes=weights.memory_bytes(pack, predictors),
             available_bytes=hardware.available_bytes(),
-            context=kv_blocks * BLOCK,
+            context=context,
             max_batch=1,
             threads=widest,
+            at_least=kv_blocks * BLOCK,
         )
         loaded = weights.load(
             pack,
@@ -198,7 +203,7 @@ class Bench:
             pack.spec,
             loaded.weights,
             loaded.ops,
-            context=max(t.context for t in tests),
+            context=context,
             max_batch=1,
             sparsity=sparsity,
             kv_tokens=kv_blocks * BLOCK,

@@ -17,7 +17,7 @@ from typing import Any
 from thermocline.errors import BadFile, UsageError
 from thermocline.safetensors import parse_json, quoted, read_small
 from thermocline.sandbox import ANSWERS, OWN, SPOKEN, Sandbox, Span
-from thermocline.tokenizer import Tokenizer
+from thermocline.tokenizer import Tokenizer, spelt
 
 Message = Mapping[str, Any]  # "role", "content" (a text, or parts of one), and what else the template knows
 JINJA_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
@@ -247,10 +247,7 @@ class GuardedEncoder:
     def _spelt(self, token: int) -> list[int]:
         """A control token that the model itself makes of text (unigram vocabularies), in two pieces."""
         name = next(text for text, i in self._controls.items() if i == token)
-        ids: list[int] = [t.id for part in (name[:1], name[1:]) for t in self._tok.model.tokenize(part)]
-        if set(ids) & set(self._controls.values()):
-            raise UsageError(f"this model's tokenizer cannot write {name!r} as plain text; leave it out")
-        return ids
+        return spelt(self._tok, name, set(self._controls.values()))
 
 
 def _is_control(token: Any, template: str) -> bool:

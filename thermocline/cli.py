@@ -115,6 +115,8 @@ def pack(o: config.PackOptions) -> int:
     from thermocline import hub_fetch, importer
     from thermocline import pack as packs
 
+    if o.output.endswith(".gguf"):
+        return export(o)
     with Progress(quiet=o.quiet) as progress:
         bar = partial(progress.at, "packing")
         source = hub_fetch.locate(o.source, progress.at)
@@ -127,6 +129,30 @@ def pack(o: config.PackOptions) -> int:
         note(f"packed {o.source} as {how} into {o.output}, {size}")
         if cost is not None:
             note(str(cost))
+    return 0
+
+
+def export(o: config.PackOptions) -> int:
+    """A pack as one GGUF file."""
+    from thermocline import gguf_import, gguf_out
+
+    opened = open_pack(o.source)
+    if o.format not in (None, opened.weight_format):
+        raise UsageError(
+            f"{o.source}: has {opened.weight_format} weights, which a GGUF keeps; not {o.format}"
+        )
+    with Progress(quiet=o.quiet) as progress:
+        bar = partial(progress.at, "writing GGUF")
+        gguf_out.write_gguf(opened, o.output, overwrite=o.force, progress=bar)
+    about = gguf_import.inspect_gguf(Path(o.output))
+    if o.json:
+        emit_json(about)
+    if not o.quiet:
+        size, layout = (
+            report.size(about["file_bytes"]),
+            "PowerInfer's" if opened.spec.sparse else "llama.cpp's",
+        )
+        note(f"wrote {o.source} as {opened.weight_format} into {o.output}, {size}, in {layout} layout")
     return 0
 
 
@@ -147,7 +173,8 @@ def synth(o: config.SynthOptions) -> int:
     if o.json:
         emit_json(about)
     if not o.quiet:
-        too = f" and {o.gguf}" if o.gguf is not None else ""
+        layout = " (PowerInfer's layout)" if made.spec.sparse else ""
+        too = f" and {o.gguf}{layout}" if o.gguf is not None else ""
         size = report.size(sum(about["files"].values()))
         note(f"wrote random weights ({made.source['name']}) as {o.format} into {o.output}{too}, {size}")
     return 0
@@ -233,9 +260,11 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     from thermocline.llm import BUNDLED
     from thermocline.pack import Pack
 
-    packing = partial(progress.at, "packing")
-    given = None if o.model is None else locate(o.model, progress.at)
-    path = BUNDLED if given is None else resolve(given, config.cache_dir(o.cache_dir), o.format, packing)
+    path = BUNDLED
+    if o.model is not None:
+        given, packing = locate(o.model, progress.at), partial(progress.at, "packing")
+        told = None if o.quiet else note
+        path = resolve(given, config.cache_dir(o.cache_dir), o.format, packing, told=told)
     pack = Pack.open(path)
     tests = benchmark.tests_of(
         prompts=o.n_prompt,

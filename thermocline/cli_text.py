@@ -69,6 +69,7 @@ def open_llm(o: config.Generation, progress: Progress, chat_template: str | None
         progress=progress.at,
         lazy=True,
         chat_template=chat_template,
+        told=None if o.quiet else note,
     )
 
 

@@ -97,7 +97,7 @@ class Generation:
     cache_dir: str | None = _cache_dir()
     ctx_size: int = opt(
         0, whole(0), "N", "Model",
-        "Context length in tokens, prompt and answer together; memory for all of it is reserved up front.",
+        "Context length in tokens, prompt and answer together; memory for it is reserved up front.",
         flags="-c --context-length --max-model-len", shown="0 = the model's limit, but at most 4096"
     )  # fmt: skip
     threads: int = _threads("Threads to compute with.")
@@ -199,18 +199,26 @@ class ChatOptions(Generation):
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Turn a Hugging Face directory or a GGUF file into a pack."""
+    """Turn a Hugging Face directory or a GGUF file into a pack, or a pack into a GGUF file."""
 
     source: str = opt(
         "",
         nonempty,
         "SRC",
         "Model",
-        "Hugging Face directory or GGUF file.",
+        "Hugging Face directory or GGUF file; or a pack.",
         positional=True,
         required=True,
     )
-    output: str = opt("", nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", required=True)
+    output: str = opt(
+        "",
+        nonempty,
+        "DIR",
+        "Model",
+        "Pack directory to write; or, of a pack, NAME.gguf.",
+        flags="-o",
+        required=True,
+    )
     format: str | None = _format("Weight format.")
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack.")
     json: bool = _json()

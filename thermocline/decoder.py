@@ -132,6 +132,7 @@ class Batch:
 
     `sequence[r]` is a row of `block_table`; block_table[s, b] is the KV block of positions b*block and on.
     A sequence's rows are in position order, and every earlier position is in the cache or in this batch.
+    Layers with a window use `window_table`; its blocks before the window may be absent, -1.
     """
 
     ids: I32  # [tokens]
@@ -139,6 +140,10 @@ class Batch:
     sequence: I32  # [tokens]
     block_table: I32  # [sequences, blocks]
     logit_rows: I32  # rows whose logits are wanted
+    window_table: I32 | None = None  # [sequences, blocks]; None: block_table
+
+    def table(self, window: int | None) -> I32:
+        return self.block_table if window is None or self.window_table is None else self.window_table
 
 
 @dataclass
@@ -219,11 +224,11 @@ def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, sparsity: str,
     """
     spec, layers = model.spec, model.weights.layers
     x = _embedded(model, batch, ops)
-    steps = _steps(spec, batch, kv.block, ops)
+    steps = _steps(spec, batch, kv, ops)
 
     for i, (attention, ffn) in enumerate(zip(model.attention, model.ffn, strict=True)):
         h = x.copy() if spec.parallel else x  # what the FFN reads
-        ops.attention_add(x, x, attention, steps[spec.local_rope(i)], kv.layer(i))
+        ops.attention_add(x, x, attention, steps[spec.window(i)], kv.layer(i))
         if spec.norm_order == "post":
             h = x = _norm(spec, layers[i].attn_norm, x, ops)
         ops.ffn_add(x, h, ffn, sparsity, stats)
@@ -246,14 +251,17 @@ def _embedded(model: Model, batch: Batch, ops: Any) -> F32:
     return x
 
 
-def _steps(spec: ModelSpec, batch: Batch, block: int, ops: Any) -> tuple[Any, Any]:
-    """What the layers have in common: those with global rope, those with local rope."""
-    if spec.position != "rope":
-        return (ops.step(batch, block, None, None),) * 2
-    steps = [ops.step(batch, block, *rope_tables(spec, batch.positions))]
-    if spec.local_rope_theta is not None:
-        steps.append(ops.step(batch, block, *rope_tables(spec, batch.positions, local=True)))
-    return steps[0], steps[-1]
+def _steps(spec: ModelSpec, batch: Batch, kv: KVCache, ops: Any) -> dict[int | None, Any]:
+    """What the layers of each window have in common: where their keys and values are, and their angles."""
+    steps: dict[int | None, Any] = {}
+    angles: dict[bool, tuple[F32 | None, F32 | None]] = {}
+    for window in kv.windows:
+        local = window is not None and spec.local_rope_theta is not None
+        if local not in angles:
+            rope = spec.position == "rope"
+            angles[local] = rope_tables(spec, batch.positions, local) if rope else (None, None)
+        steps[window] = ops.step(batch, kv.block, *angles[local], window)
+    return steps
 
 
 def _norm(spec: ModelSpec, norm: Norm | None, x: F32, ops: Any) -> F32:

@@ -16,10 +16,12 @@ import numpy as np
 
 from thermocline.decoder import F32, Batch, FFNStats, Norm, Weights, bind, for_context, forward
 from thermocline.errors import NumericalError, UsageError
-from thermocline.kv import BlockTable, KVCache, blocks_for, bytes_for
+from thermocline.kv import BlockTable, KVCache, bytes_for, room_for
 from thermocline.sampler import Sampler, SamplingParams, TokenLogprobs
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Detokenizer, Tokenizer
+
+PREFILL_CHUNK = 256  # tokens of prompts in a step
 
 # ---- what a request gives back
 
@@ -274,7 +276,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         max_batch: int = 8,
         sparsity: str = "exact",
-        prefill_chunk: int = 256,
+        prefill_chunk: int = PREFILL_CHUNK,
         kv_tokens: int | None = None,
     ) -> None:
         """`kv_tokens`: positions the cache holds for all requests; default: `max_batch` full contexts."""
@@ -285,7 +287,8 @@ class Engine:
         self.context, self.max_batch, self.prefill_chunk = context, max_batch, prefill_chunk
         self.sparsity = sparsity
         self.tokenizer = tokenizer
-        self.kv = KVCache(spec, blocks_for(kv_tokens))
+        room = room_for(spec, kv_tokens, context, prefill_chunk)
+        self.kv = KVCache(spec, *room, chunk=prefill_chunk)
         self.traffic = Traffic.of(spec, weights)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -372,8 +375,7 @@ class Engine:
 
     def _batch(self, spans: list[Span]) -> Batch:
         """As few numpy calls as will do: between kernels, each takes 3 to 5 microseconds."""
-        pages = [s.request.table.blocks[: blocks_for(s.stop, self.kv.block)] for s in spans]
-        widest = max(map(len, pages))
+        tables = self.kv.tables([s.request.table for s in spans], [s.stop for s in spans])
         ids: list[int] = []
         positions: list[int] = []
         sequence: list[int] = []
@@ -388,8 +390,9 @@ class Engine:
             ids=np.array(ids, np.int32),
             positions=np.array(positions, np.int32),
             sequence=np.array(sequence, np.int32),
-            block_table=np.array([p + [0] * (widest - len(p)) for p in pages], np.int32),
+            block_table=tables[0],
             logit_rows=np.array(wanted, np.int32),
+            window_table=tables[-1],
         )
 
     def _account(self, spans: list[Span], stats: FFNStats) -> None:

@@ -17,14 +17,14 @@ from thermocline.errors import BadFile
 from thermocline.gguf_in import GGUF
 from thermocline.gguf_model import read_model
 from thermocline.gguf_source import Cost, GGUFSource, formats_of
-from thermocline.layout import expected_tensors
+from thermocline.layout import optional_among
 from thermocline.manifest import KIND, MAX_RANK, VERSION, Predictor
 from thermocline.mapping import Mapping, Piece
 from thermocline.pack import Progress
 from thermocline.pack_writer import write_pack
 from thermocline.safetensors import quoted
 from thermocline.spec import ModelSpec
-from thermocline.tokenizer_convert import from_gguf
+from thermocline.tokenizer_convert import from_gguf, has_tokenizer
 from thermocline.torch_zip import read_flat_tensor
 
 _SAMPLE_BYTES = 4096
@@ -45,7 +45,6 @@ def pack_gguf(
         formats: dict[str, str] = {}
         if weight_format is None:
             weight_format, formats = formats_of(source, spec, ranks)
-        known = expected_tensors(spec, weight_format)
         write_pack(
             dst,
             spec,
@@ -53,7 +52,7 @@ def pack_gguf(
             source,
             formats=formats,
             predictor=predictor,
-            optional=[n for n in (*mapping.tensors, *counts) if n in known and known[n].optional],
+            optional=optional_among((*mapping.tensors, *counts), spec),
             files=tokenizer_files(gguf),
             origin=("gguf", src.name, gguf_hash(gguf)),
             overwrite=overwrite,
@@ -100,7 +99,7 @@ def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
     """tokenizer.json and tokenizer_config.json, as far as the metadata has what they need."""
     m = gguf.metadata
     out: dict[str, bytes] = {}
-    if m.get("tokenizer.ggml.model") not in (None, "none", "no_vocab"):
+    if has_tokenizer(m):
         out["tokenizer.json"] = from_gguf(m, str(gguf.path))
     about: dict[str, Any] = {}
     template, tokens = m.get("tokenizer.chat_template"), m.get("tokenizer.ggml.tokens")

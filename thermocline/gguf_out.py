@@ -1,4 +1,4 @@
-"""A pack as a GGUF file for llama.cpp: the same quantised blocks, streamed.
+"""A pack as a GGUF file for llama.cpp, or with ReLU for PowerInfer: the same quantised blocks, streamed.
 
 Knows packs and the `gguf` package (optional, imported here alone); must not know where a pack came from.
 """
@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 
 from thermocline import quant
 from thermocline.errors import IOFailure, Unsupported, UsageError
+from thermocline.gguf_header import POWERINFER_MAGIC
 from thermocline.layout import TensorInfo
 from thermocline.models import gguf_architecture
-from thermocline.pack import Pack, Progress
-from thermocline.safetensors import open_regular, read_at
+from thermocline.pack import MAX_COPIED_BYTES, Pack, Progress
+from thermocline.safetensors import open_regular, parse_json, read_at, read_small
 from thermocline.spec import ModelSpec
+from thermocline.tokenizer import FILE as TOKENIZER
+from thermocline.tokenizer_gguf import to_gguf
 
 U8 = NDArray[np.uint8]
 
@@ -35,8 +38,12 @@ _NAMES = {
     "gate.weight": "ffn_gate.weight",
     "up.weight": "ffn_up.weight",
     "down.weight": "ffn_down.weight",
+    "predictor.fc1.weight": "fc1.weight",
+    "predictor.fc2.weight": "fc2.weight",
 }
-_QKV = "qkv.weight"
+_QKV, _BUNDLE = "qkv.weight", "bundle"
+# What a GGUF has no place for: how often neurons were active, and where those of a sorted pack came from.
+_LEFT_OUT = ("activation_count", "order")
 _FILE_TYPES = {
     "f32": "ALL_F32",
     "f16": "MOSTLY_F16",
@@ -51,7 +58,7 @@ class Piece:
     """Rows [first, first + rows) of a pack's tensor, as one of GGUF's: `name`, [rows, columns].
 
     `head_dim` > 0: llama.cpp's RoPE turns neighbours (2i, 2i + 1) where ours turns (i, i + head_dim/2), so
-    rows change places within each head.
+    rows change places within each head. `at`: where in a record the row begins.
     """
 
     name: str
@@ -60,10 +67,15 @@ class Piece:
     rows: int
     columns: int
     head_dim: int = 0
+    at: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return quant.row_bytes(self.tensor.format, self.columns)
 
     @property
     def nbytes(self) -> int:
-        return self.rows * self.tensor.stride
+        return self.rows * self.row_bytes
 
 
 def check(
@@ -74,6 +86,8 @@ def check(
     extra = [name for name in tensors if name.endswith(".bias")]
     if extra:
         raise Unsupported(f"GGUF is written for models without biases only; this one has {extra[0]}")
+    if len(spec.eos_ids) > len(_ENDS):
+        raise Unsupported(f"a GGUF names {len(_ENDS)} end tokens; this model has {len(spec.eos_ids)}")
     _package()
     if os.path.lexists(path) and not (overwrite and os.path.isfile(path)):
         raise UsageError(f"{path}: exists; --force replaces a file")
@@ -84,7 +98,10 @@ def check(
 def write_gguf(
     pack: Pack, path: str | os.PathLike[str], *, overwrite: bool = False, progress: Progress | None = None
 ) -> None:
-    """Write `pack` as a GGUF without a vocabulary. It appears under its name when it is whole."""
+    """Write `pack` as a GGUF with its tokenizer. It appears under its name when it is whole.
+
+    Of a ReLU model in PowerInfer's layout, which llama.cpp does not read. Activation counts are left out.
+    """
     check(pack.spec, pack.tensors, path, overwrite)
     path = Path(path)
     tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
@@ -106,6 +123,9 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+        if pack.spec.sparse:
+            with open(tmp, "r+b") as f:
+                f.write(POWERINFER_MAGIC)
         os.replace(tmp, path)
     finally:
         os.close(fd)
@@ -125,7 +145,7 @@ def _header(pack: Pack, path: Path) -> Any:
     w = gguf.GGUFWriter(path, gguf_architecture(s))
     w.add_name(pack.source["name"] or pack.path.name)
     w.add_vocab_size(s.vocab_size)
-    w.add_tokenizer_model("none")
+    _add_tokenizer(w, pack)
     # llama.cpp attends to everything: up to the window that is the same.
     w.add_context_length(min(s.max_context, s.sliding_window or s.max_context))
     w.add_embedding_length(s.dim)
@@ -143,6 +163,36 @@ def _header(pack: Pack, path: Path) -> Any:
     return w
 
 
+def _add_tokenizer(w: Any, pack: Pack) -> None:
+    """With the template of chats, and the model's own ids of begin and end."""
+    gguf, s = _package(), pack.spec
+    keys: dict[str, Any] = {"tokenizer.ggml.model": "none"}
+    if TOKENIZER in pack.files:
+        first_eos = s.eos_ids[0] if s.eos_ids else None
+        keys = to_gguf(pack.path / TOKENIZER, s.bos_id, first_eos, s.vocab_size)
+    ids = [("bos", s.bos_id), *zip(_ENDS, s.eos_ids, strict=False)]
+    keys |= {f"tokenizer.ggml.{name}_token_id": i for name, i in ids if i is not None}
+    if (template := _chat_template(pack)) is not None:
+        keys["tokenizer.chat_template"] = template
+    if s.sparse:
+        keys["powerinfer.sparse_threshold"] = pack.predictor.threshold if pack.predictor is not None else 0.0
+    for key, value in keys.items():
+        w.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+
+
+_ENDS = ("eos", "eot", "eom")
+
+
+def _chat_template(pack: Pack) -> str | None:
+    if "chat_template.jinja" in pack.files:
+        return read_small(pack.path / "chat_template.jinja", MAX_COPIED_BYTES).decode()
+    if "tokenizer_config.json" not in pack.files:
+        return None
+    path = pack.path / "tokenizer_config.json"
+    found = parse_json(read_small(path, MAX_COPIED_BYTES), str(path)).get("chat_template")
+    return found if isinstance(found, str) else None
+
+
 def _pieces(pack: Pack, name: str) -> Iterator[Piece]:
     info, s = pack.tensors[name], pack.spec
     prefix, part = "", name
@@ -155,6 +205,12 @@ def _pieces(pack: Pack, name: str) -> Iterator[Piece]:
             turned = s.head_dim if letter != "v" else 0
             yield Piece(f"{prefix}attn_{letter}.weight", info, first, heads * s.head_dim, s.dim, turned)
             first += heads * s.head_dim
+    elif part == _BUNDLE:
+        row = quant.row_bytes(info.format, s.dim)
+        yield Piece(f"{prefix}ffn_up.weight", info, 0, s.ffn_dim, s.dim)
+        yield Piece(f"{prefix}ffn_down_t.weight", info, 0, s.ffn_dim, s.dim, at=row)
+    elif part in _LEFT_OUT:
+        return
     elif len(info.shape) == 1:
         yield Piece(f"{prefix}{_NAMES[part]}", info, 0, 1, info.shape[0])
     else:
@@ -187,9 +243,10 @@ class _Rows:
         for at in range(0, p.rows, step):
             n = min(step, p.rows - at)
             data = read_at(self._fd, t.offset + (p.first + at) * t.stride, n * t.stride, self._path)
-            rows = quant.to_gguf(t.format, _turned(data.reshape(n, t.stride), p.head_dim))
+            data = data.reshape(n, t.stride)[:, p.at : p.at + p.row_bytes]
+            rows = quant.to_gguf(t.format, _turned(np.ascontiguousarray(data), p.head_dim))
             file.write(np.ascontiguousarray(rows).data)
-            self._advance(n * t.stride)
+            self._advance(n * p.row_bytes)
 
 
 def _turned(rows: U8, head_dim: int) -> U8:

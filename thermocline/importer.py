@@ -9,18 +9,18 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline import hub, quant
+from thermocline import hub, quant, ternary
 from thermocline.errors import BadFile, IOFailure
 from thermocline.gguf_import import gguf_hash, is_gguf, pack_gguf
 from thermocline.gguf_in import GGUF
 from thermocline.gguf_source import Cost
-from thermocline.layout import expected_tensors
+from thermocline.layout import optional_among
 from thermocline.manifest import COPIED, KIND, VERSION
 from thermocline.mapped import MappedSource
 from thermocline.models import read_config
@@ -37,7 +37,7 @@ from thermocline.safetensors import (
     read_small,
 )
 from thermocline.tokenizer import FILE as TOKENIZER
-from thermocline.tokenizer_convert import ADDED_TOKENS, SENTENCEPIECE, from_directory
+from thermocline.tokenizer_convert import ADDED_TOKENS, SENTENCEPIECE, from_directory, has_tokenizer
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -75,14 +75,13 @@ def _pack_directory(
     _require_model_directory(src)
     spec, mapping = read_config(src)
     with Checkpoint(src) as checkpoint:
-        source = MappedSource(str(src), checkpoint.tensors, checkpoint.where, mapping)
-        known = expected_tensors(spec, weight_format)
+        source = MappedSource(str(src), *ternary.seen(checkpoint, mapping), mapping)
         write_pack(
             dst,
             spec,
             weight_format,
             source,
-            optional=[n for n in mapping.tensors if n in known and known[n].optional],
+            optional=optional_among(mapping.tensors, spec),
             files=_copied(src),
             origin=("huggingface", _label(src), _hash(src, checkpoint.shards)),
             overwrite=overwrite,
@@ -190,9 +189,14 @@ def resolve(
     cache_dir: str | os.PathLike[str],
     weight_format: str | None,
     progress: Progress | None = None,
+    *,
+    text: bool = False,
+    told: Callable[[str], None] | None = None,
 ) -> Path:
     """The pack directory for what a user named: a pack is itself; a Hugging Face directory or GGUF is packed
     once, into cache_dir/NAME-FORMAT-HASH, and found there again. Else an error says what it is.
+
+    `text`: refuse, before packing, a model without a tokenizer. `told` is called with what packing cost.
     """
     path = Path(model)
     if os.path.exists(path / "pack.json"):
@@ -202,8 +206,29 @@ def resolve(
     format = weight_format or ("own" if is_gguf(path) else DEFAULT_FORMAT)
     key = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', _label(path))}-{format}-{source_hash(path)[:16]}"
     packed = Path(cache_dir) / key
-    try:
-        Pack.open(packed)
-    except (BadFile, IOFailure):  # absent, or damaged: make it (again)
-        pack(path, packed, weight_format, overwrite=True, progress=progress)
+    found = _opened(packed)
+    if text and (found is None or TOKENIZER not in found.files) and not _has_tokenizer(path):
+        lacking = f"{path}: has no tokenizer" if is_gguf(path) else f"{path / TOKENIZER}: not found"
+        raise BadFile(
+            f"{lacking}, so text cannot become tokens; `thermocline bench` measures such a model without text"
+        )
+    if found is None:
+        cost = pack(path, packed, weight_format, overwrite=True, progress=progress)
+        if cost is not None and told is not None:
+            told(f"{path}: {cost}")
     return packed
+
+
+def _opened(path: Path) -> Pack | None:
+    """None where there is no pack, or a damaged one: it is made (again)."""
+    try:
+        return Pack.open(path)
+    except (BadFile, IOFailure):
+        return None
+
+
+def _has_tokenizer(path: Path) -> bool:
+    if is_gguf(path):
+        with GGUF(path) as gguf:
+            return has_tokenizer(gguf.metadata)
+    return any(os.path.exists(path / name) for name in (TOKENIZER, SENTENCEPIECE))

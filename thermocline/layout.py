@@ -7,7 +7,7 @@ read out of bounds. The format is DESIGN.md's "Pack". Must not know files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from thermocline import quant
@@ -134,6 +134,12 @@ def expected_tensors(
     if not spec.tied_head:
         matrix("head.weight", "head", spec.vocab_size, spec.embed_dim or spec.dim)
     return out
+
+
+def optional_among(names: Iterable[str], spec: ModelSpec) -> list[str]:
+    """Those of `names` that a pack of `spec` may have and need not."""
+    known = expected_tensors(spec, "f32")
+    return [n for n in names if n in known and known[n].optional]
 
 
 def _bundle(layer: str, spec: ModelSpec, weight_format: str) -> Layout:

@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+import bisect
 import os
 import threading
 import time
@@ -19,11 +20,11 @@ from typing import Any, overload
 from thermocline import hardware, weights
 from thermocline.chat_template import ChatTemplate, Message
 from thermocline.config import SPARSITIES, default_cache_dir
-from thermocline.engine import Chunk, Completion, Engine, Request, request_for
+from thermocline.engine import PREFILL_CHUNK, Chunk, Completion, Engine, Request, request_for
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
-from thermocline.kv import bytes_for
+from thermocline.kv import reserved_bytes
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors, open_predictors
 from thermocline.sampler import SamplingParams
@@ -85,7 +86,7 @@ class LLM:
                is a path
     threads    None: the physical cores this process may use
     context    tokens of prompt and answer together; None: the model's limit, but at most 4096, since memory
-               for all of it is reserved up front; any number up to the model's limit can be asked for
+               for it is reserved up front; any number up to the model's limit can be asked for
     format     of the weights where the model has to be packed: f32, f16, bf16, q8_0 or q4_0; None: a GGUF's
                own, else q8_0
     sparsity   "exact" skips neurons that are zero, with the same answer; "predict" also those that the pack's
@@ -94,6 +95,7 @@ class LLM:
     progress   called with ("downloading", "packing" or "loading", bytes done, bytes in all)
     lazy       read the weights at the first request that can be answered: a bad one is refused at once
     chat_template  Jinja, in place of the model's own
+    told       called with one line where packing a GGUF converted weights: what it cost
 
     Safe to use from several threads.
     """
@@ -111,6 +113,7 @@ class LLM:
         progress: Progress | None = None,
         lazy: bool = False,
         chat_template: str | None = None,
+        told: Callable[[str], None] | None = None,
     ) -> None:
         _check_choice("sparsity", sparsity, SPARSITIES)
         _check_count("threads", threads)
@@ -122,7 +125,9 @@ class LLM:
         cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
         packing = partial(self._progress, "packing")
         path = None if model is None else locate(model, self._progress)
-        self._pack = Pack.open(BUNDLED if path is None else resolve(path, cache_dir, format, packing))
+        if path is not None:
+            path = resolve(path, cache_dir, format, packing, text=True, told=told)
+        self._pack = Pack.open(BUNDLED if path is None else path)
         self.path, self.spec = self._pack.path, self._pack.spec
         self.sparsity, self.weight_format = sparsity, self._pack.weight_format
         self._predictors = predictors_for(self._pack, sparsity)
@@ -325,7 +330,7 @@ def context_for(spec: ModelSpec, asked: int | None) -> int:
 
 
 def scratch_bytes(
-    spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int = 256
+    spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int = PREFILL_CHUNK
 ) -> int:
     """What a step allocates besides keys and values, at most: decoder.py's arrays, csrc/model_ops.cpp's."""
     tokens, dim, heads = max(prefill_chunk, max_batch), spec.dim, spec.n_heads * spec.head_dim
@@ -356,20 +361,35 @@ def fit(
     context: int,
     max_batch: int,
     threads: int,
+    at_least: int | None = None,
 ) -> int:
-    """Positions for the KV cache: as many full contexts as are cheap, at least one; else OutOfBudget."""
-    scratch = scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads) + runtime_bytes(spec)
-    pool = max(context, min(context * max_batch, KV_POOL_BYTES // bytes_for(spec, 1)))
-    if available_bytes is None:
+    """Positions for the KV cache: as many full contexts as are cheap, at least one; else OutOfBudget.
+
+    `at_least`: fewer than that many positions will not do; None: `context`.
+    """
+    at_least = context if at_least is None else at_least
+
+    def cache(tokens: int, context: int = context) -> int:
+        return reserved_bytes(spec, tokens, context, PREFILL_CHUNK)
+
+    def others(context: int) -> int:
+        scratch = scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads)
+        return weights_bytes + scratch + runtime_bytes(spec)
+
+    def least(shorter: int) -> int:  # what a session of such a context needs
+        return others(shorter) + cache(-(-at_least * shorter // context), shorter)
+
+    cheap = bisect.bisect_right(range(context * max_batch + 1), KV_POOL_BYTES, key=cache) - 1
+    pool = max(at_least, cheap)
+    if available_bytes is None or others(context) + cache(pool) <= available_bytes:
         return pool
-    for kv_tokens in (pool, context):
-        need = weights_bytes + bytes_for(spec, kv_tokens) + scratch
-        if need <= available_bytes:
-            return kv_tokens
-    tokens = (available_bytes - weights_bytes - scratch) // bytes_for(spec, 1)
+    if least(context) <= available_bytes:
+        return at_least
+    tokens = bisect.bisect_right(range(1, context), available_bytes, key=least)
     change = f"a context of at most {tokens}" if tokens > 0 else "a smaller weight format (q4_0) or model"
     raise OutOfBudget(
-        f"the model needs {need / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
-        f"{bytes_for(spec, context) / GIB:.2f} keys and values at context {context}, "
-        f"{scratch / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is free; use {change}"
+        f"the model needs {least(context) / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
+        f"{cache(at_least) / GIB:.2f} keys and values at context {context}, "
+        f"{(others(context) - weights_bytes) / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is free; "
+        f"use {change}"
     )

@@ -55,6 +55,8 @@ class Mapping:
 
     tensors: dict[str, tuple[Piece, ...]]
     ignored: tuple[str, ...]  # patterns of whole names
+    ternary: frozenset[str] = frozenset()  # source tensors whose values become three as they are read
+    packed: bool = False  # those are stored as such, in bytes
 
     def may_ignore(self, name: str) -> bool:
         return any(re.fullmatch(p, name) for p in self.ignored)

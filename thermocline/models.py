@@ -292,11 +292,45 @@ def _arcee(keys: Keys, stop: Any) -> Read:
 
 
 def _bitnet(keys: Keys, stop: Any) -> Read:
-    """BitNet b1.58 2B from its bf16 weights, as they are: gated squared ReLU, norms before out and down."""
+    """BitNet b1.58 2B: gated squared ReLU, norms before out and down; ternary weights if so configured."""
     keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
     keys.default_theta = 500000.0
     spec = _spec(keys, stop, "bitnet", sub_norms=True)
-    return spec, tensors(spec, biases=_biases(keys))
+    mapping, mode = tensors(spec, biases=_biases(keys)), _ternary_mode(keys)
+    if mode is None:
+        return spec, mapping
+    if keys.flag("attention_bias"):
+        raise keys.unsupported("attention_bias", "is not supported beside ternary weights")
+    layers = [p for name, pieces in mapping.tensors.items() if name.startswith("layers.") for p in pieces]
+    matrices = frozenset(str(p.tensor) for p in layers if len(p.shape) == 2)
+    packed = mode == "offline"
+    scales = (r".*\.weight_scale",) if packed else ()
+    ignored = (*mapping.ignored, *scales)
+    return spec, replace(mapping, ternary=matrices, packed=packed, ignored=ignored)
+
+
+def _ternary_mode(keys: Keys) -> str | None:
+    """ "online": from float weights; "offline": stored so; None: float weights as they are."""
+    group = keys.with_defaults({"quantization_config": None}).group("quantization_config")
+    if group is None:
+        return None
+    plain = {"modules_to_not_convert": None, "use_rms_norm": False, "rms_norm_eps": None}
+    group.with_defaults({"linear_class": "bitlinear", "quantization_mode": "offline", **plain})
+    for key, known in _TERNARY.items():
+        if group.raw(key) not in known:
+            raise group.unsupported(key, f"is not supported; known: {', '.join(map(str, known))}")
+    group.raw("rms_norm_eps")
+    group.finish()
+    return str(group.raw("quantization_mode"))
+
+
+_TERNARY: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("bitnet",),
+    "linear_class": ("autobitlinear",),
+    "quantization_mode": ("online", "offline"),
+    "modules_to_not_convert": (None, ["lm_head"]),
+    "use_rms_norm": (False,),
+}
 
 
 def _falcon(keys: Keys, stop: Any) -> Read:
@@ -439,18 +473,15 @@ READERS: dict[str, Callable[[Keys, Any], Read]] = {
 
 
 def gguf_architecture(spec: ModelSpec) -> str:
-    """llama.cpp's name for a model like this. Unsupported where it has none that computes the same."""
+    """GGUF's name for a model like this: llama.cpp's, or with ReLU PowerInfer's. Unsupported: it has none."""
     s = spec
-    if s.sparse:
-        raise Unsupported(
-            "llama.cpp has no architecture for this ReLU model: write the GGUF of a dense shape of its size "
-            "(one with SiLU, without --active)"
-        )
-    like_llama = s.norm == "rms" and s.gated and s.activation == "silu" and s.position == "rope"
+    like_llama = s.norm == "rms" and s.gated and s.activation in ("silu", "relu") and s.position == "rope"
     later = [f for f in fields(ModelSpec) if "later" in f.metadata]
     plain = all(getattr(s, f.name) == f.default for f in later)
-    if not like_llama or not plain or s.n_experts > 1 or s.rope_scaling is not None:
+    drelu = s.up_activation == "relu"
+    if not like_llama or not plain or s.n_experts > 1 or s.rope_scaling is not None or drelu > s.sparse:
         raise Unsupported(
-            "GGUF is written for dense SiLU models with an RMS norm and plain RoPE only, such as llama-2-7b"
+            "GGUF is written for models with SiLU or ReLU in a gated FFN, an RMS norm and plain RoPE only, "
+            "such as llama-2-7b"
         )
-    return "llama"
+    return "bamboo" if drelu else "llama"

@@ -235,10 +235,10 @@ def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
         if nbytes:
             tiers[tier][part] = tiers[tier].get(part, 0) + nbytes
 
-    for (c, i), s in zip(x.layers, p.sizes.layers, strict=True):
+    for at, ((c, i), s) in enumerate(zip(x.layers, p.sizes.layers, strict=True)):
         g, d = np.array(int(c.gpu[i])), np.array(int(c.disk[i]))
         add(_tier(c.attention[i]), "attention", s.attention.bytes)
-        add(_tier(c.attention[i]), "keys and values", p.kv_layer_bytes)
+        add(_tier(c.attention[i]), "keys and values", p.kv_layer_bytes(at))
         add(_tier(c.predictor[i]), "predictors", s.predictor.bytes)
         add("gpu", "neurons", int(s.gate_bytes(g) + s.bundle_bytes(g)))
         add("ram", "gate rows", int(s.gate_bytes(s.neurons - g)))

@@ -12,7 +12,8 @@ import numpy as np
 
 from thermocline.cost import LayerWork, Reads, Speeds, Work
 from thermocline.hotness import Hotness
-from thermocline.kv import bytes_for
+from thermocline.engine import PREFILL_CHUNK
+from thermocline.kv import BLOCK, bytes_for, room_for
 from thermocline.llm import runtime_bytes, scratch_bytes
 from thermocline.placement import Budget
 from thermocline.sizes import Sizes
@@ -47,9 +48,12 @@ class Problem:
     ask: Ask
     known: dict[tuple[int, int], Reads] = field(default_factory=dict, compare=False)  # by `reads`
 
-    @property
-    def kv_layer_bytes(self) -> int:
-        return bytes_for(self.spec, self.ask.context * self.ask.batch) // self.spec.n_layers
+    def kv_layer_bytes(self, layer: int) -> int:
+        """Of a layer's keys and values; all layers' are `kv.reserved_bytes`."""
+        context = self.ask.context
+        whole, windowed = room_for(self.spec, context * self.ask.batch, context, PREFILL_CHUNK)
+        blocks = whole if self.spec.window(layer) is None else windowed
+        return bytes_for(self.spec, blocks * BLOCK) // self.spec.n_layers
 
     @property
     def scratch(self) -> int:
@@ -101,4 +105,4 @@ class Problem:
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
             kv_read = bytes_for(self.spec, depth * work.batch) // self.spec.n_layers
-            yield LayerWork(sizes, reads, self.kv_layer_bytes, kv_read, self.spec.dim)
+            yield LayerWork(sizes, reads, self.kv_layer_bytes(i), kv_read, self.spec.dim)

@@ -109,9 +109,6 @@ class ModelSpec:
         """The fraction of layers with the sliding window."""
         return 1.0 if self.window_layers is None else len(self.window_layers) / self.n_layers
 
-    def local_rope(self, layer: int) -> bool:
-        return self.local_rope_theta is not None and self.window(layer) is not None
-
     @property
     def qkv_rows(self) -> int:
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim

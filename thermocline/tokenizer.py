@@ -10,7 +10,7 @@ import codecs
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class Tokenizer:
 
     def __init__(self, directory: Path | str, spec: ModelSpec | None = None) -> None:
         path = Path(directory) / FILE
-        self._tok = _load(path)
+        self._tok = load(path)
         highest = max(self._tok.get_vocab(with_added_tokens=True).values(), default=-1)
         if spec is not None and highest >= spec.vocab_size:
             raise BadFile(
@@ -73,11 +73,7 @@ class Tokenizer:
         """`token`, or a control token that merging itself made of text, in two pieces."""
         if token not in self._controls:
             return [token]
-        name = self._controls[token]
-        ids = [t.id for part in (name[:1], name[1:]) for t in self._tok.model.tokenize(part)]
-        if not self._controls.keys().isdisjoint(ids):
-            raise UsageError(f"this model's tokenizer cannot write {name!r} as plain text; leave it out")
-        return ids
+        return spelt(self._tok, self._controls[token], self._controls.keys())
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens. Bytes that are no character become U+FFFD."""
@@ -91,6 +87,14 @@ class Tokenizer:
         """What `token` adds to a text (UTF-8); nothing for special tokens and ids without one."""
         text = None if token in self._special else self._tok.id_to_token(token)
         return b"" if text is None else self._bytes_of(text)
+
+
+def spelt(tok: Any, name: str, controls: Set[int]) -> list[int]:
+    """A control token's name as text that is none of `controls`, in two pieces."""
+    ids: list[int] = [t.id for part in (name[:1], name[1:]) for t in tok.model.tokenize(part)]
+    if not controls.isdisjoint(ids):
+        raise UsageError(f"this model's tokenizer cannot write {name!r} as plain text; leave it out")
+    return ids
 
 
 class Detokenizer:
@@ -116,7 +120,7 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
     """The library's tokenizer. It is imported here: 15 ms that `--help` need not wait for."""
     if not path.is_file():
         raise BadFile(f"{path}: not found; the model's directory needs a {FILE} to turn text into tokens")

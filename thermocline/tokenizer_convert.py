@@ -25,6 +25,7 @@ from thermocline.tokenizer_json import MAX_TOKENS, SPACE, Kind, Vocabulary, byte
 MAX_JSON_BYTES = 64 << 20
 MAX_MERGES = 1 << 22
 MAX_TOKEN_CHARS = 4096
+WHOLE = "tokenizer.huggingface.json"  # a tokenizer.json as it is, where `tokenizer.ggml.model` is none
 
 
 # ---- from GGUF
@@ -36,6 +37,8 @@ def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
     Raises BadFile, and Unsupported for a kind of vocabulary or a pre-tokenizer that is not known here.
     """
     m = _Metadata(metadata, name)
+    if WHOLE in metadata and not _is_said(metadata):
+        return m.whole()
     model = m.text("model")
     if model not in (names.SENTENCEPIECE, names.BYTE_LEVEL):
         raise Unsupported(
@@ -60,6 +63,14 @@ def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
             if t in names.STRIPPING_TOO or (kinds[i] == Kind.CONTROL and t not in names.NOT_STRIPPING)
         )  # fmt: skip
     return sentencepiece(vocabulary, m.flag("add_space_prefix", True))
+
+
+def has_tokenizer(metadata: Mapping[str, Any]) -> bool:
+    return _is_said(metadata) or WHOLE in metadata
+
+
+def _is_said(metadata: Mapping[str, Any]) -> bool:
+    return metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
 
 
 def _pre_tokenizer(m: _Metadata) -> PreTokenizer:
@@ -91,6 +102,12 @@ class _Metadata:
         if not isinstance(value, str):
             raise self._bad(key, value, "a name")
         return value
+
+    def whole(self) -> bytes:
+        value = self.metadata.get(WHOLE)
+        if not isinstance(value, str) or not _is_unicode(value):
+            raise BadFile(f"{self.name}: {WHOLE} is {quoted(value)}, not a text")
+        return value.encode()
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.metadata.get(f"tokenizer.ggml.{key}", default)

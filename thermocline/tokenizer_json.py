@@ -24,6 +24,14 @@ MAX_TOKENS = 1 << 20
 MAX_PIECE_CHARS = 256  # of a SentencePiece piece: all ways to cut it in two are tried
 MAX_PIECES_CHARS = 1 << 23  # of all; Gemma's have 1.8 million
 SPACE = "▁"  # SentencePiece's
+# Cuts before a space that follows something else: what merges never cross, where no piece has both.
+WORDS: Json = {
+    "type": "Split",
+    "pattern": {"Regex": f"{SPACE}*[^{SPACE}]+|{SPACE}+"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+_INNER_SPACE = re.compile(f"[^{SPACE}]{SPACE}")
 
 
 class Kind(IntEnum):
@@ -124,7 +132,7 @@ def sentencepiece(v: Vocabulary, space_prefix: bool) -> bytes:
                 "type": "Sequence",
                 "normalizers": [*prefix, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}],
             },
-            "pre_tokenizer": None,
+            "pre_tokenizer": WORDS if _cut_by_spaces(v) else None,
             "decoder": {
                 "type": "Sequence",
                 "decoders": [to_space, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
@@ -137,6 +145,11 @@ def sentencepiece(v: Vocabulary, space_prefix: bool) -> bytes:
             },
         }
     )
+
+
+def _cut_by_spaces(v: Vocabulary) -> bool:
+    """Merging words apart takes 0.6 of the time. Unknown characters would join across: there must be none."""
+    return not v.missing_bytes() and SPACE in v.ids and not any(map(_INNER_SPACE.search, v.tokens))
 
 
 def _merges(v: Vocabulary) -> list[tuple[str, str]]:

@@ -39,8 +39,11 @@ class CpuOps:
     def matmul_add(self, x: F32, w: Matrix, h: F32, bias: F32 | None) -> None:
         self.native.matmul(w, h, bias, x, True)
 
-    def step(self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None) -> _native.Step:
-        return _native.Step(batch.positions, batch.sequence, batch.block_table, block, cos, sin)
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
+    ) -> _native.Step:
+        table = batch.table(window)
+        return _native.Step(batch.positions, batch.sequence, table, block, window or 0, cos, sin)
 
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> _native.Attention:
         qkv, out = (_native.Linear(x.weight, x.bias) for x in (layer.qkv, layer.attn_out))

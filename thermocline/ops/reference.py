@@ -49,18 +49,22 @@ def rotate(x: F32, cos: F32, sin: F32) -> F32:
 
 class Step(NamedTuple):
     batch: Batch
+    table: I32  # [sequences, blocks]
     cos: F32 | None  # [tokens, head_dim/2]
     sin: F32 | None
 
 
-def step(batch: Batch, block: int, cos: F32 | None, sin: F32 | None) -> Step:
-    """What the layers of one step have in common. `block`: positions in a page of the cache."""
-    return Step(batch, cos, sin)
+def step(batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None) -> Step:
+    """What the layers of one step have in common. `block`: positions in a page of the cache.
+
+    `window`: theirs, or a wider one; None: any. Pages before it may be absent.
+    """
+    return Step(batch, batch.table(window), cos, sin)
 
 
 def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
     """Rotate q and k, store k and v (as f16), attend causally. qkv -> [tokens, n_heads*head_dim]."""
-    batch, cos, sin = step
+    batch, table, cos, sin = step
     t, hd = len(qkv), heads.dim
     n_q, n_kv = heads.n * hd, heads.n_kv * hd
     q = qkv[:, :n_q].reshape(t, heads.n, hd)
@@ -75,18 +79,20 @@ def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
     block = kv.v.shape[2]
     for r in range(t):
         b, slot = divmod(int(batch.positions[r]), block)
-        page = batch.block_table[batch.sequence[r], b]
+        page = table[batch.sequence[r], b]
         kv.k[page, :, :, slot], kv.v[page, :, slot] = k[r], v[r]
 
     out = np.empty((t, heads.n, hd), np.float32)
     for r in range(t):
         end = int(batch.positions[r]) + 1
         start = 0 if heads.window is None else max(0, end - heads.window)
-        pages = batch.block_table[batch.sequence[r], : (end + block - 1) // block]
+        skipped = start // block * block
+        pages = table[batch.sequence[r], start // block : (end + block - 1) // block]
+        at = slice(start - skipped, end - skipped)
         # [kv_heads, positions, head_dim], then every kv head serves a group of q heads
-        keys = kv.k[pages].transpose(1, 0, 3, 2).reshape(heads.n_kv, -1, hd)[:, start:end]
+        keys = kv.k[pages].transpose(1, 0, 3, 2).reshape(heads.n_kv, -1, hd)[:, at]
         keys = keys.astype(np.float32)
-        values = kv.v[pages].swapaxes(0, 1).reshape(heads.n_kv, -1, hd)[:, start:end].astype(np.float32)
+        values = kv.v[pages].swapaxes(0, 1).reshape(heads.n_kv, -1, hd)[:, at].astype(np.float32)
         for head in range(heads.n):
             g = head // (heads.n // heads.n_kv)
             scores = keys[g] @ q[r, head] * np.float32(heads.scale)
