@@ -107,11 +107,11 @@ def truth(pack: Pack, corpus: Corpus) -> tuple[I64, list[list[F32]], list[list[F
         def __getattr__(self, name: str) -> Any:
             return getattr(reference, name)
 
-        def ffn_add(self, x: F32, h: F32, bound: Any, exact: bool, stats: FFNStats) -> None:
+        def ffn_add(self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats) -> None:
             norm = bound.layer.ffn_norm
             inputs[-1].append(reference.norm(h, norm.weight, norm.bias, pack.spec.norm_eps, pack.spec.norm))
             hidden[-1].append(np.empty((len(x), pack.spec.ffn_dim), np.float32))
-            reference.ffn_add(x, h, bound, exact, stats, hidden[-1][-1])
+            reference.ffn_add(x, h, bound, sparsity, stats, hidden[-1][-1])
 
     model, skip = bind(pack.spec, dense, Ops()), len(corpus.prefix)
     for passage in corpus.passages:
@@ -321,7 +321,7 @@ def test_sampled_tokens_are_spread_over_the_whole_text() -> None:
 
 @pytest.fixture(scope="module")
 def logits() -> Callable[..., F32]:
-    def of(pack: Pack, exact: bool = True) -> F32:
+    def of(pack: Pack, sparsity: str = "exact") -> F32:
         loaded = weights.load(pack, threads=2)
         ids = np.frombuffer(TEXT[:60].encode(), np.uint8).astype(np.int32) % pack.spec.vocab_size
         rows = np.arange(len(ids), dtype=np.int32)
@@ -329,7 +329,7 @@ def logits() -> Callable[..., F32]:
         batch = Batch(ids, rows, np.zeros_like(rows), table, rows)
         kv = KVCache(pack.spec, blocks_for(len(ids)))
         model = bind(pack.spec, loaded.weights, loaded.ops)
-        return forward(model, kv, batch, loaded.ops, exact=exact, stats=FFNStats())
+        return forward(model, kv, batch, loaded.ops, sparsity=sparsity, stats=FFNStats())
 
     return of
 
@@ -346,7 +346,7 @@ def test_order_changes_nothing(name: str, tmp_path: Path, logits: Callable[..., 
     places = [rng.permutation(before.spec.ffn_dim) for _ in range(before.spec.n_layers)]
     shuffled = reordered(before, tmp_path / "shuffled", places)
     assert nmse(logits(shuffled), logits(before)) <= NMSE
-    assert np.array_equal(logits(shuffled), logits(shuffled, exact=False))
+    assert np.array_equal(logits(shuffled), logits(shuffled, sparsity="off"))
     back = reordered(shuffled, tmp_path / "back", [np.argsort(p) for p in places])
     for tensor in before.tensors:
         assert np.array_equal(read_tensor(back, tensor), read_tensor(before, tensor)), tensor
@@ -443,7 +443,7 @@ def test_a_profiled_pack_is_hottest_first_and_is_the_same_model(
         assert np.array_equal(made.counts[i].reshape(len(BUCKETS), -1), want[i][:, order])
         assert np.array_equal(made.hotness(i), one / made.tokens)
     assert nmse(logits(after), logits(before)) <= NMSE
-    assert np.array_equal(logits(after), logits(after, exact=False))
+    assert np.array_equal(logits(after), logits(after, sparsity="off"))
     assert sorted(p.name for p in after.path.parent.iterdir()) == ["before", "pack"], "nothing is left over"
 
 

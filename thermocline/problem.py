@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from thermocline.cost import LayerWork, Reads, Speeds, Work
-from thermocline.hotness import Hotness
 from thermocline.engine import PREFILL_CHUNK
+from thermocline.hotness import Hotness
 from thermocline.kv import BLOCK, bytes_for, room_for
 from thermocline.llm import runtime_bytes, scratch_bytes
 from thermocline.placement import Budget
