@@ -2,13 +2,14 @@
 
     python bench/paper_plans.py [-o bench/results/paper-plans.json]
 
-A simulation: nothing of it was run. Three predictions for each model: this planner's; the same with what
-PowerInfer's own code does (its objective, its kernels' speed, its waiting); and the paper's figure, which counts
-prompt and answer over the time of both. Gaps over 30 % carry their reasons.
+A simulation: nothing of it was run. For each model: this planner's prediction; the same with what PowerInfer's
+own code does (its objective, its kernels' speed, its waiting); and the paper's figure, which counts prompt and
+answer over the time of both. Gaps over 30 % carry what explains them, and what does not.
 
-Published statistics used: the fraction of active neurons (OPT 2 to 4 %, Falcon-ReLU 5 %, ReGLU-70B 18 %), the share
-of a layer's neurons that makes 80 % of the activations (26 % and 43 %), the predictors' size (its table 6; OPT-30B
-and 175B by interpolation). Its INT4 figures per model were read from a bar chart by ratio: take them as +-10 %.
+Published statistics used: the fraction of active neurons (OPT 2 to 4 %, Falcon-ReLU 5 %, ReGLU-70B 18 %), the
+share of a layer's neurons that makes 80 % of the activations (26 % and 43 %; Falcon's is taken as OPT's), the
+predictors' size (its table 6; OPT-30B's and 175B's are extended from it). Its INT4 figures were mapped to models
+by matching ratios in a chart: they may be wrong.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from thermocline.tiers import Kernel, Tiers, read_tiers
 
 PCS = {"PC-High": "rtx4090-i9-13900k", "PC-Low": "rtx2080ti-i7-12700k"}
 CONTEXT = 640  # the paper's prompts and up to 512 tokens of answer
-# What PowerInfer's engine reaches. Its sparse 7B decode, measured by this project with two threads (LOG), reads f16
-# weights at 0.41 of memory speed; q4_0 at 7.4 GB/s, bound by instructions: about 0.45 with the paper's 8 threads.
+# Estimates of what PowerInfer's engine reaches. Its sparse 7B decode on two threads, 3.11 tok/s in f16 and 3.97 in
+# q4_0, is some 0.41 of memory speed, and 7.4 GB/s bound by instructions: 0.45 if 8 threads scale.
 THEIR_KERNELS = {"f16": 0.41, "q4_0": 0.45}
 THEIR_SYNC_US = 150.0  # its executors wait at every operator that crosses over, and merge whole FFN outputs
 
@@ -109,7 +110,7 @@ def why(r: dict[str, Any]) -> str:
     if r["gap"] is None or abs(r["gap"]) <= 0.3:
         return ""
     if r["gap"] < 0:
-        return "slower than published: its prompts had fewer active neurons than assumed, or the chart is misread"
+        return "slower than published: fewer active neurons than assumed, or the chart is misread"
     parts = [f"its kernels and waiting: {r['as_powerinfer_ts']:.1f} tok/s"]
     rest = r["as_powerinfer_gap"]
     if abs(rest) > 0.3:

@@ -72,9 +72,11 @@ class Recorder(CpuOps):
         self.counts = np.zeros((s.n_layers, len(BUCKETS), s.n_experts * s.ffn_dim), np.int64)
         self.samples: list[Sampled] = []
 
-    def step(self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None) -> Any:
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
+    ) -> Any:
         self._layer = 0
-        return super().step(batch, block, cos, sin)
+        return super().step(batch, block, cos, sin, window)
 
     def look_at(self, skip: int, wanted: I64) -> None:
         """In the next step rows from `skip` on are counted, and the `wanted` ones sampled."""
