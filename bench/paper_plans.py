@@ -3,8 +3,8 @@
     python bench/paper_plans.py [-o bench/results/paper-plans.json]
 
 A simulation: nothing of it was run. For each model: this planner's prediction; the same with what
-PowerInfer's own code does (its objective, its kernels' speed, its waiting); and the paper's figure, which counts
-prompt and answer over the time of both. Gaps over 30 % carry what explains them, and what does not.
+PowerInfer's own code does (its objective, its kernels' speed, its waiting); and the paper's figure, which
+counts prompt and answer over the time of both. Gaps over 30 % carry what explains them, and what does not.
 
 Published statistics used: the fraction of active neurons (OPT 2 to 4 %, Falcon-ReLU 5 %, ReGLU-70B 18 %), the
 share of a layer's neurons that makes 80 % of the activations (26 % and 43 %; Falcon's is taken as OPT's), the
@@ -29,8 +29,8 @@ from thermocline.tiers import Kernel, Tiers, read_tiers
 
 PCS = {"PC-High": "rtx4090-i9-13900k", "PC-Low": "rtx2080ti-i7-12700k"}
 CONTEXT = 640  # the paper's prompts and up to 512 tokens of answer
-# Estimates of what PowerInfer's engine reaches. Its sparse 7B decode on two threads, 3.11 tok/s in f16 and 3.97
-# in q4_0, is some 0.41 of memory speed, and 7.4 GB/s bound by instructions: 0.45 if 8 threads scale.
+# Estimates of what PowerInfer's engine reaches. Its sparse 7B decode on two threads, 3.11 tok/s in f16 and
+# 3.97 in q4_0, is some 0.41 of memory speed, and 7.4 GB/s bound by instructions: 0.45 if 8 threads scale.
 THEIR_KERNELS = {"f16": 0.41, "q4_0": 0.45}
 THEIR_SYNC_US = 150.0  # its executors wait at every operator that crosses over, and merge whole FFN outputs
 

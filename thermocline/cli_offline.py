@@ -164,4 +164,7 @@ def plan_tiers(o: config_offline.PlanOptions, weight_format: str) -> Tiers:
 
     if o.hardware is not None:
         return read_tiers(o.hardware)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > 0.3 and not o.quiet:
+        note(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
     return machine.tiers_here(o.threads, formats=[weight_format])
