@@ -77,6 +77,12 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "samples": ("0", 0),
     "workers": ("2", 2),
     "plot": ("p.png", "p.png"),
+    "predictor_share": ("0.1", 0.1),
+    "vram": ("11.5", 11.5),
+    "ram": ("64", 64.0),
+    "batch": ("4", 4),
+    "hardware": ("hw.json", "hw.json"),
+    "objective": ("frequency", "frequency"),
 }
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thermocline.config_offline import FORMATS as FORMATS
 from thermocline.config_offline import SPARSITIES as SPARSITIES
-from thermocline.config_offline import EvalOptions, ProfileOptions, TrainOptions
+from thermocline.config_offline import EvalOptions, PlanOptions, ProfileOptions, TrainOptions
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -34,7 +35,6 @@ from thermocline.options import (
     whole,
 )
 
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
 
@@ -331,6 +331,9 @@ class DoctorOptions:
         None, nonempty, "DIR", "Model", "Directory whose disk is measured.", shown="the cache directory"
     )
     threads: int = _threads("Threads to measure memory with.")
+    output: str | None = opt(
+        None, nonempty, "FILE", "Output", "Write what `plan --hardware FILE` reads.", flags="-o", shown="none"
+    )
     json: bool = _json()
 
 
@@ -374,6 +377,7 @@ COMMANDS: dict[str, type[Any]] = {
     "verify": VerifyOptions,
     "profile": ProfileOptions,
     "train": TrainOptions,
+    "plan": PlanOptions,
     "bench": BenchOptions,
     "eval": EvalOptions,
     "doctor": DoctorOptions,

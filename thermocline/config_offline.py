@@ -10,6 +10,7 @@ from typing import Any
 
 from thermocline.options import count_or_all, nonempty, one_of, opt, real, switch, whole
 
+FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 SPARSITIES = ("exact", "predict", "off")
 
 
@@ -146,5 +147,67 @@ class TrainOptions:
         0, whole(-1, 1024), "N", "Model", "Threads to compute with.", flags="-t",
         shown="0 = the physical cores this process may use"
     )  # fmt: skip
+    json: bool = _json()
+    quiet: bool = _quiet()
+
+
+def _gib(help: str, shown: str) -> Any:
+    return opt(None, real(0, 1e6), "GIB", "Budget", help, shown=shown)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Say which neurons go to the GPU, to RAM and to disk, and how fast a token then is."""
+
+    model: str | None = opt(
+        None, str, "PACK|SHAPE", "Model",
+        "A pack; or a known shape, such as opt-30b (a wrong one lists them all), or a config.json.",
+        flags="-m", shown="the bundled model", positional=True
+    )  # fmt: skip
+    format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format of a shape.")
+    sparsity: str = opt(
+        "exact", one_of("exact", "predict", "off"), "exact|predict|off", "Model",
+        "What a token reads: neurons that are not zero, those that predictors name, or all."
+    )  # fmt: skip
+    active: float | None = opt(
+        None, real(0.001, 0.9), "X", "Model",
+        "Mean fraction of neurons active for a token, instead of a profile; makes dense shapes ReLU models.",
+        shown="the pack's profile, else 0.1"
+    )  # fmt: skip
+    skew: float = opt(
+        0.26, real(0.001, 0.8), "X", "Model",
+        "Without a profile: fraction of a layer's neurons that makes 80% of the activations."
+    )  # fmt: skip
+    predictor_share: float = opt(
+        0.06, real(0, 0.5), "X", "Model",
+        "Of a shape, with --sparsity predict: its predictors' size, of the model's."
+    )  # fmt: skip
+
+    vram: float | None = _gib("Memory of the GPU that may be used.", "all the hardware has")
+    ram: float | None = _gib("Memory that may be used.", "all the hardware has; here, all that is free")
+    ctx: int = opt(
+        0, whole(0), "N", "Budget", "Context length in tokens, of each sequence of the batch.",
+        shown="0 = the model's limit, but at most 4096"
+    )  # fmt: skip
+    batch: int = opt(1, whole(1, 1024), "N", "Budget", "Sequences that are computed together.")
+
+    hardware: str | None = opt(
+        None, nonempty, "FILE|NAME", "Hardware",
+        "What `thermocline doctor -o FILE` wrote, or a known machine (a wrong name lists them all).",
+        shown="this machine, measured now"
+    )  # fmt: skip
+    threads: int = opt(
+        0, whole(-1, 1024), "N", "Hardware", "Threads to measure this machine with.", flags="-t",
+        shown="0 = the physical cores this process may use"
+    )  # fmt: skip
+    objective: str = opt(
+        "time", one_of("time", "frequency"), "time|frequency", "Hardware",
+        "time: the shortest token; frequency: the most activations on the GPU, as PowerInfer's solver."
+    )  # fmt: skip
+
+    output: str | None = opt(
+        None, nonempty, "FILE", "Output", "Write the plan as JSON.", flags="-o", shown="none"
+    )
+    force: bool = opt(False, switch, None, "Output", "Replace an existing file at -o.")
     json: bool = _json()
     quiet: bool = _quiet()
