@@ -48,7 +48,7 @@ def measure(fmt: str, threads: int, neurons: int, isa: str) -> tuple[float, floa
             native.matmul(gate, h, None, out, False)
         middle = time.perf_counter()
         for _ in range(repeat):
-            native.ffn_add(x, h, layer, False)
+            native.ffn_add(x, h, layer, 0)
         gate_s.append((middle - begin) / repeat)
         all_s.append((time.perf_counter() - middle) / repeat)
     g, a = statistics.median(gate_s), statistics.median(all_s)

@@ -1,10 +1,11 @@
 """Predictors for a random model (`thermocline synth --active`), from its own gates, to measure with.
 
-    python bench/plant_predictors.py PACK [--kind svd] [--rank 256] [--missed 0.005] [--tokens 256]
+    python bench/plant_predictors.py PACK [--kind svd] [--rank 128] [--missed 0.005] [--tokens 256]
 
 svd: the gates' best approximation of that rank (randomised, one power iteration); sign: their signs. A layer
 has one shift of all thresholds, the largest that loses at most `--missed` of the activations' mass over
-random tokens. What `thermocline train` does for a real model is another matter: this needs no profile and no text.
+random tokens. The pack is put in order of hotness first, as `thermocline profile` does. What `thermocline
+train` does for a real model is another matter: this needs no profile and no text.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thermocline import hardware, quant, weights
 from thermocline.bench import random_tokens
-from thermocline.decoder import F32, Batch, FFNStats, bind, forward
-from thermocline.kv import KVCache, blocks_for
+from thermocline.decoder import F32, FFNStats, bind
+from thermocline.evaluate import Reader
 from thermocline.ops import reference
 from thermocline.pack import Pack, read_tensor
-from thermocline.predictor import LayerPredictor, Predictors, scores, write_predictors
+from thermocline.predictor import FILE, LayerPredictor, Predictors, scores, stored_bytes, write_predictors
+from thermocline.reorder import hottest_first, write_reordered
 
 
 class Recorder:
@@ -49,18 +51,8 @@ def record(pack: Pack, tokens: int, seed: int) -> list[tuple[F32, F32]]:
     """For each layer: inputs [tokens, dim], activations [tokens, neurons]."""
     loaded = weights.load(pack, threads=hardware.default_threads())
     ops = Recorder(loaded.ops, pack, [layer.ffn_norm for layer in loaded.weights.layers])
-    model = bind(pack.spec, loaded.weights, ops)
-    kv = KVCache(pack.spec, blocks_for(tokens))
-    table = kv.open([])
-    assert kv.grow(table, tokens)
-    batch = Batch(
-        ids=np.array(random_tokens(pack.spec, seed, tokens), np.int32),
-        positions=np.arange(tokens, dtype=np.int32),
-        sequence=np.zeros(tokens, np.int32),
-        block_table=np.array([table.blocks], np.int32),
-        logit_rows=np.zeros(0, np.int32),
-    )
-    forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats())
+    texts = np.array([random_tokens(pack.spec, seed, tokens)], np.int32)
+    Reader(bind(pack.spec, loaded.weights, ops), ops, context=tokens).prompt(texts, tokens)
     return ops.found
 
 
@@ -100,7 +92,14 @@ def shifted(p: LayerPredictor, x: F32, active: F32, missed: float) -> LayerPredi
     order = np.argsort(margin[active != 0])
     lost = np.cumsum(mass[order]) <= missed * mass.sum()
     shift = margin[active != 0][order][int(lost.sum())]
-    return LayerPredictor(p.kind, p.first, p.second, p.signs, p.threshold + np.float32(shift), p.hot)
+    return replace(p, threshold=p.threshold + np.float32(shift))
+
+
+def hot_neurons(pack: Pack, i: int, kind: str, rank: int, active: F32) -> int:
+    """Those whose gate row, read always, costs less than being asked about and read when needed."""
+    gate = pack.tensors[f"layers.{i}.gate.weight"].stride
+    _, asking = stored_bytes(pack.spec, kind, rank)
+    return int(((active != 0).mean(axis=0) > 1 - asking / gate).sum())
 
 
 def main() -> None:
@@ -109,22 +108,26 @@ def main() -> None:
     )
     parser.add_argument("pack", type=Path)
     parser.add_argument("--kind", choices=["svd", "sign"], default="svd")
-    parser.add_argument("--rank", type=int, default=256)
+    parser.add_argument("--rank", type=int, default=128)
     parser.add_argument("--missed", type=float, default=0.005)
     parser.add_argument("--tokens", type=int, default=256)
     args = parser.parse_args()
     pack = Pack.open(args.pack)
     found = record(pack, args.tokens, seed=7)
+    places = [hottest_first((active != 0).sum(axis=0)[None, :]) for _, active in found]
+    write_reordered(pack, args.pack, places, lambda _: None, drop=(FILE,), overwrite=True)
+    pack = Pack.open(args.pack)
     layers: list[LayerPredictor] = []
     asked: list[float] = []
     fractions: list[float] = []
-    for i, (x, active) in enumerate(found):
+    for i, ((x, recorded), place) in enumerate(zip(found, places, strict=True)):
+        active = recorded[:, place]
         p = shifted(predictor_of(pack, i, args.kind, args.rank), x, active, args.missed)
-        guessed: NDArray[np.bool_] = p.predicted(x)
-        asked.append(float(guessed.mean()))
+        p = replace(p, hot=hot_neurons(pack, i, args.kind, args.rank, active))
+        asked.append(float(p.predicted(x).mean()))
         fractions.append(float((active != 0).mean()))
         layers.append(p)
-        print(f"layer {i}: {asked[-1]:.1%} predicted, {fractions[-1]:.1%} active", flush=True)
+        print(f"layer {i}: {asked[-1]:.1%} predicted, {fractions[-1]:.1%} active, {p.hot} hot", flush=True)
     about = {key: getattr(args, key) for key in ("kind", "rank", "missed", "tokens")}
     about |= {"predicted": statistics.mean(asked), "active": statistics.mean(fractions)}
     write_predictors(pack, layers, about)

@@ -135,7 +135,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     p.add_argument("--active", type=float, default=0.11)
     p.add_argument("--kind", choices=["svd", "sign"], default="svd")
-    p.add_argument("--rank", type=int, default=256)
+    p.add_argument("--rank", type=int, default=128)
     p.add_argument("--missed", type=float, default=0.005)
     p.add_argument("--gen", type=int, default=24, help="tokens of a run")
     p.add_argument("--rounds", type=int, default=5)

@@ -85,7 +85,7 @@ def _read_checksums(path: Path, m: Manifest) -> U32:
 
 
 def read_tensor(pack: Pack, name: str) -> NDArray[np.uint8]:
-    """One tensor's bytes out of weights.bin, checked. Raises BadFile or IOFailure."""
+    """A tensor's bytes [rows, stride] out of weights.bin, checked. Raises BadFile or IOFailure."""
     info, block = pack.tensors[name], pack.block_bytes
     first, last = info.offset // block, -(-(info.offset + info.bytes) // block)
     fd, size = open_regular(pack.weights_path)
@@ -97,7 +97,7 @@ def read_tensor(pack: Pack, name: str) -> NDArray[np.uint8]:
         part = data[(b - first) * block : (b - first + 1) * block]
         if _native.crc32c(part) != int(pack.checksums[b]):
             raise BadFile(_damage(pack, b))
-    return data[info.offset - first * block :][: info.bytes]
+    return data[info.offset - first * block :][: info.bytes].reshape(-1, info.stride)
 
 
 def verify(pack: Pack, progress: Progress | None = None) -> list[str]:

@@ -308,5 +308,4 @@ def _of_source(pack: Pack, about: manifest.Predictor) -> Predictors:
 
 def _matrix(pack: Pack, name: str) -> StoredMatrix:
     info = pack.tensors[name]
-    rows, columns = info.shape
-    return StoredMatrix(info.format, columns, read_tensor(pack, name).reshape(rows, info.stride))
+    return StoredMatrix(info.format, info.shape[-1], read_tensor(pack, name))

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline import _native, quant
-from thermocline.errors import BadFile
+from thermocline import quant
 from thermocline.layout import expected_tensors
-from thermocline.pack import MAX_COPIED_BYTES, Pack, Progress
+from thermocline.pack import MAX_COPIED_BYTES, Pack, Progress, read_tensor
 from thermocline.pack_writer import write_pack
-from thermocline.safetensors import open_regular, read_at, read_small
+from thermocline.safetensors import read_small
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -42,27 +41,6 @@ def hottest_first(counts: I64) -> I64:
     order = np.argsort(-counts, axis=1, kind="stable")
     places: I64 = (order + np.arange(len(counts))[:, None] * counts.shape[1]).reshape(-1)
     return places
-
-
-def read_tensor(pack: Pack, name: str) -> U8:
-    """A tensor's bytes [rows, stride]. BadFile: they are not what they were when the pack was written."""
-    info, block = pack.tensors[name], pack.block_bytes
-    begin, end = info.offset // block, -(-(info.offset + info.bytes) // block)
-    fd, _ = open_regular(pack.weights_path)
-    try:
-        data = read_at(
-            fd, begin * block, min(end * block, pack.weights_bytes) - begin * block, pack.weights_path
-        )
-    finally:
-        os.close(fd)
-    for i in range(begin, end):
-        part = data[(i - begin) * block : (i + 1 - begin) * block]
-        if _native.crc32c(part) != int(pack.checksums[i]):
-            raise BadFile(
-                f"{pack.weights_path}: checksum mismatch in {name}; the file is damaged: pack it again"
-            )
-    at = info.offset - begin * block
-    return data[at : at + info.bytes].reshape(-1, info.stride)
 
 
 class Reordered:
