@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from thermocline import config, config_offline, report
+from thermocline import config, config_offline, config_shared, report
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import UsageError
 
@@ -193,7 +193,7 @@ def _sides(o: config_offline.EvalOptions, progress: Progress) -> list[Side]:
     own = Side.of(_opened(o.model, progress), o.sparsity)
     if o.against is None:
         return [own]
-    if o.against not in config_offline.SPARSITIES:
+    if o.against not in config_shared.SPARSITIES:
         return [own, Side.of(_opened(o.against, progress), "exact")]
     if not own.pack.spec.sparse:
         raise UsageError(
