@@ -189,6 +189,7 @@ def write(
     path: Path,
     *,
     powerinfer: bool = False,
+    rank: int = 32,
     arch: str = "llama",
     types: Any = None,
     as_f32: bool = False,
@@ -229,8 +230,8 @@ def write(
         rng = np.random.default_rng(9)
         for i in range(config["num_hidden_layers"]):
             dim = config["hidden_size"]
-            out[f"blk.{i}.fc1.weight"] = rng.standard_normal((32 * (i + 1), dim), dtype=np.float32)
-            out[f"blk.{i}.fc2.weight"] = rng.standard_normal((ffn, 32 * (i + 1)), dtype=np.float32)
+            out[f"blk.{i}.fc1.weight"] = rng.standard_normal((rank * (i + 1), dim), dtype=np.float32)
+            out[f"blk.{i}.fc2.weight"] = rng.standard_normal((ffn, rank * (i + 1)), dtype=np.float32)
     for name, x in out.items():
         kind = types(name) if types is not None and x.ndim == 2 else None
         if kind is None:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ARENA_PADDING = 64
+SIGNS = 5
 NONE = 2**64 - 1
 F32 = NDArray[np.float32]
 U32 = NDArray[np.uint32]

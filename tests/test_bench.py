@@ -45,7 +45,15 @@ FLOATS = {"avg_ts", "stddev_ts"}
 OUR_KEYS = {
     *("test", "median_ns", "median_ts", "first_token_s", "bytes_per_token", "gb_per_s", "roof_gb_per_s"),
     *("roof_share", "roof_share_min", "roof_share_max", "from_cache", "python_share", "load_s"),
-    *("peak_rss_bytes", "active_fraction", "rows_fraction", "sparsity", "isa", "tokens"),
+    *(
+        "peak_rss_bytes",
+        "active_fraction",
+        "rows_fraction",
+        "predicted_fraction",
+        "sparsity",
+        "isa",
+        "tokens",
+    ),
 }
 
 

@@ -169,7 +169,7 @@ def test_damaged_weights_are_refused_by_run_and_verify(
         (["hello", "--format", "q3_k"], "q8_0"),
         (["hello", "-c", "999999"], "32768"),
         (["hello", "-c", "4"], "has 5 tokens, the context holds 4"),
-        (["hello", "--sparsity", "maybe"], "exact, off"),
+        (["hello", "--sparsity", "maybe"], "exact, predict, off"),
         (["hello", "-n"], "expected one argument"),
         (["hello", "--logit-bias", "9999+1"], "9999"),
         (["hello", "--temp", "warm"], "--temp must be a number"),

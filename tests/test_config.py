@@ -70,9 +70,19 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "corpus": ("t.txt", ("t.txt",)),
     "tokens": ("99", 99),
     "ctx": ("256", 256),
+    "kind": ("svd", "svd"),
+    "max_kld": ("0.25", 0.25),
+    "max_ppl": ("1.5", 1.5),
+    "minutes": ("2.5", 2.5),
     "samples": ("0", 0),
     "workers": ("2", 2),
     "plot": ("p.png", "p.png"),
+    "predictor_share": ("0.1", 0.1),
+    "vram": ("11.5", 11.5),
+    "ram": ("64", 64.0),
+    "batch": ("4", 4),
+    "hardware": ("hw.json", "hw.json"),
+    "objective": ("frequency", "frequency"),
 }
 
 

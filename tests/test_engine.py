@@ -412,8 +412,8 @@ def test_skipped_rows_are_not_counted_as_read() -> None:
     skipped, dense = figures
     assert skipped.rows_fraction is not None and dense.rows_fraction == 1
     assert skipped.bytes_per_token is not None and dense.bytes_per_token is not None
-    neurons = SPEC.n_layers * SPEC.ffn_dim
-    saved = (1 - skipped.rows_fraction) * neurons * Traffic.of(SPEC, WEIGHTS).neuron_bytes
+    rows = SPEC.n_layers * SPEC.ffn_dim * 2  # up and down
+    saved = (1 - skipped.rows_fraction) * rows * Traffic.of(SPEC, WEIGHTS).row_bytes
     assert dense.bytes_per_token - skipped.bytes_per_token == pytest.approx(saved, abs=1)
     assert skipped.active_fraction == pytest.approx(dense.active_fraction)
 

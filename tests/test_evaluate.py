@@ -203,7 +203,7 @@ def test_the_mode_is_what_is_asked_for(bundled: tuple[Model, CpuOps, I32]) -> No
     exact, off = (Reader(model, ops, context=64, sparsity=s, step=1) for s in ("exact", "off"))
     for reader in (exact, off):
         reader.read(texts[:1], 0, 8)
-    assert exact.stats.rows == exact.stats.active < 0.2 * exact.stats.rows_dense
+    assert exact.stats.rows == 2 * exact.stats.active < 0.2 * exact.stats.rows_dense
     assert off.stats.rows == off.stats.rows_dense
 
 
@@ -339,10 +339,10 @@ def test_what_is_predicted_wrongly_shows(guessed: Callable[[float], Path]) -> No
         for reader in (some, most)
     )
     assert 0.01 < found.kld.value < 1 and found.same_top.value < 1
-    assert 0.2 < some.stats.predicted / some.stats.rows_dense < 0.6
+    assert 0.2 < some.stats.predicted / some.stats.gates_dense < 0.6
     # Four windows together compute what is predicted for any of them, and so less is missing.
     assert together.kld.value < found.kld.value
-    assert most.stats.predicted / most.stats.rows_dense > some.stats.predicted / some.stats.rows_dense
+    assert most.stats.predicted / most.stats.gates_dense > some.stats.predicted / some.stats.gates_dense
 
 
 def test_prompts_are_not_predicted(guessed: Callable[[float], Path]) -> None:

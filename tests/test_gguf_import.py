@@ -260,14 +260,15 @@ def test_formats_packs_do_not_have_become_q8_0_and_the_cost_is_said(
     assert nmse(test_twins.loaded(own).logits(ids, 24), truth) < 1e-3
 
 
-def powerinfer_model(hf: Path, directory: Path) -> Path:
-    """PowerInfer's files: the model, predictors in it, activation counts beside it."""
+def powerinfer_model(hf: Path, directory: Path, rank: int = 32) -> Path:
+    """PowerInfer's files: the model, predictors in it (`rank` wide, then two and three times that),
+    activation counts beside it."""
     import torch
 
     (directory / "activation").mkdir(parents=True)
     for i in range(3):
         torch.save(torch.arange(112) * (i + 1), directory / "activation" / f"activation_{i}.pt")
-    return gguf_twins.write(hf, directory / "m.powerinfer.gguf", powerinfer=True)
+    return gguf_twins.write(hf, directory / "m.powerinfer.gguf", powerinfer=True, rank=rank)
 
 
 def test_powerinfers_predictors_and_counts_are_kept(

@@ -429,7 +429,8 @@ def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> N
         y, stats = f.run(cpu(isa), x, h)
         truth, counted = f.truth(x, h)
         assert nmse(y - x, truth - x) <= (3 * INT8_NMSE if format in QUANTISED else F32_NMSE), at
-        assert (stats.neurons, stats.rows, stats.rows_dense) == (counted.neurons, ffn_dim, ffn_dim)
+        rows = ffn_dim * (2 if f.spec.gated else 1)
+        assert (stats.neurons, stats.rows, stats.rows_dense) == (counted.neurons, rows, rows)
         assert abs(stats.active - counted.active) <= counted.neurons // 1000
         for tokens, threads, sparsity in itertools.product(TOKENS, (1, 3), ("exact", "off")):
             part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens], sparsity=sparsity)
@@ -440,7 +441,7 @@ def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_an_ffn_records_is_what_down_is_multiplied_with(format: str, kind: str, bundles: bool) -> None:
-    """And it changes nothing: neither a bit of the result nor a count, whatever path the tokens take."""
+    """And it changes no bit of the result, whatever path the tokens take."""
     f, neurons = ffn(format, 544, 96, kind, "relu", bundles=bundles), 544
     x, h = normal(5, 300, 96), normal(6, 300, 96)
     for tokens, sparsity in itertools.product((1, 4, 5, 300), ("exact", "off")):
@@ -449,7 +450,9 @@ def test_what_an_ffn_records_is_what_down_is_multiplied_with(format: str, kind: 
         f.run(reference, a, as_the_kernel_sees(format, b), record=want)
         y, stats = f.run(cpu(ISAS[0], 3), a, b, sparsity=sparsity, record=got)
         plain, plain_stats = f.run(cpu(ISAS[0], 3), a, b, sparsity=sparsity)
-        assert same_bits(y, plain) and stats == plain_stats
+        assert same_bits(y, plain) and replace(stats, rows=0) == replace(plain_stats, rows=0)
+        # Recording, few tokens take the path of many, which does not spare dReLU the down rows that up kills.
+        assert stats.rows >= plain_stats.rows if kind == "dReLU" else stats.rows == plain_stats.rows
         assert stats.active == int((got != 0).sum())
         assert nmse(got, want) <= F32_NMSE
 
@@ -494,7 +497,7 @@ def test_every_format_is_native_and_no_other() -> None:
         matrix = _native.Matrix(arena, 0, format.id, 2, 64, quant.row_bytes(format.name, 64))
         assert matrix.row_bytes == quant.row_bytes(format.name, 64)
     with pytest.raises(ValueError, match="unknown weight format"):
-        _native.Matrix(arena, 0, max(f.id for f in quant.FORMATS.values()) + 1, 2, 64, 512)
+        _native.Matrix(arena, 0, max(_native.SIGNS, *(f.id for f in quant.FORMATS.values())) + 1, 2, 64, 512)
 
 
 # ---- the active set
@@ -518,8 +521,11 @@ def test_the_answer_is_right_for_every_active_set(isa: str, format: str, kind: s
     ):
         f = ffn(format, n, dim, kind, "relu", np.asarray(shift, np.float32))
         y, stats = f.run(cpu(isa), x[:tokens], h[:tokens])
-        assert nmse(y, f.truth(x[:tokens], h[:tokens])[0]) <= F32_NMSE, (shift, tokens)
-        assert (stats.rows, stats.neurons) == (rows, tokens * n)
+        truth, counted = f.truth(x[:tokens], h[:tokens])
+        assert nmse(y, truth) <= F32_NMSE, (shift, tokens)
+        if kind != "dReLU":  # where up decides too
+            assert counted.rows == rows * (2 if f.spec.gated else 1)
+        assert (stats.rows, stats.neurons) == (counted.rows, tokens * n)
         assert same_bits(f.run(cpu(isa), x[:tokens], h[:tokens], sparsity="off")[0], y)
     quiet = ffn(format, n, dim, kind, "relu", -100.0)
     assert same_bits(quiet.run(cpu(isa), x, h)[0], x + quiet.native.down_bias)
@@ -553,7 +559,7 @@ def test_threads_change_no_bit_of_a_matmul(isa: str, format: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_dense_activations_skip_nothing(isa: str) -> None:
     f = ffn("f32", 40, 33, "gated", "silu", -100.0)
-    assert f.run(cpu(isa), normal(1, 2, 33), normal(2, 2, 33), sparsity="exact")[1].rows == 40
+    assert f.run(cpu(isa), normal(1, 2, 33), normal(2, 2, 33), sparsity="exact")[1].rows == 80
 
 
 def test_an_ffn_without_biases_equals_the_reference() -> None:

@@ -357,7 +357,7 @@ def test_a_pack_without_predictors_says_how_to_make_them(pack: Pack, tmp_path: P
 
 def test_powerinfers_predictors_work_and_are_read_only_then(tmp_path: Path) -> None:
     twins.TWINS["llama_relu_tied"](tmp_path / "hf")
-    source = powerinfer_model(tmp_path / "hf", tmp_path / "src")
+    source = powerinfer_model(tmp_path / "hf", tmp_path / "src", rank=256)  # blocks of their own
     pack_model(source, tmp_path / "p", "f32")
     pack = Pack.open(tmp_path / "p")
     found = open_predictors(pack)
@@ -374,7 +374,8 @@ def test_powerinfers_predictors_work_and_are_read_only_then(tmp_path: Path) -> N
         bound = loaded.ops.bind_ffn(pack.spec, replace(layer, ffn_norm=None))
         loaded.ops.ffn_add(x, h, bound, "predict", stats)
         assert abs(stats.predicted - int(p.predicted(h).any(axis=0).sum())) <= 1
-    damaged = pack.tensors["layers.1.predictor.fc2.weight"].offset
+    fc2 = pack.tensors["layers.1.predictor.fc2.weight"]
+    damaged = fc2.offset + fc2.bytes // 2
     with pack.weights_path.open("r+b") as f:
         f.seek(damaged)
         f.write(b"\xff")

@@ -95,6 +95,8 @@ def command(argv: Sequence[str]) -> int:
             return cli_offline.profile(options)
         case config_offline.TrainOptions():
             return cli_offline.train(options)
+        case config_offline.PlanOptions():
+            return cli_offline.plan(options)
         case config.BenchOptions():
             return bench(options)
         case config_offline.EvalOptions():
@@ -287,7 +289,8 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
 def doctor(o: config.DoctorOptions) -> int:
     import platform
 
-    from thermocline import hardware
+    from thermocline import hardware, machine
+    from thermocline.tiers import render, tiers_json
 
     directory = Path(o.disk) if o.disk else config.cache_dir(None)
     if o.disk and not directory.is_dir():
@@ -300,9 +303,13 @@ def doctor(o: config.DoctorOptions) -> int:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cache_dir": str(config.cache_dir(None)),
     }
-    if o.json:
-        emit_json({**software, **asdict(found), "advice": advice})
-        return 0
+    if o.output is not None or o.json:
+        tiers = machine.tiers_here(o.threads, disk=found.disk)
+        if o.output is not None:
+            Path(o.output).write_text(render(tiers), encoding="utf-8")
+        if o.json:
+            emit_json({**software, **asdict(found), "advice": advice, "tiers": tiers_json(tiers)})
+            return 0
     lines = [("advice", line) for line in advice] or [("advice", "none: nothing holds this machine back")]
     emit(
         report.table(

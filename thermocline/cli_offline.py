@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from thermocline import config, config_offline, report
+from thermocline import config, config_offline, config_shared, report
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import UsageError
 
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from thermocline.decoder import I32
     from thermocline.evaluate import Reader
     from thermocline.pack import Pack
+    from thermocline.plan_file import Subject
     from thermocline.predictor import Predictors
     from thermocline.profile import Samples
     from thermocline.profiler import Done, Request
+    from thermocline.tiers import Tiers
     from thermocline.train import Request as TrainRequest
 
 T = TypeVar("T")
@@ -191,7 +193,7 @@ def _sides(o: config_offline.EvalOptions, progress: Progress) -> list[Side]:
     own = Side.of(_opened(o.model, progress), o.sparsity)
     if o.against is None:
         return [own]
-    if o.against not in config_offline.SPARSITIES:
+    if o.against not in config_shared.SPARSITIES:
         return [own, Side.of(_opened(o.against, progress), "exact")]
     if not own.pack.spec.sparse:
         raise UsageError(
@@ -295,7 +297,7 @@ def _active(reader: Reader) -> dict[str, Any]:
     s, sparse = reader.stats, reader.model.spec.sparse
     return {
         "active_fraction": s.active / max(1, s.neurons) if sparse else None,
-        "predicted_fraction": s.predicted / max(1, s.rows_dense) if reader.sparsity == "predict" else None,
+        "predicted_fraction": s.predicted / max(1, s.gates_dense) if reader.sparsity == "predict" else None,
     }
 
 
@@ -392,3 +394,59 @@ def trained(pack: Pack) -> dict[str, Any]:
     assert found is not None, "it exists"
     with found:
         return {"predictors": {"bytes": found.nbytes, **found.report}}
+
+
+# ---- plan
+
+
+def plan(o: config_offline.PlanOptions) -> int:
+    from thermocline import plan as planning
+    from thermocline import plan_file, report_plan
+    from thermocline.llm import GIB, context_for
+    from thermocline.problem import Ask
+
+    subject = plan_subject(o)
+    tiers = plan_tiers(o, subject.sizes.format)
+    ask = Ask(
+        context=context_for(subject.spec, o.ctx or None),
+        batch=o.batch,
+        sparsity=o.sparsity if subject.spec.sparse else "off",
+        objective=o.objective,
+        vram_bytes=None if o.vram is None else int(o.vram * GIB),
+        ram_bytes=None if o.ram is None else int(o.ram * GIB),
+    )
+    made = planning.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
+    about = plan_file.plan_json(subject, tiers, ask, made)
+    if o.output is not None:
+        plan_file.write(Path(o.output), about, overwrite=o.force)
+    if o.json:
+        emit_json(about)
+    else:
+        more = planning.alternative(subject.spec, subject.sizes, subject.hotness, tiers, ask)
+        same = more.layers == made.layers and more.head == made.head
+        emit(report_plan.plan_text(subject.name, tiers.name, made, None if same else more))
+    return 0
+
+
+def plan_subject(o: config_offline.PlanOptions) -> Subject:
+    from thermocline import plan_file
+    from thermocline.llm import BUNDLED
+
+    curve = plan_file.Curve(o.active, o.skew)
+    path = BUNDLED if o.model is None else Path(o.model)
+    if (path / "pack.json").exists():
+        return plan_file.of_pack(path, o.sparsity, curve)
+    share = o.predictor_share if o.sparsity == "predict" else 0.0
+    return plan_file.of_shape(str(o.model), o.format, share, curve)
+
+
+def plan_tiers(o: config_offline.PlanOptions, weight_format: str) -> Tiers:
+    from thermocline import machine
+    from thermocline.tiers import read_tiers
+
+    if o.hardware is not None:
+        return read_tiers(o.hardware)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > 0.3 and not o.quiet:
+        note(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
+    return machine.tiers_here(o.threads, formats=[weight_format])

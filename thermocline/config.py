@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thermocline.config_offline import SPARSITIES as SPARSITIES
-from thermocline.config_offline import EvalOptions, ProfileOptions, TrainOptions
+from thermocline.config_offline import EvalOptions, PlanOptions, ProfileOptions, TrainOptions
+from thermocline.config_shared import FORMATS as FORMATS
+from thermocline.config_shared import SPARSITIES as SPARSITIES
+from thermocline.config_shared import json_output, quiet_output, sparsity_mode, thread_count
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -34,7 +36,6 @@ from thermocline.options import (
     whole,
 )
 
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
 
@@ -67,27 +68,6 @@ def _cache_dir() -> Any:
     return opt(None, nonempty, "DIR", "Model", "Where those packs are kept.", shown=shown)
 
 
-def _sparsity() -> Any:
-    help = (
-        "exact: skip neurons whose activation is zero, with the same answer; predict: also those that the "
-        "pack's predictors take for zero, with nearly the same answer; off: compute all."
-    )
-    return opt("exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model", help)
-
-
-def _threads(help: str) -> Any:
-    shown = "0 = the physical cores this process may use"
-    return opt(0, whole(-1, 1024), "N", "Model", help, flags="-t", shown=shown)
-
-
-def _json() -> Any:
-    return opt(False, switch, None, "Output", "Print one JSON object on stdout.")
-
-
-def _quiet() -> Any:
-    return opt(False, switch, None, "Output", "No progress bars and no line of figures.", flags="-q")
-
-
 @dataclass(frozen=True)
 class Generation:
     """What every command that generates text can be told."""
@@ -100,8 +80,8 @@ class Generation:
         "Context length in tokens, prompt and answer together; memory for it is reserved up front.",
         flags="-c --context-length --max-model-len", shown="0 = the model's limit, but at most 4096"
     )  # fmt: skip
-    threads: int = _threads("Threads to compute with.")
-    sparsity: str = _sparsity()
+    threads: int = thread_count()
+    sparsity: str = sparsity_mode()
 
     n_predict: int = opt(
         -1, count_or_all, "N", "Generation", "Tokens to generate at most.",
@@ -157,7 +137,7 @@ class Generation:
         flags="-l", repeat=True
     )  # fmt: skip
 
-    quiet: bool = _quiet()
+    quiet: bool = quiet_output()
 
 
 @dataclass(frozen=True)
@@ -174,7 +154,7 @@ class RunOptions(Generation):
         None, whole(0, 100), "N", "Output", "With --json: log-probabilities of each token and its N rivals.",
         shown="none"
     )  # fmt: skip
-    json: bool = _json()
+    json: bool = json_output()
     display_prompt: bool = opt(True, switch, None, "Output", "Print the prompt before its continuation.")
 
 
@@ -221,8 +201,8 @@ class PackOptions:
     )
     format: str | None = _format("Weight format.")
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack.")
-    json: bool = _json()
-    quiet: bool = _quiet()
+    json: bool = json_output()
+    quiet: bool = quiet_output()
 
 
 @dataclass(frozen=True)
@@ -255,8 +235,8 @@ class SynthOptions:
         "Rank of what decides which neurons are active, but for a tenth of noise; a multiple of 32."
     )  # fmt: skip
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack and GGUF file.")
-    json: bool = _json()
-    quiet: bool = _quiet()
+    json: bool = json_output()
+    quiet: bool = quiet_output()
 
 
 @dataclass(frozen=True)
@@ -264,7 +244,7 @@ class InspectOptions:
     """Say what is in a pack: the model, sizes per part, bytes per token."""
 
     model: str | None = _model(positional=True)
-    json: bool = _json()
+    json: bool = json_output()
 
 
 @dataclass(frozen=True)
@@ -272,8 +252,8 @@ class VerifyOptions:
     """Check every byte of a pack against its checksums."""
 
     model: str | None = _model(positional=True)
-    json: bool = _json()
-    quiet: bool = _quiet()
+    json: bool = json_output()
+    quiet: bool = quiet_output()
 
 
 @dataclass(frozen=True)
@@ -287,7 +267,7 @@ class BenchOptions:
         (0,), counts(0, 1024), "N,...", "Model", "Threads to compute with; a test is repeated for each.",
         flags="-t", shown="0 = the physical cores this process may use"
     )  # fmt: skip
-    sparsity: str = _sparsity()
+    sparsity: str = sparsity_mode()
 
     n_prompt: tuple[int, ...] = opt(
         (512,), counts(0), "N,...", "Tests", "Prompt tokens, computed together; 0 leaves this test out.",
@@ -330,8 +310,11 @@ class DoctorOptions:
     disk: str | None = opt(
         None, nonempty, "DIR", "Model", "Directory whose disk is measured.", shown="the cache directory"
     )
-    threads: int = _threads("Threads to measure memory with.")
-    json: bool = _json()
+    threads: int = thread_count("Threads to measure memory with.")
+    output: str | None = opt(
+        None, nonempty, "FILE", "Output", "Write what `plan --hardware FILE` reads.", flags="-o", shown="none"
+    )
+    json: bool = json_output()
 
 
 @dataclass(frozen=True)
@@ -350,7 +333,7 @@ class LsOptions:
     """List the packs and hub models in the caches."""
 
     cache_dir: str | None = _cache_dir()
-    json: bool = _json()
+    json: bool = json_output()
 
 
 @dataclass(frozen=True)
@@ -374,6 +357,7 @@ COMMANDS: dict[str, type[Any]] = {
     "verify": VerifyOptions,
     "profile": ProfileOptions,
     "train": TrainOptions,
+    "plan": PlanOptions,
     "bench": BenchOptions,
     "eval": EvalOptions,
     "doctor": DoctorOptions,

@@ -8,22 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from thermocline.config_shared import FORMATS, json_output, quiet_output, sparsity_mode, thread_count
 from thermocline.options import count_or_all, nonempty, one_of, opt, real, switch, whole
-
-SPARSITIES = ("exact", "predict", "off")
-
-
-def _threads() -> Any:
-    shown = "0 = the physical cores this process may use"
-    return opt(0, whole(-1, 1024), "N", "Model", "Threads to compute with.", flags="-t", shown=shown)
-
-
-def _json() -> Any:
-    return opt(False, switch, None, "Output", "Print one JSON object on stdout.")
-
-
-def _quiet() -> Any:
-    return opt(False, switch, None, "Output", "No progress bars and no remarks.", flags="-q")
 
 
 @dataclass(frozen=True)
@@ -38,7 +24,7 @@ class ProfileOptions:
         None, nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", shown="the pack itself"
     )
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack at -o.")
-    threads: int = _threads()
+    threads: int = thread_count()
     workers: int = opt(
         1, whole(1, 256), "N", "Model", "Passages computed side by side; they share the threads."
     )
@@ -61,8 +47,8 @@ class ProfileOptions:
         None, nonempty, "FILE", "Output", "Draw the curve and the heat map into a .png, .svg or .pdf.",
         shown="none"
     )  # fmt: skip
-    json: bool = _json()
-    quiet: bool = _quiet()
+    json: bool = json_output()
+    quiet: bool = quiet_output("no remarks")
 
 
 @dataclass(frozen=True)
@@ -75,12 +61,8 @@ class EvalOptions:
         "Or org/name[@revision][:file or quant] from the hub, fetched once.",
         flags="-m", shown="the bundled model", positional=True
     )  # fmt: skip
-    sparsity: str = opt(
-        "exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model",
-        "exact: skip neurons whose activation is zero, with the same answer; predict: also those that the "
-        "pack's predictors take for zero; off: compute all."
-    )  # fmt: skip
-    threads: int = _threads()
+    sparsity: str = sparsity_mode()
+    threads: int = thread_count()
 
     text: str = opt(
         "", nonempty, "FILE", "Text", "The text to predict, UTF-8, such as WikiText-2's raw test split.",
@@ -102,8 +84,8 @@ class EvalOptions:
         shown="none"
     )  # fmt: skip
 
-    json: bool = _json()
-    quiet: bool = _quiet()
+    json: bool = json_output()
+    quiet: bool = quiet_output("no remarks")
 
 
 TRAIN_KINDS = ("auto", "mlp", "svd", "sign")
@@ -142,9 +124,62 @@ class TrainOptions:
         "After half of this no wider predictors are trained; after all of it the best found so far is taken."
     )  # fmt: skip
     seed: int = opt(0, whole(0, 2**31), "N", "Fitting", "Equal seeds give equal predictors.", flags="-s")
-    threads: int = opt(
-        0, whole(-1, 1024), "N", "Model", "Threads to compute with.", flags="-t",
-        shown="0 = the physical cores this process may use"
+    threads: int = thread_count()
+    json: bool = json_output()
+    quiet: bool = quiet_output("no remarks")
+
+
+def _gib(help: str, shown: str) -> Any:
+    return opt(None, real(0, 1e6), "GIB", "Budget", help, shown=shown)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Say which neurons go to the GPU, to RAM and to disk, and how fast a token then is."""
+
+    model: str | None = opt(
+        None, str, "PACK|SHAPE", "Model",
+        "A pack; or a known shape, such as opt-30b (a wrong one lists them all), or a config.json.",
+        flags="-m", shown="the bundled model", positional=True
     )  # fmt: skip
-    json: bool = _json()
-    quiet: bool = _quiet()
+    format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format of a shape.")
+    sparsity: str = sparsity_mode()
+    active: float | None = opt(
+        None, real(0.001, 0.9), "X", "Model",
+        "Mean fraction of neurons active for a token, instead of a profile; makes dense shapes ReLU models.",
+        shown="the pack's profile, else 0.1"
+    )  # fmt: skip
+    skew: float = opt(
+        0.26, real(0.001, 0.8), "X", "Model",
+        "Without a profile: fraction of a layer's neurons that makes 80% of the activations."
+    )  # fmt: skip
+    predictor_share: float = opt(
+        0.06, real(0, 0.5), "X", "Model",
+        "Of a shape, with --sparsity predict: its predictors' size, of the model's."
+    )  # fmt: skip
+
+    vram: float | None = _gib("Memory of the GPU that may be used.", "all the hardware has")
+    ram: float | None = _gib("Memory that may be used.", "all the hardware has; here, all that is free")
+    ctx: int = opt(
+        0, whole(0), "N", "Budget", "Context length in tokens, of each sequence of the batch.",
+        shown="0 = the model's limit, but at most 4096"
+    )  # fmt: skip
+    batch: int = opt(1, whole(1, 1024), "N", "Budget", "Sequences that are computed together.")
+
+    hardware: str | None = opt(
+        None, nonempty, "FILE|NAME", "Hardware",
+        "What `thermocline doctor -o FILE` wrote, or a known machine (a wrong name lists them all).",
+        shown="this machine, measured now"
+    )  # fmt: skip
+    threads: int = thread_count("Threads to measure this machine with.", "Hardware")
+    objective: str = opt(
+        "time", one_of("time", "frequency"), "time|frequency", "Hardware",
+        "time: the shortest token; frequency: the most activations on the GPU, as PowerInfer's solver."
+    )  # fmt: skip
+
+    output: str | None = opt(
+        None, nonempty, "FILE", "Output", "Write the plan as JSON.", flags="-o", shown="none"
+    )
+    force: bool = opt(False, switch, None, "Output", "Replace an existing file at -o.")
+    json: bool = json_output()
+    quiet: bool = quiet_output("no remarks")

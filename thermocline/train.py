@@ -302,11 +302,12 @@ class Judge:
         """Of exact, what its tokens would read one by one: it read them in batches, which share rows."""
         spec, t = self.pack.spec, self.pack.tensors
         gate, bundle = t["layers.0.gate.weight"].stride, t["layers.0.bundle"]
-        neuron = quant.row_bytes(bundle.format, spec.dim) * (2 if spec.gated else 1)
+        row = quant.row_bytes(bundle.format, spec.dim)  # up, or down
+        neuron = row * (2 if spec.gated else 1)
         every = spec.n_layers * spec.n_experts * spec.ffn_dim
         tokens = own.neurons / every
         active = base.active / base.neurons
-        read = own.predicted * gate + own.rows * neuron + own.predictor_bytes
+        read = own.predicted * gate + own.rows * row + own.predictor_bytes
         return Verdict(
             d, own.predicted / own.neurons, active, read / tokens, every * (gate + active * neuron)
         )

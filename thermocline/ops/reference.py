@@ -184,7 +184,8 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
         a[:, needed] *= np.maximum(u, 0) if spec.up_activation == "relu" else u
     stats.active += int((a != 0).sum())
     stats.neurons += a.size
-    downs = int((a != 0).any(axis=0).sum()) if skip and spec.up_activation == "relu" else len(needed)
+    lives = skip and spec.up_activation == "relu" and len(x) <= FEW  # of few tokens, up is read before down
+    downs = int((a != 0).any(axis=0).sum()) if lives else len(needed)
     stats.rows += downs + (len(needed) if f.up is not None else 0)
     stats.rows_dense += spec.ffn_dim * (2 if f.up is not None else 1)
     stats.gates_dense += spec.ffn_dim

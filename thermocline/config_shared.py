@@ -1,0 +1,31 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thermocline.options import one_of, opt, switch, whole
+
+FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+SPARSITIES = ("exact", "predict", "off")
+
+
+def sparsity_mode() -> Any:
+    help = (
+        "exact: skip neurons whose activation is zero, with the same answer; predict: also those that the "
+        "pack's predictors take for zero, with nearly the same answer; off: compute all."
+    )
+    return opt("exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model", help)
+
+
+def thread_count(help: str = "Threads to compute with.", group: str = "Model") -> Any:
+    shown = "0 = the physical cores this process may use"
+    return opt(0, whole(-1, 1024), "N", group, help, flags="-t", shown=shown)
+
+
+def json_output() -> Any:
+    return opt(False, switch, None, "Output", "Print one JSON object on stdout.")
+
+
+def quiet_output(silenced: str = "no line of figures") -> Any:
+    return opt(False, switch, None, "Output", f"No progress bars and {silenced}.", flags="-q")

@@ -1,0 +1,240 @@
+"""How long a token takes: every placement that a layer can have, with its bytes in each tier and its time.
+
+The only file that knows what is read when, and what overlaps with what. CPU figures follow this engine as
+it is; GPU and disk ones are predictions of engines to come. Must not know budgets, files or solvers.
+
+A layer's time is attention, then the predictor, each on its tier, then the FFN on all tiers at once:
+max(GPU, CPU, disk). A layer that uses both processors waits for the slower and pays `sync_us`; one that is
+all on one pays nothing. (Where runs of such layers meet the residual stream crosses over too: `plan.predict`
+has it once a token, since like layers lie together.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.sizes import LayerSizes, Part, Sizes
+from thermocline.tiers import Tiers
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+
+# Of a token on the CPU, beside memory (LOG, "Planner"): a half of a layer is a native call with its barriers
+# and the Python between two; sampling and the engine's own work come once.
+CALL_US, TOKEN_US = 22.0, 350.0
+KV_SHARE = 0.55  # of memory speed that attention reaches over keys and values (of f16, 4096 positions)
+BUNDLE_SHARE = (
+    0.8  # of the dense kernels' speed that bundles reach: scattered records, an inner product and a sum
+)
+EXCESS = 1.5  # neurons that a predictor names for one that is active; published ones: 1.2 to 1.8
+PREDICT_TOKENS = 4  # more tokens a step run `exact`
+LAUNCHES = 6  # GPU kernels in a half of a layer
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step is: one token of each of `batch` sequences, `depth` positions in."""
+
+    sparsity: str  # predict, exact or off
+    batch: int = 1
+    depth: int = 0
+
+    @property
+    def predicts(self) -> bool:
+        return self.sparsity == "predict" and self.batch <= PREDICT_TOKENS
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Placements of one layer (or of the head), one an entry: what each is, takes, and costs."""
+
+    attention: Bool  # on the GPU, with its keys and values
+    predictor: Bool  # on the GPU
+    gpu: I64  # neurons [0, gpu) are there
+    disk: I64  # bundles of the last `disk` neurons are on disk; their gate rows stay in RAM
+    vram_bytes: I64
+    ram_bytes: I64
+    gpu_us: F64  # what each tier adds to the token's time: of what runs side by side the longest counts
+    cpu_us: F64
+    disk_us: F64
+    sync_us: F64
+
+    @property
+    def us(self) -> F64:
+        total: F64 = self.gpu_us + self.cpu_us + self.disk_us + self.sync_us
+        return total
+
+    def __len__(self) -> int:
+        return len(self.gpu)
+
+    def pick(self, index: I64) -> Columns:
+        return Columns(**{f.name: getattr(self, f.name)[index] for f in fields(Columns)})
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Time of a read and its multiplications on either processor, in microseconds."""
+
+    tiers: Tiers
+    format: str
+    batch: int
+
+    def cpu(self, read_bytes: F64 | float, weights: F64 | float, share: float = 1.0) -> F64:
+        k = self.tiers.kernel(self.format)
+        us: F64 = np.maximum(
+            np.asarray(read_bytes) / (k.gbs * share * 1e3), 2.0 * self.batch * weights / (k.gflops * 1e3)
+        )
+        return us
+
+    def gpu(self, read_bytes: F64 | float, weights: F64 | float) -> F64:
+        g = self.tiers.gpu
+        assert g is not None
+        us: F64 = np.maximum(
+            np.asarray(read_bytes) / (g.read_gbs * g.share * 1e3),
+            2.0 * self.batch * weights / (g.gflops * 1e3),
+        )
+        return us
+
+    def sync(self, dim: int) -> float:
+        """The residual stream to the other processor and the result back."""
+        g = self.tiers.gpu
+        return 0.0 if g is None else g.sync_us + 2 * 4 * dim * self.batch / (g.link_gbs * 1e3)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a step needs of a layer's neurons, hottest first: sums over the first k, k = 0 … neurons."""
+
+    gates: F64  # gate rows
+    bundles: F64
+
+    @staticmethod
+    def of(hotness: F64, work: Work, *, skips: bool) -> Reads:
+        """`hotness`: each neuron's probability that a step needs it, hottest first."""
+        n = len(hotness)
+        every: F64 = np.arange(n + 1, dtype=np.float64)
+        if not skips or work.sparsity == "off":
+            return Reads(every, every)
+        needed = np.concatenate([[0.0], np.cumsum(hotness)])
+        if not work.predicts:
+            return Reads(every, needed)
+        return Reads(np.concatenate([[0.0], np.cumsum(np.minimum(1.0, EXCESS * hotness))]), needed)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer as the planner sees it."""
+
+    sizes: LayerSizes
+    reads: Reads
+    kv_bytes: int  # of its keys and values
+    kv_read_bytes: int
+    dim: int
+
+    def same_as(self, other: LayerWork) -> bool:
+        kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
+        return self.reads is other.reads and kv and self.sizes == other.sizes
+
+
+def grid(neurons: int, clusters: int) -> I64:
+    """Borders of clusters, 0 to `neurons`: at most `clusters`, all but the last of one multiple of 32."""
+    size = -(-neurons // clusters // 32) * 32 if neurons >= 32 * clusters else min(32, neurons)
+    borders: I64 = np.minimum(np.arange(0, neurons + size, size), neurons)
+    return np.unique(borders)
+
+
+def layer_columns(
+    layer: LayerWork, speeds: Speeds, work: Work, *, clusters: int, gpu: bool, disk: bool
+) -> Columns:
+    """Every placement: attention and predictor here or there, any share on the GPU, any on disk."""
+    s = layer.sizes
+    borders = grid(s.neurons, clusters)
+    counts = borders if gpu else borders[:1]
+    tails = s.neurons - borders[::-1] if disk else borders[:1]
+    both = np.array([False, True]) if gpu else np.array([False])
+    predictors = both if work.predicts and s.predictor.bytes else both[:1]
+    a, p, g, d = (x.ravel() for x in np.meshgrid(both, predictors, counts, tails, indexing="ij"))
+    fits = g + d <= s.neurons
+    a, p, g, d = a[fits], p[fits], g[fits], d[fits]
+    gates, bundles = s.gate_bytes, s.bundle_bytes
+    attention_bytes, predictor_bytes = s.attention.bytes + layer.kv_bytes, s.predictor.bytes
+    vram = a * attention_bytes + p * predictor_bytes + gates(g) + bundles(g)
+    ram = ~a * attention_bytes + ~p * predictor_bytes
+    ram = ram + gates(s.neurons - g) + bundles(s.neurons - g - d)
+    return Columns(a, p, g, d, vram, ram, *layer_times(layer, speeds, work, a, p, g, d))
+
+
+def layer_times(
+    layer: LayerWork, v: Speeds, work: Work, a: Bool, p: Bool, g: I64, d: I64
+) -> tuple[F64, F64, F64, F64]:
+    """(gpu_us, cpu_us, disk_us, sync_us) of each placement."""
+    s, gates, bundles = layer.sizes, layer.reads.gates, layer.reads.bundles
+    n, has_gpu = s.neurons, v.tiers.gpu is not None
+    sparse = bundles[-1] < n
+    attention = s.attention
+    kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
+    cpu = np.where(a, 0.0, v.cpu(attention.read_bytes, attention.weights) + kv + CALL_US)
+    predictor = s.predictor if work.predicts else Part()
+    cpu += np.where(p, 0.0, v.cpu(predictor.read_bytes, predictor.weights))
+
+    def ffn(gate_rows: F64, bundle_rows: F64, on_gpu: bool) -> F64:
+        reads = [(gate_rows, s.gate, 1.0), (bundle_rows, s.bundle, BUNDLE_SHARE if sparse else 1.0)]
+        if on_gpu:
+            return sum((v.gpu(k * r.read_bytes, k * r.weights) for k, r, _ in reads), np.zeros(len(g)))
+        return sum((v.cpu(k * r.read_bytes, k * r.weights, x) for k, r, x in reads), np.zeros(len(g)))
+
+    ffn_cpu = ffn(gates[n] - gates[g], bundles[n] - bundles[g], False) + np.where(g < n, CALL_US, 0.0)
+    ffn_gpu, gpu, sync = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
+    if has_gpu:
+        assert v.tiers.gpu is not None
+        launches = LAUNCHES * v.tiers.gpu.launch_us
+        here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + launches
+        gpu += np.where(a, here, 0.0)
+        gpu += np.where(p, v.gpu(predictor.read_bytes, predictor.weights), 0.0)
+        ffn_gpu = np.where(g > 0, ffn(gates[g], bundles[g], True) + launches, 0.0)
+        on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n) | (~p & (predictor.bytes > 0))
+        sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
+    disk = _disk_us(s, v, bundles[n] - bundles[n - d], sparse)
+    longest = np.maximum(np.maximum(ffn_gpu, ffn_cpu), disk)
+    of_disk = (disk == longest) & (disk > 0)
+    of_gpu = (ffn_gpu == longest) & ~of_disk & (ffn_gpu > ffn_cpu)
+    gpu += np.where(of_gpu, longest, 0.0)
+    cpu += np.where(of_gpu | of_disk, 0.0, longest)
+    return gpu, cpu, np.where(of_disk, longest, 0.0), sync
+
+
+def _disk_us(s: LayerSizes, v: Speeds, bundles: F64, sparse: bool) -> F64:
+    """Bundles from disk: all in order, or each on its own, bounded by reads a second or by bytes a second."""
+    disk = v.tiers.disk
+    if disk is None:
+        return np.zeros(len(bundles))
+    if not sparse:
+        return np.asarray(bundles * s.record_bytes / (disk.read_gbs * 1e3))
+    pages = -(-s.record_bytes // PAGE)
+    us: F64 = bundles * max(1e6 / disk.reads_per_s, pages * PAGE / (disk.read_gbs * 1e3))
+    return us
+
+
+def head_columns(sizes: Sizes, v: Speeds, *, gpu: bool) -> Columns:
+    """The head in RAM, or on the GPU (a tied one as a copy)."""
+    part = sizes.head + Part(0, sizes.tied.read_bytes, sizes.tied.weights)
+    where = np.array([False, True]) if gpu else np.array([False])
+    none = np.zeros(len(where), np.int64)
+    there = v.gpu(part.read_bytes, part.weights) if gpu else 0.0
+    return Columns(
+        attention=where,
+        predictor=np.zeros(len(where), np.bool_),
+        gpu=none,
+        disk=none,
+        vram_bytes=where * (sizes.head.bytes + sizes.tied.bytes),
+        ram_bytes=~where * sizes.head.bytes,
+        gpu_us=np.where(where, there, 0.0),
+        cpu_us=np.where(where, 0.0, v.cpu(part.read_bytes, part.weights)),
+        disk_us=np.zeros(len(where)),
+        sync_us=np.zeros(len(where)),
+    )

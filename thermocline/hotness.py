@@ -1,0 +1,85 @@
+"""How often each neuron is needed: from a profile, from a pack's counts, or from a curve said to be one.
+
+Owns where the numbers come from. Must not know tiers or costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.pack import Pack
+from thermocline.planted import HOTTEST, activities
+from thermocline.safetensors import open_regular, read_at
+
+F64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Hotness:
+    """`at(layer, batch)`: the probability that a step of `batch` tokens needs each neuron, hottest first."""
+
+    source: str  # for a person
+    measured: bool
+    at: Callable[[int, int], F64]
+    key: Callable[[int], int] = int  # equal for layers known to be alike
+
+
+class Profile(Protocol):
+    """What `profile.open_profile` gives."""
+
+    @property
+    def buckets(self) -> tuple[int, ...]: ...
+    @property
+    def tokens(self) -> int: ...
+    def hotness(self, layer: int, batch: int = 1) -> F64: ...
+
+
+def profiled(profile: Profile) -> Hotness:
+    """A batch between two buckets counts as the larger, one beyond the largest as that."""
+
+    def at(layer: int, batch: int) -> F64:
+        bucket = min((b for b in profile.buckets if b >= batch), default=max(profile.buckets))
+        return hottest_first(profile.hotness(layer, bucket))
+
+    return Hotness(f"profile of {profile.tokens:,} tokens", True, at)
+
+
+def independent(
+    each: Sequence[F64], source: str, *, measured: bool, key: Callable[[int], int] = int
+) -> Hotness:
+    """Tokens of a batch need neurons independently: an upper bound, since real ones agree more."""
+    return Hotness(source, measured, lambda layer, batch: 1.0 - (1.0 - each[layer]) ** batch, key)
+
+
+def assumed(layers: int, neurons: int, active: float, skew: float) -> Hotness:
+    """The same power law in every layer; UsageError where there is none."""
+    curve = activities(neurons, active, skew)
+    source = f"assumed: {active:.0%} of the neurons active, {skew:.0%} of them make 80 % of the activations"
+    return independent([curve] * layers, source, measured=False, key=lambda layer: 0)
+
+
+def counted(pack: Pack) -> Hotness | None:
+    """From a pack's `activation_count` tensors; the one counted most is taken to be nearly always active."""
+    names = [f"layers.{i}.activation_count" for i in range(pack.spec.n_layers)]
+    if not all(name in pack.tensors for name in names):
+        return None
+    fd, _ = open_regular(pack.weights_path)
+    with open(fd, "rb"):
+        counts = [
+            read_at(fd, t.offset, t.bytes, pack.weights_path).view("<f4").astype(np.float64)
+            for t in (pack.tensors[name] for name in names)
+        ]
+    most = max(float(c.max()) for c in counts)
+    if not (np.isfinite(most) and most > 0 and all(float(c.min()) >= 0 for c in counts)):
+        return None
+    each = [hottest_first(c * (HOTTEST / most)) for c in counts]
+    return independent(each, "activation counts of the model's authors", measured=True)
+
+
+def hottest_first(p: F64) -> F64:
+    return np.sort(p)[::-1]

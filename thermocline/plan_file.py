@@ -1,0 +1,141 @@
+"""What `plan` reads and writes: a pack or a shape as sizes and hotness; a plan as JSON, stamped.
+
+Must not know how a plan is found, nor flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from thermocline import synth, weights
+from thermocline.errors import IOFailure, UsageError
+from thermocline.hotness import Hotness, assumed, counted, profiled
+from thermocline.layout import expected_tensors
+from thermocline.pack import Pack
+from thermocline.plan import Plan
+from thermocline.predictor import open_predictors
+from thermocline.problem import Ask
+from thermocline.profile import PROFILE, open_profile
+from thermocline.safetensors import Json
+from thermocline.sidecar import stamp
+from thermocline.sizes import Sizes, sizes_of
+from thermocline.spec import ModelSpec
+from thermocline.tiers import Tiers, render
+
+KIND, VERSION = "thermocline-plan", 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to plan for. `made_from`: sha256 of what says so, by name."""
+
+    name: str
+    spec: ModelSpec
+    sizes: Sizes
+    hotness: Hotness
+    made_from: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The assumed activity of a model without a profile (synth.py has the words)."""
+
+    active: float | None
+    skew: float
+
+
+def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
+    pack = Pack.open(path)
+    formats = {n: t.format for n, t in pack.tensors.items()}
+    ranks = pack.predictor.ranks if pack.predictor is not None else ()
+    expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
+    held = {n: t for n, t in expected.items() if n in pack.tensors and ".predictor." not in n}
+    sizes = sizes_of(pack.spec, held, pack.weight_format)
+    predictors = open_predictors(pack) if sparsity == "predict" and pack.spec.sparse else None
+    if predictors is not None:
+        with predictors:
+            each, rest = divmod(predictors.nbytes, predictors.count)
+            sizes = sizes.with_predictors([each + (i < rest) for i in range(predictors.count)])
+    # Whole blocks are read around what is left out: what that adds is counted too.
+    more = weights.memory_bytes(pack) - sizes_of(pack.spec, held, pack.weight_format).weights_bytes
+    sizes = dataclasses.replace(
+        sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + max(0, more))
+    )
+    hotness, made_from = _hotness(pack, curve), {"pack": stamp(path)}
+    if (path / PROFILE).exists():
+        made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
+    return Subject(str(path), pack.spec, sizes, hotness, made_from)
+
+
+def _hotness(pack: Pack, curve: Curve) -> Hotness:
+    profile = open_profile(pack) if pack.spec.sparse else None
+    if profile is not None and curve.active is None:
+        return profiled(profile)
+    found = counted(pack) if pack.spec.sparse and curve.active is None else None
+    return found or _assumed(pack.spec, curve)
+
+
+def _assumed(spec: ModelSpec, curve: Curve) -> Hotness:
+    active = synth.ACTIVE if curve.active is None else curve.active
+    return assumed(spec.n_layers, spec.n_experts * spec.ffn_dim, active, curve.skew)
+
+
+def of_shape(shape: str, weight_format: str, predictor_share: float, curve: Curve) -> Subject:
+    """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's; 0: none."""
+    name, spec, mapping = synth.read_shape(shape)
+    if curve.active is not None and not spec.sparse:
+        spec = dataclasses.replace(spec, activation="relu")
+    expected = expected_tensors(spec, weight_format)
+    held = {n: t for n, t in expected.items() if not t.optional or n in mapping.tensors}
+    sizes = sizes_of(spec, held, weight_format)
+    if predictor_share and spec.sparse:
+        numbers = predictor_share * sum(t.parameters for t in held.values() if not t.vector)
+        each = round(numbers / spec.n_layers) * 34 // 32  # int8, a scale for each 32
+        sizes = sizes.with_predictors([each] * spec.n_layers)
+    digest = hashlib.sha256(repr((spec, sorted(held))).encode()).hexdigest()
+    return Subject(f"{name} {weight_format}", spec, sizes, _assumed(spec, curve), {"shape": digest})
+
+
+# ---- out
+
+
+def plan_json(subject: Subject, tiers: Tiers, ask: Ask, plan: Plan) -> Json:
+    """The contract of `plan --json` and of the file (README)."""
+    hardware = hashlib.sha256(render(tiers).encode()).hexdigest()
+    return {
+        "kind": KIND,
+        "version": VERSION,
+        "model": subject.name,
+        "made_from": {**subject.made_from, "hardware": hardware},
+        "hardware": tiers.name,
+        "hotness": {"source": subject.hotness.source, "measured": subject.hotness.measured},
+        "ask": dataclasses.asdict(ask),
+        "budget": dataclasses.asdict(plan.budget),
+        "bytes": plan.bytes,
+        "head": plan.head,
+        "layers": [dataclasses.asdict(layer) for layer in plan.layers],
+        "hot": {str(batch): list(counts) for batch, counts in plan.hot.items()},
+        "gpu_share": plan.share,
+        "predicted": [{**dataclasses.asdict(p), "bound": p.bound} for p in plan.predicted],
+        "batches": [{**dataclasses.asdict(p), "bound": p.bound} for p in plan.buckets],
+        "objective": plan.objective_us,
+        "greedy_objective": plan.greedy_us,
+        "notes": list(plan.notes),
+    }
+
+
+def write(path: Path, about: Json, *, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path} exists; --force replaces it")
+    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        raise IOFailure(f"{path}: cannot write: {e.strerror}") from None
