@@ -3,7 +3,8 @@
     python bench/sparse.py --dir /tmp/packs --build-dir /tmp/llama.cpp --format q4_0 --threads 1 2
 
 The pack is `thermocline synth SHAPE --active`, its predictors bench/plant_predictors.py's; llama.cpp runs the
-dense twin of the same shape and format (its speed does not depend on the numbers).
+dense twin of the same shape and format (its speed does not depend on the numbers). It does not know OPT: give
+`--dense` a Llama's config.json with as many weights.
 Runs alternate: each round every engine and mode once, the order turning. A mode's share of the roof is of the
 bytes that this mode must read. `asked` is `predict` with every neuron predicted: what it takes longer than
 `exact`, which reads the same, is the predictor's time.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -35,16 +37,19 @@ LLAMA = "llama.cpp"
 
 def models(args: argparse.Namespace, fmt: str) -> tuple[Path, Path]:
     """(sparse pack with predictors, dense GGUF)"""
-    pack, gguf = args.dir / f"{args.shape}-{fmt}-sparse", args.dir / f"{args.shape}-{fmt}.gguf"
-    synth = [sys.executable, "-m", "thermocline", "synth", args.shape, "--format", fmt]
+    dense = args.dense or args.shape
+    pack, gguf = (args.dir / f"{Path(shape).stem}-{fmt}" for shape in (args.shape, dense))
+    pack, gguf = pack.with_name(pack.name + "-sparse"), gguf.with_name(gguf.name + ".gguf")
+    synth = [sys.executable, "-m", "thermocline", "synth"]
     if not pack.exists():
-        sh(*synth, "-o", pack, "--active", str(args.active))
+        sh(*synth, args.shape, "--format", fmt, "-o", pack, "--active", str(args.active))
     if not (pack / FILE).exists():
         plant = [sys.executable, HERE / "plant_predictors.py", pack, "--kind", args.kind]
         sh(*plant, "--rank", str(args.rank), "--missed", str(args.missed))
     if not gguf.exists():
-        dense = args.dir / f"{args.shape}-{fmt}"
-        sh(*synth, "-o", dense, "--gguf", gguf, "--force")
+        scratch = args.dir / f"{Path(dense).stem}-{fmt}-dense.tmp"
+        sh(*synth, dense, "--format", fmt, "-o", scratch, "--gguf", gguf, "--force")
+        shutil.rmtree(scratch)
     return pack, gguf
 
 
@@ -131,6 +136,7 @@ def show(shape: str, fmt: str, row: dict[str, Any]) -> None:
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--shape", default="llama-2-7b", help="what `thermocline synth` is asked for")
+    p.add_argument("--dense", help="what llama.cpp is given instead, where it does not know the shape")
     p.add_argument("--format", nargs="+", default=["q4_0"])
     p.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     p.add_argument("--active", type=float, default=0.11)
@@ -165,10 +171,10 @@ def main() -> None:
             np.array(random_tokens(spec, 1, args.gen + 2), np.int32).tofile(tokens)
             rows = rounds(args, pack, gguf, tokens)
         for row in rows:
-            show(args.shape, fmt, row)
+            show(Path(args.shape).stem, fmt, row)
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            about = {"time": now, "shape": args.shape, "format": fmt, "commit": commit()}
-            about |= {key: getattr(args, key) for key in ("active", "kind", "rank", "missed")}
+            about = {"time": now, "shape": Path(args.shape).stem, "format": fmt, "commit": commit()}
+            about |= {key: getattr(args, key) for key in ("dense", "active", "kind", "rank", "missed")}
             about |= {"cpu": hardware.cores().name, "llama": f"{PACKAGE} {VERSION}"}
             with args.json.open("a") as f:
                 f.write(json.dumps(about | row) + "\n")

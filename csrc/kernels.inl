@@ -214,27 +214,32 @@ static void accumulate_group(const uint8_t* const* rows, const float* h, size_t 
     constexpr int U = 32 / W;
     const size_t blocks = (cols + 31) / 32;
     for (int g = 0; g < G; g++) F::scales(rows[g], cols, 0, blocks, h[g], factors + size_t(g) * blocks);
-    const size_t unit = F::row_bytes(32), row = F::row_bytes(cols);
-    size_t b = 0, ahead = 0, segment = 0;
-    for (size_t c = 0; c + 32 <= cols; c += 32, b++, y += 32) {
+    const size_t row = F::row_bytes(cols);
+    size_t c = 0, ahead = 0, segment = 0;
+    auto block = [&](size_t c) {
         vf acc[U];
-        if (ahead == 0) prefetch(next[segment]);
-        prefetch_on(next[segment] + ahead, G * unit);
-        if ((ahead += G * unit) >= row && segment + 1 < G) ahead = 0, segment++;
-        for (int k = 0; k < U; k++) acc[k] = vload(y + k * W);
+        for (int k = 0; k < U; k++) acc[k] = vload(y + c + k * W);
         for (int g = 0; g < G; g++) {
             vf w[U];
             F::unpack(rows[g], c, w);
-            const vf f = vset1(factors[size_t(g) * blocks + b]);
+            const vf f = vset1(factors[size_t(g) * blocks + c / 32]);
             for (int k = 0; k < U; k++) acc[k] = vfma(w[k], f, acc[k]);
         }
-        for (int k = 0; k < U; k++) vstore(y + k * W, acc[k]);
+        for (int k = 0; k < U; k++) vstore(y + c + k * W, acc[k]);
+    };
+    for (; c + 128 <= cols; c += 128) {  // four blocks a turn: instructions bound this loop, not memory
+        const size_t span = G * F::row_bytes(128);
+        if (ahead == 0) prefetch(next[segment]);
+        prefetch_on(next[segment] + ahead, span);
+        if ((ahead += span) >= row && segment + 1 < G) ahead = 0, segment++;
+        for (size_t i = 0; i < 128; i += 32) block(c + i);
     }
-    for (size_t c = 32 * b; c < cols; c += W, y += W) {
+    for (; c + 32 <= cols; c += 32) block(c);
+    for (; c < cols; c += W) {
         const int n = int(smaller(W, cols - c));
-        vf acc = vload_n(y, n);
+        vf acc = vload_n(y + c, n);
         for (int g = 0; g < G; g++) acc = vfma(F::unpack_n(rows[g], c, n), vset1(h[g]), acc);
-        vstore_n(y, acc, n);
+        vstore_n(y + c, acc, n);
     }
 }
 
