@@ -18,6 +18,11 @@ constexpr size_t kAhead = 8192;
 static inline void prefetch_span(const uint8_t* p, size_t n) {
     for (size_t k = 0; k < n; k += 64) prefetch(p + k);
 }
+// The next part of a row: the lines that begin in it. (The first line of a row is asked for by itself.) Every line once: asking
+// for every second, fourth or eighth and leaving the rest to the hardware halves the speed of gathered rows.
+static inline void prefetch_on(const uint8_t* p, size_t n) {
+    for (size_t k = (0 - (size_t)p) % 64; k < n; k += 64) prefetch(p + k);
+}
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 static inline size_t sign_bytes(size_t cols) { return (cols + 7) / 8; }
 
@@ -34,13 +39,14 @@ struct FormatFloat {
         const T* w = (const T*)row;
         const float* x = (const float*)input;
         float total = 0;
+        prefetch(next);
         for (size_t k0 = 0; k0 < cols; k0 += kFloatChunk) {
             const size_t end = smaller(cols, k0 + kFloatChunk);
             vf acc[kLanes / W];  // several sums hide the latency of the fused multiply-add
             for (int v = 0; v < kLanes / W; v++) acc[v] = vzero();
             size_t k = k0;
             for (; k + kLanes <= end; k += kLanes) {
-                prefetch_span(next + sizeof(T) * k, sizeof(T) * kLanes);
+                prefetch_on(next + sizeof(T) * k, sizeof(T) * kLanes);
                 for (int v = 0; v < kLanes / W; v++) acc[v] = vfma(LOAD(w + k + v * W), vload(x + k + v * W), acc[v]);
             }
             for (int v = 0; k < end; v++, k += W)
@@ -93,11 +99,12 @@ struct FormatQ {
         vf acc[16 / W];
         for (int v = 0; v < 16 / W; v++) acc[v] = vzero();
         size_t b = 0;
+        prefetch(next);
         for (; b + 16 <= blocks; b += 16, x++, next += 16 * (QUANT + 2)) {
-            prefetch_span(next, 16 * (QUANT + 2));
+            prefetch_on(next, 16 * (QUANT + 2));
             add_chunk(row + b * QUANT, d + b, x, 16, acc);
         }
-        if (b < blocks) prefetch_span(next, 16 * (QUANT + 2)), add_chunk(row + b * QUANT, d + b, x, int(blocks - b), acc);
+        if (b < blocks) prefetch_on(next, (blocks - b) * (QUANT + 2)), add_chunk(row + b * QUANT, d + b, x, int(blocks - b), acc);
         for (int v = 1; v < 16 / W; v++) acc[0] = vadd(acc[0], acc[v]);
         return vsum(acc[0]);
     }
@@ -135,9 +142,54 @@ struct FormatSigns {
 
 // ---------------------------------------------------------------------------------------------- dot products
 
+// Rows of at most 8 blocks of q8_0, as a predictor's second half has: as many as fill a chunk are multiplied at once. One by
+// one they cost three times what memory takes for them. The same bits: a row's lanes are added as in `dot`.
+constexpr size_t kShortBlocks = 8, kShortTokens = 4;
+static void short_rows(const Matrix& w, size_t begin, size_t end, const Input& x, const float* bias, bool add, float* y, size_t ldy) {
+    const size_t blocks = w.cols / 32;
+    size_t lanes = 1;  // of a row: its blocks, and zeros up to a power of two
+    while (lanes < blocks) lanes *= 2;
+    XChunk many[kShortTokens];  // each token's blocks over and over
+    for (size_t t = 0; t < x.tokens; t++) {
+        const XChunk* once = (const XChunk*)(x.data + t * x.row_bytes);
+        for (size_t at = 0; at < 16; at += lanes) {
+            memcpy(many[t].q + 32 * at, once->q, 32 * lanes);
+            memcpy(many[t].d + at, once->d, 4 * lanes);
+            memcpy(many[t].offset + at, once->offset, 4 * lanes);
+        }
+    }
+    alignas(64) uint8_t q[512] = {};
+    uint16_t d[16] = {};
+    for (size_t r = begin; r < end; r += 16 / lanes) {
+        const size_t rows = smaller(16 / lanes, end - r);
+        prefetch_on(w.data + r * w.stride + kAhead, rows * w.stride);
+        for (size_t i = 0; i < rows; i++) {
+            const uint8_t* row = w.data + (r + i) * w.stride;
+            for (size_t b = 0; b < blocks; b++) memcpy(q + 32 * (i * lanes + b), row + 32 * b, 32);
+            for (size_t b = 0; b < blocks; b++) d[i * lanes + b] = FormatQ8_0::row_scales(row, w.cols)[b];
+        }
+        for (size_t t = 0; t < x.tokens; t++) {
+            vf acc[16 / W];
+            for (int v = 0; v < 16 / W; v++) acc[v] = vzero();
+            FormatQ8_0::add_chunk(q, d, &many[t], 16, acc);
+            float sums[16];
+            for (int v = 0; v < 16 / W; v++) vstore(sums + v * W, acc[v]);
+            for (size_t half = lanes / 2; half; half /= 2)
+                for (size_t i = 0; i < 16 - half; i++) sums[i] += sums[i + half];
+            for (size_t i = 0; i < rows; i++) {
+                float* out = y + t * ldy + (r + i - begin);
+                const float v = sums[i * lanes] + (bias ? bias[r + i] : 0.0f);
+                *out = add ? *out + v : v;
+            }
+        }
+    }
+}
+
 template <class F>
 static void matmul_rows(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
                         const float* bias, bool add, float* y, size_t ldy) {
+    if (w.format == Q8_0 && !ids && w.cols <= 32 * kShortBlocks && x.tokens <= kShortTokens)
+        return short_rows(w, begin, end, x, bias, add, y, ldy);
     const size_t ahead = kAhead / F::row_bytes(w.cols) + 1;
     for (size_t r = begin; r < end; r++) {
         const size_t id = ids ? size_t(ids[r]) : r, later = smaller(r + ahead, end - 1);
@@ -166,8 +218,9 @@ static void accumulate_group(const uint8_t* const* rows, const float* h, size_t 
     size_t b = 0, ahead = 0, segment = 0;
     for (size_t c = 0; c + 32 <= cols; c += 32, b++, y += 32) {
         vf acc[U];
-        prefetch_span(next[segment] + ahead, G * unit);
-        if ((ahead += G * unit) >= row && segment + 1 < G) ahead -= row, segment++;
+        if (ahead == 0) prefetch(next[segment]);
+        prefetch_on(next[segment] + ahead, G * unit);
+        if ((ahead += G * unit) >= row && segment + 1 < G) ahead = 0, segment++;
         for (int k = 0; k < U; k++) acc[k] = vload(y + k * W);
         for (int g = 0; g < G; g++) {
             vf w[U];

@@ -330,6 +330,21 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
 // A smaller chunk balances better; a larger one spends less on its partial sum (dim floats, in the L2 cache).
 static constexpr size_t kChunk = 256;
 
+// The positions of [begin, end) that are marked, ascending. Eight marks at a time: most are 0.
+static size_t marked(const uint8_t* marks, size_t begin, size_t end, int32_t* out) {
+    size_t found = 0;
+    for (size_t i = begin; i < end; i += 8) {
+        uint64_t some;
+        memcpy(&some, marks + i, 8);
+        if (!some) continue;
+        for (size_t k = i; k < std::min(end, i + 8); k++) {
+            out[found] = int32_t(k);
+            found += marks[k] != 0;
+        }
+    }
+    return found;
+}
+
 // A predictor at work on some tokens. All of a layer's codes are there before the first chunk asks for scores.
 struct Context::Guess {
     const Predictor& p;
@@ -385,6 +400,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     float* gate = grown(gate_, tokens * n);      // [tokens, n] activations
     float* hidden = grown(hidden_, tokens * n);  // [tokens, n], of chunk c: counts[c] values from c * kChunk on
     int32_t* ids = grown(ids_, n);               // likewise: the needed neurons, ascending
+    uint8_t* marks = grown(marks_, n + 8);       // which neurons go into such a list
     size_t* counts = grown(counts_, chunks);
     // few: [chunks, tokens, dim]; many: one tile per thread, [threads, tokens, kTileColumns]
     float* partial = grown(partial_, few ? chunks * tokens * dim : size_t(threads) * tokens * kTileColumns);
@@ -403,21 +419,19 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
         size_t found = 0;
         for (size_t i = begin; i < cold; i++) ids[begin + found++] = int32_t(i);
         if (cold < end) k.matmul(p.second, nullptr, cold, end, guessed->code, nullptr, false, gate + cold, n, nullptr);
-        for (size_t i = cold; i < end; i++) {
-            bool asked_for = false;  // a NaN is: it must show
-            for (size_t t = 0; t < tokens; t++) asked_for |= !(gate[t * n + i] < p.threshold[i]);
-            ids[begin + found] = int32_t(i);
-            found += asked_for;
-        }
-        return found;
+        std::fill(marks + cold, marks + end, uint8_t(0));
+        for (size_t t = 0; t < tokens; t++)  // a NaN is marked: it must show
+            for (size_t i = cold; i < end; i++) marks[i] |= !(gate[t * n + i] < p.threshold[i]);
+        return found + marked(marks, cold, end, ids + begin + found);
     };
     // Of chunks [first, last): the neurons some token needs, into ids from first * kChunk on, and counts of each chunk.
-    auto list_needed = [&](size_t first, size_t last, size_t candidates, const float* h, bool all) {
+    // `h`: the values of the listed candidates, one after the other, which go to their places in gate.
+    auto list_needed = [&](size_t first, size_t last, size_t candidates, const float* h) {
         std::fill(counts + first, counts + last, size_t(0));
         size_t at = first * kChunk;
         for (size_t i = first * kChunk; i < first * kChunk + candidates; i++) {
             const int32_t id = ids[i];
-            bool needed = all;
+            bool needed = false;
             for (size_t t = 0; t < tokens; t++) {
                 needed |= h[t * n + i] != 0;
                 gate[t * n + size_t(id)] = h[t * n + i];
@@ -430,19 +444,22 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     };
     auto needed_neurons = [&](size_t first, size_t last, int thread) {
         const size_t begin = first * kChunk, end = std::min(n, last * kChunk);
-        size_t some = end - begin;
-        float* h = gate;
-        if (guessed) {  // the values of the listed rows, one after the other
-            some = predicted_neurons(begin, end);
-            h = hidden;
-        } else {
-            for (size_t i = begin; i < end; i++) ids[i] = int32_t(i);
-        }
+        const size_t some = guessed ? predicted_neurons(begin, end) : end - begin;
+        float* h = guessed ? hidden : gate;
         k.matmul(a.ffn.gate.weight, guessed ? ids : nullptr, begin, begin + some, in, a.ffn.gate.bias, false, h + begin, n,
                  scratch + size_t(thread) * panel_stride_);
         for (size_t t = 0; t < tokens; t++) k.activate(h + t * n + begin, some, a.ffn.activation, a.ffn.threshold);
         gates.fetch_add(some, std::memory_order_relaxed);
-        return list_needed(first, last, some, h, !skip);
+        if (guessed) return list_needed(first, last, some, h);
+        std::fill(marks + begin, marks + end, uint8_t(!skip));
+        for (size_t t = 0; skip && t < tokens; t++)
+            for (size_t i = begin; i < end; i++) marks[i] |= gate[t * n + i] != 0;
+        size_t found = 0;
+        for (size_t c = first; c < last; c++) {
+            counts[c] = marked(marks, c * kChunk, std::min(n, (c + 1) * kChunk), ids + begin + found);
+            found += counts[c];
+        }
+        return found;
     };
     auto hidden_values = [&](size_t begin, size_t end, int thread) {  // h = act(gate) * up, for list entries [begin, end)
         size_t live = 0;
@@ -462,7 +479,7 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     // dReLU kills half of what gate leaves: up first, and down rows only of what then lives (a third of the bytes).
     auto surviving_up = [&](size_t first, size_t last, size_t needed, int thread) {
         hidden_values(first * kChunk, first * kChunk + needed, thread);
-        return list_needed(first, last, needed, hidden, false);
+        return list_needed(first, last, needed, hidden);
     };
     // An RMS norm is a factor a token, which the sum over neurons can be given at its end, and a weight a neuron. Squares
     // are added in the order of neurons within a chunk: skipped ones would have added zero.

@@ -131,7 +131,7 @@ private:
     void attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end, float* scores, float* into);
 
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
-    std::vector<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_;
+    std::vector<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_, marks_;
     std::vector<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_, scales_;
     std::vector<int32_t> ids_;
     std::vector<size_t> counts_;
