@@ -62,7 +62,10 @@ def gate_of(pack: Pack, i: int) -> tuple[F32, F32]:
     rows = read_tensor(pack, f"{name}.weight").reshape(n, -1)
     gate = quant.decode(pack.tensors[f"{name}.weight"].format, rows, pack.spec.dim)
     bias = f"{name}.bias"
-    return gate, read_tensor(pack, bias).view(np.float32) if bias in pack.tensors else np.zeros(n, np.float32)
+    stored = (
+        read_tensor(pack, bias).view(np.float32).ravel() if bias in pack.tensors else np.zeros(n, np.float32)
+    )
+    return gate, stored
 
 
 def low_rank(gate: F32, rank: int, seed: int) -> tuple[F32, F32]:

@@ -35,10 +35,14 @@ MODES = ("off", "exact", "predict", "asked")
 LLAMA = "llama.cpp"
 
 
+def called(shape: str) -> str:
+    return Path(shape).name.removesuffix(".json")
+
+
 def models(args: argparse.Namespace, fmt: str) -> tuple[Path, Path]:
     """(sparse pack with predictors, dense GGUF)"""
     dense = args.dense or args.shape
-    pack, gguf = (args.dir / f"{Path(shape).stem}-{fmt}" for shape in (args.shape, dense))
+    pack, gguf = (args.dir / f"{called(shape)}-{fmt}" for shape in (args.shape, dense))
     pack, gguf = pack.with_name(pack.name + "-sparse"), gguf.with_name(gguf.name + ".gguf")
     synth = [sys.executable, "-m", "thermocline", "synth"]
     if not pack.exists():
@@ -47,7 +51,7 @@ def models(args: argparse.Namespace, fmt: str) -> tuple[Path, Path]:
         plant = [sys.executable, HERE / "plant_predictors.py", pack, "--kind", args.kind]
         sh(*plant, "--rank", str(args.rank), "--missed", str(args.missed))
     if not gguf.exists():
-        scratch = args.dir / f"{Path(dense).stem}-{fmt}-dense.tmp"
+        scratch = args.dir / f"{called(dense)}-{fmt}-dense.tmp"
         sh(*synth, dense, "--format", fmt, "-o", scratch, "--gguf", gguf, "--force")
         shutil.rmtree(scratch)
     return pack, gguf
@@ -171,9 +175,9 @@ def main() -> None:
             np.array(random_tokens(spec, 1, args.gen + 2), np.int32).tofile(tokens)
             rows = rounds(args, pack, gguf, tokens)
         for row in rows:
-            show(Path(args.shape).stem, fmt, row)
+            show(called(args.shape), fmt, row)
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            about = {"time": now, "shape": Path(args.shape).stem, "format": fmt, "commit": commit()}
+            about = {"time": now, "shape": called(args.shape), "format": fmt, "commit": commit()}
             about |= {key: getattr(args, key) for key in ("dense", "active", "kind", "rank", "missed")}
             about |= {"cpu": hardware.cores().name, "llama": f"{PACKAGE} {VERSION}"}
             with args.json.open("a") as f:
