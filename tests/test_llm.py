@@ -87,6 +87,7 @@ def test_scratch_counts_what_a_step_allocates() -> None:
         + 2 * (32 * max(2048, (11008 + 512) * 9 // 32) + 32 * 256)  # each thread: 32 rows, their products
         + -(-11008 // NATIVE_CHUNK) * 4 * 4096  # a partial sum for each chunk of neurons and up to 4 tokens
         + 2 * 11008  # ids and counts
+        + 4 * 3 * (4096 + 512) + 11008 // 4  # a predictor: input, code, marks
         + 2 * (2 * 256 * 128 + 16 * 128 + 4 * 128 + 4)  # each thread's tiles and factors
         + 2 * (4 * 512 + 16 * 130 + 128)  # each thread's attention scores and a span's sums
         + 4 * 2 * 8 * 16 * 130  # the sums of up to 8 tasks over 8 spans of positions

@@ -341,9 +341,8 @@ def scratch_bytes(
     panels = threads * (32 * max(NATIVE_FLOATS, (max(dim, heads, ffn) + 512) * 9 // 32) + 32 * tokens)
     partial = -(-ffn // NATIVE_CHUNK) * NATIVE_FEW * dim + 2 * ffn  # and neuron ids and counts
     tiles = threads * (2 * NATIVE_TOKENS * NATIVE_COLUMNS + 16 * NATIVE_COLUMNS + dim // 8 + 4)
-    guess = (
-        NATIVE_FEW * 3 * (dim + 512) + ffn // 4
-    )  # a predictor's input, its code (at most as wide), its marks
+    # A predictor's input, its code (at most as wide), its marks.
+    guess = NATIVE_FEW * 3 * (dim + 512) + ffn // 4
     queries = max(group, NATIVE_QUERIES) * (spec.head_dim + 2)  # of one head: sums of a span of positions
     scores = threads * (4 * NATIVE_SPAN + NATIVE_QUERIES * (spec.head_dim + 2) + spec.head_dim)
     spans = threads4 * (-(-context // NATIVE_SPAN)) * queries
