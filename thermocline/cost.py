@@ -56,7 +56,8 @@ class Columns:
     attention: Bool  # on the GPU, with its keys and values
     predictor: Bool  # on the GPU
     gpu: I64  # neurons [0, gpu) are there
-    disk: I64  # bundles of the last `disk` neurons are on disk; their gate rows stay in RAM
+    disk: I64  # bundles of the last `disk` neurons are on disk
+    gates: Bool  # and so are their gate rows, which else stay in RAM
     vram_bytes: I64
     ram_bytes: I64
     gpu_us: F64  # what each tier adds to the token's time: of what runs side by side the longest counts
@@ -114,8 +115,10 @@ class Reads:
     bundles: F64
 
     @staticmethod
-    def of(hotness: F64, work: Work, *, skips: bool) -> Reads:
-        """`hotness`: each neuron's probability that a step needs it, hottest first."""
+    def of(hotness: F64, work: Work, *, skips: bool, excess: float = EXCESS) -> Reads:
+        """`hotness`: each neuron's probability that a step needs it, hottest first. Of `excess` names for a
+        needed one those too many are spread as uncertainty is, p (1 - p): what is always active is no guess.
+        """
         n = len(hotness)
         every: F64 = np.arange(n + 1, dtype=np.float64)
         if not skips or work.sparsity == "off":
@@ -123,7 +126,9 @@ class Reads:
         needed = np.concatenate([[0.0], np.cumsum(hotness)])
         if not work.predicts:
             return Reads(every, needed)
-        return Reads(np.concatenate([[0.0], np.cumsum(np.minimum(1.0, EXCESS * hotness))]), needed)
+        unsure = hotness * (1 - hotness)
+        more = (excess - 1) * float(hotness.sum()) / max(float(unsure.sum()), 1e-30)
+        return Reads(np.concatenate([[0.0], np.cumsum(np.minimum(1.0, hotness + more * unsure))]), needed)
 
 
 @dataclass(frozen=True)
@@ -151,26 +156,31 @@ def grid(neurons: int, clusters: int) -> I64:
 def layer_columns(
     layer: LayerWork, speeds: Speeds, work: Work, *, clusters: int, gpu: bool, disk: bool
 ) -> Columns:
-    """Every placement: attention and predictor here or there, any share on the GPU, any on disk."""
+    """Every placement: attention and predictor here or there, any share on the GPU, any on disk.
+
+    Gate rows are on disk only where a predictor says which to fetch.
+    """
     s = layer.sizes
     borders = grid(s.neurons, clusters)
     counts = borders if gpu else borders[:1]
     tails = s.neurons - borders[::-1] if disk else borders[:1]
     both = np.array([False, True]) if gpu else np.array([False])
     predictors = both if work.predicts and s.predictor.bytes else both[:1]
-    a, p, g, d = (x.ravel() for x in np.meshgrid(both, predictors, counts, tails, indexing="ij"))
-    fits = g + d <= s.neurons
-    a, p, g, d = a[fits], p[fits], g[fits], d[fits]
+    fetched = np.array([False, True]) if disk and work.predicts else np.array([False])
+    every = np.meshgrid(both, predictors, counts, tails, fetched, indexing="ij")
+    a, p, g, d, f = (x.ravel() for x in every)
+    fits = (g + d <= s.neurons) & (~f | (d > 0))
+    a, p, g, d, f = a[fits], p[fits], g[fits], d[fits], f[fits]
     gates, bundles = s.gate_bytes, s.bundle_bytes
     attention_bytes, predictor_bytes = s.attention.bytes + layer.kv_bytes, s.predictor.bytes
     vram = a * attention_bytes + p * predictor_bytes + gates(g) + bundles(g)
     ram = ~a * attention_bytes + ~p * predictor_bytes
-    ram = ram + gates(s.neurons - g) + bundles(s.neurons - g - d)
-    return Columns(a, p, g, d, vram, ram, *layer_times(layer, speeds, work, a, p, g, d))
+    ram = ram + gates(s.neurons - g - f * d) + bundles(s.neurons - g - d)
+    return Columns(a, p, g, d, f, vram, ram, *layer_times(layer, speeds, work, a, p, g, d, f))
 
 
 def layer_times(
-    layer: LayerWork, v: Speeds, work: Work, a: Bool, p: Bool, g: I64, d: I64
+    layer: LayerWork, v: Speeds, work: Work, a: Bool, p: Bool, g: I64, d: I64, f: Bool
 ) -> tuple[F64, F64, F64, F64]:
     """(gpu_us, cpu_us, disk_us, sync_us) of each placement."""
     s, gates, bundles = layer.sizes, layer.reads.gates, layer.reads.bundles
@@ -199,7 +209,8 @@ def layer_times(
         ffn_gpu = np.where(g > 0, ffn(gates[g], bundles[g], True) + launches, 0.0)
         on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n) | (~p & (predictor.bytes > 0))
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
-    disk = _disk_us(s, v, bundles[n] - bundles[n - d], sparse)
+    disk = disk_us(s.record_bytes, v, bundles[n] - bundles[n - d], d)
+    disk += disk_us(s.gate_row_bytes, v, f * (gates[n] - gates[n - d]), d)
     longest = np.maximum(np.maximum(ffn_gpu, ffn_cpu), disk)
     of_disk = (disk == longest) & (disk > 0)
     of_gpu = (ffn_gpu == longest) & ~of_disk & (ffn_gpu > ffn_cpu)
@@ -208,15 +219,14 @@ def layer_times(
     return gpu, cpu, np.where(of_disk, longest, 0.0), sync
 
 
-def _disk_us(s: LayerSizes, v: Speeds, bundles: F64, sparse: bool) -> F64:
-    """Bundles from disk: all in order, or each on its own, bounded by reads a second or by bytes a second."""
+def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:
+    """`needed` rows of `of` from disk: each on its own, bounded by reads or bytes a second, or all in order."""
     disk = v.tiers.disk
     if disk is None:
-        return np.zeros(len(bundles))
-    if not sparse:
-        return np.asarray(bundles * s.record_bytes / (disk.read_gbs * 1e3))
-    pages = -(-s.record_bytes // PAGE)
-    us: F64 = bundles * max(1e6 / disk.reads_per_s, pages * PAGE / (disk.read_gbs * 1e3))
+        return np.zeros(len(needed))
+    pages = -(-row_bytes // PAGE)
+    each = needed * max(1e6 / disk.reads_per_s, pages * PAGE / (disk.read_gbs * 1e3))
+    us: F64 = np.minimum(each, np.where(needed > 0, of * row_bytes / (disk.read_gbs * 1e3), 0.0))
     return us
 
 
@@ -231,6 +241,7 @@ def head_columns(sizes: Sizes, v: Speeds, *, gpu: bool) -> Columns:
         predictor=np.zeros(len(where), np.bool_),
         gpu=none,
         disk=none,
+        gates=np.zeros(len(where), np.bool_),
         vram_bytes=where * (sizes.head.bytes + sizes.tied.bytes),
         ram_bytes=~where * sizes.head.bytes,
         gpu_us=np.where(where, there, 0.0),
