@@ -4,8 +4,8 @@
 
 Memory that is shared with neighbours changes its speed within seconds, so the hardware is measured before and
 after every run, as `doctor` does it, and each run is compared with the plan for the mean of both; modes of
-sparsity take turns. Runs during which other processes took over 3 % of the processors are left out, whatever
-they show; how many is said. A sparse pack without a profile is profiled in memory, over random tokens, and
+sparsity take turns. Runs during which other processes took over 5 % of the processors, or around which the
+kernels' speed changed by over 15 %, are left out, whatever they show; how many is said. A sparse pack without a profile is profiled in memory, over random tokens, and
 `predict` uses the predictors that it has. One JSON line a pack, mode and thread count goes to stdout, a
 summary to stderr.
 """
@@ -35,6 +35,9 @@ from thermocline.plan import plan
 from thermocline.problem import Ask
 from thermocline.profile import BUCKETS, Profile
 from thermocline.tiers import Cpu, Kernel, Tiers
+
+
+OTHERS, UNSTEADY = 0.05, 1.15
 
 
 def tiers_between(before: Kernel, after: Kernel, roof: float, weight_format: str, threads: int) -> Tiers:
@@ -101,20 +104,21 @@ class Subjects:
 def runs_of(x: Subjects, rounds: int, tokens: int, seconds: float) -> tuple[dict[str, list[Any]], int]:
     """(each mode's runs, how many were disturbed)"""
     test, weight_format = x.bench.tests[0], x.pack.weight_format
-    cache = hardware.cache_bytes() or machine.DEFAULT_CACHE_BYTES
+    arena = machine.kernel_arena(hardware.cache_bytes() or machine.DEFAULT_CACHE_BYTES, 1 << 40)
 
     def kernel() -> tuple[Kernel, float]:
-        found = machine.measure_kernels(test.threads, [weight_format], cache, 1 << 40)[weight_format]
+        found = machine.measure_kernels(test.threads, [weight_format], arena)[weight_format]
         return found, hardware.read_gbs(test.threads, 0.2) or found.gbs
 
     runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in x.by_mode}
-    disturbed, end = 0, time.monotonic() + seconds
+    disturbed, end, after = 0, time.monotonic() + seconds, kernel()
     while min(map(len, runs.values())) < rounds and time.monotonic() < end:
         for mode, subject in x.by_mode.items():
             x.bench.engine.sparsity = mode
             others = Others()
-            before, sample, after = kernel(), x.bench.sample(test), kernel()
-            if others.share() > 0.03:
+            before, sample, after = after, x.bench.sample(test), kernel()
+            share, change = others.share(), after[0].gbs / before[0].gbs
+            if share > OTHERS or not 1 / UNSTEADY < change < UNSTEADY:
                 disturbed += 1
                 continue
             roof = (before[1] + after[1]) / 2
@@ -127,7 +131,8 @@ def runs_of(x: Subjects, rounds: int, tokens: int, seconds: float) -> tuple[dict
                     "predicted_ts": made.predicted[1].tokens_per_s,
                     "kernel_gbs": tiers.kernel(weight_format).gbs,
                     "kernel_gflops": tiers.kernel(weight_format).gflops,
-                    "kernel_gbs_change": after[0].gbs / before[0].gbs,
+                    "kernel_gbs_change": change,
+                    "others_share": share,
                     "roof_gbs": roof,
                     **fractions(sample.figures),
                 }
@@ -143,7 +148,7 @@ def rows_of(x: Subjects, rounds: int, tokens: int, seconds: float) -> Iterator[d
     found, disturbed = runs_of(x, rounds, tokens, seconds)
     for mode, runs in found.items():
         if not runs:
-            raise SystemExit(f"{x.pack.path}: {disturbed} runs, all disturbed by other processes; try again")
+            raise SystemExit(f"{x.pack.path}: {disturbed} runs, all disturbed or unsteady; try again")
         ratios = [r["predicted_ts"] / r["measured_ts"] for r in runs]
         yield {
             "pack": x.pack.path.name,
@@ -187,7 +192,7 @@ def main() -> None:
 def summary(row: dict[str, Any]) -> str:
     return (
         f"{row['pack']}, {row['sparsity']}, {row['threads']} threads: measured {row['measured_ts']:.2f} tok/s, "
-        f"predicted {row['predicted_ts']:.2f}; {len(row['runs'])} runs ({row['disturbed']} disturbed), "
+        f"predicted {row['predicted_ts']:.2f}; {len(row['runs'])} runs ({row['disturbed']} of all modes disturbed), "
         f"ratio of a run {row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
     )
 

@@ -126,7 +126,7 @@ def test_a_dense_token_takes_its_bytes_over_the_kernels_speed() -> None:
     spec, sizes = model("llama-2-7b", "q8_0")
     p = made(spec, sizes, hotness.assumed(32, spec.ffn_dim, 0.1, 0.26), CPU_ONLY, sparsity="off")
     read = sizes.weights_bytes - sizes.embed.bytes
-    us = read / (CPU_ONLY.kernel("q8_0").gbs * 1e3)
+    us = read / (cost.MATRIX_SHARE * CPU_ONLY.kernel("q8_0").gbs * 1e3)
     spent = p.predicted[0]
     assert us < spent.cpu_us < 1.03 * us and spent.bound == "CPU"
     assert p.tokens_per_s == pytest.approx(1e6 / spent.cpu_us)
@@ -229,7 +229,8 @@ def test_predictors_are_taken_at_their_own_word() -> None:
     spec, sizes, heat = relu()
     sizes = sizes.with_predictors([1_000_000] * 8)
     few, many = (
-        made(spec, sizes, dataclasses.replace(heat, excess=e), CPU_ONLY, sparsity="predict") for e in (1.1, 3.0)
+        made(spec, sizes, dataclasses.replace(heat, excess=e), CPU_ONLY, sparsity="predict")
+        for e in (1.1, 3.0)
     )
     assert few.tokens_per_s > 1.05 * many.tokens_per_s and any("name 3 neurons" in n for n in many.notes)
 
@@ -380,6 +381,27 @@ def test_a_pack_is_planned_on_this_machine(tiny_pack: Path, thermocline: Run) ->
     told = json.loads(ran.out)
     assert told["predicted"][0]["tokens_per_s"] > 0 and not told["bytes"]["gpu"]
     assert set(told["made_from"]) == {"pack", "hardware"}
+
+
+def test_a_disk_is_measured_where_memory_is_too_small(
+    tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from thermocline import disk, machine
+
+    measured: list[Path] = []
+    monkeypatch.setattr(machine, "SECONDS", 0.02)
+    monkeypatch.setattr(
+        disk, "measure_disk", lambda path: measured.append(path) or disk.Disk(str(path), 1 << 40, 2.0, 1e5)
+    )
+    args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--format", "f16", "--json")
+    ran = thermocline(*args)
+    assert ran.code == 0 and not measured
+    assert any("without a disk" in note for note in json.loads(ran.out)["notes"])
+    ran = thermocline(*args, "--ram", "1.5")
+    told = json.loads(ran.out)
+    assert ran.code == 0 and measured == [Path()] and told["bytes"]["disk"]
+    assert "does not fit in memory; the disk of . was measured" in ran.err
+    assert not any("without a disk" in note for note in told["notes"])
 
 
 def test_a_plan_is_written_once_and_stamped(tmp_path: Path, tiny_pack: Path, thermocline: Run) -> None:

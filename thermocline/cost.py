@@ -26,11 +26,11 @@ Bool = NDArray[np.bool_]
 # Of a token on the CPU, beside memory (LOG, "Planner"): a half of a layer is a native call with its barriers
 # and the Python between two; sampling and the engine's own work come once.
 CALL_US, TOKEN_US = 22.0, 350.0
-KV_SHARE = 0.55  # of memory speed that attention reaches over keys and values (of f16, 4096 positions)
-BUNDLE_SHARE = (
-    0.8  # of the dense kernels' speed that bundles reach: scattered records, an inner product and a sum
-)
-EXCESS = 1.5  # neurons that a predictor names for one that is active; published ones: 1.2 to 1.8
+KV_SHARE = 0.55  # of memory speed that attention reaches over keys and values, 1024 to 4096 positions deep
+# Of a large matrix's speed: a layer's matrices in a whole step; bundles, read two rows at a time, all of them
+# or some; gate rows that a predictor names, where they are few (where it names all, they are a matrix again).
+MATRIX_SHARE, BUNDLE_SHARE, NAMED_SHARE = 0.94, 0.8, 0.45
+EXCESS = 1.5  # where nothing was measured: neurons that a predictor names for one that is active; published ones: 1.2 to 1.8
 PREDICT_TOKENS = 4  # more tokens a step run `exact`
 LAUNCHES = 6  # GPU kernels in a half of a layer
 PAGE = 4096
@@ -85,7 +85,7 @@ class Speeds:
     format: str
     batch: int
 
-    def cpu(self, read_bytes: F64 | float, weights: F64 | float, share: float = 1.0) -> F64:
+    def cpu(self, read_bytes: F64 | float, weights: F64 | float, share: float = MATRIX_SHARE) -> F64:
         k = self.tiers.kernel(self.format)
         us: F64 = np.maximum(
             np.asarray(read_bytes) / (k.gbs * share * 1e3), 2.0 * self.batch * weights / (k.gflops * 1e3)
@@ -113,6 +113,8 @@ class Reads:
 
     gates: F64  # gate rows
     bundles: F64
+    gate_share: float  # of a large matrix's speed on the CPU
+    bundle_share: float
 
     @staticmethod
     def of(hotness: F64, work: Work, *, skips: bool, excess: float = EXCESS) -> Reads:
@@ -121,14 +123,18 @@ class Reads:
         """
         n = len(hotness)
         every: F64 = np.arange(n + 1, dtype=np.float64)
-        if not skips or work.sparsity == "off":
-            return Reads(every, every)
+        if not skips:
+            return Reads(every, every, MATRIX_SHARE, MATRIX_SHARE)
+        if work.sparsity == "off":
+            return Reads(every, every, MATRIX_SHARE, BUNDLE_SHARE)
         needed = np.concatenate([[0.0], np.cumsum(hotness)])
         if not work.predicts:
-            return Reads(every, needed)
+            return Reads(every, needed, MATRIX_SHARE, BUNDLE_SHARE)
         unsure = hotness * (1 - hotness)
         more = (excess - 1) * float(hotness.sum()) / max(float(unsure.sum()), 1e-30)
-        return Reads(np.concatenate([[0.0], np.cumsum(np.minimum(1.0, hotness + more * unsure))]), needed)
+        gates = np.concatenate([[0.0], np.cumsum(np.minimum(1.0, hotness + more * unsure))])
+        share = NAMED_SHARE + (MATRIX_SHARE - NAMED_SHARE) * float(gates[-1]) / n
+        return Reads(gates, needed, share, BUNDLE_SHARE)
 
 
 @dataclass(frozen=True)
@@ -185,20 +191,13 @@ def layer_times(
     """(gpu_us, cpu_us, disk_us, sync_us) of each placement."""
     s, gates, bundles = layer.sizes, layer.reads.gates, layer.reads.bundles
     n, has_gpu = s.neurons, v.tiers.gpu is not None
-    sparse = bundles[-1] < n
     attention = s.attention
     kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
     cpu = np.where(a, 0.0, v.cpu(attention.read_bytes, attention.weights) + kv + CALL_US)
     predictor = s.predictor if work.predicts else Part()
     cpu += np.where(p, 0.0, v.cpu(predictor.read_bytes, predictor.weights))
-
-    def ffn(gate_rows: F64, bundle_rows: F64, on_gpu: bool) -> F64:
-        reads = [(gate_rows, s.gate, 1.0), (bundle_rows, s.bundle, BUNDLE_SHARE if sparse else 1.0)]
-        if on_gpu:
-            return sum((v.gpu(k * r.read_bytes, k * r.weights) for k, r, _ in reads), np.zeros(len(g)))
-        return sum((v.cpu(k * r.read_bytes, k * r.weights, x) for k, r, x in reads), np.zeros(len(g)))
-
-    ffn_cpu = ffn(gates[n] - gates[g], bundles[n] - bundles[g], False) + np.where(g < n, CALL_US, 0.0)
+    rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], on_gpu=False)
+    ffn_cpu = rest + np.where(g < n, CALL_US, 0.0)
     ffn_gpu, gpu, sync = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
     if has_gpu:
         assert v.tiers.gpu is not None
@@ -206,7 +205,7 @@ def layer_times(
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + launches
         gpu += np.where(a, here, 0.0)
         gpu += np.where(p, v.gpu(predictor.read_bytes, predictor.weights), 0.0)
-        ffn_gpu = np.where(g > 0, ffn(gates[g], bundles[g], True) + launches, 0.0)
+        ffn_gpu = np.where(g > 0, _ffn_us(layer, v, gates[g], bundles[g], on_gpu=True) + launches, 0.0)
         on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n) | (~p & (predictor.bytes > 0))
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
     disk = disk_us(s.record_bytes, v, bundles[n] - bundles[n - d], d)
@@ -217,6 +216,16 @@ def layer_times(
     gpu += np.where(of_gpu, longest, 0.0)
     cpu += np.where(of_gpu | of_disk, 0.0, longest)
     return gpu, cpu, np.where(of_disk, longest, 0.0), sync
+
+
+def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: bool) -> F64:
+    """That many rows of each kind, on one processor."""
+    gate, bundle, r = layer.sizes.gate, layer.sizes.bundle, layer.reads
+    total = np.zeros(len(gate_rows))
+    for rows, each, share in ((gate_rows, gate, r.gate_share), (bundle_rows, bundle, r.bundle_share)):
+        read, weights = rows * each.read_bytes, rows * each.weights
+        total = total + (v.gpu(read, weights) if on_gpu else v.cpu(read, weights, share))
+    return total
 
 
 def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:

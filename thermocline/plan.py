@@ -311,6 +311,8 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if x.gpu or x.disk:
         unused = " and ".join(w for w, used in (("GPU", x.gpu), ("disk", x.disk)) if used)
         yield f"predicted only: this version has all weights in RAM and computes on the CPU, without {unused}"
+    if p.tiers.disk is None:
+        yield "without a disk, of which there are no figures: everything fits in memory"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:
         yield "the model fits in the CPU's cache: it will be faster than predicted from memory's speed"
 
