@@ -36,7 +36,6 @@ from thermocline.problem import Ask
 from thermocline.profile import BUCKETS, Profile
 from thermocline.tiers import Cpu, Kernel, Tiers
 
-
 OTHERS, UNSTEADY = 0.05, 1.15
 
 
@@ -191,8 +190,9 @@ def main() -> None:
 
 def summary(row: dict[str, Any]) -> str:
     return (
-        f"{row['pack']}, {row['sparsity']}, {row['threads']} threads: measured {row['measured_ts']:.2f} tok/s, "
-        f"predicted {row['predicted_ts']:.2f}; {len(row['runs'])} runs ({row['disturbed']} of all modes disturbed), "
+        f"{row['pack']}, {row['sparsity']}, {row['threads']} threads: "
+        f"measured {row['measured_ts']:.2f} tok/s, predicted {row['predicted_ts']:.2f}; "
+        f"{len(row['runs'])} runs (of all modes {row['disturbed']} disturbed), "
         f"ratio of a run {row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
     )
 

@@ -154,7 +154,7 @@ def test_more_memory_is_never_slower() -> None:
 
 def test_the_gpu_has_the_hottest_neurons() -> None:
     spec, sizes, heat = relu()
-    p = made(spec, sizes, heat, NO_DISK, vram=0.8)
+    p = made(spec, sizes, heat, NO_DISK, vram=1.0)
     hot = [heat.at(i, 1) for i in range(8)]
     share = sum(h[: x.gpu].sum() for h, x in zip(hot, p.layers, strict=True)) / sum(h.sum() for h in hot)
     assert 0.1 < share < 0.99 and p.share == pytest.approx(share)
@@ -386,12 +386,14 @@ def test_a_pack_is_planned_on_this_machine(tiny_pack: Path, thermocline: Run) ->
 def test_a_disk_is_measured_where_memory_is_too_small(
     tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from thermocline import disk, machine
+    from thermocline import hardware, machine
 
     measured: list[Path] = []
     monkeypatch.setattr(machine, "SECONDS", 0.02)
     monkeypatch.setattr(
-        disk, "measure_disk", lambda path: measured.append(path) or disk.Disk(str(path), 1 << 40, 2.0, 1e5)
+        hardware,
+        "measure_disk",
+        lambda path: measured.append(path) or hardware.Disk(str(path), 1 << 40, 2.0, 1e5),
     )
     args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--format", "f16", "--json")
     ran = thermocline(*args)

@@ -431,7 +431,7 @@ def plan(o: config_offline.PlanOptions) -> int:
 
 def planned(o: config_offline.PlanOptions, subject: Subject, ask: Ask) -> tuple[Tiers, Plan]:
     """This machine's disk is measured only where memory is too small: that takes seconds, and writes."""
-    from thermocline import disk, machine
+    from thermocline import hardware, machine
     from thermocline.errors import OutOfBudget
     from thermocline.plan import plan
 
@@ -442,7 +442,7 @@ def planned(o: config_offline.PlanOptions, subject: Subject, ask: Ask) -> tuple[
         if o.hardware is not None:
             raise
     pack = Path(subject.name)
-    found = disk.measure_disk(pack if pack.is_dir() else Path())
+    found = hardware.measure_disk(pack if pack.is_dir() else Path())
     if not o.quiet:
         why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
         note(f"it does not fit in memory; the disk of {found.path} was {why}")

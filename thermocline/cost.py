@@ -30,7 +30,8 @@ KV_SHARE = 0.55  # of memory speed that attention reaches over keys and values, 
 # Of a large matrix's speed: a layer's matrices in a whole step; bundles, read two rows at a time, all of them
 # or some; gate rows that a predictor names, where they are few (where it names all, they are a matrix again).
 MATRIX_SHARE, BUNDLE_SHARE, NAMED_SHARE = 0.94, 0.8, 0.45
-EXCESS = 1.5  # where nothing was measured: neurons that a predictor names for one that is active; published ones: 1.2 to 1.8
+# Neurons that a predictor names for one that is active, where it does not say; published ones: 1.2 to 1.8.
+EXCESS = 1.5
 PREDICT_TOKENS = 4  # more tokens a step run `exact`
 LAUNCHES = 6  # GPU kernels in a half of a layer
 PAGE = 4096
@@ -229,7 +230,7 @@ def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on
 
 
 def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:
-    """`needed` rows of `of` from disk: each on its own, bounded by reads or bytes a second, or all in order."""
+    """`needed` rows of `of` from disk: each on its own (reads or bytes a second bound it), or all in order."""
     disk = v.tiers.disk
     if disk is None:
         return np.zeros(len(needed))

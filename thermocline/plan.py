@@ -350,7 +350,7 @@ def least_ram(p: Problem) -> int:
 
 
 def least_vram(p: Problem) -> int | None:
-    """Bytes of VRAM below which nothing fits, with this RAM and with disk where there is one; None: not at all."""
+    """Bytes of VRAM below which nothing fits, with this RAM and any disk; None: nothing does."""
     disk = p.tiers.disk is not None
     endless = replace(p, ask=replace(p.ask, vram_bytes=1 << 62))
     groups, _ = _groups(endless, disk=disk)
