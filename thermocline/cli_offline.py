@@ -321,11 +321,11 @@ def train(o: config_offline.TrainOptions) -> int:
     wanted = met and (done.worthwhile or forced)
     if wanted:
         write_predictors(request.pack, done.layers, done.report)
-    about = {"path": str(request.pack.path), "written": wanted, **done.report}
+    about = {"path": str(request.pack.path), "written": wanted, **done.report, **done.timing}
     if o.json:
         emit_json(about)
     else:
-        emit(report.table(report.train_rows(about)) + report.train_layers(about["layers"]))
+        emit(report.table(report.train_rows(about)) + report.train_layers(about["layers"], about["fit_s"]))
     if forced and not met:
         raise UsageError(
             f"{request.pack.path}: no predictor of kind {o.kind} is within --max-kld {o.max_kld:g} and "
@@ -431,7 +431,7 @@ def plan(o: config_offline.PlanOptions) -> int:
 
 def planned(o: config_offline.PlanOptions, subject: Subject, ask: Ask) -> tuple[Tiers, Plan]:
     """This machine's disk is measured only where memory is too small: that takes seconds, and writes."""
-    from thermocline import hardware, machine
+    from thermocline import disk, machine
     from thermocline.errors import OutOfBudget
     from thermocline.plan import plan
 
@@ -442,7 +442,7 @@ def planned(o: config_offline.PlanOptions, subject: Subject, ask: Ask) -> tuple[
         if o.hardware is not None:
             raise
     pack = Path(subject.name)
-    found = hardware.measure_disk(pack if pack.is_dir() else Path())
+    found = disk.measure_disk(pack if pack.is_dir() else Path())
     if not o.quiet:
         why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
         note(f"it does not fit in memory; the disk of {found.path} was {why}")
