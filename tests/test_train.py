@@ -163,7 +163,12 @@ def test_a_kind_that_is_asked_for_is_written_and_as_near_as_asked(
     assert found is not None
     with found:
         assert found.report["kld"] == said["kld"]
+    told = json.loads(thermocline("inspect", pack, "--json").out)
+    assert told["predictors"]["layers_by_kind"] == {kind: 2} and told["predictors"]["kld"] == said["kld"]
+    assert told["profile"]["tokens"] > 2900 and told["profile"]["samples"] == 512
+    assert 0.3 < told["profile"]["hot_share"] < 0.8 and len(told["profile"]["corpus"]) == 64
     shown = thermocline("inspect", pack).out
+    assert f"{kind} in 2 layers" in shown and told["profile"]["corpus"] in shown and "512 tokens" in shown
     assert f"{said['kld']['value']:.5f}" in shown
     assert said["predictor_bytes_per_token"] > 0 and said["predictor_us_at_memory_speed"] > 0
     first = (pack / FILE).read_bytes()

@@ -297,11 +297,28 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
     if about["predictor"] is not None:
         ranks, threshold = about["predictor"]["ranks"], about["predictor"]["threshold"]
         rows.append(("predictor", f"ranks {min(ranks)} to {max(ranks)}, threshold {threshold:g}"))
-    if (found := about.get("predictors")) and "kld" in found:
-        ours = ("trained", f"{size(found['bytes'])} of predictors ({', '.join(found['kinds'])})")
-        rows += [ours, *_fidelity(found), ("", "")]
+    if sidecars := [*_profile_rows(about.get("profile")), *_predictor_rows(about.get("predictors"))]:
+        rows += [*sidecars, ("", "")]
     rows += [(name, _plain(value)) for name, value in about["spec"].items()]
     return rows
+
+
+def _profile_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if p is None:
+        return []
+    hot = f"{p['hot_share']:.1%} of the neurons make 80 % of the activations"
+    rows = [("profile", f"{p['tokens']:,} tokens, {p['active_fraction']:.2%} active for one; {hot}")]
+    rows.append(("corpus", p["corpus"]))
+    if p["samples"]:
+        rows.append(("samples", f"{p['samples']:,} tokens, {size(p['samples_bytes'])}"))
+    return rows
+
+
+def _predictor_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if p is None:
+        return []
+    layers = ", ".join(f"{kind} in {n} layers" for kind, n in p["layers_by_kind"].items())
+    return [("trained", f"{size(p['bytes'])} of predictors: {layers}"), *(_fidelity(p) if "kld" in p else [])]
 
 
 # ---- train
