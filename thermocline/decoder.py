@@ -51,6 +51,8 @@ class FFN:
     down_bias: F32 | None
     bundles: bool
     predictor: Any | None = None  # of ops' own, with bundles: guesses which neurons are active
+    disk: Any | None = None  # of ops' own: up and down are places that neurons take turns in
+    gate_disk: Any | None = None  # likewise of gate, with a predictor
 
 
 @dataclass(frozen=True)

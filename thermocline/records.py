@@ -37,7 +37,7 @@ class Records:
 def open_records(
     pack: Pack, progress: Progress | None = None, told: Callable[[str], None] | None = None
 ) -> Records:
-    """The pack's; made now where there are none yet. Raises BadFile or IOFailure where weights.bin is damaged.
+    """The pack's; made now where there are none yet. BadFile or IOFailure: weights.bin is damaged.
 
     `told` hears of it where they could not be kept: the next run then makes them again.
     """

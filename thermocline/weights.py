@@ -48,16 +48,20 @@ def load(
 
     Raises BadFile or IOFailure naming the first tensor that is damaged or cannot be read, OutOfBudget.
     """
-    try:
-        ops = CpuOps(threads, isa)
-    except RuntimeError:
-        raise OutOfBudget(f"the system has no {threads} threads for this process; use fewer") from None
+    ops = new_ops(threads, isa)
     arena = new_arena(pack.weights_bytes, str(pack.path))  # what the tensors' offsets were checked against
     fill(arena, pack, progress)
-    weights = _assemble(pack.spec, pack.tensors, arena, ops)
+    weights = assemble(pack.spec, pack.tensors, arena, ops)
     if predictors is not None:
         weights = with_predictors(weights, predictors)
     return LoadedWeights(weights, ops, memory_bytes(pack, predictors))
+
+
+def new_ops(threads: int, isa: str = "") -> CpuOps:
+    try:
+        return CpuOps(threads, isa)
+    except RuntimeError:
+        raise OutOfBudget(f"the system has no {threads} threads for this process; use fewer") from None
 
 
 def new_arena(size: int, what: str) -> _native.Arena:
@@ -160,9 +164,11 @@ def _tensor_at(pack: Pack, offset: int) -> str:
     return inside[0] if inside else "padding"
 
 
-def _assemble(
+def assemble(
     spec: ModelSpec, tensors: Mapping[str, TensorInfo], arena: _native.Arena, ops: CpuOps
 ) -> Weights:
+    """`tensors`: where they are in the arena."""
+
     def matrix(name: str, *, skip_bytes: int = 0, columns: int | None = None) -> _native.Matrix:
         """All rows of a tensor as one matrix; of a bundle, the part `skip_bytes` into each record."""
         info = tensors[name]
