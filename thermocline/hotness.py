@@ -42,7 +42,7 @@ class Curve:
 
 
 def of_pack(pack: Pack, curve: Curve) -> Hotness:
-    """Its profile's; else its authors' counts; else, or where the curve says how many are active, the curve's."""
+    """Its profile's; else its authors' counts; else, or where `curve` says how many are active, that."""
     spec = pack.spec
     profile = open_profile(pack) if spec.sparse else None
     if profile is not None and curve.active is None:
