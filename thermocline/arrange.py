@@ -13,10 +13,12 @@ import numpy as np
 
 from thermocline import _native
 from thermocline.cost import EXCESS
+from thermocline.engine import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
+from thermocline.kv import reserved_bytes
 from thermocline.layout import ALIGN, TensorInfo
-from thermocline.memory import GIB
+from thermocline.memory import GIB, runtime_bytes, scratch_bytes
 from thermocline.sizes import aligned
 from thermocline.spec import ModelSpec
 from thermocline.split import OPERATION_BYTES, Rows, Share, misses, split
@@ -59,6 +61,7 @@ class Arrangement:
     bundles: tuple[Share, ...]  # of each layer
     gates: tuple[Share, ...] | None  # None: all gate rows are resident
     missed: tuple[tuple[float, float], ...]  # of each layer, bundles and gates expected from disk for a token
+    ordered: bool  # were neurons pinned by how often they are needed?
 
     @property
     def bytes(self) -> int:
@@ -73,10 +76,21 @@ def on_disk(spec: ModelSpec) -> bool:
 # ---- dividing
 
 
-def arrange(c: Contents, budget: int, others: Mapping[str, int], change: str = "") -> Arrangement:
+def others_of(
+    spec: ModelSpec, *, context: int, kv_tokens: int, max_batch: int, threads: int
+) -> dict[str, int]:
+    """Part -> bytes of what a session takes besides weights."""
+    return {
+        "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK),
+        "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
+        "runtime": runtime_bytes(spec),
+    }
+
+
+def arrange(c: Contents, budget: int, others: Mapping[str, int], *, limit: str = "allowed") -> Arrangement:
     """Within `budget` bytes, of which `others` are taken. OutOfBudget with what would be enough.
 
-    Gate rows go to disk only where fewer bytes are then read. `change`: what else would help, for the error.
+    Gate rows go to disk only where fewer bytes are then read. `limit`: what the budget is, for the error.
     """
     made = [_arranged(c, budget, others, gates) for gates in ((False, True) if _gates_can(c) else (False,))]
     found = [m for m in made if m is not None]
@@ -86,8 +100,8 @@ def arrange(c: Contents, budget: int, others: Mapping[str, int], change: str = "
         taken = ", ".join(f"{size / GIB:.2f} {part}" for part, size in others.items())
         raise OutOfBudget(
             f"with its cold neurons on disk the model still needs {need / GIB:.2f} GiB of memory "
-            f"({fixed / GIB:.2f} weights, {taken}), {budget / GIB:.2f} GiB is allowed; use --ram "
-            f"{math.ceil(need / GIB * 100) / 100:.2f}{change}"
+            f"({fixed / GIB:.2f} weights, {taken}), {budget / GIB:.2f} GiB is {limit}; use --ram "
+            f"{math.ceil(need / GIB * 100) / 100:.2f}, a shorter context or a smaller weight format"
         )
     return min(found, key=lambda m: disk_bytes(c, m))
 
@@ -121,7 +135,9 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
         parts["gate rows"] = parts.get("gate rows", 0) + sum(sizes[n:])
     missed = [misses(x.need, s) for x, s in zip(rows, shares, strict=True)] + [0.0] * n
     pairs = zip(missed[:n], missed[n : 2 * n], strict=True)
-    return Arrangement(parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, tuple(pairs))
+    return Arrangement(
+        parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, tuple(pairs), c.hotness.ordered
+    )
 
 
 def disk_bytes(c: Contents, a: Arrangement) -> float:

@@ -16,17 +16,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, overload
 
-from thermocline import hardware, weights
+from thermocline import hardware, store, weights
 from thermocline.chat_template import ChatTemplate, Message
-from thermocline.config import SPARSITIES, default_cache_dir
+from thermocline.config import SPARSITIES, SWITCHES, default_cache_dir
 from thermocline.engine import Chunk, Completion, Engine, Request, request_for
 from thermocline.errors import UsageError
 from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
-from thermocline.memory import context_for, fit
+from thermocline.memory import GIB
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors, open_predictors
 from thermocline.sampler import SamplingParams
+from thermocline.store import Store
 from thermocline.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
@@ -85,7 +86,10 @@ class LLM:
     progress   called with ("downloading", "packing" or "loading", bytes done, bytes in all)
     lazy       read the weights at the first request that can be answered: a bad one is refused at once
     chat_template  Jinja, in place of the model's own
-    told       called with one line where packing a GGUF converted weights: what it cost
+    told       called with a line for a person: what packing a GGUF cost, or that neurons come from disk
+    ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
+               are larger, those of the neurons that are needed least stay on disk
+    disable    of "bundle", "cache" and "pipeline": what the disk tier is to do without, to measure its parts
 
     Safe to use from several threads.
     """
@@ -104,13 +108,18 @@ class LLM:
         lazy: bool = False,
         chat_template: str | None = None,
         told: Callable[[str], None] | None = None,
+        ram: float | None = None,
+        disable: Sequence[str] = (),
     ) -> None:
         _check_choice("sparsity", sparsity, SPARSITIES)
+        for part in disable:
+            _check_choice("disable", part, SWITCHES)
         _check_count("threads", threads)
         _check_count("context", context)
         _check_count("max_batch", max_batch)
         begin = time.perf_counter()
         self._progress = progress or (lambda what, done, total: None)
+        self._told = told or (lambda line: None)
         self._template_source = chat_template
         cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
         packing = partial(self._progress, "packing")
@@ -121,18 +130,22 @@ class LLM:
         self.path, self.spec = self._pack.path, self._pack.spec
         self.sparsity, self.weight_format = sparsity, self._pack.weight_format
         self._predictors = predictors_for(self._pack, sparsity)
-        self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
-        self.context = context_for(self.spec, context)
         self.threads = hardware.default_threads() if threads is None else threads
-        self._max_batch = max_batch
-        self._kv_tokens = fit(
-            self.spec,
-            weights_bytes=self.weights_bytes,
-            available_bytes=hardware.available_bytes(),
-            context=self.context,
+        self._max_batch, self._disable = max_batch, tuple(disable)
+        self.budget, limit = budget_for(ram)
+        self._room = store.room_for(
+            self._pack,
+            self._predictors,
+            sparsity=sparsity,
+            context=context,
             max_batch=max_batch,
             threads=self.threads,
+            budget=self.budget,
+            limit=limit,
         )
+        self.context, self.arrangement = self._room.context, self._room.arrangement
+        self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
+        self.store: Store | None = None  # once loaded, where neurons come from disk
         self.tokenizer = Tokenizer(self.path, self.spec)
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()
@@ -240,9 +253,14 @@ class LLM:
 
     def _load(self) -> Engine:
         begin = time.perf_counter()
-        progress = partial(self._progress, "loading")
-        loaded = weights.load(
-            self._pack, threads=self.threads, predictors=self._predictors, progress=progress
+        loaded, self.store = store.open_weights(
+            self._pack,
+            self._room,
+            threads=self.threads,
+            predictors=self._predictors,
+            disable=self._disable,
+            progress=self._progress,
+            told=self._told,
         )
         engine = Engine(
             self.spec,
@@ -252,7 +270,8 @@ class LLM:
             tokenizer=self.tokenizer,
             max_batch=self._max_batch,
             sparsity=self.sparsity,
-            kv_tokens=self._kv_tokens,
+            kv_tokens=self._room.kv_tokens,
+            disk=None if self.store is None else self.store.counts,
         )
         self.load_s += time.perf_counter() - begin
         return engine
@@ -294,6 +313,17 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise UsageError(f"{name} is {value}; it must be at least 1")
+
+
+def budget_for(ram: float | None) -> tuple[int | None, str]:
+    """(bytes that may be taken, None: nobody knows; whether they are what is "free" or what is "allowed")."""
+    free = hardware.available_bytes()
+    allowed = None if ram is None else int(ram * GIB)
+    return (
+        min((n, why) for n, why in ((free, "free"), (allowed, "allowed")) if n is not None)
+        if (free is not None or allowed is not None)
+        else (None, "free")
+    )
 
 
 def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:

@@ -65,10 +65,11 @@ def fit(
     max_batch: int,
     threads: int,
     at_least: int | None = None,
+    limit: str = "free",
 ) -> int:
     """Positions for the KV cache: as many full contexts as are cheap, at least one; else OutOfBudget.
 
-    `at_least`: fewer than that many positions will not do; None: `context`.
+    `at_least`: fewer than that many positions will not do; None: `context`. `limit`: what available is.
     """
     at_least = context if at_least is None else at_least
 
@@ -93,6 +94,6 @@ def fit(
     raise OutOfBudget(
         f"the model needs {least(context) / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
         f"{cache(at_least) / GIB:.2f} keys and values at context {context}, "
-        f"{(others(context) - weights_bytes) / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is free; "
-        f"use {change}"
+        f"{(others(context) - weights_bytes) / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is "
+        f"{limit}; use {change}"
     )

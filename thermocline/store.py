@@ -1,38 +1,44 @@
 """A pack in less memory than its weights: `arrange.py`'s answer in an arena, and the neurons left on disk.
 
-Owns where in the arena everything is, and what the disk did. Must not know budgets, requests or flags.
+Owns where in the arena everything is, and what the disk did. Must not know requests or flags.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from thermocline import _native, weights
-from thermocline.arrange import DEPTH, Arrangement, buffer_bytes, resident
-from thermocline.decoder import Weights
+from thermocline import _native, hotness, weights
+from thermocline.arrange import (
+    DEPTH,
+    Arrangement,
+    Contents,
+    arrange,
+    buffer_bytes,
+    on_disk,
+    others_of,
+    resident,
+)
+from thermocline.decoder import DiskCounts, Weights
+from thermocline.engine import PREFILL_CHUNK
+from thermocline.errors import OutOfBudget
+from thermocline.hotness import Curve
+from thermocline.kv import reserved_bytes
 from thermocline.layout import TensorInfo
+from thermocline.memory import context_for, fit
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors
-from thermocline.records import Records
+from thermocline.records import Records, open_records
 from thermocline.sizes import aligned
+from thermocline.spec import ModelSpec
 from thermocline.weights import LoadedWeights
 
 Progress = Callable[[int, int], None]
 
 SLICE_BYTES = 256 << 20  # read between two looks at Ctrl-C
-
-
-@dataclass(frozen=True)
-class DiskCounts:
-    """What the disk did."""
-
-    needed: int = 0  # records that tokens asked for
-    missed: int = 0  # of those, read from disk
-    reads: int = 0
-    bytes: int = 0
-    waited_ns: int = 0  # of all threads, with nothing else to do
+LEAST_CONTEXT = 512
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,63 @@ class Store:
     def counts(self) -> DiskCounts:
         """Since the weights were loaded."""
         stats = [r.stats() for r in self.rows]
-        keys = ("needed", "missed", "reads", "bytes", "waited_ns")
-        return DiskCounts(*(sum(s[key] for s in stats) for key in keys))
+        return DiskCounts(*(sum(s[key] for s in stats) for key in DiskCounts._fields))
+
+
+# ---- before a weight is read
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a session gets of the memory."""
+
+    context: int
+    kv_tokens: int  # positions of the cache
+    arrangement: Arrangement | None  # None: all weights are in memory
+
+
+def room_for(
+    pack: Pack,
+    predictors: Predictors | None,
+    *,
+    sparsity: str,
+    context: int | None,
+    max_batch: int,
+    threads: int,
+    budget: int | None,
+    limit: str = "free",
+    at_least: int | None = None,
+) -> Room:
+    """All weights in memory if they fit in `budget` bytes, else as `arrange` has it; OutOfBudget.
+
+    `context`: None is the default, which is shorter where weights do not fit. The rest: as `memory.fit`.
+    """
+    weights_bytes, spec = weights.memory_bytes(pack, predictors), pack.spec
+    whole = context_for(spec, context)
+    contexts = [whole] if context is not None or budget is None else [whole, _modest(spec, whole, budget)]
+    for asked in contexts:
+        try:
+            kv_tokens = fit(
+                spec, weights_bytes=weights_bytes, available_bytes=budget, context=asked, max_batch=max_batch,
+                threads=threads, at_least=at_least, limit=limit
+            )  # fmt: skip
+            return Room(asked, kv_tokens, None)
+        except OutOfBudget:
+            if budget is None or not on_disk(spec):
+                raise
+    assert budget is not None, "without a limit everything fits"
+    kv_tokens = at_least or asked
+    nbytes = 0 if predictors is None else predictors.nbytes
+    contents = Contents(spec, pack.tensors, nbytes, sparsity, hotness.of_pack(pack, Curve()))
+    others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
+    return Room(asked, kv_tokens, arrange(contents, budget, others, limit=limit))
+
+
+def _modest(spec: ModelSpec, context: int, budget: int) -> int:
+    """A default context that leaves most of the memory to the weights."""
+    while context > LEAST_CONTEXT and reserved_bytes(spec, context, context, PREFILL_CHUNK) > budget // 8:
+        context //= 2
+    return context
 
 
 # ---- places in the arena
@@ -101,6 +162,32 @@ def _kinds(a: Arrangement) -> list[tuple[str, Sequence[Any]]]:
 # ---- loading
 
 
+def open_weights(
+    pack: Pack,
+    room: Room,
+    *,
+    threads: int,
+    predictors: Predictors | None,
+    disable: Sequence[str],
+    progress: Callable[[str, int, int], None],
+    told: Callable[[str], None],
+) -> tuple[LoadedWeights, Store | None]:
+    """As there is room: all of them, or with a `Store`. `told`: what a person should know of that."""
+    loading, a = partial(progress, "loading"), room.arrangement
+    if a is None:
+        return weights.load(pack, threads=threads, predictors=predictors, progress=loading), None
+    records = open_records(pack, partial(progress, "checksumming"), told)
+    made = load(pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading)
+    places, neurons = sum(s.places for s in a.bundles), pack.spec.n_layers * pack.spec.ffn_dim
+    told(
+        f"{pack.path} is larger than its memory: there is room for {places / neurons:.0%} of its neurons, "
+        f"the others come from disk when they are needed ({made[1].how})"
+    )
+    if not a.ordered:
+        told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
+    return made
+
+
 def load(
     pack: Pack,
     a: Arrangement,
@@ -111,7 +198,7 @@ def load(
     disable: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[LoadedWeights, Store]:
-    """Raises as `weights.load` does. `disable`: of `SWITCHES`, what the disk tier is to do without."""
+    """Raises as `weights.load` does. `disable`: what the disk tier is to do without."""
     ops = weights.new_ops(threads)
     m = mapped(pack, a)
     arena = weights.new_arena(m.bytes, str(pack.path))
@@ -121,32 +208,41 @@ def load(
         made = weights.with_predictors(made, predictors)
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
-    pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[0]) for k, p in m.pools.items()}
-    switched = sum(SWITCHES[name] for name in disable)
-    rows: list[_native.DiskRows] = []
-    for kind, shares in _kinds(a):
-        for i, share in enumerate(shares):
-            name = f"layers.{i}.{kind}"
-            t = pack.tensors[name]
-            crcs = (records.bundle if kind == "bundle" else records.gate)[i]
-            where = f"{pack.weights_path}: {name}"
-            pool = pools[kind, t.stride]
-            rows.append(
-                _native.DiskRows(
-                    pool, reader, t.offset, len(crcs), share.hot, share.quota, crcs, where, switched
-                )
-            )
+    rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
     for r in rows:
         r.load()
     arena.gather_pages()
     return LoadedWeights(_with_disk(made, rows), ops, a.bytes), Store(reader, tuple(rows), a)
 
 
-SWITCHES = {
-    "bundle": _native.NO_BUNDLE,  # up and down in one read
-    "cache": _native.NO_CACHE,  # records stay from one token to the next
-    "pipeline": _native.NO_PIPELINE,  # computing what is there while the rest is read
-}
+def _rows(
+    pack: Pack,
+    a: Arrangement,
+    records: Records,
+    m: Map,
+    arena: _native.Arena,
+    reader: _native.Reader,
+    switches: int,
+) -> list[_native.DiskRows]:
+    pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[0]) for k, p in m.pools.items()}
+    made = []
+    for kind, shares in _kinds(a):
+        checksums = records.bundle if kind == "bundle" else records.gate
+        for i, (share, crcs) in enumerate(zip(shares, checksums, strict=True)):
+            t, name = pack.tensors[f"layers.{i}.{kind}"], f"{pack.weights_path}: layers.{i}.{kind}"
+            pool = pools[kind, t.stride]
+            made.append(
+                _native.DiskRows(
+                    pool, reader, t.offset, len(crcs), share.hot, share.quota, crcs, name, switches
+                )
+            )
+    return made
+
+
+def _switches(disable: Sequence[str]) -> int:
+    """`config_shared.SWITCHES` as the core takes them."""
+    bits = {"bundle": _native.NO_BUNDLE, "cache": _native.NO_CACHE, "pipeline": _native.NO_PIPELINE}
+    return sum(bits[name] for name in set(disable))
 
 
 def _with_disk(made: Weights, rows: Sequence[_native.DiskRows]) -> Weights:
