@@ -266,9 +266,9 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     from thermocline.pack import Pack
 
     path = BUNDLED
+    told = (lambda line: None) if o.quiet else note
     if o.model is not None:
         given, packing = locate(o.model, progress.at), partial(progress.at, "packing")
-        told = None if o.quiet else note
         path = resolve(given, config.cache_dir(o.cache_dir), o.format, packing, told=told)
     pack = Pack.open(path)
     tests = benchmark.tests_of(
@@ -280,7 +280,9 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     )
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
-    return benchmark.Bench(pack, tests, feed, sparsity=o.sparsity, progress=progress.at)
+    return benchmark.Bench(
+        pack, tests, feed, sparsity=o.sparsity, progress=progress.at, ram=o.ram, disable=o.disable, told=told
+    )
 
 
 # ---- doctor

@@ -23,7 +23,7 @@ from thermocline.arrange import (
 )
 from thermocline.decoder import DiskCounts, Weights
 from thermocline.engine import PREFILL_CHUNK
-from thermocline.errors import OutOfBudget
+from thermocline.errors import OutOfBudget, UsageError
 from thermocline.hotness import Curve
 from thermocline.kv import reserved_bytes
 from thermocline.layout import TensorInfo
@@ -107,6 +107,14 @@ def room_for(
     contents = Contents(spec, pack.tensors, nbytes, sparsity, hotness.of_pack(pack, Curve()))
     others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
     return Room(asked, kv_tokens, arrange(contents, budget, others, limit=limit))
+
+
+def check_switches(room: Room, disable: Sequence[str]) -> None:
+    if disable and room.arrangement is None:
+        raise UsageError(
+            f"--disable {','.join(disable)}: all weights are in memory, so there is nothing to do without; "
+            "give less memory (--ram)"
+        )
 
 
 def _modest(spec: ModelSpec, context: int, budget: int) -> int:
