@@ -10,6 +10,7 @@ F16 = NDArray[np.float16]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
 
 def isa() -> str:
     """The instruction set the kernels use."""
@@ -53,6 +54,39 @@ class Arena:
 
     def fence(self) -> None:
         """Tests: reading past the padding, where a page must begin, ends the process from now on."""
+
+class Reader:
+    """Asynchronous reads of one file. OSError where it cannot be opened.
+
+    At most `depth` reads in flight, and as many buffers. `method`: "" is the best there is, or
+    "io_uring", "threads".
+    """
+
+    def __init__(
+        self, path: str, *, depth: int, buffer_bytes: int, method: str = "", direct: bool = True
+    ) -> None: ...
+    @property
+    def how(self) -> str:
+        """How it reads, and why not better, for people."""
+
+    @property
+    def alignment(self) -> int:
+        """What offsets and sizes must be multiples of: 512 to 4096 direct, 1 through the page cache."""
+
+    @property
+    def changed(self) -> bool:
+        """Another file has the path now, or this one another size or time than when it was opened."""
+
+    def buffer(self, i: int) -> U8: ...
+    def submit(self, reads: list[tuple[int, int, int, int]]) -> bool:
+        """(offset, bytes, buffer, tag) each. False, and none begun: more than `depth` would be in flight."""
+
+    def take(self, wait: bool) -> list[tuple[int, int]]:
+        """(tag, error) of reads that are done: an errno, -1 where the file ends early, or 0. `wait`: for one,
+        up to 100 ms."""
+
+    def measure(self, offsets: U64, nbytes: int, seconds: float) -> tuple[int, int]:
+        """Read at each offset, `depth` at a time, for so long. -> (how many were read, the first error)"""
 
 class Matrix:
     """Rows inside an arena, one every `stride` bytes. `format`: `quant.FORMATS[...].id`."""
