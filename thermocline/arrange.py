@@ -133,7 +133,7 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
     parts["up and down rows"] = sum(sizes[:n])
     if gates:
         parts["gate rows"] = parts.get("gate rows", 0) + sum(sizes[n:])
-    missed = [misses(x.need, s) for x, s in zip(rows, shares, strict=True)] + [0.0] * n
+    missed = [misses(x, s) for x, s in zip(rows, shares, strict=True)] + [0.0] * n
     pairs = zip(missed[:n], missed[n : 2 * n], strict=True)
     return Arrangement(
         parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, tuple(pairs), c.hotness.ordered
