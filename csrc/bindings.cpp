@@ -22,6 +22,8 @@
 #include "model_ops.h"
 #include "store.h"
 
+void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
+
 namespace nb = nanobind;
 using namespace nb::literals;
 using tc::Arena;
@@ -398,6 +400,7 @@ NB_MODULE(_native, m) {
         }, "Once filled: into huge pages what the system did not give as such.")
         .def("fence", [](Arena& a) { check(a.fence(), "no page begins where the padding ends"); },
              "Tests: reading past the padding, where a page must begin, ends the process from now on.");
+    bind_disk(m);
 
     nb::class_<Matrix>(m, "Matrix")
         .def(nb::new_([](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
