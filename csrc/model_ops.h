@@ -73,6 +73,7 @@ struct FFN {
     Norm sub_norm;  // of the activations, before down; of bundles: an RMS norm without bias
     Join join;
     Predictor predictor;  // of bundles only
+    size_t neurons() const { return gate.weight.rows; }
 };
 
 struct AttentionArgs {
@@ -110,6 +111,7 @@ public:
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
     void attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k, uint16_t* v);
     FFNCounts ffn_add(const FFNArgs& a);
+    struct Walk;  // one call of an FFN in bundles
 
     Pool pool;
     const Kernels& k;
@@ -125,7 +127,6 @@ private:
     FFNCounts bundle_ffn(const FFNArgs& a);
     struct Guess;
     Guess guess(const FFNArgs& a, const Input& in);
-    void encode(const Guess& g, Pieces& rows);
     uint8_t* panels(size_t bytes);  // of scratch for each thread
     std::vector<Queries> queries(const AttentionArgs& a) const;
     void attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end, float* scores, float* into);
