@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import __version__, cli_offline, config, config_offline, report
+from thermocline import __version__, cli_offline, cli_plan, config, config_offline, report
 from thermocline.cli_text import chat, run
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
@@ -96,7 +96,7 @@ def command(argv: Sequence[str]) -> int:
         case config_offline.TrainOptions():
             return cli_offline.train(options)
         case config_offline.PlanOptions():
-            return cli_offline.plan(options)
+            return cli_plan.plan(options)
         case config.BenchOptions():
             return bench(options)
         case config_offline.EvalOptions():

@@ -22,8 +22,8 @@ PINNED = 0.25
 LEAST = 32  # places of a layer
 SLOT_BYTES = 32  # of the tables, beside a place itself
 ROW_BYTES = 24  # of the tables, for each neuron: its checksum, where it is, how often it was needed
-# What the disk reads in the time that one more read costs it: a byte of memory saves more where rows are short.
-OPERATION_BYTES = 16 << 10
+# What the disk reads in the time that one more read costs it: memory saves more where rows are short.
+OPERATION_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
