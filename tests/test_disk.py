@@ -204,3 +204,63 @@ def test_any_number_of_slots_gives_the_bits_of_memory(
     for quota in QUOTAS:
         ffn, _ = case.on_disk(hot, min(quota, NEURONS - hot))
         assert run(ffn, sparsity, threads=threads) == wanted, quota
+
+
+def scores(n: int = NEURONS) -> tuple[F32, float]:
+    return np.random.default_rng(3).standard_normal((n, DIM)).astype(np.float32), 4.0
+
+
+def kind(path: Path, name: str) -> Case:
+    """FFNs that take other ways through the walk."""
+    match name:
+        case "dReLU":
+            return Case(neurons(path, "q8_0"), up_relu=True)
+        case "ungated with biases":
+            return Case(neurons(path, "f16", gated=False, bias=True))
+        case "ReLU², sub-norm":
+            return Case(neurons(path, "f32"), activation="relu2", sub_norm=True)
+        case "no zeros":
+            return Case(neurons(path, "q4_0"), activation="silu")
+        case "predicted":
+            return Case(neurons(path, "q4_0", bias=True), predictor=scores())
+        case "predicted dReLU":
+            return Case(neurons(path, "bf16"), up_relu=True, predictor=scores())
+        case _:
+            raise AssertionError(name)
+
+
+NAMES = ("dReLU", "ungated with biases", "ReLU², sub-norm", "no zeros", "predicted", "predicted dReLU")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_ffn_gives_the_bits_of_memory(tmp_path: Path, name: str) -> None:
+    """Gate rows on disk too: two phases, the bundle is read only where the gate survives."""
+    case = kind(tmp_path / "f", name)
+    sparsity = "predict" if case.predictor else "exact"
+    for isa in ("scalar", ""):
+        wanted = run(case.in_memory(), sparsity, isa=isa)
+        for gates in (None, (0, 1), (256, 30), (0, 700)):
+            ffn, _ = case.on_disk(256, 60, gates=gates)
+            assert run(ffn, sparsity, isa=isa) == wanted, gates
+
+
+@pytest.mark.parametrize("disable", range(8))
+@pytest.mark.parametrize("method", ["", "threads"])
+def test_switches_and_ways_to_read_change_no_bit(tmp_path: Path, disable: int, method: str) -> None:
+    case = Case(neurons(tmp_path / "f", "q8_0"))
+    ffn, _ = case.on_disk(256, 50, disable=disable, method=method, depth=3)
+    assert run(ffn, "exact") == run(case.in_memory(), "exact")
+
+
+def test_what_is_recorded_is_the_same(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f", "f16"))
+    ffn, _ = case.on_disk(0, 100)
+    assert run(ffn, "exact", record=True) == run(case.in_memory(), "exact", record=True)
+
+
+def test_many_threads_share_few_slots(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f", "q8_0", neurons=3000))
+    wanted = run(case.in_memory(), "exact")
+    for threads in (3, 9):
+        ffn, _ = case.on_disk(256, 5)
+        assert run(ffn, "exact", threads=threads) == wanted
