@@ -129,7 +129,8 @@ void Context::Walk::count_by_cell(size_t first, size_t last, size_t listed) {
 size_t Context::Walk::needed_neurons(size_t first, size_t last, int thread) {
     const size_t begin = first * cell, end = std::min(n, last * cell);
     const size_t some = guessed ? predicted_neurons(begin, end) : end - begin;
-    activations(begin, begin + some, guessed ? ids : nullptr, thread);
+    for (size_t i = begin; guessed && gate_place && i < begin + some; i++) rows[i] = gate_place[ids[i]];
+    activations(begin, begin + some, guessed ? (gate_place ? rows : ids) : gate_place, thread);
     if (guessed) {
         const size_t needed = keep_needed(begin, some, hidden);
         return count_by_cell(first, last, needed), needed;
@@ -293,6 +294,7 @@ static void many_tokens(Context::Walk& w, std::atomic<size_t>& next, float* sums
 
 // Gate first (design 2.3): all gate rows of the chunk, then up and down rows only of the neurons some token needs.
 FFNCounts Context::bundle_ffn(const FFNArgs& a) {
+    if (a.ffn.disk) return disk_ffn(a);
     Walk w(*this, a, kChunk);
     float* sums = grown(sums_, size_t(w.threads) * w.tokens * kTileColumns);
     std::atomic<size_t> next{0};

@@ -161,8 +161,8 @@ class SlotPool:
 class DiskRows:
     """The records of one layer (one expert), `pool.stride` bytes each from `file_offset` of the file on.
 
-    [0, hot) are in memory from `load` on, the others in `quota` slots as they are needed: hot + quota slots are
-    taken from the pool. quota is at least 1 unless all are hot. `crc`: CRC-32C of each record [neurons].
+    [0, hot) are in memory from `load` on, the others in `quota` slots as they are needed: hot + quota slots of
+    the pool are its. quota is at least 1 unless all are hot. `crc`: CRC-32C of each record [neurons].
     `name`: of the tensor, for `DiskError`. `disable`: NO_BUNDLE, NO_CACHE, NO_PIPELINE, added up.
     """
 
