@@ -197,7 +197,7 @@ def _buffers(c: Contents, gates: bool) -> int:
     """The reader's; the places that prompts pass through; what a call over records takes besides."""
     strides = pool_strides(c.tensors, c.spec.n_layers, gates)
     passing = sum(_native.STREAM_SLOTS * stride + ALIGN for stride in strides)
-    call = 4 * 256 * c.spec.dim + 16 * c.spec.ffn_dim
+    call = 4 * 256 * c.spec.dim + 44 * c.spec.ffn_dim
     return DEPTH * buffer_bytes(strides) + passing + call
 
 

@@ -27,6 +27,7 @@ from thermocline.errors import OutOfBudget, UsageError
 from thermocline.hotness import Curve
 from thermocline.layout import TensorInfo
 from thermocline.memory import fit
+from thermocline.ops.cpu import disk_error
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors
 from thermocline.records import Records, open_records
@@ -66,6 +67,7 @@ class Room:
 
     context: int
     kv_tokens: int  # positions of the cache
+    bytes: int  # all that is ever taken
     arrangement: Arrangement | None  # None: all weights are in memory
 
 
@@ -92,7 +94,8 @@ def room_for(
                 spec, weights_bytes=weights_bytes, available_bytes=budget, context=asked, max_batch=max_batch,
                 threads=threads, at_least=at_least, limit=limit
             )  # fmt: skip
-            return Room(asked, kv_tokens, None)
+            others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
+            return Room(asked, kv_tokens, weights_bytes + sum(others.values()), None)
         except OutOfBudget:
             if budget is None or not on_disk(spec):
                 raise
@@ -101,7 +104,8 @@ def room_for(
     nbytes = 0 if predictors is None else predictors.nbytes
     contents = Contents(spec, pack.tensors, nbytes, sparsity, hotness.of_pack(pack, Curve()))
     others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
-    return Room(asked, kv_tokens, arrange(contents, budget, others, limit=limit))
+    found = arrange(contents, budget, others, limit=limit)
+    return Room(asked, kv_tokens, found.bytes, found)
 
 
 def check_switches(room: Room, disable: Sequence[str]) -> None:
@@ -205,8 +209,11 @@ def load(
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
     rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
-    for r in rows:
-        r.load()
+    try:
+        for r in rows:
+            r.load()
+    except _native.DiskError as e:
+        raise disk_error(e) from None
     arena.gather_pages()
     return LoadedWeights(_with_disk(made, rows), ops, a.bytes), Store(reader, tuple(rows), a)
 
