@@ -166,7 +166,15 @@ class Case:
         pool = _native.SlotPool(arena, 0, m.gate_stride, slots)
         crc = np.array([_native.crc32c(bytes(r) + bytes(m.gate_stride - m.row)) for r in m.gate], np.uint32)
         rows = _native.DiskRows(
-            pool, reader, m.gate_at, len(m.gate), hot, quota, crc, "layers.3.gate", disable & ~_native.NO_BUNDLE
+            pool,
+            reader,
+            m.gate_at,
+            len(m.gate),
+            hot,
+            quota,
+            crc,
+            "layers.3.gate",
+            disable & ~_native.NO_BUNDLE,
         )
         rows.load()
         fmt = quant.FORMATS[m.format].id
@@ -179,7 +187,9 @@ def calls(seed: int = 0, tokens: tuple[int, ...] = (1, 3, 1, 9, 1, 70, 2, 1)) ->
         yield rng.standard_normal((n, DIM)).astype(np.float32)
 
 
-def run(ffn: _native.FFN, sparsity: str, *, threads: int = 2, isa: str = "", record: bool = False) -> list[bytes]:
+def run(
+    ffn: _native.FFN, sparsity: str, *, threads: int = 2, isa: str = "", record: bool = False
+) -> list[bytes]:
     context = _native.Context(threads, isa)
     out = []
     for h in calls():
@@ -190,7 +200,7 @@ def run(ffn: _native.FFN, sparsity: str, *, threads: int = 2, isa: str = "", rec
     return out
 
 
-QUOTAS = (1, 2, 7, 64, 255, 256, 300, 443)
+QUOTAS = (0, 1, 2, 7, 64, 255, 256, 300, 443)
 
 
 @pytest.mark.parametrize("sparsity", ["exact", "off"])
