@@ -40,8 +40,14 @@ class Arena:
     def load(
         self, path: str, begin: int, end: int, checksums: U32, block: int, to: int | None = None
     ) -> tuple[int, int]:
-        """File bytes [begin, end) to the same place, or to `to`; every block any of them is in is checked.
-        -> (0, -1), or what the first bad block has: (errno, -1: EOF, or 0: wrong checksum; the block)"""
+        """File bytes [begin, end) to byte `to` (None: `begin`), checked. -> (0, -1), or what the first bad
+        block has: (errno, -1 for EOF or 0 for a wrong checksum; the block)"""
+
+    def copy(self, to: int, source: Arena, begin: int, nbytes: int) -> None:
+        """Bytes of another arena."""
+
+    def checksums(self, begin: int, stride: int, out: U32) -> None:
+        """The CRC-32C of each of len(out) records of `stride` bytes, from `begin` on."""
 
     def gather_pages(self) -> None:
         """Once filled: into huge pages what the system did not give as such."""

@@ -1,0 +1,101 @@
+"""A memory budget divided among neurons: whose rows are in memory at first, and which of them for good.
+
+Rows are records of one size, a neuron each, of one layer. Pure numbers: must not know files, tensors or the
+machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+
+CHUNK = 256  # neurons that are pinned together: those of one partial sum (csrc/ffn.cpp)
+STEP = 32  # places that a layer is given at a time
+# Of a layer's places, those of pinned neurons: prompts find their chunks whole. More would cost tokens: text
+# has its own hot neurons (half of them pinned: 3 to 5 % of all hits lost; LOG, "The disk tier").
+PINNED = 0.25
+LEAST = 32  # places of a layer
+SLOT_BYTES = 32  # of the tables, beside a place itself
+ROW_BYTES = 24  # of the tables, for each neuron: its checksum, where it is, how often it was needed
+# What the disk reads in the time that one more read costs it: memory saves more where rows are short.
+OPERATION_BYTES = 32 << 10
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One layer's rows of one kind. `need`: the probability that a step needs each."""
+
+    stride: int  # bytes of a place
+    need: F64  # the largest first
+    ordered: bool  # do the rows lie in that order? else none is pinned
+
+    @property
+    def place_bytes(self) -> int:
+        return self.stride + SLOT_BYTES
+
+    @property
+    def least(self) -> int:
+        return min(LEAST, len(self.need))
+
+    @property
+    def table_bytes(self) -> int:
+        return ROW_BYTES * len(self.need)
+
+    @property
+    def least_bytes(self) -> int:
+        """Below this they cannot be on disk."""
+        return self.table_bytes + self.least * self.place_bytes
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a layer's rows have of the memory: places of the first `hot`, and `quota` that the rest share."""
+
+    hot: int  # a multiple of CHUNK, or all
+    quota: int
+
+    @property
+    def places(self) -> int:
+        return self.hot + self.quota
+
+
+def split(rows: Sequence[Rows], room: int) -> list[Share] | None:
+    """`room` bytes for places and tables; None where that is too little.
+
+    Places go, some at a time, to whoever then misses fewest reads for the bytes. A cache that keeps what it
+    needed most often, beginning with what the profile says, holds about the hottest rows.
+    """
+    room -= sum(x.least_bytes for x in rows)
+    if room < 0:
+        return None
+    value, size, owner = [], [], []
+    for i, x in enumerate(rows):
+        starts = np.arange(x.least, len(x.need), STEP)
+        counts = np.diff(np.append(starts, len(x.need)))
+        saved = np.add.reduceat(x.need, starts) / counts if len(starts) else np.empty(0)
+        value.append(saved * ((x.stride + OPERATION_BYTES) / x.place_bytes))
+        size.append(counts)
+        owner.append(np.full(len(starts), i))
+    counts, owners = np.concatenate(size), np.concatenate(owner)
+    order = np.argsort(-np.concatenate(value), kind="stable")
+    place_bytes = np.array([x.place_bytes for x in rows])[owners[order]]
+    taken = order[np.cumsum(counts[order] * place_bytes) <= room]
+    places = np.bincount(owners[taken], weights=counts[taken], minlength=len(rows)).astype(np.int64)
+    return [_share(x, x.least + int(n)) for x, n in zip(rows, places, strict=True)]
+
+
+def _share(x: Rows, places: int) -> Share:
+    if places == len(x.need):
+        return Share(places, 0)
+    hot = int(PINNED * places) // CHUNK * CHUNK if x.ordered else 0
+    return Share(hot, places - hot)
+
+
+def misses(x: Rows, share: Share) -> float:
+    """Rows that a step is expected to need and not find, where tokens draw their neurons independently."""
+    return float(x.need[share.places :].sum())
