@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +11,7 @@
 
 #include <map>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -23,6 +25,7 @@ using namespace nb::literals;
 using tc::DiskRows;
 using tc::Reader;
 using tc::SlotPool;
+using Likely = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Checksums = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 static void check(bool ok, const char* what) {
@@ -74,16 +77,17 @@ static SlotPool* make_pool(const tc::Arena& arena, size_t offset, size_t stride,
 }
 
 static DiskRows* make_rows(SlotPool& pool, Reader& reader, uint64_t file_offset, size_t neurons, size_t hot, size_t quota,
-                           Checksums crc, std::string name, int disable) {
+                           Checksums crc, std::string name, int disable, std::optional<Likely> likely) {
     check(neurons > 0 && neurons <= size_t(INT32_MAX) && hot <= neurons, "more hot neurons than there are");
-    check(quota <= neurons - hot && (quota > 0 || hot == neurons), "quota out of range");
+    check(quota <= neurons - hot, "more slots than records");
+    check(!likely || likely->shape(0) == neurons, "likely has the wrong length");
     check(file_offset <= uint64_t(INT64_MAX) - neurons * pool.stride, "offset out of range");
     check(crc.shape(0) == neurons, "crc has the wrong length");
     check(reader.buffer_bytes() >= pool.stride + 2 * reader.alignment(), "a record is larger than the reader's buffers");
     check(reader.depth() >= 2, "a reader of at least two reads is needed");
     check(disable >= 0 && disable < 8, "disable out of range");
     try {
-        return new DiskRows(pool, reader, file_offset, neurons, hot, quota, crc.data(), std::move(name), disable);
+        return new DiskRows(pool, reader, file_offset, neurons, hot, quota, crc.data(), likely ? likely->data() : nullptr, std::move(name), disable);
     } catch (const std::length_error& e) {
         throw nb::value_error(e.what());
     }
@@ -117,11 +121,11 @@ static void bind_slots(nb::module_& m) {
         .def_prop_ro("free", &SlotPool::free);
     nb::class_<DiskRows>(m, "DiskRows")
         .def(nb::new_(&make_rows), "pool"_a, "reader"_a, "file_offset"_a, "neurons"_a, "hot"_a, "quota"_a, "crc"_a.noconvert(),
-             "name"_a = "", "disable"_a = 0, nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>())
+             "name"_a = "", "disable"_a = 0, "likely"_a.noconvert().none() = nb::none(), nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>())
         .def_ro("first_slot", &DiskRows::first_slot)
         .def("load", &DiskRows::load, nb::call_guard<nb::gil_scoped_release>())
         .def("set_quota", [](DiskRows& r, size_t quota) {
-            check(quota <= r.neurons - r.hot && (quota > 0 || r.hot == r.neurons), "quota out of range");
+            check(quota <= r.neurons - r.hot, "more slots than records");
             check(r.set_quota(quota), "the pool has too few slots");
         }, "quota"_a)
         .def("stats", &stats);

@@ -26,8 +26,8 @@ Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
     }
     sums = w.few ? nullptr : grown(context.sums_, w.tokens * w.dim);
     if (!w.few) places = grown(context.places_, w.n), std::fill(fetches.left.begin(), fetches.left.end(), size_t(1));
-    for (DiskRows* rows : {&bundles, gates})
-        if (rows && rows->disabled(DiskRows::NO_CACHE)) rows->forget();
+    bundles.begin();
+    if (gates) gates->begin();
 }
 
 void Context::DiskWalk::end() {
@@ -66,8 +66,8 @@ void Context::DiskWalk::drain() {
 
 // ---- few tokens
 //
-// A chunk is computed when all it needs is in memory, else put aside while its reads are under way. It holds pins only while it
-// waits for reads or computes, never while it waits for slots; so some chunk can always go on, with any number of slots.
+// A chunk is computed when all it needs is in memory, else put aside while its reads are under way. It holds slots only while it
+// waits for reads or computes, never while it waits for slots; so some chunk can always go on, with any number of them.
 
 // A chunk to work on. First those nobody has begun, the coldest (last) first: their reads go out early and the hot chunks'
 // work hides them. Then those whose records have come, or for which slots may have become free. false: there is no more.

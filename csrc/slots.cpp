@@ -1,5 +1,6 @@
 #include "slots.h"
 
+#include <math.h>
 #include <string.h>
 
 #include <algorithm>
@@ -9,11 +10,16 @@
 
 namespace tc {
 
-static constexpr uint8_t kMostUses = 3;
+static constexpr float kPrior = 16, kHalfLife = 64;
 // Two reads are one where at most this many bytes lie between: reading them takes as long as another operation.
 static constexpr uint64_t kGap = 16 << 10;
 
 // ---- slots
+SlotPool::SlotPool(uint8_t* data, size_t stride, size_t slots)
+    : data(data), stride(stride), slots(slots), lent(slots - kStreamSlots) {
+    for (size_t i = slots; i-- > lent;) passing.push_back(int32_t(i));
+}
+
 int32_t SlotPool::take(size_t n) {
     if (n > lent - next_) return -1;
     next_ += n;
@@ -29,10 +35,12 @@ int32_t SlotPool::take_one() {
 
 // ---- one layer's records
 DiskRows::DiskRows(SlotPool& pool, Reader& reader, uint64_t file_offset, size_t neurons, size_t hot, size_t quota,
-                   const uint32_t* crc, std::string name, int disabled)
+                   const uint32_t* crc, const float* likely, std::string name, int disabled)
     : reader(reader), file_offset(file_offset), neurons(neurons), hot(hot), first_slot(pool.take(hot)),
-      crc(crc, crc + neurons), pool_(pool), name_(std::move(name)), disabled_(disabled), where_(neurons - hot, -1) {
+      crc(crc, crc + neurons), pool_(pool), name_(std::move(name)), disabled_(disabled), prior_(neurons - hot),
+      uses_(neurons - hot), where_(neurons - hot, -1) {
     if (first_slot < 0) throw std::length_error("the pool has too few slots");
+    for (size_t i = hot; likely && i < neurons; i++) prior_[i - hot] = kPrior * likely[i];
     if (set_quota(quota)) return;
     for (size_t i = 0; i < hot; i++) pool_.give_back(first_slot + int32_t(i));
     throw std::length_error("the pool has too few slots");
@@ -45,37 +53,88 @@ DiskRows::~DiskRows() {
 
 bool DiskRows::set_quota(size_t quota) {
     if (quota > cold_.size() && quota - cold_.size() > pool_.free()) return false;
+    auto better = [this](const Entry& a, const Entry& b) {
+        return a.neuron >= 0 && (b.neuron < 0 || score(a.neuron) > score(b.neuron));
+    };
+    if (quota < cold_.size()) std::sort(cold_.begin(), cold_.end(), better);
     for (; cold_.size() > quota; cold_.pop_back()) {
         clear(cold_.back());
         pool_.give_back(cold_.back().slot);
     }
     cold_.reserve(quota);
-    while (cold_.size() < quota) cold_.push_back({pool_.take_one(), -1, 0, false, false});
-    hand_ = 0;
+    while (cold_.size() < quota) cold_.push_back({pool_.take_one(), -1, false, false});
+    for (size_t i = 0; i < cold_.size(); i++)
+        if (cold_[i].neuron >= 0) where_[size_t(cold_[i].neuron) - hot] = int32_t(i);
+    worst_.clear();
     return true;
 }
 
 // Debug builds make sure that nobody reads what is gone: a NaN in every format.
 void DiskRows::clear(Entry& e) {
     if (e.neuron >= 0) where_[size_t(e.neuron) - hot] = -1;
-    e.neuron = -1, e.uses = 0, e.ready = false;
+    e.neuron = -1, e.ready = false;
 #ifndef NDEBUG
     memset(pool_.at(e.slot), 0xff, pool_.stride);
 #endif
 }
 
-int32_t DiskRows::evict() {
-    if (pinned_ == cold_.size()) return -1;
-    for (;; hand_ = (hand_ + 1) % cold_.size()) {
-        Entry& e = cold_[hand_];
-        if (e.pinned) continue;
-        if (e.neuron >= 0 && e.uses) e.uses--;
-        else break;
+void DiskRows::fill(Entry& e, int32_t neuron) {
+    e.neuron = neuron;
+    where_[size_t(neuron) - hot] = int32_t(&e - cold_.data());
+}
+
+// The eighth of the entries with the lowest scores: selected once for as many evictions.
+void DiskRows::list_worst() {
+    worst_.clear();
+    for (size_t i = 0; i < cold_.size(); i++)
+        if (!cold_[i].pinned) worst_.push_back(int32_t(i));
+    auto value = [this](int32_t at) { return cold_[size_t(at)].neuron < 0 ? -1.0f : score(cold_[size_t(at)].neuron); };
+    auto better = [&](int32_t a, int32_t b) {  // of equals the hotter one, which has the lower number
+        const float va = value(a), vb = value(b);
+        return va != vb ? va > vb : cold_[size_t(a)].neuron < cold_[size_t(b)].neuron;
+    };
+    const size_t few = std::min(worst_.size(), cold_.size() / 8 + 16);
+    if (few < worst_.size()) {
+        std::nth_element(worst_.begin(), worst_.end() - std::ptrdiff_t(few), worst_.end(), better);
+        worst_.erase(worst_.begin(), worst_.end() - std::ptrdiff_t(few));
     }
-    const size_t found = hand_;
-    hand_ = (hand_ + 1) % cold_.size();
-    clear(cold_[found]);
-    return int32_t(found);
+    std::sort(worst_.begin(), worst_.end(), better);
+    worst_below_ = worst_.empty() ? 0 : value(worst_.front());
+}
+
+int32_t DiskRows::worst() {
+    for (int turn = 0; turn < 2; turn++) {
+        for (; !worst_.empty(); worst_.pop_back()) {
+            const Entry& e = cold_[size_t(worst_.back())];
+            if (!e.pinned && (e.neuron < 0 || turn || score(e.neuron) <= worst_below_)) return worst_.back();
+        }
+        if (!turn) list_worst();
+    }
+    return -1;
+}
+
+int32_t DiskRows::place_for(int32_t neuron) {
+    const int32_t at = worst();
+    const bool poor = at < 0 || (cold_[size_t(at)].neuron >= 0 && score(neuron) <= score(cold_[size_t(at)].neuron));
+    if (poor && !pool_.passing.empty()) {
+        const int32_t slot = pool_.passing.back();
+        return pool_.passing.pop_back(), kPassing - slot;
+    }
+    if (at < 0) return kHot;
+    worst_.pop_back();
+    clear(cold_[size_t(at)]);
+    return at;
+}
+
+void DiskRows::begin() {
+    unit_ *= exp2f(1 / kHalfLife);
+    if (unit_ > 1e18f) {
+        for (float& u : uses_) u /= unit_;
+        unit_ = 1, worst_.clear();
+    }
+    if (!disabled(NO_CACHE)) return;
+    for (Entry& e : cold_) clear(e);
+    worst_.clear();
 }
 
 size_t DiskRows::pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entries, Wanted* wanted, size_t* n_wanted) {
@@ -83,21 +142,17 @@ size_t DiskRows::pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entr
     for (; i < n; i++) {
         const size_t id = size_t(ids[i]);
         if (id < hot) {
-            slots[i] = first_slot + ids[i], entries[i] = -1;
+            slots[i] = first_slot + ids[i], entries[i] = kHot;
             continue;
         }
         int32_t at = where_[id - hot];
-        if (at < 0) {
-            if ((at = evict()) < 0) break;
-            cold_[size_t(at)].neuron = ids[i];
-            where_[id - hot] = at;
-            wanted[misses++] = {ids[i], cold_[size_t(at)].slot, at};
-        } else {
-            cold_[size_t(at)].uses = std::min<uint8_t>(kMostUses, cold_[size_t(at)].uses + 1);
-        }
-        Entry& e = cold_[size_t(at)];
-        e.pinned = true, pinned_++;
-        slots[i] = e.slot, entries[i] = at;
+        const bool miss = at < 0;
+        if (miss && (at = place_for(ids[i])) == kHot) break;
+        if (miss && at >= 0) fill(cold_[size_t(at)], ids[i]);
+        if (at >= 0) cold_[size_t(at)].pinned = true;
+        slots[i] = at >= 0 ? cold_[size_t(at)].slot : kPassing - at, entries[i] = at;
+        if (miss) wanted[misses++] = {ids[i], slots[i], at};
+        uses_[id - hot] += unit_;
     }
     stats.needed += i, stats.missed += misses;
     *n_wanted = misses;
@@ -106,55 +161,46 @@ size_t DiskRows::pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entr
 
 void DiskRows::unpin(const int32_t* entries, size_t n) {
     for (size_t i = 0; i < n; i++) {
-        if (entries[i] < 0) continue;
-        cold_[size_t(entries[i])].pinned = false;
-        pinned_--;
+        if (entries[i] >= 0) cold_[size_t(entries[i])].pinned = false;
+        if (entries[i] <= kPassing) pool_.passing.push_back(kPassing - entries[i]);
     }
 }
 
 size_t DiskRows::stream(size_t begin, size_t end, int32_t free, int32_t* slots, int32_t* entries, Wanted* wanted) {
     size_t misses = 0;
     for (size_t id = begin; id < end; id++, slots++, entries++) {
-        const int32_t at = id < hot ? -1 : where_[id - hot];
-        *entries = at;
-        if (id < hot) {
-            *slots = first_slot + int32_t(id);
-        } else if (at < 0) {
-            *slots = free++;
-            wanted[misses++] = {int32_t(id), *slots, -1};
-        } else {
-            *slots = cold_[size_t(at)].slot;
-            cold_[size_t(at)].pinned = true, pinned_++;
-        }
+        const int32_t at = *entries = id < hot ? kHot : where_[id - hot];
+        if (id >= hot && at < 0) wanted[misses++] = {int32_t(id), free, kHot};
+        *slots = id < hot ? first_slot + int32_t(id) : at < 0 ? free++ : cold_[size_t(at)].slot;
+        if (at >= 0) cold_[size_t(at)].pinned = true;
     }
     return misses;
 }
 
 void DiskRows::settle() {
-    pinned_ = 0;
     for (Entry& e : cold_) {
         e.pinned = false;
         if (e.neuron >= 0 && !e.ready) clear(e);
     }
-}
-
-void DiskRows::forget() {
-    for (Entry& e : cold_) clear(e);
+    pool_.passing.clear();
+    for (size_t i = pool_.slots; i-- > pool_.lent;) pool_.passing.push_back(int32_t(i));
 }
 
 void DiskRows::load() {
     Fetches fetches(reader, 1);
-    std::vector<Wanted> wanted(hot);
-    for (size_t i = 0; i < hot; i++) wanted[i] = {int32_t(i), first_slot + int32_t(i), -1};
-    {
-        std::lock_guard<std::mutex> held(fetches.lock);
-        fetches.want(*this, wanted.data(), hot, 0);
-        fetches.submit();
+    std::vector<Wanted> wanted;
+    for (size_t i = 0; i < hot; i++) wanted.push_back({int32_t(i), first_slot + int32_t(i), kHot});
+    for (size_t i = 0; i < cold_.size(); i++) {
+        fill(cold_[i], int32_t(hot + i));
+        wanted.push_back({int32_t(hot + i), cold_[i].slot, int32_t(i)});
     }
-    while (fetches.busy()) {  // nobody else is here: no lock
+    fetches.want(*this, wanted.data(), wanted.size(), 0);
+    fetches.submit();  // nobody else is here: no lock
+    while (fetches.busy()) {
         fetches.take(true);
         if (fetches.failed) fetches.drop_queue();
     }
+    settle();
     if (fetches.failed) throw fetches.error;
 }
 
@@ -246,7 +292,7 @@ void Fetches::take(bool wait) {
             error = {r.error == INT32_MAX ? 0 : r.error, r.rows->name(), r.wanted[0].neuron};
         }
         for (size_t w = 0; !r.error && w < r.n; w++)
-            if (r.wanted[w].entry >= 0) r.rows->arrived(r.wanted[w].entry);
+            r.rows->arrived(r.wanted[w].entry);
         if (!--left[r.owner]) ready.push_back(r.owner);
         buffers_.push_back(buffer);
     }

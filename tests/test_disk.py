@@ -200,7 +200,7 @@ def run(
     return out
 
 
-QUOTAS = (1, 2, 7, 64, 255, 256, 300, 443)
+QUOTAS = (0, 1, 2, 7, 64, 255, 256, 300, 443)
 
 
 @pytest.mark.parametrize("sparsity", ["exact", "off"])

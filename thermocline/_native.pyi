@@ -161,9 +161,10 @@ class SlotPool:
 class DiskRows:
     """The records of one layer (one expert), `pool.stride` bytes each from `file_offset` of the file on.
 
-    [0, hot) are in memory from `load` on, the others in `quota` slots as they are needed: hot + quota slots of
-    the pool are its. quota is at least 1 unless all are hot. `crc`: CRC-32C of each record [neurons].
-    `name`: of the tensor, for `DiskError`. `disable`: NO_BUNDLE, NO_CACHE, NO_PIPELINE, added up.
+    [0, hot) are in memory from `load` on, the others take turns in `quota` slots: hot + quota slots of the
+    pool are its. `crc`: CRC-32C of each record [neurons]. `name`: of the tensor, for `DiskError`. `disable`:
+    NO_BUNDLE, NO_CACHE, NO_PIPELINE, added up. `likely` [neurons]: how likely a token needs the record, which
+    is what slots go by at first.
     """
 
     def __new__(
@@ -177,13 +178,14 @@ class DiskRows:
         crc: U32,
         name: str = "",
         disable: int = 0,
+        likely: F32 | None = None,
     ) -> DiskRows: ...
     @property
     def first_slot(self) -> int:
         """Hot neuron i lies in slot first_slot + i."""
 
     def load(self) -> None:
-        """Read the hot ones. DiskError."""
+        """Read the hot ones, and the next ones into all slots. DiskError."""
 
     def set_quota(self, quota: int) -> None:
         """ValueError where the pool has no such many; what no longer fits is forgotten. Not during a call."""
