@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from thermocline import _native, hotness, weights
 from thermocline.arrange import (
     DEPTH,
@@ -183,7 +185,7 @@ def open_weights(
         f"{pack.path} is larger than its memory: there is room for {places / neurons:.0%} of its neurons, "
         f"the others come from disk when they are needed ({made[1].how})"
     )
-    if not a.ordered:
+    if not a.contents.hotness.ordered:
         told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
     return made
 
@@ -231,12 +233,14 @@ def _rows(
     made = []
     for kind, shares in _kinds(a):
         checksums = records.bundle if kind == "bundle" else records.gate
-        for i, (share, crcs) in enumerate(zip(shares, checksums, strict=True)):
+        known, needs = a.contents.hotness.ordered, a.contents.rows(kind)
+        for i, (share, crcs, need) in enumerate(zip(shares, checksums, needs, strict=True)):
             t, name = pack.tensors[f"layers.{i}.{kind}"], f"{pack.weights_path}: layers.{i}.{kind}"
             pool = pools[kind, t.stride]
+            likely = need.need.astype(np.float32) if known else None
             made.append(
                 _native.DiskRows(
-                    pool, reader, t.offset, len(crcs), share.hot, share.quota, crcs, name, switches
+                    pool, reader, t.offset, len(crcs), share.hot, share.quota, crcs, name, switches, likely
                 )
             )
     return made
