@@ -185,7 +185,7 @@ def test_the_promise_is_kept_in_a_process_of_its_own(tmp_path: Path, thermocline
     made = thermocline("synth", shape, "-o", pack, "--format", "q8_0", "--active", "0.1")
     assert made.code == 0, made.err
     code = "import sys; from thermocline.cli import main; sys.exit(main(sys.argv[1:]))"
-    tests = ["-p", "64", "-n", "24", "-r", "1", "-t", "2", "-o", "jsonl", "-q"]
+    tests = ["-p", "300", "-n", "24", "-r", "1", "-t", "2", "-o", "jsonl", "-q"]
     ran = subprocess.run(
         [sys.executable, "-P", "-c", code, "bench", "-m", str(pack), "--ram", "0.13", *tests],
         capture_output=True, text=True, check=False
