@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from thermocline import _native
-from thermocline.cost import EXCESS
+from thermocline.cost import EXCESS, named
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
@@ -49,7 +49,7 @@ class Contents:
             if self.sparsity == "off":
                 need = np.ones_like(need)
             elif kind != "bundle":
-                need = np.minimum(1.0, EXCESS * need)
+                need = named(need, EXCESS if self.hotness.excess is None else self.hotness.excess)
             found.append(Rows(self.tensors[f"layers.{i}.{kind}"].stride, need))
         return found
 

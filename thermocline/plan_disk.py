@@ -11,7 +11,7 @@ from thermocline.cost import Work
 from thermocline.placement import Budget
 from thermocline.plan import BUCKETS, Layer, Plan, Prediction, hot_neurons
 from thermocline.problem import Problem
-from thermocline.split import misses
+from thermocline.split import Share, misses
 
 
 def stored_plan(p: Problem, c: Contents) -> Plan:
@@ -24,7 +24,7 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
     predicted = tuple(predict(p, c, a, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(
         layers=tuple(
-            Layer("ram", "ram" if c.guesses else None, 0, s.places, p.sizes.layers[i].neurons - s.places)
+            _layer(c, s, None if a.gates is None else a.gates[i], p.sizes.layers[i].neurons)
             for i, s in enumerate(a.bundles)
         ),
         head="ram",
@@ -38,6 +38,12 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
         greedy_us=None,
         notes=tuple(_notes(p, c, a)),
     )
+
+
+def _layer(c: Contents, bundles: Share, gates: Share | None, neurons: int) -> Layer:
+    predictor = "ram" if c.guesses else None
+    on_disk = 0 if gates is None else neurons - gates.places
+    return Layer("ram", predictor, 0, bundles.places, neurons - bundles.places, on_disk)
 
 
 def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:

@@ -238,6 +238,14 @@ def open_predictors(pack: Pack) -> Predictors | None:
         raise
 
 
+def named_for_active(report: Json) -> float | None:
+    """Of a predictors file: gate rows read for an active neuron, as measured when they were made."""
+    predicted, active = report.get("predicted_fraction"), report.get("active_fraction")
+    if not (isinstance(predicted, float) and isinstance(active, float) and 0 < active <= predicted <= 1):
+        return None
+    return predicted / active
+
+
 def _names(about: Json) -> tuple[str, ...]:
     return ("signs", "threshold") if about["kind"] == "sign" else ("first", "second", "threshold")
 

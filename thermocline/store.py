@@ -31,7 +31,7 @@ from thermocline.layout import TensorInfo
 from thermocline.memory import fit
 from thermocline.ops.cpu import disk_error
 from thermocline.pack import Pack
-from thermocline.predictor import Predictors
+from thermocline.predictor import Predictors, named_for_active
 from thermocline.records import Records, open_records
 from thermocline.sizes import aligned
 from thermocline.weights import LoadedWeights
@@ -104,7 +104,9 @@ def room_for(
     assert budget is not None, "without a limit everything fits"
     kv_tokens = at_least or asked
     nbytes = 0 if predictors is None else predictors.nbytes
-    contents = Contents(spec, pack.tensors, nbytes, sparsity, hotness.of_pack(pack, Curve()))
+    excess = None if predictors is None else named_for_active(predictors.report)
+    heat = hotness.of_pack(pack, Curve(), excess)
+    contents = Contents(spec, pack.tensors, nbytes, sparsity, heat)
     others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
     found = arrange(contents, budget, others, limit=limit)
     return Room(asked, kv_tokens, found.bytes, found)
