@@ -40,6 +40,7 @@ void Context::DiskWalk::end() {
 
 // Holding the lock: until something has changed. One thread at a time sleeps in the reader, the others for it.
 void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held) {
+    fetches.submit();
     const bool reading = fetches.busy();
     const auto begin = std::chrono::steady_clock::now();
     if (reading && !fetches.taking) {
@@ -125,7 +126,7 @@ bool Context::DiskWalk::fetch(size_t chunk) {
     if (t.end == t.begin) return starved.push_back(chunk), false;
     if (!misses) return true;
     fetches.want(rows, wanted + at, misses, chunk);
-    fetches.submit();
+    fetches.submit_some();
     return false;
 }
 

@@ -127,6 +127,9 @@ public:
     void want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner);
     void submit();
     void drop_queue();  // after a failure
+    void submit_some() {  // one system call for several reads: 4 microseconds a read instead of 25
+        if (queue_.size() >= kBatch || !under_way_) submit();
+    }
     bool busy() const { return under_way_ || !queue_.empty(); }
 
     // The caller does not hold it. Takes what is done; with `wait`, sleeps until something is (100 ms at most).
@@ -142,6 +145,7 @@ public:
     bool taking = false;  // somebody sleeps in `take`
 
 private:
+    static constexpr size_t kBatch = 8;
     struct Read {
         DiskRows* rows;
         const Wanted* wanted;
