@@ -16,7 +16,7 @@ from thermocline.errors import OutOfBudget
 from thermocline.layout import expected_tensors, place
 from thermocline.memory import GIB
 from thermocline.planted import activities
-from thermocline.split import Rows, Share, misses, split
+from thermocline.split import GAP_BYTES, Rows, Share, fetch, split
 from thermocline.synth import read_shape
 
 # ---- places
@@ -64,9 +64,27 @@ def test_places_go_to_whom_they_save_most() -> None:
     )
 
 
-def test_expected_misses_are_what_the_places_do_not_hold() -> None:
-    x = Rows(512, np.array([0.9, 0.5, 0.25, 0.125]))
-    assert misses(x, Share(0, 2)) == 0.375 and misses(x, Share(4, 0)) == 0
+@pytest.mark.parametrize("stride", [4608, 16384, 40000])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_expected_reads_are_those_of_drawn_tokens(stride: int, ordered: bool) -> None:
+    """Neighbours are one read, with the gap between them, as csrc/slots.cpp reads."""
+    rng = np.random.default_rng(0)
+    p = np.sort(rng.uniform(0, 0.3, 2000))[::-1]
+    x, share, tokens = Rows(stride, p), Share(0, 500), 400
+    rows = reads = nbytes = 0
+    places = np.arange(2000) if ordered else rng.permutation(2000)
+    for _ in range(tokens):
+        missed = np.sort(places[500:][rng.uniform(size=1500) < p[500:]])
+        gaps = np.diff(missed) - 1
+        near = gaps <= GAP_BYTES // stride
+        rows += len(missed)
+        reads += len(missed) - int(near.sum())
+        nbytes += (len(missed) + int(gaps[near].sum())) * stride
+    found = fetch(x, share, ordered=ordered)
+    assert found.rows == pytest.approx(rows / tokens, rel=0.03)
+    assert found.reads == pytest.approx(reads / tokens, rel=0.03)
+    assert found.bytes == pytest.approx(nbytes / tokens, rel=0.03)
+    assert fetch(x, Share(2000, 0), ordered=ordered).rows == 0
 
 
 # ---- the whole of a budget

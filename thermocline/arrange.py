@@ -21,7 +21,7 @@ from thermocline.layout import ALIGN, TensorInfo
 from thermocline.memory import GIB, context_for, runtime_bytes, scratch_bytes
 from thermocline.sizes import aligned
 from thermocline.spec import ModelSpec
-from thermocline.split import OPERATION_BYTES, Rows, Share, misses, split
+from thermocline.split import OPERATION_BYTES, Fetch, Rows, Share, fetch, split
 
 LEAST_CONTEXT = 512
 DEPTH, BUFFER_BYTES = 64, 128 << 10  # reads in flight, and of how many bytes
@@ -61,7 +61,6 @@ class Arrangement:
     parts: dict[str, int]
     bundles: tuple[Share, ...]  # of each layer
     gates: tuple[Share, ...] | None  # None: all gate rows are resident
-    missed: tuple[tuple[float, float], ...]  # of each layer, bundles and gates expected from disk for a token
     contents: Contents
 
     @property
@@ -118,7 +117,7 @@ def arrange(c: Contents, budget: int, others: Mapping[str, int], *, limit: str =
             f"({fixed / GIB:.2f} weights, {taken}), {budget / GIB:.2f} GiB is {limit}; use --ram "
             f"{math.ceil(need / GIB * 100) / 100:.2f}, a shorter context or a smaller weight format"
         )
-    return min(found, key=lambda m: disk_bytes(c, m))
+    return min(found, key=disk_bytes) if len(found) > 1 else found[0]
 
 
 def least_bytes(c: Contents, others: Mapping[str, int]) -> int:
@@ -148,18 +147,23 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
     parts["up and down rows"] = sum(sizes[:n])
     if gates:
         parts["gate rows"] = parts.get("gate rows", 0) + sum(sizes[n:])
-    missed = [misses(x, s) for x, s in zip(rows, shares, strict=True)] + [0.0] * n
-    pairs = zip(missed[:n], missed[n : 2 * n], strict=True)
-    return Arrangement(parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, tuple(pairs), c)
+    return Arrangement(parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, c)
 
 
-def disk_bytes(c: Contents, a: Arrangement) -> float:
-    """A token's reads, each counted with what the disk could have read in the time of one more read."""
-    total = 0.0
-    for i, (bundles, gates) in enumerate(a.missed):
-        total += bundles * (c.tensors[f"layers.{i}.bundle"].stride + OPERATION_BYTES)
-        total += gates * (c.tensors[f"layers.{i}.gate.weight"].stride + OPERATION_BYTES)
-    return total
+def fetches(a: Arrangement, batch: int = 1) -> list[list[Fetch]]:
+    """Of each layer, what a step of a few tokens is expected to read of each kind."""
+    c = a.contents
+    kinds = [("bundle", a.bundles), *([("gate.weight", a.gates)] if a.gates is not None else [])]
+    found: list[list[Fetch]] = [[] for _ in a.bundles]
+    for kind, shares in kinds:
+        for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=True)):
+            found[i].append(fetch(rows, share, ordered=c.hotness.ordered))
+    return found
+
+
+def disk_bytes(a: Arrangement) -> float:
+    """A token's, with what the disk could have read in the time that each read costs beside them."""
+    return sum(f.bytes + f.reads * OPERATION_BYTES for layer in fetches(a) for f in layer)
 
 
 def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int]:

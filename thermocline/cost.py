@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.sizes import LayerSizes, Part, Sizes
+from thermocline.split import Fetch
 from thermocline.tiers import Tiers
 
 F64 = NDArray[np.float64]
@@ -202,30 +203,20 @@ def attention_us(layer: LayerWork, v: Speeds) -> float:
     return float(v.cpu(layer.sizes.attention.read_bytes, layer.sizes.attention.weights)) + kv + CALL_US
 
 
-def stored_times(
-    layer: LayerWork, v: Speeds, work: Work, missed: Sequence[tuple[float, int]], in_order: bool
-) -> tuple[float, float]:
-    """(CPU, what the disk adds to that) of a layer on the CPU. `missed`: (rows, their stride) of each kind.
-
-    Reads of a layer run beside its own FFN. `in_order`: in long pieces, which a few tokens' are not.
-    """
+def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetch]) -> tuple[float, float]:
+    """(CPU, what the disk adds to that) of a layer on the CPU. Its reads run beside its own FFN."""
     disk = v.tiers.disk
     assert disk is not None
-    none = np.zeros(1, np.int64)
-    no = np.zeros(1, np.bool_)
+    none, no = np.zeros(1, np.int64), np.zeros(1, np.bool_)
     cpu = float(layer_times(layer, v, work, no, no, none, none, no)[1][0])
     ffn = cpu - attention_us(layer, v)
-    rows = sum(n for n, _ in missed)
-    cpu += 0.0 if in_order else rows * MISS_US / v.tiers.cpu.threads
-    if in_order:
-        reading = sum(n * stride for n, stride in missed) / (disk.read_gbs * 1e3)
-        return cpu, max(0.0, reading - ffn)
-    waits = (1 - math.exp(-rows)) * IN_FLIGHT * 1e6 / disk.reads_per_s  # the last read begins near the end
-    each = (
-        (n, 1e6 / disk.reads_per_s + max(0, stride - PAGE) / (disk.read_gbs * 1e3)) for n, stride in missed
-    )
-    reading = sum(n * us for n, us in each)
-    return cpu, max(0.0, reading - ffn) + waits
+    rows, reads, nbytes = (sum(x) for x in zip(*((f.rows, f.reads, f.bytes) for f in fetched), strict=True))
+    if not reads:  # in order, in long pieces
+        return cpu, max(0.0, nbytes / (disk.read_gbs * 1e3) - ffn)
+    work_us = rows * MISS_US / v.tiers.cpu.threads
+    last = (1 - math.exp(-reads)) * IN_FLIGHT * 1e6 / disk.reads_per_s  # it begins near the end
+    reading = reads * 1e6 / disk.reads_per_s + max(0.0, nbytes - reads * PAGE) / (disk.read_gbs * 1e3)
+    return cpu + work_us, max(0.0, reading - ffn - work_us) + last
 
 
 def layer_times(

@@ -107,14 +107,17 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
 
 def disk_figures(f: Figures, threads: int) -> dict[str, Any]:
     """While decoding; null where all neurons are in memory. Gate rows on disk count as neurons do."""
-    keys = ("cache_hit_rate", "disk_bytes_per_token", "disk_gb_per_s", "disk_wait_share")
+    keys = (
+        "cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share"
+    )  # fmt: skip
     if f.disk is None or not f.tokens_per_s:
         return dict.fromkeys(keys)
     d, tokens = f.disk, f.tokens - 1
     seconds = tokens / f.tokens_per_s
     hits = 1 - d.missed / d.needed if d.needed else None
     waited = d.waited_ns / 1e9 / (threads * seconds)
-    return dict(zip(keys, (hits, d.bytes / tokens, d.bytes / seconds / 1e9, waited), strict=True))
+    figures = (hits, d.bytes / tokens, d.reads / tokens, d.bytes / seconds / 1e9, waited)
+    return dict(zip(keys, figures, strict=True))
 
 
 def from_cache(weights_bytes: int, cache_bytes: int | None, share: float | None) -> bool:

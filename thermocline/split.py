@@ -20,6 +20,7 @@ SLOT_BYTES = 32  # of the tables, beside a place itself
 ROW_BYTES = 24  # of the tables, for each neuron: its checksum, where it is, how often it was needed
 # What the disk reads in the time that one more read costs it: memory saves more where rows are short.
 OPERATION_BYTES = 32 << 10
+GAP_BYTES = 32 << 10  # csrc/slots.cpp reads over a gap that is not wider
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,32 @@ def split(rows: Sequence[Rows], room: int) -> list[Share] | None:
     return [Share(n, 0) if n == neurons else Share(0, n) for n, neurons in every]
 
 
-def misses(x: Rows, share: Share) -> float:
-    """Rows that a step is expected to need and not find, where tokens draw their neurons independently."""
-    return float(x.need[share.places :].sum())
+@dataclass(frozen=True)
+class Fetch:
+    """What a step is expected to read from disk, of one layer's rows of one kind."""
+
+    rows: float
+    reads: float
+    bytes: float
+
+
+def fetch(x: Rows, share: Share, *, ordered: bool) -> Fetch:
+    """Where tokens draw their neurons independently, and the hottest have the places.
+
+    `ordered`: rows lie as `x.need` has them. What lies near each other is read at once, with what is between.
+    """
+    missed = x.need[share.places :]
+    if not len(missed):
+        return Fetch(0.0, 0.0, 0.0)
+    p = missed if ordered else np.full(len(x.need), missed.sum() / len(x.need))
+    absent = np.log1p(-np.minimum(p, 1 - 1e-9))
+    between, reads = np.zeros(len(p)), p.copy()
+    nbytes = p * x.stride
+    for gap in range(GAP_BYTES // x.stride + 1):  # the row before that is missed is `gap` rows away
+        if gap + 1 >= len(p):
+            break
+        near = p[gap + 1 :] * p[: -gap - 1] * np.exp(between[gap + 1 :])
+        reads[gap + 1 :] -= near
+        nbytes[gap + 1 :] += near * gap * x.stride
+        between[gap + 1 :] += absent[: -gap - 1]
+    return Fetch(float(p.sum()), float(reads.sum()), float(nbytes.sum()))
