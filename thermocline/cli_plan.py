@@ -118,10 +118,10 @@ def plan_tiers(o: config_offline.PlanOptions, weight_format: str) -> Tiers:
 
 def measured(o: config_offline.PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
     """With this machine's disk, which is measured only where memory is too small: that takes seconds."""
-    from thermocline import disk, hardware, machine
+    from thermocline import disk, machine
 
     pack = Path(subject.name)
-    found = disk.measure_file(pack / "weights.bin") if pack.is_dir() else hardware.measure_disk(Path())
+    found = disk.measure_file(pack / "weights.bin") if pack.is_dir() else disk.measure_disk(Path())
     if not o.quiet:
         why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
         note(f"it does not fit in memory; the disk of {found.path} was {why}")
