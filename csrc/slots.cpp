@@ -147,12 +147,16 @@ size_t DiskRows::pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entr
         }
         int32_t at = where_[id - hot];
         const bool miss = at < 0;
-        if (miss && (at = place_for(ids[i])) == kHot) break;
+        const float before = uses_[id - hot];
+        uses_[id - hot] += unit_;
+        if (miss && (at = place_for(ids[i])) == kHot) {
+            uses_[id - hot] = before;
+            break;
+        }
         if (miss && at >= 0) fill(cold_[size_t(at)], ids[i]);
         if (at >= 0) cold_[size_t(at)].pinned = true;
         slots[i] = at >= 0 ? cold_[size_t(at)].slot : kPassing - at, entries[i] = at;
         if (miss) wanted[misses++] = {ids[i], slots[i], at};
-        uses_[id - hot] += unit_;
     }
     stats.needed += i, stats.missed += misses;
     *n_wanted = misses;

@@ -24,7 +24,10 @@ public:
     uint8_t* at(int32_t slot) const { return data + size_t(slot) * stride; }
     int32_t take(size_t n);  // n slots in a row: the first; -1: there are not so many
     int32_t take_one();
-    void give_back(int32_t slot) { returned_.push_back(slot); }
+    void give_back(int32_t slot) {
+        returned_.push_back(slot);
+        if (returned_.size() == next_) returned_.clear(), next_ = 0;  // all of them: rows of slots again
+    }
     size_t free() const { return lent - next_ + returned_.size(); }
 
     uint8_t* const data;

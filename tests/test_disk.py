@@ -1,11 +1,15 @@
-"""An FFN whose neurons are on disk gives the bits it gives in memory: whatever is cached, evicted, read late or not at all."""
+"""An FFN whose neurons are on disk gives the bits of memory: whatever is cached, evicted, or read late."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import bad_reads
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -136,6 +140,7 @@ class Case:
         *,
         gates: tuple[int, int] | None = None,
         disable: int = 0,
+        likely: F32 | None = None,
         depth: int = 8,
         method: str = "",
         buffer_bytes: int = 8192,
@@ -149,7 +154,7 @@ class Case:
         arena.write(0, m.gate.ravel())
         pool = _native.SlotPool(arena, at, m.stride, slots)
         crc = np.array([_native.crc32c(r) for r in m.records], np.uint32)
-        rows = _native.DiskRows(pool, reader, HERE, n, hot, quota, crc, "layers.3.bundle", disable)
+        rows = _native.DiskRows(pool, reader, HERE, n, hot, quota, crc, "layers.3.bundle", disable, likely)
         rows.load()
         parts = self._parts(arena, at, slots)
         if gates is None:
@@ -274,3 +279,144 @@ def test_many_threads_share_few_slots(tmp_path: Path) -> None:
     for threads in (3, 9):
         ffn, _ = case.on_disk(256, 5)
         assert run(ffn, "exact", threads=threads) == wanted
+
+
+def test_what_was_needed_most_is_kept(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f"))
+    ffn, rows = case.on_disk(0, 400)
+    context = _native.Context(1)
+    h = np.random.default_rng(1).standard_normal((1, DIM)).astype(np.float32)
+    missed = []
+    for _ in range(4):
+        before = rows.stats()["missed"]
+        context.ffn_add(np.ones_like(h), h, ffn, SPARSITIES.index("exact"))
+        missed.append(rows.stats()["missed"] - before)
+    assert 100 < missed[0] < 300, "the first 400 were there"
+    assert missed[1:] == [0, 0, 0], "all active ones (half of 700) fit"
+
+
+def test_slots_follow_what_the_profile_says_is_likely(tmp_path: Path) -> None:
+    """A neuron needed once does not push out those of which half the tokens are said to need each."""
+    made = neurons(tmp_path / "f")
+    likely = np.zeros(NEURONS, np.float32)
+    likely[:300] = 0.5
+    case = Case(made)
+    ffn, rows = case.on_disk(0, 300, likely=likely)
+    context = _native.Context(1)
+    for h in calls(tokens=(1,) * 6):
+        context.ffn_add(np.ones_like(h), h, ffn, SPARSITIES.index("exact"))
+    stats = rows.stats()
+    hits = stats["needed"] - stats["missed"]
+    assert abs(hits / stats["needed"] - 300 / NEURONS) < 0.05
+
+
+def test_a_quota_can_change_between_calls(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f"))
+    wanted = run(case.in_memory(), "exact")
+    ffn, rows = case.on_disk(256, 400)
+    for quota in (10, 0, 400):
+        rows.set_quota(quota)
+        assert run(ffn, "exact") == wanted
+    with pytest.raises(ValueError, match="too few slots"):
+        rows.set_quota(401)
+
+
+def test_slots_go_back_to_the_pool(tmp_path: Path) -> None:
+    made = neurons(tmp_path / "f")
+    arena = _native.Arena((100 + _native.STREAM_SLOTS) * made.stride)
+    pool = _native.SlotPool(arena, 0, made.stride, 100 + _native.STREAM_SLOTS)
+    reader = _native.Reader(str(made.file), depth=2, buffer_bytes=8192)
+    crc = np.zeros(NEURONS, np.uint32)
+    for _ in range(3):
+        rows = _native.DiskRows(pool, reader, HERE, NEURONS, 60, 40, crc)
+        assert pool.free == 0
+        with pytest.raises(ValueError, match="too few slots"):
+            _native.DiskRows(pool, reader, HERE, NEURONS, 0, 1, crc)
+        del rows
+        assert pool.free == 100
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_damaged_record_is_named_and_the_rest_lives_on(tmp_path: Path, many: bool) -> None:
+    case = Case(neurons(tmp_path / "f", "q8_0", bias=True))
+    wanted = run(case.in_memory(), "off")
+    ffn, _ = case.on_disk(100, 50)
+    content = bytearray((tmp_path / "f").read_bytes())
+    at = HERE + 444 * case.made.stride + 3
+    content[at] ^= 1
+    (tmp_path / "f").write_bytes(content)
+    x = np.ones((9 if many else 1, DIM), np.float32)
+    context = _native.Context(2)
+    for _ in range(3):
+        with pytest.raises(_native.DiskError) as error:
+            context.ffn_add(x.copy(), x, ffn, SPARSITIES.index("off"))
+        assert error.value.args == (0, "layers.3.bundle", 444)
+    content[at] ^= 1
+    (tmp_path / "f").write_bytes(content)
+    assert run(ffn, "off") == wanted
+
+
+def test_a_file_that_ends_early_is_said_to(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f"))
+    ffn, _ = case.on_disk(0, 50)
+    size = HERE + 300 * case.made.stride // 512 * 512
+    with (tmp_path / "f").open("r+b") as f:
+        f.truncate(size)
+    with pytest.raises(_native.DiskError) as error:
+        run(ffn, "off")
+    assert error.value.args[0] == -1 and error.value.args[2] >= 290
+
+
+def test_hot_neurons_that_cannot_be_read_are_an_error_of_loading(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f"))
+    with (tmp_path / "f").open("r+b") as f:
+        f.truncate(HERE + 4096)
+    with pytest.raises(_native.DiskError, match=r"layers\.3\.bundle"):
+        case.on_disk(256, 0)
+
+
+FAULTS = """
+import ctypes, sys
+sys.path[:0] = [sys.argv[1]]
+from pathlib import Path
+from test_disk import *
+from thermocline import _native
+bad = ctypes.CDLL(None).bad_reads
+bad(b"none")
+path, method = Path(sys.argv[2]), sys.argv[3]
+case = Case(neurons(path, "q8_0", neurons=600), predictor=scores(600))
+wanted = run(case.in_memory(), "predict")
+errors = 0
+each = [b"%s %d" % (kind, n) for n in range(1, 400, STEP) for kind in (b"eio", b"end")]
+for how in (b"short", b"interrupted", b"busy", *each):
+    bad(b"none")
+    ffn, _ = case.on_disk(0, 60, gates=(0, 60), method=method, depth=4)
+    bad(how)
+    try:
+        assert run(ffn, "predict") == wanted, how
+    except _native.DiskError as e:
+        errors += 1
+        assert how[:3] in (b"eio", b"end"), (how, e)
+        assert e.args[0] == (5 if how[:3] == b"eio" else -1) and e.args[1].startswith("layers.3."), (how, e)
+        assert 0 <= e.args[2] < 600
+    bad(b"none")
+    assert run(ffn, "predict") == wanted, how
+print(errors)
+"""
+
+
+@pytest.mark.parametrize("method", ["io_uring", "threads"])
+def test_whichever_read_fails_there_are_the_same_bits_or_an_error(tmp_path: Path, method: str) -> None:
+    """Every seventh read of some calls, in a process of its own; afterwards all is well again."""
+    code = FAULTS.replace("STEP", "7")
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(Path(__file__).parent), str(tmp_path / "f"), method],
+        env={**os.environ, **bad_reads.environment(bad_reads.library(tmp_path), "none")},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 20
