@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import __version__, cli_offline, config, config_offline, report
+from thermocline import __version__, cli_offline, cli_plan, config, config_offline, report
 from thermocline.cli_text import chat, run
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
@@ -96,7 +96,7 @@ def command(argv: Sequence[str]) -> int:
         case config_offline.TrainOptions():
             return cli_offline.train(options)
         case config_offline.PlanOptions():
-            return cli_offline.plan(options)
+            return cli_plan.plan(options)
         case config.BenchOptions():
             return bench(options)
         case config_offline.EvalOptions():
@@ -266,9 +266,9 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     from thermocline.pack import Pack
 
     path = BUNDLED
+    told = (lambda line: None) if o.quiet else note
     if o.model is not None:
         given, packing = locate(o.model, progress.at), partial(progress.at, "packing")
-        told = None if o.quiet else note
         path = resolve(given, config.cache_dir(o.cache_dir), o.format, packing, told=told)
     pack = Pack.open(path)
     tests = benchmark.tests_of(
@@ -280,7 +280,9 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     )
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
-    return benchmark.Bench(pack, tests, feed, sparsity=o.sparsity, progress=progress.at)
+    return benchmark.Bench(
+        pack, tests, feed, sparsity=o.sparsity, progress=progress.at, ram=o.ram, disable=o.disable, told=told
+    )
 
 
 # ---- doctor
