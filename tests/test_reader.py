@@ -158,6 +158,16 @@ def test_threads_may_share_one_reader(reader_of: Callable[[Path], _native.Reader
     assert not wrong and sorted(tag >> 8 for tag, _ in done) == list(range(4 * rounds))
 
 
+def test_what_a_thread_submitted_outlives_it(reader_of: Callable[[Path], _native.Reader], file: Path) -> None:
+    reader = reader_of(file)
+    reads = [(i * BUFFER, BUFFER, i, i) for i in range(DEPTH)]
+    for _ in range(5):
+        thread = threading.Thread(target=reader.submit, args=(reads,))
+        thread.start()
+        thread.join()
+        assert take_all(reader, DEPTH) == dict.fromkeys(range(DEPTH), 0)
+
+
 def test_direct_reads_leave_the_page_cache_alone(tmp_path: Path) -> None:
     path = file_of(tmp_path / "f")
     if not LINUX:
