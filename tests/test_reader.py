@@ -298,6 +298,24 @@ def test_where_no_memory_may_be_locked_any_memory_will_do(tmp_path: Path) -> Non
     assert how == "io_uring, direct (buffers not registered: ENOMEM)" or "threads" in how
 
 
+SECTORS = """
+path = Path(sys.argv[1])
+for sectors in (512, 4096, 8192):
+    ctypes.CDLL(None).bad_reads(f"sectors {sectors}".encode())
+    reader = open_reader(path, method="threads")
+    print(reader.alignment, reader.how)
+"""
+
+
+def test_where_the_system_does_not_say_how_reads_must_lie_it_is_tried(file: Path, tmp_path: Path) -> None:
+    library = bad_reads.library(tmp_path)
+    assert in_a_process(SECTORS, file, **bad_reads.environment(library, "none")).splitlines() == [
+        f"512 {DEPTH} threads, direct",
+        f"4096 {DEPTH} threads, direct",
+        f"1 {DEPTH} threads, through the page cache (direct I/O refused: EOPNOTSUPP)",
+    ]
+
+
 def test_a_file_in_memory_is_read_through_the_cache(file: Path) -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("no tmpfs here")
