@@ -181,10 +181,7 @@ def test_direct_reads_leave_the_page_cache_alone(tmp_path: Path) -> None:
     assert cached_pages(path) == 0
 
 
-def test_a_reader_waits_for_its_reads_before_it_goes(
-    reader_of: Callable[[Path], _native.Reader], file: Path
-) -> None:
-    """Else they would write into memory that is somebody else's by then."""
+def test_a_reader_may_go_while_it_reads(reader_of: Callable[[Path], _native.Reader], file: Path) -> None:
     for _ in range(4):
         reader = reader_of(file)
         buffers = [reader.buffer(i) for i in range(DEPTH)]
@@ -362,6 +359,27 @@ def test_two_processes_may_read_one_file(file: Path) -> None:
 
 
 # ---- a disk that is slow
+
+
+@pytest.mark.skipif(not LINUX, reason="needs io_uring")
+def test_a_reader_waits_for_its_reads_before_it_goes(tmp_path: Path) -> None:
+    """Else they would write into memory that is somebody else's by then. What another process then sends
+    through the pipe is still read by it, not left there."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)
+    try:
+        reader = open_reader(path, method="io_uring", direct=False)
+        assert reader.submit([(0, BUFFER, 0, 1)])
+        code = f"import os, sys; os.write(int(sys.argv[1]), bytes({BUFFER}))"
+        with subprocess.Popen([sys.executable, "-c", code, str(writer)], pass_fds=[writer]) as other:
+            del reader
+        assert other.returncode == 0
+        os.set_blocking(writer, False)
+        with pytest.raises(BlockingIOError):
+            os.read(writer, 1)
+    finally:
+        os.close(writer)
 
 
 @pytest.mark.skipif(not LINUX, reason="needs io_uring")
