@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from thermocline.decoder import I32
     from thermocline.evaluate import Reader
     from thermocline.pack import Pack
+    from thermocline.plan import Plan
     from thermocline.plan_file import Subject
     from thermocline.predictor import Predictors
+    from thermocline.problem import Ask
     from thermocline.profile import Samples
     from thermocline.profiler import Done, Request
     from thermocline.tiers import Tiers
@@ -319,11 +321,11 @@ def train(o: config_offline.TrainOptions) -> int:
     wanted = met and (done.worthwhile or forced)
     if wanted:
         write_predictors(request.pack, done.layers, done.report)
-    about = {"path": str(request.pack.path), "written": wanted, **done.report}
+    about = {"path": str(request.pack.path), "written": wanted, **done.report, **done.timing}
     if o.json:
         emit_json(about)
     else:
-        emit(report.table(report.train_rows(about)) + report.train_layers(about["layers"]))
+        emit(report.table(report.train_rows(about)) + report.train_layers(about["layers"], about["fit_s"]))
     if forced and not met:
         raise UsageError(
             f"{request.pack.path}: no predictor of kind {o.kind} is within --max-kld {o.max_kld:g} and "
@@ -384,16 +386,36 @@ def _own_windows(pack: Pack, text: str | None, context: int, limit: int) -> I32 
     return evaluate.windows(Tokenizer(pack.path, pack.spec), read_text(Path(text)), context, limit)
 
 
-def trained(pack: Pack) -> dict[str, Any]:
-    """What `train` said of the pack's predictors, for `inspect`."""
+def prepared(pack: Pack) -> dict[str, Any]:
+    """What `profile` and `train` left in a pack, for `inspect`; null where they did not."""
+    return {"profile": _profiled(pack), "predictors": _trained(pack)}
+
+
+def _profiled(pack: Pack) -> dict[str, Any] | None:
+    from thermocline.profile import PROFILE, SAMPLES, open_profile, open_samples, summary
+
+    if (found := open_profile(pack)) is None:
+        return None
+    keys = ("tokens", "corpus", "active_fraction", "hot_share", "never_active")
+    about = {key: value for key, value in summary(found).items() if key in keys}
+    about |= {"bytes": (pack.path / PROFILE).stat().st_size, "samples": 0, "samples_bytes": 0}
+    samples = open_samples(pack)
+    if samples is not None:
+        with samples:
+            about |= {"samples": samples.n, "samples_bytes": (pack.path / SAMPLES).stat().st_size}
+    return about
+
+
+def _trained(pack: Pack) -> dict[str, Any] | None:
     from thermocline.predictor import FILE, open_predictors
 
     if not (pack.path / FILE).exists():
-        return {"predictors": None}
+        return None
     found = open_predictors(pack)
     assert found is not None, "it exists"
     with found:
-        return {"predictors": {"bytes": found.nbytes, **found.report}}
+        layers = {kind: found.kinds.count(kind) for kind in sorted(set(found.kinds))}
+        return {"bytes": found.nbytes, "layers_by_kind": layers, **found.report}
 
 
 # ---- plan
@@ -406,7 +428,6 @@ def plan(o: config_offline.PlanOptions) -> int:
     from thermocline.problem import Ask
 
     subject = plan_subject(o)
-    tiers = plan_tiers(o, subject.sizes.format)
     ask = Ask(
         context=context_for(subject.spec, o.ctx or None),
         batch=o.batch,
@@ -415,7 +436,7 @@ def plan(o: config_offline.PlanOptions) -> int:
         vram_bytes=None if o.vram is None else int(o.vram * GIB),
         ram_bytes=None if o.ram is None else int(o.ram * GIB),
     )
-    made = planning.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
+    tiers, made = planned(o, subject, ask)
     about = plan_file.plan_json(subject, tiers, ask, made)
     if o.output is not None:
         plan_file.write(Path(o.output), about, overwrite=o.force)
@@ -426,6 +447,27 @@ def plan(o: config_offline.PlanOptions) -> int:
         same = more.layers == made.layers and more.head == made.head
         emit(report_plan.plan_text(subject.name, tiers.name, made, None if same else more))
     return 0
+
+
+def planned(o: config_offline.PlanOptions, subject: Subject, ask: Ask) -> tuple[Tiers, Plan]:
+    """This machine's disk is measured only where memory is too small: that takes seconds, and writes."""
+    from thermocline import disk, machine
+    from thermocline.errors import OutOfBudget
+    from thermocline.plan import plan
+
+    tiers = plan_tiers(o, subject.sizes.format)
+    try:
+        return tiers, plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
+    except OutOfBudget:
+        if o.hardware is not None:
+            raise
+    pack = Path(subject.name)
+    found = disk.measure_disk(pack if pack.is_dir() else Path())
+    if not o.quiet:
+        why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
+        note(f"it does not fit in memory; the disk of {found.path} was {why}")
+    tiers = replace(tiers, disk=machine.disk_tier(found))
+    return tiers, plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
 
 
 def plan_subject(o: config_offline.PlanOptions) -> Subject:
