@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cost": {"sizes", "split", "tiers"},
     "decoder": {"kv", "spec"},
     "dequant": {"errors", "quant"},
-    "disk": set(),
+    "disk": {"_native"},
     "engine": {"decoder", "errors", "kv", "sampler", "spec", "tokenizer"},
     "errors": set(),
     "evaluate": {"decoder", "errors", "kv", "memory", "sampler", "spec", "tokenizer"},
