@@ -380,18 +380,29 @@ NB_MODULE(_native, m) {
             if (data.shape(0)) memcpy(a.data + offset, data.data(), data.shape(0));
         }, "offset"_a, "data"_a.noconvert())
         .def("load", [](Arena& a, const std::string& path, size_t begin, size_t end,
-                        Array<const uint32_t, 1> checksums, size_t block) {
+                        Array<const uint32_t, 1> checksums, size_t block, std::optional<size_t> where) {
             check(block >= 512 && block <= size_t(1) << 30 && begin % block == 0, "bad block size or begin");
-            check(begin <= end && end <= a.bytes, "range outside the arena");
+            const size_t to = where.value_or(begin);
+            check(begin <= end && to <= a.bytes && end - begin <= a.bytes - to, "range outside the arena");
             check(checksums.shape(0) >= (end + block - 1) / block, "too few checksums");
             tc::LoadResult r;
             {
                 nb::gil_scoped_release release;
-                r = tc::load(a, path.c_str(), begin, end, checksums.data(), block);
+                r = tc::load(a, path.c_str(), begin, end, checksums.data(), block, to);
             }
             return std::make_tuple(r.error, r.block);
-        }, "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a,
-             "Read file bytes [begin, end) to the same place, checking each block; see store.h")
+        }, "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a, "to"_a = nb::none(),
+             "Read file bytes [begin, end) to byte `to`, or to the same place, checking each block; see store.h")
+        .def("copy", [](Arena& a, size_t to, const Arena& from, size_t begin, size_t bytes) {
+            check(&a != &from && begin <= from.bytes && bytes <= from.bytes - begin, "copy from outside the other arena");
+            check(to <= a.bytes && bytes <= a.bytes - to, "copy outside the arena");
+            if (bytes) memcpy(a.data + to, from.data + begin, bytes);
+        }, "to"_a, "source"_a, "begin"_a, "nbytes"_a)
+        .def("checksums", [](const Arena& a, size_t begin, size_t stride, Array<uint32_t, 1> out) {
+            check(stride > 0 && begin <= a.bytes && out.shape(0) <= (a.bytes - begin) / stride, "records outside the arena");
+            nb::gil_scoped_release release;
+            for (size_t i = 0; i < out.shape(0); i++) out.data()[i] = tc::crc32c(a.data + begin + i * stride, stride, 0);
+        }, "begin"_a, "stride"_a, "out"_a.noconvert(), "The CRC-32C of each record of `stride` bytes from `begin` on.")
         .def("gather_pages", [](Arena& a) {
             nb::gil_scoped_release release;
             a.gather_pages();

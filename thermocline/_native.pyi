@@ -36,9 +36,17 @@ class Arena:
     @property
     def address(self) -> int: ...
     def write(self, offset: int, data: U8) -> None: ...
-    def load(self, path: str, begin: int, end: int, checksums: U32, block: int) -> tuple[int, int]:
-        """File bytes [begin, end) to the same place, checked. -> (0, -1), or what the first bad block has:
-        (errno, -1 for EOF or 0 for a wrong checksum; the block)"""
+    def load(
+        self, path: str, begin: int, end: int, checksums: U32, block: int, to: int | None = None
+    ) -> tuple[int, int]:
+        """File bytes [begin, end) to byte `to` (None: `begin`), checked. -> (0, -1), or what the first bad
+        block has: (errno, -1 for EOF or 0 for a wrong checksum; the block)"""
+
+    def copy(self, to: int, source: Arena, begin: int, nbytes: int) -> None:
+        """Bytes of another arena."""
+
+    def checksums(self, begin: int, stride: int, out: U32) -> None:
+        """The CRC-32C of each of len(out) records of `stride` bytes, from `begin` on."""
 
     def gather_pages(self) -> None:
         """Once filled: into huge pages what the system did not give as such."""
@@ -100,6 +108,76 @@ class Predictor:
         cls, first: Matrix | None, second: Matrix, threshold: F32, hot: int, relu: bool
     ) -> Predictor: ...
 
+# The disk tier (csrc/slots.h). Reader: csrc/reader.h.
+
+STREAM_SLOTS: int  # of a pool, at its end: where prompts' records pass through
+NO_BUNDLE: int  # `DiskRows(disable=…)`: each record in two reads
+NO_CACHE: int  # nothing stays from one call to the next
+NO_PIPELINE: int  # a read is waited for where it is made
+
+class Reader:
+    """Reads of one file past the page cache; `depth` at once, of at most `buffer_bytes` each."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        depth: int = 64,
+        buffer_bytes: int = 1 << 17,
+        method: str = "",
+        direct: bool = True,
+    ) -> None: ...
+    @property
+    def how(self) -> str: ...
+    @property
+    def alignment(self) -> int: ...
+
+class SlotPool:
+    """`slots` places of `stride` bytes from `offset` of an arena on, for records that come and go. A multiple of
+    64 each. `DiskRows` take theirs from it; the last STREAM_SLOTS are everybody's."""
+
+    def __new__(cls, arena: Arena, offset: int, stride: int, slots: int) -> SlotPool: ...
+    @property
+    def free(self) -> int:
+        """Slots nobody has taken."""
+
+class DiskRows:
+    """The records of one layer (one expert), `pool.stride` bytes each from `file_offset` of the file on: [0, hot) in memory
+    from `load` on, the others in `quota` slots as they are needed. hot + quota slots are taken from the pool.
+
+    `crc`: CRC-32C of each record [neurons]. `name`: of the tensor, for `DiskError`. quota: at least 1 unless all are hot.
+    """
+
+    def __new__(
+        cls,
+        pool: SlotPool,
+        reader: Reader,
+        file_offset: int,
+        neurons: int,
+        hot: int,
+        quota: int,
+        crc: U32,
+        name: str = "",
+        disable: int = 0,
+    ) -> DiskRows: ...
+    @property
+    def first_slot(self) -> int:
+        """Hot neuron i lies in slot first_slot + i."""
+
+    def load(self) -> None:
+        """Read the hot ones. DiskError."""
+
+    def set_quota(self, quota: int) -> None:
+        """ValueError where the pool has no such many; what no longer fits is forgotten. Not during a call."""
+
+    def stats(self) -> dict[str, int]:
+        """Since it was made: `needed` (records a token path asked for), `missed` (of those, read from disk), `reads`,
+        `bytes` (read, prompts' included), `streamed` (bytes, of prompts alone), `waited_ns` (threads waiting for
+        the disk with nothing else to do, added up)."""
+
+class DiskError(Exception):
+    """args: (errno, -1: the file ends early, 0: wrong checksum; name; neuron). The caches live on."""
+
 class FFN:
     """`activation`: an index of `spec.ACTIVATIONS`."""
 
@@ -117,7 +195,12 @@ class FFN:
         sub_norm: Norm | None,
         join: Join,
         predictor: Predictor | None = None,
-    ) -> FFN: ...
+        disk: DiskRows | None = None,
+        gate_disk: DiskRows | None = None,
+    ) -> FFN:
+        """`disk`: up and down are matrices over its whole pool, [pool slots, dim]. `gate_disk`: gate is; of predicted
+        FFNs alone."""
+
     @property
     def neurons(self) -> int: ...
 

@@ -20,7 +20,8 @@ from thermocline import __version__, hardware, report, weights
 from thermocline.engine import Engine, Figures, Request, request_for
 from thermocline.errors import UsageError
 from thermocline.kv import BLOCK, blocks_for
-from thermocline.llm import fit, predictors_for
+from thermocline.llm import predictors_for
+from thermocline.memory import fit
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack, inspect
 from thermocline.sampler import Sampler, SamplingParams

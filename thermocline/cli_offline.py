@@ -402,7 +402,7 @@ def trained(pack: Pack) -> dict[str, Any]:
 def plan(o: config_offline.PlanOptions) -> int:
     from thermocline import plan as planning
     from thermocline import plan_file, report_plan
-    from thermocline.llm import GIB, context_for
+    from thermocline.memory import GIB, context_for
     from thermocline.problem import Ask
 
     subject = plan_subject(o)

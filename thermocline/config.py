@@ -16,7 +16,15 @@ from typing import Any
 from thermocline.config_offline import EvalOptions, PlanOptions, ProfileOptions, TrainOptions
 from thermocline.config_shared import FORMATS as FORMATS
 from thermocline.config_shared import SPARSITIES as SPARSITIES
-from thermocline.config_shared import json_output, quiet_output, sparsity_mode, thread_count
+from thermocline.config_shared import SWITCHES as SWITCHES
+from thermocline.config_shared import (
+    json_output,
+    memory_limit,
+    quiet_output,
+    sparsity_mode,
+    switched_off,
+    thread_count,
+)
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -63,6 +71,11 @@ def _format(help: str) -> Any:
     return opt(None, one_of(*FORMATS), "|".join(FORMATS), "Model", help, shown="a GGUF's own, else q8_0")
 
 
+def _ram() -> Any:
+    help = "Memory that all of it may take. Of a larger ReLU model, neurons needed least stay on disk."
+    return memory_limit(help, "what is free")
+
+
 def _cache_dir() -> Any:
     shown = "the system's cache directory"
     return opt(None, nonempty, "DIR", "Model", "Where those packs are kept.", shown=shown)
@@ -82,6 +95,8 @@ class Generation:
     )  # fmt: skip
     threads: int = thread_count()
     sparsity: str = sparsity_mode()
+    ram: float | None = _ram()
+    disable: tuple[str, ...] = switched_off()
 
     n_predict: int = opt(
         -1, count_or_all, "N", "Generation", "Tokens to generate at most.",
@@ -268,6 +283,8 @@ class BenchOptions:
         flags="-t", shown="0 = the physical cores this process may use"
     )  # fmt: skip
     sparsity: str = sparsity_mode()
+    ram: float | None = _ram()
+    disable: tuple[str, ...] = switched_off()
 
     n_prompt: tuple[int, ...] = opt(
         (512,), counts(0), "N,...", "Tests", "Prompt tokens, computed together; 0 leaves this test out.",

@@ -71,6 +71,16 @@ def one_of(*names: str) -> Parse:
     return parse
 
 
+def some_of(*names: str) -> Parse:
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(text.split(",")))
+        if not set(found) <= set(names):
+            raise ValueError(f"must be some of {', '.join(names)}, with commas")
+        return found
+
+    return parse
+
+
 def counts(low: int, high: int = MAX_INT) -> Parse:
     """llama-bench's lists: `64,512`, ranges `1-4`, `0-1024+256`, `64-512*2`."""
 

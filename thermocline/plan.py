@@ -16,7 +16,7 @@ from thermocline import cost
 from thermocline.cost import Columns, LayerWork, Speeds, Work
 from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
-from thermocline.llm import GIB
+from thermocline.memory import GIB
 from thermocline.placement import Budget, Choice, Group, fits, group, solve, totals
 from thermocline.problem import Ask, Problem
 from thermocline.sizes import Sizes

@@ -12,15 +12,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from thermocline import synth, weights
+from thermocline import hotness, synth, weights
 from thermocline.errors import IOFailure, UsageError
-from thermocline.hotness import Hotness, assumed, counted, profiled
-from thermocline.layout import expected_tensors
+from thermocline.hotness import Curve as Curve
+from thermocline.hotness import Hotness
+from thermocline.layout import TensorInfo, expected_tensors, place
 from thermocline.pack import Pack
 from thermocline.plan import Plan
 from thermocline.predictor import open_predictors
 from thermocline.problem import Ask
-from thermocline.profile import PROFILE, open_profile
+from thermocline.profile import PROFILE
 from thermocline.safetensors import Json
 from thermocline.sidecar import stamp
 from thermocline.sizes import Sizes, sizes_of
@@ -39,14 +40,7 @@ class Subject:
     sizes: Sizes
     hotness: Hotness
     made_from: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The assumed activity of a model without a profile (synth.py has the words)."""
-
-    active: float | None
-    skew: float
+    tensors: dict[str, TensorInfo]  # of weights.bin
 
 
 def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
@@ -66,23 +60,10 @@ def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
     sizes = dataclasses.replace(
         sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + max(0, more))
     )
-    hotness, made_from = _hotness(pack, curve), {"pack": stamp(path)}
+    heat, made_from = hotness.of_pack(pack, curve), {"pack": stamp(path)}
     if (path / PROFILE).exists():
         made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
-    return Subject(str(path), pack.spec, sizes, hotness, made_from)
-
-
-def _hotness(pack: Pack, curve: Curve) -> Hotness:
-    profile = open_profile(pack) if pack.spec.sparse else None
-    if profile is not None and curve.active is None:
-        return profiled(profile)
-    found = counted(pack) if pack.spec.sparse and curve.active is None else None
-    return found or _assumed(pack.spec, curve)
-
-
-def _assumed(spec: ModelSpec, curve: Curve) -> Hotness:
-    active = synth.ACTIVE if curve.active is None else curve.active
-    return assumed(spec.n_layers, spec.n_experts * spec.ffn_dim, active, curve.skew)
+    return Subject(str(path), pack.spec, sizes, heat, made_from, pack.tensors)
 
 
 def of_shape(shape: str, weight_format: str, predictor_share: float, curve: Curve) -> Subject:
@@ -98,7 +79,8 @@ def of_shape(shape: str, weight_format: str, predictor_share: float, curve: Curv
         each = round(numbers / spec.n_layers) * 34 // 32  # int8, a scale for each 32
         sizes = sizes.with_predictors([each] * spec.n_layers)
     digest = hashlib.sha256(repr((spec, sorted(held))).encode()).hexdigest()
-    return Subject(f"{name} {weight_format}", spec, sizes, _assumed(spec, curve), {"shape": digest})
+    heat = curve.hotness(spec.n_layers, spec.n_experts * spec.ffn_dim)
+    return Subject(f"{name} {weight_format}", spec, sizes, heat, {"shape": digest}, place(held)[0])
 
 
 # ---- out

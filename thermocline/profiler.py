@@ -20,7 +20,7 @@ from thermocline import _native, hardware, sidecar, weights
 from thermocline.activity import STEP, Worker, count_passages, down_norms
 from thermocline.corpus import Corpus
 from thermocline.errors import IOFailure, Unsupported
-from thermocline.llm import fit, scratch_bytes
+from thermocline.memory import fit, scratch_bytes
 from thermocline.pack import Pack
 from thermocline.profile import (
     BUCKETS,

@@ -65,6 +65,8 @@ class CpuOps:
             sub_norm=_norm(spec, layer.ffn_sub_norm),
             join=_join(spec, layer.ffn_post_norm),
             predictor=f.predictor,
+            disk=f.disk,
+            gate_disk=f.gate_disk,
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
