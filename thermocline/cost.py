@@ -208,6 +208,20 @@ def layer_times(
     return gpu, cpu, np.where(of_disk, longest, 0.0), sync
 
 
+def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -> tuple[F64, F64]:
+    """Of steps on the CPU whose bundles, and those of them from disk, were counted: (time, of it waiting)."""
+    s, predictor = layer.sizes, layer.sizes.predictor if work.predicts else Part()
+    kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
+    before = v.cpu(s.attention.read_bytes, s.attention.weights) + kv + CALL_US
+    before = before + v.cpu(predictor.read_bytes, predictor.weights)
+    gates = float(layer.reads.gates[-1])
+    ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights) + CALL_US
+    ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, BUNDLE_SHARE)
+    disk = _disk_us(s, v, missed, True)
+    us: F64 = before + np.maximum(ffn, disk)
+    return us, np.maximum(0.0, disk - ffn)
+
+
 def _disk_us(s: LayerSizes, v: Speeds, bundles: F64, sparse: bool) -> F64:
     """Bundles from disk: all in order, or each on its own, bounded by reads a second or by bytes a second."""
     disk = v.tiers.disk

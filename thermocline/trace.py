@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from thermocline import sidecar
 from thermocline.decoder import F32, Batch, FFNStats, Layer
-from thermocline.errors import BadFile, IOFailure
+from thermocline.errors import BadFile, IOFailure, Unsupported
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack
 from thermocline.safetensors import quoted
@@ -29,12 +29,21 @@ KIND = "trace"
 AGAIN = "thermocline bench -m PACK --trace FILE"
 
 
+def check_sparse(spec: ModelSpec) -> None:
+    if not spec.sparse:
+        raise Unsupported(
+            f"{spec.architecture} with {spec.activation}: every token needs every neuron: nothing to "
+            "record; trace a ReLU-family model"
+        )
+
+
 class Recorder(CpuOps):
     """The native ops; between `begin` and the end every FFN's needed neurons are kept, a bit each."""
 
     def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer]) -> None:
         super().__init__(threads)
         self._spec, self._layers = spec, layers
+        self.neurons = spec.n_experts * spec.ffn_dim
         self._rows: list[list[U8]] | None = None
 
     def begin(self) -> None:
@@ -45,7 +54,7 @@ class Recorder(CpuOps):
         """Of each layer [tokens, bytes], of the tokens that all layers have seen."""
         assert self._rows is not None
         n = len(self._rows[-1])
-        width = -(-self._spec.n_experts * self._spec.ffn_dim // 8)
+        width = -(-self.neurons // 8)
         return [np.array(rows[:n], np.uint8).reshape(n, width) for rows in self._rows]
 
     def step(
@@ -90,10 +99,27 @@ class Trace:
     neurons: int  # of a layer
     active: tuple[U8, ...]  # of each layer [tokens, bytes]: bit i mod 8 of byte i / 8 is neuron i
 
+    @staticmethod
+    def of(recorder: Recorder, source: str, sparsity: str, depth: int) -> Trace:
+        active, neurons = recorder.active, recorder.neurons
+        return Trace(len(active[0]), source, sparsity, depth, neurons, tuple(active))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.active)
+
     def layer(self, i: int) -> Bool:
         """[tokens, neurons]: whether the token needs the neuron."""
         bits = np.unpackbits(self.active[i], axis=1, count=self.neurons, bitorder="little")
         return bits.view(np.bool_)
+
+
+def check_target(path: Path) -> None:
+    """Refuse what could not be written, before anything is computed."""
+    if path.is_dir():
+        raise IOFailure(f"--trace {path}: is a directory")
+    if not path.absolute().parent.is_dir():
+        raise IOFailure(f"--trace {path}: no such directory")
 
 
 def write_trace(path: Path, pack: Pack, trace: Trace) -> None:
