@@ -143,6 +143,7 @@ def _tiers(o: config.BenchOptions, pack: Pack, subject: Subject) -> Any:
         why = f": {measured.why}" if measured.why else ""
     else:
         tiers, why = read_tiers(o.hardware), ""
+    tiers.kernel(subject.sizes.format)  # or raises
     if tiers.disk is None:
         raise UsageError(f"{tiers.name}: no disk was measured{why}; give --hardware FILE with one")
     return tiers
