@@ -22,10 +22,13 @@
 #include "model_ops.h"
 #include "store.h"
 
+void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
+
 namespace nb = nanobind;
 using namespace nb::literals;
 using tc::Arena;
 using tc::Context;
+using tc::DiskRows;
 using tc::Matrix;
 
 template <class T, int N>
@@ -120,6 +123,7 @@ struct FFN {
     std::optional<F1> down_bias;
     Join join;
     std::optional<Predictor> predictor;
+    std::optional<F1> gate_bias;
 };
 struct Step {
     tc::Step step;
@@ -174,14 +178,26 @@ static Predictor make_predictor(const Matrix* first, const Matrix& second, F1 th
     return {{first ? *first : Matrix{}, second, threshold.data(), hot, relu}, threshold};
 }
 
+// Is row r of w in slot r of the pool?
+static bool over_slots(const Matrix& w, const DiskRows& disk) {
+    const tc::SlotPool& pool = disk.pool();
+    return w.rows == pool.slots && w.stride == pool.stride && w.data >= pool.data && w.data + packed_bytes(w.format, w.cols) <= pool.data + pool.stride;
+}
+
 static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, const Matrix& down, std::optional<F1> down_bias,
                     int activation, float threshold, bool up_relu, bool bundles, const Norm* sub_norm, const Join& join,
-                    const Predictor* predictor) {
+                    const Predictor* predictor, DiskRows* disk, DiskRows* gate_disk, std::optional<F1> gate_bias) {
     check(!sub_norm || !bundles || (!sub_norm->norm.layer && !sub_norm->bias), "bundles take an RMS sub-norm without bias");
     const Matrix &g = gate.linear.weight, &d = down;
-    const size_t dim = g.cols, neurons = g.rows;
-    check(bundles ? d.rows == neurons && d.cols == dim : d.rows == dim && d.cols == neurons, "down has the wrong shape");
-    check(!up || (up->rows == neurons && up->cols == dim && up->format == g.format), "up does not match gate");
+    const size_t dim = g.cols, neurons = disk ? disk->neurons : g.rows;
+    check(bundles ? (disk || d.rows == neurons) && d.cols == dim : d.rows == dim && d.cols == neurons, "down has the wrong shape");
+    check(!up || ((disk || up->rows == neurons) && up->cols == dim && up->format == g.format), "up does not match gate");
+    check(!disk || bundles, "only bundles can be on disk");
+    check(!disk || (over_slots(d, *disk) && (!up || over_slots(*up, *disk))), "up and down are not over the pool's slots");
+    check(gate_disk ? disk && over_slots(g, *gate_disk) && gate_disk->neurons == neurons && &gate_disk->reader == &disk->reader
+                    : g.rows == neurons, "gate does not match the neurons");
+    check(!gate_disk || !gate.linear.bias, "the bias of gates on disk is gate_bias");
+    check(gate_disk || !gate_bias, "gate_bias is for gates on disk");
     check(!bundles || !up || d.format == up->format, "a bundle's parts differ in format");
     check_weights(down);
     check(neurons <= size_t(INT32_MAX), "too many neurons");
@@ -192,10 +208,12 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
     check(activation >= 0 && activation < tc::N_ACTIVATIONS, "unknown activation");
     // The kernels skip a neuron when its activation is zero; that is the answer only where zero means "not above".
     check(threshold >= 0, "negative activation threshold");
-    return {{norm_of(norm, dim), gate.linear, up ? *up : Matrix{}, down,
+    tc::Linear gates = gate.linear;
+    if (gate_disk) gates.bias = optional_vector(gate_bias, neurons, "gate_bias has the wrong length");
+    return {{norm_of(norm, dim), gates, up ? *up : Matrix{}, down,
              optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation), threshold, up_relu, bundles,
-             norm_of(sub_norm, neurons), join_of(join, dim), guess}, held(norm), held(sub_norm), gate, down_bias, join,
-            predictor ? std::optional<Predictor>(*predictor) : std::nullopt};
+             norm_of(sub_norm, neurons), join_of(join, dim), guess, disk, gate_disk}, held(norm), held(sub_norm), gate, down_bias, join,
+            predictor ? std::optional<Predictor>(*predictor) : std::nullopt, gate_bias};
 }
 
 // Tokens of a sequence are worked on together: from the first page that any of them attends to through its last, all of
@@ -275,7 +293,7 @@ static std::tuple<size_t, size_t, size_t, size_t, size_t> ffn_add(Context& c, Mu
                                                                   std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, f.layer.gate.weight.cols);
-    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.gate.weight.rows), "record has the wrong shape");
+    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.neurons()), "record has the wrong shape");
     const tc::FFNArgs a = {f.layer, x.data(), h.data(), x.shape(0), x.shape(1), tc::Sparsity(sparsity), record ? record->data() : nullptr};
     tc::FFNCounts r;
     {
@@ -409,6 +427,7 @@ NB_MODULE(_native, m) {
         }, "Once filled: into huge pages what the system did not give as such.")
         .def("fence", [](Arena& a) { check(a.fence(), "no page begins where the padding ends"); },
              "Tests: reading past the padding, where a page must begin, ends the process from now on.");
+    bind_disk(m);
 
     nb::class_<Matrix>(m, "Matrix")
         .def(nb::new_([](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
@@ -436,8 +455,9 @@ NB_MODULE(_native, m) {
     nb::class_<FFN>(m, "FFN")
         .def(nb::new_(&make_ffn), "norm"_a.none(), "gate"_a, "up"_a.none(), "down"_a, "down_bias"_a.noconvert().none(), "activation"_a, "threshold"_a,
              "up_relu"_a, "bundles"_a, "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(),
-             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>())
-        .def_prop_ro("neurons", [](const FFN& f) { return f.layer.gate.weight.rows; });
+             "disk"_a.none() = nb::none(), "gate_disk"_a.none() = nb::none(), "gate_bias"_a.noconvert().none() = nb::none(),
+             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(), nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
+        .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); });
     nb::class_<Step>(m, "Step")
         .def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(), "block"_a, "window"_a,
              "cos"_a.noconvert().none(), "sin"_a.noconvert().none());

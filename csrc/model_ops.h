@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "slots.h"
 #include "threads.h"
 
 namespace tc {
@@ -73,6 +74,8 @@ struct FFN {
     Norm sub_norm;  // of the activations, before down; of bundles: an RMS norm without bias
     Join join;
     Predictor predictor;  // of bundles only
+    DiskRows *disk = nullptr, *gate_disk = nullptr;  // where rows of up and down, of gate too, are slots
+    size_t neurons() const { return disk ? disk->neurons : gate.weight.rows; }
 };
 
 struct AttentionArgs {
@@ -110,6 +113,7 @@ public:
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
     void attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k, uint16_t* v);
     FFNCounts ffn_add(const FFNArgs& a);
+    struct Walk;  // one call of an FFN in bundles
 
     Pool pool;
     const Kernels& k;
@@ -123,9 +127,10 @@ private:
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
     FFNCounts dense_ffn(const FFNArgs& a);
     FFNCounts bundle_ffn(const FFNArgs& a);
+    struct DiskWalk;
+    FFNCounts disk_ffn(const FFNArgs& a);
     struct Guess;
     Guess guess(const FFNArgs& a, const Input& in);
-    void encode(const Guess& g, Pieces& rows);
     uint8_t* panels(size_t bytes);  // of scratch for each thread
     std::vector<Queries> queries(const AttentionArgs& a) const;
     void attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end, float* scores, float* into);
@@ -133,7 +138,8 @@ private:
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
     std::vector<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_, marks_;
     std::vector<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_, scales_;
-    std::vector<int32_t> ids_;
+    std::vector<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
+    std::vector<Wanted> wanted_, gate_wanted_;
     std::vector<size_t> counts_;
     size_t panel_stride_ = 0;
 };

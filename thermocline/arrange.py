@@ -18,11 +18,12 @@ from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
 from thermocline.kv import reserved_bytes
 from thermocline.layout import ALIGN, TensorInfo
-from thermocline.memory import GIB, runtime_bytes, scratch_bytes
+from thermocline.memory import GIB, context_for, runtime_bytes, scratch_bytes
 from thermocline.sizes import aligned
 from thermocline.spec import ModelSpec
 from thermocline.split import OPERATION_BYTES, Rows, Share, misses, split
 
+LEAST_CONTEXT = 512
 DEPTH, BUFFER_BYTES = 64, 128 << 10  # reads in flight, and of how many bytes
 
 
@@ -74,6 +75,20 @@ def on_disk(spec: ModelSpec) -> bool:
 
 
 # ---- dividing
+
+
+def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list[int]:
+    """What to try in turn: a default context is shorter where the weights do not fit in `budget` beside it.
+
+    The shorter one leaves most of the memory to the weights.
+    """
+    context = context_for(spec, asked)
+    if asked is not None or budget is None or not on_disk(spec):
+        return [context]
+    shorter = context
+    while shorter > LEAST_CONTEXT and reserved_bytes(spec, shorter, shorter, PREFILL_CHUNK) > budget // 8:
+        shorter //= 2
+    return list(dict.fromkeys((context, shorter)))
 
 
 def others_of(
@@ -133,7 +148,7 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
     parts["up and down rows"] = sum(sizes[:n])
     if gates:
         parts["gate rows"] = parts.get("gate rows", 0) + sum(sizes[n:])
-    missed = [misses(x.need, s) for x, s in zip(rows, shares, strict=True)] + [0.0] * n
+    missed = [misses(x, s) for x, s in zip(rows, shares, strict=True)] + [0.0] * n
     pairs = zip(missed[:n], missed[n : 2 * n], strict=True)
     return Arrangement(
         parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, tuple(pairs), c.hotness.ordered

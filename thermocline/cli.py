@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import __version__, cli_offline, cli_trace, config, config_offline, report
+from thermocline import __version__, cli_offline, cli_plan, cli_trace, config, config_offline, report
 from thermocline.cli_text import chat, run
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
@@ -96,7 +96,7 @@ def command(argv: Sequence[str]) -> int:
         case config_offline.TrainOptions():
             return cli_offline.train(options)
         case config_offline.PlanOptions():
-            return cli_offline.plan(options)
+            return cli_plan.plan(options)
         case config.BenchOptions():
             return bench(options)
         case config_offline.EvalOptions():
@@ -265,6 +265,7 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     from thermocline import hardware
     from thermocline.pack import Pack
 
+    told = (lambda line: None) if o.quiet else note
     pack = Pack.open(cli_trace.packed(o, progress))
     tests = benchmark.tests_of(
         prompts=o.n_prompt,
@@ -275,7 +276,9 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     )
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
-    return benchmark.Bench(pack, tests, feed, sparsity=o.sparsity, progress=progress.at)
+    return benchmark.Bench(
+        pack, tests, feed, sparsity=o.sparsity, progress=progress.at, ram=o.ram, disable=o.disable, told=told
+    )
 
 
 # ---- doctor

@@ -11,6 +11,8 @@ has it once a token, since like layers lie together.)
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -34,6 +36,8 @@ EXCESS = 1.5  # neurons that a predictor names for one that is active; published
 PREDICT_TOKENS = 4  # more tokens a step run `exact`
 LAUNCHES = 6  # GPU kernels in a half of a layer
 PAGE = 4096
+IN_FLIGHT = 16  # reads, where a disk's reads a second were measured: each then takes that many times theirs
+MISS_US = 6.0  # of a thread, for a record from disk: asking, its checksum, a copy
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,38 @@ def layer_columns(
     return Columns(a, p, g, d, vram, ram, *layer_times(layer, speeds, work, a, p, g, d))
 
 
+def attention_us(layer: LayerWork, v: Speeds) -> float:
+    """On the CPU."""
+    kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
+    return float(v.cpu(layer.sizes.attention.read_bytes, layer.sizes.attention.weights)) + kv + CALL_US
+
+
+def stored_times(
+    layer: LayerWork, v: Speeds, work: Work, missed: Sequence[tuple[float, int]], in_order: bool
+) -> tuple[float, float]:
+    """(CPU, what the disk adds to that) of a layer on the CPU. `missed`: (rows, their stride) of each kind.
+
+    Reads of a layer run beside its own FFN. `in_order`: in long pieces, which a few tokens' are not.
+    """
+    disk = v.tiers.disk
+    assert disk is not None
+    none = np.zeros(1, np.int64)
+    no = np.zeros(1, np.bool_)
+    cpu = float(layer_times(layer, v, work, no, no, none, none)[1][0])
+    ffn = cpu - attention_us(layer, v)
+    rows = sum(n for n, _ in missed)
+    cpu += 0.0 if in_order else rows * MISS_US / v.tiers.cpu.threads
+    if in_order:
+        reading = sum(n * stride for n, stride in missed) / (disk.read_gbs * 1e3)
+        return cpu, max(0.0, reading - ffn)
+    waits = (1 - math.exp(-rows)) * IN_FLIGHT * 1e6 / disk.reads_per_s  # the last read begins near the end
+    each = (
+        (n, 1e6 / disk.reads_per_s + max(0, stride - PAGE) / (disk.read_gbs * 1e3)) for n, stride in missed
+    )
+    reading = sum(n * us for n, us in each)
+    return cpu, max(0.0, reading - ffn) + waits
+
+
 def layer_times(
     layer: LayerWork, v: Speeds, work: Work, a: Bool, p: Bool, g: I64, d: I64
 ) -> tuple[F64, F64, F64, F64]:
@@ -177,8 +213,7 @@ def layer_times(
     n, has_gpu = s.neurons, v.tiers.gpu is not None
     sparse = bundles[-1] < n
     attention = s.attention
-    kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
-    cpu = np.where(a, 0.0, v.cpu(attention.read_bytes, attention.weights) + kv + CALL_US)
+    cpu = np.where(a, 0.0, attention_us(layer, v))
     predictor = s.predictor if work.predicts else Part()
     cpu += np.where(p, 0.0, v.cpu(predictor.read_bytes, predictor.weights))
 

@@ -143,6 +143,7 @@ class LLM:
             budget=self.budget,
             limit=limit,
         )
+        store.check_switches(self._room, self._disable)
         self.context, self.arrangement = self._room.context, self._room.arrangement
         self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
         self.store: Store | None = None  # once loaded, where neurons come from disk

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thermocline import hotness, synth, weights
+from thermocline.arrange import Contents
 from thermocline.errors import IOFailure, UsageError
 from thermocline.hotness import Curve as Curve
 from thermocline.hotness import Hotness
-from thermocline.layout import TensorInfo, expected_tensors, place
+from thermocline.layout import expected_tensors, place
 from thermocline.pack import Pack
 from thermocline.plan import Plan
 from thermocline.predictor import open_predictors
@@ -40,7 +41,7 @@ class Subject:
     sizes: Sizes
     hotness: Hotness
     made_from: dict[str, str]
-    tensors: dict[str, TensorInfo]  # of weights.bin
+    contents: Contents
 
 
 def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
@@ -63,24 +64,29 @@ def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
     heat, made_from = hotness.of_pack(pack, curve), {"pack": stamp(path)}
     if (path / PROFILE).exists():
         made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
-    return Subject(str(path), pack.spec, sizes, heat, made_from, pack.tensors)
+    nbytes = 0 if predictors is None else predictors.nbytes
+    contents = Contents(pack.spec, pack.tensors, nbytes, sparsity, heat)
+    return Subject(str(path), pack.spec, sizes, heat, made_from, contents)
 
 
-def of_shape(shape: str, weight_format: str, predictor_share: float, curve: Curve) -> Subject:
-    """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's; 0: none."""
+def of_shape(shape: str, weight_format: str, sparsity: str, predictor_share: float, curve: Curve) -> Subject:
+    """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's."""
     name, spec, mapping = synth.read_shape(shape)
     if curve.active is not None and not spec.sparse:
         spec = dataclasses.replace(spec, activation="relu")
     expected = expected_tensors(spec, weight_format)
     held = {n: t for n, t in expected.items() if not t.optional or n in mapping.tensors}
     sizes = sizes_of(spec, held, weight_format)
-    if predictor_share and spec.sparse:
+    nbytes = 0
+    if predictor_share and spec.sparse and sparsity == "predict":
         numbers = predictor_share * sum(t.parameters for t in held.values() if not t.vector)
         each = round(numbers / spec.n_layers) * 34 // 32  # int8, a scale for each 32
+        nbytes = each * spec.n_layers
         sizes = sizes.with_predictors([each] * spec.n_layers)
     digest = hashlib.sha256(repr((spec, sorted(held))).encode()).hexdigest()
     heat = curve.hotness(spec.n_layers, spec.n_experts * spec.ffn_dim)
-    return Subject(f"{name} {weight_format}", spec, sizes, heat, {"shape": digest}, place(held)[0])
+    contents = Contents(spec, place(held)[0], nbytes, sparsity, heat)
+    return Subject(f"{name} {weight_format}", spec, sizes, heat, {"shape": digest}, contents)
 
 
 # ---- out

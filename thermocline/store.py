@@ -17,28 +17,25 @@ from thermocline.arrange import (
     Contents,
     arrange,
     buffer_bytes,
+    contexts_for,
     on_disk,
     others_of,
     resident,
 )
 from thermocline.decoder import DiskCounts, Weights
-from thermocline.engine import PREFILL_CHUNK
-from thermocline.errors import OutOfBudget
+from thermocline.errors import OutOfBudget, UsageError
 from thermocline.hotness import Curve
-from thermocline.kv import reserved_bytes
 from thermocline.layout import TensorInfo
-from thermocline.memory import context_for, fit
+from thermocline.memory import fit
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors
 from thermocline.records import Records, open_records
 from thermocline.sizes import aligned
-from thermocline.spec import ModelSpec
 from thermocline.weights import LoadedWeights
 
 Progress = Callable[[int, int], None]
 
 SLICE_BYTES = 256 << 20  # read between two looks at Ctrl-C
-LEAST_CONTEXT = 512
 
 
 @dataclass(frozen=True)
@@ -89,9 +86,7 @@ def room_for(
     `context`: None is the default, which is shorter where weights do not fit. The rest: as `memory.fit`.
     """
     weights_bytes, spec = weights.memory_bytes(pack, predictors), pack.spec
-    whole = context_for(spec, context)
-    contexts = [whole] if context is not None or budget is None else [whole, _modest(spec, whole, budget)]
-    for asked in contexts:
+    for asked in contexts_for(spec, context, budget):
         try:
             kv_tokens = fit(
                 spec, weights_bytes=weights_bytes, available_bytes=budget, context=asked, max_batch=max_batch,
@@ -109,11 +104,12 @@ def room_for(
     return Room(asked, kv_tokens, arrange(contents, budget, others, limit=limit))
 
 
-def _modest(spec: ModelSpec, context: int, budget: int) -> int:
-    """A default context that leaves most of the memory to the weights."""
-    while context > LEAST_CONTEXT and reserved_bytes(spec, context, context, PREFILL_CHUNK) > budget // 8:
-        context //= 2
-    return context
+def check_switches(room: Room, disable: Sequence[str]) -> None:
+    if disable and room.arrangement is None:
+        raise UsageError(
+            f"--disable {','.join(disable)}: all weights are in memory, so there is nothing to do without; "
+            "give less memory (--ram)"
+        )
 
 
 # ---- places in the arena

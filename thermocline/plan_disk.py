@@ -1,0 +1,97 @@
+"""A plan where memory is too small and there is no GPU: `arrange.py`'s split, and how fast a token then is.
+
+What `run --ram` then does, said before. Must not know files or flags.
+"""
+
+from __future__ import annotations
+
+from thermocline import cost
+from thermocline.arrange import Arrangement, Contents, arrange
+from thermocline.cost import Work
+from thermocline.placement import Budget
+from thermocline.plan import BUCKETS, Layer, Plan, Prediction, hot_neurons
+from thermocline.problem import Problem
+from thermocline.split import misses
+
+
+def stored_plan(p: Problem, c: Contents) -> Plan:
+    """Raises OutOfBudget with what would be enough."""
+    kv = sum(p.kv_layer_bytes(i) for i in range(p.spec.n_layers))
+    runtime = p.fixed_ram(disk=False)["runtime"]
+    others = {"keys and values": kv, "buffers": p.scratch, "runtime": runtime}
+    a = arrange(c, p.ram, others)
+    assert a.bytes <= p.ram, "a plan keeps its budget to the byte"
+    predicted = tuple(predict(p, c, a, p.work(share=share)) for share in (0.0, 0.5, 1.0))
+    return Plan(
+        layers=tuple(
+            Layer("ram", "ram" if c.guesses else None, 0, s.places, p.sizes.layers[i].neurons - s.places)
+            for i, s in enumerate(a.bundles)
+        ),
+        head="ram",
+        bytes={"gpu": {}, "ram": a.parts, "disk": _on_disk(c, a)},
+        budget=Budget(p.vram, p.ram),
+        predicted=predicted,
+        buckets=tuple(predict(p, c, a, p.work(batch=b)) for b in BUCKETS),
+        hot={b: tuple(hot_neurons(p, b)) for b in BUCKETS},
+        share=0.0,
+        objective_us=1e6 / predicted[0].tokens_per_s,
+        greedy_us=None,
+        notes=tuple(_notes(p, c, a)),
+    )
+
+
+def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
+    """Part -> bytes that are not in memory at a time."""
+    parts: dict[str, int] = {}
+    for part, kind, shares in (
+        ("up and down rows", "bundle", a.bundles),
+        ("gate rows", "gate.weight", a.gates),
+    ):
+        for i, s in enumerate(shares or ()):
+            t = c.tensors[f"layers.{i}.{kind}"]
+            parts[part] = parts.get(part, 0) + t.bytes - s.places * t.stride
+    return parts
+
+
+def _missed(c: Contents, a: Arrangement, batch: int) -> list[list[tuple[float, int]]]:
+    """Of each layer, (rows that a step of `batch` tokens reads from disk, their stride) of each kind.
+
+    A step of more than a few tokens reads all that is not pinned.
+    """
+    found: list[list[tuple[float, int]]] = [[] for _ in a.bundles]
+    for kind, shares in (("bundle", a.bundles), ("gate.weight", a.gates or ())):
+        for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=False)):
+            all_of_it = batch > cost.PREDICT_TOKENS
+            n = len(rows.need) - share.hot if all_of_it else misses(rows, share)
+            found[i].append((n, rows.stride))
+    return found
+
+
+def predict(p: Problem, c: Contents, a: Arrangement, work: Work) -> Prediction:
+    v = p.speeds(work)
+    cpu_us = cost.TOKEN_US + float(cost.head_columns(p.sizes, v, gpu=False).cpu_us[0])
+    disk_us = 0.0
+    in_order = work.batch > cost.PREDICT_TOKENS
+    for layer, missed in zip(p.layers(work), _missed(c, a, work.batch), strict=True):
+        cpu, disk = cost.stored_times(layer, v, work, missed, in_order)
+        cpu_us, disk_us = cpu_us + cpu, disk_us + disk
+    return Prediction(
+        work.depth, work.batch, work.batch * 1e6 / (cpu_us + disk_us), 0.0, cpu_us, disk_us, 0.0
+    )
+
+
+def _notes(p: Problem, c: Contents, a: Arrangement) -> list[str]:
+    needed = sum(float(r.need.sum()) for r in c.rows("bundle"))
+    gates = sum(float(r.need.sum()) for r in c.rows("gate.weight")) if a.gates else 0.0
+    missed = [x for one in _missed(c, a, 1) for x in one]
+    hits = 1 - sum(n for n, _ in missed) / (needed + gates)
+    read = sum(n * stride for n, stride in missed)
+    notes = [f"hotness: {p.hotness.source}"]
+    notes.append(
+        f"of the rows that a token needs {hits:.1%} are expected in memory, {read / 1e6:.3g} MB on disk"
+    )
+    if a.gates is not None:
+        notes.append("gate rows too are on disk: fewer bytes are then read for a token")
+    if not a.ordered:
+        notes.append("neurons are in no order of hotness: `thermocline profile` makes this faster")
+    return notes
