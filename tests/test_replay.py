@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 
-from thermocline import config, plan
+from thermocline import config, cost, plan
 from thermocline.cache_policy import HALF_LIFE, POLICIES, next_uses
 from thermocline.hotness import Curve
 from thermocline.plan_file import of_pack
@@ -186,12 +185,16 @@ def test_without_misses_a_step_takes_what_plan_says(problem: Problem) -> None:
     assert took.waited_us[0] == 0
 
 
-def test_misses_cost_what_is_left_of_their_reads_beside_the_ffn(problem: Problem) -> None:
-    """10,000 reads a second: 90 of a layer take 9 ms; its own work, 22 us and more, hides some."""
-    needed = np.full((2, tiny.LAYERS), 90.0)
-    none, all_of = (times(problem, Counts(needed, needed * part)) for part in (0.0, 1.0))
-    assert all_of.us[0] - none.us[0] == pytest.approx(all_of.waited_us[0])
-    assert tiny.LAYERS * (9000 - 100) < all_of.waited_us[0] < tiny.LAYERS * (9000 - 22)
+def test_misses_cost_what_plan_says_they_do(problem: Problem) -> None:
+    """The planner's expectation of one layer, and a step in which exactly that happens."""
+    work = problem.work()
+    v = problem.speeds(work)
+    layer = next(problem.layers(work))
+    needed, missed = float(layer.reads.bundles[-1]), 20.0
+    us, waited = cost.step_us(layer, v, work, np.array([needed]), np.array([missed]))
+    cpu, disk = cost.stored_times(layer, v, work, [(missed, layer.sizes.record_bytes)], False)
+    assert (us[0], waited[0]) == pytest.approx((cpu + disk, disk), rel=1e-6)
+    assert waited[0] > missed * 1e6 / SLOW["reads_per_s"] - 100
 
 
 # ---- the command

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.sizes import LayerSizes, Part, Sizes
-from thermocline.tiers import Tiers
+from thermocline.tiers import Disk, Tiers
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -198,10 +198,7 @@ def stored_times(
         reading = sum(n * stride for n, stride in missed) / (disk.read_gbs * 1e3)
         return cpu, max(0.0, reading - ffn)
     waits = (1 - math.exp(-rows)) * IN_FLIGHT * 1e6 / disk.reads_per_s  # the last read begins near the end
-    each = (
-        (n, 1e6 / disk.reads_per_s + max(0, stride - PAGE) / (disk.read_gbs * 1e3)) for n, stride in missed
-    )
-    reading = sum(n * us for n, us in each)
+    reading = sum(n * _read_us(disk, stride) for n, stride in missed)
     return cpu, max(0.0, reading - ffn) + waits
 
 
@@ -244,17 +241,22 @@ def layer_times(
 
 
 def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -> tuple[F64, F64]:
-    """Of steps on the CPU whose bundles, and those of them from disk, were counted: (time, of it waiting)."""
-    s, predictor = layer.sizes, layer.sizes.predictor if work.predicts else Part()
-    kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
-    before = v.cpu(s.attention.read_bytes, s.attention.weights) + kv + CALL_US
-    before = before + v.cpu(predictor.read_bytes, predictor.weights)
+    """`stored_times` of steps whose bundles, and those from disk, were counted: (time, of it waiting)."""
+    s, disk = layer.sizes, v.tiers.disk
+    assert disk is not None
+    predictor = s.predictor if work.predicts else Part()
+    before = attention_us(layer, v) + v.cpu(predictor.read_bytes, predictor.weights)
     gates = float(layer.reads.gates[-1])
     ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights) + CALL_US
     ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, BUNDLE_SHARE)
-    disk = _disk_us(s, v, missed, True)
-    us: F64 = before + np.maximum(ffn, disk)
-    return us, np.maximum(0.0, disk - ffn)
+    waits = np.minimum(1.0, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
+    waited: F64 = np.maximum(0.0, missed * _read_us(disk, s.record_bytes) - ffn) + waits
+    return before + ffn + missed * (MISS_US / v.tiers.cpu.threads) + waited, waited
+
+
+def _read_us(disk: Disk, stride: int) -> float:
+    """One of many records, each on its own."""
+    return 1e6 / disk.reads_per_s + max(0, stride - PAGE) / (disk.read_gbs * 1e3)
 
 
 def _disk_us(s: LayerSizes, v: Speeds, bundles: F64, sparse: bool) -> F64:
