@@ -50,7 +50,7 @@ class Contents:
                 need = np.ones_like(need)
             elif kind != "bundle":
                 need = np.minimum(1.0, EXCESS * need)
-            found.append(Rows(self.tensors[f"layers.{i}.{kind}"].stride, need, self.hotness.ordered))
+            found.append(Rows(self.tensors[f"layers.{i}.{kind}"].stride, need))
         return found
 
 
@@ -62,7 +62,7 @@ class Arrangement:
     bundles: tuple[Share, ...]  # of each layer
     gates: tuple[Share, ...] | None  # None: all gate rows are resident
     missed: tuple[tuple[float, float], ...]  # of each layer, bundles and gates expected from disk for a token
-    ordered: bool  # were neurons pinned by how often they are needed?
+    contents: Contents
 
     @property
     def bytes(self) -> int:
@@ -150,9 +150,7 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
         parts["gate rows"] = parts.get("gate rows", 0) + sum(sizes[n:])
     missed = [misses(x, s) for x, s in zip(rows, shares, strict=True)] + [0.0] * n
     pairs = zip(missed[:n], missed[n : 2 * n], strict=True)
-    return Arrangement(
-        parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, tuple(pairs), c.hotness.ordered
-    )
+    return Arrangement(parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, tuple(pairs), c)
 
 
 def disk_bytes(c: Contents, a: Arrangement) -> float:
@@ -197,7 +195,7 @@ def _buffers(c: Contents, gates: bool) -> int:
     """The reader's; the places that prompts pass through; what a call over records takes besides."""
     strides = pool_strides(c.tensors, c.spec.n_layers, gates)
     passing = sum(_native.STREAM_SLOTS * stride + ALIGN for stride in strides)
-    call = 4 * 256 * c.spec.dim + 16 * c.spec.ffn_dim
+    call = 4 * 256 * c.spec.dim + 44 * c.spec.ffn_dim
     return DEPTH * buffer_bytes(strides) + passing + call
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from thermocline.problem import Ask, Problem
     from thermocline.tiers import Tiers
 
-MOST = 0.8  # of the memory: a model that is smaller needs no disk, and none is measured
+SPARE_BYTES = 1 << 30  # with so much beside its weights a model needs no disk, and none is measured
 
 
 def plan(o: config_offline.PlanOptions) -> int:
@@ -100,6 +100,6 @@ def plan_tiers(o: config_offline.PlanOptions, subject: Subject) -> Tiers:
         note(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
     disk, allowed = None, hardware.available_bytes() if o.ram is None else int(o.ram * GIB)
     weights = Path(o.model or "") / "weights.bin"
-    if allowed is not None and subject.sizes.weights_bytes > MOST * allowed and weights.exists():
+    if allowed is not None and subject.sizes.weights_bytes + SPARE_BYTES > allowed and weights.exists():
         disk = measure_file(weights)
     return machine.tiers_here(o.threads, disk=disk, formats=[subject.sizes.format])

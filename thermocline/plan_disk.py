@@ -56,13 +56,13 @@ def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
 def _missed(c: Contents, a: Arrangement, batch: int) -> list[list[tuple[float, int]]]:
     """Of each layer, (rows that a step of `batch` tokens reads from disk, their stride) of each kind.
 
-    A step of more than a few tokens reads all that is not pinned.
+    A step of more than a few tokens reads all that is not in memory.
     """
     found: list[list[tuple[float, int]]] = [[] for _ in a.bundles]
     for kind, shares in (("bundle", a.bundles), ("gate.weight", a.gates or ())):
         for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=False)):
             all_of_it = batch > cost.PREDICT_TOKENS
-            n = len(rows.need) - share.hot if all_of_it else misses(rows, share)
+            n = len(rows.need) - share.places if all_of_it else misses(rows, share)
             found[i].append((n, rows.stride))
     return found
 
@@ -92,6 +92,6 @@ def _notes(p: Problem, c: Contents, a: Arrangement) -> list[str]:
     )
     if a.gates is not None:
         notes.append("gate rows too are on disk: fewer bytes are then read for a token")
-    if not a.ordered:
+    if not c.hotness.ordered:
         notes.append("neurons are in no order of hotness: `thermocline profile` makes this faster")
     return notes

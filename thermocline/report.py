@@ -95,7 +95,8 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "huge_page_bytes": huge_page_bytes,
         "logits_hash": f.logits_hash,
         "token_ms_p99": f.token_ms_p99,
-        "memory_bytes": None if llm.arrangement is None else llm.arrangement.bytes,
+        "memory_bytes": llm.memory_bytes,
+        "disk": None if llm.store is None else llm.store.how,
         **disk_figures(f, llm.threads),
     }
     if done.logprobs is not None:
@@ -237,7 +238,7 @@ DISK_COLUMNS: tuple[BenchColumn, ...] = (
 def bench_markdown(rows: Rows) -> Iterator[str]:
     last = None
     for row in rows:
-        columns = BENCH_COLUMNS if row["memory_bytes"] is None else BENCH_COLUMNS + DISK_COLUMNS
+        columns = BENCH_COLUMNS if row["disk"] is None else BENCH_COLUMNS + DISK_COLUMNS
         if last is None:
             yield _cells(f"{title:{_align(width)}}" for title, width, _ in columns)
             yield _cells("-" * (abs(w) - 1) + ("-" if w < 0 else ":") for _, w, _ in columns)
@@ -246,7 +247,7 @@ def bench_markdown(rows: Rows) -> Iterator[str]:
     if last is not None:
         facts = [f"load {last['load_s']:.2f} s", f"peak {size(last['peak_rss_bytes'])}"]
         facts += [f"tokens: {last['tokens']}", last["sparsity"], last["isa"]]
-        if last["memory_bytes"] is not None:
+        if last["disk"] is not None:
             facts += [f"{size(last['memory_bytes'])} in all, the rest on disk: {last['disk']}"]
             facts += [f"without {last['disabled']}"] if last["disabled"] else []
         yield f"\n{' · '.join(facts)}\nbuild: {last['build_commit']} ({last['build_number']})\n"

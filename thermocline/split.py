@@ -1,4 +1,4 @@
-"""A memory budget divided among neurons: whose rows are in memory at first, and which of them for good.
+"""A memory budget divided among neurons: how many of each layer have places in memory.
 
 Rows are records of one size, a neuron each, of one layer. Pure numbers: must not know files, tensors or the
 machine.
@@ -14,11 +14,7 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 
-CHUNK = 256  # neurons that are pinned together: those of one partial sum (csrc/ffn.cpp)
 STEP = 32  # places that a layer is given at a time
-# Of a layer's places, those of pinned neurons: prompts find their chunks whole. More would cost tokens: text
-# has its own hot neurons (half of them pinned: 3 to 5 % of all hits lost; LOG, "The disk tier").
-PINNED = 0.25
 LEAST = 32  # places of a layer
 SLOT_BYTES = 32  # of the tables, beside a place itself
 ROW_BYTES = 24  # of the tables, for each neuron: its checksum, where it is, how often it was needed
@@ -32,7 +28,6 @@ class Rows:
 
     stride: int  # bytes of a place
     need: F64  # the largest first
-    ordered: bool  # do the rows lie in that order? else none is pinned
 
     @property
     def place_bytes(self) -> int:
@@ -54,9 +49,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Share:
-    """What a layer's rows have of the memory: places of the first `hot`, and `quota` that the rest share."""
+    """What a layer's rows have of the memory: `hot`, all of them, or `quota` places that they take turns in.
 
-    hot: int  # a multiple of CHUNK, or all
+    Part of them pinned would only cost: text has hot neurons of its own (LOG, "The disk tier").
+    """
+
+    hot: int
     quota: int
 
     @property
@@ -86,14 +84,8 @@ def split(rows: Sequence[Rows], room: int) -> list[Share] | None:
     place_bytes = np.array([x.place_bytes for x in rows])[owners[order]]
     taken = order[np.cumsum(counts[order] * place_bytes) <= room]
     places = np.bincount(owners[taken], weights=counts[taken], minlength=len(rows)).astype(np.int64)
-    return [_share(x, x.least + int(n)) for x, n in zip(rows, places, strict=True)]
-
-
-def _share(x: Rows, places: int) -> Share:
-    if places == len(x.need):
-        return Share(places, 0)
-    hot = int(PINNED * places) // CHUNK * CHUNK if x.ordered else 0
-    return Share(hot, places - hot)
+    every = ((x.least + int(n), len(x.need)) for x, n in zip(rows, places, strict=True))
+    return [Share(n, 0) if n == neurons else Share(0, n) for n, neurons in every]
 
 
 def misses(x: Rows, share: Share) -> float:
