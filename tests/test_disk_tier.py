@@ -16,7 +16,7 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from thermocline import LLM, SamplingParams, arrange, bench, cli, hotness
+from thermocline import LLM, SamplingParams, _native, arrange, bench, cli, hotness
 from thermocline.arrange import others_of
 from thermocline.bench import Bench, Test
 from thermocline.errors import OutOfBudget, UsageError
@@ -202,7 +202,7 @@ def test_the_promise_is_kept_in_a_process_of_its_own(tmp_path: Path, thermocline
 
 
 def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
-    """Within a point of hit rate, from a cache smaller than what a token needs to one that lacks little."""
+    """Within a point of hit rate, where what a call misses fits in the slots that are for passing through."""
     pack, test = Pack.open(wide_pack), Test(2, 0, 0, 96)
     feed, heat = bench.feed_of(pack, [test], None, 1), hotness.of_pack(pack, hotness.Curve())
 
@@ -214,15 +214,15 @@ def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
     whole.watch(test, recorder)
     trace = Trace.of(recorder, feed.name, "exact", 0)
     compared = []
-    for ram in budgets(wide_pack):
-        engine = loaded(ram)
-        if engine.store is None:
-            continue
+    low, *_, high = budgets(wide_pack)
+    for part in (0.95, 0.98, 1.0):
+        engine = loaded(low + (high - low) * part)
+        assert engine.store is not None
         done = engine.sample(test).figures.disk
         assert done is not None
         frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]
         counts = replay(trace, engine.store.arrangement.bundles, frequency, "lfu")
         assert counts.needed.sum() == done.needed
         compared.append((counts.hit_rate, 1 - done.missed / done.needed))
-    assert len(compared) >= 3 and max(compared) != min(compared)
+        assert counts.missed.mean() < _native.STREAM_SLOTS
     assert all(abs(mine - real) < 0.01 for mine, real in compared), compared
