@@ -76,15 +76,12 @@ def _random_iops(path: Path, nbytes: int) -> float:
 
 def measure_file(path: Path) -> Disk:
     """As `measure_disk`, over a large file that is there: nothing is written."""
-    if not hasattr(os, "preadv"):
-        return Disk(str(path), None, why="not measurable on this system (no preadv)")
     try:
-        fd, direct = open_cold(path)
-        with os.fdopen(fd, "rb", buffering=0):
-            size = os.fstat(fd).st_size // BLOCK * BLOCK
-            if not size:
-                return Disk(str(path), None, why="too small a file to measure with")
-            return Disk(str(path), None, sequential_gbs(fd, size), _random_iops(fd, size), direct)
+        size = path.stat().st_size // BLOCK * BLOCK
+        if not size:
+            return Disk(str(path), None, why="too small a file to measure with")
+        sequential, direct = sequential_gbs(path, size)
+        return Disk(str(path), None, sequential, _random_iops(path, size), direct)
     except OSError as e:
         return Disk(str(path), None, why=f"not measurable: {e.strerror or e}")
 
