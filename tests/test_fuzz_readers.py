@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_models
 import twins
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
@@ -337,20 +338,8 @@ SCALARS = some.none() | some.booleans() | some.floats() | some.text(max_size=5)
 NUMBERS = some.integers() | some.sampled_from([0, 1, 2, 7, 64, 2**31, 2**32, 2**63, 2**64, -1, 10**30])
 VALUES = SCALARS | NUMBERS | some.lists(SCALARS | NUMBERS, max_size=3) | some.just({}) | some.just([[]])
 QUICKLY = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
+LLAMA = test_models.LLAMA | {
     "hidden_act": "relu",
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 100,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
     "rope_theta": 1e4,
     "rope_scaling": None,
     "head_dim": 16,

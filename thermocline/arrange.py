@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from thermocline import _native
-from thermocline.cost import EXCESS
+from thermocline.cost import EXCESS, named
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
@@ -21,7 +21,7 @@ from thermocline.layout import ALIGN, TensorInfo
 from thermocline.memory import GIB, context_for, runtime_bytes, scratch_bytes
 from thermocline.sizes import aligned
 from thermocline.spec import ModelSpec
-from thermocline.split import OPERATION_BYTES, Rows, Share, misses, split
+from thermocline.split import OPERATION_BYTES, Fetch, Rows, Share, fetch, split
 
 LEAST_CONTEXT = 512
 DEPTH, BUFFER_BYTES = 64, 128 << 10  # reads in flight, and of how many bytes
@@ -49,8 +49,8 @@ class Contents:
             if self.sparsity == "off":
                 need = np.ones_like(need)
             elif kind != "bundle":
-                need = np.minimum(1.0, EXCESS * need)
-            found.append(Rows(self.tensors[f"layers.{i}.{kind}"].stride, need, self.hotness.ordered))
+                need = named(need, EXCESS if self.hotness.excess is None else self.hotness.excess)
+            found.append(Rows(self.tensors[f"layers.{i}.{kind}"].stride, need))
         return found
 
 
@@ -61,8 +61,7 @@ class Arrangement:
     parts: dict[str, int]
     bundles: tuple[Share, ...]  # of each layer
     gates: tuple[Share, ...] | None  # None: all gate rows are resident
-    missed: tuple[tuple[float, float], ...]  # of each layer, bundles and gates expected from disk for a token
-    ordered: bool  # were neurons pinned by how often they are needed?
+    contents: Contents
 
     @property
     def bytes(self) -> int:
@@ -118,7 +117,7 @@ def arrange(c: Contents, budget: int, others: Mapping[str, int], *, limit: str =
             f"({fixed / GIB:.2f} weights, {taken}), {budget / GIB:.2f} GiB is {limit}; use --ram "
             f"{math.ceil(need / GIB * 100) / 100:.2f}, a shorter context or a smaller weight format"
         )
-    return min(found, key=lambda m: disk_bytes(c, m))
+    return min(found, key=disk_bytes) if len(found) > 1 else found[0]
 
 
 def least_bytes(c: Contents, others: Mapping[str, int]) -> int:
@@ -148,20 +147,23 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
     parts["up and down rows"] = sum(sizes[:n])
     if gates:
         parts["gate rows"] = parts.get("gate rows", 0) + sum(sizes[n:])
-    missed = [misses(x, s) for x, s in zip(rows, shares, strict=True)] + [0.0] * n
-    pairs = zip(missed[:n], missed[n : 2 * n], strict=True)
-    return Arrangement(
-        parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, tuple(pairs), c.hotness.ordered
-    )
+    return Arrangement(parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, c)
 
 
-def disk_bytes(c: Contents, a: Arrangement) -> float:
-    """A token's reads, each counted with what the disk could have read in the time of one more read."""
-    total = 0.0
-    for i, (bundles, gates) in enumerate(a.missed):
-        total += bundles * (c.tensors[f"layers.{i}.bundle"].stride + OPERATION_BYTES)
-        total += gates * (c.tensors[f"layers.{i}.gate.weight"].stride + OPERATION_BYTES)
-    return total
+def fetches(a: Arrangement, batch: int = 1) -> list[list[Fetch]]:
+    """Of each layer, what a step of a few tokens is expected to read of each kind."""
+    c = a.contents
+    kinds = [("bundle", a.bundles), *([("gate.weight", a.gates)] if a.gates is not None else [])]
+    found: list[list[Fetch]] = [[] for _ in a.bundles]
+    for kind, shares in kinds:
+        for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=True)):
+            found[i].append(fetch(rows, share, ordered=c.hotness.ordered))
+    return found
+
+
+def disk_bytes(a: Arrangement) -> float:
+    """A token's, with what the disk could have read in the time that each read costs beside them."""
+    return sum(f.bytes + f.reads * OPERATION_BYTES for layer in fetches(a) for f in layer)
 
 
 def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int]:
@@ -197,7 +199,7 @@ def _buffers(c: Contents, gates: bool) -> int:
     """The reader's; the places that prompts pass through; what a call over records takes besides."""
     strides = pool_strides(c.tensors, c.spec.n_layers, gates)
     passing = sum(_native.STREAM_SLOTS * stride + ALIGN for stride in strides)
-    call = 4 * 256 * c.spec.dim + 16 * c.spec.ffn_dim
+    call = 4 * 256 * c.spec.dim + 44 * c.spec.ffn_dim
     return DEPTH * buffer_bytes(strides) + passing + call
 
 

@@ -217,7 +217,7 @@ class Bench:
             kv_tokens=kv_blocks * BLOCK,
             disk=None if self.store is None else self.store.counts,
         )
-        self.disabled = tuple(disable)
+        self.disabled, self.memory_bytes = tuple(disable), room.bytes
         self.load_s = time.perf_counter() - begin
         self._compute_context()
 
@@ -432,7 +432,7 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "tokens": bench.feed.name,
         "sparsity": bench.engine.sparsity,
         "isa": hardware.isa().chosen,
-        "memory_bytes": None if bench.store is None else bench.store.arrangement.bytes,
+        "memory_bytes": bench.memory_bytes,
         "disk": None if bench.store is None else bench.store.how,
         "disabled": ",".join(bench.disabled),
     }

@@ -117,7 +117,7 @@ def measure_file(path: Path) -> Disk:
         fd, direct = open_cold(path)
         with os.fdopen(fd, "rb", buffering=0):
             size = os.fstat(fd).st_size // BLOCK * BLOCK
-            if size < SMALLEST:
+            if not size:
                 return Disk(str(path), None, why="too small a file to measure with")
             return Disk(str(path), None, sequential_gbs(fd, size), _random_iops(fd, size), direct)
     except OSError as e:

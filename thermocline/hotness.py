@@ -28,6 +28,7 @@ class Hotness:
     at: Callable[[int, int], F64]
     key: Callable[[int], int] = int  # equal for layers known to be alike
     ordered: bool = True  # do neurons lie in that order?
+    excess: float | None = None  # gate rows that predictors name for an active neuron; None: not measured
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ class Curve:
         return assumed(layers, neurons, ACTIVE if self.active is None else self.active, self.skew)
 
 
-def of_pack(pack: Pack, curve: Curve) -> Hotness:
+def of_pack(pack: Pack, curve: Curve, excess: float | None = None) -> Hotness:
     """Its profile's; else its authors' counts; else, or where `curve` says how many are active, that."""
     spec = pack.spec
     profile = open_profile(pack) if spec.sparse else None
     if profile is not None and curve.active is None:
-        return profiled(profile)
+        return replace(profiled(profile), excess=excess)
     found = counted(pack) if spec.sparse and curve.active is None else None
     found = found or curve.hotness(spec.n_layers, spec.n_experts * spec.ffn_dim)
-    return replace(found, ordered=profile is not None)
+    return replace(found, ordered=profile is not None, excess=excess)
 
 
 def profiled(profile: Profile) -> Hotness:

@@ -145,6 +145,7 @@ class LLM:
         )
         store.check_switches(self._room, self._disable)
         self.context, self.arrangement = self._room.context, self._room.arrangement
+        self.memory_bytes = self._room.bytes  # all that this process takes at most
         self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
         self.store: Store | None = None  # once loaded, where neurons come from disk
         self.tokenizer = Tokenizer(self.path, self.spec)

@@ -6,12 +6,12 @@ What `run --ram` then does, said before. Must not know files or flags.
 from __future__ import annotations
 
 from thermocline import cost
-from thermocline.arrange import Arrangement, Contents, arrange
+from thermocline.arrange import Arrangement, Contents, arrange, fetches
 from thermocline.cost import Work
 from thermocline.placement import Budget
 from thermocline.plan import BUCKETS, Layer, Plan, Prediction, hot_neurons
 from thermocline.problem import Problem
-from thermocline.split import misses
+from thermocline.split import Fetch, Share
 
 
 def stored_plan(p: Problem, c: Contents) -> Plan:
@@ -24,7 +24,7 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
     predicted = tuple(predict(p, c, a, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(
         layers=tuple(
-            Layer("ram", "ram" if c.guesses else None, 0, s.places, p.sizes.layers[i].neurons - s.places)
+            _layer(c, s, None if a.gates is None else a.gates[i], p.sizes.layers[i].neurons)
             for i, s in enumerate(a.bundles)
         ),
         head="ram",
@@ -40,6 +40,12 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
     )
 
 
+def _layer(c: Contents, bundles: Share, gates: Share | None, neurons: int) -> Layer:
+    predictor = "ram" if c.guesses else None
+    on_disk = 0 if gates is None else neurons - gates.places
+    return Layer("ram", predictor, 0, bundles.places, neurons - bundles.places, on_disk)
+
+
 def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
     """Part -> bytes that are not in memory at a time."""
     parts: dict[str, int] = {}
@@ -53,17 +59,13 @@ def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
     return parts
 
 
-def _missed(c: Contents, a: Arrangement, batch: int) -> list[list[tuple[float, int]]]:
-    """Of each layer, (rows that a step of `batch` tokens reads from disk, their stride) of each kind.
-
-    A step of more than a few tokens reads all that is not pinned.
-    """
-    found: list[list[tuple[float, int]]] = [[] for _ in a.bundles]
+def _passing(c: Contents, a: Arrangement) -> list[list[Fetch]]:
+    """Of each layer, what a step of more than a few tokens reads: all that is not in memory, in order."""
+    found: list[list[Fetch]] = [[] for _ in a.bundles]
     for kind, shares in (("bundle", a.bundles), ("gate.weight", a.gates or ())):
-        for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=False)):
-            all_of_it = batch > cost.PREDICT_TOKENS
-            n = len(rows.need) - share.hot if all_of_it else misses(rows, share)
-            found[i].append((n, rows.stride))
+        for i, (x, s) in enumerate(zip(c.rows(kind), shares, strict=False)):
+            n = len(x.need) - s.places
+            found[i].append(Fetch(n, 0, n * x.stride))
     return found
 
 
@@ -71,9 +73,10 @@ def predict(p: Problem, c: Contents, a: Arrangement, work: Work) -> Prediction:
     v = p.speeds(work)
     cpu_us = cost.TOKEN_US + float(cost.head_columns(p.sizes, v, gpu=False).cpu_us[0])
     disk_us = 0.0
-    in_order = work.batch > cost.PREDICT_TOKENS
-    for layer, missed in zip(p.layers(work), _missed(c, a, work.batch), strict=True):
-        cpu, disk = cost.stored_times(layer, v, work, missed, in_order)
+    few = work.batch <= cost.PREDICT_TOKENS
+    read = fetches(a, work.batch) if few else _passing(c, a)
+    for layer, mine in zip(p.layers(work), read, strict=True):
+        cpu, disk = cost.stored_times(layer, v, work, mine)
         cpu_us, disk_us = cpu_us + cpu, disk_us + disk
     return Prediction(
         work.depth, work.batch, work.batch * 1e6 / (cpu_us + disk_us), 0.0, cpu_us, disk_us, 0.0
@@ -83,15 +86,15 @@ def predict(p: Problem, c: Contents, a: Arrangement, work: Work) -> Prediction:
 def _notes(p: Problem, c: Contents, a: Arrangement) -> list[str]:
     needed = sum(float(r.need.sum()) for r in c.rows("bundle"))
     gates = sum(float(r.need.sum()) for r in c.rows("gate.weight")) if a.gates else 0.0
-    missed = [x for one in _missed(c, a, 1) for x in one]
-    hits = 1 - sum(n for n, _ in missed) / (needed + gates)
-    read = sum(n * stride for n, stride in missed)
+    each = [f for layer in fetches(a) for f in layer]
+    hits = 1 - sum(f.rows for f in each) / (needed + gates)
+    read = sum(f.bytes for f in each)
     notes = [f"hotness: {p.hotness.source}"]
     notes.append(
-        f"of the rows that a token needs {hits:.1%} are expected in memory, {read / 1e6:.3g} MB on disk"
+        f"of the rows that a token needs {hits:.1%} are expected in memory; {read / 1e6:.3g} MB are read"
     )
     if a.gates is not None:
         notes.append("gate rows too are on disk: fewer bytes are then read for a token")
-    if not a.ordered:
+    if not c.hotness.ordered:
         notes.append("neurons are in no order of hotness: `thermocline profile` makes this faster")
     return notes

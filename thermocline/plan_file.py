@@ -20,7 +20,7 @@ from thermocline.hotness import Hotness
 from thermocline.layout import expected_tensors, place
 from thermocline.pack import Pack
 from thermocline.plan import Plan
-from thermocline.predictor import open_predictors
+from thermocline.predictor import named_for_active, open_predictors
 from thermocline.problem import Ask
 from thermocline.profile import PROFILE
 from thermocline.safetensors import Json
@@ -51,17 +51,19 @@ def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
     expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
     held = {n: t for n, t in expected.items() if n in pack.tensors and ".predictor." not in n}
     sizes = sizes_of(pack.spec, held, pack.weight_format)
+    excess = None
     predictors = open_predictors(pack) if sparsity == "predict" and pack.spec.sparse else None
     if predictors is not None:
         with predictors:
             each, rest = divmod(predictors.nbytes, predictors.count)
             sizes = sizes.with_predictors([each + (i < rest) for i in range(predictors.count)])
+            excess = named_for_active(predictors.report)
     # Whole blocks are read around what is left out: what that adds is counted too.
     more = weights.memory_bytes(pack) - sizes_of(pack.spec, held, pack.weight_format).weights_bytes
     sizes = dataclasses.replace(
         sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + max(0, more))
     )
-    heat, made_from = hotness.of_pack(pack, curve), {"pack": stamp(path)}
+    heat, made_from = hotness.of_pack(pack, curve, excess), {"pack": stamp(path)}
     if (path / PROFILE).exists():
         made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
     nbytes = 0 if predictors is None else predictors.nbytes

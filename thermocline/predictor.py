@@ -159,8 +159,10 @@ class Predictors:
         read: Callable[[int], StoredPredictor | None],
         report: Json | None = None,
         close: Callable[[], None] = lambda: None,
+        kinds: Sequence[str] = (),
     ) -> None:
         self.count, self.nbytes, self.report = count, nbytes, report or {}
+        self.kinds = tuple(kinds)  # of the layers that have one, where a file says so
         self._read, self.close = read, close
 
     @classmethod
@@ -231,11 +233,19 @@ def open_predictors(pack: Pack) -> Predictors | None:
             odd = min(set(found.file.tensors) ^ names)
             raise BadFile(f"{found.path}: tensor {quoted(odd)} is missing or has no place there")
         nbytes = sum(e.end - e.start for e in found.file.tensors.values())
-        report = found.facts["report"]
-        return Predictors(len(about), nbytes, partial(_read, found, pack.spec, about), report, found.close)
+        read, kinds = partial(_read, found, pack.spec, about), [a["kind"] for a in about if a]
+        return Predictors(len(about), nbytes, read, found.facts["report"], found.close, kinds)
     except BaseException:
         found.close()
         raise
+
+
+def named_for_active(report: Json) -> float | None:
+    """Of a predictors file: gate rows read for an active neuron, as measured when they were made."""
+    predicted, active = report.get("predicted_fraction"), report.get("active_fraction")
+    if not (isinstance(predicted, float) and isinstance(active, float) and 0 < active <= predicted <= 1):
+        return None
+    return predicted / active
 
 
 def _names(about: Json) -> tuple[str, ...]:

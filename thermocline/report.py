@@ -95,7 +95,8 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "huge_page_bytes": huge_page_bytes,
         "logits_hash": f.logits_hash,
         "token_ms_p99": f.token_ms_p99,
-        "memory_bytes": None if llm.arrangement is None else llm.arrangement.bytes,
+        "memory_bytes": llm.memory_bytes,
+        "disk": None if llm.store is None else llm.store.how,
         **disk_figures(f, llm.threads),
     }
     if done.logprobs is not None:
@@ -106,14 +107,17 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
 
 def disk_figures(f: Figures, threads: int) -> dict[str, Any]:
     """While decoding; null where all neurons are in memory. Gate rows on disk count as neurons do."""
-    keys = ("cache_hit_rate", "disk_bytes_per_token", "disk_gb_per_s", "disk_wait_share")
+    keys = (
+        "cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share"
+    )  # fmt: skip
     if f.disk is None or not f.tokens_per_s:
         return dict.fromkeys(keys)
     d, tokens = f.disk, f.tokens - 1
     seconds = tokens / f.tokens_per_s
     hits = 1 - d.missed / d.needed if d.needed else None
     waited = d.waited_ns / 1e9 / (threads * seconds)
-    return dict(zip(keys, (hits, d.bytes / tokens, d.bytes / seconds / 1e9, waited), strict=True))
+    figures = (hits, d.bytes / tokens, d.reads / tokens, d.bytes / seconds / 1e9, waited)
+    return dict(zip(keys, figures, strict=True))
 
 
 def from_cache(weights_bytes: int, cache_bytes: int | None, share: float | None) -> bool:
@@ -237,7 +241,7 @@ DISK_COLUMNS: tuple[BenchColumn, ...] = (
 def bench_markdown(rows: Rows) -> Iterator[str]:
     last = None
     for row in rows:
-        columns = BENCH_COLUMNS if row["memory_bytes"] is None else BENCH_COLUMNS + DISK_COLUMNS
+        columns = BENCH_COLUMNS if row["disk"] is None else BENCH_COLUMNS + DISK_COLUMNS
         if last is None:
             yield _cells(f"{title:{_align(width)}}" for title, width, _ in columns)
             yield _cells("-" * (abs(w) - 1) + ("-" if w < 0 else ":") for _, w, _ in columns)
@@ -246,7 +250,7 @@ def bench_markdown(rows: Rows) -> Iterator[str]:
     if last is not None:
         facts = [f"load {last['load_s']:.2f} s", f"peak {size(last['peak_rss_bytes'])}"]
         facts += [f"tokens: {last['tokens']}", last["sparsity"], last["isa"]]
-        if last["memory_bytes"] is not None:
+        if last["disk"] is not None:
             facts += [f"{size(last['memory_bytes'])} in all, the rest on disk: {last['disk']}"]
             facts += [f"without {last['disabled']}"] if last["disabled"] else []
         yield f"\n{' · '.join(facts)}\nbuild: {last['build_commit']} ({last['build_number']})\n"
@@ -333,11 +337,28 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
     if about["predictor"] is not None:
         ranks, threshold = about["predictor"]["ranks"], about["predictor"]["threshold"]
         rows.append(("predictor", f"ranks {min(ranks)} to {max(ranks)}, threshold {threshold:g}"))
-    if (found := about.get("predictors")) and "kld" in found:
-        ours = ("trained", f"{size(found['bytes'])} of predictors ({', '.join(found['kinds'])})")
-        rows += [ours, *_fidelity(found), ("", "")]
+    if sidecars := [*_profile_rows(about.get("profile")), *_predictor_rows(about.get("predictors"))]:
+        rows += [*sidecars, ("", "")]
     rows += [(name, _plain(value)) for name, value in about["spec"].items()]
     return rows
+
+
+def _profile_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if p is None:
+        return []
+    hot = f"{p['hot_share']:.1%} of the neurons make 80 % of the activations"
+    rows = [("profile", f"{p['tokens']:,} tokens, {p['active_fraction']:.2%} active for one; {hot}")]
+    rows.append(("corpus", p["corpus"]))
+    if p["samples"]:
+        rows.append(("samples", f"{p['samples']:,} tokens, {size(p['samples_bytes'])}"))
+    return rows
+
+
+def _predictor_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if p is None:
+        return []
+    layers = ", ".join(f"{kind} in {n} layers" for kind, n in p["layers_by_kind"].items())
+    return [("trained", f"{size(p['bytes'])} of predictors: {layers}"), *(_fidelity(p) if "kld" in p else [])]
 
 
 # ---- train
@@ -355,7 +376,13 @@ def _fidelity(r: dict[str, Any]) -> list[tuple[str, str]]:
             f"{r['predicted_fraction']:.1%} read; {r['active_fraction']:.2%} of neurons are active",
         ),
         ("FFN bytes", f"{size(r['ffn_bytes_per_token'])} per token, {words}"),
+        ("predictors", f"{size(r.get('predictor_bytes_per_token'))} of them{_reading(r)}"),
     ]
+
+
+def _reading(r: dict[str, Any]) -> str:
+    us = r.get("predictor_us_at_memory_speed")
+    return "" if us is None else f", {us / 1e3:.3g} ms of reading at memory's speed (estimated)"
 
 
 def train_rows(r: dict[str, Any]) -> list[tuple[str, str]]:
@@ -365,14 +392,14 @@ def train_rows(r: dict[str, Any]) -> list[tuple[str, str]]:
     return [("pack", where), ("samples", samples), *_fidelity(r), ("", "")]
 
 
-def train_layers(layers: Sequence[dict[str, Any]]) -> str:
+def train_layers(layers: Sequence[dict[str, Any]], fit_s: Sequence[float]) -> str:
     rows = [
         ("layer", "kind", "rank", "hot", "active", "predicted", "recall", "missed mass", "bytes", "fit s")
     ]
-    for i, x in enumerate(layers):
+    for i, (x, seconds) in enumerate(zip(layers, fit_s, strict=True)):
         shares = (f"{x[k]:.2%}" for k in ("active", "predicted", "recall", "missed_mass"))
         bytes_ = f"{x['bytes'] / x['bytes_exact']:.0%} of gate"
-        rows.append((str(i), x["kind"], str(x["rank"]), str(x["hot"]), *shares, bytes_, f"{x['fit_s']:.1f}"))
+        rows.append((str(i), x["kind"], str(x["rank"]), str(x["hot"]), *shares, bytes_, f"{seconds:.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{x:>{w}}" for x, w in zip(row, widths, strict=True)) for row in rows)
     return "".join(f"{line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""A memory budget divided among neurons: whose rows are in memory at first, and which of them for good.
+"""A memory budget divided among neurons: how many of each layer have places in memory.
 
 Rows are records of one size, a neuron each, of one layer. Pure numbers: must not know files, tensors or the
 machine.
@@ -14,16 +14,13 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 
-CHUNK = 256  # neurons that are pinned together: those of one partial sum (csrc/ffn.cpp)
 STEP = 32  # places that a layer is given at a time
-# Of a layer's places, those of pinned neurons: prompts find their chunks whole. More would cost tokens: text
-# has its own hot neurons (half of them pinned: 3 to 5 % of all hits lost; LOG, "The disk tier").
-PINNED = 0.25
 LEAST = 32  # places of a layer
 SLOT_BYTES = 32  # of the tables, beside a place itself
 ROW_BYTES = 24  # of the tables, for each neuron: its checksum, where it is, how often it was needed
 # What the disk reads in the time that one more read costs it: memory saves more where rows are short.
 OPERATION_BYTES = 32 << 10
+GAP_BYTES = 32 << 10  # csrc/slots.cpp reads over a gap that is not wider
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,6 @@ class Rows:
 
     stride: int  # bytes of a place
     need: F64  # the largest first
-    ordered: bool  # do the rows lie in that order? else none is pinned
 
     @property
     def place_bytes(self) -> int:
@@ -54,9 +50,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Share:
-    """What a layer's rows have of the memory: places of the first `hot`, and `quota` that the rest share."""
+    """What a layer's rows have of the memory: `hot`, all of them, or `quota` places that they take turns in.
 
-    hot: int  # a multiple of CHUNK, or all
+    Part of them pinned would only cost: text has hot neurons of its own (LOG, "The disk tier").
+    """
+
+    hot: int
     quota: int
 
     @property
@@ -86,16 +85,36 @@ def split(rows: Sequence[Rows], room: int) -> list[Share] | None:
     place_bytes = np.array([x.place_bytes for x in rows])[owners[order]]
     taken = order[np.cumsum(counts[order] * place_bytes) <= room]
     places = np.bincount(owners[taken], weights=counts[taken], minlength=len(rows)).astype(np.int64)
-    return [_share(x, x.least + int(n)) for x, n in zip(rows, places, strict=True)]
+    every = ((x.least + int(n), len(x.need)) for x, n in zip(rows, places, strict=True))
+    return [Share(n, 0) if n == neurons else Share(0, n) for n, neurons in every]
 
 
-def _share(x: Rows, places: int) -> Share:
-    if places == len(x.need):
-        return Share(places, 0)
-    hot = int(PINNED * places) // CHUNK * CHUNK if x.ordered else 0
-    return Share(hot, places - hot)
+@dataclass(frozen=True)
+class Fetch:
+    """What a step is expected to read from disk, of one layer's rows of one kind."""
+
+    rows: float
+    reads: float
+    bytes: float
 
 
-def misses(x: Rows, share: Share) -> float:
-    """Rows that a step is expected to need and not find, where tokens draw their neurons independently."""
-    return float(x.need[share.places :].sum())
+def fetch(x: Rows, share: Share, *, ordered: bool) -> Fetch:
+    """Where tokens draw their neurons independently, and the hottest have the places.
+
+    `ordered`: rows lie as `x.need` has them. What lies near each other is read at once, with what is between.
+    """
+    missed = x.need[share.places :]
+    if not len(missed):
+        return Fetch(0.0, 0.0, 0.0)
+    p = missed if ordered else np.full(len(x.need), missed.sum() / len(x.need))
+    absent = np.log1p(-np.minimum(p, 1 - 1e-9))
+    between, reads = np.zeros(len(p)), p.copy()
+    nbytes = p * x.stride
+    for gap in range(GAP_BYTES // x.stride + 1):  # the row before that is missed is `gap` rows away
+        if gap + 1 >= len(p):
+            break
+        near = p[gap + 1 :] * p[: -gap - 1] * np.exp(between[gap + 1 :])
+        reads[gap + 1 :] -= near
+        nbytes[gap + 1 :] += near * gap * x.stride
+        between[gap + 1 :] += absent[: -gap - 1]
+    return Fetch(float(p.sum()), float(reads.sum()), float(nbytes.sum()))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from thermocline import _native, hotness, weights
 from thermocline.arrange import (
     DEPTH,
@@ -27,8 +29,9 @@ from thermocline.errors import OutOfBudget, UsageError
 from thermocline.hotness import Curve
 from thermocline.layout import TensorInfo
 from thermocline.memory import fit
+from thermocline.ops.cpu import disk_error
 from thermocline.pack import Pack
-from thermocline.predictor import Predictors
+from thermocline.predictor import Predictors, named_for_active
 from thermocline.records import Records, open_records
 from thermocline.sizes import aligned
 from thermocline.weights import LoadedWeights
@@ -66,6 +69,7 @@ class Room:
 
     context: int
     kv_tokens: int  # positions of the cache
+    bytes: int  # all that is ever taken
     arrangement: Arrangement | None  # None: all weights are in memory
 
 
@@ -92,16 +96,20 @@ def room_for(
                 spec, weights_bytes=weights_bytes, available_bytes=budget, context=asked, max_batch=max_batch,
                 threads=threads, at_least=at_least, limit=limit
             )  # fmt: skip
-            return Room(asked, kv_tokens, None)
+            others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
+            return Room(asked, kv_tokens, weights_bytes + sum(others.values()), None)
         except OutOfBudget:
             if budget is None or not on_disk(spec):
                 raise
     assert budget is not None, "without a limit everything fits"
     kv_tokens = at_least or asked
     nbytes = 0 if predictors is None else predictors.nbytes
-    contents = Contents(spec, pack.tensors, nbytes, sparsity, hotness.of_pack(pack, Curve()))
+    excess = None if predictors is None else named_for_active(predictors.report)
+    heat = hotness.of_pack(pack, Curve(), excess)
+    contents = Contents(spec, pack.tensors, nbytes, sparsity, heat)
     others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
-    return Room(asked, kv_tokens, arrange(contents, budget, others, limit=limit))
+    found = arrange(contents, budget, others, limit=limit)
+    return Room(asked, kv_tokens, found.bytes, found)
 
 
 def check_switches(room: Room, disable: Sequence[str]) -> None:
@@ -179,7 +187,7 @@ def open_weights(
         f"{pack.path} is larger than its memory: there is room for {places / neurons:.0%} of its neurons, "
         f"the others come from disk when they are needed ({made[1].how})"
     )
-    if not a.ordered:
+    if not a.contents.hotness.ordered:
         told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
     return made
 
@@ -205,8 +213,11 @@ def load(
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
     rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
-    for r in rows:
-        r.load()
+    try:
+        for r in rows:
+            r.load()
+    except _native.DiskError as e:
+        raise disk_error(e) from None
     arena.gather_pages()
     return LoadedWeights(_with_disk(made, rows), ops, a.bytes), Store(reader, tuple(rows), a)
 
@@ -224,12 +235,14 @@ def _rows(
     made = []
     for kind, shares in _kinds(a):
         checksums = records.bundle if kind == "bundle" else records.gate
-        for i, (share, crcs) in enumerate(zip(shares, checksums, strict=True)):
+        known, needs = a.contents.hotness.ordered, a.contents.rows(kind)
+        for i, (share, crcs, need) in enumerate(zip(shares, checksums, needs, strict=True)):
             t, name = pack.tensors[f"layers.{i}.{kind}"], f"{pack.weights_path}: layers.{i}.{kind}"
             pool = pools[kind, t.stride]
+            likely = need.need.astype(np.float32) if known else None
             made.append(
                 _native.DiskRows(
-                    pool, reader, t.offset, len(crcs), share.hot, share.quota, crcs, name, switches
+                    pool, reader, t.offset, len(crcs), share.hot, share.quota, crcs, name, switches, likely
                 )
             )
     return made
