@@ -261,8 +261,9 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
     ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
     ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
     waits = np.minimum(1.0, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
-    waited: F64 = np.maximum(0.0, missed * _read_us(disk, s.record_bytes) - ffn) + waits
-    return before + ffn + missed * (MISS_US / v.tiers.cpu.threads) + waited, waited
+    work_us = missed * (MISS_US / v.tiers.cpu.threads)
+    waited: F64 = np.maximum(0.0, missed * _read_us(disk, s.record_bytes) - ffn - work_us) + waits
+    return before + ffn + work_us + waited, waited
 
 
 def _read_us(disk: Disk, stride: int) -> float:
