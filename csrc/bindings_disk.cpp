@@ -106,6 +106,7 @@ static void bind_disk_error(nb::module_& m) {
         try {
             std::rethrow_exception(p);
         } catch (const tc::DiskError& e) {
+            if (PyErr_Occurred()) return;  // a signal handler's, which ended the call
             PyErr_SetObject(type.ptr(), nb::make_tuple(e.error, e.name, e.neuron).ptr());
         }
     });

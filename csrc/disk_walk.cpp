@@ -7,6 +7,7 @@ namespace tc {
 
 // Of a chunk, what threads take when they work on it together. A sub-norm's squares are added up chunk by chunk.
 static constexpr size_t kCell = 32;
+static constexpr auto kAsk = std::chrono::milliseconds(50);  // not more often: who asks may have to wait for Python
 static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
 
 static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record; }
@@ -38,11 +39,19 @@ void Context::DiskWalk::end() {
     if (fetches.failed) throw fetches.error;
 }
 
-// Holding the lock: until something has changed. One thread at a time sleeps in the reader, the others for it.
-void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held) {
+// Holding the lock: until something has changed. One thread at a time sleeps in the reader, the others for it; all wake
+// every 100 ms, and look whether somebody wants the call to end.
+void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held, int thread) {
+    const auto begin = std::chrono::steady_clock::now();
+    if (thread == 0 && fetches.busy() && w.ctx.interrupted && begin - asked > kAsk) {
+        asked = begin;
+        held.unlock();
+        const bool enough = w.ctx.interrupted();
+        held.lock();
+        if (enough) return fetches.give_up(), fetches.changed.notify_all();
+    }
     fetches.submit();
     const bool reading = fetches.busy();
-    const auto begin = std::chrono::steady_clock::now();
     if (reading && !fetches.taking) {
         fetches.taking = true;
         held.unlock();
@@ -57,11 +66,11 @@ void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held) {
 }
 
 // Nothing of this call is on its way any more.
-void Context::DiskWalk::drain() {
+void Context::DiskWalk::drain(int thread) {
     std::unique_lock<std::mutex> held(fetches.lock);
-    while (fetches.busy()) {
+    while (fetches.busy() && !fetches.gave_up) {
         if (fetches.failed) fetches.drop_queue();
-        if (fetches.busy()) wait(held);
+        if (fetches.busy()) wait(held, thread);
     }
 }
 
@@ -72,7 +81,7 @@ void Context::DiskWalk::drain() {
 
 // A chunk to work on. First those nobody has begun, the coldest (last) first: their reads go out early and the hot chunks'
 // work hides them. Then those whose records have come, or for which slots may have become free. false: there is no more.
-bool Context::DiskWalk::next(size_t* chunk) {
+bool Context::DiskWalk::next(size_t* chunk, int thread) {
     const bool serial = bundles.disabled(DiskRows::NO_PIPELINE);
     std::unique_lock<std::mutex> held(fetches.lock);
     if (fetches.busy()) {
@@ -80,7 +89,7 @@ bool Context::DiskWalk::next(size_t* chunk) {
         fetches.take(false);
         held.lock();
     }
-    for (;; wait(held)) {
+    for (;; wait(held, thread)) {
         if (fetches.failed || done == w.chunks) return false;
         if (fresh && !(serial && fetches.busy())) return *chunk = --fresh, true;
         if (!fetches.ready.empty()) {
@@ -173,8 +182,8 @@ void Context::DiskWalk::advance(size_t chunk, int thread) {
 
 void Context::DiskWalk::few_tokens(int thread) {
     w.encode();
-    for (size_t chunk; next(&chunk);) advance(chunk, thread);
-    drain();
+    for (size_t chunk; next(&chunk, thread);) advance(chunk, thread);
+    drain(thread);
     w.ctx.pool.barrier();
     if (!fetches.failed) w.join_partials(thread);
 }
@@ -197,15 +206,15 @@ void Context::DiskWalk::request(size_t g) {
         fetches.want(*gates, gate_wanted + begin, n, g);
     }
     fetches.submit();
-    fetches.left[g]--;  // what it began with: not requested yet
+    if (!fetches.gave_up) fetches.left[g]--;  // what it began with: not requested yet
     fetches.changed.notify_all();
 }
 
-bool Context::DiskWalk::wait_for(size_t g) {
+bool Context::DiskWalk::wait_for(size_t g, int thread) {
     std::unique_lock<std::mutex> held(fetches.lock);
     while (fetches.left[g]) {
         if (fetches.failed) fetches.drop_queue();
-        if (fetches.left[g]) wait(held);
+        if (fetches.left[g]) wait(held, thread);
     }
     return !fetches.bad[g];
 }
@@ -231,7 +240,7 @@ bool Context::DiskWalk::take_cell(size_t end, size_t* c) {
 bool Context::DiskWalk::work_through(size_t begin, size_t end, int thread) {
     const size_t groups = (w.chunks + group - 1) / group, ahead = kStreamChunks / group;
     for (size_t g = 0; g < groups; g++) {
-        if (!wait_for(g)) return false;  // the same for all threads
+        if (!wait_for(g, thread)) return false;  // the same for all threads
         for (size_t c; take_cell(last_cell(g), &c);) first_half(c, thread);
         w.ctx.pool.barrier();
         if (thread == 0 && g && g - 1 + ahead < groups) {
@@ -254,7 +263,7 @@ void Context::DiskWalk::many_tokens(int thread) {
     }
     w.encode();
     const bool good = work_through(begin, end, thread);
-    drain();
+    drain(thread);
     if (good && w.normed) {
         w.ctx.pool.barrier();
         if (thread == 0) w.factors_of_tokens();

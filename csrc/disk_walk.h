@@ -1,5 +1,6 @@
 // One call of an FFN whose bundles (and perhaps gate rows) are on disk: who works on which chunk, and who waits.
 #pragma once
+#include <chrono>
 #include <deque>
 #include <vector>
 
@@ -20,17 +21,17 @@ struct Context::DiskWalk {
         size_t begin = 0, end = 0, listed = 0;
     };
 
-    bool next(size_t* chunk);
+    bool next(size_t* chunk, int thread);
     void advance(size_t chunk, int thread);
     void list(size_t chunk, int thread);
     bool fetch(size_t chunk);
     void work(size_t chunk, int thread);
     void release(size_t chunk);
-    void wait(std::unique_lock<std::mutex>& held);
-    void drain();
+    void wait(std::unique_lock<std::mutex>& held, int thread);
+    void drain(int thread);
 
     void request(size_t group);
-    bool wait_for(size_t group);
+    bool wait_for(size_t group, int thread);
     void first_half(size_t c, int thread);
     size_t last_cell(size_t group) const;
     bool take_cell(size_t end, size_t* c);
@@ -48,6 +49,7 @@ struct Context::DiskWalk {
 
     const size_t group;  // chunks that many tokens work on together
     std::atomic<size_t> next_cell{0};
+    std::chrono::steady_clock::time_point asked = std::chrono::steady_clock::now();  // whether to go on: thread 0's
     float* sums;  // [dim / tile][tokens][tile]
     const uint64_t bundle_bytes, gate_bytes;  // read before this call
 };

@@ -117,6 +117,7 @@ public:
 
     Pool pool;
     const Kernels& k;
+    bool (*interrupted)() = nullptr;  // asked by the calling thread while it waits for a disk: should the call end at once?
     std::mutex one_call;  // held by whoever calls an op: the scratch below belongs to one call at a time
 
 private:

@@ -53,6 +53,7 @@ public:
     // Reads that are done, in any order, at most `max`. `wait`: sleep until there is one, but not for ever: 0 after 100 ms,
     // a signal or a part of a read, and at once when nothing is in flight.
     size_t take(ReadDone* out, size_t max, bool wait);
+    size_t left_behind = 0;  // reads in flight that nobody is interested in any more: whoever comes next takes them first
 
     // To measure a disk: read `bytes` at each of n offsets into the buffers, `depth` at a time, as long as `seconds` last.
     // -> how many were read; `error`: the first failure, which ends it.

@@ -1,5 +1,6 @@
 #include "slots.h"
 
+#include <errno.h>
 #include <math.h>
 #include <string.h>
 
@@ -211,6 +212,7 @@ void DiskRows::load() {
 // ---- reads on their way
 Fetches::Fetches(Reader& reader, size_t owners) : left(owners, 0), bad(owners, 0), reader_(reader), reads_(reader.depth()) {
     for (unsigned i = reader.depth(); i-- > 0;) buffers_.push_back(i);
+    for (ReadDone done[64]; reader.left_behind;) reader.left_behind -= reader.take(done, 64, true);
 }
 
 void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner) {
@@ -297,12 +299,20 @@ void Fetches::take(bool wait) {
         }
         for (size_t w = 0; !r.error && w < r.n; w++)
             r.rows->arrived(r.wanted[w].entry);
-        if (!--left[r.owner]) ready.push_back(r.owner);
+        if (!gave_up && !--left[r.owner]) ready.push_back(r.owner);
         buffers_.push_back(buffer);
     }
     std::lock_guard<std::mutex> held(lock);
     if (n && !failed) submit();
     if (n) changed.notify_all();
+}
+
+void Fetches::give_up() {
+    if (!failed) error = {ECANCELED, "", -1};
+    failed = gave_up = true;
+    drop_queue();
+    for (size_t owner = 0; owner < left.size(); owner++)
+        if (left[owner]) left[owner] = 0, bad[owner] = 1;
 }
 
 void Fetches::drop_queue() {

@@ -125,11 +125,15 @@ private:
 class Fetches {
 public:
     Fetches(Reader& reader, size_t owners);
+    ~Fetches() { reader_.left_behind += under_way_; }
+    Fetches(const Fetches&) = delete;
+    Fetches& operator=(const Fetches&) = delete;
 
     // The caller holds `lock`. Records, ascending, for `owner`; reads of neighbours are one where the gap costs less.
     void want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner);
     void submit();
     void drop_queue();  // after a failure
+    void give_up();     // at once: what is under way is left behind, and the next Fetches of this reader waits for it
     void submit_some() {  // one system call for several reads: 4 microseconds a read instead of 25
         if (queue_.size() >= kBatch || !under_way_) submit();
     }
@@ -143,7 +147,7 @@ public:
     std::vector<size_t> left;         // [owners] reads on their way
     std::vector<uint8_t> bad;         // [owners] one of them failed
     std::deque<size_t> ready;         // owners all of whose reads are done
-    bool failed = false;
+    bool failed = false, gave_up = false;
     DiskError error{0, "", 0};
     bool taking = false;  // somebody sleeps in `take`
 

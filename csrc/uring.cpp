@@ -187,14 +187,15 @@ void Ring::give_up(int error) {
 }
 
 // ---- completion
-// Is it over? Else it has been pushed again: what is missing, or all of it, to be done by waiting.
+// Is it over? Else it has been pushed again: what is missing, or all of it, to be done by waiting. ECANCELED: the thread
+// that submitted it is gone.
 bool Ring::finished(uint32_t flight, int result, ReadDone& done) {
     Flight& f = flights_[flight];
     int error = 0;
     if (result > 0) f.done += uint32_t(result);
     if (result == 0 || f.done % alignment_) error = f.done < f.request.bytes ? -1 : 0;  // within a sector files end
     else if (result == -EAGAIN && !f.blocking) f.blocking = true;
-    else if (result < 0 && result != -EINTR) error = -result;
+    else if (result < 0 && result != -EINTR && result != -ECANCELED) error = -result;
     if (!error && f.done < f.request.bytes) return push(flight), false;
     done = {f.request.tag, error};
     free_.push_back(flight);

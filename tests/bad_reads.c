@@ -8,7 +8,8 @@
      interrupted    every other system call is
      busy           every other io_uring_enter has no memory
      slow MS        each pread takes as long
-     forbidden      io_uring may be set up, but not entered */
+     forbidden      io_uring may be set up, but not entered
+     sectors N      the system does not say how direct reads must lie, and refuses preads that are no multiples of N */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -21,6 +22,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 static char said[64];
@@ -44,6 +46,7 @@ static ssize_t bad_pread(int fd, void* to, size_t n, off_t at) {
     long mine = ++reads;
     if (spoilt(mine)) return errno = EIO, -1;
     if (is("end") && mine == number()) return 0;
+    if (is("sectors") && (at | n) % number()) return errno = EINVAL, -1;
     if (is("slow")) usleep(1000 * number());
     return real(fd, to, is("short") ? part(n) : n, at);
 }
@@ -103,6 +106,7 @@ long syscall(long nr, ...) {
     for (int i = 0; i < 6; i++) a[i] = va_arg(l, long);
     va_end(l);
     if (!real) real = dlsym(RTLD_NEXT, "syscall");
+    if (is("sectors") && nr == SYS_statx) return errno = ENOSYS, -1;
     if (nr == 426) {
         struct ring* r = of((int)a[0]);
         long call = calls++;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,4 +23,5 @@ def library(directory: Path) -> Path:
 
 def environment(library: Path, what: str) -> dict[str, str]:
     """Of a process whose reads go wrong; inside it `ctypes.CDLL(None).bad_reads(b"eio 3")` changes how."""
-    return {"LD_PRELOAD": str(library), "BAD_READ": what}
+    preloaded = os.environ.get("LD_PRELOAD", "").split()  # as a sanitizer is, which has to come first
+    return {"LD_PRELOAD": " ".join([*preloaded, str(library)]), "BAD_READ": what}

@@ -391,9 +391,8 @@ case = Case(neurons(path, "q8_0", neurons=600), predictor=scores(600))
 wanted = run(case.in_memory(), "predict")
 errors = 0
 each = [b"%s %d" % (kind, n) for n in range(1, 400, STEP) for kind in (b"eio", b"end")]
+ffn, _ = case.on_disk(0, 60, gates=(0, 60), method=method, depth=4)
 for how in (b"short", b"interrupted", b"busy", *each):
-    bad(b"none")
-    ffn, _ = case.on_disk(0, 60, gates=(0, 60), method=method, depth=4)
     bad(how)
     try:
         assert run(ffn, "predict") == wanted, how
@@ -420,3 +419,39 @@ def test_whichever_read_fails_there_are_the_same_bits_or_an_error(tmp_path: Path
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) > 20
+
+
+STOPPED = """
+import ctypes, os, signal, sys, threading, time
+sys.path[:0] = [sys.argv[1]]
+from pathlib import Path
+from test_disk import *
+from thermocline import _native
+bad = ctypes.CDLL(None).bad_reads
+case = Case(neurons(Path(sys.argv[2]), "q8_0"))
+wanted = run(case.in_memory(), "off")
+ffn, _ = case.on_disk(0, 60, method="threads")
+for tokens in (1, 9):
+    bad(b"slow 1000")
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    begin, h = time.monotonic(), np.ones((tokens, DIM), np.float32)
+    try:
+        _native.Context(2).ffn_add(h.copy(), h, ffn, SPARSITIES.index("off"))
+        raise AssertionError("not stopped")
+    except KeyboardInterrupt:
+        print(time.monotonic() - begin)
+    bad(b"none")
+    assert run(ffn, "off") == wanted
+"""
+
+
+def test_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
+    """Each read takes a second. What is still under way when the call ends spoils nothing."""
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", STOPPED, str(Path(__file__).parent), str(tmp_path / "f")],
+        env={**os.environ, **bad_reads.environment(bad_reads.library(tmp_path), "none")},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert all(0.3 <= float(line) < 0.9 for line in run.stdout.split())

@@ -16,10 +16,14 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from thermocline import LLM, SamplingParams, arrange, cli
+from thermocline import LLM, SamplingParams, _native, arrange, bench, cli, hotness
 from thermocline.arrange import others_of
+from thermocline.bench import Bench, Test
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.memory import GIB
+from thermocline.pack import Pack
+from thermocline.replay import replay
+from thermocline.trace import Recorder, Trace
 
 Run = Callable[..., Any]
 FFN = 8192  # neurons of a layer, with 4 MiB of bundles
@@ -195,3 +199,30 @@ def test_the_promise_is_kept_in_a_process_of_its_own(tmp_path: Path, thermocline
     for row in rows:
         assert 0.85 * row["memory_bytes"] < row["peak_rss_bytes"] <= row["memory_bytes"] <= 0.13 * GIB
     assert rows[1]["cache_hit_rate"] > 0.5 and rows[1]["disk_bytes_per_token"] > 0
+
+
+def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
+    """Within a point of hit rate, where what a call misses fits in the slots that are for passing through."""
+    pack, test = Pack.open(wide_pack), Test(2, 0, 0, 96)
+    feed, heat = bench.feed_of(pack, [test], None, 1), hotness.of_pack(pack, hotness.Curve())
+
+    def loaded(ram: float | None) -> Bench:
+        return Bench(pack, [test], feed, sparsity="exact", progress=lambda *_: None, ram=ram)
+
+    whole = loaded(None)
+    recorder = Recorder(2, pack.spec, whole.engine.model.weights.layers)
+    whole.watch(test, recorder)
+    trace = Trace.of(recorder, feed.name, "exact", 0)
+    compared = []
+    low, *_, high = budgets(wide_pack)
+    for part in (0.95, 0.98, 1.0):
+        engine = loaded(low + (high - low) * part)
+        assert engine.store is not None
+        done = engine.sample(test).figures.disk
+        assert done is not None
+        frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]
+        counts = replay(trace, engine.store.arrangement.bundles, frequency, "lfu")
+        assert counts.needed.sum() == done.needed
+        compared.append((counts.hit_rate, 1 - done.missed / done.needed))
+        assert counts.missed.mean() < _native.STREAM_SLOTS
+    assert all(abs(mine - real) < 0.01 for mine, real in compared), compared

@@ -158,6 +158,16 @@ def test_threads_may_share_one_reader(reader_of: Callable[[Path], _native.Reader
     assert not wrong and sorted(tag >> 8 for tag, _ in done) == list(range(4 * rounds))
 
 
+def test_what_a_thread_submitted_outlives_it(reader_of: Callable[[Path], _native.Reader], file: Path) -> None:
+    reader = reader_of(file)
+    reads = [(i * BUFFER, BUFFER, i, i) for i in range(DEPTH)]
+    for _ in range(5):
+        thread = threading.Thread(target=reader.submit, args=(reads,))
+        thread.start()
+        thread.join()
+        assert take_all(reader, DEPTH) == dict.fromkeys(range(DEPTH), 0)
+
+
 def test_direct_reads_leave_the_page_cache_alone(tmp_path: Path) -> None:
     path = file_of(tmp_path / "f")
     if not LINUX:
@@ -171,10 +181,7 @@ def test_direct_reads_leave_the_page_cache_alone(tmp_path: Path) -> None:
     assert cached_pages(path) == 0
 
 
-def test_a_reader_waits_for_its_reads_before_it_goes(
-    reader_of: Callable[[Path], _native.Reader], file: Path
-) -> None:
-    """Else they would write into memory that is somebody else's by then."""
+def test_a_reader_may_go_while_it_reads(reader_of: Callable[[Path], _native.Reader], file: Path) -> None:
     for _ in range(4):
         reader = reader_of(file)
         buffers = [reader.buffer(i) for i in range(DEPTH)]
@@ -288,6 +295,24 @@ def test_where_no_memory_may_be_locked_any_memory_will_do(tmp_path: Path) -> Non
     assert how == "io_uring, direct (buffers not registered: ENOMEM)" or "threads" in how
 
 
+SECTORS = """
+path = Path(sys.argv[1])
+for sectors in (512, 4096, 8192):
+    ctypes.CDLL(None).bad_reads(f"sectors {sectors}".encode())
+    reader = open_reader(path, method="threads")
+    print(reader.alignment, reader.how)
+"""
+
+
+def test_where_the_system_does_not_say_how_reads_must_lie_it_is_tried(file: Path, tmp_path: Path) -> None:
+    library = bad_reads.library(tmp_path)
+    assert in_a_process(SECTORS, file, **bad_reads.environment(library, "none")).splitlines() == [
+        f"512 {DEPTH} threads, direct",
+        f"4096 {DEPTH} threads, direct",
+        f"1 {DEPTH} threads, through the page cache (direct I/O refused: EOPNOTSUPP)",
+    ]
+
+
 def test_a_file_in_memory_is_read_through_the_cache(file: Path) -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("no tmpfs here")
@@ -334,6 +359,27 @@ def test_two_processes_may_read_one_file(file: Path) -> None:
 
 
 # ---- a disk that is slow
+
+
+@pytest.mark.skipif(not LINUX, reason="needs io_uring")
+def test_a_reader_waits_for_its_reads_before_it_goes(tmp_path: Path) -> None:
+    """Else they would write into memory that is somebody else's by then. What another process then sends
+    through the pipe is still read by it, not left there."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)
+    try:
+        reader = open_reader(path, method="io_uring", direct=False)
+        assert reader.submit([(0, BUFFER, 0, 1)])
+        code = f"import os, sys; os.write(int(sys.argv[1]), bytes({BUFFER}))"
+        with subprocess.Popen([sys.executable, "-c", code, str(writer)], pass_fds=[writer]) as other:
+            del reader
+        assert other.returncode == 0
+        os.set_blocking(writer, False)
+        with pytest.raises(BlockingIOError):
+            os.read(writer, 1)
+    finally:
+        os.close(writer)
 
 
 @pytest.mark.skipif(not LINUX, reason="needs io_uring")

@@ -26,6 +26,7 @@ from thermocline.pack import Pack, inspect
 from thermocline.sampler import Sampler, SamplingParams
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import FILE, Tokenizer, read_text
+from thermocline.trace import Recorder
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 ROOF_SECONDS = 0.3
@@ -243,6 +244,16 @@ class Bench:
         begin = time.perf_counter()
         ns = self._finish(request, test)
         return Sample(ns, request.first_s - begin, request.figures())
+
+    def watch(self, test: Test, recorder: Recorder) -> None:
+        """The test once, its generated tokens recorded."""
+        self.ops[test.threads] = recorder
+        request = self._start(test)
+        recorder.begin()
+        for i in range(test.gen):
+            self.progress("recording", i, test.gen, " tokens")
+            self._until(request, i + 2)
+        self.progress("recording", test.gen, test.gen, " tokens")
 
     def python_share(self, test: Test) -> float | None:
         """Of the time of a token; None where none is generated one by one."""

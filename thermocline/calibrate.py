@@ -83,14 +83,15 @@ def curves(scores: F32, a: Activity) -> Curves:
     """scores [n, neurons] of the same tokens."""
     shape = (len(PRICES), a.neurons)
     out = Curves(*(np.empty(shape, np.float32) for _ in range(3)))
-    price = PRICES[:, None] * (a.neurons / max(a.energy, 1e-30))
+    energy = max(a.energy, 1e-30)
+    price = PRICES[:, None] * (a.neurons / energy)
     columns = np.ascontiguousarray(scores.T)
     for i, (tokens, squares) in enumerate(a.by_neuron()):
         cuts, predicted, caught = _cuts(columns[i], tokens, squares)
         best = (predicted / a.n - price * caught).argmin(axis=1)
         out.threshold[:, i] = cuts[best]
         out.predicted[:, i] = predicted[best] / a.n
-        out.missed[:, i] = (squares.sum() - caught[best]) / max(a.energy, 1e-30)
+        out.missed[:, i] = (squares.sum() - caught[best]) / energy
     return out
 
 

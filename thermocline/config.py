@@ -39,11 +39,14 @@ from thermocline.options import (
     pair,
     parse_value,
     real,
+    reals,
+    some_of,
     switch,
     variable,
     whole,
 )
 
+CACHE_POLICIES = ("pinned", "lru", "s3fifo", "lfu", "belady")
 BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
 
@@ -312,6 +315,36 @@ class BenchOptions:
         shown="random tokens",
     )
     seed: int = opt(1, whole(0, 2**63 - 1), "N", "Tests", "Seed of the random tokens.", flags="-s")
+
+    trace: str | None = opt(
+        None, nonempty, "FILE", "Neurons on disk",
+        "Instead of tests: generate -n tokens after -d and record which neurons each needs.", shown="none"
+    )  # fmt: skip
+    replay: str | None = opt(
+        None, nonempty, "FILE", "Neurons on disk",
+        "Instead of tests: play a trace through caches; the model does not run.", shown="none"
+    )  # fmt: skip
+    policy: tuple[str, ...] = opt(
+        (), some_of(*CACHE_POLICIES), ",".join(CACHE_POLICIES), "Neurons on disk",
+        "With --replay: who leaves a full cache. pinned: nobody; belady: who is needed last, the optimum.",
+        shown="all"
+    )  # fmt: skip
+    budgets: tuple[float, ...] = opt(
+        (), reals(0, 1e6), "GIB,...", "Neurons on disk", "With --replay: as --ram, several.",
+        shown="places for 10 to 90 % of the neurons"
+    )  # fmt: skip
+    batch: int = opt(
+        1, whole(1, 64), "N", "Neurons on disk", "With --replay: decode N parts of the trace side by side."
+    )  # fmt: skip
+    hardware: str | None = opt(
+        None, nonempty, "FILE|NAME", "Neurons on disk",
+        "With --replay: what `thermocline doctor -o FILE` wrote; it must have a disk.",
+        shown="this machine, measured now"
+    )  # fmt: skip
+    plot: str | None = opt(
+        None, nonempty, "FILE", "Neurons on disk",
+        "With --replay: draw hit rates over the cache's size into a .png, .svg or .pdf.", shown="none"
+    )  # fmt: skip
 
     output_format: str = opt(
         "md", one_of(*BENCH_OUTPUTS), "|".join(BENCH_OUTPUTS), "Output", "How results are printed.",

@@ -46,7 +46,7 @@ class ProfileOptions:
     )  # fmt: skip
     samples: int = opt(
         -1, whole(-1), "N", "Text", "Tokens whose inputs and active neurons are kept for `train`; 0: none.",
-        shown="-1 = 4096, or what fits in 2 GiB"
+        shown="-1 = 16384, or what fits in 2 GiB"
     )  # fmt: skip
 
     plot: str | None = opt(

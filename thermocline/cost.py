@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from thermocline.sizes import LayerSizes, Part, Sizes
 from thermocline.split import Fetch
-from thermocline.tiers import Tiers
+from thermocline.tiers import Disk, Tiers
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -249,6 +249,26 @@ def layer_times(
     gpu += np.where(of_gpu, longest, 0.0)
     cpu += np.where(of_gpu | of_disk, 0.0, longest)
     return gpu, cpu, np.where(of_disk, longest, 0.0), sync
+
+
+def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -> tuple[F64, F64]:
+    """`stored_times` of steps whose bundles, and those from disk, were counted: (time, of it waiting)."""
+    s, disk = layer.sizes, v.tiers.disk
+    assert disk is not None
+    predictor = s.predictor if work.predicts else Part()
+    before = attention_us(layer, v) + v.cpu(predictor.read_bytes, predictor.weights)
+    gates = float(layer.reads.gates[-1])
+    ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
+    ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
+    waits = np.minimum(1.0, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
+    work_us = missed * (MISS_US / v.tiers.cpu.threads)
+    waited: F64 = np.maximum(0.0, missed * _read_us(disk, s.record_bytes) - ffn - work_us) + waits
+    return before + ffn + work_us + waited, waited
+
+
+def _read_us(disk: Disk, stride: int) -> float:
+    """One of many records, each on its own."""
+    return 1e6 / disk.reads_per_s + max(0, stride - PAGE) / (disk.read_gbs * 1e3)
 
 
 def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: bool) -> F64:

@@ -105,6 +105,15 @@ def counts(low: int, high: int = MAX_INT) -> Parse:
     return parse
 
 
+def reals(low: float, high: float = math.inf) -> Parse:
+    one = real(low, high)
+
+    def parse(text: str) -> tuple[float, ...]:
+        return tuple(one(part) for part in text.split(","))
+
+    return parse
+
+
 def pair(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,9}),([0-9]{1,9})", text)
     if found is None:

@@ -38,7 +38,7 @@ from thermocline.unfinished import Unfinished
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 
-SAMPLE_COUNT, SAMPLES_BYTES = 4096, 2 << 30  # by default: so many, or as many as take this much
+SAMPLE_COUNT, SAMPLES_BYTES = 16384, 2 << 30  # by default: so many, or as many as take this much
 ASSUMED_ACTIVE = 0.25  # of neurons, before anything is known
 SAVE_S, SAVE_BYTES = 30.0, 64 << 20  # what a kill may cost; what is held in memory
 STALE = ("predictors.safetensors",)  # of the old order

@@ -259,6 +259,27 @@ def bench_markdown(rows: Rows) -> Iterator[str]:
 BENCH_FORMATS = {"md": bench_markdown, "csv": bench_csv, "json": bench_json, "jsonl": bench_jsonl}
 
 
+def replay_text(rows: Sequence[dict[str, Any]]) -> str:
+    """`bench --replay` for a person: what each policy makes of each size of the cache."""
+    first = rows[0]
+    titles = ["budget", "in memory", "pinned", "policy", "hits", "unpinned", "MB/token"]
+    lines = [[*titles, "tok/s", "mean ms", "P99 ms", "waiting"]]
+    for r in rows:
+        budget = "" if r["budget_gib"] is None else f"{r['budget_gib']:g} GiB"
+        shares = [f"{r[key]:.1%}" for key in ("places", "pinned")]
+        hits = [f"{r['hit_rate']:.1%}", f"{r['hit_rate_unpinned']:.1%}"]
+        speed = [f"{r['disk_bytes_per_token'] / 1e6:.3g}", f"{r['tokens_per_s']:.2f}"]
+        speed += [f"{r['mean_ms']:.1f}", f"{r['p99_ms']:.1f}", f"{r['waiting_share']:.0%}"]
+        lines.append([budget, *shares, r["policy"], *hits, *speed])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = "".join(_cells(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)) for line in lines[:1])
+    text += _cells("-" * (w - 1) + ":" for w in widths)
+    text += "".join(_cells(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)) for line in lines[1:])
+    facts = [f"{first['tokens']} tokens of {first['source']}", f"batch {first['batch']}"]
+    facts += [f"{first['active_fraction']:.1%} of neurons needed", f"times predicted for {first['hardware']}"]
+    return f"{text}\n{' · '.join(facts)}\n"
+
+
 def _cells(cells: Iterable[str]) -> str:
     return "|" + "".join(f" {cell} |" for cell in cells) + "\n"
 
