@@ -1,7 +1,7 @@
 """How long a token takes: every placement that a layer can have, with its bytes in each tier and its time.
 
-The only file that knows what is read when, and what overlaps with what. CPU figures follow this engine as
-it is; GPU and disk ones are predictions of engines to come. Must not know budgets, files or solvers.
+The only file that knows what is read when, and what overlaps with what. Figures of the CPU, and of a disk
+beside it alone (`stored_times`), follow this engine as it is; the others are predictions of one to come. Must not know budgets, files or solvers.
 
 A layer's time is attention, then the predictor, each on its tier, then the FFN on all tiers at once:
 max(GPU, CPU, disk). A layer that uses both processors waits for the slower and pays `sync_us`; one that is
