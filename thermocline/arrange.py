@@ -67,6 +67,11 @@ class Arrangement:
     def bytes(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def kinds(self) -> list[tuple[str, tuple[Share, ...]]]:
+        """The tensors of a layer whose rows take turns, with each layer's places for them."""
+        return [("bundle", self.bundles), *([("gate.weight", self.gates)] if self.gates is not None else [])]
+
 
 def on_disk(spec: ModelSpec) -> bool:
     """Can some of its neurons be left there?"""
@@ -153,9 +158,8 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
 def fetches(a: Arrangement, batch: int = 1) -> list[list[Fetch]]:
     """Of each layer, what a step of a few tokens is expected to read of each kind."""
     c = a.contents
-    kinds = [("bundle", a.bundles), *([("gate.weight", a.gates)] if a.gates is not None else [])]
     found: list[list[Fetch]] = [[] for _ in a.bundles]
-    for kind, shares in kinds:
+    for kind, shares in a.kinds:
         for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=True)):
             found[i].append(fetch(rows, share, ordered=c.hotness.ordered))
     return found
