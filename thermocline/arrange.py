@@ -1,4 +1,4 @@
-"""A budget of memory divided to the byte among a model's parts: what is resident, how many neurons have places.
+"""A budget of memory divided to the byte among a model's parts: what is resident, how many neurons fit.
 
 `run` and `plan` ask the same function. Must not know how anything is loaded, nor how fast it then is.
 """
