@@ -304,6 +304,15 @@ static std::tuple<size_t, size_t, size_t, size_t, size_t> ffn_add(Context& c, Mu
     return {r.active, r.rows, r.rows_dense, r.gates, r.predictor_bytes};
 }
 
+static void read_ahead(Context& c, F2 h, const FFN& f, int sparsity) {
+    check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
+    check(h.shape(1) == f.layer.gate.weight.cols, "h has the wrong width");
+    const tc::FFNArgs a = {f.layer, nullptr, h.data(), h.shape(0), h.shape(1), tc::Sparsity(sparsity), nullptr};
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(c.one_call);
+    c.read_ahead(a);
+}
+
 // Bytes per second of reading `bytes` of memory over and over for `seconds`, with every thread of the context.
 static double read_bandwidth(size_t bytes, int threads, double seconds) {
     check(bytes >= 1 << 20 && bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024, "arguments out of range");
@@ -457,7 +466,8 @@ NB_MODULE(_native, m) {
              "up_relu"_a, "bundles"_a, "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(),
              "disk"_a.none() = nb::none(), "gate_disk"_a.none() = nb::none(), "gate_bias"_a.noconvert().none() = nb::none(),
              nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(), nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
-        .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); });
+        .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); })
+        .def_prop_ro("from_disk", [](const FFN& f) { return f.layer.disk != nullptr; });
     nb::class_<Step>(m, "Step")
         .def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(), "block"_a, "window"_a,
              "cos"_a.noconvert().none(), "sin"_a.noconvert().none());
@@ -505,5 +515,6 @@ NB_MODULE(_native, m) {
         .def("attention_add", &attention_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "step"_a,
              "k"_a.noconvert(), "v"_a.noconvert())
         .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
-             "record"_a.noconvert() = nb::none());
+             "record"_a.noconvert() = nb::none())
+        .def("read_ahead", &read_ahead, "h"_a.noconvert(), "layer"_a, "sparsity"_a);
 }

@@ -1,6 +1,7 @@
 // The ops of one decoder layer over a thread pool: what Python calls, a few per layer. Shapes as in kernels.h;
 // arguments are validated by bindings.cpp. Nothing here knows a model.
 #pragma once
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -113,6 +114,9 @@ public:
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
     void attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k, uint16_t* v);
     FFNCounts ffn_add(const FFNArgs& a);
+    // Begins to read what ffn_add will want from disk: x, record are not looked at; h is the residual stream before attention. Changes
+    // when reads happen, not what comes out.
+    void read_ahead(const FFNArgs& a);
     struct Walk;  // one call of an FFN in bundles
 
     Pool pool;
@@ -143,6 +147,7 @@ private:
     std::vector<Wanted> wanted_, gate_wanted_;
     std::vector<size_t> counts_;
     size_t panel_stride_ = 0;
+    std::weak_ptr<Fetches> early_;  // reads that go on while something else is computed, until their call takes them over
 };
 
 }  // namespace tc
