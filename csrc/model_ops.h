@@ -9,6 +9,20 @@
 
 namespace tc {
 
+// Scratch of n elements. What was there is let go first, so that the two are never held at once, and room is never doubled.
+template <class T>
+T* grown(std::vector<T>& v, size_t n) {
+    if (v.size() < n) {
+        std::vector<T>().swap(v);
+        v.resize(n);
+    }
+    return v.data();
+}
+
+// Up to this many tokens rows are multiplied one by one (each is read from memory once and then from the L1 cache);
+// from more on, unpacking them into panels pays.
+constexpr size_t kFewTokens = 4;
+
 // RMSNorm, or LayerNorm with `layer`; weight null: no norm at all. bias may be null.
 struct Norm {
     const float *weight, *bias;
@@ -75,6 +89,16 @@ struct FFN {
     Predictor predictor;  // of bundles only
 };
 
+// Experts, of which a router picks `active` for each token: their FFNs' sum, weighted by the softmax of those logits.
+struct Mixture {
+    Norm norm;      // of what router and experts see
+    Matrix router;  // [experts, dim]
+    std::vector<const FFN*> experts;  // all of one shape, without norms or joins of their own
+    size_t active;
+    Join join;
+    size_t neurons() const { return experts[0]->gate.weight.rows; }  // of an expert
+};
+
 struct AttentionArgs {
     Heads heads;
     Step step;
@@ -91,6 +115,14 @@ struct FFNArgs {
     size_t tokens, dim;
     Sparsity sparsity;
     float* record;  // [tokens, neurons], or null: takes h, what down is multiplied with (before sub_norm); 0 where skipped
+};
+struct MixtureArgs {
+    const Mixture& mixture;
+    float* x;  // as FFNArgs'
+    const float* h;
+    size_t tokens, dim;
+    Sparsity sparsity;
+    float* record;  // [tokens, experts * neurons], or null
 };
 struct FFNCounts {
     size_t active, rows, rows_dense;  // (token, neuron) pairs not zero; up and down rows read, and of a dense pass
@@ -110,6 +142,8 @@ public:
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
     void attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k, uint16_t* v);
     FFNCounts ffn_add(const FFNArgs& a);
+    // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
+    FFNCounts moe_add(const MixtureArgs& a);
 
     Pool pool;
     const Kernels& k;
@@ -121,6 +155,8 @@ private:
     Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, std::vector<uint8_t>& buffer);
     void linear(const Linear& w, const Input& in, float* out, bool add);
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
+    void moe_block(const MixtureArgs& a, FFNCounts& total);
+    FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum);
     FFNCounts dense_ffn(const FFNArgs& a);
     FFNCounts bundle_ffn(const FFNArgs& a);
     struct Guess;
@@ -134,6 +170,10 @@ private:
     std::vector<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_, marks_;
     std::vector<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_, scales_;
     std::vector<int32_t> ids_;
+    struct Routed {  // a mixture's: what all experts see, which of them a token goes to, an expert's tokens, the sum
+        std::vector<float> normed, logits, weights, in, out, sum, record;
+        std::vector<size_t> tokens;
+    } routed_;
     std::vector<size_t> counts_;
     size_t panel_stride_ = 0;
 };
