@@ -43,6 +43,7 @@ class Work:
     sparsity: str  # predict, exact or off
     batch: int = 1
     depth: int = 0
+    routed: float = 1.0  # of a mixture's experts, those that some token of the step goes to
 
     @property
     def predicts(self) -> bool:
@@ -117,13 +118,13 @@ class Reads:
     def of(hotness: F64, work: Work, *, skips: bool) -> Reads:
         """`hotness`: each neuron's probability that a step needs it, hottest first."""
         n = len(hotness)
-        every: F64 = np.arange(n + 1, dtype=np.float64)
+        every: F64 = work.routed * np.arange(n + 1, dtype=np.float64)
         if not skips or work.sparsity == "off":
             return Reads(every, every)
         needed = np.concatenate([[0.0], np.cumsum(hotness)])
         if not work.predicts:
             return Reads(every, needed)
-        return Reads(np.concatenate([[0.0], np.cumsum(np.minimum(1.0, EXCESS * hotness))]), needed)
+        return Reads(np.concatenate([[0.0], np.cumsum(np.minimum(work.routed, EXCESS * hotness))]), needed)
 
 
 @dataclass(frozen=True)
@@ -175,12 +176,12 @@ def layer_times(
     """(gpu_us, cpu_us, disk_us, sync_us) of each placement."""
     s, gates, bundles = layer.sizes, layer.reads.gates, layer.reads.bundles
     n, has_gpu = s.neurons, v.tiers.gpu is not None
-    sparse = bundles[-1] < n
+    sparse = bundles[-1] < gates[-1]
     attention = s.attention
     kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
     cpu = np.where(a, 0.0, v.cpu(attention.read_bytes, attention.weights) + kv + CALL_US)
     predictor = s.predictor if work.predicts else Part()
-    cpu += np.where(p, 0.0, v.cpu(predictor.read_bytes, predictor.weights))
+    cpu += np.where(p, 0.0, v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights))
 
     def ffn(gate_rows: F64, bundle_rows: F64, on_gpu: bool) -> F64:
         reads = [(gate_rows, s.gate, 1.0), (bundle_rows, s.bundle, BUNDLE_SHARE if sparse else 1.0)]
@@ -195,7 +196,7 @@ def layer_times(
         launches = LAUNCHES * v.tiers.gpu.launch_us
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + launches
         gpu += np.where(a, here, 0.0)
-        gpu += np.where(p, v.gpu(predictor.read_bytes, predictor.weights), 0.0)
+        gpu += np.where(p, v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights), 0.0)
         ffn_gpu = np.where(g > 0, ffn(gates[g], bundles[g], True) + launches, 0.0)
         on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n) | (~p & (predictor.bytes > 0))
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)

@@ -56,9 +56,11 @@ def independent(
     return Hotness(source, measured, lambda layer, batch: 1.0 - (1.0 - each[layer]) ** batch, key)
 
 
-def assumed(layers: int, neurons: int, active: float, skew: float) -> Hotness:
-    """The same power law in every layer; UsageError where there is none."""
-    curve = activities(neurons, active, skew)
+def assumed(layers: int, neurons: int, active: float, skew: float, chosen: float = 1.0) -> Hotness:
+    """The same power law in every layer; UsageError where there is none. `chosen`: of a mixture's experts,
+    those that a token goes to; `active` is of their neurons.
+    """
+    curve = chosen * activities(neurons, active, skew)
     source = f"assumed: {active:.0%} of the neurons active, {skew:.0%} of them make 80 % of the activations"
     return independent([curve] * layers, source, measured=False, key=lambda layer: 0)
 

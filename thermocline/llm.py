@@ -346,8 +346,10 @@ def scratch_bytes(
     queries = max(group, NATIVE_QUERIES) * (spec.head_dim + 2)  # of one head: sums of a span of positions
     scores = threads * (4 * NATIVE_SPAN + NATIVE_QUERIES * (spec.head_dim + 2) + spec.head_dim)
     spans = threads4 * (-(-context // NATIVE_SPAN)) * queries
+    # Of a mixture: its input, normed and gathered, an expert's answers, their sum.
+    routed = NATIVE_TOKENS * (4 * dim + 2 * spec.n_experts + 2) if spec.n_experts > 1 else 0
     logits = (max_batch + 10) * spec.vocab_size  # and the sampler's sort of one request's, in f64 and i64
-    return 4 * (arrays + inputs + panels + partial + tiles + guess + scores + spans + logits)
+    return 4 * (arrays + inputs + panels + partial + tiles + guess + routed + scores + spans + logits)
 
 
 def runtime_bytes(spec: ModelSpec) -> int:

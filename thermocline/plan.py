@@ -277,7 +277,7 @@ def _hot(p: Problem, batch: int) -> Iterator[int]:
             yield 0
             continue
         asking = s.predictor.read_bytes / s.neurons / s.gate.read_bytes
-        named = np.minimum(1.0, cost.EXCESS * p.hotness.at(i, batch))
+        named = np.minimum(1.0, cost.EXCESS * p.hotness.at(i, batch) / work.routed)
         yield int(np.count_nonzero(named + asking >= 1.0))
 
 

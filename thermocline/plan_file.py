@@ -82,7 +82,8 @@ def _hotness(pack: Pack, curve: Curve) -> Hotness:
 
 def _assumed(spec: ModelSpec, curve: Curve) -> Hotness:
     active = synth.ACTIVE if curve.active is None else curve.active
-    return assumed(spec.n_layers, spec.n_experts * spec.ffn_dim, active, curve.skew)
+    chosen = spec.n_experts_active / spec.n_experts
+    return assumed(spec.n_layers, spec.n_experts * spec.ffn_dim, active, curve.skew, chosen)
 
 
 def of_shape(shape: str, weight_format: str, predictor_share: float, curve: Curve) -> Subject:
