@@ -1,11 +1,13 @@
 """Does `plan` tell the truth? Its tokens per second beside measured ones, run by run, on this machine's CPU.
 
-    python bench/plan_honesty.py PACK... [--threads 1 2] [--rounds 7] [--tokens 48] [--sparsity exact]
+    python bench/plan_honesty.py PACK... [--threads 1 2] [--rounds 7] [--tokens 48] [--sparsity exact predict]
 
 Memory that is shared with neighbours changes its speed within seconds, so the hardware is measured before and
-after every run, as `doctor` does it, and each run is compared with the plan for the mean of both. Runs during
-which other processes took over 3 % of the processors are left out, whatever they show; how many is said. One
-JSON line a pack and thread count goes to stdout, a summary to stderr.
+after every run, as `doctor` does it, and each run is compared with the plan for the mean of both; modes of
+sparsity take turns. Runs during which other processes took over 5 % of the processors, or around which the
+kernels' speed changed by over 15 %, are left out, whatever they show; how many is said. A sparse pack without a profile is profiled in memory, over random tokens, and
+`predict` uses the predictors that it has. One JSON line a pack, mode and thread count goes to stdout, a
+summary to stderr.
 """
 
 from __future__ import annotations
@@ -16,15 +18,25 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from thermocline import hardware, machine, plan_file
+from thermocline.activity import UNIT, Worker, count_passages
 from thermocline.bench import Bench, feed_of, tests_of
+from thermocline.corpus import CONTEXT, random_corpus
+from thermocline.hotness import profiled
 from thermocline.pack import Pack
 from thermocline.plan import plan
 from thermocline.problem import Ask
+from thermocline.profile import BUCKETS, Profile
 from thermocline.tiers import Cpu, Kernel, Tiers
+
+OTHERS, UNSTEADY = 0.05, 1.15
 
 
 def tiers_between(before: Kernel, after: Kernel, roof: float, weight_format: str, threads: int) -> Tiers:
@@ -51,60 +63,109 @@ class Others:
         return max(0.0, busy - own) / (wall * (os.cpu_count() or 1))
 
 
-def measure(
-    path: Path, threads: int, rounds: int, tokens: int, sparsity: str, curve: plan_file.Curve, seconds: float
-) -> dict[str, Any]:
-    pack = Pack.open(path)
-    subject = plan_file.of_pack(path, sparsity, curve)
-    tests = tests_of(prompts=[], gens=[tokens], pairs=[], depths=[0], threads=[threads])
-    bench = Bench(pack, tests, feed_of(pack, tests, None, 1), sparsity=sparsity, progress=lambda *_: None)
-    bench.warm_up()
-    cache, ram = hardware.cache_bytes() or machine.DEFAULT_CACHE_BYTES, 1 << 40
-    weight_format = pack.weight_format
+def profile_of(pack: Pack, bench: Bench, threads: int, tokens: int) -> Profile:
+    """What `thermocline profile --tokens` would count, of the weights that are loaded already."""
+    corpus = random_corpus(pack, tokens, CONTEXT, UNIT)
+    worker = Worker(pack.spec, bench.engine.model.weights, corpus.prefix, CONTEXT, threads, [])
+    none = [np.empty(0, np.int64)] * len(corpus.passages)
+    counts = sum(found.counts for found in count_passages([worker], corpus.passages, none))
+    shape = (len(BUCKETS), pack.spec.n_experts, pack.spec.ffn_dim)
+    windows = tuple(sum(len(p) // b for p in corpus.passages) for b in BUCKETS)
+    return Profile(BUCKETS, windows, corpus.tokens, corpus.sha256, tuple(c.reshape(shape) for c in counts))
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """A loaded pack, and what `plan` knows of it in each mode."""
+
+    pack: Pack
+    bench: Bench
+    by_mode: dict[str, plan_file.Subject]
+
+    @staticmethod
+    def of(path: Path, threads: int, tokens: int, modes: Sequence[str], counted: int) -> Subjects:
+        pack = Pack.open(path)
+        tests = tests_of(prompts=[], gens=[tokens], pairs=[], depths=[0], threads=[threads])
+        most = "predict" if "predict" in modes else modes[0]
+        feed = feed_of(pack, tests, None, 1)
+        bench = Bench(pack, tests, feed, sparsity=most, progress=lambda *_: None)
+        by_mode = {m: plan_file.of_pack(path, m, plan_file.Curve(None, 0.26)) for m in modes}
+        if pack.spec.sparse and not by_mode[modes[0]].hotness.measured:
+            found = profile_of(pack, bench, threads, counted)
+            by_mode = {
+                m: replace(s, hotness=replace(profiled(found), excess=s.hotness.excess))
+                for m, s in by_mode.items()
+            }
+        bench.warm_up()
+        return Subjects(pack, bench, by_mode)
+
+
+def runs_of(x: Subjects, rounds: int, tokens: int, seconds: float) -> tuple[dict[str, list[Any]], int]:
+    """(each mode's runs, how many were disturbed)"""
+    test, weight_format = x.bench.tests[0], x.pack.weight_format
+    arena = machine.kernel_arena(hardware.cache_bytes() or machine.DEFAULT_CACHE_BYTES, 1 << 40)
 
     def kernel() -> tuple[Kernel, float]:
-        found = machine.measure_kernels(threads, [weight_format], cache, ram)[weight_format]
-        return found, hardware.read_gbs(threads, 0.2) or found.gbs
+        found = machine.measure_kernels(test.threads, [weight_format], arena)[weight_format]
+        return found, hardware.read_gbs(test.threads, 0.2) or found.gbs
 
-    runs: list[dict[str, float]] = []
-    disturbed, end = 0, time.monotonic() + seconds
-    while len(runs) < rounds and time.monotonic() < end:
-        others = Others()
-        before, sample, after = kernel(), bench.sample(tests[0]), kernel()
-        if others.share() > 0.03:
-            disturbed += 1
-            continue
-        roof = (before[1] + after[1]) / 2
-        tiers = tiers_between(before[0], after[0], roof, weight_format, threads)
-        made = plan(pack.spec, subject.sizes, subject.hotness, tiers, Ask(tokens, sparsity=sparsity))
-        runs.append(
-            {
-                "measured_ts": 1e9 * tokens / sample.ns,
-                "predicted_ts": made.predicted[1].tokens_per_s,
-                "kernel_gbs": tiers.kernel(weight_format).gbs,
-                "kernel_gbs_change": after[0].gbs / before[0].gbs,
-                "roof_gbs": roof,
-            }
-        )
-    if not runs:
-        raise SystemExit(f"{path}: {disturbed} runs, all disturbed by other processes; try again")
-    ratios = [r["predicted_ts"] / r["measured_ts"] for r in runs]
-    return {
-        "pack": path.name,
-        "format": weight_format,
-        "sparsity": sparsity,
-        "threads": threads,
-        "cpu": hardware.cores().name,
-        "isa": hardware.isa().chosen,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "disturbed": disturbed,
-        "measured_ts": statistics.median(r["measured_ts"] for r in runs),
-        "predicted_ts": statistics.median(r["predicted_ts"] for r in runs),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "runs": runs,
-    }
+    runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in x.by_mode}
+    disturbed, end, after = 0, time.monotonic() + seconds, kernel()
+    while min(map(len, runs.values())) < rounds and time.monotonic() < end:
+        for mode, subject in x.by_mode.items():
+            x.bench.engine.sparsity = mode
+            others = Others()
+            before, sample, after = after, x.bench.sample(test), kernel()
+            share, change = others.share(), after[0].gbs / before[0].gbs
+            if share > OTHERS or not 1 / UNSTEADY < change < UNSTEADY:
+                disturbed += 1
+                continue
+            roof = (before[1] + after[1]) / 2
+            tiers = tiers_between(before[0], after[0], roof, weight_format, test.threads)
+            ask = Ask(tokens, sparsity=mode)
+            made = plan(x.pack.spec, subject.sizes, subject.hotness, tiers, ask)
+            runs[mode].append(
+                {
+                    "measured_ts": 1e9 * tokens / sample.ns,
+                    "predicted_ts": made.predicted[1].tokens_per_s,
+                    "kernel_gbs": tiers.kernel(weight_format).gbs,
+                    "kernel_gflops": tiers.kernel(weight_format).gflops,
+                    "kernel_gbs_change": change,
+                    "others_share": share,
+                    "roof_gbs": roof,
+                    **fractions(sample.figures),
+                }
+            )
+    return runs, disturbed
+
+
+def fractions(figures: Any) -> dict[str, float]:
+    return {name: getattr(figures, name) for name in ("rows_fraction", "predicted_fraction")}
+
+
+def rows_of(x: Subjects, rounds: int, tokens: int, seconds: float) -> Iterator[dict[str, Any]]:
+    found, disturbed = runs_of(x, rounds, tokens, seconds)
+    for mode, runs in found.items():
+        if not runs:
+            raise SystemExit(f"{x.pack.path}: {disturbed} runs, all disturbed or unsteady; try again")
+        ratios = [r["predicted_ts"] / r["measured_ts"] for r in runs]
+        yield {
+            "pack": x.pack.path.name,
+            "format": x.pack.weight_format,
+            "sparsity": mode,
+            "threads": x.bench.tests[0].threads,
+            "cpu": hardware.cores().name,
+            "isa": hardware.isa().chosen,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "hotness": x.by_mode[mode].hotness.source,
+            "disturbed": disturbed,
+            "measured_ts": statistics.median(r["measured_ts"] for r in runs),
+            "predicted_ts": statistics.median(r["predicted_ts"] for r in runs),
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+            "runs": runs,
+        }
 
 
 def main() -> None:
@@ -116,22 +177,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=50, help="for each pack and thread count")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--sparsity", default="exact")
-    parser.add_argument("--active", type=float, help="planted, of a random pack (synth --active)")
-    parser.add_argument("--skew", type=float, default=0.26)
+    parser.add_argument("--sparsity", nargs="+", default=["exact"])
+    parser.add_argument("--counted", type=int, default=1024, help="tokens of the profile made in memory")
     args = parser.parse_args()
-    curve = plan_file.Curve(args.active, args.skew)
     for path in args.packs:
         for threads in args.threads:
-            row = measure(path, threads, args.rounds, args.tokens, args.sparsity, curve, args.seconds)
-            print(json.dumps(row), flush=True)
-            print(summary(row), file=sys.stderr)
+            subjects = Subjects.of(path, threads, args.tokens, args.sparsity, args.counted)
+            for row in rows_of(subjects, args.rounds, args.tokens, args.seconds):
+                print(json.dumps(row), flush=True)
+                print(summary(row), file=sys.stderr)
 
 
 def summary(row: dict[str, Any]) -> str:
     return (
-        f"{row['pack']}, {row['threads']} threads: measured {row['measured_ts']:.2f} tok/s, "
-        f"predicted {row['predicted_ts']:.2f}; {len(row['runs'])} runs ({row['disturbed']} disturbed), "
+        f"{row['pack']}, {row['sparsity']}, {row['threads']} threads: "
+        f"measured {row['measured_ts']:.2f} tok/s, predicted {row['predicted_ts']:.2f}; "
+        f"{len(row['runs'])} runs (of all modes {row['disturbed']} disturbed), "
         f"ratio of a run {row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
     )
 

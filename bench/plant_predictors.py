@@ -132,7 +132,7 @@ def main() -> None:
         layers.append(p)
         print(f"layer {i}: {asked[-1]:.1%} predicted, {fractions[-1]:.1%} active, {p.hot} hot", flush=True)
     about = {key: getattr(args, key) for key in ("kind", "rank", "missed", "tokens")}
-    about |= {"predicted": statistics.mean(asked), "active": statistics.mean(fractions)}
+    about |= {"predicted_fraction": statistics.mean(asked), "active_fraction": statistics.mean(fractions)}
     write_predictors(pack, layers, about)
     print(json.dumps(about))
 

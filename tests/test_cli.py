@@ -415,6 +415,22 @@ def test_ctrl_c_keeps_what_there_is_in_the_json(
     assert (ran.code, figures["finish_reason"], figures["tokens"]) == (130, "cancelled", 3)
 
 
+def test_the_suite_itself_may_run_with_ctrl_c_ignored(tmp_path: Path) -> None:
+    """As `nohup sh -c pytest &` starts it: the two tests above then hung and failed."""
+    tests = [f"{__file__}::{name}" for name in (
+        "test_ctrl_c_ends_a_generation_cleanly", "test_ctrl_c_keeps_what_there_is_in_the_json",
+    )]  # fmt: skip
+    home = str(Path(package.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *tests]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ran.returncode == 0 and "2 passed" in ran.stdout, ran.stdout
+
+
 def test_a_reader_that_goes_away_ends_it_quietly(tiny_pack: Path, tmp_path: Path) -> None:
     process = start(*greedy(tiny_pack, "Once", n=2000), cwd=tmp_path, stdout=subprocess.PIPE)
     assert process.stdout is not None

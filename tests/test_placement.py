@@ -20,7 +20,7 @@ def columns(us: list[float], vram: list[int], ram: list[int]) -> Columns:
     n = len(us)
     whole, zero = np.zeros(n, np.int64), np.zeros(n)
     return Columns(
-        np.zeros(n, bool), np.zeros(n, bool), whole, whole, np.array(vram), np.array(ram),
+        np.zeros(n, bool), np.zeros(n, bool), whole, whole, np.zeros(n, bool), np.array(vram), np.array(ram),
         zero, np.array(us), zero, zero,
     )  # fmt: skip
 

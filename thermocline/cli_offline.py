@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from thermocline.decoder import I32
     from thermocline.evaluate import Reader
     from thermocline.pack import Pack
+    from thermocline.plan import Plan
     from thermocline.plan_file import Subject
     from thermocline.predictor import Predictors
+    from thermocline.problem import Ask
     from thermocline.profile import Samples
     from thermocline.profiler import Done, Request
     from thermocline.tiers import Tiers
@@ -406,7 +408,6 @@ def plan(o: config_offline.PlanOptions) -> int:
     from thermocline.problem import Ask
 
     subject = plan_subject(o)
-    tiers = plan_tiers(o, subject.sizes.format)
     ask = Ask(
         context=context_for(subject.spec, o.ctx or None),
         batch=o.batch,
@@ -415,7 +416,7 @@ def plan(o: config_offline.PlanOptions) -> int:
         vram_bytes=None if o.vram is None else int(o.vram * GIB),
         ram_bytes=None if o.ram is None else int(o.ram * GIB),
     )
-    made = planning.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
+    tiers, made = planned(o, subject, ask)
     about = plan_file.plan_json(subject, tiers, ask, made)
     if o.output is not None:
         plan_file.write(Path(o.output), about, overwrite=o.force)
@@ -426,6 +427,27 @@ def plan(o: config_offline.PlanOptions) -> int:
         same = more.layers == made.layers and more.head == made.head
         emit(report_plan.plan_text(subject.name, tiers.name, made, None if same else more))
     return 0
+
+
+def planned(o: config_offline.PlanOptions, subject: Subject, ask: Ask) -> tuple[Tiers, Plan]:
+    """This machine's disk is measured only where memory is too small: that takes seconds, and writes."""
+    from thermocline import hardware, machine
+    from thermocline.errors import OutOfBudget
+    from thermocline.plan import plan
+
+    tiers = plan_tiers(o, subject.sizes.format)
+    try:
+        return tiers, plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
+    except OutOfBudget:
+        if o.hardware is not None:
+            raise
+    pack = Path(subject.name)
+    found = hardware.measure_disk(pack if pack.is_dir() else Path())
+    if not o.quiet:
+        why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
+        note(f"it does not fit in memory; the disk of {found.path} was {why}")
+    tiers = replace(tiers, disk=machine.disk_tier(found))
+    return tiers, plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
 
 
 def plan_subject(o: config_offline.PlanOptions) -> Subject:

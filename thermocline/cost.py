@@ -26,11 +26,12 @@ Bool = NDArray[np.bool_]
 # Of a token on the CPU, beside memory (LOG, "Planner"): a half of a layer is a native call with its barriers
 # and the Python between two; sampling and the engine's own work come once.
 CALL_US, TOKEN_US = 22.0, 350.0
-KV_SHARE = 0.55  # of memory speed that attention reaches over keys and values (of f16, 4096 positions)
-BUNDLE_SHARE = (
-    0.8  # of the dense kernels' speed that bundles reach: scattered records, an inner product and a sum
-)
-EXCESS = 1.5  # neurons that a predictor names for one that is active; published ones: 1.2 to 1.8
+KV_SHARE = 0.55  # of memory speed that attention reaches over keys and values, 1024 to 4096 positions deep
+# Of a large matrix's speed: a layer's matrices in a whole step; bundles, read two rows at a time, all of them
+# or some; gate rows that a predictor names, where they are few (where it names all, they are a matrix again).
+MATRIX_SHARE, BUNDLE_SHARE, NAMED_SHARE = 0.94, 0.8, 0.45
+# Neurons that a predictor names for one that is active, where it does not say; published ones: 1.2 to 1.8.
+EXCESS = 1.5
 PREDICT_TOKENS = 4  # more tokens a step run `exact`
 LAUNCHES = 6  # GPU kernels in a half of a layer
 PAGE = 4096
@@ -57,7 +58,8 @@ class Columns:
     attention: Bool  # on the GPU, with its keys and values
     predictor: Bool  # on the GPU
     gpu: I64  # neurons [0, gpu) are there
-    disk: I64  # bundles of the last `disk` neurons are on disk; their gate rows stay in RAM
+    disk: I64  # bundles of the last `disk` neurons are on disk
+    gates: Bool  # and so are their gate rows, which else stay in RAM
     vram_bytes: I64
     ram_bytes: I64
     gpu_us: F64  # what each tier adds to the token's time: of what runs side by side the longest counts
@@ -85,7 +87,7 @@ class Speeds:
     format: str
     batch: int
 
-    def cpu(self, read_bytes: F64 | float, weights: F64 | float, share: float = 1.0) -> F64:
+    def cpu(self, read_bytes: F64 | float, weights: F64 | float, share: float = MATRIX_SHARE) -> F64:
         k = self.tiers.kernel(self.format)
         us: F64 = np.maximum(
             np.asarray(read_bytes) / (k.gbs * share * 1e3), 2.0 * self.batch * weights / (k.gflops * 1e3)
@@ -113,18 +115,28 @@ class Reads:
 
     gates: F64  # gate rows
     bundles: F64
+    gate_share: float  # of a large matrix's speed on the CPU
+    bundle_share: float
 
     @staticmethod
-    def of(hotness: F64, work: Work, *, skips: bool) -> Reads:
-        """`hotness`: each neuron's probability that a step needs it, hottest first."""
+    def of(hotness: F64, work: Work, *, skips: bool, excess: float = EXCESS) -> Reads:
+        """`hotness`: each neuron's probability that a step needs it, hottest first. Of `excess` names for a
+        needed one those too many are spread as uncertainty is, p (1 - p): what is always active is no guess.
+        """
         n = len(hotness)
         every: F64 = work.routed * np.arange(n + 1, dtype=np.float64)
-        if not skips or work.sparsity == "off":
-            return Reads(every, every)
+        if not skips:
+            return Reads(every, every, MATRIX_SHARE, MATRIX_SHARE)
+        if work.sparsity == "off":
+            return Reads(every, every, MATRIX_SHARE, BUNDLE_SHARE)
         needed = np.concatenate([[0.0], np.cumsum(hotness)])
         if not work.predicts:
-            return Reads(every, needed)
-        return Reads(np.concatenate([[0.0], np.cumsum(np.minimum(work.routed, EXCESS * hotness))]), needed)
+            return Reads(every, needed, MATRIX_SHARE, BUNDLE_SHARE)
+        unsure = hotness * (1 - hotness / work.routed)
+        more = (excess - 1) * float(hotness.sum()) / max(float(unsure.sum()), 1e-30)
+        gates = np.concatenate([[0.0], np.cumsum(np.minimum(work.routed, hotness + more * unsure))])
+        share = NAMED_SHARE + (MATRIX_SHARE - NAMED_SHARE) * float(gates[-1]) / (n * work.routed)
+        return Reads(gates, needed, share, BUNDLE_SHARE)
 
 
 @dataclass(frozen=True)
@@ -152,44 +164,42 @@ def grid(neurons: int, clusters: int) -> I64:
 def layer_columns(
     layer: LayerWork, speeds: Speeds, work: Work, *, clusters: int, gpu: bool, disk: bool
 ) -> Columns:
-    """Every placement: attention and predictor here or there, any share on the GPU, any on disk."""
+    """Every placement: attention and predictor here or there, any share on the GPU, any on disk.
+
+    Gate rows are on disk only where a predictor says which to fetch.
+    """
     s = layer.sizes
     borders = grid(s.neurons, clusters)
     counts = borders if gpu else borders[:1]
     tails = s.neurons - borders[::-1] if disk else borders[:1]
     both = np.array([False, True]) if gpu else np.array([False])
     predictors = both if work.predicts and s.predictor.bytes else both[:1]
-    a, p, g, d = (x.ravel() for x in np.meshgrid(both, predictors, counts, tails, indexing="ij"))
-    fits = g + d <= s.neurons
-    a, p, g, d = a[fits], p[fits], g[fits], d[fits]
+    fetched = np.array([False, True]) if disk and work.predicts else np.array([False])
+    every = np.meshgrid(both, predictors, counts, tails, fetched, indexing="ij")
+    a, p, g, d, f = (x.ravel() for x in every)
+    fits = (g + d <= s.neurons) & (~f | (d > 0))
+    a, p, g, d, f = a[fits], p[fits], g[fits], d[fits], f[fits]
     gates, bundles = s.gate_bytes, s.bundle_bytes
     attention_bytes, predictor_bytes = s.attention.bytes + layer.kv_bytes, s.predictor.bytes
     vram = a * attention_bytes + p * predictor_bytes + gates(g) + bundles(g)
     ram = ~a * attention_bytes + ~p * predictor_bytes
-    ram = ram + gates(s.neurons - g) + bundles(s.neurons - g - d)
-    return Columns(a, p, g, d, vram, ram, *layer_times(layer, speeds, work, a, p, g, d))
+    ram = ram + gates(s.neurons - g - f * d) + bundles(s.neurons - g - d)
+    return Columns(a, p, g, d, f, vram, ram, *layer_times(layer, speeds, work, a, p, g, d, f))
 
 
 def layer_times(
-    layer: LayerWork, v: Speeds, work: Work, a: Bool, p: Bool, g: I64, d: I64
+    layer: LayerWork, v: Speeds, work: Work, a: Bool, p: Bool, g: I64, d: I64, f: Bool
 ) -> tuple[F64, F64, F64, F64]:
     """(gpu_us, cpu_us, disk_us, sync_us) of each placement."""
     s, gates, bundles = layer.sizes, layer.reads.gates, layer.reads.bundles
     n, has_gpu = s.neurons, v.tiers.gpu is not None
-    sparse = bundles[-1] < gates[-1]
     attention = s.attention
     kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
     cpu = np.where(a, 0.0, v.cpu(attention.read_bytes, attention.weights) + kv + CALL_US)
     predictor = s.predictor if work.predicts else Part()
     cpu += np.where(p, 0.0, v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights))
-
-    def ffn(gate_rows: F64, bundle_rows: F64, on_gpu: bool) -> F64:
-        reads = [(gate_rows, s.gate, 1.0), (bundle_rows, s.bundle, BUNDLE_SHARE if sparse else 1.0)]
-        if on_gpu:
-            return sum((v.gpu(k * r.read_bytes, k * r.weights) for k, r, _ in reads), np.zeros(len(g)))
-        return sum((v.cpu(k * r.read_bytes, k * r.weights, x) for k, r, x in reads), np.zeros(len(g)))
-
-    ffn_cpu = ffn(gates[n] - gates[g], bundles[n] - bundles[g], False) + np.where(g < n, CALL_US, 0.0)
+    rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], on_gpu=False)
+    ffn_cpu = rest + np.where(g < n, CALL_US, 0.0)
     ffn_gpu, gpu, sync = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
     if has_gpu:
         assert v.tiers.gpu is not None
@@ -197,10 +207,11 @@ def layer_times(
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + launches
         gpu += np.where(a, here, 0.0)
         gpu += np.where(p, v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights), 0.0)
-        ffn_gpu = np.where(g > 0, ffn(gates[g], bundles[g], True) + launches, 0.0)
+        ffn_gpu = np.where(g > 0, _ffn_us(layer, v, gates[g], bundles[g], on_gpu=True) + launches, 0.0)
         on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n) | (~p & (predictor.bytes > 0))
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
-    disk = _disk_us(s, v, bundles[n] - bundles[n - d], sparse)
+    disk = disk_us(s.record_bytes, v, bundles[n] - bundles[n - d], d)
+    disk += disk_us(s.gate_row_bytes, v, f * (gates[n] - gates[n - d]), d)
     longest = np.maximum(np.maximum(ffn_gpu, ffn_cpu), disk)
     of_disk = (disk == longest) & (disk > 0)
     of_gpu = (ffn_gpu == longest) & ~of_disk & (ffn_gpu > ffn_cpu)
@@ -209,15 +220,24 @@ def layer_times(
     return gpu, cpu, np.where(of_disk, longest, 0.0), sync
 
 
-def _disk_us(s: LayerSizes, v: Speeds, bundles: F64, sparse: bool) -> F64:
-    """Bundles from disk: all in order, or each on its own, bounded by reads a second or by bytes a second."""
+def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: bool) -> F64:
+    """That many rows of each kind, on one processor."""
+    gate, bundle, r = layer.sizes.gate, layer.sizes.bundle, layer.reads
+    total = np.zeros(len(gate_rows))
+    for rows, each, share in ((gate_rows, gate, r.gate_share), (bundle_rows, bundle, r.bundle_share)):
+        read, weights = rows * each.read_bytes, rows * each.weights
+        total = total + (v.gpu(read, weights) if on_gpu else v.cpu(read, weights, share))
+    return total
+
+
+def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:
+    """`needed` rows of `of` from disk: each on its own (reads or bytes a second bound it), or all in order."""
     disk = v.tiers.disk
     if disk is None:
-        return np.zeros(len(bundles))
-    if not sparse:
-        return np.asarray(bundles * s.record_bytes / (disk.read_gbs * 1e3))
-    pages = -(-s.record_bytes // PAGE)
-    us: F64 = bundles * max(1e6 / disk.reads_per_s, pages * PAGE / (disk.read_gbs * 1e3))
+        return np.zeros(len(needed))
+    pages = -(-row_bytes // PAGE)
+    each = needed * max(1e6 / disk.reads_per_s, pages * PAGE / (disk.read_gbs * 1e3))
+    us: F64 = np.minimum(each, np.where(needed > 0, of * row_bytes / (disk.read_gbs * 1e3), 0.0))
     return us
 
 
@@ -232,6 +252,7 @@ def head_columns(sizes: Sizes, v: Speeds, *, gpu: bool) -> Columns:
         predictor=np.zeros(len(where), np.bool_),
         gpu=none,
         disk=none,
+        gates=np.zeros(len(where), np.bool_),
         vram_bytes=where * (sizes.head.bytes + sizes.tied.bytes),
         ram_bytes=~where * sizes.head.bytes,
         gpu_us=np.where(where, there, 0.0),

@@ -27,6 +27,7 @@ class Hotness:
     measured: bool
     at: Callable[[int, int], F64]
     key: Callable[[int], int] = int  # equal for layers known to be alike
+    excess: float | None = None  # gate rows that predictors name for an active neuron; None: not measured
 
 
 class Profile(Protocol):

@@ -32,17 +32,20 @@ def tiers_here(
     if ram is None or roof is None:
         raise Unsupported("this machine cannot be measured (see `thermocline doctor`); give --hardware FILE")
     cache = hardware.cache_bytes() or DEFAULT_CACHE_BYTES
-    kernels = measure_kernels(threads, formats, cache, ram)
+    kernels = measure_kernels(threads, formats, kernel_arena(cache, ram))
     source = time.strftime("measured by thermocline doctor, %Y-%m-%d", time.gmtime())
-    found = None
-    if disk is not None and disk.sequential_gbs is not None and disk.random_iops is not None:
-        found = Disk(disk.sequential_gbs, disk.random_iops)
     cpu = Cpu(ram, roof, threads, cache, kernels)
-    return Tiers(cores.name or "this machine", source, cpu, None, found)
+    return Tiers(cores.name or "this machine", source, cpu, None, None if disk is None else disk_tier(disk))
 
 
-def measure_kernels(threads: int, formats: Iterable[str], cache: int, ram: int) -> dict[str, Kernel]:
-    """Weights are read over a matrix that the caches do not hold."""
+def disk_tier(found: MeasuredDisk) -> Disk | None:
+    if found.sequential_gbs is None or found.random_iops is None:
+        return None
+    return Disk(found.sequential_gbs, found.random_iops)
+
+
+def kernel_arena(cache: int, ram: int) -> _native.Arena:
+    """Weights that the caches do not hold."""
     nbytes = min(16 * cache, 512 << 20)
     if nbytes > ram // 2:
         raise OutOfBudget(f"{ram / 2**20:.0f} MiB of memory is too little to measure the kernels in")
@@ -50,6 +53,10 @@ def measure_kernels(threads: int, formats: Iterable[str], cache: int, ram: int) 
     fill = np.random.default_rng(0).integers(0, 60, 1 << 20, dtype=np.uint8)  # no infinities in any format
     for at in range(0, nbytes, len(fill)):
         arena.write(at, fill[: nbytes - at])
+    return arena
+
+
+def measure_kernels(threads: int, formats: Iterable[str], arena: _native.Arena) -> dict[str, Kernel]:
     context = _native.Context(threads, "")
     return {f: _kernel(context, arena, f) for f in formats}
 

@@ -62,7 +62,8 @@ def group(columns: Sequence[Columns], values: Sequence[F64]) -> tuple[list[Group
     seen: dict[bytes, int] = {}
     for x, value in zip(columns, values, strict=True):
         key = b"".join(
-            np.ascontiguousarray(a).tobytes() for a in (value, x.vram_bytes, x.ram_bytes, x.gpu, x.disk)
+            np.ascontiguousarray(a).tobytes()
+            for a in (value, x.vram_bytes, x.ram_bytes, x.gpu, x.disk, x.gates)
         )
         if key not in seen:
             seen[key] = len(groups)

@@ -32,13 +32,14 @@ MORE = 1.25  # the budget that `alternative` tries
 
 @dataclass(frozen=True)
 class Layer:
-    """Where one layer is. Of `gpu + ram + disk` neurons, hottest first; gate rows of `disk` stay in RAM."""
+    """Where one layer is: its `gpu + ram + disk` neurons, hottest first."""
 
     attention: str  # gpu or ram; with its keys and values
     predictor: str | None  # gpu or ram
     gpu: int
     ram: int
-    disk: int
+    disk: int  # bundles; gate rows of these stay in RAM
+    disk_gates: int  # of those, whose gate rows are on disk too: all or none
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def _tier(on_gpu: object) -> str:
 def _layer(p: Problem, c: Columns, i: int, neurons: int) -> Layer:
     gpu, disk = int(c.gpu[i]), int(c.disk[i])
     predictor = _tier(c.predictor[i]) if p.work().predicts else None
-    return Layer(_tier(c.attention[i]), predictor, gpu, neurons - gpu - disk, disk)
+    return Layer(_tier(c.attention[i]), predictor, gpu, neurons - gpu - disk, disk, disk * bool(c.gates[i]))
 
 
 def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
@@ -237,11 +238,13 @@ def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
 
     for at, ((c, i), s) in enumerate(zip(x.layers, p.sizes.layers, strict=True)):
         g, d = np.array(int(c.gpu[i])), np.array(int(c.disk[i]))
+        on_disk = d * bool(c.gates[i])
         add(_tier(c.attention[i]), "attention", s.attention.bytes)
         add(_tier(c.attention[i]), "keys and values", p.kv_layer_bytes(at))
         add(_tier(c.predictor[i]), "predictors", s.predictor.bytes)
         add("gpu", "neurons", int(s.gate_bytes(g) + s.bundle_bytes(g)))
-        add("ram", "gate rows", int(s.gate_bytes(s.neurons - g)))
+        add("ram", "gate rows", int(s.gate_bytes(s.neurons - g - on_disk)))
+        add("disk", "gate rows", int(s.gate_bytes(on_disk)))
         add("ram", "up and down rows", int(s.bundle_bytes(s.neurons - g - d)))
         add("disk", "up and down rows", int(s.bundle_bytes(d)))
     columns, i = x.head
@@ -259,7 +262,8 @@ def predict(p: Problem, x: Placed, work: Work) -> Prediction:
     total = np.zeros(4)
     for (c, i), layer in zip(x.layers, p.layers(work), strict=True):
         one = np.array([i])
-        times = cost.layer_times(layer, v, work, c.attention[one], c.predictor[one], c.gpu[one], c.disk[one])
+        where = (c.attention, c.predictor, c.gpu, c.disk, c.gates)
+        times = cost.layer_times(layer, v, work, *(x[one] for x in where))
         total += np.concatenate(times)
     head, i = cost.head_columns(p.sizes, v, gpu=x.gpu), x.head[1]
     on_gpu = x.head[0].attention[i]
@@ -277,8 +281,8 @@ def _hot(p: Problem, batch: int) -> Iterator[int]:
             yield 0
             continue
         asking = s.predictor.read_bytes / s.neurons / s.gate.read_bytes
-        named = np.minimum(1.0, cost.EXCESS * p.hotness.at(i, batch) / work.routed)
-        yield int(np.count_nonzero(named + asking >= 1.0))
+        gates = np.diff(p.reads(p.hotness.key(i), i, work).gates)
+        yield int(np.count_nonzero(gates / work.routed + asking >= 1.0))
 
 
 def _gpu_share(p: Problem, x: Placed) -> float:
@@ -299,13 +303,16 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if p.work().predicts and not any(s.predictor.bytes for s in p.sizes.layers):
         yield "there are no predictors: they are taken to cost nothing"
     if p.work().predicts:
-        yield f"predictors are taken to name {cost.EXCESS:g} neurons for an active one"
+        known = "name" if p.hotness.excess is not None else "are taken to name"
+        yield f"predictors {known} {p.excess:.3g} neurons for an active one"
     if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
         worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
     if x.gpu or x.disk:
         unused = " and ".join(w for w, used in (("GPU", x.gpu), ("disk", x.disk)) if used)
         yield f"predicted only: this version has all weights in RAM and computes on the CPU, without {unused}"
+    if p.tiers.disk is None:
+        yield "without a disk, of which there are no figures: everything fits in memory"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:
         yield "the model fits in the CPU's cache: it will be faster than predicted from memory's speed"
 
@@ -315,8 +322,11 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
 
 def refusal(p: Problem) -> str:
     """What it needs, what there is, and the smallest changes that would fit, one memory or the context."""
-    need = least_ram(p)
-    changes = [f"--ram {math.ceil(need / GIB * 100) / 100:.2f}"]
+    need, vram_need = least_ram(p), least_vram(p)
+    changes = [f"--ram {_up(need)}"]
+    if p.tiers.gpu is not None and vram_need is not None:
+        enough = vram_need <= p.tiers.gpu.vram_bytes
+        changes.append(f"{'--vram' if enough else 'a GPU with'} {_up(vram_need)}{'' if enough else ' GiB'}")
     if context := _largest_context(p):
         changes.append(f"--ctx {context}")
     elif p.sizes.format not in ("q4_0",):
@@ -337,6 +347,21 @@ def least_ram(p: Problem) -> int:
     found = solve(ram, Budget(p.room(disk=disk).vram_bytes, 1 << 62), time_limit=TIME_LIMIT_S, gap=0.0)
     assert found is not None, "RAM without end holds everything"
     return totals(groups, found.picks)[2] + sum(p.fixed_ram(disk=disk).values())
+
+
+def least_vram(p: Problem) -> int | None:
+    """Bytes of VRAM below which nothing fits, with this RAM and any disk; None: nothing does."""
+    disk = p.tiers.disk is not None
+    endless = replace(p, ask=replace(p.ask, vram_bytes=1 << 62))
+    groups, _ = _groups(endless, disk=disk)
+    vram = [Group(g.columns, g.count, g.columns.vram_bytes / 2**20) for g in groups]
+    found = solve(vram, endless.room(disk=disk), time_limit=TIME_LIMIT_S, gap=0.0)
+    return None if found is None else totals(groups, found.picks)[1] + sum(p.fixed_vram().values())
+
+
+def _up(nbytes: int) -> str:
+    """GiB in hundredths, never less."""
+    return f"{math.ceil(nbytes / GIB * 100) / 100:.2f}"
 
 
 def _largest_context(p: Problem) -> int:

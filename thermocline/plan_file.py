@@ -56,20 +56,31 @@ def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
     expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
     held = {n: t for n, t in expected.items() if n in pack.tensors and ".predictor." not in n}
     sizes = sizes_of(pack.spec, held, pack.weight_format)
+    excess = None
     predictors = open_predictors(pack) if sparsity == "predict" and pack.spec.sparse else None
     if predictors is not None:
         with predictors:
             each, rest = divmod(predictors.nbytes, predictors.count)
             sizes = sizes.with_predictors([each + (i < rest) for i in range(predictors.count)])
+            excess = named_for_active(predictors.report)
     # Whole blocks are read around what is left out: what that adds is counted too.
     more = weights.memory_bytes(pack) - sizes_of(pack.spec, held, pack.weight_format).weights_bytes
     sizes = dataclasses.replace(
         sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + max(0, more))
     )
-    hotness, made_from = _hotness(pack, curve), {"pack": stamp(path)}
+    hotness = dataclasses.replace(_hotness(pack, curve), excess=excess)
+    made_from = {"pack": stamp(path)}
     if (path / PROFILE).exists():
         made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
     return Subject(str(path), pack.spec, sizes, hotness, made_from)
+
+
+def named_for_active(report: Json) -> float | None:
+    """Of a predictors file: gate rows read for an active neuron, as measured when they were made."""
+    predicted, active = report.get("predicted_fraction"), report.get("active_fraction")
+    if not (isinstance(predicted, float) and isinstance(active, float) and 0 < active <= predicted <= 1):
+        return None
+    return predicted / active
 
 
 def _hotness(pack: Pack, curve: Curve) -> Hotness:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from thermocline.cost import LayerWork, Reads, Speeds, Work
+from thermocline.cost import EXCESS, LayerWork, Reads, Speeds, Work
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.hotness import Hotness
 from thermocline.kv import BLOCK, bytes_for, room_for
@@ -91,13 +91,19 @@ class Problem:
         routed = 1.0 - (1.0 - chosen) ** batch
         return Work(self.ask.sparsity, batch, round(share * self.ask.context), routed)
 
+    @property
+    def excess(self) -> float:
+        """Gate rows that predictors name for an active neuron."""
+        return EXCESS if self.hotness.excess is None else self.hotness.excess
+
     def speeds(self, work: Work) -> Speeds:
         return Speeds(self.tiers, self.sizes.format, work.batch)
 
     def reads(self, key: int, layer: int, work: Work) -> Reads:
         known = self.known.get(at := (key, work.batch))
         if known is None:
-            known = self.known[at] = Reads.of(self.hotness.at(layer, work.batch), work, skips=True)
+            hot = self.hotness.at(layer, work.batch)
+            known = self.known[at] = Reads.of(hot, work, skips=True, excess=self.excess)
         return known
 
     def layers(self, work: Work) -> Iterator[LayerWork]:

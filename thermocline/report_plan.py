@@ -51,7 +51,7 @@ def _layers(plan: Plan) -> list[str]:
         if i + 1 < len(plan.layers) and plan.layers[i + 1] == layer:
             continue
         counts = ((n, t) for n, t in zip((layer.gpu, layer.ram, layer.disk), TIERS, strict=True) if n)
-        neurons = ", ".join(f"{n} {t}" for n, t in counts)
+        neurons = ", ".join(f"{n} {t}" for n, t in counts) + " (gate rows too)" * (layer.disk_gates > 0)
         predictor = f" · predictor {layer.predictor}" if layer.predictor is not None else ""
         which = f"{first}-{i}" if i > first else f"{i}"
         lines.append(f"{which:<6} attention {layer.attention}{predictor} · neurons {neurons}")
@@ -63,8 +63,14 @@ def _layers(plan: Plan) -> list[str]:
     disk = sorted(layer.disk for layer in plan.layers)
     return [
         "attention " + ", ".join(f"{n} {t}" for t, n in sorted(where.items())) + f" · head {plan.head}",
-        f"neurons of a layer: {gpu[0]} to {gpu[-1]} gpu, {disk[0]} to {disk[-1]} disk (each: --json)",
+        f"neurons of a layer: {gpu[0]} to {gpu[-1]} gpu, {disk[0]} to {disk[-1]} disk"
+        f"{_with_gates(plan)} (each: --json)",
     ]
+
+
+def _with_gates(plan: Plan) -> str:
+    layers = sum(layer.disk_gates > 0 for layer in plan.layers)
+    return f", with their gate rows in {layers} layers" if layers else ""
 
 
 def _speed(plan: Plan) -> str:

@@ -61,6 +61,11 @@ class LayerSizes:
         """One neuron's bundle on disk."""
         return -(-sum(self.bundle.tensors) // self.neurons)
 
+    @property
+    def gate_row_bytes(self) -> int:
+        """One neuron's gate on disk."""
+        return -(-sum(self.gate.tensors) // self.neurons)
+
 
 @dataclass(frozen=True)
 class Sizes:
