@@ -299,6 +299,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "evaluate",
         "fit",
         "fit_mlp",
+        "ops.reference",
         "pack",
         "predictor",
         "profile",

@@ -86,7 +86,6 @@ def expected_tensors(
             vector(f"{name}.bias", "norm", size)
 
     experts, neurons = spec.n_experts, spec.ffn_dim
-    whole = neurons % quant.FORMATS[weight_format].block == 0  # else down is f16, as llama.cpp does it
     matrix("embed.weight", "embed", spec.vocab_size, spec.embed_dim or spec.dim)
     if spec.embed_dim is not None:
         matrix("project_in.weight", "head", spec.dim, spec.embed_dim)
@@ -118,6 +117,7 @@ def expected_tensors(
         else:
             if spec.gated:
                 matrix(f"{a}.up.weight", "up", experts, neurons, spec.dim, format=gate)
+            whole = neurons % quant.FORMATS[weight_format].block == 0  # else f16, as llama.cpp does it
             down = own.get(f"{a}.down.weight", weight_format if whole else "f16")
             matrix(f"{a}.down.weight", "down", experts, spec.dim, neurons, format=down)
         if experts == 1:
@@ -125,8 +125,8 @@ def expected_tensors(
         if ranks:
             matrix(f"{a}.predictor.fc1.weight", "predictor", ranks[i], spec.dim)
             fc2 = f"{a}.predictor.fc2.weight"
-            blocks = ranks[i] % quant.FORMATS[weight_format].block == 0
-            format = own.get(fc2, weight_format if blocks else "f16")
+            whole = ranks[i] % quant.FORMATS[weight_format].block == 0
+            format = own.get(fc2, weight_format if whole else "f16")
             matrix(fc2, "predictor", experts * neurons, ranks[i], format=format)
         if spec.sparse:
             vector(f"{a}.activation_count", "predictor", experts * neurons)
