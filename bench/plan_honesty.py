@@ -5,9 +5,9 @@
 Memory that is shared with neighbours changes its speed within seconds, so the hardware is measured before and
 after every run, as `doctor` does it, and each run is compared with the plan for the mean of both; modes of
 sparsity take turns. Runs during which other processes took over 5 % of the processors, or around which the
-kernels' speed changed by over 15 %, are left out, whatever they show; how many is said. A sparse pack without a profile is profiled in memory, over random tokens, and
-`predict` uses the predictors that it has. One JSON line a pack, mode and thread count goes to stdout, a
-summary to stderr.
+kernels' speed changed by over 15 %, are left out, whatever they show; how many is said. A sparse pack without
+a profile is profiled in memory, over random tokens, and `predict` uses the predictors that it has. One JSON
+line a pack, mode and thread count goes to stdout, a summary to stderr.
 """
 
 from __future__ import annotations

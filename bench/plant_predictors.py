@@ -4,13 +4,14 @@
 
 svd: the gates' best approximation of that rank (randomised, one power iteration); sign: their signs. A layer
 has one shift of all thresholds, the largest that loses at most `--missed` of the activations' mass over
-random tokens. The pack is put in order of hotness first, as `thermocline profile` does. What `thermocline
-train` does for a real model is another matter: this needs no profile and no text.
+random tokens. The pack is put in order of hotness first and given a profile, as `thermocline profile` does.
+What `thermocline train` does for a real model is another matter: this needs no text.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 from dataclasses import replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thermocline import hardware, quant, weights
 from thermocline.bench import random_tokens
@@ -26,7 +28,11 @@ from thermocline.evaluate import Reader
 from thermocline.ops import reference
 from thermocline.pack import Pack, read_tensor
 from thermocline.predictor import FILE, LayerPredictor, Predictors, scores, stored_bytes, write_predictors
+from thermocline.profile import BUCKETS, Profile, write_profile
 from thermocline.reorder import hottest_first, write_reordered
+
+SEED = 7
+I64 = NDArray[np.int64]
 
 
 class Recorder:
@@ -105,6 +111,22 @@ def hot_neurons(pack: Pack, i: int, kind: str, rank: int, active: F32) -> int:
     return int(((active != 0).mean(axis=0) > 1 - asking / gate).sum())
 
 
+def profile_of(found: list[tuple[F32, F32]], places: list[I64], ids: list[int]) -> Profile:
+    """What `thermocline profile` would count over the recorded tokens."""
+    tokens = len(found[0][1])
+    windows = tuple(tokens // b for b in BUCKETS)
+
+    def counts(active: F32) -> I64:
+        each = zip(BUCKETS, windows, strict=True)
+        cut = ((active[: n * b].reshape(n, b, -1) != 0).any(axis=1) for b, n in each)
+        return np.stack([c.sum(axis=0, dtype=np.int64)[None] for c in cut])
+
+    every = tuple(counts(active[:, place]) for (_, active), place in zip(found, places, strict=True))
+    return Profile(
+        BUCKETS, windows, tokens, hashlib.sha256(np.array(ids, "<i4").tobytes()).hexdigest(), every
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -116,10 +138,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     args = parser.parse_args()
     pack = Pack.open(args.pack)
-    found = record(pack, args.tokens, seed=7)
+    found = record(pack, args.tokens, SEED)
     places = [hottest_first((active != 0).sum(axis=0)[None, :]) for _, active in found]
     write_reordered(pack, args.pack, places, lambda _: None, drop=(FILE,), overwrite=True)
     pack = Pack.open(args.pack)
+    write_profile(args.pack, profile_of(found, places, random_tokens(pack.spec, SEED, args.tokens)))
     layers: list[LayerPredictor] = []
     asked: list[float] = []
     fractions: list[float] = []

@@ -26,7 +26,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_is_heard() -> Iterator[None]:
-    """A suite in a script's background (`nohup`, `&`) begins with SIGINT ignored, and a child inherits that."""
+    """A suite in a script's background (`nohup`) begins with SIGINT ignored, and a child inherits that."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -363,7 +363,7 @@ def test_a_neuron_counts_where_its_expert_was_chosen(profiled: Path) -> None:
 def test_predictors_are_asked_by_the_chosen_experts_and_pay(
     profiled: Path, thermocline: Thermocline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "_ranks", lambda spec, gate_bytes: [96])  # what was planted, and the moods
+    monkeypatch.setattr(train, "_ranks", lambda *about: [96])  # what was planted, and the moods
     argv = (
         "--kind",
         "svd",

@@ -386,14 +386,14 @@ def test_a_pack_is_planned_on_this_machine(tiny_pack: Path, thermocline: Run) ->
 def test_a_disk_is_measured_where_memory_is_too_small(
     tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from thermocline import hardware, machine
+    from thermocline import disk, machine
 
     measured: list[Path] = []
     monkeypatch.setattr(machine, "SECONDS", 0.02)
     monkeypatch.setattr(
-        hardware,
+        disk,
         "measure_disk",
-        lambda path: measured.append(path) or hardware.Disk(str(path), 1 << 40, 2.0, 1e5),
+        lambda path: measured.append(path) or disk.Disk(str(path), 1 << 40, 2.0, 1e5),
     )
     args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--format", "f16", "--json")
     ran = thermocline(*args)

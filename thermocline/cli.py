@@ -205,7 +205,7 @@ def inspect(o: config.InspectOptions) -> int:
         about, rows_of = gguf_import.inspect_gguf(Path(o.model)), report.gguf_rows
     else:
         opened = open_pack(o.model)
-        about, rows_of = packs.inspect(opened) | cli_offline.trained(opened), report.pack_rows
+        about, rows_of = packs.inspect(opened) | cli_offline.prepared(opened), report.pack_rows
     if o.json:
         emit_json(about)
     else:

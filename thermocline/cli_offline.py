@@ -321,11 +321,11 @@ def train(o: config_offline.TrainOptions) -> int:
     wanted = met and (done.worthwhile or forced)
     if wanted:
         write_predictors(request.pack, done.layers, done.report)
-    about = {"path": str(request.pack.path), "written": wanted, **done.report}
+    about = {"path": str(request.pack.path), "written": wanted, **done.report, **done.timing}
     if o.json:
         emit_json(about)
     else:
-        emit(report.table(report.train_rows(about)) + report.train_layers(about["layers"]))
+        emit(report.table(report.train_rows(about)) + report.train_layers(about["layers"], about["fit_s"]))
     if forced and not met:
         raise UsageError(
             f"{request.pack.path}: no predictor of kind {o.kind} is within --max-kld {o.max_kld:g} and "
@@ -386,16 +386,36 @@ def _own_windows(pack: Pack, text: str | None, context: int, limit: int) -> I32 
     return evaluate.windows(Tokenizer(pack.path, pack.spec), read_text(Path(text)), context, limit)
 
 
-def trained(pack: Pack) -> dict[str, Any]:
-    """What `train` said of the pack's predictors, for `inspect`."""
+def prepared(pack: Pack) -> dict[str, Any]:
+    """What `profile` and `train` left in a pack, for `inspect`; null where they did not."""
+    return {"profile": _profiled(pack), "predictors": _trained(pack)}
+
+
+def _profiled(pack: Pack) -> dict[str, Any] | None:
+    from thermocline.profile import PROFILE, SAMPLES, open_profile, open_samples, summary
+
+    if (found := open_profile(pack)) is None:
+        return None
+    keys = ("tokens", "corpus", "active_fraction", "hot_share", "never_active")
+    about = {key: value for key, value in summary(found).items() if key in keys}
+    about |= {"bytes": (pack.path / PROFILE).stat().st_size, "samples": 0, "samples_bytes": 0}
+    samples = open_samples(pack)
+    if samples is not None:
+        with samples:
+            about |= {"samples": samples.n, "samples_bytes": (pack.path / SAMPLES).stat().st_size}
+    return about
+
+
+def _trained(pack: Pack) -> dict[str, Any] | None:
     from thermocline.predictor import FILE, open_predictors
 
     if not (pack.path / FILE).exists():
-        return {"predictors": None}
+        return None
     found = open_predictors(pack)
     assert found is not None, "it exists"
     with found:
-        return {"predictors": {"bytes": found.nbytes, **found.report}}
+        layers = {kind: found.kinds.count(kind) for kind in sorted(set(found.kinds))}
+        return {"bytes": found.nbytes, "layers_by_kind": layers, **found.report}
 
 
 # ---- plan
@@ -431,7 +451,7 @@ def plan(o: config_offline.PlanOptions) -> int:
 
 def planned(o: config_offline.PlanOptions, subject: Subject, ask: Ask) -> tuple[Tiers, Plan]:
     """This machine's disk is measured only where memory is too small: that takes seconds, and writes."""
-    from thermocline import hardware, machine
+    from thermocline import disk, machine
     from thermocline.errors import OutOfBudget
     from thermocline.plan import plan
 
@@ -442,7 +462,7 @@ def planned(o: config_offline.PlanOptions, subject: Subject, ask: Ask) -> tuple[
         if o.hardware is not None:
             raise
     pack = Path(subject.name)
-    found = hardware.measure_disk(pack if pack.is_dir() else Path())
+    found = disk.measure_disk(pack if pack.is_dir() else Path())
     if not o.quiet:
         why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
         note(f"it does not fit in memory; the disk of {found.path} was {why}")

@@ -231,7 +231,7 @@ def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on
 
 
 def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:
-    """`needed` rows of `of` from disk: each on its own (reads or bytes a second bound it), or all in order."""
+    """`needed` rows of `of` from disk: each on its own (bound by reads or bytes a second), or in order."""
     disk = v.tiers.disk
     if disk is None:
         return np.zeros(len(needed))

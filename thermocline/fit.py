@@ -32,8 +32,10 @@ def svd(gate: F32, x: F32, rank: int, seed: int) -> tuple[F32, F32]:
     for _ in range(ROUNDS):
         basis = np.linalg.qr(gate @ (root @ draws))[0]  # [neurons, width]
         draws = np.linalg.qr(root.T @ (gate.T @ basis))[0]
-    u, _, _ = np.linalg.svd(gate @ (root @ draws), full_matrices=False)
-    second = np.ascontiguousarray(u[:, :rank])
+    # Of a tall matrix only the left vectors are wanted: those of its small Gram matrix, on its own basis.
+    basis, small = np.linalg.qr(gate @ (root @ draws))
+    u = np.linalg.eigh(small @ small.T)[1][:, ::-1]
+    second = np.ascontiguousarray(basis @ u[:, :rank])
     first = second.T @ gate
     norm = np.linalg.norm(first, axis=1)[:, None]
     norm[norm == 0] = 1

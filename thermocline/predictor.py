@@ -173,8 +173,10 @@ class Predictors:
         read: Callable[[int], StoredPredictor | None],
         report: Json | None = None,
         close: Callable[[], None] = lambda: None,
+        kinds: Sequence[str] = (),
     ) -> None:
         self.count, self.nbytes, self.report = count, nbytes, report or {}
+        self.kinds = tuple(kinds)  # of the layers that have one, where a file says so
         self._read, self.close = read, close
 
     @classmethod
@@ -253,8 +255,8 @@ def open_predictors(pack: Pack) -> Predictors | None:
             odd = min(set(found.file.tensors) ^ names)
             raise BadFile(f"{found.path}: tensor {quoted(odd)} is missing or has no place there")
         nbytes = sum(e.end - e.start for e in found.file.tensors.values())
-        report = found.facts["report"]
-        return Predictors(len(about), nbytes, partial(_read, found, pack.spec, about), report, found.close)
+        read, kinds = partial(_read, found, pack.spec, about), [a["kind"] for a in about if a]
+        return Predictors(len(about), nbytes, read, found.facts["report"], found.close, kinds)
     except BaseException:
         found.close()
         raise

@@ -297,11 +297,28 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
     if about["predictor"] is not None:
         ranks, threshold = about["predictor"]["ranks"], about["predictor"]["threshold"]
         rows.append(("predictor", f"ranks {min(ranks)} to {max(ranks)}, threshold {threshold:g}"))
-    if (found := about.get("predictors")) and "kld" in found:
-        ours = ("trained", f"{size(found['bytes'])} of predictors ({', '.join(found['kinds'])})")
-        rows += [ours, *_fidelity(found), ("", "")]
+    if sidecars := [*_profile_rows(about.get("profile")), *_predictor_rows(about.get("predictors"))]:
+        rows += [*sidecars, ("", "")]
     rows += [(name, _plain(value)) for name, value in about["spec"].items()]
     return rows
+
+
+def _profile_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if p is None:
+        return []
+    hot = f"{p['hot_share']:.1%} of the neurons make 80 % of the activations"
+    rows = [("profile", f"{p['tokens']:,} tokens, {p['active_fraction']:.2%} active for one; {hot}")]
+    rows.append(("corpus", p["corpus"]))
+    if p["samples"]:
+        rows.append(("samples", f"{p['samples']:,} tokens, {size(p['samples_bytes'])}"))
+    return rows
+
+
+def _predictor_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if p is None:
+        return []
+    layers = ", ".join(f"{kind} in {n} layers" for kind, n in p["layers_by_kind"].items())
+    return [("trained", f"{size(p['bytes'])} of predictors: {layers}"), *(_fidelity(p) if "kld" in p else [])]
 
 
 # ---- train
@@ -319,7 +336,13 @@ def _fidelity(r: dict[str, Any]) -> list[tuple[str, str]]:
             f"{r['predicted_fraction']:.1%} read; {r['active_fraction']:.2%} of neurons are active",
         ),
         ("FFN bytes", f"{size(r['ffn_bytes_per_token'])} per token, {words}"),
+        ("predictors", f"{size(r.get('predictor_bytes_per_token'))} of them{_reading(r)}"),
     ]
+
+
+def _reading(r: dict[str, Any]) -> str:
+    us = r.get("predictor_us_at_memory_speed")
+    return "" if us is None else f", {us / 1e3:.3g} ms of reading at memory's speed (estimated)"
 
 
 def train_rows(r: dict[str, Any]) -> list[tuple[str, str]]:
@@ -329,14 +352,14 @@ def train_rows(r: dict[str, Any]) -> list[tuple[str, str]]:
     return [("pack", where), ("samples", samples), *_fidelity(r), ("", "")]
 
 
-def train_layers(layers: Sequence[dict[str, Any]]) -> str:
+def train_layers(layers: Sequence[dict[str, Any]], fit_s: Sequence[float]) -> str:
     rows = [
         ("layer", "kind", "rank", "hot", "active", "predicted", "recall", "missed mass", "bytes", "fit s")
     ]
-    for i, x in enumerate(layers):
+    for i, (x, seconds) in enumerate(zip(layers, fit_s, strict=True)):
         shares = (f"{x[k]:.2%}" for k in ("active", "predicted", "recall", "missed_mass"))
         bytes_ = f"{x['bytes'] / x['bytes_exact']:.0%} of gate"
-        rows.append((str(i), x["kind"], str(x["rank"]), str(x["hot"]), *shares, bytes_, f"{x['fit_s']:.1f}"))
+        rows.append((str(i), x["kind"], str(x["rank"]), str(x["hot"]), *shares, bytes_, f"{seconds:.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{x:>{w}}" for x, w in zip(row, widths, strict=True)) for row in rows)
     return "".join(f"{line}\n" for line in lines)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from thermocline import calibrate, evaluate, fit, fit_mlp, quant, weights
+from thermocline import calibrate, evaluate, fit, fit_mlp, hardware, quant, weights
 from thermocline.calibrate import PRICES, TYPICAL, Activity, Costs
 from thermocline.decoder import F32, I32, FFNStats, bind, for_context
 from thermocline.engine import Engine
@@ -30,6 +30,7 @@ from thermocline.spec import ModelSpec
 KINDS = ("mlp", "svd", "sign")
 BLOCK = 32  # ranks are whole blocks of int8 weights
 CALIBRATION = 0.5  # of the samples; predictors are fitted to the others
+SVD_RANK = 256  # fitted at first; wider only where ranks up to this still gain
 RANK_SHARE = 0.25  # the rank tried first, of the neurons that are active for a token
 Layers = list[LayerPredictor | None]
 Progress = Callable[[str, int, int, str], None]  # what, done, in all, unit
@@ -53,8 +54,9 @@ class Request:
 @dataclass(frozen=True)
 class Trained:
     layers: Layers
-    report: Json
+    report: Json  # the same for equal seeds, if `minutes` cut nothing short
     worthwhile: bool  # reads less than exact does
+    timing: Json  # of this machine now: kept in no file
 
 
 def check(pack: Pack) -> Samples:
@@ -79,8 +81,10 @@ def train(r: Request, samples: Samples, progress: Progress) -> Trained:
     begin = time.monotonic()
     deadline = begin + 60 * r.minutes
     found = [*_shortlists(r, samples, deadline, partial(progress, "fitting"))]
-    judge = Judge.of(r, progress)
-    price, verdict, searched = search(found, judge, r, deadline)
+    judge, near, searched = Judge.of(r, progress), None, 0
+    if (quick := judge.quick()) is not None:
+        near, _, searched = search(found, quick, r, deadline)
+    price, verdict, more = search(found, judge, r, deadline, near)
     layers = [s.best[price] for s in found]
     report = {
         "kinds": list(r.kinds),
@@ -90,12 +94,19 @@ def train(r: Request, samples: Samples, progress: Progress) -> Trained:
         "max_ppl_percent": r.max_ppl,
         "met": meets(verdict, r),
         "price": float(PRICES[price]),
-        "tried": searched,
+        "tried": searched + more,
         **verdict.facts(),
         "layers": _layer_reports(r, samples, layers, found),
-        "seconds": time.monotonic() - begin,
     }
-    return Trained(layers, report, verdict.bytes < verdict.bytes_exact)
+    timing = {"seconds": time.monotonic() - begin, "fit_s": [s.seconds for s in found]}
+    timing["predictor_us_at_memory_speed"] = _at_memory_speed(verdict.predictor_bytes, r.threads)
+    return Trained(layers, report, verdict.bytes < verdict.bytes_exact, timing)
+
+
+def _at_memory_speed(nbytes: float, threads: int) -> float | None:
+    """Microseconds of reading them; None where memory is too scarce to measure in."""
+    speed = hardware.read_gbs(threads)
+    return None if speed is None else nbytes / (speed * 1e3)
 
 
 # ---- fitting
@@ -173,20 +184,37 @@ def _fit(
             none = np.zeros(len(gate), np.float32)
             made.offer(LayerPredictor(kind, None, None, fit.signs(gate), none, 0, kept.experts), kept)
         case "svd":
-            ranks = _ranks(made.spec, made.spec.n_experts_active * made.spec.ffn_dim * made.gate)
-            first, second = fit.svd(gate, fitted.x, max(ranks), r.seed + layer)
-            for rank in sorted({min(rank, len(first)) for rank in ranks}):
-                ranked(first[:rank], np.ascontiguousarray(second[:, :rank]))
+            asked = made.spec.n_experts_active * made.spec.ffn_dim
+            ranks = _ranks(made.spec, asked * made.gate, len(fitted.neuron) / fitted.n / asked)
+            _cut(partial(fit.svd, gate, fitted.x, seed=r.seed + layer), ranks, made, ranked)
         case "mlp":
             train_rank = partial(fit_mlp.fit, fitted, seed=r.seed + layer, threads=r.threads)
             _widths(lambda rank: ranked(*train_rank(rank)), _first_rank(fitted), made.spec, late)
 
 
-def _ranks(spec: ModelSpec, gate_bytes: int) -> list[int]:
-    """Ranks whose predictors read less than the gate: steps of a half or a third."""
+def _cut(
+    svd: Callable[[int], tuple[F32, F32]],
+    ranks: list[int],
+    made: Shortlist,
+    offer: Callable[[F32, F32], float],
+) -> None:
+    """Ranks upwards until one is the best at no price. Of `SVD_RANK` at first: a wide fit takes minutes."""
+    first, second = svd(min(SVD_RANK, max(ranks)))
+    for rank in ranks:
+        if rank > len(first):
+            wanted = len(first) < min(second.shape[0], made.spec.dim)
+            first, second = svd(max(ranks)) if wanted else (first, second)
+        rank, before = min(rank, len(first)), [*made.objective]
+        offer(first[:rank], np.ascontiguousarray(second[:, :rank]))
+        if made.objective == before and any(o < float("inf") for o in before):
+            break
+
+
+def _ranks(spec: ModelSpec, gate_bytes: int, active: float) -> list[int]:
+    """Ranks whose predictors and the gate rows needed read less than the gate: steps of a half or a third."""
     steps = [(BLOCK << k) * m // 2 for k in range(12) for m in (2, 3)]
     ranks = sorted({s for s in steps if s % BLOCK == 0 and s <= spec.dim})
-    return [s for s in ranks if _whole(spec, s) < gate_bytes] or [BLOCK]
+    return [s for s in ranks if _whole(spec, s) < (1 - active) * gate_bytes] or [BLOCK]
 
 
 def _whole(spec: ModelSpec, rank: int) -> int:
@@ -259,6 +287,7 @@ class Verdict:
     active: float  # neurons that are not zero, exactly computed
     bytes: float  # per token: predictors, gate, up and down rows
     bytes_exact: float
+    predictor_bytes: float  # per token, of `bytes`
 
     def facts(self) -> Json:
         d = self.divergence
@@ -274,6 +303,7 @@ class Verdict:
             "active_fraction": self.active,
             "ffn_bytes_per_token": self.bytes,
             "ffn_bytes_per_token_exact": self.bytes_exact,
+            "predictor_bytes_per_token": self.predictor_bytes,
         }
 
 
@@ -294,6 +324,11 @@ class Judge:
         if texts is None:
             texts = own_text(r.pack.spec, loaded, r.limit, r.context, r.seed)
         return Judge(r.pack, loaded, texts, partial(progress, "trying"))
+
+    def quick(self) -> Judge | None:
+        """A quarter of the windows, to find out where to look; None where there are few."""
+        few = max(4, len(self.texts) // 4)
+        return replace(self, texts=self.texts[:few]) if len(self.texts) >= 2 * few else None
 
     def __call__(self, layers: Layers) -> Verdict:
         spec, ops = for_context(self.pack.spec, self.texts.shape[1]), self.loaded.ops
@@ -316,8 +351,8 @@ class Judge:
         active = base.active / base.neurons
         read = own.predicted * gate + own.rows * row + own.predictor_bytes
         gates = spec.n_layers * spec.n_experts_active * spec.ffn_dim
-        exact = gates * gate + every * active * neuron
-        return Verdict(d, own.predicted / own.neurons, active, read / tokens, exact)
+        exact, predictors = gates * gate + every * active * neuron, own.predictor_bytes / tokens
+        return Verdict(d, own.predicted / own.neurons, active, read / tokens, exact, predictors)
 
 
 def own_text(spec: ModelSpec, loaded: weights.LoadedWeights, count: int, context: int, seed: int) -> I32:
@@ -341,22 +376,27 @@ def meets(v: Verdict, r: Request) -> bool:
 
 
 def search(
-    found: Sequence[Shortlist], judge: Callable[[Layers], Verdict], r: Request, deadline: float
+    found: Sequence[Shortlist],
+    judge: Callable[[Layers], Verdict],
+    r: Request,
+    deadline: float,
+    near: int | None = None,
 ) -> tuple[int, Verdict, int]:
     """(the lowest price that keeps to what was asked, what it gave, how many were tried); the highest price
-    where none does. Bisection: a higher price misses less.
+    where none does. Bisection: a higher price misses less. `near` a guess: in steps of 1, 2, 4 … from it.
     """
-    low, high, tried = 0, len(PRICES) - 1, 0
+    low, high, tried, step = 0, len(PRICES) - 1, 0, 1
     best: tuple[int, Verdict] | None = None
-    price = TYPICAL
+    price = TYPICAL if near is None else near
     while low <= high and not (best is not None and _past(deadline)):
         last = (price, judge([s.best[price] for s in found]))
         tried += 1
         if meets(last[1], r):
-            best, high = last, price - 1
+            best, high, ahead = last, price - 1, price - step
         else:
-            low = price + 1
-        price = (low + high) // 2
+            low, ahead = price + 1, price + step
+        bracketed = near is None or (best is not None and low > 0)
+        price, step = (low + high) // 2 if bracketed else min(max(ahead, low), high), 2 * step
     return (*(best or last), tried)
 
 
@@ -385,4 +425,4 @@ def _layer_report(p: LayerPredictor | None, a: Activity, s: Shortlist) -> Json:
         read = costs.first + asked + figures.predicted * a.neurons * s.gate
         rank = 0 if p.first is None else len(p.first)
         about = {"kind": p.kind, "rank": rank, "hot": p.hot, "bytes": read}
-    return about | asdict(figures) | {"bytes_exact": exact, "fit_s": s.seconds}
+    return about | asdict(figures) | {"bytes_exact": exact}
