@@ -61,8 +61,10 @@ def parse_config(config: Json, generation: Json | None, name: str) -> Read:
         raise BadFile(f"{name}: architectures is not a list of one name")
     reader = READERS.get(architectures[0])
     if reader is None:
+        first, *others = READERS
+        more = ", ".join(n.removesuffix("ForCausalLM") for n in others)
         raise Unsupported(
-            f"{name}: architecture {quoted(architectures[0])} is not supported; known: {', '.join(READERS)}"
+            f"{name}: architecture {quoted(architectures[0])} is not supported; known: {first}, likewise {more}"
         )
     keys = Keys(config, name).with_defaults(_DEFAULTS)
     keys.raw("architectures")
