@@ -64,7 +64,8 @@ def parse_config(config: Json, generation: Json | None, name: str) -> Read:
         first, *others = READERS
         more = ", ".join(n.removesuffix("ForCausalLM") for n in others)
         raise Unsupported(
-            f"{name}: architecture {quoted(architectures[0])} is not supported; known: {first}, likewise {more}"
+            f"{name}: architecture {quoted(architectures[0])} is not supported; "
+            f"known: {first}, likewise {more}"
         )
     keys = Keys(config, name).with_defaults(_DEFAULTS)
     keys.raw("architectures")
