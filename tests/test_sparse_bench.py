@@ -54,8 +54,8 @@ def test_planted_predictors_find_nearly_all_of_a_random_models_activations(
     planted: tuple[Path, dict[str, Any]],
 ) -> None:
     _, report = planted
-    assert 0.08 < report["active"] < 0.14
-    assert report["active"] < report["predicted"] < 2 * report["active"]
+    assert 0.08 < report["active_fraction"] < 0.14
+    assert report["active_fraction"] < report["predicted_fraction"] < 2 * report["active_fraction"]
 
 
 def test_a_round_runs_every_mode_and_divides_rightly(
