@@ -12,7 +12,6 @@ disk (LOG 2026-11-21).
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 
@@ -21,11 +20,10 @@ from thermocline.pack import Pack
 
 
 def disk_gbs(pack: Pack) -> float:
-    fd, direct = disk.open_cold(pack.weights_path)
-    with os.fdopen(fd, "rb", buffering=0):
-        if not direct:
-            print("direct reads are refused here: the page cache helps the disk's figure")
-        return disk.sequential_gbs(fd, pack.weights_bytes)
+    gbs, direct = disk.sequential_gbs(pack.weights_path, pack.weights_bytes)
+    if not direct:
+        print("direct reads are refused here: the page cache helps the disk's figure")
+    return gbs
 
 
 def load_gbs(pack: Pack) -> tuple[float, float]:

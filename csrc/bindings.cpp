@@ -22,10 +22,13 @@
 #include "model_ops.h"
 #include "store.h"
 
+void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
+
 namespace nb = nanobind;
 using namespace nb::literals;
 using tc::Arena;
 using tc::Context;
+using tc::DiskRows;
 using tc::Matrix;
 
 template <class T, int N>
@@ -120,6 +123,7 @@ struct FFN {
     std::optional<F1> down_bias;
     Join join;
     std::optional<Predictor> predictor;
+    std::optional<F1> gate_bias;
 };
 struct Mixture {
     tc::Mixture layer;
@@ -179,14 +183,26 @@ static Predictor make_predictor(const Matrix* first, const Matrix& second, F1 th
     return {{first ? *first : Matrix{}, second, threshold.data(), hot, relu}, threshold};
 }
 
+// Is row r of w in slot r of the pool?
+static bool over_slots(const Matrix& w, const DiskRows& disk) {
+    const tc::SlotPool& pool = disk.pool();
+    return w.rows == pool.slots && w.stride == pool.stride && w.data >= pool.data && w.data + packed_bytes(w.format, w.cols) <= pool.data + pool.stride;
+}
+
 static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, const Matrix& down, std::optional<F1> down_bias,
                     int activation, float threshold, bool up_relu, bool bundles, const Norm* sub_norm, const Join& join,
-                    const Predictor* predictor) {
+                    const Predictor* predictor, DiskRows* disk, DiskRows* gate_disk, std::optional<F1> gate_bias) {
     check(!sub_norm || !bundles || (!sub_norm->norm.layer && !sub_norm->bias), "bundles take an RMS sub-norm without bias");
     const Matrix &g = gate.linear.weight, &d = down;
-    const size_t dim = g.cols, neurons = g.rows;
-    check(bundles ? d.rows == neurons && d.cols == dim : d.rows == dim && d.cols == neurons, "down has the wrong shape");
-    check(!up || (up->rows == neurons && up->cols == dim && up->format == g.format), "up does not match gate");
+    const size_t dim = g.cols, neurons = disk ? disk->neurons : g.rows;
+    check(bundles ? (disk || d.rows == neurons) && d.cols == dim : d.rows == dim && d.cols == neurons, "down has the wrong shape");
+    check(!up || ((disk || up->rows == neurons) && up->cols == dim && up->format == g.format), "up does not match gate");
+    check(!disk || bundles, "only bundles can be on disk");
+    check(!disk || (over_slots(d, *disk) && (!up || over_slots(*up, *disk))), "up and down are not over the pool's slots");
+    check(gate_disk ? disk && over_slots(g, *gate_disk) && gate_disk->neurons == neurons && &gate_disk->reader == &disk->reader
+                    : g.rows == neurons, "gate does not match the neurons");
+    check(!gate_disk || !gate.linear.bias, "the bias of gates on disk is gate_bias");
+    check(gate_disk || !gate_bias, "gate_bias is for gates on disk");
     check(!bundles || !up || d.format == up->format, "a bundle's parts differ in format");
     check_weights(down);
     check(neurons <= size_t(INT32_MAX), "too many neurons");
@@ -197,10 +213,12 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
     check(activation >= 0 && activation < tc::N_ACTIVATIONS, "unknown activation");
     // The kernels skip a neuron when its activation is zero; that is the answer only where zero means "not above".
     check(threshold >= 0, "negative activation threshold");
-    return {{norm_of(norm, dim), gate.linear, up ? *up : Matrix{}, down,
+    tc::Linear gates = gate.linear;
+    if (gate_disk) gates.bias = optional_vector(gate_bias, neurons, "gate_bias has the wrong length");
+    return {{norm_of(norm, dim), gates, up ? *up : Matrix{}, down,
              optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation), threshold, up_relu, bundles,
-             norm_of(sub_norm, neurons), join_of(join, dim), guess}, held(norm), held(sub_norm), gate, down_bias, join,
-            predictor ? std::optional<Predictor>(*predictor) : std::nullopt};
+             norm_of(sub_norm, neurons), join_of(join, dim), guess, disk, gate_disk}, held(norm), held(sub_norm), gate, down_bias, join,
+            predictor ? std::optional<Predictor>(*predictor) : std::nullopt, gate_bias};
 }
 
 // `experts`: of FFN, kept alive as they are.
@@ -215,7 +233,7 @@ static Mixture make_mixture(const Norm* norm, const Matrix& router, const nb::tu
         check(!f.norm.weight && f.join.plain(), "norm and join are the mixture's");
         m.layer.experts.push_back(&f);
         const tc::FFN& first = *m.layer.experts[0];
-        check(f.gate.weight.rows == first.gate.weight.rows && !f.up.data == !first.up.data, "experts differ in shape");
+        check(f.neurons() == first.neurons() && !f.up.data == !first.up.data, "experts differ in shape");
     }
     return m;
 }
@@ -299,7 +317,7 @@ static Counts counts_of(const tc::FFNCounts& r) { return {r.active, r.rows, r.ro
 static Counts ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity, std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, f.layer.gate.weight.cols);
-    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.gate.weight.rows), "record has the wrong shape");
+    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.neurons()), "record has the wrong shape");
     const tc::FFNArgs a = {f.layer, x.data(), h.data(), x.shape(0), x.shape(1), tc::Sparsity(sparsity), record ? record->data() : nullptr};
     tc::FFNCounts r;
     {
@@ -419,24 +437,36 @@ NB_MODULE(_native, m) {
             if (data.shape(0)) memcpy(a.data + offset, data.data(), data.shape(0));
         }, "offset"_a, "data"_a.noconvert())
         .def("load", [](Arena& a, const std::string& path, size_t begin, size_t end,
-                        Array<const uint32_t, 1> checksums, size_t block) {
+                        Array<const uint32_t, 1> checksums, size_t block, std::optional<size_t> where) {
             check(block >= 512 && block <= size_t(1) << 30 && begin % block == 0, "bad block size or begin");
-            check(begin <= end && end <= a.bytes, "range outside the arena");
+            const size_t to = where.value_or(begin);
+            check(begin <= end && to <= a.bytes && end - begin <= a.bytes - to, "range outside the arena");
             check(checksums.shape(0) >= (end + block - 1) / block, "too few checksums");
             tc::LoadResult r;
             {
                 nb::gil_scoped_release release;
-                r = tc::load(a, path.c_str(), begin, end, checksums.data(), block);
+                r = tc::load(a, path.c_str(), begin, end, checksums.data(), block, to);
             }
             return std::make_tuple(r.error, r.block);
-        }, "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a,
-             "Read file bytes [begin, end) to the same place, checking each block; see store.h")
+        }, "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a, "to"_a = nb::none(),
+             "Read file bytes [begin, end) to byte `to`, or to the same place, checking each block; see store.h")
+        .def("copy", [](Arena& a, size_t to, const Arena& from, size_t begin, size_t bytes) {
+            check(&a != &from && begin <= from.bytes && bytes <= from.bytes - begin, "copy from outside the other arena");
+            check(to <= a.bytes && bytes <= a.bytes - to, "copy outside the arena");
+            if (bytes) memcpy(a.data + to, from.data + begin, bytes);
+        }, "to"_a, "source"_a, "begin"_a, "nbytes"_a)
+        .def("checksums", [](const Arena& a, size_t begin, size_t stride, Array<uint32_t, 1> out) {
+            check(stride > 0 && begin <= a.bytes && out.shape(0) <= (a.bytes - begin) / stride, "records outside the arena");
+            nb::gil_scoped_release release;
+            for (size_t i = 0; i < out.shape(0); i++) out.data()[i] = tc::crc32c(a.data + begin + i * stride, stride, 0);
+        }, "begin"_a, "stride"_a, "out"_a.noconvert(), "The CRC-32C of each record of `stride` bytes from `begin` on.")
         .def("gather_pages", [](Arena& a) {
             nb::gil_scoped_release release;
             a.gather_pages();
         }, "Once filled: into huge pages what the system did not give as such.")
         .def("fence", [](Arena& a) { check(a.fence(), "no page begins where the padding ends"); },
              "Tests: reading past the padding, where a page must begin, ends the process from now on.");
+    bind_disk(m);
 
     nb::class_<Matrix>(m, "Matrix")
         .def(nb::new_([](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
@@ -464,8 +494,9 @@ NB_MODULE(_native, m) {
     nb::class_<FFN>(m, "FFN")
         .def(nb::new_(&make_ffn), "norm"_a.none(), "gate"_a, "up"_a.none(), "down"_a, "down_bias"_a.noconvert().none(), "activation"_a, "threshold"_a,
              "up_relu"_a, "bundles"_a, "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(),
-             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>())
-        .def_prop_ro("neurons", [](const FFN& f) { return f.layer.gate.weight.rows; });
+             "disk"_a.none() = nb::none(), "gate_disk"_a.none() = nb::none(), "gate_bias"_a.noconvert().none() = nb::none(),
+             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(), nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
+        .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); });
     nb::class_<Mixture>(m, "Mixture")
         .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>())
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); });
@@ -479,6 +510,10 @@ NB_MODULE(_native, m) {
             const tc::Kernels* k = isa.empty() ? tc::chosen_kernels() : tc::kernels_named(isa.c_str());
             check(k != nullptr, "instruction set not supported by this CPU");
             new (self) Context(threads, k);
+            self->interrupted = [] {  // signal handlers run, as in any Python code; one that raises ends the call
+                nb::gil_scoped_acquire acquire;
+                return PyErr_CheckSignals() != 0;
+            };
         }, "threads"_a, "isa"_a = "")
         .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
         .def_prop_ro("isa", [](const Context& c) { return std::string(c.k.isa); })

@@ -35,11 +35,11 @@ struct Input {
     bool lanes;
 };
 
-// The neurons of one FFN that a call works on: rows ids[0..n) of up (data null when ungated) and down. Later calls work
-// on ids[n..listed).
+// The neurons of one FFN that a call works on, ids[0..n): rows rows[0..n) of up (data null when ungated) and down. Later
+// calls work on rows[n..listed).
 struct Bundles {
     Matrix up, down;
-    const int32_t* ids;
+    const int32_t *ids, *rows;
     size_t n, listed;
     bool up_relu;  // dReLU: up_act is max(0, .), else the identity
 };

@@ -311,10 +311,10 @@ static size_t bundle_group(const Bundles& w, size_t k, const Input& x, const flo
     const bool gated = w.up.data != nullptr;
     size_t live = 0;
     for (int g = 0; g < G; g++) {
-        const size_t id = size_t(w.ids[k + g]), later = size_t(w.ids[smaller(k + G + g, w.listed - 1)]);
-        down[g] = w.down.data + id * w.down.stride;
+        const size_t row = size_t(w.rows[k + g]), later = size_t(w.rows[smaller(k + G + g, w.listed - 1)]);
+        down[g] = w.down.data + row * w.down.stride;
         if (gated) {
-            up[g] = w.up.data + id * w.up.stride;
+            up[g] = w.up.data + row * w.up.stride;
             next[rows * g] = w.up.data + later * w.up.stride;
             next[rows * g + 1] = w.down.data + later * w.down.stride;
         } else {

@@ -5,23 +5,10 @@
 #include <vector>
 
 #include "kernels.h"
+#include "slots.h"
 #include "threads.h"
 
 namespace tc {
-
-// Scratch of n elements. What was there is let go first, so that the two are never held at once, and room is never doubled.
-template <class T>
-T* grown(std::vector<T>& v, size_t n) {
-    if (v.size() < n) {
-        std::vector<T>().swap(v);
-        v.resize(n);
-    }
-    return v.data();
-}
-
-// Up to this many tokens rows are multiplied one by one (each is read from memory once and then from the L1 cache);
-// from more on, unpacking them into panels pays.
-constexpr size_t kFewTokens = 4;
 
 // RMSNorm, or LayerNorm with `layer`; weight null: no norm at all. bias may be null.
 struct Norm {
@@ -87,6 +74,8 @@ struct FFN {
     Norm sub_norm;  // of the activations, before down; of bundles: an RMS norm without bias
     Join join;
     Predictor predictor;  // of bundles only
+    DiskRows *disk = nullptr, *gate_disk = nullptr;  // where rows of up and down, of gate too, are slots
+    size_t neurons() const { return disk ? disk->neurons : gate.weight.rows; }
 };
 
 // Experts, of which a router picks `active` for each token: their FFNs' sum, weighted by the softmax of those logits.
@@ -96,7 +85,7 @@ struct Mixture {
     std::vector<const FFN*> experts;  // all of one shape, without norms or joins of their own
     size_t active;
     Join join;
-    size_t neurons() const { return experts[0]->gate.weight.rows; }  // of an expert
+    size_t neurons() const { return experts[0]->neurons(); }  // of an expert
 };
 
 struct AttentionArgs {
@@ -144,9 +133,11 @@ public:
     FFNCounts ffn_add(const FFNArgs& a);
     // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
     FFNCounts moe_add(const MixtureArgs& a);
+    struct Walk;  // one call of an FFN in bundles
 
     Pool pool;
     const Kernels& k;
+    bool (*interrupted)() = nullptr;  // asked by the calling thread while it waits for a disk: should the call end at once?
     std::mutex one_call;  // held by whoever calls an op: the scratch below belongs to one call at a time
 
 private:
@@ -159,9 +150,10 @@ private:
     FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum);
     FFNCounts dense_ffn(const FFNArgs& a);
     FFNCounts bundle_ffn(const FFNArgs& a);
+    struct DiskWalk;
+    FFNCounts disk_ffn(const FFNArgs& a);
     struct Guess;
     Guess guess(const FFNArgs& a, const Input& in);
-    void encode(const Guess& g, Pieces& rows);
     uint8_t* panels(size_t bytes);  // of scratch for each thread
     std::vector<Queries> queries(const AttentionArgs& a) const;
     void attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end, float* scores, float* into);
@@ -169,7 +161,8 @@ private:
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
     std::vector<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_, marks_;
     std::vector<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_, scales_;
-    std::vector<int32_t> ids_;
+    std::vector<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
+    std::vector<Wanted> wanted_, gate_wanted_;
     struct Routed {  // a mixture's: what all experts see, which of them a token goes to, an expert's tokens, the sum
         std::vector<float> normed, logits, weights, in, out, sum, record;
         std::vector<size_t> tokens;

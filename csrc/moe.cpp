@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "model_ops.h"
+#include "work.h"
 
 namespace tc {
 

@@ -93,7 +93,8 @@ namespace {
 // Readers claim chunks in ascending order and finish every chunk below the lowest failure known, so the failure that
 // remains is the lowest of all, whoever met it: chunks below it were claimed before, and none of them failed.
 struct Loading {
-    uint8_t* const data;
+    uint8_t* const to;  // where file byte `begin` goes
+    const size_t begin;
     const File& through_cache;
     const File* const direct;  // or null
     const size_t end, chunk, block;
@@ -110,14 +111,16 @@ struct Loading {
         failed.store(at);
     }
 
+    uint8_t* place(size_t at) const { return to + (at - begin); }
+
     // Direct unless it is refused (EINVAL: an offset, a length, a file system) or the cache has it already.
     size_t read(size_t at, size_t n, int& why) const {
         size_t done = 0;
         if (direct && !direct->cached(at, n)) {
-            done = direct->read(data + at, n, at, why);
+            done = direct->read(place(at), n, at, why);
             if (done == n || (why && why != EINVAL)) return done;
         }
-        return done + through_cache.read(data + at + done, n - done, at + done, why);
+        return done + through_cache.read(place(at + done), n - done, at + done, why);
     }
 
     // A read that fails may give nothing of what it covers. Block by block, the first that cannot be read is known.
@@ -140,7 +143,7 @@ struct Loading {
             for (size_t b = 0; b < n; b += block) {
                 const size_t size = std::min(block, n - b);
                 if (b + size > done) fail(at + b, why ? why : -1);
-                else if (crc32c(data + at + b, size, 0) != checksums[(at + b) / block]) fail(at + b, 0);
+                else if (crc32c(place(at + b), size, 0) != checksums[(at + b) / block]) fail(at + b, 0);
                 else continue;
                 break;
             }
@@ -150,13 +153,13 @@ struct Loading {
 
 }  // namespace
 
-LoadResult load(Arena& arena, const char* path, size_t begin, size_t end, const uint32_t* checksums, size_t block) {
+LoadResult load(Arena& arena, const char* path, size_t begin, size_t end, const uint32_t* checksums, size_t block, size_t to) {
     const File through_cache(path, File::THROUGH_CACHE);
     if (!through_cache.open()) return {through_cache.error(), int64_t(begin / block)};
     std::optional<File> direct;
     if (arena.bytes >= kDirectFrom) direct.emplace(path, File::DIRECT);
     const size_t chunk = std::max(block, kChunk / block * block), chunks = (end - begin + chunk - 1) / chunk;
-    Loading l{arena.data, through_cache, direct && direct->open() ? &*direct : nullptr, end, chunk, block, checksums, {begin}};
+    Loading l{arena.data + to, begin, through_cache, direct && direct->open() ? &*direct : nullptr, end, chunk, block, checksums, {begin}};
     std::thread others[kReaders - 1];
     try {
         for (size_t i = 1; i < kReaders && i < chunks; i++) others[i - 1] = std::thread([&l] { l.read_and_check(); });

@@ -32,9 +32,9 @@ struct LoadResult {
     int64_t block;  // the first block (numbered from the start of the file) that is not as it should be, or -1
 };
 
-// Read file bytes [begin, end) to the same place in the arena, and compare each block of `block` bytes with
+// Read file bytes [begin, end) to byte `to` of the arena, and compare each block of `block` bytes with
 // checksums[i], i counted from the start of the file. begin is a multiple of block. Leaves the page cache as it is:
 // what is there is copied, the rest is read past it where the file system allows.
-LoadResult load(Arena& arena, const char* path, size_t begin, size_t end, const uint32_t* checksums, size_t block);
+LoadResult load(Arena& arena, const char* path, size_t begin, size_t end, const uint32_t* checksums, size_t block, size_t to);
 
 }  // namespace tc

@@ -2,8 +2,10 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 
 #include <algorithm>
+#include <atomic>
 
 #ifdef _WIN32
 #ifndef NOMINMAX
@@ -20,6 +22,7 @@
 #endif
 #ifdef __linux__
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
@@ -112,6 +115,20 @@ static int64_t read_some(int fd, uint8_t* to, size_t n, size_t at) {
 }
 
 bool File::cached(size_t, size_t) const { return false; }
+size_t File::direct_alignment() const { return 0; }
+void File::expect_random_reads() const {}
+
+static FileState state_of(const struct _stat64& s) { return {0, 0, uint64_t(s.st_size), int64_t(s.st_mtime) * 1000000000}; }
+
+bool File::state(FileState& state) const {
+    struct _stat64 s;
+    return !_fstat64(fd_, &s) && (state = state_of(s), true);
+}
+
+bool file_state(const char* path, FileState& state) {
+    struct _stat64 s;
+    return !_wstat64(wide(path).c_str(), &s) && (state = state_of(s), true);
+}
 
 #else
 
@@ -153,6 +170,59 @@ bool File::cached(size_t at, size_t n) const {
 #endif
 }
 
+static FileState state_of(const struct stat& s) {
+#ifdef __APPLE__
+    const struct timespec& modified = s.st_mtimespec;
+#else
+    const struct timespec& modified = s.st_mtim;
+#endif
+    return {uint64_t(s.st_dev), uint64_t(s.st_ino), uint64_t(s.st_size), int64_t(modified.tv_sec) * 1000000000 + modified.tv_nsec};
+}
+
+bool File::state(FileState& state) const {
+    struct stat s;
+    return !fstat(fd_, &s) && (state = state_of(s), true);
+}
+
+bool file_state(const char* path, FileState& state) {
+    struct stat s;
+    return !stat(path, &s) && (state = state_of(s), true);
+}
+
+void File::expect_random_reads() const {
+#ifdef POSIX_FADV_RANDOM
+    posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM);
+#endif
+}
+
+#ifdef __linux__
+
+// Tried, where the system does not say: the smallest read that is not refused.
+static size_t tried_alignment(const File& file) {
+    alignas(4096) uint8_t bytes[4096];
+    int why;
+    for (const size_t n : {size_t(512), size_t(4096)}) {
+        file.read(bytes, n, n, why);
+        if (!why) return n;
+    }
+    return 0;
+}
+
+size_t File::direct_alignment() const {
+    struct statfs fs;
+    constexpr unsigned kTmpfs = 0x01021994, kRamfs = 0x858458f6;  // they allow it (Linux 6.6) and are nothing but cache
+    if (fstatfs(fd_, &fs) || unsigned(fs.f_type) == kTmpfs || unsigned(fs.f_type) == kRamfs) return 0;
+    uint32_t words[64] = {};  // struct statx, whose field for this (Linux 6.1) glibc's headers may lack
+    constexpr unsigned kAlignment = 0x2000;  // STATX_DIOALIGN; words[0]: what was filled in, [38]: memory's, [39]: offsets'
+    if (syscall(SYS_statx, fd_, "", AT_EMPTY_PATH, kAlignment, words) || !(words[0] & kAlignment)) return tried_alignment(*this);
+    if (!words[39] || words[38] > 4096 || words[39] > 4096) return 0;
+    return std::max({size_t(512), size_t(words[38]), size_t(words[39])});
+}
+
+#else
+size_t File::direct_alignment() const { return 0; }
+#endif
+
 #endif
 
 size_t File::read(uint8_t* to, size_t n, size_t at, int& error) const {
@@ -169,9 +239,14 @@ size_t File::read(uint8_t* to, size_t n, size_t at, int& error) const {
 
 // ---- processes
 #ifdef _WIN32
-void call_in_forked_children(void (*)()) {}
+unsigned forks_so_far() { return 0; }
 #else
-void call_in_forked_children(void (*hook)()) { pthread_atfork(nullptr, nullptr, hook); }
+static std::atomic<unsigned> forks{0};
+unsigned forks_so_far() {
+    static const bool counted = (pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); }), true);
+    (void)counted;
+    return forks.load(std::memory_order_relaxed);
+}
 #endif
 
 // ---- the CPU

@@ -1,5 +1,5 @@
-// What the core asks of the operating system. system.cpp is the only file that includes its headers: Linux, macOS and
-// Windows differ there and nowhere else.
+// What the core asks of the operating system. Only system.cpp, and uring.cpp for Linux's io_uring, include its headers:
+// Linux, macOS and Windows differ there and nowhere else.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,6 +17,16 @@ void unmap_pages(const Pages& pages);
 void gather_huge_pages(uint8_t* data, size_t bytes);  // where they were not given as such (Linux 6.1; else nothing happens)
 bool forbid_page(uint8_t* page);                      // from now on an access there ends the process
 
+// Which file it is, and which version of it.
+struct FileState {
+    uint64_t device, inode, bytes;
+    int64_t modified_ns;
+    bool operator==(const FileState& o) const {
+        return device == o.device && inode == o.inode && bytes == o.bytes && modified_ns == o.modified_ns;
+    }
+};
+bool file_state(const char* path, FileState& state);  // false: there is no such file
+
 // A file read by position. Several threads may read at once.
 class File {
 public:
@@ -32,12 +42,17 @@ public:
     // other alignments.
     size_t read(uint8_t* to, size_t n, size_t at, int& error) const;
     bool cached(size_t at, size_t n) const;  // are all of these bytes in the page cache? false where the system does not say
+    bool state(FileState& state) const;
+    // What direct reads want offsets, lengths and addresses to be multiples of, 512 to 4096; 0: this file has none.
+    size_t direct_alignment() const;
+    void expect_random_reads() const;  // through the cache: no reading ahead
+    int descriptor() const { return fd_; }
 
 private:
     int fd_ = -1, error_ = 0;
 };
 
-void call_in_forked_children(void (*hook)());  // in each process forked from this one, as it begins
+unsigned forks_so_far();  // between the first process and this one: what has threads stays behind in the one that made it
 
 // What this CPU has: ARM lets only the system ask.
 bool arm_has_dot_products();

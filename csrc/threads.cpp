@@ -22,14 +22,6 @@ namespace tc {
 // engine off the CPU. 4000 pauses are 50 to 150 microseconds on current x86.
 static constexpr int kSpin = 4000;
 
-// How many forks lie between the first process and this one: a pool made before the last of them has lost its threads.
-static std::atomic<unsigned> forks{0};
-static unsigned forks_so_far() {
-    static const bool counted = (call_in_forked_children([] { forks.fetch_add(1); }), true);
-    (void)counted;
-    return forks.load();
-}
-
 Pool::Pool(int threads)
     : threads_(threads < 1 ? 1 : threads), forks_(forks_so_far()), wake_(*new std::condition_variable) {
     try {
@@ -42,7 +34,7 @@ Pool::Pool(int threads)
 }
 
 Pool::~Pool() {
-    if (forks.load() == forks_) stop();
+    if (forks_so_far() == forks_) stop();
     else for (std::thread& w : workers_) w.detach();  // they are the parent's
 }
 
@@ -58,7 +50,7 @@ void Pool::stop() {
 }
 
 void Pool::run(void (*fn)(void*, int), void* state) {
-    if (threads_ > 1 && forks.load(std::memory_order_relaxed) != forks_)
+    if (threads_ > 1 && forks_so_far() != forks_)
         throw std::runtime_error("this process was forked after the threads were made: make the model again in it");
     std::lock_guard<std::mutex> region(region_);
     if (threads_ == 1) return fn(state, 0);

@@ -144,7 +144,7 @@ Bytes memory(const std::string& what, Request& r) {
     const std::string path = r.text();
     const uint64_t begin = r.number(), end = r.number();
     const Bytes& checksums = r.array();
-    const tc::LoadResult got = tc::load(arena, path.c_str(), begin, end, reinterpret_cast<const uint32_t*>(checksums.data()), r.number());
+    const tc::LoadResult got = tc::load(arena, path.c_str(), begin, end, reinterpret_cast<const uint32_t*>(checksums.data()), r.number(), begin);
     return joined(number(uint64_t(int64_t(got.error))), number(uint64_t(got.block)));
 }
 

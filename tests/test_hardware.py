@@ -152,6 +152,17 @@ def test_an_unwritable_disk_is_said_not_raised(monkeypatch: pytest.MonkeyPatch, 
     assert found.why is not None and "Permission denied" in found.why
 
 
+def test_a_disk_that_fails_while_it_is_measured_is_said_not_raised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(disk, "LIMIT", 16 << 20)
+    monkeypatch.setattr(disk, "WRITE_S", 20.0)
+    monkeypatch.setattr(disk, "_fill", lambda fd, limit, seconds: limit)  # nothing is there to be read
+    found = disk.measure_disk(tmp_path)
+    assert found.sequential_gbs is None and found.why == "not measurable: the file ends early"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_missing_gpu_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hardware.shutil, "which", lambda _: None)
     assert "no NVIDIA driver" in hardware.gpu(tmp_path).why

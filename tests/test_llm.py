@@ -20,9 +20,9 @@ from thermocline import weights
 from thermocline.decoder import F32
 from thermocline.engine import Engine
 from thermocline.errors import BadFile, OutOfBudget, UsageError
-from thermocline.llm import (
+from thermocline.llm import LLM
+from thermocline.memory import (
     GIB,
-    LLM,
     NATIVE_CHUNK,
     NATIVE_COLUMNS,
     NATIVE_FEW,
@@ -98,7 +98,9 @@ def test_scratch_counts_what_a_step_allocates() -> None:
 
 def test_the_memory_plan_knows_the_native_core_s_block_sizes() -> None:
     csrc = Path(__file__).parents[1] / "csrc"
-    source = "".join((csrc / f).read_text() for f in ("model_ops.cpp", "kernels.h", "kernels.inl"))
+    source = "".join(
+        (csrc / f).read_text() for f in ("model_ops.cpp", "ffn.cpp", "work.h", "kernels.h", "kernels.inl")
+    )
     for name, value in {
         "kBlock": NATIVE_TOKENS,
         "kChunk": NATIVE_CHUNK,
@@ -115,7 +117,7 @@ def test_the_memory_plan_is_above_what_a_run_takes_and_not_far(tiny_pack: Path) 
     """In a process of its own: the peak is the process's. Half: a tiny model's share is all Python's."""
     code = f"""
 from thermocline import LLM, SamplingParams, hardware
-from thermocline.llm import runtime_bytes, scratch_bytes
+from thermocline.memory import runtime_bytes, scratch_bytes
 from thermocline.kv import bytes_for
 with LLM({str(tiny_pack)!r}, threads=2, context=2048, max_batch=2) as llm:
     llm.generate(["a" * 1000] * 2, SamplingParams(max_tokens=2, top_k=0))

@@ -16,17 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thermocline import cost, hotness, plan_file
+from thermocline import cost, hotness, plan_file, predictor
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
 from thermocline.kv import bytes_for, reserved_bytes
 from thermocline.layout import expected_tensors, place
-from thermocline.llm import GIB, fit
+from thermocline.memory import GIB, fit
 from thermocline.pack import Pack
 from thermocline.plan import Plan, alternative, plan
 from thermocline.planted import activities
 from thermocline.problem import Ask
+from thermocline.profile import Profile
 from thermocline.sizes import Sizes, sizes_of
 from thermocline.spec import ModelSpec
 from thermocline.synth import read_shape
@@ -220,8 +221,8 @@ def test_rows_from_disk_are_fetched_one_by_one_or_all_in_order() -> None:
 
 def test_predictors_are_taken_at_their_own_word() -> None:
     """What `train` measured on its samples, not the assumption; what is always active is no guess."""
-    assert plan_file.named_for_active({"predicted_fraction": 0.3, "active_fraction": 0.1}) == pytest.approx(3)
-    assert plan_file.named_for_active({"kind": "svd"}) is None
+    assert predictor.named_for_active({"predicted_fraction": 0.3, "active_fraction": 0.1}) == pytest.approx(3)
+    assert predictor.named_for_active({"kind": "svd"}) is None
     work, hot = cost.Work("predict"), np.array([1.0, 0.5, 0.1, 0.0])
     reads = cost.Reads.of(hot, work, skips=True, excess=1.2)
     assert reads.gates[-1] == pytest.approx(1.2 * 1.6) and reads.bundles[-1] == pytest.approx(1.6)
@@ -251,17 +252,17 @@ def test_a_larger_batch_needs_more_neurons_and_more_memory() -> None:
 
 
 def test_a_profile_gives_each_batch_its_own_hotness() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Counts:
-        buckets: tuple[int, ...] = (1, 2, 4)
-        tokens: int = 100
+    counts = np.array([[[10, 40, 1]], [[15, 35, 1]], [[20, 25, 1]]])
+    heat = hotness.profiled(Profile((1, 2, 4), (100, 50, 25), 100, "", (counts,)))
+    assert heat.measured and heat.at(0, 1).tolist() == [0.4, 0.1, 0.01]
+    assert heat.at(0, 3).tolist() == heat.at(0, 4).tolist() == heat.at(0, 64).tolist() == [1.0, 0.8, 0.04]
 
-        def hotness(self, layer: int, batch: int = 1) -> Any:
-            return np.array([0.1, 0.4, 0.2]) * batch ** (1 / 2)
 
-    heat = hotness.profiled(Counts())
-    assert heat.measured and heat.at(0, 1).tolist() == [0.4, 0.2, 0.1]
-    assert heat.at(0, 3).tolist() == heat.at(0, 4).tolist() == heat.at(0, 64).tolist() == [0.8, 0.4, 0.2]
+def test_neurons_never_seen_share_what_those_seen_once_have() -> None:
+    """Good and Turing's estimate: two of a hundred tokens met a neuron for the only time."""
+    counts = np.array([[[90, 1, 0, 1, 0, 0]]] * 2).reshape(2, 1, 6)
+    heat = hotness.profiled(Profile((1, 2), (100, 50), 100, "", (counts,)))
+    assert heat.at(0, 1) == pytest.approx([0.9, 0.01, 0.01, 0.02 / 3, 0.02 / 3, 0.02 / 3])
 
 
 def test_the_alternative_has_a_quarter_more() -> None:

@@ -290,3 +290,33 @@ def test_progress_is_told_by_slices_that_grow(tiny_pack: Path, monkeypatch: pyte
     ends = [end for end, _ in told]
     assert ends == sorted(set(ends)) and set(total for _, total in told) == {pack.weights_bytes}
     assert ends[0] == BLOCK and ends[-1] == pack.weights_bytes
+
+
+def test_whole_blocks_load_to_any_other_place(arena_bytes: int, tmp_path: Path) -> None:
+    """And nothing is touched beside that place."""
+    path = file_of(tmp_path / "f")
+    crcs, data = checksums_of(path), path.read_bytes()
+    for begin, end, to in ((0, SIZE, 0), (3 * BLOCK, SIZE, 0), (BLOCK, 4 * BLOCK, 4096), (0, 2 * BLOCK, 704)):
+        arena = _native.Arena(arena_bytes)
+        arena.write(0, np.full(arena_bytes, 255, np.uint8))
+        assert arena.load(str(path), begin, end, crcs, BLOCK, to) == (0, -1)
+        held = np.ctypeslib.as_array((ctypes.c_uint8 * arena_bytes).from_address(arena.address))
+        assert held[to : to + end - begin].tobytes() == data[begin:end]
+        assert np.all(held[:to] == 255) and np.all(held[to + end - begin :] == 255)
+    with pytest.raises(ValueError, match="outside"):
+        arena.load(str(path), 0, SIZE, crcs, BLOCK, arena_bytes - SIZE + 1)
+
+
+def test_records_of_an_arena_have_the_checksums_of_their_bytes() -> None:
+    arena, other = _native.Arena(8192), _native.Arena(8192)
+    data = np.random.default_rng(0).integers(0, 256, 8192, dtype=np.uint8)
+    other.write(0, data)
+    arena.copy(100, other, 64, 7 * 96)
+    found = np.zeros(7, np.uint32)
+    arena.checksums(100, 96, found)
+    assert found.tolist() == [_native.crc32c(data[64 + i * 96 :][:96]) for i in range(7)]
+    for wrong in (lambda: arena.copy(8192 - 95, other, 0, 96), lambda: arena.copy(0, other, 8100, 96)):
+        with pytest.raises(ValueError, match="outside"):
+            wrong()
+    with pytest.raises(ValueError, match="outside"):
+        arena.checksums(8192 - 7 * 96 + 1, 96, found)

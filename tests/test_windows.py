@@ -17,7 +17,7 @@ from toy import GREEDY, SPEC
 from thermocline.decoder import Batch, FFNStats, bind, forward
 from thermocline.errors import OutOfBudget
 from thermocline.kv import BLOCK, BlockTable, KVCache, blocks_at_once, blocks_for, bytes_for, reserved_bytes
-from thermocline.llm import fit
+from thermocline.memory import fit
 from thermocline.spec import ModelSpec, RopeScaling
 
 ALL = dataclasses.replace(SPEC, sliding_window=40)

@@ -10,6 +10,7 @@ F16 = NDArray[np.float16]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
 
 def isa() -> str:
     """The instruction set the kernels use."""
@@ -36,15 +37,56 @@ class Arena:
     @property
     def address(self) -> int: ...
     def write(self, offset: int, data: U8) -> None: ...
-    def load(self, path: str, begin: int, end: int, checksums: U32, block: int) -> tuple[int, int]:
-        """File bytes [begin, end) to the same place, checked. -> (0, -1), or what the first bad block has:
-        (errno, -1 for EOF or 0 for a wrong checksum; the block)"""
+    def load(
+        self, path: str, begin: int, end: int, checksums: U32, block: int, to: int | None = None
+    ) -> tuple[int, int]:
+        """File bytes [begin, end) to byte `to` (None: `begin`), checked. -> (0, -1), or what the first bad
+        block has: (errno, -1 for EOF or 0 for a wrong checksum; the block)"""
+
+    def copy(self, to: int, source: Arena, begin: int, nbytes: int) -> None:
+        """Bytes of another arena."""
+
+    def checksums(self, begin: int, stride: int, out: U32) -> None:
+        """The CRC-32C of each of len(out) records of `stride` bytes, from `begin` on."""
 
     def gather_pages(self) -> None:
         """Once filled: into huge pages what the system did not give as such."""
 
     def fence(self) -> None:
         """Tests: reading past the padding, where a page must begin, ends the process from now on."""
+
+class Reader:
+    """Asynchronous reads of one file. OSError where it cannot be opened.
+
+    At most `depth` reads in flight, and as many buffers. `method`: "" is the best there is, or
+    "io_uring", "threads".
+    """
+
+    def __init__(
+        self, path: str, *, depth: int, buffer_bytes: int, method: str = "", direct: bool = True
+    ) -> None: ...
+    @property
+    def how(self) -> str:
+        """How it reads, and why not better, for people."""
+
+    @property
+    def alignment(self) -> int:
+        """What offsets and sizes must be multiples of: 512 to 4096 direct, 1 through the page cache."""
+
+    @property
+    def changed(self) -> bool:
+        """Another file has the path now, or this one another size or time than when it was opened."""
+
+    def buffer(self, i: int) -> U8: ...
+    def submit(self, reads: list[tuple[int, int, int, int]]) -> bool:
+        """(offset, bytes, buffer, tag) each. False, and none begun: more than `depth` would be in flight."""
+
+    def take(self, wait: bool) -> list[tuple[int, int]]:
+        """(tag, error) of reads that are done: an errno, -1 where the file ends early, or 0. `wait`: for one,
+        up to 100 ms."""
+
+    def measure(self, offsets: U64, nbytes: int, seconds: float) -> tuple[int, int]:
+        """Read at each offset, `depth` at a time, for so long. -> (how many were read, the first error)"""
 
 class Matrix:
     """Rows inside an arena, one every `stride` bytes. `format`: `quant.FORMATS[...].id`."""
@@ -100,6 +142,62 @@ class Predictor:
         cls, first: Matrix | None, second: Matrix, threshold: F32, hot: int, relu: bool
     ) -> Predictor: ...
 
+# The disk tier (csrc/slots.h).
+
+STREAM_SLOTS: int  # of a pool, at its end: where prompts' records pass through
+NO_BUNDLE: int  # `DiskRows(disable=…)`: each record in two reads
+NO_CACHE: int  # nothing stays from one call to the next
+NO_PIPELINE: int  # a read is waited for where it is made
+
+class SlotPool:
+    """`slots` places of `stride` bytes from `offset` of an arena on, for records that come and go; offset and
+    stride are multiples of 64. `DiskRows` take theirs from it; the last STREAM_SLOTS are everybody's."""
+
+    def __new__(cls, arena: Arena, offset: int, stride: int, slots: int) -> SlotPool: ...
+    @property
+    def free(self) -> int:
+        """Slots nobody has taken."""
+
+class DiskRows:
+    """The records of one layer (one expert), `pool.stride` bytes each from `file_offset` of the file on.
+
+    [0, hot) are in memory from `load` on, the others take turns in `quota` slots: hot + quota slots of the
+    pool are its. `crc`: CRC-32C of each record [neurons]. `name`: of the tensor, for `DiskError`. `disable`:
+    NO_BUNDLE, NO_CACHE, NO_PIPELINE, added up. `likely` [neurons]: how likely a token needs the record, which
+    is what slots go by at first.
+    """
+
+    def __new__(
+        cls,
+        pool: SlotPool,
+        reader: Reader,
+        file_offset: int,
+        neurons: int,
+        hot: int,
+        quota: int,
+        crc: U32,
+        name: str = "",
+        disable: int = 0,
+        likely: F32 | None = None,
+    ) -> DiskRows: ...
+    @property
+    def first_slot(self) -> int:
+        """Hot neuron i lies in slot first_slot + i."""
+
+    def load(self) -> None:
+        """Read the hot ones, and the next ones into all slots. DiskError."""
+
+    def set_quota(self, quota: int) -> None:
+        """ValueError where the pool has no such many; what no longer fits is forgotten. Not during a call."""
+
+    def stats(self) -> dict[str, int]:
+        """Since it was made: `needed` (records that few tokens asked for), `missed` (of those, not there),
+        `reads` and `bytes` (of the disk, all), `streamed` (bytes, for many tokens), `waited_ns` (threads that
+        waited for the disk with nothing else to do, added up)."""
+
+class DiskError(Exception):
+    """args: (errno, -1: the file ends early, 0: wrong checksum; name; neuron). The caches live on."""
+
 class FFN:
     """`activation`: an index of `spec.ACTIVATIONS`."""
 
@@ -117,7 +215,13 @@ class FFN:
         sub_norm: Norm | None,
         join: Join,
         predictor: Predictor | None = None,
-    ) -> FFN: ...
+        disk: DiskRows | None = None,
+        gate_disk: DiskRows | None = None,
+        gate_bias: F32 | None = None,
+    ) -> FFN:
+        """`disk`: up and down are matrices over its whole pool, [slots, dim]. `gate_disk`: gate is, without a
+        bias, which is `gate_bias` [neurons] then."""
+
     @property
     def neurons(self) -> int: ...
 

@@ -16,16 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from thermocline import __version__, hardware, report, weights
+from thermocline import __version__, hardware, report, store
 from thermocline.engine import Engine, Figures, Request, request_for
 from thermocline.errors import UsageError
 from thermocline.kv import BLOCK, blocks_for
-from thermocline.llm import fit, predictors_for
+from thermocline.llm import budget_for, predictors_for
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack, inspect
 from thermocline.sampler import Sampler, SamplingParams
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import FILE, Tokenizer, read_text
+from thermocline.trace import Recorder
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 ROOF_SECONDS = 0.3
@@ -164,8 +165,22 @@ class Bench:
     """
 
     def __init__(
-        self, pack: Pack, tests: Sequence[Test], feed: Feed, *, sparsity: str, progress: Progress
+        self,
+        pack: Pack,
+        tests: Sequence[Test],
+        feed: Feed,
+        *,
+        sparsity: str,
+        progress: Progress,
+        ram: float | None = None,
+        disable: Sequence[str] = (),
+        told: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """`ram`, `disable`, `told`: as `LLM`'s."""
+
+        def loading(what: str, done: int, total: int) -> None:
+            progress(what, done, total, "B")
+
         begin = time.perf_counter()
         self.pack, self.tests, self.feed, self.progress = pack, tests, feed, progress
         depth, widest = max(t.depth for t in tests), max(t.threads for t in tests)
@@ -176,20 +191,21 @@ class Bench:
         kv_blocks *= (
             1 if pack.spec.sliding_window is None else 2
         )  # held and running, each with its own window
-        fit(
-            pack.spec,
-            weights_bytes=weights.memory_bytes(pack, predictors),
-            available_bytes=hardware.available_bytes(),
+        budget, limit = budget_for(ram)
+        room = store.room_for(
+            pack,
+            predictors,
+            sparsity=sparsity,
             context=context,
             max_batch=1,
             threads=widest,
+            budget=budget,
+            limit=limit,
             at_least=kv_blocks * BLOCK,
         )
-        loaded = weights.load(
-            pack,
-            threads=widest,
-            predictors=predictors,
-            progress=lambda done, total: progress("loading", done, total, "B"),
+        store.check_switches(room, disable)
+        loaded, self.store = store.open_weights(
+            pack, room, threads=widest, predictors=predictors, disable=disable, progress=loading, told=told
         )
         self.ops = {t: CpuOps(t) for t in {t.threads for t in tests} - {widest}} | {widest: loaded.ops}
         self.engine = Engine(
@@ -200,7 +216,9 @@ class Bench:
             max_batch=1,
             sparsity=sparsity,
             kv_tokens=kv_blocks * BLOCK,
+            disk=None if self.store is None else self.store.counts,
         )
+        self.disabled, self.memory_bytes = tuple(disable), room.bytes
         self.load_s = time.perf_counter() - begin
         self._compute_context()
 
@@ -226,6 +244,16 @@ class Bench:
         begin = time.perf_counter()
         ns = self._finish(request, test)
         return Sample(ns, request.first_s - begin, request.figures())
+
+    def watch(self, test: Test, recorder: Recorder) -> None:
+        """The test once, its generated tokens recorded."""
+        self.ops[test.threads] = recorder
+        request = self._start(test)
+        recorder.begin()
+        for i in range(test.gen):
+            self.progress("recording", i, test.gen, " tokens")
+            self._until(request, i + 2)
+        self.progress("recording", test.gen, test.gen, " tokens")
 
     def python_share(self, test: Test) -> float | None:
         """Of the time of a token; None where none is generated one by one."""
@@ -372,7 +400,18 @@ def traffic(
         "active_fraction": last.active_fraction,
         "rows_fraction": last.rows_fraction,
         "predicted_fraction": last.predicted_fraction,
+        **disk_figures(test, samples),
     }
+
+
+def disk_figures(test: Test, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Medians over the runs: what the disk does depends on what the one before left in memory."""
+    every = [
+        {"token_ms_p99": s.figures.token_ms_p99, **report.disk_figures(s.figures, test.threads)}
+        for s in samples
+    ]
+    known = {k: [f[k] for f in every if f[k] is not None and not test.prompt] for k in every[0]}
+    return {k: statistics.median(found) if found else None for k, found in known.items()}
 
 
 # llama-bench's keys in its order, with the values that are always true here.
@@ -404,6 +443,9 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "tokens": bench.feed.name,
         "sparsity": bench.engine.sparsity,
         "isa": hardware.isa().chosen,
+        "memory_bytes": bench.memory_bytes,
+        "disk": None if bench.store is None else bench.store.how,
+        "disabled": ",".join(bench.disabled),
     }
 
 

@@ -114,7 +114,8 @@ def curves(scores: F32, a: Activity) -> Curves:
     threshold, predicted_share, missed = (np.empty(shape, np.float32) for _ in range(3))
     out = Curves(threshold, predicted_share, missed, a.asked, a.experts)
     own = [a.of_expert(e) for e in range(a.experts)]
-    price = PRICES[:, None] * (float(a.asked.sum()) / max(a.energy, 1e-30))
+    energy = max(a.energy, 1e-30)
+    price = PRICES[:, None] * (float(a.asked.sum()) / energy)
     columns = np.ascontiguousarray(scores.T)
     for i, (tokens, squares) in enumerate(a.by_neuron()):
         mine = own[i // a.per_expert]
@@ -122,7 +123,7 @@ def curves(scores: F32, a: Activity) -> Curves:
         best = (predicted / a.n - price * caught).argmin(axis=1)
         out.threshold[:, i] = cuts[best]
         out.predicted[:, i] = predicted[best] / a.n
-        out.missed[:, i] = (squares.sum() - caught[best]) / max(a.energy, 1e-30)
+        out.missed[:, i] = (squares.sum() - caught[best]) / energy
     return out
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import __version__, cli_offline, config, config_offline, report
+from thermocline import __version__, cli_offline, cli_plan, cli_trace, config, config_offline, report
 from thermocline.cli_text import chat, run
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
@@ -96,7 +96,7 @@ def command(argv: Sequence[str]) -> int:
         case config_offline.TrainOptions():
             return cli_offline.train(options)
         case config_offline.PlanOptions():
-            return cli_offline.plan(options)
+            return cli_plan.plan(options)
         case config.BenchOptions():
             return bench(options)
         case config_offline.EvalOptions():
@@ -239,6 +239,9 @@ def verify(o: config.VerifyOptions) -> int:
 def bench(o: config.BenchOptions) -> int:
     from thermocline import bench as benchmark
 
+    if o.trace is not None or o.replay is not None:
+        return cli_trace.replay(o) if o.trace is None else cli_trace.record(o)
+
     interrupted = False
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -260,17 +263,10 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     """What cannot be measured is refused before the weights are read."""
     from thermocline import bench as benchmark
     from thermocline import hardware
-    from thermocline.hub_fetch import locate
-    from thermocline.importer import resolve
-    from thermocline.llm import BUNDLED
     from thermocline.pack import Pack
 
-    path = BUNDLED
-    if o.model is not None:
-        given, packing = locate(o.model, progress.at), partial(progress.at, "packing")
-        told = None if o.quiet else note
-        path = resolve(given, config.cache_dir(o.cache_dir), o.format, packing, told=told)
-    pack = Pack.open(path)
+    told = (lambda line: None) if o.quiet else note
+    pack = Pack.open(cli_trace.packed(o, progress))
     tests = benchmark.tests_of(
         prompts=o.n_prompt,
         gens=o.n_gen,
@@ -280,7 +276,9 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     )
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
-    return benchmark.Bench(pack, tests, feed, sparsity=o.sparsity, progress=progress.at)
+    return benchmark.Bench(
+        pack, tests, feed, sparsity=o.sparsity, progress=progress.at, ram=o.ram, disable=o.disable, told=told
+    )
 
 
 # ---- doctor

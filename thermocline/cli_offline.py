@@ -1,4 +1,4 @@
-"""The commands that prepare a pack: profile, train, plan, eval.
+"""The commands that prepare a pack or judge it: profile, train, eval.
 
 Must not know kernels, tensors or scheduling. What is heavy is imported when a command runs.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,13 +21,9 @@ if TYPE_CHECKING:
     from thermocline.decoder import I32
     from thermocline.evaluate import Reader
     from thermocline.pack import Pack
-    from thermocline.plan import Plan
-    from thermocline.plan_file import Subject
     from thermocline.predictor import Predictors
-    from thermocline.problem import Ask
     from thermocline.profile import Samples
     from thermocline.profiler import Done, Request
-    from thermocline.tiers import Tiers
     from thermocline.train import Request as TrainRequest
 
 T = TypeVar("T")
@@ -416,79 +412,3 @@ def _trained(pack: Pack) -> dict[str, Any] | None:
     with found:
         layers = {kind: found.kinds.count(kind) for kind in sorted(set(found.kinds))}
         return {"bytes": found.nbytes, "layers_by_kind": layers, **found.report}
-
-
-# ---- plan
-
-
-def plan(o: config_offline.PlanOptions) -> int:
-    from thermocline import plan as planning
-    from thermocline import plan_file, report_plan
-    from thermocline.llm import GIB, context_for
-    from thermocline.problem import Ask
-
-    subject = plan_subject(o)
-    ask = Ask(
-        context=context_for(subject.spec, o.ctx or None),
-        batch=o.batch,
-        sparsity=o.sparsity if subject.spec.sparse else "off",
-        objective=o.objective,
-        vram_bytes=None if o.vram is None else int(o.vram * GIB),
-        ram_bytes=None if o.ram is None else int(o.ram * GIB),
-    )
-    tiers, made = planned(o, subject, ask)
-    about = plan_file.plan_json(subject, tiers, ask, made)
-    if o.output is not None:
-        plan_file.write(Path(o.output), about, overwrite=o.force)
-    if o.json:
-        emit_json(about)
-    else:
-        more = planning.alternative(subject.spec, subject.sizes, subject.hotness, tiers, ask)
-        same = more.layers == made.layers and more.head == made.head
-        emit(report_plan.plan_text(subject.name, tiers.name, made, None if same else more))
-    return 0
-
-
-def planned(o: config_offline.PlanOptions, subject: Subject, ask: Ask) -> tuple[Tiers, Plan]:
-    """This machine's disk is measured only where memory is too small: that takes seconds, and writes."""
-    from thermocline import disk, machine
-    from thermocline.errors import OutOfBudget
-    from thermocline.plan import plan
-
-    tiers = plan_tiers(o, subject.sizes.format)
-    try:
-        return tiers, plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
-    except OutOfBudget:
-        if o.hardware is not None:
-            raise
-    pack = Path(subject.name)
-    found = disk.measure_disk(pack if pack.is_dir() else Path())
-    if not o.quiet:
-        why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
-        note(f"it does not fit in memory; the disk of {found.path} was {why}")
-    tiers = replace(tiers, disk=machine.disk_tier(found))
-    return tiers, plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
-
-
-def plan_subject(o: config_offline.PlanOptions) -> Subject:
-    from thermocline import plan_file
-    from thermocline.llm import BUNDLED
-
-    curve = plan_file.Curve(o.active, o.skew)
-    path = BUNDLED if o.model is None else Path(o.model)
-    if (path / "pack.json").exists():
-        return plan_file.of_pack(path, o.sparsity, curve)
-    share = o.predictor_share if o.sparsity == "predict" else 0.0
-    return plan_file.of_shape(str(o.model), o.format, share, curve)
-
-
-def plan_tiers(o: config_offline.PlanOptions, weight_format: str) -> Tiers:
-    from thermocline import machine
-    from thermocline.tiers import read_tiers
-
-    if o.hardware is not None:
-        return read_tiers(o.hardware)
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > 0.3 and not o.quiet:
-        note(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
-    return machine.tiers_here(o.threads, formats=[weight_format])

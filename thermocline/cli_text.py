@@ -70,6 +70,8 @@ def open_llm(o: config.Generation, progress: Progress, chat_template: str | None
         lazy=True,
         chat_template=chat_template,
         told=None if o.quiet else note,
+        ram=o.ram,
+        disable=o.disable,
     )
 
 

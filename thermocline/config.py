@@ -16,7 +16,15 @@ from typing import Any
 from thermocline.config_offline import EvalOptions, PlanOptions, ProfileOptions, TrainOptions
 from thermocline.config_shared import FORMATS as FORMATS
 from thermocline.config_shared import SPARSITIES as SPARSITIES
-from thermocline.config_shared import json_output, quiet_output, sparsity_mode, thread_count
+from thermocline.config_shared import SWITCHES as SWITCHES
+from thermocline.config_shared import (
+    json_output,
+    memory_limit,
+    quiet_output,
+    sparsity_mode,
+    switched_off,
+    thread_count,
+)
 from thermocline.options import (
     PREFIX,
     Parse,
@@ -31,11 +39,14 @@ from thermocline.options import (
     pair,
     parse_value,
     real,
+    reals,
+    some_of,
     switch,
     variable,
     whole,
 )
 
+CACHE_POLICIES = ("pinned", "lru", "s3fifo", "lfu", "belady")
 BENCH_OUTPUTS = ("md", "csv", "json", "jsonl")
 
 
@@ -63,6 +74,11 @@ def _format(help: str) -> Any:
     return opt(None, one_of(*FORMATS), "|".join(FORMATS), "Model", help, shown="a GGUF's own, else q8_0")
 
 
+def _ram() -> Any:
+    help = "Memory that all of it may take. Of a larger ReLU model, neurons needed least stay on disk."
+    return memory_limit(help, "what is free")
+
+
 def _cache_dir() -> Any:
     shown = "the system's cache directory"
     return opt(None, nonempty, "DIR", "Model", "Where those packs are kept.", shown=shown)
@@ -82,6 +98,8 @@ class Generation:
     )  # fmt: skip
     threads: int = thread_count()
     sparsity: str = sparsity_mode()
+    ram: float | None = _ram()
+    disable: tuple[str, ...] = switched_off()
 
     n_predict: int = opt(
         -1, count_or_all, "N", "Generation", "Tokens to generate at most.",
@@ -268,6 +286,8 @@ class BenchOptions:
         flags="-t", shown="0 = the physical cores this process may use"
     )  # fmt: skip
     sparsity: str = sparsity_mode()
+    ram: float | None = _ram()
+    disable: tuple[str, ...] = switched_off()
 
     n_prompt: tuple[int, ...] = opt(
         (512,), counts(0), "N,...", "Tests", "Prompt tokens, computed together; 0 leaves this test out.",
@@ -295,6 +315,36 @@ class BenchOptions:
         shown="random tokens",
     )
     seed: int = opt(1, whole(0, 2**63 - 1), "N", "Tests", "Seed of the random tokens.", flags="-s")
+
+    trace: str | None = opt(
+        None, nonempty, "FILE", "Neurons on disk",
+        "Instead of tests: generate -n tokens after -d and record which neurons each needs.", shown="none"
+    )  # fmt: skip
+    replay: str | None = opt(
+        None, nonempty, "FILE", "Neurons on disk",
+        "Instead of tests: play a trace through caches; the model does not run.", shown="none"
+    )  # fmt: skip
+    policy: tuple[str, ...] = opt(
+        (), some_of(*CACHE_POLICIES), ",".join(CACHE_POLICIES), "Neurons on disk",
+        "With --replay: who leaves a full cache. pinned: nobody; belady: who is needed last, the optimum.",
+        shown="all"
+    )  # fmt: skip
+    budgets: tuple[float, ...] = opt(
+        (), reals(0, 1e6), "GIB,...", "Neurons on disk", "With --replay: as --ram, several.",
+        shown="places for 10 to 90 % of the neurons"
+    )  # fmt: skip
+    batch: int = opt(
+        1, whole(1, 64), "N", "Neurons on disk", "With --replay: decode N parts of the trace side by side."
+    )  # fmt: skip
+    hardware: str | None = opt(
+        None, nonempty, "FILE|NAME", "Neurons on disk",
+        "With --replay: what `thermocline doctor -o FILE` wrote; it must have a disk.",
+        shown="this machine, measured now"
+    )  # fmt: skip
+    plot: str | None = opt(
+        None, nonempty, "FILE", "Neurons on disk",
+        "With --replay: draw hit rates over the cache's size into a .png, .svg or .pdf.", shown="none"
+    )  # fmt: skip
 
     output_format: str = opt(
         "md", one_of(*BENCH_OUTPUTS), "|".join(BENCH_OUTPUTS), "Output", "How results are printed.",

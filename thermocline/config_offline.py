@@ -6,9 +6,15 @@ Must not know what the options do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from thermocline.config_shared import FORMATS, json_output, quiet_output, sparsity_mode, thread_count
+from thermocline.config_shared import (
+    FORMATS,
+    json_output,
+    memory_limit,
+    quiet_output,
+    sparsity_mode,
+    thread_count,
+)
 from thermocline.options import count_or_all, nonempty, one_of, opt, real, switch, whole
 
 
@@ -40,7 +46,7 @@ class ProfileOptions:
     )  # fmt: skip
     samples: int = opt(
         -1, whole(-1), "N", "Text", "Tokens whose inputs and active neurons are kept for `train`; 0: none.",
-        shown="-1 = 4096, or what fits in 2 GiB"
+        shown="-1 = 16384, or what fits in 2 GiB"
     )  # fmt: skip
 
     plot: str | None = opt(
@@ -129,10 +135,6 @@ class TrainOptions:
     quiet: bool = quiet_output("no remarks")
 
 
-def _gib(help: str, shown: str) -> Any:
-    return opt(None, real(0, 1e6), "GIB", "Budget", help, shown=shown)
-
-
 @dataclass(frozen=True)
 class PlanOptions:
     """Say which neurons go to the GPU, to RAM and to disk, and how fast a token then is."""
@@ -158,8 +160,10 @@ class PlanOptions:
         "Of a shape, with --sparsity predict: its predictors' size, of the model's."
     )  # fmt: skip
 
-    vram: float | None = _gib("Memory of the GPU that may be used.", "all the hardware has")
-    ram: float | None = _gib("Memory that may be used.", "all the hardware has; here, all that is free")
+    vram: float | None = memory_limit("Memory of the GPU that may be used.", "all the hardware has", "Budget")
+    ram: float | None = memory_limit(
+        "Memory that may be used.", "all the hardware has; here, all that is free", "Budget"
+    )
     ctx: int = opt(
         0, whole(0), "N", "Budget", "Context length in tokens, of each sequence of the batch.",
         shown="0 = the model's limit, but at most 4096"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from thermocline.options import one_of, opt, switch, whole
+from thermocline.options import one_of, opt, real, some_of, switch, whole
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 SPARSITIES = ("exact", "predict", "off")
+SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
 
 
 def sparsity_mode() -> Any:
@@ -29,3 +30,15 @@ def json_output() -> Any:
 
 def quiet_output(silenced: str = "no line of figures") -> Any:
     return opt(False, switch, None, "Output", f"No progress bars and {silenced}.", flags="-q")
+
+
+def memory_limit(help: str, shown: str, group: str = "Model") -> Any:
+    return opt(None, real(0, 1e6), "GIB", group, help, shown=shown)
+
+
+def switched_off() -> Any:
+    help = (
+        "To measure the disk tier's parts, work without some of them: bundle (a neuron's rows in one read), "
+        "cache (neurons stay in memory), pipeline (computing while reading)."
+    )
+    return opt((), some_of(*SWITCHES), ",".join(SWITCHES), "Model", help, shown="nothing")

@@ -11,13 +11,16 @@ has it once a token, since like layers lie together.)
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.sizes import LayerSizes, Part, Sizes
-from thermocline.tiers import Tiers
+from thermocline.split import Fetch
+from thermocline.tiers import Disk, Tiers
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
@@ -35,6 +38,8 @@ EXCESS = 1.5
 PREDICT_TOKENS = 4  # more tokens a step run `exact`
 LAUNCHES = 6  # GPU kernels in a half of a layer
 PAGE = 4096
+IN_FLIGHT = 16  # reads, where a disk's reads a second were measured: each then takes that many times theirs
+MISS_US = 6.0  # of a thread, for a record from disk: asking, its checksum, a copy
 
 
 @dataclass(frozen=True)
@@ -120,9 +125,7 @@ class Reads:
 
     @staticmethod
     def of(hotness: F64, work: Work, *, skips: bool, excess: float = EXCESS) -> Reads:
-        """`hotness`: each neuron's probability that a step needs it, hottest first. Of `excess` names for a
-        needed one those too many are spread as uncertainty is, p (1 - p): what is always active is no guess.
-        """
+        """`hotness`: each neuron's probability that a step needs it, hottest first. `excess`: see `named`."""
         n = len(hotness)
         every: F64 = work.routed * np.arange(n + 1, dtype=np.float64)
         if not skips:
@@ -132,11 +135,19 @@ class Reads:
         needed = np.concatenate([[0.0], np.cumsum(hotness)])
         if not work.predicts:
             return Reads(every, needed, MATRIX_SHARE, BUNDLE_SHARE)
-        unsure = hotness * (1 - hotness / work.routed)
-        more = (excess - 1) * float(hotness.sum()) / max(float(unsure.sum()), 1e-30)
-        gates = np.concatenate([[0.0], np.cumsum(np.minimum(work.routed, hotness + more * unsure))])
+        gates = np.concatenate([[0.0], np.cumsum(named(hotness, excess, work.routed))])
         share = NAMED_SHARE + (MATRIX_SHARE - NAMED_SHARE) * float(gates[-1]) / (n * work.routed)
         return Reads(gates, needed, share, BUNDLE_SHARE)
+
+
+def named(hotness: F64, excess: float, routed: float = 1.0) -> F64:
+    """How likely a predictor names each neuron. Of `excess` names for a needed one those too many are spread
+    as uncertainty is, p (1 - p): what is always active is no guess. `routed`: as `Work`'s.
+    """
+    unsure = hotness * (1 - hotness / routed)
+    more = (excess - 1) * float(hotness.sum()) / max(float(unsure.sum()), 1e-30)
+    found: F64 = np.minimum(routed, hotness + more * unsure)
+    return found
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,28 @@ def layer_columns(
     return Columns(a, p, g, d, f, vram, ram, *layer_times(layer, speeds, work, a, p, g, d, f))
 
 
+def attention_us(layer: LayerWork, v: Speeds) -> float:
+    """On the CPU."""
+    kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
+    return float(v.cpu(layer.sizes.attention.read_bytes, layer.sizes.attention.weights)) + kv + CALL_US
+
+
+def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetch]) -> tuple[float, float]:
+    """(CPU, what the disk adds to that) of a layer on the CPU. Its reads run beside its own FFN."""
+    disk = v.tiers.disk
+    assert disk is not None
+    none, no = np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    cpu = float(layer_times(layer, v, work, no, no, none, none, no)[1][0])
+    ffn = cpu - attention_us(layer, v)
+    rows, reads, nbytes = (sum(x) for x in zip(*((f.rows, f.reads, f.bytes) for f in fetched), strict=True))
+    if not reads:  # in order, in long pieces
+        return cpu, max(0.0, nbytes / (disk.read_gbs * 1e3) - ffn)
+    work_us = rows * MISS_US / v.tiers.cpu.threads
+    last = (1 - math.exp(-reads)) * IN_FLIGHT * 1e6 / disk.reads_per_s  # it begins near the end
+    reading = reads * 1e6 / disk.reads_per_s + max(0.0, nbytes - reads * PAGE) / (disk.read_gbs * 1e3)
+    return cpu + work_us, max(0.0, reading - ffn - work_us) + last
+
+
 def layer_times(
     layer: LayerWork, v: Speeds, work: Work, a: Bool, p: Bool, g: I64, d: I64, f: Bool
 ) -> tuple[F64, F64, F64, F64]:
@@ -194,8 +227,7 @@ def layer_times(
     s, gates, bundles = layer.sizes, layer.reads.gates, layer.reads.bundles
     n, has_gpu = s.neurons, v.tiers.gpu is not None
     attention = s.attention
-    kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
-    cpu = np.where(a, 0.0, v.cpu(attention.read_bytes, attention.weights) + kv + CALL_US)
+    cpu = np.where(a, 0.0, attention_us(layer, v))
     predictor = s.predictor if work.predicts else Part()
     cpu += np.where(p, 0.0, v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights))
     rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], on_gpu=False)
@@ -218,6 +250,26 @@ def layer_times(
     gpu += np.where(of_gpu, longest, 0.0)
     cpu += np.where(of_gpu | of_disk, 0.0, longest)
     return gpu, cpu, np.where(of_disk, longest, 0.0), sync
+
+
+def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -> tuple[F64, F64]:
+    """`stored_times` of steps whose bundles, and those from disk, were counted: (time, of it waiting)."""
+    s, disk = layer.sizes, v.tiers.disk
+    assert disk is not None
+    predictor = s.predictor if work.predicts else Part()
+    asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
+    before = attention_us(layer, v) + asked
+    gates = float(layer.reads.gates[-1])
+    ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
+    ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
+    waits = np.minimum(1.0, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
+    waited: F64 = np.maximum(0.0, missed * _read_us(disk, s.record_bytes) - ffn) + waits
+    return before + ffn + missed * (MISS_US / v.tiers.cpu.threads) + waited, waited
+
+
+def _read_us(disk: Disk, stride: int) -> float:
+    """One of many records, each on its own."""
+    return 1e6 / disk.reads_per_s + max(0, stride - PAGE) / (disk.read_gbs * 1e3)
 
 
 def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: bool) -> F64:

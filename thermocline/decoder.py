@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,8 @@ class FFN:
     down_bias: F32 | None
     bundles: bool
     predictor: Any | None = None  # of ops' own, with bundles: guesses which neurons are active
+    disk: Any | None = None  # of ops' own: up and down are places that neurons take turns in
+    gate_disk: Any | None = None  # likewise of gate, with a predictor
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,16 @@ class FFNStats:
     gates_dense: int = 0  # gate rows in all
     predicted: int = 0  # gate rows read: all, or with `predict` those of neurons predicted to be active
     predictor_bytes: int = 0  # read of predictors
+
+
+class DiskCounts(NamedTuple):
+    """What the disk did for neurons that are not all in memory."""
+
+    needed: int = 0  # records that tokens asked for
+    missed: int = 0  # of those, read from disk
+    reads: int = 0
+    bytes: int = 0
+    waited_ns: int = 0  # of all threads, with nothing else to do
 
 
 @functools.lru_cache(maxsize=8)

@@ -5,24 +5,24 @@ Bounded: at most 256 MiB written and about 3 s. Direct I/O where possible, said 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import mmap
 import os
-import random
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thermocline._native import U64
 
 CHUNK = 8 << 20
-BLOCK = 2 << 20  # one huge page: one segment of a disk request; from 4 KiB pages the same disk gives half
+BLOCK = 2 << 20
 PAGE = 4096
 LIMIT = 256 << 20
 SMALLEST = 16 << 20
 WRITE_S, SEQUENTIAL_S, RANDOM_S = 1.2, 0.7, 0.5
-SEQUENTIAL_THREADS, RANDOM_THREADS = 4, 16
+SEQUENTIAL_DEPTH, RANDOM_DEPTH = 4, 64  # more is not faster on the disks measured (bench/reads.py)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Disk:
     path: str
     free_bytes: int | None
     sequential_gbs: float | None = None  # 2 MiB blocks, 4 in flight
-    random_iops: float | None = None  # 4 KiB blocks, 16 in flight; Python's own cost bounds it near 200k
+    random_iops: float | None = None  # 4 KiB blocks, 64 in flight
     direct: bool = False  # False: the page cache helped, so the figures are upper bounds
     why: str | None = None  # why there are no figures, or how to read them
 
@@ -46,67 +46,44 @@ def _fill(fd: int, limit: int, seconds: float) -> int:
     return written
 
 
-def open_cold(path: Path) -> tuple[int, bool]:
-    """Open for reading past the page cache. -> (fd, whether that worked)."""
-    direct = getattr(os, "O_DIRECT", 0)
-    if direct:
-        with contextlib.suppress(OSError):  # tmpfs and some network disks refuse O_DIRECT
-            return os.open(path, os.O_RDONLY | direct), True
-    fd = os.open(path, os.O_RDONLY)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return fd, False
+def _measure(path: Path, offsets: U64, nbytes: int, depth: int, seconds: float) -> tuple[float, bool]:
+    """-> (reads per second of so many bytes, whether they went past the page cache)"""
+    from thermocline import _native
 
-
-def _buffer(nbytes: int) -> mmap.mmap:
-    """Page-aligned, as direct reads need it; of huge pages where there are such."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return mmap.mmap(-1, nbytes)
-    buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        buffer.madvise(mmap.MADV_HUGEPAGE)
-    return buffer
-
-
-def _read(fd: int, offsets: Callable[[], Iterator[int]], nbytes: int, threads: int, seconds: float) -> float:
-    """Blocks per second that `threads` readers get. Each reads into its own buffer."""
-    end = time.monotonic() + seconds
-
-    def reader(mine: Iterator[int]) -> int:
-        done = 0
-        with _buffer(nbytes) as buffer:
-            for offset in mine:
-                if time.monotonic() >= end or os.preadv(fd, [buffer], offset) != nbytes:
-                    break
-                done += 1
-        return done
-
-    from concurrent.futures import (
-        ThreadPoolExecutor,
-    )  # 10 ms (it brings logging) that `run` need not wait for
-
+    reader = _native.Reader(str(path), depth=depth, buffer_bytes=nbytes)
     start = time.monotonic()
-    with ThreadPoolExecutor(threads) as pool:
-        blocks = sum(pool.map(reader, [offsets() for _ in range(threads)]))
-    return blocks / (time.monotonic() - start)
+    n, error = reader.measure(offsets, nbytes, seconds)
+    if error:
+        raise OSError(error, os.strerror(error) if error > 0 else "the file ends early")
+    return n / (time.monotonic() - start), reader.alignment > 1
 
 
-def sequential_gbs(fd: int, size: int) -> float:
-    """GB/s of reading a file of `size` bytes in order, over and over."""
-    blocks = itertools.count()  # shared: next() is one step under the interpreter's lock
+def sequential_gbs(path: Path, nbytes: int) -> tuple[float, bool]:
+    """GB/s of reading a file's first bytes in order, over and over, and whether that was the disk's."""
+    import numpy as np
 
-    def in_order() -> Iterator[int]:
-        return ((n % (size // BLOCK)) * BLOCK for n in blocks)
+    blocks = np.arange(1 << 16, dtype=np.uint64) % np.uint64(nbytes // BLOCK)
+    per_s, direct = _measure(path, blocks * np.uint64(BLOCK), BLOCK, SEQUENTIAL_DEPTH, SEQUENTIAL_S)
+    return per_s * BLOCK / 1e9, direct
 
-    return _read(fd, in_order, BLOCK, SEQUENTIAL_THREADS, SEQUENTIAL_S) * BLOCK / 1e9
+
+def _random_iops(path: Path, nbytes: int) -> float:
+    import numpy as np
+
+    pages = np.random.default_rng().integers(0, nbytes // PAGE, 1 << 20, dtype=np.uint64)
+    return _measure(path, pages * np.uint64(PAGE), PAGE, RANDOM_DEPTH, RANDOM_S)[0]
 
 
-def _random_iops(fd: int, size: int) -> float:
-    def at_random() -> Iterator[int]:
-        dice = random.Random()
-        return (dice.randrange(size // PAGE) * PAGE for _ in itertools.repeat(None))
-
-    return _read(fd, at_random, PAGE, RANDOM_THREADS, RANDOM_S)
+def measure_file(path: Path) -> Disk:
+    """As `measure_disk`, over a large file that is there: nothing is written."""
+    try:
+        size = path.stat().st_size // BLOCK * BLOCK
+        if not size:
+            return Disk(str(path), None, why="too small a file to measure with")
+        sequential, direct = sequential_gbs(path, size)
+        return Disk(str(path), None, sequential, _random_iops(path, size), direct)
+    except OSError as e:
+        return Disk(str(path), None, why=f"not measurable: {e.strerror or e}")
 
 
 def _existing(path: Path) -> Path:
@@ -117,27 +94,27 @@ def measure_disk(directory: Path) -> Disk:
     """Write a temporary file into `directory` (or its nearest existing parent), read it cold, remove it."""
     where = _existing(directory.absolute())
     free: int | None = None
-    if not hasattr(os, "preadv"):
-        return Disk(str(where), free, why="not measurable on this system (no preadv)")
     try:
-        stat = os.statvfs(where)
-        free = stat.f_bavail * stat.f_frsize
+        free = shutil.disk_usage(where).free
         if free < 4 * SMALLEST:
             return Disk(str(where), free, why="too little free space to measure")
         handle, name = tempfile.mkstemp(prefix=".thermocline-disk-", dir=where)
         try:
             with os.fdopen(handle, "wb", buffering=0):
                 size = _fill(handle, min(LIMIT, free // 2), WRITE_S) // BLOCK * BLOCK
+                if hasattr(os, "posix_fadvise"):  # where direct reads are refused
+                    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             if size < SMALLEST:
                 return Disk(
                     str(where), free, why=f"writes too slowly to measure ({size >> 20} MiB in {WRITE_S} s)"
                 )
-            fd, direct = open_cold(Path(name))
-            with os.fdopen(fd, "rb", buffering=0):
-                sequential, random_iops = sequential_gbs(fd, size), _random_iops(fd, size)
+            sequential, direct = sequential_gbs(Path(name), size)
+            random_iops = _random_iops(Path(name), size)
         finally:
             os.unlink(name)
     except OSError as e:
         return Disk(str(where), free, why=f"not measurable: {e.strerror or e}")
+    except ImportError as e:
+        return Disk(str(where), free, why=f"not measurable: {e}")
     why = None if direct else "direct I/O refused here: through the page cache, so an upper bound"
     return Disk(str(where), free, sequential, random_iops, direct, why)

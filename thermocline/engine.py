@@ -5,17 +5,18 @@ Owns requests and scheduling. Must not know files, HTTP or flags; `llm.py` is th
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from thermocline.decoder import F32, Batch, FFNStats, Norm, Weights, bind, for_context, forward
-from thermocline.errors import NumericalError, UsageError
+from thermocline.decoder import F32, Batch, DiskCounts, FFNStats, Norm, Weights, bind, for_context, forward
+from thermocline.errors import BadFile, IOFailure, NumericalError, ThermoclineError, UsageError
 from thermocline.kv import BlockTable, KVCache, bytes_for, room_for
 from thermocline.sampler import Sampler, SamplingParams, TokenLogprobs
 from thermocline.spec import ModelSpec
@@ -43,6 +44,8 @@ class Figures:
         int | None
     )  # weights and KV read from memory per decoded token (a batch shares its weights)
     logits_hash: str  # over the logits of every token: equal hashes, equal runs
+    token_ms_p99: float | None = None  # of the tokens after the first; 1000 / tokens_per_s is their mean
+    disk: DiskCounts | None = None  # while decoding, a batch's shared; None: all neurons are in memory
 
 
 @dataclass(frozen=True)
@@ -116,13 +119,15 @@ class Request:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
-    error: NumericalError | UsageError | None = None  # sampling failed; whoever waits for chunks raises it
+    error: ThermoclineError | None = None  # why it cannot go on; whoever waits for chunks raises it
     submitted_s: float = 0.0
     admitted_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
     decode: FFNStats = field(default_factory=FFNStats)
     decode_bytes: float = 0.0
+    token_s: list[float] = field(default_factory=list)  # of each token after the first
+    disk: DiskCounts | None = None
     digest: int = 0
 
     @property
@@ -158,6 +163,8 @@ class Request:
             predicted_fraction=_ratio(d.predicted, d.gates_dense) if decoded else None,
             bytes_per_token=round(self.decode_bytes / decoded) if decoded else None,
             logits_hash=f"{self.digest:08x}",
+            token_ms_p99=1e3 * percentile(self.token_s, 0.99) if self.token_s else None,
+            disk=self.disk if decoded else None,
         )
 
 
@@ -209,6 +216,11 @@ def _detokenizer(tokenizer: Tokenizer | None, ids: list[int]) -> Detokenizer | N
     return Detokenizer(tokenizer, continuing=any(not tokenizer.is_special(i) for i in ids))
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of all are not above."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
 def _ratio(part: float | None, whole: float) -> float | None:
     return None if part is None or whole <= 0 else part / whole
 
@@ -236,7 +248,7 @@ class Traffic:
 
     @staticmethod
     def of(spec: ModelSpec, weights: Weights) -> Traffic:
-        gates = 0
+        gates = 0.0
         fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
         for layer in weights.layers:
             fixed += _norm_bytes(layer.attn_norm) + _norm_bytes(layer.ffn_norm)
@@ -244,12 +256,12 @@ class Traffic:
             fixed += _nbytes(layer.router)
             for f in layer.experts:
                 fixed += _nbytes(f.down_bias)
-                gates += _nbytes(f.gate.weight, f.gate.bias)
+                gates += _nbytes(f.gate.weight) / f.gate.weight.shape[0]
+                gates += _nbytes(f.gate.bias) / spec.ffn_dim
         ffn = weights.layers[0].ffn
-        row = _nbytes(ffn.up, ffn.down) / (spec.ffn_dim * (2 if ffn.up is not None else 1))
-        return Traffic(
-            fixed, gates / (spec.n_layers * spec.n_experts * spec.ffn_dim), row, bytes_for(spec, 1)
-        )
+        places = ffn.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk neurons take turns in them
+        row = _nbytes(ffn.up, ffn.down) / (places * (2 if ffn.up is not None else 1))
+        return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row, bytes_for(spec, 1))
 
 
 def _nbytes(*arrays: Any) -> int:
@@ -281,8 +293,12 @@ class Engine:
         sparsity: str = "exact",
         prefill_chunk: int = PREFILL_CHUNK,
         kv_tokens: int | None = None,
+        disk: Callable[[], DiskCounts] | None = None,
     ) -> None:
-        """`kv_tokens`: positions the cache holds for all requests; default: `max_batch` full contexts."""
+        """`kv_tokens`: positions the cache holds for all requests; default: `max_batch` full contexts.
+
+        `disk`: what it did so far, where not all neurons are in memory.
+        """
         kv_tokens = context * max_batch if kv_tokens is None else kv_tokens
         assert kv_tokens >= context, "one request must always fit"
         self.spec, self.ops = spec, ops
@@ -293,6 +309,7 @@ class Engine:
         room = room_for(spec, kv_tokens, context, prefill_chunk)
         self.kv = KVCache(spec, *room, chunk=prefill_chunk)
         self.traffic = Traffic.of(spec, weights)
+        self._disk = disk
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -316,12 +333,31 @@ class Engine:
             spans = schedule()
             if not spans:
                 continue
-            logits, stats = self._forward(spans)
-            self._account(spans, stats)
-            ready = [s.request for s in spans if s.stop == len(s.request.ids)]
-            for request, row in zip(ready, logits, strict=True):
-                self._emit(request, row)
+            try:
+                self._run(spans)
+            except (BadFile, IOFailure) as error:  # of the disk; those whose neurons it has go on
+                for span in spans:
+                    self._run_alone(span, error if len(spans) == 1 else None)
         return bool(self.waiting or self.running)
+
+    def _run(self, spans: list[Span]) -> None:
+        before = self._disk() if self._disk is not None else None
+        logits, stats = self._forward(spans)
+        self._account(spans, stats, before)
+        ready = [s.request for s in spans if s.stop == len(s.request.ids)]
+        for request, row in zip(ready, logits, strict=True):
+            self._emit(request, row)
+
+    def _run_alone(self, span: Span, error: ThermoclineError | None) -> None:
+        """A step that failed, for one of its requests; `error`: it has been tried."""
+        try:
+            if error is None:
+                self._run([span])
+                return
+        except (BadFile, IOFailure) as e:
+            error = e
+        span.request.error = error
+        self._finish(span.request, "cancelled")
 
     def cancel(self, request: Request) -> None:
         """Stop a request wherever it is and free what it holds. Nothing happens to one that has finished."""
@@ -398,9 +434,10 @@ class Engine:
             window_table=tables[-1],
         )
 
-    def _account(self, spans: list[Span], stats: FFNStats) -> None:
+    def _account(self, spans: list[Span], stats: FFNStats, before: DiskCounts | None) -> None:
         """Each answer carries its share of the step: the same neurons served them all."""
         t = self.traffic
+        disk = self._disk() if self._disk is not None else None
         weights = t.fixed_bytes + stats.predicted * t.gate_bytes + stats.rows * t.row_bytes
         weights += stats.predictor_bytes
         for s in spans:
@@ -414,6 +451,10 @@ class Engine:
             d.gates_dense += stats.gates_dense
             d.predicted += stats.predicted
             d.predictor_bytes += stats.predictor_bytes
+            if before is not None and disk is not None:
+                known = s.request.disk or DiskCounts()
+                shares = ((b - a) // len(spans) for a, b in zip(before, disk, strict=True))
+                s.request.disk = DiskCounts(*(k + n for k, n in zip(known, shares, strict=True)))
             near = min(s.stop, self.spec.sliding_window or s.stop)
             read = s.stop + self.spec.windowed * (near - s.stop)
             s.request.decode_bytes += weights / len(spans) + read * self.traffic.position_bytes
@@ -428,9 +469,12 @@ class Engine:
             self._finish(request, "cancelled")
             return
         request.digest = zlib.crc32(logits.data, request.digest)  # 0.02 ms for 32000; blake2b takes 0.1
-        request.last_s = time.perf_counter()
+        now = time.perf_counter()
         if len(request.ids) == request.n_prompt:
-            request.first_s = request.last_s
+            request.first_s = now
+        else:
+            request.token_s.append(now - request.last_s)
+        request.last_s = now
         request.ids.append(token)
         logprobs = None
         if request.params.logprobs is not None:

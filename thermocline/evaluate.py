@@ -23,7 +23,7 @@ from thermocline.decoder import F32, FEW, I32, Batch, FFNStats, Model, forward
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.kv import BLOCK as KV_BLOCK
 from thermocline.kv import KVCache, blocks_for, bytes_for
-from thermocline.llm import GIB, runtime_bytes, scratch_bytes
+from thermocline.memory import GIB, runtime_bytes, scratch_bytes
 from thermocline.sampler import check_finite
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Tokenizer

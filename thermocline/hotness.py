@@ -6,15 +6,16 @@ Owns where the numbers come from. Must not know tiers or costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.pack import Pack
-from thermocline.planted import HOTTEST, activities
+from thermocline.planted import ACTIVE, HOTTEST, activities
+from thermocline.profile import Profile, open_profile
 from thermocline.safetensors import open_regular, read_at
+from thermocline.spec import ModelSpec
 
 F64 = NDArray[np.float64]
 
@@ -27,17 +28,32 @@ class Hotness:
     measured: bool
     at: Callable[[int, int], F64]
     key: Callable[[int], int] = int  # equal for layers known to be alike
+    ordered: bool = True  # do neurons lie in that order?
     excess: float | None = None  # gate rows that predictors name for an active neuron; None: not measured
 
 
-class Profile(Protocol):
-    """What `profile.open_profile` gives."""
+@dataclass(frozen=True)
+class Curve:
+    """The assumed activity of a model without a profile (planted.py has the words)."""
 
-    @property
-    def buckets(self) -> tuple[int, ...]: ...
-    @property
-    def tokens(self) -> int: ...
-    def hotness(self, layer: int, batch: int = 1) -> F64: ...
+    active: float | None = None
+    skew: float = 0.26
+
+    def hotness(self, spec: ModelSpec) -> Hotness:
+        active = ACTIVE if self.active is None else self.active
+        chosen = spec.n_experts_active / spec.n_experts
+        return assumed(spec.n_layers, spec.n_experts * spec.ffn_dim, active, self.skew, chosen)
+
+
+def of_pack(pack: Pack, curve: Curve, excess: float | None = None) -> Hotness:
+    """Its profile's; else its authors' counts; else, or where `curve` says how many are active, that."""
+    spec = pack.spec
+    profile = open_profile(pack) if spec.sparse else None
+    if profile is not None and curve.active is None:
+        return replace(profiled(profile), excess=excess)
+    found = counted(pack) if spec.sparse and curve.active is None else None
+    found = found or curve.hotness(spec)
+    return replace(found, ordered=profile is not None, excess=excess)
 
 
 def profiled(profile: Profile) -> Hotness:
@@ -45,9 +61,17 @@ def profiled(profile: Profile) -> Hotness:
 
     def at(layer: int, batch: int) -> F64:
         bucket = min((b for b in profile.buckets if b >= batch), default=max(profile.buckets))
-        return hottest_first(profile.hotness(layer, bucket))
+        p = profile.hotness(layer, bucket)
+        return hottest_first(np.where(p > 0, p, _unseen(profile, layer)))
 
     return Hotness(f"profile of {profile.tokens:,} tokens", True, at)
+
+
+def _unseen(profile: Profile, layer: int) -> float:
+    """Of neurons that were never active: together, what those have that were so once (Good and Turing)."""
+    counts = profile.counts[layer][0]
+    never = int(np.count_nonzero(counts == 0))
+    return int(np.count_nonzero(counts == 1)) / profile.tokens / never if never else 0.0
 
 
 def independent(

@@ -6,7 +6,6 @@ engine.
 
 from __future__ import annotations
 
-import bisect
 import os
 import threading
 import time
@@ -17,29 +16,21 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, overload
 
-from thermocline import hardware, weights
+from thermocline import hardware, store, weights
 from thermocline.chat_template import ChatTemplate, Message
-from thermocline.config import SPARSITIES, default_cache_dir
-from thermocline.engine import PREFILL_CHUNK, Chunk, Completion, Engine, Request, request_for
-from thermocline.errors import OutOfBudget, UsageError
+from thermocline.config import SPARSITIES, SWITCHES, default_cache_dir
+from thermocline.engine import Chunk, Completion, Engine, Request, request_for
+from thermocline.errors import UsageError
 from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
-from thermocline.kv import reserved_bytes
+from thermocline.memory import GIB
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors, open_predictors
 from thermocline.sampler import SamplingParams
-from thermocline.spec import ModelSpec
+from thermocline.store import Store
 from thermocline.tokenizer import Tokenizer
 
-GIB = 2**30
 Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
-CONTEXT = 4096  # default context where the model can do more: keys and values are reserved before it starts
-KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
-RUNTIME_BYTES = 48 << 20  # 41 to 44 MB measured with a tokenizer of 256 tokens
-TOKEN_BYTES = 1024
-# csrc/model_ops.cpp: tokens in an FFN pass, neurons in a partial sum, tokens that get one each, tile columns.
-NATIVE_TOKENS, NATIVE_CHUNK, NATIVE_FEW, NATIVE_COLUMNS = 256, 256, 4, 128
-NATIVE_FLOATS, NATIVE_SPAN, NATIVE_QUERIES = 2048, 512, 16
 BUNDLED = Path(__file__).with_name("bundled")
 
 
@@ -95,7 +86,10 @@ class LLM:
     progress   called with ("downloading", "packing" or "loading", bytes done, bytes in all)
     lazy       read the weights at the first request that can be answered: a bad one is refused at once
     chat_template  Jinja, in place of the model's own
-    told       called with one line where packing a GGUF converted weights: what it cost
+    told       called with a line for a person: what packing a GGUF cost, or that neurons come from disk
+    ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
+               are larger, those of the neurons that are needed least stay on disk
+    disable    of "bundle", "cache" and "pipeline": what the disk tier is to do without, to measure its parts
 
     Safe to use from several threads.
     """
@@ -114,13 +108,18 @@ class LLM:
         lazy: bool = False,
         chat_template: str | None = None,
         told: Callable[[str], None] | None = None,
+        ram: float | None = None,
+        disable: Sequence[str] = (),
     ) -> None:
         _check_choice("sparsity", sparsity, SPARSITIES)
+        for part in disable:
+            _check_choice("disable", part, SWITCHES)
         _check_count("threads", threads)
         _check_count("context", context)
         _check_count("max_batch", max_batch)
         begin = time.perf_counter()
         self._progress = progress or (lambda what, done, total: None)
+        self._told = told or (lambda line: None)
         self._template_source = chat_template
         cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
         packing = partial(self._progress, "packing")
@@ -131,18 +130,24 @@ class LLM:
         self.path, self.spec = self._pack.path, self._pack.spec
         self.sparsity, self.weight_format = sparsity, self._pack.weight_format
         self._predictors = predictors_for(self._pack, sparsity)
-        self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
-        self.context = context_for(self.spec, context)
         self.threads = hardware.default_threads() if threads is None else threads
-        self._max_batch = max_batch
-        self._kv_tokens = fit(
-            self.spec,
-            weights_bytes=self.weights_bytes,
-            available_bytes=hardware.available_bytes(),
-            context=self.context,
+        self._max_batch, self._disable = max_batch, tuple(disable)
+        self.budget, limit = budget_for(ram)
+        self._room = store.room_for(
+            self._pack,
+            self._predictors,
+            sparsity=sparsity,
+            context=context,
             max_batch=max_batch,
             threads=self.threads,
+            budget=self.budget,
+            limit=limit,
         )
+        store.check_switches(self._room, self._disable)
+        self.context, self.arrangement = self._room.context, self._room.arrangement
+        self.memory_bytes = self._room.bytes  # all that this process takes at most
+        self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
+        self.store: Store | None = None  # once loaded, where neurons come from disk
         self.tokenizer = Tokenizer(self.path, self.spec)
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()
@@ -250,9 +255,14 @@ class LLM:
 
     def _load(self) -> Engine:
         begin = time.perf_counter()
-        progress = partial(self._progress, "loading")
-        loaded = weights.load(
-            self._pack, threads=self.threads, predictors=self._predictors, progress=progress
+        loaded, self.store = store.open_weights(
+            self._pack,
+            self._room,
+            threads=self.threads,
+            predictors=self._predictors,
+            disable=self._disable,
+            progress=self._progress,
+            told=self._told,
         )
         engine = Engine(
             self.spec,
@@ -262,7 +272,8 @@ class LLM:
             tokenizer=self.tokenizer,
             max_batch=self._max_batch,
             sparsity=self.sparsity,
-            kv_tokens=self._kv_tokens,
+            kv_tokens=self._room.kv_tokens,
+            disk=None if self.store is None else self.store.counts,
         )
         self.load_s += time.perf_counter() - begin
         return engine
@@ -306,6 +317,17 @@ def _check_count(name: str, value: int | None) -> None:
         raise UsageError(f"{name} is {value}; it must be at least 1")
 
 
+def budget_for(ram: float | None) -> tuple[int | None, str]:
+    """(bytes that may be taken, None: nobody knows; whether they are what is "free" or what is "allowed")."""
+    free = hardware.available_bytes()
+    allowed = None if ram is None else int(ram * GIB)
+    return (
+        min((n, why) for n, why in ((free, "free"), (allowed, "allowed")) if n is not None)
+        if (free is not None or allowed is not None)
+        else (None, "free")
+    )
+
+
 def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
     """What `sparsity` needs beside the weights; UsageError where the pack does not have it."""
     if sparsity != "predict":
@@ -319,81 +341,3 @@ def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
     if found is None:
         raise UsageError(f"{pack.path} has no predictors; make them with `thermocline train {pack.path}`")
     return found
-
-
-def context_for(spec: ModelSpec, asked: int | None) -> int:
-    if asked is not None and asked > spec.max_context:
-        raise UsageError(
-            f"a context of {asked} tokens was asked for; the model's limit is {spec.max_context}"
-        )
-    return min(spec.max_context, CONTEXT) if asked is None else asked
-
-
-def scratch_bytes(
-    spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int = PREFILL_CHUNK
-) -> int:
-    """What a step allocates besides keys and values, at most: decoder.py's arrays, csrc/model_ops.cpp's."""
-    tokens, dim, heads = max(prefill_chunk, max_batch), spec.dim, spec.n_heads * spec.head_dim
-    ffn, group, threads4 = spec.ffn_dim, spec.n_heads // spec.n_kv_heads, 4 * threads
-    arrays = tokens * (3 * dim + spec.qkv_rows + heads)  # x, twice in between, and its norm; q k v, attention
-    # Inputs of a matrix, at most as f32; of the FFN, what is between its matrices, likewise as its input.
-    inputs = tokens * (max(dim, heads) + 64) + NATIVE_TOKENS * 3 * (ffn + 512)
-    panels = threads * (32 * max(NATIVE_FLOATS, (max(dim, heads, ffn) + 512) * 9 // 32) + 32 * tokens)
-    partial = -(-ffn // NATIVE_CHUNK) * NATIVE_FEW * dim + 2 * ffn  # and neuron ids and counts
-    tiles = threads * (2 * NATIVE_TOKENS * NATIVE_COLUMNS + 16 * NATIVE_COLUMNS + dim // 8 + 4)
-    # A predictor's input, its code (at most as wide), its marks.
-    guess = NATIVE_FEW * 3 * (dim + 512) + ffn // 4
-    queries = max(group, NATIVE_QUERIES) * (spec.head_dim + 2)  # of one head: sums of a span of positions
-    scores = threads * (4 * NATIVE_SPAN + NATIVE_QUERIES * (spec.head_dim + 2) + spec.head_dim)
-    spans = threads4 * (-(-context // NATIVE_SPAN)) * queries
-    # Of a mixture: its input, normed and gathered, an expert's answers, their sum.
-    routed = NATIVE_TOKENS * (4 * dim + 2 * spec.n_experts + 2) if spec.n_experts > 1 else 0
-    logits = (max_batch + 10) * spec.vocab_size  # and the sampler's sort of one request's, in f64 and i64
-    return 4 * (arrays + inputs + panels + partial + tiles + guess + routed + scores + spans + logits)
-
-
-def runtime_bytes(spec: ModelSpec) -> int:
-    """Python, numpy, the native core; then the tokenizer, 0.7 to 0.8 KB for a token of the vocabulary."""
-    return RUNTIME_BYTES + TOKEN_BYTES * spec.vocab_size
-
-
-def fit(
-    spec: ModelSpec,
-    *,
-    weights_bytes: int,
-    available_bytes: int | None,
-    context: int,
-    max_batch: int,
-    threads: int,
-    at_least: int | None = None,
-) -> int:
-    """Positions for the KV cache: as many full contexts as are cheap, at least one; else OutOfBudget.
-
-    `at_least`: fewer than that many positions will not do; None: `context`.
-    """
-    at_least = context if at_least is None else at_least
-
-    def cache(tokens: int, context: int = context) -> int:
-        return reserved_bytes(spec, tokens, context, PREFILL_CHUNK)
-
-    def others(context: int) -> int:
-        scratch = scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads)
-        return weights_bytes + scratch + runtime_bytes(spec)
-
-    def least(shorter: int) -> int:  # what a session of such a context needs
-        return others(shorter) + cache(-(-at_least * shorter // context), shorter)
-
-    cheap = bisect.bisect_right(range(context * max_batch + 1), KV_POOL_BYTES, key=cache) - 1
-    pool = max(at_least, cheap)
-    if available_bytes is None or others(context) + cache(pool) <= available_bytes:
-        return pool
-    if least(context) <= available_bytes:
-        return at_least
-    tokens = bisect.bisect_right(range(1, context), available_bytes, key=least)
-    change = f"a context of at most {tokens}" if tokens > 0 else "a smaller weight format (q4_0) or model"
-    raise OutOfBudget(
-        f"the model needs {least(context) / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
-        f"{cache(at_least) / GIB:.2f} keys and values at context {context}, "
-        f"{(others(context) - weights_bytes) / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is free; "
-        f"use {change}"
-    )

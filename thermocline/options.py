@@ -71,6 +71,16 @@ def one_of(*names: str) -> Parse:
     return parse
 
 
+def some_of(*names: str) -> Parse:
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(text.split(",")))
+        if not set(found) <= set(names):
+            raise ValueError(f"must be some of {', '.join(names)}, with commas")
+        return found
+
+    return parse
+
+
 def counts(low: int, high: int = MAX_INT) -> Parse:
     """llama-bench's lists: `64,512`, ranges `1-4`, `0-1024+256`, `64-512*2`."""
 
@@ -91,6 +101,15 @@ def counts(low: int, high: int = MAX_INT) -> Parse:
         if min(found) < low or max(found) > high:
             raise ValueError(f"must be from {low} to {high}" if high < MAX_INT else f"must be at least {low}")
         return tuple(found)
+
+    return parse
+
+
+def reals(low: float, high: float = math.inf) -> Parse:
+    one = real(low, high)
+
+    def parse(text: str) -> tuple[float, ...]:
+        return tuple(one(part) for part in text.split(","))
 
     return parse
 

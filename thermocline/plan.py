@@ -7,7 +7,7 @@ must not know files or flags. Costs are `cost.py`'s, the choice `placement.py`'s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from thermocline import cost
 from thermocline.cost import Columns, LayerWork, Speeds, Work
 from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
-from thermocline.llm import GIB
+from thermocline.memory import GIB
 from thermocline.placement import Budget, Choice, Group, fits, group, solve, totals
 from thermocline.problem import Ask, Problem
 from thermocline.sizes import Sizes
@@ -39,7 +39,7 @@ class Layer:
     gpu: int
     ram: int
     disk: int  # bundles; gate rows of these stay in RAM
-    disk_gates: int  # of those, whose gate rows are on disk too: all or none
+    disk_gates: int  # of neurons whose gate rows are on disk too
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,22 @@ class Placed:
     disk: bool
 
 
-def plan(spec: ModelSpec, sizes: Sizes, hotness: Hotness, tiers: Tiers, ask: Ask) -> Plan:
-    """Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures."""
+def plan(
+    spec: ModelSpec,
+    sizes: Sizes,
+    hotness: Hotness,
+    tiers: Tiers,
+    ask: Ask,
+    stored: Callable[[Problem], Plan] | None = None,
+) -> Plan:
+    """Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.
+
+    `stored`: the plan of a model that is in memory in part, on a machine without a GPU.
+    """
     problem = Problem(spec, sizes, hotness, tiers, ask)
     tiers.kernel(sizes.format)
+    if stored is not None and tiers.disk is not None and not problem.vram and not _fits(problem, disk=False):
+        return stored(problem)
     placed = _best(problem)
     if placed is None:
         raise OutOfBudget(refusal(problem))
@@ -209,7 +221,7 @@ def described(p: Problem, x: Placed) -> Plan:
         budget=budget,
         predicted=tuple(depths),
         buckets=tuple(predict(p, x, p.work(batch=b)) for b in BUCKETS),
-        hot={b: tuple(_hot(p, b)) for b in BUCKETS},
+        hot={b: tuple(hot_neurons(p, b)) for b in BUCKETS},
         share=_gpu_share(p, x),
         objective_us=x.choice.value,
         greedy_us=x.choice.greedy,
@@ -273,7 +285,7 @@ def predict(p: Problem, x: Placed, work: Work) -> Prediction:
     return Prediction(work.depth, work.batch, work.batch * 1e6 / float(total.sum()), *total.tolist())
 
 
-def _hot(p: Problem, batch: int) -> Iterator[int]:
+def hot_neurons(p: Problem, batch: int) -> Iterator[int]:
     """Of each layer, the neurons that cost less to compute than to ask for: 0 where nothing is asked."""
     work = p.work(batch=batch)
     for i, s in enumerate(p.sizes.layers):
@@ -366,21 +378,27 @@ def _up(nbytes: int) -> str:
 
 def _largest_context(p: Problem) -> int:
     """The longest shorter context with which it fits, in steps of 32 tokens; 0: none."""
-    low, high = 0, p.ask.context // 32
+    low, high, disk = 0, p.ask.context // 32, p.tiers.disk is not None
     while high - low > 1:
         middle = (low + high) // 2
         shorter = replace(p, ask=replace(p.ask, context=32 * middle))
-        low, high = (middle, high) if _fits(shorter) else (low, middle)
+        low, high = (middle, high) if _fits(shorter, disk) else (low, middle)
     return 32 * low
 
 
-def _fits(p: Problem) -> bool:
-    disk = p.tiers.disk is not None
+def _fits(p: Problem, disk: bool) -> bool:
     return fits(_groups(p, disk=disk)[0], p.room(disk=disk))
 
 
-def alternative(spec: ModelSpec, sizes: Sizes, hotness: Hotness, tiers: Tiers, ask: Ask) -> Plan:
+def alternative(
+    spec: ModelSpec,
+    sizes: Sizes,
+    hotness: Hotness,
+    tiers: Tiers,
+    ask: Ask,
+    stored: Callable[[Problem], Plan] | None = None,
+) -> Plan:
     """The same with `MORE` of both memories."""
     p = Problem(spec, sizes, hotness, tiers, ask)
     more = replace(ask, vram_bytes=int(p.vram * MORE), ram_bytes=int(p.ram * MORE))
-    return plan(spec, sizes, hotness, tiers, more)
+    return plan(spec, sizes, hotness, tiers, more, stored)

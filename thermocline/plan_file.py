@@ -12,15 +12,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from thermocline import synth, weights
+from thermocline import hotness, synth, weights
+from thermocline.arrange import Contents
 from thermocline.errors import IOFailure, UsageError
-from thermocline.hotness import Hotness, assumed, counted, profiled
-from thermocline.layout import expected_tensors
+from thermocline.hotness import Curve as Curve
+from thermocline.hotness import Hotness
+from thermocline.layout import expected_tensors, place
 from thermocline.pack import Pack
 from thermocline.plan import Plan
-from thermocline.predictor import open_predictors
+from thermocline.predictor import named_for_active, open_predictors
 from thermocline.problem import Ask
-from thermocline.profile import PROFILE, open_profile
+from thermocline.profile import PROFILE
 from thermocline.safetensors import Json
 from thermocline.sidecar import stamp
 from thermocline.sizes import Sizes, sizes_of
@@ -39,14 +41,7 @@ class Subject:
     sizes: Sizes
     hotness: Hotness
     made_from: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The assumed activity of a model without a profile (synth.py has the words)."""
-
-    active: float | None
-    skew: float
+    contents: Contents
 
 
 def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
@@ -68,49 +63,32 @@ def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
     sizes = dataclasses.replace(
         sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + max(0, more))
     )
-    hotness = dataclasses.replace(_hotness(pack, curve), excess=excess)
-    made_from = {"pack": stamp(path)}
+    heat, made_from = hotness.of_pack(pack, curve, excess), {"pack": stamp(path)}
     if (path / PROFILE).exists():
         made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
-    return Subject(str(path), pack.spec, sizes, hotness, made_from)
+    nbytes = 0 if predictors is None else predictors.nbytes
+    contents = Contents(pack.spec, pack.tensors, nbytes, sparsity, heat)
+    return Subject(str(path), pack.spec, sizes, heat, made_from, contents)
 
 
-def named_for_active(report: Json) -> float | None:
-    """Of a predictors file: gate rows read for an active neuron, as measured when they were made."""
-    predicted, active = report.get("predicted_fraction"), report.get("active_fraction")
-    if not (isinstance(predicted, float) and isinstance(active, float) and 0 < active <= predicted <= 1):
-        return None
-    return predicted / active
-
-
-def _hotness(pack: Pack, curve: Curve) -> Hotness:
-    profile = open_profile(pack) if pack.spec.sparse else None
-    if profile is not None and curve.active is None:
-        return profiled(profile)
-    found = counted(pack) if pack.spec.sparse and curve.active is None else None
-    return found or _assumed(pack.spec, curve)
-
-
-def _assumed(spec: ModelSpec, curve: Curve) -> Hotness:
-    active = synth.ACTIVE if curve.active is None else curve.active
-    chosen = spec.n_experts_active / spec.n_experts
-    return assumed(spec.n_layers, spec.n_experts * spec.ffn_dim, active, curve.skew, chosen)
-
-
-def of_shape(shape: str, weight_format: str, predictor_share: float, curve: Curve) -> Subject:
-    """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's; 0: none."""
+def of_shape(shape: str, weight_format: str, sparsity: str, predictor_share: float, curve: Curve) -> Subject:
+    """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's."""
     name, spec, mapping = synth.read_shape(shape)
     if curve.active is not None and not spec.sparse:
         spec = dataclasses.replace(spec, activation="relu")
     expected = expected_tensors(spec, weight_format)
     held = {n: t for n, t in expected.items() if not t.optional or n in mapping.tensors}
     sizes = sizes_of(spec, held, weight_format)
-    if predictor_share and spec.sparse:
+    nbytes = 0
+    if predictor_share and spec.sparse and sparsity == "predict":
         numbers = predictor_share * sum(t.parameters for t in held.values() if not t.vector)
         each = round(numbers / spec.n_layers) * 34 // 32  # int8, a scale for each 32
+        nbytes = each * spec.n_layers
         sizes = sizes.with_predictors([each] * spec.n_layers)
     digest = hashlib.sha256(repr((spec, sorted(held))).encode()).hexdigest()
-    return Subject(f"{name} {weight_format}", spec, sizes, _assumed(spec, curve), {"shape": digest})
+    heat = curve.hotness(spec)
+    contents = Contents(spec, place(held)[0], nbytes, sparsity, heat)
+    return Subject(f"{name} {weight_format}", spec, sizes, heat, {"shape": digest}, contents)
 
 
 # ---- out

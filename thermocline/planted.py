@@ -28,6 +28,7 @@ I64 = NDArray[np.int64]
 BLOCK = 32  # columns of a quantisation block: what is planted in a row begins and ends with one
 LOGIT_SD = 2.5  # as trained models have: the likeliest of 32000 tokens is then about 4 deviations out
 HOT_SHARE = 0.8  # `skew` is the fraction of neurons that makes this share of all activations
+ACTIVE = 0.1  # of a ReLU model's neurons, unless said otherwise: what PowerInfer found in a block, on average
 HOTTEST = 0.98  # no neuron is active more often
 # A planted gate's variance: what all gates of a layer share, which makes some tokens livelier than others
 # (without it the active fraction varies by 8 %); what no predictor explains; the rest is in `rank` columns.

@@ -6,7 +6,6 @@ know how they are found; `weights.py` gives them to the native core.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline import _native, manifest, quant, sidecar
-from thermocline.errors import BadFile, IOFailure
+from thermocline.errors import BadFile
 from thermocline.pack import Pack, read_tensor
 from thermocline.quant import F32, U8
 from thermocline.safetensors import Json, quoted
@@ -212,17 +211,9 @@ def write_predictors(pack: Pack, layers: Sequence[LayerPredictor | None], report
         about.append({"kind": p.kind, "rank": p.rank, "hot": p.hot, "crc32c": _crc(p)})
         for name, part in _parts(p):
             tensors[f"layers.{i}.{name}"] = part
-    path = pack.path / FILE
     layout = {name: (a.dtype, a.shape) for name, a in tensors.items()}
     facts: Json = {"layers": about, "report": report}
-    tmp = path.with_name(f"{FILE}.tmp-{os.getpid()}")
-    try:
-        sidecar.write(tmp, KIND, sidecar.stamp(pack.path), facts, layout, tensors.values())
-        os.replace(tmp, path)
-    except OSError as e:
-        raise IOFailure(f"{path}: cannot write: {e.strerror}") from None
-    finally:
-        tmp.unlink(missing_ok=True)
+    sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), facts, layout, tensors.values())
 
 
 def _parts(p: StoredPredictor) -> list[tuple[str, NDArray[Any]]]:
@@ -260,6 +251,14 @@ def open_predictors(pack: Pack) -> Predictors | None:
     except BaseException:
         found.close()
         raise
+
+
+def named_for_active(report: Json) -> float | None:
+    """Of a predictors file: gate rows read for an active neuron, as measured when they were made."""
+    predicted, active = report.get("predicted_fraction"), report.get("active_fraction")
+    if not (isinstance(predicted, float) and isinstance(active, float) and 0 < active <= predicted <= 1):
+        return None
+    return predicted / active
 
 
 def _names(about: Json) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What is to be planned: a model on a machine for a purpose, and the bytes that no placement changes.
 
-The memory arithmetic is `llm.py`'s and `kv.py`'s. Must not know how anything is placed.
+The memory arithmetic is `memory.py`'s and `kv.py`'s. Must not know how anything is placed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from thermocline.cost import EXCESS, LayerWork, Reads, Speeds, Work
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.hotness import Hotness
 from thermocline.kv import BLOCK, bytes_for, room_for
-from thermocline.llm import runtime_bytes, scratch_bytes
+from thermocline.memory import runtime_bytes, scratch_bytes
 from thermocline.placement import Budget
 from thermocline.sizes import Sizes
 from thermocline.spec import ModelSpec

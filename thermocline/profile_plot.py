@@ -6,6 +6,7 @@ The only user of matplotlib (extra `[plot]`), imported when it is asked for.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,30 @@ def draw(profile: Profile, path: Path, name: str) -> None:
     )
     _draw_curve(curve, profile)
     _draw_heat(figure, heat, profile)
+    _save(figure, path)
+
+
+def draw_replay(rows: Sequence[dict[str, Any]], path: Path, name: str, source: str) -> None:
+    """Hit rates over the cache's size, a line a policy."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 5.2), dpi=DPI, layout="constrained")
+    axes = figure.subplots()
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        own = sorted((row["places"], row["hit_rate"]) for row in rows if row["policy"] == policy)
+        axes.plot(*zip(*own, strict=True), marker="o", markersize=3, linewidth=1.4, label=policy)
+    axes.set(
+        title=f"{name}: {source}", xlabel="share of neurons in memory", ylabel="found there", ylim=(0, 1)
+    )
+    axes.xaxis.set_major_formatter(_percent)
+    axes.yaxis.set_major_formatter(_percent)
+    axes.grid(color=QUIET, alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path)
     except OSError as e:
@@ -77,7 +102,7 @@ def _draw_curve(axes: Any, profile: Profile) -> None:
     axes.legend(loc="lower right", frameon=False)
 
 
-def _percent(value: float, _: int) -> str:
+def _percent(value: float, _: float) -> str:
     return f"{value:.0%}"
 
 

@@ -20,7 +20,7 @@ from thermocline import _native, hardware, sidecar, weights
 from thermocline.activity import STEP, Worker, count_passages, down_norms
 from thermocline.corpus import Corpus
 from thermocline.errors import IOFailure, Unsupported
-from thermocline.llm import fit, scratch_bytes
+from thermocline.memory import fit, scratch_bytes
 from thermocline.pack import Pack
 from thermocline.profile import (
     BUCKETS,
@@ -38,7 +38,7 @@ from thermocline.unfinished import Unfinished
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 
-SAMPLE_COUNT, SAMPLES_BYTES = 4096, 2 << 30  # by default: so many, or as many as take this much
+SAMPLE_COUNT, SAMPLES_BYTES = 16384, 2 << 30  # by default: so many, or as many as take this much
 ASSUMED_ACTIVE = 0.25  # of neurons, before anything is known
 SAVE_S, SAVE_BYTES = 30.0, 64 << 20  # what a kill may cost; what is held in memory
 STALE = ("predictors.safetensors",)  # of the old order

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thermocline.engine import Completion
+    from thermocline.engine import Completion, Figures
     from thermocline.hardware import Hardware
     from thermocline.llm import LLM
     from thermocline.shelf import Item
@@ -94,11 +94,30 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "peak_rss_bytes": peak_rss_bytes,
         "huge_page_bytes": huge_page_bytes,
         "logits_hash": f.logits_hash,
+        "token_ms_p99": f.token_ms_p99,
+        "memory_bytes": llm.memory_bytes,
+        "disk": None if llm.store is None else llm.store.how,
+        **disk_figures(f, llm.threads),
     }
     if done.logprobs is not None:
         pairs = zip(done.token_ids, done.logprobs, strict=True)
         figures["logprobs"] = [{"token_id": t, "logprob": p.logprob, "top": p.top} for t, p in pairs]
     return figures
+
+
+def disk_figures(f: Figures, threads: int) -> dict[str, Any]:
+    """While decoding; null where all neurons are in memory. Gate rows on disk count as neurons do."""
+    keys = (
+        "cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share"
+    )  # fmt: skip
+    if f.disk is None or not f.tokens_per_s:
+        return dict.fromkeys(keys)
+    d, tokens = f.disk, f.tokens - 1
+    seconds = tokens / f.tokens_per_s
+    hits = 1 - d.missed / d.needed if d.needed else None
+    waited = d.waited_ns / 1e9 / (threads * seconds)
+    figures = (hits, d.bytes / tokens, d.reads / tokens, d.bytes / seconds / 1e9, waited)
+    return dict(zip(keys, figures, strict=True))
 
 
 def from_cache(weights_bytes: int, cache_bytes: int | None, share: float | None) -> bool:
@@ -125,6 +144,8 @@ def line_of(f: dict[str, Any]) -> str:
     if f["active_fraction"] is not None:
         guessed = f"{_percent(f['predicted_fraction'])} predicted, " if f["sparsity"] == "predict" else ""
         parts.append(f"{guessed}{_percent(f['active_fraction'])} of neurons active")
+    if f["disk_bytes_per_token"] is not None:
+        parts += _disk_words(f)
     parts += [f["sparsity"], f["isa"], f"{f['threads']} thread{'s' * (f['threads'] > 1)}"]
     return " · ".join(parts)
 
@@ -146,6 +167,13 @@ def _roof_words(f: dict[str, Any]) -> str:
     if f["from_cache"]:
         return " from cache"
     return f" ({_percent(f['roof_share'])} of {f['roof_gb_per_s']:.3g} measured)" if f["roof_share"] else ""
+
+
+def _disk_words(f: dict[str, Any]) -> list[str]:
+    hits = "nothing asked for" if f["cache_hit_rate"] is None else f"{f['cache_hit_rate']:.1%} in memory"
+    speed = f"disk {f['disk_bytes_per_token'] / 1e6:.3g} MB/token, {f['disk_gb_per_s']:.2g} GB/s"
+    mean, p99 = 1e3 / f["tokens_per_s"], f["token_ms_p99"]
+    return [hits, speed, f"waiting {f['disk_wait_share']:.0%}", f"{mean:.3g} ms a token, P99 {p99:.3g}"]
 
 
 def _percent(share: float) -> str:
@@ -201,22 +229,55 @@ BENCH_COLUMNS: tuple[BenchColumn, ...] = (
     ("python", 6, lambda r: _known(r["python_share"], "{:.1%}")),
 )
 
+DISK_COLUMNS: tuple[BenchColumn, ...] = (
+    ("in memory", 9, lambda r: _known(r["cache_hit_rate"], "{:.1%}")),
+    ("disk MB", 8, lambda r: _known(r["disk_bytes_per_token"], "{:.2f}", 1e-6)),
+    ("disk GB/s", 9, lambda r: _known(r["disk_gb_per_s"], "{:.2f}")),
+    ("waiting", 7, lambda r: _known(r["disk_wait_share"], "{:.1%}")),
+    ("P99 ms", 8, lambda r: _known(r["token_ms_p99"], "{:.2f}")),
+)
+
 
 def bench_markdown(rows: Rows) -> Iterator[str]:
     last = None
     for row in rows:
+        columns = BENCH_COLUMNS if row["disk"] is None else BENCH_COLUMNS + DISK_COLUMNS
         if last is None:
-            yield _cells(f"{title:{_align(width)}}" for title, width, _ in BENCH_COLUMNS)
-            yield _cells("-" * (abs(w) - 1) + ("-" if w < 0 else ":") for _, w, _ in BENCH_COLUMNS)
-        yield _cells(f"{cell(row):{_align(width)}}" for _, width, cell in BENCH_COLUMNS)
+            yield _cells(f"{title:{_align(width)}}" for title, width, _ in columns)
+            yield _cells("-" * (abs(w) - 1) + ("-" if w < 0 else ":") for _, w, _ in columns)
+        yield _cells(f"{cell(row):{_align(width)}}" for _, width, cell in columns)
         last = row
     if last is not None:
         facts = [f"load {last['load_s']:.2f} s", f"peak {size(last['peak_rss_bytes'])}"]
         facts += [f"tokens: {last['tokens']}", last["sparsity"], last["isa"]]
+        if last["disk"] is not None:
+            facts += [f"{size(last['memory_bytes'])} in all, the rest on disk: {last['disk']}"]
+            facts += [f"without {last['disabled']}"] if last["disabled"] else []
         yield f"\n{' · '.join(facts)}\nbuild: {last['build_commit']} ({last['build_number']})\n"
 
 
 BENCH_FORMATS = {"md": bench_markdown, "csv": bench_csv, "json": bench_json, "jsonl": bench_jsonl}
+
+
+def replay_text(rows: Sequence[dict[str, Any]]) -> str:
+    """`bench --replay` for a person: what each policy makes of each size of the cache."""
+    first = rows[0]
+    titles = ["budget", "in memory", "pinned", "policy", "hits", "unpinned", "MB/token"]
+    lines = [[*titles, "tok/s", "mean ms", "P99 ms", "waiting"]]
+    for r in rows:
+        budget = "" if r["budget_gib"] is None else f"{r['budget_gib']:g} GiB"
+        shares = [f"{r[key]:.1%}" for key in ("places", "pinned")]
+        hits = [f"{r['hit_rate']:.1%}", f"{r['hit_rate_unpinned']:.1%}"]
+        speed = [f"{r['disk_bytes_per_token'] / 1e6:.3g}", f"{r['tokens_per_s']:.2f}"]
+        speed += [f"{r['mean_ms']:.1f}", f"{r['p99_ms']:.1f}", f"{r['waiting_share']:.0%}"]
+        lines.append([budget, *shares, r["policy"], *hits, *speed])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = "".join(_cells(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)) for line in lines[:1])
+    text += _cells("-" * (w - 1) + ":" for w in widths)
+    text += "".join(_cells(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)) for line in lines[1:])
+    facts = [f"{first['tokens']} tokens of {first['source']}", f"batch {first['batch']}"]
+    facts += [f"{first['active_fraction']:.1%} of neurons needed", f"times predicted for {first['hardware']}"]
+    return f"{text}\n{' · '.join(facts)}\n"
 
 
 def _cells(cells: Iterable[str]) -> str:

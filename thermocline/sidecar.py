@@ -6,6 +6,7 @@ Must not know which kinds there are.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from thermocline.errors import BadFile
+from thermocline.errors import BadFile, IOFailure
 from thermocline.safetensors import Json, SafeTensors, parse_json, quoted, read_small
 
 VERSION = 1
 KEY = "thermocline"
 MAX_MANIFEST_BYTES = 4 << 20
-_DTYPES = {"<i8": "I64", "<i4": "I32", "|u1": "U8", "|i1": "I8", "<f2": "F16", "<f4": "F32"}
+_DTYPES = {"<i8": "I64", "<i4": "I32", "<u4": "U32", "|u1": "U8", "|i1": "I8", "<f2": "F16", "<f4": "F32"}
 
 Layout = Mapping[str, tuple[DTypeLike, tuple[int, ...]]]  # name -> dtype, shape
 
@@ -52,6 +53,19 @@ def write(path: Path, kind: str, pack: str, facts: Json, layout: Layout, arrays:
             out.write(np.ascontiguousarray(array, dtypes[name]).data)
         out.flush()
         os.fsync(out.fileno())
+
+
+def replace(path: Path, kind: str, pack: str, facts: Json, layout: Layout, arrays: Iterable[Any]) -> None:
+    """The same in place of what is at `path`: afterwards that is the old file or the whole new one."""
+    tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        write(tmp, kind, pack, facts, layout, arrays)
+        os.replace(tmp, path)
+    except OSError as e:
+        raise IOFailure(f"{path}: cannot write: {e.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):  # where it could not be made, it cannot be removed
+            tmp.unlink()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from thermocline.mapping import Mapping
 from thermocline.models import MAX_CONFIG_BYTES, parse_config
 from thermocline.pack import Progress
 from thermocline.pack_writer import write_pack
-from thermocline.planted import BLOCK, F32, LOGIT_SD, Plan, Planting
+from thermocline.planted import ACTIVE, BLOCK, F32, LOGIT_SD, Plan, Planting
 from thermocline.safetensors import parse_json, read_small
 from thermocline.spec import ModelSpec
 
@@ -34,7 +34,6 @@ U8 = NDArray[np.uint8]
 
 SHAPES = Path(__file__).with_name("bundled") / "shapes.json"
 TRUTH = "synth.npz"  # beside the pack's own files
-ACTIVE = 0.1  # of a ReLU model's neurons, unless said otherwise: what PowerInfer found in a block, on average
 _VECTOR_SD = 0.05  # norm weights 1 +- this, biases 0 +- this
 _SCALE_SPREAD = 0.1  # scales of blocks differ by up to this
 

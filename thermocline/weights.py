@@ -49,19 +49,23 @@ def load(
 
     Raises BadFile or IOFailure naming the first tensor that is damaged or cannot be read, OutOfBudget.
     """
-    try:
-        ops = CpuOps(threads, isa)
-    except RuntimeError:
-        raise OutOfBudget(f"the system has no {threads} threads for this process; use fewer") from None
-    arena = _arena(pack.weights_bytes, str(pack.path))  # what the tensors' offsets were checked against
+    ops = new_ops(threads, isa)
+    arena = new_arena(pack.weights_bytes, str(pack.path))  # what the tensors' offsets were checked against
     fill(arena, pack, progress)
-    weights = _assemble(pack.spec, pack.tensors, arena, ops)
+    weights = assemble(pack.spec, pack.tensors, arena, ops)
     if predictors is not None:
         weights = with_predictors(weights, predictors)
     return LoadedWeights(weights, ops, memory_bytes(pack, predictors))
 
 
-def _arena(size: int, what: str) -> _native.Arena:
+def new_ops(threads: int, isa: str = "") -> CpuOps:
+    try:
+        return CpuOps(threads, isa)
+    except RuntimeError:
+        raise OutOfBudget(f"the system has no {threads} threads for this process; use fewer") from None
+
+
+def new_arena(size: int, what: str) -> _native.Arena:
     try:
         return _native.Arena(size)
     except MemoryError:
@@ -92,7 +96,7 @@ def with_predictors(weights: Weights, predictors: Predictors | None) -> Weights:
     assert predictors is None or predictors.count == count
     found: list[list[_native.Predictor | None]] = [[None] * len(x.experts) for x in weights.layers]
     if predictors is not None:
-        arena = _arena(predictors.nbytes + 2 * count * ALIGN, "the predictors")
+        arena = new_arena(predictors.nbytes + 2 * count * ALIGN, "the predictors")
         at = 0
         for i in range(count):
             p = predictors.stored(i)
@@ -132,13 +136,18 @@ def fill(arena: _native.Arena, pack: Pack, progress: Callable[[int, int], None] 
     ranges = _ranges(pack)
     done, size = 0, sum(end - begin for begin, end in ranges)
     for begin, end in _slices(ranges):
-        error, block = arena.load(str(pack.weights_path), begin, end, pack.checksums, pack.block_bytes)
-        if block >= 0:
-            raise _load_error(pack, error, block)
+        read_blocks(arena, pack, begin, end, begin)
         done += end - begin
         if progress is not None:
             progress(done, size)
     arena.gather_pages()
+
+
+def read_blocks(arena: _native.Arena, pack: Pack, begin: int, end: int, to: int) -> None:
+    """Whole blocks of weights.bin, checked, to byte `to` of the arena. Raises BadFile or IOFailure."""
+    error, block = arena.load(str(pack.weights_path), begin, end, pack.checksums, pack.block_bytes, to)
+    if block >= 0:
+        raise _load_error(pack, error, block)
 
 
 def _slices(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -165,9 +174,11 @@ def _tensor_at(pack: Pack, offset: int) -> str:
     return inside[0] if inside else "padding"
 
 
-def _assemble(
+def assemble(
     spec: ModelSpec, tensors: Mapping[str, TensorInfo], arena: _native.Arena, ops: CpuOps
 ) -> Weights:
+    """`tensors`: where they are in the arena."""
+
     def matrix(
         name: str, *, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
     ) -> _native.Matrix:

@@ -5,10 +5,13 @@ Owns output arrays and the translation of `ModelSpec` into integers; the work is
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
 from thermocline import _native
 from thermocline.decoder import F32, FFN, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
+from thermocline.errors import BadFile, IOFailure
 from thermocline.kv import KVLayer
 from thermocline.spec import ACTIVATIONS, ModelSpec
 
@@ -74,6 +77,8 @@ class CpuOps:
             sub_norm=_norm(spec, layer.ffn_sub_norm),
             join=join,
             predictor=f.predictor,
+            disk=f.disk,
+            gate_disk=f.gate_disk,
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
@@ -97,10 +102,13 @@ class CpuOps:
         record: F32 | None = None,
     ) -> None:
         mode = SPARSITIES.index(sparsity)
-        if isinstance(bound, _native.Mixture):
-            counts = self.native.moe_add(x, h, bound, mode, record)
-        else:
-            counts = self.native.ffn_add(x, h, bound, mode, record)
+        try:
+            if isinstance(bound, _native.Mixture):
+                counts = self.native.moe_add(x, h, bound, mode, record)
+            else:
+                counts = self.native.ffn_add(x, h, bound, mode, record)
+        except _native.DiskError as e:
+            raise disk_error(e) from None
         active, rows, rows_dense, gates, asked = counts
         stats.active += active
         stats.neurons += len(x) * bound.neurons
@@ -109,6 +117,15 @@ class CpuOps:
         stats.gates_dense += bound.neurons
         stats.predicted += gates
         stats.predictor_bytes += asked
+
+
+def disk_error(e: _native.DiskError) -> BadFile | IOFailure:
+    """Of a record that could not be read, or is not what was packed."""
+    error, name, neuron = e.args
+    if error == 0:
+        return BadFile(f"{name}: neuron {neuron}: checksum mismatch; the file is damaged: pack it again")
+    why = "the file ends early" if error < 0 else os.strerror(error)
+    return IOFailure(f"{name}: neuron {neuron}: {why}")
 
 
 def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:

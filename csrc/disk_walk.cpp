@@ -1,0 +1,286 @@
+#include "disk_walk.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace tc {
+
+// Of a chunk, what threads take when they work on it together. A sub-norm's squares are added up chunk by chunk.
+static constexpr size_t kCell = 32;
+static constexpr auto kAsk = std::chrono::milliseconds(50);  // not more often: who asks may have to wait for Python
+static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
+
+static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record; }
+
+Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
+    : w(context, args, takes_few(args) || args.ffn.sub_norm.weight ? kChunk : kCell), bundles(*args.ffn.disk),
+      gates(args.ffn.gate_disk), fetches(bundles.reader, w.chunks), tasks(w.chunks), fresh(w.chunks),
+      group(w.threads > int(kChunk / kCell) ? 2 : 1), bundle_bytes(bundles.stats.bytes), gate_bytes(gates ? gates->stats.bytes : 0) {
+    w.rows = slots = grown(context.slots_, w.n);
+    entries = grown(context.entries_, w.n);
+    wanted = grown(context.wanted_, w.n);
+    places = gate_slots = gate_entries = nullptr, gate_wanted = nullptr;
+    if (gates && !w.few) {
+        w.gate_place = gate_slots = grown(context.gate_slots_, w.n);
+        gate_entries = grown(context.gate_entries_, w.n);
+        gate_wanted = grown(context.gate_wanted_, w.n);
+    }
+    sums = w.few ? nullptr : grown(context.sums_, w.tokens * w.dim);
+    if (!w.few) places = grown(context.places_, w.n), std::fill(fetches.left.begin(), fetches.left.end(), size_t(1));
+    bundles.begin();
+    if (gates) gates->begin();
+}
+
+void Context::DiskWalk::end() {
+    for (DiskRows* rows : {&bundles, gates})
+        if (rows && !w.few) rows->stats.streamed += rows->stats.bytes - (rows == gates ? gate_bytes : bundle_bytes);
+    bundles.settle();
+    if (gates) gates->settle();
+    if (fetches.failed) throw fetches.error;
+}
+
+// Holding the lock: until something has changed. One thread at a time sleeps in the reader, the others for it; all wake
+// every 100 ms, and look whether somebody wants the call to end.
+void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held, int thread) {
+    const auto begin = std::chrono::steady_clock::now();
+    if (thread == 0 && fetches.busy() && w.ctx.interrupted && begin - asked > kAsk) {
+        asked = begin;
+        held.unlock();
+        const bool enough = w.ctx.interrupted();
+        held.lock();
+        if (enough) return fetches.give_up(), fetches.changed.notify_all();
+    }
+    fetches.submit();
+    const bool reading = fetches.busy();
+    if (reading && !fetches.taking) {
+        fetches.taking = true;
+        held.unlock();
+        fetches.take(true);
+        held.lock();
+        fetches.taking = false;
+        fetches.changed.notify_all();
+    } else {
+        fetches.changed.wait(held);
+    }
+    if (reading) bundles.stats.waited_ns += uint64_t(std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count());
+}
+
+// Nothing of this call is on its way any more.
+void Context::DiskWalk::drain(int thread) {
+    std::unique_lock<std::mutex> held(fetches.lock);
+    while (fetches.busy() && !fetches.gave_up) {
+        if (fetches.failed) fetches.drop_queue();
+        if (fetches.busy()) wait(held, thread);
+    }
+}
+
+// ---- few tokens
+//
+// A chunk is computed when all it needs is in memory, else put aside while its reads are under way. It holds slots only while it
+// waits for reads or computes, never while it waits for slots; so some chunk can always go on, with any number of them.
+
+// A chunk to work on. First those nobody has begun, the coldest (last) first: their reads go out early and the hot chunks'
+// work hides them. Then those whose records have come, or for which slots may have become free. false: there is no more.
+bool Context::DiskWalk::next(size_t* chunk, int thread) {
+    const bool serial = bundles.disabled(DiskRows::NO_PIPELINE);
+    std::unique_lock<std::mutex> held(fetches.lock);
+    if (fetches.busy()) {
+        held.unlock();
+        fetches.take(false);
+        held.lock();
+    }
+    for (;; wait(held, thread)) {
+        if (fetches.failed || done == w.chunks) return false;
+        if (fresh && !(serial && fetches.busy())) return *chunk = --fresh, true;
+        if (!fetches.ready.empty()) {
+            *chunk = fetches.ready.front();
+            return fetches.ready.pop_front(), true;
+        }
+    }
+}
+
+// The neurons the chunk needs: of its gate rows if those are on disk, else of its bundles.
+void Context::DiskWalk::list(size_t chunk, int thread) {
+    const size_t begin = chunk * kChunk, end = std::min(w.n, begin + kChunk);
+    Task& t = tasks[chunk];
+    t.begin = t.end = 0;
+    if (t.stage == Task::FRESH && gates) {
+        t.stage = Task::GATES;
+        t.listed = w.guessed ? w.predicted_neurons(begin, end) : end - begin;
+        for (size_t i = begin; !w.guessed && i < end; i++) w.ids[i] = int32_t(i);
+        return;
+    }
+    if (t.stage == Task::FRESH) {
+        t.listed = w.needed_neurons(chunk, chunk + 1, thread);
+    } else if (w.guessed) {
+        t.listed = w.keep_needed(begin, t.listed, w.hidden);
+        w.count_by_cell(chunk, chunk + 1, t.listed);
+    } else {
+        t.listed = w.list_active(chunk, chunk + 1);
+    }
+    t.stage = Task::BUNDLES;
+    if (t.listed || !chunk) std::fill(w.partial_of(chunk), w.partial_of(chunk + 1), 0.0f);
+}
+
+// Slots for as much of the rest of the list as there is room for. false: the chunk is another's from now on; it will be
+// `ready` when its reads are done, or when slots become free.
+bool Context::DiskWalk::fetch(size_t chunk) {
+    Task& t = tasks[chunk];
+    DiskRows& rows = t.stage == Task::GATES ? *gates : bundles;
+    const size_t at = chunk * kChunk + t.begin;
+    size_t misses;
+    std::lock_guard<std::mutex> held(fetches.lock);
+    if (fetches.failed) return false;
+    t.end = t.begin + rows.pin(w.ids + at, t.listed - t.begin, slots + at, entries + at, wanted + at, &misses);
+    if (t.end == t.begin) return starved.push_back(chunk), false;
+    if (!misses) return true;
+    fetches.want(rows, wanted + at, misses, chunk);
+    fetches.submit_some();
+    return false;
+}
+
+void Context::DiskWalk::work(size_t chunk, int thread) {
+    Task& t = tasks[chunk];
+    const size_t at = chunk * kChunk + t.begin, n = t.end - t.begin;
+    if (!n) return;
+    if (t.stage == Task::GATES) {
+        w.activations(at, at + n, slots, thread);
+    } else {
+        size_t live = n;
+        if (w.surviving_up_apart()) {
+            w.hidden_values(at, at + n, thread);
+            live = w.keep_needed(at, n, w.hidden);
+        }
+        w.rows_read.fetch_add((w.a.ffn.up.data ? n : 0) + live, std::memory_order_relaxed);
+        w.add_bundles(at, live, live, w.partial_of(chunk), thread);
+    }
+    release(chunk);
+}
+
+void Context::DiskWalk::release(size_t chunk) {
+    Task& t = tasks[chunk];
+    std::lock_guard<std::mutex> held(fetches.lock);
+    (t.stage == Task::GATES ? *gates : bundles).unpin(entries + chunk * kChunk + t.begin, t.end - t.begin);
+    t.begin = t.end;
+    if (starved.empty()) return;
+    for (const size_t c : starved) fetches.ready.push_back(c);
+    starved.clear();
+    fetches.changed.notify_all();
+}
+
+void Context::DiskWalk::advance(size_t chunk, int thread) {
+    Task& t = tasks[chunk];
+    if (t.stage == Task::FRESH) list(chunk, thread);
+    for (work(chunk, thread);; work(chunk, thread)) {
+        if (t.begin == t.listed && t.stage == Task::GATES) list(chunk, thread);
+        if (t.begin == t.listed) break;
+        if (!fetch(chunk)) return;
+    }
+    std::lock_guard<std::mutex> held(fetches.lock);
+    if (++done == w.chunks) fetches.changed.notify_all();
+}
+
+void Context::DiskWalk::few_tokens(int thread) {
+    w.encode();
+    for (size_t chunk; next(&chunk, thread);) advance(chunk, thread);
+    drain(thread);
+    w.ctx.pool.barrier();
+    if (!fetches.failed) w.join_partials(thread);
+}
+
+// ---- many tokens
+//
+// Whole chunks pass through the pool's stream slots, read ahead of the work, hot and cached ones where they are. One barrier a
+// group: behind it everybody has left the group before, whose slots the next reads fill, and activations are complete.
+
+size_t Context::DiskWalk::last_cell(size_t g) const { return std::min(w.cells, (g + 1) * group * (kChunk / w.cell)); }
+
+// Holding the lock: the reads of a group's chunks.
+void Context::DiskWalk::request(size_t g) {
+    for (size_t chunk = g * group; chunk < std::min(w.chunks, (g + 1) * group); chunk++) {
+        const size_t begin = chunk * kChunk, end = std::min(w.n, begin + kChunk), ring = chunk % kStreamChunks * kChunk;
+        size_t n = bundles.stream(begin, end, int32_t(bundles.pool().lent + ring), places + begin, entries + begin, wanted + begin);
+        fetches.want(bundles, wanted + begin, n, g);
+        if (!gates) continue;
+        n = gates->stream(begin, end, int32_t(gates->pool().lent + ring), gate_slots + begin, gate_entries + begin, gate_wanted + begin);
+        fetches.want(*gates, gate_wanted + begin, n, g);
+    }
+    fetches.submit();
+    if (!fetches.gave_up) fetches.left[g]--;  // what it began with: not requested yet
+    fetches.changed.notify_all();
+}
+
+bool Context::DiskWalk::wait_for(size_t g, int thread) {
+    std::unique_lock<std::mutex> held(fetches.lock);
+    while (fetches.left[g]) {
+        if (fetches.failed) fetches.drop_queue();
+        if (fetches.left[g]) wait(held, thread);
+    }
+    return !fetches.bad[g];
+}
+
+void Context::DiskWalk::first_half(size_t c, int thread) {
+    const size_t begin = c * w.cell, end = std::min(w.n, begin + w.cell);
+    for (size_t t = 0; w.a.record && t < w.tokens; t++) std::fill(w.a.record + t * w.n + begin, w.a.record + t * w.n + end, 0.0f);
+    const size_t listed = w.needed_neurons(c, c + 1, thread);
+    for (size_t i = begin; i < begin + listed; i++) slots[i] = places[w.ids[i]];
+    w.hidden_values(begin, begin + listed, thread);
+    w.rows_read.fetch_add(listed * (w.a.ffn.up.data ? 2 : 1), std::memory_order_relaxed);
+    if (w.normed) w.weigh(c);
+}
+
+// The next cell of those below `end`.
+bool Context::DiskWalk::take_cell(size_t end, size_t* c) {
+    *c = next_cell.load(std::memory_order_relaxed);
+    while (*c < end)
+        if (next_cell.compare_exchange_weak(*c, *c + 1, std::memory_order_relaxed)) return true;
+    return false;
+}
+
+bool Context::DiskWalk::work_through(size_t begin, size_t end, int thread) {
+    const size_t groups = (w.chunks + group - 1) / group, ahead = kStreamChunks / group;
+    for (size_t g = 0; g < groups; g++) {
+        if (!wait_for(g, thread)) return false;  // the same for all threads
+        for (size_t c; take_cell(last_cell(g), &c);) first_half(c, thread);
+        w.ctx.pool.barrier();
+        if (thread == 0 && g && g - 1 + ahead < groups) {
+            std::lock_guard<std::mutex> held(fetches.lock);
+            request(g - 1 + ahead);
+        }
+        for (size_t c0 = begin; c0 < end; c0 += kTileColumns)
+            w.add_columns(c0, std::min(end, c0 + kTileColumns), g * group, std::min(w.chunks, (g + 1) * group), sums + c0 * w.tokens, thread);
+    }
+    return true;
+}
+
+void Context::DiskWalk::many_tokens(int thread) {
+    size_t begin, end;
+    column_range(w.dim, w.threads, thread, &begin, &end);
+    std::fill(sums + begin * w.tokens, sums + end * w.tokens, 0.0f);
+    if (thread == 0) {
+        std::lock_guard<std::mutex> held(fetches.lock);
+        for (size_t g = 0; g * group < std::min(kStreamChunks, w.chunks); g++) request(g);
+    }
+    w.encode();
+    const bool good = work_through(begin, end, thread);
+    drain(thread);
+    if (good && w.normed) {
+        w.ctx.pool.barrier();
+        if (thread == 0) w.factors_of_tokens();
+    }
+    w.ctx.pool.barrier();
+    for (size_t c0 = begin; good && c0 < end; c0 += kTileColumns)
+        w.join_columns(c0, std::min(end, c0 + kTileColumns), sums + c0 * w.tokens);
+}
+
+FFNCounts Context::disk_ffn(const FFNArgs& a) {
+    DiskWalk walk(*this, a);
+    auto few = [&](int thread) { walk.few_tokens(thread); };
+    auto many = [&](int thread) { walk.many_tokens(thread); };
+    if (walk.w.few) pool.run(few);
+    else pool.run(many);
+    walk.end();
+    return walk.w.totals();
+}
+
+}  // namespace tc

@@ -1,0 +1,57 @@
+// One call of an FFN whose bundles (and perhaps gate rows) are on disk: who works on which chunk, and who waits.
+#pragma once
+#include <chrono>
+#include <deque>
+#include <vector>
+
+#include "bundles.h"
+#include "slots.h"
+
+namespace tc {
+
+struct Context::DiskWalk {
+    DiskWalk(Context& context, const FFNArgs& args);
+    void few_tokens(int thread);
+    void many_tokens(int thread);
+    void end();  // after the region: nothing is pinned. DiskError
+
+    // A chunk on its way: entries [begin, end) of its list have their slots; what comes before is done.
+    struct Task {
+        enum Stage { FRESH, GATES, BUNDLES } stage = FRESH;
+        size_t begin = 0, end = 0, listed = 0;
+    };
+
+    bool next(size_t* chunk, int thread);
+    void advance(size_t chunk, int thread);
+    void list(size_t chunk, int thread);
+    bool fetch(size_t chunk);
+    void work(size_t chunk, int thread);
+    void release(size_t chunk);
+    void wait(std::unique_lock<std::mutex>& held, int thread);
+    void drain(int thread);
+
+    void request(size_t group);
+    bool wait_for(size_t group, int thread);
+    void first_half(size_t c, int thread);
+    size_t last_cell(size_t group) const;
+    bool take_cell(size_t end, size_t* c);
+    bool work_through(size_t begin, size_t end, int thread);
+
+    Walk w;
+    DiskRows &bundles, *const gates;
+    Fetches fetches;  // its lock guards all below, and the DiskRows
+    std::vector<Task> tasks;
+    std::deque<size_t> starved;  // chunks that found no slots
+    size_t fresh, done = 0;
+    // [n] each. Of list entries: slots, entries (in the cache) of few tokens, and what is wanted of them. Of neurons: the rest.
+    int32_t *slots, *entries, *places, *gate_slots, *gate_entries;
+    Wanted *wanted, *gate_wanted;
+
+    const size_t group;  // chunks that many tokens work on together
+    std::atomic<size_t> next_cell{0};
+    std::chrono::steady_clock::time_point asked = std::chrono::steady_clock::now();  // whether to go on: thread 0's
+    float* sums;  // [dim / tile][tokens][tile]
+    const uint64_t bundle_bytes, gate_bytes;  // read before this call
+};
+
+}  // namespace tc

@@ -1,0 +1,84 @@
+// The FFN half of a layer: as plain matrices here, of neurons in bundles in bundles.cpp.
+#include <algorithm>
+#include <atomic>
+
+#include "model_ops.h"
+#include "work.h"
+
+namespace tc {
+
+FFNCounts Context::ffn_add(const FFNArgs& a) {
+    constexpr size_t kBlock = 256;  // tokens per pass: bounds the scratch
+    FFNCounts total = {};
+    for (size_t t = 0; t < a.tokens; t += kBlock) {
+        FFNArgs part = a;
+        part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kBlock, a.tokens - t);
+        if (a.record) part.record = a.record + t * a.ffn.neurons();
+        if (a.sparsity == PREDICT && a.tokens > kFewTokens) part.sparsity = EXACT;
+        const bool plain = a.ffn.join.plain();
+        if (!plain) {
+            part.x = grown(branch_, part.tokens * a.dim);
+            std::fill(part.x, part.x + part.tokens * a.dim, 0.0f);
+        }
+        const FFNCounts c = a.ffn.bundles ? bundle_ffn(part) : dense_ffn(part);
+        if (!plain) join(a.ffn.join, part.x, part.tokens, a.dim, a.x + t * a.dim);
+        total.active += c.active, total.rows += c.rows, total.rows_dense += c.rows_dense;
+        total.gates += c.gates, total.predictor_bytes += c.predictor_bytes;
+    }
+    return total;
+}
+
+// Rows of gate and up, then, when all are done, rows of down.
+FFNCounts Context::dense_ffn(const FFNArgs& a) {
+    const size_t n = a.ffn.gate.weight.rows, tokens = a.tokens, threads = size_t(pool.threads());
+    const Format f = a.ffn.down.format;
+    const Input in = input(a.ffn.gate.weight, a.ffn.norm, a.h, tokens, input_);
+    const bool copy = quantised(a.ffn.down) || in.lanes;
+    const size_t bytes = copy ? k.input_bytes(f, n) : 4 * n, tile = in.lanes ? k.tile_tokens(f) : 1;
+    float* gate = grown(gate_, tokens * n);
+    float* up = a.ffn.up.data ? grown(hidden_, tokens * n) : nullptr;
+    uint8_t* hidden = copy ? grown(hidden_input_, bytes * whole(tokens, tile)) : reinterpret_cast<uint8_t*>(gate);
+    uint8_t* scratch = panels(in.lanes ? std::max(k.panel_bytes(a.ffn.gate.weight.format, a.dim, tokens), k.panel_bytes(f, n, tokens)) : 0);
+    const size_t unit = in.lanes ? size_t(k.panel_rows) : 32;  // 32: a block of the next input
+    Pieces neurons(n, unit, int(threads)), rows(a.dim, in.lanes ? unit : 16, int(threads));
+    std::atomic<size_t> active{0};
+    const bool whole_rows = in.lanes || a.ffn.sub_norm.weight;  // down's input is made when a token's row is complete
+
+    auto region = [&](int thread) {
+        uint8_t* mine = scratch + size_t(thread) * panel_stride_;
+        size_t live = 0;
+        for (size_t begin, end; neurons.take(&begin, &end);) {
+            k.matmul(a.ffn.gate.weight, nullptr, begin, end, in, a.ffn.gate.bias, false, gate + begin, n, mine);
+            if (up) k.matmul(a.ffn.up, nullptr, begin, end, in, nullptr, false, up + begin, n, mine);
+            for (size_t t = 0; t < tokens; t++) {
+                float* h = gate + t * n;
+                k.activate(h + begin, end - begin, a.ffn.activation, a.ffn.threshold);
+                for (size_t i = begin; i < end && up; i++) {
+                    const float u = up[t * n + i];
+                    h[i] = a.ffn.up_relu && u <= 0 ? 0.0f : h[i] * u;
+                }
+                for (size_t i = begin; i < end; i++) live += h[i] != 0;
+                if (a.record) std::copy(h + begin, h + end, a.record + t * n + begin);
+                if (!whole_rows && copy) k.quantize(f, h, n, begin, end, false, bytes, t, hidden);
+            }
+        }
+        active.fetch_add(live, std::memory_order_relaxed);
+        pool.barrier();
+        if (whole_rows) {
+            own_tokens(tokens, tile, thread, int(threads), [&](size_t t) {
+                const Norm& sub = a.ffn.sub_norm;
+                if (sub.weight) k.norm(gate + t * n, sub.weight, sub.bias, sub.eps, sub.layer, n, gate + t * n);
+                if (copy) k.quantize(f, gate + t * n, n, 0, n, in.lanes, bytes, t, hidden);
+            });
+            pool.barrier();
+        }
+        const Input h = {hidden, bytes, tokens, in.lanes};
+        for (size_t begin, end; rows.take(&begin, &end);)
+            k.matmul(a.ffn.down, nullptr, begin, end, h, a.ffn.down_bias, true, a.x + begin, a.dim, mine);
+    };
+    pool.run(region);
+    const size_t all = n * (up ? 2 : 1);
+    return {active.load(), all, all, n, 0};
+}
+
+}  // namespace tc

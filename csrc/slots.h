@@ -1,0 +1,174 @@
+// Records of a file that are in memory for now: places for them (SlotPool), which of one layer's are where (DiskRows), and
+// their reads on the way (Fetches). Nothing here knows what a record means.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "reader.h"
+
+namespace tc {
+
+// A slot is `stride` bytes of memory, from data + slot * stride on. Slots below `lent` belong to whoever took them; the others,
+// kStreamSlots, are for the one call there is: few tokens' records that are not worth keeping, many tokens' all.
+constexpr size_t kStreamSlots = 1024;
+class SlotPool {
+public:
+    SlotPool(uint8_t* data, size_t stride, size_t slots);
+    uint8_t* at(int32_t slot) const { return data + size_t(slot) * stride; }
+    int32_t take(size_t n);  // n slots in a row: the first; -1: there are not so many
+    int32_t take_one();
+    void give_back(int32_t slot) {
+        returned_.push_back(slot);
+        if (returned_.size() == next_) returned_.clear(), next_ = 0;  // all of them: rows of slots again
+    }
+    size_t free() const { return lent - next_ + returned_.size(); }
+
+    uint8_t* const data;
+    const size_t stride, slots, lent;
+    std::vector<int32_t> passing;  // of the call's slots, those that nothing is in
+
+private:
+    size_t next_ = 0;
+    std::vector<int32_t> returned_;
+};
+
+struct DiskError : std::exception {
+    DiskError(int error, std::string name, int64_t neuron) : error(error), name(std::move(name)), neuron(neuron) {}
+    const char* what() const noexcept override { return "a read failed"; }
+    int error;  // an errno; -1: the file ends early; 0: a wrong checksum
+    std::string name;
+    int64_t neuron;
+};
+
+// Of records on the way: where one goes. entry: the place in the cache it is kept for, or -1.
+struct Wanted {
+    int32_t neuron, slot, entry;
+};
+
+// Which of a layer's records are in memory. Records [0, hot) always are, in slots first_slot + i; the others share `quota`
+// slots: pinned while somebody works with them, and kept by score, which is kPrior times how likely a token needs the record,
+// and how often one did, halved every kHalfLife calls. A record with a lower score than all that are there passes
+// through: it gets a slot of the call's. Traces say so: 3 to 6 points more hits than LRU, 1 to 3 more than S3-FIFO (LOG).
+// One call at a time uses it, under the lock of its Fetches.
+class DiskRows {
+public:
+    enum Disabled { NO_BUNDLE = 1, NO_CACHE = 2, NO_PIPELINE = 4 };
+    // std::length_error where the pool has too few slots.
+    DiskRows(SlotPool& pool, Reader& reader, uint64_t file_offset, size_t neurons, size_t hot, size_t quota,
+             const uint32_t* crc, const float* likely, std::string name, int disabled);
+    ~DiskRows();
+    DiskRows(const DiskRows&) = delete;
+    DiskRows& operator=(const DiskRows&) = delete;
+
+    void load();                   // the hot ones, and as many of the next as there are slots for. DiskError
+    void begin();                  // a call
+    bool set_quota(size_t quota);  // false, and nothing changed: the pool has too few. Not during a call
+
+    // As many of ids [0, n) as there are slots for, in order: their slots; their entries, pinned until `unpin` (kHot: of a
+    // hot one; kPassing - slot: in a slot of the call's); those that must be read. -> how many.
+    size_t pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entries, Wanted* wanted, size_t* n_wanted);
+    void unpin(const int32_t* entries, size_t n);
+    // Records [begin, end): those in memory are pinned where they are, the others wanted in stream slots from `free` on.
+    size_t stream(size_t begin, size_t end, int32_t free, int32_t* slots, int32_t* entries, Wanted* wanted);
+    void arrived(int32_t entry) {
+        if (entry >= 0) cold_[size_t(entry)].ready = true;
+    }
+    void settle();  // a call's end, when nothing is on its way any more: no pins, nothing half read
+
+    const SlotPool& pool() const { return pool_; }
+    const std::string& name() const { return name_; }
+    bool disabled(Disabled what) const { return disabled_ & what; }
+
+    Reader& reader;
+    const uint64_t file_offset;
+    const size_t neurons, hot;
+    const int32_t first_slot;
+    struct Stats {
+        uint64_t needed, missed, reads, bytes, streamed, waited_ns;
+    } stats{};
+    const std::vector<uint32_t> crc;
+
+private:
+    static constexpr int32_t kHot = -1, kPassing = -2;
+    struct Entry {
+        int32_t slot, neuron;  // neuron -1: empty
+        bool pinned, ready;    // ready: its record is there
+    };
+    float score(int32_t neuron) const { return unit_ * prior_[size_t(neuron) - hot] + uses_[size_t(neuron) - hot]; }
+    int32_t place_for(int32_t neuron);  // an entry for it, emptied; or one of the call's slots; or kHot: there is none now
+    int32_t worst();                    // the entry with the lowest score, or -1: all are pinned
+    void list_worst();
+    void clear(Entry& e);
+    void fill(Entry& e, int32_t neuron);
+
+    SlotPool& pool_;
+    const std::string name_;
+    const int disabled_;
+    float unit_ = 1;                    // what a use is worth now: more and more, instead of halving all others
+    std::vector<float> prior_, uses_;   // [neurons - hot]
+    std::vector<int32_t> where_;        // [neurons - hot]: entry, or -1
+    std::vector<Entry> cold_;
+    std::vector<int32_t> worst_;        // some entries, the lowest scores last; as they were, so each is looked at again
+    float worst_below_ = 0;             // what is not among them scores at least this (or came later)
+};
+
+// The reads of one call: a queue, at most as many under way as the reader has buffers, and whose turn it is when they are
+// done. Records are checked, then copied from the buffers to their slots by whoever takes a finished read, and are there for others when
+// `left` of their owner has reached 0 under the lock.
+class Fetches {
+public:
+    Fetches(Reader& reader, size_t owners);
+    ~Fetches() { reader_.left_behind += under_way_; }
+    Fetches(const Fetches&) = delete;
+    Fetches& operator=(const Fetches&) = delete;
+
+    // The caller holds `lock`. Records, ascending, for `owner`; reads of neighbours are one where the gap costs less.
+    void want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner);
+    void submit();
+    void drop_queue();  // after a failure
+    void give_up();     // at once: what is under way is left behind, and the next Fetches of this reader waits for it
+    void submit_some() {  // one system call for several reads: 4 microseconds a read instead of 25
+        if (queue_.size() >= kBatch || !under_way_) submit();
+    }
+    bool busy() const { return under_way_ || !queue_.empty(); }
+
+    // The caller does not hold it. Takes what is done; with `wait`, sleeps until something is (100 ms at most).
+    void take(bool wait);
+
+    std::mutex lock;
+    std::condition_variable changed;  // something was taken, or became ready
+    std::vector<size_t> left;         // [owners] reads on their way
+    std::vector<uint8_t> bad;         // [owners] one of them failed
+    std::deque<size_t> ready;         // owners all of whose reads are done
+    bool failed = false, gave_up = false;
+    DiskError error{0, "", 0};
+    bool taking = false;  // somebody sleeps in `take`
+
+private:
+    static constexpr size_t kBatch = 8;
+    struct Read {
+        DiskRows* rows;
+        const Wanted* wanted;
+        size_t n, owner;
+        uint64_t begin;     // where the buffer's first byte is in the file
+        unsigned requests;  // 2: each half on its own; then those still under way
+        int error;
+    };
+    size_t requests_of(const Read& r, unsigned buffer, ReadRequest* out) const;
+    void finish(Read& r, const uint8_t* buffer);
+
+    Reader& reader_;
+    std::deque<Read> queue_;
+    std::vector<Read> reads_;       // by buffer
+    std::vector<unsigned> buffers_;  // idle ones
+    size_t under_way_ = 0;           // requests
+};
+
+}  // namespace tc

@@ -1,0 +1,71 @@
+// How the ops share out their work, and the scratch they grow: for model_ops.cpp and the FFN's files only.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "kernels.h"
+#include "threads.h"
+
+namespace tc {
+
+// Scratch of n elements. What was there is let go first, so that the two are never held at once, and room is never doubled.
+template <class T>
+T* grown(std::vector<T>& v, size_t n) {
+    if (v.size() < n) {
+        std::vector<T>().swap(v);
+        v.resize(n);
+    }
+    return v.data();
+}
+
+inline size_t whole(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
+inline bool quantised(const Matrix& w) { return w.format == Q8_0 || w.format == Q4_0 || w.format == SIGNS; }  // x is, then
+
+// Up to this many tokens rows are multiplied one by one (each is read from memory once and then from the L1 cache);
+// from more on, unpacking them into panels pays.
+constexpr size_t kFewTokens = 4;
+
+// Work handed out in pieces that shrink: a thread whose core is busy elsewhere simply takes fewer, and the long first
+// pieces let prefetching run on. `unit`: pieces are multiples of it.
+class Pieces {
+public:
+    Pieces(size_t n, size_t unit, int threads) : n_(n), unit_(unit), threads_(size_t(threads)) {}
+    bool take(size_t* begin, size_t* end) {
+        size_t at = next_.load(std::memory_order_relaxed), size;
+        do {
+            if (at >= n_) return false;
+            size = std::max<size_t>(1, (n_ - at) / (threads_ == 1 ? 1 : 2 * threads_) / unit_) * unit_;
+        } while (!next_.compare_exchange_weak(at, at + size, std::memory_order_relaxed));
+        *begin = at, *end = std::min(n_, at + size);
+        return true;
+    }
+
+private:
+    const size_t n_, unit_, threads_;
+    std::atomic<size_t> next_{0};
+};
+
+// Columns [begin, end) of thread t when `cols` are split in units of 32.
+inline void column_range(size_t cols, int threads, int t, size_t* begin, size_t* end) {
+    const size_t units = (cols + 31) / 32;
+    *begin = std::min(cols, units * size_t(t) / size_t(threads) * 32);
+    *end = std::min(cols, units * size_t(t + 1) / size_t(threads) * 32);
+}
+
+// f(t) for the tokens of one thread: all of every threads'th tile.
+template <class Fn>
+void own_tokens(size_t tokens, size_t tile, int thread, int threads, Fn f) {
+    for (size_t t0 = size_t(thread) * tile; t0 < tokens; t0 += size_t(threads) * tile)
+        for (size_t t = t0; t < std::min(tokens, t0 + tile); t++) f(t);
+}
+
+// f(t) for every token, over the threads; one token stays here, where a hand-off would cost more than the work.
+template <class Fn>
+void each_token(Pool& pool, size_t tokens, size_t tile, Fn f) {
+    auto some = [&](int thread) { own_tokens(tokens, tile, thread, pool.threads(), f); };
+    if (tokens > 1) pool.run(some);
+    else if (tokens) f(0);
+}
+
+}  // namespace tc

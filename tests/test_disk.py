@@ -1,0 +1,457 @@
+"""An FFN whose neurons are on disk gives the bits of memory: whatever is cached, evicted, or read late."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import bad_reads
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from thermocline import _native, quant
+from thermocline.decoder import SPARSITIES
+from thermocline.spec import ACTIVATIONS
+
+F32 = NDArray[np.float32]
+DIM, NEURONS = 96, 700
+HERE = 1536  # where the bundles begin in the file: a multiple of 512
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """One random FFN: gate rows and bundle records as they are stored."""
+
+    format: str
+    gate: NDArray[np.uint8]  # [neurons, row bytes]
+    records: NDArray[np.uint8]  # [neurons, stride]
+    bias: F32 | None
+    gated: bool
+    file: Path
+    gate_at: int  # in the file
+    gate_stride: int
+
+    @property
+    def row(self) -> int:
+        return self.gate.shape[1]
+
+    @property
+    def stride(self) -> int:
+        return self.records.shape[1]
+
+
+def neurons(
+    path: Path, fmt: str = "f32", *, gated: bool = True, bias: bool = False, neurons: int = NEURONS
+) -> Neurons:
+    rng = np.random.default_rng(7)
+
+    def rows(scale: float) -> NDArray[np.uint8]:
+        values = (scale * rng.standard_normal((neurons, DIM))).astype(np.float32)
+        return quant.encode(fmt, values).reshape(neurons, -1)
+
+    gate, down = rows(1.0), rows(0.3)
+    parts = [rows(1.0), down] if gated else [down]
+    stride = -(-sum(p.shape[1] for p in parts) // 64) * 64
+    records = rng.integers(0, 255, (neurons, stride), dtype=np.uint8)  # padding: anything
+    records[:, : sum(p.shape[1] for p in parts)] = np.concatenate(parts, axis=1)
+    gate_stride = -(-gate.shape[1] // 64) * 64
+    gates = np.zeros((neurons, gate_stride), np.uint8)
+    gates[:, : gate.shape[1]] = gate
+    gate_at = HERE + records.size + 512
+    content = bytes(HERE) + records.tobytes() + bytes(512) + gates.tobytes()
+    path.write_bytes(content + bytes(-len(content) % 4096))
+    biases = (0.3 * rng.standard_normal(neurons)).astype(np.float32) if bias else None
+    return Neurons(fmt, gate, records, biases, gated, path, gate_at, gate_stride)
+
+
+@dataclass
+class Case:
+    """The same FFN, twice: in memory and on disk."""
+
+    made: Neurons
+    activation: str = "relu"
+    up_relu: bool = False
+    sub_norm: bool = False
+    predictor: tuple[F32, float] | None = None  # scores' matrix, threshold
+
+    def _ffn(
+        self,
+        gate: _native.Matrix,
+        parts: list[_native.Matrix],
+        *,
+        disk: _native.DiskRows | None = None,
+        gate_disk: _native.DiskRows | None = None,
+    ) -> _native.FFN:
+        n = len(self.made.gate)
+        sub = _native.Norm(np.linspace(0.5, 1.5, n, dtype=np.float32), None, 1e-5, False)
+        predictor = None
+        if self.predictor is not None:
+            matrix, threshold = self.predictor
+            arena = _native.Arena(matrix.nbytes)
+            arena.write(0, np.ascontiguousarray(matrix).view(np.uint8).ravel())
+            second = _native.Matrix(arena, 0, quant.FORMATS["f32"].id, n, DIM, 4 * DIM)
+            predictor = _native.Predictor(None, second, np.full(n, threshold, np.float32), 40, False)
+        bias = self.made.bias
+        return _native.FFN(
+            norm=None,
+            gate=_native.Linear(gate, bias if gate_disk is None else None),
+            up=parts[0] if self.made.gated else None,
+            down=parts[-1],
+            down_bias=np.linspace(-1, 1, DIM, dtype=np.float32),
+            activation=ACTIVATIONS.index(self.activation),
+            threshold=0.0,
+            up_relu=self.up_relu,
+            bundles=True,
+            sub_norm=sub if self.sub_norm else None,
+            join=_native.Join(None, 1.0),
+            predictor=predictor,
+            disk=disk,
+            gate_disk=gate_disk,
+            gate_bias=bias if gate_disk is not None else None,
+        )
+
+    def _parts(self, arena: _native.Arena, at: int, rows: int) -> list[_native.Matrix]:
+        m = self.made
+        fmt = quant.FORMATS[m.format].id
+        offsets = (at, at + m.row) if m.gated else (at,)
+        return [_native.Matrix(arena, o, fmt, rows, DIM, m.stride) for o in offsets]
+
+    def _gate(self, arena: _native.Arena) -> _native.Matrix:
+        m = self.made
+        return _native.Matrix(arena, 0, quant.FORMATS[m.format].id, len(m.gate), DIM, m.row)
+
+    def in_memory(self) -> _native.FFN:
+        m = self.made
+        at = -(-m.gate.size // 64) * 64
+        arena = _native.Arena(at + m.records.size)
+        arena.write(0, m.gate.ravel())
+        arena.write(at, m.records.ravel())
+        return self._ffn(self._gate(arena), self._parts(arena, at, len(m.gate)))
+
+    def on_disk(
+        self,
+        hot: int,
+        quota: int,
+        *,
+        gates: tuple[int, int] | None = None,
+        disable: int = 0,
+        likely: F32 | None = None,
+        depth: int = 8,
+        method: str = "",
+        buffer_bytes: int = 8192,
+        path: Path | None = None,
+    ) -> tuple[_native.FFN, _native.DiskRows]:
+        m = self.made
+        n, slots = len(m.gate), hot + quota + _native.STREAM_SLOTS
+        reader = _native.Reader(str(path or m.file), depth=depth, buffer_bytes=buffer_bytes, method=method)
+        at = -(-m.gate.size // 64) * 64
+        arena = _native.Arena(at + slots * m.stride)
+        arena.write(0, m.gate.ravel())
+        pool = _native.SlotPool(arena, at, m.stride, slots)
+        crc = np.array([_native.crc32c(r) for r in m.records], np.uint32)
+        rows = _native.DiskRows(pool, reader, HERE, n, hot, quota, crc, "layers.3.bundle", disable, likely)
+        rows.load()
+        parts = self._parts(arena, at, slots)
+        if gates is None:
+            return self._ffn(self._gate(arena), parts, disk=rows), rows
+        gate, gate_rows = self._gates_on_disk(reader, *gates, disable)
+        return self._ffn(gate, parts, disk=rows, gate_disk=gate_rows), rows
+
+    def _gates_on_disk(
+        self, reader: _native.Reader, hot: int, quota: int, disable: int
+    ) -> tuple[_native.Matrix, _native.DiskRows]:
+        m = self.made
+        slots = hot + quota + _native.STREAM_SLOTS
+        arena = _native.Arena(slots * m.gate_stride)
+        pool = _native.SlotPool(arena, 0, m.gate_stride, slots)
+        crc = np.array([_native.crc32c(bytes(r) + bytes(m.gate_stride - m.row)) for r in m.gate], np.uint32)
+        rows = _native.DiskRows(
+            pool,
+            reader,
+            m.gate_at,
+            len(m.gate),
+            hot,
+            quota,
+            crc,
+            "layers.3.gate",
+            disable & ~_native.NO_BUNDLE,
+        )
+        rows.load()
+        fmt = quant.FORMATS[m.format].id
+        return _native.Matrix(arena, 0, fmt, slots, DIM, m.gate_stride), rows
+
+
+def calls(seed: int = 0, tokens: tuple[int, ...] = (1, 3, 1, 9, 1, 70, 2, 1)) -> Iterator[F32]:
+    rng = np.random.default_rng(seed)
+    for n in tokens:
+        yield rng.standard_normal((n, DIM)).astype(np.float32)
+
+
+def run(
+    ffn: _native.FFN, sparsity: str, *, threads: int = 2, isa: str = "", record: bool = False
+) -> list[bytes]:
+    context = _native.Context(threads, isa)
+    out = []
+    for h in calls():
+        x = np.ones_like(h)
+        kept = np.zeros((len(h), ffn.neurons), np.float32) if record else None
+        counts = context.ffn_add(x, h, ffn, SPARSITIES.index(sparsity), kept)
+        out.append(x.tobytes() + (b"" if kept is None else kept.tobytes()) + bytes(str(counts), "ascii"))
+    return out
+
+
+QUOTAS = (0, 1, 2, 7, 64, 255, 256, 300, 443)
+
+
+@pytest.mark.parametrize("sparsity", ["exact", "off"])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("hot", [0, 256, 512])
+def test_any_number_of_slots_gives_the_bits_of_memory(
+    tmp_path: Path, hot: int, threads: int, sparsity: str
+) -> None:
+    case = Case(neurons(tmp_path / "f"))
+    wanted = run(case.in_memory(), sparsity)
+    for quota in QUOTAS:
+        ffn, _ = case.on_disk(hot, min(quota, NEURONS - hot))
+        assert run(ffn, sparsity, threads=threads) == wanted, quota
+
+
+def scores(n: int = NEURONS) -> tuple[F32, float]:
+    return np.random.default_rng(3).standard_normal((n, DIM)).astype(np.float32), 4.0
+
+
+def kind(path: Path, name: str) -> Case:
+    """FFNs that take other ways through the walk."""
+    match name:
+        case "dReLU":
+            return Case(neurons(path, "q8_0"), up_relu=True)
+        case "ungated with biases":
+            return Case(neurons(path, "f16", gated=False, bias=True))
+        case "ReLU², sub-norm":
+            return Case(neurons(path, "f32"), activation="relu2", sub_norm=True)
+        case "no zeros":
+            return Case(neurons(path, "q4_0"), activation="silu")
+        case "predicted":
+            return Case(neurons(path, "q4_0", bias=True), predictor=scores())
+        case "predicted dReLU":
+            return Case(neurons(path, "bf16"), up_relu=True, predictor=scores())
+        case _:
+            raise AssertionError(name)
+
+
+NAMES = ("dReLU", "ungated with biases", "ReLU², sub-norm", "no zeros", "predicted", "predicted dReLU")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_ffn_gives_the_bits_of_memory(tmp_path: Path, name: str) -> None:
+    """Gate rows on disk too: two phases, the bundle is read only where the gate survives."""
+    case = kind(tmp_path / "f", name)
+    sparsity = "predict" if case.predictor else "exact"
+    for isa in ("scalar", ""):
+        wanted = run(case.in_memory(), sparsity, isa=isa)
+        for gates in (None, (0, 1), (256, 30), (0, 700)):
+            ffn, _ = case.on_disk(256, 60, gates=gates)
+            assert run(ffn, sparsity, isa=isa) == wanted, gates
+
+
+@pytest.mark.parametrize("disable", range(8))
+@pytest.mark.parametrize("method", ["", "threads"])
+def test_switches_and_ways_to_read_change_no_bit(tmp_path: Path, disable: int, method: str) -> None:
+    case = Case(neurons(tmp_path / "f", "q8_0"))
+    ffn, _ = case.on_disk(256, 50, disable=disable, method=method, depth=3)
+    assert run(ffn, "exact") == run(case.in_memory(), "exact")
+
+
+def test_what_is_recorded_is_the_same(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f", "f16"))
+    ffn, _ = case.on_disk(0, 100)
+    assert run(ffn, "exact", record=True) == run(case.in_memory(), "exact", record=True)
+
+
+def test_many_threads_share_few_slots(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f", "q8_0", neurons=3000))
+    wanted = run(case.in_memory(), "exact")
+    for threads in (3, 9):
+        ffn, _ = case.on_disk(256, 5)
+        assert run(ffn, "exact", threads=threads) == wanted
+
+
+def test_what_was_needed_most_is_kept(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f"))
+    ffn, rows = case.on_disk(0, 400)
+    context = _native.Context(1)
+    h = np.random.default_rng(1).standard_normal((1, DIM)).astype(np.float32)
+    missed = []
+    for _ in range(4):
+        before = rows.stats()["missed"]
+        context.ffn_add(np.ones_like(h), h, ffn, SPARSITIES.index("exact"))
+        missed.append(rows.stats()["missed"] - before)
+    assert 100 < missed[0] < 300, "the first 400 were there"
+    assert missed[1:] == [0, 0, 0], "all active ones (half of 700) fit"
+
+
+def test_slots_follow_what_the_profile_says_is_likely(tmp_path: Path) -> None:
+    """A neuron needed once does not push out those of which half the tokens are said to need each."""
+    made = neurons(tmp_path / "f")
+    likely = np.zeros(NEURONS, np.float32)
+    likely[:300] = 0.5
+    case = Case(made)
+    ffn, rows = case.on_disk(0, 300, likely=likely)
+    context = _native.Context(1)
+    for h in calls(tokens=(1,) * 6):
+        context.ffn_add(np.ones_like(h), h, ffn, SPARSITIES.index("exact"))
+    stats = rows.stats()
+    hits = stats["needed"] - stats["missed"]
+    assert abs(hits / stats["needed"] - 300 / NEURONS) < 0.05
+
+
+def test_a_quota_can_change_between_calls(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f"))
+    wanted = run(case.in_memory(), "exact")
+    ffn, rows = case.on_disk(256, 400)
+    for quota in (10, 0, 400):
+        rows.set_quota(quota)
+        assert run(ffn, "exact") == wanted
+    with pytest.raises(ValueError, match="too few slots"):
+        rows.set_quota(401)
+
+
+def test_slots_go_back_to_the_pool(tmp_path: Path) -> None:
+    made = neurons(tmp_path / "f")
+    arena = _native.Arena((100 + _native.STREAM_SLOTS) * made.stride)
+    pool = _native.SlotPool(arena, 0, made.stride, 100 + _native.STREAM_SLOTS)
+    reader = _native.Reader(str(made.file), depth=2, buffer_bytes=8192)
+    crc = np.zeros(NEURONS, np.uint32)
+    for _ in range(3):
+        rows = _native.DiskRows(pool, reader, HERE, NEURONS, 60, 40, crc)
+        assert pool.free == 0
+        with pytest.raises(ValueError, match="too few slots"):
+            _native.DiskRows(pool, reader, HERE, NEURONS, 0, 1, crc)
+        del rows
+        assert pool.free == 100
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_damaged_record_is_named_and_the_rest_lives_on(tmp_path: Path, many: bool) -> None:
+    case = Case(neurons(tmp_path / "f", "q8_0", bias=True))
+    wanted = run(case.in_memory(), "off")
+    ffn, _ = case.on_disk(100, 50)
+    content = bytearray((tmp_path / "f").read_bytes())
+    at = HERE + 444 * case.made.stride + 3
+    content[at] ^= 1
+    (tmp_path / "f").write_bytes(content)
+    x = np.ones((9 if many else 1, DIM), np.float32)
+    context = _native.Context(2)
+    for _ in range(3):
+        with pytest.raises(_native.DiskError) as error:
+            context.ffn_add(x.copy(), x, ffn, SPARSITIES.index("off"))
+        assert error.value.args == (0, "layers.3.bundle", 444)
+    content[at] ^= 1
+    (tmp_path / "f").write_bytes(content)
+    assert run(ffn, "off") == wanted
+
+
+def test_a_file_that_ends_early_is_said_to(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f"))
+    ffn, _ = case.on_disk(0, 50)
+    size = HERE + 300 * case.made.stride // 512 * 512
+    with (tmp_path / "f").open("r+b") as f:
+        f.truncate(size)
+    with pytest.raises(_native.DiskError) as error:
+        run(ffn, "off")
+    assert error.value.args[0] == -1 and error.value.args[2] >= 290
+
+
+def test_hot_neurons_that_cannot_be_read_are_an_error_of_loading(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f"))
+    with (tmp_path / "f").open("r+b") as f:
+        f.truncate(HERE + 4096)
+    with pytest.raises(_native.DiskError, match=r"layers\.3\.bundle"):
+        case.on_disk(256, 0)
+
+
+FAULTS = """
+import ctypes, sys
+sys.path[:0] = [sys.argv[1]]
+from pathlib import Path
+from test_disk import *
+from thermocline import _native
+bad = ctypes.CDLL(None).bad_reads
+bad(b"none")
+path, method = Path(sys.argv[2]), sys.argv[3]
+case = Case(neurons(path, "q8_0", neurons=600), predictor=scores(600))
+wanted = run(case.in_memory(), "predict")
+errors = 0
+each = [b"%s %d" % (kind, n) for n in range(1, 400, STEP) for kind in (b"eio", b"end")]
+ffn, _ = case.on_disk(0, 60, gates=(0, 60), method=method, depth=4)
+for how in (b"short", b"interrupted", b"busy", *each):
+    bad(how)
+    try:
+        assert run(ffn, "predict") == wanted, how
+    except _native.DiskError as e:
+        errors += 1
+        assert how[:3] in (b"eio", b"end"), (how, e)
+        assert e.args[0] == (5 if how[:3] == b"eio" else -1) and e.args[1].startswith("layers.3."), (how, e)
+        assert 0 <= e.args[2] < 600
+    bad(b"none")
+    assert run(ffn, "predict") == wanted, how
+print(errors)
+"""
+
+
+@pytest.mark.parametrize("method", ["io_uring", "threads"])
+def test_whichever_read_fails_there_are_the_same_bits_or_an_error(tmp_path: Path, method: str) -> None:
+    """Every seventh read of some calls, in a process of its own; afterwards all is well again."""
+    code = FAULTS.replace("STEP", "7")
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(Path(__file__).parent), str(tmp_path / "f"), method],
+        env={**os.environ, **bad_reads.environment(bad_reads.library(tmp_path), "none")},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 20
+
+
+STOPPED = """
+import ctypes, os, signal, sys, threading, time
+sys.path[:0] = [sys.argv[1]]
+from pathlib import Path
+from test_disk import *
+from thermocline import _native
+bad = ctypes.CDLL(None).bad_reads
+case = Case(neurons(Path(sys.argv[2]), "q8_0"))
+wanted = run(case.in_memory(), "off")
+ffn, _ = case.on_disk(0, 60, method="threads")
+for tokens in (1, 9):
+    bad(b"slow 1000")
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    begin, h = time.monotonic(), np.ones((tokens, DIM), np.float32)
+    try:
+        _native.Context(2).ffn_add(h.copy(), h, ffn, SPARSITIES.index("off"))
+        raise AssertionError("not stopped")
+    except KeyboardInterrupt:
+        print(time.monotonic() - begin)
+    bad(b"none")
+    assert run(ffn, "off") == wanted
+"""
+
+
+def test_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
+    """Each read takes a second. What is still under way when the call ends spoils nothing."""
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", STOPPED, str(Path(__file__).parent), str(tmp_path / "f")],
+        env={**os.environ, **bad_reads.environment(bad_reads.library(tmp_path), "none")},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert all(0.3 <= float(line) < 0.9 for line in run.stdout.split())

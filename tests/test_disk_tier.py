@@ -1,0 +1,228 @@
+"""A model larger than its memory: the same answers as without a limit, within the limit, or a refusal."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import save_file
+
+from thermocline import LLM, SamplingParams, _native, arrange, bench, cli, hotness
+from thermocline.arrange import others_of
+from thermocline.bench import Bench, Test
+from thermocline.errors import OutOfBudget, UsageError
+from thermocline.memory import GIB
+from thermocline.pack import Pack
+from thermocline.replay import replay
+from thermocline.trace import Recorder, Trace
+
+Run = Callable[..., Any]
+FFN = 8192  # neurons of a layer, with 4 MiB of bundles
+PROMPT = "The thermocline is a thin layer of water where warm meets cold, and " * 3
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def hf_directory(path: Path) -> Path:
+    """The tiny model with wide layers whose neurons differ in how often they are active."""
+    tiny.hf_directory(path, intermediate_size=FFN)
+    rng = np.random.default_rng(5)
+    tensors = tiny.tensors()
+    for i in range(tiny.LAYERS):
+        for name, shape in (("gate_proj", (FFN, 64)), ("up_proj", (FFN, 64)), ("down_proj", (64, FFN))):
+            w = rng.standard_normal(shape) / 8
+            tensors[f"model.layers.{i}.mlp.{name}.weight"] = w.astype(np.float32)
+    save_file(tensors, str(path / "model.safetensors"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def wide_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In order of hotness."""
+    base = tmp_path_factory.mktemp("wide")
+    text = base / "text.txt"
+    text.write_text(PROMPT * 20)
+    source, out = hf_directory(base / "hf"), base / "pack"
+    assert cli.main(["pack", str(source), "-o", str(out), "--format", "f32", "-q"]) == 0
+    profile = ["profile", str(out), "--corpus", str(text), "--tokens", "512", "--samples", "0", "-q"]
+    assert cli.main(profile) == 0
+    return out
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a real model's reads would be as large as all of this one's neurons."""
+    monkeypatch.setattr(arrange, "BUFFER_BYTES", 4096)
+
+
+def opened(pack: Path, ram: float | None = None, **asked: Any) -> LLM:
+    return LLM(pack, threads=asked.pop("threads", 2), context=512, max_batch=2, ram=ram, **asked)
+
+
+def least(pack: Path, **asked: Any) -> float:
+    """GiB, as the refusal says."""
+    with pytest.raises(OutOfBudget) as refused:
+        opened(pack, 0.001, **asked)
+    return float(re.search(r"--ram ([\d.]+)", str(refused.value))[1])  # type: ignore[index]
+
+
+def budgets(pack: Path) -> list[float]:
+    """From what holds a few neurons of a layer to what lacks a few."""
+    with opened(pack, lazy=True) as llm:
+        assert llm.arrangement is None
+        others = others_of(llm.spec, context=512, kv_tokens=512, max_batch=2, threads=2)
+        most = (llm.weights_bytes + sum(others.values())) / GIB
+    low = least(pack)
+    return [low + (most - low) * part for part in (0.0, 0.1, 0.3, 0.6, 0.98)]
+
+
+@pytest.mark.parametrize("sparsity", ["exact", "off"])
+def test_no_budget_changes_a_bit(wide_pack: Path, sparsity: str) -> None:
+    with opened(wide_pack, sparsity=sparsity) as llm:
+        want = llm.generate([PROMPT, "Cold"], GREEDY)
+    for ram in budgets(wide_pack):
+        with opened(wide_pack, ram, sparsity=sparsity) as llm:
+            assert llm.arrangement is not None and llm.arrangement.bytes <= ram * GIB
+            got = llm.generate([PROMPT, "Cold"], GREEDY)
+        for a, b in zip(got, want, strict=True):
+            assert (a.token_ids, a.figures.logits_hash) == (b.token_ids, b.figures.logits_hash), ram
+
+
+def test_switched_off_parts_change_nothing_but_time(wide_pack: Path) -> None:
+    few = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with opened(wide_pack) as llm:
+        want = llm.generate("Cold", few).figures.logits_hash
+    ram, reads = budgets(wide_pack)[4], {}
+    for disable in ((), ("cache",), ("bundle",), ("pipeline",), ("bundle", "cache", "pipeline")):
+        with opened(wide_pack, ram, disable=disable) as llm:
+            figures = llm.generate("Cold", few).figures
+        assert figures.logits_hash == want and figures.disk is not None
+        reads[disable] = figures.disk
+    assert reads["cache",].missed > 1.5 * reads[()].missed
+    assert reads["bundle",].reads > 1.5 * reads[()].reads
+
+
+def test_parts_cannot_be_switched_off_where_all_is_in_memory(wide_pack: Path) -> None:
+    with pytest.raises(UsageError, match="all weights are in memory"):
+        opened(wide_pack, disable=("cache",))
+    with pytest.raises(UsageError, match="must be one of bundle"):
+        opened(wide_pack, 0.05, disable=("gpu",))
+
+
+def test_more_memory_means_fewer_misses(wide_pack: Path) -> None:
+    rates = []
+    for ram in budgets(wide_pack):
+        with opened(wide_pack, ram) as llm:
+            disk = llm.generate(PROMPT, GREEDY).figures.disk
+        assert disk is not None and 0 <= disk.missed <= disk.needed and disk.needed > 0
+        rates.append(1 - disk.missed / disk.needed)
+    assert rates == sorted(rates) and rates[-1] > 0.8 > 0.2 > rates[0]
+
+
+def test_the_least_that_a_refusal_names_is_enough_and_less_is_not(wide_pack: Path) -> None:
+    enough = least(wide_pack)
+    with opened(wide_pack, enough) as llm:
+        assert len(llm.generate("Cold", GREEDY).token_ids) == 24
+    with pytest.raises(OutOfBudget, match="on disk the model still needs"):
+        opened(wide_pack, enough - 0.011)
+
+
+def test_a_pack_without_a_profile_runs_too_and_says_what_would_help(wide_pack: Path, tmp_path: Path) -> None:
+    with opened(wide_pack) as llm:
+        want = llm.generate(PROMPT, GREEDY).figures.logits_hash
+    pack = shutil.copytree(wide_pack, tmp_path / "pack")
+    (pack / "profile.safetensors").unlink()
+    told: list[str] = []
+    with opened(pack, budgets(wide_pack)[1], told=told.append) as llm:
+        assert llm.generate(PROMPT, GREEDY).figures.logits_hash == want
+        assert llm.arrangement is not None
+    assert any("larger than its memory" in line for line in told)
+    assert any("thermocline profile" in line for line in told)
+
+
+def test_the_last_line_and_the_json_say_what_the_disk_did(wide_pack: Path, thermocline: Run) -> None:
+    ram = budgets(wide_pack)[1]
+    args = ("run", "-m", wide_pack, "--ram", str(ram), "-c", "512", "-n", "16", "--ignore-eos", "Cold")
+    ran = thermocline(*args, "--json")
+    assert ran.code == 0, ran.err
+    told = json.loads(ran.out)
+    assert 0 < told["cache_hit_rate"] < 1 and told["disk_bytes_per_token"] > 0
+    assert told["disk_gb_per_s"] > 0 and 0 <= told["disk_wait_share"] < 1
+    assert told["memory_bytes"] <= ram * GIB and told["token_ms_p99"] > 0
+    line = thermocline(*args).err.splitlines()[-1]
+    for words in (r"[\d.]+% in memory", r"disk [\d.]+ MB/token", r"waiting \d+%", r"ms a token, P99 [\d.]+"):
+        assert re.search(words, line), line
+    whole = json.loads(thermocline("run", "-m", wide_pack, "-n", "4", "--json", "-q", "Cold").out)
+    assert whole["cache_hit_rate"] is None and whole["disk"] is None
+
+
+def test_plan_says_before_what_run_does(wide_pack: Path, thermocline: Run) -> None:
+    """The same split to the byte, on this machine's own figures."""
+    ram = f"{budgets(wide_pack)[2]:.4f}"
+    plan = thermocline("plan", wide_pack, "--ram", ram, "--ctx", "512", "--threads", "2", "--json", "-q")
+    assert plan.code == 0, plan.err
+    told = json.loads(plan.out)
+    with LLM(wide_pack, threads=2, context=512, max_batch=1, ram=float(ram), lazy=True) as llm:
+        assert llm.arrangement is not None
+        assert told["bytes"]["ram"] == llm.arrangement.parts
+        assert [x["ram"] for x in told["layers"]] == [s.places for s in llm.arrangement.bundles]
+    assert told["bytes"]["disk"]["up and down rows"] > 0
+    assert any("expected in memory" in note for note in told["notes"])
+
+
+def test_the_promise_is_kept_in_a_process_of_its_own(tmp_path: Path, thermocline: Run) -> None:
+    """Peak memory is below what was said before, and not far."""
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps(tiny.config(
+        hidden_size=512, intermediate_size=8192, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=8,
+    )))  # fmt: skip
+    pack = tmp_path / "pack"
+    made = thermocline("synth", shape, "-o", pack, "--format", "q8_0", "--active", "0.1")
+    assert made.code == 0, made.err
+    code = "import sys; from thermocline.cli import main; sys.exit(main(sys.argv[1:]))"
+    tests = ["-p", "300", "-n", "24", "-r", "1", "-t", "2", "-o", "jsonl", "-q"]
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code, "bench", "-m", str(pack), "--ram", "0.13", *tests],
+        capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    for row in rows:
+        assert 0.85 * row["memory_bytes"] < row["peak_rss_bytes"] <= row["memory_bytes"] <= 0.13 * GIB
+    assert rows[1]["cache_hit_rate"] > 0.5 and rows[1]["disk_bytes_per_token"] > 0
+
+
+def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
+    """Within a point of hit rate, where what a call misses fits in the slots that are for passing through."""
+    pack, test = Pack.open(wide_pack), Test(2, 0, 0, 96)
+    feed, heat = bench.feed_of(pack, [test], None, 1), hotness.of_pack(pack, hotness.Curve())
+
+    def loaded(ram: float | None) -> Bench:
+        return Bench(pack, [test], feed, sparsity="exact", progress=lambda *_: None, ram=ram)
+
+    whole = loaded(None)
+    recorder = Recorder(2, pack.spec, whole.engine.model.weights.layers)
+    whole.watch(test, recorder)
+    trace = Trace.of(recorder, feed.name, "exact", 0)
+    compared = []
+    low, *_, high = budgets(wide_pack)
+    for part in (0.95, 0.98, 1.0):
+        engine = loaded(low + (high - low) * part)
+        assert engine.store is not None
+        done = engine.sample(test).figures.disk
+        assert done is not None
+        frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]
+        counts = replay(trace, engine.store.arrangement.bundles, frequency, "lfu")
+        assert counts.needed.sum() == done.needed
+        compared.append((counts.hit_rate, 1 - done.missed / done.needed))
+        assert counts.missed.mean() < _native.STREAM_SLOTS
+    assert all(abs(mine - real) < 0.01 for mine, real in compared), compared

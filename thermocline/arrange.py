@@ -1,0 +1,214 @@
+"""A budget of memory divided to the byte among a model's parts: what is resident, whose neurons are pinned.
+
+`run` and `plan` ask the same function. Must not know how anything is loaded, nor how fast it then is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from thermocline import _native
+from thermocline.cost import EXCESS, named
+from thermocline.engine import PREFILL_CHUNK
+from thermocline.errors import OutOfBudget
+from thermocline.hotness import Hotness
+from thermocline.kv import reserved_bytes
+from thermocline.layout import ALIGN, TensorInfo
+from thermocline.memory import GIB, context_for, runtime_bytes, scratch_bytes
+from thermocline.sizes import aligned
+from thermocline.spec import ModelSpec
+from thermocline.split import OPERATION_BYTES, Fetch, Rows, Share, fetch, split
+
+LEAST_CONTEXT = 512
+DEPTH, BUFFER_BYTES = 64, 128 << 10  # reads in flight, and of how many bytes
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What memory is divided for: the weights of a pack, or of a shape that could be one."""
+
+    spec: ModelSpec
+    tensors: Mapping[str, TensorInfo]
+    predictor_bytes: int
+    sparsity: str
+    hotness: Hotness
+
+    @property
+    def guesses(self) -> bool:
+        return self.sparsity == "predict" and self.predictor_bytes > 0
+
+    def rows(self, kind: str, batch: int = 1) -> list[Rows]:
+        """Each layer's `bundle` or `gate.weight`, as a step of `batch` tokens needs them."""
+        found = []
+        for i in range(self.spec.n_layers):
+            need = self.hotness.at(i, batch)
+            if self.sparsity == "off":
+                need = np.ones_like(need)
+            elif kind != "bundle":
+                need = named(need, EXCESS if self.hotness.excess is None else self.hotness.excess)
+            found.append(Rows(self.tensors[f"layers.{i}.{kind}"].stride, need))
+        return found
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Who has what of the budget. `parts` add up to all the memory that is ever taken."""
+
+    parts: dict[str, int]
+    bundles: tuple[Share, ...]  # of each layer
+    gates: tuple[Share, ...] | None  # None: all gate rows are resident
+    contents: Contents
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def on_disk(spec: ModelSpec) -> bool:
+    """Can some of its neurons be left there?"""
+    return spec.sparse and spec.n_experts == 1
+
+
+# ---- dividing
+
+
+def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list[int]:
+    """What to try in turn: a default context is shorter where the weights do not fit in `budget` beside it.
+
+    The shorter one leaves most of the memory to the weights.
+    """
+    context = context_for(spec, asked)
+    if asked is not None or budget is None or not on_disk(spec):
+        return [context]
+    shorter = context
+    while shorter > LEAST_CONTEXT and reserved_bytes(spec, shorter, shorter, PREFILL_CHUNK) > budget // 8:
+        shorter //= 2
+    return list(dict.fromkeys((context, shorter)))
+
+
+def others_of(
+    spec: ModelSpec, *, context: int, kv_tokens: int, max_batch: int, threads: int
+) -> dict[str, int]:
+    """Part -> bytes of what a session takes besides weights."""
+    return {
+        "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK),
+        "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
+        "runtime": runtime_bytes(spec),
+    }
+
+
+def arrange(c: Contents, budget: int, others: Mapping[str, int], *, limit: str = "allowed") -> Arrangement:
+    """Within `budget` bytes, of which `others` are taken. OutOfBudget with what would be enough.
+
+    Gate rows go to disk only where fewer bytes are then read. `limit`: what the budget is, for the error.
+    """
+    made = [_arranged(c, budget, others, gates) for gates in ((False, True) if _gates_can(c) else (False,))]
+    found = [m for m in made if m is not None]
+    if not found:
+        need = least_bytes(c, others)
+        fixed = need - sum(others.values())
+        taken = ", ".join(f"{size / GIB:.2f} {part}" for part, size in others.items())
+        raise OutOfBudget(
+            f"with its cold neurons on disk the model still needs {need / GIB:.2f} GiB of memory "
+            f"({fixed / GIB:.2f} weights, {taken}), {budget / GIB:.2f} GiB is {limit}; use --ram "
+            f"{math.ceil(need / GIB * 100) / 100:.2f}, a shorter context or a smaller weight format"
+        )
+    return min(found, key=disk_bytes) if len(found) > 1 else found[0]
+
+
+def least_bytes(c: Contents, others: Mapping[str, int]) -> int:
+    """The smallest budget that there is an arrangement for."""
+    kinds = [("bundle", "gate.weight")] if _gates_can(c) else []
+    least = []
+    for on in [("bundle",), *kinds]:
+        fixed = sum(_fixed(c, others, len(on) > 1).values())
+        least.append(fixed + sum(x.least_bytes for kind in on for x in c.rows(kind)))
+    return min(least)
+
+
+def _gates_can(c: Contents) -> bool:
+    """Whole cache lines, and a predictor that says which are wanted."""
+    strides = [c.tensors[f"layers.{i}.gate.weight"].stride for i in range(c.spec.n_layers)]
+    return c.guesses and all(stride % 64 == 0 for stride in strides)
+
+
+def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) -> Arrangement | None:
+    parts = _fixed(c, others, gates)
+    bundles, n = c.rows("bundle"), c.spec.n_layers
+    rows = [*bundles, *(c.rows("gate.weight") if gates else ())]
+    shares = split(rows, budget - sum(parts.values()))
+    if shares is None:
+        return None
+    sizes = [s.places * x.place_bytes + x.table_bytes for s, x in zip(shares, rows, strict=True)]
+    parts["up and down rows"] = sum(sizes[:n])
+    if gates:
+        parts["gate rows"] = parts.get("gate rows", 0) + sum(sizes[n:])
+    return Arrangement(parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, c)
+
+
+def fetches(a: Arrangement, batch: int = 1) -> list[list[Fetch]]:
+    """Of each layer, what a step of a few tokens is expected to read of each kind."""
+    c = a.contents
+    kinds = [("bundle", a.bundles), *([("gate.weight", a.gates)] if a.gates is not None else [])]
+    found: list[list[Fetch]] = [[] for _ in a.bundles]
+    for kind, shares in kinds:
+        for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=True)):
+            found[i].append(fetch(rows, share, ordered=c.hotness.ordered))
+    return found
+
+
+def disk_bytes(a: Arrangement) -> float:
+    """A token's, with what the disk could have read in the time that each read costs beside them."""
+    return sum(f.bytes + f.reads * OPERATION_BYTES for layer in fetches(a) for f in layer)
+
+
+def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int]:
+    """Part -> bytes of all but the places of neurons."""
+    parts: dict[str, int] = dict(others)
+
+    def add(part: str, nbytes: int) -> None:
+        parts[part] = parts.get(part, 0) + nbytes
+
+    for name in resident(c.spec, c.tensors, gates=gates):
+        add(_part(name), aligned(c.tensors[name].bytes))
+    if c.guesses:
+        add("predictors", c.predictor_bytes + 2 * c.spec.n_layers * 64)
+    add("disk buffers", _buffers(c, gates))
+    return parts
+
+
+def resident(spec: ModelSpec, tensors: Mapping[str, TensorInfo], *, gates: bool) -> list[str]:
+    """What is in memory whole, in file order. `gates`: their rows come from disk."""
+    left = (".bundle", ".order", ".activation_count", *((".gate.weight",) if gates else ()))
+    names = [n for n in tensors if not n.endswith(left) and ".predictor." not in n]
+    return sorted(names, key=lambda n: tensors[n].offset)
+
+
+def _part(name: str) -> str:
+    """As `plan` calls it."""
+    if name.startswith("layers."):
+        return "gate rows" if ".gate." in name else "attention"
+    return "embedding" if name in ("embed.weight", "pos_embed.weight") else "head"
+
+
+def _buffers(c: Contents, gates: bool) -> int:
+    """The reader's; the places that prompts pass through; what a call over records takes besides."""
+    strides = pool_strides(c.tensors, c.spec.n_layers, gates)
+    passing = sum(_native.STREAM_SLOTS * stride + ALIGN for stride in strides)
+    call = 4 * 256 * c.spec.dim + 44 * c.spec.ffn_dim
+    return DEPTH * buffer_bytes(strides) + passing + call
+
+
+def pool_strides(tensors: Mapping[str, TensorInfo], layers: int, gates: bool) -> list[int]:
+    """Of the pools: layers whose records are equally long share one, gates apart."""
+    kinds = ("bundle", "gate.weight") if gates else ("bundle",)
+    return [s for k in kinds for s in sorted({tensors[f"layers.{i}.{k}"].stride for i in range(layers)})]
+
+
+def buffer_bytes(strides: Sequence[int]) -> int:
+    """A record with what is read around it, whatever the disk's blocks are."""
+    return max(BUFFER_BYTES, aligned(max(strides)) + ALIGN)

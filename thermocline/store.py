@@ -1,0 +1,296 @@
+"""A pack in less memory than its weights: `arrange.py`'s answer in an arena, and the neurons left on disk.
+
+Owns where in the arena everything is, and what the disk did. Must not know requests or flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from thermocline import _native, hotness, weights
+from thermocline.arrange import (
+    DEPTH,
+    Arrangement,
+    Contents,
+    arrange,
+    buffer_bytes,
+    contexts_for,
+    on_disk,
+    others_of,
+    resident,
+)
+from thermocline.decoder import DiskCounts, Weights
+from thermocline.errors import OutOfBudget, UsageError
+from thermocline.hotness import Curve
+from thermocline.layout import TensorInfo
+from thermocline.memory import fit
+from thermocline.ops.cpu import disk_error
+from thermocline.pack import Pack
+from thermocline.predictor import Predictors, named_for_active
+from thermocline.records import Records, open_records
+from thermocline.sizes import aligned
+from thermocline.weights import LoadedWeights
+
+Progress = Callable[[int, int], None]
+
+SLICE_BYTES = 256 << 20  # read between two looks at Ctrl-C
+
+
+@dataclass(frozen=True)
+class Store:
+    """The neurons of a loaded model that take turns in memory."""
+
+    reader: _native.Reader
+    rows: tuple[_native.DiskRows, ...]  # every layer's bundles, then, where they are here, its gate rows
+    arrangement: Arrangement
+
+    @property
+    def how(self) -> str:
+        """How it reads, for a person."""
+        return self.reader.how
+
+    def counts(self) -> DiskCounts:
+        """Since the weights were loaded."""
+        stats = [r.stats() for r in self.rows]
+        return DiskCounts(*(sum(s[key] for s in stats) for key in DiskCounts._fields))
+
+
+# ---- before a weight is read
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a session gets of the memory."""
+
+    context: int
+    kv_tokens: int  # positions of the cache
+    bytes: int  # all that is ever taken
+    arrangement: Arrangement | None  # None: all weights are in memory
+
+
+def room_for(
+    pack: Pack,
+    predictors: Predictors | None,
+    *,
+    sparsity: str,
+    context: int | None,
+    max_batch: int,
+    threads: int,
+    budget: int | None,
+    limit: str = "free",
+    at_least: int | None = None,
+) -> Room:
+    """All weights in memory if they fit in `budget` bytes, else as `arrange` has it; OutOfBudget.
+
+    `context`: None is the default, which is shorter where weights do not fit. The rest: as `memory.fit`.
+    """
+    weights_bytes, spec = weights.memory_bytes(pack, predictors), pack.spec
+    for asked in contexts_for(spec, context, budget):
+        try:
+            kv_tokens = fit(
+                spec, weights_bytes=weights_bytes, available_bytes=budget, context=asked, max_batch=max_batch,
+                threads=threads, at_least=at_least, limit=limit
+            )  # fmt: skip
+            others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
+            return Room(asked, kv_tokens, weights_bytes + sum(others.values()), None)
+        except OutOfBudget:
+            if budget is None or not on_disk(spec):
+                raise
+    assert budget is not None, "without a limit everything fits"
+    kv_tokens = at_least or asked
+    nbytes = 0 if predictors is None else predictors.nbytes
+    excess = None if predictors is None else named_for_active(predictors.report)
+    heat = hotness.of_pack(pack, Curve(), excess)
+    contents = Contents(spec, pack.tensors, nbytes, sparsity, heat)
+    others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
+    found = arrange(contents, budget, others, limit=limit)
+    return Room(asked, kv_tokens, found.bytes, found)
+
+
+def check_switches(room: Room, disable: Sequence[str]) -> None:
+    if disable and room.arrangement is None:
+        raise UsageError(
+            f"--disable {','.join(disable)}: all weights are in memory, so there is nothing to do without; "
+            "give less memory (--ram)"
+        )
+
+
+# ---- places in the arena
+
+
+@dataclass(frozen=True)
+class Map:
+    """Where everything goes. A pool is all places of records of one kind and length."""
+
+    tensors: dict[str, TensorInfo]  # resident ones by name; of a layer's rows on disk, their whole pool
+    runs: tuple[tuple[int, int, int], ...]  # of weights.bin: from byte, to byte, where in the arena
+    pools: dict[tuple[str, int], TensorInfo]  # by kind and stride
+    bytes: int
+
+
+def mapped(pack: Pack, a: Arrangement) -> Map:
+    placed: dict[str, TensorInfo] = {}
+    runs: list[tuple[int, int, int]] = []
+    end = 0
+    for name in resident(pack.spec, pack.tensors, gates=a.gates is not None):
+        t = pack.tensors[name]
+        placed[name] = replace(t, offset=end)
+        if runs and runs[-1][1] == t.offset:
+            runs[-1] = (runs[-1][0], t.offset + aligned(t.bytes), runs[-1][2])
+        else:
+            runs.append((t.offset, t.offset + aligned(t.bytes), end))
+        end += aligned(t.bytes)
+    pools: dict[tuple[str, int], TensorInfo] = {}
+    for kind, shares in _kinds(a):
+        of = [pack.tensors[f"layers.{i}.{kind}"] for i in range(pack.spec.n_layers)]
+        for stride in sorted({t.stride for t in of}):
+            slots = sum(s.places for s, t in zip(shares, of, strict=True) if t.stride == stride)
+            like = next(t for t in of if t.stride == stride)
+            slots += _native.STREAM_SLOTS
+            shape = (slots, *like.shape[2:])
+            pools[kind, stride] = TensorInfo(like.format, shape, end, slots * stride, stride)
+            end += aligned(slots * stride)
+        placed |= {f"layers.{i}.{kind}": pools[kind, t.stride] for i, t in enumerate(of)}
+    return Map(placed, tuple(runs), pools, end)
+
+
+def _kinds(a: Arrangement) -> list[tuple[str, Sequence[Any]]]:
+    return [("bundle", a.bundles), *([("gate.weight", a.gates)] if a.gates is not None else [])]
+
+
+# ---- loading
+
+
+def open_weights(
+    pack: Pack,
+    room: Room,
+    *,
+    threads: int,
+    predictors: Predictors | None,
+    disable: Sequence[str],
+    progress: Callable[[str, int, int], None],
+    told: Callable[[str], None],
+) -> tuple[LoadedWeights, Store | None]:
+    """As there is room: all of them, or with a `Store`. `told`: what a person should know of that."""
+    loading, a = partial(progress, "loading"), room.arrangement
+    if a is None:
+        return weights.load(pack, threads=threads, predictors=predictors, progress=loading), None
+    records = open_records(pack, partial(progress, "checksumming"), told)
+    made = load(pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading)
+    places, neurons = sum(s.places for s in a.bundles), pack.spec.n_layers * pack.spec.ffn_dim
+    told(
+        f"{pack.path} is larger than its memory: there is room for {places / neurons:.0%} of its neurons, "
+        f"the others come from disk when they are needed ({made[1].how})"
+    )
+    if not a.contents.hotness.ordered:
+        told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
+    return made
+
+
+def load(
+    pack: Pack,
+    a: Arrangement,
+    records: Records,
+    *,
+    threads: int,
+    predictors: Predictors | None = None,
+    disable: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> tuple[LoadedWeights, Store]:
+    """Raises as `weights.load` does. `disable`: what the disk tier is to do without."""
+    ops = weights.new_ops(threads)
+    m = mapped(pack, a)
+    arena = weights.new_arena(m.bytes, str(pack.path))
+    _fill(arena, pack, m.runs, progress)
+    made = weights.assemble(pack.spec, m.tensors, arena, ops)
+    if predictors is not None:
+        made = weights.with_predictors(made, predictors)
+    size = buffer_bytes([stride for _, stride in m.pools])
+    reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
+    rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
+    try:
+        for r in rows:
+            r.load()
+    except _native.DiskError as e:
+        raise disk_error(e) from None
+    arena.gather_pages()
+    return LoadedWeights(_with_disk(made, rows), ops, a.bytes), Store(reader, tuple(rows), a)
+
+
+def _rows(
+    pack: Pack,
+    a: Arrangement,
+    records: Records,
+    m: Map,
+    arena: _native.Arena,
+    reader: _native.Reader,
+    switches: int,
+) -> list[_native.DiskRows]:
+    pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[0]) for k, p in m.pools.items()}
+    made = []
+    for kind, shares in _kinds(a):
+        checksums = records.bundle if kind == "bundle" else records.gate
+        known, needs = a.contents.hotness.ordered, a.contents.rows(kind)
+        for i, (share, crcs, need) in enumerate(zip(shares, checksums, needs, strict=True)):
+            t, name = pack.tensors[f"layers.{i}.{kind}"], f"{pack.weights_path}: layers.{i}.{kind}"
+            pool = pools[kind, t.stride]
+            likely = need.need.astype(np.float32) if known else None
+            made.append(
+                _native.DiskRows(
+                    pool, reader, t.offset, len(crcs), share.hot, share.quota, crcs, name, switches, likely
+                )
+            )
+    return made
+
+
+def _switches(disable: Sequence[str]) -> int:
+    """`config_shared.SWITCHES` as the core takes them."""
+    bits = {"bundle": _native.NO_BUNDLE, "cache": _native.NO_CACHE, "pipeline": _native.NO_PIPELINE}
+    return sum(bits[name] for name in set(disable))
+
+
+def _with_disk(made: Weights, rows: Sequence[_native.DiskRows]) -> Weights:
+    n = len(made.layers)
+    gates: Sequence[_native.DiskRows | None] = rows[n:] or [None] * n
+    layers = zip(made.layers, rows[:n], gates, strict=True)
+    return replace(
+        made, layers=tuple(replace(x, ffn=replace(x.ffn, disk=b, gate_disk=g)) for x, b, g in layers)
+    )
+
+
+def _fill(
+    arena: _native.Arena, pack: Pack, runs: Sequence[tuple[int, int, int]], progress: Progress | None
+) -> None:
+    done, size = 0, sum(end - begin for begin, end, _ in runs)
+    edge = weights.new_arena(pack.block_bytes, "a block")
+    for begin, end, to in runs:
+        for first, last in _pieces(begin, end, pack.block_bytes):
+            block = first // pack.block_bytes * pack.block_bytes
+            if block == first and (last % pack.block_bytes == 0 or last == pack.weights_bytes):
+                weights.read_blocks(arena, pack, first, last, to + first - begin)
+            else:  # a block is checked whole
+                stop = min(pack.weights_bytes, block + pack.block_bytes)
+                weights.read_blocks(edge, pack, block, stop, 0)
+                arena.copy(to + first - begin, edge, first - block, last - first)
+            done += last - first
+            if progress is not None:
+                progress(done, size)
+
+
+def _pieces(begin: int, end: int, block: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) cut at its first and its last border of blocks, and between them into slices."""
+    first, last = -(-begin // block) * block, end // block * block
+    if first > last:
+        yield begin, end
+        return
+    if begin < first:
+        yield begin, first
+    for at in range(first, last, SLICE_BYTES):
+        yield at, min(last, at + SLICE_BYTES)
+    if last < end:
+        yield last, end

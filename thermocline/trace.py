@@ -1,0 +1,159 @@
+"""Which neurons each token needs, recorded while a model decodes, and the file that keeps it.
+
+A trace is a sidecar of kind `trace` (DESIGN.md, "Trace"): a bit a neuron, layer and token. Must not know what
+it is for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline import sidecar
+from thermocline.decoder import F32, Batch, FFNStats, Layer
+from thermocline.errors import BadFile, IOFailure, Unsupported
+from thermocline.ops.cpu import CpuOps
+from thermocline.pack import Pack
+from thermocline.safetensors import quoted
+from thermocline.spec import ModelSpec
+
+U8 = NDArray[np.uint8]
+Bool = NDArray[np.bool_]
+KIND = "trace"
+AGAIN = "thermocline bench -m PACK --trace FILE"
+
+
+def check_sparse(spec: ModelSpec) -> None:
+    if not spec.sparse:
+        raise Unsupported(
+            f"{spec.architecture} with {spec.activation}: every token needs every neuron: nothing to "
+            "record; trace a ReLU-family model"
+        )
+
+
+class Recorder(CpuOps):
+    """The native ops; between `begin` and the end every FFN's needed neurons are kept, a bit each."""
+
+    def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer]) -> None:
+        super().__init__(threads)
+        self._spec, self._layers = spec, layers
+        self.neurons = spec.n_experts * spec.ffn_dim
+        self._rows: list[list[U8]] | None = None
+
+    def begin(self) -> None:
+        self._rows = [[] for _ in self._layers]
+
+    @property
+    def active(self) -> list[U8]:
+        """Of each layer [tokens, bytes], of the tokens that all layers have seen."""
+        assert self._rows is not None
+        n = len(self._rows[-1])
+        width = -(-self.neurons // 8)
+        return [np.array(rows[:n], np.uint8).reshape(n, width) for rows in self._rows]
+
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
+    ) -> Any:
+        self._layer = 0
+        return super().step(batch, block, cos, sin, window)
+
+    def ffn_add(
+        self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, record: F32 | None = None
+    ) -> None:
+        if self._rows is None:
+            return super().ffn_add(x, h, bound, sparsity, stats, record)
+        layer, self._layer = self._layer, self._layer + 1
+        gated = self._gates(layer, h) if self._spec.up_activation == "relu" else None  # before h changes
+        record = np.empty((len(x), bound.neurons), np.float32)
+        super().ffn_add(x, h, bound, sparsity, stats, record)
+        needed = record != 0 if gated is None else gated
+        self._rows[layer].extend(np.packbits(needed, axis=1, bitorder="little"))
+        return None
+
+    def _gates(self, layer: int, h: F32) -> Bool:
+        """Of dReLU: up rows are read where the gate is above zero, whatever comes of the product."""
+        norm, gate = self._layers[layer].ffn_norm, self._layers[layer].ffn.gate
+        if norm is not None and self._spec.norm_order != "post":
+            h = self.norm(h, norm.weight, norm.bias, self._spec.norm_eps, self._spec.norm)
+        values = self.matmul(gate.weight, h, gate.bias)
+        return np.greater(values, self._spec.activation_threshold)
+
+
+# ---- the file
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Of a pack's every layer, the needed neurons of consecutive tokens."""
+
+    tokens: int
+    source: str  # where the tokens are from
+    sparsity: str
+    depth: int  # tokens before them
+    neurons: int  # of a layer
+    active: tuple[U8, ...]  # of each layer [tokens, bytes]: bit i mod 8 of byte i / 8 is neuron i
+
+    @staticmethod
+    def of(recorder: Recorder, source: str, sparsity: str, depth: int) -> Trace:
+        active, neurons = recorder.active, recorder.neurons
+        return Trace(len(active[0]), source, sparsity, depth, neurons, tuple(active))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.active)
+
+    def layer(self, i: int) -> Bool:
+        """[tokens, neurons]: whether the token needs the neuron."""
+        bits = np.unpackbits(self.active[i], axis=1, count=self.neurons, bitorder="little")
+        return bits.view(np.bool_)
+
+
+def check_target(path: Path) -> None:
+    """Refuse what could not be written, before anything is computed."""
+    if path.is_dir():
+        raise IOFailure(f"--trace {path}: is a directory")
+    if not path.absolute().parent.is_dir():
+        raise IOFailure(f"--trace {path}: no such directory")
+
+
+def write_trace(path: Path, pack: Pack, trace: Trace) -> None:
+    """In place of what was there, whole or not at all."""
+    facts = {key: getattr(trace, key) for key in ("tokens", "source", "sparsity", "depth")}
+    layout: Any = {f"layers.{i}.active": ("u1", a.shape) for i, a in enumerate(trace.active)}
+    tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        sidecar.write(tmp, KIND, sidecar.stamp(pack.path), facts, layout, trace.active)
+        os.replace(tmp, path)
+    except OSError as e:
+        raise IOFailure(f"{path}: cannot write the trace: {e.strerror}") from None
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def read_trace(path: Path, pack: Pack) -> Trace:
+    """BadFile: damaged, or another pack's."""
+    found = sidecar.Sidecar.open(path, KIND, sidecar.stamp(pack.path), AGAIN)
+    if found is None:
+        raise IOFailure(f"{path}: no such file; record it with `{AGAIN}`")
+    try:
+        return _read(found, pack.spec)
+    finally:
+        found.close()
+
+
+def _read(found: sidecar.Sidecar, spec: ModelSpec) -> Trace:
+    tokens, source, sparsity, depth = (found.facts.get(k) for k in ("tokens", "source", "sparsity", "depth"))
+    if type(tokens) is not int or tokens < 1 or type(depth) is not int:
+        raise BadFile(f"{found.path}: tokens is {quoted(tokens)} and depth {quoted(depth)}, not numbers")
+    if not isinstance(source, str) or not isinstance(sparsity, str):
+        raise BadFile(f"{found.path}: source or sparsity is missing")
+    neurons = spec.n_experts * spec.ffn_dim
+    shape = (tokens, -(-neurons // 8))
+    active = tuple(found.read(f"layers.{i}.active", "|u1", shape) for i in range(spec.n_layers))
+    return Trace(tokens, source, sparsity, depth, neurons, active)
