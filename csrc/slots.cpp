@@ -231,14 +231,17 @@ void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner)
 }
 
 // What to ask the reader for: the bytes of a read, or of each half of a record, in whole units of its alignment.
-size_t Fetches::requests_of(const Read& r, unsigned buffer, ReadRequest* out) const {
+size_t Fetches::requests_of(Read& r, unsigned buffer, ReadRequest* out) const {
     const uint64_t stride = r.rows->pool().stride, align = reader_.alignment();
     const uint64_t first = r.rows->file_offset + uint64_t(r.wanted[0].neuron) * stride;
     const uint64_t end = r.rows->file_offset + uint64_t(r.wanted[r.n - 1].neuron + 1) * stride;
-    for (unsigned i = 0; i < r.requests; i++) {
-        const uint64_t from = (first + (end - first) * i / r.requests) / align * align;
-        const uint64_t to = (first + (end - first) * (i + 1) / r.requests + align - 1) / align * align;
-        out[i] = {from, uint32_t(to - from), reader_.buffer(buffer) + (from - r.begin), buffer};
+    const unsigned parts = r.requests;
+    uint64_t from = r.begin;  // where the part before ended: no byte is read twice
+    r.requests = 0;
+    for (unsigned i = 0; i < parts; i++) {
+        const uint64_t to = (first + (end - first) * (i + 1) / parts + align - 1) / align * align;
+        if (to > from) out[r.requests++] = {from, uint32_t(to - from), reader_.buffer(buffer) + (from - r.begin), buffer};
+        from = std::max(from, to);
     }
     return r.requests;
 }
@@ -248,7 +251,7 @@ void Fetches::submit() {
     while (!failed) {
         size_t n = 0, reads = 0;
         for (; reads < queue_.size() && reads < buffers_.size() && n + 2 <= 64; reads++) {
-            const Read& r = queue_[reads];
+            Read& r = queue_[reads];
             if (under_way_ + n + r.requests > reader_.depth()) break;
             n += requests_of(r, buffers_[buffers_.size() - 1 - reads], requests + n);
         }

@@ -161,7 +161,7 @@ private:
         unsigned requests;  // 2: each half on its own; then those still under way
         int error;
     };
-    size_t requests_of(const Read& r, unsigned buffer, ReadRequest* out) const;
+    size_t requests_of(Read& r, unsigned buffer, ReadRequest* out) const;
     void finish(Read& r, const uint8_t* buffer);
 
     Reader& reader_;

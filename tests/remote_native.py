@@ -202,7 +202,11 @@ class FFN(Part):
         sub_norm: Norm | None,
         join: Join,
         predictor: Predictor | None = None,
+        disk: None = None,
+        gate_disk: None = None,
+        gate_bias: None = None,
     ) -> None:
+        assert disk is gate_disk is gate_bias is None, "no disk over there"
         parts = packed(norm, Norm) + gate.packed + packed(up, Matrix) + down.packed + values(down_bias)
         rest = u64(activation) + f32(threshold) + u64(up_relu, bundles) + packed(sub_norm, Norm) + join.packed
         guess = packed(None, Matrix) * 2 + values(None) + u64(0, 0) if predictor is None else predictor.packed

@@ -54,6 +54,8 @@ OUR_KEYS = {
         "isa",
         "tokens",
     ),
+    *("cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share"),
+    *("token_ms_p99", "memory_bytes", "disk", "disabled"),
 }
 
 
@@ -121,7 +123,7 @@ def test_zero_leaves_a_test_out(toy_pack: Path, thermocline: Run) -> None:
 def test_what_cannot_be_measured_is_one_line_at_once(
     argv: str, said: str, toy_pack: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.weights, "load", None)  # never reached
+    monkeypatch.setattr(bench.store, "open_weights", None)  # never reached
     ran = thermocline("bench", "-m", toy_pack, *argv.split())
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert said in ran.err
@@ -131,7 +133,7 @@ def test_what_does_not_fit_in_memory_is_said_before_it_is_loaded(
     toy_pack: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "available_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(bench.weights, "load", None)  # never reached
+    monkeypatch.setattr(bench.store, "open_weights", None)  # never reached
     ran = thermocline(*options(toy_pack, "-p 8 -n 3"))
     assert (ran.code, ran.out) == (5, "") and "GiB is free" in ran.err
 

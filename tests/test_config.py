@@ -84,6 +84,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "predictor_share": ("0.1", 0.1),
     "vram": ("11.5", 11.5),
     "ram": ("64", 64.0),
+    "disable": ("cache,pipeline", ("cache", "pipeline")),
     "batch": ("4", 4),
     "hardware": ("hw.json", "hw.json"),
     "objective": ("frequency", "frequency"),

@@ -38,11 +38,11 @@ class Neurons:
 
     @property
     def row(self) -> int:
-        return self.gate.shape[1]
+        return int(self.gate.shape[1])
 
     @property
     def stride(self) -> int:
-        return self.records.shape[1]
+        return int(self.records.shape[1])
 
 
 def neurons(

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 
 from thermocline import LLM, SamplingParams, _native, arrange, bench, cli, hotness
 from thermocline.arrange import others_of
-from thermocline.bench import Bench, Test
+from thermocline.bench import Bench
+from thermocline.bench import Test as BenchTest
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.memory import GIB
 from thermocline.pack import Pack
@@ -203,7 +204,7 @@ def test_the_promise_is_kept_in_a_process_of_its_own(tmp_path: Path, thermocline
 
 def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
     """Within a point of hit rate, where what a call misses fits in the slots that are for passing through."""
-    pack, test = Pack.open(wide_pack), Test(2, 0, 0, 96)
+    pack, test = Pack.open(wide_pack), BenchTest(2, 0, 0, 96)
     feed, heat = bench.feed_of(pack, [test], None, 1), hotness.of_pack(pack, hotness.Curve())
 
     def loaded(ram: float | None) -> Bench:

@@ -99,7 +99,8 @@ def test_scratch_counts_what_a_step_allocates() -> None:
 def test_the_memory_plan_knows_the_native_core_s_block_sizes() -> None:
     csrc = Path(__file__).parents[1] / "csrc"
     source = "".join(
-        (csrc / f).read_text() for f in ("model_ops.cpp", "ffn.cpp", "work.h", "kernels.h", "kernels.inl")
+        (csrc / f).read_text()
+        for f in ("model_ops.cpp", "ffn.cpp", "bundles.h", "work.h", "kernels.h", "kernels.inl")
     )
     for name, value in {
         "kBlock": NATIVE_TOKENS,

@@ -19,7 +19,7 @@ from thermocline.hotness import Curve
 from thermocline.plan_file import of_pack
 from thermocline.problem import Ask, Problem
 from thermocline.replay import Counts, even_shares, replay, times
-from thermocline.split import Share
+from thermocline.split import Fetch, Share
 from thermocline.tiers import BUNDLED, read_tiers
 from thermocline.trace import Trace
 
@@ -192,7 +192,7 @@ def test_misses_cost_what_plan_says_they_do(problem: Problem) -> None:
     layer = next(problem.layers(work))
     needed, missed = float(layer.reads.bundles[-1]), 20.0
     us, waited = cost.step_us(layer, v, work, np.array([needed]), np.array([missed]))
-    cpu, disk = cost.stored_times(layer, v, work, [(missed, layer.sizes.record_bytes)], False)
+    cpu, disk = cost.stored_times(layer, v, work, [Fetch(missed, missed, missed * layer.sizes.record_bytes)])
     assert (us[0], waited[0]) == pytest.approx((cpu + disk, disk), rel=1e-6)
     assert waited[0] > missed * 1e6 / SLOW["reads_per_s"] - 100
 

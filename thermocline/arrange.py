@@ -1,4 +1,4 @@
-"""A budget of memory divided to the byte among a model's parts: what is resident, whose neurons are pinned.
+"""A budget of memory divided to the byte among a model's parts: what is resident, how many neurons fit.
 
 `run` and `plan` ask the same function. Must not know how anything is loaded, nor how fast it then is.
 """
@@ -66,6 +66,11 @@ class Arrangement:
     @property
     def bytes(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def kinds(self) -> list[tuple[str, tuple[Share, ...]]]:
+        """The tensors of a layer whose rows take turns, with each layer's places for them."""
+        return [("bundle", self.bundles), *([("gate.weight", self.gates)] if self.gates is not None else [])]
 
 
 def on_disk(spec: ModelSpec) -> bool:
@@ -153,9 +158,8 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
 def fetches(a: Arrangement, batch: int = 1) -> list[list[Fetch]]:
     """Of each layer, what a step of a few tokens is expected to read of each kind."""
     c = a.contents
-    kinds = [("bundle", a.bundles), *([("gate.weight", a.gates)] if a.gates is not None else [])]
     found: list[list[Fetch]] = [[] for _ in a.bundles]
-    for kind, shares in kinds:
+    for kind, shares in a.kinds:
         for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=True)):
             found[i].append(fetch(rows, share, ordered=c.hotness.ordered))
     return found

@@ -1,7 +1,8 @@
 """How long a token takes: every placement that a layer can have, with its bytes in each tier and its time.
 
-The only file that knows what is read when, and what overlaps with what. CPU figures follow this engine as
-it is; GPU and disk ones are predictions of engines to come. Must not know budgets, files or solvers.
+The only file that knows what is read when, and what overlaps with what. Figures of the CPU, and of a disk
+beside it alone (`stored_times`), follow this engine as it is; the others are predictions of one to come.
+Must not know budgets, files or solvers.
 
 A layer's time is attention, then the predictor, each on its tier, then the FFN on all tiers at once:
 max(GPU, CPU, disk). A layer that uses both processors waits for the slower and pays `sync_us`; one that is
@@ -216,8 +217,7 @@ def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetc
         return cpu, max(0.0, nbytes / (disk.read_gbs * 1e3) - ffn)
     work_us = rows * MISS_US / v.tiers.cpu.threads
     last = (1 - math.exp(-reads)) * IN_FLIGHT * 1e6 / disk.reads_per_s  # it begins near the end
-    reading = reads * 1e6 / disk.reads_per_s + max(0.0, nbytes - reads * PAGE) / (disk.read_gbs * 1e3)
-    return cpu + work_us, max(0.0, reading - ffn - work_us) + last
+    return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - ffn - work_us) + last
 
 
 def layer_times(
@@ -263,13 +263,16 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
     ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
     ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
     waits = np.minimum(1.0, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
-    waited: F64 = np.maximum(0.0, missed * _read_us(disk, s.record_bytes) - ffn) + waits
-    return before + ffn + missed * (MISS_US / v.tiers.cpu.threads) + waited, waited
+    work_us = missed * (MISS_US / v.tiers.cpu.threads)
+    waited: F64 = np.maximum(0.0, _reading_us(disk, missed, missed * s.record_bytes) - ffn - work_us) + waits
+    return before + ffn + work_us + waited, waited
 
 
-def _read_us(disk: Disk, stride: int) -> float:
-    """One of many records, each on its own."""
-    return 1e6 / disk.reads_per_s + max(0, stride - PAGE) / (disk.read_gbs * 1e3)
+def _reading_us(disk: Disk, reads: F64 | float, nbytes: F64 | float) -> F64:
+    """Many reads at random: an operation each, and the bytes beyond a page of each."""
+    beyond = np.maximum(0.0, np.asarray(nbytes) - reads * PAGE)
+    us: F64 = reads * 1e6 / disk.reads_per_s + beyond / (disk.read_gbs * 1e3)
+    return us
 
 
 def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: bool) -> F64:

@@ -49,11 +49,9 @@ def _layer(c: Contents, bundles: Share, gates: Share | None, neurons: int) -> La
 def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
     """Part -> bytes that are not in memory at a time."""
     parts: dict[str, int] = {}
-    for part, kind, shares in (
-        ("up and down rows", "bundle", a.bundles),
-        ("gate rows", "gate.weight", a.gates),
-    ):
-        for i, s in enumerate(shares or ()):
+    for kind, shares in a.kinds:
+        part = "up and down rows" if kind == "bundle" else "gate rows"
+        for i, s in enumerate(shares):
             t = c.tensors[f"layers.{i}.{kind}"]
             parts[part] = parts.get(part, 0) + t.bytes - s.places * t.stride
     return parts
@@ -62,8 +60,8 @@ def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
 def _passing(c: Contents, a: Arrangement) -> list[list[Fetch]]:
     """Of each layer, what a step of more than a few tokens reads: all that is not in memory, in order."""
     found: list[list[Fetch]] = [[] for _ in a.bundles]
-    for kind, shares in (("bundle", a.bundles), ("gate.weight", a.gates or ())):
-        for i, (x, s) in enumerate(zip(c.rows(kind), shares, strict=False)):
+    for kind, shares in a.kinds:
+        for i, (x, s) in enumerate(zip(c.rows(kind), shares, strict=True)):
             n = len(x.need) - s.places
             found[i].append(Fetch(n, 0, n * x.stride))
     return found

@@ -52,7 +52,7 @@ class Rows:
 class Share:
     """What a layer's rows have of the memory: `hot`, all of them, or `quota` places that they take turns in.
 
-    Part of them pinned would only cost: text has hot neurons of its own (LOG, "The disk tier").
+    Part of them pinned would only cost: text has hot neurons of its own (LOG, "Cache policies").
     """
 
     hot: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -146,7 +145,7 @@ def mapped(pack: Pack, a: Arrangement) -> Map:
             runs.append((t.offset, t.offset + aligned(t.bytes), end))
         end += aligned(t.bytes)
     pools: dict[tuple[str, int], TensorInfo] = {}
-    for kind, shares in _kinds(a):
+    for kind, shares in a.kinds:
         of = [pack.tensors[f"layers.{i}.{kind}"] for i in range(pack.spec.n_layers)]
         for stride in sorted({t.stride for t in of}):
             slots = sum(s.places for s, t in zip(shares, of, strict=True) if t.stride == stride)
@@ -157,10 +156,6 @@ def mapped(pack: Pack, a: Arrangement) -> Map:
             end += aligned(slots * stride)
         placed |= {f"layers.{i}.{kind}": pools[kind, t.stride] for i, t in enumerate(of)}
     return Map(placed, tuple(runs), pools, end)
-
-
-def _kinds(a: Arrangement) -> list[tuple[str, Sequence[Any]]]:
-    return [("bundle", a.bundles), *([("gate.weight", a.gates)] if a.gates is not None else [])]
 
 
 # ---- loading
@@ -233,7 +228,7 @@ def _rows(
 ) -> list[_native.DiskRows]:
     pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[0]) for k, p in m.pools.items()}
     made = []
-    for kind, shares in _kinds(a):
+    for kind, shares in a.kinds:
         checksums = records.bundle if kind == "bundle" else records.gate
         known, needs = a.contents.hotness.ordered, a.contents.rows(kind)
         for i, (share, crcs, need) in enumerate(zip(shares, checksums, needs, strict=True)):

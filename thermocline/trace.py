@@ -6,7 +6,6 @@ it is for.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,14 +125,7 @@ def write_trace(path: Path, pack: Pack, trace: Trace) -> None:
     """In place of what was there, whole or not at all."""
     facts = {key: getattr(trace, key) for key in ("tokens", "source", "sparsity", "depth")}
     layout: Any = {f"layers.{i}.active": ("u1", a.shape) for i, a in enumerate(trace.active)}
-    tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        sidecar.write(tmp, KIND, sidecar.stamp(pack.path), facts, layout, trace.active)
-        os.replace(tmp, path)
-    except OSError as e:
-        raise IOFailure(f"{path}: cannot write the trace: {e.strerror}") from None
-    finally:
-        tmp.unlink(missing_ok=True)
+    sidecar.replace(path, KIND, sidecar.stamp(pack.path), facts, layout, trace.active)
 
 
 def read_trace(path: Path, pack: Pack) -> Trace:
