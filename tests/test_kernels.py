@@ -312,7 +312,7 @@ def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> No
     x, h = normal(7, tokens, dim), normal(8, tokens, dim)
 
     def run(ops: Any, a: Any, b: Any, begin: int = 0, end: int = tokens) -> F32:
-        layer = Layer(norm, Linear(a, bias[0]), Linear(b, bias[1]), norm, ffn=None)  # type: ignore[arg-type]
+        layer = Layer(norm, Linear(a, bias[0]), Linear(b, bias[1]), norm, experts=())
         y, part = x[begin:end].copy(), case.rows(begin, end)
         kv = KVLayer(case.k, case.v)
         bound = ops.bind_attention(spec, Heads.of(spec), layer)
@@ -328,7 +328,7 @@ def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> No
 
 
 def bound_ffn(ops: Any, spec: ModelSpec, f: FFN) -> Any:
-    return ops.bind_ffn(spec, Layer(None, None, None, None, f))  # type: ignore[arg-type]
+    return ops.bind_ffn(spec, Layer(None, None, None, None, (f,)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

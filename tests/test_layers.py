@@ -316,7 +316,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibrate": set(),
     "fit": set(),
     "fit_mlp": {"calibrate", "errors"},
-    "trace": {"decoder", "errors", "ops.cpu", "pack", "safetensors", "sidecar", "spec"},
+    "trace": {"decoder", "errors", "ops.cpu", "ops.reference", "pack", "safetensors", "sidecar", "spec"},
     "train": {
         "calibrate",
         "decoder",

@@ -63,11 +63,8 @@ class Mix:
     @staticmethod
     def expert(format: str, e: int, bundles: bool) -> tuple[FFN, FFN]:
         gate, gate_values = stored(format, normal(100 + e, NEURONS, DIM) / np.float32(8))
-        wanted, bias, after = (
-            normal(200 + e, NEURONS, DIM),
-            normal(400 + e, NEURONS) - 1,
-            normal(500 + e, DIM),
-        )
+        wanted = normal(200 + e, NEURONS, DIM)
+        bias, after = normal(400 + e, NEURONS) - 1, normal(500 + e, DIM)
         if bundles:
             up, down, up_values, down_values = stored_bundle(format, wanted, normal(300 + e, NEURONS, DIM))
         else:
@@ -78,8 +75,7 @@ class Mix:
 
     @staticmethod
     def layer(norm: Norm, experts: list[FFN], router: Any) -> Layer:
-        first, *others = experts
-        return Layer(None, None, None, norm, first, router=router, others=tuple(others))  # type: ignore[arg-type]
+        return Layer(None, None, None, norm, tuple(experts), router=router)  # type: ignore[arg-type]
 
     def run(self, ops: Any, x: F32, h: F32, sparsity: str = "exact", record: F32 | None = None) -> Any:
         y, stats = x.copy(), FFNStats()
@@ -124,7 +120,7 @@ def test_an_expert_is_the_ffn_it_would_be_alone(format: str) -> None:
     assert len(set(chosen.tolist())) > 2
     for t, e in enumerate(chosen):
         alone = np.zeros((1, DIM), np.float32)
-        layer = Layer(None, None, None, None, mix.native.experts[e])  # type: ignore[arg-type]
+        layer = Layer(None, None, None, None, (mix.native.experts[e],))  # type: ignore[arg-type]
         ops = cpu(ISAS[0])
         ops.ffn_add(alone, seen[t : t + 1], ops.bind_ffn(mix.spec, layer), "exact", FFNStats())
         assert same_bits(alone[0], y[t]), t
@@ -205,7 +201,7 @@ def predicting(mix: Mix, hot: int) -> None:
     stored_weights = weights.Weights(None, None, (mix.native,), None, None)  # type: ignore[arg-type]
     mix.native = weights.with_predictors(stored_weights, Predictors.of(spec, [p])).layers[0]
     each = tuple(replace(f, predictor=p.expert(e)) for e, f in enumerate(mix.numpy.experts))
-    mix.numpy = mix.numpy.with_experts(each)
+    mix.numpy = replace(mix.numpy, experts=each)
 
 
 @pytest.mark.parametrize("hot", (0, 32, NEURONS))
@@ -372,21 +368,8 @@ def test_predictors_are_asked_by_the_chosen_experts_and_pay(
     profiled: Path, thermocline: Thermocline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "_ranks", lambda *about: [96])  # what was planted, and the moods
-    argv = (
-        "--kind",
-        "svd",
-        "--max-kld",
-        "0.05",
-        "--max-ppl",
-        "5",
-        "--ctx",
-        "64",
-        "--limit",
-        "2",
-        "--json",
-        "-q",
-    )
-    ran = thermocline("train", profiled, *argv)
+    bounds = ("--max-kld", "0.05", "--max-ppl", "5", "--ctx", "64", "--limit", "2")
+    ran = thermocline("train", profiled, "--kind", "svd", *bounds, "--json", "-q")
     assert ran.code == 0, ran.err
     said, s = json.loads(ran.out), Pack.open(profiled).spec
     assert said["written"] and said["ffn_bytes_per_token"] < said["ffn_bytes_per_token_exact"]

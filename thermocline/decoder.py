@@ -61,7 +61,7 @@ class Layer:
     qkv: Linear  # rows: all q heads, all k heads, all v heads
     attn_out: Linear
     ffn_norm: Norm | None
-    ffn: FFN  # of a mixture the first expert
+    experts: tuple[FFN, ...]  # one where there is no router
     q_norm: F32 | None = None  # [head_dim]
     k_norm: F32 | None = None
     attn_sub_norm: Norm | None = None  # of attention's output, before attn_out
@@ -69,14 +69,6 @@ class Layer:
     attn_post_norm: Norm | None = None  # of a half's result, before it joins the residual stream
     ffn_post_norm: Norm | None = None
     router: Any | None = None  # of a mixture: a matrix [n_experts, dim]
-    others: tuple[FFN, ...] = ()  # its experts after the first
-
-    @property
-    def experts(self) -> tuple[FFN, ...]:
-        return (self.ffn, *self.others)
-
-    def with_experts(self, experts: tuple[FFN, ...]) -> Layer:
-        return replace(self, ffn=experts[0], others=experts[1:])
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,7 @@ class Traffic:
                 fixed += _nbytes(f.down_bias)
                 gates += _nbytes(f.gate.weight) / f.gate.weight.shape[0]
                 gates += _nbytes(f.gate.bias) / spec.ffn_dim
-        ffn = weights.layers[0].ffn
+        ffn = weights.layers[0].experts[0]
         places = ffn.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk neurons take turns in them
         row = _nbytes(ffn.up, ffn.down) / (places * (2 if ffn.up is not None else 1))
         return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row, bytes_for(spec, 1))

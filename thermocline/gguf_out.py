@@ -42,9 +42,7 @@ _NAMES = {
     "predictor.fc1.weight": "fc1.weight",
     "predictor.fc2.weight": "fc2.weight",
 }
-_EXPERTS = {"gate.weight": "ffn_gate_exps.weight", "up.weight": "ffn_up_exps.weight"} | {
-    "down.weight": "ffn_down_exps.weight"
-}
+_EXPERTS = {f"{part}.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
 _QKV, _BUNDLE = "qkv.weight", "bundle"
 # What a GGUF has no place for: how often neurons were active, and where those of a sorted pack came from.
 _LEFT_OUT = ("activation_count", "order")

@@ -105,9 +105,8 @@ class Plan:
     # with opposite down rows. Without this the hot neurons' mean, the same for every token, is nearly all
     # that later layers see (0.04 planned gave 0.02).
     mirrored: bool
-    activities: (
-        F64  # [neurons of all experts] intended where tokens go there, hottest first; empty: not planted
-    )
+    # [neurons of all experts] intended where tokens go there, hottest first; empty: nothing is planted
+    activities: F64
     quantiles: F64  # [neurons] offsets of gates in deviations, hottest first; one 0 where nothing is planted
 
     @classmethod

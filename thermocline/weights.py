@@ -109,7 +109,7 @@ def with_predictors(weights: Weights, predictors: Predictors | None) -> Weights:
 
 def _predicted(layer: Layer, predictors: Sequence[_native.Predictor | None]) -> Layer:
     each = zip(layer.experts, predictors, strict=True)
-    return layer.with_experts(tuple(replace(f, predictor=p) for f, p in each))
+    return replace(layer, experts=tuple(replace(f, predictor=p) for f, p in each))
 
 
 def _placed(
@@ -229,13 +229,12 @@ def assemble(
 
     def decoder_layer(i: int) -> Layer:
         a = f"layers.{i}"
-        first, *others = (ffn(a, e) for e in range(spec.n_experts))
         return Layer(
             attn_norm=norm(f"{a}.attn_norm"),
             qkv=linear(f"{a}.qkv"),
             attn_out=linear(f"{a}.attn_out"),
             ffn_norm=norm(f"{a}.ffn_norm"),
-            ffn=first,
+            experts=tuple(ffn(a, e) for e in range(spec.n_experts)),
             q_norm=vector(f"{a}.q_norm.weight"),
             k_norm=vector(f"{a}.k_norm.weight"),
             attn_sub_norm=maybe_norm(f"{a}.attn_sub_norm"),
@@ -243,7 +242,6 @@ def assemble(
             attn_post_norm=maybe_norm(f"{a}.attn_post_norm"),
             ffn_post_norm=maybe_norm(f"{a}.ffn_post_norm"),
             router=matrix(f"{a}.router.weight") if spec.n_experts > 1 else None,
-            others=tuple(others),
         )
 
     embed = matrix("embed.weight")

@@ -56,7 +56,7 @@ class CpuOps:
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
         norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm)
         if layer.router is None:
-            return self._expert(spec, layer, layer.ffn, norm, join)
+            return self._expert(spec, layer, layer.experts[0], norm, join)
         plain = _native.Join(None, 1.0)
         experts = tuple(self._expert(spec, layer, f, None, plain) for f in layer.experts)
         return _native.Mixture(norm, layer.router, experts, spec.n_experts_active, join)

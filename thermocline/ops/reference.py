@@ -176,7 +176,7 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
     stats.rows_dense += spec.n_experts * rows
     stats.gates_dense += record.shape[1]
     if layer.router is None:
-        y = _expert(bound, layer.ffn, h, sparsity, stats, record)
+        y = _expert(bound, layer.experts[0], h, sparsity, stats, record)
     else:
         y = _mixture(bound, h, sparsity, stats, record)
     _join(x, y, spec, layer.ffn_post_norm)
