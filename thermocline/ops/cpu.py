@@ -103,10 +103,10 @@ class CpuOps:
     ) -> None:
         mode = SPARSITIES.index(sparsity)
         try:
-            if isinstance(bound, _native.Mixture):
-                counts = self.native.moe_add(x, h, bound, mode, record)
-            else:
+            if isinstance(bound, _native.FFN):
                 counts = self.native.ffn_add(x, h, bound, mode, record)
+            else:
+                counts = self.native.moe_add(x, h, bound, mode, record)
         except _native.DiskError as e:
             raise disk_error(e) from None
         active, rows, rows_dense, gates, asked = counts
