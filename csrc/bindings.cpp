@@ -125,6 +125,11 @@ struct FFN {
     std::optional<Predictor> predictor;
     std::optional<F1> gate_bias;
 };
+struct Mixture {
+    tc::Mixture layer;
+    std::optional<Norm> norm;
+    Join join;
+};
 struct Step {
     tc::Step step;
     I1 positions, sequence;
@@ -216,6 +221,23 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
             predictor ? std::optional<Predictor>(*predictor) : std::nullopt, gate_bias};
 }
 
+// `experts`: of FFN, kept alive as they are.
+static Mixture make_mixture(const Norm* norm, const Matrix& router, const nb::tuple& experts, size_t active, const Join& join) {
+    check_weights(router);
+    check(experts.size() == router.rows && active >= 1 && active <= router.rows, "experts and router do not fit");
+    Mixture m = {{norm_of(norm, router.cols), router, {}, active, join_of(join, router.cols)}, held(norm), join};
+    for (nb::handle item : experts) {
+        if (!nb::isinstance<FFN>(item)) throw nb::type_error("an expert is no FFN");
+        const tc::FFN& f = nb::cast<const FFN&>(item).layer;
+        check(f.gate.weight.cols == router.cols, "an expert is of another width");
+        check(!f.norm.weight && f.join.plain(), "norm and join are the mixture's");
+        m.layer.experts.push_back(&f);
+        const tc::FFN& first = *m.layer.experts[0];
+        check(f.neurons() == first.neurons() && !f.up.data == !first.up.data, "experts differ in shape");
+    }
+    return m;
+}
+
 // Tokens of a sequence are worked on together: from the first page that any of them attends to through its last, all of
 // its pages must be there.
 static size_t check_table(const I1& positions, const I1& sequence, const I2& table, size_t block, size_t window) {
@@ -289,8 +311,10 @@ static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const S
     c.attention_add(x.data(), h.data(), a.layer, s.step, static_cast<uint16_t*>(k.data()), static_cast<uint16_t*>(v.data()));
 }
 
-static std::tuple<size_t, size_t, size_t, size_t, size_t> ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity,
-                                                                  std::optional<MutF2> record) {
+using Counts = std::tuple<size_t, size_t, size_t, size_t, size_t>;
+static Counts counts_of(const tc::FFNCounts& r) { return {r.active, r.rows, r.rows_dense, r.gates, r.predictor_bytes}; }
+
+static Counts ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity, std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, f.layer.gate.weight.cols);
     check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.neurons()), "record has the wrong shape");
@@ -301,7 +325,22 @@ static std::tuple<size_t, size_t, size_t, size_t, size_t> ffn_add(Context& c, Mu
         std::lock_guard<std::mutex> lock(c.one_call);
         r = c.ffn_add(a);
     }
-    return {r.active, r.rows, r.rows_dense, r.gates, r.predictor_bytes};
+    return counts_of(r);
+}
+
+static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<MutF2> record) {
+    check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
+    check_rows(x, h, m.layer.router.cols);
+    const size_t neurons = m.layer.experts.size() * m.layer.neurons();
+    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == neurons), "record has the wrong shape");
+    const tc::MixtureArgs a = {m.layer, x.data(), h.data(), x.shape(0), x.shape(1), tc::Sparsity(sparsity), record ? record->data() : nullptr};
+    tc::FFNCounts r;
+    {
+        nb::gil_scoped_release release;
+        std::lock_guard<std::mutex> lock(c.one_call);
+        r = c.moe_add(a);
+    }
+    return counts_of(r);
 }
 
 static void read_ahead(Context& c, F2 h, const FFN& f, int sparsity) {
@@ -468,6 +507,9 @@ NB_MODULE(_native, m) {
              nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(), nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
         .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); })
         .def_prop_ro("from_disk", [](const FFN& f) { return f.layer.disk != nullptr; });
+    nb::class_<Mixture>(m, "Mixture")
+        .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>())
+        .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); });
     nb::class_<Step>(m, "Step")
         .def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(), "block"_a, "window"_a,
              "cos"_a.noconvert().none(), "sin"_a.noconvert().none());
@@ -516,5 +558,7 @@ NB_MODULE(_native, m) {
              "k"_a.noconvert(), "v"_a.noconvert())
         .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none())
-        .def("read_ahead", &read_ahead, "h"_a.noconvert(), "layer"_a, "sparsity"_a);
+        .def("read_ahead", &read_ahead, "h"_a.noconvert(), "layer"_a, "sparsity"_a)
+        .def("moe_add", &moe_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
+             "record"_a.noconvert() = nb::none());
 }

@@ -79,6 +79,16 @@ struct FFN {
     size_t neurons() const { return disk ? disk->neurons : gate.weight.rows; }
 };
 
+// Experts, of which a router picks `active` for each token: their FFNs' sum, weighted by the softmax of those logits.
+struct Mixture {
+    Norm norm;      // of what router and experts see
+    Matrix router;  // [experts, dim]
+    std::vector<const FFN*> experts;  // all of one shape, without norms or joins of their own
+    size_t active;
+    Join join;
+    size_t neurons() const { return experts[0]->neurons(); }  // of an expert
+};
+
 struct AttentionArgs {
     Heads heads;
     Step step;
@@ -95,6 +105,14 @@ struct FFNArgs {
     size_t tokens, dim;
     Sparsity sparsity;
     float* record;  // [tokens, neurons], or null: takes h, what down is multiplied with (before sub_norm); 0 where skipped
+};
+struct MixtureArgs {
+    const Mixture& mixture;
+    float* x;  // as FFNArgs'
+    const float* h;
+    size_t tokens, dim;
+    Sparsity sparsity;
+    float* record;  // [tokens, experts * neurons], or null
 };
 struct FFNCounts {
     size_t active, rows, rows_dense;  // (token, neuron) pairs not zero; up and down rows read, and of a dense pass
@@ -114,6 +132,8 @@ public:
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
     void attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k, uint16_t* v);
     FFNCounts ffn_add(const FFNArgs& a);
+    // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
+    FFNCounts moe_add(const MixtureArgs& a);
     // Begins to read what ffn_add will want from disk: x, record are not looked at; h is the residual stream before attention. Changes
     // when reads happen, not what comes out.
     void read_ahead(const FFNArgs& a);
@@ -130,6 +150,8 @@ private:
     Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, std::vector<uint8_t>& buffer);
     void linear(const Linear& w, const Input& in, float* out, bool add);
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
+    void moe_block(const MixtureArgs& a, FFNCounts& total);
+    FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum);
     FFNCounts dense_ffn(const FFNArgs& a);
     FFNCounts bundle_ffn(const FFNArgs& a);
     struct DiskWalk;
@@ -145,6 +167,10 @@ private:
     std::vector<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_, scales_;
     std::vector<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
     std::vector<Wanted> wanted_, gate_wanted_;
+    struct Routed {  // a mixture's: what all experts see, which of them a token goes to, an expert's tokens, the sum
+        std::vector<float> normed, logits, weights, in, out, sum, record;
+        std::vector<size_t> tokens;
+    } routed_;
     std::vector<size_t> counts_;
     size_t panel_stride_ = 0;
     std::weak_ptr<Fetches> early_;  // reads that go on while something else is computed, until their call takes them over

@@ -42,6 +42,7 @@ LAYER = {
     "self_attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
 WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -55,12 +56,27 @@ WHOLE = {
 }
 
 
+EXPERTS = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+
+
+def experts_of(out: dict[str, F32], part: str, layer: str, w: F32, apart: bool) -> None:
+    """Experts come in ascending order. `apart`: a tensor each, as before they were stacked."""
+    _, _, number, which = part.split(".")
+    if apart:
+        out[f"blk.{layer}.{EXPERTS[which]}.{number}.weight"] = w
+        return
+    name = f"blk.{layer}.{EXPERTS[which]}_exps.weight"
+    w = w[None]
+    out[name] = w if name not in out else np.concatenate([out[name], w])
+    assert len(out[name]) == int(number) + 1
+
+
 def paired(w: F32, heads: int) -> F32:
     """llama.cpp's RoPE turns neighbours: row i and row i + half of a head come to lie side by side."""
     return w.reshape(heads, 2, len(w) // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
-PAIRED = ("llama", "mistral", "bamboo", "arcee", "minicpm")
+PAIRED = ("llama", "mistral", "mixtral", "bamboo", "arcee", "minicpm")
 PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 
 
@@ -71,14 +87,14 @@ def ungrouped(w: F32, heads: int, kv_heads: int) -> F32:
     return np.concatenate([p.reshape(-1, w.shape[1]) for p in split])
 
 
-def tensors_of(hf: Path, powerinfer: bool) -> dict[str, F32]:
+def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32]:
     from safetensors.numpy import load_file
 
     config = json.loads((hf / "config.json").read_text())
     heads, kind = config["num_attention_heads"], config["model_type"]
     out: dict[str, F32] = {}
     for file in sorted(hf.glob("*.safetensors")):
-        for name, w in load_file(file).items():
+        for name, w in sorted(load_file(file).items()):
             stem, _, last = name.rpartition(".")
             if kind in PLUS_ONE and "norm" in stem and last == "weight":
                 w = w + np.float32(1)
@@ -86,6 +102,9 @@ def tensors_of(hf: Path, powerinfer: bool) -> dict[str, F32]:
                 out[f"{WHOLE[stem]}.{last}"] = w
                 continue
             layer, part = stem.split(".h." if ".h." in stem else "layers.")[1].split(".", 1)
+            if ".experts." in part:
+                experts_of(out, part, layer, w, apart)
+                continue
             short = LAYER[part]
             if kind.startswith("gemma") and part == "post_attention_layernorm":
                 short = "post_attention_norm"
@@ -194,6 +213,7 @@ def write(
     types: Any = None,
     as_f32: bool = False,
     more: Any = None,
+    apart: bool = False,
 ) -> Path:
     """`types`: name -> a gguf type's name, or None for f32. Norms and biases are always f32.
 
@@ -219,7 +239,10 @@ def write(
         add_norm_and_rope(w, config, head_dim)
         w.add_key_length(head_dim)
         w.add_value_length(head_dim)
-    out = tensors_of(hf, powerinfer)
+    out = tensors_of(hf, powerinfer, apart)
+    if "num_local_experts" in config:
+        w.add_expert_count(config["num_local_experts"])
+        w.add_expert_used_count(config["num_experts_per_tok"])
     add_family(w, config, out)
     if more is not None:
         more(w)

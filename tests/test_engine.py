@@ -86,7 +86,10 @@ def native_lab(format: str = "f32", spec: ModelSpec = SPEC, w: Weights = WEIGHTS
     def ffn(f: FFN) -> FFN:
         return FFN(linear(f.gate), matrix(f.up), matrix(f.down), f.down_bias, f.bundles)
 
-    layers = (Layer(x.attn_norm, linear(x.qkv), linear(x.attn_out), x.ffn_norm, ffn(x.ffn)) for x in w.layers)
+    layers = (
+        Layer(x.attn_norm, linear(x.qkv), linear(x.attn_out), x.ffn_norm, (ffn(x.experts[0]),))
+        for x in w.layers
+    )
     weights = Weights(matrix(w.embed), None, tuple(layers), w.out_norm, linear(w.head))
     return Lab(CpuOps(threads), weights, True, spec)
 

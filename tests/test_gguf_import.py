@@ -36,7 +36,9 @@ CASES: dict[str, tuple[str, bool]] = {
     "llama_relu_tied": ("llama", True),
     "bamboo": ("bamboo", True),
     "opt": ("opt", True),
-    **dict.fromkeys(("llama_linear", "llama_yarn", "llama_yarn_beta", "mistral"), ("llama", False)),
+    **dict.fromkeys(
+        ("llama_linear", "llama_yarn", "llama_yarn_beta", "mistral", "mixtral"), ("llama", False)
+    ),
     **{name: (name, False) for name in ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "nemotron", "arcee")},
     **dict.fromkeys(("phi3_longrope_short", "phi3_longrope_long"), ("phi3", False)),
     "nemotron_biased": ("nemotron", False),
@@ -345,7 +347,7 @@ LIES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...], str]] = {
     "one layer more": (lambda: {"llama.block_count": (4, kinds().UINT32)}, (), r"blk\.3.* is missing"),
     "one layer fewer": (lambda: {"llama.block_count": (2, kinds().UINT32)}, (), "has no place"),
     "wider": (lambda: {"llama.embedding_length": (128, kinds().UINT32)}, (), "its metadata implies"),
-    "experts": (lambda: {"llama.expert_count": (8, kinds().UINT32)}, (), "mixtures"),
+    "experts": (lambda: {"llama.expert_count": (8, kinds().UINT32)}, (), "expert_used_count must be"),
     "half rope": (lambda: {"llama.rope.dimension_count": (8, kinds().UINT32)}, (), "dimension_count"),
     "eps NaN": (lambda: {"llama.attention.layer_norm_rms_epsilon": (np.nan, kinds().FLOAT32)}, (), "number"),
     "eos outside": (lambda: {"tokenizer.ggml.eos_token_id": (999, kinds().UINT32)}, (), "token id"),

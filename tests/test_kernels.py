@@ -312,7 +312,7 @@ def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> No
     x, h = normal(7, tokens, dim), normal(8, tokens, dim)
 
     def run(ops: Any, a: Any, b: Any, begin: int = 0, end: int = tokens) -> F32:
-        layer = Layer(norm, Linear(a, bias[0]), Linear(b, bias[1]), norm, ffn=None)  # type: ignore[arg-type]
+        layer = Layer(norm, Linear(a, bias[0]), Linear(b, bias[1]), norm, experts=())
         y, part = x[begin:end].copy(), case.rows(begin, end)
         kv = KVLayer(case.k, case.v)
         bound = ops.bind_attention(spec, Heads.of(spec), layer)
@@ -328,7 +328,7 @@ def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> No
 
 
 def bound_ffn(ops: Any, spec: ModelSpec, f: FFN) -> Any:
-    return ops.bind_ffn(spec, Layer(None, None, None, None, f))  # type: ignore[arg-type]
+    return ops.bind_ffn(spec, Layer(None, None, None, None, (f,)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -461,7 +461,7 @@ CHECKS: dict[str, Callable[[str, str], None]] = {
     name.removeprefix("check_"): check for name, check in dict(globals()).items() if name.startswith("check_")
 }
 # Not ops: `attention` and `ffn_add` are made of them, and are compared with them whole.
-PARTS = {"rotate", "activate"}
+PARTS = {"rotate", "activate", "route"}
 BINDERS = {"step", "bind_attention", "bind_ffn"}  # arguments of the ops, made ready
 
 
@@ -893,6 +893,26 @@ class Good:
         }
         return _native.FFN(*(good | changes).values())
 
+    def wide_expert(self) -> _native.FFN:
+        """Of 9 neurons instead of 8."""
+        w = self.matrix(rows=9)
+        return self.ffn(norm=None, gate=_native.Linear(w, None), up=w, down=w)
+
+    def mixture(self, **changes: Any) -> _native.Mixture:
+        expert, join = self.ffn(norm=None), _native.Join(None, 1.0)
+        good = {
+            "norm": None,
+            "router": self.matrix(rows=3),
+            "experts": (expert,) * 3,
+            "active": 2,
+            "join": join,
+        }
+        return _native.Mixture(*(good | changes).values())
+
+    def moe_add(self, x: Any = None, h: Any = None, record: Any = None, **changes: Any) -> None:
+        x, h = self.x.copy() if x is None else x, self.x if h is None else h
+        self.c.moe_add(x, h, self.mixture(**changes), 1, record)
+
     def ffn_add(self, x: Any = None, h: Any = None, record: Any = None, **changes: Any) -> None:
         x, h = self.x.copy() if x is None else x, self.x if h is None else h
         self.c.ffn_add(x, h, self.ffn(**changes), 1, record)
@@ -1047,6 +1067,23 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "ffn with a negative threshold": lambda g: g.ffn(threshold=-0.5),
     "ffn with a threshold that is no number": lambda g: g.ffn(threshold=math.nan),
     "ffn into a read-only array": lambda g: g.ffn_add(x=read_only(2, 32)),
+    "mixture of fewer experts than routed to": lambda g: g.mixture(experts=(g.ffn(norm=None),)),
+    "mixture of what is no ffn": lambda g: g.mixture(experts=(g.w,) * 3),
+    "mixture of an expert with a norm": lambda g: g.mixture(experts=(g.ffn(),) * 3),
+    "mixture of an expert with a join": lambda g: g.mixture(
+        experts=(g.ffn(norm=None, join=_native.Join(None, 2.0)),) * 3
+    ),
+    "mixture of experts of other sizes": lambda g: g.mixture(
+        experts=(g.ffn(norm=None), g.ffn(norm=None), g.wide_expert())
+    ),
+    "mixture with a narrow router": lambda g: g.mixture(router=g.matrix(rows=3, cols=16)),
+    "mixture with a router of signs": lambda g: g.mixture(router=g.matrix(rows=3, format=_native.SIGNS)),
+    "mixture of no active experts": lambda g: g.mixture(active=0),
+    "mixture of too many active experts": lambda g: g.mixture(active=4),
+    "mixture with a short norm": lambda g: g.mixture(norm=_native.Norm(zeros(31), None, 1e-5, False)),
+    "mixture of narrow x": lambda g: g.moe_add(x=zeros(2, 31), h=zeros(2, 31)),
+    "mixture recorded for one expert's neurons": lambda g: g.moe_add(record=zeros(2, 8)),
+    "mixture into a read-only array": lambda g: g.moe_add(x=read_only(2, 32)),
     "load of odd blocks": lambda g: g.arena.load("/dev/zero", 1, 2, zeros(1, dtype=np.uint32), 512),
     "load in tiny blocks": lambda g: g.arena.load("/dev/zero", 0, 2, zeros(1, dtype=np.uint32), 1),
     "load past the arena": lambda g: g.arena.load("/dev/zero", 0, 65537, zeros(200, dtype=np.uint32), 512),
@@ -1070,6 +1107,12 @@ def test_the_good_arguments_are_accepted() -> None:
 def test_bad_arguments_are_refused(call: str) -> None:
     with pytest.raises((ValueError, TypeError)):
         BAD[call](Good())
+
+
+def test_good_arguments_of_a_mixture_are_not_refused() -> None:
+    g = Good()
+    g.moe_add(), g.moe_add(record=zeros(2, 24)), g.mixture(active=3)
+    g.moe_add(x=zeros(0, 32), h=zeros(0, 32))
 
 
 def test_no_tokens_are_no_work() -> None:

@@ -169,7 +169,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tokenizer_gguf",
     },
     "hardware": {"_native", "disk", "errors"},
-    "hotness": {"pack", "planted", "profile", "safetensors"},
+    "hotness": {"pack", "planted", "profile", "safetensors", "spec"},
     "hub": {"errors", "safetensors"},
     "hub_fetch": {"errors", "hub"},
     "importer": {
@@ -316,7 +316,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calibrate": set(),
     "fit": set(),
     "fit_mlp": {"calibrate", "errors"},
-    "trace": {"decoder", "errors", "ops.cpu", "pack", "safetensors", "sidecar", "spec"},
+    "trace": {"decoder", "errors", "ops.cpu", "ops.reference", "pack", "safetensors", "sidecar", "spec"},
     "train": {
         "calibrate",
         "decoder",
@@ -326,6 +326,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "fit",
         "fit_mlp",
         "hardware",
+        "ops.reference",
         "pack",
         "predictor",
         "profile",

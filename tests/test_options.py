@@ -124,12 +124,14 @@ def random_weights(spec: ModelSpec) -> Weights:
             qkv=Linear(matrix(a + "qkv", s.qkv_rows, d), None),
             attn_out=Linear(matrix(a + "out", d, q), values(a + "ob", d)),
             ffn_norm=norm(a + "fn"),
-            ffn=FFN(
-                gate=Linear(matrix(a + "gate", f, d), None),
-                up=matrix(a + "up", f, d) if s.gated else None,
-                down=down if s.sparse else np.ascontiguousarray(down.T),
-                down_bias=values(a + "db", d),
-                bundles=s.sparse,
+            experts=(
+                FFN(
+                    gate=Linear(matrix(a + "gate", f, d), None),
+                    up=matrix(a + "up", f, d) if s.gated else None,
+                    down=down if s.sparse else np.ascontiguousarray(down.T),
+                    down_bias=values(a + "db", d),
+                    bundles=s.sparse,
+                ),
             ),
             q_norm=norm(a + "qn", s.head_dim).weight if s.qk_norm else None,
             k_norm=norm(a + "kn", s.head_dim).weight if s.qk_norm else None,

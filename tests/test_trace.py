@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_synth
 import tiny
 
 from thermocline import bench, sidecar, trace, weights
@@ -55,17 +56,14 @@ def test_a_trace_has_the_neurons_that_a_prompt_of_the_same_tokens_activates(
     assert 0 < found.layer(0).mean() < 1
 
 
-def test_of_drelu_a_neuron_is_needed_where_its_gate_is_open(tmp_path: Path, thermocline: Run) -> None:
-    """Its up row is read then, and with it its whole bundle, even where the product is zero."""
-    hf = tiny.hf_directory(
-        tmp_path / "hf", architectures=["BambooForCausalLM"], model_type="bamboo", tie_word_embeddings=False
-    )
-    from safetensors.numpy import save_file
-
-    tensors = tiny.tensors()
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, hf / "model.safetensors")
-    pack, path = tmp_path / "pack", tmp_path / "a.trace"
-    assert thermocline("pack", hf, "-o", pack, "--format", "f32", "-q").code == 0
+@pytest.mark.parametrize("shape", ["bamboo-7b", "turbosparse-mixtral"])
+def test_of_drelu_a_neuron_is_needed_where_its_gate_is_open(
+    shape: str, tmp_path: Path, thermocline: Run
+) -> None:
+    """Its up row is read then, and with it its whole bundle, even where the product is zero. Of a mixture
+    that is so in the chosen experts alone.
+    """
+    pack, path = test_synth.make(tmp_path, shape, "f32"), tmp_path / "a.trace"
     seen: list[int] = []
 
     class Spy(trace.Recorder):
@@ -80,12 +78,11 @@ def test_of_drelu_a_neuron_is_needed_where_its_gate_is_open(tmp_path: Path, ther
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "Recorder", Spy)
-        ran = thermocline("bench", "-m", pack, "--trace", path, "-n", 4, "-t", 1, "-q")
+        ran = thermocline("bench", "-m", pack.path, "--trace", path, "-n", 4, "-t", 1, "-q")
     assert ran.code == 0, ran.err
-    opened = Pack.open(pack)
-    assert opened.spec.up_activation == "relu"
-    found = read_trace(path, opened)
-    counts = np.stack([found.layer(i).sum(1) for i in range(opened.spec.n_layers)], axis=1)
+    assert pack.spec.up_activation == "relu"
+    found = read_trace(path, pack)
+    counts = np.stack([found.layer(i).sum(1) for i in range(pack.spec.n_layers)], axis=1)
     assert counts.ravel().tolist() == seen[-counts.size :]
 
 

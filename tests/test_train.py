@@ -73,7 +73,8 @@ def test_neurons_are_hot_as_far_as_asking_costs_more() -> None:
     rng = np.random.default_rng(1)
     shape = (len(PRICES), 40)
     predicted = np.sort(rng.random(shape))[:, ::-1].astype(np.float32)
-    c = Curves(np.zeros(shape, np.float32), predicted, np.zeros(shape, np.float32))
+    zeros, ones = np.zeros(shape, np.float32), np.ones(40, np.float32)
+    c = Curves(zeros, predicted, zeros, ones)
     costs = Costs(first=500, ask=36, gate=100)
     for price in range(len(PRICES)):
         totals = [500 + h * 100 + float((36 + 100 * predicted[price, h:]).sum()) for h in range(41)]

@@ -45,12 +45,14 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> Weights:
             qkv=Linear(matrix(spec.qkv_rows, spec.dim), None),
             attn_out=Linear(matrix(spec.dim, spec.n_heads * spec.head_dim), None),
             ffn_norm=norm(),
-            ffn=FFN(
-                gate=Linear(matrix(spec.ffn_dim, spec.dim), None),
-                up=matrix(spec.ffn_dim, spec.dim),
-                down=matrix(*((spec.ffn_dim, spec.dim) if spec.sparse else (spec.dim, spec.ffn_dim))),
-                down_bias=None,
-                bundles=spec.sparse,
+            experts=(
+                FFN(
+                    gate=Linear(matrix(spec.ffn_dim, spec.dim), None),
+                    up=matrix(spec.ffn_dim, spec.dim),
+                    down=matrix(*((spec.ffn_dim, spec.dim) if spec.sparse else (spec.dim, spec.ffn_dim))),
+                    down_bias=None,
+                    bundles=spec.sparse,
+                ),
             ),
         )
         for _ in range(spec.n_layers)

@@ -38,9 +38,9 @@ def _randomise(model: Any, seed: int) -> None:
     rng = np.random.default_rng(seed)
     for name, p in sorted(model.named_parameters()):
         noise = rng.standard_normal(tuple(p.shape), dtype=np.float32)
-        if p.ndim == 2:
+        if p.ndim >= 2:
             gain = 1.0 if "q_proj" in name or "k_proj" in name else 0.8
-            value = noise * (1.0 if "embed" in name else gain / np.sqrt(p.shape[1]))
+            value = noise * (1.0 if "embed" in name else gain / np.sqrt(p.shape[-1]))
         else:
             value = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
         with torch.no_grad():
@@ -166,6 +166,47 @@ def bamboo(path: Path, seed: int = 8) -> Path:
         config |= {"architectures": ["BambooForCausalLM"], "model_type": "bamboo", "hidden_act": "relu"}
 
     _edit_config(mistral(path, seed), renamed)
+    return path
+
+
+def _mixtral(path: Path, seed: int, **changes: Any) -> Path:
+    """Routers mostly read what the token's embedding says in a few columns: else a rounding error somewhere
+    would choose another expert, and nothing could be compared.
+    """
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}
+    base = _llama_config().to_dict() | {"model_type": "mixtral"} | experts
+    model = MixtralForCausalLM(MixtralConfig(**(base | changes)))
+    _randomise(model, seed)
+    rng = np.random.default_rng(seed)
+    wanted = np.array([rng.permutation([3.0, 2.0, -1.0, -2.0]) for _ in range(VOCAB)], np.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, :4] = torch.from_numpy(wanted)
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[:, :4] = torch.eye(4)
+    model.save_pretrained(path)
+    return path
+
+
+def mixtral(path: Path, seed: int = 32) -> Path:
+    """Four experts, two for each token."""
+    return _mixtral(path, seed)
+
+
+def mixtral_relu(path: Path, seed: int = 33) -> Path:
+    """ReLU in every expert: their neurons are skipped."""
+    return _mixtral(path, seed, hidden_act="relu")
+
+
+def turbosparse_mixtral(path: Path, seed: int = 34) -> Path:
+    """dReLU in every expert: transformers has no such class, so `hf_logits` puts it into a Mixtral."""
+
+    def renamed(config: Json) -> None:
+        config |= {"architectures": ["TurboSparseMixtralForCausalLM"], "model_type": "turbosparsemixtral"}
+
+    _edit_config(mixtral_relu(path, seed), renamed)
     return path
 
 
@@ -425,6 +466,9 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         llama_gelu,
         mistral,
         bamboo,
+        mixtral,
+        mixtral_relu,
+        turbosparse_mixtral,
         opt,
         qwen2,
         qwen3,
@@ -491,6 +535,33 @@ def _bamboo_model(path: Path, config: Json) -> Any:
     return model
 
 
+def _turbosparse_mixtral_model(path: Path, config: Json) -> Any:
+    """A Mixtral whose experts are down(relu(gate x) * relu(up x))."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    class Experts(torch.nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.gate_up, self.down = inner.gate_up_proj, inner.down_proj
+
+        def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            rows = []
+            for t, ids, shares in zip(x, chosen, weights, strict=True):
+                each = [torch.relu(self.gate_up[e] @ t).chunk(2) for e in ids]
+                parts = [s * (self.down[e] @ (g * u)) for e, s, (g, u) in zip(ids, shares, each, strict=True)]
+                rows.append(sum(parts))
+            return torch.stack(rows)
+
+    kept = {k: v for k, v in config.items() if k not in ("architectures", "model_type")}
+    model = MixtralForCausalLM.from_pretrained(
+        path, config=MixtralConfig(**kept), dtype=torch.float32, attn_implementation="eager"
+    )
+    for layer in model.model.layers:
+        layer.mlp.experts = Experts(layer.mlp.experts)
+    return model
+
+
 def _minicpm_model(path: Path, config: Json) -> Any:
     """Embeddings times scale_emb, halves scale_depth / sqrt(layers), logits base / dim."""
     import torch
@@ -546,6 +617,8 @@ def hf_model(path: Path) -> Any:
         model = _fatrelu_model(path, config)
     elif config["architectures"] == ["BambooForCausalLM"]:
         model = _bamboo_model(path, config)
+    elif config["architectures"] == ["TurboSparseMixtralForCausalLM"]:
+        model = _turbosparse_mixtral_model(path, config)
     elif config["architectures"] == ["MiniCPMForCausalLM"]:
         model = _minicpm_model(path, config)
     elif "quantization_config" in config:

@@ -227,6 +227,16 @@ class FFN:
     @property
     def from_disk(self) -> bool: ...
 
+class Mixture:
+    """Experts of one shape, without norm and with a plain join, `active` of which compute each token."""
+
+    def __new__(
+        cls, norm: Norm | None, router: Matrix, experts: tuple[FFN, ...], active: int, join: Join
+    ) -> Mixture: ...
+    @property
+    def neurons(self) -> int:
+        """Of all experts."""
+
 class Step:
     """The tokens of one step: where they are, and their angles.
 
@@ -268,3 +278,8 @@ class Context:
 
         `record` [tokens, neurons] takes h, what down is multiplied with (before a sub-norm); 0 where skipped.
         """
+
+    def moe_add(
+        self, x: F32, h: F32, layer: Mixture, sparsity: int, record: F32 | None = None
+    ) -> tuple[int, int, int, int, int]:
+        """As `ffn_add`; rows of a dense pass are all experts'. `record`: [tokens, experts * neurons]."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from thermocline.decoder import F32, Batch, FFNStats, Layer, Weights, bind, for_context, forward
 from thermocline.errors import NumericalError
 from thermocline.kv import KVCache, blocks_for
-from thermocline.ops.cpu import CpuOps
+from thermocline.ops.cpu import CpuOps, Matrix
 from thermocline.profile import BUCKETS, F16, I32, I64
 from thermocline.spec import ModelSpec
 
@@ -117,15 +117,17 @@ def down_norms(spec: ModelSpec, weights: Weights, ops: CpuOps) -> list[F32]:
     """Of each layer [neurons]: the length of a neuron's down row, times its weight in a sub-norm."""
     out: list[F32] = []
     for layer in weights.layers:
-        down = layer.ffn.down
-        ids = np.arange(down.shape[0], dtype=np.int32)
-        norms = np.empty(len(ids), np.float32)
-        for at in range(0, len(ids), 1024):  # decoded at a time
-            norms[at : at + 1024] = np.linalg.norm(ops.embed(down, ids[at : at + 1024]), axis=1)
+        norms = np.concatenate([_row_norms(f.down, ops) for f in layer.experts])
         if layer.ffn_sub_norm is not None:
             norms *= np.abs(layer.ffn_sub_norm.weight)
         out.append(norms)
     return out
+
+
+def _row_norms(down: Matrix, ops: CpuOps) -> F32:
+    ids = np.arange(down.shape[0], dtype=np.int32)
+    steps = range(0, len(ids), 1024)  # rows decoded at a time
+    return np.concatenate([np.linalg.norm(ops.embed(down, ids[at : at + 1024]), axis=1) for at in steps])
 
 
 class Worker:

@@ -34,10 +34,36 @@ class Activity:
     neuron: I64  # [nnz]
     mass: F32  # [nnz]: |h| times the norm of the down row
     neurons: int
+    chosen: NDArray[np.bool_] | None = None  # [n, experts]: where a mixture's tokens went; None: one expert
 
     @property
     def n(self) -> int:
         return len(self.x)
+
+    @property
+    def experts(self) -> int:
+        return 1 if self.chosen is None else self.chosen.shape[1]
+
+    @property
+    def per_expert(self) -> int:
+        return self.neurons // self.experts
+
+    @property
+    def asked(self) -> F32:
+        """[neurons]: the share of tokens that go to its expert."""
+        if self.chosen is None:
+            return np.ones(self.neurons, np.float32)
+        return np.repeat(self.chosen.mean(axis=0, dtype=np.float32), self.per_expert)
+
+    def asks(self) -> NDArray[np.bool_]:
+        """[n, neurons]: does the token go to its expert."""
+        if self.chosen is None:
+            return np.ones((self.n, self.neurons), np.bool_)
+        return np.repeat(self.chosen, self.per_expert, axis=1)
+
+    def of_expert(self, e: int) -> I64:
+        """The tokens that go there."""
+        return np.arange(self.n) if self.chosen is None else np.flatnonzero(self.chosen[:, e])
 
     @property
     def token(self) -> I64:
@@ -53,7 +79,8 @@ class Activity:
         counts = np.diff(self.indptr)[tokens]
         indptr = np.concatenate([[0], np.cumsum(counts)])
         at = np.arange(indptr[-1]) + np.repeat(self.indptr[tokens] - indptr[:-1], counts)
-        return Activity(self.x[tokens], indptr, self.neuron[at], self.mass[at], self.neurons)
+        chosen = None if self.chosen is None else self.chosen[tokens]
+        return Activity(self.x[tokens], indptr, self.neuron[at], self.mass[at], self.neurons, chosen)
 
     def dense(self) -> F32:
         """[n, neurons]: mass."""
@@ -77,17 +104,22 @@ class Curves:
     threshold: F32  # [prices, neurons]
     predicted: F32  # [prices, neurons]
     missed: F32  # [prices, neurons]
+    asked: F32  # [neurons]: the share of tokens that go to its expert
+    experts: int = 1
 
 
 def curves(scores: F32, a: Activity) -> Curves:
     """scores [n, neurons] of the same tokens."""
     shape = (len(PRICES), a.neurons)
-    out = Curves(*(np.empty(shape, np.float32) for _ in range(3)))
+    threshold, predicted_share, missed = (np.empty(shape, np.float32) for _ in range(3))
+    out = Curves(threshold, predicted_share, missed, a.asked, a.experts)
+    own = [a.of_expert(e) for e in range(a.experts)]
     energy = max(a.energy, 1e-30)
-    price = PRICES[:, None] * (a.neurons / energy)
+    price = PRICES[:, None] * (float(a.asked.sum()) / energy)
     columns = np.ascontiguousarray(scores.T)
     for i, (tokens, squares) in enumerate(a.by_neuron()):
-        cuts, predicted, caught = _cuts(columns[i], tokens, squares)
+        mine = own[i // a.per_expert]
+        cuts, predicted, caught = _cuts(columns[i][mine], np.searchsorted(mine, tokens), squares)
         best = (predicted / a.n - price * caught).argmin(axis=1)
         out.threshold[:, i] = cuts[best]
         out.predicted[:, i] = predicted[best] / a.n
@@ -98,8 +130,11 @@ def curves(scores: F32, a: Activity) -> Curves:
 def _cuts(score: F32, tokens: I64, squares: F64) -> tuple[F32, I64, F64]:
     """One neuron's thresholds worth a look: above all scores, then below each active token's score.
 
-    -> (threshold, tokens at or above it, their squares), of each. A threshold is half-way to the next score.
+    -> (threshold, tokens at or above it, their squares), of each. A threshold is half-way to the next score;
+    where no score was seen, below all.
     """
+    if not len(score):
+        return np.array([-np.inf], np.float32), np.zeros(1, np.int64), np.zeros(1)
     ordered = np.sort(score)
     best_first = np.argsort(-score[tokens], kind="stable")
     below = np.searchsorted(ordered, score[tokens][best_first], "left")
@@ -114,7 +149,7 @@ def _cuts(score: F32, tokens: I64, squares: F64) -> tuple[F32, I64, F64]:
 class Costs:
     """Bytes read for a token."""
 
-    first: int  # whatever is asked
+    first: int  # whatever is asked; of a mixture, by all chosen experts
     ask: int  # for each neuron that is asked about
     gate: int  # a gate row
 
@@ -124,20 +159,27 @@ class Choice:
     """One layer at one price."""
 
     threshold: F32  # [neurons]
-    hot: int  # neurons [0, hot) are computed without asking: asking costs more than it saves
+    hot: int  # of each expert neurons [0, hot) are computed without asking: asking costs more than it saves
     bytes: float  # of predictor and gate, for a token
     objective: float  # with the errors, in bytes
 
 
 def choose(c: Curves, costs: Costs, price: int) -> Choice:
     """The best of a layer's thresholds and break-even at `PRICES[price]`."""
-    neurons = c.threshold.shape[1]
-    error = c.missed[price].astype(np.float64) * (PRICES[price] * neurons * costs.gate)
-    asked = costs.ask + c.predicted[price].astype(np.float64) * costs.gate
+    share = c.asked.astype(np.float64)
+
+    def by_place(of_neurons: F64) -> F64:
+        """[neurons of an expert]: of all experts."""
+        summed: F64 = of_neurons.reshape(c.experts, -1).sum(axis=0)
+        return summed
+
+    error = by_place(c.missed[price].astype(np.float64)) * (PRICES[price] * float(share.sum()) * costs.gate)
+    asked = by_place(share * costs.ask + c.predicted[price].astype(np.float64) * costs.gate)
+    gate = by_place(share * costs.gate)
     # Total with the first `hot` not asked, for every `hot`: theirs are gate rows, of the others what is left.
-    done = np.concatenate([[0.0], np.cumsum(costs.gate - (asked + error))])
+    done = np.concatenate([[0.0], np.cumsum(gate - (asked + error))])
     hot = int(done.argmin())
-    read = costs.first + hot * costs.gate + float(asked[hot:].sum())
+    read = costs.first + float(gate[:hot].sum()) + float(asked[hot:].sum())
     return Choice(c.threshold[price], hot, read, read + float(error[hot:].sum()))
 
 
@@ -153,7 +195,8 @@ class Figures:
 
     @staticmethod
     def of(predicted: NDArray[np.bool_], a: Activity) -> Figures:
-        """predicted [n, neurons]."""
+        """predicted [n, neurons], of which those of the chosen experts count."""
+        predicted = predicted & a.asks()
         missed = ~predicted[a.token, a.neuron]
         mass = a.mass.astype(np.float64)
         size = a.n * a.neurons

@@ -21,6 +21,7 @@ _CODE = "describes the Python code that wrote the model"
 IGNORED: dict[str, str] = {
     **dict.fromkeys(("hidden_dropout", "resid_pdrop", "embd_pdrop"), _TRAINING),
     **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout", "layerdrop"), _TRAINING),
+    **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"), _TRAINING),
     **dict.fromkeys(("initializer_range", "init_std", "pretraining_tp", "use_cache"), _TRAINING),
     **dict.fromkeys(
         ("_name_or_path", "transformers_version", "model_type", "auto_map", "custom_pipelines"), _CODE

@@ -50,6 +50,7 @@ class Work:
     sparsity: str  # predict, exact or off
     batch: int = 1
     depth: int = 0
+    routed: float = 1.0  # of a mixture's experts, those that some token of the step goes to
 
     @property
     def predicts(self) -> bool:
@@ -127,7 +128,7 @@ class Reads:
     def of(hotness: F64, work: Work, *, skips: bool, excess: float = EXCESS) -> Reads:
         """`hotness`: each neuron's probability that a step needs it, hottest first. `excess`: see `named`."""
         n = len(hotness)
-        every: F64 = np.arange(n + 1, dtype=np.float64)
+        every: F64 = work.routed * np.arange(n + 1, dtype=np.float64)
         if not skips:
             return Reads(every, every, MATRIX_SHARE, MATRIX_SHARE)
         if work.sparsity == "off":
@@ -135,18 +136,18 @@ class Reads:
         needed = np.concatenate([[0.0], np.cumsum(hotness)])
         if not work.predicts:
             return Reads(every, needed, MATRIX_SHARE, BUNDLE_SHARE)
-        gates = np.concatenate([[0.0], np.cumsum(named(hotness, excess))])
-        share = NAMED_SHARE + (MATRIX_SHARE - NAMED_SHARE) * float(gates[-1]) / n
+        gates = np.concatenate([[0.0], np.cumsum(named(hotness, excess, work.routed))])
+        share = NAMED_SHARE + (MATRIX_SHARE - NAMED_SHARE) * float(gates[-1]) / (n * work.routed)
         return Reads(gates, needed, share, BUNDLE_SHARE)
 
 
-def named(hotness: F64, excess: float) -> F64:
+def named(hotness: F64, excess: float, routed: float = 1.0) -> F64:
     """How likely a predictor names each neuron. Of `excess` names for a needed one those too many are spread
-    as uncertainty is, p (1 - p): what is always active is no guess.
+    as uncertainty is, p (1 - p): what is always active is no guess. `routed`: as `Work`'s.
     """
-    unsure = hotness * (1 - hotness)
+    unsure = hotness * (1 - hotness / routed)
     more = (excess - 1) * float(hotness.sum()) / max(float(unsure.sum()), 1e-30)
-    found: F64 = np.minimum(1.0, hotness + more * unsure)
+    found: F64 = np.minimum(routed, hotness + more * unsure)
     return found
 
 
@@ -228,7 +229,7 @@ def layer_times(
     attention = s.attention
     cpu = np.where(a, 0.0, attention_us(layer, v))
     predictor = s.predictor if work.predicts else Part()
-    cpu += np.where(p, 0.0, v.cpu(predictor.read_bytes, predictor.weights))
+    cpu += np.where(p, 0.0, v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights))
     rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], on_gpu=False)
     ffn_cpu = rest + np.where(g < n, CALL_US, 0.0)
     ffn_gpu, gpu, sync = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
@@ -237,7 +238,7 @@ def layer_times(
         launches = LAUNCHES * v.tiers.gpu.launch_us
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + launches
         gpu += np.where(a, here, 0.0)
-        gpu += np.where(p, v.gpu(predictor.read_bytes, predictor.weights), 0.0)
+        gpu += np.where(p, v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights), 0.0)
         ffn_gpu = np.where(g > 0, _ffn_us(layer, v, gates[g], bundles[g], on_gpu=True) + launches, 0.0)
         on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n) | (~p & (predictor.bytes > 0))
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
@@ -256,7 +257,8 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
     s, disk = layer.sizes, v.tiers.disk
     assert disk is not None
     predictor = s.predictor if work.predicts else Part()
-    before = attention_us(layer, v) + v.cpu(predictor.read_bytes, predictor.weights)
+    asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
+    before = attention_us(layer, v) + asked
     gates = float(layer.reads.gates[-1])
     ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
     ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)

@@ -61,13 +61,14 @@ class Layer:
     qkv: Linear  # rows: all q heads, all k heads, all v heads
     attn_out: Linear
     ffn_norm: Norm | None
-    ffn: FFN
+    experts: tuple[FFN, ...]  # one where there is no router
     q_norm: F32 | None = None  # [head_dim]
     k_norm: F32 | None = None
     attn_sub_norm: Norm | None = None  # of attention's output, before attn_out
     ffn_sub_norm: Norm | None = None  # of the activations, before down
     attn_post_norm: Norm | None = None  # of a half's result, before it joins the residual stream
     ffn_post_norm: Norm | None = None
+    router: Any | None = None  # of a mixture: a matrix [n_experts, dim]
 
 
 @dataclass(frozen=True)

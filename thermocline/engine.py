@@ -251,15 +251,17 @@ class Traffic:
         gates = 0.0
         fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
         for layer in weights.layers:
-            f = layer.ffn
             fixed += _norm_bytes(layer.attn_norm) + _norm_bytes(layer.ffn_norm)
             fixed += _nbytes(layer.qkv.weight, layer.qkv.bias, layer.attn_out.weight, layer.attn_out.bias)
-            fixed += _nbytes(f.down_bias)
-            gates += _nbytes(f.gate.weight) / f.gate.weight.shape[0] + _nbytes(f.gate.bias) / spec.ffn_dim
-        ffn = weights.layers[0].ffn
+            fixed += _nbytes(layer.router)
+            for f in layer.experts:
+                fixed += _nbytes(f.down_bias)
+                gates += _nbytes(f.gate.weight) / f.gate.weight.shape[0]
+                gates += _nbytes(f.gate.bias) / spec.ffn_dim
+        ffn = weights.layers[0].experts[0]
         places = ffn.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk neurons take turns in them
         row = _nbytes(ffn.up, ffn.down) / (places * (2 if ffn.up is not None else 1))
-        return Traffic(fixed, gates / spec.n_layers, row, bytes_for(spec, 1))
+        return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row, bytes_for(spec, 1))
 
 
 def _nbytes(*arrays: Any) -> int:

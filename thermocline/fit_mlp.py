@@ -58,9 +58,10 @@ def fit(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=WARMUP)
     mean = a.energy / max(1, len(a.neuron))
     for rows in _batches(a.n, seed):
-        mass = torch.from_numpy(a.take(rows).dense())
+        batch = a.take(rows)
+        mass, asked = torch.from_numpy(batch.dense()), torch.from_numpy(batch.asks())
         active = (mass > 0).float()
-        weight = torch.where(mass > 0, rare * (FLOOR + mass.square() / mean), 1.0)
+        weight = torch.where(mass > 0, rare * (FLOOR + mass.square() / mean), 1.0) * asked
         score = torch.relu(x[torch.from_numpy(rows)] @ weights[0].T) @ weights[1].T + weights[2]
         loss = torch.nn.functional.binary_cross_entropy_with_logits(score, active, weight)
         optimizer.zero_grad()
@@ -73,7 +74,7 @@ def fit(
 
 def _rarity(a: Activity) -> tuple[float, F32]:
     """(the root of inactive / active, each neuron's bias where scores say nothing)."""
-    active = np.bincount(a.neuron, minlength=a.neurons) / a.n
+    active = np.bincount(a.neuron, minlength=a.neurons) / np.maximum(1, a.n * a.asked)  # of those that ask
     mean = max(float(active.mean()), 1e-6)
     rare = ((1 - mean) / mean) ** 0.5
     return rare, np.log((active * rare + 1e-4) / (1 - active + 1e-4)).astype(np.float32)

@@ -70,14 +70,14 @@ class Keys:
 # --- metadata -> config.json --------------------------------------------------------------------------------
 
 
-def common(k: Keys) -> Json:
-    """What nearly every architecture has, under Llama's names."""
+def common(k: Keys, *, mixture: bool = False) -> Json:
+    """What nearly every architecture has, under Llama's names. `mixture`: the family may have experts."""
     dim, heads = k.integer(".embedding_length", low=1), k.integer(".attention.head_count", low=1)
     head_dim = k.integer(".attention.key_length", default=dim // heads, low=1)
     if k.integer(".attention.value_length", default=head_dim) != head_dim:
         raise Unsupported(f"{k.name}: attention.value_length is not key_length, which is not supported")
-    if k.integer(".expert_count", default=0):
-        raise Unsupported(f"{k.name}: mixtures of experts are not supported")
+    if k.integer(".expert_count", default=0) and not mixture:
+        raise Unsupported(f"{k.name}: mixtures of experts are not supported in {k.architecture}")
     k.raw(".expert_used_count"), k.raw(".vocab_size"), k.raw(".tensor_data_layout")
     return {
         "hidden_size": dim,

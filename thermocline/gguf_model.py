@@ -23,9 +23,16 @@ from thermocline.safetensors import Json, quoted
 from thermocline.spec import ModelSpec
 
 
-def _like_llama(k: Keys, architecture: str, activation: str = "silu", *, partial: bool = False) -> Json:
+def _like_llama(
+    k: Keys,
+    architecture: str,
+    activation: str = "silu",
+    *,
+    partial: bool = False,
+    mixture: bool = False,
+) -> Json:
     """With an RMS norm and RoPE."""
-    config = common(k)
+    config = common(k, mixture=mixture)
     return {
         **config,
         "architectures": [architecture],
@@ -36,12 +43,21 @@ def _like_llama(k: Keys, architecture: str, activation: str = "silu", *, partial
 
 
 def _llama(k: Keys) -> Json:
-    """Llama and, with a window, Mistral."""
+    """Llama, with a window Mistral, with experts Mixtral."""
     window = _window(k)
+    if k.integer(".expert_count", default=0) and not k.gguf.powerinfer:
+        return _like_llama(k, "MixtralForCausalLM", mixture=True) | window | _experts(k)
     more = {"attention_bias": "blk.0.attn_q.bias" in k.gguf.tensors}
     if window["sliding_window"] is not None:
         return _like_llama(k, "MistralForCausalLM") | more | window
     return _like_llama(k, "LlamaForCausalLM", "relu" if k.gguf.powerinfer else "silu") | more
+
+
+def _experts(k: Keys) -> Json:
+    return {
+        "num_local_experts": k.integer(".expert_count"),
+        "num_experts_per_tok": k.integer(".expert_used_count", low=1),
+    }
 
 
 def _window(k: Keys) -> Json:
@@ -184,7 +200,10 @@ _LLAMA_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+_EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.(w[123])")
+_EXPERT_NAMES = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
 _QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 _GEMMA_NAMES = _LLAMA_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
@@ -269,6 +288,8 @@ def _translated(piece: Piece, a: Architecture, spec: ModelSpec, gguf: GGUF) -> P
         return piece
     m = _LAYER.fullmatch(piece.tensor)
     stem, _, last = (m[2] if m else piece.tensor).rpartition(".")
+    if m and (expert := _EXPERT.fullmatch(stem)):
+        return _expert(piece, f"blk.{m[1]}.{_EXPERT_NAMES[expert[2]]}", int(expert[1]), spec, gguf)
     if stem not in a.names:
         raise Unsupported(f"{gguf.path}: tensor {piece.tensor} has no name in this architecture")
     short = a.names[stem]
@@ -283,6 +304,14 @@ def _translated(piece: Piece, a: Architecture, spec: ModelSpec, gguf: GGUF) -> P
     if short == "position_embd":
         return _positions(piece, gguf)
     return piece
+
+
+def _expert(piece: Piece, name: str, expert: int, spec: ModelSpec, gguf: GGUF) -> Piece:
+    """One matrix of a stack, or as in the first files of Mixtral a tensor of its own."""
+    stack = f"{name}_exps.weight"
+    if stack not in gguf.tensors and f"{name}.{expert}.weight" in gguf.tensors:
+        return replace(piece, tensor=f"{name}.{expert}.weight")
+    return replace(piece, tensor=stack, shape=(spec.n_experts, *piece.shape), part=expert)
 
 
 def _transposed_down(piece: Piece) -> Piece:

@@ -35,12 +35,14 @@ _NAMES = {
     "attn_norm.weight": "attn_norm.weight",
     "attn_out.weight": "attn_output.weight",
     "ffn_norm.weight": "ffn_norm.weight",
+    "router.weight": "ffn_gate_inp.weight",
     "gate.weight": "ffn_gate.weight",
     "up.weight": "ffn_up.weight",
     "down.weight": "ffn_down.weight",
     "predictor.fc1.weight": "fc1.weight",
     "predictor.fc2.weight": "fc2.weight",
 }
+_EXPERTS = {f"{part}.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
 _QKV, _BUNDLE = "qkv.weight", "bundle"
 # What a GGUF has no place for: how often neurons were active, and where those of a sorted pack came from.
 _LEFT_OUT = ("activation_count", "order")
@@ -58,7 +60,8 @@ class Piece:
     """Rows [first, first + rows) of a pack's tensor, as one of GGUF's: `name`, [rows, columns].
 
     `head_dim` > 0: llama.cpp's RoPE turns neighbours (2i, 2i + 1) where ours turns (i, i + head_dim/2), so
-    rows change places within each head. `at`: where in a record the row begins.
+    rows change places within each head. `at`: where in a record the row begins. `stack`: matrices,
+    one an expert.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Piece:
     columns: int
     head_dim: int = 0
     at: int = 0
+    stack: int = 1
 
     @property
     def row_bytes(self) -> int:
@@ -155,6 +159,9 @@ def _header(pack: Pack, path: Path) -> Any:
     w.add_head_count_kv(s.n_kv_heads)
     w.add_key_length(s.head_dim)
     w.add_value_length(s.head_dim)
+    if s.n_experts > 1:
+        w.add_expert_count(s.n_experts)
+        w.add_expert_used_count(s.n_experts_active)
     w.add_rope_dimension_count(s.head_dim)
     w.add_rope_freq_base(s.rope_theta)
     w.add_layer_norm_rms_eps(s.norm_eps)
@@ -213,13 +220,17 @@ def _pieces(pack: Pack, name: str) -> Iterator[Piece]:
         return
     elif len(info.shape) == 1:
         yield Piece(f"{prefix}{_NAMES[part]}", info, 0, 1, info.shape[0])
+    elif s.n_experts > 1 and part in _EXPERTS:
+        rows = s.n_experts * info.shape[-2]
+        yield Piece(f"{prefix}{_EXPERTS[part]}", info, 0, rows, info.shape[-1], stack=s.n_experts)
     else:
         yield Piece(f"{prefix}{_NAMES[part]}", info, 0, info.shape[-2], info.shape[-1])
 
 
 def _add(writer: Any, p: Piece, rows: _Rows) -> None:
     vector = len(p.tensor.shape) == 1
-    shape = (p.columns,) if vector else (p.rows, p.columns)
+    stacked = (p.stack,) if p.stack > 1 else ()
+    shape = (p.columns,) if vector else (*stacked, p.rows // p.stack, p.columns)
     kind = _package().GGMLQuantizationType[p.tensor.format.upper()]
     writer.add_tensor(p.name, rows, raw_shape=shape, raw_dtype=kind)
 

@@ -151,7 +151,9 @@ def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -
     """
     chosen, weights = dict[str, str](), Counter[str]()
     every = expected_tensors(spec, "f32", None, ranks)
-    layouts = {n: t for n, t in every.items() if not t.vector and n != "pos_embed.weight"}
+    layouts = {
+        n: t for n, t in every.items() if not t.vector and n != "pos_embed.weight" and t.role != "router"
+    }
     for name, layout in layouts.items():
         parts = list(layout.parts)
         if layout.role == "gate":  # one format with the rows that are computed beside it

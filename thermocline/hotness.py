@@ -15,6 +15,7 @@ from thermocline.pack import Pack
 from thermocline.planted import ACTIVE, HOTTEST, activities
 from thermocline.profile import Profile, open_profile
 from thermocline.safetensors import open_regular, read_at
+from thermocline.spec import ModelSpec
 
 F64 = NDArray[np.float64]
 
@@ -38,8 +39,10 @@ class Curve:
     active: float | None = None
     skew: float = 0.26
 
-    def hotness(self, layers: int, neurons: int) -> Hotness:
-        return assumed(layers, neurons, ACTIVE if self.active is None else self.active, self.skew)
+    def hotness(self, spec: ModelSpec) -> Hotness:
+        active = ACTIVE if self.active is None else self.active
+        chosen = spec.n_experts_active / spec.n_experts
+        return assumed(spec.n_layers, spec.n_experts * spec.ffn_dim, active, self.skew, chosen)
 
 
 def of_pack(pack: Pack, curve: Curve, excess: float | None = None) -> Hotness:
@@ -49,7 +52,7 @@ def of_pack(pack: Pack, curve: Curve, excess: float | None = None) -> Hotness:
     if profile is not None and curve.active is None:
         return replace(profiled(profile), excess=excess)
     found = counted(pack) if spec.sparse and curve.active is None else None
-    found = found or curve.hotness(spec.n_layers, spec.n_experts * spec.ffn_dim)
+    found = found or curve.hotness(spec)
     return replace(found, ordered=profile is not None, excess=excess)
 
 
@@ -78,9 +81,11 @@ def independent(
     return Hotness(source, measured, lambda layer, batch: 1.0 - (1.0 - each[layer]) ** batch, key)
 
 
-def assumed(layers: int, neurons: int, active: float, skew: float) -> Hotness:
-    """The same power law in every layer; UsageError where there is none."""
-    curve = activities(neurons, active, skew)
+def assumed(layers: int, neurons: int, active: float, skew: float, chosen: float = 1.0) -> Hotness:
+    """The same power law in every layer; UsageError where there is none. `chosen`: of a mixture's experts,
+    those that a token goes to; `active` is of their neurons.
+    """
+    curve = chosen * activities(neurons, active, skew)
     source = f"assumed: {active:.0%} of the neurons active, {skew:.0%} of them make 80 % of the activations"
     return independent([curve] * layers, source, measured=False, key=lambda layer: 0)
 

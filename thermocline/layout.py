@@ -38,7 +38,7 @@ class Layout:
     columns: int
     stride: int
     parts: tuple[str, ...]  # names to ask a source for
-    role: str  # embed, head, attention, norm, gate, up, down, bundle, predictor: what `inspect` counts it as
+    role: str  # what `inspect` counts it as: one of pack.py's ROLES
     vector: bool = False  # norms, biases, order: never quantised, asked for whole
     optional: bool = False
 
@@ -106,6 +106,8 @@ def expected_tensors(
         matrix(f"{a}.attn_out.weight", "attention", spec.dim, spec.n_heads * spec.head_dim)
         vector(f"{a}.attn_out.bias", "attention", spec.dim)
         norm(f"{a}.ffn_norm")
+        if experts > 1:  # f32: a rounded logit may choose another expert; it is 1/40000 of Mixtral's weights
+            matrix(f"{a}.router.weight", "router", experts, spec.dim, format="f32")
         gate = own.get(f"{a}.gate.weight", weight_format)  # up's rows are computed with gate's: one format
         matrix(f"{a}.gate.weight", "gate", experts, neurons, spec.dim, format=gate)
         vector(f"{a}.gate.bias", "gate", experts, neurons)
@@ -118,15 +120,16 @@ def expected_tensors(
             whole = neurons % quant.FORMATS[weight_format].block == 0  # else f16, as llama.cpp does it
             down = own.get(f"{a}.down.weight", weight_format if whole else "f16")
             matrix(f"{a}.down.weight", "down", experts, spec.dim, neurons, format=down)
-        vector(f"{a}.down.bias", "bundle" if spec.sparse else "down", spec.dim)
+        if experts == 1:
+            vector(f"{a}.down.bias", "bundle" if spec.sparse else "down", spec.dim)
         if ranks:
             matrix(f"{a}.predictor.fc1.weight", "predictor", ranks[i], spec.dim)
             fc2 = f"{a}.predictor.fc2.weight"
             whole = ranks[i] % quant.FORMATS[weight_format].block == 0
             format = own.get(fc2, weight_format if whole else "f16")
-            matrix(fc2, "predictor", neurons, ranks[i], format=format)
+            matrix(fc2, "predictor", experts * neurons, ranks[i], format=format)
         if spec.sparse:
-            vector(f"{a}.activation_count", "predictor", neurons)
+            vector(f"{a}.activation_count", "predictor", experts * neurons)
     if spec.final_norm:
         norm("out_norm")
     if spec.embed_dim is not None:

@@ -32,7 +32,7 @@ class Shard(Protocol):
 
 
 class MappedSource:
-    """A `TensorSource` over shards. Keeps at most one tensor: a down projection, read by columns."""
+    """A `TensorSource` over shards. Keeps at most one matrix: a down projection, read by columns."""
 
     def __init__(
         self,
@@ -91,7 +91,8 @@ class MappedSource:
         low, high = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
         if not piece.transposed:
             return self._where[name].read_rows(name, low, high)[:: rows.step]
-        if self._held[0] != name:
+        key = f"{name} {piece.first_row}"
+        if self._held[0] != key:
             self._held = ("", np.empty(0))  # let go of one before taking the next
-            self._held = (name, self._where[name].read_stored(name, 0, piece.shape[0]))
+            self._held = (key, self._where[name].read_stored(name, piece.first_row, piece.last_row))
         return as_f32(np.ascontiguousarray(self._held[1][:, low:high][:, :: rows.step].T))

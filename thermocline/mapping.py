@@ -19,7 +19,8 @@ class Piece:
     `transposed`: the source's columns are our rows. `pick`: which of the rows, in this order; empty: all. So
     an interleaved or fused tensor is taken apart by ranges, with steps where that helps: the even rows, then
     the odd ones, are (range(0, n, 2), range(1, n, 2)). `plus`: added to every value (a norm's weights stored
-    as w - 1). `tensor` None: all ones (a norm without weights).
+    as w - 1). `tensor` None: all ones (a norm without weights). `part`: which matrix of a stack of them,
+    one an expert; `shape` is then [matrices, rows, columns].
     """
 
     tensor: str | None
@@ -27,6 +28,7 @@ class Piece:
     pick: tuple[range, ...] = ()
     transposed: bool = False
     plus: float = 0.0
+    part: int | None = None
 
     @property
     def rows(self) -> int:
@@ -34,11 +36,25 @@ class Piece:
 
     @property
     def _all(self) -> int:
-        return self.shape[1] if self.transposed else self.shape[0]
+        return self.shape[-1] if self.transposed else self._height
+
+    @property
+    def _height(self) -> int:
+        return self.shape[0 if self.part is None else 1]
+
+    @property
+    def first_row(self) -> int:
+        """Where the matrix begins among a stack's rows."""
+        return (self.part or 0) * self._height
+
+    @property
+    def last_row(self) -> int:
+        return self.first_row + self._height
 
     def ranges(self, first: int, last: int) -> Iterator[range]:
-        """The source's rows that our rows [first, last) are, in order."""
-        for r in self.pick or (range(self._all),):
+        """The source's rows (`transposed`: columns) that our rows [first, last) are, in order."""
+        begin = 0 if self.transposed else self.first_row
+        for r in self.pick or (range(begin, begin + self._all),):
             part = r[max(0, first) : max(0, last)]
             if part:
                 yield part
@@ -50,7 +66,8 @@ class Mapping:
     """Which source tensors form each packed tensor, stacked by rows, and which others may be left unread.
 
     Packed names are DESIGN.md's, except that `layers.I.bundle` is given in parts: `layers.I.up` (if gated)
-    and `layers.I.down`, both [ffn_dim, dim], one row per neuron. A spec that is not sparse has no bundles.
+    and `layers.I.down`, both [n_experts * ffn_dim, dim], one row per neuron. A spec that is not sparse has
+    no bundles.
     """
 
     tensors: dict[str, tuple[Piece, ...]]
@@ -79,6 +96,7 @@ class Names:
     gate: str = "mlp.gate_proj"  # the same as up: fused, gate rows first
     up: str = "mlp.up_proj"  # ungated: what the spec calls the gate
     down: str = "mlp.down_proj"
+    router: str = ""  # of mixtures, where gate, up and down have {} for the expert's number
     norm_plus: float = 0.0  # norms are stored as weights minus this
     affine: bool = True  # norms have weights
 
@@ -124,16 +142,22 @@ def tensors(
         rows = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
         linear(f"{a}.qkv", "qkv", *((b + n, r, pick) for n, r in zip(names.qkv, rows, strict=True)))
         linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
+        if spec.n_experts > 1:
+            out[f"{a}.router.weight"] = (Piece(f"{b}{names.router}.weight", (spec.n_experts, d)),)
+        gate, ups, downs = (
+            [b + name.format(e) for e in range(spec.n_experts)]
+            for name in (names.gate if spec.gated else names.up, names.up, names.down)
+        )
         up = f"{a}.up" if spec.sparse else f"{a}.up.weight"
         if spec.gated and names.gate == names.up:
-            linear(f"{a}.gate", "ffn", (b + names.gate, 2 * f, (range(f),)))
-            out[up] = (Piece(f"{b}{names.up}.weight", (2 * f, d), (range(f, 2 * f),)),)
+            linear(f"{a}.gate", "ffn", *((n, 2 * f, (range(f),)) for n in gate))
+            out[up] = tuple(Piece(f"{n}.weight", (2 * f, d), (range(f, 2 * f),)) for n in ups)
         else:
-            linear(f"{a}.gate", "ffn", (b + (names.gate if spec.gated else names.up), f, ()))
+            linear(f"{a}.gate", "ffn", *((n, f, ()) for n in gate))
             if spec.gated:
-                out[up] = (Piece(f"{b}{names.up}.weight", (f, d)),)
+                out[up] = tuple(Piece(f"{n}.weight", (f, d)) for n in ups)
         down = f"{a}.down" if spec.sparse else f"{a}.down.weight"
-        out[down] = (Piece(f"{b}{names.down}.weight", (d, f), transposed=spec.sparse),)
+        out[down] = tuple(Piece(f"{n}.weight", (d, f), transposed=spec.sparse) for n in downs)
         if "ffn" in biases:
             out[f"{a}.down.bias"] = (Piece(f"{b}{names.down}.bias", (d,)),)
     # inv_freq is computed from the config; old checkpoints stored it

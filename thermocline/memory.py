@@ -47,8 +47,10 @@ def scratch_bytes(
     queries = max(group, NATIVE_QUERIES) * (spec.head_dim + 2)  # of one head: sums of a span of positions
     scores = threads * (4 * NATIVE_SPAN + NATIVE_QUERIES * (spec.head_dim + 2) + spec.head_dim)
     spans = threads4 * (-(-context // NATIVE_SPAN)) * queries
+    # Of a mixture: its input, normed and gathered, an expert's answers, their sum.
+    routed = NATIVE_TOKENS * (4 * dim + 2 * spec.n_experts + 2) if spec.n_experts > 1 else 0
     logits = (max_batch + 10) * spec.vocab_size  # and the sampler's sort of one request's, in f64 and i64
-    return 4 * (arrays + inputs + panels + partial + tiles + guess + scores + spans + logits)
+    return 4 * (arrays + inputs + panels + partial + tiles + guess + routed + scores + spans + logits)
 
 
 def runtime_bytes(spec: ModelSpec) -> int:
@@ -90,10 +92,11 @@ def fit(
     if least(context) <= available_bytes:
         return at_least
     tokens = bisect.bisect_right(range(1, context), available_bytes, key=least)
+    whole = ", and a mixture's experts all have to be in memory" if spec.sparse and spec.n_experts > 1 else ""
     change = f"a context of at most {tokens}" if tokens > 0 else "a smaller weight format (q4_0) or model"
     raise OutOfBudget(
         f"the model needs {least(context) / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
         f"{cache(at_least) / GIB:.2f} keys and values at context {context}, "
         f"{(others(context) - weights_bytes) / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is "
-        f"{limit}; use {change}"
+        f"{limit}{whole}; use {change}"
     )

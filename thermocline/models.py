@@ -61,8 +61,11 @@ def parse_config(config: Json, generation: Json | None, name: str) -> Read:
         raise BadFile(f"{name}: architectures is not a list of one name")
     reader = READERS.get(architectures[0])
     if reader is None:
+        first, *others = READERS
+        more = ", ".join(n.removesuffix("ForCausalLM") for n in others)
         raise Unsupported(
-            f"{name}: architecture {quoted(architectures[0])} is not supported; known: {', '.join(READERS)}"
+            f"{name}: architecture {quoted(architectures[0])} is not supported; "
+            f"known: {first}, likewise {more}"
         )
     keys = Keys(config, name).with_defaults(_DEFAULTS)
     keys.raw("architectures")
@@ -172,9 +175,45 @@ def _mistral(keys: Keys, stop: Any) -> Read:
 def _bamboo(keys: Keys, stop: Any) -> Read:
     """Bamboo 7B, TurboSparse-Mistral: a Mistral with dReLU (arXiv 2406.05955), ReLU on gate and up."""
     spec, mapping = _mistral(keys, stop)
+    return _drelu(keys, spec, "bamboo"), mapping
+
+
+def _drelu(keys: Keys, spec: ModelSpec, architecture: str) -> ModelSpec:
     if spec.activation != "relu":
-        raise keys.unsupported("hidden_act", "is not supported for Bamboo, whose code has relu twice")
-    return replace(spec, architecture="bamboo", up_activation="relu"), mapping
+        raise keys.unsupported(
+            "hidden_act", f"is not supported for {architecture}, whose code has relu twice"
+        )
+    return replace(spec, architecture=architecture, up_activation="relu")
+
+
+_MIXTRAL = Names(
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+    router="block_sparse_moe.gate",
+)
+
+
+def _mixtral(keys: Keys, stop: Any) -> Read:
+    """Mixtral (arXiv 2401.04088): a Mistral whose FFNs are mixtures of experts."""
+    if keys.flag("attention_bias"):
+        raise keys.unsupported("attention_bias", "is not supported for Mixtral")
+    keys.default_theta = 1e6
+    spec = _spec(
+        keys,
+        stop,
+        "mixtral",
+        sliding_window=keys.integer_or_none("sliding_window"),
+        n_experts=keys.size("num_local_experts", "n_experts"),
+        n_experts_active=keys.size("num_experts_per_tok", "n_experts_active"),
+    )
+    return spec, tensors(spec, _MIXTRAL)
+
+
+def _turbosparse_mixtral(keys: Keys, stop: Any) -> Read:
+    """TurboSparse-Mixtral: dReLU in every expert (arXiv 2406.05955), as Bamboo has it."""
+    spec, mapping = _mixtral(keys, stop)
+    return _drelu(keys, spec, "turbosparse-mixtral"), mapping
 
 
 def _qwen_window(keys: Keys) -> Json:
@@ -458,6 +497,8 @@ READERS: dict[str, Callable[[Keys, Any], Read]] = {
     "SparseLlamaForCausalLM": _sparse_llama,
     "MistralForCausalLM": _mistral,
     "BambooForCausalLM": _bamboo,
+    "MixtralForCausalLM": _mixtral,
+    "TurboSparseMixtralForCausalLM": _turbosparse_mixtral,
     "OPTForCausalLM": _opt,
     "MiniCPMForCausalLM": _minicpm,
     "Qwen2ForCausalLM": _qwen2,
@@ -479,9 +520,10 @@ def gguf_architecture(spec: ModelSpec) -> str:
     later = [f for f in fields(ModelSpec) if "later" in f.metadata]
     plain = all(getattr(s, f.name) == f.default for f in later)
     drelu = s.up_activation == "relu"
-    if not like_llama or not plain or s.n_experts > 1 or s.rope_scaling is not None or drelu > s.sparse:
+    mixture = s.n_experts > 1 and s.sparse  # of ReLU experts: no engine reads such a file
+    if not like_llama or not plain or mixture or s.rope_scaling is not None or drelu > s.sparse:
         raise Unsupported(
             "GGUF is written for models with SiLU or ReLU in a gated FFN, an RMS norm and plain RoPE only, "
-            "such as llama-2-7b"
+            "such as llama-2-7b; for mixtures of experts with SiLU, such as mixtral-8x7b"
         )
     return "bamboo" if drelu else "llama"

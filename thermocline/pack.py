@@ -27,6 +27,8 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 MAX_COPIED_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 4 << 20
 _STEP_BYTES = 4 << 20  # read and checked at a time
+NEURON_ROLES = ("gate", "up", "down", "bundle")
+ROLES = ("embed", "attention", "norm", "router", *NEURON_ROLES, "head", "predictor")
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def inspect(pack: Pack) -> Json:
             "parameters": sum(t.parameters for t in layouts.values() if t.role == role and t.format != "i32"),
             "bytes": sum(t.bytes for t in layouts.values() if t.role == role),
         }
-        for role in ("embed", "attention", "norm", "gate", "up", "down", "bundle", "head", "predictor")
+        for role in ROLES
         if any(t.role == role for t in layouts.values())
     }
     files = ("pack.json", "weights.bin", "checksums.bin", *pack.files)
@@ -155,13 +157,16 @@ def inspect(pack: Pack) -> Json:
 
 
 def _bytes_per_token(spec: ModelSpec, layouts: Mapping[str, Layout]) -> int:
-    """Weight bytes a decoded token reads when nothing is skipped: all, but one row of each embedding."""
+    """Weight bytes a decoded token reads when nothing is skipped: all, but of embeddings a row, of
+    experts those that are chosen.
+    """
     total = 0
     for name, t in layouts.items():
         if t.role == "predictor":
             continue
         payload = quant.row_bytes(t.format, t.columns) * len(t.parts) if t.format != "i32" else 0
-        total += payload if t.role == "embed" else payload * t.rows
+        rows = t.rows * spec.n_experts_active // spec.n_experts if t.role in NEURON_ROLES else t.rows
+        total += payload if t.role == "embed" else payload * rows
         if name == "embed.weight" and spec.tied_head:
             total += payload * t.rows  # as the head
     return total

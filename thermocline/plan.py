@@ -294,7 +294,7 @@ def hot_neurons(p: Problem, batch: int) -> Iterator[int]:
             continue
         asking = s.predictor.read_bytes / s.neurons / s.gate.read_bytes
         gates = np.diff(p.reads(p.hotness.key(i), i, work).gates)
-        yield int(np.count_nonzero(gates + asking >= 1.0))
+        yield int(np.count_nonzero(gates / work.routed + asking >= 1.0))
 
 
 def _gpu_share(p: Problem, x: Placed) -> float:

@@ -86,7 +86,7 @@ def of_shape(shape: str, weight_format: str, sparsity: str, predictor_share: flo
         nbytes = each * spec.n_layers
         sizes = sizes.with_predictors([each] * spec.n_layers)
     digest = hashlib.sha256(repr((spec, sorted(held))).encode()).hexdigest()
-    heat = curve.hotness(spec.n_layers, spec.n_experts * spec.ffn_dim)
+    heat = curve.hotness(spec)
     contents = Contents(spec, place(held)[0], nbytes, sparsity, heat)
     return Subject(f"{name} {weight_format}", spec, sizes, heat, {"shape": digest}, contents)
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import Unsupported, UsageError
-from thermocline.ops.reference import activate
+from thermocline.ops.reference import activate, route
 from thermocline.spec import ModelSpec
 
 F32 = NDArray[np.float32]
@@ -82,7 +82,9 @@ def random_order(n: int, seed: int, *name: int) -> I64:
 
 @dataclass(frozen=True)
 class Planting:
-    """What is asked for: the mean active fraction, its skew (see `activities`), the rank of the gates."""
+    """What is asked for: the mean active fraction (of a mixture's chosen experts), its skew (see
+    `activities`), the rank of the gates.
+    """
 
     active: float
     skew: float
@@ -99,11 +101,12 @@ class Plan:
     down_sd: float
     planting: Planting | None
     constant: bool  # the first BLOCK columns of the residual stream are constant
-    # Where neurons' values are never negative (ungated, dReLU), i and i + half are equally hot with opposite
-    # down rows. Without this the hot neurons' mean, the same for every token, is nearly all that later layers
-    # see (0.04 planned gave 0.02).
+    # Where neurons' values are never negative (ungated, dReLU), i and i + half of an expert's are equally hot
+    # with opposite down rows. Without this the hot neurons' mean, the same for every token, is nearly all
+    # that later layers see (0.04 planned gave 0.02).
     mirrored: bool
-    activities: F64  # [neurons] intended, hottest first; empty where nothing is planted
+    # [neurons of all experts] intended where tokens go there, hottest first; empty: nothing is planted
+    activities: F64
     quantiles: F64  # [neurons] offsets of gates in deviations, hottest first; one 0 where nothing is planted
 
     @classmethod
@@ -120,14 +123,14 @@ class Plan:
         if drelu:
             mean_up, square_up = _moments("relu", 0.0, quantiles)
             mean, square = mean * mean_up, square * square_up
-        mirrored = planting is not None and (drelu or not spec.gated) and len(p) % 2 == 0
+        mirrored = planting is not None and (drelu or not spec.gated) and spec.ffn_dim % 2 == 0
         power = float(np.mean(square - mean**2 if mirrored else square))
         return cls(
             spec=spec,
             seed=seed,
             # A tied head must not see the token's own embedding above all others: it is small in the sum.
             embed_sd=LOGIT_SD / math.sqrt(spec.dim) if spec.tied_head else 1.0,
-            down_sd=math.sqrt(FFN_ADDS / spec.n_layers / (spec.ffn_dim * power)),
+            down_sd=math.sqrt(FFN_ADDS / spec.n_layers / (spec.ffn_dim * power * _mixed(spec))),
             planting=planting,
             constant=planting is not None and not gate_bias,
             mirrored=mirrored,
@@ -159,8 +162,8 @@ class Plan:
         n = len(self.activities)
         if not self.mirrored:
             return random_order(n, self.seed, layer, 1)
-        pairs = 2 * random_order(n // 2, self.seed, layer, 1)
-        return np.concatenate([pairs, pairs + 1])
+        pairs = 2 * random_order(n // 2, self.seed, layer, 1).reshape(self.spec.n_experts, 1, -1)
+        return np.concatenate([pairs, pairs + 1], axis=1).reshape(-1)
 
     def offsets(self, layer: int, threshold: float) -> F32:
         """[neurons]: what each gate of the layer is on average."""
@@ -190,7 +193,7 @@ class Plan:
         """[n_layers, n_experts, ffn_dim]: how often each neuron is meant to be active."""
         s = self.spec
         rows = [self.activities[self.heat(i)].reshape(s.n_experts, s.ffn_dim) for i in range(s.n_layers)]
-        return np.array(rows, np.float32)
+        return np.array(rows, np.float32) * np.float32(s.n_experts_active / s.n_experts)
 
 
 def _check(spec: ModelSpec, planting: Planting, gate_bias: bool) -> None:
@@ -205,6 +208,16 @@ def _check(spec: ModelSpec, planting: Planting, gate_bias: bool) -> None:
         raise Unsupported(
             f"sparsity can be planted behind an RMS norm or a gate bias, not behind {spec.norm}"
         )
+
+
+def _mixed(spec: ModelSpec) -> float:
+    """The power of a mixture's answer over an expert's: the mean sum of squared weights, logits N(0, 1)."""
+    if spec.n_experts == 1:
+        return 1.0
+    raw = np.random.PCG64(0).random_raw(max(64, 16384 // spec.n_experts) * spec.n_experts)
+    normal = np.array([NormalDist().inv_cdf((int(r >> 11) + 0.5) / 2**53) for r in raw.tolist()])
+    weights = route(normal.reshape(-1, spec.n_experts).astype(np.float32), spec.n_experts_active)
+    return float((weights.astype(np.float64) ** 2).sum(axis=1).mean())
 
 
 def _moments(activation: str, threshold: float, quantiles: F64) -> tuple[F64, F64]:

@@ -33,25 +33,35 @@ class LayerPredictor:
 
     mlp: score = second . relu(first . x); svd: second . (first . x);
     sign: how many of x's signs agree with the gate row's, less how many do not.
-    Neuron i is predicted active where its score is at least threshold[i]; [0, hot) are not asked about.
+    Neuron i is predicted active where its score is at least threshold[i]; of each expert, [0, hot) are not
+    asked about. Neurons are those of all experts.
     """
 
     kind: str
     first: F32 | None  # [rank, dim]
-    second: F32 | None  # [ffn_dim, rank]
-    signs: U8 | None  # [ffn_dim, dim / 8], bit i % 8 of byte i / 8: is the gate's weight i above 0
-    threshold: F32  # [ffn_dim]; the neuron's bias is inside
+    second: F32 | None  # [neurons, rank]
+    signs: U8 | None  # [neurons, dim / 8], bit i % 8 of byte i / 8: is the gate's weight i above 0
+    threshold: F32  # [neurons]; the neuron's bias is inside
     hot: int
+    experts: int = 1
 
     def predicted(self, x: F32) -> NDArray[np.bool_]:
-        """[tokens, dim] -> [tokens, ffn_dim]: which gates are computed. A NaN's are: damage must show."""
+        """[tokens, dim] -> [tokens, neurons]: which gates are computed. A NaN's are: damage must show."""
         out: NDArray[np.bool_] = ~(scores(self, x) < self.threshold)
-        out[:, : self.hot] = True
+        out.reshape(len(x), self.experts, -1)[:, :, : self.hot] = True
         return out
+
+    def expert(self, e: int) -> LayerPredictor:
+        """Of its neurons alone."""
+        n = len(self.threshold) // self.experts
+        own = slice(e * n, (e + 1) * n)
+        second = None if self.second is None else self.second[own]
+        signs = None if self.signs is None else self.signs[own]
+        return LayerPredictor(self.kind, self.first, second, signs, self.threshold[own], self.hot)
 
 
 def scores(p: LayerPredictor, x: F32) -> F32:
-    """[tokens, dim] -> [tokens, ffn_dim]. Matrices' inputs are rounded as the kernels do."""
+    """[tokens, dim] -> [tokens, neurons]. Matrices' inputs are rounded as the kernels do."""
     if p.kind == "sign":
         assert p.signs is not None
         mine = np.where(x > 0, np.float32(1), np.float32(-1))
@@ -97,6 +107,7 @@ class StoredPredictor:
     second: StoredMatrix
     threshold: F32
     hot: int
+    experts: int = 1
 
     @property
     def rank(self) -> int:
@@ -111,26 +122,28 @@ class StoredPredictor:
             return quant.decode(m.format, m.rows, m.columns)
 
         if self.first is None:
-            return LayerPredictor(self.kind, None, None, self.second.rows, self.threshold, self.hot)
+            signs = self.second.rows
+            return LayerPredictor(self.kind, None, None, signs, self.threshold, self.hot, self.experts)
         first, second = matrix(self.first), matrix(self.second)
-        return LayerPredictor(self.kind, first, second, None, self.threshold, self.hot)
+        return LayerPredictor(self.kind, first, second, None, self.threshold, self.hot, self.experts)
 
 
 def stored(p: LayerPredictor, spec: ModelSpec) -> StoredPredictor:
     """Matrices as int8; a rank that is no whole number of blocks is filled up with zeros."""
-    neurons = spec.n_experts * spec.ffn_dim
+    neurons, n = spec.n_experts * spec.ffn_dim, spec.n_experts
     threshold = np.ascontiguousarray(p.threshold, np.float32)
-    assert p.kind in KINDS and threshold.shape == (neurons,) and 0 <= p.hot <= neurons
+    assert p.kind in KINDS and threshold.shape == (neurons,)
+    assert 0 <= p.hot <= spec.ffn_dim and p.experts == n
     if p.signs is not None:
         assert p.signs.shape == (neurons, -(-spec.dim // 8)) and p.signs.dtype == np.uint8
-        return StoredPredictor(p.kind, None, StoredMatrix("signs", spec.dim, p.signs), threshold, p.hot)
+        return StoredPredictor(p.kind, None, StoredMatrix("signs", spec.dim, p.signs), threshold, p.hot, n)
     assert p.first is not None and p.second is not None
     rank = len(p.first)
     assert p.first.shape == (rank, spec.dim) and p.second.shape == (neurons, rank)
     missing = -rank % BLOCK
     first = _stored(np.pad(p.first, ((0, missing), (0, 0))))
     second = _stored(np.pad(p.second, ((0, 0), (0, missing))))
-    return StoredPredictor(p.kind, first, second, threshold, p.hot)
+    return StoredPredictor(p.kind, first, second, threshold, p.hot, n)
 
 
 def _stored(w: F32) -> StoredMatrix:
@@ -265,7 +278,7 @@ def _check_about(facts: Json, spec: ModelSpec, name: str) -> list[Json | None]:
         ranked = (
             a["rank"] == 0 if a["kind"] == "sign" else 0 < a["rank"] <= MAX_RANK and a["rank"] % BLOCK == 0
         )
-        if not ranked or not 0 <= a["hot"] <= spec.n_experts * spec.ffn_dim:
+        if not ranked or not 0 <= a["hot"] <= spec.ffn_dim:
             raise BadFile(f"{name}: layer {i}: rank {a['rank']} or hot {a['hot']} is out of range")
     return layers
 
@@ -276,7 +289,7 @@ def _read(
     a = about[i]
     if a is None:
         return None
-    neurons, rank = spec.n_experts * spec.ffn_dim, a["rank"]
+    n, neurons, rank = spec.n_experts, spec.n_experts * spec.ffn_dim, a["rank"]
 
     def matrix(name: str, format: str, rows: int, columns: int) -> StoredMatrix:
         width = -(-columns // 8) if format == "signs" else quant.row_bytes(format, columns)
@@ -284,10 +297,12 @@ def _read(
 
     threshold = found.read(f"layers.{i}.threshold", "<f4", (neurons,))
     if a["kind"] == "sign":
-        p = StoredPredictor("sign", None, matrix("signs", "signs", neurons, spec.dim), threshold, a["hot"])
+        signs = matrix("signs", "signs", neurons, spec.dim)
+        p = StoredPredictor("sign", None, signs, threshold, a["hot"], n)
     else:
         first = matrix("first", _format(spec.dim), rank, spec.dim)
-        p = StoredPredictor(a["kind"], first, matrix("second", "q8_0", neurons, rank), threshold, a["hot"])
+        second = matrix("second", "q8_0", neurons, rank)
+        p = StoredPredictor(a["kind"], first, second, threshold, a["hot"], n)
     if _crc(p) != a["crc32c"]:
         raise BadFile(f"{found.path}: layer {i}: checksum mismatch: damaged; run `thermocline train` again")
     if np.isnan(threshold).any():
@@ -301,7 +316,8 @@ def _of_source(pack: Pack, about: manifest.Predictor) -> Predictors:
 
     def read(i: int) -> StoredPredictor:
         first, second = (_matrix(pack, f"layers.{i}.predictor.{fc}.weight") for fc in ("fc1", "fc2"))
-        return StoredPredictor("mlp", first, second, np.full(neurons, about.threshold, np.float32), 0)
+        threshold = np.full(neurons, about.threshold, np.float32)
+        return StoredPredictor("mlp", first, second, threshold, 0, pack.spec.n_experts)
 
     sizes = [t.bytes for name, t in pack.tensors.items() if ".predictor." in name]
     return Predictors(len(about.ranks), sum(sizes) + 4 * neurons * len(about.ranks), read)

@@ -87,7 +87,9 @@ class Problem:
         return Budget(vram, self.ram - sum(self.fixed_ram(disk=disk).values()))
 
     def work(self, *, batch: int = 0, share: float = 0.5) -> Work:
-        return Work(self.ask.sparsity, batch or self.ask.batch, round(share * self.ask.context))
+        batch, chosen = batch or self.ask.batch, self.spec.n_experts_active / self.spec.n_experts
+        routed = 1.0 - (1.0 - chosen) ** batch
+        return Work(self.ask.sparsity, batch, round(share * self.ask.context), routed)
 
     @property
     def excess(self) -> float:

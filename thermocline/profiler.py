@@ -135,7 +135,7 @@ def _check_memory(r: Request) -> None:
     scratch = scratch_bytes(s, context=r.context, max_batch=1, threads=r.threads // r.workers or 1)
     fit(
         s,
-        weights_bytes=r.pack.weights_bytes + r.workers * (scratch + 5 * STEP * s.ffn_dim),
+        weights_bytes=r.pack.weights_bytes + r.workers * (scratch + 5 * STEP * s.n_experts * s.ffn_dim),
         available_bytes=hardware.available_bytes(),
         context=r.context * r.workers,
         max_batch=1,

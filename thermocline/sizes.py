@@ -18,7 +18,7 @@ from thermocline.layout import ALIGN, Layout
 from thermocline.spec import ModelSpec
 
 I64 = NDArray[np.int64]
-ATTENTION_ROLES = ("attention", "norm")
+ATTENTION_ROLES = ("attention", "norm", "router")
 
 
 @dataclass(frozen=True)

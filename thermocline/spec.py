@@ -49,6 +49,9 @@ class RopeScaling:
 class ModelSpec:
     """One decoder-only transformer. A dense FFN is a mixture with `n_experts == 1`.
 
+    With more, a router picks `n_experts_active` for each token; their answers are added up, weighted by the
+    softmax of the router's logits of those.
+
     FFN of neuron i (`gated`): h_i = act(gate_i . x + b_i) * up_act(up_i . x);  y = sum_i h_i * down_i + b.
     Ungated: h_i = act(gate_i . x + b_i): what others call fc1 is the gate here.
     """

@@ -78,6 +78,7 @@ def _problems(s: ModelSpec) -> list[tuple[str, bool]]:
             s.sliding_window is not None and not 1 <= s.sliding_window <= 1 << 31,
         ),
         ("n_experts_active is more than n_experts", s.n_experts_active > s.n_experts),
+        ("sub_norms are for one expert", s.sub_norms and s.n_experts > 1),
         (
             f"a token id of {ids} is not below vocab_size {s.vocab_size}",
             any(not 0 <= i < s.vocab_size for i in ids),

@@ -254,7 +254,8 @@ def _with_disk(made: Weights, rows: Sequence[_native.DiskRows]) -> Weights:
     gates: Sequence[_native.DiskRows | None] = rows[n:] or [None] * n
     layers = zip(made.layers, rows[:n], gates, strict=True)
     return replace(
-        made, layers=tuple(replace(x, ffn=replace(x.ffn, disk=b, gate_disk=g)) for x, b, g in layers)
+        made,
+        layers=tuple(replace(x, experts=(replace(x.experts[0], disk=b, gate_disk=g),)) for x, b, g in layers),
     )
 
 

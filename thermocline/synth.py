@@ -119,8 +119,8 @@ class Matrix:
     """A random matrix: `sd` of its weights by blocks of columns (one number: all the same).
 
     Every weight of row r in its block k of columns is fixed[k][r], for as many blocks as `fixed` has (one
-    number: the same in all rows). With `silent` the first BLOCK rows are 0. With `half` > 0, row half + r is
-    the opposite of row r.
+    number: the same in all rows). With `silent` the first BLOCK rows are 0. With `half` > 0, of every
+    2 * half rows the later half is the opposite of the first.
     """
 
     sd: F32
@@ -154,11 +154,12 @@ class RandomWeights:
         if name != self._latest[0]:
             self._latest = (name, self._matrix(name))
         m, columns = self._latest[1], self._columns(name)
-        if first < m.half < last:
-            parts = (first, m.half), (m.half, last)
+        edge = (first // m.half + 1) * m.half if m.half else last
+        if edge < last:
+            parts = (first, edge), (edge, last)
             return np.concatenate([self.encoded(name, format, *rows) for rows in parts])
         sd = np.repeat(np.broadcast_to(m.sd, (-(-columns // BLOCK),))[None], last - first, axis=0)
-        if 0 < m.half <= first:
+        if m.half and first // m.half % 2:
             sd, first, last = -sd, first - m.half, last - m.half
         if m.silent:
             sd[: max(0, BLOCK - first)] = 0
@@ -198,7 +199,7 @@ class RandomWeights:
             case "attn_out":
                 return Matrix(_number(plan.attn_out_sd), silent=plan.constant)
             case "down":
-                half = len(plan.activities) // 2 if plan.mirrored else 0
+                half = s.ffn_dim // 2 if plan.mirrored else 0
                 return Matrix(_number(plan.down_sd), quiet, half=half)
             case "gate" if plan.planting:
                 moods = tuple(_number(m) for m in plan.moods(_layer(name)))

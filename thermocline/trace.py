@@ -18,6 +18,7 @@ from thermocline import sidecar
 from thermocline.decoder import F32, Batch, FFNStats, Layer
 from thermocline.errors import BadFile, IOFailure, Unsupported
 from thermocline.ops.cpu import CpuOps
+from thermocline.ops.reference import route
 from thermocline.pack import Pack
 from thermocline.safetensors import quoted
 from thermocline.spec import ModelSpec
@@ -77,11 +78,14 @@ class Recorder(CpuOps):
 
     def _gates(self, layer: int, h: F32) -> Bool:
         """Of dReLU: up rows are read where the gate is above zero, whatever comes of the product."""
-        norm, gate = self._layers[layer].ffn_norm, self._layers[layer].ffn.gate
-        if norm is not None and self._spec.norm_order != "post":
-            h = self.norm(h, norm.weight, norm.bias, self._spec.norm_eps, self._spec.norm)
-        values = self.matmul(gate.weight, h, gate.bias)
-        return np.greater(values, self._spec.activation_threshold)
+        s, own = self._spec, self._layers[layer]
+        if own.ffn_norm is not None and s.norm_order != "post":
+            h = self.norm(h, own.ffn_norm.weight, own.ffn_norm.bias, s.norm_eps, s.norm)
+        gates = np.stack([self.matmul(f.gate.weight, h, f.gate.bias) for f in own.experts], axis=1)
+        needed = gates > s.activation_threshold  # [tokens, n_experts, ffn_dim]
+        if own.router is not None:
+            needed &= route(self.matmul(own.router, h, None), s.n_experts_active)[:, :, None] != 0
+        return needed.reshape(len(h), -1)
 
 
 # ---- the file

@@ -19,6 +19,7 @@ from thermocline.calibrate import PRICES, TYPICAL, Activity, Costs
 from thermocline.decoder import F32, I32, FFNStats, bind, for_context
 from thermocline.engine import Engine
 from thermocline.errors import Unsupported, UsageError
+from thermocline.ops.reference import route
 from thermocline.pack import Pack, read_tensor
 from thermocline.predictor import LayerPredictor, Predictors, scores, stored, stored_bytes
 from thermocline.profile import AGAIN, Rows, Samples, open_profile, open_samples
@@ -123,7 +124,7 @@ class Shortlist:
 
     @staticmethod
     def of(spec: ModelSpec, gate: int, forced: bool) -> Shortlist:
-        exact = float("inf") if forced else float(gate * spec.n_experts * spec.ffn_dim)
+        exact = float("inf") if forced else float(gate * spec.n_experts_active * spec.ffn_dim)
         return Shortlist(spec, gate, [None] * len(PRICES), [exact] * len(PRICES))
 
     def offer(self, p: LayerPredictor, a: Activity) -> float:
@@ -140,7 +141,7 @@ class Shortlist:
 
     def costs(self, p: LayerPredictor) -> Costs:
         first, ask = stored_bytes(self.spec, p.kind, 0 if p.first is None else len(p.first))
-        return Costs(first, ask, self.gate)
+        return Costs(self.spec.n_experts_active * first, ask, self.gate)
 
 
 def _shortlists(
@@ -151,7 +152,7 @@ def _shortlists(
         begin = time.monotonic()
         progress(i, spec.n_layers, " layers")
         made = Shortlist.of(spec, r.pack.tensors[f"layers.{i}.gate.weight"].stride, r.forced)
-        fitted, kept = split(activity(spec, samples.layer(i)), r.seed)
+        fitted, kept = split(activity(r.pack, i, samples.layer(i)), r.seed)
         late = partial(_past, begin + (deadline - begin) / 2 / (spec.n_layers - i))  # half is for trials
         for kind in r.kinds:
             _fit(kind, made, gate_rows(r.pack, i), fitted, kept, r, i, late)
@@ -176,14 +177,15 @@ def _fit(
 ) -> None:
     def ranked(first: F32, second: F32) -> float:
         none = np.zeros(len(second), np.float32)
-        return made.offer(LayerPredictor(kind, first, second, None, none, 0), kept)
+        return made.offer(LayerPredictor(kind, first, second, None, none, 0, kept.experts), kept)
 
     match kind:
         case "sign":
             none = np.zeros(len(gate), np.float32)
-            made.offer(LayerPredictor(kind, None, None, fit.signs(gate), none, 0), kept)
+            made.offer(LayerPredictor(kind, None, None, fit.signs(gate), none, 0, kept.experts), kept)
         case "svd":
-            ranks = _ranks(made.spec, len(gate) * made.gate, len(fitted.neuron) / fitted.n / len(gate))
+            asked = made.spec.n_experts_active * made.spec.ffn_dim
+            ranks = _ranks(made.spec, asked * made.gate, len(fitted.neuron) / fitted.n / asked)
             _cut(partial(fit.svd, gate, fitted.x, seed=r.seed + layer), ranks, made, ranked)
         case "mlp":
             train_rank = partial(fit_mlp.fit, fitted, seed=r.seed + layer, threads=r.threads)
@@ -217,7 +219,7 @@ def _ranks(spec: ModelSpec, gate_bytes: int, active: float) -> list[int]:
 
 def _whole(spec: ModelSpec, rank: int) -> int:
     first, ask = stored_bytes(spec, "svd", rank)
-    return first + spec.n_experts * spec.ffn_dim * ask
+    return spec.n_experts_active * (first + spec.ffn_dim * ask)
 
 
 def _first_rank(a: Activity) -> int:
@@ -245,10 +247,16 @@ def _widths(cost: Callable[[int], float], first: int, spec: ModelSpec, late: Cal
 # ---- what is fitted to
 
 
-def activity(spec: ModelSpec, rows: Rows) -> Activity:
-    x, indptr, index, mass = rows
-    neurons = spec.n_experts * spec.ffn_dim
-    return Activity(x.astype(np.float32), indptr, index.astype(np.int64), mass.astype(np.float32), neurons)
+def activity(pack: Pack, layer: int, rows: Rows) -> Activity:
+    x, index, mass = rows[0].astype(np.float32), rows[2].astype(np.int64), rows[3].astype(np.float32)
+    spec = pack.spec
+    a = Activity(x, rows[1], index, mass, spec.n_experts * spec.ffn_dim)
+    if spec.n_experts == 1:
+        return a
+    router = read_tensor(pack, f"layers.{layer}.router.weight").view("<f4")
+    chosen = route(x @ router.T, spec.n_experts_active) != 0
+    chosen[a.token, index // spec.ffn_dim] = True  # inputs in f16 may say otherwise where it is close
+    return replace(a, chosen=chosen)
 
 
 def split(a: Activity, seed: int) -> tuple[Activity, Activity]:
@@ -342,7 +350,8 @@ class Judge:
         tokens = own.neurons / every
         active = base.active / base.neurons
         read = own.predicted * gate + own.rows * row + own.predictor_bytes
-        exact, predictors = every * (gate + active * neuron), own.predictor_bytes / tokens
+        gates = spec.n_layers * spec.n_experts_active * spec.ffn_dim
+        exact, predictors = gates * gate + every * active * neuron, own.predictor_bytes / tokens
         return Verdict(d, own.predicted / own.neurons, active, read / tokens, exact, predictors)
 
 
@@ -398,20 +407,22 @@ def _layer_reports(
     r: Request, samples: Samples, layers: Layers, found: Sequence[Shortlist]
 ) -> list[dict[str, Any]]:
     return [
-        _layer_report(r.pack.spec, p, split(activity(r.pack.spec, samples.layer(i)), r.seed)[1], s)
+        _layer_report(p, split(activity(r.pack, i, samples.layer(i)), r.seed)[1], s)
         for i, (p, s) in enumerate(zip(layers, found, strict=True))
     ]
 
 
-def _layer_report(spec: ModelSpec, p: LayerPredictor | None, a: Activity, s: Shortlist) -> Json:
+def _layer_report(p: LayerPredictor | None, a: Activity, s: Shortlist) -> Json:
     """On the samples that thresholds were calibrated with. Bytes: of predictor and gate, for a token."""
-    exact = s.gate * a.neurons
+    share, places = a.asked, np.arange(a.neurons) % a.per_expert
+    exact = s.gate * float(share.sum())
     if p is None:
-        about: Json = {"kind": "exact", "rank": 0, "hot": a.neurons, "bytes": exact}
+        about: Json = {"kind": "exact", "rank": 0, "hot": a.per_expert, "bytes": exact}
         figures = calibrate.Figures.of(np.ones((a.n, a.neurons), bool), a)
     else:
         figures, costs = calibrate.Figures.of(p.predicted(a.x), a), s.costs(p)
-        read = costs.first + (a.neurons - p.hot) * costs.ask + figures.predicted * exact
+        asked = costs.ask * float(share[places >= p.hot].sum())
+        read = costs.first + asked + figures.predicted * a.neurons * s.gate
         rank = 0 if p.first is None else len(p.first)
         about = {"kind": p.kind, "rank": rank, "hot": p.hot, "bytes": read}
     return about | asdict(figures) | {"bytes_exact": exact}

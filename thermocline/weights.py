@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -93,32 +94,41 @@ def with_predictors(weights: Weights, predictors: Predictors | None) -> Weights:
     """The same weights, with these predictors in place of what they had: in an arena of their own."""
     count = len(weights.layers)
     assert predictors is None or predictors.count == count
-    found: list[_native.Predictor | None] = [None] * count
+    found: list[list[_native.Predictor | None]] = [[None] * len(x.experts) for x in weights.layers]
     if predictors is not None:
         arena = new_arena(predictors.nbytes + 2 * count * ALIGN, "the predictors")
         at = 0
         for i in range(count):
             p = predictors.stored(i)
             if p is not None:
-                found[i], at = _placed(p, arena, at)
+                found[i][:], at = _placed(p, len(found[i]), arena, at)
         arena.gather_pages()
     layers = zip(weights.layers, found, strict=True)
-    return replace(weights, layers=tuple(replace(x, ffn=replace(x.ffn, predictor=p)) for x, p in layers))
+    return replace(weights, layers=tuple(_predicted(x, own) for x, own in layers))
 
 
-def _placed(p: StoredPredictor, arena: _native.Arena, at: int) -> tuple[_native.Predictor, int]:
-    """Its matrices written from byte `at` of the arena -> and where they end."""
+def _predicted(layer: Layer, predictors: Sequence[_native.Predictor | None]) -> Layer:
+    each = zip(layer.experts, predictors, strict=True)
+    return replace(layer, experts=tuple(replace(f, predictor=p) for f, p in each))
 
-    def matrix(m: StoredMatrix) -> _native.Matrix:
+
+def _placed(
+    p: StoredPredictor, experts: int, arena: _native.Arena, at: int
+) -> tuple[list[_native.Predictor], int]:
+    """Its matrices written from byte `at` of the arena: each expert's predictor -> and where they end."""
+
+    def matrices(m: StoredMatrix, parts: int) -> list[_native.Matrix]:
         nonlocal at
-        begin, (rows, width) = at, m.rows.shape
+        begin, (rows, width) = at, (len(m.rows) // parts, m.rows.shape[1])
         arena.write(begin, np.ascontiguousarray(m.rows).ravel())
         at = -(-(begin + m.rows.nbytes) // ALIGN) * ALIGN
         fmt = _native.SIGNS if m.format == "signs" else quant.FORMATS[m.format].id
-        return _native.Matrix(arena, begin, fmt, rows, m.columns, width)
+        starts = (begin + i * rows * width for i in range(parts))
+        return [_native.Matrix(arena, start, fmt, rows, m.columns, width) for start in starts]
 
-    first = None if p.first is None else matrix(p.first)
-    return _native.Predictor(first, matrix(p.second), p.threshold, p.hot, p.kind == "mlp"), at
+    first = None if p.first is None else matrices(p.first, 1)[0]
+    parts = zip(matrices(p.second, experts), np.split(p.threshold, experts), strict=True)
+    return [_native.Predictor(first, second, t, p.hot, p.kind == "mlp") for second, t in parts], at
 
 
 def fill(arena: _native.Arena, pack: Pack, progress: Callable[[int, int], None] | None = None) -> None:
@@ -169,12 +179,20 @@ def assemble(
 ) -> Weights:
     """`tensors`: where they are in the arena."""
 
-    def matrix(name: str, *, skip_bytes: int = 0, columns: int | None = None) -> _native.Matrix:
-        """All rows of a tensor as one matrix; of a bundle, the part `skip_bytes` into each record."""
+    def matrix(
+        name: str, *, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
+    ) -> _native.Matrix:
+        """All rows of a tensor as one matrix, or one expert's; of a bundle, the part `skip_bytes` into each
+        record.
+        """
         info = tensors[name]
         lead, last = (info.shape[:-1], info.shape[-1]) if columns is None else (info.shape, columns)
-        fmt = quant.FORMATS[info.format].id
-        return _native.Matrix(arena, info.offset + skip_bytes, fmt, math.prod(lead), last, info.stride)
+        rows, first = math.prod(lead), 0
+        if expert is not None:
+            rows //= spec.n_experts
+            first = expert * rows
+        offset = info.offset + first * info.stride + skip_bytes
+        return _native.Matrix(arena, offset, quant.FORMATS[info.format].id, rows, last, info.stride)
 
     def vector(name: str) -> F32 | None:
         if name not in tensors:
@@ -193,15 +211,18 @@ def assemble(
     def linear(name: str) -> Linear:
         return Linear(matrix(f"{name}.weight"), vector(f"{name}.bias"))
 
-    def ffn(layer: str) -> FFN:
-        gate, bias = linear(f"{layer}.gate"), vector(f"{layer}.down.bias")
+    def ffn(layer: str, expert: int) -> FFN:
+        part = partial(matrix, expert=expert)
+        biases, down_bias = vector(f"{layer}.gate.bias"), vector(f"{layer}.down.bias")
+        bias = None if biases is None else np.split(biases, spec.n_experts)[expert]
+        gate = Linear(part(f"{layer}.gate.weight"), bias)
         if not spec.sparse:
-            up = matrix(f"{layer}.up.weight") if spec.gated else None
-            return FFN(gate, up, matrix(f"{layer}.down.weight"), bias, bundles=False)
+            up = part(f"{layer}.up.weight") if spec.gated else None
+            return FFN(gate, up, part(f"{layer}.down.weight"), down_bias, bundles=False)
         row_bytes = quant.row_bytes(tensors[f"{layer}.bundle"].format, spec.dim)
-        up = matrix(f"{layer}.bundle", columns=spec.dim) if spec.gated else None
-        down = matrix(f"{layer}.bundle", columns=spec.dim, skip_bytes=row_bytes if spec.gated else 0)
-        return FFN(gate, up, down, bias, bundles=True)
+        up = part(f"{layer}.bundle", columns=spec.dim) if spec.gated else None
+        down = part(f"{layer}.bundle", columns=spec.dim, skip_bytes=row_bytes if spec.gated else 0)
+        return FFN(gate, up, down, down_bias, bundles=True)
 
     def maybe_norm(name: str) -> Norm | None:
         return norm(name) if f"{name}.weight" in tensors else None
@@ -213,13 +234,14 @@ def assemble(
             qkv=linear(f"{a}.qkv"),
             attn_out=linear(f"{a}.attn_out"),
             ffn_norm=norm(f"{a}.ffn_norm"),
-            ffn=ffn(a),
+            experts=tuple(ffn(a, e) for e in range(spec.n_experts)),
             q_norm=vector(f"{a}.q_norm.weight"),
             k_norm=vector(f"{a}.k_norm.weight"),
             attn_sub_norm=maybe_norm(f"{a}.attn_sub_norm"),
             ffn_sub_norm=maybe_norm(f"{a}.ffn_sub_norm"),
             attn_post_norm=maybe_norm(f"{a}.attn_post_norm"),
             ffn_post_norm=maybe_norm(f"{a}.ffn_post_norm"),
+            router=matrix(f"{a}.router.weight") if spec.n_experts > 1 else None,
         )
 
     embed = matrix("embed.weight")

@@ -10,7 +10,7 @@ import os
 import numpy as np
 
 from thermocline import _native
-from thermocline.decoder import F32, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
+from thermocline.decoder import F32, FFN, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
 from thermocline.errors import BadFile, IOFailure
 from thermocline.kv import KVLayer
 from thermocline.spec import ACTIVATIONS, ModelSpec
@@ -53,10 +53,19 @@ class CpuOps:
         sub_norm, join = _norm(spec, layer.attn_sub_norm), _join(spec, layer.attn_post_norm)
         return _native.Attention(_norm(spec, layer.attn_norm), qkv, out, _heads(heads), sub_norm, join)
 
-    def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN:
-        f = layer.ffn
+    def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
+        norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm)
+        if layer.router is None:
+            return self._expert(spec, layer, layer.experts[0], norm, join)
+        plain = _native.Join(None, 1.0)
+        experts = tuple(self._expert(spec, layer, f, None, plain) for f in layer.experts)
+        return _native.Mixture(norm, layer.router, experts, spec.n_experts_active, join)
+
+    def _expert(
+        self, spec: ModelSpec, layer: Layer, f: FFN, norm: _native.Norm | None, join: _native.Join
+    ) -> _native.FFN:
         return _native.FFN(
-            norm=_norm(spec, layer.ffn_norm),
+            norm=norm,
             gate=_native.Linear(f.gate.weight, f.gate.bias),
             up=f.up,
             down=f.down,
@@ -66,7 +75,7 @@ class CpuOps:
             up_relu=spec.up_activation == "relu",
             bundles=f.bundles,
             sub_norm=_norm(spec, layer.ffn_sub_norm),
-            join=_join(spec, layer.ffn_post_norm),
+            join=join,
             predictor=f.predictor,
             disk=f.disk,
             gate_disk=f.gate_disk,
@@ -83,24 +92,28 @@ class CpuOps:
     ) -> None:
         self.native.attention_add(x, h, bound, step, kv.k, kv.v)
 
-    def read_ahead(self, h: F32, bound: _native.FFN, sparsity: str) -> None:
-        if bound.from_disk:
+    def read_ahead(self, h: F32, bound: _native.FFN | _native.Mixture, sparsity: str) -> None:
+        if isinstance(bound, _native.FFN) and bound.from_disk:
             self.native.read_ahead(h, bound, SPARSITIES.index(sparsity))
 
     def ffn_add(
         self,
         x: F32,
         h: F32,
-        bound: _native.FFN,
+        bound: _native.FFN | _native.Mixture,
         sparsity: str,
         stats: FFNStats,
         record: F32 | None = None,
     ) -> None:
         mode = SPARSITIES.index(sparsity)
         try:
-            active, rows, rows_dense, gates, asked = self.native.ffn_add(x, h, bound, mode, record)
+            if isinstance(bound, _native.FFN):
+                counts = self.native.ffn_add(x, h, bound, mode, record)
+            else:
+                counts = self.native.moe_add(x, h, bound, mode, record)
         except _native.DiskError as e:
             raise disk_error(e) from None
+        active, rows, rows_dense, gates, asked = counts
         stats.active += active
         stats.neurons += len(x) * bound.neurons
         stats.rows += rows

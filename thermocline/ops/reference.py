@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from thermocline.decoder import F32, FEW, I32, Batch, FFNStats, Heads, Layer, Norm
+from thermocline.decoder import F32, FEW, FFN, I32, Batch, FFNStats, Heads, Layer, Norm
 from thermocline.kv import KVLayer
 from thermocline.spec import ModelSpec
 
@@ -169,15 +169,60 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
     """x += FFN(norm(h)), in place; h may be x. `exact` skips the neurons no token needs: same answer;
     `predict` also those that are not predicted for any of a few tokens.
 
-    `record` [tokens, ffn_dim] takes what down is multiplied with (before a sub-norm).
+    `record` [tokens, n_experts * ffn_dim] takes what down is multiplied with (before a sub-norm).
     """
-    spec, f = bound.spec, bound.layer.ffn
-    h = _normed(spec, bound.layer.ffn_norm, h)
+    spec, layer = bound.spec, bound.layer
+    h = _normed(spec, layer.ffn_norm, h)
+    record = np.empty((len(x), spec.n_experts * spec.ffn_dim), np.float32) if record is None else record
+    sparsity = "exact" if sparsity == "predict" and len(x) > FEW else sparsity
+    rows = spec.ffn_dim * (2 if spec.gated else 1)
+    stats.neurons += record.size
+    stats.rows_dense += spec.n_experts * rows
+    stats.gates_dense += record.shape[1]
+    if layer.router is None:
+        y = _expert(bound, layer.experts[0], h, sparsity, stats, record)
+    else:
+        y = _mixture(bound, h, sparsity, stats, record)
+    _join(x, y, spec, layer.ffn_post_norm)
+
+
+def route(logits: F32, active: int) -> F32:
+    """[tokens, n_experts] -> the same: of each token's `active` largest logits the softmax, else 0.
+
+    Of equals the first; a NaN is larger than all, so that it shows.
+    """
+    out = np.zeros_like(logits)
+    for row, weights in zip(logits, out, strict=True):
+        chosen = np.lexsort((-row, ~np.isnan(row)))[:active]
+        p = np.exp(row[chosen] - row[chosen[0]])
+        weights[chosen] = p / p.sum()
+    return out
+
+
+def _mixture(bound: Bound, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:
+    """The chosen experts' answers, weighted and added up in ascending order."""
+    spec, layer = bound.spec, bound.layer
+    assert layer.router is not None
+    weights = route(matmul(layer.router, h, None), spec.n_experts_active)
+    y, n = np.zeros_like(h), spec.ffn_dim
+    record[:] = 0
+    for e, expert in enumerate(layer.experts):
+        mine = np.flatnonzero(weights[:, e])
+        if len(mine):
+            own = np.empty((len(mine), n), np.float32)
+            y[mine] += weights[mine, e, None] * _expert(bound, expert, h[mine], sparsity, stats, own)
+            record[mine, e * n : (e + 1) * n] = own
+    return y
+
+
+def _expert(bound: Bound, f: FFN, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:
+    """One FFN of normed h, and what it read."""
+    spec = bound.spec
     a = activate(
         matmul(f.gate.weight, h, f.gate.bias), spec.activation, spec.activation_threshold
     )  # [tokens, ffn_dim]
     computed = np.ones(spec.ffn_dim, bool)
-    if sparsity == "predict" and spec.sparse and f.predictor is not None and len(x) <= FEW:
+    if sparsity == "predict" and spec.sparse and f.predictor is not None:
         computed = f.predictor.predicted(h).any(axis=0)
         a = np.where(computed, a, np.float32(0))
     skip = sparsity != "off" and spec.sparse
@@ -187,16 +232,12 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
         a = a.copy()
         a[:, needed] *= np.maximum(u, 0) if spec.up_activation == "relu" else u
     stats.active += int((a != 0).sum())
-    stats.neurons += a.size
-    lives = skip and spec.up_activation == "relu" and len(x) <= FEW  # of few tokens, up is read before down
+    lives = skip and spec.up_activation == "relu" and len(h) <= FEW  # of few tokens, up is read before down
     downs = int((a != 0).any(axis=0).sum()) if lives else len(needed)
     stats.rows += downs + (len(needed) if f.up is not None else 0)
-    stats.rows_dense += spec.ffn_dim * (2 if f.up is not None else 1)
-    stats.gates_dense += spec.ffn_dim
     stats.predicted += int(computed.sum())
-    if record is not None:
-        record[:] = a
+    record[:] = a
     a = _normed(spec, bound.layer.ffn_sub_norm, a)
     down = f.down if f.bundles else f.down.T
-    y = a[:, needed] @ down[needed]
-    _join(x, y if f.down_bias is None else y + f.down_bias, spec, bound.layer.ffn_post_norm)
+    y: F32 = a[:, needed] @ down[needed]
+    return y if f.down_bias is None else y + f.down_bias
