@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def hf_directory(path: Path) -> Path:
-    """The tiny model with wide layers whose neurons differ in how often they are active, and an untied head."""
+    """The tiny model, its head untied, with wide layers whose neurons differ in how often they are active."""
     tiny.hf_directory(path, intermediate_size=FFN, tie_word_embeddings=False)
     rng = np.random.default_rng(5)
     tensors = tiny.tensors()
