@@ -31,6 +31,13 @@ static void route(const float* logits, size_t experts, size_t active, float* wei
         if (weights[e] != 0) weights[e] /= sum;
 }
 
+// No token goes there. Its records on disk grow older all the same: how fast a use is forgotten is for the text to say, not
+// for how often the expert is chosen, and likelihoods and uses are both of all tokens.
+static void pass_over(const FFN& expert) {
+    for (DiskRows* rows : {expert.disk, expert.gate_disk})
+        if (rows) rows->begin();
+}
+
 FFNCounts Context::moe_add(const MixtureArgs& a) {
     constexpr size_t kBlock = 256;  // tokens per pass: bounds the scratch
     const Mixture& m = a.mixture;
@@ -77,7 +84,7 @@ FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, co
     size_t *mine = grown(routed_.tokens, a.tokens), n = 0;
     for (size_t t = 0; t < a.tokens; t++)
         if (weights[t * experts + e] != 0) mine[n++] = t;
-    if (!n) return {};
+    if (!n) return pass_over(*a.mixture.experts[e]), FFNCounts{};
     float *in = grown(routed_.in, a.tokens * dim), *out = grown(routed_.out, a.tokens * dim);
     float* record = a.record ? grown(routed_.record, a.tokens * neurons) : nullptr;
     for (size_t k = 0; k < n; k++) std::copy_n(h + mine[k] * dim, dim, in + k * dim);
