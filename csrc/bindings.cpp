@@ -343,6 +343,15 @@ static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity,
     return counts_of(r);
 }
 
+static void read_ahead(Context& c, F2 h, const FFN& f, int sparsity) {
+    check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
+    check(h.shape(1) == f.layer.gate.weight.cols, "h has the wrong width");
+    const tc::FFNArgs a = {f.layer, nullptr, h.data(), h.shape(0), h.shape(1), tc::Sparsity(sparsity), nullptr};
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(c.one_call);
+    c.read_ahead(a);
+}
+
 // Bytes per second of reading `bytes` of memory over and over for `seconds`, with every thread of the context.
 static double read_bandwidth(size_t bytes, int threads, double seconds) {
     check(bytes >= 1 << 20 && bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024, "arguments out of range");
@@ -496,7 +505,8 @@ NB_MODULE(_native, m) {
              "up_relu"_a, "bundles"_a, "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(),
              "disk"_a.none() = nb::none(), "gate_disk"_a.none() = nb::none(), "gate_bias"_a.noconvert().none() = nb::none(),
              nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(), nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
-        .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); });
+        .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); })
+        .def_prop_ro("from_disk", [](const FFN& f) { return f.layer.disk != nullptr; });
     nb::class_<Mixture>(m, "Mixture")
         .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>())
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); });
@@ -548,6 +558,7 @@ NB_MODULE(_native, m) {
              "k"_a.noconvert(), "v"_a.noconvert())
         .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none())
+        .def("read_ahead", &read_ahead, "h"_a.noconvert(), "layer"_a, "sparsity"_a)
         .def("moe_add", &moe_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none());
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 
 namespace tc {
 
@@ -12,9 +13,16 @@ static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
 
 static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record; }
 
-Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
+// The reads of a call, of which there are none yet.
+static std::shared_ptr<Fetches> begin_reads(const FFN& ffn) {
+    for (DiskRows* rows : {ffn.disk, ffn.gate_disk})
+        if (rows) rows->early.reset(), rows->settle(), rows->begin();
+    return std::make_shared<Fetches>(ffn.disk->reader, 2 * ((ffn.neurons() + kChunk - 1) / kChunk));
+}
+
+Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args, std::shared_ptr<Fetches> reads)
     : w(context, args, takes_few(args) || args.ffn.sub_norm.weight ? kChunk : kCell), bundles(*args.ffn.disk),
-      gates(args.ffn.gate_disk), fetches(bundles.reader, w.chunks), tasks(w.chunks), fresh(w.chunks),
+      gates(args.ffn.gate_disk), begun(std::move(reads)), fetches(*begun), tasks(w.chunks), fresh(w.chunks),
       group(w.threads > int(kChunk / kCell) ? 2 : 1), bundle_bytes(bundles.stats.bytes), gate_bytes(gates ? gates->stats.bytes : 0) {
     w.rows = slots = grown(context.slots_, w.n);
     entries = grown(context.entries_, w.n);
@@ -27,8 +35,6 @@ Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
     }
     sums = w.few ? nullptr : grown(context.sums_, w.tokens * w.dim);
     if (!w.few) places = grown(context.places_, w.n), std::fill(fetches.left.begin(), fetches.left.end(), size_t(1));
-    bundles.begin();
-    if (gates) gates->begin();
 }
 
 void Context::DiskWalk::end() {
@@ -48,7 +54,8 @@ void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held, int thread) {
         held.unlock();
         const bool enough = w.ctx.interrupted();
         held.lock();
-        if (enough) return fetches.give_up(), fetches.changed.notify_all();
+        if (enough) fetches.give_up(), fetches.changed.notify_all();
+        return;  // what the caller waits for may have come, and been announced, while the lock was free
     }
     fetches.submit();
     const bool reading = fetches.busy();
@@ -83,17 +90,13 @@ void Context::DiskWalk::drain(int thread) {
 // work hides them. Then those whose records have come, or for which slots may have become free. false: there is no more.
 bool Context::DiskWalk::next(size_t* chunk, int thread) {
     const bool serial = bundles.disabled(DiskRows::NO_PIPELINE);
+    fetches.take_in_passing();
     std::unique_lock<std::mutex> held(fetches.lock);
-    if (fetches.busy()) {
-        held.unlock();
-        fetches.take(false);
-        held.lock();
-    }
     for (;; wait(held, thread)) {
         if (fetches.failed || done == w.chunks) return false;
         if (fresh && !(serial && fetches.busy())) return *chunk = --fresh, true;
         if (!fetches.ready.empty()) {
-            *chunk = fetches.ready.front();
+            *chunk = fetches.ready.front() % w.chunks;
             return fetches.ready.pop_front(), true;
         }
     }
@@ -127,14 +130,15 @@ void Context::DiskWalk::list(size_t chunk, int thread) {
 bool Context::DiskWalk::fetch(size_t chunk) {
     Task& t = tasks[chunk];
     DiskRows& rows = t.stage == Task::GATES ? *gates : bundles;
-    const size_t at = chunk * kChunk + t.begin;
+    const size_t at = chunk * kChunk + t.begin, owner = t.stage == Task::GATES ? chunk : w.chunks + chunk;
     size_t misses;
     std::lock_guard<std::mutex> held(fetches.lock);
     if (fetches.failed) return false;
     t.end = t.begin + rows.pin(w.ids + at, t.listed - t.begin, slots + at, entries + at, wanted + at, &misses);
     if (t.end == t.begin) return starved.push_back(chunk), false;
-    if (!misses) return true;
-    fetches.want(rows, wanted + at, misses, chunk);
+    fetches.want(rows, wanted + at, misses, owner);
+    if (!fetches.left[owner]) return true;
+    fetches.awaited[owner] = 1;
     fetches.submit_some();
     return false;
 }
@@ -273,8 +277,90 @@ void Context::DiskWalk::many_tokens(int thread) {
         w.join_columns(c0, std::min(end, c0 + kTileColumns), sums + c0 * w.tokens);
 }
 
+// ---- before the call
+//
+// What the predictor says of the residual stream before attention, it says again after it of all but one neuron in fifty (LOG). So reads
+// begin early, and the disk works while attention does. Nothing depends on it: the call asks again.
+
+namespace {
+
+struct Ahead {
+    Context::Walk& w;
+    DiskRows &bundles, *const gates;
+    Fetches& fetches;
+    std::atomic<size_t> listed{0}, judged{0};  // chunks
+    Wanted* free = nullptr;                    // of fetches.early
+
+    void list(int thread);
+    void judge(int thread);
+    void expect(DiskRows& rows, size_t first_owner);
+    void keep_judgeable();
+};
+
+// The predicted neurons.
+void Ahead::list(int) {
+    w.encode();
+    for (size_t c; (c = listed.fetch_add(1)) < w.chunks;)
+        w.counts[c] = w.predicted_neurons(c * kChunk, std::min(w.n, (c + 1) * kChunk));
+}
+
+// In the order in which the call will want them.
+void Ahead::expect(DiskRows& rows, size_t first_owner) {
+    std::lock_guard<std::mutex> held(fetches.lock);
+    for (size_t c = w.chunks; c-- > 0;) {
+        const size_t n = rows.expect(w.ids + c * kChunk, w.counts[c], free);
+        fetches.want(rows, free, n, first_owner + c);
+        free += n;
+    }
+    fetches.submit();
+}
+
+// Of the listed neurons, those whose bundles are on disk and whose gate rows are not.
+void Ahead::keep_judgeable() {
+    std::lock_guard<std::mutex> held(fetches.lock);
+    for (size_t c = 0; c < w.chunks; c++) {
+        size_t kept = c * kChunk;
+        for (size_t i = kept; i < c * kChunk + w.counts[c]; i++) {
+            const int32_t id = w.ids[i], row = gates ? gates->slot_of(id) : id;
+            if (bundles.hold(id) || row < 0) continue;
+            w.ids[kept] = id, w.rows[kept++] = row;
+        }
+        w.counts[c] = kept - c * kChunk;
+    }
+}
+
+// Of those, the ones whose gate is open.
+void Ahead::judge(int thread) {
+    for (size_t c; (c = judged.fetch_add(1)) < w.chunks; fetches.take_in_passing()) {
+        w.activations(c * kChunk, c * kChunk + w.counts[c], w.rows, thread);
+        w.counts[c] = w.keep_needed(c * kChunk, w.counts[c], w.hidden);
+    }
+}
+
+}  // namespace
+
+void Context::read_ahead(const FFNArgs& a) {
+    if (!a.ffn.disk || !takes_few(a) || a.ffn.disk->disabled(DiskRows::NO_PIPELINE)) return;
+    Walk w(*this, a, kChunk);
+    if (!w.guessed) return;
+    const std::shared_ptr<Fetches> reads = a.ffn.disk->early = begin_reads(a.ffn);
+    early_ = reads;
+    Ahead ahead{w, *a.ffn.disk, a.ffn.gate_disk, *reads};
+    auto list = [&](int thread) { ahead.list(thread); };
+    auto judge = [&](int thread) { ahead.judge(thread); };
+    pool.run(list);
+    reads->early.resize(2 * std::accumulate(w.counts, w.counts + w.chunks, size_t(0)));
+    ahead.free = reads->early.data();
+    if (ahead.gates) ahead.expect(*ahead.gates, 0), w.rows = grown(slots_, w.n);
+    ahead.keep_judgeable();
+    pool.run(judge);
+    ahead.expect(ahead.bundles, w.chunks);
+}
+
 FFNCounts Context::disk_ffn(const FFNArgs& a) {
-    DiskWalk walk(*this, a);
+    std::shared_ptr<Fetches> reads = std::move(a.ffn.disk->early);
+    if (!reads || !takes_few(a)) reads = begin_reads(a.ffn);
+    DiskWalk walk(*this, a, std::move(reads));
     auto few = [&](int thread) { walk.few_tokens(thread); };
     auto many = [&](int thread) { walk.many_tokens(thread); };
     if (walk.w.few) pool.run(few);

@@ -2,6 +2,7 @@
 #pragma once
 #include <chrono>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #include "bundles.h"
@@ -10,7 +11,7 @@
 namespace tc {
 
 struct Context::DiskWalk {
-    DiskWalk(Context& context, const FFNArgs& args);
+    DiskWalk(Context& context, const FFNArgs& args, std::shared_ptr<Fetches> begun);
     void few_tokens(int thread);
     void many_tokens(int thread);
     void end();  // after the region: nothing is pinned. DiskError
@@ -39,7 +40,8 @@ struct Context::DiskWalk {
 
     Walk w;
     DiskRows &bundles, *const gates;
-    Fetches fetches;  // its lock guards all below, and the DiskRows
+    const std::shared_ptr<Fetches> begun;
+    Fetches& fetches;  // its lock guards all below, and the DiskRows. Owners: chunks for their gate rows, then for their bundles; or groups
     std::vector<Task> tasks;
     std::deque<size_t> starved;  // chunks that found no slots
     size_t fresh, done = 0;

@@ -8,6 +8,9 @@
 
 namespace tc {
 
+// Bytes to multiply between two looks at the disk, whose queue lasts for a millisecond: a tenth of that.
+static constexpr size_t kBetweenReads = 1 << 20;
+
 uint8_t* Context::panels(size_t bytes) {
     panel_stride_ = (bytes + 63) / 64 * 64;
     return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(grown(panels_, panel_stride_ * size_t(pool.threads()) + 64)) + 63) & ~uintptr_t(63));
@@ -44,10 +47,13 @@ Input Context::input(const Matrix& w, const Norm& norm, const float* x, size_t t
 void Context::linear(const Linear& w, const Input& in, float* out, bool add) {
     const Matrix& m = w.weight;
     uint8_t* scratch = in.lanes ? panels(k.panel_bytes(m.format, m.cols, in.tokens)) : nullptr;
-    Pieces pieces(m.rows, in.lanes ? size_t(k.panel_rows) : 16, pool.threads());
+    const std::shared_ptr<Fetches> reads = early_.lock();
+    Pieces pieces(m.rows, in.lanes ? size_t(k.panel_rows) : 16, pool.threads(), reads ? kBetweenReads / m.stride : m.rows);
     auto region = [&](int thread) {
-        for (size_t begin, end; pieces.take(&begin, &end);)
+        for (size_t begin, end; pieces.take(&begin, &end);) {
             k.matmul(m, nullptr, begin, end, in, w.bias, add, out + begin, m.rows, scratch + size_t(thread) * panel_stride_);
+            if (reads) reads->take_in_passing();
+        }
     };
     pool.run(region);
 }
@@ -117,6 +123,7 @@ void Context::attention(const AttentionArgs& a) {
     float* partial = grown(partial_, (spans > 1 ? tasks * spans : threads) * stride);
     float* scores = grown(scores_, threads * own);
     std::atomic<size_t> next{0}, next_sum{0};
+    const std::shared_ptr<Fetches> reads = early_.lock();
 
     auto store = [&](size_t t, uint16_t* half) {  // rotate, then write this token's keys and values into its page
         float *q = a.qkv + t * width, *key = q + a.heads.n * hd, *value = key + a.heads.n_kv * hd;
@@ -153,6 +160,7 @@ void Context::attention(const AttentionArgs& a) {
             float* into = partial + (spans > 1 ? task : size_t(thread)) * stride;
             if (spans == 1) attend(a, q, head, q.begin, q.end, mine, into), finish(q, head, into);
             else attend(a, q, head, std::max(q.begin, s * kSpan), std::min(q.end, (s + 1) * kSpan), mine, into);
+            if (reads) reads->take_in_passing();
         }
         if (spans == 1) return;
         pool.barrier();

@@ -1,6 +1,7 @@
 // The ops of one decoder layer over a thread pool: what Python calls, a few per layer. Shapes as in kernels.h;
 // arguments are validated by bindings.cpp. Nothing here knows a model.
 #pragma once
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -133,6 +134,9 @@ public:
     FFNCounts ffn_add(const FFNArgs& a);
     // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
     FFNCounts moe_add(const MixtureArgs& a);
+    // Begins to read what ffn_add will want from disk: x, record are not looked at; h is the residual stream before attention. Changes
+    // when reads happen, not what comes out.
+    void read_ahead(const FFNArgs& a);
     struct Walk;  // one call of an FFN in bundles
 
     Pool pool;
@@ -169,6 +173,7 @@ private:
     } routed_;
     std::vector<size_t> counts_;
     size_t panel_stride_ = 0;
+    std::weak_ptr<Fetches> early_;  // reads that go on while something else is computed, until their call takes them over
 };
 
 }  // namespace tc

@@ -18,7 +18,8 @@ static constexpr uint64_t kGap = 32 << 10;
 // ---- slots
 SlotPool::SlotPool(uint8_t* data, size_t stride, size_t slots)
     : data(data), stride(stride), slots(slots), lent(slots - kStreamSlots) {
-    for (size_t i = slots; i-- > lent;) passing.push_back(int32_t(i));
+    for (size_t i = lent; i < slots; i++) passing.push_back({int32_t(i), -1, false, false});
+    for (size_t i = passing.size(); i-- > 0;) idle.push_back(int32_t(i));
 }
 
 int32_t SlotPool::take(size_t n) {
@@ -48,11 +49,14 @@ DiskRows::DiskRows(SlotPool& pool, Reader& reader, uint64_t file_offset, size_t 
 }
 
 DiskRows::~DiskRows() {
+    settle();
     for (const Entry& e : cold_) pool_.give_back(e.slot);
     for (size_t i = 0; i < hot; i++) pool_.give_back(first_slot + int32_t(i));
 }
 
 bool DiskRows::set_quota(size_t quota) {
+    early.reset();
+    settle();
     if (quota > cold_.size() && quota - cold_.size() > pool_.free()) return false;
     auto better = [this](const Entry& a, const Entry& b) {
         return a.neuron >= 0 && (b.neuron < 0 || score(a.neuron) > score(b.neuron));
@@ -79,9 +83,10 @@ void DiskRows::clear(Entry& e) {
 #endif
 }
 
-void DiskRows::fill(Entry& e, int32_t neuron) {
-    e.neuron = neuron;
-    where_[size_t(neuron) - hot] = int32_t(&e - cold_.data());
+void DiskRows::fill(int32_t at, int32_t neuron) {
+    Entry& e = entry_at(at);
+    e.neuron = neuron, e.owner = this;
+    where_[size_t(neuron) - hot] = at;
 }
 
 // The eighth of the entries with the lowest scores: selected once for as many evictions.
@@ -117,9 +122,9 @@ int32_t DiskRows::worst() {
 int32_t DiskRows::place_for(int32_t neuron) {
     const int32_t at = worst();
     const bool poor = at < 0 || (cold_[size_t(at)].neuron >= 0 && score(neuron) <= score(cold_[size_t(at)].neuron));
-    if (poor && !pool_.passing.empty()) {
-        const int32_t slot = pool_.passing.back();
-        return pool_.passing.pop_back(), kPassing - slot;
+    if (poor && !pool_.idle.empty()) {
+        const int32_t passing = pool_.idle.back();
+        return pool_.idle.pop_back(), int32_t(cold_.size()) + passing;
     }
     if (at < 0) return kHot;
     worst_.pop_back();
@@ -139,36 +144,77 @@ void DiskRows::begin() {
 }
 
 size_t DiskRows::pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entries, Wanted* wanted, size_t* n_wanted) {
-    size_t misses = 0, i = 0;
+    size_t reads = 0, i = 0;
     for (; i < n; i++) {
         const size_t id = size_t(ids[i]);
         if (id < hot) {
             slots[i] = first_slot + ids[i], entries[i] = kHot;
             continue;
         }
-        int32_t at = where_[id - hot];
-        const bool miss = at < 0;
         const float before = uses_[id - hot];
         uses_[id - hot] += unit_;
-        if (miss && (at = place_for(ids[i])) == kHot) {
+        int32_t at = where_[id - hot];
+        const bool absent = at < 0;
+        if (absent && (at = place_for(ids[i])) == kHot) {
             uses_[id - hot] = before;
             break;
         }
-        if (miss && at >= 0) fill(cold_[size_t(at)], ids[i]);
-        if (at >= 0) cold_[size_t(at)].pinned = true;
-        slots[i] = at >= 0 ? cold_[size_t(at)].slot : kPassing - at, entries[i] = at;
-        if (miss) wanted[misses++] = {ids[i], slots[i], at};
+        if (absent) fill(at, ids[i]);
+        Entry& e = entry_at(at);
+        stats.missed += absent || e.early;
+        e.pinned = true, e.early = false;
+        slots[i] = e.slot, entries[i] = at;
+        if (absent) wanted[reads++] = {ids[i], e.slot, at};
     }
-    stats.needed += i, stats.missed += misses;
-    *n_wanted = misses;
+    stats.needed += i;
+    *n_wanted = reads;
     return i;
 }
 
 void DiskRows::unpin(const int32_t* entries, size_t n) {
     for (size_t i = 0; i < n; i++) {
-        if (entries[i] >= 0) cold_[size_t(entries[i])].pinned = false;
-        if (entries[i] <= kPassing) pool_.passing.push_back(kPassing - entries[i]);
+        if (entries[i] < 0) continue;
+        Entry& e = entry_at(entries[i]);
+        e.pinned = false;
+        if (size_t(entries[i]) >= cold_.size()) release(e);
     }
+}
+
+void DiskRows::release(Entry& passing) {
+    clear(passing);
+    passing.pinned = passing.early = false, passing.owner = nullptr;
+    pool_.idle.push_back(int32_t(&passing - pool_.passing.data()));
+}
+
+size_t DiskRows::expect(const int32_t* ids, size_t n, Wanted* wanted) {
+    size_t reads = 0;
+    for (size_t i = 0; i < n && pool_.idle.size() > kStreamSlots / 2; i++) {
+        if (hold(ids[i])) continue;
+        const size_t id = size_t(ids[i]);
+        const float before = uses_[id - hot];
+        uses_[id - hot] += unit_;  // as if it were used: so `pin` would judge
+        const int32_t at = place_for(ids[i]);
+        uses_[id - hot] = before;
+        if (at == kHot) break;
+        fill(at, ids[i]);
+        Entry& e = entry_at(at);
+        e.pinned = e.early = true;
+        wanted[reads++] = {ids[i], e.slot, at};
+    }
+    return reads;
+}
+
+bool DiskRows::hold(int32_t id) {
+    if (size_t(id) < hot) return true;
+    const int32_t at = where_[size_t(id) - hot];
+    if (at >= 0) entry_at(at).pinned = true;
+    return at >= 0;
+}
+
+int32_t DiskRows::slot_of(int32_t id) const {
+    if (size_t(id) < hot) return first_slot + id;
+    const int32_t at = where_[size_t(id) - hot];
+    return at >= 0 && entry_at(at).ready ? entry_at(at).slot : -1;
 }
 
 size_t DiskRows::stream(size_t begin, size_t end, int32_t free, int32_t* slots, int32_t* entries, Wanted* wanted) {
@@ -184,11 +230,11 @@ size_t DiskRows::stream(size_t begin, size_t end, int32_t free, int32_t* slots, 
 
 void DiskRows::settle() {
     for (Entry& e : cold_) {
-        e.pinned = false;
+        e.pinned = e.early = false;
         if (e.neuron >= 0 && !e.ready) clear(e);
     }
-    pool_.passing.clear();
-    for (size_t i = pool_.slots; i-- > pool_.lent;) pool_.passing.push_back(int32_t(i));
+    for (Entry& e : pool_.passing)
+        if (e.owner == this) release(e);
 }
 
 void DiskRows::load() {
@@ -196,7 +242,7 @@ void DiskRows::load() {
     std::vector<Wanted> wanted;
     for (size_t i = 0; i < hot; i++) wanted.push_back({int32_t(i), first_slot + int32_t(i), kHot});
     for (size_t i = 0; i < cold_.size(); i++) {
-        fill(cold_[i], int32_t(hot + i));
+        fill(int32_t(i), int32_t(hot + i));
         wanted.push_back({int32_t(hot + i), cold_[i].slot, int32_t(i)});
     }
     fetches.want(*this, wanted.data(), wanted.size(), 0);
@@ -210,7 +256,8 @@ void DiskRows::load() {
 }
 
 // ---- reads on their way
-Fetches::Fetches(Reader& reader, size_t owners) : left(owners, 0), bad(owners, 0), reader_(reader), reads_(reader.depth()) {
+Fetches::Fetches(Reader& reader, size_t owners)
+    : left(owners, 0), bad(owners, 0), awaited(owners, 0), reader_(reader), reads_(reader.depth()) {
     for (unsigned i = reader.depth(); i-- > 0;) buffers_.push_back(i);
     for (ReadDone done[64]; reader.left_behind;) reader.left_behind -= reader.take(done, 64, true);
 }
@@ -302,12 +349,23 @@ void Fetches::take(bool wait) {
         }
         for (size_t w = 0; !r.error && w < r.n; w++)
             r.rows->arrived(r.wanted[w].entry);
-        if (!gave_up && !--left[r.owner]) ready.push_back(r.owner);
+        if (!gave_up && !--left[r.owner] && awaited[r.owner]) ready.push_back(r.owner);
         buffers_.push_back(buffer);
     }
     std::lock_guard<std::mutex> held(lock);
     if (n && !failed) submit();
     if (n) changed.notify_all();
+}
+
+void Fetches::take_in_passing() {
+    std::unique_lock<std::mutex> held(lock, std::try_to_lock);
+    if (!held || taking || !busy()) return;
+    taking = true;
+    held.unlock();
+    take(false);
+    held.lock();
+    taking = false;
+    changed.notify_all();
 }
 
 void Fetches::give_up() {

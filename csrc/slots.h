@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -18,6 +19,7 @@ namespace tc {
 // A slot is `stride` bytes of memory, from data + slot * stride on. Slots below `lent` belong to whoever took them; the others,
 // kStreamSlots, are for the one call there is: few tokens' records that are not worth keeping, many tokens' all.
 constexpr size_t kStreamSlots = 1024;
+class DiskRows;
 class SlotPool {
 public:
     SlotPool(uint8_t* data, size_t stride, size_t slots);
@@ -32,7 +34,15 @@ public:
 
     uint8_t* const data;
     const size_t stride, slots, lent;
-    std::vector<int32_t> passing;  // of the call's slots, those that nothing is in
+    // What a slot holds. neuron -1: nothing. ready: its record is there; else it may be on its way.
+    struct Entry {
+        int32_t slot, neuron;
+        bool pinned, ready;
+        bool early = false;              // asked for before anybody needed it
+        DiskRows* owner = nullptr;       // of the call's slots: whose record it is
+    };
+    std::vector<Entry> passing;          // of slot lent + i
+    std::vector<int32_t> idle;           // of those, the ones that nothing is in
 
 private:
     size_t next_ = 0;
@@ -47,7 +57,7 @@ struct DiskError : std::exception {
     int64_t neuron;
 };
 
-// Of records on the way: where one goes. entry: the place in the cache it is kept for, or -1.
+// Of records on the way: where one goes. entry: of the DiskRows it belongs to, or -1.
 struct Wanted {
     int32_t neuron, slot, entry;
 };
@@ -56,7 +66,8 @@ struct Wanted {
 // slots: pinned while somebody works with them, and kept by score, which is kPrior times how likely a token needs the record,
 // and how often one did, halved every kHalfLife calls. A record with a lower score than all that are there passes
 // through: it gets a slot of the call's. Traces say so: 3 to 6 points more hits than LRU, 1 to 3 more than S3-FIFO (LOG).
-// One call at a time uses it, under the lock of its Fetches.
+// One call at a time uses it, under the lock of its Fetches. Entries: [0, quota) are kept, those from `quota` on the pool's passing ones.
+class Fetches;
 class DiskRows {
 public:
     enum Disabled { NO_BUNDLE = 1, NO_CACHE = 2, NO_PIPELINE = 4 };
@@ -68,19 +79,25 @@ public:
     DiskRows& operator=(const DiskRows&) = delete;
 
     void load();                   // the hot ones, and as many of the next as there are slots for. DiskError
-    void begin();                  // a call
+    void begin();                  // a call; before it, if some of its reads are begun early (`expect`)
     bool set_quota(size_t quota);  // false, and nothing changed: the pool has too few. Not during a call
 
     // As many of ids [0, n) as there are slots for, in order: their slots; their entries, pinned until `unpin` (kHot: of a
-    // hot one; kPassing - slot: in a slot of the call's); those that must be read. -> how many.
+    // hot one); those that must be read. What is expected may be on its way still. -> how many.
     size_t pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entries, Wanted* wanted, size_t* n_wanted);
     void unpin(const int32_t* entries, size_t n);
+    // Of ids [0, n), which a call is expected to need: those that must be read, as far as there are slots for them beside the
+    // call's own. They, and those that are there, stay until it is over.
+    size_t expect(const int32_t* ids, size_t n, Wanted* wanted);
+    bool hold(int32_t id);  // is it in memory (or on its way)? Then it stays until the call is over
+    // Where the record is, or -1: it is not in memory (yet).
+    int32_t slot_of(int32_t id) const;
     // Records [begin, end): those in memory are pinned where they are, the others wanted in stream slots from `free` on.
     size_t stream(size_t begin, size_t end, int32_t free, int32_t* slots, int32_t* entries, Wanted* wanted);
     void arrived(int32_t entry) {
-        if (entry >= 0) cold_[size_t(entry)].ready = true;
+        if (entry >= 0) entry_at(entry).ready = true;
     }
-    void settle();  // a call's end, when nothing is on its way any more: no pins, nothing half read
+    void settle();  // a call's end, when nothing is on its way any more: no pins, nothing half read, nothing in passing
 
     const SlotPool& pool() const { return pool_; }
     const std::string& name() const { return name_; }
@@ -94,19 +111,20 @@ public:
         uint64_t needed, missed, reads, bytes, streamed, waited_ns;
     } stats{};
     const std::vector<uint32_t> crc;
+    std::shared_ptr<Fetches> early;  // reads begun for the next call, which takes them over
 
 private:
-    static constexpr int32_t kHot = -1, kPassing = -2;
-    struct Entry {
-        int32_t slot, neuron;  // neuron -1: empty
-        bool pinned, ready;    // ready: its record is there
-    };
+    static constexpr int32_t kHot = -1;
+    using Entry = SlotPool::Entry;
+    Entry& entry_at(int32_t at) { return size_t(at) < cold_.size() ? cold_[size_t(at)] : pool_.passing[size_t(at) - cold_.size()]; }
+    const Entry& entry_at(int32_t at) const { return const_cast<DiskRows*>(this)->entry_at(at); }
     float score(int32_t neuron) const { return unit_ * prior_[size_t(neuron) - hot] + uses_[size_t(neuron) - hot]; }
-    int32_t place_for(int32_t neuron);  // an entry for it, emptied; or one of the call's slots; or kHot: there is none now
+    int32_t place_for(int32_t neuron);  // an entry for it, emptied; or kHot: there is none now
     int32_t worst();                    // the entry with the lowest score, or -1: all are pinned
     void list_worst();
     void clear(Entry& e);
-    void fill(Entry& e, int32_t neuron);
+    void release(Entry& passing);
+    void fill(int32_t at, int32_t neuron);
 
     SlotPool& pool_;
     const std::string name_;
@@ -139,17 +157,20 @@ public:
     }
     bool busy() const { return under_way_ || !queue_.empty(); }
 
-    // The caller does not hold it. Takes what is done; with `wait`, sleeps until something is (100 ms at most).
+    // The caller does not hold it; one thread at a time, `taking`. Takes what is done; with `wait`, sleeps until something is (100 ms at most).
     void take(bool wait);
+    void take_in_passing();  // unless somebody does
 
     std::mutex lock;
     std::condition_variable changed;  // something was taken, or became ready
     std::vector<size_t> left;         // [owners] reads on their way
     std::vector<uint8_t> bad;         // [owners] one of them failed
-    std::deque<size_t> ready;         // owners all of whose reads are done
+    std::vector<uint8_t> awaited;     // [owners] it is put aside until its reads are done
+    std::deque<size_t> ready;         // of those, the ones that are
     bool failed = false, gave_up = false;
     DiskError error{0, "", 0};
-    bool taking = false;  // somebody sleeps in `take`
+    bool taking = false;  // somebody is in `take`: what it reaps, a second one would sleep for
+    std::vector<Wanted> early;        // what was wanted before the call
 
 private:
     static constexpr size_t kBatch = 8;

@@ -27,22 +27,22 @@ inline bool quantised(const Matrix& w) { return w.format == Q8_0 || w.format == 
 constexpr size_t kFewTokens = 4;
 
 // Work handed out in pieces that shrink: a thread whose core is busy elsewhere simply takes fewer, and the long first
-// pieces let prefetching run on. `unit`: pieces are multiples of it.
+// pieces let prefetching run on. `unit`: pieces are multiples of it; `most`: none is longer.
 class Pieces {
 public:
-    Pieces(size_t n, size_t unit, int threads) : n_(n), unit_(unit), threads_(size_t(threads)) {}
+    Pieces(size_t n, size_t unit, int threads, size_t most = SIZE_MAX) : n_(n), unit_(unit), threads_(size_t(threads)), most_(most) {}
     bool take(size_t* begin, size_t* end) {
         size_t at = next_.load(std::memory_order_relaxed), size;
         do {
             if (at >= n_) return false;
-            size = std::max<size_t>(1, (n_ - at) / (threads_ == 1 ? 1 : 2 * threads_) / unit_) * unit_;
+            size = std::max<size_t>(1, std::min(most_, (n_ - at) / (threads_ == 1 ? 1 : 2 * threads_)) / unit_) * unit_;
         } while (!next_.compare_exchange_weak(at, at + size, std::memory_order_relaxed));
         *begin = at, *end = std::min(n_, at + size);
         return true;
     }
 
 private:
-    const size_t n_, unit_, threads_;
+    const size_t n_, unit_, threads_, most_;
     std::atomic<size_t> next_{0};
 };
 

@@ -193,11 +193,22 @@ def calls(seed: int = 0, tokens: tuple[int, ...] = (1, 3, 1, 9, 1, 70, 2, 1)) ->
 
 
 def run(
-    ffn: _native.FFN, sparsity: str, *, threads: int = 2, isa: str = "", record: bool = False
+    ffn: _native.FFN,
+    sparsity: str,
+    *,
+    threads: int = 2,
+    isa: str = "",
+    record: bool = False,
+    ahead: float | None = None,
 ) -> list[bytes]:
+    """The bytes of each call. `ahead`: reads are begun beforehand, for an input that is so far off."""
     context = _native.Context(threads, isa)
+    rng = np.random.default_rng(1)
     out = []
     for h in calls():
+        if ahead is not None:
+            about = h + np.float32(ahead) * rng.standard_normal(h.shape).astype(np.float32)
+            context.read_ahead(about, ffn, SPARSITIES.index(sparsity))
         x = np.ones_like(h)
         kept = np.zeros((len(h), ffn.neurons), np.float32) if record else None
         counts = context.ffn_add(x, h, ffn, SPARSITIES.index(sparsity), kept)
@@ -265,6 +276,61 @@ def test_switches_and_ways_to_read_change_no_bit(tmp_path: Path, disable: int, m
     case = Case(neurons(tmp_path / "f", "q8_0"))
     ffn, _ = case.on_disk(256, 50, disable=disable, method=method, depth=3)
     assert run(ffn, "exact") == run(case.in_memory(), "exact")
+
+
+# ---- reads that are begun before the call
+
+
+@pytest.mark.parametrize("gates", [None, (0, 33), (0, 300), (100, 100)])
+@pytest.mark.parametrize("quota", [0, 50, 300])
+@pytest.mark.parametrize("ahead", [0.0, 0.3, 10.0])
+def test_reading_ahead_changes_no_bit(
+    tmp_path: Path, ahead: float, quota: int, gates: tuple[int, int] | None
+) -> None:
+    case = Case(neurons(tmp_path / "f", "q8_0"), predictor=scores())
+    wanted = run(case.in_memory(), "predict")
+    for threads in (1, 2):
+        ffn, _ = case.on_disk(0, quota, gates=gates, depth=4)
+        for _ in range(2):
+            assert run(ffn, "predict", threads=threads, ahead=ahead) == wanted
+
+
+def test_what_was_read_ahead_is_not_read_again(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f", "q8_0"), predictor=scores())
+    found = []
+    for ahead in (None, 0.0):
+        ffn, rows = case.on_disk(0, 100)
+        run(ffn, "predict", ahead=ahead)
+        found.append(rows.stats())
+    assert found[0]["needed"] == found[1]["needed"]
+    for key in ("missed", "bytes"):  # who is evicted depends on the order of reads, a little
+        assert found[1][key] <= 1.05 * found[0][key]
+
+
+def test_reading_ahead_begins_reads_only_where_something_is_predicted(tmp_path: Path) -> None:
+    case = Case(neurons(tmp_path / "f", "q8_0"), predictor=scores())
+    context, h = _native.Context(2), next(calls())
+    for sparsity, disable in (("exact", 0), ("off", 0), ("predict", _native.NO_PIPELINE), ("predict", 0)):
+        ffn, rows = case.on_disk(0, 0, disable=disable, depth=256)
+        context.read_ahead(h, ffn, SPARSITIES.index(sparsity))
+        assert bool(rows.stats()["reads"]) == (sparsity == "predict" and not disable)
+
+
+def test_reads_that_nobody_comes_for_are_let_go(tmp_path: Path) -> None:
+    """A step that ends between the two: the next one begins anew, and so can a layer's end."""
+    case = Case(neurons(tmp_path / "f", "q8_0"), predictor=scores())
+    wanted = run(case.in_memory(), "predict")
+    context, inputs = _native.Context(2), list(calls(seed=5))
+    ffn, _ = case.on_disk(0, 60, gates=(0, 60), depth=4)
+    for h in inputs:
+        context.read_ahead(h, ffn, SPARSITIES.index("predict"))
+    assert run(ffn, "predict") == wanted
+    context.read_ahead(inputs[0], ffn, SPARSITIES.index("predict"))
+    del ffn, _
+    other, rows = case.on_disk(0, 60)
+    context.read_ahead(inputs[0], other, SPARSITIES.index("predict"))
+    rows.set_quota(30)
+    assert run(other, "predict") == wanted
 
 
 def test_what_is_recorded_is_the_same(tmp_path: Path) -> None:
@@ -395,7 +461,7 @@ ffn, _ = case.on_disk(0, 60, gates=(0, 60), method=method, depth=4)
 for how in (b"short", b"interrupted", b"busy", *each):
     bad(how)
     try:
-        assert run(ffn, "predict") == wanted, how
+        assert run(ffn, "predict", ahead=0.3 if sys.argv[4:] else None) == wanted, how
     except _native.DiskError as e:
         errors += 1
         assert how[:3] in (b"eio", b"end"), (how, e)
@@ -407,12 +473,15 @@ print(errors)
 """
 
 
+@pytest.mark.parametrize("ahead", [(), ("ahead",)])
 @pytest.mark.parametrize("method", ["io_uring", "threads"])
-def test_whichever_read_fails_there_are_the_same_bits_or_an_error(tmp_path: Path, method: str) -> None:
+def test_whichever_read_fails_there_are_the_same_bits_or_an_error(
+    tmp_path: Path, method: str, ahead: tuple[str, ...]
+) -> None:
     """Every seventh read of some calls, in a process of its own; afterwards all is well again."""
     code = FAULTS.replace("STEP", "7")
     run = subprocess.run(
-        [sys.executable, "-P", "-c", code, str(Path(__file__).parent), str(tmp_path / "f"), method],
+        [sys.executable, "-P", "-c", code, str(Path(__file__).parent), str(tmp_path / "f"), method, *ahead],
         env={**os.environ, **bad_reads.environment(bad_reads.library(tmp_path), "none")},
         capture_output=True,
         text=True,
@@ -455,3 +524,29 @@ def test_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert all(0.3 <= float(line) < 0.9 for line in run.stdout.split())
+
+
+ASKED = """
+import ctypes, sys, threading
+sys.path[:0] = [sys.argv[1]]
+from pathlib import Path
+from test_disk import *
+from thermocline import _native
+bad = ctypes.CDLL(None).bad_reads
+case = Case(neurons(Path(sys.argv[2]), "q8_0"))
+wanted = run(case.in_memory(), "off")
+ffn, _ = case.on_disk(0, 60, method="threads", depth=64)
+def spin():
+    while True: pass
+threading.Thread(target=spin, daemon=True).start()
+bad(b"slow 51")
+for _ in range(2):
+    assert run(ffn, "off") == wanted
+"""
+
+
+def test_a_signal_looked_for_while_the_last_read_ends_hangs_nobody(tmp_path: Path) -> None:
+    """The thread that looks waits for Python, milliseconds here, and all may be done when it is back."""
+    command = [sys.executable, "-P", "-c", ASKED, str(Path(__file__).parent), str(tmp_path / "f")]
+    environment = {**os.environ, **bad_reads.environment(bad_reads.library(tmp_path), "none")}
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 0

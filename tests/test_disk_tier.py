@@ -16,7 +16,7 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from thermocline import LLM, SamplingParams, _native, arrange, bench, cli, hotness
+from thermocline import LLM, SamplingParams, _native, arrange, bench, cli, hotness, store
 from thermocline.arrange import others_of
 from thermocline.bench import Bench
 from thermocline.bench import Test as BenchTest
@@ -62,6 +62,8 @@ def wide_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a real model's reads would be as large as all of this one's neurons."""
     monkeypatch.setattr(arrange, "BUFFER_BYTES", 4096)
+    for module in (arrange, store):
+        monkeypatch.setattr(module, "DEPTH", 32)
 
 
 def opened(pack: Path, ram: float | None = None, **asked: Any) -> LLM:

@@ -224,6 +224,8 @@ class FFN:
 
     @property
     def neurons(self) -> int: ...
+    @property
+    def from_disk(self) -> bool: ...
 
 class Mixture:
     """Experts of one shape, without norm and with a plain join, `active` of which compute each token."""
@@ -265,6 +267,9 @@ class Context:
     def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None: ...
     def attention(self, qkv: F32, heads: Heads, step: Step, k: F16, v: F16, out: F32) -> None: ...
     def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, k: F16, v: F16) -> None: ...
+    def read_ahead(self, h: F32, layer: FFN, sparsity: int) -> None:
+        """Begins the reads that `ffn_add` will likely need; `h`: the residual stream before attention."""
+
     def ffn_add(
         self, x: F32, h: F32, layer: FFN, sparsity: int, record: F32 | None = None
     ) -> tuple[int, int, int, int, int]:

@@ -24,7 +24,7 @@ from thermocline.spec import ModelSpec
 from thermocline.split import F64, OPERATION_BYTES, Fetch, Rows, Share, fetch, split
 
 LEAST_CONTEXT = 512
-DEPTH, BUFFER_BYTES = 64, 128 << 10  # reads in flight, and of how many bytes
+DEPTH, BUFFER_BYTES = 128, 128 << 10  # reads in flight, and of how many bytes
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,7 @@ def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, sparsity: str,
 
     for i, (attention, ffn) in enumerate(zip(model.attention, model.ffn, strict=True)):
         h = x.copy() if spec.parallel else x  # what the FFN reads
+        ops.read_ahead(x, ffn, sparsity)
         ops.attention_add(x, x, attention, steps[spec.window(i)], kv.layer(i))
         if spec.norm_order == "post":
             h = x = _norm(spec, layers[i].attn_norm, x, ops)

@@ -161,6 +161,10 @@ def _join(x: F32, y: F32, spec: ModelSpec, n: Norm | None) -> None:
     x += np.float32(spec.residual_scale) * _normed(spec, n, y)
 
 
+def read_ahead(h: F32, bound: Bound, sparsity: str) -> None:
+    """Nothing is read here. Natively: what `ffn_add` will likely need of `h`, while attention is computed."""
+
+
 def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record: F32 | None = None) -> None:
     """x += FFN(norm(h)), in place; h may be x. `exact` skips the neurons no token needs: same answer;
     `predict` also those that are not predicted for any of a few tokens.
