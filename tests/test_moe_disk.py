@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -11,20 +12,40 @@ from typing import Any
 import numpy as np
 import pytest
 import test_disk
+import test_plan
 import tiny
 from safetensors.numpy import save_file
 from test_disk import DIM, Case
 
-from thermocline import LLM, SamplingParams, _native, arrange, bench, cli, fit, hotness, train
-from thermocline.arrange import others_of
+from thermocline import (
+    LLM,
+    SamplingParams,
+    _native,
+    arrange,
+    bench,
+    cli,
+    fit,
+    hotness,
+    plan_disk,
+    store,
+    train,
+)
+from thermocline.arrange import Arrangement, Contents, others_of
 from thermocline.bench import Bench
 from thermocline.bench import Test as BenchTest
+from thermocline.cost import IN_FLIGHT, LayerWork, Reads, Speeds, Work, step_us, stored_times
 from thermocline.decoder import SPARSITIES
 from thermocline.errors import BadFile, OutOfBudget
+from thermocline.layout import expected_tensors, place
 from thermocline.memory import GIB
 from thermocline.pack import Pack
 from thermocline.predictor import LayerPredictor, write_predictors
+from thermocline.problem import Ask, Problem
 from thermocline.replay import needs_of, replay
+from thermocline.sizes import sizes_of
+from thermocline.spec import ModelSpec
+from thermocline.split import Fetch, Share
+from thermocline.synth import read_shape
 from thermocline.trace import Recorder, Trace
 
 Run = Callable[..., Any]
@@ -84,6 +105,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a real model's reads would be as large as an expert."""
     monkeypatch.setattr(arrange, "BUFFER_BYTES", 4096)
+    for module in (arrange, store):
+        monkeypatch.setattr(module, "DEPTH", 32)
 
 
 def opened(pack: Path, ram: float | None = None, **asked: Any) -> LLM:
@@ -189,18 +212,18 @@ def test_a_damaged_neuron_is_named_with_its_expert(mixture: Path) -> None:
     with opened(mixture, ram) as llm:
         llm.generate("Cold", GREEDY)
     t = pack.tensors["layers.1.bundle"]
-    at = t.offset + (EXPERTS - 1) * FFN * t.stride
-    with pack.weights_path.open("r+b") as f:
-        before = f.seek(at) * 0 + f.read(1)[0]
-        f.seek(at)
-        f.write(bytes([before ^ 1]))
-    try:
-        with pytest.raises(BadFile, match=r"layers.1.bundle, expert 3: neuron 0: checksum"):
-            opened(mixture, ram)
-    finally:
+
+    def damage() -> None:
         with pack.weights_path.open("r+b") as f:
+            at = f.seek(t.offset + (EXPERTS - 1) * FFN * t.stride)
+            byte = f.read(1)[0]
             f.seek(at)
-            f.write(bytes([before]))
+            f.write(bytes([byte ^ 1]))
+
+    damage()
+    with pytest.raises(BadFile, match=r"layers.1.bundle, expert 3: neuron 0: checksum"):
+        opened(mixture, ram)
+    damage()  # of the damage, too
 
 
 def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
@@ -225,6 +248,38 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
     counts = replay(trace, engine.store.arrangement.bundles, frequency, "lfu")
     assert counts.needed.sum() == done.needed
     assert counts.hit_rate == pytest.approx(1 - done.missed / done.needed, abs=0.01)
+
+
+# ---- how long it takes
+
+
+def disk_us(spec: ModelSpec, tokens: int) -> float:
+    """Of a step of so many tokens, with half of each expert's bundles in memory."""
+    layouts, heat = expected_tensors(spec, "q4_0"), hotness.Curve(0.1).hotness(spec)
+    p = Problem(spec, sizes_of(spec, layouts, "q4_0"), heat, test_plan.HIGH, Ask(64, vram_bytes=0))
+    c = Contents(spec, place(layouts)[0], 0, "exact", heat)
+    shares = (Share(0, spec.ffn_dim // 2),) * (spec.n_layers * spec.n_experts)
+    return plan_disk.predict(p, c, Arrangement({}, shares, None, c), p.work(batch=tokens)).disk_us
+
+
+def test_eight_tokens_are_few_to_each_of_eight_experts() -> None:
+    """They read what they need; twenty, and eight of a dense model, all that is not in memory."""
+    spec = dataclasses.replace(read_shape("turbosparse-mixtral")[1], n_layers=2)
+    dense = dataclasses.replace(spec, n_experts=1, n_experts_active=1)
+    assert 10 * disk_us(spec, 8) < disk_us(spec, 20)
+    assert 10 * disk_us(dense, 4) < disk_us(dense, 8)
+
+
+def test_each_chosen_expert_waits_for_its_own_last_read() -> None:
+    spec, disk = read_shape("turbosparse-mixtral")[1], test_plan.HIGH.disk
+    assert disk is not None
+    work, speeds = Work("exact", routed=0.25, experts=8), Speeds(test_plan.HIGH, "q4_0", 1)
+    sizes = sizes_of(spec, expected_tensors(spec, "q4_0"), "q4_0").layers[0]
+    layer = LayerWork(sizes, Reads.of(np.full(sizes.neurons, 0.1), work, skips=True), 0, 0, spec.dim)
+    few = 12.0  # reads, hidden behind the FFN
+    waits = stored_times(layer, speeds, work, [Fetch(few, few, few * sizes.record_bytes)])[1]
+    assert waits == pytest.approx(2 * IN_FLIGHT * 1e6 / disk.reads_per_s, rel=0.01)
+    assert step_us(layer, speeds, work, np.array([9e3]), np.array([few]))[1] == pytest.approx(waits, rel=0.01)
 
 
 # ---- the clock
