@@ -52,10 +52,16 @@ class Work:
     batch: int = 1
     depth: int = 0
     routed: float = 1.0  # of a mixture's experts, those that some token of the step goes to
+    experts: int = 1
 
     @property
     def predicts(self) -> bool:
         return self.sparsity == "predict" and self.batch <= PREDICT_TOKENS
+
+    @property
+    def ffns(self) -> float:
+        """Of a layer, one after the other."""
+        return self.routed * self.experts
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,8 @@ def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetc
     if not reads:  # in order, in long pieces
         return cpu, max(0.0, nbytes / (disk.read_gbs * 1e3) - (cpu - attention))
     work_us = rows * MISS_US / v.tiers.cpu.threads
-    last = (1 - math.exp(-reads)) * IN_FLIGHT * 1e6 / disk.reads_per_s  # it begins near the end
+    late = work.ffns * (1 - math.exp(-reads / work.ffns))  # those whose last read begins near their end
+    last = late * IN_FLIGHT * 1e6 / disk.reads_per_s
     return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - beside - work_us) + last
 
 
@@ -267,7 +274,7 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
     gates = float(layer.reads.gates[-1])
     ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
     ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
-    waits = np.minimum(1.0, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
+    waits = np.minimum(work.ffns, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
     work_us = missed * (MISS_US / v.tiers.cpu.threads)
     beside = ffn + work_us + _early_us(attention_us(layer, v), work)
     waited: F64 = np.maximum(0.0, _reading_us(disk, missed, missed * s.record_bytes) - beside) + waits
