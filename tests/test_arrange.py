@@ -166,7 +166,10 @@ def test_gate_rows_go_to_disk_only_where_that_reads_less() -> None:
 def test_what_is_resident_is_everything_but_what_may_be_on_disk() -> None:
     c = contents()
     names = resident(c.spec, c.tensors, gates=False)
-    assert {n.split(".", 2)[-1] for n in set(c.tensors) - set(names)} == {"bundle"}
+    assert {n.split(".", 2)[-1] for n in set(c.tensors) - set(names)} == {"bundle", "weight"}
+    assert "embed.weight" not in names and "head.weight" in names
+    tied = dataclasses.replace(c.spec, tied_head=True)
+    assert "embed.weight" in resident(tied, c.tensors, gates=False), "the head reads all of it"
     assert set(names) - set(resident(c.spec, c.tensors, gates=True)) == {
         f"layers.{i}.gate.weight" for i in range(8)
     }

@@ -33,10 +33,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def hf_directory(path: Path) -> Path:
-    """The tiny model with wide layers whose neurons differ in how often they are active."""
-    tiny.hf_directory(path, intermediate_size=FFN)
+    """The tiny model, its head untied, with wide layers whose neurons differ in how often they are active."""
+    tiny.hf_directory(path, intermediate_size=FFN, tie_word_embeddings=False)
     rng = np.random.default_rng(5)
     tensors = tiny.tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
     for i in range(tiny.LAYERS):
         for name, shape in (("gate_proj", (FFN, 64)), ("up_proj", (FFN, 64)), ("down_proj", (64, FFN))):
             w = rng.standard_normal(shape) / 8
@@ -67,7 +68,8 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(pack: Path, ram: float | None = None, **asked: Any) -> LLM:
-    return LLM(pack, threads=asked.pop("threads", 2), context=512, max_batch=2, ram=ram, **asked)
+    asked = {"threads": 2, "context": 512, "max_batch": 2} | asked
+    return LLM(pack, ram=ram, **asked)
 
 
 def least(pack: Path, **asked: Any) -> float:

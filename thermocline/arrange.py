@@ -18,6 +18,7 @@ from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
 from thermocline.kv import reserved_bytes
 from thermocline.layout import ALIGN, TensorInfo
+from thermocline.manifest import BLOCK_BYTES
 from thermocline.memory import GIB, context_for, runtime_bytes, scratch_bytes
 from thermocline.sizes import aligned
 from thermocline.spec import ModelSpec
@@ -187,6 +188,8 @@ def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int
 
     for name in resident(c.spec, c.tensors, gates=gates):
         add(_part(name), aligned(c.tensors[name].bytes))
+    for name in looked_up(c.spec, c.tensors):
+        add(_part(name), aligned(c.tensors[name].stride) + BLOCK_BYTES)
     if c.guesses:
         add("predictors", c.predictor_bytes + 2 * c.spec.n_layers * 64)
     add("disk buffers", _buffers(c, gates))
@@ -196,8 +199,15 @@ def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int
 def resident(spec: ModelSpec, tensors: Mapping[str, TensorInfo], *, gates: bool) -> list[str]:
     """What is in memory whole, in file order. `gates`: their rows come from disk."""
     left = (".bundle", ".order", ".activation_count", *((".gate.weight",) if gates else ()))
-    names = [n for n in tensors if not n.endswith(left) and ".predictor." not in n]
+    tables = looked_up(spec, tensors)
+    names = [n for n in tensors if not n.endswith(left) and ".predictor." not in n and n not in tables]
     return sorted(names, key=lambda n: tensors[n].offset)
+
+
+def looked_up(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Tables on disk but for a row: a token needs no more of them. A tied head needs all."""
+    names = ("pos_embed.weight",) if spec.tied_head else ("embed.weight", "pos_embed.weight")
+    return [n for n in names if n in tensors]
 
 
 def _part(name: str) -> str:

@@ -6,7 +6,7 @@ What `run --ram` then does, said before. Must not know files or flags.
 from __future__ import annotations
 
 from thermocline import cost
-from thermocline.arrange import Arrangement, Contents, arrange, fetches
+from thermocline.arrange import Arrangement, Contents, arrange, fetches, looked_up
 from thermocline.cost import Work
 from thermocline.placement import Budget
 from thermocline.plan import BUCKETS, Layer, Plan, Prediction, hot_neurons
@@ -48,7 +48,8 @@ def _layer(c: Contents, neurons: int, bundles: int, gates: int | None = None) ->
 
 def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
     """Part -> bytes that are not in memory at a time."""
-    parts: dict[str, int] = {}
+    tables = [c.tensors[name] for name in looked_up(c.spec, c.tensors)]
+    parts = {"embedding": sum(t.bytes - t.stride for t in tables)} if tables else {}
     for kind, shares in a.kinds:
         part = "up and down rows" if kind == "bundle" else "gate rows"
         for i, places in enumerate(a.places(shares)):

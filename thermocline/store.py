@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from thermocline.arrange import (
     arrange,
     buffer_bytes,
     contexts_for,
+    looked_up,
     others_of,
     resident,
 )
@@ -26,6 +28,7 @@ from thermocline.decoder import DiskCounts, Layer, Weights
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.hotness import Curve
 from thermocline.layout import TensorInfo
+from thermocline.lookup import Lookup
 from thermocline.memory import fit
 from thermocline.ops.cpu import disk_error
 from thermocline.pack import Pack
@@ -125,7 +128,8 @@ def check_switches(room: Room, disable: Sequence[str]) -> None:
 class Map:
     """Where everything goes. A pool is all places of records of one kind and length."""
 
-    tensors: dict[str, TensorInfo]  # resident ones by name; of rows on disk, their whole pool
+    # Resident ones by name; of tables on disk, one row; of neurons there, their whole pool.
+    tensors: dict[str, TensorInfo]
     runs: tuple[tuple[int, int, int], ...]  # of weights.bin: from byte, to byte, where in the arena
     pools: dict[tuple[str, int], TensorInfo]  # by kind and stride
     bytes: int
@@ -143,6 +147,10 @@ def mapped(pack: Pack, a: Arrangement) -> Map:
         else:
             runs.append((t.offset, t.offset + aligned(t.bytes), end))
         end += aligned(t.bytes)
+    for name in looked_up(pack.spec, pack.tensors):
+        t = pack.tensors[name]
+        placed[name] = TensorInfo(t.format, (1, t.shape[1]), end, t.stride, t.stride)
+        end += aligned(t.stride)
     pools: dict[tuple[str, int], TensorInfo] = {}
     for kind, shares in a.kinds:
         of = [pack.tensors[f"layers.{i}.{kind}"] for i in range(pack.spec.n_layers)]
@@ -202,7 +210,7 @@ def load(
     m = mapped(pack, a)
     arena = weights.new_arena(m.bytes, str(pack.path))
     _fill(arena, pack, m.runs, progress)
-    made = weights.assemble(pack.spec, m.tensors, arena, ops)
+    made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops), pack, m, arena)
     if predictors is not None:
         made = weights.with_predictors(made, predictors)
     size = buffer_bytes([stride for _, stride in m.pools])
@@ -269,6 +277,18 @@ def _with_disk(made: Weights, rows: Sequence[_native.DiskRows]) -> Weights:
         return replace(layer, experts=tuple(replace(f, disk=b, gate_disk=g) for f, b, g in own))
 
     return replace(made, layers=tuple(map(placed, made.layers)))
+
+
+def _with_lookups(made: Weights, pack: Pack, m: Map, arena: _native.Arena) -> Weights:
+    tables = looked_up(pack.spec, pack.tensors)
+
+    def table(name: str, here: Any) -> Any:
+        return (
+            Lookup(pack, pack.tensors[name], arena, m.tensors[name].offset, here) if name in tables else here
+        )
+
+    embed, pos_embed = table("embed.weight", made.embed), table("pos_embed.weight", made.pos_embed)
+    return replace(made, embed=embed, pos_embed=pos_embed)
 
 
 def _fill(

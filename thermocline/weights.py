@@ -147,7 +147,7 @@ def read_blocks(arena: _native.Arena, pack: Pack, begin: int, end: int, to: int)
     """Whole blocks of weights.bin, checked, to byte `to` of the arena. Raises BadFile or IOFailure."""
     error, block = arena.load(str(pack.weights_path), begin, end, pack.checksums, pack.block_bytes, to)
     if block >= 0:
-        raise _load_error(pack, error, block)
+        raise block_error(pack, error, block)
 
 
 def _slices(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -159,7 +159,8 @@ def _slices(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             begin, step = begin + step, step if time.monotonic() - start > SLICE_S else 2 * step
 
 
-def _load_error(pack: Pack, error: int, block: int) -> ThermoclineError:
+def block_error(pack: Pack, error: int, block: int) -> ThermoclineError:
+    """`error`: errno, -1: the file ends early, 0: wrong checksum."""
     at = block * pack.block_bytes
     where = f"byte {at} ({_tensor_at(pack, at)})"
     if error:

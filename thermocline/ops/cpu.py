@@ -6,6 +6,7 @@ Owns output arrays and the translation of `ModelSpec` into integers; the work is
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 import numpy as np
 
@@ -16,6 +17,16 @@ from thermocline.kv import KVLayer
 from thermocline.spec import ACTIVATIONS, ModelSpec
 
 Matrix = _native.Matrix
+FIRST = np.zeros(1, np.int32)
+
+
+class Rows(Protocol):
+    """A table that is not in memory."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    def row(self, i: int) -> Matrix:
+        """That row, as the only one of a matrix, until the next is asked for."""
 
 
 class CpuOps:
@@ -24,10 +35,20 @@ class CpuOps:
     def __init__(self, threads: int, isa: str = "") -> None:
         self.native = _native.Context(threads, isa)
 
-    def embed(self, table: Matrix, ids: I32) -> F32:
+    def embed(self, table: Matrix | Rows, ids: I32) -> F32:
+        if not isinstance(table, Matrix):
+            return self._embed_one_by_one(table, ids)
         out = np.empty((len(ids), table.shape[1]), np.float32)
         self.native.embed(table, ids, out)
         return out
+
+    def _embed_one_by_one(self, table: Rows, ids: I32) -> F32:
+        """Each row once, neighbours after each other."""
+        rows, places = np.unique(ids, return_inverse=True)
+        found = np.empty((len(rows), table.shape[1]), np.float32)
+        for i, row in enumerate(rows):
+            self.native.embed(table.row(int(row)), FIRST, found[i : i + 1])
+        return found[places]
 
     def norm(self, x: F32, weight: F32, bias: F32 | None, eps: float, kind: str) -> F32:
         out = np.empty(x.shape, np.float32)
