@@ -10,8 +10,13 @@
 
 namespace tc {
 
+// The reads of one call over some FFNs of a layer, of which there are none yet; each FFN has `owners_of` owners there.
+std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens);
+size_t owners_of(const FFN& ffn);
+bool can_read_ahead(const FFN& ffn, size_t tokens, Sparsity sparsity);
+
 struct Context::DiskWalk {
-    DiskWalk(Context& context, const FFNArgs& args, std::shared_ptr<Fetches> begun);
+    DiskWalk(Context& context, const FFNArgs& args);
     void few_tokens(int thread);
     void many_tokens(int thread);
     void end();  // after the region: nothing is pinned. DiskError
@@ -29,19 +34,22 @@ struct Context::DiskWalk {
     void work(size_t chunk, int thread);
     void release(size_t chunk);
     void wait(std::unique_lock<std::mutex>& held, int thread);
+    bool pending() const;
     void drain(int thread);
 
     void request(size_t group);
     bool wait_for(size_t group, int thread);
     void first_half(size_t c, int thread);
+    void note(size_t c);
     size_t last_cell(size_t group) const;
     bool take_cell(size_t end, size_t* c);
     bool work_through(size_t begin, size_t end, int thread);
 
     Walk w;
     DiskRows &bundles, *const gates;
-    const std::shared_ptr<Fetches> begun;
-    Fetches& fetches;  // its lock guards all below, and the DiskRows. Owners: chunks for their gate rows, then for their bundles; or groups
+    const std::shared_ptr<Fetches> reads;
+    Fetches& fetches;  // its lock guards all below, and the DiskRows
+    const size_t owner;  // from there on: chunks for their gate rows, then for their bundles; or groups
     std::vector<Task> tasks;
     std::deque<size_t> starved;  // chunks that found no slots
     size_t fresh, done = 0;
@@ -53,6 +61,7 @@ struct Context::DiskWalk {
     std::atomic<size_t> next_cell{0};
     std::chrono::steady_clock::time_point asked = std::chrono::steady_clock::now();  // whether to go on: thread 0's
     float* sums;  // [dim / tile][tokens][tile]
+    std::vector<float> age;  // [tokens]
     const uint64_t bundle_bytes, gate_bytes;  // read before this call
 };
 
