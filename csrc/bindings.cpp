@@ -124,11 +124,13 @@ struct FFN {
     Join join;
     std::optional<Predictor> predictor;
     std::optional<F1> gate_bias;
+    size_t dim() const { return layer.gate.weight.cols; }
 };
 struct Mixture {
     tc::Mixture layer;
     std::optional<Norm> norm;
     Join join;
+    size_t dim() const { return layer.router.cols; }
 };
 struct Step {
     tc::Step step;
@@ -343,10 +345,11 @@ static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity,
     return counts_of(r);
 }
 
-static void read_ahead(Context& c, F2 h, const FFN& f, int sparsity) {
+template <class Args, class Bound>
+static void read_ahead(Context& c, F2 h, const Bound& bound, int sparsity) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
-    check(h.shape(1) == f.layer.gate.weight.cols, "h has the wrong width");
-    const tc::FFNArgs a = {f.layer, nullptr, h.data(), h.shape(0), h.shape(1), tc::Sparsity(sparsity), nullptr};
+    check(h.shape(1) == bound.dim(), "h has the wrong width");
+    const Args a = {bound.layer, nullptr, h.data(), h.shape(0), h.shape(1), tc::Sparsity(sparsity), nullptr};
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
     c.read_ahead(a);
@@ -509,7 +512,8 @@ NB_MODULE(_native, m) {
         .def_prop_ro("from_disk", [](const FFN& f) { return f.layer.disk != nullptr; });
     nb::class_<Mixture>(m, "Mixture")
         .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>())
-        .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); });
+        .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })
+        .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.experts[0]->disk != nullptr; });
     nb::class_<Step>(m, "Step")
         .def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(), "block"_a, "window"_a,
              "cos"_a.noconvert().none(), "sin"_a.noconvert().none());
@@ -558,7 +562,8 @@ NB_MODULE(_native, m) {
              "k"_a.noconvert(), "v"_a.noconvert())
         .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none())
-        .def("read_ahead", &read_ahead, "h"_a.noconvert(), "layer"_a, "sparsity"_a)
+        .def("read_ahead", &read_ahead<tc::FFNArgs, FFN>, "h"_a.noconvert(), "layer"_a, "sparsity"_a)
+        .def("read_ahead", &read_ahead<tc::MixtureArgs, Mixture>, "h"_a.noconvert(), "layer"_a, "sparsity"_a)
         .def("moe_add", &moe_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none());
 }

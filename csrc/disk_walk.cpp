@@ -13,16 +13,26 @@ static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
 
 static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record; }
 
-// The reads of a call, of which there are none yet.
-static std::shared_ptr<Fetches> begin_reads(const FFN& ffn, size_t tokens) {
-    for (DiskRows* rows : {ffn.disk, ffn.gate_disk})
-        if (rows) rows->early.reset(), rows->settle(), rows->begin(tokens > kFewTokens ? tokens : 1);
-    return std::make_shared<Fetches>(ffn.disk->reader, 2 * ((ffn.neurons() + kChunk - 1) / kChunk));
+size_t owners_of(const FFN& ffn) { return 2 * ((ffn.neurons() + kChunk - 1) / kChunk); }
+
+std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens) {
+    for (size_t i = 0; i < n; i++)
+        for (DiskRows* rows : {ffns[i]->disk, ffns[i]->gate_disk})
+            if (rows) rows->early.reset(), rows->settle(), rows->begin(tokens > kFewTokens ? tokens : 1);
+    return std::make_shared<Fetches>(ffns[0]->disk->reader, n * owners_of(*ffns[0]));
 }
 
-Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args, std::shared_ptr<Fetches> reads)
+// Those that were begun for it, or of its layer, or none yet.
+static std::shared_ptr<Fetches> reads_of(const FFNArgs& a) {
+    std::shared_ptr<Fetches> early = std::move(a.ffn.disk->early);
+    if (a.reads) return a.reads;
+    const FFN* ffn = &a.ffn;
+    return early && takes_few(a) ? early : begin_reads(&ffn, 1, a.tokens);
+}
+
+Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
     : w(context, args, takes_few(args) || args.ffn.sub_norm.weight ? kChunk : kCell), bundles(*args.ffn.disk),
-      gates(args.ffn.gate_disk), begun(std::move(reads)), fetches(*begun), tasks(w.chunks), fresh(w.chunks),
+      gates(args.ffn.gate_disk), reads(reads_of(args)), fetches(*reads), owner(args.owner), tasks(w.chunks), fresh(w.chunks),
       group(w.threads > int(kChunk / kCell) ? 2 : 1), bundle_bytes(bundles.stats.bytes), gate_bytes(gates ? gates->stats.bytes : 0) {
     w.rows = slots = grown(context.slots_, w.n);
     entries = grown(context.entries_, w.n);
@@ -35,7 +45,7 @@ Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args, std::shared_p
     }
     sums = w.few ? nullptr : grown(context.sums_, w.tokens * w.dim);
     for (size_t t = w.tokens; !w.few && t-- > 0;) age.push_back(DiskRows::aged(w.tokens > kFewTokens ? t : 0));
-    if (!w.few) places = grown(context.places_, w.n), std::fill(fetches.left.begin(), fetches.left.end(), size_t(1));
+    if (!w.few) places = grown(context.places_, w.n), std::fill_n(fetches.left.begin() + std::ptrdiff_t(owner), w.chunks, size_t(1));
 }
 
 void Context::DiskWalk::end() {
@@ -73,12 +83,19 @@ void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held, int thread) {
     if (reading) bundles.stats.waited_ns += uint64_t(std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count());
 }
 
+bool Context::DiskWalk::pending() const {
+    if (fetches.failed || !w.few) return fetches.busy();
+    for (size_t i = owner; i < owner + 2 * w.chunks; i++)
+        if (fetches.left[i]) return true;
+    return false;
+}
+
 // Nothing of this call is on its way any more.
 void Context::DiskWalk::drain(int thread) {
     std::unique_lock<std::mutex> held(fetches.lock);
-    while (fetches.busy() && !fetches.gave_up) {
+    while (pending() && !fetches.gave_up) {
         if (fetches.failed) fetches.drop_queue();
-        if (fetches.busy()) wait(held, thread);
+        if (pending()) wait(held, thread);
     }
 }
 
@@ -97,7 +114,7 @@ bool Context::DiskWalk::next(size_t* chunk, int thread) {
         if (fetches.failed || done == w.chunks) return false;
         if (fresh && !(serial && fetches.busy())) return *chunk = --fresh, true;
         if (!fetches.ready.empty()) {
-            *chunk = fetches.ready.front() % w.chunks;
+            *chunk = (fetches.ready.front() - owner) % w.chunks;
             return fetches.ready.pop_front(), true;
         }
     }
@@ -131,15 +148,15 @@ void Context::DiskWalk::list(size_t chunk, int thread) {
 bool Context::DiskWalk::fetch(size_t chunk) {
     Task& t = tasks[chunk];
     DiskRows& rows = t.stage == Task::GATES ? *gates : bundles;
-    const size_t at = chunk * kChunk + t.begin, owner = t.stage == Task::GATES ? chunk : w.chunks + chunk;
+    const size_t at = chunk * kChunk + t.begin, mine = owner + (t.stage == Task::GATES ? 0 : w.chunks) + chunk;
     size_t misses;
     std::lock_guard<std::mutex> held(fetches.lock);
     if (fetches.failed) return false;
     t.end = t.begin + rows.pin(w.ids + at, t.listed - t.begin, slots + at, entries + at, wanted + at, &misses);
     if (t.end == t.begin) return starved.push_back(chunk), false;
-    fetches.want(rows, wanted + at, misses, owner);
-    if (!fetches.left[owner]) return true;
-    fetches.awaited[owner] = 1;
+    fetches.want(rows, wanted + at, misses, mine, true);
+    if (!fetches.left[mine]) return true;
+    fetches.awaited[mine] = 1;
     fetches.submit_some();
     return false;
 }
@@ -168,7 +185,7 @@ void Context::DiskWalk::release(size_t chunk) {
     (t.stage == Task::GATES ? *gates : bundles).unpin(entries + chunk * kChunk + t.begin, t.end - t.begin);
     t.begin = t.end;
     if (starved.empty()) return;
-    for (const size_t c : starved) fetches.ready.push_back(c);
+    for (const size_t c : starved) fetches.ready.push_back(owner + c);
     starved.clear();
     fetches.changed.notify_all();
 }
@@ -205,23 +222,23 @@ void Context::DiskWalk::request(size_t g) {
     for (size_t chunk = g * group; chunk < std::min(w.chunks, (g + 1) * group); chunk++) {
         const size_t begin = chunk * kChunk, end = std::min(w.n, begin + kChunk), ring = chunk % kStreamChunks * kChunk;
         size_t n = bundles.stream(begin, end, int32_t(bundles.pool().lent + ring), places + begin, entries + begin, wanted + begin);
-        fetches.want(bundles, wanted + begin, n, g);
+        fetches.want(bundles, wanted + begin, n, owner + g);
         if (!gates) continue;
         n = gates->stream(begin, end, int32_t(gates->pool().lent + ring), gate_slots + begin, gate_entries + begin, gate_wanted + begin);
-        fetches.want(*gates, gate_wanted + begin, n, g);
+        fetches.want(*gates, gate_wanted + begin, n, owner + g);
     }
     fetches.submit();
-    if (!fetches.gave_up) fetches.left[g]--;  // what it began with: not requested yet
+    if (!fetches.gave_up) fetches.left[owner + g]--;  // what it began with: not requested yet
     fetches.changed.notify_all();
 }
 
 bool Context::DiskWalk::wait_for(size_t g, int thread) {
     std::unique_lock<std::mutex> held(fetches.lock);
-    while (fetches.left[g]) {
+    while (fetches.left[owner + g]) {
         if (fetches.failed) fetches.drop_queue();
-        if (fetches.left[g]) wait(held, thread);
+        if (fetches.left[owner + g]) wait(held, thread);
     }
-    return !fetches.bad[g];
+    return !fetches.bad[owner + g];
 }
 
 void Context::DiskWalk::first_half(size_t c, int thread) {
@@ -301,8 +318,9 @@ struct Ahead {
     Context::Walk& w;
     DiskRows &bundles, *const gates;
     Fetches& fetches;
+    const size_t owner;
     std::atomic<size_t> listed{0}, judged{0};  // chunks
-    Wanted* free = nullptr;                    // of fetches.early
+    Wanted* free = nullptr;                    // of fetches.early's last
 
     void list(int thread);
     void judge(int thread);
@@ -352,28 +370,37 @@ void Ahead::judge(int thread) {
 
 }  // namespace
 
+bool can_read_ahead(const FFN& ffn, size_t tokens, Sparsity sparsity) {
+    return ffn.disk && ffn.predictor.second.data && !ffn.sub_norm.weight && sparsity == PREDICT && tokens <= kFewTokens &&
+           !ffn.disk->disabled(DiskRows::NO_PIPELINE);
+}
+
 void Context::read_ahead(const FFNArgs& a) {
-    if (!a.ffn.disk || !takes_few(a) || a.ffn.disk->disabled(DiskRows::NO_PIPELINE)) return;
+    const FFN* ffn = &a.ffn;
+    if (!can_read_ahead(a.ffn, a.tokens, a.sparsity)) return;
+    FFNArgs asked = a;
+    early_ = asked.reads = a.ffn.disk->early = begin_reads(&ffn, 1, a.tokens);
+    expect(asked);
+}
+
+// Begins what a.reads can bring for an FFN.
+void Context::expect(const FFNArgs& a) {
     Walk w(*this, a, kChunk);
     if (!w.guessed) return;
-    const std::shared_ptr<Fetches> reads = a.ffn.disk->early = begin_reads(a.ffn, a.tokens);
-    early_ = reads;
-    Ahead ahead{w, *a.ffn.disk, a.ffn.gate_disk, *reads};
+    Ahead ahead{w, *a.ffn.disk, a.ffn.gate_disk, *a.reads, a.owner};
     auto list = [&](int thread) { ahead.list(thread); };
     auto judge = [&](int thread) { ahead.judge(thread); };
     pool.run(list);
-    reads->early.resize(2 * std::accumulate(w.counts, w.counts + w.chunks, size_t(0)));
-    ahead.free = reads->early.data();
-    if (ahead.gates) ahead.expect(*ahead.gates, 0), w.rows = grown(slots_, w.n);
+    a.reads->early.emplace_back(2 * std::accumulate(w.counts, w.counts + w.chunks, size_t(0)));
+    ahead.free = a.reads->early.back().data();
+    if (ahead.gates) ahead.expect(*ahead.gates, a.owner), w.rows = grown(slots_, w.n);
     ahead.keep_judgeable();
     pool.run(judge);
-    ahead.expect(ahead.bundles, w.chunks);
+    ahead.expect(ahead.bundles, a.owner + w.chunks);
 }
 
 FFNCounts Context::disk_ffn(const FFNArgs& a) {
-    std::shared_ptr<Fetches> reads = std::move(a.ffn.disk->early);
-    if (!reads || !takes_few(a)) reads = begin_reads(a.ffn, a.tokens);
-    DiskWalk walk(*this, a, std::move(reads));
+    DiskWalk walk(*this, a);
     auto few = [&](int thread) { walk.few_tokens(thread); };
     auto many = [&](int thread) { walk.many_tokens(thread); };
     if (walk.w.few) pool.run(few);

@@ -10,8 +10,13 @@
 
 namespace tc {
 
+// The reads of one call over some FFNs of a layer, of which there are none yet; each FFN has `owners_of` owners there.
+std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens);
+size_t owners_of(const FFN& ffn);
+bool can_read_ahead(const FFN& ffn, size_t tokens, Sparsity sparsity);
+
 struct Context::DiskWalk {
-    DiskWalk(Context& context, const FFNArgs& args, std::shared_ptr<Fetches> begun);
+    DiskWalk(Context& context, const FFNArgs& args);
     void few_tokens(int thread);
     void many_tokens(int thread);
     void end();  // after the region: nothing is pinned. DiskError
@@ -29,6 +34,7 @@ struct Context::DiskWalk {
     void work(size_t chunk, int thread);
     void release(size_t chunk);
     void wait(std::unique_lock<std::mutex>& held, int thread);
+    bool pending() const;
     void drain(int thread);
 
     void request(size_t group);
@@ -41,8 +47,9 @@ struct Context::DiskWalk {
 
     Walk w;
     DiskRows &bundles, *const gates;
-    const std::shared_ptr<Fetches> begun;
-    Fetches& fetches;  // its lock guards all below, and the DiskRows. Owners: chunks for their gate rows, then for their bundles; or groups
+    const std::shared_ptr<Fetches> reads;
+    Fetches& fetches;  // its lock guards all below, and the DiskRows
+    const size_t owner;  // from there on: chunks for their gate rows, then for their bundles; or groups
     std::vector<Task> tasks;
     std::deque<size_t> starved;  // chunks that found no slots
     size_t fresh, done = 0;

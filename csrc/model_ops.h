@@ -105,6 +105,8 @@ struct FFNArgs {
     size_t tokens, dim;
     Sparsity sparsity;
     float* record;  // [tokens, neurons], or null: takes h, what down is multiplied with (before sub_norm); 0 where skipped
+    std::shared_ptr<Fetches> reads = nullptr;  // of an expert on disk: its layer's, and its first owner there
+    size_t owner = 0;
 };
 struct MixtureArgs {
     const Mixture& mixture;
@@ -134,9 +136,10 @@ public:
     FFNCounts ffn_add(const FFNArgs& a);
     // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
     FFNCounts moe_add(const MixtureArgs& a);
-    // Begins to read what ffn_add will want from disk: x, record are not looked at; h is the residual stream before attention. Changes
-    // when reads happen, not what comes out.
+    // Begin to read what ffn_add or moe_add will want from disk: x, record are not looked at; h is the residual stream before
+    // attention. Changes when reads happen, not what comes out.
     void read_ahead(const FFNArgs& a);
+    void read_ahead(const MixtureArgs& a);
     struct Walk;  // one call of an FFN in bundles
 
     Pool pool;
@@ -150,8 +153,12 @@ private:
     Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, std::vector<uint8_t>& buffer);
     void linear(const Linear& w, const Input& in, float* out, bool add);
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
+    struct ExpertReads;
     void moe_block(const MixtureArgs& a, FFNCounts& total);
-    FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum);
+    const float* routed(const MixtureArgs& a, const float** h);
+    size_t tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights);
+    FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum, const std::shared_ptr<Fetches>& reads);
+    void expect(const FFNArgs& a);
     FFNCounts dense_ffn(const FFNArgs& a);
     FFNCounts bundle_ffn(const FFNArgs& a);
     struct DiskWalk;

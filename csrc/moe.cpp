@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "disk_walk.h"
 #include "model_ops.h"
 #include "work.h"
 
@@ -48,41 +49,77 @@ FFNCounts Context::moe_add(const MixtureArgs& a) {
     return total;
 }
 
-void Context::moe_block(const MixtureArgs& a, FFNCounts& total) {
+// [tokens, experts]: how much of each expert a token gets. *h becomes what all of them see.
+const float* Context::routed(const MixtureArgs& a, const float** h) {
     const Mixture& m = a.mixture;
-    const size_t experts = m.experts.size(), all = a.tokens * a.dim;
-    const float* h = a.h;
+    const size_t experts = m.experts.size();
+    *h = a.h;
     if (m.norm.weight) {
-        float* normed = grown(routed_.normed, all);
+        float* normed = grown(routed_.normed, a.tokens * a.dim);
         norm(m.norm, a.h, a.tokens, a.dim, normed);
-        h = normed;
+        *h = normed;
     }
     float *logits = grown(routed_.logits, a.tokens * experts), *weights = grown(routed_.weights, a.tokens * experts);
-    matmul({m.router, nullptr}, {}, h, a.tokens, logits, false);
+    matmul({m.router, nullptr}, {}, *h, a.tokens, logits, false);
     for (size_t t = 0; t < a.tokens; t++) route(logits + t * experts, experts, m.active, weights + t * experts);
+    return weights;
+}
 
+// Those that go to expert e: how many, in routed_.tokens and, what they are, in routed_.in.
+size_t Context::tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights) {
+    size_t *mine = grown(routed_.tokens, a.tokens), n = 0;
+    for (size_t t = 0; t < a.tokens; t++)
+        if (weights[t * a.mixture.experts.size() + e] != 0) mine[n++] = t;
+    float* in = grown(routed_.in, a.tokens * a.dim);
+    for (size_t k = 0; k < n; k++) std::copy_n(h + mine[k] * a.dim, a.dim, in + k * a.dim);
+    return n;
+}
+
+// Experts on disk share the reads of a call; when it is over, what was read for those that it did not need is let go. Records of all
+// grow older with each token: how fast a use is forgotten is for the text to say, not for how often an expert is chosen.
+struct Context::ExpertReads {
+    ExpertReads(const MixtureArgs& a) : mixture(a.mixture) {
+        const FFN& first = *mixture.experts[0];
+        if (!first.disk) return;
+        if (a.tokens <= kFewTokens) reads = std::move(first.disk->early);
+        if (!reads) reads = begin_reads(mixture.experts.data(), mixture.experts.size(), a.tokens);
+    }
+    ~ExpertReads() {
+        if (!reads) return;
+        reads.reset();
+        for (const FFN* expert : mixture.experts)
+            for (DiskRows* rows : {expert->disk, expert->gate_disk})
+                if (rows) rows->settle();
+    }
+    const Mixture& mixture;
+    std::shared_ptr<Fetches> reads;
+};
+
+void Context::moe_block(const MixtureArgs& a, FFNCounts& total) {
+    const size_t experts = a.mixture.experts.size(), all = a.tokens * a.dim;
+    const float *h, *weights = routed(a, &h);
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
-    if (a.record) std::fill(a.record, a.record + a.tokens * experts * m.neurons(), 0.0f);
+    if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
+    const ExpertReads disk(a);
     for (size_t e = 0; e < experts; e++) {
-        const FFNCounts c = expert_add(a, e, h, weights, sum);
+        const FFNCounts c = expert_add(a, e, h, weights, sum, disk.reads);
         total.active += c.active, total.rows += c.rows, total.gates += c.gates, total.predictor_bytes += c.predictor_bytes;
     }
-    join(m.join, sum, a.tokens, a.dim, a.x);
+    join(a.mixture.join, sum, a.tokens, a.dim, a.x);
 }
 
 // sum += expert e's part, of the tokens that go to it. h, sum [tokens, dim]; weights [tokens, experts].
-FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum) {
-    const size_t experts = a.mixture.experts.size(), neurons = a.mixture.neurons(), dim = a.dim;
-    size_t *mine = grown(routed_.tokens, a.tokens), n = 0;
-    for (size_t t = 0; t < a.tokens; t++)
-        if (weights[t * experts + e] != 0) mine[n++] = t;
+FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum,
+                              const std::shared_ptr<Fetches>& reads) {
+    const size_t experts = a.mixture.experts.size(), neurons = a.mixture.neurons(), dim = a.dim, n = tokens_of(a, e, h, weights);
     if (!n) return {};
-    float *in = grown(routed_.in, a.tokens * dim), *out = grown(routed_.out, a.tokens * dim);
+    const size_t* mine = routed_.tokens.data();
+    float* out = grown(routed_.out, a.tokens * dim);
     float* record = a.record ? grown(routed_.record, a.tokens * neurons) : nullptr;
-    for (size_t k = 0; k < n; k++) std::copy_n(h + mine[k] * dim, dim, in + k * dim);
     std::fill(out, out + n * dim, 0.0f);
-    const FFNCounts c = ffn_add({*a.mixture.experts[e], out, in, n, dim, a.sparsity, record});
+    const FFN& expert = *a.mixture.experts[e];
+    const FFNCounts c = ffn_add({expert, out, routed_.in.data(), n, dim, a.sparsity, record, reads, e * owners_of(expert)});
     for (size_t k = 0; k < n; k++) {
         const float w = weights[mine[k] * experts + e];
         float *to = sum + mine[k] * dim, *from = out + k * dim;
@@ -90,6 +127,17 @@ FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, co
         if (record) std::copy_n(record + k * neurons, neurons, a.record + (mine[k] * experts + e) * neurons);
     }
     return c;
+}
+
+void Context::read_ahead(const MixtureArgs& a) {
+    const Mixture& m = a.mixture;
+    if (!can_read_ahead(*m.experts[0], a.tokens, a.sparsity)) return;
+    const float *h, *weights = routed(a, &h);
+    const std::shared_ptr<Fetches> reads = begin_reads(m.experts.data(), m.experts.size(), a.tokens);
+    early_ = m.experts[0]->disk->early = reads;
+    for (size_t e = 0; e < m.experts.size(); e++)
+        if (const size_t n = tokens_of(a, e, h, weights))
+            expect({*m.experts[e], nullptr, routed_.in.data(), n, a.dim, a.sparsity, nullptr, reads, e * owners_of(*m.experts[e])});
 }
 
 }  // namespace tc

@@ -264,7 +264,8 @@ Fetches::Fetches(Reader& reader, size_t owners)
     for (ReadDone done[64]; reader.left_behind;) reader.left_behind -= reader.take(done, 64, true);
 }
 
-void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner) {
+void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner, bool urgent) {
+    made_.clear();
     const uint64_t stride = rows.pool().stride, align = reader_.alignment();
     const bool halves = rows.disabled(DiskRows::NO_BUNDLE);
     auto offset = [&](const Wanted& w) { return rows.file_offset + uint64_t(w.neuron) * stride; };
@@ -274,9 +275,10 @@ void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner)
             const uint64_t end = (offset(wanted[next]) + stride + align - 1) / align * align;
             if (offset(wanted[next]) - offset(wanted[next - 1]) - stride > kGap || end - begin > reader_.buffer_bytes()) break;
         }
-        queue_.push_back({&rows, wanted + i, next - i, owner, begin, halves ? 2u : 1u, 0});
-        left[owner]++;
+        made_.push_back({&rows, wanted + i, next - i, owner, begin, halves ? 2u : 1u, 0});
     }
+    left[owner] += made_.size();
+    queue_.insert(urgent ? queue_.begin() : queue_.end(), made_.begin(), made_.end());
 }
 
 // What to ask the reader for: the bytes of a read, or of each half of a record, in whole units of its alignment.

@@ -153,8 +153,9 @@ public:
     Fetches(const Fetches&) = delete;
     Fetches& operator=(const Fetches&) = delete;
 
-    // The caller holds `lock`. Records, ascending, for `owner`; reads of neighbours are one where the gap costs less.
-    void want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner);
+    // The caller holds `lock`. Records, ascending, for `owner`; reads of neighbours are one where the gap costs less. `urgent`: before
+    // all that are not under way yet.
+    void want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner, bool urgent = false);
     void submit();
     void drop_queue();  // after a failure
     void give_up();     // at once: what is under way is left behind, and the next Fetches of this reader waits for it
@@ -176,7 +177,7 @@ public:
     bool failed = false, gave_up = false;
     DiskError error{0, "", 0};
     bool taking = false;  // somebody is in `take`: what it reaps, a second one would sleep for
-    std::vector<Wanted> early;        // what was wanted before the call
+    std::vector<std::vector<Wanted>> early;  // what was wanted before the call
 
 private:
     static constexpr size_t kBatch = 8;
@@ -188,6 +189,7 @@ private:
         unsigned requests;  // 2: each half on its own; then those still under way
         int error;
     };
+    std::vector<Read> made_;         // of one `want`
     size_t requests_of(Read& r, unsigned buffer, ReadRequest* out) const;
     void finish(Read& r, const uint8_t* buffer);
 

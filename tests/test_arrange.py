@@ -16,7 +16,7 @@ from thermocline.errors import OutOfBudget
 from thermocline.layout import expected_tensors, place
 from thermocline.memory import GIB
 from thermocline.planted import activities
-from thermocline.split import GAP_BYTES, Rows, Share, fetch, split
+from thermocline.split import GAP_BYTES, LEAST, Rows, Share, fetch, split
 from thermocline.synth import read_shape
 
 # ---- places
@@ -65,12 +65,14 @@ def test_places_go_to_whom_they_save_most() -> None:
 
 
 @pytest.mark.parametrize("stride", [4608, 16384, 40000])
-@pytest.mark.parametrize("ordered", [True, False])
-def test_expected_reads_are_those_of_drawn_tokens(stride: int, ordered: bool) -> None:
-    """Neighbours are one read, with the gap between them, as csrc/slots.cpp reads."""
+@pytest.mark.parametrize(("ordered", "asked"), [(True, 1.0), (False, 1.0), (True, 0.25)])
+def test_expected_reads_are_those_of_drawn_tokens(stride: int, ordered: bool, asked: float) -> None:
+    """Neighbours are one read, with the gap between them, as csrc/slots.cpp reads. Of an expert's they all
+    are asked for, or none is.
+    """
     rng = np.random.default_rng(0)
     p = np.sort(rng.uniform(0, 0.3, 2000))[::-1]
-    x, share, tokens = Rows(stride, p), Share(0, 500), 400
+    x, share, tokens = Rows(stride, asked * p, asked), Share(0, 500), 400
     rows = reads = nbytes = 0
     places = np.arange(2000) if ordered else rng.permutation(2000)
     for _ in range(tokens):
@@ -81,21 +83,25 @@ def test_expected_reads_are_those_of_drawn_tokens(stride: int, ordered: bool) ->
         reads += len(missed) - int(near.sum())
         nbytes += (len(missed) + int(gaps[near].sum())) * stride
     found = fetch(x, share, ordered=ordered)
-    assert found.rows == pytest.approx(rows / tokens, rel=0.03)
-    assert found.reads == pytest.approx(reads / tokens, rel=0.03)
-    assert found.bytes == pytest.approx(nbytes / tokens, rel=0.03)
+    assert found.rows == pytest.approx(asked * rows / tokens, rel=0.03)
+    assert found.reads == pytest.approx(asked * reads / tokens, rel=0.03)
+    assert found.bytes == pytest.approx(asked * nbytes / tokens, rel=0.03)
     assert fetch(x, Share(2000, 0), ordered=ordered).rows == 0
 
 
 # ---- the whole of a budget
 
 
-def contents(sparsity: str = "exact", format: str = "q4_0", predictor_bytes: int = 0) -> Contents:
-    """A ReGLU 7B of 8 layers, profiled."""
-    spec = dataclasses.replace(read_shape("llama-2-7b")[1], activation="relu", n_layers=8)
+def contents(
+    sparsity: str = "exact", format: str = "q4_0", predictor_bytes: int = 0, experts: int = 1
+) -> Contents:
+    """A ReGLU 7B of 8 layers, profiled; its neurons perhaps in experts, of which a token goes to two."""
+    shape = dataclasses.replace(read_shape("llama-2-7b")[1], activation="relu", n_layers=8)
+    some = {"n_experts": experts, "n_experts_active": min(2, experts), "ffn_dim": shape.ffn_dim // experts}
+    spec = dataclasses.replace(shape, **some)
     tensors = place({n: t for n, t in expected_tensors(spec, format).items() if not t.optional})[0]
-    heat = dataclasses.replace(hotness.assumed(8, spec.ffn_dim, 0.11, 0.26), ordered=True)
-    return Contents(spec, tensors, predictor_bytes, sparsity, heat)
+    heat = hotness.assumed(8, experts * spec.ffn_dim, 0.11, 0.26, experts, spec.routed(1))
+    return Contents(spec, tensors, predictor_bytes, sparsity, dataclasses.replace(heat, ordered=True))
 
 
 def others(c: Contents, context: int = 512) -> dict[str, int]:
@@ -106,20 +112,37 @@ def arranged(c: Contents, gib: float) -> Arrangement:
     return arrange(c, int(gib * GIB), others(c))
 
 
+@pytest.mark.parametrize("experts", [1, 8])
 @pytest.mark.parametrize("sparsity", ["exact", "predict", "off"])
-def test_every_budget_from_the_least_up_is_kept_and_used(sparsity: str) -> None:
-    c = contents(sparsity, predictor_bytes=40 << 20 if sparsity == "predict" else 0)
+def test_every_budget_from_the_least_up_is_kept_and_used(sparsity: str, experts: int) -> None:
+    c = contents(sparsity, predictor_bytes=40 << 20 if sparsity == "predict" else 0, experts=experts)
     least = least_bytes(c, others(c))
-    whole = sum(t.bytes for t in c.tensors.values()) + sum(others(c).values())
+    whole = sum(t.bytes for t in c.tensors.values()) + sum(others(c).values()) + c.predictor_bytes
     places: list[int] = []
     for budget in np.linspace(least, 1.02 * whole, 12).astype(int):
         a = arrange(c, int(budget), others(c))
         assert a.bytes <= budget
         assert a.bytes > budget - 64 * 16384 or all(s.quota == 0 for s in a.bundles)
         places.append(sum(s.places for s in a.bundles))
-    assert places[-1] > 0.9 * 8 * 11008 and places[0] == 8 * 32
+    assert places[-1] > 0.9 * 8 * 11008 and places[0] == 8 * experts * LEAST
     with pytest.raises(OutOfBudget, match=r"use --ram [\d.]+"):
         arrange(c, least - 1, others(c))
+
+
+def test_rows_of_an_expert_are_asked_for_together() -> None:
+    c, n = contents("predict", predictor_bytes=1, experts=8), 1376
+    each = c.rows("bundle")
+    assert len(each) == 8 * 8 and {len(x.need) for x in each} == {n} and {x.asked for x in each} == {0.25}
+    assert sum(x.need.sum() for x in each[:8]) == pytest.approx(0.11 * 2 * n, rel=1e-3)
+    for batch, asked in ((1, 0.25), (8, 1 - 0.75**8)):
+        named, active = c.rows("gate.weight", batch)[0], c.rows("bundle", batch)[0]
+        assert named.asked == active.asked == pytest.approx(asked)
+        wanted = n * asked if batch > 4 else 1.5 * active.need.sum()  # a larger step is not guessed
+        assert named.need.sum() == pytest.approx(wanted, rel=0.02)
+    off = contents("off", experts=8).rows("bundle", 2)[63]
+    assert off.need.tolist() == [1 - 0.75**2] * n
+    popular = dataclasses.replace(c.hotness, at=lambda layer, batch: np.linspace(0.6, 0.1, 8 * n))
+    assert dataclasses.replace(c, hotness=popular).rows("bundle")[0].asked == 0.6
 
 
 def test_a_refusal_names_a_budget_that_is_enough() -> None:

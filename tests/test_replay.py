@@ -130,14 +130,14 @@ def test_s3fifo_keeps_what_is_used_again_through_a_scan() -> None:
 # ---- whole traces
 
 
-def a_trace(tokens: int = 24, neurons: int = 40, layers: int = 2) -> Trace:
+def a_trace(tokens: int = 24, neurons: int = 40, layers: int = 2, experts: int = 1) -> Trace:
     active = []
     for i in range(layers):
         bits = np.zeros((tokens, neurons), np.bool_)
         for row, wanted in zip(bits, random_sets(i, tokens, neurons), strict=True):
             row[list(wanted)] = True
         active.append(np.packbits(bits, axis=1, bitorder="little"))
-    return Trace(tokens, "a test", "exact", 0, neurons, tuple(active))
+    return Trace(tokens, "a test", "exact", 0, neurons, experts, tuple(active))
 
 
 def test_what_is_pinned_is_always_found_and_the_policy_has_the_rest() -> None:
@@ -148,6 +148,23 @@ def test_what_is_pinned_is_always_found_and_the_policy_has_the_rest() -> None:
     cold = [{n - 8 for n in np.flatnonzero(row).tolist() if n >= 8} for row in t.layer(0)]
     assert counts.missed[:, 0].tolist() == [len(m) for m in missed("lru", cold, 32, 6)]
     assert counts.hit_rate == 1 - counts.missed.sum() / counts.needed.sum()
+
+
+def test_every_expert_has_places_of_its_own() -> None:
+    t, some = a_trace(experts=4), np.linspace(0.9, 0.1, 40)
+    shares = [Share(0, 3), Share(4, 2), Share(10, 0), Share(0, 5)] * 2
+    counts = replay(t, shares, [some] * 2, "lfu")
+    for i in range(2):
+        found = [0] * t.tokens
+        for e, s in enumerate(shares[:4]):
+            first = 10 * e + s.hot
+            cold = [
+                {n - first for n in np.flatnonzero(row).tolist() if first <= n < 10 * e + 10}
+                for row in t.layer(i)
+            ]
+            own = missed("lfu", cold, 10 - s.hot, s.quota, some[first : 10 * e + 10]) if s.quota else []
+            found = [a + len(b) for a, b in zip(found, own or [[]] * t.tokens, strict=True)]
+        assert counts.missed[:, i].tolist() == found
 
 
 def test_parts_of_a_trace_side_by_side_need_what_any_of_them_needs() -> None:

@@ -237,6 +237,9 @@ class Mixture:
     def neurons(self) -> int:
         """Of all experts."""
 
+    @property
+    def from_disk(self) -> bool: ...
+
 class Step:
     """The tokens of one step: where they are, and their angles.
 
@@ -267,8 +270,8 @@ class Context:
     def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None: ...
     def attention(self, qkv: F32, heads: Heads, step: Step, k: F16, v: F16, out: F32) -> None: ...
     def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, k: F16, v: F16) -> None: ...
-    def read_ahead(self, h: F32, layer: FFN, sparsity: int) -> None:
-        """Begins the reads that `ffn_add` will likely need; `h`: the residual stream before attention."""
+    def read_ahead(self, h: F32, layer: FFN | Mixture, sparsity: int) -> None:
+        """Begins the reads that `ffn_add` or `moe_add` will need. `h`: the residual before attention."""
 
     def ffn_add(
         self, x: F32, h: F32, layer: FFN, sparsity: int, record: F32 | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from thermocline import _native
-from thermocline.cost import EXCESS, named
+from thermocline.cost import EXCESS, PREDICT_TOKENS, named
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
@@ -22,7 +22,7 @@ from thermocline.manifest import BLOCK_BYTES
 from thermocline.memory import GIB, context_for, runtime_bytes, scratch_bytes
 from thermocline.sizes import aligned
 from thermocline.spec import ModelSpec
-from thermocline.split import OPERATION_BYTES, Fetch, Rows, Share, fetch, split
+from thermocline.split import F64, OPERATION_BYTES, Fetch, Rows, Share, fetch, split
 
 LEAST_CONTEXT = 512
 DEPTH, BUFFER_BYTES = 128, 128 << 10  # reads in flight, and of how many bytes
@@ -43,16 +43,23 @@ class Contents:
         return self.sparsity == "predict" and self.predictor_bytes > 0
 
     def rows(self, kind: str, batch: int = 1) -> list[Rows]:
-        """Each layer's `bundle` or `gate.weight`, as a step of `batch` tokens needs them."""
+        """`bundle` or `gate.weight`, layer by layer and expert by expert, as a step of `batch` tokens needs
+        them.
+        """
         found = []
         for i in range(self.spec.n_layers):
-            need = self.hotness.at(i, batch)
-            if self.sparsity == "off":
-                need = np.ones_like(need)
-            elif kind != "bundle":
-                need = named(need, EXCESS if self.hotness.excess is None else self.hotness.excess)
-            found.append(Rows(self.tensors[f"layers.{i}.{kind}"].stride, need))
+            stride = self.tensors[f"layers.{i}.{kind}"].stride
+            for need in np.split(self.hotness.at(i, batch), self.spec.n_experts):
+                asked = max(self.spec.routed(batch), float(need[0]))  # some experts are chosen more often
+                found.append(Rows(stride, self._needed(kind, batch, need, asked), asked))
         return found
+
+    def _needed(self, kind: str, batch: int, active: F64, asked: float) -> F64:
+        if self.sparsity == "off" or (kind != "bundle" and batch > PREDICT_TOKENS):
+            return np.full_like(active, asked)
+        if kind == "bundle":
+            return active
+        return named(active, EXCESS if self.hotness.excess is None else self.hotness.excess, asked)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Arrangement:
     """Who has what of the budget. `parts` add up to all the memory that is ever taken."""
 
     parts: dict[str, int]
-    bundles: tuple[Share, ...]  # of each layer
+    bundles: tuple[Share, ...]  # as `Contents.rows`
     gates: tuple[Share, ...] | None  # None: all gate rows are resident
     contents: Contents
 
@@ -70,13 +77,13 @@ class Arrangement:
 
     @property
     def kinds(self) -> list[tuple[str, tuple[Share, ...]]]:
-        """The tensors of a layer whose rows take turns, with each layer's places for them."""
+        """The tensors of a layer whose rows take turns, with the places for them."""
         return [("bundle", self.bundles), *([("gate.weight", self.gates)] if self.gates is not None else [])]
 
-
-def on_disk(spec: ModelSpec) -> bool:
-    """Can some of its neurons be left there?"""
-    return spec.sparse and spec.n_experts == 1
+    def places(self, shares: Sequence[Share]) -> list[int]:
+        """Of each layer."""
+        n = self.contents.spec.n_experts
+        return [sum(s.places for s in shares[i : i + n]) for i in range(0, len(shares), n)]
 
 
 # ---- dividing
@@ -88,7 +95,7 @@ def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list
     The shorter one leaves most of the memory to the weights.
     """
     context = context_for(spec, asked)
-    if asked is not None or budget is None or not on_disk(spec):
+    if asked is not None or budget is None or not spec.sparse:
         return [context]
     shorter = context
     while shorter > LEAST_CONTEXT and reserved_bytes(spec, shorter, shorter, PREFILL_CHUNK) > budget // 8:
@@ -144,7 +151,8 @@ def _gates_can(c: Contents) -> bool:
 
 def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) -> Arrangement | None:
     parts = _fixed(c, others, gates)
-    bundles, n = c.rows("bundle"), c.spec.n_layers
+    bundles = c.rows("bundle")
+    n = len(bundles)
     rows = [*bundles, *(c.rows("gate.weight") if gates else ())]
     shares = split(rows, budget - sum(parts.values()))
     if shares is None:
@@ -159,10 +167,10 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
 def fetches(a: Arrangement, batch: int = 1) -> list[list[Fetch]]:
     """Of each layer, what a step of a few tokens is expected to read of each kind."""
     c = a.contents
-    found: list[list[Fetch]] = [[] for _ in a.bundles]
+    found: list[list[Fetch]] = [[] for _ in range(c.spec.n_layers)]
     for kind, shares in a.kinds:
         for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=True)):
-            found[i].append(fetch(rows, share, ordered=c.hotness.ordered))
+            found[i // c.spec.n_experts].append(fetch(rows, share, ordered=c.hotness.ordered))
     return found
 
 

@@ -87,9 +87,8 @@ def ask_of(o: config_offline.PlanOptions, subject: Subject, context: int) -> Ask
 def stored(subject: Subject) -> Callable[[Problem], Plan] | None:
     """Its plan where it is in memory in part; None where that cannot be."""
     from thermocline import plan_disk
-    from thermocline.arrange import on_disk
 
-    return partial(plan_disk.stored_plan, c=subject.contents) if on_disk(subject.spec) else None
+    return partial(plan_disk.stored_plan, c=subject.contents) if subject.spec.sparse else None
 
 
 def plan_subject(o: config_offline.PlanOptions) -> Subject:

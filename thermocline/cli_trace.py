@@ -115,7 +115,7 @@ def replay(o: config.BenchOptions) -> int:
 
 
 def _problem(o: config.BenchOptions, pack: Pack, found: Trace) -> tuple[Problem, list[Any]]:
-    """(what tells a step's time, each layer's frequencies by the profile)."""
+    """(what tells a step's time, each layer's frequencies by the profile, in the pack's order)."""
     import numpy as np
 
     from thermocline import plan_file
@@ -156,9 +156,9 @@ def _cases(o: config.BenchOptions, pack: Pack, found: Trace) -> list[Case]:
     from thermocline.replay import even_shares
     from thermocline.split import Share
 
-    layers, neurons = pack.spec.n_layers, found.neurons
+    parts, neurons = pack.spec.n_layers * found.experts, pack.spec.ffn_dim
     if not o.budgets:
-        return [Case(None, even_shares(neurons, layers, p / 100)) for p in SWEEP]
+        return [Case(None, even_shares(neurons, parts, p / 100)) for p in SWEEP]
     predictors = predictors_for(pack, found.sparsity)
     cases = []
     for gib in o.budgets:
@@ -172,7 +172,7 @@ def _cases(o: config.BenchOptions, pack: Pack, found: Trace) -> list[Case]:
             budget=int(gib * GIB),
             limit="allowed",
         )
-        whole = [Share(neurons, 0)] * layers
+        whole = [Share(neurons, 0)] * parts
         cases.append(Case(gib, whole if room.arrangement is None else room.arrangement.bundles))
     return cases
 
@@ -208,7 +208,7 @@ def _row(
     from thermocline.replay import times
 
     took = times(problem, counts)
-    neurons, steps = found.neurons * len(case.shares), len(counts.needed)
+    neurons, steps = found.neurons * len(found.active), len(counts.needed)
     record = problem.sizes.layers[0].record_bytes
     return {
         "policy": policy,

@@ -41,6 +41,7 @@ LAUNCHES = 6  # GPU kernels in a half of a layer
 PAGE = 4096
 IN_FLIGHT = 16  # reads, where a disk's reads a second were measured: each then takes that many times theirs
 MISS_US = 6.0  # of a thread, for a record from disk: asking, its checksum, a copy
+EARLY_SHARE = 0.87  # of attention's time, that reads which a predictor began before it go on beside it
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,16 @@ class Work:
     batch: int = 1
     depth: int = 0
     routed: float = 1.0  # of a mixture's experts, those that some token of the step goes to
+    experts: int = 1
 
     @property
     def predicts(self) -> bool:
         return self.sparsity == "predict" and self.batch <= PREDICT_TOKENS
+
+    @property
+    def ffns(self) -> float:
+        """Of a layer, one after the other."""
+        return self.routed * self.experts
 
 
 @dataclass(frozen=True)
@@ -206,18 +213,23 @@ def attention_us(layer: LayerWork, v: Speeds) -> float:
 
 
 def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetch]) -> tuple[float, float]:
-    """(CPU, what the disk adds to that) of a layer on the CPU. Its reads run beside its own FFN."""
+    """(CPU, what the disk adds to that) of a layer on the CPU.
+
+    Its reads run beside its own FFN, and those that a predictor named beside its attention.
+    """
     disk = v.tiers.disk
     assert disk is not None
     none, no = np.zeros(1, np.int64), np.zeros(1, np.bool_)
     cpu = float(layer_times(layer, v, work, no, no, none, none, no)[1][0])
-    ffn = cpu - attention_us(layer, v)
+    attention = attention_us(layer, v)
+    beside = cpu - attention + _early_us(attention, work)
     rows, reads, nbytes = (sum(x) for x in zip(*((f.rows, f.reads, f.bytes) for f in fetched), strict=True))
     if not reads:  # in order, in long pieces
-        return cpu, max(0.0, nbytes / (disk.read_gbs * 1e3) - ffn)
+        return cpu, max(0.0, nbytes / (disk.read_gbs * 1e3) - (cpu - attention))
     work_us = rows * MISS_US / v.tiers.cpu.threads
-    last = (1 - math.exp(-reads)) * IN_FLIGHT * 1e6 / disk.reads_per_s  # it begins near the end
-    return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - ffn - work_us) + last
+    late = work.ffns * (1 - math.exp(-reads / work.ffns))  # those whose last read begins near their end
+    last = late * IN_FLIGHT * 1e6 / disk.reads_per_s
+    return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - beside - work_us) + last
 
 
 def layer_times(
@@ -262,10 +274,16 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
     gates = float(layer.reads.gates[-1])
     ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
     ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
-    waits = np.minimum(1.0, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
+    waits = np.minimum(work.ffns, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
     work_us = missed * (MISS_US / v.tiers.cpu.threads)
-    waited: F64 = np.maximum(0.0, _reading_us(disk, missed, missed * s.record_bytes) - ffn - work_us) + waits
+    beside = ffn + work_us + _early_us(attention_us(layer, v), work)
+    waited: F64 = np.maximum(0.0, _reading_us(disk, missed, missed * s.record_bytes) - beside) + waits
     return before + ffn + work_us + waited, waited
+
+
+def _early_us(attention: float, work: Work) -> float:
+    """Of attention's time, what reads go on beside."""
+    return EARLY_SHARE * attention if work.predicts else 0.0
 
 
 def _reading_us(disk: Disk, reads: F64 | float, nbytes: F64 | float) -> F64:

@@ -22,7 +22,9 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Hotness:
-    """`at(layer, batch)`: the probability that a step of `batch` tokens needs each neuron, hottest first."""
+    """`at(layer, batch)`: the probability that a step of `batch` tokens needs each neuron, expert by expert,
+    each one's hottest first.
+    """
 
     source: str  # for a person
     measured: bool
@@ -41,8 +43,8 @@ class Curve:
 
     def hotness(self, spec: ModelSpec) -> Hotness:
         active = ACTIVE if self.active is None else self.active
-        chosen = spec.n_experts_active / spec.n_experts
-        return assumed(spec.n_layers, spec.n_experts * spec.ffn_dim, active, self.skew, chosen)
+        neurons = spec.n_experts * spec.ffn_dim
+        return assumed(spec.n_layers, neurons, active, self.skew, spec.n_experts, spec.routed(1))
 
 
 def of_pack(pack: Pack, curve: Curve, excess: float | None = None) -> Hotness:
@@ -62,7 +64,8 @@ def profiled(profile: Profile) -> Hotness:
     def at(layer: int, batch: int) -> F64:
         bucket = min((b for b in profile.buckets if b >= batch), default=max(profile.buckets))
         p = profile.hotness(layer, bucket)
-        return hottest_first(np.where(p > 0, p, _unseen(profile, layer)))
+        experts = profile.counts[layer].shape[1]
+        return hottest_first(np.where(p > 0, p, _unseen(profile, layer)), experts)
 
     return Hotness(f"profile of {profile.tokens:,} tokens", True, at)
 
@@ -81,11 +84,14 @@ def independent(
     return Hotness(source, measured, lambda layer, batch: 1.0 - (1.0 - each[layer]) ** batch, key)
 
 
-def assumed(layers: int, neurons: int, active: float, skew: float, chosen: float = 1.0) -> Hotness:
-    """The same power law in every layer; UsageError where there is none. `chosen`: of a mixture's experts,
-    those that a token goes to; `active` is of their neurons.
+def assumed(
+    layers: int, neurons: int, active: float, skew: float, experts: int = 1, routed: float = 1.0
+) -> Hotness:
+    """The same power law in every layer, each expert with its share; UsageError where there is none.
+
+    `routed`: of a mixture's experts, those that a token goes to; `active` is of their neurons.
     """
-    curve = chosen * activities(neurons, active, skew)
+    curve = routed * activities(neurons, active, skew).reshape(-1, experts).T.ravel()
     source = f"assumed: {active:.0%} of the neurons active, {skew:.0%} of them make 80 % of the activations"
     return independent([curve] * layers, source, measured=False, key=lambda layer: 0)
 
@@ -104,9 +110,10 @@ def counted(pack: Pack) -> Hotness | None:
     most = max(float(c.max()) for c in counts)
     if not (np.isfinite(most) and most > 0 and all(float(c.min()) >= 0 for c in counts)):
         return None
-    each = [hottest_first(c * (HOTTEST / most)) for c in counts]
+    each = [hottest_first(c * (HOTTEST / most), pack.spec.n_experts) for c in counts]
     return independent(each, "activation counts of the model's authors", measured=True)
 
 
-def hottest_first(p: F64) -> F64:
-    return np.sort(p)[::-1]
+def hottest_first(p: F64, experts: int = 1) -> F64:
+    """Within each expert."""
+    return np.sort(p.reshape(experts, -1), axis=1)[:, ::-1].ravel()

@@ -92,11 +92,10 @@ def fit(
     if least(context) <= available_bytes:
         return at_least
     tokens = bisect.bisect_right(range(1, context), available_bytes, key=least)
-    whole = ", and a mixture's experts all have to be in memory" if spec.sparse and spec.n_experts > 1 else ""
     change = f"a context of at most {tokens}" if tokens > 0 else "a smaller weight format (q4_0) or model"
     raise OutOfBudget(
         f"the model needs {least(context) / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
         f"{cache(at_least) / GIB:.2f} keys and values at context {context}, "
         f"{(others(context) - weights_bytes) / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is "
-        f"{limit}{whole}; use {change}"
+        f"{limit}; use {change}"
     )

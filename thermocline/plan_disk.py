@@ -11,7 +11,7 @@ from thermocline.cost import Work
 from thermocline.placement import Budget
 from thermocline.plan import BUCKETS, Layer, Plan, Prediction, hot_neurons
 from thermocline.problem import Problem
-from thermocline.split import Fetch, Share
+from thermocline.split import Fetch
 
 
 def stored_plan(p: Problem, c: Contents) -> Plan:
@@ -24,8 +24,8 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
     predicted = tuple(predict(p, c, a, p.work(share=share)) for share in (0.0, 0.5, 1.0))
     return Plan(
         layers=tuple(
-            _layer(c, s, None if a.gates is None else a.gates[i], p.sizes.layers[i].neurons)
-            for i, s in enumerate(a.bundles)
+            _layer(c, p.sizes.layers[i].neurons, *(a.places(shares)[i] for _, shares in a.kinds))
+            for i in range(p.spec.n_layers)
         ),
         head="ram",
         bytes={"gpu": {}, "ram": a.parts, "disk": _on_disk(c, a)},
@@ -40,10 +40,10 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
     )
 
 
-def _layer(c: Contents, bundles: Share, gates: Share | None, neurons: int) -> Layer:
+def _layer(c: Contents, neurons: int, bundles: int, gates: int | None = None) -> Layer:
+    """That many neurons' bundles and, unless they all are there, gate rows have places."""
     predictor = "ram" if c.guesses else None
-    on_disk = 0 if gates is None else neurons - gates.places
-    return Layer("ram", predictor, 0, bundles.places, neurons - bundles.places, on_disk)
+    return Layer("ram", predictor, 0, bundles, neurons - bundles, 0 if gates is None else neurons - gates)
 
 
 def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
@@ -52,19 +52,19 @@ def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
     parts = {"embedding": sum(t.bytes - t.stride for t in tables)} if tables else {}
     for kind, shares in a.kinds:
         part = "up and down rows" if kind == "bundle" else "gate rows"
-        for i, s in enumerate(shares):
+        for i, places in enumerate(a.places(shares)):
             t = c.tensors[f"layers.{i}.{kind}"]
-            parts[part] = parts.get(part, 0) + t.bytes - s.places * t.stride
+            parts[part] = parts.get(part, 0) + t.bytes - places * t.stride
     return parts
 
 
-def _passing(c: Contents, a: Arrangement) -> list[list[Fetch]]:
-    """Of each layer, what a step of more than a few tokens reads: all that is not in memory, in order."""
-    found: list[list[Fetch]] = [[] for _ in a.bundles]
+def _passing(c: Contents, a: Arrangement, batch: int) -> list[list[Fetch]]:
+    """Of each layer, what more than a few tokens read: all that is not in memory, in order."""
+    found: list[list[Fetch]] = [[] for _ in range(c.spec.n_layers)]
     for kind, shares in a.kinds:
-        for i, (x, s) in enumerate(zip(c.rows(kind), shares, strict=True)):
-            n = len(x.need) - s.places
-            found[i].append(Fetch(n, 0, n * x.stride))
+        for i, (x, s) in enumerate(zip(c.rows(kind, batch), shares, strict=True)):
+            n = x.asked * (len(x.need) - s.places)
+            found[i // c.spec.n_experts].append(Fetch(n, 0, n * x.stride))
     return found
 
 
@@ -72,8 +72,8 @@ def predict(p: Problem, c: Contents, a: Arrangement, work: Work) -> Prediction:
     v = p.speeds(work)
     cpu_us = cost.TOKEN_US + float(cost.head_columns(p.sizes, v, gpu=False).cpu_us[0])
     disk_us = 0.0
-    few = work.batch <= cost.PREDICT_TOKENS
-    read = fetches(a, work.batch) if few else _passing(c, a)
+    few = work.batch * p.spec.routed(1) <= cost.PREDICT_TOKENS  # of an expert
+    read = fetches(a, work.batch) if few else _passing(c, a, work.batch)
     for layer, mine in zip(p.layers(work), read, strict=True):
         cpu, disk = cost.stored_times(layer, v, work, mine)
         cpu_us, disk_us = cpu_us + cpu, disk_us + disk

@@ -12,7 +12,7 @@ import numpy as np
 
 from thermocline.cost import EXCESS, LayerWork, Reads, Speeds, Work
 from thermocline.engine import PREFILL_CHUNK
-from thermocline.hotness import Hotness
+from thermocline.hotness import Hotness, hottest_first
 from thermocline.kv import BLOCK, bytes_for, room_for
 from thermocline.memory import runtime_bytes, scratch_bytes
 from thermocline.placement import Budget
@@ -87,9 +87,8 @@ class Problem:
         return Budget(vram, self.ram - sum(self.fixed_ram(disk=disk).values()))
 
     def work(self, *, batch: int = 0, share: float = 0.5) -> Work:
-        batch, chosen = batch or self.ask.batch, self.spec.n_experts_active / self.spec.n_experts
-        routed = 1.0 - (1.0 - chosen) ** batch
-        return Work(self.ask.sparsity, batch, round(share * self.ask.context), routed)
+        batch, s = batch or self.ask.batch, self.spec
+        return Work(self.ask.sparsity, batch, round(share * self.ask.context), s.routed(batch), s.n_experts)
 
     @property
     def excess(self) -> float:
@@ -102,7 +101,7 @@ class Problem:
     def reads(self, key: int, layer: int, work: Work) -> Reads:
         known = self.known.get(at := (key, work.batch))
         if known is None:
-            hot = self.hotness.at(layer, work.batch)
+            hot = hottest_first(self.hotness.at(layer, work.batch))
             known = self.known[at] = Reads.of(hot, work, skips=True, excess=self.excess)
         return known
 

@@ -42,27 +42,32 @@ def needs_of(trace: Trace, layer: int, batch: int) -> Bool:
 def replay(
     trace: Trace, shares: Sequence[Share], frequency: Sequence[F64], policy: str, batch: int = 1
 ) -> Counts:
-    """`shares`: of each layer, how many of the first are pinned, and how many places the others have."""
-    needed, missed = [], []
-    for i, share in enumerate(shares):
+    """`shares`: of each layer, of a mixture of each of its experts, how many of the first are pinned, and how
+    many places the others have. `frequency`: of each layer.
+    """
+    needed, missed, n = [], [], trace.experts
+    for i, frequencies in enumerate(frequency):
         needs = needs_of(trace, i, batch)
-        cold = np.ascontiguousarray(needs[:, share.hot :])
+        parts = zip(
+            np.split(needs, n, axis=1), shares[i * n : (i + 1) * n], np.split(frequencies, n), strict=True
+        )
         needed.append(np.count_nonzero(needs, axis=1).astype(np.float64))
-        missed.append(_missed(cold, share.quota, frequency[i][share.hot :], policy))
+        missed.append(sum((_missed(*part, policy) for part in parts), np.zeros(len(needs))))
     return Counts(np.stack(needed, axis=1), np.stack(missed, axis=1))
 
 
-def _missed(needs: Bool, slots: int, frequency: F64, policy: str) -> F64:
+def _missed(needs: Bool, share: Share, frequency: F64, policy: str) -> F64:
     """[steps]"""
-    if slots >= needs.shape[1]:
-        return np.zeros(len(needs))
-    made = POLICIES[policy](needs, slots, frequency)
-    return np.array([len(made.step(np.flatnonzero(row))) for row in needs], np.float64)
+    cold = np.ascontiguousarray(needs[:, share.hot :])
+    if share.quota >= cold.shape[1]:
+        return np.zeros(len(cold))
+    made = POLICIES[policy](cold, share.quota, frequency[share.hot :])
+    return np.array([len(made.step(np.flatnonzero(row))) for row in cold], np.float64)
 
 
-def even_shares(neurons: int, layers: int, share: float) -> list[Share]:
-    """Places for so many of every layer's neurons, none of them pinned."""
-    return [Share(0, max(1, round(share * neurons)))] * layers
+def even_shares(neurons: int, parts: int, share: float) -> list[Share]:
+    """Places for so many of the neurons of each of `parts` layers or experts, none of them pinned."""
+    return [Share(0, max(1, round(share * neurons)))] * parts
 
 
 # ---- how long that takes

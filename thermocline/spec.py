@@ -103,6 +103,10 @@ class ModelSpec:
         """True where skipping inactive neurons is exact."""
         return self.activation in SPARSE_ACTIVATIONS
 
+    def routed(self, tokens: int) -> float:
+        """Of a mixture's experts, those that some of `tokens` go to where each chooses for itself."""
+        return 1.0 - (1.0 - self.n_experts_active / self.n_experts) ** tokens
+
     def window(self, layer: int) -> int | None:
         """How many positions layer `layer` attends to; None: all."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 
-STEP = 32  # places that a layer is given at a time
-LEAST = 32  # places of a layer
+STEP = 32  # places that are given at a time
+LEAST = 4  # places of a layer, of a mixture each expert: there are hundreds of these
 SLOT_BYTES = 32  # of the tables, beside a place itself
 ROW_BYTES = 24  # of the tables, for each neuron: its checksum, where it is, how often it was needed
 # What the disk reads in the time that one more read costs it: memory saves more where rows are short.
@@ -25,10 +25,11 @@ GAP_BYTES = 32 << 10  # csrc/slots.cpp reads over a gap that is not wider
 
 @dataclass(frozen=True)
 class Rows:
-    """One layer's rows of one kind. `need`: the probability that a step needs each."""
+    """One layer's (or expert's) rows of one kind. `need`: the probability that a step needs each."""
 
     stride: int  # bytes of a place
     need: F64  # the largest first
+    asked: float = 1.0  # of steps, those that need any: of an expert's, those that go there
 
     @property
     def place_bytes(self) -> int:
@@ -91,7 +92,7 @@ def split(rows: Sequence[Rows], room: int) -> list[Share] | None:
 
 @dataclass(frozen=True)
 class Fetch:
-    """What a step is expected to read from disk, of one layer's rows of one kind."""
+    """What a step is expected to read from disk, of some rows."""
 
     rows: float
     reads: float
@@ -99,11 +100,11 @@ class Fetch:
 
 
 def fetch(x: Rows, share: Share, *, ordered: bool) -> Fetch:
-    """Where tokens draw their neurons independently, and the hottest have the places.
+    """Where steps that ask draw their neurons independently, and the hottest have the places.
 
     `ordered`: rows lie as `x.need` has them. What lies near each other is read at once, with what is between.
     """
-    missed = x.need[share.places :]
+    missed = x.need[share.places :] / x.asked
     if not len(missed):
         return Fetch(0.0, 0.0, 0.0)
     p = missed if ordered else np.full(len(x.need), missed.sum() / len(x.need))
@@ -117,4 +118,4 @@ def fetch(x: Rows, share: Share, *, ordered: bool) -> Fetch:
         reads[gap + 1 :] -= near
         nbytes[gap + 1 :] += near * gap * x.stride
         between[gap + 1 :] += absent[: -gap - 1]
-    return Fetch(float(p.sum()), float(reads.sum()), float(nbytes.sum()))
+    return Fetch(*(x.asked * float(each.sum()) for each in (p, reads, nbytes)))

@@ -21,11 +21,10 @@ from thermocline.arrange import (
     buffer_bytes,
     contexts_for,
     looked_up,
-    on_disk,
     others_of,
     resident,
 )
-from thermocline.decoder import DiskCounts, Weights
+from thermocline.decoder import DiskCounts, Layer, Weights
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.hotness import Curve
 from thermocline.layout import TensorInfo
@@ -48,7 +47,7 @@ class Store:
     """The neurons of a loaded model that take turns in memory."""
 
     reader: _native.Reader
-    rows: tuple[_native.DiskRows, ...]  # every layer's bundles, then, where they are here, its gate rows
+    rows: tuple[_native.DiskRows, ...]  # all experts' bundles, then, where they are here, gate rows
     arrangement: Arrangement
 
     @property
@@ -101,7 +100,7 @@ def room_for(
             others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
             return Room(asked, kv_tokens, weights_bytes + sum(others.values()), None)
         except OutOfBudget:
-            if budget is None or not on_disk(spec):
+            if budget is None or not spec.sparse:
                 raise
     assert budget is not None, "without a limit everything fits"
     kv_tokens = at_least or asked
@@ -129,9 +128,8 @@ def check_switches(room: Room, disable: Sequence[str]) -> None:
 class Map:
     """Where everything goes. A pool is all places of records of one kind and length."""
 
-    tensors: dict[
-        str, TensorInfo
-    ]  # resident ones by name; of tables on disk, one row; of neurons, their whole pool
+    # Resident ones by name; of tables on disk, one row; of neurons there, their whole pool.
+    tensors: dict[str, TensorInfo]
     runs: tuple[tuple[int, int, int], ...]  # of weights.bin: from byte, to byte, where in the arena
     pools: dict[tuple[str, int], TensorInfo]  # by kind and stride
     bytes: int
@@ -157,10 +155,10 @@ def mapped(pack: Pack, a: Arrangement) -> Map:
     for kind, shares in a.kinds:
         of = [pack.tensors[f"layers.{i}.{kind}"] for i in range(pack.spec.n_layers)]
         for stride in sorted({t.stride for t in of}):
-            slots = sum(s.places for s, t in zip(shares, of, strict=True) if t.stride == stride)
+            slots = sum(n for n, t in zip(a.places(shares), of, strict=True) if t.stride == stride)
             like = next(t for t in of if t.stride == stride)
             slots += _native.STREAM_SLOTS
-            shape = (slots, *like.shape[2:])
+            shape = (1, slots, *like.shape[2:])
             pools[kind, stride] = TensorInfo(like.format, shape, end, slots * stride, stride)
             end += aligned(slots * stride)
         placed |= {f"layers.{i}.{kind}": pools[kind, t.stride] for i, t in enumerate(of)}
@@ -186,9 +184,10 @@ def open_weights(
         return weights.load(pack, threads=threads, predictors=predictors, progress=loading), None
     records = open_records(pack, partial(progress, "checksumming"), told)
     made = load(pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading)
-    places, neurons = sum(s.places for s in a.bundles), pack.spec.n_layers * pack.spec.ffn_dim
+    neurons = pack.spec.n_layers * pack.spec.n_experts * pack.spec.ffn_dim
+    share = sum(s.places for s in a.bundles) / neurons
     told(
-        f"{pack.path} is larger than its memory: there is room for {places / neurons:.0%} of its neurons, "
+        f"{pack.path} is larger than its memory: there is room for {share:.0%} of its neurons, "
         f"the others come from disk when they are needed ({made[1].how})"
     )
     if not a.contents.hotness.ordered:
@@ -235,18 +234,28 @@ def _rows(
     reader: _native.Reader,
     switches: int,
 ) -> list[_native.DiskRows]:
-    pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[0]) for k, p in m.pools.items()}
+    """As `Arrangement` has their shares."""
+    pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[1]) for k, p in m.pools.items()}
+    experts, neurons, known = pack.spec.n_experts, pack.spec.ffn_dim, a.contents.hotness.ordered
     made = []
     for kind, shares in a.kinds:
         checksums = records.bundle if kind == "bundle" else records.gate
-        known, needs = a.contents.hotness.ordered, a.contents.rows(kind)
-        for i, (share, crcs, need) in enumerate(zip(shares, checksums, needs, strict=True)):
-            t, name = pack.tensors[f"layers.{i}.{kind}"], f"{pack.weights_path}: layers.{i}.{kind}"
-            pool = pools[kind, t.stride]
-            likely = need.need.astype(np.float32) if known else None
+        for at, (share, x) in enumerate(zip(shares, a.contents.rows(kind), strict=True)):
+            i, expert = divmod(at, experts)
+            first, t = expert * neurons, pack.tensors[f"layers.{i}.{kind}"]
+            name = f"{pack.weights_path}: layers.{i}.{kind}"
             made.append(
                 _native.DiskRows(
-                    pool, reader, t.offset, len(crcs), share.hot, share.quota, crcs, name, switches, likely
+                    pools[kind, t.stride],
+                    reader,
+                    t.offset + first * t.stride,
+                    neurons,
+                    share.hot,
+                    share.quota,
+                    checksums[i][first : first + neurons],
+                    name + (f", expert {expert}" if experts > 1 else ""),
+                    switches,
+                    x.need.astype(np.float32) if known else None,
                 )
             )
     return made
@@ -259,13 +268,15 @@ def _switches(disable: Sequence[str]) -> int:
 
 
 def _with_disk(made: Weights, rows: Sequence[_native.DiskRows]) -> Weights:
-    n = len(made.layers)
+    n = sum(len(x.experts) for x in made.layers)
     gates: Sequence[_native.DiskRows | None] = rows[n:] or [None] * n
-    layers = zip(made.layers, rows[:n], gates, strict=True)
-    return replace(
-        made,
-        layers=tuple(replace(x, experts=(replace(x.experts[0], disk=b, gate_disk=g),)) for x, b, g in layers),
-    )
+    each = iter(zip(rows[:n], gates, strict=True))
+
+    def placed(layer: Layer) -> Layer:
+        own = [(f, *next(each)) for f in layer.experts]
+        return replace(layer, experts=tuple(replace(f, disk=b, gate_disk=g) for f, b, g in own))
+
+    return replace(made, layers=tuple(map(placed, made.layers)))
 
 
 def _with_lookups(made: Weights, pack: Pack, m: Map, arena: _native.Arena) -> Weights:

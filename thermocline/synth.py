@@ -134,7 +134,7 @@ class RandomWeights:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._latest: tuple[str, Matrix] = ("", Matrix(np.empty(0, np.float32)))
+        self._matrix = functools.lru_cache(maxsize=2)(self._make)  # a bundle's are up's and down's
 
     def __call__(self, name: str, first: int, last: int, /) -> F32:
         """Vectors: norms near 1 (exactly, where the planted constant passes), biases near 0 or planted."""
@@ -151,9 +151,7 @@ class RandomWeights:
         return values
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8:
-        if name != self._latest[0]:
-            self._latest = (name, self._matrix(name))
-        m, columns = self._latest[1], self._columns(name)
+        m, columns = self._matrix(name), self._columns(name)
         edge = (first // m.half + 1) * m.half if m.half else last
         if edge < last:
             parts = (first, edge), (edge, last)
@@ -183,7 +181,7 @@ class RandomWeights:
             return s.n_heads * s.head_dim
         return s.ffn_dim if name.endswith(".down.weight") else s.dim
 
-    def _matrix(self, name: str) -> Matrix:
+    def _make(self, name: str) -> Matrix:
         """Outputs of unit variance for inputs of unit variance, but for what the residual stream is given."""
         plan, s = self._plan, self._plan.spec
         quiet = (_number(0),) if plan.constant else ()  # neither reads nor writes the constant columns

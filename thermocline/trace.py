@@ -43,7 +43,7 @@ class Recorder(CpuOps):
     def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer]) -> None:
         super().__init__(threads)
         self._spec, self._layers = spec, layers
-        self.neurons = spec.n_experts * spec.ffn_dim
+        self.neurons, self.experts = spec.n_experts * spec.ffn_dim, spec.n_experts
         self._rows: list[list[U8]] | None = None
 
     def begin(self) -> None:
@@ -100,12 +100,13 @@ class Trace:
     sparsity: str
     depth: int  # tokens before them
     neurons: int  # of a layer
+    experts: int  # that they are of
     active: tuple[U8, ...]  # of each layer [tokens, bytes]: bit i mod 8 of byte i / 8 is neuron i
 
     @staticmethod
     def of(recorder: Recorder, source: str, sparsity: str, depth: int) -> Trace:
         active, neurons = recorder.active, recorder.neurons
-        return Trace(len(active[0]), source, sparsity, depth, neurons, tuple(active))
+        return Trace(len(active[0]), source, sparsity, depth, neurons, recorder.experts, tuple(active))
 
     @property
     def nbytes(self) -> int:
@@ -152,4 +153,4 @@ def _read(found: sidecar.Sidecar, spec: ModelSpec) -> Trace:
     neurons = spec.n_experts * spec.ffn_dim
     shape = (tokens, -(-neurons // 8))
     active = tuple(found.read(f"layers.{i}.active", "|u1", shape) for i in range(spec.n_layers))
-    return Trace(tokens, source, sparsity, depth, neurons, active)
+    return Trace(tokens, source, sparsity, depth, neurons, spec.n_experts, active)

@@ -184,14 +184,14 @@ def assemble(
         name: str, *, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
     ) -> _native.Matrix:
         """All rows of a tensor as one matrix, or one expert's; of a bundle, the part `skip_bytes` into each
-        record.
+        record. Where rows on disk take turns, the places are the same for all experts.
         """
         info = tensors[name]
         lead, last = (info.shape[:-1], info.shape[-1]) if columns is None else (info.shape, columns)
         rows, first = math.prod(lead), 0
         if expert is not None:
-            rows //= spec.n_experts
-            first = expert * rows
+            rows //= info.shape[0]
+            first = expert % info.shape[0] * rows
         offset = info.offset + first * info.stride + skip_bytes
         return _native.Matrix(arena, offset, quant.FORMATS[info.format].id, rows, last, info.stride)
 

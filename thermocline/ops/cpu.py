@@ -114,7 +114,7 @@ class CpuOps:
         self.native.attention_add(x, h, bound, step, kv.k, kv.v)
 
     def read_ahead(self, h: F32, bound: _native.FFN | _native.Mixture, sparsity: str) -> None:
-        if isinstance(bound, _native.FFN) and bound.from_disk:
+        if bound.from_disk:
             self.native.read_ahead(h, bound, SPARSITIES.index(sparsity))
 
     def ffn_add(
