@@ -8,16 +8,15 @@ namespace tc {
 
 // Of a chunk, what threads take when they work on it together. A sub-norm's squares are added up chunk by chunk.
 static constexpr size_t kCell = 32;
-static constexpr auto kAsk = std::chrono::milliseconds(50);  // not more often: who asks may have to wait for Python
 static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
 
 static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record; }
 
 // The reads of a call, of which there are none yet.
-static std::shared_ptr<Fetches> begin_reads(const FFN& ffn) {
+static std::shared_ptr<Fetches> begin_reads(const FFN& ffn, Interrupted interrupted) {
     for (DiskRows* rows : {ffn.disk, ffn.gate_disk})
         if (rows) rows->early.reset(), rows->settle(), rows->begin();
-    return std::make_shared<Fetches>(ffn.disk->reader, 2 * ((ffn.neurons() + kChunk - 1) / kChunk));
+    return std::make_shared<Fetches>(ffn.disk->reader, 2 * ((ffn.neurons() + kChunk - 1) / kChunk), interrupted);
 }
 
 Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args, std::shared_ptr<Fetches> reads)
@@ -343,7 +342,7 @@ void Context::read_ahead(const FFNArgs& a) {
     if (!a.ffn.disk || !takes_few(a) || a.ffn.disk->disabled(DiskRows::NO_PIPELINE)) return;
     Walk w(*this, a, kChunk);
     if (!w.guessed) return;
-    const std::shared_ptr<Fetches> reads = a.ffn.disk->early = begin_reads(a.ffn);
+    const std::shared_ptr<Fetches> reads = a.ffn.disk->early = begin_reads(a.ffn, interrupted);
     early_ = reads;
     Ahead ahead{w, *a.ffn.disk, a.ffn.gate_disk, *reads};
     auto list = [&](int thread) { ahead.list(thread); };
@@ -359,7 +358,7 @@ void Context::read_ahead(const FFNArgs& a) {
 
 FFNCounts Context::disk_ffn(const FFNArgs& a) {
     std::shared_ptr<Fetches> reads = std::move(a.ffn.disk->early);
-    if (!reads || !takes_few(a)) reads = begin_reads(a.ffn);
+    if (!reads || !takes_few(a)) reads = begin_reads(a.ffn, interrupted);
     DiskWalk walk(*this, a, std::move(reads));
     auto few = [&](int thread) { walk.few_tokens(thread); };
     auto many = [&](int thread) { walk.many_tokens(thread); };

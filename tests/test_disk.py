@@ -419,7 +419,7 @@ def test_a_damaged_record_is_named_and_the_rest_lives_on(tmp_path: Path, many: b
     for _ in range(3):
         with pytest.raises(_native.DiskError) as error:
             context.ffn_add(x.copy(), x, ffn, SPARSITIES.index("off"))
-        assert error.value.args == (0, "layers.3.bundle", 444)
+        assert error.value.args == (0, "layers.3.bundle", 444, True)  # the file was written to
     content[at] ^= 1
     (tmp_path / "f").write_bytes(content)
     assert run(ffn, "off") == wanted
