@@ -29,7 +29,7 @@ from thermocline.engine import Completion
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError
 from thermocline.llm import Stream
 from thermocline.memory import GIB
-from thermocline.pack import Pack
+from thermocline.pack import Pack, read_tensor
 from thermocline.predictor import LayerPredictor, write_predictors
 
 FFN = 2048  # neurons of a layer: two layers' bundles are 2 MiB
@@ -39,7 +39,7 @@ PROMPTS = ["Cold", "w", "The thermocline is a thin layer"]
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With predictors that take one neuron in twenty for active."""
+    """In order of hotness, with predictors that take one neuron in twenty for active."""
     base = tmp_path_factory.mktemp("faults")
     tensors, rng = tiny.tensors(), np.random.default_rng(5)
     for i in range(tiny.LAYERS):
@@ -49,12 +49,15 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tiny.hf_directory(base / "hf", intermediate_size=FFN), base / "pack"
     save_file(tensors, str(source / "model.safetensors"))
     assert cli.main(["pack", str(source), "-o", str(out), "--format", "f32", "-q"]) == 0
-    predictors = []
+    (text := base / "text").write_text(" ".join(PROMPTS) * 10)
+    assert cli.main(["profile", str(out), "--corpus", str(text), "--samples", "0", "-q"]) == 0
+    made, predictors = Pack.open(out), []
     for i in range(tiny.LAYERS):
-        u, s, v = np.linalg.svd(tensors[f"model.layers.{i}.mlp.gate_proj.weight"], full_matrices=False)
+        gate = read_tensor(made, f"layers.{i}.gate.weight").view(np.float32)
+        u, s, v = np.linalg.svd(gate, full_matrices=False)
         scores, thresholds = np.ascontiguousarray(u[:, :32] * s[:32]), np.full(FFN, 1.2, np.float32)
         predictors.append(LayerPredictor("svd", v[:32], scores, None, thresholds, hot=0))
-    write_predictors(Pack.open(out), predictors, {})
+    write_predictors(made, predictors, {})
     return out
 
 
@@ -103,11 +106,16 @@ def budget(pack: Path, part: float = 0.5, sparsity: str = "exact") -> float:
     return (low + part * (high - low)) / GIB
 
 
-def process(code: str, directory: Path, *argv: object) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bad_reads.library(tmp_path_factory.mktemp("library"))
+
+
+def process(code: str, library: Path, *argv: object) -> subprocess.CompletedProcess[str]:
     """Of a Python of its own, which has what this file has, and a disk to spoil."""
     start = "from test_faults import *\nbad = ctypes.CDLL(None).bad_reads\nsmall_buffers()\n"
     path = os.pathsep.join([str(Path(__file__).parent), *(p for p in sys.path if p)])
-    spoilt = bad_reads.environment(bad_reads.library(directory), "none")
+    spoilt = bad_reads.environment(library, "none")
     return subprocess.run(
         [sys.executable, "-P", "-c", start + code, *map(str, argv)],
         env={**os.environ, "PYTHONPATH": path, **spoilt},
@@ -117,8 +125,8 @@ def process(code: str, directory: Path, *argv: object) -> subprocess.CompletedPr
     )
 
 
-def printed(code: str, directory: Path, *argv: object) -> str:
-    ran = process(code, directory, *argv)
+def printed(code: str, library: Path, *argv: object) -> str:
+    ran = process(code, library, *argv)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -163,7 +171,7 @@ def test_predicted_neurons_and_their_gates_may_be_on_disk(pack: Path) -> None:
 
 EVERY_READ = """
 pack, ram = sys.argv[1:]
-command = ["run", "-m", pack, "--ram", ram, "--sparsity", "predict", "-c", "128", "-t", "2", "-n", "3"]
+command = ["run", "-m", pack, "--ram", ram, "--sparsity", "predict", "-c", "128", "-t", "2", "-n", "2"]
 
 def ran(how):
     out, err = io.StringIO(), io.StringIO()
@@ -189,10 +197,10 @@ print(reads, failed)
 """
 
 
-def test_whichever_read_of_a_run_fails_there_is_the_same_text_or_one_line(pack: Path, tmp_path: Path) -> None:
+def test_whichever_read_of_a_run_fails_there_is_the_same_text_or_one_line(pack: Path, library: Path) -> None:
     """From the first of loading to the last of the last token."""
     ram = budget(pack, 0.4, "predict")
-    reads, failed = map(int, printed(EVERY_READ, tmp_path, pack, ram).split())
+    reads, failed = map(int, printed(EVERY_READ, library, pack, ram).split())
     assert reads > 100 and failed > 0.9 * reads
 
 
@@ -207,7 +215,7 @@ with opened(Path(pack), float(ram)) as llm:
     bad(b"none")
     outcomes(llm, PROMPTS)
     reads, lived, failed, ended = ctypes.CDLL(None).bad_reads_seen(), 0, 0, 0
-    for n in range(1, reads, 17):
+    for n in range(1, reads, 29):
         for how in (b"eio", b"end"):
             bad(b"%s %d" % (how, n))
             for got, right in zip(outcomes(llm, PROMPTS), want, strict=True):
@@ -226,10 +234,10 @@ print(lived, failed, ended)
 
 
 @pytest.mark.parametrize("method", ["io_uring", "threads"])
-def test_requests_outlive_reads_that_fail(pack: Path, tmp_path: Path, method: str) -> None:
+def test_requests_outlive_reads_that_fail(pack: Path, library: Path, method: str) -> None:
     """Two at a time and one that waits: a step that failed is tried again for each of its requests alone, so
     one bad read costs nobody his answer who has company; a disk that stays bad costs those who need it theirs."""
-    lived, failed, ended = map(int, printed(COMPANY, tmp_path, pack, budget(pack), method).split())
+    lived, failed, ended = map(int, printed(COMPANY, library, pack, budget(pack), method).split())
     assert lived > 2 * failed > 0 and ended > 10
 
 
@@ -333,13 +341,12 @@ print(got[0])
 """
 
 
-def test_two_processes_share_a_pack(own: Path, pack: Path, tmp_path: Path) -> None:
+def test_two_processes_share_a_pack(own: Path, pack: Path, library: Path) -> None:
     """From its first use on, when both make the checksums of its records."""
     with opened(own) as llm:
         want = outcomes(llm, PROMPTS)
     got: list[str] = []
-    shared = functools.partial(printed, SHARED, tmp_path, own, budget(pack))
-    bad_reads.library(tmp_path)
+    shared = functools.partial(printed, SHARED, library, own, budget(pack))
     both = [threading.Thread(target=lambda: got.append(shared())) for _ in range(2)]
     for thread in both:
         thread.start()
@@ -392,11 +399,11 @@ sys.exit(code)
 """
 
 
-def test_the_first_ctrl_c_does_not_wait_for_a_slow_disk(pack: Path, tmp_path: Path) -> None:
+def test_the_first_ctrl_c_does_not_wait_for_a_slow_disk(pack: Path, library: Path) -> None:
     """Each read takes three seconds, and nobody waits for those that were begun: there are the figures, and the end."""
     ram, seconds = budget(pack, 0.4, "predict"), [1.0]
     while min(seconds) > 0.2 and len(seconds) < 5:
-        ran = process(STOPPED, tmp_path, pack, ram)
+        ran = process(STOPPED, library, pack, ram)
         took, pressed = map(float, ran.stdout.split()[-2:])
         seconds.append(took)
         assert time.monotonic() - pressed < 2
