@@ -13,9 +13,9 @@ static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
 static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record; }
 
 // The reads of a call, of which there are none yet.
-static std::shared_ptr<Fetches> begin_reads(const FFN& ffn, Interrupted interrupted) {
+static std::shared_ptr<Fetches> begin_reads(const FFN& ffn, size_t tokens, Interrupted interrupted) {
     for (DiskRows* rows : {ffn.disk, ffn.gate_disk})
-        if (rows) rows->early.reset(), rows->settle(), rows->begin();
+        if (rows) rows->early.reset(), rows->settle(), rows->begin(tokens > kFewTokens ? tokens : 1);
     return std::make_shared<Fetches>(ffn.disk->reader, 2 * ((ffn.neurons() + kChunk - 1) / kChunk), interrupted);
 }
 
@@ -33,6 +33,7 @@ Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args, std::shared_p
         gate_wanted = grown(context.gate_wanted_, w.n);
     }
     sums = w.few ? nullptr : grown(context.sums_, w.tokens * w.dim);
+    for (size_t t = w.tokens; !w.few && t-- > 0;) age.push_back(DiskRows::aged(w.tokens > kFewTokens ? t : 0));
     if (!w.few) places = grown(context.places_, w.n), std::fill(fetches.left.begin(), fetches.left.end(), size_t(1));
 }
 
@@ -227,9 +228,21 @@ void Context::DiskWalk::first_half(size_t c, int thread) {
     for (size_t t = 0; w.a.record && t < w.tokens; t++) std::fill(w.a.record + t * w.n + begin, w.a.record + t * w.n + end, 0.0f);
     const size_t listed = w.needed_neurons(c, c + 1, thread);
     for (size_t i = begin; i < begin + listed; i++) slots[i] = places[w.ids[i]];
+    note(c);
     w.hidden_values(begin, begin + listed, thread);
     w.rows_read.fetch_add(listed * (w.a.ffn.up.data ? 2 : 1), std::memory_order_relaxed);
     if (w.normed) w.weigh(c);
+}
+
+// A prompt says which neurons its continuation is likely to need: its tokens count as if they had come one by one.
+void Context::DiskWalk::note(size_t c) {
+    for (size_t i = c * w.cell; i < c * w.cell + w.counts[c]; i++) {
+        const size_t id = size_t(w.ids[i]);
+        float uses = 0;
+        for (size_t t = 0; t < w.tokens; t++) uses += w.gate[t * w.n + id] != 0 ? age[t] : 0;
+        bundles.used(int32_t(id), uses);
+        if (gates) gates->used(int32_t(id), uses);
+    }
 }
 
 // The next cell of those below `end`.
@@ -342,7 +355,7 @@ void Context::read_ahead(const FFNArgs& a) {
     if (!a.ffn.disk || !takes_few(a) || a.ffn.disk->disabled(DiskRows::NO_PIPELINE)) return;
     Walk w(*this, a, kChunk);
     if (!w.guessed) return;
-    const std::shared_ptr<Fetches> reads = a.ffn.disk->early = begin_reads(a.ffn, interrupted);
+    const std::shared_ptr<Fetches> reads = a.ffn.disk->early = begin_reads(a.ffn, a.tokens, interrupted);
     early_ = reads;
     Ahead ahead{w, *a.ffn.disk, a.ffn.gate_disk, *reads};
     auto list = [&](int thread) { ahead.list(thread); };
@@ -358,7 +371,7 @@ void Context::read_ahead(const FFNArgs& a) {
 
 FFNCounts Context::disk_ffn(const FFNArgs& a) {
     std::shared_ptr<Fetches> reads = std::move(a.ffn.disk->early);
-    if (!reads || !takes_few(a)) reads = begin_reads(a.ffn, interrupted);
+    if (!reads || !takes_few(a)) reads = begin_reads(a.ffn, a.tokens, interrupted);
     DiskWalk walk(*this, a, std::move(reads));
     auto few = [&](int thread) { walk.few_tokens(thread); };
     auto many = [&](int thread) { walk.many_tokens(thread); };

@@ -34,6 +34,7 @@ struct Context::DiskWalk {
     void request(size_t group);
     bool wait_for(size_t group, int thread);
     void first_half(size_t c, int thread);
+    void note(size_t c);
     size_t last_cell(size_t group) const;
     bool take_cell(size_t end, size_t* c);
     bool work_through(size_t begin, size_t end, int thread);
@@ -53,6 +54,7 @@ struct Context::DiskWalk {
     std::atomic<size_t> next_cell{0};
     std::chrono::steady_clock::time_point asked = std::chrono::steady_clock::now();  // whether to go on: thread 0's
     float* sums;  // [dim / tile][tokens][tile]
+    std::vector<float> age;  // [tokens]
     const uint64_t bundle_bytes, gate_bytes;  // read before this call
 };
 

@@ -132,8 +132,10 @@ int32_t DiskRows::place_for(int32_t neuron) {
     return at;
 }
 
-void DiskRows::begin() {
-    unit_ *= exp2f(1 / kHalfLife);
+float DiskRows::aged(size_t steps) { return exp2f(-float(steps) / kHalfLife); }
+
+void DiskRows::begin(size_t steps) {
+    unit_ /= aged(steps);
     if (unit_ > 1e18f) {
         for (float& u : uses_) u /= unit_;
         unit_ = 1, worst_.clear();

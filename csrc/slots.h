@@ -85,13 +85,19 @@ public:
     DiskRows& operator=(const DiskRows&) = delete;
 
     void load(Interrupted interrupted = nullptr);  // the hot ones, and as many of the next as there are slots for. DiskError
-    void begin();                  // a call; before it, if some of its reads are begun early (`expect`)
+    // A call of so many steps, which for a few tokens it is one of; before it, if some of its reads are begun early (`expect`).
+    void begin(size_t steps);
     bool set_quota(size_t quota);  // false, and nothing changed: the pool has too few. Not during a call
 
     // As many of ids [0, n) as there are slots for, in order: their slots; their entries, pinned until `unpin` (kHot: of a
     // hot one); those that must be read. What is expected may be on its way still. -> how many.
     size_t pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entries, Wanted* wanted, size_t* n_wanted);
     void unpin(const int32_t* entries, size_t n);
+    // The record was needed in some of the call's steps: `uses`, halved for every kHalfLife steps before the last.
+    void used(int32_t id, float uses) {
+        if (size_t(id) >= hot) uses_[size_t(id) - hot] += unit_ * uses;
+    }
+    static float aged(size_t steps);  // what a use is worth so many steps later
     // Of ids [0, n), which a call is expected to need: those that must be read, as far as there are slots for them beside the
     // call's own. They, and those that are there, stay until it is over.
     size_t expect(const int32_t* ids, size_t n, Wanted* wanted);

@@ -376,6 +376,25 @@ def test_slots_follow_what_the_profile_says_is_likely(tmp_path: Path) -> None:
     assert abs(hits / stats["needed"] - 300 / NEURONS) < 0.05
 
 
+def test_a_prompt_says_which_neurons_its_continuation_needs(tmp_path: Path) -> None:
+    """Its 70 tokens outweigh a profile that speaks for others; one token does not."""
+    made = neurons(tmp_path / "f")
+    likely = np.zeros(NEURONS, np.float32)
+    likely[:100] = 1
+    context, h = _native.Context(2), next(calls(seed=3))
+    hits = []
+    for tokens in (1, 70):
+        ffn, rows = Case(made).on_disk(0, 100, likely=likely)
+        for n in (tokens, 1, 1):  # the second call reads what the first one spoke for
+            before = rows.stats()
+            x = np.repeat(h, n, axis=0)
+            context.ffn_add(np.ones_like(x), x, ffn, SPARSITIES.index("exact"))
+        after = rows.stats()
+        needed, missed = (after[key] - before[key] for key in ("needed", "missed"))
+        hits.append(needed - missed)
+    assert hits[0] < 70 and hits[1] == 100
+
+
 def test_a_quota_can_change_between_calls(tmp_path: Path) -> None:
     case = Case(neurons(tmp_path / "f"))
     wanted = run(case.in_memory(), "exact")

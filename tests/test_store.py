@@ -42,6 +42,23 @@ def checksums_of(path: Path) -> _native.U32:
     return np.array([_native.crc32c(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)], np.uint32)
 
 
+def crc_by_bit(data: bytes, seed: int) -> int:
+    """CRC-32C as RFC 3720 has it: reflected polynomial 0x82f63b78."""
+    crc = ~seed & 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return ~crc & 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 511, 1535, 1536, 1537, 3079, 4608])
+def test_checksums_are_crc32c(n: int) -> None:
+    data = np.random.default_rng(n).bytes(n + 1)
+    assert _native.crc32c(data[1:], 7) == crc_by_bit(data[1:], 7)
+    assert _native.crc32c(b"123456789") == 0xE3069283
+
+
 def loaded(
     path: Path, crcs: _native.U32, *, arena: int = LARGE, begin: int = 0, end: int = SIZE
 ) -> tuple[int, int]:

@@ -41,6 +41,7 @@ LAUNCHES = 6  # GPU kernels in a half of a layer
 PAGE = 4096
 IN_FLIGHT = 16  # reads, where a disk's reads a second were measured: each then takes that many times theirs
 MISS_US = 6.0  # of a thread, for a record from disk: asking, its checksum, a copy
+EARLY_SHARE = 0.87  # of attention's time, that reads which a predictor began before it go on beside it
 
 
 @dataclass(frozen=True)
@@ -206,18 +207,22 @@ def attention_us(layer: LayerWork, v: Speeds) -> float:
 
 
 def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetch]) -> tuple[float, float]:
-    """(CPU, what the disk adds to that) of a layer on the CPU. Its reads run beside its own FFN."""
+    """(CPU, what the disk adds to that) of a layer on the CPU.
+
+    Its reads run beside its own FFN, and those that a predictor named beside its attention.
+    """
     disk = v.tiers.disk
     assert disk is not None
     none, no = np.zeros(1, np.int64), np.zeros(1, np.bool_)
     cpu = float(layer_times(layer, v, work, no, no, none, none, no)[1][0])
-    ffn = cpu - attention_us(layer, v)
+    attention = attention_us(layer, v)
+    beside = cpu - attention + _early_us(attention, work)
     rows, reads, nbytes = (sum(x) for x in zip(*((f.rows, f.reads, f.bytes) for f in fetched), strict=True))
     if not reads:  # in order, in long pieces
-        return cpu, max(0.0, nbytes / (disk.read_gbs * 1e3) - ffn)
+        return cpu, max(0.0, nbytes / (disk.read_gbs * 1e3) - (cpu - attention))
     work_us = rows * MISS_US / v.tiers.cpu.threads
     last = (1 - math.exp(-reads)) * IN_FLIGHT * 1e6 / disk.reads_per_s  # it begins near the end
-    return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - ffn - work_us) + last
+    return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - beside - work_us) + last
 
 
 def layer_times(
@@ -264,8 +269,14 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
     ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
     waits = np.minimum(1.0, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
     work_us = missed * (MISS_US / v.tiers.cpu.threads)
-    waited: F64 = np.maximum(0.0, _reading_us(disk, missed, missed * s.record_bytes) - ffn - work_us) + waits
+    beside = ffn + work_us + _early_us(attention_us(layer, v), work)
+    waited: F64 = np.maximum(0.0, _reading_us(disk, missed, missed * s.record_bytes) - beside) + waits
     return before + ffn + work_us + waited, waited
+
+
+def _early_us(attention: float, work: Work) -> float:
+    """Of attention's time, what reads go on beside."""
+    return EARLY_SHARE * attention if work.predicts else 0.0
 
 
 def _reading_us(disk: Disk, reads: F64 | float, nbytes: F64 | float) -> F64:

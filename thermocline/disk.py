@@ -22,7 +22,7 @@ PAGE = 4096
 LIMIT = 256 << 20
 SMALLEST = 16 << 20
 WRITE_S, SEQUENTIAL_S, RANDOM_S = 1.2, 0.7, 0.5
-SEQUENTIAL_DEPTH, RANDOM_DEPTH = 4, 64  # more is not faster on the disks measured (bench/reads.py)
+SEQUENTIAL_DEPTH, RANDOM_DEPTH = 4, 128  # more is not faster on the disks measured (bench/reads.py)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Disk:
     path: str
     free_bytes: int | None
     sequential_gbs: float | None = None  # 2 MiB blocks, 4 in flight
-    random_iops: float | None = None  # 4 KiB blocks, 64 in flight
+    random_iops: float | None = None  # 4 KiB blocks, 128 in flight
     direct: bool = False  # False: the page cache helped, so the figures are upper bounds
     why: str | None = None  # why there are no figures, or how to read them
 
