@@ -24,7 +24,7 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from thermocline import LLM, SamplingParams, _native, arrange, cli, store
+from thermocline import LLM, SamplingParams, arrange, cli, store
 from thermocline.engine import Completion
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError
 from thermocline.llm import Stream
@@ -192,7 +192,8 @@ for n in range(1, reads + 1):
         continue
     failed += 1
     assert want.startswith(out), (n, out)
-    assert code == 4 and err.count("\\n") == 1 and "weights.bin: " in err and "nput/output error" in err, (n, err)
+    assert code == 4 and err.count("\\n") == 1, (n, err)
+    assert "weights.bin: " in err and "nput/output error" in err, (n, err)
 print(reads, failed)
 """
 
@@ -235,8 +236,9 @@ print(lived, failed, ended)
 
 @pytest.mark.parametrize("method", ["io_uring", "threads"])
 def test_requests_outlive_reads_that_fail(pack: Path, library: Path, method: str) -> None:
-    """Two at a time and one that waits: a step that failed is tried again for each of its requests alone, so
-    one bad read costs nobody his answer who has company; a disk that stays bad costs those who need it theirs."""
+    """Two at a time and one that waits. A step that failed is tried again for each of its requests alone: one
+    bad read costs nobody his answer who has company, and a disk that stays bad those who need it.
+    """
     lived, failed, ended = map(int, printed(COMPANY, library, pack, budget(pack), method).split())
     assert lived > 2 * failed > 0 and ended > 10
 
@@ -400,7 +402,7 @@ sys.exit(code)
 
 
 def test_the_first_ctrl_c_does_not_wait_for_a_slow_disk(pack: Path, library: Path) -> None:
-    """Each read takes three seconds, and nobody waits for those that were begun: there are the figures, and the end."""
+    """Each read takes three seconds. Nobody waits for those that were begun: not the figures, not the end."""
     ram, seconds = budget(pack, 0.4, "predict"), [1.0]
     while min(seconds) > 0.2 and len(seconds) < 5:
         ran = process(STOPPED, library, pack, ram)

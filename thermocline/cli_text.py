@@ -190,8 +190,8 @@ class AnswerStopped(KeyboardInterrupt):
 
 
 class StopsAnswer(CtrlC):
-    """Ctrl-C ends the answer, and gives up the token or piece of prompt that is being computed; a third one ends
-    whatever else there is to wait for.
+    """Ctrl-C ends the answer, and gives up the token or piece of prompt that is being computed; a third one
+    waits for nothing else either.
     """
 
     stream: Stream | None = None

@@ -57,7 +57,7 @@ class Stream(Iterator[Chunk]):
 
     @property
     def computing(self) -> bool:
-        """Is a step being computed? A signal handler that raises then ends it at once, and nothing is lost."""
+        """Is a step being computed? A signal handler that raises then ends it at once, and loses only it."""
         return self._llm._computing
 
     def __enter__(self) -> Stream:

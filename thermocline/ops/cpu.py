@@ -126,13 +126,15 @@ class CpuOps:
 def disk_error(e: _native.DiskError) -> BadFile | IOFailure:
     """Of a record that could not be read, or is not what was packed."""
     error, name, neuron, changed = e.args
-    where, remedy = f"{name}: neuron {neuron}", "the file has changed since it was opened: load the model again"
+    where, since = (
+        f"{name}: neuron {neuron}",
+        "the file has changed since it was opened: load the model again",
+    )
     if error == 0:
-        return BadFile(
-            f"{where}: checksum mismatch; {remedy if changed else 'the file is damaged: pack it again'}"
-        )
+        why = since if changed else "the file is damaged: pack it again"
+        return BadFile(f"{where}: checksum mismatch; {why}")
     if error < 0:
-        return IOFailure(f"{where}: the file ends early{'; ' + remedy if changed else ''}")
+        return IOFailure(f"{where}: the file ends early" + (f"; {since}" if changed else ""))
     return IOFailure(f"{where}: {os.strerror(error)}")
 
 
