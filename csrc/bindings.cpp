@@ -23,6 +23,7 @@
 #include "store.h"
 
 void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
+bool interrupted_by_python();
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -524,10 +525,7 @@ NB_MODULE(_native, m) {
             const tc::Kernels* k = isa.empty() ? tc::chosen_kernels() : tc::kernels_named(isa.c_str());
             check(k != nullptr, "instruction set not supported by this CPU");
             new (self) Context(threads, k);
-            self->interrupted = [] {  // signal handlers run, as in any Python code; one that raises ends the call
-                nb::gil_scoped_acquire acquire;
-                return PyErr_CheckSignals() != 0;
-            };
+            self->interrupted = &interrupted_by_python;
         }, "threads"_a, "isa"_a = "")
         .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
         .def_prop_ro("isa", [](const Context& c) { return std::string(c.k.isa); })

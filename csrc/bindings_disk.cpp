@@ -93,12 +93,18 @@ static DiskRows* make_rows(SlotPool& pool, Reader& reader, uint64_t file_offset,
     }
 }
 
+// Signal handlers run, as in any Python code; one that raises ends what waits.
+bool interrupted_by_python() {
+    nb::gil_scoped_acquire acquire;
+    return PyErr_CheckSignals() != 0;
+}
+
 static std::map<std::string, uint64_t> stats(const DiskRows& rows) {
     const DiskRows::Stats& s = rows.stats;
     return {{"needed", s.needed}, {"missed", s.missed}, {"reads", s.reads}, {"bytes", s.bytes}, {"streamed", s.streamed}, {"waited_ns", s.waited_ns}};
 }
 
-// tc::DiskError as _native.DiskError(error, name, neuron)
+// tc::DiskError as _native.DiskError(error, name, neuron, changed)
 static void bind_disk_error(nb::module_& m) {
     static nb::handle type = nb::handle(PyErr_NewException("thermocline._native.DiskError", PyExc_Exception, nullptr));
     m.attr("DiskError") = type;
@@ -107,7 +113,7 @@ static void bind_disk_error(nb::module_& m) {
             std::rethrow_exception(p);
         } catch (const tc::DiskError& e) {
             if (PyErr_Occurred()) return;  // a signal handler's, which ended the call
-            PyErr_SetObject(type.ptr(), nb::make_tuple(e.error, e.name, e.neuron).ptr());
+            PyErr_SetObject(type.ptr(), nb::make_tuple(e.error, e.name, e.neuron, e.changed).ptr());
         }
     });
 }
@@ -124,7 +130,7 @@ static void bind_slots(nb::module_& m) {
         .def(nb::new_(&make_rows), "pool"_a, "reader"_a, "file_offset"_a, "neurons"_a, "hot"_a, "quota"_a, "crc"_a.noconvert(),
              "name"_a = "", "disable"_a = 0, "likely"_a.noconvert().none() = nb::none(), nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>())
         .def_ro("first_slot", &DiskRows::first_slot)
-        .def("load", &DiskRows::load, nb::call_guard<nb::gil_scoped_release>())
+        .def("load", [](DiskRows& r) { r.load(&interrupted_by_python); }, nb::call_guard<nb::gil_scoped_release>())
         .def("set_quota", [](DiskRows& r, size_t quota) {
             check(quota <= r.neurons - r.hot, "more slots than records");
             check(r.set_quota(quota), "the pool has too few slots");

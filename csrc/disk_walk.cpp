@@ -8,31 +8,30 @@ namespace tc {
 
 // Of a chunk, what threads take when they work on it together. A sub-norm's squares are added up chunk by chunk.
 static constexpr size_t kCell = 32;
-static constexpr auto kAsk = std::chrono::milliseconds(50);  // not more often: who asks may have to wait for Python
 static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
 
 static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record; }
 
 size_t owners_of(const FFN& ffn) { return 2 * ((ffn.neurons() + kChunk - 1) / kChunk); }
 
-std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens) {
+std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens, Interrupted interrupted) {
     for (size_t i = 0; i < n; i++)
         for (DiskRows* rows : {ffns[i]->disk, ffns[i]->gate_disk})
             if (rows) rows->early.reset(), rows->settle(), rows->begin(tokens > kFewTokens ? tokens : 1);
-    return std::make_shared<Fetches>(ffns[0]->disk->reader, n * owners_of(*ffns[0]));
+    return std::make_shared<Fetches>(ffns[0]->disk->reader, n * owners_of(*ffns[0]), interrupted);
 }
 
 // Those that were begun for it, or of its layer, or none yet.
-static std::shared_ptr<Fetches> reads_of(const FFNArgs& a) {
+static std::shared_ptr<Fetches> reads_of(const FFNArgs& a, Interrupted interrupted) {
     std::shared_ptr<Fetches> early = std::move(a.ffn.disk->early);
     if (a.reads) return a.reads;
     const FFN* ffn = &a.ffn;
-    return early && takes_few(a) ? early : begin_reads(&ffn, 1, a.tokens);
+    return early && takes_few(a) ? early : begin_reads(&ffn, 1, a.tokens, interrupted);
 }
 
 Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
     : w(context, args, takes_few(args) || args.ffn.sub_norm.weight ? kChunk : kCell), bundles(*args.ffn.disk),
-      gates(args.ffn.gate_disk), reads(reads_of(args)), fetches(*reads), owner(args.owner), tasks(w.chunks), fresh(w.chunks),
+      gates(args.ffn.gate_disk), reads(reads_of(args, context.interrupted)), fetches(*reads), owner(args.owner), tasks(w.chunks), fresh(w.chunks),
       group(w.threads > int(kChunk / kCell) ? 2 : 1), bundle_bytes(bundles.stats.bytes), gate_bytes(gates ? gates->stats.bytes : 0) {
     w.rows = slots = grown(context.slots_, w.n);
     entries = grown(context.entries_, w.n);
@@ -379,7 +378,7 @@ void Context::read_ahead(const FFNArgs& a) {
     const FFN* ffn = &a.ffn;
     if (!can_read_ahead(a.ffn, a.tokens, a.sparsity)) return;
     FFNArgs asked = a;
-    early_ = asked.reads = a.ffn.disk->early = begin_reads(&ffn, 1, a.tokens);
+    early_ = asked.reads = a.ffn.disk->early = begin_reads(&ffn, 1, a.tokens, interrupted);
     expect(asked);
 }
 

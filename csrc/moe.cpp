@@ -78,11 +78,11 @@ size_t Context::tokens_of(const MixtureArgs& a, size_t e, const float* h, const 
 // Experts on disk share the reads of a call; when it is over, what was read for those that it did not need is let go. Records of all
 // grow older with each token: how fast a use is forgotten is for the text to say, not for how often an expert is chosen.
 struct Context::ExpertReads {
-    ExpertReads(const MixtureArgs& a) : mixture(a.mixture) {
+    ExpertReads(const MixtureArgs& a, Interrupted interrupted) : mixture(a.mixture) {
         const FFN& first = *mixture.experts[0];
         if (!first.disk) return;
         if (a.tokens <= kFewTokens) reads = std::move(first.disk->early);
-        if (!reads) reads = begin_reads(mixture.experts.data(), mixture.experts.size(), a.tokens);
+        if (!reads) reads = begin_reads(mixture.experts.data(), mixture.experts.size(), a.tokens, interrupted);
     }
     ~ExpertReads() {
         if (!reads) return;
@@ -101,7 +101,7 @@ void Context::moe_block(const MixtureArgs& a, FFNCounts& total) {
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
-    const ExpertReads disk(a);
+    const ExpertReads disk(a, interrupted);
     for (size_t e = 0; e < experts; e++) {
         const FFNCounts c = expert_add(a, e, h, weights, sum, disk.reads);
         total.active += c.active, total.rows += c.rows, total.gates += c.gates, total.predictor_bytes += c.predictor_bytes;
@@ -133,7 +133,7 @@ void Context::read_ahead(const MixtureArgs& a) {
     const Mixture& m = a.mixture;
     if (!can_read_ahead(*m.experts[0], a.tokens, a.sparsity)) return;
     const float *h, *weights = routed(a, &h);
-    const std::shared_ptr<Fetches> reads = begin_reads(m.experts.data(), m.experts.size(), a.tokens);
+    const std::shared_ptr<Fetches> reads = begin_reads(m.experts.data(), m.experts.size(), a.tokens, interrupted);
     early_ = m.experts[0]->disk->early = reads;
     for (size_t e = 0; e < m.experts.size(); e++)
         if (const size_t n = tokens_of(a, e, h, weights))

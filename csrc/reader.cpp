@@ -33,9 +33,10 @@ public:
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stop_ = true;
+            queue_.clear();  // nobody is there to take what these would read
         }
         requested_.notify_all();
-        for (std::thread& t : threads_) t.join();  // what was requested is read before they leave
+        for (std::thread& t : threads_) t.join();  // each may be within a read
     }
 
     size_t count() const { return threads_.size(); }
@@ -106,16 +107,27 @@ Reader::Reader(const char* path, unsigned depth, size_t buffer_bytes, Method met
     error_ = buffers_.data ? begin(method) : ENOMEM;
 }
 
+// Reads that were left behind write into the buffers, which stay for as long as they take, but nobody waits: a program that
+// is told to end does so, however slow the disk is.
 Reader::~Reader() {
-    if (forks_ == forks_so_far()) {
-        if (ring_ && !ring_->error()) ring_->drain();
-        threads_.reset();
-    } else {
-        threads_.release();  // the parent's: a forked copy has none to join, and its locks may never be given back
-        file_.release();
+    const bool forked = forks_ != forks_so_far();
+    if (forked) threads_.release(), file_.release();  // the parent's: there is none to join here, and locks are never given back
+    auto close = [forked, buffers = buffers_, file = std::move(file_), ring = std::move(ring_), threads = std::move(threads_)]() mutable {
+        if (ring && !ring->error() && !forked) ring->drain();
+        threads.reset();
+        ring.reset();
+        unmap_pages(buffers);
+    };
+    if (!left_behind || forked) {
+        close();
+        return;
     }
-    ring_.reset();
-    unmap_pages(buffers_);
+    const auto later = std::make_shared<decltype(close)>(std::move(close));
+    try {
+        std::thread([later] { (*later)(); }).detach();
+    } catch (const std::exception&) {
+        (*later)();
+    }
 }
 
 int Reader::open(const char* path, bool direct) {

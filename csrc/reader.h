@@ -35,7 +35,7 @@ class Reader {
 public:
     // `depth`: reads in flight at most, 1 to 4096; as many buffers of `buffer_bytes`, each from a page's begin on.
     Reader(const char* path, unsigned depth, size_t buffer_bytes, Method method = Method::AUTO, bool direct = true);
-    ~Reader();  // waits for the reads in flight: they write into the caller's memory
+    ~Reader();  // waits for the reads in flight: they write into the caller's memory. Not for those left behind, in the buffers
     Reader(const Reader&) = delete;
     Reader& operator=(const Reader&) = delete;
 
@@ -53,7 +53,8 @@ public:
     // Reads that are done, in any order, at most `max`. `wait`: sleep until there is one, but not for ever: 0 after 100 ms,
     // a signal or a part of a read, and at once when nothing is in flight.
     size_t take(ReadDone* out, size_t max, bool wait);
-    size_t left_behind = 0;  // reads in flight that nobody is interested in any more: whoever comes next takes them first
+    // Reads in flight, into the buffers, that nobody is interested in any more: whoever comes next takes them first.
+    size_t left_behind = 0;
 
     // To measure a disk: read `bytes` at each of n offsets into the buffers, `depth` at a time, as long as `seconds` last.
     // -> how many were read; `error`: the first failure, which ends it.

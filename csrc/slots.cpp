@@ -239,8 +239,8 @@ void DiskRows::settle() {
         if (e.owner == this) release(e);
 }
 
-void DiskRows::load() {
-    Fetches fetches(reader, 1);
+void DiskRows::load(Interrupted interrupted) {
+    Fetches fetches(reader, 1, interrupted);
     std::vector<Wanted> wanted;
     for (size_t i = 0; i < hot; i++) wanted.push_back({int32_t(i), first_slot + int32_t(i), kHot});
     for (size_t i = 0; i < cold_.size(); i++) {
@@ -249,19 +249,26 @@ void DiskRows::load() {
     }
     fetches.want(*this, wanted.data(), wanted.size(), 0);
     fetches.submit();  // nobody else is here: no lock
-    while (fetches.busy()) {
+    using clock = std::chrono::steady_clock;
+    for (auto asked = clock::now(); fetches.busy() && !fetches.gave_up;) {
         fetches.take(true);
         if (fetches.failed) fetches.drop_queue();
+        if (!interrupted || clock::now() - asked < kAsk) continue;
+        asked = clock::now();
+        if (interrupted()) fetches.give_up();
     }
     settle();
     if (fetches.failed) throw fetches.error;
 }
 
 // ---- reads on their way
-Fetches::Fetches(Reader& reader, size_t owners)
+Fetches::Fetches(Reader& reader, size_t owners, Interrupted interrupted)
     : left(owners, 0), bad(owners, 0), awaited(owners, 0), reader_(reader), reads_(reader.depth()) {
     for (unsigned i = reader.depth(); i-- > 0;) buffers_.push_back(i);
-    for (ReadDone done[64]; reader.left_behind;) reader.left_behind -= reader.take(done, 64, true);
+    for (ReadDone done[64]; reader.left_behind;) {
+        reader.left_behind -= reader.take(done, 64, true);
+        if (reader.left_behind && interrupted && interrupted()) throw DiskError(ECANCELED, "", -1);
+    }
 }
 
 void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner, bool urgent) {
@@ -349,7 +356,7 @@ void Fetches::take(bool wait) {
         if (r.error) bad[r.owner] = 1;
         if (r.error && !failed) {
             failed = true;
-            error = {r.error == INT32_MAX ? 0 : r.error, r.rows->name(), r.wanted[0].neuron};
+            error = {r.error == INT32_MAX ? 0 : r.error, r.rows->name(), r.wanted[0].neuron, reader_.changed()};
         }
         for (size_t w = 0; !r.error && w < r.n; w++)
             r.rows->arrived(r.wanted[w].entry);

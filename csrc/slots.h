@@ -2,6 +2,7 @@
 // their reads on the way (Fetches). Nothing here knows what a record means.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -50,12 +51,17 @@ private:
 };
 
 struct DiskError : std::exception {
-    DiskError(int error, std::string name, int64_t neuron) : error(error), name(std::move(name)), neuron(neuron) {}
+    DiskError(int error, std::string name, int64_t neuron, bool changed = false)
+        : error(error), name(std::move(name)), neuron(neuron), changed(changed) {}
     const char* what() const noexcept override { return "a read failed"; }
     int error;  // an errno; -1: the file ends early; 0: a wrong checksum
     std::string name;
     int64_t neuron;
+    bool changed;  // Reader::changed, asked only here
 };
+
+using Interrupted = bool (*)();  // should what waits for a disk end at once? Asked by the calling thread,
+constexpr auto kAsk = std::chrono::milliseconds(50);  // not more often: who asks may have to wait for Python
 
 // Of records on the way: where one goes. entry: of the DiskRows it belongs to, or -1.
 struct Wanted {
@@ -78,7 +84,7 @@ public:
     DiskRows(const DiskRows&) = delete;
     DiskRows& operator=(const DiskRows&) = delete;
 
-    void load();                   // the hot ones, and as many of the next as there are slots for. DiskError
+    void load(Interrupted interrupted = nullptr);  // the hot ones, and as many of the next as there are slots for. DiskError
     // A call of so many steps, which for a few tokens it is one of; before it, if some of its reads are begun early (`expect`).
     void begin(size_t steps);
     bool set_quota(size_t quota);  // false, and nothing changed: the pool has too few. Not during a call
@@ -148,7 +154,7 @@ private:
 // `left` of their owner has reached 0 under the lock.
 class Fetches {
 public:
-    Fetches(Reader& reader, size_t owners);
+    Fetches(Reader& reader, size_t owners, Interrupted interrupted);  // DiskError: while it waits for what was left behind
     ~Fetches() { reader_.left_behind += under_way_; }
     Fetches(const Fetches&) = delete;
     Fetches& operator=(const Fetches&) = delete;

@@ -1,6 +1,6 @@
 /* A disk that misbehaves: preloaded, it counts a process's reads of files, by pread or by io_uring, and spoils some.
    `syscall` is where the core enters io_uring: what it is about to submit is changed there, since what the kernel then
-   answers cannot be. BAD_READ, or bad_reads(...) inside the process, says how:
+   answers cannot be. BAD_READ, or bad_reads(...) inside the process, says how; bad_reads_seen() counts the reads since:
      eio N          the N-th read (from 1) fails
      eio_from N     that and all after it
      end N          the N-th finds the file's end
@@ -34,6 +34,7 @@ static int is(const char* what) {
 static long number(void) { const char* n = strchr(word(), ' '); return n ? atol(n + 1) : 0; }
 static atomic_long reads, calls;
 void bad_reads(const char* what) { strncpy(said, what, sizeof said - 1), reads = calls = 0; }
+long bad_reads_seen(void) { return reads; }
 static int spoilt(long n) { return (is("eio") && n == number()) || (is("eio_from") && n >= number()); }
 static uint64_t part(uint64_t n) { return n > 512 ? n / 2 & ~(uint64_t)511 : n; }
 
@@ -122,9 +123,11 @@ long syscall(long nr, ...) {
         pthread_mutex_unlock(&lock);
     }
     long got = real(nr, a[0], a[1], a[2], a[3], a[4], a[5]);
-    if (nr == 425 && got >= 0 && rings < 64) {
-        all[rings].fd = (int)got, all[rings].seen = 0, all[rings].p = *(struct params*)a[1];
-        rings++;
+    if (nr == 425 && got >= 0) {
+        struct ring* r = of((int)got);  /* of a ring that is closed, perhaps */
+        if (!r && rings == 64) abort();
+        if (!r) r = &all[rings++];
+        r->fd = (int)got, r->seen = 0, r->p = *(struct params*)a[1];
     }
     return got;
 }

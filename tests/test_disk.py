@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -438,7 +439,7 @@ def test_a_damaged_record_is_named_and_the_rest_lives_on(tmp_path: Path, many: b
     for _ in range(3):
         with pytest.raises(_native.DiskError) as error:
             context.ffn_add(x.copy(), x, ffn, SPARSITIES.index("off"))
-        assert error.value.args == (0, "layers.3.bundle", 444)
+        assert error.value.args == (0, "layers.3.bundle", 444, True)  # the file was written to
     content[at] ^= 1
     (tmp_path / "f").write_bytes(content)
     assert run(ffn, "off") == wanted
@@ -519,22 +520,37 @@ bad = ctypes.CDLL(None).bad_reads
 case = Case(neurons(Path(sys.argv[2]), "q8_0"))
 wanted = run(case.in_memory(), "off")
 ffn, _ = case.on_disk(0, 60, method="threads")
-for tokens in (1, 9):
-    bad(b"slow 1000")
+
+def stopped(work):
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    begin, h = time.monotonic(), np.ones((tokens, DIM), np.float32)
+    begin = time.monotonic()
     try:
-        _native.Context(2).ffn_add(h.copy(), h, ffn, SPARSITIES.index("off"))
+        work()
         raise AssertionError("not stopped")
     except KeyboardInterrupt:
         print(time.monotonic() - begin)
+
+def call(tokens):
+    h = np.ones((tokens, DIM), np.float32)
+    return lambda: _native.Context(2).ffn_add(h.copy(), h, ffn, SPARSITIES.index("off"))
+
+for tokens in (1, 9):
+    bad(b"slow 1000")
+    stopped(call(tokens))
     bad(b"none")
     assert run(ffn, "off") == wanted
+bad(b"slow 5000")
+stopped(call(1))
+stopped(call(1))  # which has to wait for what the first left behind
+stopped(lambda: case.on_disk(100, 60, method="threads"))
 """
 
 
 def test_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
-    """Each read takes a second. What is still under way when the call ends spoils nothing."""
+    """Each read takes a second. What is still under way when the call ends spoils nothing, and the process
+    does not wait for it.
+    """
+    begin = time.monotonic()
     run = subprocess.run(
         [sys.executable, "-P", "-c", STOPPED, str(Path(__file__).parent), str(tmp_path / "f")],
         env={**os.environ, **bad_reads.environment(bad_reads.library(tmp_path), "none")},
@@ -542,7 +558,8 @@ def test_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert all(0.3 <= float(line) < 0.9 for line in run.stdout.split())
+    assert len(run.stdout.split()) == 5 and all(0.3 <= float(line) < 0.9 for line in run.stdout.split())
+    assert time.monotonic() - begin < 5
 
 
 ASKED = """

@@ -111,6 +111,7 @@ def test_ctrl_c_keeps_the_tokens_that_were_recorded(
     [
         (["--trace", "{tmp}/none/a"], 4, "no such directory"),
         (["--trace", "{tmp}"], 4, "is a directory"),
+        (["--trace", os.devnull], 4, "is a device"),
         (["--trace", "{tmp}/a", "--replay", "{tmp}/b"], 2, "record first"),
         (["--trace", "{tmp}/a", "-n", "0"], 2, "no token"),
         (["--trace", "{tmp}/a", "-d", "40000"], 2, "the model's limit"),

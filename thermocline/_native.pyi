@@ -196,7 +196,9 @@ class DiskRows:
         waited for the disk with nothing else to do, added up)."""
 
 class DiskError(Exception):
-    """args: (errno, -1: the file ends early, 0: wrong checksum; name; neuron). The caches live on."""
+    """args: (errno, -1: the file ends early, 0: wrong checksum; name; neuron; whether the file has changed
+    since it was opened). The caches live on.
+    """
 
 class FFN:
     """`activation`: an index of `spec.ACTIVATIONS`."""

@@ -5,6 +5,7 @@ Must not know kernels, tensors or scheduling. What is heavy is imported when a c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -117,6 +118,7 @@ def generate(
     """Stream the answer to stdout. -> (it, seconds from `begin` to its first token)."""
     first_token_s = None
     with CtrlC() as ctrl_c, llm.stream(prompt, params) as stream:
+        ctrl_c.computing = lambda: stream.computing
         try:
             for chunk in stream:
                 if first_token_s is None:
@@ -183,8 +185,14 @@ def converse(talk: Chat, terminal: Terminal) -> None:
             note(str(e))
 
 
+class AnswerStopped(KeyboardInterrupt):
+    """In the middle of a step, which is given up; the program goes on."""
+
+
 class StopsAnswer(CtrlC):
-    """Ctrl-C ends the answer at its next token or piece of prompt; a third one does not wait for that."""
+    """Ctrl-C ends the answer, and gives up the token or piece of prompt that is being computed; a third one
+    waits for nothing else either.
+    """
 
     stream: Stream | None = None
     presses = 0
@@ -195,6 +203,8 @@ class StopsAnswer(CtrlC):
             raise KeyboardInterrupt
         if self.stream is not None:
             self.stream.cancel()
+            if self.stream.computing:
+                raise AnswerStopped
 
 
 def speak(start: Callable[[], Stream]) -> Completion | None:
@@ -204,8 +214,8 @@ def speak(start: Callable[[], Stream]) -> Completion | None:
         ctrl_c.stream = stream
         with stream:
             shown = 0
-            if not ctrl_c.presses:
-                for chunk in stream:
+            with contextlib.suppress(AnswerStopped):
+                for chunk in stream if not ctrl_c.presses else ():
                     emit(chunk.text)
                     shown += len(chunk.text)
         done = stream.completion

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 from thermocline import report
@@ -90,10 +91,13 @@ def remark(text: str) -> None:
 
 
 class CtrlC:
-    """Before the first token Ctrl-C stops at once; after it, the first waits for the token on its way."""
+    """Before the first token Ctrl-C stops at once. After it, the first lets a token that is there be shown;
+    one that is still being computed, perhaps by a slow disk, is given up. The second waits for nothing.
+    """
 
     def __init__(self) -> None:
         self.asked = self.patient = False
+        self.computing: Callable[[], bool] = lambda: False  # is what runs a step, which may be given up?
 
     def __enter__(self) -> Self:
         self._before = signal.getsignal(signal.SIGINT)
@@ -105,6 +109,6 @@ class CtrlC:
         signal.signal(signal.SIGINT, self._before)
 
     def _on(self, *_: object) -> None:
-        if self.asked or not self.patient:
+        first, self.asked = not self.asked, True
+        if not (first and self.patient) or self.computing():
             raise KeyboardInterrupt
-        self.asked = True

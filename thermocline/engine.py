@@ -310,6 +310,7 @@ class Engine:
         self.kv = KVCache(spec, *room, chunk=prefill_chunk)
         self.traffic = Traffic.of(spec, weights)
         self._disk = disk
+        self.computing = False  # in `forward`: an exception there costs the step and nothing else
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -406,7 +407,11 @@ class Engine:
             s.start < s.request.n_prompt for s in spans
         )  # even their last few tokens are not guessed
         sparsity = "exact" if prompts and self.sparsity == "predict" else self.sparsity
-        logits = forward(self.model, self.kv, batch, self.ops, sparsity=sparsity, stats=stats)
+        self.computing = True
+        try:
+            logits = forward(self.model, self.kv, batch, self.ops, sparsity=sparsity, stats=stats)
+        finally:
+            self.computing = False
         for s in spans:
             s.request.computed = s.stop
             self.kv.seal(s.request.table, s.request.ids, s.stop)

@@ -55,6 +55,11 @@ class Stream(Iterator[Chunk]):
         """End it soon, without waiting: before the next token or piece of the prompt. For signal handlers."""
         self._llm._cancel(self._request, wait=False)
 
+    @property
+    def computing(self) -> bool:
+        """Is a step being computed? A signal handler that raises then ends it at once, and loses only it."""
+        return self._llm._computing
+
     def __enter__(self) -> Stream:
         return self
 
@@ -289,6 +294,10 @@ class LLM:
                 if request.finish_reason is not None:
                     raise StopIteration
                 self._open().step()
+
+    @property
+    def _computing(self) -> bool:
+        return self._engine is not None and self._engine.computing
 
     def _cancel(self, request: Request, wait: bool = True) -> None:
         """Now, or before the next step where the lock is taken and `wait` is not."""

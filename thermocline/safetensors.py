@@ -369,7 +369,9 @@ def _check_cover(entries: dict[str, Entry], data_start: int, file_size: int, nam
 
 
 class SafeTensors:
-    """One open safetensors file. Close it, or use it in a `with`."""
+    """One open safetensors file. Close it, or use it in a `with`; else it is when nobody has it any more."""
+
+    _fd = -1
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -396,6 +398,8 @@ class SafeTensors:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+    __del__ = close
 
     def read_bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Raw bytes of the file."""

@@ -122,6 +122,8 @@ def check_target(path: Path) -> None:
     """Refuse what could not be written, before anything is computed."""
     if path.is_dir():
         raise IOFailure(f"--trace {path}: is a directory")
+    if path.exists() and not path.is_file():  # a file in its place: root could do that to /dev/null
+        raise IOFailure(f"--trace {path}: is a device, pipe or socket, not a file")
     if not path.absolute().parent.is_dir():
         raise IOFailure(f"--trace {path}: no such directory")
 

@@ -146,11 +146,17 @@ class CpuOps:
 
 def disk_error(e: _native.DiskError) -> BadFile | IOFailure:
     """Of a record that could not be read, or is not what was packed."""
-    error, name, neuron = e.args
+    error, name, neuron, changed = e.args
+    where, since = (
+        f"{name}: neuron {neuron}",
+        "the file has changed since it was opened: load the model again",
+    )
     if error == 0:
-        return BadFile(f"{name}: neuron {neuron}: checksum mismatch; the file is damaged: pack it again")
-    why = "the file ends early" if error < 0 else os.strerror(error)
-    return IOFailure(f"{name}: neuron {neuron}: {why}")
+        why = since if changed else "the file is damaged: pack it again"
+        return BadFile(f"{where}: checksum mismatch; {why}")
+    if error < 0:
+        return IOFailure(f"{where}: the file ends early" + (f"; {since}" if changed else ""))
+    return IOFailure(f"{where}: {os.strerror(error)}")
 
 
 def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
