@@ -48,7 +48,7 @@ class Recorder:
     def ffn_add(self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats) -> None:
         n, s = self.norms[len(self.found)], self.spec
         normed = h.copy() if n is None else reference.norm(h, n.weight, n.bias, s.norm_eps, s.norm)
-        active = np.zeros((len(x), s.ffn_dim), np.float32)
+        active = np.zeros((len(x), s.n_experts * s.ffn_dim), np.float32)
         self.ops.ffn_add(x, h, bound, sparsity, stats, active)
         self.found.append((normed, active))
 
@@ -63,8 +63,8 @@ def record(pack: Pack, tokens: int, seed: int) -> list[tuple[F32, F32]]:
 
 
 def gate_of(pack: Pack, i: int) -> tuple[F32, F32]:
-    """Weights [neurons, dim] and bias [neurons] of a layer's gate."""
-    name, n = f"layers.{i}.gate", pack.spec.ffn_dim
+    """Weights [neurons, dim] and bias [neurons] of a layer's gates, all experts'."""
+    name, n = f"layers.{i}.gate", pack.spec.n_experts * pack.spec.ffn_dim
     rows = read_tensor(pack, f"{name}.weight").reshape(n, -1)
     gate = quant.decode(pack.tensors[f"{name}.weight"].format, rows, pack.spec.dim)
     bias = f"{name}.bias"
@@ -86,10 +86,12 @@ def low_rank(gate: F32, rank: int, seed: int) -> tuple[F32, F32]:
 def predictor_of(pack: Pack, i: int, kind: str, rank: int) -> LayerPredictor:
     """With the thresholds of a perfect predictor: minus the bias."""
     gate, bias = gate_of(pack, i)
+    experts = pack.spec.n_experts
     if kind == "sign":
-        return LayerPredictor("sign", None, None, np.packbits(gate > 0, axis=1, bitorder="little"), -bias, 0)
+        signs = np.packbits(gate > 0, axis=1, bitorder="little")
+        return LayerPredictor("sign", None, None, signs, -bias, 0, experts)
     first, second = low_rank(gate, rank, i)
-    ideal = LayerPredictor("svd", first, second, None, -bias, 0)
+    ideal = LayerPredictor("svd", first, second, None, -bias, 0, experts)
     as_stored = Predictors.of(pack.spec, [ideal] * pack.spec.n_layers).layer(i)
     assert as_stored is not None
     return as_stored
@@ -111,7 +113,7 @@ def hot_neurons(pack: Pack, i: int, kind: str, rank: int, active: F32) -> int:
     return int(((active != 0).mean(axis=0) > 1 - asking / gate).sum())
 
 
-def profile_of(found: list[tuple[F32, F32]], places: list[I64], ids: list[int]) -> Profile:
+def profile_of(found: list[tuple[F32, F32]], places: list[I64], ids: list[int], experts: int) -> Profile:
     """What `thermocline profile` would count over the recorded tokens."""
     tokens = len(found[0][1])
     windows = tuple(tokens // b for b in BUCKETS)
@@ -119,7 +121,7 @@ def profile_of(found: list[tuple[F32, F32]], places: list[I64], ids: list[int]) 
     def counts(active: F32) -> I64:
         each = zip(BUCKETS, windows, strict=True)
         cut = ((active[: n * b].reshape(n, b, -1) != 0).any(axis=1) for b, n in each)
-        return np.stack([c.sum(axis=0, dtype=np.int64)[None] for c in cut])
+        return np.stack([c.sum(axis=0, dtype=np.int64).reshape(experts, -1) for c in cut])
 
     every = tuple(counts(active[:, place]) for (_, active), place in zip(found, places, strict=True))
     return Profile(
@@ -139,10 +141,11 @@ def main() -> None:
     args = parser.parse_args()
     pack = Pack.open(args.pack)
     found = record(pack, args.tokens, SEED)
-    places = [hottest_first((active != 0).sum(axis=0)[None, :]) for _, active in found]
+    n = pack.spec.n_experts
+    places = [hottest_first((active != 0).sum(axis=0).reshape(n, -1)) for _, active in found]
     write_reordered(pack, args.pack, places, lambda _: None, drop=(FILE,), overwrite=True)
     pack = Pack.open(args.pack)
-    write_profile(args.pack, profile_of(found, places, random_tokens(pack.spec, SEED, args.tokens)))
+    write_profile(args.pack, profile_of(found, places, random_tokens(pack.spec, SEED, args.tokens), n))
     layers: list[LayerPredictor] = []
     asked: list[float] = []
     fractions: list[float] = []
@@ -150,7 +153,9 @@ def main() -> None:
         active = recorded[:, place]
         p = shifted(predictor_of(pack, i, args.kind, args.rank), x, active, args.missed)
         p = replace(p, hot=hot_neurons(pack, i, args.kind, args.rank, active))
-        asked.append(float(p.predicted(x).mean()))
+        named = p.predicted(x).reshape(len(x), n, -1)
+        chosen = (active != 0).reshape(named.shape).any(axis=2, keepdims=True)  # experts, by what they did
+        asked.append(float((named & chosen).mean()))
         fractions.append(float((active != 0).mean()))
         layers.append(p)
         print(f"layer {i}: {asked[-1]:.1%} predicted, {fractions[-1]:.1%} active, {p.hot} hot", flush=True)

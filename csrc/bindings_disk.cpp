@@ -131,10 +131,6 @@ static void bind_slots(nb::module_& m) {
              "name"_a = "", "disable"_a = 0, "likely"_a.noconvert().none() = nb::none(), nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>())
         .def_ro("first_slot", &DiskRows::first_slot)
         .def("load", [](DiskRows& r) { r.load(&interrupted_by_python); }, nb::call_guard<nb::gil_scoped_release>())
-        .def("set_quota", [](DiskRows& r, size_t quota) {
-            check(quota <= r.neurons - r.hot, "more slots than records");
-            check(r.set_quota(quota), "the pool has too few slots");
-        }, "quota"_a)
         .def("stats", &stats);
 }
 

@@ -43,35 +43,18 @@ DiskRows::DiskRows(SlotPool& pool, Reader& reader, uint64_t file_offset, size_t 
       uses_(neurons - hot), where_(neurons - hot, -1) {
     if (first_slot < 0) throw std::length_error("the pool has too few slots");
     for (size_t i = hot; likely && i < neurons; i++) prior_[i - hot] = kPrior * likely[i];
-    if (set_quota(quota)) return;
-    for (size_t i = 0; i < hot; i++) pool_.give_back(first_slot + int32_t(i));
-    throw std::length_error("the pool has too few slots");
+    if (quota > pool_.free()) {
+        for (size_t i = 0; i < hot; i++) pool_.give_back(first_slot + int32_t(i));
+        throw std::length_error("the pool has too few slots");
+    }
+    cold_.reserve(quota);
+    while (cold_.size() < quota) cold_.push_back({pool_.take_one(), -1, false, false});
 }
 
 DiskRows::~DiskRows() {
     settle();
     for (const Entry& e : cold_) pool_.give_back(e.slot);
     for (size_t i = 0; i < hot; i++) pool_.give_back(first_slot + int32_t(i));
-}
-
-bool DiskRows::set_quota(size_t quota) {
-    early.reset();
-    settle();
-    if (quota > cold_.size() && quota - cold_.size() > pool_.free()) return false;
-    auto better = [this](const Entry& a, const Entry& b) {
-        return a.neuron >= 0 && (b.neuron < 0 || score(a.neuron) > score(b.neuron));
-    };
-    if (quota < cold_.size()) std::sort(cold_.begin(), cold_.end(), better);
-    for (; cold_.size() > quota; cold_.pop_back()) {
-        clear(cold_.back());
-        pool_.give_back(cold_.back().slot);
-    }
-    cold_.reserve(quota);
-    while (cold_.size() < quota) cold_.push_back({pool_.take_one(), -1, false, false});
-    for (size_t i = 0; i < cold_.size(); i++)
-        if (cold_[i].neuron >= 0) where_[size_t(cold_[i].neuron) - hot] = int32_t(i);
-    worst_.clear();
-    return true;
 }
 
 // Debug builds make sure that nobody reads what is gone: a NaN in every format.

@@ -87,7 +87,6 @@ public:
     void load(Interrupted interrupted = nullptr);  // the hot ones, and as many of the next as there are slots for. DiskError
     // A call of so many steps, which for a few tokens it is one of; before it, if some of its reads are begun early (`expect`).
     void begin(size_t steps);
-    bool set_quota(size_t quota);  // false, and nothing changed: the pool has too few. Not during a call
 
     // As many of ids [0, n) as there are slots for, in order: their slots; their entries, pinned until `unpin` (kHot: of a
     // hot one); those that must be read. What is expected may be on its way still. -> how many.

@@ -328,9 +328,8 @@ def test_reads_that_nobody_comes_for_are_let_go(tmp_path: Path) -> None:
     assert run(ffn, "predict") == wanted
     context.read_ahead(inputs[0], ffn, SPARSITIES.index("predict"))
     del ffn, _
-    other, rows = case.on_disk(0, 60)
+    other, _ = case.on_disk(0, 60)
     context.read_ahead(inputs[0], other, SPARSITIES.index("predict"))
-    rows.set_quota(30)
     assert run(other, "predict") == wanted
 
 
@@ -394,17 +393,6 @@ def test_a_prompt_says_which_neurons_its_continuation_needs(tmp_path: Path) -> N
         needed, missed = (after[key] - before[key] for key in ("needed", "missed"))
         hits.append(needed - missed)
     assert hits[0] < 70 and hits[1] == 100
-
-
-def test_a_quota_can_change_between_calls(tmp_path: Path) -> None:
-    case = Case(neurons(tmp_path / "f"))
-    wanted = run(case.in_memory(), "exact")
-    ffn, rows = case.on_disk(256, 400)
-    for quota in (10, 0, 400):
-        rows.set_quota(quota)
-        assert run(ffn, "exact") == wanted
-    with pytest.raises(ValueError, match="too few slots"):
-        rows.set_quota(401)
 
 
 def test_slots_go_back_to_the_pool(tmp_path: Path) -> None:

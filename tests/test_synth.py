@@ -81,6 +81,8 @@ class Watched:
     def bind_ffn(self, spec: Any, layer: Layer) -> Any:
         return spec, layer, self._ops.bind_ffn(spec, layer)
 
+    def read_ahead(self, h: Any, bound: Any, sparsity: str) -> None: ...
+
     def ffn_add(self, x: Any, h: Any, bound: Any, sparsity: str, stats: FFNStats) -> None:
         spec, layer, inner = bound
         norm, f = layer.ffn_norm, layer.experts[0]

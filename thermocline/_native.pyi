@@ -187,9 +187,6 @@ class DiskRows:
     def load(self) -> None:
         """Read the hot ones, and the next ones into all slots. DiskError."""
 
-    def set_quota(self, quota: int) -> None:
-        """ValueError where the pool has no such many; what no longer fits is forgotten. Not during a call."""
-
     def stats(self) -> dict[str, int]:
         """Since it was made: `needed` (records that few tokens asked for), `missed` (of those, not there),
         `reads` and `bytes` (of the disk, all), `streamed` (bytes, for many tokens), `waited_ns` (threads that
