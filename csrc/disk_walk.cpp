@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 
 namespace tc {
 
@@ -304,98 +303,6 @@ void Context::DiskWalk::many_tokens(int thread) {
     w.ctx.pool.barrier();
     for (size_t c0 = begin; good && c0 < end; c0 += kTileColumns)
         w.join_columns(c0, std::min(end, c0 + kTileColumns), sums + c0 * w.tokens);
-}
-
-// ---- before the call
-//
-// What the predictor says of the residual stream before attention, it says again after it of all but one neuron in fifty (LOG). So reads
-// begin early, and the disk works while attention does. Nothing depends on it: the call asks again.
-
-namespace {
-
-struct Ahead {
-    Context::Walk& w;
-    DiskRows &bundles, *const gates;
-    Fetches& fetches;
-    const size_t owner;
-    std::atomic<size_t> listed{0}, judged{0};  // chunks
-    Wanted* free = nullptr;                    // of fetches.early's last
-
-    void list(int thread);
-    void judge(int thread);
-    void expect(DiskRows& rows, size_t first_owner);
-    void keep_judgeable();
-};
-
-// The predicted neurons.
-void Ahead::list(int) {
-    w.encode();
-    for (size_t c; (c = listed.fetch_add(1)) < w.chunks;)
-        w.counts[c] = w.predicted_neurons(c * kChunk, std::min(w.n, (c + 1) * kChunk));
-}
-
-// In the order in which the call will want them.
-void Ahead::expect(DiskRows& rows, size_t first_owner) {
-    std::lock_guard<std::mutex> held(fetches.lock);
-    for (size_t c = w.chunks; c-- > 0;) {
-        const size_t n = rows.expect(w.ids + c * kChunk, w.counts[c], free);
-        fetches.want(rows, free, n, first_owner + c);
-        free += n;
-    }
-    fetches.submit();
-}
-
-// Of the listed neurons, those whose bundles are on disk and whose gate rows are not.
-void Ahead::keep_judgeable() {
-    std::lock_guard<std::mutex> held(fetches.lock);
-    for (size_t c = 0; c < w.chunks; c++) {
-        size_t kept = c * kChunk;
-        for (size_t i = kept; i < c * kChunk + w.counts[c]; i++) {
-            const int32_t id = w.ids[i], row = gates ? gates->slot_of(id) : id;
-            if (bundles.hold(id) || row < 0) continue;
-            w.ids[kept] = id, w.rows[kept++] = row;
-        }
-        w.counts[c] = kept - c * kChunk;
-    }
-}
-
-// Of those, the ones whose gate is open.
-void Ahead::judge(int thread) {
-    for (size_t c; (c = judged.fetch_add(1)) < w.chunks; fetches.take_in_passing()) {
-        w.activations(c * kChunk, c * kChunk + w.counts[c], w.rows, thread);
-        w.counts[c] = w.keep_needed(c * kChunk, w.counts[c], w.hidden);
-    }
-}
-
-}  // namespace
-
-bool can_read_ahead(const FFN& ffn, size_t tokens, Sparsity sparsity) {
-    return ffn.disk && ffn.predictor.second.data && !ffn.sub_norm.weight && sparsity == PREDICT && tokens <= kFewTokens &&
-           !ffn.disk->disabled(DiskRows::NO_PIPELINE);
-}
-
-void Context::read_ahead(const FFNArgs& a) {
-    const FFN* ffn = &a.ffn;
-    if (!can_read_ahead(a.ffn, a.tokens, a.sparsity)) return;
-    FFNArgs asked = a;
-    early_ = asked.reads = a.ffn.disk->early = begin_reads(&ffn, 1, a.tokens, interrupted);
-    expect(asked);
-}
-
-// Begins what a.reads can bring for an FFN.
-void Context::expect(const FFNArgs& a) {
-    Walk w(*this, a, kChunk);
-    if (!w.guessed) return;
-    Ahead ahead{w, *a.ffn.disk, a.ffn.gate_disk, *a.reads, a.owner};
-    auto list = [&](int thread) { ahead.list(thread); };
-    auto judge = [&](int thread) { ahead.judge(thread); };
-    pool.run(list);
-    a.reads->early.emplace_back(2 * std::accumulate(w.counts, w.counts + w.chunks, size_t(0)));
-    ahead.free = a.reads->early.back().data();
-    if (ahead.gates) ahead.expect(*ahead.gates, a.owner), w.rows = grown(slots_, w.n);
-    ahead.keep_judgeable();
-    pool.run(judge);
-    ahead.expect(ahead.bundles, a.owner + w.chunks);
 }
 
 FFNCounts Context::disk_ffn(const FFNArgs& a) {

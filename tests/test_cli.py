@@ -315,6 +315,26 @@ def test_the_prompt_may_come_from_stdin(
     assert thermocline(*greedy(tiny_pack, "-p", "-")).out.startswith("Zoë")
 
 
+def test_the_likeliest_of_several_answers_is_one_that_its_seed_gives_alone(
+    tiny_pack: Path, thermocline: Run
+) -> None:
+    drawn = ("run", "-m", str(tiny_pack), "Once", "-n", "12", "--temp", "1.5", "-q")
+    ran = thermocline(*drawn, "--seed", "5", "--n-best", "4", "--json")
+    figures = json.loads(ran.out)
+    answers = figures["answers"]
+    assert sorted(a["seed"] for a in answers) == [5, 6, 7, 8]
+    means = [a["mean_logprob"] for a in answers]
+    assert means == sorted(means, reverse=True) and len(set(means)) == 4
+    assert (figures["text"], figures["seed"]) == (answers[0]["text"], answers[0]["seed"])
+    assert "logprobs" not in figures
+    for a in answers:
+        alone = json.loads(thermocline(*drawn, "--seed", str(a["seed"]), "--json", "--logprobs", "0").out)
+        assert alone["text"] == a["text"]
+        each = [t["logprob"] for t in alone["logprobs"]]
+        assert abs(sum(each) / len(each) - a["mean_logprob"]) < 1e-6
+    assert thermocline(*drawn, "--seed", "5", "--n-best", "4").out == "Once" + answers[0]["text"] + "\n"
+
+
 def test_logprobs_are_one_per_token(tiny_pack: Path, thermocline: Run) -> None:
     figures = json.loads(thermocline(*greedy(tiny_pack, "Once", "--json", "--logprobs", "2")).out)
     assert [p["token_id"] for p in figures["logprobs"]] == figures["token_ids"]

@@ -55,7 +55,9 @@ def _decoded(data: bytes, name: str) -> str:
         raise BadFile(f"{name}: not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}") from None
 
 
-def open_llm(o: config.Generation, progress: Progress, chat_template: str | None = None) -> LLM:
+def open_llm(
+    o: config.Generation, progress: Progress, chat_template: str | None = None, max_batch: int = 1
+) -> LLM:
     """Everything but the weights: those are read once the prompt is known to fit."""
     from thermocline.llm import LLM
 
@@ -65,7 +67,7 @@ def open_llm(o: config.Generation, progress: Progress, chat_template: str | None
         context=o.ctx_size or None,
         format=o.format,
         sparsity=o.sparsity,
-        max_batch=1,
+        max_batch=max_batch,
         cache_dir=config.cache_dir(o.cache_dir),
         progress=progress.at,
         lazy=True,
@@ -101,10 +103,19 @@ def run(o: config.RunOptions) -> int:
     begin = time.perf_counter()
     prompt = read_prompt(o)
     params = sampling(o, o.logprobs)
-    with Progress(quiet=o.quiet) as progress, open_llm(o, progress) as llm:
-        done, first_token_s = generate(llm, prompt, params, o, begin)
+    with Progress(quiet=o.quiet) as progress, open_llm(o, progress, max_batch=o.n_best) as llm:
+        answers: list[Completion] = []
+        if o.n_best > 1:
+            answers = best_of(llm, prompt, params, o)
+            done, first_token_s = answers[0], None
+        else:
+            done, first_token_s = generate(llm, prompt, params, o, begin)
         if o.json or not o.quiet:
             figures = report.figures_of(llm, done, first_token_s, o.model or "bundled")
+            if answers:
+                figures["answers"] = [report.answer_of(a) for a in answers]
+                if o.logprobs is None:  # only asked for to compare the answers
+                    del figures["logprobs"]
             if o.json:
                 emit_json(figures)
             if not o.quiet:
@@ -136,6 +147,15 @@ def generate(
         if not o.json:
             emit("\n")
         return stream.completion, first_token_s
+
+
+def best_of(llm: LLM, prompt: str, params: SamplingParams, o: config.RunOptions) -> list[Completion]:
+    """The answers, the likeliest, which is printed, first."""
+    with CtrlC():
+        answers = llm.best_of(o.n_best, prompt, params)
+    if not o.json:
+        emit((prompt if o.display_prompt else "") + answers[0].text + "\n")
+    return answers
 
 
 # ---- chat

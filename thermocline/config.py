@@ -168,6 +168,13 @@ class RunOptions(Generation):
     )  # fmt: skip
     file: str | None = opt(None, nonempty, "PATH", "Prompt", "Read the prompt from a file.", flags="-f")
 
+    n_best: int = opt(
+        1,
+        whole(1, 64),
+        "N",
+        "Sampling",
+        "Draw N answers side by side, seeds one apart, and print the likeliest.",
+    )
     logprobs: int | None = opt(
         None, whole(0, 100), "N", "Output", "With --json: log-probabilities of each token and its N rivals.",
         shown="none"

@@ -57,6 +57,11 @@ class Completion:
     logprobs: list[TokenLogprobs] | None
     figures: Figures
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; -inf where there are none, or none was asked for."""
+        return sum(t.logprob for t in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
+
 
 @dataclass(frozen=True)
 class Chunk:

@@ -183,6 +183,24 @@ class LLM:
         done = [stream.completion for stream in streams]
         return done[0] if isinstance(prompts, str) else done
 
+    def best_of(self, n: int, prompt: str, params: SamplingParams | None = None) -> list[Completion]:
+        """n answers to a prompt, computed together, with seeds one apart; those whose tokens the model found
+        likelier on average first.
+        """
+        params = params or SamplingParams()
+        streams: list[Stream] = []
+        try:
+            for _ in range(n):
+                seed = params.seed if not streams else (streams[-1].completion.seed + 1) % (1 << 64)
+                streams.append(self.stream(prompt, replace(params, seed=seed, logprobs=params.logprobs or 0)))
+            for stream in streams:
+                for _ in stream:
+                    pass
+        finally:
+            for stream in streams:
+                stream.close()
+        return sorted((stream.completion for stream in streams), key=lambda c: -c.mean_logprob)
+
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, token by token."""
         return self._stream(self.tokenizer.encode(prompt, parse_special=True), params or SamplingParams())

@@ -55,6 +55,11 @@ def shelf_table(items: Sequence[Item]) -> str:
 # ---- run
 
 
+def answer_of(a: Completion) -> dict[str, Any]:
+    """One of `run --n-best`'s."""
+    return {"text": a.text, "seed": a.seed, "finish_reason": a.finish_reason, "mean_logprob": a.mean_logprob}
+
+
 def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: str) -> dict[str, Any]:
     """The contract of `run --json` (README)."""
     from thermocline import hardware  # the native core
