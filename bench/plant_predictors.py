@@ -46,7 +46,7 @@ class Recorder:
         return getattr(self.ops, name)
 
     def ffn_add(self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats) -> None:
-        n, s = self.norms[len(self.found)], self.spec
+        n, s = self.norms[len(self.found) % len(self.norms)], self.spec  # long texts come in pieces
         normed = h.copy() if n is None else reference.norm(h, n.weight, n.bias, s.norm_eps, s.norm)
         active = np.zeros((len(x), s.n_experts * s.ffn_dim), np.float32)
         self.ops.ffn_add(x, h, bound, sparsity, stats, active)
@@ -59,7 +59,8 @@ def record(pack: Pack, tokens: int, seed: int) -> list[tuple[F32, F32]]:
     ops = Recorder(loaded.ops, pack, [layer.ffn_norm for layer in loaded.weights.layers])
     texts = np.array([random_tokens(pack.spec, seed, tokens)], np.int32)
     Reader(bind(pack.spec, loaded.weights, ops), ops, context=tokens).prompt(texts, tokens)
-    return ops.found
+    layers = (ops.found[i :: pack.spec.n_layers] for i in range(pack.spec.n_layers))
+    return [(np.concatenate([x for x, _ in part]), np.concatenate([a for _, a in part])) for part in layers]
 
 
 def gate_of(pack: Pack, i: int) -> tuple[F32, F32]:
