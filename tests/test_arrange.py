@@ -145,6 +145,19 @@ def test_rows_of_an_expert_are_asked_for_together() -> None:
     assert dataclasses.replace(c, hotness=popular).rows("bundle")[0].asked == 0.6
 
 
+def test_of_a_drelu_model_those_with_an_open_gate_are_read() -> None:
+    """Twice as many as are active where half of the ups are open: a root, never beyond what is predicted."""
+    for experts in (1, 8):
+        plain = contents("exact", experts=experts)
+        drelu = dataclasses.replace(plain, spec=dataclasses.replace(plain.spec, up_activation="relu"))
+        active, opened = plain.rows("bundle")[0], drelu.rows("bundle")[0]
+        assert opened.need**2 == pytest.approx(active.need * active.asked)
+        guessing = dataclasses.replace(drelu, sparsity="predict", predictor_bytes=1)
+        named, read = guessing.rows("gate.weight")[0], guessing.rows("bundle")[0]
+        assert (read.need == np.minimum(opened.need, named.need)).all()
+        assert guessing.rows("bundle", 8)[0].need.sum() > drelu.rows("bundle", 4)[0].need.sum()
+
+
 def test_a_refusal_names_a_budget_that_is_enough() -> None:
     c = contents()
     with pytest.raises(OutOfBudget) as refused:

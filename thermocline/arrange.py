@@ -57,9 +57,15 @@ class Contents:
     def _needed(self, kind: str, batch: int, active: F64, asked: float) -> F64:
         if self.sparsity == "off" or (kind != "bundle" and batch > PREDICT_TOKENS):
             return np.full_like(active, asked)
-        if kind == "bundle":
+        asked_for = named(active, EXCESS if self.hotness.excess is None else self.hotness.excess, asked)
+        if kind != "bundle":
+            return asked_for
+        if self.spec.up_activation != "relu":
             return active
-        return named(active, EXCESS if self.hotness.excess is None else self.hotness.excess, asked)
+        # A dReLU neuron is active where its gate and its up are positive, and read where its gate is; a profile
+        # counts the former. Halves of a kind, so about the root; of those that a predictor names.
+        opened: F64 = asked * np.sqrt(active / asked)
+        return np.minimum(opened, asked_for) if self.guesses and batch <= PREDICT_TOKENS else opened
 
 
 @dataclass(frozen=True)
