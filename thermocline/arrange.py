@@ -62,8 +62,8 @@ class Contents:
             return asked_for
         if self.spec.up_activation != "relu":
             return active
-        # A dReLU neuron is active where its gate and its up are positive, and read where its gate is; a profile
-        # counts the former. Halves of a kind, so about the root; of those that a predictor names.
+        # A dReLU neuron is active where gate and up are positive, and read where its gate is; profiles
+        # count the former. The two are alike, so about the root; of those that a predictor names.
         opened: F64 = asked * np.sqrt(active / asked)
         return np.minimum(opened, asked_for) if self.guesses and batch <= PREDICT_TOKENS else opened
 
