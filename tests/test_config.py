@@ -42,6 +42,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "presence_penalty": ("-0.5", -0.5),
     "frequency_penalty": ("0.25", 0.25),
     "logit_bias": ("15+1.5", ((15, 1.5),)),
+    "n_best": ("3", 3),
     "logprobs": ("2", 2),
     "json": ("on", True),
     "display_prompt": ("off", False),
