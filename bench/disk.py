@@ -69,7 +69,7 @@ def planned(args: argparse.Namespace, limit: float) -> dict[str, Any]:
     command = thermocline("plan", args.pack, "--ram", limit, "--sparsity", args.sparsity, "-t", args.threads)
     command += ["--json", "-q"]
     answer: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    return answer
+    return answer | {"model": args.pack.name}  # not where it was
 
 
 def rounds(args: argparse.Namespace, limit: float, tokens: Path) -> Iterator[dict[str, Any]]:
