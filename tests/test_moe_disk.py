@@ -16,18 +16,17 @@ import test_plan
 import tiny
 from safetensors.numpy import save_file
 from test_disk import DIM, Case
+from test_disk_tier import small_buffers  # noqa: F401
 
 from thermocline import (
     LLM,
     SamplingParams,
     _native,
-    arrange,
     bench,
     cli,
     fit,
     hotness,
     plan_disk,
-    store,
     train,
 )
 from thermocline.arrange import Arrangement, Contents, others_of
@@ -99,14 +98,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert cli.main(profile) == 0
     predicting(Pack.open(out))
     return out
-
-
-@pytest.fixture(autouse=True)
-def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a real model's reads would be as large as an expert."""
-    monkeypatch.setattr(arrange, "BUFFER_BYTES", 4096)
-    for module in (arrange, store):
-        monkeypatch.setattr(module, "DEPTH", 32)
 
 
 def opened(pack: Path, ram: float | None = None, **asked: Any) -> LLM:

@@ -270,15 +270,15 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
     assert disk is not None
     predictor = s.predictor if work.predicts else Part()
     asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
-    before = attention_us(layer, v) + asked
+    attention = attention_us(layer, v)
     gates = float(layer.reads.gates[-1])
     ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
     ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
     waits = np.minimum(work.ffns, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
     work_us = missed * (MISS_US / v.tiers.cpu.threads)
-    beside = ffn + work_us + _early_us(attention_us(layer, v), work)
+    beside = ffn + work_us + _early_us(attention, work)
     waited: F64 = np.maximum(0.0, _reading_us(disk, missed, missed * s.record_bytes) - beside) + waits
-    return before + ffn + work_us + waited, waited
+    return attention + asked + ffn + work_us + waited, waited
 
 
 def _early_us(attention: float, work: Work) -> float:

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -170,17 +170,8 @@ class LLM:
         self, prompts: str | list[str], params: SamplingParams | None = None
     ) -> Completion | list[Completion]:
         """Complete one prompt, or several at once; one token of each is computed together."""
-        streams: list[Stream] = []
-        try:
-            for prompt in [prompts] if isinstance(prompts, str) else prompts:
-                streams.append(self.stream(prompt, params))
-            for stream in streams:
-                for _ in stream:
-                    pass
-        finally:
-            for stream in streams:
-                stream.close()
-        done = [stream.completion for stream in streams]
+        many = [prompts] if isinstance(prompts, str) else prompts
+        done = self._together(self.stream(prompt, params) for prompt in many)
         return done[0] if isinstance(prompts, str) else done
 
     def best_of(self, n: int, prompt: str, params: SamplingParams | None = None) -> list[Completion]:
@@ -188,18 +179,31 @@ class LLM:
         likelier on average first.
         """
         params = params or SamplingParams()
+        asked = replace(params, logprobs=params.logprobs or 0)
+
+        def drawn() -> Iterator[Stream]:
+            seed = params.seed
+            for _ in range(n):
+                stream = self.stream(prompt, replace(asked, seed=seed))
+                yield stream
+                seed = (stream.completion.seed + 1) % (1 << 64)
+
+        return sorted(self._together(drawn()), key=lambda c: -c.mean_logprob)
+
+    @staticmethod
+    def _together(requests: Iterable[Stream]) -> list[Completion]:
+        """All of them begun, then each to its end; whatever happens, none is left behind."""
         streams: list[Stream] = []
         try:
-            for _ in range(n):
-                seed = params.seed if not streams else (streams[-1].completion.seed + 1) % (1 << 64)
-                streams.append(self.stream(prompt, replace(params, seed=seed, logprobs=params.logprobs or 0)))
+            for stream in requests:
+                streams.append(stream)  # one by one: what was begun before one is refused is closed, too
             for stream in streams:
                 for _ in stream:
                     pass
         finally:
             for stream in streams:
                 stream.close()
-        return sorted((stream.completion for stream in streams), key=lambda c: -c.mean_logprob)
+        return [stream.completion for stream in streams]
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, token by token."""
