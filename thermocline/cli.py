@@ -164,7 +164,7 @@ def synth(o: config.SynthOptions) -> int:
     from thermocline import gguf_out, synth
     from thermocline import pack as packs
 
-    model = synth.Model.of(o.shape, o.seed, o.active, o.skew, o.rank)
+    model = synth.Model.of(o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first)
     if o.gguf is not None:
         gguf_out.check(model.plan.spec, model.optional, o.gguf, o.force)
     with Progress(quiet=o.quiet) as progress:

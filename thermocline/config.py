@@ -259,6 +259,9 @@ class SynthOptions:
         64, whole(32), "N", "Sparsity",
         "Rank of what decides which neurons are active, but for a tenth of noise; a multiple of 32."
     )  # fmt: skip
+    hottest_first: bool = opt(
+        False, switch, None, "Sparsity", "Put the neurons in the order in which `profile` would put them."
+    )
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack and GGUF file.")
     json: bool = json_output()
     quiet: bool = quiet_output()
