@@ -218,7 +218,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": set(),
     "options": {"errors"},
     "ops.cpu": {"_native", "decoder", "errors", "kv", "spec"},
+    "ops.device_rows": {"quant"},
     "ops.reference": {"decoder", "kv", "quant", "spec"},
+    "ops.torch_kernels": {"decoder", "ops.device_rows"},
     "pack": {"_native", "errors", "layout", "manifest", "quant", "safetensors", "spec"},
     "pack_writer": {"_native", "errors", "layout", "manifest", "pack", "quant", "spec", "spec_check"},
     "placement": {"cost"},
@@ -388,9 +390,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"_native", "decoder", "errors", "layout", "ops.cpu", "pack", "predictor", "quant", "spec"},
 }
 FOREIGN = {"huggingface_hub", "numpy", "tokenizers", "tqdm"}  # what `pip install .` brings
-# Packages that one module uses: `pip install '.[gguf]'` brings gguf, `pip install .` the others.
+# Packages that few modules use: `pip install '.[gguf]'` brings gguf, `pip install .` the others.
 EXTRAS = {
     "fit_mlp": {"torch"},
+    "ops.device_rows": {"torch"},
+    "ops.torch_kernels": {"torch"},
     "gguf_out": {"gguf"},
     "template_worker": {"jinja2"},
     "repl": {"prompt_toolkit"},
