@@ -25,6 +25,7 @@ class Kernels:
     ops: ModuleType
     device: str
     nmse: float  # how far from the reference a sum may be
+    slow: bool  # interpreted: a millisecond an operation, so that small matrices must do
 
     def put(self, a: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(a)).to(self.device)  # a copy: kernels write in place

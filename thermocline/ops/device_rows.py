@@ -55,7 +55,7 @@ class Sizes:
     heads: int
     head_dim: int
     positions: int  # block table's width times the positions of a block
-    rank: int = 0  # of predictors
+    rank: int = 0  # of predictors; 0: there are none, 1: of signs only
 
 
 class Scratch:
@@ -77,7 +77,7 @@ class Scratch:
         )
         down = few * MAX_SUMS * s.dim
         up = s.tokens * s.neurons if s.tokens > FEW else 0
-        asked = s.tokens * max(s.rank, s.dim)  # what a predictor's first matrix says, or x's signs
+        asked = s.tokens * (s.rank + s.neurons) if s.rank else 0
         return 4 * max(attention, down, up, asked)
 
     def take(self, *shape: int) -> torch.Tensor:
