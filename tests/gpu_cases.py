@@ -25,6 +25,7 @@ class Kernels:
     ops: ModuleType
     device: str
     nmse: float  # how far from the reference a sum may be
+    slow: bool  # interpreted: a millisecond an operation, so that small matrices must do
 
     def put(self, a: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(a)).to(self.device)  # a copy: kernels write in place
@@ -37,7 +38,7 @@ class Kernels:
         return torch.full(shape, float("nan"), device=self.device)
 
     def scratch(self) -> Scratch:
-        made = Scratch(SIZES, self.device)
+        made = Scratch.of(SIZES, self.device)
         made.floats.fill_(float("nan"))
         return made
 

@@ -120,7 +120,7 @@ def unusable() -> str | None:
         return found.why
     try:
         import torch
-        import triton  # type: ignore[import-untyped]  # noqa: F401
+        import triton  # noqa: F401
     except ImportError as e:
         return f"{e.name} is not installed: pip install 'thermocline[gpu]'"
     if not torch.cuda.is_available():
