@@ -5,8 +5,9 @@
 svd: the gates' best approximation of that rank (randomised, one power iteration); sign: their signs. A layer
 has one shift of all thresholds, the largest that loses at most `--missed` of the activations' mass over
 random tokens. The pack is put in order of hotness first (unless `synth --hottest-first` made it so) and given
-a profile, as `thermocline profile` does (of what was planted, where that is in order). With --ram the tokens are read in so much memory.
-What `thermocline train` does for a real model is another matter: this needs no text.
+a profile, as `thermocline profile` does (of what was planted, where that is in order). With --ram the tokens
+are read in so much memory. What `thermocline train` does for a real model is another matter: this needs no
+text.
 """
 
 from __future__ import annotations
