@@ -24,8 +24,9 @@ std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t to
 }
 
 std::shared_ptr<Fetches> begun_reads(const FFN& first) {
-    std::shared_ptr<Fetches>& early = first.disk->reader.early;
-    return early && early->rows[0] == first.disk ? std::move(early) : nullptr;
+    Reader& reader = first.disk->reader;
+    const bool its = reader.early && reader.early->rows[0] == first.disk && !reader.forked();
+    return its ? std::move(reader.early) : nullptr;
 }
 
 // Those that were begun for it, or of its layer, or none yet.

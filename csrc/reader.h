@@ -46,6 +46,7 @@ public:
     uint8_t* buffer(unsigned i) const { return buffers_.data + i * buffer_stride_; }
     size_t alignment() const { return alignment_; }  // of `offset`, `bytes` and `to`: 512 to 4096 direct, 1 through the cache
     const char* how() const { return how_.c_str(); }  // for people: "io_uring, direct"
+    bool forked() const { return forks_ != forks_so_far(); }  // this process, from the reader's: there is nothing to wait for
     bool changed() const;  // another file has the path now, or this one another size or time than when it was opened
 
     // Begin n reads, all or none. false: more than `depth` would be in flight, or this process was forked from the one

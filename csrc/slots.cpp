@@ -246,6 +246,7 @@ void DiskRows::load(Interrupted interrupted) {
 // ---- reads on their way
 Fetches::Fetches(Reader& reader, std::vector<DiskRows*> rows, size_t owners, Interrupted interrupted)
     : left(owners, 0), bad(owners, 0), awaited(owners, 0), rows(std::move(rows)), reader_(reader), reads_(reader.depth()) {
+    if (reader.forked()) throw std::runtime_error(kForked);
     reader.early.reset();
     for (unsigned i = reader.depth(); i-- > 0;) buffers_.push_back(i);
     for (ReadDone done[64]; reader.left_behind;) {

@@ -151,7 +151,8 @@ private:
 // `left` of their owner has reached 0 under the lock.
 class Fetches {
 public:
-    // Of a call over `rows`, which it settles in the end. DiskError: while it waits for what was left behind.
+    // Of a call over `rows`, which it settles in the end. DiskError: while it waits for what was left behind. A forked
+    // process is refused, with a std::runtime_error.
     Fetches(Reader& reader, std::vector<DiskRows*> rows, size_t owners, Interrupted interrupted);
     ~Fetches();
     Fetches(const Fetches&) = delete;

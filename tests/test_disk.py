@@ -376,6 +376,27 @@ def test_reads_begun_for_one_layer_do_not_disturb_anothers(tmp_path: Path, metho
     assert run(left, "predict") == run(case.in_memory(), "predict")
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads: that is what is tried
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_process_is_refused_and_does_not_hang(tmp_path: Path, threads: int) -> None:
+    """The reads are its parent's: it asked again and again for one that never came."""
+    case = Case(neurons(tmp_path / "f", "q8_0"), predictor=scores())
+    ffn, _ = case.on_disk(0, 60, depth=16)
+    context, h = _native.Context(threads), next(calls())
+    context.read_ahead(h, ffn, SPARSITIES.index("predict"))
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            call(context, ffn, h, "predict")
+        except RuntimeError as e:
+            os._exit(0 if "forked" in str(e) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert call(context, ffn, h, "predict") == run(case.in_memory(), "predict")[0]
+
+
 @pytest.mark.parametrize("record", [False, True])
 def test_reads_begun_for_one_token_do_not_disturb_a_prompts(tmp_path: Path, record: bool) -> None:
     """Nor a recorded token's, which goes the prompts' way."""
