@@ -1,10 +1,11 @@
 """Predictors for a random model (`thermocline synth --active`), from its own gates, to measure with.
 
-    python bench/plant_predictors.py PACK [--kind svd] [--rank 128] [--missed 0.005] [--tokens 256]
+    python bench/plant_predictors.py PACK [--kind svd] [--rank 128] [--missed 0.005] [--tokens N] [--ram GIB]
 
 svd: the gates' best approximation of that rank (randomised, one power iteration); sign: their signs. A layer
 has one shift of all thresholds, the largest that loses at most `--missed` of the activations' mass over
-random tokens. The pack is put in order of hotness first and given a profile, as `thermocline profile` does.
+random tokens. The pack is put in order of hotness first (unless `synth --hottest-first` made it so) and given
+a profile, as `thermocline profile` does. With --ram the tokens are read in so much memory.
 What `thermocline train` does for a real model is another matter: this needs no text.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline import hardware, quant, weights
+from thermocline import hardware, quant, store
 from thermocline.bench import random_tokens
 from thermocline.decoder import F32, FFNStats, bind
 from thermocline.evaluate import Reader
@@ -33,6 +34,7 @@ from thermocline.reorder import hottest_first, write_reordered
 
 SEED = 7
 I64 = NDArray[np.int64]
+F16 = NDArray[np.float16]
 
 
 class Recorder:
@@ -40,7 +42,7 @@ class Recorder:
 
     def __init__(self, ops: Any, pack: Pack, norms: list[Any]) -> None:
         self.ops, self.spec, self.norms = ops, pack.spec, norms
-        self.found: list[tuple[F32, F32]] = []
+        self.found: list[tuple[F32, F16]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ops, name)
@@ -50,12 +52,19 @@ class Recorder:
         normed = h.copy() if n is None else reference.norm(h, n.weight, n.bias, s.norm_eps, s.norm)
         active = np.zeros((len(x), s.n_experts * s.ffn_dim), np.float32)
         self.ops.ffn_add(x, h, bound, sparsity, stats, active)
-        self.found.append((normed, active))
+        self.found.append((normed, active.astype(np.float16)))  # 26 GB of weights leave room for no more
 
 
-def record(pack: Pack, tokens: int, seed: int) -> list[tuple[F32, F32]]:
+def record(pack: Pack, tokens: int, seed: int, ram: float | None) -> list[tuple[F32, F16]]:
     """For each layer: inputs [tokens, dim], activations [tokens, neurons]."""
-    loaded = weights.load(pack, threads=hardware.default_threads())
+    threads = hardware.default_threads()
+    room = store.room_for(
+        pack, None, sparsity="exact", context=tokens, max_batch=1, threads=threads,
+        budget=None if ram is None else int(ram * 2**30)
+    )  # fmt: skip
+    loaded, _ = store.open_weights(
+        pack, room, threads=threads, predictors=None, disable=(), progress=lambda *_: None, told=print
+    )
     ops = Recorder(loaded.ops, pack, [layer.ffn_norm for layer in loaded.weights.layers])
     texts = np.array([random_tokens(pack.spec, seed, tokens)], np.int32)
     Reader(bind(pack.spec, loaded.weights, ops), ops, context=tokens).prompt(texts, tokens)
@@ -98,7 +107,7 @@ def predictor_of(pack: Pack, i: int, kind: str, rank: int) -> LayerPredictor:
     return as_stored
 
 
-def shifted(p: LayerPredictor, x: F32, active: F32, missed: float) -> LayerPredictor:
+def shifted(p: LayerPredictor, x: F32, active: F16, missed: float) -> LayerPredictor:
     margin = scores(p, x) - p.threshold
     mass = np.abs(active[active != 0]).astype(np.float64)
     order = np.argsort(margin[active != 0])
@@ -107,19 +116,19 @@ def shifted(p: LayerPredictor, x: F32, active: F32, missed: float) -> LayerPredi
     return replace(p, threshold=p.threshold + np.float32(shift))
 
 
-def hot_neurons(pack: Pack, i: int, kind: str, rank: int, active: F32) -> int:
+def hot_neurons(pack: Pack, i: int, kind: str, rank: int, active: F16) -> int:
     """Those whose gate row, read always, costs less than being asked about and read when needed."""
     gate = pack.tensors[f"layers.{i}.gate.weight"].stride
     _, asking = stored_bytes(pack.spec, kind, rank)
     return int(((active != 0).mean(axis=0) > 1 - asking / gate).sum())
 
 
-def profile_of(found: list[tuple[F32, F32]], places: list[I64], ids: list[int], experts: int) -> Profile:
+def profile_of(found: list[tuple[F32, F16]], places: list[I64], ids: list[int], experts: int) -> Profile:
     """What `thermocline profile` would count over the recorded tokens."""
     tokens = len(found[0][1])
     windows = tuple(tokens // b for b in BUCKETS)
 
-    def counts(active: F32) -> I64:
+    def counts(active: F16) -> I64:
         each = zip(BUCKETS, windows, strict=True)
         cut = ((active[: n * b].reshape(n, b, -1) != 0).any(axis=1) for b, n in each)
         return np.stack([c.sum(axis=0, dtype=np.int64).reshape(experts, -1) for c in cut])
@@ -139,13 +148,17 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=128)
     parser.add_argument("--missed", type=float, default=0.005)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--ram", type=float)
     args = parser.parse_args()
     pack = Pack.open(args.pack)
-    found = record(pack, args.tokens, SEED)
+    found = record(pack, args.tokens, SEED, args.ram)
     n = pack.spec.n_experts
-    places = [hottest_first((active != 0).sum(axis=0).reshape(n, -1)) for _, active in found]
-    write_reordered(pack, args.pack, places, lambda _: None, drop=(FILE,), overwrite=True)
-    pack = Pack.open(args.pack)
+    if "hottest_first" in pack.source["name"]:
+        places = [np.arange(n * pack.spec.ffn_dim)] * len(found)
+    else:
+        places = [hottest_first((active != 0).sum(axis=0).reshape(n, -1)) for _, active in found]
+        write_reordered(pack, args.pack, places, lambda _: None, drop=(FILE,), overwrite=True)
+        pack = Pack.open(args.pack)
     write_profile(args.pack, profile_of(found, places, random_tokens(pack.spec, SEED, args.tokens), n))
     layers: list[LayerPredictor] = []
     asked: list[float] = []

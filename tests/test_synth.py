@@ -164,6 +164,23 @@ def test_rows_do_not_depend_on_how_they_are_asked_for(shape: str, format: str, t
             assert np.array_equal(whole, np.concatenate(pieces)), part
 
 
+@pytest.mark.parametrize("shape", ["llama-2-7b", "opt-6.7b", "turbosparse-mixtral"])
+def test_hottest_first_puts_the_same_activities_in_order(shape: str, tmp_path: Path) -> None:
+    file = str(config_file(tmp_path, shape))
+    anyhow, ordered = (synth.Model.of(file, 0, 0.1, 0.26, 64, first).plan.truth() for first in (False, True))
+    assert (np.diff(ordered, axis=2) <= 0).all()
+    assert not (np.diff(anyhow, axis=2) <= 0).all(axis=2).any()
+    assert np.array_equal(ordered, -np.sort(-anyhow, axis=2))
+
+
+def test_neurons_that_are_never_negative_come_in_opposite_pairs(tmp_path: Path) -> None:
+    model = synth.Model.of(str(config_file(tmp_path, "opt-6.7b")), 0, 0.1, 0.26, 64)
+    down = synth.RandomWeights(model.plan).encoded("layers.0.down", "f32", 3, 9)  # 4 and 5 are a pair
+    w = quant.decode("f32", down, 256)
+    assert np.array_equal(w[1:4:2], -w[2:5:2])
+    assert not np.array_equal(w[0:3:2], -w[1:4:2])
+
+
 @pytest.mark.parametrize("format", list(quant.FORMATS))
 def test_weights_have_the_planned_deviation_and_no_mean(format: str, tmp_path: Path) -> None:
     model = synth.Model.of(str(config_file(tmp_path, "llama-2-7b")), 0, None, 0.26, 64)

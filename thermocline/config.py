@@ -18,12 +18,14 @@ from thermocline.config_shared import FORMATS as FORMATS
 from thermocline.config_shared import SPARSITIES as SPARSITIES
 from thermocline.config_shared import SWITCHES as SWITCHES
 from thermocline.config_shared import (
+    gpu_memory,
     json_output,
     memory_limit,
     quiet_output,
     sparsity_mode,
     switched_off,
     thread_count,
+    which_gpu,
 )
 from thermocline.options import (
     PREFIX,
@@ -99,6 +101,8 @@ class Generation:
     threads: int = thread_count()
     sparsity: str = sparsity_mode()
     ram: float | None = _ram()
+    gpu: str = which_gpu()
+    vram: float | None = gpu_memory()
     disable: tuple[str, ...] = switched_off()
 
     n_predict: int = opt(
@@ -259,6 +263,9 @@ class SynthOptions:
         64, whole(32), "N", "Sparsity",
         "Rank of what decides which neurons are active, but for a tenth of noise; a multiple of 32."
     )  # fmt: skip
+    hottest_first: bool = opt(
+        False, switch, None, "Sparsity", "Put the neurons in the order in which `profile` would put them."
+    )
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack and GGUF file.")
     json: bool = json_output()
     quiet: bool = quiet_output()

@@ -83,12 +83,13 @@ def random_order(n: int, seed: int, *name: int) -> I64:
 @dataclass(frozen=True)
 class Planting:
     """What is asked for: the mean active fraction (of a mixture's chosen experts), its skew (see
-    `activities`), the rank of the gates.
+    `activities`), the rank of the gates, and whether neurons lie as in a profiled pack.
     """
 
     active: float
     skew: float
     rank: int
+    hottest_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class Plan:
     down_sd: float
     planting: Planting | None
     constant: bool  # the first BLOCK columns of the residual stream are constant
-    # Where neurons' values are never negative (ungated, dReLU), i and i + half of an expert's are equally hot
-    # with opposite down rows. Without this the hot neurons' mean, the same for every token, is nearly all
+    # Where neurons' values are never negative (ungated, dReLU), 2 i and 2 i + 1 are about equally hot, with
+    # opposite down rows. Without this the hot neurons' mean, the same for every token, is nearly all
     # that later layers see (0.04 planned gave 0.02).
     mirrored: bool
     # [neurons of all experts] intended where tokens go there, hottest first; empty: nothing is planted
@@ -159,11 +160,11 @@ class Plan:
 
     def heat(self, layer: int) -> I64:
         """[neurons]: each neuron's place among the layer's, 0 the hottest."""
-        n = len(self.activities)
-        if not self.mirrored:
-            return random_order(n, self.seed, layer, 1)
-        pairs = 2 * random_order(n // 2, self.seed, layer, 1).reshape(self.spec.n_experts, 1, -1)
-        return np.concatenate([pairs, pairs + 1], axis=1).reshape(-1)
+        assert self.planting is not None
+        alike = 2 if self.mirrored else 1
+        first = alike * random_order(len(self.activities) // alike, self.seed, layer, 1)
+        place: I64 = (first[:, None] + np.arange(alike)).reshape(self.spec.n_experts, -1)
+        return (np.sort(place, axis=1) if self.planting.hottest_first else place).reshape(-1)
 
     def offsets(self, layer: int, threshold: float) -> F32:
         """[neurons]: what each gate of the layer is on average."""

@@ -66,7 +66,15 @@ class Model:
     optional: tuple[str, ...]
 
     @classmethod
-    def of(cls, shape: str, seed: int, active: float | None, skew: float, rank: int) -> Model:
+    def of(
+        cls,
+        shape: str,
+        seed: int,
+        active: float | None,
+        skew: float,
+        rank: int,
+        hottest_first: bool = False,
+    ) -> Model:
         """`active` None: `ACTIVE` for ReLU models, none for others; a number makes any model a ReLU model.
 
         Raises what `read_shape` and `Plan.of` raise.
@@ -76,10 +84,13 @@ class Model:
             raise Unsupported(f"{name}: random models have embeddings as wide as themselves")
         if active is not None and not spec.sparse:
             spec = dataclasses.replace(spec, activation="relu")
-        planting = Planting(ACTIVE if active is None else active, skew, rank) if spec.sparse else None
+        chosen = ACTIVE if active is None else active
+        planting = Planting(chosen, skew, rank, hottest_first) if spec.sparse else None
         known = expected_tensors(spec, "f32")
         optional = tuple(n for n in mapping.tensors if n in known and known[n].optional)
         said = {"seed": seed, **(dataclasses.asdict(planting) if planting else {})}
+        if not said.get("hottest_first"):
+            said.pop("hottest_first", None)
         label = " ".join([name, *(f"{k} {v}" for k, v in said.items())])
         return cls(label, Plan.of(spec, seed, planting, "layers.0.gate.bias" in optional), optional)
 
@@ -119,14 +130,14 @@ class Matrix:
     """A random matrix: `sd` of its weights by blocks of columns (one number: all the same).
 
     Every weight of row r in its block k of columns is fixed[k][r], for as many blocks as `fixed` has (one
-    number: the same in all rows). With `silent` the first BLOCK rows are 0. With `half` > 0, of every
-    2 * half rows the later half is the opposite of the first.
+    number: the same in all rows). With `silent` the first BLOCK rows are 0. With `mirrored` every odd row is
+    the opposite of the one before it.
     """
 
     sd: F32
     fixed: tuple[F32, ...] = ()
     silent: bool = False
-    half: int = 0
+    mirrored: bool = False
 
 
 class RandomWeights:
@@ -152,20 +163,18 @@ class RandomWeights:
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8:
         m, columns = self._matrix(name), self._columns(name)
-        edge = (first // m.half + 1) * m.half if m.half else last
-        if edge < last:
-            parts = (first, edge), (edge, last)
-            return np.concatenate([self.encoded(name, format, *rows) for rows in parts])
-        sd = np.repeat(np.broadcast_to(m.sd, (-(-columns // BLOCK),))[None], last - first, axis=0)
-        if m.half and first // m.half % 2:
-            sd, first, last = -sd, first - m.half, last - m.half
+        rows = np.arange(first, last)
+        odd = rows % 2 if m.mirrored else np.zeros_like(rows)
+        sd = np.broadcast_to(m.sd, (-(-columns // BLOCK),)) * (1 - 2 * odd[:, None]).astype(np.float32)
         if m.silent:
             sd[: max(0, BLOCK - first)] = 0
         fixed = tuple(f if len(f) == 1 else f[first:last] for f in m.fixed)
-        if quant.FORMATS[format].block == 1:
-            return _floats(self._bits(name, 2 * columns, first, last), format, columns, sd, fixed)
-        size = quant.row_bytes(format, columns)  # random bytes suffice: the scales need half of theirs
-        return _blocks(self._bits(name, size, first, last), format, columns, sd, fixed)
+        floats = quant.FORMATS[format].block == 1
+        # Of a quantised row random bytes suffice: the scales need half of theirs.
+        size = 2 * columns if floats else quant.row_bytes(format, columns)
+        begin = first - first % 2 if m.mirrored else first
+        bits = self._bits(name, size, begin, last)[rows - odd - begin]
+        return (_floats if floats else _blocks)(bits, format, columns, sd, fixed)
 
     def _bits(self, name: str, row_bytes: int, first: int, last: int) -> U8:
         """[rows, >= row_bytes] random bytes. PCG64 jumps to any place of its stream in half a microsecond."""
@@ -197,8 +206,7 @@ class RandomWeights:
             case "attn_out":
                 return Matrix(_number(plan.attn_out_sd), silent=plan.constant)
             case "down":
-                half = s.ffn_dim // 2 if plan.mirrored else 0
-                return Matrix(_number(plan.down_sd), quiet, half=half)
+                return Matrix(_number(plan.down_sd), quiet, mirrored=plan.mirrored)
             case "gate" if plan.planting:
                 moods = tuple(_number(m) for m in plan.moods(_layer(name)))
                 return self._planted(_layer(name), s.activation_threshold, moods)

@@ -1,0 +1,126 @@
+"""What the tests of GPU kernels share: matrices as they are stored, a paged cache, and how close is close."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from thermocline import quant
+from thermocline.decoder import F32, I32, Batch, Heads
+from thermocline.kv import KVLayer
+from thermocline.ops import reference
+from thermocline.ops.device_rows import Rows, Scratch, Sizes
+
+SIZES = Sizes(tokens=130, dim=320, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One table of kernels, and where its tensors live."""
+
+    ops: ModuleType
+    device: str
+    nmse: float  # how far from the reference a sum may be
+    slow: bool  # interpreted: a millisecond an operation, so that small matrices must do
+
+    def put(self, a: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(a)).to(self.device)  # a copy: kernels write in place
+
+    def some(self, a: Any) -> torch.Tensor | None:
+        return None if a is None else self.put(a)
+
+    def filled(self, *shape: int) -> torch.Tensor:
+        """Full of what no kernel may leave there, or read."""
+        return torch.full(shape, float("nan"), device=self.device)
+
+    def scratch(self) -> Scratch:
+        made = Scratch.of(SIZES, self.device)
+        made.floats.fill_(float("nan"))
+        return made
+
+    def rows(self, format: str, w: F32, skip: int = 0, pad: int = 0) -> tuple[Rows, F32]:
+        """Stored with `skip` bytes before each row and `pad` behind it, and what that decodes to."""
+        data = quant.encode(format, w)
+        wide = np.pad(data, ((0, 0), (skip, pad)), constant_values=0xFF)  # 0xFF.. is a NaN
+        return Rows(self.put(wide), format, w.shape[1], skip), quant.decode(format, data, w.shape[1])
+
+    def check(self, got: torch.Tensor, want: F32) -> None:
+        assert tuple(got.shape) == want.shape
+        assert nmse(got.cpu().numpy(), want) <= self.nmse
+
+
+def nmse(got: F32, want: F32) -> float:
+    power = float((want.astype(np.float64) ** 2).mean())
+    off = float(((got.astype(np.float64) - want) ** 2).mean())
+    return off / power if power else off
+
+
+def normal(seed: int, *shape: int) -> F32:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def columns(format: str) -> tuple[int, ...]:
+    """One block, odd numbers of them, and more than a step of every kernel takes in small."""
+    return (32, 96, 288) if quant.FORMATS[format].block > 1 else (1, 33, 300)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Some sequences midway: what `rope_store` and `attention` get, and what the reference says."""
+
+    heads: Heads
+    qkv: F32
+    batch: Batch
+    cos: F32 | None
+    sin: F32 | None
+    k: Any
+    v: Any
+
+    def expected(self) -> tuple[F32, Any, Any]:
+        """out, and k and v as they are afterwards."""
+        kv = KVLayer(self.k.copy(), self.v.copy())
+        step = reference.step(self.batch, self.v.shape[2], self.cos, self.sin, self.heads.window)
+        return reference.attention(self.heads, self.qkv, step, kv), kv.k, kv.v
+
+
+def heads(n: int, n_kv: int, dim: int, **changes: Any) -> Heads:
+    given: dict[str, Any] = {"window": None, "scale": dim**-0.5, "softcap": None}
+    given |= {"q_norm": None, "k_norm": None, "norm_eps": 1e-5} | changes
+    return Heads(n, n_kv, dim, **given)
+
+
+def attention_case(h: Heads, lengths: list[int], tokens: int, rotary: int, block: int = 32) -> Attention:
+    """Sequences of these lengths, each with its last `tokens` positions in the batch, pages in random order.
+
+    Slots that no position has reached hold NaN; blocks before a window are absent.
+    """
+    rng = np.random.default_rng(len(lengths) + tokens)
+    width = max(-(-n // block) for n in lengths) + 1
+    pages = rng.permutation(len(lengths) * width).astype(np.int32)
+    table = np.full((len(lengths), width), -1, np.int32)
+    k = np.full((len(pages), h.n_kv, h.dim, block), np.nan, np.float16)
+    v = np.full((len(pages), h.n_kv, block, h.dim), np.nan, np.float16)
+    positions: list[int] = []
+    sequence: list[int] = []
+    for s, length in enumerate(lengths):
+        first = length - min(tokens, length)
+        start = 0 if h.window is None else max(0, first + 1 - h.window)
+        for b in range(start // block, -(-length // block)):
+            page = pages[s * width + b]
+            table[s, b] = page
+            filled = max(0, min(block, first - b * block))
+            k[page, :, :, :filled] = rng.standard_normal((h.n_kv, h.dim, filled))
+            v[page, :, :filled] = rng.standard_normal((h.n_kv, filled, h.dim))
+        positions += range(first, length)
+        sequence += [s] * (length - first)
+    at = np.array(positions, np.int32)
+    qkv = rng.standard_normal((len(at), (h.n + 2 * h.n_kv) * h.dim), dtype=np.float32)
+    angle = at[:, None] * (0.5 ** np.arange(rotary // 2))[None, :].astype(np.float32)
+    cos, sin = (np.cos(angle, dtype=np.float32), np.sin(angle, dtype=np.float32)) if rotary else (None, None)
+    ids: I32 = np.zeros(len(at), np.int32)
+    batch = Batch(ids, at, np.array(sequence, np.int32), table, ids[:1])
+    return Attention(h, qkv, batch, cos, sin, k, v)

@@ -1,0 +1,141 @@
+"""Compiles the Triton kernels ahead of time, as their launches of full-sized models would: needs no GPU.
+
+    python -P tests/gpu_compile.py sm_80,sm_90 1,16     # targets, numbers of tokens
+
+prints a line of JSON a kernel: registers, bytes spilled, shared memory, how wide its loads are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from thermocline import quant
+from thermocline.decoder import Heads
+from thermocline.ops import triton_kernels as ops
+from thermocline.ops.device_rows import SIGNS, Rows, Scratch, Sizes
+
+TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.uint8: "*u8"}
+DIM, NEURONS, HEADS, KV, HEAD, PAGES = 4096, 11008, 32, 8, 128, 256
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def empty(*shape: int, type: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=type, device="meta")
+
+
+def rows(format: str, n: int, columns: int, stride: int = 0, skip: int = 0) -> Rows:
+    width = -(-columns // 8) if format == SIGNS else quant.row_bytes(format, columns)
+    return Rows(empty(n, stride or width, type=torch.uint8), format, columns, skip)
+
+
+def scratch(tokens: int) -> Scratch:
+    return Scratch.of(Sizes(tokens, DIM, NEURONS, HEADS, HEAD, PAGES * 32, 1024), "meta")
+
+
+def of_rows(format: str, t: int) -> None:
+    """Every kernel that decodes rows."""
+    row = quant.row_bytes(format, DIM)
+    stride = -(-2 * row // 512) * 512
+    gate, x, h = rows(format, NEURONS, DIM), empty(t, DIM), empty(t, NEURONS)
+    up, back = (rows(format, NEURONS, DIM, stride, skip) for skip in (0, row))
+    ids, counts = empty(t, type=torch.int32), empty(4, type=torch.int32)
+    named = empty(t, NEURONS // 8, type=torch.uint8)
+    ops.embed(x, gate, ids, 1.0)
+    ops.matmul(h, gate, x, None, False, scratch(t))
+    ops.gate_up(h, gate, None, up, x, "relu", 0.0, False, named, counts, scratch(t))
+    ops.down(x, back, h, True, scratch(t))
+
+
+def of_tokens(t: int) -> None:
+    """Those that see no rows, and predictors' signs."""
+    x, h, weight, pairs = empty(t, DIM), empty(t, NEURONS), empty(DIM), empty(t, 8)
+    heads: Any = Heads(HEADS, KV, HEAD, None, 0.1, 50.0, empty(HEAD), empty(HEAD), 1e-5)
+    paged = [empty(*shape, type=torch.int32) for shape in ((t,), (t,), (4, PAGES))]
+    qkv, turn = empty(t, (HEADS + 2 * KV) * HEAD), empty(t, HEAD // 2)
+    k, v = (empty(64, KV, *shape, type=torch.float16) for shape in ((HEAD, 32), (32, HEAD)))
+    ops.norm(x, x, weight, weight, 1e-5, True)
+    ops.rope_store(qkv, heads, turn, turn, *paged, k, v)
+    ops.attention(x, qkv, heads, *paged, k, v, scratch(t))
+    ops.activate(h, h, h, "gelu", 0.0, False)
+    ops.weigh(h, pairs)
+    ops.route(pairs, pairs, 2)
+    named = empty(t, NEURONS // 8, type=torch.uint8)
+    ops.predict(named, None, rows(SIGNS, NEURONS, DIM), empty(NEURONS), 8, False, x, scratch(t))
+    ops.softcap(h, 30.0)
+
+
+def source(kernel: Any, args: tuple[Any, ...], fixed: dict[str, Any]) -> ASTSource:
+    """As the launcher would specialise it."""
+    signature, constants, aligned = {}, dict(fixed), {}
+    for i, (name, given) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if isinstance(given, torch.Tensor):
+            signature[name], even = TYPES[given.dtype], given.storage_offset() * given.itemsize % 16 == 0
+        elif given is None or (type(given) is int and given == 1):
+            constants[name], even = given, False
+        else:
+            signature[name] = "fp32" if isinstance(given, float) else "i32"
+            even = type(given) is int and given % 16 == 0
+        if even:
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    return ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+
+
+def look(compiled: Any) -> dict[str, int]:
+    """What ptxas made of it."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+    ptx = compiled.asm["ptx"]
+    return {
+        "registers": numbers["REG"],
+        "spilled": numbers["STACK"] + numbers["LOCAL"],
+        "shared": compiled.metadata.shared,
+        "wide_loads": len(re.findall(r"(?:ld\.global[.\w]*\.v4|cp\.async[.\w]* .*, 0x10)", ptx)),
+        "byte_loads": len(re.findall(r"ld\.global[.\w]*\.[bus]8 ", ptx)),
+    }
+
+
+def kernels(tokens: list[int], formats: list[str]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Each launch of those calls, once: its name, what to compile, with which options."""
+    seen: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def launch(kernel: Any, grid: Any, *args: Any, warps: int = 4, stages: int = 2, **fixed: Any) -> None:
+        name = " ".join([kernel.fn.__name__, *(f"{k}={v}" for k, v in fixed.items())])
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        seen.setdefault(name, (source(kernel, args, fixed), options))
+
+    ops.launch = launch
+    for t in tokens:
+        for format in formats:
+            of_rows(format, t)
+        of_tokens(t)
+    for name, (made, options) in seen.items():
+        yield name, made, options
+
+
+def main(targets: str, tokens: str, formats: str = ",".join(quant.FORMATS)) -> None:
+    found = kernels([int(t) for t in tokens.split(",")], formats.split(","))
+    for name, made, options in found:
+        for target in targets.split(","):
+            compiled = triton.compile(made, target=GPUTarget("cuda", int(target[3:]), 32), options=options)
+            print(json.dumps({"kernel": name, "target": target, **look(compiled)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,393 @@
+"""GPU kernels equal the reference: in plain torch, and in Triton (interpreted, where there is no GPU).
+
+Sums are f32 over the weights a format decodes to, so both are held to `ops.reference` over `quant.decode`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import replace
+from typing import Any
+
+import gpu_cases
+import numpy as np
+import pytest
+import torch
+from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal
+
+from thermocline import quant
+from thermocline.decoder import F32
+from thermocline.ops import reference, torch_kernels
+from thermocline.ops.device_rows import FEW
+from thermocline.predictor import LayerPredictor
+from thermocline.spec import ACTIVATIONS, SPARSE_ACTIVATIONS
+
+FORMATS = list(quant.FORMATS)
+TOKENS = (1, 2, 3, 4, 8, 16, 17, 64)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "torch":
+        return Kernels(torch_kernels, DEVICE, 1e-10, slow=False)
+    pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
+    from thermocline.ops import triton_kernels
+
+    return Kernels(triton_kernels, DEVICE, 1e-6, slow=DEVICE == "cpu")
+
+
+@pytest.fixture(params=FORMATS)
+def format(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_embeddings_are_their_rows(kernels: Kernels, format: str) -> None:
+    for n in columns(format):
+        table, w = kernels.rows(format, normal(1, 11, n), pad=8)
+        ids = np.array([10, 0, 10, 3], np.int32)
+        out = kernels.filled(len(ids), n)
+        kernels.ops.embed(out, table, kernels.put(ids), 2.5)
+        kernels.check(out, reference.embed(w, ids) * np.float32(2.5))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_norms(kernels: Kernels, kind: str, biased: bool) -> None:
+    for tokens, dim in (2, 5), (3, 33), (17, 300):
+        x, weight = 3 * normal(1, tokens, dim) + 1, normal(2, dim)
+        bias = normal(3, dim) if biased else None
+        want = reference.norm(x, weight, bias, 1e-5, kind)
+        out, mine = kernels.filled(tokens, dim), kernels.put(x)
+        args = kernels.put(weight), kernels.some(bias), 1e-5, kind == "layer"
+        kernels.ops.norm(out, mine, *args)
+        kernels.check(out, want)
+        kernels.ops.norm(mine, mine, *args)
+        kernels.check(mine, want)
+        y = kernels.put(normal(4, tokens, dim))
+        kernels.ops.add_normed(y, kernels.put(x), *args, 0.5)
+        kernels.check(y, normal(4, tokens, dim) + np.float32(0.5) * want)
+
+
+def test_without_a_weight_nothing_is_normed(kernels: Kernels) -> None:
+    x, y = normal(1, 3, 40), normal(2, 3, 40)
+    out, there = kernels.filled(3, 40), kernels.put(y)
+    kernels.ops.norm(out, kernels.put(x), None, None, 1e-5, False)
+    kernels.ops.add_normed(there, kernels.put(x), None, None, 1e-5, False, 0.25)
+    assert np.array_equal(out.cpu().numpy(), x)
+    kernels.check(there, y + np.float32(0.25) * x)
+
+
+def few_if_slow(kernels: Kernels, format: str, tokens: int) -> None:
+    """Interpreted kernels see every number of tokens in one format, and every format with a few numbers."""
+    if kernels.slow and format != "q4_0" and tokens not in (1, 3, 17):
+        pytest.skip("interpreted: the same code as with other formats")
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_matrix_product(kernels: Kernels, format: str, tokens: int) -> None:
+    few_if_slow(kernels, format, tokens)
+    for i, n in enumerate(columns(format)[: 2 if kernels.slow and tokens > 1 else 3]):
+        rows = (1, 9, 7)[i] if kernels.slow else (1, 37, 70)[i]
+        w, decoded = kernels.rows(format, normal(1, rows, n), skip=4 * i, pad=4)
+        x, bias = normal(2, tokens, n), normal(3, rows)
+        cases = ((None, False), (bias, False), (bias, True))
+        for b, add in cases[i : i + 1] if kernels.slow else cases:
+            there = normal(4, tokens, rows)
+            out = kernels.put(there) if add else kernels.filled(tokens, rows)
+            kernels.ops.matmul(out, w, kernels.put(x), kernels.some(b), add, kernels.scratch())
+            kernels.check(out, reference.matmul(decoded, x, b) + (there if add else 0))
+
+
+def rope_store_and_attend(kernels: Kernels, c: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    own = [kernels.some(x) for x in (c.heads.q_norm, c.heads.k_norm)]
+    h: Any = replace(c.heads, q_norm=own[0], k_norm=own[1])
+    qkv, k, v = (kernels.put(x) for x in (c.qkv, c.k, c.v))
+    batch = c.batch
+    paged = [kernels.put(x) for x in (batch.positions, batch.sequence, batch.block_table)]
+    kernels.ops.rope_store(qkv, h, kernels.some(c.cos), kernels.some(c.sin), *paged, k, v)
+    out = kernels.filled(len(c.qkv), h.n * h.dim)
+    kernels.ops.attention(out, qkv, h, *paged, k, v, kernels.scratch())
+    return out, k, v
+
+
+ATTENTIONS = {
+    "one head": attention_case(heads(1, 1, 64), [1], 1, 64),
+    "grouped": attention_case(heads(6, 2, 64), [37, 5], 1, 64),
+    "head_dim 80, turned in part": attention_case(heads(2, 1, 80), [70], 2, 32),
+    "head_dim 128, no rope": attention_case(heads(2, 2, 128), [33], 3, 0),
+    "window": attention_case(heads(2, 1, 64, window=20), [190, 3], 2, 64),
+    "window within a block": attention_case(heads(2, 1, 64, window=3), [66, 129], 2, 64),
+    "softcap": attention_case(heads(4, 2, 64, softcap=2.0, scale=0.3), [150], 1, 64),
+    "small heads, blocks of 16": attention_case(heads(2, 1, 16), [20, 40], 2, 16, block=16),
+    "normed": attention_case(heads(4, 2, 64, q_norm=normal(1, 64), k_norm=normal(2, 64)), [40], 2, 64),
+    "a prompt": attention_case(heads(2, 1, 16), [40, 33], 20, 16),
+    "several spans": attention_case(heads(2, 1, 16), [300, 128, 129], 1, 16),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_attention(kernels: Kernels, case: str) -> None:
+    c = ATTENTIONS[case]
+    out, k, v = rope_store_and_attend(kernels, c)
+    want, k_want, v_want = c.expected()
+    kernels.check(out, want)
+    for got, stored in (k, k_want), (v, v_want):
+        assert np.array_equal(np.isnan(got.cpu().numpy()), np.isnan(stored))
+        assert gpu_cases.nmse(np.nan_to_num(got.cpu().numpy()), np.nan_to_num(stored)) <= 1e-8  # f16 rounds
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(kernels: Kernels, activation: str) -> None:
+    gate, up = 4 * normal(1, 3, 50), normal(2, 3, 50)
+    gate[0, :4] = 0, -0.0, 0.05, -30
+    plain = reference.activate(gate, activation, 0.05)
+    for u, relu, want in (
+        (None, False, plain),
+        (up, False, plain * up),
+        (up, True, plain * np.maximum(up, 0)),
+    ):
+        out = kernels.put(gate)
+        kernels.ops.activate(out, out, kernels.some(u), activation, 0.05, relu)
+        kernels.check(out, want)
+
+
+def test_a_gate_that_is_no_number_stays_none(kernels: Kernels) -> None:
+    for activation in ACTIVATIONS:
+        out = kernels.filled(1, 3)
+        kernels.ops.activate(out, out, None, activation, 0.05, False)
+        assert bool(out.isnan().all())
+
+
+# ---- FFNs that skip neurons
+
+
+def packed(bits: Any) -> Any:
+    return np.packbits(bits, axis=1, bitorder="little")
+
+
+def expected_h(
+    gate: F32, bias: F32 | None, up: F32 | None, x: F32, activation: str, up_relu: bool, named: Any
+) -> tuple[F32, list[int]]:
+    """h and the counts, as `reference.ffn_add` computes them."""
+    a = reference.activate(reference.matmul(gate, x, bias), activation, 0.05)
+    wanted = np.ones(len(gate), bool) if named is None else named.any(axis=0)
+    a = np.where(wanted, a, np.float32(0))
+    opened = int((a != 0).any(axis=0).sum())
+    if up is not None:
+        u = reference.matmul(up, x, None)
+        a = a * (np.maximum(u, 0) if up_relu else u)
+    return a, [int((a != 0).sum()), opened, int(wanted.sum()), 0]
+
+
+def ffn_case(
+    kernels: Kernels,
+    format: str,
+    tokens: int,
+    n: int,
+    dim: int,
+    activation: str = "relu",
+    up_relu: bool = False,
+    gated: bool = True,
+    biased: bool = False,
+    share: float | None = None,  # of neurons named for a token
+) -> None:
+    gate, g = kernels.rows(format, normal(1, n, dim), pad=4)
+    up, u = kernels.rows(format, normal(2, n, dim), skip=4)
+    x = normal(3, tokens, dim) / np.float32(dim**0.5)
+    bias = normal(4, n) - np.float32(1) if biased else None
+    named = None if share is None else np.random.default_rng(5).random((tokens, n)) < share
+    want, numbers = expected_h(g, bias, u if gated else None, x, activation, up_relu, named)
+    h, counts = kernels.filled(tokens, n), kernels.put(np.array([1, 2, 3, 4], np.int32))
+    bits = None if named is None else kernels.put(packed(named))
+    more = activation, 0.05, up_relu, bits, counts, kernels.scratch()
+    kernels.ops.gate_up(h, gate, kernels.some(bias), up if gated else None, kernels.put(x), *more)
+    kernels.check(h, want)
+    differ = int(((h.cpu().numpy() != 0) != (want != 0)).sum())
+    if tokens <= FEW or kernels.nmse < 1e-9:
+        assert differ == 0
+        assert counts.tolist() == [numbers[0] + 1, numbers[1] + 2, numbers[2] + 3, 4]
+    else:  # tensor cores round a gate near 0 to either side
+        assert differ <= want.size // 1000
+        assert counts[0] == (h != 0).sum() + 1 and abs(int(counts[1]) - numbers[1] - 2) <= differ
+        assert counts[2:].tolist() == [numbers[2] + 3, 4]
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gate_and_up(kernels: Kernels, format: str, tokens: int) -> None:
+    few_if_slow(kernels, format, tokens)
+    n = 19 if kernels.slow else 70
+    ffn_case(kernels, format, tokens, n // 2, 96, biased=True)
+    ffn_case(kernels, format, tokens, n, 64, share=0.1)
+
+
+@pytest.mark.parametrize("activation", SPARSE_ACTIVATIONS)
+@pytest.mark.parametrize("up_relu", [False, True])
+def test_gates_of_every_kind(kernels: Kernels, activation: str, up_relu: bool) -> None:
+    ffn_case(kernels, "f16", 2, 20, 40, activation, up_relu)
+    ffn_case(kernels, "f16", 2, 1, 40, activation, up_relu, share=1.0)
+    ffn_case(kernels, "q8_0", 1, 9, 32, activation, gated=False, biased=True)
+
+
+def test_where_nothing_is_named_nothing_is_active(kernels: Kernels, format: str) -> None:
+    for tokens in 1, 17:
+        ffn_case(kernels, format, tokens, 37, 64, share=0.0)
+
+
+def down_case(kernels: Kernels, format: str, tokens: int, n: int, dim: int, active: float, add: bool) -> None:
+    rows, w = kernels.rows(format, normal(1, n, dim), skip=4)
+    h = np.where(np.random.default_rng(2).random((tokens, n)) < active, normal(3, tokens, n), np.float32(0))
+    there = normal(4, tokens, dim)
+    out = kernels.put(there) if add else kernels.filled(tokens, dim)
+    kernels.ops.down(out, rows, kernels.put(h), add, kernels.scratch())
+    kernels.check(out, (h @ w) + (there if add else 0))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_down(kernels: Kernels, format: str, tokens: int) -> None:
+    few_if_slow(kernels, format, tokens)
+    for dim in columns(format)[-1:] if kernels.slow else columns(format):
+        down_case(kernels, format, tokens, 150, dim, 0.2, True)
+    down_case(kernels, format, tokens, 1, 64, 1.0, False)
+
+
+def test_down_of_nothing_is_zero(kernels: Kernels, format: str) -> None:
+    for tokens in 1, 17:
+        down_case(kernels, format, tokens, 40, 64, 0.0, False)
+        down_case(kernels, format, tokens, 40, 64, 0.0, True)
+
+
+def test_rows_that_no_token_needs_do_not_matter(kernels: Kernels) -> None:
+    """They are not read: here they are NaN."""
+    w = normal(1, 40, 64)
+    h = np.where(np.arange(40) % 5 == 0, normal(2, 2, 40), np.float32(0))
+    broken = np.where((np.arange(40) % 5 == 0)[:, None], w, np.float32(np.nan))
+    rows, _ = kernels.rows("f32", broken)
+    out = kernels.filled(2, 64)
+    kernels.ops.down(out, rows, kernels.put(h), False, kernels.scratch())
+    kernels.check(out, h @ w)
+
+
+def test_neurons_of_many_experts_are_added_by_few_programs(kernels: Kernels) -> None:
+    """More chunks of neurons than `down` joins: a program takes several."""
+    down_case(kernels, "f32", 1, 128 * 97 + 5, 32, 0.01, False)
+
+
+# ---- mixtures
+
+
+def test_an_expert_weighs_its_neurons(kernels: Kernels) -> None:
+    h, weights = normal(1, 3, 4 * 15), normal(2, 3, 4)
+    mine = kernels.put(h)
+    kernels.ops.weigh(mine, kernels.put(weights))
+    kernels.check(mine, (h.reshape(3, 4, 15) * weights[:, :, None]).reshape(3, 60))
+
+
+@pytest.mark.parametrize("experts, active", [(1, 1), (3, 2), (8, 2), (60, 4)])
+def test_routes(kernels: Kernels, experts: int, active: int) -> None:
+    logits = np.round(normal(1, 20, experts), 1)  # so that some are equal
+    out = kernels.filled(20, experts)
+    kernels.ops.route(out, kernels.put(logits), active)
+    want = reference.route(logits, active)
+    kernels.check(out, want)
+    assert np.array_equal(out.cpu().numpy() != 0, want != 0)
+
+
+def test_a_logit_that_is_no_number_is_chosen(kernels: Kernels) -> None:
+    logits = np.array([[1, np.nan, 3, 2], [np.nan, 9, np.nan, 0]], np.float32)
+    out = kernels.filled(2, 4)
+    kernels.ops.route(out, kernels.put(logits), 2)
+    assert np.array_equal(out.cpu().numpy(), reference.route(logits, 2), equal_nan=True)
+
+
+# ---- predictors
+
+
+def check_named(kernels: Kernels, scores: F32, hot: int, asked: Any, n: int) -> None:
+    """Each neuron's threshold lies between two tokens' scores, as far from both as it can."""
+    ordered = np.sort(scores, axis=0)
+    middle = len(scores) // 2
+    threshold = (ordered[middle] + ordered[middle - 1]) / 2 if len(scores) > 1 else ordered[0] - 1
+    named = torch.full((len(scores), -(-n // 8)), 0xFF, dtype=torch.uint8, device=kernels.device)
+    asked(named, kernels.put(threshold.astype(np.float32)))
+    want = scores >= threshold
+    want[:, :hot] = True
+    assert np.array_equal(named.cpu().numpy(), packed(want))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("relu", [True, False])
+def test_predictors_of_two_matrices(kernels: Kernels, tokens: int, relu: bool) -> None:
+    few_if_slow(kernels, "mlp", tokens)
+    for format, dim, rank, n in ("q8_0", 96, 32, 37), ("f16", 33, 32, 9):
+        first, a = kernels.rows(format, normal(1, rank, dim))
+        second, b = kernels.rows("q8_0", normal(2, n, rank))
+        x = normal(3, tokens, dim)
+        code = x @ a.T
+        scores = (np.maximum(code, 0) if relu else code) @ b.T
+        more = relu, kernels.put(x), kernels.scratch()
+        check_named(
+            kernels,
+            scores,
+            5,
+            lambda named, at, p=(first, second), m=more: kernels.ops.predict(named, *p, at, 5, *m),
+            n,
+        )
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dim", [8, 64, 77])
+def test_predictors_of_signs(kernels: Kernels, tokens: int, dim: int) -> None:
+    n = 21
+    signs = packed(normal(1, n, dim) > 0)
+    x, at = normal(2, tokens, dim), np.float32(dim % 2) + np.arange(n, dtype=np.float32) - 10
+    x[0, :2] = 0, np.nan
+    p = LayerPredictor("sign", None, None, signs, at, 3)
+    named = kernels.put(np.full((tokens, 3), 0xFF, np.uint8))
+    rows = gpu_cases.Rows(kernels.put(signs), "signs", dim)
+    kernels.ops.predict(named, None, rows, kernels.put(at), 3, False, kernels.put(x), kernels.scratch())
+    assert np.array_equal(named.cpu().numpy(), packed(p.predicted(x)))
+
+
+def test_a_score_that_is_no_number_is_named(kernels: Kernels) -> None:
+    second, _ = kernels.rows("f32", normal(1, 9, 8))
+    named = kernels.put(np.zeros((1, 2), np.uint8))
+    at = kernels.put(np.full(9, 1e9, np.float32))
+    kernels.ops.predict(named, None, second, at, 0, False, kernels.filled(1, 8), kernels.scratch())
+    assert named.tolist() == [[0xFF, 1]]
+
+
+# ---- what is true of all
+
+
+def test_two_runs_give_equal_bits(kernels: Kernels) -> None:
+    c = ATTENTIONS["several spans"]
+    first, second = (rope_store_and_attend(kernels, c)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    rows, _ = kernels.rows("q8_0", normal(1, 300, 64))
+    h = kernels.put(normal(2, 2, 300))
+    outs = [kernels.filled(2, 64) for _ in range(2)]
+    for out in outs:
+        kernels.ops.down(out, rows, h, False, kernels.scratch())
+    assert torch.equal(*outs)
+
+
+def test_both_tables_have_the_same_functions() -> None:
+    triton_kernels = pytest.importorskip("thermocline.ops.triton_kernels", reason="triton is not installed")
+
+    def public(module: Any) -> dict[str, str]:
+        there = inspect.getmembers(module, inspect.isfunction)
+        own = {n: str(inspect.signature(f)) for n, f in there if f.__module__ == module.__name__}
+        return {n: s for n, s in own.items() if not n.startswith("_") and n != "launch"}
+
+    assert public(torch_kernels) == public(triton_kernels)
+
+
+def test_softcap(kernels: Kernels) -> None:
+    x = 40 * normal(1, 3, 50)
+    mine = kernels.put(x)
+    kernels.ops.softcap(mine, 30.0)
+    kernels.check(mine, np.float32(30) * np.tanh(x / np.float32(30)))

@@ -1,0 +1,77 @@
+"""What the GPU kernels work on: matrices in device memory as packs store them, and the scratch of a stream.
+
+The only module that both kernel tables (torch_kernels, triton_kernels) share. Must not know models or layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from thermocline.ops.device_sizes import FEW as FEW
+from thermocline.ops.device_sizes import MAX_SUMS as MAX_SUMS
+from thermocline.ops.device_sizes import SPAN as SPAN
+from thermocline.ops.device_sizes import Sizes as Sizes
+from thermocline.ops.device_sizes import span_of as span_of
+from thermocline.ops.device_sizes import spans as spans
+from thermocline.quant import row_bytes
+
+SIGNS = "signs"  # the format of a predictor's bits: bit c % 8 of byte c / 8 is column c
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix on the device, in planar rows as in a pack (DESIGN.md)."""
+
+    data: torch.Tensor  # uint8 [rows, stride]; a row's bytes are contiguous
+    format: str  # of quant.FORMATS, or SIGNS
+    columns: int
+    skip: int = 0  # byte of each row where the weights begin: in bundles, up is at 0 and down behind it
+
+    def __post_init__(self) -> None:
+        data = self.data
+        assert data.dtype == torch.uint8 and data.ndim == 2 and data.stride(1) == 1
+        assert self.skip >= 0 and self.skip + self.row_bytes <= data.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, without what lies between."""
+        return self.rows * self.row_bytes
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one row to the next."""
+        return self.data.stride(0)
+
+    @property
+    def row_bytes(self) -> int:
+        return -(-self.columns // 8) if self.format == SIGNS else row_bytes(self.format, self.columns)
+
+
+class Scratch:
+    """Memory that one call at a time uses between its passes: calls on different streams need their own."""
+
+    def __init__(self, floats: torch.Tensor, sizes: Sizes) -> None:
+        """`floats`: of sizes.scratch_bytes."""
+        self.floats, self.sizes = floats, sizes
+
+    @staticmethod
+    def of(sizes: Sizes, device: torch.device | str) -> Scratch:
+        return Scratch(torch.empty(sizes.scratch_bytes // 4, dtype=torch.float32, device=device), sizes)
+
+    def take(self, *shape: int) -> torch.Tensor:
+        """f32 of that shape, from the start: whatever was there is gone."""
+        size = 1
+        for n in shape:
+            size *= n
+        assert size <= self.floats.numel(), f"{shape} floats of scratch, made for {self.sizes}"
+        return self.floats[:size].view(shape)

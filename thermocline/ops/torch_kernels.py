@@ -1,0 +1,291 @@
+"""The GPU's ops in plain torch, on any device: what `triton_kernels` must compute, and its stand-in on a CPU.
+
+Same functions and signatures as there. All write into tensors of the caller's; activations and sums are f32;
+no value of the device is read on the host. Must not know models or layers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from thermocline.decoder import Heads
+from thermocline.ops.device_rows import SIGNS, Rows, Scratch
+
+Tensor = torch.Tensor
+PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def embed(out: Tensor, table: Rows, ids: Tensor, scale: float) -> None:
+    """out [B, dim] = the rows of ids i32 [B], times scale."""
+    torch.mul(_decode(table, table.data[ids]), scale, out=out)
+
+
+def norm(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: bool) -> None:
+    """out [B, dim] = RMS norm of x, or layer norm; without a weight x as it is. out may be x."""
+    out.copy_(_normed(x, weight, bias, eps, layer))
+
+
+def add_normed(
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: bool, scale: float
+) -> None:
+    """x [B, dim] += scale * norm(y)."""
+    x += scale * _normed(y, weight, bias, eps, layer)
+
+
+def matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch) -> None:
+    """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there."""
+    _put(out, _times(w, x, bias), add)
+
+
+def rope_store(
+    qkv: Tensor,
+    heads: Heads,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> None:
+    """Norms and turns the heads of q and k inside qkv [B, (n + 2 n_kv) * d], and stores k and v as f16.
+
+    cos, sin [B, r / 2] turn the first r elements of each head. table i32 [sequences, blocks] has a page for
+    each block of positions; k [pages, n_kv, d, block], v [pages, n_kv, block, d].
+    """
+    t, block = len(qkv), v.shape[2]
+    parts = qkv.view(t, heads.n + 2 * heads.n_kv, heads.dim)
+    n_qk = heads.n + heads.n_kv
+    q, keys, values = parts[:, : heads.n], parts[:, heads.n : n_qk], parts[:, n_qk:]
+    for part, weight in ((q, heads.q_norm), (keys, heads.k_norm)):
+        if weight is not None:
+            own = torch.as_tensor(weight, device=qkv.device)
+            part.copy_(_normed(part, own, None, heads.norm_eps, False))
+        if cos is not None and sin is not None:
+            _turn(part, cos, sin)
+    at = positions.long()
+    page, slot = table[sequence.long(), at // block].long(), at % block
+    k[page, :, :, slot] = keys.to(k.dtype)
+    v[page, :, slot] = values.to(v.dtype)
+
+
+def attention(
+    out: Tensor,
+    qkv: Tensor,
+    heads: Heads,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scratch: Scratch,
+) -> None:
+    """out [B, n * d]: each token's heads against its sequence's positions up to its own, which are stored."""
+    t, block, group = len(qkv), v.shape[2], heads.n // heads.n_kv
+    q = qkv[:, : heads.n * heads.dim].view(t, heads.n_kv, group, heads.dim)
+    pages = table[sequence.long()].long().clamp(min=0)  # absent ones are masked
+    own = positions[:, None]
+    at = torch.arange(pages.shape[1] * block, device=qkv.device)
+    seen = at <= own
+    if heads.window is not None:
+        seen &= at > own - heads.window
+    seen = seen[:, None, None]
+    keys = k[pages].permute(0, 2, 3, 1, 4).reshape(t, heads.n_kv, heads.dim, -1).float()
+    values = v[pages].transpose(1, 2).reshape(t, heads.n_kv, -1, heads.dim).float()
+    scores = q @ keys * heads.scale
+    if heads.softcap is not None:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
+    p = torch.where(seen, scores, -math.inf).softmax(dim=-1)
+    zero = values.new_zeros(())  # what an unused slot holds may be no number, and would show through a 0
+    torch.matmul(p, torch.where(seen.mT, values, zero), out=out.view(q.shape))
+
+
+def activate(
+    out: Tensor, gate: Tensor, up: Tensor | None, activation: str, threshold: float, up_relu: bool
+) -> None:
+    """out [B, n] = the gate's activation, times up. out may be gate."""
+    a = _activation(gate, activation, threshold)
+    out.copy_(a if up is None else a * (_activation(up, "relu", 0.0) if up_relu else up))
+
+
+def gate_up(
+    h: Tensor,
+    gate: Rows,
+    gate_bias: Tensor | None,
+    up: Rows | None,
+    x: Tensor,
+    activation: str,
+    threshold: float,
+    up_relu: bool,
+    named: Tensor | None,
+    counts: Tensor,
+    scratch: Scratch,
+) -> None:
+    """h [B, n] = act(gate x + bias) * (up x), of the ReLU family.
+
+    Neurons that `named` u8 [B, ceil(n / 8)] has for no token are 0 for all. counts i32 [4] += (token, neuron)
+    pairs that are not 0, neurons whose gate is open for some token (their up and down rows are read), gate
+    rows read, 0. Of up to FEW tokens no other rows are read.
+    """
+    n = gate.rows
+    a = _activation(_times(gate, x, gate_bias), activation, threshold)
+    if named is not None:
+        wanted = _bits(named, n).bool().any(dim=0)
+        a = torch.where(wanted, a, a.new_zeros(()))
+        counts[2] += wanted.sum()
+    else:
+        counts[2] += n
+    counts[1] += (a != 0).any(dim=0).sum()
+    if up is not None:
+        u = _times(up, x, None)
+        u = _activation(u, "relu", 0.0) if up_relu else u
+        a = torch.where((a != 0).any(dim=0), a * u, a)
+    counts[0] += (a != 0).sum()
+    h.copy_(a)
+
+
+def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
+    """out [B, dim] (+)= h [B, n] times rows, one a neuron; those that are 0 for all tokens add nothing."""
+    w = _decode(rows, rows.data)
+    needed = (h != 0).any(dim=0)[:, None]
+    _put(out, h @ torch.where(needed, w, w.new_zeros(())), add)
+
+
+def weigh(h: Tensor, weights: Tensor) -> None:
+    """h [B, experts * n] *= its expert's weight [B, experts]."""
+    h.view(*weights.shape, -1).mul_(weights[:, :, None])
+
+
+def route(weights: Tensor, logits: Tensor, n_active: int) -> None:
+    """weights [B, n_experts] = of each token's n_active largest logits the softmax, else 0.
+
+    Of equals the first; a NaN is larger than all, so that it shows.
+    """
+    nan, at = logits.isnan(), torch.arange(logits.shape[1], device=logits.device)
+    mine, other = logits[:, :, None], logits[:, None, :]  # does `other` come before `mine`?
+    both, first = nan[:, :, None] == nan[:, None, :], at < at[:, None]
+    equal = (mine == other) | (nan[:, :, None] & nan[:, None, :])
+    before = (nan[:, None, :] & ~nan[:, :, None]) | (both & ((other > mine) | (equal & first)))
+    rank = before.sum(dim=2)
+    zero = logits.new_zeros(())
+    top = torch.where(rank == 0, logits, zero).sum(dim=1, keepdim=True)
+    chosen = rank < n_active
+    p = torch.where(chosen, (logits - top).exp(), zero)
+    weights.copy_(torch.where(chosen, p / p.sum(dim=1, keepdim=True), zero))
+
+
+def predict(
+    named: Tensor,
+    first: Rows | None,
+    second: Rows,
+    threshold: Tensor,
+    hot: int,
+    relu: bool,
+    x: Tensor,
+    scratch: Scratch,
+) -> None:
+    """named u8 [B, ceil(n / 8)] = bits of the neurons with second . f(first . x) >= threshold f32 [n].
+
+    f is relu or nothing; without `first`, it is f(x). Signs in `second`: how many of x's agree, less how many
+    do not. Neurons [0, hot) are named always, and those of a score that is no number.
+    """
+    if second.format == SIGNS:
+        signs = _bits(second.data[:, second.skip : second.skip + second.row_bytes], second.columns)
+        scores = torch.where(x > 0, 1.0, -1.0) @ (2.0 * signs - 1.0).T
+    else:
+        code = x if first is None else _times(first, x, None)
+        scores = _times(second, code.clamp(min=0) if relu else code, None)
+    bits = ~(scores < threshold)
+    bits[:, :hot] = True
+    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8))
+    values = torch.bitwise_left_shift(torch.ones_like(padded), _eight(x.device).repeat(named.shape[1]))
+    named.copy_((padded * values).view(*named.shape, 8).sum(dim=2))
+
+
+def softcap(x: Tensor, cap: float) -> None:
+    """x = cap * tanh(x / cap)."""
+    x.div_(cap).tanh_().mul_(cap)
+
+
+# ---- parts
+
+
+def _decode(w: Rows, data: Tensor) -> Tensor:
+    """Stored rows [n, stride] -> f32 [n, columns]."""
+    part = data[:, w.skip : w.skip + w.row_bytes]
+    if w.format in PLAIN:
+        return _viewed(part, PLAIN[w.format]).float()
+    size = w.columns if w.format == "q8_0" else w.columns // 2  # bytes of quants; then an f16 for each 32
+    scales = _viewed(part[:, size:], torch.float16).float()[:, :, None]
+    quants = part[:, :size].reshape(len(part), w.columns // 32, -1)
+    if w.format == "q8_0":
+        q = quants.view(torch.int8).float()
+    else:
+        q = torch.cat([quants & 15, quants >> 4], dim=2).float() - 8
+    return (q * scales).view(len(part), w.columns)
+
+
+def _viewed(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes [n, bytes] as numbers, copied only where they are not aligned."""
+    size = dtype.itemsize
+    aligned = part.stride(0) % size == 0 and part.storage_offset() % size == 0
+    return (part if aligned else part.clone(memory_format=torch.contiguous_format)).view(dtype)
+
+
+def _times(w: Rows, x: Tensor, bias: Tensor | None) -> Tensor:
+    y = x @ _decode(w, w.data).T
+    return y if bias is None else y + bias
+
+
+def _put(out: Tensor, y: Tensor, add: bool) -> None:
+    if add:
+        out += y
+    else:
+        out.copy_(y)
+
+
+def _normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
+    if weight is None:
+        return x
+    if layer:
+        x = x - x.mean(dim=-1, keepdim=True)
+    y = x * ((x * x).mean(dim=-1, keepdim=True) + eps).rsqrt() * weight
+    return y if bias is None else y + bias
+
+
+def _turn(part: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotates, in place, the first 2 n elements of heads [B, heads, d] by angles [B, n]."""
+    n = cos.shape[1]
+    a, b = part[..., :n].clone(), part[..., n : 2 * n].clone()
+    c, s = cos[:, None], sin[:, None]
+    part[..., :n], part[..., n : 2 * n] = a * c - b * s, b * c + a * s
+
+
+def _activation(g: Tensor, kind: str, threshold: float) -> Tensor:
+    match kind:
+        case "silu":
+            return g / (1 + (-g).exp())
+        case "gelu":
+            return 0.5 * g * (1 + torch.erf(g / math.sqrt(2)))
+        case "gelu_tanh":
+            return 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+    zero = g.new_zeros(())
+    match kind:
+        case "relu":
+            return torch.where(g <= 0, zero, g)  # a NaN stays one
+        case "fatrelu":
+            return torch.where(g <= threshold, zero, g)
+        case "relu2":
+            return torch.where(g <= 0, zero, g * g)
+    raise ValueError(kind)
+
+
+def _bits(data: Tensor, n: int) -> Tensor:
+    """u8 [rows, ceil(n / 8)] -> f32 [rows, n] of 0 and 1."""
+    return ((data[:, :, None] >> _eight(data.device)) & 1).view(len(data), -1)[:, :n].float()
+
+
+def _eight(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

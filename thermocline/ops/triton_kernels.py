@@ -1,0 +1,321 @@
+"""The GPU's ops in Triton: the functions of `torch_kernels`, launched. Contracts are stated there.
+
+Owns grids and configurations; device code is in triton_rows and triton_tokens. Nothing is allocated, waited
+for or read back, and no grid depends on what is in device memory, so each call can be part of a CUDA graph.
+Sums have one order: two runs give equal bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from thermocline.decoder import Heads
+from thermocline.ops import triton_rows, triton_tokens
+from thermocline.ops.device_rows import FEW, MAX_SUMS, SIGNS, SPAN, Rows, Scratch, span_of, spans
+
+Tensor = torch.Tensor
+ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
+# Bytes of a stored number; q4_0's is a byte of two.
+SIZES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1, "q4_0": 1}
+# Rows a program holds, by tokens: 16 bytes of each for every thread. In 128 registers, 4 programs of 4 warps
+# and 8 rows are 64 KB on their way in an SM. Decoded rows, x and sums need registers, too, and without these
+# limits they spill: fewer rows of q4_0, whose 16 bytes are 32 numbers, and with more tokens narrower units.
+DOT_ROWS = {1: 8, 2: 4, 4: 4, 8: 4, 16: 4}
+DOT_ROWS_Q4 = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4}
+DOT_NUMBERS = 64  # of x, that a thread holds: a unit's columns times tokens
+DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 8, 16: 4}
+DOWN_ROWS_Q4 = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4}
+DOWN_NUMBERS = 32  # sums that a thread of `down` holds, of each half of q4_0's
+DOWN_WARPS = 4
+
+
+class Shape(NamedTuple):
+    """How a row is read: units of V numbers, G of them at a time."""
+
+    v: int
+    g: int
+    warps: int
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **fixed: Any
+) -> None:
+    """The one place that starts a kernel. Multiplications and additions may be fused, whatever the default."""
+    kernel[grid](*args, **fixed, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+
+
+def embed(out: Tensor, table: Rows, ids: Tensor, scale: float) -> None:
+    s = _shape(table)
+    grid = len(ids), _ceil(_units(table, s), s.g)
+    fixed = {"FORMAT": table.format, "G": s.g, "V": s.v}
+    launch(triton_rows.embed, grid, out, _at(table), ids, table.columns, table.stride, scale, **fixed)
+
+
+def norm(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: bool) -> None:
+    _norm(out, x, weight, bias, eps, layer, 1.0, False)
+
+
+def add_normed(
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: bool, scale: float
+) -> None:
+    _norm(x, y, weight, bias, eps, layer, scale, True)
+
+
+def matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch) -> None:
+    _matmul(out, w, x, bias, add, False)
+
+
+def rope_store(
+    qkv: Tensor,
+    heads: Heads,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> None:
+    half = 0 if cos is None else cos.shape[1]
+    rest = heads.dim - 2 * half
+    args = qkv, heads.q_norm, heads.k_norm, cos, sin, positions, sequence, table, k, v, heads.n, heads.n_kv
+    launch(
+        triton_tokens.rope_store,
+        (len(qkv), heads.n + 2 * heads.n_kv),
+        *args,
+        table.shape[1],
+        heads.norm_eps,
+        warps=1,
+        DIM=heads.dim,
+        HALF=half,
+        BLOCK=_block(v),
+        A=_power(half),
+        REST=_power(rest),
+    )
+
+
+def attention(
+    out: Tensor,
+    qkv: Tensor,
+    heads: Heads,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scratch: Scratch,
+) -> None:
+    t, width, block = len(qkv), table.shape[1], _block(v)
+    span, n_spans = span_of(width * block, t), spans(width * block, t)
+    window = width * block if heads.window is None else heads.window
+    parts = scratch.take(t, heads.n, n_spans, heads.dim + 2)
+    group, wide = heads.n // heads.n_kv, max(16, _power(heads.dim))
+    launch(
+        triton_tokens.attend,
+        (t, heads.n_kv, n_spans),
+        *(parts, qkv, positions, sequence, table, k, v, heads.n_kv, group, width, span, n_spans, window),
+        heads.scale,
+        heads.softcap or 0.0,
+        DIM=heads.dim,
+        BLOCK=block,
+        D=wide,
+        H=max(16, _power(group)),
+        CAPPED=heads.softcap is not None,
+    )
+    launch(
+        triton_tokens.join_spans,
+        (t, heads.n),
+        *(out, parts, positions, heads.n, span, n_spans, window),
+        DIM=heads.dim,
+        D=wide,
+        S=min(16, _power(n_spans)),
+    )
+
+
+def activate(
+    out: Tensor, gate: Tensor, up: Tensor | None, activation: str, threshold: float, up_relu: bool
+) -> None:
+    n = out.numel()
+    fixed = {"KIND": activation, "UP_RELU": up_relu, "C": ELEMENTWISE}
+    launch(triton_tokens.activate, (_ceil(n, ELEMENTWISE),), out, gate, up, n, threshold, **fixed)
+
+
+def gate_up(
+    h: Tensor,
+    gate: Rows,
+    gate_bias: Tensor | None,
+    up: Rows | None,
+    x: Tensor,
+    activation: str,
+    threshold: float,
+    up_relu: bool,
+    named: Tensor | None,
+    counts: Tensor,
+    scratch: Scratch,
+) -> None:
+    assert up is None or (up.format, up.columns, up.rows) == (gate.format, gate.columns, gate.rows)
+    t, n = h.shape
+    if t > FEW:
+        ups = None if up is None else scratch.take(t, n)
+        _matmul(h, gate, x, gate_bias, False, False)
+        if up is not None and ups is not None:
+            _matmul(ups, up, x, None, False, False)
+        rows = 16
+        fixed = {"ACTIVATION": activation, "UP_RELU": up_relu, "R": rows, "T": 64}
+        args = h, ups, named, counts, n, t, threshold
+        launch(triton_tokens.gated, (_ceil(n, rows),), *args, **fixed)
+        return
+    (s, rows), tokens = _dot_shape(gate, t), _power(t)
+    fixed = {"FORMAT": gate.format, "B": tokens, "R": rows, "G": s.g, "V": s.v}
+    up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
+    args = h, _at(gate), gate_bias, up_at, x, named, counts, n, gate.columns, gate.stride, up_stride, t
+    fixed |= {"ACTIVATION": activation, "UP_RELU": up_relu}
+    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, threshold, warps=s.warps, **fixed)
+
+
+def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
+    t, n = h.shape
+    if t > FEW:
+        _down_many(out, rows, h, add)
+        return
+    tokens, held = _power(t), DOWN_ROWS_Q4 if rows.format == "q4_0" else DOWN_ROWS
+    s = _shape(rows, min(16 // SIZES[rows.format], DOWN_NUMBERS // tokens), 1)
+    chunks = _ceil(n, SPAN)
+    each = _ceil(chunks, MAX_SUMS)
+    programs = _ceil(chunks, each)
+    sums = scratch.take(programs, t, rows.columns)
+    fixed = {"FORMAT": rows.format, "B": tokens, "CHUNK": SPAN, "R": held[tokens], "W": DOWN_WARPS}
+    fixed |= {"G": s.g, "V": s.v}
+    args = sums, _at(rows), h, n, rows.columns, rows.stride, t, each
+    grid = programs, _ceil(_units(rows, s), s.g)
+    launch(triton_rows.down_few, grid, *args, warps=DOWN_WARPS, **fixed)
+    at_once = 64
+    grid = (_ceil(t * rows.columns, at_once),)
+    fixed = {"ADD": add, "S": _power(programs), "C": at_once}
+    launch(triton_rows.join_sums, grid, out, sums, programs, t * rows.columns, **fixed)
+
+
+def weigh(h: Tensor, weights: Tensor) -> None:
+    n = h.shape[1] // weights.shape[1]
+    grid = weights.numel(), _ceil(n, ELEMENTWISE)
+    launch(triton_tokens.weigh, grid, h, weights, n, C=ELEMENTWISE)
+
+
+def route(weights: Tensor, logits: Tensor, n_active: int) -> None:
+    t, experts = logits.shape
+    launch(triton_tokens.route, (t,), weights, logits, experts, n_active, E=_power(experts))
+
+
+def predict(
+    named: Tensor,
+    first: Rows | None,
+    second: Rows,
+    threshold: Tensor,
+    hot: int,
+    relu: bool,
+    x: Tensor,
+    scratch: Scratch,
+) -> None:
+    t, n = len(x), second.rows
+    rank = 0 if first is None else first.rows
+    both = scratch.take(t * (n + rank))
+    scores, code = both[: t * n].view(t, n), both[t * n :].view(t, rank)
+    if second.format == SIGNS:
+        fixed = {"R": 16, "C": min(64, _power(second.row_bytes))}
+        args = scores, _at(second), x, n, second.columns, second.stride
+        launch(triton_tokens.signs, (t, _ceil(n, 16)), *args, **fixed)
+    else:
+        if first is not None:
+            _matmul(code, first, x, None, False, relu)
+            x = code
+        _matmul(scores, second, x, None, False, False)
+    launch(triton_tokens.name, (t, _ceil(n, 8 * 32)), named, scores, threshold, n, hot, C=32)
+
+
+def softcap(x: Tensor, cap: float) -> None:
+    launch(triton_tokens.softcap, (_ceil(x.numel(), ELEMENTWISE),), x, x.numel(), cap, C=ELEMENTWISE)
+
+
+# ---- parts
+
+
+def _norm(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer: bool,
+    scale: float,
+    add: bool,
+) -> None:
+    dim = x.shape[1]
+    wide = _power(dim)
+    fixed = {"LAYER": layer, "ADD": add, "D": wide}
+    warps = min(16, max(1, wide // 256))  # two 16-byte loads a thread
+    launch(triton_tokens.norm, (len(x),), out, x, weight, bias, dim, eps, scale, warps=warps, **fixed)
+
+
+def _matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, relu: bool) -> None:
+    assert x.is_contiguous() and out.is_contiguous()
+    t = len(x)
+    fixed: dict[str, Any] = {"ADD": add, "RELU": relu, "FORMAT": w.format}
+    args = out, _at(w), x, bias, w.rows, w.columns, w.stride, t
+    if t <= FEW:
+        s, rows = _dot_shape(w, t)
+        fixed |= {"B": _power(t), "R": rows, "G": s.g, "V": s.v}
+        launch(triton_rows.matmul_few, (_ceil(w.rows, rows),), *args, warps=s.warps, **fixed)
+    else:
+        s, m = _shape(w), min(128, _power(t))
+        fixed |= {"M": m, "N": 64, "G": 32 // s.v, "V": s.v}
+        launch(triton_rows.matmul_many, (_ceil(w.rows, 64), _ceil(t, m)), *args, stages=3, **fixed)
+
+
+def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
+    t, n = h.shape
+    s = _shape(rows)
+    m, g = min(128, _power(t)), 64 // s.v
+    fixed = {"ADD": add, "FORMAT": rows.format, "M": m, "K": 32, "G": g, "V": s.v}
+    args = out, _at(rows), h, n, rows.columns, rows.stride, t
+    grid = _ceil(_units(rows, s), g), _ceil(t, m)
+    launch(triton_rows.down_many, grid, *args, stages=3, **fixed)
+
+
+def _shape(w: Rows, v: int = 0, warps: int = 4) -> Shape:
+    """Units of v numbers, or 16 bytes, and as many as `warps` warps read at once, where rows are that long."""
+    v = v or 16 // SIZES[w.format]
+    g = min(32 * warps, _power(_units(w, Shape(v, 0, 0))))
+    return Shape(v, g, max(1, g // 32))
+
+
+def _dot_shape(w: Rows, tokens: int) -> tuple[Shape, int]:
+    """For products with few tokens: units, and rows of a program."""
+    b, planes = _power(tokens), 2 if w.format == "q4_0" else 1
+    rows = (DOT_ROWS_Q4 if planes == 2 else DOT_ROWS)[b]
+    return _shape(w, min(16 // SIZES[w.format], DOT_NUMBERS // (b * planes))), rows
+
+
+def _units(w: Rows, s: Shape) -> int:
+    return _ceil(w.columns // 2 if w.format == "q4_0" else w.columns, s.v)
+
+
+def _at(w: Rows) -> Tensor:
+    """Where the weights of row 0 begin; of it Triton sees how far it is aligned."""
+    return w.data[:, w.skip :] if w.skip else w.data
+
+
+def _block(v: Tensor) -> int:
+    block = v.shape[2]
+    assert _power(block) == block and 16 <= block <= SPAN, "pages of 16 to 128 positions, a power of two"
+    return block
+
+
+def _power(n: int) -> int:
+    """The power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _ceil(n: int, parts: int) -> int:
+    return -(-n // parts)

@@ -1,0 +1,299 @@
+"""Device code over tokens: norms, activations, rotation, attention over pages, routes, predictors' bits.
+
+Must not know how it is launched: that is triton_kernels.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):
+    """Near 0 a series (off by x**8 / 50), since 1 - exp(-2x) has few digits there; no exp that overflows."""
+    e = tl.exp(-2 * tl.abs(x))
+    far = (1 - e) / (1 + e)
+    s = x * x
+    near = x * (1 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315))))
+    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def activation(g, threshold, KIND: tl.constexpr):
+    """As reference.activate. A NaN stays one."""
+    if KIND == "silu":
+        return g / (1 + tl.exp(-g))
+    elif KIND == "gelu":
+        return 0.5 * g * (1 + tl.erf(g * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        return 0.5 * g * (1 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
+    elif KIND == "relu":
+        return tl.where(g <= 0, 0.0, g)
+    elif KIND == "fatrelu":
+        return tl.where(g <= threshold, 0.0, g)
+    else:
+        tl.static_assert(KIND == "relu2")
+        return tl.where(g <= 0, 0.0, g * g)
+
+
+@triton.jit
+def norm(out, x, weight, bias, dim, eps, scale, LAYER: tl.constexpr, ADD: tl.constexpr, D: tl.constexpr):
+    """A program a token: out = scale * norm(x), or that added. out may be x."""
+    b = tl.program_id(0)
+    i = tl.arange(0, D)
+    ok = i < dim
+    y = tl.load(x + b * dim + i, mask=ok, other=0)
+    if weight is not None:
+        if LAYER:
+            y = tl.where(ok, y - tl.sum(y, axis=0) / dim, 0.0)
+        y = y / tl.sqrt(tl.sum(y * y, axis=0) / dim + eps) * tl.load(weight + i, mask=ok, other=0)
+        if bias is not None:
+            y += tl.load(bias + i, mask=ok, other=0)
+    if ADD:
+        y = tl.load(out + b * dim + i, mask=ok, other=0) + scale * y
+    tl.store(out + b * dim + i, y, mask=ok)
+
+
+@triton.jit
+def activate(out, gate, up, n, threshold, KIND: tl.constexpr, UP_RELU: tl.constexpr, C: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
+    a = activation(tl.load(gate + i, mask=i < n, other=0), threshold, KIND)
+    if up is not None:
+        u = tl.load(up + i, mask=i < n, other=0)
+        a *= activation(u, 0.0, "relu") if UP_RELU else u
+    tl.store(out + i, a, mask=i < n)
+
+
+@triton.jit
+def gated(
+    h, ups, named, counts, n, tokens, threshold,
+    ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Of many tokens: R neurons' gates in h become what they let through of `ups`. Counts as gate_up_few."""
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    wanted = row < n
+    if named is not None:
+        seen = tl.zeros((R,), tl.int32)
+        for start in range(0, tokens, T):
+            token = start + tl.arange(0, T)
+            ok = (token < tokens)[:, None] & (row < n)[None, :]
+            at = named + token[:, None] * tl.cdiv(n, 8) + row[None, :] // 8
+            bit = (tl.load(at, mask=ok, other=0).to(tl.int32) >> (row % 8)[None, :]) & 1
+            seen += tl.sum(bit, axis=0)
+        wanted = wanted & (seen > 0)
+    opened = tl.zeros((R,), tl.int32)
+    pairs = tl.zeros((R,), tl.int32)
+    for start in range(0, tokens, T):
+        token = start + tl.arange(0, T)
+        at = token.to(tl.int64)[:, None] * n + row[None, :]
+        ok = (token < tokens)[:, None] & (row < n)[None, :]
+        a = activation(tl.load(h + at, mask=ok & wanted[None, :], other=0), threshold, ACTIVATION)
+        a = tl.where(wanted[None, :], a, 0.0)
+        opened += tl.sum(((a != 0) & ok).to(tl.int32), axis=0)
+        if ups is not None:
+            u = tl.load(ups + at, mask=ok, other=0)
+            u = activation(u, 0.0, "relu") if UP_RELU else u
+            a = tl.where(a != 0, a * u, 0.0)
+        pairs += tl.sum(((a != 0) & ok).to(tl.int32), axis=0)
+        tl.store(h + at, a, mask=ok)
+    tl.atomic_add(counts, tl.sum(pairs, axis=0), sem="relaxed")
+    tl.atomic_add(counts + 1, tl.sum((opened > 0).to(tl.int32), axis=0), sem="relaxed")
+    tl.atomic_add(counts + 2, tl.sum(wanted.to(tl.int32), axis=0), sem="relaxed")
+
+
+@triton.jit
+def softcap(x, n, cap, C: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
+    tl.store(x + i, cap * tanh(tl.load(x + i, mask=i < n, other=0) / cap), mask=i < n)
+
+
+@triton.jit
+def weigh(h, weights, n, C: tl.constexpr):
+    """Program (token * experts + expert, part of its n neurons)."""
+    i = tl.program_id(1) * C + tl.arange(0, C)
+    at = h + tl.program_id(0).to(tl.int64) * n + i
+    tl.store(at, tl.load(at, mask=i < n, other=0) * tl.load(weights + tl.program_id(0)), mask=i < n)
+
+
+@triton.jit
+def route(weights, logits, experts, n_active, E: tl.constexpr):
+    """A program a token. An expert's rank: how many come before it."""
+    b = tl.program_id(0)
+    i = tl.arange(0, E)
+    x = tl.load(logits + b * experts + i, mask=i < experts, other=float("-inf"))
+    nan = x != x
+    mine, other, mine_nan, other_nan = x[:, None], x[None, :], nan[:, None], nan[None, :]
+    equal = (mine == other) | (mine_nan & other_nan)
+    first = equal & (i[None, :] < i[:, None])
+    before = (other_nan & (mine_nan == 0)) | ((mine_nan == other_nan) & ((other > mine) | first))
+    rank = tl.sum(before.to(tl.int32), axis=1)
+    chosen = (rank < n_active) & (i < experts)
+    top = tl.sum(tl.where(rank == 0, x, 0.0), axis=0)
+    p = tl.where(chosen, tl.exp(x - top), 0.0)
+    tl.store(weights + b * experts + i, tl.where(chosen, p / tl.sum(p, axis=0), 0.0), mask=i < experts)
+
+
+# ---- predictors
+
+
+@triton.jit
+def name(named, scores, threshold, n, hot, C: tl.constexpr):
+    """Program (token, C bytes of eight neurons each)."""
+    b = tl.program_id(0)
+    byte = tl.program_id(1) * C + tl.arange(0, C)
+    i = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+    score = tl.load(scores + b.to(tl.int64) * n + i, mask=i < n, other=0)
+    low = score < tl.load(threshold + i, mask=i < n, other=0)
+    bits = ((i < n) & ((i < hot) | (low == 0))).to(tl.int32) << tl.arange(0, 8)[None, :]
+    tl.store(named + b * tl.cdiv(n, 8) + byte, tl.sum(bits, axis=1).to(tl.uint8), mask=byte * 8 < n)
+
+
+@triton.jit
+def signs(scores, data, x, n, columns, stride, R: tl.constexpr, C: tl.constexpr):
+    """Program (token, R neurons): columns less twice those whose signs differ."""
+    b = tl.program_id(0)
+    row = tl.program_id(1) * R + tl.arange(0, R)
+    at = data + row.to(tl.int64)[:, None] * stride
+    differ = tl.zeros((R, C), tl.int32)
+    for start in range(0, tl.cdiv(columns, 8), C):
+        byte = start + tl.arange(0, C)
+        i = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
+        above = (tl.load(x + b.to(tl.int64) * columns + i, mask=i < columns, other=0) > 0).to(tl.int32)
+        mine = tl.sum(above << tl.arange(0, 8)[None, :], axis=1)
+        valid = tl.sum((i < columns).to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
+        ok = (row < n)[:, None] & (byte * 8 < columns)[None, :]
+        bits = (tl.load(at + byte[None, :], mask=ok, other=0).to(tl.int32) ^ mine[None, :]) & valid[None, :]
+        bits = bits - ((bits >> 1) & 0x55)  # ones of each two bits, of each four, of all
+        bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+        differ += (bits + (bits >> 4)) & 15
+    score = columns - 2 * tl.sum(differ, axis=1)
+    tl.store(scores + b.to(tl.int64) * n + row, score.to(tl.float32), mask=row < n)
+
+
+# ---- attention
+
+
+@triton.jit
+def rope_store(
+    qkv, q_norm, k_norm, cos, sin, positions, sequence, table, k, v, n, n_kv, width, eps,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, A: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head). HALF elements turn with HALF others; the rest of DIM stay.
+
+    Each element is read and written by one thread, so in place is safe.
+    """
+    b, head = tl.program_id(0), tl.program_id(1)
+    at = qkv + (b.to(tl.int64) * (n + 2 * n_kv) + head) * DIM
+    i = tl.arange(0, A)
+    j = 2 * HALF + tl.arange(0, REST)
+    turn = i < HALF
+    x = tl.load(at + i, mask=turn, other=0)
+    y = tl.load(at + HALF + i, mask=turn, other=0)
+    z = tl.load(at + j, mask=j < DIM, other=0)
+    if q_norm is not None:
+        if head < n + n_kv:
+            weight = q_norm if head < n else k_norm
+            total = tl.sum(x * x, axis=0) + tl.sum(y * y, axis=0) + tl.sum(z * z, axis=0)
+            root = tl.sqrt(total / DIM + eps)
+            x = x / root * tl.load(weight + i, mask=turn, other=0)
+            y = y / root * tl.load(weight + HALF + i, mask=turn, other=0)
+            z = z / root * tl.load(weight + j, mask=j < DIM, other=0)
+    if HALF > 0:
+        if head < n + n_kv:
+            c = tl.load(cos + b * HALF + i, mask=turn, other=0)
+            s = tl.load(sin + b * HALF + i, mask=turn, other=0)
+            x, y = x * c - y * s, y * c + x * s
+    tl.store(at + i, x, mask=turn)
+    tl.store(at + HALF + i, y, mask=turn)
+    tl.store(at + j, z, mask=j < DIM)
+    if head >= n:
+        position = tl.load(positions + b)
+        page = tl.load(table + tl.load(sequence + b) * width + position // BLOCK).to(tl.int64)
+        slot = position % BLOCK
+        if head < n + n_kv:
+            to = k + (page * n_kv + head - n) * DIM * BLOCK + slot
+            step = BLOCK
+        else:
+            to = v + ((page * n_kv + head - n - n_kv) * BLOCK + slot) * DIM
+            step = 1
+        tl.store(to + i * step, x.to(tl.float16), mask=turn)
+        tl.store(to + (HALF + i) * step, y.to(tl.float16), mask=turn)
+        tl.store(to + j * step, z.to(tl.float16), mask=j < DIM)
+
+
+@triton.jit
+def attend(
+    parts, qkv, positions, sequence, table, k, v, n_kv, group, width, span, spans, window, scale, cap,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Program (token, kv head, span): parts [tokens, heads, spans, DIM + 2] of the kv head's q heads.
+
+    A part: values weighed with exp(score - greatest), then the greatest score, then the weights' sum. Of
+    spans a token does not see nothing is written. Scores are as exact as f32: q and the weights go through
+    the tensor cores in parts.
+    """
+    b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    own = tl.load(positions + b)
+    low = tl.maximum(own + 1 - window, s * span)
+    high = tl.minimum(own + 1, (s + 1) * span)
+    if low < high:
+        head, d, p = tl.arange(0, H), tl.arange(0, D), tl.arange(0, BLOCK)
+        heads = n_kv * group
+        mine = (head < group)[:, None] & (d < DIM)[None, :]
+        at = qkv + b.to(tl.int64) * (heads + 2 * n_kv) * DIM + (g * group + head)[:, None] * DIM + d[None, :]
+        q = tl.load(at, mask=mine, other=0) * scale
+        pages = table + tl.load(sequence + b) * width
+        top = tl.full((H,), float("-inf"), tl.float32)
+        total = tl.zeros((H,), tl.float32)
+        acc = tl.zeros((H, D), tl.float32)
+        for block in range(low // BLOCK, tl.cdiv(high, BLOCK)):
+            page = (tl.load(pages + block).to(tl.int64) * n_kv + g) * DIM * BLOCK
+            seen = (block * BLOCK + p >= low) & (block * BLOCK + p < high)
+            inside = d < DIM
+            keys = tl.load(k + page + d[:, None] * BLOCK + p[None, :], mask=inside[:, None], other=0)
+            values = tl.load(
+                v + page + p[:, None] * DIM + d[None, :], mask=seen[:, None] & inside[None, :], other=0
+            )
+            scores = tl.dot(q, keys.to(tl.float32), input_precision="tf32x3")
+            if CAPPED:
+                scores = cap * tanh(scores / cap)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, axis=1))
+            weights = tl.exp(scores - higher[:, None])
+            fade = tl.exp(top - higher)
+            total = total * fade + tl.sum(weights, axis=1)
+            acc = tl.dot(weights, values.to(tl.float32), acc * fade[:, None], input_precision="tf32x3")
+            top = higher
+        part = ((b.to(tl.int64) * heads + g * group + head) * spans + s) * (DIM + 2)
+        tl.store(parts + part[:, None] + d[None, :], acc, mask=mine)
+        tl.store(parts + part + DIM, top, mask=head < group)
+        tl.store(parts + part + DIM + 1, total, mask=head < group)
+
+
+@triton.jit
+def join_spans(
+    out, parts, positions, heads, span, spans, window, DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr
+):
+    """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time."""
+    b, head = tl.program_id(0), tl.program_id(1)
+    own = tl.load(positions + b)
+    d = tl.arange(0, D)
+    at = parts + (b.to(tl.int64) * heads + head) * spans * (DIM + 2)
+    top = tl.max(tl.full((S,), float("-inf"), tl.float32), axis=0)
+    total = 0.0
+    acc = tl.zeros((D,), tl.float32)
+    for first in range(tl.maximum(own + 1 - window, 0) // span, own // span + 1, S):
+        s = first + tl.arange(0, S)
+        ok = s <= own // span
+        tops = tl.load(at + s * (DIM + 2) + DIM, mask=ok, other=float("-inf"))
+        higher = tl.maximum(top, tl.max(tops, axis=0))
+        fade, weights = tl.exp(top - higher), tl.exp(tops - higher)
+        total = total * fade + tl.sum(
+            weights * tl.load(at + s * (DIM + 2) + DIM + 1, mask=ok, other=0), axis=0
+        )
+        inside = ok[:, None] & (d < DIM)[None, :]
+        mine = tl.load(at + s[:, None] * (DIM + 2) + d[None, :], mask=inside, other=0)
+        acc = acc * fade + tl.sum(weights[:, None] * mine, axis=0)
+        top = higher
+    tl.store(out + (b.to(tl.int64) * heads + head) * DIM + d, acc / total, mask=d < DIM)
