@@ -19,7 +19,7 @@ from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal
 from thermocline import quant
 from thermocline.decoder import F32
 from thermocline.ops import reference, torch_kernels
-from thermocline.ops.device_rows import FEW
+from thermocline.ops.device_rows import FEW, spans
 from thermocline.predictor import LayerPredictor
 from thermocline.spec import ACTIVATIONS, SPARSE_ACTIVATIONS
 
@@ -125,6 +125,7 @@ ATTENTIONS = {
     "small heads, blocks of 16": attention_case(heads(2, 1, 16), [20, 40], 2, 16, block=16),
     "normed": attention_case(heads(4, 2, 64, q_norm=normal(1, 64), k_norm=normal(2, 64)), [40], 2, 64),
     "a prompt": attention_case(heads(2, 1, 16), [40, 33], 20, 16),
+    "a prompt in longer spans": attention_case(heads(1, 1, 16), [270], 17, 16),
     "several spans": attention_case(heads(2, 1, 16), [300, 128, 129], 1, 16),
 }
 
@@ -373,6 +374,14 @@ def test_two_runs_give_equal_bits(kernels: Kernels) -> None:
     for out in outs:
         kernels.ops.down(out, rows, h, False, kernels.scratch())
     assert torch.equal(*outs)
+
+
+def test_scratch_is_enough_for_every_smaller_call() -> None:
+    s = gpu_cases.SIZES
+    made = gpu_cases.Scratch(s, "cpu")
+    for tokens in range(1, s.tokens + 1):
+        for positions in range(32, s.positions + 1, 32):
+            made.take(tokens, s.heads, spans(positions, tokens), s.head_dim + 2)
 
 
 def test_scratch_says_its_bytes_beforehand() -> None:

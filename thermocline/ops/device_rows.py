@@ -72,9 +72,9 @@ class Scratch:
     @staticmethod
     def bytes_for(s: Sizes) -> int:
         few = min(s.tokens, FEW)
-        attention = max(
-            tokens * s.heads * spans(s.positions, tokens) * (s.head_dim + 2) for tokens in (few, s.tokens)
-        )
+        steps = {s.tokens, *range(few, s.tokens, FEW)}  # most tokens with spans of each length
+        parts = max(t * spans(s.positions, t) for t in steps)
+        attention = parts * s.heads * (s.head_dim + 2)
         down = few * MAX_SUMS * s.dim
         up = s.tokens * s.neurons if s.tokens > FEW else 0
         asked = s.tokens * (s.rank + s.neurons) if s.rank else 0
@@ -89,10 +89,10 @@ class Scratch:
         return self.floats[:size].view(shape)
 
 
-def span_of(positions: int, tokens: int) -> int:
-    """Positions that one program of attention reads: of a prompt all, since its tokens fill the device."""
-    return SPAN if tokens <= FEW else max(positions, SPAN)
+def span_of(tokens: int) -> int:
+    """Positions that one program of attention reads: with more tokens fewer programs fill the device."""
+    return SPAN * -(-tokens // FEW)
 
 
 def spans(positions: int, tokens: int) -> int:
-    return -(-positions // span_of(positions, tokens))
+    return -(-positions // span_of(tokens))
