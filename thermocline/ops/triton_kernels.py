@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **fixed: Any
 ) -> None:
-    """The one place that starts a kernel. Multiplications and additions may be fused, whatever the default."""
+    """The one place that starts a kernel. Products and sums may be fused, whatever the default."""
     kernel[grid](*args, **fixed, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
 
 
@@ -108,7 +108,7 @@ def attention(
     scratch: Scratch,
 ) -> None:
     t, width, block = len(qkv), table.shape[1], _block(v)
-    span, n_spans = span_of(width * block, t), spans(width * block, t)
+    span, n_spans = span_of(t), spans(width * block, t)
     window = width * block if heads.window is None else heads.window
     parts = scratch.take(t, heads.n, n_spans, heads.dim + 2)
     group, wide = heads.n // heads.n_kv, max(16, _power(heads.dim))
@@ -284,7 +284,7 @@ def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
 
 
 def _shape(w: Rows, v: int = 0, warps: int = 4) -> Shape:
-    """Units of v numbers, or 16 bytes, and as many as `warps` warps read at once, where rows are that long."""
+    """Units of v numbers, or 16 bytes; as many as `warps` warps read at once, where rows are so long."""
     v = v or 16 // SIZES[w.format]
     g = min(32 * warps, _power(_units(w, Shape(v, 0, 0))))
     return Shape(v, g, max(1, g // 32))
