@@ -39,7 +39,8 @@ class Sizes:
         down = few * MAX_SUMS * self.dim
         up = self.tokens * self.neurons if self.tokens > FEW else 0
         asked = self.tokens * (self.rank + self.neurons) if self.rank else 0
-        return 4 * max(attention, down, up, asked)
+        most: int = max(attention, down, up, asked)
+        return 4 * most
 
 
 def span_of(tokens: int) -> int:
