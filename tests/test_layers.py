@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {
         "engine",
         "errors",
+        "gpu",
         "hardware",
         "kv",
         "llm",
