@@ -1,12 +1,6 @@
 // Validates what Python passes, releases the GIL, calls. Nothing else. Arrays are never converted (noconvert):
 // a kernel writing into a silent copy would lose its result.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/map.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
+#include "bindings.h"
 
 #include <string.h>
 
@@ -19,36 +13,9 @@
 #include <optional>
 #include <string>
 
-#include "model_ops.h"
-#include "store.h"
-
 void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
+void bind_host(nanobind::module_& m);  // bindings_host.cpp
 bool interrupted_by_python();
-
-namespace nb = nanobind;
-using namespace nb::literals;
-using tc::Arena;
-using tc::Context;
-using tc::DiskRows;
-using tc::Matrix;
-
-template <class T, int N>
-using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
-using F1 = Array<const float, 1>;
-using F2 = Array<const float, 2>;
-using MutF2 = Array<float, 2>;
-using I1 = Array<const int32_t, 1>;
-using I2 = Array<const int32_t, 2>;
-using Half4 = nb::ndarray<nb::ndim<4>, nb::c_contig, nb::device::cpu>;  // f16: checked where it is used
-
-static void check(bool ok, const char* what) {
-    if (!ok) throw nb::value_error(what);
-}
-static const float* optional_vector(const std::optional<F1>& v, size_t n, const char* what) {
-    if (!v) return nullptr;
-    check(v->shape(0) == n, what);
-    return v->data();
-}
 
 static size_t packed_bytes(tc::Format f, size_t cols) {
     switch (f) {
@@ -86,61 +53,6 @@ static tc::Linear make_linear(const Matrix& w, const std::optional<F1>& bias) {
     check_weights(w);
     return {w, optional_vector(bias, w.rows, "bias has the wrong length")};
 }
-
-// Parts of a layer as Python holds them: validated when made, with the arrays they point into (matrices are kept alive
-// by nb::keep_alive). Calls then have little left to check.
-struct Norm {
-    tc::Norm norm;
-    F1 weight;
-    std::optional<F1> bias;
-};
-struct Linear {
-    tc::Linear linear;
-    std::optional<F1> bias;
-};
-struct Heads {
-    tc::Heads heads;
-    std::optional<F1> q_norm, k_norm;
-};
-struct Join {
-    tc::Join join;
-    std::optional<Norm> norm;
-};
-struct Attention {
-    tc::Attention layer;
-    std::optional<Norm> norm, sub_norm;
-    Linear qkv, out;
-    Heads heads;
-    Join join;
-};
-struct Predictor {
-    tc::Predictor predictor;
-    F1 threshold;
-};
-struct FFN {
-    tc::FFN layer;
-    std::optional<Norm> norm, sub_norm;
-    Linear gate;
-    std::optional<F1> down_bias;
-    Join join;
-    std::optional<Predictor> predictor;
-    std::optional<F1> gate_bias;
-    size_t dim() const { return layer.gate.weight.cols; }
-};
-struct Mixture {
-    tc::Mixture layer;
-    std::optional<Norm> norm;
-    Join join;
-    size_t dim() const { return layer.router.cols; }
-};
-struct Step {
-    tc::Step step;
-    I1 positions, sequence;
-    I2 table;
-    std::optional<F2> cos, sin;
-    size_t pages;   // one more than the largest page of the table that a token reads or writes
-    size_t window;  // of heads that it is for: they touch no page before it. 0: any heads
-};
 
 static Norm make_norm(F1 weight, std::optional<F1> bias, float eps, bool layer) {
     return {{weight.data(), optional_vector(bias, weight.shape(0), "norm bias has the wrong length"), eps, layer}, weight, bias};
@@ -277,18 +189,6 @@ static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t 
              tokens, block, table.shape(1), cos ? 2 * cos->shape(1) : 0}, positions, sequence, table, cos, sin, pages, window};
 }
 
-// That the pages fit these heads and hold what the step's tables name.
-static void check_pages(const tc::Heads& heads, const Step& s, const Half4& k, const Half4& v) {
-    const size_t block = s.step.block, pages = k.shape(0);
-    check(k.shape(1) == heads.n_kv && k.shape(2) == heads.dim && k.shape(3) == block, "k cache has the wrong shape");
-    check(v.shape(0) == pages && v.shape(1) == heads.n_kv && v.shape(2) == block && v.shape(3) == heads.dim, "k and v cache differ in shape");
-    const nb::dlpack::dtype f16 = {uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
-    if (k.dtype() != f16 || v.dtype() != f16) throw nb::type_error("the kv cache must be f16");
-    check(!s.window || (heads.window && heads.window <= s.window), "the heads look further back than the step's pages");
-    check(s.pages <= pages, "block table names a page that does not exist");
-    check(s.step.rotary <= heads.dim, "cos is wider than a head");
-}
-
 static void attention(Context& c, MutF2 qkv, const Heads& h, const Step& s, Half4 k, Half4 v, MutF2 out) {
     const tc::Heads& heads = h.heads;
     check_pages(heads, s, k, v);
@@ -298,11 +198,6 @@ static void attention(Context& c, MutF2 qkv, const Heads& h, const Step& s, Half
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
     c.attention(a);
-}
-
-static void check_rows(const MutF2& x, const F2& h, size_t dim) {
-    check(x.shape(1) == dim, "x has the wrong width");
-    check(h.shape(0) == x.shape(0) && h.shape(1) == dim, "h and x differ in shape");
 }
 
 static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const Step& s, Half4 k, Half4 v) {
@@ -564,4 +459,5 @@ NB_MODULE(_native, m) {
         .def("read_ahead", &read_ahead<tc::MixtureArgs, Mixture>, "h"_a.noconvert(), "layer"_a, "sparsity"_a)
         .def("moe_add", &moe_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none());
+    bind_host(m);
 }

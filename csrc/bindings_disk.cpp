@@ -1,36 +1,19 @@
 // What Python needs of the disk tier. As bindings.cpp: validates, releases the GIL, calls.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/map.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
+#include "bindings.h"
 
 #include <errno.h>
 
 #include <map>
 #include <new>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "slots.h"
-#include "store.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
-using tc::DiskRows;
 using tc::Reader;
 using tc::SlotPool;
-using Likely = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Checksums = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-static void check(bool ok, const char* what) {
-    if (!ok) throw nb::value_error(what);
-}
+using Likely = Array<const float, 1>;
+using Checksums = Array<const uint32_t, 1>;
 
 static void make_reader(Reader* self, const std::string& path, unsigned depth, size_t buffer_bytes,
                         const std::string& method, bool direct) {

@@ -24,6 +24,7 @@ static size_t marked(const uint8_t* marks, size_t begin, size_t end, int32_t* ou
 
 Context::Guess Context::guess(const FFNArgs& a, const Input& in) {
     const Predictor& p = a.ffn.predictor;
+    if (a.named) return {p, in, in, nullptr, a.named};
     const Matrix& taker = p.first.data ? p.first : p.second;
     const float* x = a.ffn.norm.weight ? normed_.data() : a.h;
     const Input own = taker.format == a.ffn.gate.weight.format ? in : input(taker, {}, x, a.tokens, guess_input_);
@@ -38,7 +39,7 @@ Context::Guess Context::guess(const FFNArgs& a, const Input& in) {
 static bool skips(const FFNArgs& a) {
     return a.sparsity != OFF && (a.ffn.activation == RELU || a.ffn.activation == FATRELU || a.ffn.activation == RELU2);
 }
-static bool is_guessed(const FFNArgs& a) { return a.sparsity == PREDICT && skips(a) && a.ffn.predictor.second.data; }
+static bool is_guessed(const FFNArgs& a) { return a.sparsity == PREDICT && skips(a) && (a.named || a.ffn.predictor.second.data); }
 
 Context::Walk::Walk(Context& context, const FFNArgs& args, size_t cell_size)
     : ctx(context), k(context.k), a(args), n(args.ffn.neurons()), dim(args.dim), tokens(args.tokens), cell(cell_size),
@@ -79,6 +80,14 @@ void Context::Walk::encode() {
 // Of [begin, end), into ids: those to compute the gates of.
 size_t Context::Walk::predicted_neurons(size_t begin, size_t end) {
     const Predictor& p = guessed->p;
+    if (guessed->named) {
+        for (size_t i = begin; i < end; i++) marks[i] = 0;
+        for (size_t t = 0; t < tokens; t++) {
+            const uint8_t* bits = guessed->named + t * ((n + 7) / 8);
+            for (size_t i = begin; i < end; i++) marks[i] |= bits[i / 8] >> (i % 8) & 1;
+        }
+        return marked(marks, begin, end, ids + begin);
+    }
     const size_t cold = std::clamp(p.hot, begin, end);
     size_t found = 0;
     for (size_t i = begin; i < cold; i++) ids[begin + found++] = int32_t(i);

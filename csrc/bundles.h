@@ -19,9 +19,10 @@ struct Context::Guess {
     const Predictor& p;
     Input x, code;  // what `first` and `second` take
     float* values;  // [tokens, rank], code as floats
+    const uint8_t* named = nullptr;  // FFNArgs': somebody has guessed already
     size_t rank() const { return p.first.data ? p.first.rows : 0; }
     size_t bytes() const {
-        return rank() * p.first.stride + (p.second.rows - p.hot) * (p.second.stride + sizeof(float));
+        return named ? 0 : rank() * p.first.stride + (p.second.rows - p.hot) * (p.second.stride + sizeof(float));
     }
 };
 

@@ -107,6 +107,7 @@ struct FFNArgs {
     float* record;  // [tokens, neurons], or null: takes h, what down is multiplied with (before sub_norm); 0 where skipped
     std::shared_ptr<Fetches> reads = nullptr;  // of an expert on disk: its layer's, and its first owner there
     size_t owner = 0;
+    const uint8_t* named = nullptr;  // [tokens, ceil(neurons / 8)] bits, low first: what PREDICT takes in place of a predictor's guess
 };
 struct MixtureArgs {
     const Mixture& mixture;

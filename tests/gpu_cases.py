@@ -38,7 +38,7 @@ class Kernels:
         return torch.full(shape, float("nan"), device=self.device)
 
     def scratch(self) -> Scratch:
-        made = Scratch(SIZES, self.device)
+        made = Scratch.of(SIZES, self.device)
         made.floats.fill_(float("nan"))
         return made
 

@@ -41,7 +41,7 @@ def rows(format: str, n: int, columns: int, stride: int = 0, skip: int = 0) -> R
 
 
 def scratch(tokens: int) -> Scratch:
-    return Scratch(Sizes(tokens, DIM, NEURONS, HEADS, HEAD, PAGES * 32, 1024), "meta")
+    return Scratch.of(Sizes(tokens, DIM, NEURONS, HEADS, HEAD, PAGES * 32, 1024), "meta")
 
 
 def of_rows(format: str, t: int) -> None:

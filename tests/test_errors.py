@@ -50,6 +50,16 @@ def weights_that_are_nan(pack: Path, tmp: Path, patch: pytest.MonkeyPatch) -> li
     return ["run", "-m", str(tmp / "hf"), "--format", "f32", "--cache-dir", str(tmp / "cache"), "hello"]
 
 
+def a_gpu_that_fails(pack: Path, tmp: Path, patch: pytest.MonkeyPatch) -> list[str]:
+    from thermocline.ops import torch_kernels
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    patch.setattr(torch_kernels, "norm", fail)
+    return ["run", "-m", str(pack), "--gpu", "stand-in", "-q", "hello"]
+
+
 Provoke = Callable[[Path, Path, pytest.MonkeyPatch], list[str]]
 PROVOKED: dict[type[ThermoclineError], Provoke] = {
     errors.UsageError: too_long_a_prompt,
@@ -58,6 +68,7 @@ PROVOKED: dict[type[ThermoclineError], Provoke] = {
     errors.OutOfBudget: too_little_memory,
     errors.Unsupported: unknown_architecture,
     errors.NumericalError: weights_that_are_nan,
+    errors.DeviceFailure: a_gpu_that_fails,
 }
 
 

@@ -172,7 +172,7 @@ def test_a_missing_gpu_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize(
     ("script", "found", "said"),
     [
-        ("echo 'NVIDIA H200, 143771'", True, "CPU only"),
+        ("echo 'NVIDIA H200, 143771'", True, ""),
         ("echo 'NVIDIA-SMI has failed'; exit 9", False, "has failed"),
         ("true", False, "no GPU listed"),
     ],

@@ -2,6 +2,8 @@
 TypeError, a wrong shape or value a ValueError.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -285,3 +287,47 @@ class Context:
         self, x: F32, h: F32, layer: Mixture, sparsity: int, record: F32 | None = None
     ) -> tuple[int, int, int, int, int]:
         """As `ffn_add`; rows of a dense pass are all experts'. `record`: [tokens, experts * neurons]."""
+
+# ---- parts of a step in another processor's queue
+
+class StepSlot:
+    """The step that tasks are about: set before each run."""
+
+    def set(self, step: Step) -> None:
+        """Not while a task runs."""
+
+class HostTask:
+    """Calls that a GPU's driver makes when its queue gets there, in the order in which they were added.
+
+    Buffers may have more rows than the step has tokens, whose number is the slot's step's. Nothing is raised
+    while it runs, and after a failure nothing is computed until `take`.
+    """
+
+    def __init__(self, context: Context, slot: StepSlot) -> None: ...
+    def zero(self, out: F32) -> None:
+        """The rows of the step's tokens become 0."""
+
+    def attention(self, x: F32, h: F32, layer: Attention, slot: StepSlot, k: Any, v: Any) -> None:
+        """`slot`: that of the attention's window."""
+
+    def matmul(self, w: Linear, x: F32, out: F32) -> None:
+        """All rows of x."""
+
+    def ffn(self, x: F32, h: F32, layer: FFN, sparsity: int, named: Any | None = None) -> None:
+        """`named`: u8 [rows of x, neurons / 8], the bits of neurons that somebody has guessed."""
+
+    def mixture(self, x: F32, h: F32, layer: Mixture, sparsity: int) -> None: ...
+    def run(self) -> None: ...
+    def take(self) -> tuple[int, int, int, int, int]:
+        """Counts since the last time, as `Context.ffn_add` gives them; raises what a part raised."""
+
+    @property
+    def begun(self) -> int: ...
+    @property
+    def ended(self) -> int: ...
+    @property
+    def function(self) -> int:
+        """Address of a void (*)(void*)."""
+
+    @property
+    def argument(self) -> int: ...

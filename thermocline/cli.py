@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXIT_CODES = (
     "exit codes: 0 ok, 2 usage, 3 bad file, 4 I/O, 5 does not fit in memory, 6 unsupported, "
-    "7 the model gives NaN, 130 interrupted, 1 anything else"
+    "7 the model gives NaN, 8 the GPU fails, 130 interrupted, 1 anything else"
 )
 
 
@@ -287,13 +287,15 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
 def doctor(o: config.DoctorOptions) -> int:
     import platform
 
-    from thermocline import hardware, machine
+    from thermocline import gpu, hardware, machine
     from thermocline.tiers import render, tiers_json
 
     directory = Path(o.disk) if o.disk else config.cache_dir(None)
     if o.disk and not directory.is_dir():
         raise IOFailure(f"{directory}: no such directory")
     found = hardware.measure(directory, o.threads)
+    if found.gpu.found:
+        found = replace(found, gpu=replace(found.gpu, why=gpu.unusable() or ""))
     advice = hardware.advice(found, os.environ.get("THERMOCLINE_ISA"))
     software = {
         "thermocline": __version__,
@@ -303,6 +305,8 @@ def doctor(o: config.DoctorOptions) -> int:
     }
     if o.output is not None or o.json:
         tiers = machine.tiers_here(o.threads, disk=found.disk)
+        if (board := gpu.find("auto")) is not None:
+            tiers = machine.with_gpu(tiers, board.device, board.kernels, board.free_bytes)
         if o.output is not None:
             Path(o.output).write_text(render(tiers), encoding="utf-8")
         if o.json:

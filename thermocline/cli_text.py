@@ -74,6 +74,8 @@ def open_llm(
         chat_template=chat_template,
         told=None if o.quiet else note,
         ram=o.ram,
+        gpu=o.gpu,
+        vram=o.vram,
         disable=o.disable,
     )
 

@@ -18,12 +18,14 @@ from thermocline.config_shared import FORMATS as FORMATS
 from thermocline.config_shared import SPARSITIES as SPARSITIES
 from thermocline.config_shared import SWITCHES as SWITCHES
 from thermocline.config_shared import (
+    gpu_memory,
     json_output,
     memory_limit,
     quiet_output,
     sparsity_mode,
     switched_off,
     thread_count,
+    which_gpu,
 )
 from thermocline.options import (
     PREFIX,
@@ -99,6 +101,8 @@ class Generation:
     threads: int = thread_count()
     sparsity: str = sparsity_mode()
     ram: float | None = _ram()
+    gpu: str = which_gpu()
+    vram: float | None = gpu_memory()
     disable: tuple[str, ...] = switched_off()
 
     n_predict: int = opt(

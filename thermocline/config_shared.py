@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thermocline.options import one_of, opt, real, some_of, switch, whole
+from thermocline.options import nonempty, one_of, opt, real, some_of, switch, whole
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 SPARSITIES = ("exact", "predict", "off")
@@ -34,6 +34,20 @@ def quiet_output(silenced: str = "no line of figures") -> Any:
 
 def memory_limit(help: str, shown: str, group: str = "Model") -> Any:
     return opt(None, real(0, 1e6), "GIB", group, help, shown=shown)
+
+
+def which_gpu() -> Any:
+    help = (
+        "off: none; auto: one, if there is one and it helps; or its number. stand-in: RAM that is treated as "
+        "a GPU's, to try it without one."
+    )
+    return opt("auto", nonempty, "off|auto|N", "Model", help, flags="--gpu --main-gpu")
+
+
+def gpu_memory() -> Any:
+    help = "Memory of the GPU that may be used."
+    shown = "what is free there"
+    return opt(None, real(0, 1e6), "GIB", "Model", help, shown=shown, flags="--vram --vram-budget")
 
 
 def switched_off() -> Any:

@@ -167,10 +167,12 @@ class LayerWork:
     kv_bytes: int  # of its keys and values
     kv_read_bytes: int
     dim: int
+    on_gpu: str = "any"  # of its neurons: "any" number of the hottest, "all" or none, "none"
 
     def same_as(self, other: LayerWork) -> bool:
         kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
-        return self.reads is other.reads and kv and self.sizes == other.sizes
+        alike = self.reads is other.reads and self.on_gpu == other.on_gpu
+        return alike and kv and self.sizes == other.sizes
 
 
 def grid(neurons: int, clusters: int) -> I64:
@@ -189,10 +191,11 @@ def layer_columns(
     """
     s = layer.sizes
     borders = grid(s.neurons, clusters)
-    counts = borders if gpu else borders[:1]
+    ends = {"any": borders, "all": borders[[0, -1]], "none": borders[:1]}
+    counts = ends[layer.on_gpu] if gpu else borders[:1]
     tails = s.neurons - borders[::-1] if disk else borders[:1]
     both = np.array([False, True]) if gpu else np.array([False])
-    predictors = both if work.predicts and s.predictor.bytes else both[:1]
+    predictors = both if work.predicts and s.predictor.bytes and layer.on_gpu != "none" else both[:1]
     fetched = np.array([False, True]) if disk and work.predicts else np.array([False])
     every = np.meshgrid(both, predictors, counts, tails, fetched, indexing="ij")
     a, p, g, d, f = (x.ravel() for x in every)

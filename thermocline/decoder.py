@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,7 @@ class FFN:
     predictor: Any | None = None  # of ops' own, with bundles: guesses which neurons are active
     disk: Any | None = None  # of ops' own: up and down are places that neurons take turns in
     gate_disk: Any | None = None  # likewise of gate, with a predictor
+    hot: FFN | None = None  # on a GPU: the neurons before these
 
 
 @dataclass(frozen=True)
@@ -236,9 +238,23 @@ def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, sparsity: str,
 
     `sparsity`: of `SPARSITIES`; a layer without predictor, or a batch of more than `FEW`, is not guessed.
     """
+    x, steps = _embedded(model, batch, ops), _steps(model.spec, batch, kv, ops)
+    body = partial(_layers, model, kv, steps, ops, sparsity, stats)
+    return _scaled(model.spec, ops.run(x, batch.logit_rows, sparsity, stats, body))
+
+
+def _layers(
+    model: Model,
+    kv: KVCache,
+    steps: dict[int | None, Any],
+    ops: Any,
+    sparsity: str,
+    stats: FFNStats,
+    x: Any,
+    rows: I32,
+) -> Any:
+    """The residual stream [tokens, dim], where `ops` keeps it, -> the head's logits of `rows`."""
     spec, layers = model.spec, model.weights.layers
-    x = _embedded(model, batch, ops)
-    steps = _steps(spec, batch, kv, ops)
 
     for i, (attention, ffn) in enumerate(zip(model.attention, model.ffn, strict=True)):
         h = x.copy() if spec.parallel else x  # what the FFN reads
@@ -250,7 +266,7 @@ def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, sparsity: str,
         if spec.norm_order == "post":
             x = _norm(spec, layers[i].ffn_norm, x, ops)
 
-    return _logits(model, np.ascontiguousarray(x[batch.logit_rows]), ops)
+    return _logits(model, ops.rows(x, rows), ops)
 
 
 def _embedded(model: Model, batch: Batch, ops: Any) -> F32:
@@ -279,20 +295,20 @@ def _steps(spec: ModelSpec, batch: Batch, kv: KVCache, ops: Any) -> dict[int | N
     return steps
 
 
-def _norm(spec: ModelSpec, norm: Norm | None, x: F32, ops: Any) -> F32:
-    if norm is None:
-        return x
-    y: F32 = ops.norm(x, norm.weight, norm.bias, spec.norm_eps, spec.norm)
-    return y
+def _norm(spec: ModelSpec, norm: Norm | None, x: Any, ops: Any) -> Any:
+    return x if norm is None else ops.norm(x, norm.weight, norm.bias, spec.norm_eps, spec.norm)
 
 
-def _logits(model: Model, x: F32, ops: Any) -> F32:
+def _logits(model: Model, x: Any, ops: Any) -> Any:
     """[rows, dim] -> [rows, vocab_size]."""
-    spec, weights = model.spec, model.weights
-    h = _norm(spec, weights.out_norm, x, ops)
+    weights = model.weights
+    h = _norm(model.spec, weights.out_norm, x, ops)
     if weights.project_out is not None:
         h = ops.matmul(weights.project_out, h, None)
-    logits: F32 = ops.matmul(weights.head.weight, h, weights.head.bias)
+    return ops.matmul(weights.head.weight, h, weights.head.bias)
+
+
+def _scaled(spec: ModelSpec, logits: F32) -> F32:
     if spec.logit_scale != 1:
         logits *= np.float32(spec.logit_scale)
     if spec.logit_softcap is not None:

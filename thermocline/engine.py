@@ -17,7 +17,7 @@ import numpy as np
 
 from thermocline.decoder import F32, Batch, DiskCounts, FFNStats, Norm, Weights, bind, for_context, forward
 from thermocline.errors import BadFile, IOFailure, NumericalError, ThermoclineError, UsageError
-from thermocline.kv import BlockTable, KVCache, bytes_for, room_for
+from thermocline.kv import BlockTable, KVCache, bytes_for, in_ram, room_for
 from thermocline.sampler import Sampler, SamplingParams, TokenLogprobs
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Detokenizer, Tokenizer
@@ -299,10 +299,11 @@ class Engine:
         prefill_chunk: int = PREFILL_CHUNK,
         kv_tokens: int | None = None,
         disk: Callable[[], DiskCounts] | None = None,
+        storage: Callable[[int, tuple[int, ...]], Any] = in_ram,
     ) -> None:
         """`kv_tokens`: positions the cache holds for all requests; default: `max_batch` full contexts.
 
-        `disk`: what it did so far, where not all neurons are in memory.
+        `disk`: what it did so far, where not all neurons are in memory. `storage`: as `KVCache`'s.
         """
         kv_tokens = context * max_batch if kv_tokens is None else kv_tokens
         assert kv_tokens >= context, "one request must always fit"
@@ -312,7 +313,7 @@ class Engine:
         self.sparsity = sparsity
         self.tokenizer = tokenizer
         room = room_for(spec, kv_tokens, context, prefill_chunk)
-        self.kv = KVCache(spec, *room, chunk=prefill_chunk)
+        self.kv = KVCache(spec, *room, chunk=prefill_chunk, storage=storage)
         self.traffic = Traffic.of(spec, weights)
         self._disk = disk
         self.computing = False  # in `forward`: an exception there costs the step and nothing else

@@ -6,7 +6,8 @@
     |-- IOFailure               4   the system refused: missing, no permission, disk full, read error
     |-- OutOfBudget             5   it does not fit in memory (said before anything is loaded)
     |-- Unsupported             6   understood, but not something this build can run
-    `-- NumericalError          7   the model produced NaN or infinity instead of an answer
+    |-- NumericalError          7   the model produced NaN or infinity instead of an answer
+    `-- DeviceFailure           8   the GPU or its driver failed, or has less memory than it said
 
 The message is one line for a person: what is wrong, where, and what to do about it. These classes and
 codes are a contract (README, "Exit codes"); `tests/test_errors.py` provokes each.
@@ -43,3 +44,7 @@ class Unsupported(ThermoclineError):
 
 class NumericalError(ThermoclineError):
     exit_code = 7
+
+
+class DeviceFailure(ThermoclineError):
+    exit_code = 8

@@ -59,7 +59,7 @@ class Gpu:
     found: bool
     names: list[str]
     memory_bytes: list[int]
-    why: str
+    why: str  # it is not found, or cannot be used
 
 
 @dataclass(frozen=True)
@@ -348,23 +348,22 @@ def measure_memory(threads: int) -> Memory:
 
 def gpu(root: Path = ROOT) -> Gpu:
     """NVIDIA's driver answers without loading a GPU library."""
-    unused = "this version computes on the CPU only"
     smi = shutil.which("nvidia-smi")
     driver = (root / "proc/driver/nvidia/version").exists()
     if smi is None:
         why = "driver loaded, but nvidia-smi is missing" if driver else "no NVIDIA driver found"
-        return Gpu(False, [], [], f"{why}; {unused}")
+        return Gpu(False, [], [], why)
     query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
-        return Gpu(False, [], [], f"nvidia-smi does not answer ({e}); {unused}")
+        return Gpu(False, [], [], f"nvidia-smi does not answer ({e})")
     rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
     if done.returncode != 0 or not rows:
         said = (done.stdout + done.stderr).strip().splitlines()
-        return Gpu(False, [], [], f"nvidia-smi: {said[0] if said else 'no GPU listed'}; {unused}")
+        return Gpu(False, [], [], f"nvidia-smi: {said[0] if said else 'no GPU listed'}")
     sizes = [(_int(mib.strip()) or 0) << 20 for _, mib in rows]
-    return Gpu(True, [name.strip() for name, _ in rows], sizes, unused)
+    return Gpu(True, [name.strip() for name, _ in rows], sizes, "")
 
 
 # ---- all of it

@@ -6,7 +6,7 @@ Owns the keys and values of every layer and who holds which block. Must not know
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -86,7 +86,7 @@ def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int) -> in
     return layers * BLOCK * _layer_bytes(spec)
 
 
-def _storage(shape: tuple[int, ...]) -> F16:
+def in_ram(layer: int, shape: tuple[int, ...]) -> F16:
     """Zeros on a 64-byte boundary. The system backs a page with memory when it is first written."""
     size = int(np.prod(shape, dtype=np.int64)) * 2
     raw = np.zeros(size + 64, np.uint8)
@@ -229,21 +229,26 @@ class KVCache:
         *,
         block: int = BLOCK,
         chunk: int = 1 << 31,
+        storage: Callable[[int, tuple[int, ...]], F16] = in_ram,
     ) -> None:
-        """`chunk`: the most positions of a sequence in one step. `window_blocks` None: `n_blocks`."""
+        """`chunk`: the most positions of a sequence in one step. `window_blocks` None: `n_blocks`.
+
+        `storage`: (layer, shape) -> where its keys, or its values, are.
+        """
         self.block = block
         windows = [spec.window(i) for i in range(spec.n_layers)]
         self.windows = sorted(set(windows), key=lambda window: window is not None)  # a pool each
         self.pools: list[BlockPool] = []
-        layers: dict[int, KVLayer] = {}
+        blocks = dict[int | None, int]()
         for window in self.windows:
-            blocks = n_blocks if window is None or window_blocks is None else window_blocks
-            self.pools.append(BlockPool(blocks, block, window, chunk))
-            heads = (windows.count(window), blocks, spec.n_kv_heads)
-            k, v = _storage((*heads, spec.head_dim, block)), _storage((*heads, block, spec.head_dim))
-            for at, i in enumerate(i for i, w in enumerate(windows) if w == window):
-                layers[i] = KVLayer(k[at], v[at])
-        self._layers = [layers[i] for i in range(spec.n_layers)]
+            blocks[window] = n_blocks if window is None or window_blocks is None else window_blocks
+            self.pools.append(BlockPool(blocks[window], block, window, chunk))
+
+        def made(i: int) -> KVLayer:
+            n, heads, dim = blocks[windows[i]], spec.n_kv_heads, spec.head_dim
+            return KVLayer(storage(i, (n, heads, dim, block)), storage(i, (n, heads, block, dim)))
+
+        self._layers = [made(i) for i in range(spec.n_layers)]
 
     def layer(self, i: int) -> KVLayer:
         return self._layers[i]

@@ -14,21 +14,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from thermocline import hardware, store, weights
 from thermocline.chat_template import ChatTemplate, Message
 from thermocline.config import SPARSITIES, SWITCHES, default_cache_dir
 from thermocline.engine import Chunk, Completion, Engine, Request, request_for
-from thermocline.errors import UsageError
+from thermocline.errors import OutOfBudget, Unsupported, UsageError
 from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
+from thermocline.kv import in_ram
 from thermocline.memory import GIB
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors, open_predictors
 from thermocline.sampler import SamplingParams
 from thermocline.store import Store
 from thermocline.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from thermocline.gpu import Session as GpuSession
 
 Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
 BUNDLED = Path(__file__).with_name("bundled")
@@ -95,6 +99,9 @@ class LLM:
     ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
                are larger, those of the neurons that are needed least stay on disk
     disable    of "bundle", "cache" and "pipeline": what the disk tier is to do without, to measure its parts
+    gpu        "auto": a GPU if there is one and it helps; "off"; or its number, "0". What fits there is
+               computed there, the hottest neurons first, and the rest here
+    vram       GiB of its memory that may be taken; None: what is free
 
     Safe to use from several threads.
     """
@@ -115,6 +122,8 @@ class LLM:
         told: Callable[[str], None] | None = None,
         ram: float | None = None,
         disable: Sequence[str] = (),
+        gpu: str = "auto",
+        vram: float | None = None,
     ) -> None:
         _check_choice("sparsity", sparsity, SPARSITIES)
         for part in disable:
@@ -138,16 +147,22 @@ class LLM:
         self.threads = hardware.default_threads() if threads is None else threads
         self._max_batch, self._disable = max_batch, tuple(disable)
         self.budget, limit = budget_for(ram)
-        self._room = store.room_for(
-            self._pack,
-            self._predictors,
-            sparsity=sparsity,
-            context=context,
-            max_batch=max_batch,
-            threads=self.threads,
-            budget=self.budget,
-            limit=limit,
+        self._gpu = self._divided(gpu, vram, context)
+        self._room = (
+            self._gpu.room
+            if self._gpu is not None
+            else store.room_for(
+                self._pack,
+                self._predictors,
+                sparsity=sparsity,
+                context=context,
+                max_batch=max_batch,
+                threads=self.threads,
+                budget=self.budget,
+                limit=limit,
+            )
         )
+        self.plan = None if self._gpu is None else self._gpu.plan  # what a GPU is given; None: nothing
         store.check_switches(self._room, self._disable)
         self.context, self.arrangement = self._room.context, self._room.arrangement
         self.memory_bytes = self._room.bytes  # all that this process takes at most
@@ -280,21 +295,57 @@ class LLM:
             self._engine = self._load()
         return self._engine
 
+    def _divided(self, asked: str, vram: float | None, context: int | None) -> GpuSession | None:
+        """What goes to a GPU; None: nothing does."""
+        if asked == "off" or self._disable:
+            return None
+        from thermocline import gpu
+
+        found = gpu.find(asked, vram)
+        if found is None:
+            return None
+        try:
+            return gpu.planned(
+                found,
+                self._pack,
+                sparsity=self.sparsity,
+                context=context,
+                max_batch=self._max_batch,
+                threads=self.threads,
+                ram=self.budget,
+                told=self._told,
+            )
+        except (OutOfBudget, Unsupported) as e:
+            if asked != "auto":
+                raise
+            self._told(f"the GPU is not used: {e}")
+            return None
+
     def _load(self) -> Engine:
         begin = time.perf_counter()
-        loaded, self.store = store.open_weights(
-            self._pack,
-            self._room,
-            threads=self.threads,
-            predictors=self._predictors,
-            disable=self._disable,
-            progress=self._progress,
-            told=self._told,
-        )
+        storage: Any = in_ram
+        if self._gpu is not None:
+            loaded, storage = self._gpu.opened(
+                self._pack,
+                self._predictors,
+                threads=self.threads,
+                progress=partial(self._progress, "loading"),
+            )
+        else:
+            loaded, self.store = store.open_weights(
+                self._pack,
+                self._room,
+                threads=self.threads,
+                predictors=self._predictors,
+                disable=self._disable,
+                progress=self._progress,
+                told=self._told,
+            )
         engine = Engine(
             self.spec,
             loaded.weights,
             loaded.ops,
+            storage=storage,
             context=self.context,
             tokenizer=self.tokenizer,
             max_batch=self._max_batch,

@@ -1,6 +1,6 @@
 """This machine as a hardware file: what `doctor` found, and what this engine's kernels reach here.
 
-Must not know models. GPUs are left out: this version does not compute on them, so no speed is measured.
+Must not know models.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,14 @@ def tiers_here(
     source = time.strftime("measured by thermocline doctor, %Y-%m-%d", time.gmtime())
     cpu = Cpu(ram, roof, threads, cache, kernels)
     return Tiers(cores.name or "this machine", source, cpu, None, None if disk is None else disk_tier(disk))
+
+
+def with_gpu(tiers: Tiers, device: Any, kernels: Any, free_bytes: int, format: str = "q8_0") -> Tiers:
+    """With what a GPU (`device.Device`) reaches, by weights of that format: a second."""
+    from thermocline.gpu_measure import gpu_tier
+
+    found = gpu_tier(device, kernels, free_bytes, format)
+    return replace(tiers, name=f"{device.name}, {tiers.name}", gpu=found)
 
 
 def disk_tier(found: MeasuredDisk) -> Disk | None:

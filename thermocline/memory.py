@@ -9,7 +9,8 @@ import bisect
 
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget, UsageError
-from thermocline.kv import reserved_bytes
+from thermocline.kv import BLOCK, reserved_bytes
+from thermocline.ops.device_sizes import Session
 from thermocline.spec import ModelSpec
 
 GIB = 2**30
@@ -51,6 +52,11 @@ def scratch_bytes(
     routed = NATIVE_TOKENS * (4 * dim + 2 * spec.n_experts + 2) if spec.n_experts > 1 else 0
     logits = (max_batch + 10) * spec.vocab_size  # and the sampler's sort of one request's, in f64 and i64
     return 4 * (arrays + inputs + panels + partial + tiles + guess + routed + scores + spans + logits)
+
+
+def device_session(context: int, max_batch: int, rank: int = 0) -> Session:
+    """What a GPU's buffers are made for."""
+    return Session(PREFILL_CHUNK + max_batch, max_batch, context, BLOCK, rank)
 
 
 def runtime_bytes(spec: ModelSpec) -> int:

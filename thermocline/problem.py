@@ -14,13 +14,16 @@ from thermocline.cost import EXCESS, LayerWork, Reads, Speeds, Work
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.hotness import Hotness, hottest_first
 from thermocline.kv import BLOCK, bytes_for, room_for
-from thermocline.memory import runtime_bytes, scratch_bytes
+from thermocline.memory import device_session, runtime_bytes, scratch_bytes
+from thermocline.ops.device_sizes import Session, device_bytes, host_bytes
 from thermocline.placement import Budget
 from thermocline.sizes import Sizes
 from thermocline.spec import ModelSpec
 from thermocline.tiers import Tiers
 
 GPU_RUNTIME_BYTES = 448 << 20  # a GPU library's context, modules and workspace
+# Of RAM, likewise: torch's libraries, the driver's own. An estimate: no card was at hand.
+GPU_RAM_BYTES = 512 << 20
 STAGING_BYTES = 64 << 20  # RAM for reads from disk in flight
 
 
@@ -64,12 +67,20 @@ class Problem:
 
     def fixed_ram(self, *, disk: bool) -> dict[str, int]:
         """What RAM holds wherever the rest is."""
-        parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch}
-        parts["runtime"] = runtime_bytes(self.spec)
+        twins = host_bytes(self.spec, self.session) if self.vram else 0
+        parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
+        parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
         return parts | ({"disk buffers": STAGING_BYTES} if disk else {})
 
     def fixed_vram(self) -> dict[str, int]:
-        return {"buffers": self.scratch, "runtime": GPU_RUNTIME_BYTES}
+        return {"buffers": device_bytes(self.spec, self.session), "runtime": GPU_RUNTIME_BYTES}
+
+    @property
+    def session(self) -> Session:
+        a = self.ask
+        predicted = a.sparsity == "predict" and any(s.predictor.bytes for s in self.sizes.layers)
+        rank = self.spec.ffn_dim if predicted else 0  # at most: what a plan of a shape does not know
+        return device_session(a.context, a.batch if a.max_batch is None else a.max_batch, rank)
 
     @property
     def ram(self) -> int:
@@ -112,4 +123,14 @@ class Problem:
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
             kv_read = bytes_for(self.spec, depth * work.batch) // self.spec.n_layers
-            yield LayerWork(sizes, reads, self.kv_layer_bytes(i), kv_read, self.spec.dim)
+            yield LayerWork(sizes, reads, self.kv_layer_bytes(i), kv_read, self.spec.dim, divides(self.spec))
+
+
+def divides(spec: ModelSpec) -> str:
+    """How many neurons of a layer can be on a GPU (`LayerWork.on_gpu`).
+
+    Where down is no row per neuron, or a norm sees all activations, they stay together.
+    """
+    if spec.n_experts > 1:
+        return "none"
+    return "any" if spec.sparse and not spec.sub_norms else "all"

@@ -475,7 +475,8 @@ def hardware_rows(h: Hardware) -> list[tuple[str, str]]:
     if d.why:
         rows.append(("disk note", d.why))
     boards = [f"{name}, {size(nbytes)}" for name, nbytes in zip(g.names, g.memory_bytes, strict=True)]
-    rows.append(("gpu", f"{'; '.join(boards)} ({g.why})" if g.found else f"none: {g.why}"))
+    unused = f" (not used: {g.why})" if g.why else ""
+    rows.append(("gpu", f"{'; '.join(boards)}{unused}" if g.found else f"none: {g.why}"))
     return rows
 
 

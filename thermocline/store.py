@@ -209,7 +209,7 @@ def load(
     ops = weights.new_ops(threads)
     m = mapped(pack, a)
     arena = weights.new_arena(m.bytes, str(pack.path))
-    _fill(arena, pack, m.runs, progress)
+    fill_runs(arena, pack, m.runs, progress)
     made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops), pack, m, arena)
     if predictors is not None:
         made = weights.with_predictors(made, predictors)
@@ -291,9 +291,10 @@ def _with_lookups(made: Weights, pack: Pack, m: Map, arena: _native.Arena) -> We
     return replace(made, embed=embed, pos_embed=pos_embed)
 
 
-def _fill(
+def fill_runs(
     arena: _native.Arena, pack: Pack, runs: Sequence[tuple[int, int, int]], progress: Progress | None
 ) -> None:
+    """Bytes [begin, end) of weights.bin to byte `to` of the arena, each; checked."""
     done, size = 0, sum(end - begin for begin, end, _ in runs)
     edge = weights.new_arena(pack.block_bytes, "a block")
     for begin, end, to in runs:

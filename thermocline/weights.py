@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ ALIGN = 64  # of a predictor's matrices: a cache line
 @dataclass(frozen=True)
 class LoadedWeights:
     weights: Weights
-    ops: CpuOps
+    ops: Any  # CpuOps, or GpuOps over one
     bytes: int
 
 
@@ -91,15 +92,20 @@ def _ranges(pack: Pack) -> list[tuple[int, int]]:
 
 
 def with_predictors(weights: Weights, predictors: Predictors | None) -> Weights:
-    """The same weights, with these predictors in place of what they had: in an arena of their own."""
+    """The same weights, with these predictors in place of what they had."""
     count = len(weights.layers)
     assert predictors is None or predictors.count == count
+    return with_stored(weights, [None if predictors is None else predictors.stored(i) for i in range(count)])
+
+
+def with_stored(weights: Weights, stored: Sequence[StoredPredictor | None]) -> Weights:
+    """Likewise, with a predictor or none for each layer: in an arena of their own."""
     found: list[list[_native.Predictor | None]] = [[None] * len(x.experts) for x in weights.layers]
-    if predictors is not None:
-        arena = new_arena(predictors.nbytes + 2 * count * ALIGN, "the predictors")
+    size = sum(p.nbytes + 2 * ALIGN for p in stored if p is not None)
+    if size:
+        arena = new_arena(size, "the predictors")
         at = 0
-        for i in range(count):
-            p = predictors.stored(i)
+        for i, p in enumerate(stored):
             if p is not None:
                 found[i][:], at = _placed(p, len(found[i]), arena, at)
         arena.gather_pages()
@@ -176,16 +182,25 @@ def _tensor_at(pack: Pack, offset: int) -> str:
 
 
 def assemble(
-    spec: ModelSpec, tensors: Mapping[str, TensorInfo], arena: _native.Arena, ops: CpuOps
+    spec: ModelSpec,
+    tensors: Mapping[str, TensorInfo],
+    arena: _native.Arena,
+    ops: CpuOps,
+    elsewhere: Mapping[str, Any] | None = None,
 ) -> Weights:
-    """`tensors`: where they are in the arena."""
+    """`tensors`: where they are in the arena. `elsewhere`: those of other ops, in another memory; of neurons
+    the first may be there and the others in the arena.
+    """
+    there = elsewhere or {}
 
     def matrix(
         name: str, *, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
-    ) -> _native.Matrix:
+    ) -> Any:
         """All rows of a tensor as one matrix, or one expert's; of a bundle, the part `skip_bytes` into each
         record. Where rows on disk take turns, the places are the same for all experts.
         """
+        if name not in tensors:
+            return there[name] if columns is None else replace(there[name], columns=columns, skip=skip_bytes)
         info = tensors[name]
         lead, last = (info.shape[:-1], info.shape[-1]) if columns is None else (info.shape, columns)
         rows, first = math.prod(lead), 0
@@ -216,11 +231,24 @@ def assemble(
         part = partial(matrix, expert=expert)
         biases, down_bias = vector(f"{layer}.gate.bias"), vector(f"{layer}.down.bias")
         bias = None if biases is None else np.split(biases, spec.n_experts)[expert]
+        if expert or f"{layer}.gate.weight" not in there or f"{layer}.gate.weight" not in tensors:
+            return neurons(part, layer, bias, down_bias)
+
+        def first(name: str, skip_bytes: int = 0, columns: int | None = None) -> Any:
+            return there[name] if columns is None else replace(there[name], columns=columns, skip=skip_bytes)
+
+        n = there[f"{layer}.gate.weight"].rows
+        here, others = (None, None) if bias is None else (bias[:n].copy(), bias[n:].copy())
+        return replace(neurons(part, layer, others, down_bias), hot=neurons(first, layer, here, None))
+
+    def neurons(part: Callable[..., Any], layer: str, bias: F32 | None, down_bias: F32 | None) -> FFN:
         gate = Linear(part(f"{layer}.gate.weight"), bias)
         if not spec.sparse:
             up = part(f"{layer}.up.weight") if spec.gated else None
             return FFN(gate, up, part(f"{layer}.down.weight"), down_bias, bundles=False)
-        row_bytes = quant.row_bytes(tensors[f"{layer}.bundle"].format, spec.dim)
+        row_bytes = quant.row_bytes(
+            (tensors.get(f"{layer}.bundle") or there[f"{layer}.bundle"]).format, spec.dim
+        )
         up = part(f"{layer}.bundle", columns=spec.dim) if spec.gated else None
         down = part(f"{layer}.bundle", columns=spec.dim, skip_bytes=row_bytes if spec.gated else 0)
         return FFN(gate, up, down, down_bias, bundles=True)

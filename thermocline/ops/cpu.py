@@ -6,6 +6,7 @@ Owns output arrays and the translation of `ModelSpec` into integers; the work is
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -77,13 +78,21 @@ class CpuOps:
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
         norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm)
         if layer.router is None:
-            return self._expert(spec, layer, layer.experts[0], norm, join)
-        plain = _native.Join(None, 1.0)
-        experts = tuple(self._expert(spec, layer, f, None, plain) for f in layer.experts)
+            return self._expert(spec, layer.experts[0], norm, join, _norm(spec, layer.ffn_sub_norm))
+        experts = tuple(self.bind_part(spec, f) for f in layer.experts)
         return _native.Mixture(norm, layer.router, experts, spec.n_experts_active, join)
 
+    def bind_part(self, spec: ModelSpec, f: FFN) -> _native.FFN:
+        """What others share, a norm before and the way back, is theirs."""
+        return self._expert(spec, f, None, _native.Join(None, 1.0), None)
+
     def _expert(
-        self, spec: ModelSpec, layer: Layer, f: FFN, norm: _native.Norm | None, join: _native.Join
+        self,
+        spec: ModelSpec,
+        f: FFN,
+        norm: _native.Norm | None,
+        join: _native.Join,
+        sub_norm: _native.Norm | None,
     ) -> _native.FFN:
         return _native.FFN(
             norm=norm,
@@ -95,7 +104,7 @@ class CpuOps:
             threshold=spec.activation_threshold,
             up_relu=spec.up_activation == "relu",
             bundles=f.bundles,
-            sub_norm=_norm(spec, layer.ffn_sub_norm),
+            sub_norm=sub_norm,
             join=join,
             predictor=f.predictor,
             disk=f.disk,
@@ -112,6 +121,12 @@ class CpuOps:
         self, x: F32, h: F32, bound: _native.Attention, step: _native.Step, kv: KVLayer
     ) -> None:
         self.native.attention_add(x, h, bound, step, kv.k, kv.v)
+
+    def run(self, x: F32, rows: I32, sparsity: str, stats: FFNStats, body: Callable[[F32, I32], F32]) -> F32:
+        return body(x, rows)
+
+    def rows(self, x: F32, rows: I32) -> F32:
+        return np.ascontiguousarray(x[rows])
 
     def read_ahead(self, h: F32, bound: _native.FFN | _native.Mixture, sparsity: str) -> None:
         if bound.from_disk:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
+from thermocline.ops.device_sizes import FEW as FEW
+from thermocline.ops.device_sizes import MAX_SUMS as MAX_SUMS
+from thermocline.ops.device_sizes import SPAN as SPAN
+from thermocline.ops.device_sizes import Sizes as Sizes
+from thermocline.ops.device_sizes import span_of as span_of
+from thermocline.ops.device_sizes import spans as spans
 from thermocline.quant import row_bytes
 
-FEW = 16  # tokens for which sparse kernels skip rows; of more, nearly every row is needed by some token
 SIGNS = "signs"  # the format of a predictor's bits: bit c % 8 of byte c / 8 is column c
-SPAN = 128  # positions, or neurons, that one program adds up before sums are joined in order
-MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and cost as much to write and add
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,15 @@ class Rows:
         return self.data.shape[0]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, without what lies between."""
+        return self.rows * self.row_bytes
+
+    @property
     def stride(self) -> int:
         """Bytes from one row to the next."""
         return self.data.stride(0)
@@ -45,40 +57,16 @@ class Rows:
         return -(-self.columns // 8) if self.format == SIGNS else row_bytes(self.format, self.columns)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The largest call that a scratch is for."""
-
-    tokens: int
-    dim: int
-    neurons: int  # of one `gate_up` or `down`
-    heads: int
-    head_dim: int
-    positions: int  # block table's width times the positions of a block
-    rank: int = 0  # of predictors; 0: there are none, 1: of signs only
-
-
 class Scratch:
     """Memory that one call at a time uses between its passes: calls on different streams need their own."""
 
-    def __init__(self, sizes: Sizes, device: torch.device | str) -> None:
-        self.sizes = sizes
-        self.floats = torch.empty(self.bytes_for(sizes) // 4, dtype=torch.float32, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.floats.nbytes
+    def __init__(self, floats: torch.Tensor, sizes: Sizes) -> None:
+        """`floats`: of sizes.scratch_bytes."""
+        self.floats, self.sizes = floats, sizes
 
     @staticmethod
-    def bytes_for(s: Sizes) -> int:
-        few = min(s.tokens, FEW)
-        steps = {s.tokens, *range(few, s.tokens, FEW)}  # most tokens with spans of each length
-        parts = max(t * spans(s.positions, t) for t in steps)
-        attention = parts * s.heads * (s.head_dim + 2)
-        down = few * MAX_SUMS * s.dim
-        up = s.tokens * s.neurons if s.tokens > FEW else 0
-        asked = s.tokens * (s.rank + s.neurons) if s.rank else 0
-        return 4 * max(attention, down, up, asked)
+    def of(sizes: Sizes, device: torch.device | str) -> Scratch:
+        return Scratch(torch.empty(sizes.scratch_bytes // 4, dtype=torch.float32, device=device), sizes)
 
     def take(self, *shape: int) -> torch.Tensor:
         """f32 of that shape, from the start: whatever was there is gone."""
@@ -87,12 +75,3 @@ class Scratch:
             size *= n
         assert size <= self.floats.numel(), f"{shape} floats of scratch, made for {self.sizes}"
         return self.floats[:size].view(shape)
-
-
-def span_of(tokens: int) -> int:
-    """Positions that one program of attention reads: with more tokens fewer programs fill the device."""
-    return SPAN * -(-tokens // FEW)
-
-
-def spans(positions: int, tokens: int) -> int:
-    return -(-positions // span_of(tokens))

@@ -6,6 +6,7 @@ A matrix here is a float32 array [rows, cols] (decode a stored one with `quant.d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -159,6 +160,16 @@ def _normed(spec: ModelSpec, n: Norm | None, x: F32) -> F32:
 
 def _join(x: F32, y: F32, spec: ModelSpec, n: Norm | None) -> None:
     x += np.float32(spec.residual_scale) * _normed(spec, n, y)
+
+
+def run(x: F32, rows: I32, sparsity: str, stats: FFNStats, body: Callable[[F32, I32], F32]) -> F32:
+    """One step, `body`: what an ops table may put off, record, or do elsewhere."""
+    return body(x, rows)
+
+
+def rows(x: F32, rows: I32) -> F32:
+    found: F32 = np.ascontiguousarray(x[rows])
+    return found
 
 
 def read_ahead(h: F32, bound: Bound, sparsity: str) -> None:

@@ -1,0 +1,58 @@
+// Calls on this processor in the midst of another's queue, without Python: what a GPU's driver runs when it gets there.
+#pragma once
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include "model_ops.h"
+
+namespace tc {
+
+class HostTask {
+public:
+    using Part = std::function<FFNCounts(Context&)>;
+    explicit HostTask(Context& context) : context_(context) {}
+    void add(Part part) { parts_.push_back(std::move(part)); }
+
+    // Every part, in order. Nothing is thrown: a driver's thread must not see exceptions. After a failure nothing is
+    // computed until `take` has said so.
+    static void call(void* task) noexcept {
+        HostTask& self = *static_cast<HostTask*>(task);
+        self.begun_.fetch_add(1);
+        try {
+            std::lock_guard<std::mutex> lock(self.context_.one_call);
+            for (const Part& part : self.parts_)
+                if (!self.error_) self.add_counts(part(self.context_));
+        } catch (...) {
+            self.error_ = std::current_exception();
+        }
+        self.ended_.fetch_add(1);
+    }
+
+    // What was counted since the last time. Throws what a part threw. Not beside a call.
+    FFNCounts take() {
+        const FFNCounts found = total_;
+        const std::exception_ptr error = error_;
+        total_ = {}, error_ = nullptr;
+        if (error) std::rethrow_exception(error);
+        return found;
+    }
+    size_t begun() const { return begun_.load(); }
+    size_t ended() const { return ended_.load(); }
+
+private:
+    void add_counts(const FFNCounts& c) {
+        total_.active += c.active, total_.rows += c.rows, total_.rows_dense += c.rows_dense;
+        total_.gates += c.gates, total_.predictor_bytes += c.predictor_bytes;
+    }
+
+    Context& context_;
+    std::vector<Part> parts_;
+    FFNCounts total_{};
+    std::exception_ptr error_;
+    std::atomic<size_t> begun_{0}, ended_{0};
+};
+
+}  // namespace tc

@@ -1,0 +1,193 @@
+"""Which GPU a session uses, what the planner puts there, and the session's ops and weights over it.
+
+torch is imported when a GPU is asked for or there is one, never before. Must not know requests or flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from thermocline import hardware, machine, plan_file, tiers, weights
+from thermocline import plan as planning
+from thermocline.errors import Unsupported, UsageError
+from thermocline.kv import in_ram
+from thermocline.memory import GIB, context_for, device_session
+from thermocline.pack import Pack
+from thermocline.plan import Plan
+from thermocline.predictor import Predictors
+from thermocline.problem import Ask
+from thermocline.spec import ModelSpec
+from thermocline.store import Room
+from thermocline.weights import LoadedWeights
+
+if TYPE_CHECKING:
+    from thermocline.device import Device
+    from thermocline.gpu_weights import Places
+
+STAND_IN = "stand-in"  # a device in RAM: to see what a GPU would be given, and to test with
+STAND_IN_GIB = 1.0  # of it, unless --vram says
+PRETENDED = tiers.Gpu(1 << 30, 1000.0, 0.8, 80000.0, 0.0, 0.0, 25.0)  # its speeds: all goes there that fits
+RESERVE_BYTES = 256 << 20  # of free VRAM, left to whoever else draws on the screen
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device to plan for."""
+
+    device: Device
+    kernels: Any  # ops.triton_kernels, or for the stand-in ops.torch_kernels
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """What is loaded where, decided before a weight is read."""
+
+    gpu: Gpu
+    plan: Plan
+    room: Room  # of RAM
+    max_batch: int
+
+    @property
+    def vram_bytes(self) -> int:
+        return sum(self.plan.bytes["gpu"].values())
+
+    @property
+    def places(self) -> Places:
+        from thermocline.gpu_weights import LayerPlace, Places
+
+        layers = tuple(
+            LayerPlace(x.attention == "gpu", x.predictor == "gpu", x.gpu) for x in self.plan.layers
+        )
+        return Places(layers, self.plan.head == "gpu")
+
+    def opened(
+        self,
+        pack: Pack,
+        predictors: Predictors | None,
+        *,
+        threads: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> tuple[LoadedWeights, Callable[[int, tuple[int, ...]], Any]]:
+        """(weights and ops, where keys and values are): all that is ever taken is taken now."""
+        import torch
+
+        from thermocline.gpu_weights import load
+        from thermocline.ops.gpu import GpuOps
+
+        device, places = self.gpu.device, self.places
+        rank = 0 if predictors is None else pack.spec.ffn_dim
+        ops = GpuOps(
+            device, self.gpu.kernels, weights.new_ops(threads), pack.spec,
+            device_session(self.room.context, self.max_batch, rank)
+        )  # fmt: skip
+        made = load(pack, places, device, ops.cpu, predictors=predictors, progress=progress)
+
+        def storage(layer: int, shape: tuple[int, ...]) -> Any:
+            on_device = places.layers[layer].attention
+            return device.zeros(shape, torch.float16) if on_device else in_ram(layer, shape)
+
+        return LoadedWeights(made, ops, self.room.bytes), storage
+
+
+def find(asked: str, vram: float | None = None) -> Gpu | None:
+    """`asked`: "off", "auto" (None where there is none), a GPU's number, or STAND_IN.
+
+    Raises Unsupported where one is asked for by number and cannot be used, and says why.
+    """
+    if asked == "off":
+        return None
+    if asked == STAND_IN:
+        from thermocline.device import StandIn
+        from thermocline.ops import torch_kernels
+
+        return Gpu(StandIn(), torch_kernels, int((vram or STAND_IN_GIB) * GIB))
+    if asked != "auto" and not asked.isdigit():
+        raise UsageError(f"--gpu {asked}: it is off, auto, a GPU's number, or {STAND_IN}")
+    if why := unusable():
+        if asked == "auto":
+            return None
+        raise Unsupported(f"--gpu {asked}: {why}")
+    return _cuda(int(asked) if asked.isdigit() else 0, vram)
+
+
+def unusable() -> str | None:
+    """Why no GPU can be used here, or None. Loads torch only where there is a driver."""
+    found = hardware.gpu()
+    if not found.found:
+        return found.why
+    try:
+        import torch
+        import triton  # noqa: F401
+    except ImportError as e:
+        return f"{e.name} is not installed: pip install 'thermocline[gpu]'"
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        return (
+            f"torch {torch.__version__} is built without CUDA: install one that is"
+            if built is None
+            else f"torch {torch.__version__} (CUDA {built}) cannot use the driver: it may be too old"
+        )
+    return None
+
+
+def _cuda(index: int, vram: float | None) -> Gpu:
+    import torch
+
+    from thermocline.device import Cuda
+    from thermocline.ops import triton_kernels
+
+    device = Cuda(index)
+    free = torch.cuda.mem_get_info(device.torch)[0] - RESERVE_BYTES
+    return Gpu(device, triton_kernels, free if vram is None else min(free, int(vram * GIB)))
+
+
+def check(spec: ModelSpec) -> None:
+    if spec.embed_dim is not None:
+        raise Unsupported(
+            f"{spec.architecture}: embeddings of another width than its layers have no GPU ops; use --gpu off"
+        )
+
+
+def planned(
+    gpu: Gpu,
+    pack: Pack,
+    *,
+    sparsity: str,
+    context: int | None,
+    max_batch: int,
+    threads: int,
+    ram: int | None,
+    told: Callable[[str], None],
+) -> Session | None:
+    """The planner's placement; None where the GPU would not make a token faster.
+
+    Raises OutOfBudget where GPU and RAM together are too small: the disk is a CPU's alone.
+    """
+    check(pack.spec)
+    subject = plan_file.of_pack(pack.path, sparsity, plan_file.Curve())
+    here = machine.tiers_here(threads, formats=[pack.weight_format])
+    if gpu.device.name == STAND_IN:
+        found = replace(here, gpu=replace(PRETENDED, vram_bytes=gpu.free_bytes))
+    else:
+        found = machine.with_gpu(here, gpu.device, gpu.kernels, gpu.free_bytes, pack.weight_format)
+    asked = Ask(
+        context=context_for(pack.spec, context),
+        sparsity=sparsity if pack.spec.sparse else "off",
+        vram_bytes=gpu.free_bytes,
+        ram_bytes=ram,
+        max_batch=max_batch,
+    )
+    made = planning.plan(subject.spec, subject.sizes, subject.hotness, found, asked)
+    if not made.bytes["gpu"]:
+        told(f"the GPU is not used: {' '.join(n for n in made.notes if 'GPU' in n)}")
+        return None
+    on_gpu, most = made.used("gpu") / GIB, gpu.free_bytes / GIB
+    told(
+        f"{gpu.device.name}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
+        f"{made.used('ram') / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
+    )
+    room = Room(asked.context, asked.context, made.used("ram"), None)
+    return Session(gpu, made, room, max_batch)

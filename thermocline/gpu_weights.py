@@ -1,0 +1,194 @@
+"""A pack in two memories: what the GPU computes in its own, the rest in an arena.
+
+Owns which bytes go where. Knows torch; must not know requests, flags or how placements are found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from thermocline import weights
+from thermocline.decoder import FFN, Layer, Weights
+from thermocline.device import Device
+from thermocline.layout import TensorInfo
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.device_rows import Rows
+from thermocline.ops.gpu import DevicePredictor
+from thermocline.pack import Pack
+from thermocline.predictor import Predictors, StoredMatrix, StoredPredictor
+from thermocline.sizes import aligned
+from thermocline.store import fill_runs
+
+PIECE_BYTES = 64 << 20  # on its way from the file to the device
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """What of a layer is on the GPU."""
+
+    attention: bool
+    predictor: bool
+    neurons: int  # the first
+
+
+@dataclass(frozen=True)
+class Places:
+    layers: tuple[LayerPlace, ...]
+    head: bool
+
+    @staticmethod
+    def all_of(n_layers: int, neurons: int) -> Places:
+        return Places((LayerPlace(True, True, neurons),) * n_layers, True)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Of one tensor: rows [0, there) go to the device; [there, rows), if `kept`, are in the arena."""
+
+    name: str
+    there: int
+    kept: bool
+
+
+def splits(pack: Pack, places: Places) -> Iterator[Split]:
+    for name, t in pack.tensors.items():
+        if ".predictor." in name or name.endswith((".activation_count", ".order")):
+            continue
+        rows = t.bytes // t.stride
+        if not name.startswith("layers."):
+            on_device = name == "head.weight" and places.head
+            # Of a tied head there are two: embeddings are looked up in RAM.
+            yield Split(name, rows * on_device, kept=not on_device)
+            if name == "embed.weight" and pack.spec.tied_head and places.head:
+                yield Split(name, rows, kept=False)
+            continue
+        _, layer, part = name.split(".", 2)
+        here = places.layers[int(layer)]
+        if part in ("qkv.weight", "attn_out.weight"):
+            yield Split(name, rows * here.attention, kept=not here.attention)
+        elif part in ("gate.weight", "bundle"):
+            yield Split(name, here.neurons, kept=here.neurons < pack.spec.ffn_dim)
+        elif part in ("up.weight", "down.weight"):  # without bundles: all or nothing
+            on_device = here.neurons == pack.spec.ffn_dim
+            yield Split(name, rows * on_device, kept=not on_device)
+        else:
+            yield Split(name, 0, kept=True)
+
+
+def load(
+    pack: Pack,
+    places: Places,
+    device: Device,
+    cpu: CpuOps,
+    *,
+    predictors: Predictors | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Weights:
+    """Read and checked. Raises as `weights.load` does, and DeviceFailure."""
+    found = list(splits(pack, places))
+    done, size = 0, sum(_bytes_of(pack, s) for s in found)
+
+    def more(n: int) -> None:
+        nonlocal done
+        done += n
+        if progress is not None:
+            progress(done, size)
+
+    there: dict[str, Rows] = {}
+    kept: dict[str, TensorInfo] = {}
+    runs: list[tuple[int, int, int]] = []
+    end = 0
+    for s in found:
+        t = pack.tensors[s.name]
+        if s.there:
+            there[s.name] = _sent(pack, t, s.there, device, more)
+        if s.kept:
+            shape = t.shape if not s.there else (*t.shape[:-2], t.bytes // t.stride - s.there, t.shape[-1])
+            if s.name.endswith(".bundle") and s.there:
+                shape = (1, t.shape[1] - s.there, *t.shape[2:])
+            begin = t.offset + s.there * t.stride
+            nbytes = t.bytes - s.there * t.stride
+            kept[s.name] = replace(t, shape=shape, offset=end, bytes=nbytes)
+            runs.append((begin, begin + nbytes, end))
+            end += aligned(nbytes)
+    arena = weights.new_arena(end, str(pack.path))
+    begun = done
+    fill_runs(arena, pack, runs, lambda a, _: more(begun + a - done))
+    arena.gather_pages()
+    made = weights.assemble(pack.spec, kept, arena, cpu, there)
+    if pack.spec.tied_head and places.head:
+        made = replace(made, head=replace(made.head, weight=there["embed.weight"]))
+    return made if predictors is None else _with_predictors(made, places, predictors, device)
+
+
+def _bytes_of(pack: Pack, s: Split) -> int:
+    t = pack.tensors[s.name]
+    return t.bytes if s.kept else s.there * t.stride
+
+
+def _sent(pack: Pack, t: TensorInfo, rows: int, device: Device, more: Callable[[int], None]) -> Rows:
+    """The tensor's first rows, on the device."""
+    nbytes = rows * t.stride
+    made = device.zeros((rows, t.stride), torch.uint8)
+    flat = made.view(-1)
+    staging = weights.new_arena(min(nbytes, PIECE_BYTES) + 2 * pack.block_bytes, "weights on their way")
+    window = (ctypes.c_uint8 * staging.nbytes).from_address(staging.address)
+    here = torch.from_numpy(np.ctypeslib.as_array(window))
+    for begin in range(0, nbytes, PIECE_BYTES):
+        size = min(PIECE_BYTES, nbytes - begin)
+        fill_runs(staging, pack, [(t.offset + begin, t.offset + begin + size, 0)], None)
+        flat[begin : begin + size].copy_(here[:size])
+        more(size)
+    return Rows(made, t.format, t.shape[-1])
+
+
+# ---- predictors
+
+
+def _with_predictors(made: Weights, places: Places, predictors: Predictors, device: Device) -> Weights:
+    """Those of layers that have them on the device there, of all neurons; others of the neurons in RAM."""
+    stored = [predictors.stored(i) for i in range(predictors.count)]
+    on_cpu = [
+        None if p is None or x.predictor else cut(p, x.neurons)
+        for p, x in zip(stored, places.layers, strict=True)
+    ]
+    made = weights.with_stored(made, on_cpu)
+    layers = []
+    for layer, place, p in zip(made.layers, places.layers, stored, strict=True):
+        if p is not None and place.predictor:
+            layer = _asked_there(layer, _on_device(p, device))
+        layers.append(layer)
+    return replace(made, layers=tuple(layers))
+
+
+def cut(p: StoredPredictor, first: int) -> StoredPredictor | None:
+    """For the neurons from `first` on."""
+    if first == len(p.threshold):
+        return None
+    second = replace(p.second, rows=p.second.rows[first:])
+    return replace(p, second=second, threshold=p.threshold[first:].copy(), hot=max(0, p.hot - first))
+
+
+def _on_device(p: StoredPredictor, device: Device) -> DevicePredictor:
+    def rows(m: StoredMatrix) -> Rows:
+        data = device.zeros(m.rows.shape, torch.uint8)
+        data.copy_(torch.from_numpy(np.ascontiguousarray(m.rows)))
+        return Rows(data, m.format, m.columns)
+
+    threshold = device.zeros(p.threshold.shape, torch.float32)
+    threshold.copy_(torch.from_numpy(p.threshold))
+    first = None if p.first is None else rows(p.first)
+    return DevicePredictor(first, rows(p.second), threshold, p.hot, p.kind == "mlp")
+
+
+def _asked_there(layer: Layer, p: DevicePredictor) -> Layer:
+    f = layer.experts[0]
+    if isinstance(f.gate.weight, Rows):
+        return replace(layer, experts=(replace(f, predictor=p),))
+    hot = f.hot or FFN(None, None, None, None, bundles=True)  # type: ignore[arg-type]
+    return replace(layer, experts=(replace(f, hot=replace(hot, predictor=p)),))

@@ -1,0 +1,118 @@
+"""What a step's buffers on a GPU and beside it take: for `GpuOps`, which makes them, and the planner.
+
+Must not know torch: a plan can be made without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from thermocline.decoder import FEW as GUESSED
+from thermocline.spec import ModelSpec
+
+FEW = 16  # tokens for which sparse kernels skip rows; of more, nearly every row is needed by some token
+SPAN = 128  # positions, or neurons, that one program adds up before sums are joined in order
+MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and cost as much to write and add
+STREAMS = 4  # residual streams that a step holds at once: x, a copy of it, and a norm of each
+BYTES = {"f32": 4, "i32": 4, "u8": 1}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The largest call that a kernel's scratch is for."""
+
+    tokens: int
+    dim: int
+    neurons: int  # of one `gate_up` or `down`
+    heads: int
+    head_dim: int
+    positions: int  # block table's width times the positions of a block
+    rank: int = 0  # of predictors; 0: there are none, 1: of signs only
+
+    @property
+    def scratch_bytes(self) -> int:
+        few = min(self.tokens, FEW)
+        steps = {self.tokens, *range(few, self.tokens, FEW)}  # most tokens with spans of each length
+        parts = max(tokens * spans(self.positions, tokens) for tokens in steps)
+        attention = parts * self.heads * (self.head_dim + 2)
+        down = few * MAX_SUMS * self.dim
+        up = self.tokens * self.neurons if self.tokens > FEW else 0
+        asked = self.tokens * (self.rank + self.neurons) if self.rank else 0
+        return 4 * max(attention, down, up, asked)
+
+
+def span_of(tokens: int) -> int:
+    """Positions that one program of attention reads: with more tokens fewer programs fill the device."""
+    return SPAN * -(-tokens // FEW)
+
+
+def spans(positions: int, tokens: int) -> int:
+    return -(-positions // span_of(tokens))
+
+
+@dataclass(frozen=True)
+class Session:
+    """What steps may be as large as."""
+
+    tokens: int
+    sequences: int
+    positions: int  # of one sequence
+    block: int  # positions of a block of keys and values
+    rank: int = 0  # as `Sizes`'
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.positions // self.block)
+
+    def sizes(self, spec: ModelSpec) -> Sizes:
+        positions = self.blocks * self.block
+        return Sizes(self.tokens, spec.dim, spec.ffn_dim, spec.n_heads, spec.head_dim, positions, self.rank)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    shape: tuple[int, ...]
+    kind: str = "f32"  # of BYTES
+    here: bool = True  # has a twin in RAM, to be copied from or to
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * BYTES[self.kind]
+
+
+def buffers(spec: ModelSpec, s: Session) -> dict[str, Buffer]:
+    """All that `GpuOps` makes, but for the model's own vectors."""
+    wide, inner = (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim, spec.n_heads * spec.head_dim
+    stream = Buffer((s.tokens, spec.dim))
+    marks = Buffer((GUESSED * -(-spec.ffn_dim // 8),), "u8")
+    made = {f"stream {i}": stream for i in range(STREAMS)}
+    made |= {name: stream for name in ("normed", "sum", "cold")}
+    made["qkv"] = Buffer((s.tokens, wide), here=False)
+    made["attended"] = Buffer((s.tokens, inner), here=False)
+    made["gate"] = Buffer((s.tokens * spec.ffn_dim,), here=False)
+    if not spec.sparse:
+        made["up"] = made["gate"]
+    made["named"] = Buffer(marks.shape, "u8", here=False)
+    made["named cold"] = marks
+    made["counts"] = Buffer((4,), "i32")
+    made["rows"] = Buffer((s.sequences,), "i32")
+    made["logits"] = Buffer((s.sequences, spec.vocab_size))
+    for window in sorted({spec.window(i) for i in range(spec.n_layers)}, key=str):
+        made |= {f"{name} {window}": Buffer((s.tokens,), "i32") for name in ("positions", "sequence")}
+        made[f"table {window}"] = Buffer((s.sequences, s.blocks), "i32")
+        if spec.position == "rope":
+            turned = Buffer((s.tokens, (spec.rotary_dim or spec.head_dim) // 2))
+            made |= {f"{name} {window}": turned for name in ("cos", "sin")}
+    made["scratch"] = Buffer((s.sizes(spec).scratch_bytes // 4,), here=False)
+    return made
+
+
+def device_bytes(spec: ModelSpec, s: Session) -> int:
+    """In the device's memory."""
+    return sum(b.nbytes for b in buffers(spec, s).values())
+
+
+def host_bytes(spec: ModelSpec, s: Session) -> int:
+    """Of their twins in RAM."""
+    return sum(b.nbytes for b in buffers(spec, s).values() if b.here)

@@ -1,0 +1,589 @@
+"""The ops of a step that is computed on a GPU, on the CPU, or on both: where what lies decides.
+
+The residual stream (`Hidden`) is in one memory or the other and goes where it is wanted. A layer whose
+neurons are on both sides is computed on both at once: the CPU is sent the normed stream and returns one sum
+(PowerInfer, arXiv 2312.12456, section 5.3). Calls only queue work (`device.py`), so that a step is recorded
+once for each size of batch and replayed. Owns the buffers of a step; must not know requests or plans.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thermocline import _native
+from thermocline.decoder import F32, FEW, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
+from thermocline.device import Device
+from thermocline.kv import KVLayer
+from thermocline.ops.cpu import CpuOps, disk_error
+from thermocline.ops.device_rows import Rows, Scratch
+from thermocline.ops.device_sizes import STREAMS, Buffer, Session, buffers
+from thermocline.spec import ModelSpec
+
+RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
+
+Vector = Tensor | None
+
+
+@dataclass(frozen=True)
+class DevicePredictor:
+    """Guesses for all neurons of a layer, wherever they are."""
+
+    first: Rows | None
+    second: Rows
+    threshold: Tensor
+    hot: int
+    relu: bool
+
+
+@dataclass(frozen=True)
+class DeviceNorm:
+    weight: Tensor
+    bias: Vector
+    eps: float
+    layer: bool
+
+
+@dataclass(frozen=True)
+class DeviceLinear:
+    weight: Rows
+    bias: Vector
+
+
+@dataclass(frozen=True)
+class DeviceJoin:
+    norm: DeviceNorm | None
+    scale: float
+
+    @property
+    def plain(self) -> bool:
+        return self.norm is None and self.scale == 1
+
+
+@dataclass(frozen=True)
+class DeviceAttention:
+    norm: DeviceNorm | None
+    qkv: DeviceLinear
+    out: DeviceLinear
+    heads: Heads  # with norms on the device
+    sub_norm: DeviceNorm | None
+    join: DeviceJoin
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What makes a gate's value an activation."""
+
+    kind: str
+    threshold: float
+    up_relu: bool
+
+
+@dataclass(frozen=True)
+class DeviceFFN:
+    """The first neurons of a layer, or all; with `cold`, the others."""
+
+    norm: DeviceNorm | None
+    gate: DeviceLinear | None  # None: no neuron is here, only the predictor
+    up: Rows | None
+    down: Rows | None
+    down_bias: Vector
+    bundles: bool
+    activation: Activation
+    sub_norm: DeviceNorm | None
+    join: DeviceJoin
+    predictor: DevicePredictor | None
+    cold: _native.FFN | None
+    neurons: int  # of the layer
+
+    @property
+    def here(self) -> int:
+        return 0 if self.gate is None else self.gate.weight.rows
+
+
+class Hidden:
+    """[tokens, dim], in the device's memory or in RAM; its buffers go back when nobody holds it."""
+
+    def __init__(self, ops: GpuOps, tokens: int, on_device: bool) -> None:
+        self._ops, self._free = ops, ops.free
+        self._which = heapq.heappop(self._free)  # the first: so a step takes the same ones each time
+        self.device, self.host = (b[:tokens] for b in ops.streams[self._which])
+        self.array: F32 = self.host.numpy()
+        self.tokens, self.on_device = tokens, on_device
+
+    def copy(self) -> Hidden:
+        return self._ops.copied(self)
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def __del__(self) -> None:
+        heapq.heappush(self._free, self._which)
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """What the attentions of a window have in common; its tensors are the same in every step."""
+
+    cos: Vector
+    sin: Vector
+    positions: Tensor
+    sequence: Tensor
+    table: Tensor
+    slot: _native.StepSlot  # the same for those on the CPU
+
+
+@dataclass
+class Program:
+    """What a step has queued, and what it counts."""
+
+    tasks: list[_native.HostTask] = field(default_factory=list)
+    known: FFNStats = field(default_factory=FFNStats)  # what needs no looking
+    logits: Tensor | None = None  # in RAM
+    replay: Callable[[], None] | None = None
+
+
+class GpuOps:
+    """Ops over a device and the CPU beside it. `kernels`: ops.triton_kernels or ops.torch_kernels.
+
+    `session`: what its buffers are made for.
+    """
+
+    def __init__(self, device: Device, kernels: Any, cpu: CpuOps, spec: ModelSpec, session: Session) -> None:
+        self.device, self.kernels, self.cpu, self.spec = device, kernels, cpu, spec
+        self._pairs = {name: self._made(b) for name, b in buffers(spec, session).items()}
+        self.streams = [self._pairs[f"stream {i}"] for i in range(STREAMS)]
+        self.free: list[int] = []  # a heap
+        self._normed, self._sum, self._cold = (self._pairs[n] for n in ("normed", "sum", "cold"))
+        self._qkv, self._attended = (self._pairs[n][0] for n in ("qkv", "attended"))
+        self._hidden = [self._pairs[n][0] for n in ("gate", "up") if n in self._pairs]
+        self._logits, self._rows, self._counts = (self._pairs[n] for n in ("logits", "rows", "counts"))
+        self._named, self._named_cold = self._pairs["named"][0], self._pairs["named cold"]
+        self._scratch = Scratch(self._pairs["scratch"][0], session.sizes(spec))
+        self._slots: dict[int | None, _native.StepSlot] = {}
+        self._vectors: dict[int, tuple[F32, Tensor]] = {}
+        self._programs: dict[tuple[Any, ...], Program | None] = {}
+        self._now = Program()
+        self._task: _native.HostTask | None = None
+        self._slot = _native.StepSlot()
+
+    # ---- what does not run on the device
+
+    def embed(self, table: Any, ids: I32) -> F32:
+        return self.cpu.embed(table, ids)
+
+    # ---- bound once
+
+    def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> Any:
+        if not isinstance(layer.qkv.weight, Rows):
+            return self.cpu.bind_attention(spec, heads, layer)
+        q, k = (self._vector(v) for v in (heads.q_norm, heads.k_norm))
+        return DeviceAttention(
+            norm=self._norm(layer.attn_norm),
+            qkv=DeviceLinear(layer.qkv.weight, self._vector(layer.qkv.bias)),
+            out=DeviceLinear(layer.attn_out.weight, self._vector(layer.attn_out.bias)),
+            heads=replace(heads, q_norm=q, k_norm=k),  # type: ignore[arg-type]
+            sub_norm=self._norm(layer.attn_sub_norm),
+            join=DeviceJoin(self._norm(layer.attn_post_norm), spec.residual_scale),
+        )
+
+    def bind_ffn(self, spec: ModelSpec, layer: Layer) -> Any:
+        f = layer.experts[0]
+        whole = isinstance(f.gate.weight, Rows)
+        here = f if whole else f.hot
+        if here is None:
+            return self.cpu.bind_ffn(spec, layer)
+        gate = here.gate
+        return DeviceFFN(
+            norm=self._norm(layer.ffn_norm),
+            gate=None if gate is None else DeviceLinear(gate.weight, self._vector(gate.bias)),
+            up=here.up,
+            down=here.down,
+            down_bias=self._vector(f.down_bias),
+            bundles=f.bundles,
+            activation=Activation(spec.activation, spec.activation_threshold, spec.up_activation == "relu"),
+            sub_norm=self._norm(layer.ffn_sub_norm),
+            join=DeviceJoin(self._norm(layer.ffn_post_norm), spec.residual_scale),
+            predictor=here.predictor,
+            cold=None if whole else self.cpu.bind_part(spec, replace(f, down_bias=None)),
+            neurons=spec.ffn_dim,
+        )
+
+    def _norm(self, norm: Norm | None) -> DeviceNorm | None:
+        if norm is None:
+            return None
+        weight = self._vector(norm.weight)
+        assert weight is not None
+        return DeviceNorm(weight, self._vector(norm.bias), self.spec.norm_eps, self.spec.norm == "layer")
+
+    def _vector(self, v: F32 | None) -> Vector:
+        """Its copy on the device: made once, for a vector of the model's."""
+        if v is None:
+            return None
+        known = self._vectors.get(id(v))
+        if known is None:
+            there = self.device.zeros(v.shape, torch.float32)
+            there.copy_(torch.from_numpy(v))
+            known = self._vectors[id(v)] = v, there
+        return known[1]
+
+    # ---- a step
+
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
+    ) -> DeviceStep:
+        """The batch's places, sent to where every step has them."""
+        table, n = batch.table(window), len(batch.ids)
+        given = {
+            "positions": batch.positions,
+            "sequence": batch.sequence,
+            "table": table,
+            "cos": cos,
+            "sin": sin,
+        }
+        sent: dict[str, Vector] = {}
+        for name, array in given.items():
+            if array is None:
+                sent[name] = None
+                continue
+            there, here = self._pairs[f"{name} {window}"]
+            rows = len(array)
+            part = here[:rows, : array.shape[1]] if array.ndim > 1 else here[:rows]
+            part.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+            self.device.copy(there[:rows], here[:rows])
+            sent[name] = there if name == "table" else there[:n]  # all of it: as wide in every step
+        slot = self._slots.setdefault(window, _native.StepSlot())
+        step = self.cpu.step(batch, block, cos, sin, window)
+        slot.set(step)
+        self._slot.set(step)
+        return DeviceStep(**sent, slot=slot)  # type: ignore[arg-type]
+
+    def run(
+        self,
+        x: F32,
+        rows: I32,
+        sparsity: str,
+        stats: FFNStats,
+        body: Callable[[Any, Any], Any],
+    ) -> F32:
+        """`body` over the residual stream x -> its logits, of `rows`. The second step of a size is recorded.
+
+        (At the first one kernels are compiled, which cannot be recorded.)
+        """
+        tokens, key = len(x), (len(x), len(rows), sparsity)
+        self.free = list(range(STREAMS))
+        self.streams[0][1][:tokens].copy_(torch.from_numpy(x))
+        self._rows[1][: len(rows)].copy_(torch.from_numpy(np.ascontiguousarray(rows)))
+        self.device.copy(self._rows[0], self._rows[1])
+
+        def work() -> None:
+            self._body(Hidden(self, tokens, on_device=False), rows, body)
+
+        if tokens > RECORDED or key not in self._programs:
+            program = self._now = Program()
+            work()
+            if tokens <= RECORDED:
+                self._programs[key] = None
+        else:
+            known = self._programs[key]
+            program = self._record(work) if known is None else known
+            self._programs[key] = program
+            assert program.replay is not None
+            program.replay()
+        self.device.wait(program.tasks)
+        self._tell(program, stats)
+        assert program.logits is not None
+        logits: F32 = program.logits.numpy().copy()
+        return logits
+
+    def _record(self, work: Callable[[], None]) -> Program:
+        program = self._now = Program()
+        program.replay = self.device.record(work)
+        return program
+
+    def _body(self, x: Hidden, rows: I32, body: Callable[[Any, Any], Any]) -> None:
+        self.device.run(self._counts[0].zero_)
+        logits = body(x, rows)
+        self._close_task()
+        self.device.copy(self._counts[1], self._counts[0])
+        self._now.logits = logits
+
+    def _tell(self, program: Program, stats: FFNStats) -> None:
+        """What the step did, into `stats`; raises what a task of the CPU's met."""
+        k = program.known
+        for name in ("neurons", "rows_dense", "gates_dense", "predictor_bytes"):
+            setattr(stats, name, getattr(stats, name) + getattr(k, name))
+        active, bundles, gates, _ = self._counts[1].tolist()
+        stats.active += active + k.active
+        stats.rows += bundles * (2 if self.spec.gated else 1) + k.rows
+        stats.predicted += gates + k.predicted
+        for task in program.tasks:
+            try:
+                active, rows, rows_dense, gates, asked = task.take()
+            except _native.DiskError as e:
+                raise disk_error(e) from None
+            stats.active += active
+            stats.rows += rows
+            stats.rows_dense += rows_dense
+            stats.predicted += gates
+            stats.predictor_bytes += asked
+
+    # ---- parts of a step: queued
+
+    def copied(self, x: Hidden) -> Hidden:
+        made = self._hidden_of(x.tokens)
+        if not x.on_device:
+            self._to_device(x)
+        self.device.run(made.device.copy_, x.device)
+        return made
+
+    def rows(self, x: Hidden, rows: I32) -> Hidden:
+        """Those rows, of the tokens: known when recorded, but for which they are."""
+        if len(rows) == x.tokens:
+            return x
+        self._to_device(x)
+        made = self._hidden_of(len(rows))
+        self.device.run(_select, made.device, x.device, self._rows[0][: len(rows)])
+        return made
+
+    def norm(self, x: Any, weight: F32, bias: F32 | None, eps: float, kind: str) -> Any:
+        if not isinstance(x, Hidden):
+            return self.cpu.norm(x, weight, bias, eps, kind)
+        self._to_device(x)
+        made = self._hidden_of(x.tokens)
+        vectors = self._vector(weight), self._vector(bias)
+        self.device.run(self.kernels.norm, made.device, x.device, *vectors, eps, kind == "layer")
+        return made
+
+    def matmul(self, w: Any, x: Any, bias: F32 | None) -> Any:
+        """Of a Hidden: the head, whose answer is wanted in RAM."""
+        if not isinstance(x, Hidden):
+            return self.cpu.matmul(w, x, bias)
+        there, here = (part[: x.tokens] for part in self._logits)
+        if isinstance(w, Rows):
+            self._to_device(x)
+            self._times(there, DeviceLinear(w, self._vector(bias)), x.device)
+            self.device.copy(here, there)
+        else:
+            self._to_host(x)
+            linear = _native.Linear(w, bias)
+            self._host().matmul(linear, x.array, here.numpy())
+        return here
+
+    def read_ahead(self, h: Hidden, bound: Any, sparsity: str) -> None:
+        """Nothing: the CPU's part comes when its task does."""
+
+    def attention_add(self, x: Hidden, h: Hidden, b: Any, step: DeviceStep, kv: KVLayer) -> None:
+        if not isinstance(b, DeviceAttention):
+            self._to_host(x)
+            self._to_host(h)
+            self._host().attention(x.array, h.array, b, step.slot, kv.k, kv.v)
+            return
+        self._to_device(x)
+        self._to_device(h)
+        n, run, k = x.tokens, self.device.run, self.kernels
+        qkv, attended = self._qkv[:n], self._attended[:n]
+        self._times(qkv, b.qkv, self._normalised(b.norm, h))
+        where = (step.positions, step.sequence, step.table, kv.k, kv.v)
+        run(k.rope_store, qkv, b.heads, step.cos, step.sin, *where)
+        run(k.attention, attended, qkv, b.heads, *where, self._scratch)
+        if b.sub_norm is not None:
+            run(k.norm, attended, attended, *_parts(b.sub_norm))
+        self._join(x, b.join, lambda y, add: self._times(y, b.out, attended, add))
+
+    def ffn_add(self, x: Hidden, h: Hidden, b: Any, sparsity: str, stats: FFNStats) -> None:
+        if not isinstance(b, DeviceFFN):
+            self._cpu_ffn(x, h, b, sparsity)
+            return
+        self._to_device(x)
+        self._to_device(h)
+        normed = self._normalised(b.norm, h, apart=b.cold is not None)
+        named = self._guess(b, normed, sparsity)
+        if b.cold is not None:
+            self._begin_cold(b, b.cold, normed, sparsity, named)
+        self._count(b, x.tokens)
+
+        def neurons(y: Tensor, add: bool) -> None:
+            if b.gate is not None:
+                self._neurons(b, normed, named, sparsity, y, add)
+            elif not add:
+                self.device.run(y.zero_)
+            if b.down_bias is not None:
+                self.device.run(y.add_, b.down_bias)
+            if b.cold is not None:
+                self.device.join()
+                self.device.run(y.add_, self._cold[0][: len(y)])
+
+        self._join(x, b.join, neurons)
+
+    def _cpu_ffn(self, x: Hidden, h: Hidden, b: Any, sparsity: str) -> None:
+        self._to_host(x)
+        self._to_host(h)
+        mode, task = SPARSITIES.index(sparsity), self._host()
+        if isinstance(b, _native.FFN):
+            task.ffn(x.array, h.array, b, mode)
+        else:
+            task.mixture(x.array, h.array, b, mode)
+        self._now.known.neurons += x.tokens * b.neurons
+        self._now.known.gates_dense += b.neurons
+
+    def _guess(self, b: DeviceFFN, normed: Tensor, sparsity: str) -> Tensor | None:
+        """[tokens, neurons / 8] bits of those to be computed, or None: all."""
+        p, n = b.predictor, len(normed)
+        if p is None or sparsity != "predict" or n > FEW:
+            return None
+        width = -(-b.neurons // 8)
+        named: Tensor = self._named[: n * width].view(n, width)
+        self.device.run(
+            self.kernels.predict, named, p.first, p.second, p.threshold, p.hot, p.relu, normed, self._scratch
+        )
+        size = 0 if p.first is None else p.first.rows * p.first.row_bytes
+        self._now.known.predictor_bytes += size + (b.neurons - p.hot) * (p.second.row_bytes + 4)
+        return named
+
+    def _begin_cold(
+        self, b: DeviceFFN, cold: _native.FFN, normed: Tensor, sparsity: str, named: Tensor | None
+    ) -> None:
+        """The CPU's neurons, beside what the device does next: the normed stream there, one sum back."""
+        n, device = len(normed), self.device
+        bits: Any = None
+        if named is not None:
+            width = -(-cold.neurons // 8)
+            there, bits = (part[: n * width].view(n, width) for part in self._named_cold)
+            device.run(there.copy_, named[:, b.here // 8 :])
+        task = self._new_task()
+        task.zero(self._cold[1].numpy())
+        names = None
+        if bits is not None:
+            whole = self._named_cold[1].numpy()  # HostTask wants as many rows as the buffers have
+            names = whole[: n * bits.shape[1]].reshape(n, -1)
+        rows = (self._cold[1][:n].numpy(), self._normed[1][:n].numpy())
+        task.ffn(*rows, cold, SPARSITIES.index(sparsity), names)
+        with device.beside():
+            device.copy(self._normed[1][:n], normed)
+            if bits is not None:
+                device.copy(bits, there)
+            device.call(task)
+            device.copy(self._cold[0][:n], self._cold[1][:n])
+
+    def _neurons(
+        self, b: DeviceFFN, normed: Tensor, named: Tensor | None, sparsity: str, y: Tensor, add: bool
+    ) -> None:
+        n, k, run, a = len(normed), self.kernels, self.device.run, b.activation
+        assert b.gate is not None and b.down is not None
+        h = self._hidden[0][: n * b.here].view(n, b.here)
+        how = (a.kind, a.threshold, a.up_relu)
+        if b.bundles:
+            mine = None if named is None else named[:, : -(-b.here // 8)]
+            run(
+                k.gate_up,
+                h,
+                b.gate.weight,
+                b.gate.bias,
+                b.up,
+                normed,
+                *how,
+                mine,
+                self._counts[0],
+                self._scratch,
+            )
+        else:
+            self._times(h, b.gate, normed)
+            up = None
+            if b.up is not None:
+                up = self._hidden[1][: n * b.here].view(n, b.here)
+                self._times(up, DeviceLinear(b.up, None), normed)
+            run(k.activate, h, h, up, *how)
+        if b.sub_norm is not None:
+            run(k.norm, h, h, *_parts(b.sub_norm))
+        if b.bundles:
+            run(k.down, y, b.down, h, add, self._scratch)
+        else:
+            self._times(y, DeviceLinear(b.down, None), h, add)
+
+    def _count(self, b: DeviceFFN, tokens: int) -> None:
+        known, rows = self._now.known, 2 if self.spec.gated else 1
+        known.neurons += tokens * b.neurons
+        known.rows_dense += rows * b.here
+        known.gates_dense += b.neurons
+        if not b.bundles:
+            known.active += tokens * b.here
+            known.rows += rows * b.here
+            known.predicted += b.here
+
+    # ---- helpers
+
+    def _normalised(self, norm: DeviceNorm | None, h: Hidden, apart: bool = False) -> Tensor:
+        """`apart`: not h itself, which may change while the CPU is still being sent it."""
+        made = self._normed[0][: h.tokens]
+        if norm is not None:
+            self.device.run(self.kernels.norm, made, h.device, *_parts(norm))
+        elif apart:
+            self.device.run(made.copy_, h.device)
+        else:
+            return h.device
+        return made
+
+    def _times(self, y: Tensor, w: DeviceLinear, x: Tensor, add: bool = False) -> None:
+        self.device.run(self.kernels.matmul, y, w.weight, x, w.bias, add, self._scratch)
+
+    def _join(self, x: Hidden, how: DeviceJoin, half: Callable[[Tensor, bool], None]) -> None:
+        if how.plain:
+            half(x.device, True)
+            return
+        y = self._sum[0][: x.tokens]
+        half(y, False)
+        none = (None, None, 0.0, False)
+        parts = none if how.norm is None else _parts(how.norm)
+        self.device.run(self.kernels.add_normed, x.device, y, *parts, how.scale)
+
+    def _to_device(self, x: Hidden) -> None:
+        if not x.on_device:
+            self._close_task()
+            self.device.copy(x.device, x.host)
+            x.on_device = True
+
+    def _to_host(self, x: Hidden) -> None:
+        if x.on_device:
+            self._close_task()
+            self.device.copy(x.host, x.device)
+            x.on_device = False
+
+    def _host(self) -> _native.HostTask:
+        """The task under way: what the CPU does one after the other is one."""
+        if self._task is None:
+            self._task = self._new_task()
+        return self._task
+
+    def _new_task(self) -> _native.HostTask:
+        made = _native.HostTask(self.cpu.native, self._slot)
+        self._now.tasks.append(made)
+        return made
+
+    def _close_task(self) -> None:
+        if self._task is not None:
+            self.device.call(self._task)
+            self._task = None
+
+    def _hidden_of(self, tokens: int) -> Hidden:
+        return Hidden(self, tokens, on_device=True)
+
+    def _made(self, b: Buffer) -> tuple[Tensor, Tensor]:
+        """On the device and, where it has a twin, in RAM."""
+        kind = {"f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}[b.kind]
+        there = self.device.zeros(b.shape, kind)
+        return there, self.device.pinned(b.shape, kind) if b.here else there
+
+
+def _parts(n: DeviceNorm) -> tuple[Tensor, Vector, float, bool]:
+    return n.weight, n.bias, n.eps, n.layer
+
+
+def _select(to: Tensor, x: Tensor, rows: Tensor) -> None:
+    torch.index_select(x, 0, rows, out=to)
