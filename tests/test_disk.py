@@ -468,7 +468,9 @@ def test_a_prompt_says_which_neurons_its_continuation_needs(tmp_path: Path) -> N
         after = rows.stats()
         needed, missed = (after[key] - before[key] for key in ("needed", "missed"))
         hits.append(needed - missed)
-    assert hits[0] < 70 and hits[1] >= 90  # of 100 places: one that is in use when a better record comes stays
+    assert (
+        hits[0] < 70 and hits[1] >= 90
+    )  # of 100 places: one that is in use when a better record comes stays
 
 
 def test_slots_go_back_to_the_pool(tmp_path: Path) -> None:

@@ -374,6 +374,7 @@ def test_two_runs_give_equal_bits(kernels: Kernels) -> None:
 def test_scratch_is_enough_for_every_smaller_call() -> None:
     s = gpu_cases.SIZES
     made = gpu_cases.Scratch.of(s, "cpu")
+    assert made.floats.nbytes == s.scratch_bytes
     for tokens in range(1, s.tokens + 1):
         for positions in range(32, s.positions + 1, 32):
             made.take(tokens, s.heads, spans(positions, tokens), s.head_dim + 2)
