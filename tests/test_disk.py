@@ -453,11 +453,14 @@ def test_slots_follow_what_the_profile_says_is_likely(tmp_path: Path) -> None:
 
 
 def test_a_prompt_says_which_neurons_its_continuation_needs(tmp_path: Path) -> None:
-    """Its 70 tokens outweigh a profile that speaks for others; one token does not."""
+    """Its 70 tokens outweigh a profile that speaks for others; one token does not.
+
+    One thread: neurons needed equally often push each other out in the order in which they are asked for.
+    """
     made = neurons(tmp_path / "f")
     likely = np.zeros(NEURONS, np.float32)
     likely[:100] = 1
-    context, h = _native.Context(2), next(calls(seed=3))
+    context, h = _native.Context(1), next(calls(seed=3))
     hits = []
     for tokens in (1, 70):
         ffn, rows = Case(made).on_disk(0, 100, likely=likely)
@@ -468,9 +471,7 @@ def test_a_prompt_says_which_neurons_its_continuation_needs(tmp_path: Path) -> N
         after = rows.stats()
         needed, missed = (after[key] - before[key] for key in ("needed", "missed"))
         hits.append(needed - missed)
-    assert (
-        hits[0] < 70 and hits[1] >= 90
-    )  # of 100 places: one that is in use when a better record comes stays
+    assert hits[0] < 70 and hits[1] == 100
 
 
 def test_slots_go_back_to_the_pool(tmp_path: Path) -> None:
