@@ -44,7 +44,7 @@ from vs_llamacpp import HERE, commit
 
 from thermocline import __version__, gpu, hardware
 from thermocline.console import Progress
-from thermocline.errors import DeviceFailure, OutOfBudget, ThermoclineError, UsageError
+from thermocline.errors import DeviceFailure, OutOfBudget, ThermoclineError, Unsupported, UsageError
 
 SPARE_BYTES = 4 << 30  # of RAM, for both runtimes
 PACE_GBS, START_S = 1.0, 30.0  # of what is written or loaded, at least; of an engine
@@ -72,11 +72,7 @@ def work_of(args: argparse.Namespace) -> list[tuple[Shape, str]]:
 def measure(m: Machine, shape: Shape, vram: str) -> None:
     """Both engines' records that are missing."""
     ours, theirs = (key_of(shape.label, vram, engine) for engine in (OURS, LLAMA))
-    wanted = [k for k in (ours, theirs) if k not in m.results.items]
-    if isinstance(m.driver, str) and theirs in wanted:
-        wanted.remove(theirs)  # why was said; measured once there is one
-    if not wanted:
-        return
+    wanted = m.missing(shape, vram)
     model = m.model_of(shape)
     if ours in wanted:
         try:
@@ -110,7 +106,7 @@ def measure_ours(m: Machine, model: Model, vram: str, ours: str, theirs: str | N
 def rival_of(m: Machine, model: Model, vram: str, key: str) -> Rival | None:
     try:
         return Rival(m, model, vram)
-    except (OutOfBudget, SystemExit) as e:  # a driver that ends says so
+    except (OutOfBudget, Unsupported, SystemExit) as e:  # a driver that ends says so
         m.results.add(key, {"refused": str(e)})
         return None
 
@@ -176,7 +172,6 @@ def run(m: Machine) -> None:
                 f"(see {m.results.path})"
             )
         note(f"{said['compared']} comparisons, all right; NMSE at most {said['worst_nmse']:.1e}")
-    work = work_of(m.args)
     if m.device.device.name == gpu.STAND_IN and not m.args.shape:
         note(
             "no GPU is measured: correctness is checked on a stand-in in RAM (--shape measures that one, too)"
@@ -190,6 +185,7 @@ def run(m: Machine) -> None:
     if isinstance(m.driver, str):
         note(f"llama.cpp is left out: {m.driver}")
         m.results.facts["without_llama"] = m.driver
+    work = [x for x in work_of(m.args) if m.missing(*x)]
     for at, (shape, vram) in enumerate(work):
         needs = min(estimate_s(shape), max(0.0, m.args.budget_s - START_S))  # else never begun
         if m.clock.left < needs:
@@ -200,6 +196,12 @@ def run(m: Machine) -> None:
         m.progress("measuring", at, len(work))
         measure(m, shape, vram)
     m.progress("measuring", len(work), len(work))
+
+
+def vram_of(text: str) -> str:
+    if text != "all" and not re.fullmatch(r"[0-9]*\.?[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither all nor a number of GiB")
+    return text
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -214,7 +216,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--format", nargs="+", default=["f16", "q4_0"], help="of --shape")
     p.add_argument("--active", type=float, help="of --shape's neurons; without, dense")
     p.add_argument("--sparsity", choices=["predict", "exact"], default="predict", help="of sparse shapes")
-    p.add_argument("--vram", nargs="+", default=["24", "11", "all"], help="GiB that a model may take")
+    p.add_argument(
+        "--vram", nargs="+", type=vram_of, default=["24", "11", "all"], help="GiB that a model may take"
+    )
     p.add_argument("--gen", type=int, default=64)
     p.add_argument("--prompt", type=int, default=512)
     p.add_argument("--runs", type=int, default=5)

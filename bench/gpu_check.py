@@ -62,7 +62,7 @@ class Size:
 SIZES = {
     "interpreted": Size(192, 128, 3, (1,), 17),
     "tiny": Size(256, 512, 4, (1, 4, 16), 40),
-    "wide": Size(2048, 8192, 16, (1, 2, 4, 8, 16, 32), 48),
+    "wide": Size(1024, 4096, 8, (1, 2, 4, 8, 16, 32), 48),
 }
 
 
@@ -250,16 +250,20 @@ def of_pack(gpu: Gpu, pack: Pack, z: Size, kind: str) -> Iterator[Result]:
         modes.append(("predict", generous(pack)))
     for sparsity, predictors in modes:
         for name, places in placements(z.neurons, pack.spec.sparse).items():
-            for shape in shapes:
-                y = _on(gpu, pack, places, predictors, shape, sparsity)
+            for shape, y in zip(shapes, _on(gpu, pack, places, predictors, shapes), strict=True):
                 found = compared(y, right[shape], limit_of(f, name))
                 yield Result(kind, f, name, sparsity, sum(shape), *found)
 
 
 def _on(
-    gpu: Gpu, pack: Pack, places: Places, predictors: Predictors | None, shape: tuple[int, int], sparsity: str
-) -> F32:
-    device, largest = gpu.device, max(*shape, 1)
+    gpu: Gpu,
+    pack: Pack,
+    places: Places,
+    predictors: Predictors | None,
+    shapes: Sequence[tuple[int, int]],
+) -> Iterator[F32]:
+    """Logits of each, placed so."""
+    device, largest = gpu.device, max(map(max, shapes))
     session = Session(largest, largest, 2 * BLOCK, BLOCK, pack.spec.ffn_dim if predictors else 0)
     ops = GpuOps(device, gpu.kernels, CpuOps(2), pack.spec, session)
     made = gpu_weights.load(pack, places, device, ops.cpu, predictors=predictors)
@@ -268,7 +272,10 @@ def _on(
         on_device = places.layers[layer].attention
         return device.zeros(room, torch.float16) if on_device else in_ram(layer, room)
 
-    return logits(pack, made, ops, *shape, sparsity, storage)
+    sparsity = "off" if not pack.spec.sparse else "exact" if predictors is None else "predict"
+    for shape in shapes:
+        ops.forget()  # each has keys and values of its own
+        yield logits(pack, made, ops, *shape, sparsity, storage)
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:

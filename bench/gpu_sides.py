@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from build_llamacpp import PACKAGE, VERSION, note
 from gpu_models import Model, Shape, made, write_gguf
-from gpu_report import LLAMA, targets_json
+from gpu_report import LLAMA, OURS, key_of, targets_json
 from vs_llamacpp import Driver
 
 from thermocline import gpu, hardware
@@ -42,7 +42,7 @@ class Results:
     def of(path: Path, facts: dict[str, Any]) -> Results:
         found = json.loads(path.read_text()) if path.exists() else {"kind": KIND, "items": {}}
         if found.get("kind") != KIND:
-            raise UsageError(f"{path}: not written by bench/gpu.py; give another --json")
+            raise UsageError(f"{path}: not written by bench/gpu.py; give another --results")
         return Results(path, facts, found["items"])
 
     def add(self, key: str, record: Mapping[str, Any]) -> None:
@@ -82,6 +82,12 @@ class Machine:
             return 0
         free, total = torch.cuda.mem_get_info(self.device.device.torch)
         return int(total - free)
+
+    def missing(self, shape: Shape, vram: str) -> list[str]:
+        """Keys of records that can be made and are not there."""
+        engines = [OURS] if isinstance(self.driver, str) else [OURS, LLAMA]
+        keys = [key_of(shape.label, vram, engine) for engine in engines]
+        return [key for key in keys if key not in self.results.items]
 
     def model_of(self, shape: Shape) -> Model:
         if self.model is None or self.model.shape != shape:

@@ -68,7 +68,7 @@ def test_a_kernel_that_is_wrong_is_found(
 
     def wrong(y: Any, *args: Any) -> None:
         true(y, *args)
-        y.mul_(0 if broken == "predict" else 0.9)
+        y.mul_(0 if broken == "predict" else 0.5)
 
     monkeypatch.setattr(torch_kernels, broken, wrong)
     z = replace(bench.gpu_check.SIZES["interpreted"], prompt=3)
@@ -104,7 +104,7 @@ def test_a_model_repeats_the_layers_that_are_on_disk(bench: Any, tmp_path: Path)
     assert model.predictors is not None and model.predictors.count == 4
     assert 1 < model.subject.hotness.excess < 8
     layers = sum(t.bytes for n, t in model.pack.tensors.items() if n.startswith("layers."))
-    assert 0.95 * model.weights_bytes < layers + on_disk.weights_bytes / 2 < 2 * model.weights_bytes
+    assert layers < model.weights_bytes < layers + on_disk.weights_bytes
 
 
 def test_a_dense_twin_has_as_many_weights(bench: Any) -> None:
