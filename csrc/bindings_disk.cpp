@@ -31,6 +31,7 @@ static void make_reader(Reader* self, const std::string& path, unsigned depth, s
 }
 
 static bool submit(Reader& r, const std::vector<std::tuple<uint64_t, uint32_t, unsigned, uint64_t>>& reads) {
+    if (r.forked()) throw std::runtime_error(tc::kForked);  // who is told to take first would do so for ever
     std::vector<tc::ReadRequest> requests;
     for (const auto& [offset, bytes, buffer, tag] : reads) {
         check(buffer < r.depth() && bytes <= r.buffer_bytes(), "outside the buffers");

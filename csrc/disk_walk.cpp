@@ -14,18 +14,27 @@ static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ff
 size_t owners_of(const FFN& ffn) { return 2 * ((ffn.neurons() + kChunk - 1) / kChunk); }
 
 std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens, Interrupted interrupted) {
+    std::vector<DiskRows*> all;
     for (size_t i = 0; i < n; i++)
         for (DiskRows* rows : {ffns[i]->disk, ffns[i]->gate_disk})
-            if (rows) rows->early.reset(), rows->settle(), rows->begin(tokens > kFewTokens ? tokens : 1);
-    return std::make_shared<Fetches>(ffns[0]->disk->reader, n * owners_of(*ffns[0]), interrupted);
+            if (rows) all.push_back(rows);
+    auto reads = std::make_shared<Fetches>(ffns[0]->disk->reader, std::move(all), n * owners_of(*ffns[0]), interrupted);
+    for (DiskRows* rows : reads->rows) rows->begin(tokens > kFewTokens ? tokens : 1);
+    return reads;
+}
+
+std::shared_ptr<Fetches> begun_reads(const FFN& first) {
+    Reader& reader = first.disk->reader;
+    const bool its = reader.early && reader.early->rows[0] == first.disk && !reader.forked();
+    return its ? std::move(reader.early) : nullptr;
 }
 
 // Those that were begun for it, or of its layer, or none yet.
 static std::shared_ptr<Fetches> reads_of(const FFNArgs& a, Interrupted interrupted) {
-    std::shared_ptr<Fetches> early = std::move(a.ffn.disk->early);
     if (a.reads) return a.reads;
     const FFN* ffn = &a.ffn;
-    return early && takes_few(a) ? early : begin_reads(&ffn, 1, a.tokens, interrupted);
+    std::shared_ptr<Fetches> begun = takes_few(a) ? begun_reads(a.ffn) : nullptr;
+    return begun ? begun : begin_reads(&ffn, 1, a.tokens, interrupted);
 }
 
 Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)

@@ -12,6 +12,7 @@ namespace tc {
 
 // The reads of one call over some FFNs of a layer, of which there are none yet; each FFN has `owners_of` owners there.
 std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens, Interrupted interrupted);
+std::shared_ptr<Fetches> begun_reads(const FFN& first);  // for a call of few tokens over these FFNs, which has come; or null
 size_t owners_of(const FFN& ffn);
 bool can_read_ahead(const FFN& ffn, size_t tokens, Sparsity sparsity);
 

@@ -77,23 +77,12 @@ size_t Context::tokens_of(const MixtureArgs& a, size_t e, const float* h, const 
 
 // Experts on disk share the reads of a call; when it is over, what was read for those that it did not need is let go. Records of all
 // grow older with each token: how fast a use is forgotten is for the text to say, not for how often an expert is chosen.
-struct Context::ExpertReads {
-    ExpertReads(const MixtureArgs& a, Interrupted interrupted) : mixture(a.mixture) {
-        const FFN& first = *mixture.experts[0];
-        if (!first.disk) return;
-        if (a.tokens <= kFewTokens) reads = std::move(first.disk->early);
-        if (!reads) reads = begin_reads(mixture.experts.data(), mixture.experts.size(), a.tokens, interrupted);
-    }
-    ~ExpertReads() {
-        if (!reads) return;
-        reads.reset();
-        for (const FFN* expert : mixture.experts)
-            for (DiskRows* rows : {expert->disk, expert->gate_disk})
-                if (rows) rows->settle();
-    }
-    const Mixture& mixture;
-    std::shared_ptr<Fetches> reads;
-};
+static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted interrupted) {
+    const std::vector<const FFN*>& experts = a.mixture.experts;
+    if (!experts[0]->disk) return nullptr;
+    std::shared_ptr<Fetches> begun = a.tokens <= kFewTokens ? begun_reads(*experts[0]) : nullptr;
+    return begun ? begun : begin_reads(experts.data(), experts.size(), a.tokens, interrupted);
+}
 
 void Context::moe_block(const MixtureArgs& a, FFNCounts& total) {
     const size_t experts = a.mixture.experts.size(), all = a.tokens * a.dim;
@@ -101,9 +90,9 @@ void Context::moe_block(const MixtureArgs& a, FFNCounts& total) {
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
-    const ExpertReads disk(a, interrupted);
+    const std::shared_ptr<Fetches> reads = reads_of(a, interrupted);
     for (size_t e = 0; e < experts; e++) {
-        const FFNCounts c = expert_add(a, e, h, weights, sum, disk.reads);
+        const FFNCounts c = expert_add(a, e, h, weights, sum, reads);
         total.active += c.active, total.rows += c.rows, total.gates += c.gates, total.predictor_bytes += c.predictor_bytes;
     }
     join(a.mixture.join, sum, a.tokens, a.dim, a.x);
@@ -134,7 +123,7 @@ void Context::read_ahead(const MixtureArgs& a) {
     if (!can_read_ahead(*m.experts[0], a.tokens, a.sparsity)) return;
     const float *h, *weights = routed(a, &h);
     const std::shared_ptr<Fetches> reads = begin_reads(m.experts.data(), m.experts.size(), a.tokens, interrupted);
-    early_ = m.experts[0]->disk->early = reads;
+    early_ = m.experts[0]->disk->reader.early = reads;
     for (size_t e = 0; e < m.experts.size(); e++)
         if (const size_t n = tokens_of(a, e, h, weights))
             expect({*m.experts[e], nullptr, routed_.in.data(), n, a.dim, a.sparsity, nullptr, reads, e * owners_of(*m.experts[e])});

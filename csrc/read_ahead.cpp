@@ -76,7 +76,7 @@ void Context::read_ahead(const FFNArgs& a) {
     const FFN* ffn = &a.ffn;
     if (!can_read_ahead(a.ffn, a.tokens, a.sparsity)) return;
     FFNArgs asked = a;
-    early_ = asked.reads = a.ffn.disk->early = begin_reads(&ffn, 1, a.tokens, interrupted);
+    early_ = asked.reads = a.ffn.disk->reader.early = begin_reads(&ffn, 1, a.tokens, interrupted);
     expect(asked);
 }
 

@@ -110,7 +110,7 @@ Reader::Reader(const char* path, unsigned depth, size_t buffer_bytes, Method met
 // Reads that were left behind write into the buffers, which stay for as long as they take, but nobody waits: a program that
 // is told to end does so, however slow the disk is.
 Reader::~Reader() {
-    const bool forked = forks_ != forks_so_far();
+    const bool forked = this->forked();
     if (forked) threads_.release(), file_.release();  // the parent's: there is none to join here, and locks are never given back
     auto close = [forked, buffers = buffers_, file = std::move(file_), ring = std::move(ring_), threads = std::move(threads_)]() mutable {
         if (ring && !ring->error() && !forked) ring->drain();
@@ -173,12 +173,12 @@ bool Reader::changed() const {
 }
 
 bool Reader::submit(const ReadRequest* requests, size_t n) {
-    if (forks_ != forks_so_far()) return false;
+    if (forked()) return false;
     return ring_ ? ring_->submit(requests, n) : threads_->submit(requests, n);
 }
 
 size_t Reader::take(ReadDone* out, size_t max, bool wait) {
-    if (forks_ != forks_so_far()) return 0;
+    if (forked()) return 0;
     return ring_ ? ring_->take(out, max, wait) : threads_->take(out, max, wait);
 }
 

@@ -26,6 +26,7 @@ enum class Method { AUTO, URING, THREADS };
 
 class Ring;         // uring.h
 class ReadThreads;  // reader.cpp
+class Fetches;      // slots.h
 
 // Thread-safe. Interrupted and short reads go on inside. Whoever waits holds no lock that a taker needs:
 //   one mutex around { take, then publish what came } is enough for many threads. A thread that needs a record locks it,
@@ -45,6 +46,7 @@ public:
     uint8_t* buffer(unsigned i) const { return buffers_.data + i * buffer_stride_; }
     size_t alignment() const { return alignment_; }  // of `offset`, `bytes` and `to`: 512 to 4096 direct, 1 through the cache
     const char* how() const { return how_.c_str(); }  // for people: "io_uring, direct"
+    bool forked() const { return forks_ != forks_so_far(); }  // this process, from the reader's: there is nothing to wait for
     bool changed() const;  // another file has the path now, or this one another size or time than when it was opened
 
     // Begin n reads, all or none. false: more than `depth` would be in flight, or this process was forked from the one
@@ -55,6 +57,9 @@ public:
     size_t take(ReadDone* out, size_t max, bool wait);
     // Reads in flight, into the buffers, that nobody is interested in any more: whoever comes next takes them first.
     size_t left_behind = 0;
+    // Reads begun for a call that has not come yet, which takes them over. One call at a time has the buffers: if another
+    // comes first, they are left behind.
+    std::shared_ptr<Fetches> early;
 
     // To measure a disk: read `bytes` at each of n offsets into the buffers, `depth` at a time, as long as `seconds` last.
     // -> how many were read; `error`: the first failure, which ends it.

@@ -52,7 +52,7 @@ DiskRows::DiskRows(SlotPool& pool, Reader& reader, uint64_t file_offset, size_t 
 }
 
 DiskRows::~DiskRows() {
-    settle();
+    reader.early.reset();  // they may be of these
     for (const Entry& e : cold_) pool_.give_back(e.slot);
     for (size_t i = 0; i < hot; i++) pool_.give_back(first_slot + int32_t(i));
 }
@@ -223,7 +223,7 @@ void DiskRows::settle() {
 }
 
 void DiskRows::load(Interrupted interrupted) {
-    Fetches fetches(reader, 1, interrupted);
+    Fetches fetches(reader, {this}, 1, interrupted);
     std::vector<Wanted> wanted;
     for (size_t i = 0; i < hot; i++) wanted.push_back({int32_t(i), first_slot + int32_t(i), kHot});
     for (size_t i = 0; i < cold_.size(); i++) {
@@ -240,18 +240,24 @@ void DiskRows::load(Interrupted interrupted) {
         asked = clock::now();
         if (interrupted()) fetches.give_up();
     }
-    settle();
     if (fetches.failed) throw fetches.error;
 }
 
 // ---- reads on their way
-Fetches::Fetches(Reader& reader, size_t owners, Interrupted interrupted)
-    : left(owners, 0), bad(owners, 0), awaited(owners, 0), reader_(reader), reads_(reader.depth()) {
+Fetches::Fetches(Reader& reader, std::vector<DiskRows*> rows, size_t owners, Interrupted interrupted)
+    : left(owners, 0), bad(owners, 0), awaited(owners, 0), rows(std::move(rows)), reader_(reader), reads_(reader.depth()) {
+    if (reader.forked()) throw std::runtime_error(kForked);
+    reader.early.reset();
     for (unsigned i = reader.depth(); i-- > 0;) buffers_.push_back(i);
     for (ReadDone done[64]; reader.left_behind;) {
         reader.left_behind -= reader.take(done, 64, true);
         if (reader.left_behind && interrupted && interrupted()) throw DiskError(ECANCELED, "", -1);
     }
+}
+
+Fetches::~Fetches() {
+    reader_.left_behind += under_way_;
+    for (DiskRows* r : rows) r->settle();
 }
 
 void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner, bool urgent) {

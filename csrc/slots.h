@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -122,7 +121,6 @@ public:
         uint64_t needed, missed, reads, bytes, streamed, waited_ns;
     } stats{};
     const std::vector<uint32_t> crc;
-    std::shared_ptr<Fetches> early;  // reads begun for the next call, which takes them over
 
 private:
     static constexpr int32_t kHot = -1;
@@ -153,8 +151,10 @@ private:
 // `left` of their owner has reached 0 under the lock.
 class Fetches {
 public:
-    Fetches(Reader& reader, size_t owners, Interrupted interrupted);  // DiskError: while it waits for what was left behind
-    ~Fetches() { reader_.left_behind += under_way_; }
+    // Of a call over `rows`, which it settles in the end. DiskError: while it waits for what was left behind. A forked
+    // process is refused, with a std::runtime_error.
+    Fetches(Reader& reader, std::vector<DiskRows*> rows, size_t owners, Interrupted interrupted);
+    ~Fetches();
     Fetches(const Fetches&) = delete;
     Fetches& operator=(const Fetches&) = delete;
 
@@ -181,6 +181,7 @@ public:
     std::deque<size_t> ready;         // of those, the ones that are
     bool failed = false, gave_up = false;
     DiskError error{0, "", 0};
+    const std::vector<DiskRows*> rows;
     bool taking = false;  // somebody is in `take`: what it reaps, a second one would sleep for
     std::vector<std::vector<Wanted>> early;  // what was wanted before the call
 

@@ -53,6 +53,7 @@ private:
 };
 
 unsigned forks_so_far();  // between the first process and this one: what has threads stays behind in the one that made it
+constexpr const char* kForked = "this process was forked from the one that made the model: make it again in this one";
 
 // What this CPU has: ARM lets only the system ask.
 bool arm_has_dot_products();

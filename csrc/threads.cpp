@@ -51,7 +51,7 @@ void Pool::stop() {
 
 void Pool::run(void (*fn)(void*, int), void* state) {
     if (threads_ > 1 && forks_so_far() != forks_)
-        throw std::runtime_error("this process was forked after the threads were made: make the model again in it");
+        throw std::runtime_error(kForked);
     std::lock_guard<std::mutex> region(region_);
     if (threads_ == 1) return fn(state, 0);
     fn_ = fn;

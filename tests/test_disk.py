@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,10 +148,14 @@ class Case:
         method: str = "",
         buffer_bytes: int = 8192,
         path: Path | None = None,
+        reader: _native.Reader | None = None,
     ) -> tuple[_native.FFN, _native.DiskRows]:
         m = self.made
         n, slots = len(m.gate), hot + quota + _native.STREAM_SLOTS
-        reader = _native.Reader(str(path or m.file), depth=depth, buffer_bytes=buffer_bytes, method=method)
+        if reader is None:
+            reader = _native.Reader(
+                str(path or m.file), depth=depth, buffer_bytes=buffer_bytes, method=method
+            )
         at = -(-m.gate.size // 64) * 64
         arena = _native.Arena(at + slots * m.stride)
         arena.write(0, m.gate.ravel())
@@ -210,11 +216,31 @@ def run(
         if ahead is not None:
             about = h + np.float32(ahead) * rng.standard_normal(h.shape).astype(np.float32)
             context.read_ahead(about, ffn, SPARSITIES.index(sparsity))
-        x = np.ones_like(h)
-        kept = np.zeros((len(h), ffn.neurons), np.float32) if record else None
-        counts = context.ffn_add(x, h, ffn, SPARSITIES.index(sparsity), kept)
-        out.append(x.tobytes() + (b"" if kept is None else kept.tobytes()) + bytes(str(counts), "ascii"))
+        out.append(call(context, ffn, h, sparsity, record=record))
     return out
+
+
+def call(context: _native.Context, ffn: _native.FFN, h: F32, sparsity: str, *, record: bool = False) -> bytes:
+    x = np.ones_like(h)
+    kept = np.zeros((len(h), ffn.neurons), np.float32) if record else None
+    counts = context.ffn_add(x, h, ffn, SPARSITIES.index(sparsity), kept)
+    return x.tobytes() + (b"" if kept is None else kept.tobytes()) + bytes(str(counts), "ascii")
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """A call that would wait for ever is ended."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 QUOTAS = (0, 1, 2, 7, 64, 255, 256, 300, 443)
@@ -333,6 +359,56 @@ def test_reads_that_nobody_comes_for_are_let_go(tmp_path: Path) -> None:
     assert run(other, "predict") == wanted
 
 
+@pytest.mark.parametrize("method", ["io_uring", "threads"])
+def test_reads_begun_for_one_layer_do_not_disturb_anothers(tmp_path: Path, method: str) -> None:
+    """Ctrl-C while attention is computed: the next step begins with the first layer, and its reads have the
+    same buffers. It took the other's for its own, and waited without end.
+    """
+    case = Case(neurons(tmp_path / "f", "q8_0"), predictor=scores())
+    reader = _native.Reader(str(tmp_path / "f"), depth=16, buffer_bytes=8192, method=method)
+    left, _ = case.on_disk(0, 60, gates=(0, 60), reader=reader)
+    called, _ = case.on_disk(0, 60, gates=(0, 60), reader=reader)
+    context = _native.Context(2)
+    for h, wanted in zip(calls(), run(case.in_memory(), "predict"), strict=True):
+        context.read_ahead(h[:1], left, SPARSITIES.index("predict"))
+        with within(20):
+            assert call(context, called, h, "predict") == wanted
+    assert run(left, "predict") == run(case.in_memory(), "predict")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads: that is what is tried
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_process_is_refused_and_does_not_hang(tmp_path: Path, threads: int) -> None:
+    """The reads are its parent's: it asked again and again for one that never came."""
+    case = Case(neurons(tmp_path / "f", "q8_0"), predictor=scores())
+    ffn, _ = case.on_disk(0, 60, depth=16)
+    context, h = _native.Context(threads), next(calls())
+    context.read_ahead(h, ffn, SPARSITIES.index("predict"))
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            call(context, ffn, h, "predict")
+        except RuntimeError as e:
+            os._exit(0 if "forked" in str(e) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert call(context, ffn, h, "predict") == run(case.in_memory(), "predict")[0]
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_reads_begun_for_one_token_do_not_disturb_a_prompts(tmp_path: Path, record: bool) -> None:
+    """Nor a recorded token's, which goes the prompts' way."""
+    case = Case(neurons(tmp_path / "f", "q8_0"), predictor=scores())
+    ffn, _ = case.on_disk(0, 60, gates=(0, 60), depth=16)
+    context, wanted = _native.Context(2), run(case.in_memory(), "predict", record=record)
+    for h, bits in zip(calls(), wanted, strict=True):
+        context.read_ahead(h[:1], ffn, SPARSITIES.index("predict"))
+        with within(20):
+            assert call(context, ffn, h, "predict", record=record) == bits
+
+
 def test_what_is_recorded_is_the_same(tmp_path: Path) -> None:
     case = Case(neurons(tmp_path / "f", "f16"))
     ffn, _ = case.on_disk(0, 100)
@@ -392,7 +468,9 @@ def test_a_prompt_says_which_neurons_its_continuation_needs(tmp_path: Path) -> N
         after = rows.stats()
         needed, missed = (after[key] - before[key] for key in ("needed", "missed"))
         hits.append(needed - missed)
-    assert hits[0] < 70 and hits[1] == 100
+    assert (
+        hits[0] < 70 and hits[1] >= 90
+    )  # of 100 places: one that is in use when a better record comes stays
 
 
 def test_slots_go_back_to_the_pool(tmp_path: Path) -> None:

@@ -440,3 +440,43 @@ def test_a_device_is_measured_for_the_planner(stand_in: StandIn) -> None:
     found = machine.with_gpu(here, stand_in, torch_kernels, 256 << 20)
     assert found.gpu is not None and found.name.startswith("stand-in, ")
     assert tiers.parse_tiers(tiers.tiers_json(found), "here") == found
+
+
+def test_bench_measures_with_a_gpu_and_says_so(tiny_pack: Path, thermocline: Callable[..., Any]) -> None:
+    argv = ["bench", "-m", str(tiny_pack), "-p", "8", "-n", "4", "-r", "1", "-o", "jsonl", "-q"]
+    ran = thermocline(*argv, "--gpu", "stand-in", "-t", "2")
+    rows = [json.loads(line) for line in ran.out.splitlines()]
+    assert ran.code == 0 and [r["vram_bytes"] > 2**28 for r in rows] == [True, True], ran.err
+    assert [json.loads(x)["vram_bytes"] for x in thermocline(*argv).out.splitlines()] == [None, None]
+    two = thermocline(*argv, "--gpu", "stand-in", "-t", "1,2")
+    assert (two.code, "one number of threads" in two.err) == (2, True)
+
+
+def test_a_step_that_was_given_up_does_not_disturb_the_next(
+    tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a step is awaited: what it still does is over before its buffers are used again."""
+    pack = pack_of(tmp_path, "f32")
+    places = Places(tuple(LayerPlace(True, False, n) for n in (96, 512, 0)), True)
+    ops = gpu_ops(stand_in, pack.spec)
+    made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+    truth = logits(pack.spec, made, ops, places, 1)
+    slow, real = threading.Event(), torch_kernels.norm
+
+    def norm(*args: Any) -> None:
+        slow.wait(0.2)
+        real(*args)
+
+    wait = StandIn.wait
+
+    def interrupted(self: StandIn, tasks: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch_kernels, "norm", norm)
+    monkeypatch.setattr(StandIn, "wait", interrupted)
+    ops._programs.clear()
+    with pytest.raises(KeyboardInterrupt):
+        logits(pack.spec, made, ops, places, 3)
+    monkeypatch.setattr(torch_kernels, "norm", real)
+    monkeypatch.setattr(StandIn, "wait", wait)
+    assert np.array_equal(logits(pack.spec, made, ops, places, 1), truth)

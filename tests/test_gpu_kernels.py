@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import gpu_cases
@@ -19,18 +20,28 @@ from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal
 from thermocline import quant
 from thermocline.decoder import F32
 from thermocline.ops import reference, torch_kernels
-from thermocline.ops.device_rows import FEW
+from thermocline.ops.device_rows import FEW, spans
 from thermocline.predictor import LayerPredictor
 from thermocline.spec import ACTIVATIONS, SPARSE_ACTIVATIONS
 
 FORMATS = list(quant.FORMATS)
 TOKENS = (1, 2, 3, 4, 8, 16, 17, 64)
+SOME = (1, 3, 17)
+TABLES = ("torch", "triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined
 
 
-@pytest.fixture(params=["torch", "triton"])
+# Interpreted, every number of tokens in one format and every format with some: the code is the same.
+each_format_and_batch = pytest.mark.parametrize(
+    "kernels, format, tokens",
+    [c for c in product(TABLES, FORMATS, TOKENS) if DEVICE == "cuda" or {*c} & {"torch", "q4_0", *SOME}],
+    indirect=["kernels", "format"],
+)
+
+
+@pytest.fixture(params=TABLES)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     if request.param == "torch":
         return Kernels(torch_kernels, DEVICE, 1e-10, slow=False)
@@ -81,15 +92,8 @@ def test_without_a_weight_nothing_is_normed(kernels: Kernels) -> None:
     kernels.check(there, y + np.float32(0.25) * x)
 
 
-def few_if_slow(kernels: Kernels, format: str, tokens: int) -> None:
-    """Interpreted kernels see every number of tokens in one format, and every format with a few numbers."""
-    if kernels.slow and format != "q4_0" and tokens not in (1, 3, 17):
-        pytest.skip("interpreted: the same code as with other formats")
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
+@each_format_and_batch
 def test_a_matrix_product(kernels: Kernels, format: str, tokens: int) -> None:
-    few_if_slow(kernels, format, tokens)
     for i, n in enumerate(columns(format)[: 2 if kernels.slow and tokens > 1 else 3]):
         rows = (1, 9, 7)[i] if kernels.slow else (1, 37, 70)[i]
         w, decoded = kernels.rows(format, normal(1, rows, n), skip=4 * i, pad=4)
@@ -125,6 +129,7 @@ ATTENTIONS = {
     "small heads, blocks of 16": attention_case(heads(2, 1, 16), [20, 40], 2, 16, block=16),
     "normed": attention_case(heads(4, 2, 64, q_norm=normal(1, 64), k_norm=normal(2, 64)), [40], 2, 64),
     "a prompt": attention_case(heads(2, 1, 16), [40, 33], 20, 16),
+    "a prompt in longer spans": attention_case(heads(1, 1, 16), [270], 17, 16),
     "several spans": attention_case(heads(2, 1, 16), [300, 128, 129], 1, 16),
 }
 
@@ -216,9 +221,8 @@ def ffn_case(
         assert counts[2:].tolist() == [numbers[2] + 3, 4]
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@each_format_and_batch
 def test_gate_and_up(kernels: Kernels, format: str, tokens: int) -> None:
-    few_if_slow(kernels, format, tokens)
     n = 19 if kernels.slow else 70
     ffn_case(kernels, format, tokens, n // 2, 96, biased=True)
     ffn_case(kernels, format, tokens, n, 64, share=0.1)
@@ -246,18 +250,16 @@ def down_case(kernels: Kernels, format: str, tokens: int, n: int, dim: int, acti
     kernels.check(out, (h @ w) + (there if add else 0))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@each_format_and_batch
 def test_down(kernels: Kernels, format: str, tokens: int) -> None:
-    few_if_slow(kernels, format, tokens)
     for dim in columns(format)[-1:] if kernels.slow else columns(format):
         down_case(kernels, format, tokens, 150, dim, 0.2, True)
     down_case(kernels, format, tokens, 1, 64, 1.0, False)
 
 
-def test_down_of_nothing_is_zero(kernels: Kernels, format: str) -> None:
-    for tokens in 1, 17:
-        down_case(kernels, format, tokens, 40, 64, 0.0, False)
-        down_case(kernels, format, tokens, 40, 64, 0.0, True)
+def test_down_of_nothing_adds_nothing(kernels: Kernels) -> None:
+    for tokens, add in (1, False), (1, True), (17, False):
+        down_case(kernels, "q8_0", tokens, 40, 64, 0.0, add)
 
 
 def test_rows_that_no_token_needs_do_not_matter(kernels: Kernels) -> None:
@@ -306,39 +308,33 @@ def test_a_logit_that_is_no_number_is_chosen(kernels: Kernels) -> None:
 # ---- predictors
 
 
-def check_named(kernels: Kernels, scores: F32, hot: int, asked: Any, n: int) -> None:
+def check_named(kernels: Kernels, scores: F32, hot: int, n: int, parts: tuple[Any, ...]) -> None:
     """Each neuron's threshold lies between two tokens' scores, as far from both as it can."""
-    ordered = np.sort(scores, axis=0)
-    middle = len(scores) // 2
-    threshold = (ordered[middle] + ordered[middle - 1]) / 2 if len(scores) > 1 else ordered[0] - 1
+    ordered, middle = np.sort(scores, axis=0), len(scores) // 2
+    threshold = (ordered[middle] + ordered[middle - 1]) / 2 if middle else ordered[0] - 1
     named = torch.full((len(scores), -(-n // 8)), 0xFF, dtype=torch.uint8, device=kernels.device)
-    asked(named, kernels.put(threshold.astype(np.float32)))
+    first, second, relu, x = parts
+    at = kernels.put(threshold.astype(np.float32))
+    kernels.ops.predict(named, first, second, at, hot, relu, x, kernels.scratch())
     want = scores >= threshold
     want[:, :hot] = True
     assert np.array_equal(named.cpu().numpy(), packed(want))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", SOME)
 @pytest.mark.parametrize("relu", [True, False])
 def test_predictors_of_two_matrices(kernels: Kernels, tokens: int, relu: bool) -> None:
-    few_if_slow(kernels, "mlp", tokens)
     for format, dim, rank, n in ("q8_0", 96, 32, 37), ("f16", 33, 32, 9):
         first, a = kernels.rows(format, normal(1, rank, dim))
         second, b = kernels.rows("q8_0", normal(2, n, rank))
         x = normal(3, tokens, dim)
         code = x @ a.T
         scores = (np.maximum(code, 0) if relu else code) @ b.T
-        more = relu, kernels.put(x), kernels.scratch()
-        check_named(
-            kernels,
-            scores,
-            5,
-            lambda named, at, p=(first, second), m=more: kernels.ops.predict(named, *p, at, 5, *m),
-            n,
-        )
+        parts = first, second, relu, kernels.put(x)
+        check_named(kernels, scores, 5, n, parts)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", SOME)
 @pytest.mark.parametrize("dim", [8, 64, 77])
 def test_predictors_of_signs(kernels: Kernels, tokens: int, dim: int) -> None:
     n = 21
@@ -373,6 +369,15 @@ def test_two_runs_give_equal_bits(kernels: Kernels) -> None:
     for out in outs:
         kernels.ops.down(out, rows, h, False, kernels.scratch())
     assert torch.equal(*outs)
+
+
+def test_scratch_is_enough_for_every_smaller_call() -> None:
+    s = gpu_cases.SIZES
+    made = gpu_cases.Scratch.of(s, "cpu")
+    assert made.floats.nbytes == s.scratch_bytes
+    for tokens in range(1, s.tokens + 1):
+        for positions in range(32, s.positions + 1, 32):
+            made.take(tokens, s.heads, spans(positions, tokens), s.head_dim + 2)
 
 
 def test_both_tables_have_the_same_functions() -> None:

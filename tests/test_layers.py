@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {
         "engine",
         "errors",
+        "gpu",
         "hardware",
         "kv",
         "llm",
@@ -331,7 +332,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replay": {"cache_policy", "cost", "problem", "split", "trace"},
     "reorder": {"_native", "errors", "layout", "pack", "pack_writer", "quant", "safetensors"},
     "repl": {"errors"},
-    "report": {"engine", "hardware", "llm", "shelf"},
+    "report": {"engine", "hardware", "llm", "plan", "shelf"},
     "report_plan": {"plan", "report"},
     "safetensors": {"errors"},
     "sampler": {"errors"},

@@ -15,7 +15,7 @@ import test_disk
 import test_plan
 import tiny
 from safetensors.numpy import save_file
-from test_disk import DIM, Case
+from test_disk import DIM, Case, within
 from test_disk_tier import small_buffers  # noqa: F401
 
 from thermocline import (
@@ -37,6 +37,7 @@ from thermocline.decoder import SPARSITIES
 from thermocline.errors import BadFile, OutOfBudget
 from thermocline.layout import expected_tensors, place
 from thermocline.memory import GIB
+from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack
 from thermocline.predictor import LayerPredictor, write_predictors
 from thermocline.problem import Ask, Problem
@@ -138,6 +139,30 @@ def test_no_budget_changes_a_bit(mixture: Path, sparsity: str) -> None:
             gates_left.append(llm.arrangement.gates is not None)
             assert answers(llm) == wanted, ram
     assert gates_left[0] == (sparsity == "predict")
+
+
+def test_a_step_that_ends_during_attention_spoils_nothing(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C: reads were begun for that layer, and the next step begins with the first."""
+    with opened(mixture, sparsity="predict") as llm:
+        wanted = llm.generate("Cold", GREEDY).figures.logits_hash
+    ends, real = 0, CpuOps.attention_add
+
+    def attention_add(*args: Any) -> None:
+        nonlocal ends
+        real(*args)
+        ends -= 1
+        if ends == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(CpuOps, "attention_add", attention_add)
+    with opened(mixture, budgets(mixture, sparsity="predict")[1], sparsity="predict") as llm, within(20):
+        for calls in range(tiny.LAYERS + 1, 3 * tiny.LAYERS + 1):  # in the steps after the prompt's
+            ends = calls
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("Cold", GREEDY)
+            assert llm.generate("Cold", GREEDY).figures.logits_hash == wanted
 
 
 def test_switched_off_parts_change_nothing_but_time(mixture: Path) -> None:

@@ -277,7 +277,16 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
     return benchmark.Bench(
-        pack, tests, feed, sparsity=o.sparsity, progress=progress.at, ram=o.ram, disable=o.disable, told=told
+        pack,
+        tests,
+        feed,
+        sparsity=o.sparsity,
+        progress=progress.at,
+        ram=o.ram,
+        disable=o.disable,
+        told=told,
+        gpu=o.gpu,
+        vram=o.vram,
     )
 
 

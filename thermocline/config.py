@@ -301,6 +301,8 @@ class BenchOptions:
     )  # fmt: skip
     sparsity: str = sparsity_mode()
     ram: float | None = _ram()
+    gpu: str = which_gpu()
+    vram: float | None = gpu_memory()
     disable: tuple[str, ...] = switched_off()
 
     n_prompt: tuple[int, ...] = opt(

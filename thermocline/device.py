@@ -130,7 +130,10 @@ class Cuda:
             ) from None
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        try:
+            return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as e:
+            raise DeviceFailure(f"{self.name}: no pinned memory: {str(e).splitlines()[0]}") from None
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> None:
         with torch.cuda.stream(self._on):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from thermocline import hardware, machine, plan_file, tiers, weights
 from thermocline import plan as planning
-from thermocline.errors import Unsupported, UsageError
+from thermocline.errors import OutOfBudget, Unsupported, UsageError
 from thermocline.kv import in_ram
 from thermocline.memory import GIB, context_for, device_session
 from thermocline.pack import Pack
@@ -53,6 +53,10 @@ class Session:
     @property
     def vram_bytes(self) -> int:
         return sum(self.plan.bytes["gpu"].values())
+
+    def close(self) -> None:
+        """When nothing uses it any more."""
+        self.gpu.device.close()
 
     @property
     def places(self) -> Places:
@@ -142,6 +146,25 @@ def _cuda(index: int, vram: float | None) -> Gpu:
     device = Cuda(index)
     free = torch.cuda.mem_get_info(device.torch)[0] - RESERVE_BYTES
     return Gpu(device, triton_kernels, free if vram is None else min(free, int(vram * GIB)))
+
+
+def chosen(
+    asked: str, vram: float | None, pack: Pack, *, told: Callable[[str], None], **how: Any
+) -> Session | None:
+    """`find` and `planned`. With "auto", what a GPU cannot hold or compute is the CPU's."""
+    found = find(asked, vram)
+    if found is None:
+        return None
+    try:
+        made = planned(found, pack, told=told, **how)
+    except (OutOfBudget, Unsupported) as e:
+        if asked != "auto":
+            raise
+        told(f"the GPU is not used: {e}")
+        made = None
+    if made is None:
+        found.device.close()
+    return made
 
 
 def check(spec: ModelSpec) -> None:

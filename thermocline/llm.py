@@ -20,7 +20,7 @@ from thermocline import hardware, store, weights
 from thermocline.chat_template import ChatTemplate, Message
 from thermocline.config import SPARSITIES, SWITCHES, default_cache_dir
 from thermocline.engine import Chunk, Completion, Engine, Request, request_for
-from thermocline.errors import OutOfBudget, Unsupported, UsageError
+from thermocline.errors import UsageError
 from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
 from thermocline.kv import in_ram
@@ -281,6 +281,8 @@ class LLM:
                 self._leaving.extend([*self._engine.waiting, *self._engine.running])
             self._let_go()
             self._engine, self._closed = None, True
+            if self._gpu is not None:
+                self._gpu.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -301,25 +303,17 @@ class LLM:
             return None
         from thermocline import gpu
 
-        found = gpu.find(asked, vram)
-        if found is None:
-            return None
-        try:
-            return gpu.planned(
-                found,
-                self._pack,
-                sparsity=self.sparsity,
-                context=context,
-                max_batch=self._max_batch,
-                threads=self.threads,
-                ram=self.budget,
-                told=self._told,
-            )
-        except (OutOfBudget, Unsupported) as e:
-            if asked != "auto":
-                raise
-            self._told(f"the GPU is not used: {e}")
-            return None
+        return gpu.chosen(
+            asked,
+            vram,
+            self._pack,
+            sparsity=self.sparsity,
+            context=context,
+            max_batch=self._max_batch,
+            threads=self.threads,
+            ram=self.budget,
+            told=self._told,
+        )
 
     def _load(self) -> Engine:
         begin = time.perf_counter()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from thermocline.engine import Completion, Figures
     from thermocline.hardware import Hardware
     from thermocline.llm import LLM
+    from thermocline.plan import Plan
     from thermocline.shelf import Item
 
 
@@ -68,7 +69,8 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
     # Before the roof's own buffer.
     peak_rss_bytes, huge_page_bytes = hardware.peak_rss_bytes(), hardware.huge_page_bytes()
     speed = f.bytes_per_token * f.tokens_per_s / 1e9 if f.bytes_per_token and f.tokens_per_s else None
-    roof = hardware.read_gbs(llm.threads) if speed is not None else None
+    # Where a GPU computes, too, RAM's speed says nothing.
+    roof = hardware.read_gbs(llm.threads) if speed is not None and llm.plan is None else None
     share = speed / roof if speed and roof else None
     in_cache = from_cache(llm.weights_bytes, hardware.cache_bytes(), share)
     figures: dict[str, Any] = {
@@ -102,12 +104,25 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "token_ms_p99": f.token_ms_p99,
         "memory_bytes": llm.memory_bytes,
         "disk": None if llm.store is None else llm.store.how,
+        "gpu": None if llm.plan is None else gpu_figures(llm.plan),
         **disk_figures(f, llm.threads),
     }
     if done.logprobs is not None:
         pairs = zip(done.token_ids, done.logprobs, strict=True)
         figures["logprobs"] = [{"token_id": t, "logprob": p.logprob, "top": p.top} for t, p in pairs]
     return figures
+
+
+def gpu_figures(plan: Plan) -> dict[str, Any]:
+    """What a GPU is given, and what was expected of that."""
+    return {
+        "vram_bytes": plan.used("gpu"),
+        "ram_bytes": plan.used("ram"),
+        "attention_layers": sum(x.attention == "gpu" for x in plan.layers),
+        "neurons": [x.gpu for x in plan.layers],
+        "share": plan.share,
+        "predicted_tokens_per_s": plan.tokens_per_s,
+    }
 
 
 def disk_figures(f: Figures, threads: int) -> dict[str, Any]:

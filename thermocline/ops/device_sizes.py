@@ -33,23 +33,23 @@ class Sizes:
     @property
     def scratch_bytes(self) -> int:
         few = min(self.tokens, FEW)
-        attention = max(
-            tokens * self.heads * spans(self.positions, tokens) * (self.head_dim + 2)
-            for tokens in (few, self.tokens)
-        )
+        steps = {self.tokens, *range(few, self.tokens, FEW)}  # most tokens with spans of each length
+        parts = max(tokens * spans(self.positions, tokens) for tokens in steps)
+        attention = parts * self.heads * (self.head_dim + 2)
         down = few * MAX_SUMS * self.dim
         up = self.tokens * self.neurons if self.tokens > FEW else 0
         asked = self.tokens * (self.rank + self.neurons) if self.rank else 0
-        return 4 * max(attention, down, up, asked)
+        most: int = max(attention, down, up, asked)
+        return 4 * most
 
 
-def span_of(positions: int, tokens: int) -> int:
-    """Positions that one program of attention reads: of a prompt all, since its tokens fill the device."""
-    return SPAN if tokens <= FEW else max(positions, SPAN)
+def span_of(tokens: int) -> int:
+    """Positions that one program of attention reads: with more tokens fewer programs fill the device."""
+    return SPAN * -(-tokens // FEW)
 
 
 def spans(positions: int, tokens: int) -> int:
-    return -(-positions // span_of(positions, tokens))
+    return -(-positions // span_of(tokens))
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,7 @@ class GpuOps:
         self._vectors: dict[int, tuple[F32, Tensor]] = {}
         self._programs: dict[tuple[Any, ...], Program | None] = {}
         self._now = Program()
+        self._under_way: Program | None = None
         self._task: _native.HostTask | None = None
         self._slot = _native.StepSlot()
 
@@ -277,6 +278,8 @@ class GpuOps:
         (At the first one kernels are compiled, which cannot be recorded.)
         """
         tokens, key = len(x), (len(x), len(rows), sparsity)
+        if self._under_way:  # of a step that was given up: its buffers are these
+            self.device.wait(self._under_way.tasks)
         self.free = list(range(STREAMS))
         self.streams[0][1][:tokens].copy_(torch.from_numpy(x))
         self._rows[1][: len(rows)].copy_(torch.from_numpy(np.ascontiguousarray(rows)))
@@ -296,7 +299,9 @@ class GpuOps:
             self._programs[key] = program
             assert program.replay is not None
             program.replay()
+        self._under_way = program
         self.device.wait(program.tasks)
+        self._under_way = None
         self._tell(program, stats)
         assert program.logits is not None
         logits: F32 = program.logits.numpy().copy()

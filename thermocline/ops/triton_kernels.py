@@ -42,14 +42,14 @@ class Shape(NamedTuple):
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, warps: int = 4, stages: int = 2, **fixed: Any
 ) -> None:
-    """The one place that starts a kernel. Multiplications and additions may be fused, whatever the default."""
+    """The one place that starts a kernel. Products and sums may be fused, whatever the default."""
     kernel[grid](*args, **fixed, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
 
 
 def embed(out: Tensor, table: Rows, ids: Tensor, scale: float) -> None:
     s = _shape(table)
     grid = len(ids), _ceil(_units(table, s), s.g)
-    fixed = {"FORMAT": table.format, "G": s.g, "V": s.v}
+    fixed: dict[str, Any] = {"FORMAT": table.format, "G": s.g, "V": s.v}
     launch(triton_rows.embed, grid, out, _at(table), ids, table.columns, table.stride, scale, **fixed)
 
 
@@ -108,7 +108,7 @@ def attention(
     scratch: Scratch,
 ) -> None:
     t, width, block = len(qkv), table.shape[1], _block(v)
-    span, n_spans = span_of(width * block, t), spans(width * block, t)
+    span, n_spans = span_of(t), spans(width * block, t)
     window = width * block if heads.window is None else heads.window
     parts = scratch.take(t, heads.n, n_spans, heads.dim + 2)
     group, wide = heads.n // heads.n_kv, max(16, _power(heads.dim))
@@ -138,7 +138,7 @@ def activate(
     out: Tensor, gate: Tensor, up: Tensor | None, activation: str, threshold: float, up_relu: bool
 ) -> None:
     n = out.numel()
-    fixed = {"KIND": activation, "UP_RELU": up_relu, "C": ELEMENTWISE}
+    fixed: dict[str, Any] = {"KIND": activation, "UP_RELU": up_relu, "C": ELEMENTWISE}
     launch(triton_tokens.activate, (_ceil(n, ELEMENTWISE),), out, gate, up, n, threshold, **fixed)
 
 
@@ -163,9 +163,8 @@ def gate_up(
         if up is not None and ups is not None:
             _matmul(ups, up, x, None, False, False)
         rows = 16
-        fixed = {"ACTIVATION": activation, "UP_RELU": up_relu, "R": rows, "T": 64}
-        args = h, ups, named, counts, n, t, threshold
-        launch(triton_tokens.gated, (_ceil(n, rows),), *args, **fixed)
+        fixed: dict[str, Any] = {"ACTIVATION": activation, "UP_RELU": up_relu, "R": rows, "T": 64}
+        launch(triton_tokens.gated, (_ceil(n, rows),), h, ups, named, counts, n, t, threshold, **fixed)
         return
     (s, rows), tokens = _dot_shape(gate, t), _power(t)
     fixed = {"FORMAT": gate.format, "B": tokens, "R": rows, "G": s.g, "V": s.v}
@@ -186,15 +185,21 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     each = _ceil(chunks, MAX_SUMS)
     programs = _ceil(chunks, each)
     sums = scratch.take(programs, t, rows.columns)
-    fixed = {"FORMAT": rows.format, "B": tokens, "CHUNK": SPAN, "R": held[tokens], "W": DOWN_WARPS}
+    fixed: dict[str, Any] = {
+        "FORMAT": rows.format,
+        "B": tokens,
+        "CHUNK": SPAN,
+        "R": held[tokens],
+        "W": DOWN_WARPS,
+    }
     fixed |= {"G": s.g, "V": s.v}
     args = sums, _at(rows), h, n, rows.columns, rows.stride, t, each
     grid = programs, _ceil(_units(rows, s), s.g)
     launch(triton_rows.down_few, grid, *args, warps=DOWN_WARPS, **fixed)
     at_once = 64
-    grid = (_ceil(t * rows.columns, at_once),)
+    joins = (_ceil(t * rows.columns, at_once),)
     fixed = {"ADD": add, "S": _power(programs), "C": at_once}
-    launch(triton_rows.join_sums, grid, out, sums, programs, t * rows.columns, **fixed)
+    launch(triton_rows.join_sums, joins, out, sums, programs, t * rows.columns, **fixed)
 
 
 def weigh(h: Tensor, weights: Tensor) -> None:
@@ -253,7 +258,7 @@ def _norm(
 ) -> None:
     dim = x.shape[1]
     wide = _power(dim)
-    fixed = {"LAYER": layer, "ADD": add, "D": wide}
+    fixed: dict[str, Any] = {"LAYER": layer, "ADD": add, "D": wide}
     warps = min(16, max(1, wide // 256))  # two 16-byte loads a thread
     launch(triton_tokens.norm, (len(x),), out, x, weight, bias, dim, eps, scale, warps=warps, **fixed)
 
@@ -277,14 +282,14 @@ def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
     t, n = h.shape
     s = _shape(rows)
     m, g = min(128, _power(t)), 64 // s.v
-    fixed = {"ADD": add, "FORMAT": rows.format, "M": m, "K": 32, "G": g, "V": s.v}
+    fixed: dict[str, Any] = {"ADD": add, "FORMAT": rows.format, "M": m, "K": 32, "G": g, "V": s.v}
     args = out, _at(rows), h, n, rows.columns, rows.stride, t
     grid = _ceil(_units(rows, s), g), _ceil(t, m)
     launch(triton_rows.down_many, grid, *args, stages=3, **fixed)
 
 
 def _shape(w: Rows, v: int = 0, warps: int = 4) -> Shape:
-    """Units of v numbers, or 16 bytes, and as many as `warps` warps read at once, where rows are that long."""
+    """Units of v numbers, or 16 bytes; as many as `warps` warps read at once, where rows are so long."""
     v = v or 16 // SIZES[w.format]
     g = min(32 * warps, _power(_units(w, Shape(v, 0, 0))))
     return Shape(v, g, max(1, g // 32))

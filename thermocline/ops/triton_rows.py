@@ -177,8 +177,7 @@ def down_few(
     Of each chunk the neurons that some token needs are numbered; R * W of them are read at a time, so that
     few among many still come side by side. W: warps, each with rows of its own.
     """
-    s = tl.program_id(0)
-    g = tl.program_id(1) * G + tl.arange(0, G)
+    s, g = tl.program_id(0), tl.program_id(1) * G + tl.arange(0, G)
     PLANES: tl.constexpr = 2 if FORMAT == "q4_0" else 1
     acc = (tl.zeros((W, G, V), tl.float32),) * (B * PLANES)
     for c in range(s * chunks, (s + 1) * chunks):

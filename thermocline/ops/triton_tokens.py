@@ -183,10 +183,8 @@ def rope_store(
 
     Each element is read and written by one thread, so in place is safe.
     """
-    b, head = tl.program_id(0), tl.program_id(1)
+    b, head, i, j = tl.program_id(0), tl.program_id(1), tl.arange(0, A), 2 * HALF + tl.arange(0, REST)
     at = qkv + (b.to(tl.int64) * (n + 2 * n_kv) + head) * DIM
-    i = tl.arange(0, A)
-    j = 2 * HALF + tl.arange(0, REST)
     turn = i < HALF
     x = tl.load(at + i, mask=turn, other=0)
     y = tl.load(at + HALF + i, mask=turn, other=0)
@@ -210,16 +208,22 @@ def rope_store(
     if head >= n:
         position = tl.load(positions + b)
         page = tl.load(table + tl.load(sequence + b) * width + position // BLOCK).to(tl.int64)
-        slot = position % BLOCK
-        if head < n + n_kv:
-            to = k + (page * n_kv + head - n) * DIM * BLOCK + slot
-            step = BLOCK
-        else:
-            to = v + ((page * n_kv + head - n - n_kv) * BLOCK + slot) * DIM
-            step = 1
+        is_k = head < n + n_kv
+        first = (page * n_kv + (head - n) % n_kv) * DIM * BLOCK
+        to = (k if is_k else v) + first + (position % BLOCK) * tl.where(is_k, 1, DIM)
+        step = tl.where(is_k, BLOCK, 1)
         tl.store(to + i * step, x.to(tl.float16), mask=turn)
         tl.store(to + (HALF + i) * step, y.to(tl.float16), mask=turn)
         tl.store(to + j * step, z.to(tl.float16), mask=j < DIM)
+
+
+@triton.jit
+def scores_of(q, keys, seen, cap, CAPPED: tl.constexpr):
+    """q [H, D] by keys [D, BLOCK]: as exact as f32, since both go through the tensor cores in parts."""
+    scores = tl.dot(q, keys.to(tl.float32), input_precision="tf32x3")
+    if CAPPED:
+        scores = cap * tanh(scores / cap)
+    return tl.where(seen[None, :], scores, float("-inf"))
 
 
 @triton.jit
@@ -230,8 +234,7 @@ def attend(
     """Program (token, kv head, span): parts [tokens, heads, spans, DIM + 2] of the kv head's q heads.
 
     A part: values weighed with exp(score - greatest), then the greatest score, then the weights' sum. Of
-    spans a token does not see nothing is written. Scores are as exact as f32: q and the weights go through
-    the tensor cores in parts.
+    spans a token does not see nothing is written.
     """
     b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own = tl.load(positions + b)
@@ -250,15 +253,10 @@ def attend(
         for block in range(low // BLOCK, tl.cdiv(high, BLOCK)):
             page = (tl.load(pages + block).to(tl.int64) * n_kv + g) * DIM * BLOCK
             seen = (block * BLOCK + p >= low) & (block * BLOCK + p < high)
-            inside = d < DIM
-            keys = tl.load(k + page + d[:, None] * BLOCK + p[None, :], mask=inside[:, None], other=0)
-            values = tl.load(
-                v + page + p[:, None] * DIM + d[None, :], mask=seen[:, None] & inside[None, :], other=0
-            )
-            scores = tl.dot(q, keys.to(tl.float32), input_precision="tf32x3")
-            if CAPPED:
-                scores = cap * tanh(scores / cap)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            ok = seen[:, None] & (d < DIM)[None, :]
+            keys = tl.load(k + page + d[:, None] * BLOCK + p[None, :], mask=(d < DIM)[:, None], other=0)
+            values = tl.load(v + page + p[:, None] * DIM + d[None, :], mask=ok, other=0)
+            scores = scores_of(q, keys, seen, cap, CAPPED)
             higher = tl.maximum(top, tl.max(scores, axis=1))
             weights = tl.exp(scores - higher[:, None])
             fade = tl.exp(top - higher)
