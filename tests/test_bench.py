@@ -55,7 +55,7 @@ OUR_KEYS = {
         "tokens",
     ),
     *("cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share"),
-    *("token_ms_p99", "memory_bytes", "disk", "disabled"),
+    *("token_ms_p99", "memory_bytes", "disk", "vram_bytes", "disabled"),
 }
 
 

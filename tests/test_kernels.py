@@ -462,8 +462,8 @@ CHECKS: dict[str, Callable[[str, str], None]] = {
 }
 # Not ops: `attention` and `ffn_add` are made of them, and are compared with them whole.
 PARTS = {"rotate", "activate", "route"}
-BINDERS = {"step", "bind_attention", "bind_ffn"}  # arguments of the ops, made ready
-HINTS = {"read_ahead"}  # compute nothing; tests/test_disk.py
+BINDERS = {"step", "bind_attention", "bind_ffn", "bind_part"}  # arguments of the ops, made ready
+HINTS = {"read_ahead", "run", "rows"}  # compute nothing: tests/test_disk.py, tests/test_gpu.py
 
 
 def public_functions(where: Any) -> set[str]:

@@ -152,7 +152,7 @@ def llm() -> LLM:
     llm = LLM.__new__(LLM)
     letters: Any = Letters()
     llm.spec, llm.context, llm.tokenizer = SPEC, 256, letters
-    llm._lock, llm._leaving, llm._closed = threading.Lock(), deque(), False
+    llm._lock, llm._leaving, llm._closed, llm._gpu = threading.Lock(), deque(), False, None
     llm._engine = Engine(SPEC, WEIGHTS, reference, context=256, tokenizer=letters)
     return llm
 

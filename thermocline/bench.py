@@ -282,7 +282,7 @@ class Bench:
 
     def python_share(self, test: Test) -> float | None:
         """Of the time of a token; None where none is generated one by one."""
-        if test.gen == 0:
+        if test.gen == 0 or self.gpu is not None:  # of a GPU's step the CPU's calls are a part
             return None
         test = replace(test, prompt=0, gen=min(test.gen, CLOCKED_TOKENS))
         request = self._start(test)
