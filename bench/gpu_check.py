@@ -57,10 +57,11 @@ class Size:
     heads: int
     sequences: tuple[int, ...]  # one token of each in a step
     prompt: int
+    placed: tuple[str, ...] | None = None  # of the placements; None: all
 
 
 SIZES = {
-    "interpreted": Size(192, 128, 3, (1,), 17),
+    "interpreted": Size(192, 128, 3, (1,), 17, ("all", "divided")),
     "tiny": Size(256, 512, 4, (1, 4, 16), 40),
     "wide": Size(1024, 4096, 8, (1, 2, 4, 8, 16, 32), 48),
 }
@@ -250,6 +251,8 @@ def of_pack(gpu: Gpu, pack: Pack, z: Size, kind: str) -> Iterator[Result]:
         modes.append(("predict", generous(pack)))
     for sparsity, predictors in modes:
         for name, places in placements(z.neurons, pack.spec.sparse).items():
+            if z.placed is not None and name not in z.placed:
+                continue
             for shape, y in zip(shapes, _on(gpu, pack, places, predictors, shapes), strict=True):
                 found = compared(y, right[shape], limit_of(f, name))
                 yield Result(kind, f, name, sparsity, sum(shape), *found)
