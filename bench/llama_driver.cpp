@@ -1,7 +1,7 @@
 // llama.cpp, loaded once and asked for one test per line of stdin: `bench/vs_llamacpp.py` builds and drives it.
 // A test is what tools/llama-bench does: the same calls, batch sizes and threadpool, without its loading.
 //
-//   llama-driver MODEL.gguf TOKENS.i32 N_CTX MMAP(0|1) REPACK(0|1)
+//   llama-driver MODEL.gguf TOKENS.i32 N_CTX MMAP(0|1) REPACK(0|1) [GPU_LAYERS]
 //   run THREADS FLASH(0|1) DEPTH PROMPT GEN   -> {"ns": ...}         after DEPTH tokens, which are kept between runs
 //   logits THREADS FLASH PROMPT GEN FILE      -> {"rows": GEN + 1}   f32 logits after the prompt and each token
 //   peak                                      -> {"peak_rss_bytes": ...}
@@ -131,7 +131,7 @@ static long long peak_rss_bytes() {
 }
 
 int main(int argc, char ** argv) {
-    if (argc != 6) fail("usage: llama-driver MODEL TOKENS N_CTX MMAP REPACK");
+    if (argc != 6 && argc != 7) fail("usage: llama-driver MODEL TOKENS N_CTX MMAP REPACK [GPU_LAYERS]");
     Driver d;
     llama_log_set([](ggml_log_level level, const char * text, void *) {
         if (level == GGML_LOG_LEVEL_ERROR) fputs(text, stderr);
@@ -142,6 +142,7 @@ int main(int argc, char ** argv) {
     llama_model_params p = llama_model_default_params();
     p.load_mode = atoi(argv[4]) ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
     p.use_extra_bufts = atoi(argv[5]) != 0;
+    p.n_gpu_layers = argc > 6 ? atoi(argv[6]) : 0;
     const auto begin = std::chrono::steady_clock::now();
     d.model = llama_model_load_from_file(argv[1], p);
     if (!d.model) fail("cannot load the model");

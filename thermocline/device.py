@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ import torch
 from thermocline.errors import DeviceFailure, Unsupported
 
 STUCK_S = 60.0  # without any end of the CPU's part of a step, while that is awaited
+CPU_TASK = "CPU"  # what a task of the CPU's is called among what ran
 SPIN_S = 0.02  # of a wait, without sleeping: a step takes 5 to 100 ms
 
 
@@ -215,6 +217,16 @@ class _Queue:
 Signals = dict[int, threading.Event]  # of one replay, by their numbers in the recording
 
 
+@dataclass(frozen=True)
+class Span:
+    """Something that ran: when, by time.perf_counter's clock, in which queue."""
+
+    name: str
+    stream: str
+    begin_us: float
+    end_us: float
+
+
 class StandIn:
     """A device in RAM, for machines without a GPU and for tests: the same order, the same recordings."""
 
@@ -226,6 +238,7 @@ class StandIn:
         self._beside_done: int | None = None
         self._recorded: list[tuple[int, Callable[[Signals], None]]] | None = None
         self._live: Signals = {}
+        self.watched: list[Span] | None = None  # a list: what runs is noted in it
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -233,17 +246,13 @@ class StandIn:
     pinned = zeros
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> None:
-        def work(_: Signals) -> None:
-            with torch.inference_mode():
-                kernel(*args)
-
-        self._put(work)
+        self._work(getattr(kernel, "__name__", "kernel"), lambda: kernel(*args))
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        self.run(to.copy_, source)
+        self._work("copy", lambda: to.copy_(source))
 
     def call(self, task: Task) -> None:
-        self._put(lambda _: task.run())
+        self._work(CPU_TASK, task.run)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -288,6 +297,18 @@ class StandIn:
     def close(self) -> None:
         for queue in self._queues:
             queue.close()
+
+    def _work(self, name: str, what: Callable[[], Any]) -> None:
+        stream = ("main", "beside")[self._on]
+
+        def work(_: Signals) -> None:
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                what()
+            if self.watched is not None:
+                self.watched.append(Span(name, stream, begin * 1e6, time.perf_counter() * 1e6))
+
+        self._put(work)
 
     def _put(self, work: Callable[[Signals], None]) -> None:
         if self._recorded is not None:

@@ -191,14 +191,35 @@ def planned(
     """
     check(pack.spec)
     subject = plan_file.of_pack(pack.path, sparsity, plan_file.Curve())
-    here = machine.tiers_here(threads, formats=[pack.weight_format])
+    return planned_of(
+        gpu, subject, tiers_of(gpu, pack.weight_format, threads),
+        sparsity=sparsity, context=context, max_batch=max_batch, ram=ram, told=told
+    )  # fmt: skip
+
+
+def tiers_of(gpu: Gpu, weight_format: str, threads: int) -> tiers.Tiers:
+    """This machine with that GPU, measured now."""
+    here = machine.tiers_here(threads, formats=[weight_format])
     if gpu.device.name == STAND_IN:
-        found = replace(here, gpu=replace(PRETENDED, vram_bytes=gpu.free_bytes))
-    else:
-        found = machine.with_gpu(here, gpu.device, gpu.kernels, gpu.free_bytes, pack.weight_format)
+        return replace(here, gpu=replace(PRETENDED, vram_bytes=gpu.free_bytes))
+    return machine.with_gpu(here, gpu.device, gpu.kernels, gpu.free_bytes, weight_format)
+
+
+def planned_of(
+    gpu: Gpu,
+    subject: plan_file.Subject,
+    found: tiers.Tiers,
+    *,
+    sparsity: str,
+    context: int | None,
+    max_batch: int,
+    ram: int | None,
+    told: Callable[[str], None],
+) -> Session | None:
+    """`planned`, of a model that need not be a pack's, on a machine that is measured already."""
     asked = Ask(
-        context=context_for(pack.spec, context),
-        sparsity=sparsity if pack.spec.sparse else "off",
+        context=context_for(subject.spec, context),
+        sparsity=sparsity if subject.spec.sparse else "off",
         vram_bytes=gpu.free_bytes,
         ram_bytes=ram,
         max_batch=max_batch,

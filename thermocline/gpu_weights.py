@@ -106,7 +106,8 @@ def load(
     for s in found:
         t = pack.tensors[s.name]
         if s.there:
-            there[s.name] = _sent(pack, t, s.there, device, more)
+            columns = pack.spec.dim if s.name.endswith(".bundle") else t.shape[-1]
+            there[s.name] = _sent(pack, t, s.there, columns, device, more)
         if s.kept:
             shape = t.shape if not s.there else (*t.shape[:-2], t.bytes // t.stride - s.there, t.shape[-1])
             if s.name.endswith(".bundle") and s.there:
@@ -131,8 +132,10 @@ def _bytes_of(pack: Pack, s: Split) -> int:
     return t.bytes if s.kept else s.there * t.stride
 
 
-def _sent(pack: Pack, t: TensorInfo, rows: int, device: Device, more: Callable[[int], None]) -> Rows:
-    """The tensor's first rows, on the device."""
+def _sent(
+    pack: Pack, t: TensorInfo, rows: int, columns: int, device: Device, more: Callable[[int], None]
+) -> Rows:
+    """The tensor's first rows, on the device; of a bundle, as rows of what is first in its records."""
     nbytes = rows * t.stride
     made = device.zeros((rows, t.stride), torch.uint8)
     flat = made.view(-1)
@@ -144,7 +147,7 @@ def _sent(pack: Pack, t: TensorInfo, rows: int, device: Device, more: Callable[[
         fill_runs(staging, pack, [(t.offset + begin, t.offset + begin + size, 0)], None)
         flat[begin : begin + size].copy_(here[:size])
         more(size)
-    return Rows(made, t.format, t.shape[-1])
+    return Rows(made, t.format, columns)
 
 
 # ---- predictors

@@ -307,6 +307,15 @@ class GpuOps:
         logits: F32 = program.logits.numpy().copy()
         return logits
 
+    @property
+    def recorded(self) -> dict[tuple[Any, ...], Program]:
+        """Steps that are replayed, by (tokens, logits, sparsity)."""
+        return {key: p for key, p in self._programs.items() if p is not None}
+
+    def forget(self) -> None:
+        """What was recorded: the next steps are queued anew, perhaps to another device."""
+        self._programs.clear()
+
     def _record(self, work: Callable[[], None]) -> Program:
         program = self._now = Program()
         program.replay = self.device.record(work)
