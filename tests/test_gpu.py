@@ -25,7 +25,7 @@ from thermocline.engine import Engine
 from thermocline.errors import DeviceFailure
 from thermocline.gpu_weights import LayerPlace, Places
 from thermocline.kv import BLOCK, KVCache, blocks_for, in_ram
-from thermocline.ops import torch_kernels
+from thermocline.ops import device_sizes, torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device_rows import Rows
 from thermocline.ops.device_sizes import Session, device_bytes, host_bytes
@@ -152,6 +152,17 @@ def pack_of(path: Path, format: str, **changes: Any) -> Pack:
     return Pack.open(path / "pack")
 
 
+def opt_pack(path: Path, format: str) -> Pack:
+    """Ungated, with biases."""
+    shape = synth.shapes()["opt-6.7b"] | {
+        "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 512, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(shape))
+    synth.Model.of(str(path / "config.json"), 0, 0.1, 0.26, 64).write(path / "pack", format)
+    return Pack.open(path / "pack")
+
+
 def predictors_of(pack: Pack, kinds: Sequence[str] = ("svd", "mlp", "sign")) -> Predictors:
     """Random ones, which name about half."""
     s, rng = pack.spec, np.random.default_rng(3)
@@ -193,6 +204,39 @@ def test_a_pack_is_split_as_its_places_say(format: str, tmp_path: Path, stand_in
         made = gpu_weights.load(pack, places, stand_in, ops.cpu)
         y = logits(pack.spec, made, ops, places, chunk=(40, 1, 3)[seed % 3])
         assert nmse(y, truth) < (1e-9 if format == "f32" else 2e-4), places  # the CPU's int8 activations
+
+
+@pytest.mark.parametrize("changes", [{}, {"architectures": ["OPTForCausalLM"]}])
+@pytest.mark.parametrize("format", ["f32", "q4_0"])
+def test_neurons_are_sent_for_prompts_piece_by_piece(
+    format: str, changes: dict[str, Any], tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step of 7 tokens on; shorter ones are the CPU's. Counts, too, are the same wherever it is done."""
+    pack = opt_pack(tmp_path, format) if changes else pack_of(tmp_path, format)
+    whole = weights.load(pack, threads=2)
+    counted = FFNStats()
+    truth = logits(pack.spec, whole.weights, whole.ops, None, 7, stats=counted)
+    gate, bundle = (pack.tensors[f"layers.0.{part}"].stride for part in ("gate.weight", "bundle"))
+    for neurons in (64, 416):
+        monkeypatch.setattr(device_sizes, "PIECE_BYTES", 64 * (gate + bundle))  # in 7 pieces, and in 2
+        places = Places(tuple(LayerPlace(True, False, neurons) for _ in range(3)), True)
+        session, stats = Session(TOKENS, TOKENS, 64, BLOCK), FFNStats()
+        ops = GpuOps(stand_in, torch_kernels, CpuOps(2), pack.spec, session, send_from=7)
+        made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+        asked: list[int] = []
+        call = StandIn.call
+
+        def counting(self: StandIn, task: Any, asked: list[int] = asked, call: Any = call) -> None:
+            asked.append(1)
+            call(self, task)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StandIn, "call", counting)
+            y = logits(pack.spec, made, ops, places, 7, stats=stats)
+        assert len(asked) == 3  # of 40 tokens the last 5 are no prompt: a task for each layer
+        assert nmse(y, truth) < (1e-9 if format == "f32" else 2e-4)
+        if format == "f32":
+            assert stats == counted
 
 
 @pytest.mark.parametrize("asked_there", [False, True])

@@ -187,6 +187,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "plan_file",
         "predictor",
         "problem",
+        "quant",
         "spec",
         "store",
         "tiers",

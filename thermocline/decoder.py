@@ -55,6 +55,7 @@ class FFN:
     disk: Any | None = None  # of ops' own: up and down are places that neurons take turns in
     gate_disk: Any | None = None  # likewise of gate, with a predictor
     hot: FFN | None = None  # on a GPU: the neurons before these
+    sent: tuple[Any, Any] | None = None  # of ops' own: gate rows and bundles in RAM, to be sent to a GPU
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,9 @@ class Device(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """In RAM, where the device copies from and to."""
 
+    def register(self, address: int, nbytes: int) -> None:
+        """Memory that there is already, to copy from as from `pinned`."""
+
     def run(self, kernel: Callable[..., Any], *args: Any) -> None:
         """Queue work on tensors; what it returns is lost."""
 
@@ -99,6 +102,8 @@ class _Watch:
 def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     library.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    library.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+    library.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
     return library
 
 
@@ -116,6 +121,7 @@ class Cuda:
         self._library = _driver()
         self._main, self._side = (torch.cuda.Stream(self.torch) for _ in range(2))  # type: ignore[no-untyped-call]
         self._on = self._main
+        self._registered: list[int] = []
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -134,6 +140,15 @@ class Cuda:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as e:
             raise DeviceFailure(f"{self.name}: no pinned memory: {str(e).splitlines()[0]}") from None
+
+    def register(self, address: int, nbytes: int) -> None:
+        error = self._library.cuMemHostRegister_v2(address, nbytes, 0)
+        if error:
+            raise DeviceFailure(
+                f"{self.name}: the driver cannot pin {nbytes / 2**30:.2f} GiB of RAM (error {error}): allow "
+                "less with --ram, or lift the limit on locked memory (ulimit -l)"
+            )
+        self._registered.append(address)
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> None:
         with torch.cuda.stream(self._on):
@@ -185,6 +200,8 @@ class Cuda:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.torch)
+        while self._registered:
+            self._library.cuMemHostUnregister(self._registered.pop())
 
 
 # ---- a stand-in
@@ -244,6 +261,9 @@ class StandIn:
         return torch.zeros(shape, dtype=dtype)
 
     pinned = zeros
+
+    def register(self, address: int, nbytes: int) -> None:
+        pass
 
     def run(self, kernel: Callable[..., Any], *args: Any) -> None:
         self._work(getattr(kernel, "__name__", "kernel"), lambda: kernel(*args))

@@ -5,11 +5,12 @@ torch is imported when a GPU is asked for or there is one, never before. Must no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from thermocline import hardware, machine, plan_file, tiers, weights
+from thermocline import hardware, machine, plan_file, quant, tiers, weights
 from thermocline import plan as planning
 from thermocline.errors import OutOfBudget, Unsupported, UsageError
 from thermocline.kv import in_ram
@@ -49,6 +50,7 @@ class Session:
     plan: Plan
     room: Room  # of RAM
     max_batch: int
+    send_from: int  # tokens of a step for which neurons are sent to the GPU
 
     @property
     def vram_bytes(self) -> int:
@@ -85,7 +87,7 @@ class Session:
         rank = 0 if predictors is None else pack.spec.ffn_dim
         ops = GpuOps(
             device, self.gpu.kernels, weights.new_ops(threads), pack.spec,
-            device_session(self.room.context, self.max_batch, rank)
+            device_session(self.room.context, self.max_batch, rank), self.send_from
         )  # fmt: skip
         made = load(pack, places, device, ops.cpu, predictors=predictors, progress=progress)
 
@@ -234,4 +236,11 @@ def planned_of(
         f"{made.used('ram') / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
     )
     room = Room(asked.context, asked.context, made.used("ram"), None)
-    return Session(gpu, made, room, max_batch)
+    return Session(gpu, made, room, max_batch, send_from(found, subject.sizes.format))
+
+
+def send_from(here: tiers.Tiers, weight_format: str) -> int:
+    """Tokens for which a weight is sent faster than the CPU multiplies by it, as both were measured."""
+    assert here.gpu is not None
+    weight_bytes = quant.row_bytes(weight_format, 4096) / 4096
+    return math.ceil(here.kernel(weight_format).gflops * weight_bytes / (2 * here.gpu.link_gbs))

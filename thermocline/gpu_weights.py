@@ -6,13 +6,13 @@ Owns which bytes go where. Knows torch; must not know requests, flags or how pla
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from thermocline import weights
+from thermocline import _native, weights
 from thermocline.decoder import FFN, Layer, Weights
 from thermocline.device import Device
 from thermocline.layout import TensorInfo
@@ -121,10 +121,39 @@ def load(
     begun = done
     fill_runs(arena, pack, runs, lambda a, _: more(begun + a - done))
     arena.gather_pages()
-    made = weights.assemble(pack.spec, kept, arena, cpu, there)
+    made = _with_senders(weights.assemble(pack.spec, kept, arena, cpu, there), kept, arena, device)
     if pack.spec.tied_head and places.head:
         made = replace(made, head=replace(made.head, weight=there["embed.weight"]))
     return made if predictors is None else _with_predictors(made, places, predictors, device)
+
+
+def _with_senders(
+    made: Weights, kept: Mapping[str, TensorInfo], arena: _native.Arena, device: Device
+) -> Weights:
+    """Layers that are divided can send their other neurons to the device, too: for prompts."""
+    if not any(x.experts[0].hot is not None for x in made.layers):
+        return made
+    device.register(arena.address, arena.nbytes)
+    here = _bytes_at(arena)
+
+    def rows(name: str, columns: int) -> Rows:
+        t = kept[name]
+        return Rows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), t.format, columns)
+
+    def sender(i: int, f: FFN) -> FFN:
+        if f.hot is None:
+            return f
+        dim = f.gate.weight.shape[1]
+        return replace(f, sent=(rows(f"layers.{i}.gate.weight", dim), rows(f"layers.{i}.bundle", dim)))
+
+    layers = (replace(x, experts=tuple(sender(i, f) for f in x.experts)) for i, x in enumerate(made.layers))
+    return replace(made, layers=tuple(layers))
+
+
+def _bytes_at(arena: _native.Arena) -> torch.Tensor:
+    """The arena as a tensor, which does not keep it: its matrices do."""
+    window = (ctypes.c_uint8 * arena.nbytes).from_address(arena.address)
+    return torch.from_numpy(np.ctypeslib.as_array(window))
 
 
 def _bytes_of(pack: Pack, s: Split) -> int:
@@ -140,8 +169,7 @@ def _sent(
     made = device.zeros((rows, t.stride), torch.uint8)
     flat = made.view(-1)
     staging = weights.new_arena(min(nbytes, PIECE_BYTES) + 2 * pack.block_bytes, "weights on their way")
-    window = (ctypes.c_uint8 * staging.nbytes).from_address(staging.address)
-    here = torch.from_numpy(np.ctypeslib.as_array(window))
+    here = _bytes_at(staging)
     for begin in range(0, nbytes, PIECE_BYTES):
         size = min(PIECE_BYTES, nbytes - begin)
         fill_runs(staging, pack, [(t.offset + begin, t.offset + begin + size, 0)], None)

@@ -15,6 +15,7 @@ FEW = 16  # tokens for which sparse kernels skip rows; of more, nearly every row
 SPAN = 128  # positions, or neurons, that one program adds up before sums are joined in order
 MAX_SUMS = 96  # joined of `down`: more spread a matrix over more programs, and cost as much to write and add
 STREAMS = 4  # residual streams that a step holds at once: x, a copy of it, and a norm of each
+PIECE_BYTES = 32 << 20  # of neurons on their way to the device for a prompt; there are two such buffers
 BYTES = {"f32": 4, "i32": 4, "u8": 1}
 
 
@@ -105,6 +106,9 @@ def buffers(spec: ModelSpec, s: Session) -> dict[str, Buffer]:
         if spec.position == "rope":
             turned = Buffer((s.tokens, (spec.rotary_dim or spec.head_dim) // 2))
             made |= {f"{name} {window}": turned for name in ("cos", "sin")}
+    if spec.sparse:
+        whole = 3 * 4 * spec.dim * spec.ffn_dim  # of a layer's neurons, at most
+        made |= {f"piece {i}": Buffer((min(PIECE_BYTES, whole),), "u8", here=False) for i in range(2)}
     made["scratch"] = Buffer((s.sizes(spec).scratch_bytes // 4,), here=False)
     return made
 

@@ -101,6 +101,8 @@ class DeviceFFN:
     predictor: DevicePredictor | None
     cold: _native.FFN | None
     neurons: int  # of the layer
+    sent: tuple[Rows, Rows] | None  # the cold ones' gate rows and bundles, in RAM
+    cold_bias: Vector  # of their gates
 
     @property
     def here(self) -> int:
@@ -152,10 +154,19 @@ class Program:
 class GpuOps:
     """Ops over a device and the CPU beside it. `kernels`: ops.triton_kernels or ops.torch_kernels.
 
-    `session`: what its buffers are made for.
+    `session`: what its buffers are made for. `send_from`: tokens of a step for which the CPU's neurons are
+    sent to the device rather than computed beside it.
     """
 
-    def __init__(self, device: Device, kernels: Any, cpu: CpuOps, spec: ModelSpec, session: Session) -> None:
+    def __init__(
+        self,
+        device: Device,
+        kernels: Any,
+        cpu: CpuOps,
+        spec: ModelSpec,
+        session: Session,
+        send_from: int = 1 << 31,
+    ) -> None:
         self.device, self.kernels, self.cpu, self.spec = device, kernels, cpu, spec
         self._pairs = {name: self._made(b) for name, b in buffers(spec, session).items()}
         self.streams = [self._pairs[f"stream {i}"] for i in range(STREAMS)]
@@ -166,6 +177,8 @@ class GpuOps:
         self._logits, self._rows, self._counts = (self._pairs[n] for n in ("logits", "rows", "counts"))
         self._named, self._named_cold = self._pairs["named"][0], self._pairs["named cold"]
         self._scratch = Scratch(self._pairs["scratch"][0], session.sizes(spec))
+        self._pieces = [self._pairs[f"piece {i}"][0] for i in range(2 if spec.sparse else 0)]
+        self.send_from = send_from
         self._slots: dict[int | None, _native.StepSlot] = {}
         self._vectors: dict[int, tuple[F32, Tensor]] = {}
         self._programs: dict[tuple[Any, ...], Program | None] = {}
@@ -214,6 +227,8 @@ class GpuOps:
             predictor=here.predictor,
             cold=None if whole else self.cpu.bind_part(spec, replace(f, down_bias=None)),
             neurons=spec.ffn_dim,
+            sent=f.sent,
+            cold_bias=self._vector(f.gate.bias) if f.sent is not None else None,
         )
 
     def _norm(self, norm: Norm | None) -> DeviceNorm | None:
@@ -419,7 +434,8 @@ class GpuOps:
         self._to_device(h)
         normed = self._normalised(b.norm, h, apart=b.cold is not None)
         named = self._guess(b, normed, sparsity)
-        if b.cold is not None:
+        sends = b.sent is not None and x.tokens >= self.send_from
+        if b.cold is not None and not sends:
             self._begin_cold(b, b.cold, normed, sparsity, named)
         self._count(b, x.tokens)
 
@@ -430,7 +446,9 @@ class GpuOps:
                 self.device.run(y.zero_)
             if b.down_bias is not None:
                 self.device.run(y.add_, b.down_bias)
-            if b.cold is not None:
+            if sends:
+                self._send(b, normed, y)
+            elif b.cold is not None:
                 self.device.join()
                 self.device.run(y.add_, self._cold[0][: len(y)])
 
@@ -520,6 +538,45 @@ class GpuOps:
             run(k.down, y, b.down, h, add, self._scratch)
         else:
             self._times(y, DeviceLinear(b.down, None), h, add)
+
+    def _send(self, b: DeviceFFN, normed: Tensor, y: Tensor) -> None:
+        """y += the cold neurons' part, computed here: a piece comes while the one before is computed."""
+        assert b.sent is not None
+        gate, bundle = b.sent
+        row = gate.stride + bundle.stride
+        size = len(self._pieces[0]) // row // 32 * 32
+        assert size, "a piece holds no 32 neurons"
+        firsts = range(0, gate.rows, size)
+
+        def piece(i: int) -> tuple[Tensor, Tensor]:
+            rows, buffer = min(size, gate.rows - firsts[i]), self._pieces[i % 2]
+            cut = rows * gate.stride
+            return buffer[:cut].view(rows, -1), buffer[cut : rows * row].view(rows, -1)
+
+        def come(i: int) -> None:
+            with self.device.beside():
+                for to, source in zip(piece(i), (gate, bundle), strict=True):
+                    self.device.copy(to, source.data[firsts[i] : firsts[i] + len(to)])
+
+        come(0)
+        for i, first in enumerate(firsts):
+            self.device.join()
+            if i + 1 < len(firsts):
+                come(i + 1)  # to where the piece before this one was: it has been computed by then
+            here, records = piece(i)
+            bias = None if b.cold_bias is None else b.cold_bias[first : first + len(here)]
+            self._add_piece(b, replace(gate, data=here), replace(bundle, data=records), bias, normed, y)
+        self._now.known.rows_dense += (2 if self.spec.gated else 1) * gate.rows
+
+    def _add_piece(
+        self, b: DeviceFFN, gate: Rows, bundle: Rows, bias: Vector, normed: Tensor, y: Tensor
+    ) -> None:
+        a, k, gated = b.activation, self.kernels, self.spec.gated
+        h = self._hidden[0][: len(normed) * gate.rows].view(len(normed), -1)
+        how = (normed, a.kind, a.threshold, a.up_relu, None, self._counts[0], self._scratch)
+        self.device.run(k.gate_up, h, gate, bias, bundle if gated else None, *how)
+        down = replace(bundle, skip=bundle.row_bytes) if gated else bundle
+        self.device.run(k.down, y, down, h, True, self._scratch)
 
     def _count(self, b: DeviceFFN, tokens: int) -> None:
         known, rows = self._now.known, 2 if self.spec.gated else 1
