@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -499,28 +500,32 @@ def test_bench_measures_with_a_gpu_and_says_so(tiny_pack: Path, thermocline: Cal
 def test_a_step_that_was_given_up_does_not_disturb_the_next(
     tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while a step is awaited: what it still does is over before its buffers are used again."""
+    """Ctrl-C while a step is awaited: what it still does is over before its buffers are used again, and what
+    it counted is nobody's.
+    """
     pack = pack_of(tmp_path, "f32")
     places = Places(tuple(LayerPlace(True, False, n) for n in (96, 512, 0)), True)
     ops = gpu_ops(stand_in, pack.spec)
     made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+    first, again = FFNStats(), FFNStats()
     truth = logits(pack.spec, made, ops, places, 1)
-    slow, real = threading.Event(), torch_kernels.norm
-
-    def norm(*args: Any) -> None:
-        slow.wait(0.2)
-        real(*args)
-
-    wait = StandIn.wait
+    assert np.array_equal(logits(pack.spec, made, ops, places, 1, stats=first), truth)
 
     def interrupted(self: StandIn, tasks: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch_kernels, "norm", norm)
-    monkeypatch.setattr(StandIn, "wait", interrupted)
-    ops._programs.clear()
-    with pytest.raises(KeyboardInterrupt):
-        logits(pack.spec, made, ops, places, 3)
-    monkeypatch.setattr(torch_kernels, "norm", real)
-    monkeypatch.setattr(StandIn, "wait", wait)
-    assert np.array_equal(logits(pack.spec, made, ops, places, 1), truth)
+    for chunk in (1, 3):  # a step that is replayed, and one that is new
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(StandIn, "wait", interrupted)
+            patch.setattr(torch_kernels, "norm", slowly(torch_kernels.norm))
+            logits(pack.spec, made, ops, places, chunk)
+    assert np.array_equal(logits(pack.spec, made, ops, places, 1, stats=again), truth)
+    assert again == first
+
+
+def slowly(kernel: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any) -> None:
+        time.sleep(0.05)
+        kernel(*args)
+
+    return run

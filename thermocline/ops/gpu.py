@@ -8,6 +8,7 @@ once for each size of batch and replayed. Owns the buffers of a step; must not k
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -152,7 +153,9 @@ class Program:
 
 
 class GpuOps:
-    """Ops over a device and the CPU beside it. `kernels`: ops.triton_kernels or ops.torch_kernels.
+    """Ops over a device and the CPU beside it, for one model and one KV cache: recordings are of theirs.
+
+    `kernels`: ops.triton_kernels or ops.torch_kernels.
 
     `session`: what its buffers are made for. `send_from`: tokens of a step for which the CPU's neurons are
     sent to the device rather than computed beside it.
@@ -255,6 +258,7 @@ class GpuOps:
         self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
     ) -> DeviceStep:
         """The batch's places, sent to where every step has them."""
+        self._settle()
         table, n = batch.table(window), len(batch.ids)
         given = {
             "positions": batch.positions,
@@ -293,9 +297,8 @@ class GpuOps:
         (At the first one kernels are compiled, which cannot be recorded.)
         """
         tokens, key = len(x), (len(x), len(rows), sparsity)
-        if self._under_way:  # of a step that was given up: its buffers are these
-            self.device.wait(self._under_way.tasks)
-        self.free = list(range(STREAMS))
+        self._settle()
+        self.free, self._task = list(range(STREAMS)), None
         self.streams[0][1][:tokens].copy_(torch.from_numpy(x))
         self._rows[1][: len(rows)].copy_(torch.from_numpy(np.ascontiguousarray(rows)))
         self.device.copy(self._rows[0], self._rows[1])
@@ -321,6 +324,15 @@ class GpuOps:
         assert program.logits is not None
         logits: F32 = program.logits.numpy().copy()
         return logits
+
+    def _settle(self) -> None:
+        """A step that was given up, as by Ctrl-C, ends before its buffers are written to."""
+        if self._under_way is not None:
+            self.device.wait(self._under_way.tasks)
+            for task in self._under_way.tasks:
+                with contextlib.suppress(Exception):  # what it met is nobody's any more
+                    task.take()
+            self._under_way = None
 
     @property
     def recorded(self) -> dict[tuple[Any, ...], Program]:
