@@ -465,11 +465,17 @@ def test_a_gpu_that_is_not_there_is_refused_by_number_and_left_out_by_auto(
 
 
 @pytest.mark.parametrize("missing", ["torch", "triton"])
-def test_a_gpu_without_its_libraries_is_explained(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_its_libraries_is_explained(
+    missing: str, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(True, ["NVIDIA X"], [1 << 30], ""))
     monkeypatch.setitem(sys.modules, missing, None)
     assert gpu.unusable() == f"{missing} is not installed: pip install 'thermocline[gpu]'"
     assert gpu.find("auto") is None
+    told: list[str] = []
+    with LLM(tiny_pack, context=64, told=told.append) as llm:
+        assert llm.plan is None
+    assert told == [f"the GPU is not used: {missing} is not installed: pip install 'thermocline[gpu]'"]
 
 
 def test_a_gpu_under_a_torch_for_cpus_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

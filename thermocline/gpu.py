@@ -154,6 +154,10 @@ def chosen(
     asked: str, vram: float | None, pack: Pack, *, told: Callable[[str], None], **how: Any
 ) -> Session | None:
     """`find` and `planned`. With "auto", what a GPU cannot hold or compute is the CPU's."""
+    if asked == "auto" and (why := unusable()):
+        if hardware.gpu().found:  # else nobody misses it
+            told(f"the GPU is not used: {why}")
+        return None
     found = find(asked, vram)
     if found is None:
         return None
