@@ -94,6 +94,10 @@ def _notes(p: Problem, c: Contents, a: Arrangement) -> list[str]:
     )
     if a.gates is not None:
         notes.append("gate rows too are on disk: fewer bytes are then read for a token")
+    if c.spec.n_experts > 1:  # LOG, "A whole Mixtral in 6 to 16 GiB"
+        notes.append(
+            "a mixture with much of it in memory was measured at as little as half of the speed predicted"
+        )
     if not c.hotness.ordered:
         notes.append("neurons are in no order of hotness: `thermocline profile` makes this faster")
     return notes
