@@ -236,7 +236,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def device_of(args: argparse.Namespace) -> gpu.Gpu:
     found = gpu.find(args.gpu)
     if found is None:
-        note(f"no GPU: {gpu.unusable()}")
+        note(f"no GPU: {gpu.unusable(hardware.gpu())}")
         found = gpu.find(gpu.STAND_IN)
     assert found is not None
     stand_in = found.device.name == gpu.STAND_IN

@@ -24,7 +24,7 @@ from thermocline.gpu_weights import LayerPlace, Places
 from thermocline.kv import BLOCK, KVCache, in_ram
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.device_sizes import Session
+from thermocline.ops.device_sizes import Limits
 from thermocline.ops.gpu import GpuOps
 from thermocline.pack import Pack, read_tensor
 from thermocline.predictor import LayerPredictor, Predictors
@@ -267,8 +267,8 @@ def _on(
 ) -> Iterator[F32]:
     """Logits of each, placed so."""
     device, largest = gpu.device, max(map(max, shapes))
-    session = Session(largest, largest, 2 * BLOCK, BLOCK, pack.spec.ffn_dim if predictors else 0)
-    ops = GpuOps(device, gpu.kernels, CpuOps(2), pack.spec, session)
+    limits = Limits(largest, largest, 2 * BLOCK, BLOCK, pack.spec.ffn_dim if predictors else 0)
+    ops = GpuOps(device, gpu.kernels, CpuOps(2), pack.spec, limits)
     made = gpu_weights.load(pack, places, device, ops.cpu, predictors=predictors)
 
     def storage(layer: int, room: tuple[int, ...]) -> Any:

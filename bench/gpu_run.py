@@ -33,7 +33,7 @@ class Loaded:
         self.model, self.session, self.sparsity = model, session, sparsity
         begin = time.perf_counter()
         self.loaded, storage = session.opened(model.pack, model.predictors, threads=threads, progress=None)
-        context = session.room.context
+        context = session.context
         self.engine = Engine(
             model.pack.spec, self.loaded.weights, self.loaded.ops, storage=storage, context=context,
             max_batch=1, sparsity=sparsity, kv_tokens=context

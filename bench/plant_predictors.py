@@ -65,9 +65,9 @@ def record(pack: Pack, tokens: int, seed: int, ram: float | None) -> list[tuple[
         pack, None, sparsity="exact", context=tokens, max_batch=1, threads=threads,
         budget=None if ram is None else int(ram * 2**30)
     )  # fmt: skip
-    loaded, _ = store.open_weights(
+    loaded = store.open_weights(
         pack, room, threads=threads, predictors=None, disable=(), progress=lambda *_: None, told=print
-    )
+    ).loaded
     ops = Recorder(loaded.ops, pack, [layer.ffn_norm for layer in loaded.weights.layers])
     texts = np.array([random_tokens(pack.spec, seed, tokens)], np.int32)
     Reader(bind(pack.spec, loaded.weights, ops), ops, context=tokens).prompt(texts, tokens)
@@ -143,8 +143,8 @@ def profile_of(found: list[tuple[F32, F16]], places: list[I64], ids: list[int], 
 
 
 def intended(pack: Pack) -> Profile:
-    """What counting would find in the long run. A mixture's neurons are needed once in so many tokens that a
-    few hundred leave a plan with what chance made hot: 512 tokens predicted twice the speed of 16 GiB.
+    """What counting would find in the long run, if activity were as planted. A mixture's neurons are needed
+    so rarely that a few hundred tokens also count what chance made hot.
     """
     with np.load(pack.path / TRUTH) as truth:
         activity, label = truth["activity"].astype(np.float64), str(truth["label"])

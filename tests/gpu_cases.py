@@ -13,7 +13,8 @@ from thermocline import quant
 from thermocline.decoder import F32, I32, Batch, Heads
 from thermocline.kv import KVLayer
 from thermocline.ops import reference
-from thermocline.ops.device_rows import Rows, Scratch, Sizes
+from thermocline.ops.device_rows import Rows, Scratch
+from thermocline.ops.device_sizes import Sizes
 
 SIZES = Sizes(tokens=130, dim=320, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
 

@@ -29,7 +29,7 @@ from thermocline.kv import BLOCK, KVCache, blocks_for, in_ram
 from thermocline.ops import device_sizes, torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device_rows import Rows
-from thermocline.ops.device_sizes import Session, device_bytes, host_bytes
+from thermocline.ops.device_sizes import Limits, device_bytes, host_bytes
 from thermocline.ops.gpu import GpuOps
 from thermocline.pack import Pack
 from thermocline.predictor import LayerPredictor, Predictors
@@ -48,8 +48,8 @@ def stand_in() -> Iterator[StandIn]:
 
 
 def gpu_ops(stand_in: StandIn, spec: ModelSpec, *, sequences: int = 4, rank: int = 0) -> GpuOps:
-    session = Session(TOKENS + 8, max(sequences, TOKENS), spec.max_context, BLOCK, rank)
-    return GpuOps(stand_in, torch_kernels, CpuOps(2), spec, session)
+    limits = Limits(TOKENS + 8, max(sequences, TOKENS), spec.max_context, BLOCK, rank)
+    return GpuOps(stand_in, torch_kernels, CpuOps(2), spec, limits)
 
 
 def storage(places: Places) -> Callable[[int, tuple[int, ...]], Any]:
@@ -221,8 +221,8 @@ def test_neurons_are_sent_for_prompts_piece_by_piece(
     for neurons in (64, 416):
         monkeypatch.setattr(device_sizes, "PIECE_BYTES", 64 * (gate + bundle))  # in 7 pieces, and in 2
         places = Places(tuple(LayerPlace(True, False, neurons) for _ in range(3)), True)
-        session, stats = Session(TOKENS, TOKENS, 64, BLOCK), FFNStats()
-        ops = GpuOps(stand_in, torch_kernels, CpuOps(2), pack.spec, session, send_from=7)
+        limits, stats = Limits(TOKENS, TOKENS, 64, BLOCK), FFNStats()
+        ops = GpuOps(stand_in, torch_kernels, CpuOps(2), pack.spec, limits, send_from=7)
         made = gpu_weights.load(pack, places, stand_in, ops.cpu)
         asked: list[int] = []
         call = StandIn.call
@@ -402,10 +402,10 @@ def test_buffers_are_what_the_planner_counts() -> None:
             return made
 
     for spec in (SPEC, replace(SPEC, activation="silu"), replace(SPEC, sliding_window=9, window_layers=(1,))):
-        counting, session = Counting(), Session(40, 3, 64, BLOCK, 32)
-        ops = GpuOps(counting, torch_kernels, CpuOps(1), spec, session)
-        assert counting.there == device_bytes(spec, session)
-        assert counting.here == host_bytes(spec, session)
+        counting, limits = Counting(), Limits(40, 3, 64, BLOCK, 32)
+        ops = GpuOps(counting, torch_kernels, CpuOps(1), spec, limits)
+        assert counting.there == device_bytes(spec, limits)
+        assert counting.here == host_bytes(spec, limits)
         places = Places.all_of(spec.n_layers, ALL)
         w = placed(random_weights(spec), places)
         before = counting.there
@@ -470,7 +470,7 @@ def test_a_gpu_without_its_libraries_is_explained(
 ) -> None:
     monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(True, ["NVIDIA X"], [1 << 30], ""))
     monkeypatch.setitem(sys.modules, missing, None)
-    assert gpu.unusable() == f"{missing} is not installed: pip install 'thermocline[gpu]'"
+    assert gpu.unusable(hardware.gpu()) == f"{missing} is not installed: pip install 'thermocline[gpu]'"
     assert gpu.find("auto") is None
     told: list[str] = []
     with LLM(tiny_pack, context=64, told=told.append) as llm:
@@ -482,7 +482,7 @@ def test_a_gpu_under_a_torch_for_cpus_is_explained(monkeypatch: pytest.MonkeyPat
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
     monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(True, ["NVIDIA X"], [1 << 30], ""))
-    assert "is built without CUDA" in (gpu.unusable() or "")
+    assert "is built without CUDA" in (gpu.unusable(hardware.gpu()) or "")
 
 
 def test_a_device_is_measured_for_the_planner(stand_in: StandIn) -> None:

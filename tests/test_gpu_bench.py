@@ -251,7 +251,7 @@ def test_everything_is_measured_once_and_the_rest_the_next_time(
 def test_without_a_gpu_correctness_is_checked_and_nothing_is_measured(
     bench: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "unusable", lambda: "no NVIDIA driver found")
+    monkeypatch.setattr(tier, "unusable", lambda _: "no NVIDIA driver found")
     argv = ["--check", "f16", "--size", "interpreted", "--results", str(tmp_path / "r.json")]
     assert bench.gpu.main(argv) == 0
     said = capsys.readouterr().err

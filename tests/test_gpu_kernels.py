@@ -20,7 +20,7 @@ from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal
 from thermocline import quant
 from thermocline.decoder import F32
 from thermocline.ops import reference, torch_kernels
-from thermocline.ops.device_rows import FEW, spans
+from thermocline.ops.device_sizes import FEW, spans
 from thermocline.predictor import LayerPredictor
 from thermocline.spec import ACTIVATIONS, SPARSE_ACTIVATIONS
 

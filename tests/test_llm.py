@@ -37,6 +37,7 @@ from thermocline.memory import (
 from thermocline.ops import reference
 from thermocline.sampler import SamplingParams
 from thermocline.spec import ModelSpec
+from thermocline.store import Room
 
 # ---- memory, said before it is taken
 
@@ -152,7 +153,8 @@ def llm() -> LLM:
     llm = LLM.__new__(LLM)
     letters: Any = Letters()
     llm.spec, llm.context, llm.tokenizer = SPEC, 256, letters
-    llm._lock, llm._leaving, llm._closed, llm._gpu = threading.Lock(), deque(), False, None
+    llm._lock, llm._leaving, llm._closed = threading.Lock(), deque(), False
+    llm._room = Room(256, 256, 0, None)
     llm._engine = Engine(SPEC, WEIGHTS, reference, context=256, tokenizer=letters)
     return llm
 

@@ -11,26 +11,22 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from thermocline import __version__, hardware, report, store
 from thermocline.engine import Engine, Figures, Request, request_for
 from thermocline.errors import UsageError
-from thermocline.kv import BLOCK, blocks_for, in_ram
-from thermocline.llm import budget_for, predictors_for
+from thermocline.kv import BLOCK, blocks_for
+from thermocline.llm import budget_for, predictors_for, room_for
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack, inspect
 from thermocline.sampler import Sampler, SamplingParams
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import FILE, Tokenizer, read_text
 from thermocline.trace import Recorder
-
-if TYPE_CHECKING:
-    from thermocline.gpu import Session as GpuSession
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 ROOF_SECONDS = 0.3
@@ -198,39 +194,28 @@ class Bench:
             1 if pack.spec.sliding_window is None else 2
         )  # held and running, each with its own window
         budget, limit = budget_for(ram)
-        self.gpu = None if disable else divided(
-            gpu, vram, pack, tests, sparsity=sparsity, context=kv_blocks * BLOCK, max_batch=1, threads=widest,
-            ram=budget, told=told
-        )  # fmt: skip
-        self.store: store.Store | None = None
-        storage: Callable[[int, tuple[int, ...]], Any] = in_ram
-        if self.gpu is not None:
-            loaded, storage = self.gpu.opened(
-                pack, predictors, threads=widest, progress=partial(loading, "loading")
-            )
-            room = self.gpu.room
-        else:
-            room = store.room_for(
-                pack,
-                predictors,
-                sparsity=sparsity,
-                context=context,
-                max_batch=1,
-                threads=widest,
-                budget=budget,
-                limit=limit,
-                at_least=kv_blocks * BLOCK,
-            )
-            store.check_switches(room, disable)
-            loaded, self.store = store.open_weights(
-                pack,
-                room,
-                threads=widest,
-                predictors=predictors,
-                disable=disable,
-                progress=loading,
-                told=told,
-            )
+        room = room_for(
+            pack,
+            predictors,
+            sparsity=sparsity,
+            context=context,
+            max_batch=1,
+            threads=widest,
+            budget=budget,
+            limit=limit,
+            gpu=gpu,
+            vram=vram,
+            disable=disable,
+            told=told,
+            at_least=kv_blocks * BLOCK,
+        )
+        self.gpu = room.gpu
+        if self.gpu is not None and len({t.threads for t in tests}) > 1:
+            raise UsageError("with a GPU one number of threads at a time: its recordings are made for it")
+        opened = store.open_weights(
+            pack, room, threads=widest, predictors=predictors, disable=disable, progress=loading, told=told
+        )
+        loaded, self.store = opened.loaded, opened.store
         self.ops = {t: CpuOps(t) for t in {t.threads for t in tests} - {widest}} | {widest: loaded.ops}
         self.engine = Engine(
             pack.spec,
@@ -241,7 +226,7 @@ class Bench:
             sparsity=sparsity,
             kv_tokens=kv_blocks * BLOCK,
             disk=None if self.store is None else self.store.counts,
-            storage=storage,
+            storage=opened.storage,
         )
         self.disabled, self.memory_bytes = tuple(disable), room.bytes
         self.load_s = time.perf_counter() - begin
@@ -451,19 +436,6 @@ LLAMA_BENCH: dict[str, Any] = {
     "n_prompt": None, "n_gen": None, "n_depth": None, "test_time": None, "avg_ns": None, "stddev_ns": None,
     "avg_ts": None, "stddev_ts": None, "samples_ns": None, "samples_ts": None,
 }  # fmt: skip
-
-
-def divided(
-    asked: str, vram: float | None, pack: Pack, tests: Sequence[Test], **how: Any
-) -> GpuSession | None:
-    if asked == "off":
-        return None
-    from thermocline import gpu
-
-    made = gpu.chosen(asked, vram, pack, **how)
-    if made is not None and len({t.threads for t in tests}) > 1:
-        raise UsageError("with a GPU one number of threads at a time: its recordings are made for it")
-    return made
 
 
 def facts_of(bench: Bench) -> dict[str, Any]:

@@ -304,7 +304,7 @@ def doctor(o: config.DoctorOptions) -> int:
         raise IOFailure(f"{directory}: no such directory")
     found = hardware.measure(directory, o.threads)
     if found.gpu.found:
-        found = replace(found, gpu=replace(found.gpu, why=gpu.unusable() or ""))
+        found = replace(found, gpu=replace(found.gpu, why=gpu.unusable(found.gpu) or ""))
     advice = hardware.advice(found, os.environ.get("THERMOCLINE_ISA"))
     software = {
         "thermocline": __version__,
@@ -314,8 +314,9 @@ def doctor(o: config.DoctorOptions) -> int:
     }
     if o.output is not None or o.json:
         tiers = machine.tiers_here(o.threads, disk=found.disk)
-        if (board := gpu.find("auto")) is not None:
+        if not found.gpu.why and (board := gpu.find("auto")) is not None:
             tiers = machine.with_gpu(tiers, board.device, board.kernels, board.free_bytes)
+            board.device.close()
         if o.output is not None:
             Path(o.output).write_text(render(tiers), encoding="utf-8")
         if o.json:

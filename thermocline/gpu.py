@@ -14,7 +14,7 @@ from thermocline import hardware, machine, plan_file, quant, tiers, weights
 from thermocline import plan as planning
 from thermocline.errors import OutOfBudget, Unsupported, UsageError
 from thermocline.kv import in_ram
-from thermocline.memory import GIB, context_for, device_session
+from thermocline.memory import GIB, context_for, device_limits
 from thermocline.pack import Pack
 from thermocline.plan import Plan
 from thermocline.predictor import Predictors
@@ -48,9 +48,14 @@ class Session:
 
     gpu: Gpu
     plan: Plan
-    room: Room  # of RAM
+    context: int
     max_batch: int
     send_from: int  # tokens of a step for which neurons are sent to the GPU
+
+    @property
+    def room(self) -> Room:
+        """Of RAM."""
+        return Room(self.context, self.context, self.plan.used("ram"), None, self)
 
     @property
     def vram_bytes(self) -> int:
@@ -87,7 +92,7 @@ class Session:
         rank = 0 if predictors is None else pack.spec.ffn_dim
         ops = GpuOps(
             device, self.gpu.kernels, weights.new_ops(threads), pack.spec,
-            device_session(self.room.context, self.max_batch, rank), self.send_from
+            device_limits(self.context, self.max_batch, rank), self.send_from
         )  # fmt: skip
         made = load(pack, places, device, ops.cpu, predictors=predictors, progress=progress)
 
@@ -95,13 +100,16 @@ class Session:
             on_device = places.layers[layer].attention
             return device.zeros(shape, torch.float16) if on_device else in_ram(layer, shape)
 
-        return LoadedWeights(made, ops, self.room.bytes), storage
+        return LoadedWeights(made, ops, self.plan.used("ram")), storage
 
 
-def find(asked: str, vram: float | None = None) -> Gpu | None:
-    """`asked`: "off", "auto" (None where there is none), a GPU's number, or STAND_IN.
+def find(
+    asked: str, vram: float | None = None, told: Callable[[str], None] = lambda line: None
+) -> Gpu | None:
+    """`asked`: "off", "auto" (None where none can be used), a GPU's number, or STAND_IN.
 
-    Raises Unsupported where one is asked for by number and cannot be used, and says why.
+    Raises Unsupported where one is asked for by number and cannot be used, and says why. `told`: why one that
+    is there is not used.
     """
     if asked == "off":
         return None
@@ -112,18 +120,20 @@ def find(asked: str, vram: float | None = None) -> Gpu | None:
         return Gpu(StandIn(), torch_kernels, int((vram or STAND_IN_GIB) * GIB))
     if asked != "auto" and not asked.isdigit():
         raise UsageError(f"--gpu {asked}: it is off, auto, a GPU's number, or {STAND_IN}")
-    if why := unusable():
-        if asked == "auto":
-            return None
-        raise Unsupported(f"--gpu {asked}: {why}")
+    board = hardware.gpu()
+    if why := unusable(board):
+        if asked != "auto":
+            raise Unsupported(f"--gpu {asked}: {why}")
+        if board.found:  # else nobody misses it
+            told(f"the GPU is not used: {why}")
+        return None
     return _cuda(int(asked) if asked.isdigit() else 0, vram)
 
 
-def unusable() -> str | None:
+def unusable(board: hardware.Gpu) -> str | None:
     """Why no GPU can be used here, or None. Loads torch only where there is a driver."""
-    found = hardware.gpu()
-    if not found.found:
-        return found.why
+    if not board.found:
+        return board.why
     try:
         import torch
         import triton  # noqa: F401
@@ -154,11 +164,7 @@ def chosen(
     asked: str, vram: float | None, pack: Pack, *, told: Callable[[str], None], **how: Any
 ) -> Session | None:
     """`find` and `planned`. With "auto", what a GPU cannot hold or compute is the CPU's."""
-    if asked == "auto" and (why := unusable()):
-        if hardware.gpu().found:  # else nobody misses it
-            told(f"the GPU is not used: {why}")
-        return None
-    found = find(asked, vram)
+    found = find(asked, vram, told)
     if found is None:
         return None
     try:
@@ -239,8 +245,7 @@ def planned_of(
         f"{gpu.device.name}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
         f"{made.used('ram') / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
     )
-    room = Room(asked.context, asked.context, made.used("ram"), None)
-    return Session(gpu, made, room, max_batch, send_from(found, subject.sizes.format))
+    return Session(gpu, made, asked.context, max_batch, send_from(found, subject.sizes.format))
 
 
 def send_from(here: tiers.Tiers, weight_format: str) -> int:

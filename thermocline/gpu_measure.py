@@ -14,7 +14,8 @@ import torch
 
 from thermocline import _native, quant
 from thermocline.device import Device
-from thermocline.ops.device_rows import Rows, Scratch, Sizes
+from thermocline.ops.device_rows import Rows, Scratch
+from thermocline.ops.device_sizes import Sizes
 from thermocline.tiers import Gpu
 
 COLUMNS = 4096  # of the matrix that kernels are measured with

@@ -24,7 +24,7 @@ from thermocline.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.sizes import aligned
 from thermocline.store import fill_runs
 
-PIECE_BYTES = 64 << 20  # on its way from the file to the device
+STAGED_BYTES = 64 << 20  # on their way from the file to the device
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def load(
         if progress is not None:
             progress(done, size)
 
+    most = max((s.there * pack.tensors[s.name].stride for s in found), default=0)
+    staging = weights.new_arena(min(most, STAGED_BYTES), "weights on their way")
     there: dict[str, Rows] = {}
     kept: dict[str, TensorInfo] = {}
     runs: list[tuple[int, int, int]] = []
@@ -107,7 +109,7 @@ def load(
         t = pack.tensors[s.name]
         if s.there:
             columns = pack.spec.dim if s.name.endswith(".bundle") else t.shape[-1]
-            there[s.name] = _sent(pack, t, s.there, columns, device, more)
+            there[s.name] = _sent(pack, t, s.there, columns, device, staging, more)
         if s.kept:
             shape = t.shape if not s.there else (*t.shape[:-2], t.bytes // t.stride - s.there, t.shape[-1])
             if s.name.endswith(".bundle") and s.there:
@@ -162,16 +164,21 @@ def _bytes_of(pack: Pack, s: Split) -> int:
 
 
 def _sent(
-    pack: Pack, t: TensorInfo, rows: int, columns: int, device: Device, more: Callable[[int], None]
+    pack: Pack,
+    t: TensorInfo,
+    rows: int,
+    columns: int,
+    device: Device,
+    staging: _native.Arena,
+    more: Callable[[int], None],
 ) -> Rows:
     """The tensor's first rows, on the device; of a bundle, as rows of what is first in its records."""
     nbytes = rows * t.stride
     made = device.zeros((rows, t.stride), torch.uint8)
     flat = made.view(-1)
-    staging = weights.new_arena(min(nbytes, PIECE_BYTES) + 2 * pack.block_bytes, "weights on their way")
     here = _bytes_at(staging)
-    for begin in range(0, nbytes, PIECE_BYTES):
-        size = min(PIECE_BYTES, nbytes - begin)
+    for begin in range(0, nbytes, STAGED_BYTES):
+        size = min(STAGED_BYTES, nbytes - begin)
         fill_runs(staging, pack, [(t.offset + begin, t.offset + begin + size, 0)], None)
         flat[begin : begin + size].copy_(here[:size])
         more(size)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from thermocline import hardware, store, weights
 from thermocline.chat_template import ChatTemplate, Message
@@ -23,16 +23,12 @@ from thermocline.engine import Chunk, Completion, Engine, Request, request_for
 from thermocline.errors import UsageError
 from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
-from thermocline.kv import in_ram
 from thermocline.memory import GIB
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors, open_predictors
 from thermocline.sampler import SamplingParams
-from thermocline.store import Store
+from thermocline.store import Room, Store
 from thermocline.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from thermocline.gpu import Session as GpuSession
 
 Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
 BUNDLED = Path(__file__).with_name("bundled")
@@ -147,23 +143,21 @@ class LLM:
         self.threads = hardware.default_threads() if threads is None else threads
         self._max_batch, self._disable = max_batch, tuple(disable)
         self.budget, limit = budget_for(ram)
-        self._gpu = self._divided(gpu, vram, context)
-        self._room = (
-            self._gpu.room
-            if self._gpu is not None
-            else store.room_for(
-                self._pack,
-                self._predictors,
-                sparsity=sparsity,
-                context=context,
-                max_batch=max_batch,
-                threads=self.threads,
-                budget=self.budget,
-                limit=limit,
-            )
+        self._room = room_for(
+            self._pack,
+            self._predictors,
+            sparsity=sparsity,
+            context=context,
+            max_batch=max_batch,
+            threads=self.threads,
+            budget=self.budget,
+            limit=limit,
+            gpu=gpu,
+            vram=vram,
+            disable=self._disable,
+            told=self._told,
         )
-        self.plan = None if self._gpu is None else self._gpu.plan  # what a GPU is given; None: nothing
-        store.check_switches(self._room, self._disable)
+        self.plan = None if self._room.gpu is None else self._room.gpu.plan  # what a GPU is given
         self.context, self.arrangement = self._room.context, self._room.arrangement
         self.memory_bytes = self._room.bytes  # all that this process takes at most
         self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
@@ -281,8 +275,8 @@ class LLM:
                 self._leaving.extend([*self._engine.waiting, *self._engine.running])
             self._let_go()
             self._engine, self._closed = None, True
-            if self._gpu is not None:
-                self._gpu.close()
+            if self._room.gpu is not None:
+                self._room.gpu.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -297,49 +291,23 @@ class LLM:
             self._engine = self._load()
         return self._engine
 
-    def _divided(self, asked: str, vram: float | None, context: int | None) -> GpuSession | None:
-        """What goes to a GPU; None: nothing does."""
-        if asked == "off" or self._disable:
-            return None
-        from thermocline import gpu
-
-        return gpu.chosen(
-            asked,
-            vram,
-            self._pack,
-            sparsity=self.sparsity,
-            context=context,
-            max_batch=self._max_batch,
-            threads=self.threads,
-            ram=self.budget,
-            told=self._told,
-        )
-
     def _load(self) -> Engine:
         begin = time.perf_counter()
-        storage: Any = in_ram
-        if self._gpu is not None:
-            loaded, storage = self._gpu.opened(
-                self._pack,
-                self._predictors,
-                threads=self.threads,
-                progress=partial(self._progress, "loading"),
-            )
-        else:
-            loaded, self.store = store.open_weights(
-                self._pack,
-                self._room,
-                threads=self.threads,
-                predictors=self._predictors,
-                disable=self._disable,
-                progress=self._progress,
-                told=self._told,
-            )
+        opened = store.open_weights(
+            self._pack,
+            self._room,
+            threads=self.threads,
+            predictors=self._predictors,
+            disable=self._disable,
+            progress=self._progress,
+            told=self._told,
+        )
+        self.store = opened.store
         engine = Engine(
             self.spec,
-            loaded.weights,
-            loaded.ops,
-            storage=storage,
+            opened.loaded.weights,
+            opened.loaded.ops,
+            storage=opened.storage,
             context=self.context,
             tokenizer=self.tokenizer,
             max_batch=self._max_batch,
@@ -417,3 +385,39 @@ def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
     if found is None:
         raise UsageError(f"{pack.path} has no predictors; make them with `thermocline train {pack.path}`")
     return found
+
+
+def room_for(
+    pack: Pack,
+    predictors: Predictors | None,
+    *,
+    sparsity: str,
+    context: int | None,
+    max_batch: int,
+    threads: int,
+    budget: int | None,
+    limit: str,
+    gpu: str,
+    vram: float | None,
+    disable: Sequence[str],
+    told: Callable[[str], None],
+    at_least: int | None = None,
+) -> Room:
+    """What a session takes and where, before a weight is read: on a GPU what helps there, else as the store
+    has it. Raises as `gpu.chosen`, `store.room_for` and `store.check_switches` do.
+    """
+    if gpu != "off" and not disable:
+        from thermocline import gpu as tier
+
+        divided = tier.chosen(
+            gpu, vram, pack, sparsity=sparsity, context=at_least or context, max_batch=max_batch,
+            threads=threads, ram=budget, told=told
+        )  # fmt: skip
+        if divided is not None:
+            return divided.room
+    room = store.room_for(
+        pack, predictors, sparsity=sparsity, context=context, max_batch=max_batch, threads=threads,
+        budget=budget, limit=limit, at_least=at_least
+    )  # fmt: skip
+    store.check_switches(room, disable)
+    return room

@@ -10,7 +10,7 @@ import bisect
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.kv import BLOCK, reserved_bytes
-from thermocline.ops.device_sizes import Session
+from thermocline.ops.device_sizes import Limits
 from thermocline.spec import ModelSpec
 
 GIB = 2**30
@@ -54,9 +54,9 @@ def scratch_bytes(
     return 4 * (arrays + inputs + panels + partial + tiles + guess + routed + scores + spans + logits)
 
 
-def device_session(context: int, max_batch: int, rank: int = 0) -> Session:
+def device_limits(context: int, max_batch: int, rank: int = 0) -> Limits:
     """What a GPU's buffers are made for."""
-    return Session(PREFILL_CHUNK + max_batch, max_batch, context, BLOCK, rank)
+    return Limits(PREFILL_CHUNK + max_batch, max_batch, context, BLOCK, rank)
 
 
 def runtime_bytes(spec: ModelSpec) -> int:

@@ -14,8 +14,8 @@ from thermocline.cost import EXCESS, LayerWork, Reads, Speeds, Work
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.hotness import Hotness, hottest_first
 from thermocline.kv import BLOCK, bytes_for, room_for
-from thermocline.memory import device_session, runtime_bytes, scratch_bytes
-from thermocline.ops.device_sizes import Session, device_bytes, host_bytes
+from thermocline.memory import device_limits, runtime_bytes, scratch_bytes
+from thermocline.ops.device_sizes import Limits, device_bytes, host_bytes
 from thermocline.placement import Budget
 from thermocline.sizes import Sizes
 from thermocline.spec import ModelSpec
@@ -67,20 +67,20 @@ class Problem:
 
     def fixed_ram(self, *, disk: bool) -> dict[str, int]:
         """What RAM holds wherever the rest is."""
-        twins = host_bytes(self.spec, self.session) if self.vram else 0
+        twins = host_bytes(self.spec, self.limits) if self.vram else 0
         parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
         return parts | ({"disk buffers": STAGING_BYTES} if disk else {})
 
     def fixed_vram(self) -> dict[str, int]:
-        return {"buffers": device_bytes(self.spec, self.session), "runtime": GPU_RUNTIME_BYTES}
+        return {"buffers": device_bytes(self.spec, self.limits), "runtime": GPU_RUNTIME_BYTES}
 
     @property
-    def session(self) -> Session:
+    def limits(self) -> Limits:
         a = self.ask
         predicted = a.sparsity == "predict" and any(s.predictor.bytes for s in self.sizes.layers)
         rank = self.spec.ffn_dim if predicted else 0  # at most: what a plan of a shape does not know
-        return device_session(a.context, a.batch if a.max_batch is None else a.max_batch, rank)
+        return device_limits(a.context, a.batch if a.max_batch is None else a.max_batch, rank)
 
     @property
     def ram(self) -> int:

@@ -27,6 +27,7 @@ from thermocline.arrange import (
 from thermocline.decoder import DiskCounts, Layer, Weights
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.hotness import Curve
+from thermocline.kv import in_ram
 from thermocline.layout import TensorInfo
 from thermocline.lookup import Lookup
 from thermocline.memory import fit
@@ -72,6 +73,7 @@ class Room:
     kv_tokens: int  # positions of the cache
     bytes: int  # all that is ever taken
     arrangement: Arrangement | None  # None: all weights are in memory
+    gpu: Any | None = None  # gpu.Session: a part of them in a GPU's
 
 
 def room_for(
@@ -168,6 +170,15 @@ def mapped(pack: Pack, a: Arrangement) -> Map:
 # ---- loading
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A session's weights, as there was room for them."""
+
+    loaded: LoadedWeights
+    store: Store | None = None  # where neurons come from disk
+    storage: Callable[[int, tuple[int, ...]], Any] = in_ram  # of keys and values, as `KVCache`'s
+
+
 def open_weights(
     pack: Pack,
     room: Room,
@@ -177,22 +188,27 @@ def open_weights(
     disable: Sequence[str],
     progress: Callable[[str, int, int], None],
     told: Callable[[str], None],
-) -> tuple[LoadedWeights, Store | None]:
-    """As there is room: all of them, or with a `Store`. `told`: what a person should know of that."""
+) -> Opened:
+    """All of them, or with a `Store`, or a part on a GPU. `told`: what a person should know of that."""
     loading, a = partial(progress, "loading"), room.arrangement
+    if room.gpu is not None:
+        loaded, storage = room.gpu.opened(pack, predictors, threads=threads, progress=loading)
+        return Opened(loaded, None, storage)
     if a is None:
-        return weights.load(pack, threads=threads, predictors=predictors, progress=loading), None
+        return Opened(weights.load(pack, threads=threads, predictors=predictors, progress=loading))
     records = open_records(pack, partial(progress, "checksumming"), told)
-    made = load(pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading)
+    loaded, made = load(
+        pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading
+    )
     neurons = pack.spec.n_layers * pack.spec.n_experts * pack.spec.ffn_dim
     share = sum(s.places for s in a.bundles) / neurons
     told(
         f"{pack.path} is larger than its memory: there is room for {share:.0%} of its neurons, "
-        f"the others come from disk when they are needed ({made[1].how})"
+        f"the others come from disk when they are needed ({made.how})"
     )
     if not a.contents.hotness.ordered:
         told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
-    return made
+    return Opened(loaded, made)
 
 
 def load(

@@ -9,12 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thermocline.ops.device_sizes import FEW as FEW
-from thermocline.ops.device_sizes import MAX_SUMS as MAX_SUMS
-from thermocline.ops.device_sizes import SPAN as SPAN
-from thermocline.ops.device_sizes import Sizes as Sizes
-from thermocline.ops.device_sizes import span_of as span_of
-from thermocline.ops.device_sizes import spans as spans
+from thermocline.ops.device_sizes import Sizes
 from thermocline.quant import row_bytes
 
 SIGNS = "signs"  # the format of a predictor's bits: bit c % 8 of byte c / 8 is column c

@@ -54,7 +54,7 @@ def spans(positions: int, tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Session:
+class Limits:
     """What steps may be as large as."""
 
     tokens: int
@@ -83,7 +83,7 @@ class Buffer:
         return prod(self.shape) * BYTES[self.kind]
 
 
-def buffers(spec: ModelSpec, s: Session) -> dict[str, Buffer]:
+def buffers(spec: ModelSpec, s: Limits) -> dict[str, Buffer]:
     """All that `GpuOps` makes, but for the model's own vectors."""
     wide, inner = (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim, spec.n_heads * spec.head_dim
     stream = Buffer((s.tokens, spec.dim))
@@ -113,11 +113,11 @@ def buffers(spec: ModelSpec, s: Session) -> dict[str, Buffer]:
     return made
 
 
-def device_bytes(spec: ModelSpec, s: Session) -> int:
+def device_bytes(spec: ModelSpec, s: Limits) -> int:
     """In the device's memory."""
     return sum(b.nbytes for b in buffers(spec, s).values())
 
 
-def host_bytes(spec: ModelSpec, s: Session) -> int:
+def host_bytes(spec: ModelSpec, s: Limits) -> int:
     """Of their twins in RAM."""
     return sum(b.nbytes for b in buffers(spec, s).values() if b.here)

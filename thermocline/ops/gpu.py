@@ -24,7 +24,7 @@ from thermocline.device import Device
 from thermocline.kv import KVLayer
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.device_rows import Rows, Scratch
-from thermocline.ops.device_sizes import STREAMS, Buffer, Session, buffers
+from thermocline.ops.device_sizes import STREAMS, Buffer, Limits, buffers
 from thermocline.spec import ModelSpec
 
 RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
@@ -157,7 +157,7 @@ class GpuOps:
 
     `kernels`: ops.triton_kernels or ops.torch_kernels.
 
-    `session`: what its buffers are made for. `send_from`: tokens of a step for which the CPU's neurons are
+    `limits`: what its buffers are made for. `send_from`: tokens of a step for which the CPU's neurons are
     sent to the device rather than computed beside it.
     """
 
@@ -167,11 +167,11 @@ class GpuOps:
         kernels: Any,
         cpu: CpuOps,
         spec: ModelSpec,
-        session: Session,
+        limits: Limits,
         send_from: int = 1 << 31,
     ) -> None:
         self.device, self.kernels, self.cpu, self.spec = device, kernels, cpu, spec
-        self._pairs = {name: self._made(b) for name, b in buffers(spec, session).items()}
+        self._pairs = {name: self._made(b) for name, b in buffers(spec, limits).items()}
         self.streams = [self._pairs[f"stream {i}"] for i in range(STREAMS)]
         self.free: list[int] = []  # a heap
         self._normed, self._sum, self._cold = (self._pairs[n] for n in ("normed", "sum", "cold"))
@@ -179,7 +179,7 @@ class GpuOps:
         self._hidden = [self._pairs[n][0] for n in ("gate", "up") if n in self._pairs]
         self._logits, self._rows, self._counts = (self._pairs[n] for n in ("logits", "rows", "counts"))
         self._named, self._named_cold = self._pairs["named"][0], self._pairs["named cold"]
-        self._scratch = Scratch(self._pairs["scratch"][0], session.sizes(spec))
+        self._scratch = Scratch(self._pairs["scratch"][0], limits.sizes(spec))
         self._pieces = [self._pairs[f"piece {i}"][0] for i in range(2 if spec.sparse else 0)]
         self.send_from = send_from
         self._slots: dict[int | None, _native.StepSlot] = {}

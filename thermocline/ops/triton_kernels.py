@@ -13,7 +13,8 @@ import torch
 
 from thermocline.decoder import Heads
 from thermocline.ops import triton_rows, triton_tokens
-from thermocline.ops.device_rows import FEW, MAX_SUMS, SIGNS, SPAN, Rows, Scratch, span_of, spans
+from thermocline.ops.device_rows import SIGNS, Rows, Scratch
+from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
 
 Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
