@@ -422,6 +422,7 @@ def test_buffers_are_what_the_planner_counts() -> None:
 def answers(pack: Path, **how: Any) -> tuple[list[int], Any]:
     with LLM(pack, context=64, max_batch=2, threads=2, **how) as llm:
         done = llm.generate("Once upon a time", SamplingParams(max_tokens=24, temperature=0))
+        assert isinstance(llm._open().ops, GpuOps) == (llm.plan is not None)
         return done.token_ids, llm.plan
 
 
