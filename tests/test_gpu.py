@@ -499,7 +499,10 @@ def test_bench_measures_with_a_gpu_and_says_so(tiny_pack: Path, thermocline: Cal
     ran = thermocline(*argv, "--gpu", "stand-in", "-t", "2")
     rows = [json.loads(line) for line in ran.out.splitlines()]
     assert ran.code == 0 and [r["vram_bytes"] > 2**28 for r in rows] == [True, True], ran.err
-    assert [json.loads(x)["vram_bytes"] for x in thermocline(*argv).out.splitlines()] == [None, None]
+    used = [(r["gpu_info"], r["n_gpu_layers"], r["no_kv_offload"]) for r in rows]
+    assert used == [("stand-in", Pack.open(tiny_pack).spec.n_layers, False)] * 2
+    without = [json.loads(x) for x in thermocline(*argv).out.splitlines()]
+    assert [(r["vram_bytes"], r["gpu_info"], r["n_gpu_layers"]) for r in without] == [(None, "", 0)] * 2
     two = thermocline(*argv, "--gpu", "stand-in", "-t", "1,2")
     assert (two.code, "one number of threads" in two.err) == (2, True)
 
