@@ -261,6 +261,12 @@ class LLM:
         with self._lock:
             self._open()
 
+    @property
+    def engine(self) -> Engine:
+        """For a server that steps it itself, from one thread and alone; read the weights if need be."""
+        with self._lock:
+            return self._open()
+
     def _stream(self, ids: list[int], params: SamplingParams) -> Stream:
         request = request_for(self.spec, self.context, self.tokenizer, ids, params)
         with self._lock:

@@ -1,0 +1,552 @@
+"""The routes of `thermocline serve`: OpenAI's API and llama.cpp's, over one engine.
+
+Owns what each route does. Must not know sockets (`http.py`), who may call (`guard.py`), or the decoder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from thermocline import __version__
+from thermocline.chat_template import ChatTemplate
+from thermocline.engine import request_for
+from thermocline.errors import ThermoclineError, UsageError
+from thermocline.pack import Pack
+from thermocline.sampler import SamplingParams
+from thermocline.server import answers, schema
+from thermocline.server.answers import Answer, Head
+from thermocline.server.errors import ApiError, of_engine, of_validation
+from thermocline.server.guard import read_json
+from thermocline.server.limits import Limits
+from thermocline.server.messages import Ended, Opened, Token
+from thermocline.server.process import EngineProcess, Work
+from thermocline.spec import ModelSpec
+from thermocline.tokenizer import Tokenizer
+
+Body = TypeVar("Body", bound=BaseModel)
+RETRY_LOADING_S, RETRY_BUSY_S = 2, 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of the model the HTTP side needs: everything but its weights."""
+
+    name: str
+    spec: ModelSpec
+    context: int
+    max_batch: int
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    why_no_template: str
+
+    @staticmethod
+    def of(opened: Opened, name: str | None) -> Model:
+        path = Path(opened.path)
+        spec = Pack.open(path).spec
+        tokenizer = Tokenizer(path, spec)
+        template, why = None, ""
+        try:
+            template = ChatTemplate(path, tokenizer, opened.template)
+        except ThermoclineError as e:
+            why = str(e)
+        return Model(name or path.name, spec, opened.context, opened.max_batch, tokenizer, template, why)
+
+
+class Server:
+    """The application's state. Everything runs on the event loop's thread but tokenising, which may be long."""
+
+    def __init__(self, engine: EngineProcess, limits: Limits, note: Callable[[str], None]) -> None:
+        self.engine, self.limits, self._note = engine, limits, note
+        self.model: Model | None = None
+        self.progress: tuple[str, int, int] | None = None
+        self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
+
+    # ---- before a request is taken
+
+    async def body(self, request: Request, kind: type[Body]) -> Body:
+        given = await read_json(request, self.limits)
+        try:
+            made = kind.model_validate(given)
+        except ValidationError as e:
+            raise of_validation(e) from None
+        if unknown := given.keys() - _fields(kind):
+            self._note(f"{request.url.path}: ignored {', '.join(sorted(map(repr, unknown)))[:200]}")
+        return made
+
+    def ready_model(self, asked: str | None = None) -> Model:
+        """Raises 503 until it can answer, 404 for another model than the one there is."""
+        if self.model is None or not self.engine.ready:
+            what = (
+                "Loading model" if self.engine.state in ("starting", "loading") else "The engine is not ready"
+            )
+            raise ApiError(503, what, retry_after=RETRY_LOADING_S)
+        if asked is not None and asked != self.model.name:
+            raise ApiError(
+                404, f"there is no model {asked[:200]!r} here, but {self.model.name!r}",
+                param="model", code="model_not_found"
+            )  # fmt: skip
+        return self.model
+
+    def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Work:
+        """Raises 429 where too many wait."""
+        model = self.model
+        assert model is not None
+        if self.engine.active + len(prompts) > model.max_batch + self.limits.queue:
+            raise ApiError(
+                429, "too many requests are waiting; try again later",
+                type="rate_limit_error", code="queue_full", retry_after=RETRY_BUSY_S
+            )  # fmt: skip
+        return self.engine.submit(prompts)
+
+    async def apart(self, what: Callable[[], Any]) -> Any:
+        """Work that may be long, on another thread."""
+        async with self._texts:
+            return await asyncio.to_thread(what)
+
+    def jobs(
+        self, model: Model, ids: list[int], params: SamplingParams, n: int
+    ) -> list[tuple[list[int], SamplingParams]]:
+        """n answers to a prompt, seeds one apart. Raises 400 before anything is queued."""
+        if len(ids) > model.context:
+            raise ApiError(
+                400, f"the prompt has {len(ids)} tokens, the context holds {model.context}",
+                type="exceed_context_size_error", code="context_length_exceeded",
+                more={"n_prompt_tokens": len(ids), "n_ctx": model.context}
+            )  # fmt: skip
+        request = request_for(model.spec, model.context, model.tokenizer, ids, params)
+        seed = request.sampler.seed
+        return [(request.ids, replace(params, seed=(seed + i) % (1 << 63))) for i in range(n)]
+
+    def check(self, r: schema.Sampling, prompts: int = 1) -> None:
+        """What is bounded beyond a field's own range."""
+        most = self.limits
+        n = r.n or 1
+        stops = [r.stop] if isinstance(r.stop, str) else r.stop or []
+        for wrong, param, said in (
+            (n > most.n, "n", f"at most {most.n}"),
+            (n * prompts > most.answers, "n", f"{n * prompts} answers: at most {most.answers} at once"),
+            (len(stops) > most.stops, "stop", f"at most {most.stops}"),
+            (any(not 0 < len(s.encode("utf-8", "replace")) <= most.stop_bytes for s in stops), "stop",
+             f"each must have 1 to {most.stop_bytes} bytes"),
+            (len(r.logit_bias or ()) > most.logit_biases, "logit_bias", f"at most {most.logit_biases}"),
+            (any(not k.isdecimal() or len(k) > 10 for k in r.logit_bias or ()), "logit_bias",
+             "its keys are token ids"),
+        ):  # fmt: skip
+            if wrong:
+                raise ApiError(400, f"{param}: {said}", param=param)
+
+    # ---- /v1/chat/completions
+
+    async def chat(self, request: Request) -> Response:
+        r = await self.body(request, schema.ChatRequest)
+        model = self.ready_model(r.model)
+        self.check(r)
+        if (r.top_logprobs or 0) > self.limits.top_logprobs:
+            raise ApiError(400, f"top_logprobs: at most {self.limits.top_logprobs}", param="top_logprobs")
+        if r.top_logprobs is not None and not r.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if model.template is None:
+            raise ApiError(400, model.why_no_template, param="messages")
+        template = model.template
+        messages, variables = _messages(r.messages), _variables(r)
+        ids = await self.apart(partial(template.encode, messages, variables=variables))
+        stop_ids = await self.apart(lambda: template.stop_ids)
+        asked = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
+        params = schema.sampling_params(r, (r.top_logprobs or 0) if r.logprobs else None, _limit(asked))
+        params = replace(params, stop_ids=stop_ids)
+        work = self.submit(self.jobs(model, ids, params, r.n or 1))
+        return await self._answered(request, work, Chat(model, r))
+
+    # ---- /v1/completions
+
+    async def complete(self, request: Request) -> Response:
+        r = await self.body(request, schema.CompletionRequest)
+        model = self.ready_model(r.model)
+        prompts = _prompts(r.prompt)
+        self.check(r, len(prompts))
+        if r.suffix:
+            raise ApiError(400, "suffix: this server does not fill in the middle", param="suffix")
+        if r.best_of is not None and r.best_of != (r.n or 1):
+            raise ApiError(400, "best_of: only what n says", param="best_of")
+        if (r.logprobs or 0) > self.limits.top_logprobs:
+            raise ApiError(400, f"logprobs: at most {self.limits.top_logprobs}", param="logprobs")
+        encode = partial(model.tokenizer.encode, parse_special=True)
+        limit = _limit(schema.COMPLETION_TOKENS if r.max_tokens is None else r.max_tokens)
+        params = schema.sampling_params(r, r.logprobs, limit)
+        jobs: list[tuple[list[int], SamplingParams]] = []
+        for prompt in prompts:
+            ids = await self.apart(partial(encode, prompt)) if isinstance(prompt, str) else prompt
+            jobs += self.jobs(model, ids, params, r.n or 1)
+        return await self._answered(request, self.submit(jobs), Text(model, r, len(jobs)))
+
+    # ---- both
+
+    async def _answered(self, request: Request, work: Work, shape: Shape) -> Response:
+        if shape.request.stream:
+            return StreamingResponse(
+                self._events(work, shape),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            )
+        collected = asyncio.ensure_future(_collected(work, shape.count))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({collected, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not collected.done():
+                return Response(status_code=499)  # nobody is there to read it
+            return JSONResponse(shape.whole(collected.result()))
+        finally:
+            work.close()
+            for task in (collected, gone):
+                task.cancel()
+
+    async def _events(self, work: Work, shape: Shape) -> AsyncIterator[bytes]:
+        """Server-sent events. A comment now and then while there is nothing to say."""
+        found = [Answer() for _ in range(shape.count)]
+        following = asyncio.ensure_future(work.next())
+        try:
+            for event in shape.begin():
+                yield _event(event)
+            while True:
+                done, _ = await asyncio.wait({following}, timeout=self.limits.ping_s)
+                if not done:
+                    yield b": \n\n"
+                    continue
+                got = following.result()
+                if got is None:
+                    break
+                following = asyncio.ensure_future(work.next())
+                i, event = got
+                if isinstance(event, Token):
+                    if event.chunk.text or event.chunk.logprobs is not None:
+                        yield _event(shape.piece(i, found[i], event))
+                else:
+                    found[i].ended = event
+                    yield _event(shape.last(i, found[i], event))
+            if shape.include_usage:
+                yield _event(shape.usage(found))
+            yield b"data: [DONE]\n\n"
+        except ThermoclineError as e:
+            yield _event(of_engine(e).body)
+        finally:
+            following.cancel()
+            work.close()
+
+    # ---- the rest
+
+    async def models(self, request: Request) -> Response:
+        model = self.model
+        data = []
+        if model is not None:
+            data = [{
+                "id": model.name, "object": "model", "created": 0, "owned_by": "thermocline",
+                "meta": {"n_vocab": model.spec.vocab_size, "n_ctx": model.context,
+                         "n_ctx_train": model.spec.max_context, "n_embd": model.spec.dim},
+            }]  # fmt: skip
+        return JSONResponse({"object": "list", "data": data})
+
+    async def health(self, request: Request) -> Response:
+        e = self.engine
+        age = round(e.heartbeat_age_s * 1e3)
+        facts = {"live": e.alive, "ready": self.model is not None and e.ready, "heartbeat_age_ms": age}
+        if facts["ready"]:
+            return JSONResponse({"status": "ok", **facts})
+        message = "Loading model" if e.state in ("starting", "loading") else f"The engine is {e.state}"
+        if e.state == "ready":
+            message = f"The engine has not been heard of for {age / 1e3:.0f} s"
+        about = ApiError(503, message).body | facts
+        if self.progress is not None and e.state == "loading":
+            about["progress"] = dict(zip(("what", "done", "size"), self.progress, strict=True))
+        return JSONResponse(about, 503, headers={"Retry-After": str(RETRY_LOADING_S)})
+
+    async def props(self, request: Request) -> Response:
+        model = self.ready_model()
+        d = SamplingParams()
+        sampling = {
+            "temperature": d.temperature, "top_k": d.top_k, "top_p": d.top_p, "min_p": d.min_p,
+            "repeat_penalty": d.repeat_penalty, "repeat_last_n": d.repeat_last_n,
+        }  # fmt: skip
+        return JSONResponse({
+            "default_generation_settings": {"n_ctx": model.context, "params": sampling},
+            "total_slots": model.max_batch,
+            "model_alias": model.name,
+            "chat": model.template is not None,
+            "build_info": f"thermocline {__version__}",
+        })  # fmt: skip
+
+    async def tokenize(self, request: Request) -> Response:
+        r = await self.body(request, schema.TokenizeRequest)
+        t = self.ready_model().tokenizer
+        ids = await self.apart(
+            partial(t.encode, r.content, add_special=r.add_special, parse_special=r.parse_special)
+        )
+        if not r.with_pieces:
+            return JSONResponse({"tokens": ids})
+        return JSONResponse({"tokens": [{"id": i, "piece": _piece(t, i)} for i in ids]})
+
+    async def detokenize(self, request: Request) -> Response:
+        r = await self.body(request, schema.DetokenizeRequest)
+        model = self.ready_model()
+        if max(r.tokens, default=0) >= model.spec.vocab_size:
+            raise ApiError(400, f"tokens: they are 0 to {model.spec.vocab_size - 1}", param="tokens")
+        return JSONResponse({"content": await self.apart(partial(model.tokenizer.decode, r.tokens))})
+
+    def routes(self) -> list[Route]:
+        get, post = ["GET"], ["POST"]
+        return [
+            Route("/health", self.health, methods=get),
+            Route("/v1/health", self.health, methods=get),
+            Route("/v1/models", self.models, methods=get),
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/completions", self.complete, methods=post),
+            Route("/tokenize", self.tokenize, methods=post),
+            Route("/detokenize", self.detokenize, methods=post),
+            Route("/props", self.props, methods=get),
+        ]
+
+
+# ---- what an answer looks like
+
+
+class Shape:
+    """The objects of one answer; of each kind of request one."""
+
+    kind, streamed = "", ""
+
+    def __init__(self, model: Model, request: Any, count: int) -> None:
+        self.model, self.request, self.count = model, request, count
+        self.head = Head.of(self.kind, secrets.token_hex(12), model.name)
+
+    @property
+    def include_usage(self) -> bool:
+        options = self.request.stream_options
+        return options is not None and options.include_usage
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def piece(self, i: int, answer: Answer, token: Token) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def last(self, i: int, answer: Answer, ended: Ended) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def choice(self, i: int, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        more = {"usage": None} if self.include_usage else {}
+        return self.head.object(self.streamed, [choice]) | more
+
+    def usage(self, found: list[Answer]) -> dict[str, Any]:
+        return self.head.object(self.streamed, []) | {"usage": answers.usage(found, self.request.n or 1)}
+
+    def whole(self, found: list[Answer]) -> dict[str, Any]:
+        choices = [self.choice(i, a) for i, a in enumerate(found)]
+        used = answers.usage(found, self.request.n or 1)
+        first = found[0].ended
+        assert first is not None
+        more = {"usage": used, "timings": answers.timings(first.figures)}
+        return self.head.object(self.streamed.removesuffix(".chunk"), choices) | more
+
+
+class Chat(Shape):
+    kind, streamed = "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, model: Model, request: schema.ChatRequest) -> None:
+        super().__init__(model, request, request.n or 1)
+
+    def begin(self) -> list[dict[str, Any]]:
+        return [self._delta(i, {"role": "assistant", "content": ""}) for i in range(self.count)]
+
+    def _delta(self, i: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
+        return self.chunk({"index": i, "delta": delta, "finish_reason": reason} | more)
+
+    def piece(self, i: int, answer: Answer, token: Token) -> dict[str, Any]:
+        more = {}
+        if token.chunk.logprobs is not None:
+            more["logprobs"] = answers.chat_logprobs(self.model.tokenizer, [token.chunk])
+        return self._delta(i, {"content": token.chunk.text}, **more)
+
+    def last(self, i: int, answer: Answer, ended: Ended) -> dict[str, Any]:
+        return self._delta(i, {}, ended.finish_reason) | {"timings": answers.timings(ended.figures)}
+
+    def choice(self, i: int, answer: Answer) -> dict[str, Any]:
+        assert answer.ended is not None
+        logprobs = None
+        if self.request.logprobs:
+            logprobs = answers.chat_logprobs(self.model.tokenizer, answer.chunks)
+        message = {"role": "assistant", "content": answer.whole, "refusal": None}
+        return {
+            "index": i, "message": message, "logprobs": logprobs,
+            "finish_reason": answer.ended.finish_reason
+        }  # fmt: skip
+
+
+class Text(Shape):
+    kind, streamed = "cmpl", "text_completion"
+
+    def _choice(self, i: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def piece(self, i: int, answer: Answer, token: Token) -> dict[str, Any]:
+        chunk, known = token.chunk, None
+        if chunk.logprobs is not None:
+            tokens = [(chunk.token_id, chunk.logprobs)]
+            known = answers.text_logprobs(self.model.tokenizer, tokens, len(answer.whole))
+        answer.add(chunk)
+        return self.chunk(self._choice(i, chunk.text, None, known))
+
+    def last(self, i: int, answer: Answer, ended: Ended) -> dict[str, Any]:
+        made = self.chunk(self._choice(i, "", ended.finish_reason, None))
+        return made | {"timings": answers.timings(ended.figures)}
+
+    def choice(self, i: int, answer: Answer) -> dict[str, Any]:
+        assert answer.ended is not None
+        known = None
+        if self.request.logprobs is not None:
+            tokens = [(c.token_id, c.logprobs) for c in answer.chunks]
+            known = answers.text_logprobs(self.model.tokenizer, tokens)
+        return self._choice(i, answer.whole, answer.ended.finish_reason, known)
+
+
+# ---- parts
+
+
+def _fields(kind: type[BaseModel]) -> set[str]:
+    return {f.alias or name for name, f in kind.model_fields.items()}
+
+
+def _limit(asked: int | None) -> int | None:
+    return None if asked in (None, -1) else asked
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if not given or isinstance(given[0], int):
+        return [given]
+    return list(given)
+
+
+def _messages(messages: Sequence[schema.Message]) -> list[dict[str, Any]]:
+    """As chat templates have them: texts, and arguments of calls as objects."""
+    found = []
+    for m in messages:
+        made = m.model_dump(exclude_none=True)
+        if isinstance(m.content, list):
+            made["content"] = "".join(map(_part, m.content))
+        elif m.content is None:
+            made["content"] = ""
+        if m.role == "developer":
+            made["role"] = "system"
+        for call in made.get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        found.append(made)
+    return found
+
+
+def _part(part: schema.TextPart) -> str:
+    if part.type != "text" or part.text is None:
+        raise ApiError(400, f"messages: a part of type {part.type[:40]!r}; only text is understood here",
+                       param="messages", type="not_supported_error")  # fmt: skip
+    return part.text
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _variables(r: schema.ChatRequest) -> dict[str, Any]:
+    variables = dict(r.chat_template_kwargs or {})
+    if variables.keys() & {"tools", "documents", "chat_template", "tokenize"}:
+        raise ApiError(
+            400, "chat_template_kwargs: variables of the template alone", param="chat_template_kwargs"
+        )
+    if r.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", r.reasoning_effort)
+    if r.tools and r.tool_choice != "none":
+        variables["tools"] = [t.model_dump(exclude_none=True) for t in r.tools]
+    return variables
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """llama.cpp's: bytes where they are no text."""
+    data = tokenizer.token_bytes(token) or tokenizer.name(token).encode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _collected(work: Work, count: int) -> list[Answer]:
+    found = [Answer() for _ in range(count)]
+    while (got := await work.next()) is not None:
+        i, event = got
+        if isinstance(event, Token):
+            found[i].add(event.chunk)
+        else:
+            found[i].ended = event
+    return found
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# ---- errors
+
+
+async def _api_error(request: Request, e: Exception) -> Response:
+    assert isinstance(e, ApiError)
+    headers = {} if e.retry_after is None else {"Retry-After": str(e.retry_after)}
+    return JSONResponse(e.body, e.status, headers)
+
+
+async def _engine_error(request: Request, e: Exception) -> Response:
+    assert isinstance(e, ThermoclineError)
+    return await _api_error(request, of_engine(e))
+
+
+async def _no_route(request: Request, e: Exception) -> Response:
+    return await _api_error(request, ApiError(404, "there is nothing here: see /docs"))
+
+
+async def _wrong_method(request: Request, e: Any) -> Response:
+    made = await _api_error(request, ApiError(405, f"{request.method} is not taken here"))
+    made.headers.update(e.headers or {})
+    return made
+
+
+def application(server: Server) -> Starlette:
+    handlers: dict[Any, Any] = {
+        ApiError: _api_error,
+        ThermoclineError: _engine_error,
+        404: _no_route,
+        405: _wrong_method,
+    }
+    return Starlette(routes=server.routes(), exception_handlers=handlers)
+
+
+__all__ = ["Model", "Server", "UsageError", "application"]

@@ -1,0 +1,161 @@
+"""What clients may send: the fields of OpenAI's API and llama.cpp's, with their ranges. Must not know engines.
+
+Types are strict: "1" is no number. A field that nobody here knows is left out, and said in the log.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from thermocline.sampler import SamplingParams
+
+Text = Annotated[str, Field(max_length=256)]
+Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+SINGLE = 2**31 - 1
+COMPLETION_TOKENS = 16  # of /v1/completions where a client says nothing, as OpenAI has it
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class StreamOptions(Request):
+    include_usage: bool = False
+
+
+class JsonSchema(Request):
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema", default=True)
+    strict: bool | None = None
+
+
+class ResponseFormat(Request):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(Request):
+    """What both ways to generate take. null is as if the field were not there."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=SINGLE, description="0 or -1: all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, description="answers to each prompt, computed together")
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="-1: random; the answer's is told")
+    presence_penalty: float | None = Field(None, ge=-100, le=100)
+    frequency_penalty: float | None = Field(None, ge=-100, le=100)
+    repeat_penalty: float | None = Field(None, gt=0, le=100)
+    repeat_last_n: int | None = Field(None, ge=-1, le=SINGLE)
+    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit; -100 bans")
+    max_tokens: int | None = Field(None, ge=-1, le=SINGLE, description="-1: until the context is full")
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = Field(None, description="llama.cpp's way to give a schema")
+    grammar: str | None = Field(None, description="a Lark grammar")
+    user: str | None = None
+
+
+class TextPart(Request):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Request):
+    name: str
+    arguments: str
+
+
+class ToolCall(Request):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Request):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Request):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Request):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Sampling):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=-1, le=SINGLE)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+
+
+class CompletionRequest(Sampling):
+    prompt: str | list[str] | list[Id] | list[list[Id]] = ""
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0)
+    suffix: str | None = None
+    best_of: int | None = Field(None, ge=1)
+
+
+class TokenizeRequest(Request):
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Request):
+    tokens: list[Id]
+
+
+# ---- the same, as the engine has it
+
+
+def sampling_params(r: Sampling, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+    """Raises UsageError where values do not go together."""
+    d = SamplingParams()
+    stop = r.stop if r.stop is not None else []
+    given = {int(k): float(v) for k, v in (r.logit_bias or {}).items()}
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_or(r.temperature, d.temperature),
+        top_k=max(0, _or(r.top_k, d.top_k)),
+        top_p=_or(r.top_p, d.top_p),
+        min_p=_or(r.min_p, d.min_p),
+        repeat_penalty=_or(r.repeat_penalty, d.repeat_penalty),
+        repeat_last_n=_or(r.repeat_last_n, d.repeat_last_n),
+        presence_penalty=_or(r.presence_penalty, 0.0),
+        frequency_penalty=_or(r.frequency_penalty, 0.0),
+        seed=None if r.seed in (None, -1) else r.seed,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        logit_bias={k: -float("inf") if v <= -100 else v for k, v in given.items()},
+        logprobs=logprobs,
+        ignore_eos=bool(r.ignore_eos),
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

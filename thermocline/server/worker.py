@@ -1,0 +1,144 @@
+"""The engine's process: a loop over commands, steps, and what they brought forth.
+
+A crash here is one process's: whoever speaks HTTP goes on, says so and starts another. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from thermocline.engine import Engine, Request
+from thermocline.errors import ThermoclineError
+from thermocline.llm import LLM
+from thermocline.server.messages import (
+    Beat,
+    Cancel,
+    Ended,
+    Event,
+    Failed,
+    Opened,
+    Progress,
+    Ready,
+    Refused,
+    Stop,
+    Submit,
+    Token,
+    ToEngine,
+    Told,
+)
+
+BEAT_S = 0.1  # between two beats, at most while idle
+
+
+def main(connection: Connection, options: dict[str, Any]) -> None:
+    """`options`: LLM's. Ends with the connection, or when it is told to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the other process's to hear
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionError):  # nobody is there any more
+        try:
+            llm = _opened(connection, options)
+            llm.load()
+        except ThermoclineError as e:
+            connection.send(Refused(type(e).__name__, str(e)))
+            return
+        with llm:
+            Worker(connection, llm).run()
+
+
+def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
+    last = 0.0
+
+    def progress(what: str, done: int, size: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= BEAT_S or done == size:
+            last = time.monotonic()
+            connection.send(Progress(what, done, size))
+
+    llm = LLM(**options, lazy=True, progress=progress, told=lambda line: connection.send(Told(line)))
+    template = options.get("chat_template")
+    connection.send(Opened(str(llm.path), llm.context, options.get("max_batch", 8), template))
+    return llm
+
+
+class Worker:
+    def __init__(self, connection: Connection, llm: LLM) -> None:
+        self._connection, self._llm = connection, llm
+        self._engine: Engine = llm.engine
+        self._jobs: dict[int, Request] = {}
+        self._beaten = 0.0
+        self._steps, self._longest = 0, 0.0
+
+    def run(self) -> None:
+        self._connection.send(Ready(self._llm.load_s, self._llm.memory_bytes))
+        busy = False
+        while self._obey(wait=not busy):
+            begin = time.monotonic()
+            busy = self._engine.step()
+            if busy or self._jobs:
+                self._steps += 1
+                self._longest = max(self._longest, time.monotonic() - begin)
+            if events := self._events():
+                self._connection.send(events)
+            self._beat()
+
+    def _obey(self, wait: bool) -> bool:
+        """What was asked for meanwhile. False: to stop."""
+        while self._connection.poll(BEAT_S if wait else 0):
+            wait = False
+            command: ToEngine = self._connection.recv()
+            match command:
+                case Submit(job, ids, params):
+                    self._submit(job, list(ids), params)
+                case Cancel(job):
+                    if (request := self._jobs.pop(job, None)) is not None:
+                        self._engine.cancel(request)
+                case Stop():
+                    return False
+        return True
+
+    def _submit(self, job: int, ids: list[int], params: Any) -> None:
+        try:
+            self._jobs[job] = self._engine.submit(ids, params)
+        except ThermoclineError as e:
+            self._connection.send([Failed(job, type(e).__name__, str(e))])
+
+    def _events(self) -> list[Event]:
+        found: list[Event] = []
+        for job, request in list(self._jobs.items()):
+            while request.chunks:
+                found.append(Token(job, request.chunks.popleft()))
+            if request.error is not None:
+                found.append(Failed(job, type(request.error).__name__, str(request.error)))
+            elif request.finish_reason is not None:
+                found.append(Ended(job, request.finish_reason, request.sampler.seed, request.figures()))
+            else:
+                continue
+            del self._jobs[job]
+        return found
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beaten < BEAT_S:
+            return
+        self._beaten, e = now, self._engine
+        pool = e.kv.pools[0]
+        self._connection.send(
+            Beat(
+                running=len(e.running),
+                waiting=len(e.waiting),
+                kv_free=pool.available,
+                kv_total=pool.n_blocks,
+                steps=self._steps,
+                longest_step_s=self._longest,
+                tiers=self._tiers(),
+            )
+        )
+
+    def _tiers(self) -> dict[str, float] | None:
+        if self._llm.store is None:
+            return None
+        c = self._llm.store.counts()
+        return {"needed": c.needed, "missed": c.missed, "bytes": c.bytes, "waited_s": c.waited_ns / 1e9}
