@@ -1,4 +1,4 @@
-"""The bodies of answers: OpenAI's objects with llama.cpp's `timings`. Must not know HTTP or how text is made."""
+"""The bodies of answers: OpenAI's objects with llama.cpp's `timings`. Must not know HTTP or the engine."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Model:
 
 
 class Server:
-    """The application's state. Everything runs on the event loop's thread but tokenising, which may be long."""
+    """The application's state, on the event loop's thread; tokenising, which may take long, is on another."""
 
     def __init__(self, engine: EngineProcess, limits: Limits, note: Callable[[str], None]) -> None:
         self.engine, self.limits, self._note = engine, limits, note
@@ -218,8 +218,8 @@ class Server:
         found = [Answer() for _ in range(shape.count)]
         following = asyncio.ensure_future(work.next())
         try:
-            for event in shape.begin():
-                yield _event(event)
+            for opening in shape.begin():
+                yield _event(opening)
             while True:
                 done, _ = await asyncio.wait({following}, timeout=self.limits.ping_s)
                 if not done:
@@ -376,7 +376,7 @@ class Chat(Shape):
         return self.chunk({"index": i, "delta": delta, "finish_reason": reason} | more)
 
     def piece(self, i: int, answer: Answer, token: Token) -> dict[str, Any]:
-        more = {}
+        more: dict[str, Any] = {}
         if token.chunk.logprobs is not None:
             more["logprobs"] = answers.chat_logprobs(self.model.tokenizer, [token.chunk])
         return self._delta(i, {"content": token.chunk.text}, **more)

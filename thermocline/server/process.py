@@ -33,8 +33,8 @@ from thermocline.server.messages import (
     Refused,
     Stop,
     Submit,
-    Token,
     ToEngine,
+    Token,
     Told,
 )
 

@@ -1,4 +1,4 @@
-"""What clients may send: the fields of OpenAI's API and llama.cpp's, with their ranges. Must not know engines.
+"""What clients may send: fields of OpenAI's API and llama.cpp's, with their ranges. Must not know engines.
 
 Types are strict: "1" is no number. A field that nobody here knows is left out, and said in the log.
 """
