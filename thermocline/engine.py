@@ -92,7 +92,7 @@ class StopMatcher:
         if found:
             self._held = ""
             return text[: min(found)], True
-        keep = len(text) - max(_overlap(text, s) for s in self._stop)
+        keep = len(text) - max(overlap(text, s) for s in self._stop)
         self._held = text[keep:]
         return text[:keep], False
 
@@ -101,7 +101,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that `stop` begins with."""
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
