@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from thermocline.engine import Chunk, Figures
 from thermocline.sampler import TokenLogprobs
 from thermocline.server.messages import Ended
+from thermocline.server.parts import MARKS, Call, Parts, Piece
 from thermocline.tokenizer import Tokenizer
-
-
-@dataclass
-class Answer:
-    """One choice, as it grows."""
-
-    text: list[str] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    ended: Ended | None = None
-
-    @property
-    def whole(self) -> str:
-        return "".join(self.text)
-
-    def add(self, chunk: Chunk) -> None:
-        self.text.append(chunk.text)
-        if chunk.logprobs is not None:
-            self.chunks.append(chunk)
 
 
 @dataclass(frozen=True)
@@ -50,9 +34,9 @@ class Head:
         }  # fmt: skip
 
 
-def usage(found: Sequence[Answer], n: int) -> dict[str, Any]:
+def usage(ended: Sequence[Ended], n: int) -> dict[str, Any]:
     """Of all answers, n of them to each prompt."""
-    figures = [a.ended.figures for a in found if a.ended is not None]
+    figures = [e.figures for e in ended]
     prompt = sum(f.prompt_tokens for f in figures[::n])
     made = sum(f.tokens for f in figures)
     cached = sum(f.cached_tokens for f in figures[::n])
@@ -124,3 +108,163 @@ def text_logprobs(
         "top_logprobs": top,
         "text_offset": offsets,
     }
+
+
+# ---- a kind of request each
+
+
+class Shape:
+    """The objects that answer one request, `count` choices of which grow side by side."""
+
+    kind, streamed = "", ""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, request: Any, count: int) -> None:
+        self.tokenizer, self.request, self.count = tokenizer, request, count
+        self.head = Head.of(self.kind, secrets.token_hex(12), model)
+        self._ended: dict[int, Ended] = {}
+
+    @property
+    def include_usage(self) -> bool:
+        options = self.request.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """One token -> what is sent of it."""
+        raise NotImplementedError
+
+    def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def choice(self, i: int, ended: Ended) -> dict[str, Any]:
+        """The whole of one."""
+        raise NotImplementedError
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        more = {"usage": None} if self.include_usage else {}
+        return self.head.object(self.streamed, [choice]) | more
+
+    def usage(self) -> dict[str, Any]:
+        return self.head.object(self.streamed, []) | {"usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage([self._ended[i] for i in range(self.count)], self.request.n or 1)
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self.choice(i, self._ended[i]) for i in range(self.count)]
+        more = {"usage": self._usage(), "timings": timings(self._ended[0].figures)}
+        return self.head.object(self.streamed.removesuffix(".chunk"), choices) | more
+
+
+class Said:
+    """One answer of a conversation, as it grows."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: list[Chunk] = []
+
+    def deltas(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, Call):
+                function = {"name": piece.name, "arguments": piece.arguments}
+                call = {"id": piece.id, "type": "function", "function": function}
+                found.append({"tool_calls": [{"index": len(self.calls)} | call]})
+                self.calls.append(call)
+            else:
+                kind, text = piece
+                self.texts[kind].append(text)
+                found.append({kind: text})
+        return found
+
+    def reason(self, ended: Ended) -> str:
+        return "tool_calls" if self.parts.called and ended.finish_reason == "stop" else ended.finish_reason
+
+    @property
+    def message(self) -> dict[str, Any]:
+        text, thought = ("".join(self.texts[kind]) for kind in ("content", "reasoning_content"))
+        made: dict[str, Any] = {"role": "assistant", "content": text or ("" if not self.calls else None)}
+        made["refusal"] = None
+        if thought:
+            made["reasoning_content"] = thought
+        if self.calls:
+            made["tool_calls"] = self.calls
+        return made
+
+
+class Chat(Shape):
+    kind, streamed = "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, model: str, tokenizer: Tokenizer, request: Any, parts: Callable[[], Parts]) -> None:
+        super().__init__(model, tokenizer, request, request.n or 1)
+        self._said = [Said(parts()) for _ in range(self.count)]
+
+    def begin(self) -> list[dict[str, Any]]:
+        return [self._delta(i, {"role": "assistant", "content": ""}) for i in range(self.count)]
+
+    def _delta(self, i: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return self.chunk({"index": i, "delta": delta, "finish_reason": reason})
+
+    def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
+        said, text = self._said[i], chunk.text
+        if (
+            self.tokenizer.is_special(chunk.token_id)
+            and (name := self.tokenizer.name(chunk.token_id)) in MARKS
+        ):
+            text += name
+        deltas = said.deltas(said.parts.push(text))
+        if chunk.logprobs is None:
+            return [self._delta(i, d) for d in deltas]
+        said.logprobs.append(chunk)
+        made = [self._delta(i, d) for d in deltas or [{}]]
+        made[0]["choices"][0]["logprobs"] = chat_logprobs(self.tokenizer, [chunk])
+        return made
+
+    def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
+        self._ended[i], said = ended, self._said[i]
+        made = [self._delta(i, d) for d in said.deltas(said.parts.flush())]
+        return [*made, self._delta(i, {}, said.reason(ended)) | {"timings": timings(ended.figures)}]
+
+    def choice(self, i: int, ended: Ended) -> dict[str, Any]:
+        said, logprobs = self._said[i], None
+        if self.request.logprobs:
+            logprobs = chat_logprobs(self.tokenizer, said.logprobs)
+        about = {"logprobs": logprobs, "finish_reason": said.reason(ended)}
+        return {"index": i, "message": said.message} | about
+
+
+class Text(Shape):
+    kind, streamed = "cmpl", "text_completion"
+
+    def __init__(self, model: str, tokenizer: Tokenizer, request: Any, count: int) -> None:
+        super().__init__(model, tokenizer, request, count)
+        self._texts: list[list[str]] = [[] for _ in range(count)]
+        self._chunks: list[list[Chunk]] = [[] for _ in range(count)]
+
+    def _choice(self, i: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
+        offset, known = len("".join(self._texts[i])), None
+        self._texts[i].append(chunk.text)
+        if chunk.logprobs is not None:
+            self._chunks[i].append(chunk)
+            known = text_logprobs(self.tokenizer, [(chunk.token_id, chunk.logprobs)], offset)
+        elif not chunk.text:
+            return []
+        return [self.chunk(self._choice(i, chunk.text, None, known))]
+
+    def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
+        self._ended[i] = ended
+        made = self.chunk(self._choice(i, "", ended.finish_reason, None))
+        return [made | {"timings": timings(ended.figures)}]
+
+    def choice(self, i: int, ended: Ended) -> dict[str, Any]:
+        known = None
+        if self.request.logprobs is not None:
+            known = text_logprobs(self.tokenizer, [(c.token_id, c.logprobs) for c in self._chunks[i]])
+        return self._choice(i, "".join(self._texts[i]), ended.finish_reason, known)

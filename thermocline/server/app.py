@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,12 +25,13 @@ from thermocline.engine import request_for
 from thermocline.errors import ThermoclineError, UsageError
 from thermocline.pack import Pack
 from thermocline.sampler import SamplingParams
-from thermocline.server import answers, schema
-from thermocline.server.answers import Answer, Head
+from thermocline.server import schema
+from thermocline.server.answers import Chat, Shape, Text
 from thermocline.server.errors import ApiError, of_engine, of_validation
 from thermocline.server.guard import read_json
 from thermocline.server.limits import Limits
-from thermocline.server.messages import Ended, Opened, Token
+from thermocline.server.messages import Opened, Token
+from thermocline.server.parts import THINK, Format, Parts
 from thermocline.server.process import EngineProcess, Work
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Tokenizer
@@ -51,6 +51,7 @@ class Model:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     why_no_template: str
+    format: Format
 
     @staticmethod
     def of(opened: Opened, name: str | None) -> Model:
@@ -62,7 +63,9 @@ class Model:
             template = ChatTemplate(path, tokenizer, opened.template)
         except ThermoclineError as e:
             why = str(e)
-        return Model(name or path.name, spec, opened.context, opened.max_batch, tokenizer, template, why)
+        format = Format.of("" if template is None else template.source)
+        about = path.name if name is None else name
+        return Model(about, spec, opened.context, opened.max_batch, tokenizer, template, why, format)
 
 
 class Server:
@@ -161,6 +164,7 @@ class Server:
         if model.template is None:
             raise ApiError(400, model.why_no_template, param="messages")
         template = model.template
+        _check_tools(r, model.format)
         messages, variables = _messages(r.messages), _variables(r)
         ids = await self.apart(partial(template.encode, messages, variables=variables))
         stop_ids = await self.apart(lambda: template.stop_ids)
@@ -168,7 +172,9 @@ class Server:
         params = schema.sampling_params(r, (r.top_logprobs or 0) if r.logprobs else None, _limit(asked))
         params = replace(params, stop_ids=stop_ids)
         work = self.submit(self.jobs(model, ids, params, r.n or 1))
-        return await self._answered(request, work, Chat(model, r))
+        return await self._answered(
+            request, work, Chat(model.name, model.tokenizer, r, _parts(model, r, ids))
+        )
 
     # ---- /v1/completions
 
@@ -190,7 +196,9 @@ class Server:
         for prompt in prompts:
             ids = await self.apart(partial(encode, prompt)) if isinstance(prompt, str) else prompt
             jobs += self.jobs(model, ids, params, r.n or 1)
-        return await self._answered(request, self.submit(jobs), Text(model, r, len(jobs)))
+        return await self._answered(
+            request, self.submit(jobs), Text(model.name, model.tokenizer, r, len(jobs))
+        )
 
     # ---- both
 
@@ -201,13 +209,14 @@ class Server:
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             )
-        collected = asyncio.ensure_future(_collected(work, shape.count))
+        collected = asyncio.ensure_future(_collected(work, shape))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({collected, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not collected.done():
                 return Response(status_code=499)  # nobody is there to read it
-            return JSONResponse(shape.whole(collected.result()))
+            collected.result()
+            return JSONResponse(shape.whole())
         finally:
             work.close()
             for task in (collected, gone):
@@ -215,7 +224,6 @@ class Server:
 
     async def _events(self, work: Work, shape: Shape) -> AsyncIterator[bytes]:
         """Server-sent events. A comment now and then while there is nothing to say."""
-        found = [Answer() for _ in range(shape.count)]
         following = asyncio.ensure_future(work.next())
         try:
             for opening in shape.begin():
@@ -230,14 +238,11 @@ class Server:
                     break
                 following = asyncio.ensure_future(work.next())
                 i, event = got
-                if isinstance(event, Token):
-                    if event.chunk.text or event.chunk.logprobs is not None:
-                        yield _event(shape.piece(i, found[i], event))
-                else:
-                    found[i].ended = event
-                    yield _event(shape.last(i, found[i], event))
+                bodies = shape.add(i, event.chunk) if isinstance(event, Token) else shape.end(i, event)
+                for body in bodies:
+                    yield _event(body)
             if shape.include_usage:
-                yield _event(shape.usage(found))
+                yield _event(shape.usage())
             yield b"data: [DONE]\n\n"
         except ThermoclineError as e:
             yield _event(of_engine(e).body)
@@ -318,111 +323,6 @@ class Server:
         ]
 
 
-# ---- what an answer looks like
-
-
-class Shape:
-    """The objects of one answer; of each kind of request one."""
-
-    kind, streamed = "", ""
-
-    def __init__(self, model: Model, request: Any, count: int) -> None:
-        self.model, self.request, self.count = model, request, count
-        self.head = Head.of(self.kind, secrets.token_hex(12), model.name)
-
-    @property
-    def include_usage(self) -> bool:
-        options = self.request.stream_options
-        return options is not None and options.include_usage
-
-    def begin(self) -> list[dict[str, Any]]:
-        return []
-
-    def piece(self, i: int, answer: Answer, token: Token) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def last(self, i: int, answer: Answer, ended: Ended) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def choice(self, i: int, answer: Answer) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        more = {"usage": None} if self.include_usage else {}
-        return self.head.object(self.streamed, [choice]) | more
-
-    def usage(self, found: list[Answer]) -> dict[str, Any]:
-        return self.head.object(self.streamed, []) | {"usage": answers.usage(found, self.request.n or 1)}
-
-    def whole(self, found: list[Answer]) -> dict[str, Any]:
-        choices = [self.choice(i, a) for i, a in enumerate(found)]
-        used = answers.usage(found, self.request.n or 1)
-        first = found[0].ended
-        assert first is not None
-        more = {"usage": used, "timings": answers.timings(first.figures)}
-        return self.head.object(self.streamed.removesuffix(".chunk"), choices) | more
-
-
-class Chat(Shape):
-    kind, streamed = "chatcmpl", "chat.completion.chunk"
-
-    def __init__(self, model: Model, request: schema.ChatRequest) -> None:
-        super().__init__(model, request, request.n or 1)
-
-    def begin(self) -> list[dict[str, Any]]:
-        return [self._delta(i, {"role": "assistant", "content": ""}) for i in range(self.count)]
-
-    def _delta(self, i: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
-        return self.chunk({"index": i, "delta": delta, "finish_reason": reason} | more)
-
-    def piece(self, i: int, answer: Answer, token: Token) -> dict[str, Any]:
-        more: dict[str, Any] = {}
-        if token.chunk.logprobs is not None:
-            more["logprobs"] = answers.chat_logprobs(self.model.tokenizer, [token.chunk])
-        return self._delta(i, {"content": token.chunk.text}, **more)
-
-    def last(self, i: int, answer: Answer, ended: Ended) -> dict[str, Any]:
-        return self._delta(i, {}, ended.finish_reason) | {"timings": answers.timings(ended.figures)}
-
-    def choice(self, i: int, answer: Answer) -> dict[str, Any]:
-        assert answer.ended is not None
-        logprobs = None
-        if self.request.logprobs:
-            logprobs = answers.chat_logprobs(self.model.tokenizer, answer.chunks)
-        message = {"role": "assistant", "content": answer.whole, "refusal": None}
-        return {
-            "index": i, "message": message, "logprobs": logprobs,
-            "finish_reason": answer.ended.finish_reason
-        }  # fmt: skip
-
-
-class Text(Shape):
-    kind, streamed = "cmpl", "text_completion"
-
-    def _choice(self, i: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
-        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def piece(self, i: int, answer: Answer, token: Token) -> dict[str, Any]:
-        chunk, known = token.chunk, None
-        if chunk.logprobs is not None:
-            tokens = [(chunk.token_id, chunk.logprobs)]
-            known = answers.text_logprobs(self.model.tokenizer, tokens, len(answer.whole))
-        answer.add(chunk)
-        return self.chunk(self._choice(i, chunk.text, None, known))
-
-    def last(self, i: int, answer: Answer, ended: Ended) -> dict[str, Any]:
-        made = self.chunk(self._choice(i, "", ended.finish_reason, None))
-        return made | {"timings": answers.timings(ended.figures)}
-
-    def choice(self, i: int, answer: Answer) -> dict[str, Any]:
-        assert answer.ended is not None
-        known = None
-        if self.request.logprobs is not None:
-            tokens = [(c.token_id, c.logprobs) for c in answer.chunks]
-            known = answers.text_logprobs(self.model.tokenizer, tokens)
-        return self._choice(i, answer.whole, answer.ended.finish_reason, known)
-
-
 # ---- parts
 
 
@@ -473,6 +373,14 @@ def _arguments(text: str) -> Any:
         return text
 
 
+def _check_tools(r: schema.ChatRequest, format: Format) -> None:
+    """What cannot be kept is refused."""
+    if r.tool_choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice: only none and auto can be kept", param="tool_choice")
+    if r.tools and r.tool_choice != "none" and format.call is None:
+        raise ApiError(400, "tools: this model's chat template has none that are understood", param="tools")
+
+
 def _variables(r: schema.ChatRequest) -> dict[str, Any]:
     variables = dict(r.chat_template_kwargs or {})
     if variables.keys() & {"tools", "documents", "chat_template", "tokenize"}:
@@ -484,6 +392,17 @@ def _variables(r: schema.ChatRequest) -> dict[str, Any]:
     if r.tools and r.tool_choice != "none":
         variables["tools"] = [t.model_dump(exclude_none=True) for t in r.tools]
     return variables
+
+
+def _parts(model: Model, r: schema.ChatRequest, ids: list[int]) -> Callable[[], Parts]:
+    """What its answers may hold; the prompt's last tokens say whether it ends within a thought."""
+    t = model.tokenizer
+    tail = "".join(
+        t.name(i) if t.is_special(i) else t.token_bytes(i).decode("utf-8", "replace") for i in ids[-8:]
+    )
+    thinking = model.format.thinks and tail.rstrip().endswith(THINK[0])
+    tools = bool(r.tools) and r.tool_choice != "none"
+    return partial(Parts, model.format, tools=tools, thinking=thinking)
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
@@ -499,15 +418,13 @@ def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _collected(work: Work, count: int) -> list[Answer]:
-    found = [Answer() for _ in range(count)]
+async def _collected(work: Work, shape: Shape) -> None:
     while (got := await work.next()) is not None:
         i, event = got
         if isinstance(event, Token):
-            found[i].add(event.chunk)
+            shape.add(i, event.chunk)
         else:
-            found[i].ended = event
-    return found
+            shape.end(i, event)
 
 
 async def _disconnected(request: Request) -> None:
