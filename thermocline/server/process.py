@@ -89,10 +89,15 @@ class EngineProcess:
         told: Callable[[str], None],
         progress: Callable[[str, int, int], None],
         opened: Callable[[Opened], None],
+        observe: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """`options`: LLM's. `opened` is called on the loop's thread, before the weights are read."""
+        """`options`: LLM's. `opened` is called on the loop's thread, before the weights are read.
+
+        `observe` sees every event, wanted or not.
+        """
         self._options, self._told, self._progress, self._on_opened = options, told, progress, opened
         self._jobs: dict[int, Work] = {}
+        self.observe = observe
         self._numbers = itertools.count()
         self._process: Any = None
         self._outbox: SimpleQueue[ToEngine | None] | None = None  # while there is a process
@@ -100,8 +105,9 @@ class EngineProcess:
         self._crashes = 0
         self.state = "starting"  # loading, ready, stopping, failed
         self.beat = Beat()
+        self.slots = 0  # jobs that are computed together
         self.loaded: Ready | None = None
-        self.restarts = 0
+        self.restarts = self.cancelled = 0
         self.error: ThermoclineError | None = None  # why it never will be ready
         self.over = asyncio.Event()  # set when it cannot go on
 
@@ -147,6 +153,7 @@ class EngineProcess:
             case list():
                 for event in message:
                     self._crashes = 0
+                    self.observe(event)
                     over = not isinstance(event, Token)
                     work = self._jobs.pop(event.job, None) if over else self._jobs.get(event.job)
                     if work is not None:
@@ -158,6 +165,7 @@ class EngineProcess:
             case Told(line):
                 self._told(line)
             case Opened():
+                self.slots = message.max_batch
                 self._on_opened(message)
             case Ready():
                 self.loaded = message
@@ -170,7 +178,9 @@ class EngineProcess:
         """The process is gone: what it had in hand fails; another one is started unless this was the end."""
         self._outbox = self._process = None
         for job, work in list(self._jobs.items()):
-            work.put(Failed(job, "EngineCrashed", "the engine stopped in the midst of this request"))
+            failed = Failed(job, "EngineCrashed", "the engine stopped in the midst of this request")
+            self.observe(failed)
+            work.put(failed)
         self._jobs.clear()
         self.beat = Beat()
         if self.state == "stopping":
@@ -235,6 +245,7 @@ class EngineProcess:
 
     def cancel(self, job: int) -> None:
         if self._jobs.pop(job, None) is not None:
+            self.cancelled += 1
             self._send(Cancel(job))
 
     def _send(self, command: ToEngine) -> None:
