@@ -1,4 +1,4 @@
-"""An application for the server's shell: JSON, streams, a page, and one that fails. Run as a program, it serves
+"""An application for the server's shell: JSON, streams, a page, and one that fails. As a program it serves
 itself, told by a JSON object: `{"unix": PATH}` or `{"port": N}`, `limits`, and what `http.run` takes.
 """
 

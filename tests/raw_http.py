@@ -30,20 +30,21 @@ class Answer:
         return error
 
 
-def read_answer(sock: socket.socket) -> Answer:
-    """One response with a Content-Length, or until the connection ends."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        got = sock.recv(65536)
+def read_answer(sock: socket.socket, *, to_head: bool = False) -> Answer:
+    """One response with a Content-Length, or until the connection ends; not a byte of the next."""
+    data, body = b"", b""
+    while not data.endswith(b"\r\n\r\n"):
+        got = sock.recv(1)
         assert got, f"the connection ended in a response's head: {data!r}"
         data += got
-    head, _, body = data.partition(b"\r\n\r\n")
-    lines = head.decode("latin-1").split("\r\n")
+    lines = data.decode("latin-1").strip().split("\r\n")
     headers = {n.lower(): v.strip() for n, _, v in (line.partition(":") for line in lines[1:])}
-    length = int(headers["content-length"]) if "content-length" in headers else None
-    while (length is None or len(body) < length) and (got := sock.recv(65536)):
+    status = int(lines[0].split()[1])
+    bodyless = to_head or status == 204
+    length = int(headers.get("content-length", 1 << 40)) if not bodyless else 0
+    while len(body) < length and (got := sock.recv(min(65536, length - len(body)))):
         body += got
-    return Answer(int(lines[0].split()[1]), headers, body)
+    return Answer(status, headers, body)
 
 
 def head(line: str, *headers: str, host: str | None = "localhost") -> bytes:
@@ -71,9 +72,7 @@ class Running:
     def ask(self, request: bytes) -> Answer:
         with self.connect() as sock:
             sock.sendall(request)
-            if request.startswith(b"HEAD"):
-                sock.shutdown(socket.SHUT_WR)  # uvicorn closes at that
-            return read_answer(sock)
+            return read_answer(sock, to_head=request.startswith(b"HEAD"))
 
     def get(self, path: str, *headers: str) -> Answer:
         return self.ask(head(f"GET {path} HTTP/1.1", *headers))
