@@ -23,14 +23,15 @@ class ServeOptions(Limits, Generation):
         (), nonempty, "KEY", "Server", "Clients need this key. May be repeated. Others see it in the list of "
         "processes: a file or THERMOCLINE_API_KEY is better.", repeat=True
     )  # fmt: skip
-    api_key_file: str | None = opt(
-        None, nonempty, "FILE", "Server", "Keys, one a line.", shown="none"
-    )
-    insecure: bool = opt(
-        False, switch, None, "Server", "Let other machines in without a key."
-    )
+    api_key_file: str | None = opt(None, nonempty, "FILE", "Server", "Keys, one a line.", shown="none")
+    insecure: bool = opt(False, switch, None, "Server", "Let other machines in without a key.")
     allow_host: tuple[str, ...] = opt(
-        (), nonempty, "NAME", "Server", "Another name this server is reached by. May be repeated.", repeat=True
+        (),
+        nonempty,
+        "NAME",
+        "Server",
+        "Another name this server is reached by. May be repeated.",
+        repeat=True,
     )
     allow_origin: tuple[str, ...] = opt(
         (), nonempty, "ORIGIN", "Server", "Pages of this origin may use it: https://example.org. May be "
