@@ -75,8 +75,8 @@ class Vocabulary:
         self.size = self.eos_token_id = tokenizer.vocab_size
         self.bos_token_id = None
         self.special_token_ids = (self.size,)
-        written = (b"" if tokenizer.is_control(i) else tokenizer.token_bytes(i) for i in range(self.size))
-        self.tokens = [*written, b"<end>"]
+        silent = [tokenizer.is_control(i) or i in tokenizer.eos_ids for i in range(self.size)]
+        self.tokens = [b"" if s else tokenizer.token_bytes(i) for i, s in enumerate(silent)] + [b"<end>"]
         self.writes: Mask = np.array([len(t) > 0 for t in self.tokens[:-1]], np.bool_)
         self._encode = tokenizer.encode
         self.there: LLTokenizer = LLTokenizer(TokenizerWrapper(self))

@@ -7,10 +7,12 @@ Must not import anything of ours: the process starts without our package.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 import sys
 import threading
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -61,8 +63,11 @@ def problem(kind: str, text: str) -> str:
         return str(e)
     if begin.is_error():
         return begin.get_error()
-    if kind == "json_schema" and (warnings := begin.get_grammar_warnings()):
-        return warnings[0]
+    if kind == "json_schema":
+        if warnings := begin.get_grammar_warnings():
+            return warnings[0]
+        if _lets_zero_in(json.loads(text)):
+            return "between an exclusive 0 and a fraction 0 itself would be let in; leave one bound out"
     draw = random.Random(0)
     found = (_walk(begin.deep_copy(), draw) for _ in range(WALKS))
     return next(filter(None, found), "")
@@ -73,13 +78,26 @@ def _walk(matcher: LLMatcher, draw: random.Random) -> str:
     for _ in range(STEPS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
-            return matcher.get_error()
+            return matcher.get_error().replace("NoExtensionBias", "no text fits it")
         allowed = [b for b in range(BYTES) if mask >> b & 1]
         if not allowed:
             return "" if mask >> BYTES & 1 else "no text fits it"
         if not matcher.consume_token(draw.choice(allowed)):
             return matcher.get_error()
     return ""
+
+
+def _lets_zero_in(schema: Any) -> bool:
+    """Library 1.9 takes 0 where exclusiveMinimum is 0 and the maximum below 1, and where it is mirrored."""
+    if isinstance(schema, list):
+        return any(map(_lets_zero_in, schema))
+    if not isinstance(schema, dict):
+        return False
+    bounds = {k: v for k, v in schema.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    low, high = bounds.get("exclusiveMinimum"), bounds.get("exclusiveMaximum")
+    above = low == 0 and any(0 < bounds.get(k, 1) < 1 for k in ("maximum", "exclusiveMaximum"))
+    below = high == 0 and any(-1 < bounds.get(k, -1) < 0 for k in ("minimum", "exclusiveMinimum"))
+    return above or below or any(map(_lets_zero_in, schema.values()))
 
 
 def _bound() -> None:
