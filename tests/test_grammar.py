@@ -98,6 +98,7 @@ def test_an_answer_matches_all_of_its_pattern_and_ends_with_it(llm: LLM, g: Gram
     for seed in range(3):
         done = llm.generate(PROMPT, params(g, seed))
         assert re.fullmatch(pattern, done.text) and done.finish_reason == "stop", done.text
+        assert done.token_ids[-1] not in llm.spec.eos_ids, "no token is needed to end what is complete"
 
 
 def test_grammars_side_by_side_with_free_answers_give_what_each_gives_alone(llm: LLM) -> None:

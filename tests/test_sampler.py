@@ -147,6 +147,13 @@ def test_the_callers_logits_stay_as_they_are() -> None:
     assert (x == before).all()
 
 
+def test_what_is_banned_is_never_kept_however_many_are_asked_for() -> None:
+    """A draw next to 1 may be rounded up to it, and would then be of the last that was kept."""
+    x = np.array([-math.inf, 1.0, -math.inf, 0.0], np.float32)
+    for top_k in (0, 3):
+        assert kept(x, SamplingParams(top_k=top_k, top_p=1, min_p=0)).tolist() == [1, 3]
+
+
 def test_logprobs_are_the_models_own() -> None:
     params = SamplingParams(temperature=0, logprobs=2, logit_bias={2: 100.0})
     sampler = Sampler(params, 3)
