@@ -120,9 +120,9 @@ def test_a_full_context_can_be_scored() -> None:
 
 
 def test_it_has_room_for_all_of_its_prompt_when_others_take_the_rest() -> None:
-    e = engine(context=64, kv_tokens=64, max_batch=2)
+    e = engine(context=64, kv_tokens=64, max_batch=4)
     mine = e.submit(prompt(0, 33), SCORE)
-    other = e.submit(prompt(1, 32), SamplingParams(temperature=0, max_tokens=1))
+    other = e.submit(prompt(1, 10), SamplingParams(temperature=0, max_tokens=22, ignore_eos=True))
     run(e, mine, other)
     assert len(mine.prompt_logprobs) == 32 and other.error is None
 

@@ -10,9 +10,9 @@ LEAST = 4  # tokens of prompts in a step, however dear they are: a prompt always
 # as far apart as without prompts; up to five is promised, and what is left is for what no estimate knows.
 SHARE = 3.0
 WEIGHT = 0.3  # of the newest measurement in an estimate
-LEAP = (
-    2.0  # a decode step that took longer than so many counts as that: a hiccup is no reason for a long chunk
-)
+# A decode step counts as at most so much longer than the last ones: it may have met a hiccup, which is no
+# reason for a long chunk. Where they do get longer, that is believed within ten steps.
+LEAP = 1.25
 
 
 class Pace:
