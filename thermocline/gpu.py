@@ -89,10 +89,10 @@ class Session:
         from thermocline.ops.gpu import GpuOps
 
         device, places = self.gpu.device, self.places
-        rank = 0 if predictors is None else pack.spec.ffn_dim
         ops = GpuOps(
             device, self.gpu.kernels, weights.new_ops(threads), pack.spec,
-            device_limits(self.context, self.max_batch, rank), self.send_from
+            device_limits(pack.spec, self.context, self.max_batch, predicted=predictors is not None),
+            self.send_from
         )  # fmt: skip
         made = load(pack, places, device, ops.cpu, predictors=predictors, progress=progress)
 
