@@ -491,7 +491,7 @@ class GpuOps:
             return
         self._to_device(x)
         self._to_device(h)
-        normed = self._normalised(b.norm, h, apart=b.cold is not None)
+        normed = self._normalised(b.norm, h, apart=b.cold is not None or b.route is not None)
         named, weights = self._guess(b, normed, sparsity), self._weigh(b, normed)
         sends = bool(b.sent) and x.tokens >= self.send_from
         if b.cold is not None and not sends:
@@ -677,7 +677,9 @@ class GpuOps:
     # ---- helpers
 
     def _normalised(self, norm: DeviceNorm | None, h: Hidden, apart: bool = False) -> Tensor:
-        """`apart`: not h itself, which may change while the CPU is still being sent it."""
+        """`apart`: not h itself, which may be x: that changes while the CPU is still being sent it, and with
+        each expert.
+        """
         made = self._normed[0][: h.tokens]
         if norm is not None:
             self.device.run(self.kernels.norm, made, h.device, *_parts(norm))
