@@ -39,8 +39,8 @@ from thermocline.spec import ModelSpec
 ALL = 10**6  # neurons
 
 
-@pytest.fixture(name="stand_in")
-def a_stand_in() -> Iterator[StandIn]:
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
     torch.set_num_threads(1)
     made = StandIn()
     yield made
@@ -167,13 +167,13 @@ def pack_of(path: Path, format: str, **changes: Any) -> Pack:
     return Pack.open(path / "pack")
 
 
-def opt_pack(path: Path, format: str) -> Pack:
+def opt_pack(path: Path, format: str, **changes: Any) -> Pack:
     """Ungated, with biases."""
     shape = synth.shapes()["opt-6.7b"] | {
         "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 512, "num_hidden_layers": 3,
         "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
     }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(shape))
+    (path / "config.json").write_text(json.dumps(shape | changes))
     synth.Model.of(str(path / "config.json"), 0, 0.1, 0.26, 64).write(path / "pack", format)
     return Pack.open(path / "pack")
 
@@ -514,7 +514,10 @@ def test_bench_measures_with_a_gpu_and_says_so(tiny_pack: Path, thermocline: Cal
     ran = thermocline(*argv, "--gpu", "stand-in", "-t", "2")
     rows = [json.loads(line) for line in ran.out.splitlines()]
     assert ran.code == 0 and [r["vram_bytes"] > 2**28 for r in rows] == [True, True], ran.err
-    assert [json.loads(x)["vram_bytes"] for x in thermocline(*argv).out.splitlines()] == [None, None]
+    used = [(r["gpu_info"], r["n_gpu_layers"], r["no_kv_offload"]) for r in rows]
+    assert used == [("stand-in", Pack.open(tiny_pack).spec.n_layers, False)] * 2
+    without = [json.loads(x) for x in thermocline(*argv).out.splitlines()]
+    assert [(r["vram_bytes"], r["gpu_info"], r["n_gpu_layers"]) for r in without] == [(None, "", 0)] * 2
     two = thermocline(*argv, "--gpu", "stand-in", "-t", "1,2")
     assert (two.code, "one number of threads" in two.err) == (2, True)
 

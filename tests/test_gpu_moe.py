@@ -18,16 +18,7 @@ import test_synth
 import tiny
 import torch
 from safetensors.numpy import save_file
-from test_gpu import (
-    ALL,
-    a_stand_in,  # noqa: F401  (a fixture)
-    generated,
-    gpu_ops,
-    logits,
-    placed,
-    some_places,
-    storage,
-)
+from test_gpu import ALL, generated, gpu_ops, logits, placed, some_places, stand_in, storage
 from test_options import PAIRS, SPEC, TOKENS, natively, nmse, random_weights
 
 from thermocline import LLM, SamplingParams, _native, cli, gpu_weights, hotness, weights
@@ -45,6 +36,7 @@ from thermocline.plan import Plan
 from thermocline.predictor import LayerPredictor, Predictors
 from thermocline.spec import ModelSpec
 
+__all__ = ["stand_in"]  # a fixture
 EXPERTS, ACTIVE = 4, 2
 OPTIONS = (  # what an FFN shares with its layer, or is
     "norm", "activation", "activation_threshold", "up_activation", "gated", "norm_order", "post", "parallel",
