@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_gpu_disk
 import test_plan
 import test_synth
 import tiny
 import torch
 from safetensors.numpy import save_file
+from test_disk_tier import small_buffers
 from test_gpu import ALL, generated, gpu_ops, logits, placed, some_places, stand_in, storage
+from test_gpu_disk import small_staging
 from test_options import PAIRS, SPEC, TOKENS, natively, nmse, random_weights
 
 from thermocline import LLM, SamplingParams, _native, cli, gpu_weights, hotness, weights
@@ -36,7 +39,7 @@ from thermocline.plan import Plan
 from thermocline.predictor import LayerPredictor, Predictors
 from thermocline.spec import ModelSpec
 
-__all__ = ["stand_in"]  # a fixture
+__all__ = ["small_buffers", "small_staging", "stand_in"]  # fixtures
 EXPERTS, ACTIVE = 4, 2
 OPTIONS = (  # what an FFN shares with its layer, or is
     "norm", "activation", "activation_threshold", "up_activation", "gated", "norm_order", "post", "parallel",
@@ -147,9 +150,8 @@ def pack_of(path: Path, format: str, **changes: Any) -> Pack:
         "hidden_size": 192, "num_hidden_layers": 3, "num_local_experts": EXPERTS, "intermediate_size": 352,
         "max_position_embeddings": 64,
     }  # fmt: skip
-    return test_synth.make(
-        path, "turbosparse-mixtral", format, active=0.15, skew=0.3, rank=32, **small, **changes
-    )
+    small |= changes
+    return test_synth.make(path, "turbosparse-mixtral", format, active=0.15, skew=0.3, rank=32, **small)
 
 
 def each(neurons: Sequence[int]) -> Places:
@@ -241,6 +243,29 @@ def test_requests_in_company_get_the_tokens_of_the_cpu(tmp_path: Path, stand_in:
     ops = gpu_ops(stand_in, pack.spec)
     made = gpu_weights.load(pack, places, stand_in, ops.cpu)
     assert generated(pack, made, ops, "exact", storage=storage(places)) == truth
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_experts_that_come_from_disk_change_no_bit(
+    predicted: bool, tmp_path: Path, stand_in: StandIn
+) -> None:
+    """Against the same places with the rest in RAM."""
+    pack = pack_of(tmp_path, "f16", intermediate_size=1024)
+    n, rng = EXPERTS * 1024, np.random.default_rng(3)
+    bits = rng.integers(0, 256, (n, pack.spec.dim // 8), dtype=np.uint8)
+    signs = LayerPredictor("sign", None, None, bits, np.zeros(n, np.float32), 40, EXPERTS)
+    found = Predictors.of(pack.spec, [signs] * 3) if predicted else None
+    how, places = {"sparsity": "predict" if predicted else "exact"}, each((1024, 96, 0))
+    for chunk in (1, 3, 20):
+        want_stats, stats = FFNStats(), FFNStats()
+        ops = gpu_ops(stand_in, pack.spec)
+        whole = gpu_weights.load(pack, places, stand_in, ops.cpu, predictors=found)
+        want = logits(pack.spec, whole, ops, places, chunk, **how, stats=want_stats)
+        ops = gpu_ops(stand_in, pack.spec)
+        some, disk = test_gpu_disk.in_part(pack, places, ops, found)
+        got = logits(pack.spec, some, ops, places, chunk, **how, stats=stats)
+        assert np.array_equal(got, want) and stats == want_stats
+        assert disk.counts().missed > 0 or chunk == 20  # an expert's part of a prompt comes in order
 
 
 # ---- plans and sessions
@@ -348,3 +373,14 @@ def test_a_session_divides_a_mixture_and_takes_what_its_plan_says(
             >= found
             > 0.99 * (p.used("gpu") - p.bytes["gpu"]["runtime"])
         )
+
+
+def test_a_session_has_experts_on_three_tiers(tiny_mixture: Path) -> None:
+    with test_gpu_disk.opened(tiny_mixture, gpu="off") as llm:
+        want = test_gpu_disk.said(llm)
+    vram, ram = test_gpu_disk.budgets(tiny_mixture)
+    with test_gpu_disk.opened(tiny_mixture, gpu="stand-in", vram=vram, ram=ram - 0.001) as llm:
+        assert llm.plan is not None and any(x.gpu for x in llm.plan.layers)
+        assert llm.memory_bytes <= (ram - 0.001) * 2**30
+        assert test_gpu_disk.said(llm) == want
+        assert llm.store is not None and llm.store.counts().missed > 0
