@@ -9,6 +9,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from test_gpu import ALL, generated, gpu_ops, logits, placed, some_places, stand
 from test_gpu_disk import small_staging
 from test_options import PAIRS, SPEC, TOKENS, natively, nmse, random_weights
 
-from thermocline import LLM, SamplingParams, _native, cli, gpu_weights, hotness, weights
+from thermocline import LLM, SamplingParams, _native, cli, gpu, gpu_weights, hotness, weights
 from thermocline.decoder import FFN, FFNStats, Layer, Linear, Weights
 from thermocline.device import StandIn
 from thermocline.gpu_weights import LayerPlace, Places
@@ -316,6 +317,16 @@ def test_a_mixtures_predictor_is_never_on_the_gpu() -> None:
         p = test_plan.made(spec, sizes, heat(spec), test_plan.NO_DISK, vram=gib, sparsity="predict")
         assert {x.predictor for x in p.layers} == {"ram"} and any(x.gpu for x in p.layers)
         assert p.bytes["gpu"]["buffers"] == device_bytes(spec, limits)
+
+
+def test_experts_are_sent_for_prompts_that_are_longer() -> None:
+    """Each of the CPU's weights multiplies two tokens of eight."""
+
+    def tokens(shape: str) -> int:
+        spec, sizes = test_plan.model(shape, n_layers=2)
+        return gpu.send_from(test_plan.NO_DISK, SimpleNamespace(spec=spec, sizes=sizes))  # type: ignore[arg-type]
+
+    assert tokens("turbosparse-mixtral") == pytest.approx(4 * tokens("bamboo-7b"), abs=4)
 
 
 def test_a_gpu_takes_each_experts_hottest() -> None:

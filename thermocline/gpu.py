@@ -270,7 +270,7 @@ def planned_of(
     if any(x.disk for x in made.layers):
         rest = arranged(Problem(subject.spec, subject.sizes, subject.hotness, found, asked), subject, made,
                         predictors)  # fmt: skip
-    session = Session(gpu, made, asked.context, max_batch, send_from(found, subject.sizes.format), rest)
+    session = Session(gpu, made, asked.context, max_batch, send_from(found, subject), rest)
     on_gpu, most = made.used("gpu") / GIB, gpu.free_bytes / GIB
     told(
         f"{gpu.device.name}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
@@ -303,8 +303,11 @@ def arranged(p: Problem, subject: Subject, made: Plan, predictors: Predictors | 
     return arrange(c, p.ram, others)
 
 
-def send_from(here: tiers.Tiers, weight_format: str) -> int:
-    """Tokens for which a weight is sent faster than the CPU multiplies by it, as both were measured."""
+def send_from(here: tiers.Tiers, subject: Subject) -> int:
+    """Tokens for which a weight is sent faster than the CPU multiplies by it, as both were measured: in a
+    mixture by some of them.
+    """
     assert here.gpu is not None
+    weight_format, share = subject.sizes.format, subject.spec.routed(1)
     weight_bytes = quant.row_bytes(weight_format, 4096) / 4096
-    return math.ceil(here.kernel(weight_format).gflops * weight_bytes / (2 * here.gpu.link_gbs))
+    return math.ceil(here.kernel(weight_format).gflops * weight_bytes / (2 * share * here.gpu.link_gbs))

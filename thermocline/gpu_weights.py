@@ -81,7 +81,8 @@ def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], places: Places) -
             yield Split(name, rows * here.attention, kept=not here.attention)
         elif part in ("gate.weight", "bundle"):
             each = here.neurons // experts
-            yield Split(name, each, kept=each < spec.ffn_dim, parts=experts)
+            parts = experts if 0 < each < spec.ffn_dim else 1  # else it goes as a whole
+            yield Split(name, here.neurons // parts, kept=each < spec.ffn_dim, parts=parts)
         elif part in ("up.weight", "down.weight"):  # without bundles: all or nothing
             on_device = here.neurons == experts * spec.ffn_dim
             yield Split(name, rows * on_device, kept=not on_device)
