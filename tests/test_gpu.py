@@ -99,8 +99,8 @@ def placed(w: Weights, places: Places) -> Weights:
         return tuple(replace(c, hot=h) for c, h in zip(cold, hot, strict=True))
 
     def layer(x: Layer, p: LayerPlace) -> Layer:
-        y: Layer = natively(replace(x, experts=()))
-        y = replace(y, experts=experts(x.experts, p.neurons // len(x.experts)))
+        own = experts(x.experts, p.neurons // len(x.experts))
+        y: Layer = replace(natively(replace(x, experts=())), experts=own)
         if x.router is not None and p.neurons:
             y = replace(y, router_there=rows(x.router))
         return replace(y, qkv=linear(x.qkv), attn_out=linear(x.attn_out)) if p.attention else y
