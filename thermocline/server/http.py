@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
+import struct
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -119,7 +122,14 @@ class Protocol(H11Protocol):
         self._drain_since = (self._drain_since or now) if drains else None
         too_long = self._drain_since is not None and now - self._drain_since > self._limits.limit_body_s
         if too_long or self._is_stalled(now):
-            self.transport.abort()
+            self._reset()
+
+    def _reset(self) -> None:
+        """End it without sending what is buffered, by the kernel neither: its buffer may have megabytes."""
+        no_linger = struct.pack("ii" if os.name == "posix" else "hh", 1, 0)
+        with contextlib.suppress(OSError):
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        self.transport.abort()
 
     def _is_stalled(self, now: float) -> bool:
         waiting = self.transport.get_write_buffer_size()
