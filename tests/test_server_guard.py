@@ -338,10 +338,10 @@ NESTED = b'{"a":' * 64 + b"[" * 64 + b"]" * 64 + b"}" * 64
 def test_json_is_read_strictly(text: bytes, problem: str | None) -> None:
     """B5, B14: depth, Unicode, numbers, keys; never a crash of the parser."""
     if problem is None:
-        assert body.parse_json(text, 128) == json.loads(text)
+        assert body.parse_json(text, Limits()) == json.loads(text)
         return
     with pytest.raises(Refusal, match=problem) as caught:
-        body.parse_json(text, 128)
+        body.parse_json(text, Limits())
     assert caught.value.status == 400
     caught.value.body().decode("ascii")
 
@@ -353,6 +353,16 @@ def test_depth_is_exact() -> None:
         assert body.is_at_most(deepest, text) and not body.is_at_most(deepest - 1, text)
 
 
+def test_values_are_counted_before_they_are_made() -> None:
+    """20 MiB of empty lists are 650 MB of Python's."""
+    limits = Limits(limit_json_values=100)
+    for fits in (b'{"a":[' + b"1," * 98 + b"1]}", b'{"a":"' + b"[{,}]" * 1000 + b'"}'):
+        body.parse_json(fits, limits)
+    for text in (b'{"a":[' + b"1," * 99 + b"1]}", b'{"a":[' + b"[],[]," * 40 + b"1]}"):
+        with pytest.raises(Refusal, match="more than 100 values"):
+            body.parse_json(text, limits)
+
+
 def test_large_bodies_are_checked_in_time_that_grows_with_their_size() -> None:
     """Half a mebibyte of the worst that was found: many deep lists, many strings, a key twice at the end."""
     keys = ",".join(f'"{i}":1' for i in range(50_000))
@@ -361,7 +371,7 @@ def test_large_bodies_are_checked_in_time_that_grows_with_their_size() -> None:
     for text in worst:
         began = time.process_time()
         with pytest.raises(Refusal):
-            body.parse_json(text, 128)
+            body.parse_json(text, Limits())
         assert time.process_time() - began < 1  # measured: 0.1 s; quadratic ones took minutes
 
 

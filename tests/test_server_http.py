@@ -370,6 +370,19 @@ def test_the_port_is_open_before_anything_else_is_loaded() -> None:
             early.sendall(head("GET /health HTTP/1.1"))
 
 
+def test_open_files_are_raised_to_what_the_connections_need() -> None:
+    resource = pytest.importorskip("resource", reason="this system has no such limit")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        listener.allow_files(300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (428, before[1])
+        listener.allow_files(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 428
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_unix_socket_is_for_this_user_alone_and_leaves_nothing(tmp_path: Path) -> None:
     """C11. Its Host can be anything: no browser can come this way."""
     path = tmp_path / "sock"

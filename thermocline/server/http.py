@@ -241,6 +241,7 @@ def run(
         http=cast(Any, partial(Protocol, limits)),
         ws="none",
         interface="asgi3",
+        workers=1,  # else $WEB_CONCURRENCY is read
         lifespan="on",
         log_config=None,
         log_level="critical",
