@@ -63,6 +63,7 @@ class Running:
     port: int
     log: list[str]
     trouble: list[str]
+    servers: list[http.Server]
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port))
@@ -81,9 +82,8 @@ class Running:
 @contextlib.contextmanager
 def serving(limits: Limits | None = None, **options: Any) -> Iterator[Running]:
     opened = listener.listen("127.0.0.1", 0, has_keys=False)
-    running = Running(Dummy(), opened.port, [], [])
-    servers: list[http.Server] = []
-    about = {"log": running.log.append, "trouble": running.trouble.append, "started": servers.append}
+    running = Running(Dummy(), opened.port, [], [], [])
+    about = {"log": running.log.append, "trouble": running.trouble.append, "started": running.servers.append}
     thread = threading.Thread(
         target=http.run,
         args=(running.app, opened),
@@ -93,6 +93,6 @@ def serving(limits: Limits | None = None, **options: Any) -> Iterator[Running]:
     try:
         yield running
     finally:
-        servers[0].stop()
+        running.servers[0].stop()
         thread.join(5)
         assert not thread.is_alive()

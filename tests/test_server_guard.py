@@ -427,6 +427,7 @@ def test_the_applications_errors_are_made_the_apis(open_server: Running) -> None
     assert (answer.status, answer.error["type"], answer.error["code"]) == (404, "not_found_error", 404)
     answer = open_server.ask(post("/v1/refuse", b'{"say":"\\u00e4 \\ud83d\\ude00 <b>"}'))
     assert answer.status == 400 and answer.error["code"] == "chosen"
+    assert open_server.trouble == []
     assert answer.error["message"] == "ä 😀 <b>"
 
 
@@ -483,6 +484,13 @@ def test_limits_are_read_like_all_options() -> None:
 def test_defaults_of_limits_are_values_their_own_flags_would_take() -> None:
     for f, o in options_of(Limits):
         assert isinstance(o, Option) and o.parse(str(f.default)) == f.default
+
+
+def test_what_follows_a_whole_response_is_not_cancelled(open_server: Running) -> None:
+    """uvicorn says that the client is gone as soon as it has its answer: a task after it may go on."""
+    before = open_server.app.chunks
+    assert open_server.ask(post("/v1/after", b"{}")).status == 200
+    wait_until(lambda: open_server.app.chunks == before + 1)
 
 
 def test_a_half_closed_request_is_a_client_that_left(open_server: Running) -> None:

@@ -100,9 +100,6 @@ class Protocol(H11Protocol):
         """Answer, if no answer has begun, and close."""
         if self.transport.is_closing():
             return
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             refusal = Refusal(status, message, headers={"connection": "close"})
             body = refusal.body()
