@@ -195,18 +195,39 @@ class Server(uvicorn.Server):
             await asyncio.wait_for(self.lifespan.shutdown(), LAST_WORDS_S)
 
 
-def _surviving_failure(app: App, failures: list[ThermoclineError]) -> App:
+def _surviving_failure(app: App, failures: list[Exception]) -> App:
     """uvicorn forgets what went wrong at startup; ours is for the person who started the server."""
 
     async def noted(scope: Any, receive: Any, send: Any) -> None:
         try:
             await app(scope, receive, send)
-        except ThermoclineError as e:
+        except Exception as e:
             if scope["type"] == "lifespan":
                 failures.append(e)
             raise
 
     return noted
+
+
+def _config(app: App, limits: Limits) -> uvicorn.Config:
+    """uvicorn's, told to do nothing that we have not asked for."""
+    return uvicorn.Config(
+        cast(Any, app),
+        loop="asyncio",
+        http=cast(Any, partial(Protocol, limits)),
+        ws="none",
+        interface="asgi3",
+        workers=1,  # else $WEB_CONCURRENCY is read
+        lifespan="on",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        h11_max_incomplete_event_size=limits.limit_header_bytes,
+        timeout_keep_alive=cast(int, limits.limit_keep_alive_s),
+    )
 
 
 def run(
@@ -230,26 +251,10 @@ def run(
     """
     allow_files(limits.limit_connections)
     access = Access.of(keys, listener.host_names(hosts), origins, assets)
-    failures: list[ThermoclineError] = []
+    failures: list[Exception] = []
     guard = Guard(app, access, limits, slots=slots, log=log, trouble=trouble)
-    config = uvicorn.Config(
-        cast(Any, _surviving_failure(guard, failures)),
-        loop="asyncio",
-        http=cast(Any, partial(Protocol, limits)),
-        ws="none",
-        interface="asgi3",
-        workers=1,  # else $WEB_CONCURRENCY is read
-        lifespan="on",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        h11_max_incomplete_event_size=limits.limit_header_bytes,
-        timeout_keep_alive=cast(int, limits.limit_keep_alive_s),
-    )
-    server = Server(config, limits)
+    app = _surviving_failure(guard, failures)
+    server = Server(_config(app, limits), limits)
     if started is not None:
         started(server)
     try:
