@@ -52,8 +52,8 @@ class Grammar:
             raise UsageError(f"the {name} is empty or has a NUL character")
         if size > MAX_BYTES:
             raise UsageError(f"the {name} has {size} bytes; at most {MAX_BYTES} can be taken")
-        if self.kind == "json_schema" and (depth := _depth(self.text)) > MAX_DEPTH:
-            raise UsageError(f"the {name} is {depth} levels deep; at most {MAX_DEPTH} can be taken")
+        if self.kind == "json_schema" and (levels := depth(self.text)) > MAX_DEPTH:
+            raise UsageError(f"the {name} is {levels} levels deep; at most {MAX_DEPTH} can be taken")
 
     @staticmethod
     def json_schema(schema: str | bool | Mapping[str, Any]) -> Grammar:
@@ -91,7 +91,7 @@ class Grammar:
         return Grammar("lark", text)
 
 
-def _depth(text: str) -> int:
+def depth(text: str) -> int:
     """Brackets within brackets, of JSON, without parsing it."""
     deepest = depth = 0
     quoted = escaped = False
