@@ -231,10 +231,11 @@ class Sampler:
         return logits
 
     def _penalised(self, x: F32) -> F32:
-        """Of recent tokens. A factor of nearly 0 and penalties beyond all range make no NaN and ban nothing."""
-        params, factor = self.params, np.float32(self.params.repeat_penalty)
+        """A factor of nearly 0 and penalties beyond all range ban nothing, and make no NaN."""
+        params = self.params
         counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
         with np.errstate(all="ignore"):
+            factor = np.float32(params.repeat_penalty)
             cost = np.nan_to_num(params.presence_penalty + params.frequency_penalty * counts)
             y = np.nan_to_num(np.where(x > 0, x / factor, x * factor)) - cost.astype(np.float32)
         return np.where(x == -math.inf, x, np.clip(y, -LARGEST, LARGEST)).astype(np.float32)
