@@ -1,7 +1,7 @@
 """Clients for `bench/serve.py`: light ones that stream, are slow, or leave; a server to point them at.
 
 HTTP by hand over asyncio: a client library takes more of the processor than the server under test.
-As a program (`serve_clients.py PORT RATE`) it polls /health until its stdin ends, and prints the seconds.
+As a program it asks again and again until its stdin ends, and prints how long each answer took (`polling`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -295,41 +296,45 @@ async def idle(port: int) -> None:
         writer.close()
 
 
-# ---- /health, from a process of its own: clients that are busy would not notice an answer in time
+# ---- short requests, from a process of its own: clients that are busy would not notice an answer in time
 
 
 @contextlib.contextmanager
-def polling(port: int, rate: float) -> Iterator[list[float]]:
-    """The list is filled, with the seconds that each took, when the block is left."""
+def polling(port: int, rate: float, asked: dict[str, Any] | None = None) -> Iterator[list[float]]:
+    """The list is filled, with the seconds until each answer, when the block is left.
+
+    Of /health, which has to say 200; or of refusals, where something is asked that there is no room for.
+    """
     seconds: list[float] = []
-    with subprocess.Popen(
-        [sys.executable, __file__, str(port), str(rate)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as popen:
+    command = [sys.executable, __file__, str(port), str(rate), json.dumps(asked)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as popen:
         yield seconds
         seconds += json.loads(popen.communicate()[0])
 
 
-def poll(port: int, rate: float, over: Callable[[], bool]) -> list[float]:
+def poll(port: int, rate: float, asked: dict[str, Any] | None, over: Callable[[], bool]) -> list[float]:
     seconds, due = [], time.perf_counter()
-    asked = request("/health", None)
+    data = request("/health" if asked is None else "/v1/completions", asked)
     while not over():
         begin = time.perf_counter()
         with socket.create_connection((HOST, port), 30) as s:
-            s.sendall(asked)
-            answer = s.recv(4096)
-            seconds.append(time.perf_counter() - begin)
-            assert b" 200 " in answer[:20], answer
+            s.sendall(data)
+            head = s.recv(4096).lower()
+            taken = time.perf_counter() - begin
+        status = head.split()[1]
+        assert status == b"200" or (asked and status in (b"429", b"503") and b"retry-after" in head), head
+        if not (asked and status == b"200"):  # there was room after all
+            seconds.append(taken)
         due = max(due + random.uniform(0.5, 1.5) / rate, time.perf_counter())
         time.sleep(max(0.0, due - time.perf_counter()))
     return seconds
 
 
 def _main() -> None:
-    import threading
-
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
-    print(json.dumps(poll(int(sys.argv[1]), float(sys.argv[2]), over.is_set)))
+    port, rate, asked = sys.argv[1:]
+    print(json.dumps(poll(int(port), float(rate), json.loads(asked), over.is_set)))
 
 
 if __name__ == "__main__":

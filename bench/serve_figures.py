@@ -78,33 +78,21 @@ def crowd(port: int, llm: LLM, streaming: int, quiet: int, hostile: int, tokens:
             "health_p99_ms": 1e3 * percentile(seconds, 0.99)}  # fmt: skip
 
 
-def overload(port: int, refusals: int) -> Found:
+def overload(port: int, seconds: float, room: int) -> Found:
     """As many endless streams as there is room for, whoever ends is replaced; how soon others are told."""
-    seconds: list[float] = []
-    others: set[int] = set()
 
     async def hold() -> None:
         while True:
-            with contextlib.suppress(clients.Overloaded):
-                await ask(port, TEXT, ENDLESS)
-
-    async def knock() -> None:
-        async with Call(port, TEXT, ENDLESS) as call:
-            if call.status in (429, 503) and "retry-after" in call.headers:
-                seconds.append(call.head_s)
-            elif call.status != 200:
-                others.add(call.status)
+            await insist(port, TEXT, ENDLESS)
 
     async def run() -> None:
-        async with beside(*(hold() for _ in range(100))):
-            await asyncio.sleep(1)
-            while len(seconds) < refusals:
-                await knock()
+        async with beside(*(hold() for _ in range(room))):
+            await asyncio.sleep(seconds)
 
-    asyncio.run(run())
-    return {"refusals": len(seconds), "other_statuses": sorted(others),
-            "refused_p50_ms": 1e3 * statistics.median(seconds),
-            "refused_p99_ms": 1e3 * percentile(seconds, 0.99)}  # fmt: skip
+    with clients.polling(port, 100, ENDLESS) as refused:
+        asyncio.run(run())
+    return {"refusals": len(refused), "refused_p50_ms": 1e3 * statistics.median(refused),
+            "refused_p99_ms": 1e3 * percentile(refused, 0.99)}  # fmt: skip
 
 
 # ---- leave

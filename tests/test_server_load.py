@@ -86,8 +86,8 @@ def test_whoever_leaves_takes_nothing_along(bench: Any, server: Served, port: in
 
 def test_who_finds_no_room_is_told_at_once(bench: Any) -> None:
     with served(Limits(limit_queue=4), max_batch=2) as server:
-        found = bench.serve_figures.overload(int(server.url.rpartition(":")[2]), refusals=20)
-    assert found["refusals"] == 20 and found["other_statuses"] == []
+        found = bench.serve_figures.overload(int(server.url.rpartition(":")[2]), seconds=2, room=6)
+    assert found["refusals"] > 10
     assert found["refused_p50_ms"] < 1000, "0.1 s, were the machine ours alone"
 
 
