@@ -226,8 +226,8 @@ def batch(port: int, rounds: int, tokens: int) -> Found:
     for _ in range(rounds):
         one = streams(port, OPENINGS[:1], tokens)[0].tokens_per_s
         many = streams(port, OPENINGS[:4], tokens)
-        span = max(t.at[-1] for t in many) - min(t.at[0] for t in many)
-        ratios.append(sum(t.tokens - 1 for t in many) / span / one)
+        begin, end = max(t.at[0] for t in many), min(t.at[-1] for t in many)  # all four answer
+        ratios.append(sum(begin < at <= end for t in many for at in t.at) / (end - begin) / one)
     return {"one_tok_s": one, "four_over_one": statistics.median(ratios), "ratios": ratios}
 
 
