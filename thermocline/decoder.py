@@ -152,6 +152,17 @@ class Batch:
         return self.block_table if window is None or self.window_table is None else self.window_table
 
 
+class LayerCounts(NamedTuple):
+    """What sparsity did in one layer of one step; the words are `FFNStats`'."""
+
+    active: int
+    neurons: int
+    rows: int
+    rows_dense: int
+    gates: int
+    gates_dense: int
+
+
 @dataclass
 class FFNStats:
     """What sparsity did, summed over layers and tokens."""
@@ -163,6 +174,7 @@ class FFNStats:
     gates_dense: int = 0  # gate rows in all
     predicted: int = 0  # gate rows read: all, or with `predict` those of neurons predicted to be active
     predictor_bytes: int = 0  # read of predictors
+    layers: list[LayerCounts] | None = None  # one by one, where somebody asks and the ops know
 
 
 class DiskCounts(NamedTuple):
@@ -173,6 +185,9 @@ class DiskCounts(NamedTuple):
     reads: int = 0
     bytes: int = 0
     waited_ns: int = 0  # of all threads, with nothing else to do
+
+    def since(self, before: DiskCounts) -> DiskCounts:
+        return DiskCounts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 @functools.lru_cache(maxsize=8)

@@ -21,6 +21,7 @@ from thermocline.kv import BlockTable, KVCache, bytes_for, in_ram, room_for
 from thermocline.sampler import Sampler, SamplingParams, TokenLogprobs
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Detokenizer, Tokenizer
+from thermocline.watch import Watch
 
 PREFILL_CHUNK = 256  # tokens of prompts in a step
 
@@ -316,6 +317,7 @@ class Engine:
         self.kv = KVCache(spec, *room, chunk=prefill_chunk, storage=storage)
         self.traffic = Traffic.of(spec, weights)
         self._disk = disk
+        self.watch: Watch | None = None  # gets what answers' steps did, while there is one
         self.computing = False  # in `forward`: an exception there costs the step and nothing else
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -349,11 +351,16 @@ class Engine:
 
     def _run(self, spans: list[Span]) -> None:
         before = self._disk() if self._disk is not None else None
+        begin = time.perf_counter()
         logits, stats = self._forward(spans)
-        self._account(spans, stats, before)
+        read_bytes = self._account(spans, stats, before)
         ready = [s.request for s in spans if s.stop == len(s.request.ids)]
         for request, row in zip(ready, logits, strict=True):
             self._emit(request, row)
+        if self.watch is not None and spans[0].start >= spans[0].request.n_prompt:
+            disk = None if self._disk is None or before is None else self._disk().since(before)
+            seconds = time.perf_counter() - begin
+            self.watch.add(stats, tokens=len(spans), seconds=seconds, bytes=read_bytes, disk=disk)
 
     def _run_alone(self, span: Span, error: ThermoclineError | None) -> None:
         """A step that failed, for one of its requests; `error`: it has been tried."""
@@ -407,7 +414,7 @@ class Engine:
     # -- forward
 
     def _forward(self, spans: list[Span]) -> tuple[F32, FFNStats]:
-        stats = FFNStats()
+        stats = FFNStats() if self.watch is None else self.watch.counting()
         batch = self._batch(spans)
         prompts = any(
             s.start < s.request.n_prompt for s in spans
@@ -445,12 +452,13 @@ class Engine:
             window_table=tables[-1],
         )
 
-    def _account(self, spans: list[Span], stats: FFNStats, before: DiskCounts | None) -> None:
-        """Each answer carries its share of the step: the same neurons served them all."""
+    def _account(self, spans: list[Span], stats: FFNStats, before: DiskCounts | None) -> float:
+        """Each answer carries its share of the step: the same neurons served them all. -> bytes read."""
         t = self.traffic
         disk = self._disk() if self._disk is not None else None
         weights = t.fixed_bytes + stats.predicted * t.gate_bytes + stats.rows * t.row_bytes
         weights += stats.predictor_bytes
+        read_bytes = weights
         for s in spans:
             if s.start < s.request.n_prompt:
                 continue
@@ -469,6 +477,8 @@ class Engine:
             near = min(s.stop, self.spec.sliding_window or s.stop)
             read = s.stop + self.spec.windowed * (near - s.stop)
             s.request.decode_bytes += weights / len(spans) + read * self.traffic.position_bytes
+            read_bytes += read * self.traffic.position_bytes
+        return read_bytes
 
     # -- sample, emit
 

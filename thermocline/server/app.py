@@ -25,7 +25,7 @@ from thermocline.engine import request_for
 from thermocline.errors import ThermoclineError, UsageError
 from thermocline.pack import Pack
 from thermocline.sampler import SamplingParams
-from thermocline.server import schema
+from thermocline.server import activity, page, schema
 from thermocline.server.answers import Chat, Shape, Text
 from thermocline.server.errors import ApiError, of_engine, of_validation
 from thermocline.server.guard import read_json
@@ -309,6 +309,12 @@ class Server:
             raise ApiError(400, f"tokens: they are 0 to {model.spec.vocab_size - 1}", param="tokens")
         return JSONResponse({"content": await self.apart(partial(model.tokenizer.decode, r.tokens))})
 
+    async def activity(self, request: Request) -> Response:
+        stream = activity.events(self.engine.onlookers, self.limits.ping_s)
+        return StreamingResponse(
+            stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
         return [
@@ -320,6 +326,8 @@ class Server:
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route("/props", self.props, methods=get),
+            Route("/activity", self.activity, methods=get),
+            *page.routes(),
         ]
 
 

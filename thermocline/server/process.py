@@ -20,6 +20,7 @@ from thermocline import errors
 from thermocline.errors import ThermoclineError
 from thermocline.sampler import SamplingParams
 from thermocline.server import worker
+from thermocline.server.activity import Onlookers
 from thermocline.server.messages import (
     Beat,
     Cancel,
@@ -27,6 +28,7 @@ from thermocline.server.messages import (
     Event,
     Failed,
     FromEngine,
+    Look,
     Opened,
     Progress,
     Ready,
@@ -100,6 +102,7 @@ class EngineProcess:
         self._crashes = 0
         self.state = "starting"  # loading, ready, stopping, failed
         self.beat = Beat()
+        self.onlookers = Onlookers(lambda on: self._send(Look(on)))
         self.loaded: Ready | None = None
         self.restarts = 0
         self.error: ThermoclineError | None = None  # why it never will be ready
@@ -138,6 +141,8 @@ class EngineProcess:
 
     def _begun(self, process: Any, outbox: SimpleQueue[ToEngine | None]) -> None:
         self._process, self._outbox = process, outbox
+        if self.onlookers:
+            self._send(Look(True))
         if self.state == "stopping":
             self._send(Stop())
 
@@ -153,6 +158,8 @@ class EngineProcess:
                         work.put(event)
             case Beat():
                 self.beat = message
+                if message.activity is not None:
+                    self.onlookers.show(message.activity)
             case Progress(what, done, size):
                 self._progress(what, done, size)
             case Told(line):
@@ -192,6 +199,7 @@ class EngineProcess:
     async def stop(self, grace_s: float = 2.0) -> None:
         """Ends the process, by force where it does not end by itself."""
         self.state = "stopping"
+        self.onlookers.show(None)
         self._send(Stop())
         try:
             await asyncio.wait_for(self.over.wait(), grace_s)

@@ -20,6 +20,7 @@ from thermocline.server.messages import (
     Ended,
     Event,
     Failed,
+    Look,
     Opened,
     Progress,
     Ready,
@@ -30,8 +31,10 @@ from thermocline.server.messages import (
     Token,
     Told,
 )
+from thermocline.watch import Activity, Watch
 
 BEAT_S = 0.1  # between two beats, at most while idle
+LOOK_S = 0.25  # between two reports of activity
 
 
 def main(connection: Connection, options: dict[str, Any]) -> None:
@@ -68,7 +71,7 @@ class Worker:
         self._connection, self._llm = connection, llm
         self._engine: Engine = llm.engine
         self._jobs: dict[int, Request] = {}
-        self._beaten = 0.0
+        self._beaten = self._looked = 0.0
         self._steps, self._longest = 0, 0.0
 
     def run(self) -> None:
@@ -95,6 +98,8 @@ class Worker:
                 case Cancel(job):
                     if (request := self._jobs.pop(job, None)) is not None:
                         self._engine.cancel(request)
+                case Look(on):
+                    self._engine.watch = Watch(on_gpu=self._llm.plan is not None) if on else None
                 case Stop():
                     return False
         return True
@@ -134,8 +139,15 @@ class Worker:
                 steps=self._steps,
                 longest_step_s=self._longest,
                 tiers=self._tiers(),
+                activity=self._activity(now),
             )
         )
+
+    def _activity(self, now: float) -> Activity | None:
+        if self._engine.watch is None or now - self._looked < LOOK_S:
+            return None
+        self._looked = now
+        return self._engine.watch.take()
 
     def _tiers(self) -> dict[str, float] | None:
         if self._llm.store is None:
