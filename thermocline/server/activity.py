@@ -1,50 +1,30 @@
 """What the layers do, for whoever looks on: `GET /activity`'s events. No word of any text is in them.
 
-Owns who looks, and what they are shown. Must not know the engine or its process.
+Owns the route and what its events say. Must not know the engine or its process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from thermocline.server.onlookers import Onlookers
 from thermocline.watch import Activity
 
-Reports = asyncio.Queue[Activity | None]
 NOTHING = b": \n\n"  # a comment: the stream is alive
 
 
-class Onlookers:
-    """Each gets the newest report: a slow one misses some, and holds up nobody."""
+def routes(onlookers: Onlookers, ping_s: float) -> list[Route]:
+    async def answer(request: Request) -> Response:
+        return StreamingResponse(events(onlookers, ping_s), media_type="text/event-stream")
 
-    def __init__(self, look: Callable[[bool], None]) -> None:
-        """`look` is told when the first one comes, and when the last one goes."""
-        self._look = look
-        self._queues: set[Reports] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._queues)
-
-    def add(self) -> Reports:
-        queue: Reports = asyncio.Queue(maxsize=1)
-        self._queues.add(queue)
-        if len(self._queues) == 1:
-            self._look(True)
-        return queue
-
-    def remove(self, queue: Reports) -> None:
-        self._queues.remove(queue)
-        if not self._queues:
-            self._look(False)
-
-    def show(self, activity: Activity | None) -> None:
-        """None: there will be no more."""
-        for queue in self._queues:
-            if queue.full():
-                queue.get_nowait()
-            queue.put_nowait(activity)
+    return [Route("/activity", answer, methods=["GET"])]
 
 
 async def events(onlookers: Onlookers, ping_s: float) -> AsyncIterator[bytes]:

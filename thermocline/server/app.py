@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from thermocline import __version__
@@ -25,12 +25,13 @@ from thermocline.engine import request_for
 from thermocline.errors import ThermoclineError, UsageError
 from thermocline.pack import Pack
 from thermocline.sampler import SamplingParams
-from thermocline.server import activity, page, schema
+from thermocline.server import activity, openapi, page, schema
 from thermocline.server.answers import Chat, Shape, Text
 from thermocline.server.errors import ApiError, of_engine, of_validation
 from thermocline.server.guard import read_json
 from thermocline.server.limits import Limits
 from thermocline.server.messages import Opened, Token
+from thermocline.server.metrics import Metrics
 from thermocline.server.parts import THINK, Format, Parts
 from thermocline.server.process import EngineProcess, Work
 from thermocline.spec import ModelSpec
@@ -71,8 +72,14 @@ class Model:
 class Server:
     """The application's state, on the event loop's thread; tokenising, which may take long, is on another."""
 
-    def __init__(self, engine: EngineProcess, limits: Limits, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, engine: EngineProcess, limits: Limits, note: Callable[[str], None], *, keys: bool = False
+    ) -> None:
+        """`keys`: clients need one, which is `guard.py`'s to ask for."""
+        self.keys = keys
         self.engine, self.limits, self._note = engine, limits, note
+        self.metrics = Metrics(engine)
+        engine.observe = self.metrics.observe
         self.model: Model | None = None
         self.progress: tuple[str, int, int] | None = None
         self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
@@ -309,11 +316,14 @@ class Server:
             raise ApiError(400, f"tokens: they are 0 to {model.spec.vocab_size - 1}", param="tokens")
         return JSONResponse({"content": await self.apart(partial(model.tokenizer.decode, r.tokens))})
 
-    async def activity(self, request: Request) -> Response:
-        stream = activity.events(self.engine.onlookers, self.limits.ping_s)
-        return StreamingResponse(
-            stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+    async def scraped(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def described(self, request: Request) -> Response:
+        return JSONResponse(openapi.document(self.keys))
+
+    async def docs(self, request: Request) -> Response:
+        return HTMLResponse(openapi.page())
 
     def routes(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
@@ -326,7 +336,10 @@ class Server:
             Route("/tokenize", self.tokenize, methods=post),
             Route("/detokenize", self.detokenize, methods=post),
             Route("/props", self.props, methods=get),
-            Route("/activity", self.activity, methods=get),
+            Route("/metrics", self.scraped, methods=get),
+            Route("/openapi.json", self.described, methods=get),
+            Route("/docs", self.docs, methods=get),
+            *activity.routes(self.engine.onlookers, self.limits.limit_ping_s),
             *page.routes(),
         ]
 

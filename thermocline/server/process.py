@@ -20,7 +20,6 @@ from thermocline import errors
 from thermocline.errors import ThermoclineError
 from thermocline.sampler import SamplingParams
 from thermocline.server import worker
-from thermocline.server.activity import Onlookers
 from thermocline.server.messages import (
     Beat,
     Cancel,
@@ -39,6 +38,7 @@ from thermocline.server.messages import (
     Token,
     Told,
 )
+from thermocline.server.onlookers import Onlookers
 
 STALE_S = 10.0  # without a beat the engine is not ready any more, unless its steps are known to take longer
 CRASHES = 3  # in a row, without a token between them, are given up
@@ -91,10 +91,15 @@ class EngineProcess:
         told: Callable[[str], None],
         progress: Callable[[str, int, int], None],
         opened: Callable[[Opened], None],
+        observe: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """`options`: LLM's. `opened` is called on the loop's thread, before the weights are read."""
+        """`options`: LLM's. `opened` is called on the loop's thread, before the weights are read.
+
+        `observe` sees every event, wanted or not.
+        """
         self._options, self._told, self._progress, self._on_opened = options, told, progress, opened
         self._jobs: dict[int, Work] = {}
+        self.observe = observe
         self._numbers = itertools.count()
         self._process: Any = None
         self._outbox: SimpleQueue[ToEngine | None] | None = None  # while there is a process
@@ -103,8 +108,9 @@ class EngineProcess:
         self.state = "starting"  # loading, ready, stopping, failed
         self.beat = Beat()
         self.onlookers = Onlookers(lambda on: self._send(Look(on)))
+        self.slots = 0  # jobs that are computed together
         self.loaded: Ready | None = None
-        self.restarts = 0
+        self.restarts = self.cancelled = 0
         self.error: ThermoclineError | None = None  # why it never will be ready
         self.over = asyncio.Event()  # set when it cannot go on
 
@@ -152,6 +158,7 @@ class EngineProcess:
             case list():
                 for event in message:
                     self._crashes = 0
+                    self.observe(event)
                     over = not isinstance(event, Token)
                     work = self._jobs.pop(event.job, None) if over else self._jobs.get(event.job)
                     if work is not None:
@@ -165,6 +172,7 @@ class EngineProcess:
             case Told(line):
                 self._told(line)
             case Opened():
+                self.slots = message.max_batch
                 self._on_opened(message)
             case Ready():
                 self.loaded = message
@@ -177,7 +185,9 @@ class EngineProcess:
         """The process is gone: what it had in hand fails; another one is started unless this was the end."""
         self._outbox = self._process = None
         for job, work in list(self._jobs.items()):
-            work.put(Failed(job, "EngineCrashed", "the engine stopped in the midst of this request"))
+            failed = Failed(job, "EngineCrashed", "the engine stopped in the midst of this request")
+            self.observe(failed)
+            work.put(failed)
         self._jobs.clear()
         self.beat = Beat()
         if self.state == "stopping":
@@ -243,6 +253,7 @@ class EngineProcess:
 
     def cancel(self, job: int) -> None:
         if self._jobs.pop(job, None) is not None:
+            self.cancelled += 1
             self._send(Cancel(job))
 
     def _send(self, command: ToEngine) -> None:
