@@ -38,7 +38,7 @@ def shown(pieces: list[Piece]) -> list[tuple[str, str]]:
 
 ARGUMENTS = json.dumps({"a": 1, "b": 2})
 CASES = [
-    (PLAIN, "Hello <think> [TOOL_CALLS] <tool_call>", [("content", "Hello <think> [TOOL_CALLS] <tool_call>")]),
+    (PLAIN, "Hello <think> [TOOL_CALLS]", [("content", "Hello <think> [TOOL_CALLS]")]),
     (HERMES, "  <think>two\nand two</think>\n\nfour",
      [("reasoning_content", "two\nand two"), ("content", "\n\nfour")]),
     (HERMES, "a <think> in a text", [("content", "a <think> in a text")]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,16 +22,17 @@ if TYPE_CHECKING:
 def serve(o: ServeOptions) -> int:
     if o.print_limits:
         return print_limits(o)
-    from thermocline.chat import text_of
+    from thermocline.server.listener import api_keys
 
-    try:
-        from thermocline.server import serve as server
-        from thermocline.server.listener import api_keys
-    except ImportError as e:
-        raise Unsupported(f"{e.name} is not installed: pip install 'thermocline[server]'") from None
+    for library in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
+        if importlib.util.find_spec(library) is None:
+            raise Unsupported(f"{library} is not installed: pip install 'thermocline[server]'")
     keys = api_keys(o.api_key, None if o.api_key_file is None else Path(o.api_key_file))
     listener = listening(o, bool(keys))
-    try:
+    try:  # what is imported from here on takes a second, in which clients can connect already
+        from thermocline.chat import text_of
+        from thermocline.server import serve as server
+
         template = None if o.template is None else text_of(Path(o.template))
         options, defaults = llm_options(o, template, o.parallel), sampling(o)
     except BaseException:

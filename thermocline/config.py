@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from thermocline.config_generation import (
-    Generation,
+    Generation as Generation,
+)
+from thermocline.config_generation import (
     cache_directory,
     ram_limit,
     weight_format,
     which_model,
 )
 from thermocline.config_offline import EvalOptions, PlanOptions, ProfileOptions, TrainOptions
-from thermocline.config_serve import ServeOptions
+from thermocline.config_serve import ServeOptions as ServeOptions
 from thermocline.config_shared import FORMATS as FORMATS
 from thermocline.config_shared import SPARSITIES as SPARSITIES
 from thermocline.config_shared import SWITCHES as SWITCHES

@@ -27,18 +27,19 @@ from thermocline.pack import Pack
 from thermocline.sampler import SamplingParams
 from thermocline.server import activity, openapi, page, schema
 from thermocline.server.answers import Chat, Shape, Text
-from thermocline.server.errors import ApiError, of_engine, of_validation
-from thermocline.server.guard import read_json
+from thermocline.server.errors import of_engine, of_validation
+from thermocline.server.guard import json_body
 from thermocline.server.limits import Limits
 from thermocline.server.messages import Opened, Token
 from thermocline.server.metrics import Metrics
 from thermocline.server.parts import THINK, Format, Parts
 from thermocline.server.process import EngineProcess, Work
+from thermocline.server.refusal import Refusal
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=BaseModel)
-RETRY_LOADING_S, RETRY_BUSY_S = 2, 1
+RETRY_LOADING_S = 2
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,16 @@ class Server:
     """The application's state, on the event loop's thread; tokenising, which may take long, is on another."""
 
     def __init__(
-        self, engine: EngineProcess, limits: Limits, note: Callable[[str], None], *, keys: bool = False
+        self,
+        engine: EngineProcess,
+        limits: Limits,
+        note: Callable[[str], None],
+        *,
+        defaults: SamplingParams,
+        keys: bool,
     ) -> None:
-        """`keys`: clients need one, which is `guard.py`'s to ask for."""
-        self.keys = keys
+        """`defaults`: of what a request leaves open. `keys`: clients need one, which the guard asks for."""
+        self.keys, self.defaults = keys, defaults
         self.engine, self.limits, self._note = engine, limits, note
         self.metrics = Metrics(engine)
         engine.observe = self.metrics.observe
@@ -84,10 +91,14 @@ class Server:
         self.progress: tuple[str, int, int] | None = None
         self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
 
+    def close(self) -> None:
+        if self.model is not None and self.model.template is not None:
+            self.model.template.close()
+
     # ---- before a request is taken
 
-    async def body(self, request: Request, kind: type[Body]) -> Body:
-        given = await read_json(request, self.limits)
+    def body(self, request: Request, kind: type[Body]) -> Body:
+        given = json_body(request.scope)
         try:
             made = kind.model_validate(given)
         except ValidationError as e:
@@ -102,23 +113,20 @@ class Server:
             what = (
                 "Loading model" if self.engine.state in ("starting", "loading") else "The engine is not ready"
             )
-            raise ApiError(503, what, retry_after=RETRY_LOADING_S)
+            raise Refusal(503, what, headers={"retry-after": str(RETRY_LOADING_S)})
         if asked is not None and asked != self.model.name:
-            raise ApiError(
+            raise Refusal(
                 404, f"there is no model {asked[:200]!r} here, but {self.model.name!r}",
                 param="model", code="model_not_found"
             )  # fmt: skip
         return self.model
 
     def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Work:
-        """Raises 429 where too many wait."""
+        """Raises 503 where too many wait: one HTTP request may ask for many answers."""
         model = self.model
         assert model is not None
-        if self.engine.active + len(prompts) > model.max_batch + self.limits.queue:
-            raise ApiError(
-                429, "too many requests are waiting; try again later",
-                type="rate_limit_error", code="queue_full", retry_after=RETRY_BUSY_S
-            )  # fmt: skip
+        if self.engine.active + len(prompts) > model.max_batch + max(self.limits.limit_queue, len(prompts)):
+            raise Refusal(503, "too many answers are waiting; try again", code="queue_full")
         return self.engine.submit(prompts)
 
     async def apart(self, what: Callable[[], Any]) -> Any:
@@ -131,10 +139,10 @@ class Server:
     ) -> list[tuple[list[int], SamplingParams]]:
         """n answers to a prompt, seeds one apart. Raises 400 before anything is queued."""
         if len(ids) > model.context:
-            raise ApiError(
+            raise Refusal(
                 400, f"the prompt has {len(ids)} tokens, the context holds {model.context}",
                 type="exceed_context_size_error", code="context_length_exceeded",
-                more={"n_prompt_tokens": len(ids), "n_ctx": model.context}
+                extra={"n_prompt_tokens": len(ids), "n_ctx": model.context}
             )  # fmt: skip
         request = request_for(model.spec, model.context, model.tokenizer, ids, params)
         seed = request.sampler.seed
@@ -142,41 +150,26 @@ class Server:
 
     def check(self, r: schema.Sampling, prompts: int = 1) -> None:
         """What is bounded beyond a field's own range."""
-        most = self.limits
-        n = r.n or 1
-        stops = [r.stop] if isinstance(r.stop, str) else r.stop or []
-        for wrong, param, said in (
-            (n > most.n, "n", f"at most {most.n}"),
-            (n * prompts > most.answers, "n", f"{n * prompts} answers: at most {most.answers} at once"),
-            (len(stops) > most.stops, "stop", f"at most {most.stops}"),
-            (any(not 0 < len(s.encode("utf-8", "replace")) <= most.stop_bytes for s in stops), "stop",
-             f"each must have 1 to {most.stop_bytes} bytes"),
-            (len(r.logit_bias or ()) > most.logit_biases, "logit_bias", f"at most {most.logit_biases}"),
-            (any(not k.isdecimal() or len(k) > 10 for k in r.logit_bias or ()), "logit_bias",
-             "its keys are token ids"),
-        ):  # fmt: skip
-            if wrong:
-                raise ApiError(400, f"{param}: {said}", param=param)
+        for param, said in schema.excesses(r, self.limits, prompts):
+            raise Refusal(400, f"{param}: {said}", param=param)
 
     # ---- /v1/chat/completions
 
     async def chat(self, request: Request) -> Response:
-        r = await self.body(request, schema.ChatRequest)
+        r = self.body(request, schema.ChatRequest)
         model = self.ready_model(r.model)
         self.check(r)
-        if (r.top_logprobs or 0) > self.limits.top_logprobs:
-            raise ApiError(400, f"top_logprobs: at most {self.limits.top_logprobs}", param="top_logprobs")
-        if r.top_logprobs is not None and not r.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         if model.template is None:
-            raise ApiError(400, model.why_no_template, param="messages")
+            raise Refusal(400, model.why_no_template, param="messages")
         template = model.template
         _check_tools(r, model.format)
         messages, variables = _messages(r.messages), _variables(r)
         ids = await self.apart(partial(template.encode, messages, variables=variables))
         stop_ids = await self.apart(lambda: template.stop_ids)
         asked = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
-        params = schema.sampling_params(r, (r.top_logprobs or 0) if r.logprobs else None, _limit(asked))
+        params = schema.sampling_params(
+            r, self.defaults, logprobs=(r.top_logprobs or 0) if r.logprobs else None, max_tokens=asked
+        )
         params = replace(params, stop_ids=stop_ids)
         work = self.submit(self.jobs(model, ids, params, r.n or 1))
         return await self._answered(
@@ -186,19 +179,17 @@ class Server:
     # ---- /v1/completions
 
     async def complete(self, request: Request) -> Response:
-        r = await self.body(request, schema.CompletionRequest)
+        r = self.body(request, schema.CompletionRequest)
         model = self.ready_model(r.model)
         prompts = _prompts(r.prompt)
         self.check(r, len(prompts))
         if r.suffix:
-            raise ApiError(400, "suffix: this server does not fill in the middle", param="suffix")
+            raise Refusal(400, "suffix: this server does not fill in the middle", param="suffix")
         if r.best_of is not None and r.best_of != (r.n or 1):
-            raise ApiError(400, "best_of: only what n says", param="best_of")
-        if (r.logprobs or 0) > self.limits.top_logprobs:
-            raise ApiError(400, f"logprobs: at most {self.limits.top_logprobs}", param="logprobs")
+            raise Refusal(400, "best_of: only what n says", param="best_of")
         encode = partial(model.tokenizer.encode, parse_special=True)
-        limit = _limit(schema.COMPLETION_TOKENS if r.max_tokens is None else r.max_tokens)
-        params = schema.sampling_params(r, r.logprobs, limit)
+        limit = schema.COMPLETION_TOKENS if r.max_tokens is None else r.max_tokens
+        params = schema.sampling_params(r, self.defaults, logprobs=r.logprobs, max_tokens=limit)
         jobs: list[tuple[list[int], SamplingParams]] = []
         for prompt in prompts:
             ids = await self.apart(partial(encode, prompt)) if isinstance(prompt, str) else prompt
@@ -236,7 +227,7 @@ class Server:
             for opening in shape.begin():
                 yield _event(opening)
             while True:
-                done, _ = await asyncio.wait({following}, timeout=self.limits.ping_s)
+                done, _ = await asyncio.wait({following}, timeout=self.limits.limit_ping_s)
                 if not done:
                     yield b": \n\n"
                     continue
@@ -252,7 +243,7 @@ class Server:
                 yield _event(shape.usage())
             yield b"data: [DONE]\n\n"
         except ThermoclineError as e:
-            yield _event(of_engine(e).body)
+            yield _event({"error": of_engine(e).error})
         finally:
             following.cancel()
             work.close()
@@ -279,14 +270,14 @@ class Server:
         message = "Loading model" if e.state in ("starting", "loading") else f"The engine is {e.state}"
         if e.state == "ready":
             message = f"The engine has not been heard of for {age / 1e3:.0f} s"
-        about = ApiError(503, message).body | facts
+        about = {"error": Refusal(503, message).error, **facts}
         if self.progress is not None and e.state == "loading":
             about["progress"] = dict(zip(("what", "done", "size"), self.progress, strict=True))
         return JSONResponse(about, 503, headers={"Retry-After": str(RETRY_LOADING_S)})
 
     async def props(self, request: Request) -> Response:
         model = self.ready_model()
-        d = SamplingParams()
+        d = self.defaults
         sampling = {
             "temperature": d.temperature, "top_k": d.top_k, "top_p": d.top_p, "min_p": d.min_p,
             "repeat_penalty": d.repeat_penalty, "repeat_last_n": d.repeat_last_n,
@@ -300,7 +291,7 @@ class Server:
         })  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:
-        r = await self.body(request, schema.TokenizeRequest)
+        r = self.body(request, schema.TokenizeRequest)
         t = self.ready_model().tokenizer
         ids = await self.apart(
             partial(t.encode, r.content, add_special=r.add_special, parse_special=r.parse_special)
@@ -310,10 +301,10 @@ class Server:
         return JSONResponse({"tokens": [{"id": i, "piece": _piece(t, i)} for i in ids]})
 
     async def detokenize(self, request: Request) -> Response:
-        r = await self.body(request, schema.DetokenizeRequest)
+        r = self.body(request, schema.DetokenizeRequest)
         model = self.ready_model()
         if max(r.tokens, default=0) >= model.spec.vocab_size:
-            raise ApiError(400, f"tokens: they are 0 to {model.spec.vocab_size - 1}", param="tokens")
+            raise Refusal(400, f"tokens: they are 0 to {model.spec.vocab_size - 1}", param="tokens")
         return JSONResponse({"content": await self.apart(partial(model.tokenizer.decode, r.tokens))})
 
     async def scraped(self, request: Request) -> Response:
@@ -351,10 +342,6 @@ def _fields(kind: type[BaseModel]) -> set[str]:
     return {f.alias or name for name, f in kind.model_fields.items()}
 
 
-def _limit(asked: int | None) -> int | None:
-    return None if asked in (None, -1) else asked
-
-
 def _prompts(given: Any) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
@@ -382,8 +369,8 @@ def _messages(messages: Sequence[schema.Message]) -> list[dict[str, Any]]:
 
 def _part(part: schema.TextPart) -> str:
     if part.type != "text" or part.text is None:
-        raise ApiError(400, f"messages: a part of type {part.type[:40]!r}; only text is understood here",
-                       param="messages", type="not_supported_error")  # fmt: skip
+        raise Refusal(400, f"messages: a part of type {part.type[:40]!r}; only text is understood here",
+                       param="messages")  # fmt: skip
     return part.text
 
 
@@ -397,15 +384,15 @@ def _arguments(text: str) -> Any:
 def _check_tools(r: schema.ChatRequest, format: Format) -> None:
     """What cannot be kept is refused."""
     if r.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice: only none and auto can be kept", param="tool_choice")
+        raise Refusal(400, "tool_choice: only none and auto can be kept", param="tool_choice")
     if r.tools and r.tool_choice != "none" and format.call is None:
-        raise ApiError(400, "tools: this model's chat template has none that are understood", param="tools")
+        raise Refusal(400, "tools: this model's chat template has none that are understood", param="tools")
 
 
 def _variables(r: schema.ChatRequest) -> dict[str, Any]:
     variables = dict(r.chat_template_kwargs or {})
     if variables.keys() & {"tools", "documents", "chat_template", "tokenize"}:
-        raise ApiError(
+        raise Refusal(
             400, "chat_template_kwargs: variables of the template alone", param="chat_template_kwargs"
         )
     if r.reasoning_effort is not None:
@@ -456,35 +443,34 @@ async def _disconnected(request: Request) -> None:
 # ---- errors
 
 
-async def _api_error(request: Request, e: Exception) -> Response:
-    assert isinstance(e, ApiError)
-    headers = {} if e.retry_after is None else {"Retry-After": str(e.retry_after)}
-    return JSONResponse(e.body, e.status, headers)
+async def _refused(request: Request, e: Exception) -> Response:
+    assert isinstance(e, Refusal)
+    return Response(e.body(), e.status, e.headers, "application/json")
 
 
 async def _engine_error(request: Request, e: Exception) -> Response:
     assert isinstance(e, ThermoclineError)
-    return await _api_error(request, of_engine(e))
+    return await _refused(request, of_engine(e))
 
 
 async def _no_route(request: Request, e: Exception) -> Response:
-    return await _api_error(request, ApiError(404, "there is nothing here: see /docs"))
+    return await _refused(request, Refusal(404, "there is nothing here: see /docs"))
 
 
 async def _wrong_method(request: Request, e: Any) -> Response:
-    made = await _api_error(request, ApiError(405, f"{request.method} is not taken here"))
+    made = await _refused(request, Refusal(405, f"{request.method} is not taken here"))
     made.headers.update(e.headers or {})
     return made
 
 
-def application(server: Server) -> Starlette:
+def application(server: Server, lifespan: Any = None) -> Starlette:
     handlers: dict[Any, Any] = {
-        ApiError: _api_error,
+        Refusal: _refused,
         ThermoclineError: _engine_error,
         404: _no_route,
         405: _wrong_method,
     }
-    return Starlette(routes=server.routes(), exception_handlers=handlers)
+    return Starlette(routes=server.routes(), exception_handlers=handlers, lifespan=lifespan)
 
 
 __all__ = ["Model", "Server", "UsageError", "application"]

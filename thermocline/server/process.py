@@ -93,7 +93,7 @@ class EngineProcess:
         opened: Callable[[Opened], None],
         observe: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """`options`: LLM's. `opened` is called on the loop's thread, before the weights are read.
+        """`options`: LLM's. `opened` is called on another thread, before the weights are read.
 
         `observe` sees every event, wanted or not.
         """
@@ -134,12 +134,22 @@ class EngineProcess:
         self._call(self._begun, process, outbox)
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._call(self._heard, here.recv())
+                message: FromEngine = here.recv()
+                if isinstance(message, Opened):  # it may read files for a while, which nobody should wait for
+                    message = self._prepared(message)
+                self._call(self._heard, message)
         process.join()
         outbox.put(None)
         writer.join()
         here.close()
         self._call(self._ended, process.exitcode)
+
+    def _prepared(self, message: Opened) -> Opened | Refused:
+        try:
+            self._on_opened(message)
+        except ThermoclineError as e:
+            return Refused(type(e).__name__, str(e))
+        return message
 
     def _call(self, what: Callable[..., None], *args: Any) -> None:
         if not self._loop.is_closed():
@@ -173,13 +183,13 @@ class EngineProcess:
                 self._told(line)
             case Opened():
                 self.slots = message.max_batch
-                self._on_opened(message)
             case Ready():
                 self.loaded = message
                 if self.state == "loading":
                     self.state = "ready"
             case Refused(error, text):
                 self.error = getattr(errors, error)(text)
+                self.kill()
 
     def _ended(self, code: int | None) -> None:
         """The process is gone: what it had in hand fails; another one is started unless this was the end."""
@@ -206,7 +216,7 @@ class EngineProcess:
         self.restarts += 1
         self.start()
 
-    async def stop(self, grace_s: float = 2.0) -> None:
+    async def stop(self, grace_s: float) -> None:
         """Ends the process, by force where it does not end by itself."""
         self.state = "stopping"
         self.onlookers.show(None)

@@ -5,11 +5,15 @@ Types are strict: "1" is no number. A field that nobody here knows is left out, 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from thermocline.sampler import SamplingParams
+from thermocline.server.limits import Limits
 
 Text = Annotated[str, Field(max_length=256)]
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -131,29 +135,61 @@ class DetokenizeRequest(Request):
     tokens: list[Id]
 
 
+# ---- what is bounded by the server's limits
+
+
+def excesses(r: Sampling, most: Limits, prompts: int) -> Iterator[tuple[str, str]]:
+    """(field, what it may be) of those beyond a limit."""
+    n, stops, biases = r.n or 1, _texts(r.stop) or (), r.logit_bias or {}
+    if n > most.limit_n:
+        yield "n", f"at most {most.limit_n}"
+    if n * prompts > most.limit_choices:
+        yield "n", f"{n * prompts} answers, at most {most.limit_choices} at once"
+    if len(stops) > most.limit_stop:
+        yield "stop", f"at most {most.limit_stop} texts"
+    if not all(0 < len(s.encode("utf-8", "replace")) <= most.limit_stop_bytes for s in stops):
+        yield "stop", f"texts of 1 to {most.limit_stop_bytes} bytes"
+    if len(biases) > most.limit_logit_bias:
+        yield "logit_bias", f"at most {most.limit_logit_bias} tokens"
+    if not all(k.isascii() and k.isdecimal() and len(k) <= 10 for k in biases):
+        yield "logit_bias", "its keys are token ids"
+    rivals = r.logprobs if isinstance(r, CompletionRequest) else getattr(r, "top_logprobs", None)
+    if (rivals or 0) > most.limit_top_logprobs:
+        yield "logprobs", f"at most {most.limit_top_logprobs}"
+    if isinstance(r, ChatRequest) and r.top_logprobs is not None and not r.logprobs:
+        yield "top_logprobs", "needs logprobs: true"
+
+
+def _texts(stop: str | list[str] | None) -> tuple[str, ...] | None:
+    return None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
 # ---- the same, as the engine has it
 
 
-def sampling_params(r: Sampling, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
-    """Raises UsageError where values do not go together."""
-    d = SamplingParams()
-    stop = r.stop if r.stop is not None else []
-    given = {int(k): float(v) for k, v in (r.logit_bias or {}).items()}
-    return SamplingParams(
-        max_tokens=max_tokens,
+def sampling_params(
+    r: Sampling, d: SamplingParams, *, logprobs: int | None, max_tokens: int | None
+) -> SamplingParams:
+    """`d`: what the server was started with, for what the request leaves open."""
+    stop = _texts(r.stop)
+    given = {int(k): -math.inf if v <= -100 else v for k, v in (r.logit_bias or {}).items()}
+    asked = d.max_tokens if max_tokens is None else max_tokens
+    return replace(
+        d,
+        max_tokens=None if asked == -1 else asked,
         temperature=_or(r.temperature, d.temperature),
         top_k=max(0, _or(r.top_k, d.top_k)),
         top_p=_or(r.top_p, d.top_p),
         min_p=_or(r.min_p, d.min_p),
         repeat_penalty=_or(r.repeat_penalty, d.repeat_penalty),
         repeat_last_n=_or(r.repeat_last_n, d.repeat_last_n),
-        presence_penalty=_or(r.presence_penalty, 0.0),
-        frequency_penalty=_or(r.frequency_penalty, 0.0),
-        seed=None if r.seed in (None, -1) else r.seed,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        logit_bias={k: -float("inf") if v <= -100 else v for k, v in given.items()},
+        presence_penalty=_or(r.presence_penalty, d.presence_penalty),
+        frequency_penalty=_or(r.frequency_penalty, d.frequency_penalty),
+        seed=_or(r.seed, d.seed) if r.seed != -1 else None,
+        stop=_or(stop, d.stop),
+        logit_bias={**d.logit_bias, **given},
         logprobs=logprobs,
-        ignore_eos=bool(r.ignore_eos),
+        ignore_eos=_or(r.ignore_eos, d.ignore_eos),
     )
 
 

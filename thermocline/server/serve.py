@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
+from thermocline.sampler import SamplingParams
 from thermocline.server import http, page
 from thermocline.server.app import Model, Server, application
 from thermocline.server.limits import Limits
@@ -17,12 +18,15 @@ from thermocline.server.listener import Listener
 from thermocline.server.messages import Opened
 from thermocline.server.process import EngineProcess
 
+STOP_S = 0.3  # for the engine to end by itself: then its process is ended
+
 
 def serve(
     options: dict[str, Any],
     listener: Listener,
     limits: Limits,
     *,
+    defaults: SamplingParams,
     name: str | None = None,
     keys: Iterable[str] = (),
     hosts: Iterable[str] = (),
@@ -32,7 +36,10 @@ def serve(
     progress: Callable[[str, int, int], None] | None = None,
     started: Callable[[http.Server], None] | None = None,
 ) -> None:
-    """Until it is told to stop. `options`: LLM's. Raises what the engine was refused for, or crashed of."""
+    """Until it is told to stop. Raises what the engine was refused for, or crashed of.
+
+    `options`: LLM's; `defaults`: of what requests leave open; `log`: takes a line for each request.
+    """
     listening: list[http.Server] = []
 
     def opened(found: Opened) -> None:
@@ -61,10 +68,11 @@ def serve(
             yield
         finally:
             watching.cancel()
-            await engine.stop()
+            await engine.stop(STOP_S)
 
     engine = EngineProcess(options, told=note, progress=shown, opened=opened)
-    server = Server(engine, limits, note, keys=bool(tuple(keys)))
+    keys = tuple(keys)
+    server = Server(engine, limits, note, defaults=defaults, keys=bool(keys))
     try:
         http.run(
             application(server, lifespan),

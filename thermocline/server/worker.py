@@ -39,7 +39,8 @@ LOOK_S = 0.25  # between two reports of activity
 
 def main(connection: Connection, options: dict[str, Any]) -> None:
     """`options`: LLM's. Ends with the connection, or when it is told to."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the other process's to hear
+    for one in (signal.SIGINT, signal.SIGTERM):  # these reach whole groups: the other process says when
+        signal.signal(one, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionError):  # nobody is there any more
         try:
             llm = _opened(connection, options)
