@@ -48,7 +48,8 @@ async function begin() {
 function loading(state) {
   $("loading").hidden = false;
   const { what, done, size } = state.progress ?? {};
-  const words = what ? `${what[0].toUpperCase()}${what.slice(1)} the model` : state.error?.message ?? "Loading";
+  const doing = what && `${what[0].toUpperCase()}${what.slice(1)} the model`;
+  const words = doing || (state.error?.message ?? "Loading");
   $("loading-text").textContent = size ? `${words}: ${Math.floor((100 * done) / size)} %` : words;
   if (size) $("loading-bar").value = done / size;
   else $("loading-bar").removeAttribute("value");
@@ -80,15 +81,17 @@ function show() {
 }
 
 function showTitle() {
-  $("title").textContent = history.titleOf(conversation);
-  document.title = conversation.messages.length ? `${history.titleOf(conversation)} – Thermocline` : "Thermocline";
+  const title = history.titleOf(conversation);
+  $("title").textContent = title;
+  document.title = conversation.messages.length ? `${title} – Thermocline` : "Thermocline";
   shelf(conversation.id);
 }
 
 /** Follows an answer, unless the reader has scrolled away from its end. */
 function toEnd(always) {
   const area = $("scroll");
-  if (always || area.scrollHeight - area.scrollTop - area.clientHeight < 120) area.scrollTop = area.scrollHeight;
+  const below = area.scrollHeight - area.scrollTop - area.clientHeight;
+  if (always || below < 120) area.scrollTop = area.scrollHeight;
 }
 
 function notice(text, retry) {
@@ -120,7 +123,8 @@ function failed(error, retry) {
 
 function keep() {
   conversation.updated = Date.now();
-  if (!history.save(conversation)) notice("This browser keeps no more: the conversation is lost with this page.");
+  const kept = history.save(conversation);
+  if (!kept) notice("This browser keeps no more: the conversation is lost with this page.");
   history.remember("open", conversation.id);
 }
 

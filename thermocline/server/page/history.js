@@ -63,7 +63,11 @@ function checked(c, id) {
 
 /** Small things that are remembered: settings, the conversation that is open. */
 export function remembered(name, otherwise) {
-  try { return JSON.parse(storage().getItem(`thermocline.${name}`)) ?? otherwise; } catch { return otherwise; }
+  try {
+    return JSON.parse(storage().getItem(`thermocline.${name}`)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
 }
 
 export function remember(name, value) {

@@ -1,10 +1,14 @@
-// Markdown within a line: text -> DOM nodes. Text only ever becomes text; links are http(s) and never fetched.
+// Markdown within a line: text -> DOM nodes. Text only ever becomes text.
+// Links are http(s), and never fetched: pictures are links too.
 
 import { el } from "./dom.js";
 
 const ESCAPED = /[\\`*_[\]#|~!()\-+.{}>]/; // what a backslash takes the meaning from
 const DEPTH = 6; // of emphasis within emphasis
 const REACH = 2000; // characters that a construct may span: keeps hostile text linear
+const LINK = new RegExp( // [text](url "title"), where the url may hold parentheses in pairs
+  String.raw`^\[((?:[^[\]\\]|\\.)*)\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)`,
+);
 const BARE_URL = /^https?:\/\/[^\s<>"'`]+/i;
 
 /** One that may be followed by a click, or null. */
@@ -19,7 +23,8 @@ function href(text) {
 }
 
 function link(url, children) {
-  return el("a", { href: url, title: url, target: "_blank", rel: "noopener noreferrer nofollow" }, ...children);
+  const rel = "noopener noreferrer nofollow";
+  return el("a", { href: url, title: url, target: "_blank", rel }, ...children);
 }
 
 /** Each reads a construct at text[at]: {nodes, end}, or null where there is none. */
@@ -41,7 +46,7 @@ function codeSpan(text, at) {
 function bracketed(text, at, depth) {
   const image = text[at] === "!";
   const part = text.slice(image ? at + 1 : at, at + REACH);
-  const found = /^\[((?:[^[\]\\]|\\.)*)\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/.exec(part);
+  const found = LINK.exec(part);
   const url = found && href(found[2]);
   if (!url) return null;
   const shown = found[1] || url;
@@ -78,13 +83,15 @@ function emphasised(text, at, marks, depth) {
   const word = /[\p{L}\p{N}]/u;
   if (!text[begin] || /\s/.test(text[begin])) return null;
   if (marks[0] === "_" && at > 0 && word.test(text[at - 1])) return null;
-  for (let end = text.indexOf(marks, begin + 1); end >= 0 && end - at < REACH; end = text.indexOf(marks, end + 1)) {
-    const after = text[end + marks.length];
-    const whole = text[end - 1] !== "\\" && !/\s/.test(text[end - 1]) && after !== marks[0] && text[end - 1] !== marks[0];
-    if (!whole || (marks[0] === "_" && after && word.test(after))) continue;
+  const next = (from) => text.indexOf(marks, from);
+  for (let end = next(begin + 1); end >= 0 && end - at < REACH; end = next(end + 1)) {
+    const [before, after] = [text[end - 1], text[end + marks.length]];
+    if (before === "\\" || /\s/.test(before) || before === marks[0] || after === marks[0]) continue;
+    if (marks[0] === "_" && after && word.test(after)) continue;
     const inner = inline(text.slice(begin, end), depth + 1);
     const tags = { 1: ["em"], 2: [marks[0] === "~" ? "s" : "strong"], 3: ["em", "strong"] }[marks.length];
-    return { nodes: tags.reduceRight((nodes, tag) => [el(tag, {}, ...nodes)], inner), end: end + marks.length };
+    const nodes = tags.reduceRight((within, tag) => [el(tag, {}, ...within)], inner);
+    return { nodes, end: end + marks.length };
   }
   return null;
 }

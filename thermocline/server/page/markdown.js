@@ -63,9 +63,9 @@ function listed(lines, at) {
   const items = [];
   let end = at;
   while (end < lines.length) {
-    const item = ITEM.exec(lines[end]);
+    const item = itemOf(lines[end], ordered);
     const inside = indentOf(lines[end]) > indent;
-    if (item && !inside && item[1].length >= indent - 1 && /\d/.test(item[2]) === ordered && !RULE.test(lines[end])) {
+    if (item && !inside) {
       const width = item[1].length + item[2].length + item[3].length;
       items.push({ width, lines: [item[4]] });
     } else if (inside) {
@@ -83,9 +83,13 @@ function listed(lines, at) {
 
 const indentOf = (line) => (line.trim() ? /^ */.exec(line)[0].length : 0);
 
+function itemOf(line, ordered) {
+  const item = RULE.test(line) ? null : ITEM.exec(line);
+  return item && /\d/.test(item[2]) === ordered ? item : null;
+}
+
 function continues(line, indent, ordered) {
-  const item = ITEM.exec(line);
-  return indentOf(line) > indent || (item !== null && item[1].length === indent && /\d/.test(item[2]) === ordered);
+  return indentOf(line) > indent || itemOf(line, ordered)?.[1].length === indent;
 }
 
 function cells(line) {
@@ -95,7 +99,7 @@ function cells(line) {
 
 function tabled(lines, at) {
   const next = lines[at + 1];
-  if (next === undefined || !lines[at].includes("|") || !next.includes("-") || !DELIMITERS.test(next)) return null;
+  if (!lines[at].includes("|") || !next?.includes("-") || !DELIMITERS.test(next)) return null;
   const head = cells(lines[at]);
   const marks = cells(next);
   if (marks.length !== head.length) return null;
@@ -108,8 +112,8 @@ function tabled(lines, at) {
 
 function paragraph(lines, at) {
   let end = at + 1;
-  const begins = (i) => FENCE.test(lines[i]) || single(lines[i]) || QUOTE.test(lines[i]) || ITEM.test(lines[i])
-    || tabled(lines, i);
+  const kinds = [FENCE, HEADING, RULE, QUOTE, ITEM];
+  const begins = (i) => kinds.some((kind) => kind.test(lines[i])) || tabled(lines, i);
   while (end < lines.length && lines[end].trim() && !begins(end)) end++;
   return { kind: "text", text: lines.slice(at, end).join("\n"), count: end - at };
 }

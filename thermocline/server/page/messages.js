@@ -4,6 +4,7 @@ import { button, copyButton, el } from "./dom.js";
 import { render } from "./markdown.js";
 
 const WHO = { user: "You", assistant: "Answer" };
+const WHOSE = { user: "Your text", assistant: "Continuation" };
 
 /**
  * `plain`: text to be continued, shown as it is. `actions`: {edit(text), regenerate()} where there are such.
@@ -14,7 +15,7 @@ export function messageView(message, { plain, actions }) {
   const inner = el("div");
   const thought = el("details", { className: "thought", hidden: true }, el("summary", {}, "Thoughts"), inner);
   const note = el("span", { className: "faint" });
-  const who = WHO[message.role];
+  const who = (plain ? WHOSE : WHO)[message.role];
   const tools = el("div", { className: "tools" }, copyButton(`Copy: ${who}`, () => message.content));
   const node = el("li", { className: `message ${message.role}${plain ? " plain" : ""}`, "aria-label": who },
     el("p", { className: "who", "aria-hidden": "true" }, who), thought, body,
@@ -52,8 +53,8 @@ function noteOf(message) {
 /** The message's text in a field, in its place, until it is sent or given up. */
 function editing(node, message, send) {
   if (node.querySelector("form")) return;
-  const area = el("textarea", { value: message.content, rows: Math.min(12, message.content.split("\n").length + 1),
-    "aria-label": "Edited message" });
+  const rows = Math.min(12, message.content.split("\n").length + 1);
+  const area = el("textarea", { value: message.content, rows, "aria-label": "Edited message" });
   const close = () => {
     form.remove();
     node.classList.remove("editing");

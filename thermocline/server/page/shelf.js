@@ -9,7 +9,7 @@ export function bindShelf({ open, fresh, gone, renamed }) {
     setDrawer(false);
     fresh();
   };
-  $("export-all").onclick = () => download("thermocline-conversations.json", exported(history.all()));
+  $("export-all").onclick = () => save(history.all());
   $("open-shelf").onclick = () => setDrawer(true);
   $("close-shelf").onclick = () => setDrawer(false);
   $("shade").onclick = () => setDrawer(false);
@@ -24,14 +24,15 @@ export function bindShelf({ open, fresh, gone, renamed }) {
     item.append(
       button(title, () => { setDrawer(false); open(conversation.id); }, set),
       tool("✎", `Rename: ${title}`, () => rename(item, conversation)),
-      tool("⭳", `Export: ${title}`, () => download("thermocline-conversation.json", exported([conversation]))),
+      tool("⭳", `Export: ${title}`, () => save([conversation])),
       tool("✕", `Delete: ${title}`, () => askToDelete(conversation)),
     );
     return item;
   }
 
   function rename(item, conversation) {
-    const field = el("input", { value: history.titleOf(conversation), maxLength: 120, "aria-label": "New name" });
+    const value = history.titleOf(conversation);
+    const field = el("input", { value, maxLength: 120, "aria-label": "New name" });
     let over = false;
     const finish = (kept) => {
       if (over) return;
@@ -55,7 +56,8 @@ export function bindShelf({ open, fresh, gone, renamed }) {
   }
 
   function askToDelete(conversation) {
-    $("confirm-text").textContent = `Delete “${history.titleOf(conversation)}”? It cannot be brought back.`;
+    const title = history.titleOf(conversation);
+    $("confirm-text").textContent = `Delete “${title}”? It cannot be brought back.`;
     $("confirm").returnValue = "";
     $("confirm").onclose = () => {
       if ($("confirm").returnValue !== "yes") return;
@@ -73,7 +75,8 @@ export function bindShelf({ open, fresh, gone, renamed }) {
 }
 
 function tool(sign, label, onclick) {
-  return button(sign, onclick, { className: "quiet small", "aria-label": label, title: label.split(":", 1)[0] });
+  const title = label.split(":", 1)[0];
+  return button(sign, onclick, { className: "quiet small", "aria-label": label, title });
 }
 
 function setDrawer(isOpen) {
@@ -84,6 +87,7 @@ function setDrawer(isOpen) {
   (isOpen ? $("new") : $("open-shelf")).focus();
 }
 
-function exported(conversations) {
-  return JSON.stringify({ format: "thermocline-conversations", version: 1, conversations }, null, 1);
+function save(conversations) {
+  const made = { format: "thermocline-conversations", version: 1, conversations };
+  download("thermocline-conversations.json", JSON.stringify(made, null, 1));
 }

@@ -1,4 +1,4 @@
-// The live strip: which share of each layer's neurons is at work, as the engine tells it while an answer grows.
+// The live strip: which share of each layer's neurons is at work, as told while an answer grows.
 
 import { activity } from "./api.js";
 import { $ } from "./dom.js";
@@ -36,10 +36,10 @@ const speed = (x) => (x >= 100 ? Math.round(x) : Number(x.toPrecision(2)));
 export function words(report) {
   const said = [`${Math.round(report.tokens_per_s * 10) / 10} tok/s`];
   if (report.layers) {
-    said.push(`${percent(mean(report.layers, "active"))} of neurons active`);
-    const [computed, asked] = [mean(report.layers, "computed"), mean(report.layers, "asked")];
-    said.push(`${percent(computed)} computed`);
-    if (asked < 1) said.push(`${percent(asked)} asked`);
+    const [active, computed, asked] = ["active", "computed", "asked"].map((key) => mean(report.layers, key));
+    said.push(`${percent(active)} of neurons active`);
+    if (percent(computed) !== percent(active)) said.push(`${percent(computed)} computed`);
+    if (asked < 1) said.push(`gates of ${percent(asked)} read`);
   }
   const { gpu, ram, disk } = report.tiers;
   if (gpu) said.push(gpu.gb_per_s === null ? `GPU and RAM ${speed(report.gb_per_s)} GB/s`
@@ -76,7 +76,8 @@ export function draw() {
   const most = Math.max(...reports.flat().map((layer) => layer.active));
   const top = TOPS.find((t) => t >= most) ?? 1;
   $("strip-top").textContent = `${100 * top} %`;
-  canvas.setAttribute("aria-label", `Active neurons by layer: ${reports[0].map((l) => percent(l.active)).join(", ")}`);
+  const shares = reports[0].map((layer) => percent(layer.active)).join(", ");
+  canvas.setAttribute("aria-label", `Active neurons by layer: ${shares}`);
 
   const scale = window.devicePixelRatio || 1;
   const [width, height] = [canvas.clientWidth, NOW_PX + 2 + ROW_PX * (ROWS - 1)];
