@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,9 +18,8 @@ PATIENCE_MS = 20_000
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
     """Skips, saying why, where there is no browser or nothing to drive it with."""
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install '.[test]'"
-    )
+    needed = "needs playwright: pip install '.[test]'"
+    api = pytest.importorskip("playwright.sync_api", reason=needed)
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip(f"no browser here: none of {', '.join(NAMES)}")
@@ -74,6 +74,19 @@ class Tab:
     def texts(self) -> list[str]:
         found: list[str] = self.page.locator("#log .body").all_text_contents()
         return found
+
+    def brightness(self) -> float:
+        colour = self.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
+
+    def pixels(self) -> set[tuple[int, ...]]:
+        """The colours of the picture's uppermost row, each of six layers' at its left end."""
+        data = self.page.evaluate("""() => {
+            const c = document.getElementById("strip-picture");
+            const at = (i) => c.getContext("2d").getImageData((i * c.width) / 6 + 3, 3, 1, 1).data;
+            return [0, 1, 2, 3, 4, 5].map((i) => [...at(i)]);
+        }""")
+        return {tuple(x) for x in data}
 
 
 @contextlib.contextmanager

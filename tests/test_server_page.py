@@ -1,4 +1,4 @@
-"""The chat page in a real browser: hostile answers stay text, and a person finds what is expected of a chat."""
+"""The chat page in a real browser: hostile answers stay text, a person finds what a chat should have."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from serving import Served, served
 from thermocline.server import page
 
 FOLDER = Path(page.__file__).with_name("page")
+# All elements that text can become.
+TAGS = {"LI", "P", "DETAILS", "SUMMARY", "DIV", "SPAN", "BUTTON", "A", "STRONG", "CODE"}
+TAGS |= {"TABLE", "THEAD", "TBODY", "TR", "TH", "TD"}
 ANSWER = """# Heat
 
 Water has *layers*, and **one** of them is [thin](https://example.org/thermocline):
@@ -111,10 +114,10 @@ def test_hostile_text_is_shown_and_does_nothing(shown: Tab, script: Scripted, fi
         script.engine.answer = [text] if script.in_bytes else list(text)
         assert shown.ask(text) == seen
         assert shown.texts()[-2] == seen.lstrip("\ufeff")
-    allowed = set("LI P DETAILS SUMMARY DIV SPAN BUTTON A STRONG CODE TABLE THEAD TBODY TR TH TD".split())
     tags = "[...document.querySelectorAll('#log *')].map(e => e.tagName)"
-    assert set(shown.page.evaluate(tags)) <= allowed
-    links = "[...document.querySelectorAll('#log a')].map(e => [e.protocol, e.rel, e.getAttributeNames().sort().join()])"
+    assert set(shown.page.evaluate(tags)) <= TAGS
+    links = """[...document.querySelectorAll('#log a')]
+        .map((e) => [e.protocol, e.rel, e.getAttributeNames().sort().join()])"""
     safe = {("https:", "noopener noreferrer nofollow", "href,rel,target,title")}
     assert {tuple(x) for x in shown.page.evaluate(links)} == (safe if first == 60 else set())
     assert shown.page.evaluate("document.scripts.length") == 2
@@ -124,7 +127,7 @@ def test_hostile_history_is_shown_and_does_nothing(shown: Tab) -> None:
     """Whatever is in the browser's storage, from titles on, is text too; what is broken is left out."""
     kept = {f"thermocline.conversation.{i}": json.dumps({
         "id": str(i), "title": text, "updated": -i,
-        "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text, "thought": text}],
+        "messages": [{"role": r, "content": text, "thought": text} for r in ("user", "assistant")],
     }) for i, (text, _) in enumerate(PAYLOADS)}  # fmt: skip
     kept |= {"thermocline.conversation.x": "{", "thermocline.conversation.y": '{"id": "y", "messages": [1]}'}
     shown.page.evaluate("kept => { for (const [k, v] of Object.entries(kept)) localStorage[k] = v; }", kept)
@@ -139,8 +142,8 @@ def test_hostile_history_is_shown_and_does_nothing(shown: Tab) -> None:
 def test_events_are_read_the_same_wherever_they_are_split(shown: Tab) -> None:
     found = shown.page.evaluate("""async () => {
         const { EventParser } = await import("/page/api.js");
-        const text = "\\ufeff: comment\\r\\ndata: {\\"a\\": \\"\\u00e9\\ud83e\\udd8a\\"}\\r\\n\\r\\ndata:one\\rdata: two\\r\\r" +
-            "event: x\\n\\nid: 1\\ndata\\n\\ndata:  b\\n\\ndata: not ended";
+        const text = "\\ufeff: comment\\r\\ndata: {\\"a\\": \\"\\u00e9\\ud83e\\udd8a\\"}\\r\\n\\r\\n" +
+            "data:one\\rdata: two\\r\\revent: x\\n\\nid: 1\\ndata\\n\\ndata:  b\\n\\ndata: not ended";
         const bytes = new TextEncoder().encode(text);
         const read = (parts) => {
             const parser = new EventParser();
@@ -172,9 +175,8 @@ def test_code_and_messages_can_be_copied(browser: Any, script: Scripted) -> None
     allowed = ["clipboard-read", "clipboard-write"]
     with tab(browser, script.url, permissions=allowed) as found:
         found.begin().ask("what is it?")
-        for selector, text in {
-            ".code button": 'def depth():\n\treturn "<b>40 m</b>"', "li:last-child .tools :text('Copy')": ANSWER
-        }.items():  # fmt: skip
+        code = 'def depth():\n\treturn "<b>40 m</b>"'
+        for selector, text in ((".code button", code), ("li:last-child .tools :text('Copy')", ANSWER)):
             button = found.page.locator(f"#log {selector}").first.element_handle()
             button.click()
             found.until(lambda button=button: button.text_content() == "Copied")  # type: ignore[misc]
@@ -311,11 +313,11 @@ def test_it_fits_and_follows_the_theme(browser: Any, script: Scripted, scheme: s
         found.begin().ask("w" * 200)
         assert found.page.evaluate("document.documentElement.scrollWidth") == width
         assert found.page.evaluate("document.querySelector('#scroll').scrollWidth") <= width
-        assert brightness(found) > 200 if scheme == "light" else brightness(found) < 50
+        assert found.brightness() > 200 if scheme == "light" else found.brightness() < 50
         for label, bright in (("light", True), ("dark", False), ("as the system", scheme == "light")):
             found.page.click("#theme")
             assert found.page.get_attribute("#theme", "aria-label") == f"Theme: {label}"
-            assert (brightness(found) > 200) == bright
+            assert (found.brightness() > 200) == bright
         if width == 320:
             assert found.page.is_hidden("#new")
             found.page.click("#open-shelf")
@@ -324,17 +326,13 @@ def test_it_fits_and_follows_the_theme(browser: Any, script: Scripted, scheme: s
             found.page.wait_for_selector("#new", state="hidden")
 
 
-def brightness(found: Tab) -> float:
-    colour = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
-
-
 def test_every_control_has_a_name_and_the_keyboard_reaches_it(shown: Tab, script: Scripted) -> None:
     script.engine.answer = ["yes"]
     shown.ask("hello")
     names = """[...document.querySelectorAll('button, input, textarea, [role=img]')]
         .filter((e) => e.checkVisibility())
-        .filter((e) => !(e.textContent.trim().length > 1 || e.ariaLabel || e.labels?.[0]?.textContent.trim()))"""
+        .filter((e) => !e.ariaLabel && !e.labels?.[0]?.textContent.trim())
+        .filter((e) => e.textContent.trim().length < 2)"""
     assert shown.page.evaluate(f"{names}.map((e) => e.outerHTML)") == []
     reached = set()
     shown.page.evaluate("document.activeElement.blur()")
@@ -378,7 +376,7 @@ def test_the_bundled_model_continues_a_text_and_its_layers_are_seen(browser: Any
         )
         picture = found.page.get_attribute("#strip-picture", "aria-label")
         assert picture.count("%") == 6, "a share for each layer"
-        assert len(pixels(found)) >= 3, "layers differ, and so do their colours"
+        assert len(found.pixels()) >= 3, "layers differ, and so do their colours"
         before = found.texts()
         found.say("")  # on from there
         found.page.wait_for_selector("#log li:nth-child(3) .regenerate")
@@ -391,12 +389,3 @@ def greedy(real: Served, prompt: str, n: int) -> str:
     with real.client() as c:
         text: str = c.post("/v1/completions", json=body).json()["choices"][0]["text"]
         return text
-
-
-def pixels(found: Tab) -> set[tuple[int, ...]]:
-    """The colours of the picture's uppermost row, each layer's at its left end."""
-    data = found.page.evaluate("""() => {
-        const c = document.getElementById("strip-picture");
-        return [0, 1, 2, 3, 4, 5].map((i) => [...c.getContext("2d").getImageData(i * c.width / 6 + 3, 3, 1, 1).data]);
-    }""")
-    return {tuple(x) for x in data}

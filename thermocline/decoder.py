@@ -152,17 +152,6 @@ class Batch:
         return self.block_table if window is None or self.window_table is None else self.window_table
 
 
-class LayerCounts(NamedTuple):
-    """What sparsity did in one layer of one step; the words are `FFNStats`'."""
-
-    active: int
-    neurons: int
-    rows: int
-    rows_dense: int
-    gates: int
-    gates_dense: int
-
-
 @dataclass
 class FFNStats:
     """What sparsity did, summed over layers and tokens."""
@@ -174,7 +163,8 @@ class FFNStats:
     gates_dense: int = 0  # gate rows in all
     predicted: int = 0  # gate rows read: all, or with `predict` those of neurons predicted to be active
     predictor_bytes: int = 0  # read of predictors
-    layers: list[LayerCounts] | None = None  # one by one, where somebody asks and the ops know
+    # Where somebody asks and the ops know: active, rows and predicted of each layer, one after the other.
+    layers: list[int] | None = None
 
 
 class DiskCounts(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thermocline.decoder import DiskCounts, FFNStats, LayerCounts
+from thermocline.decoder import DiskCounts, FFNStats
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,16 @@ class Activity:
 
 
 class Watch:
+    """Adding a step is appending to lists; sums are made when they are asked for."""
+
     def __init__(self, *, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
         self._clear()
 
     def _clear(self) -> None:
         self._tokens, self._seconds, self._bytes = 0, 0.0, 0.0
-        self._layers: list[tuple[LayerCounts, ...]] = []
+        self._layers: list[list[int]] = []
+        self._all = [0, 0, 0]  # neurons, rows and gates that dense steps would have had, of all layers
         self._disk: DiskCounts | None = None
 
     def counting(self) -> FFNStats:
@@ -54,7 +57,10 @@ class Watch:
         self._seconds += seconds
         self._bytes += bytes
         if stats.layers:
-            self._layers.append(tuple(stats.layers))
+            self._layers.append(stats.layers)
+            self._all[0] += stats.neurons
+            self._all[1] += stats.rows_dense
+            self._all[2] += stats.gates_dense
         if disk is not None:
             known = self._disk or DiskCounts()
             self._disk = DiskCounts(*(a + b for a, b in zip(known, disk, strict=True)))
@@ -63,14 +69,12 @@ class Watch:
         """What there was since the last time; None: nothing."""
         if not self._tokens:
             return None
-        layers = None
-        if self._layers:
-            sums = np.array(self._layers, np.float64).sum(axis=0)  # [layers, counts]
-            layers = tuple(_shares(LayerCounts(*counts)) for counts in sums.tolist())
+        layers = self._shares() if self._layers else None
         found = Activity(self._tokens, self._seconds, self._bytes, layers, self._disk, self._on_gpu)
         self._clear()
         return found
 
-
-def _shares(c: LayerCounts) -> LayerActivity:
-    return LayerActivity(c.active / c.neurons, c.rows / c.rows_dense, c.gates / c.gates_dense)
+    def _shares(self) -> tuple[LayerActivity, ...]:
+        counts = np.array(self._layers, np.int64).sum(axis=0).reshape(-1, 3)  # [layers, counts]
+        of_one = np.array(self._all) / len(counts)  # a model's layers are all of one size
+        return tuple(LayerActivity(*shares) for shares in (counts / of_one).tolist())

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from thermocline import _native
-from thermocline.decoder import F32, FFN, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, LayerCounts, Norm
+from thermocline.decoder import F32, FFN, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
 from thermocline.errors import BadFile, IOFailure
 from thermocline.kv import KVLayer
 from thermocline.spec import ACTIVATIONS, ModelSpec
@@ -160,8 +160,7 @@ class CpuOps:
         stats.predicted += gates
         stats.predictor_bytes += asked
         if stats.layers is not None:
-            neurons = len(x) * bound.neurons, bound.neurons
-            stats.layers.append(LayerCounts(active, neurons[0], rows, rows_dense, gates, neurons[1]))
+            stats.layers += active, rows, gates
 
 
 def disk_error(e: _native.DiskError) -> BadFile | IOFailure:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from thermocline.decoder import F32, FEW, FFN, I32, Batch, FFNStats, Heads, Layer, LayerCounts, Norm
+from thermocline.decoder import F32, FEW, FFN, I32, Batch, FFNStats, Heads, Layer, Norm
 from thermocline.kv import KVLayer
 from thermocline.spec import ModelSpec
 
@@ -187,7 +187,7 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
     record = np.empty((len(x), spec.n_experts * spec.ffn_dim), np.float32) if record is None else record
     sparsity = "exact" if sparsity == "predict" and len(x) > FEW else sparsity
     rows = spec.ffn_dim * (2 if spec.gated else 1)
-    before = _counts(stats)
+    before = stats.active, stats.rows, stats.predicted
     stats.neurons += record.size
     stats.rows_dense += spec.n_experts * rows
     stats.gates_dense += record.shape[1]
@@ -196,12 +196,9 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
     else:
         y = _mixture(bound, h, sparsity, stats, record)
     if stats.layers is not None:
-        stats.layers.append(LayerCounts(*(b - a for a, b in zip(before, _counts(stats), strict=True))))
+        after = stats.active, stats.rows, stats.predicted
+        stats.layers += (b - a for a, b in zip(before, after, strict=True))
     _join(x, y, spec, layer.ffn_post_norm)
-
-
-def _counts(s: FFNStats) -> LayerCounts:
-    return LayerCounts(s.active, s.neurons, s.rows, s.rows_dense, s.predicted, s.gates_dense)
 
 
 def route(logits: F32, active: int) -> F32:
