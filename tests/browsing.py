@@ -33,7 +33,7 @@ def chromium() -> Iterator[Any]:
 
 @dataclass
 class Tab:
-    """A page in a profile of its own. `wrong`: dialogs, errors, violations of the policy, foreign requests."""
+    """A page in a profile of its own. `wrong`: dialogs, errors, the policy violated, foreign requests."""
 
     page: Any
     url: str

@@ -59,6 +59,10 @@ class Dummy:
                 raise Refusal(400, json_body(scope)["say"], code="chosen")
             case "POST", "/v1/stream":
                 await self.stream(send, **json_body(scope))
+            case "POST", "/v1/after":
+                await reply(send, b"{}")
+                await asyncio.sleep(0.1)
+                self.chunks += 1
             case "POST", "/v1/hang":
                 await asyncio.sleep(3600)
             case _:

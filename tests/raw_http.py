@@ -1,13 +1,19 @@
-"""HTTP by hand over a socket, for what no client library would send; and a dummy server in a thread."""
+"""HTTP by hand over a socket, for what no client library sends; a dummy server, in a thread or a process."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dummy_app import Dummy
@@ -63,6 +69,7 @@ class Running:
     port: int
     log: list[str]
     trouble: list[str]
+    servers: list[http.Server]
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port))
@@ -81,9 +88,8 @@ class Running:
 @contextlib.contextmanager
 def serving(limits: Limits | None = None, **options: Any) -> Iterator[Running]:
     opened = listener.listen("127.0.0.1", 0, has_keys=False)
-    running = Running(Dummy(), opened.port, [], [])
-    servers: list[http.Server] = []
-    about = {"log": running.log.append, "trouble": running.trouble.append, "started": servers.append}
+    running = Running(Dummy(), opened.port, [], [], [])
+    about = {"log": running.log.append, "trouble": running.trouble.append, "started": running.servers.append}
     thread = threading.Thread(
         target=http.run,
         args=(running.app, opened),
@@ -93,6 +99,59 @@ def serving(limits: Limits | None = None, **options: Any) -> Iterator[Running]:
     try:
         yield running
     finally:
-        servers[0].stop()
+        running.servers[0].stop()
         thread.join(5)
         assert not thread.is_alive()
+
+
+def wait_until(true: Any, at_most_s: float = 5) -> float:
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < at_most_s
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+class Process:
+    """The dummy as a program of its own, with this checkout's package."""
+
+    def __init__(self, **told: Any) -> None:
+        path = os.pathsep.join(p for p in sys.path if p)
+        script = Path(__file__).with_name("dummy_app.py")
+        self.began = time.monotonic()
+        self.popen = subprocess.Popen(
+            [sys.executable, "-P", str(script), json.dumps(told)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def __enter__(self) -> Process:
+        assert self.popen.stdout is not None
+        self.url = self.popen.stdout.readline().strip()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+    def connect(self) -> socket.socket:
+        unix = self.url.startswith("unix:")
+        sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
+        where: Any = self.url[5:] if unix else ("127.0.0.1", int(self.url.rpartition(":")[2]))
+        sock.settimeout(5)
+        sock.connect(where)
+        return sock
+
+    def ask(self, request: bytes) -> Any:
+        with self.connect() as sock:
+            sock.sendall(request)
+            return read_answer(sock)
+
+    def stop(self, sig: signal.Signals = signal.SIGTERM) -> float:
+        """Seconds from the signal to the end."""
+        began = time.monotonic()
+        self.popen.send_signal(sig)
+        self.popen.wait(10)
+        return time.monotonic() - began

@@ -19,9 +19,9 @@ from thermocline.errors import BadFile, IOFailure, ThermoclineError, UsageError
 
 if TYPE_CHECKING:
     from thermocline.chat import Chat
-    from thermocline.engine import Completion
     from thermocline.llm import LLM, Stream
     from thermocline.repl import Terminal
+    from thermocline.request import Completion
     from thermocline.sampler import SamplingParams
 
 MAX_PROMPT_BYTES = 64 << 20

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thermocline.engine import Chunk, Figures
+from thermocline.request import Chunk, Figures
 from thermocline.sampler import TokenLogprobs
 from thermocline.server.messages import Ended
 from thermocline.server.parts import MARKS, Call, Parts, Piece
@@ -240,16 +240,23 @@ class Chat(Shape):
 class Text(Shape):
     kind, streamed = "cmpl", "text_completion"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, request: Any, count: int) -> None:
-        super().__init__(model, tokenizer, request, count)
-        self._texts: list[list[str]] = [[] for _ in range(count)]
-        self._chunks: list[list[Chunk]] = [[] for _ in range(count)]
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, request: Any, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        super().__init__(model, tokenizer, request, len(prompts))
+        self._prompts = prompts
+        self._texts: list[list[str]] = [[] for _ in prompts]
+        self._chunks: list[list[Chunk]] = [[] for _ in prompts]
+        self._echo = [tokenizer.decode(ids) if request.echo else "" for ids in prompts]
 
     def _choice(self, i: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
+    def begin(self) -> list[dict[str, Any]]:
+        return [self.chunk(self._choice(i, t, None, None)) for i, t in enumerate(self._echo) if t]
+
     def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
-        offset, known = len("".join(self._texts[i])), None
+        offset, known = len(self._echo[i]) + sum(map(len, self._texts[i])), None
         self._texts[i].append(chunk.text)
         if chunk.logprobs is not None:
             self._chunks[i].append(chunk)
@@ -260,11 +267,19 @@ class Text(Shape):
 
     def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
         self._ended[i] = ended
-        made = self.chunk(self._choice(i, "", ended.finish_reason, None))
+        known = text_logprobs(self.tokenizer, self._scores(i, ended)) if ended.prompt_logprobs else None
+        made = self.chunk(self._choice(i, "", ended.finish_reason, known))
         return [made | {"timings": timings(ended.figures)}]
+
+    def _scores(self, i: int, ended: Ended) -> list[tuple[int, TokenLogprobs | None]]:
+        """Of the prompt's tokens; of the first nothing is known."""
+        found: list[TokenLogprobs | None] = [None, *ended.prompt_logprobs]
+        return list(zip(self._prompts[i], found, strict=True))
 
     def choice(self, i: int, ended: Ended) -> dict[str, Any]:
         known = None
         if self.request.logprobs is not None:
-            known = text_logprobs(self.tokenizer, [(c.token_id, c.logprobs) for c in self._chunks[i]])
-        return self._choice(i, "".join(self._texts[i]), ended.finish_reason, known)
+            tokens = self._scores(i, ended) if self.request.echo else []
+            tokens += [(c.token_id, c.logprobs) for c in self._chunks[i]]
+            known = text_logprobs(self.tokenizer, tokens)
+        return self._choice(i, self._echo[i] + "".join(self._texts[i]), ended.finish_reason, known)

@@ -19,11 +19,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from thermocline import __version__
+from thermocline import __version__, grammar
 from thermocline.chat_template import ChatTemplate
-from thermocline.engine import request_for
 from thermocline.errors import ThermoclineError, UsageError
 from thermocline.pack import Pack
+from thermocline.request import request_for
 from thermocline.sampler import SamplingParams
 from thermocline.server import activity, openapi, page, schema
 from thermocline.server.answers import Chat, Shape, Text
@@ -129,6 +129,11 @@ class Server:
             raise Refusal(503, "too many answers are waiting; try again", code="queue_full")
         return self.engine.submit(prompts)
 
+    async def enforceable(self, params: SamplingParams) -> None:
+        """Raises UsageError where its grammar cannot be kept to: compiled on trial in a process of its own."""
+        if params.grammar is not None:
+            await asyncio.to_thread(grammar.check, params.grammar)
+
     async def apart(self, what: Callable[[], Any]) -> Any:
         """Work that may be long, on another thread."""
         async with self._texts:
@@ -171,6 +176,7 @@ class Server:
             r, self.defaults, logprobs=(r.top_logprobs or 0) if r.logprobs else None, max_tokens=asked
         )
         params = replace(params, stop_ids=stop_ids)
+        await self.enforceable(params)
         work = self.submit(self.jobs(model, ids, params, r.n or 1))
         return await self._answered(
             request, work, Chat(model.name, model.tokenizer, r, _parts(model, r, ids))
@@ -190,12 +196,15 @@ class Server:
         encode = partial(model.tokenizer.encode, parse_special=True)
         limit = schema.COMPLETION_TOKENS if r.max_tokens is None else r.max_tokens
         params = schema.sampling_params(r, self.defaults, logprobs=r.logprobs, max_tokens=limit)
+        if r.echo:
+            params = replace(params, prompt_logprobs=r.logprobs)
+        await self.enforceable(params)
         jobs: list[tuple[list[int], SamplingParams]] = []
         for prompt in prompts:
             ids = await self.apart(partial(encode, prompt)) if isinstance(prompt, str) else prompt
             jobs += self.jobs(model, ids, params, r.n or 1)
         return await self._answered(
-            request, self.submit(jobs), Text(model.name, model.tokenizer, r, len(jobs))
+            request, self.submit(jobs), Text(model.name, model.tokenizer, r, [ids for ids, _ in jobs])
         )
 
     # ---- both

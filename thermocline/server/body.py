@@ -64,7 +64,7 @@ async def read_body(
 # ---- bytes -> a JSON object
 
 
-def parse_json(body: bytes, most_deep: int) -> dict[str, Any]:
+def parse_json(body: bytes, limits: Limits) -> dict[str, Any]:
     """Strictly: UTF-8, no half surrogate pairs, no NaN, infinities or numbers beyond floats, no key twice.
 
     Of a key that is there twice parsers disagree which one counts: that is how checks are evaded.
@@ -73,8 +73,11 @@ def parse_json(body: bytes, most_deep: int) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError as e:
         raise Refusal(400, f"the body is not UTF-8, at byte {e.start}") from None
-    if not is_at_most(most_deep, body):
-        raise Refusal(400, f"the body has more than {most_deep} lists or objects inside each other")
+    plain = without_strings(body)
+    if not is_at_most(limits.limit_json_depth, plain):
+        raise Refusal(400, f"the body has over {limits.limit_json_depth} lists or objects inside each other")
+    if plain.count(b",") + plain.count(b"[") + plain.count(b"{") > limits.limit_json_values:
+        raise Refusal(400, f"the body has more than {limits.limit_json_values} values")
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as e:
@@ -88,12 +91,16 @@ def parse_json(body: bytes, most_deep: int) -> dict[str, Any]:
     return value
 
 
-def is_at_most(depth: int, body: bytes) -> bool:
+def without_strings(body: bytes) -> bytes:
+    """JSON's punctuation and numbers. Of what is no JSON, as far as it is."""
+    return re.sub(rb'"[^"]*"', b"", body.replace(b"\\\\", b"").replace(b'\\"', b""))
+
+
+def is_at_most(depth: int, plain: bytes) -> bool:
     """Whether brackets are nested so deep at most; before parsing, which recurses. Without a loop over bytes:
     each round removes the innermost pairs. Brackets that do not match never go away, and are not JSON.
     """
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    brackets = re.sub(rb'"[^"]*"', b"", plain).translate(_OPEN_CLOSE, _NO_BRACKETS)
+    brackets = plain.translate(_OPEN_CLOSE, _NO_BRACKETS)
     for _ in range(depth):
         shorter = brackets.replace(b"[]", b"")
         if len(shorter) == len(brackets):

@@ -258,14 +258,14 @@ class Guard:
         if scope["method"] != "POST":
             return await self._run(scope, receive, exchange, b"")
         body = await read_body(receive, self._limits, self._bodies)
-        if len(body) < _THREAD_FROM_BYTES:
-            scope[BODY] = parse_json(body, self._limits.limit_json_depth)
-        else:
-            scope[BODY] = await asyncio.to_thread(parse_json, body, self._limits.limit_json_depth)
         if self._places == 0:
             raise Refusal(503, "too many requests are waiting; try again")
         self._places -= 1
         try:
+            if len(body) < _THREAD_FROM_BYTES:
+                scope[BODY] = parse_json(body, self._limits)
+            else:
+                scope[BODY] = await asyncio.to_thread(parse_json, body, self._limits)
             await self._run(scope, receive, exchange, body)
         finally:
             self._places += 1

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
+import struct
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -97,9 +100,6 @@ class Protocol(H11Protocol):
         """Answer, if no answer has begun, and close."""
         if self.transport.is_closing():
             return
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             refusal = Refusal(status, message, headers={"connection": "close"})
             body = refusal.body()
@@ -119,7 +119,14 @@ class Protocol(H11Protocol):
         self._drain_since = (self._drain_since or now) if drains else None
         too_long = self._drain_since is not None and now - self._drain_since > self._limits.limit_body_s
         if too_long or self._is_stalled(now):
-            self.transport.abort()
+            self._reset()
+
+    def _reset(self) -> None:
+        """End it without sending what is buffered, by the kernel neither: its buffer may have megabytes."""
+        no_linger = struct.pack("ii" if os.name == "posix" else "hh", 1, 0)
+        with contextlib.suppress(OSError):
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        self.transport.abort()
 
     def _is_stalled(self, now: float) -> bool:
         waiting = self.transport.get_write_buffer_size()
@@ -188,18 +195,39 @@ class Server(uvicorn.Server):
             await asyncio.wait_for(self.lifespan.shutdown(), LAST_WORDS_S)
 
 
-def _surviving_failure(app: App, failures: list[ThermoclineError]) -> App:
+def _surviving_failure(app: App, failures: list[Exception]) -> App:
     """uvicorn forgets what went wrong at startup; ours is for the person who started the server."""
 
     async def noted(scope: Any, receive: Any, send: Any) -> None:
         try:
             await app(scope, receive, send)
-        except ThermoclineError as e:
+        except Exception as e:
             if scope["type"] == "lifespan":
                 failures.append(e)
             raise
 
     return noted
+
+
+def _config(app: App, limits: Limits) -> uvicorn.Config:
+    """uvicorn's, told to do nothing that we have not asked for."""
+    return uvicorn.Config(
+        cast(Any, app),
+        loop="asyncio",
+        http=cast(Any, partial(Protocol, limits)),
+        ws="none",
+        interface="asgi3",
+        workers=1,  # else $WEB_CONCURRENCY is read
+        lifespan="on",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        h11_max_incomplete_event_size=limits.limit_header_bytes,
+        timeout_keep_alive=cast(int, limits.limit_keep_alive_s),
+    )
 
 
 def run(
@@ -223,25 +251,10 @@ def run(
     """
     allow_files(limits.limit_connections)
     access = Access.of(keys, listener.host_names(hosts), origins, assets)
-    failures: list[ThermoclineError] = []
+    failures: list[Exception] = []
     guard = Guard(app, access, limits, slots=slots, log=log, trouble=trouble)
-    config = uvicorn.Config(
-        cast(Any, _surviving_failure(guard, failures)),
-        loop="asyncio",
-        http=cast(Any, partial(Protocol, limits)),
-        ws="none",
-        interface="asgi3",
-        lifespan="on",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        h11_max_incomplete_event_size=limits.limit_header_bytes,
-        timeout_keep_alive=cast(int, limits.limit_keep_alive_s),
-    )
-    server = Server(config, limits)
+    app = _surviving_failure(guard, failures)
+    server = Server(_config(app, limits), limits)
     if started is not None:
         started(server)
     try:

@@ -42,6 +42,7 @@ class Limits:
     )
     limit_body_stall_s: float = _seconds(5, "Time that a body may be late against that speed.")
     limit_json_depth: int = _count(128, "Lists and objects inside each other in a body.", most=500)
+    limit_json_values: int = _count(1 << 18, "Values in a body: an empty list takes 2 bytes there, 64 here.")
 
     limit_buffer_bytes: int = _bytes(MIB, "An answer's bytes that wait for a client to read them.", 2048)
     limit_write_stall_s: float = _seconds(

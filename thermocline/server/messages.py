@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thermocline.engine import Chunk, Figures
-from thermocline.sampler import SamplingParams
+from thermocline.engine import Counts
+from thermocline.request import Chunk, Figures
+from thermocline.sampler import SamplingParams, TokenLogprobs
 from thermocline.watch import Activity
 
 # ---- to the engine
@@ -94,6 +95,7 @@ class Ended:
     finish_reason: str
     seed: int
     figures: Figures
+    prompt_logprobs: tuple[TokenLogprobs, ...]  # of the prompt's tokens after the first, if asked for
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,7 @@ class Failed:
 class Beat:
     """Sent between two steps, and while idle: what the engine holds."""
 
-    running: int = 0
-    waiting: int = 0
-    kv_free: int = 0  # blocks: free and cached ones
-    kv_total: int = 0
+    counts: Counts | None = None
     steps: int = 0
     longest_step_s: float = 0.0
     tiers: dict[str, float] | None = None  # what the disk did: needed, missed, bytes, waited_s

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from thermocline.engine import Counts
 from thermocline.server.messages import Ended, Event, Failed, Token
 from thermocline.server.process import EngineProcess
 
@@ -76,6 +77,8 @@ class _Engine(Collector):
     def collect(self) -> Iterator[Metric]:
         m, e = self._metrics, self._metrics.engine
         b = e.beat
+        c = b.counts or Counts(0, e.slots, 0, 0, 0, 0, 0, 0, 0)
+        waiting = max(0, e.active - c.running)
 
         def value(counter: Counter) -> float:
             return float(next(iter(counter.collect())).samples[0].value)
@@ -83,15 +86,16 @@ class _Engine(Collector):
         gauges = {
             "thermocline_ready": ("1 where requests are answered", float(e.ready)),
             "thermocline_heartbeat_age_seconds": ("Since the engine was last heard of", e.heartbeat_age_s),
-            "thermocline_requests_active": ("Answers being computed", b.running),
-            "thermocline_requests_queued": ("Answers that wait for a slot", e.active - b.running),
+            "thermocline_requests_active": ("Answers being computed", c.running),
+            "thermocline_requests_queued": ("Answers that wait for a slot", waiting),
             "thermocline_slots_total": ("Answers that can be computed together", e.slots),
-            "thermocline_slots_free": ("Of them, those that are free", max(0, e.slots - b.running)),
-            "thermocline_kv_blocks_total": ("Blocks of the cache of keys and values", b.kv_total),
-            "thermocline_kv_blocks_free": ("Of them, those that can be given out", b.kv_free),
+            "thermocline_slots_free": ("Of them, those that are free", e.slots - c.running),
+            "thermocline_kv_blocks_total": ("Blocks of the cache of keys and values", c.kv_blocks),
+            "thermocline_kv_blocks_free": ("Of them, those that can be given out", c.kv_free + c.kv_cached),
+            "thermocline_kv_blocks_cached": ("Of those, named by texts that may come again", c.kv_cached),
             "thermocline_longest_step_seconds": ("The longest step since the engine began", b.longest_step_s),
-            "llamacpp:requests_processing": ("Answers being computed", b.running),
-            "llamacpp:requests_deferred": ("Answers that wait for a slot", e.active - b.running),
+            "llamacpp:requests_processing": ("Answers being computed", c.running),
+            "llamacpp:requests_deferred": ("Answers that wait for a slot", waiting),
         }
         for name, (about, x) in gauges.items():
             yield GaugeMetricFamily(name, about, value=max(0.0, float(x)))

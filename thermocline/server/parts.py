@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from thermocline.engine import overlap
+from thermocline.request import overlap
 
 THINK = ("<think>", "</think>")
 CALLS = {  # marks around a call, by what templates write: Hermes' and Qwen's, Mistral's

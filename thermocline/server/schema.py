@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from thermocline.constraint import Grammar
+from thermocline.errors import UsageError
 from thermocline.sampler import SamplingParams
 from thermocline.server.limits import Limits
 
@@ -57,7 +59,9 @@ class Sampling(Request):
     repeat_penalty: float | None = Field(None, gt=0, le=100)
     repeat_last_n: int | None = Field(None, ge=-1, le=SINGLE)
     logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit; -100 bans")
-    max_tokens: int | None = Field(None, ge=-1, le=SINGLE, description="-1: until the context is full")
+    max_tokens: int | None = Field(
+        None, ge=-1, le=SINGLE, description="-1: until the context is full; 0: none"
+    )
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -167,6 +171,24 @@ def _texts(stop: str | list[str] | None) -> tuple[str, ...] | None:
 # ---- the same, as the engine has it
 
 
+def grammar_of(r: Sampling) -> Grammar | None:
+    """The one that is asked for. Raises UsageError where it cannot be one."""
+    asked: list[Grammar] = []
+    if r.grammar is not None:
+        asked.append(Grammar.lark(r.grammar))
+    if r.json_schema is not None:
+        asked.append(Grammar.json_schema(r.json_schema))
+    if r.response_format is not None and r.response_format.type == "json_object":
+        asked.append(Grammar.json_object())
+    if r.response_format is not None and r.response_format.type == "json_schema":
+        if r.response_format.json_schema is None:
+            raise UsageError("response_format of type json_schema needs a json_schema")
+        asked.append(Grammar.json_schema(r.response_format.json_schema.schema_))
+    if len(asked) > 1:
+        raise UsageError("response_format, json_schema and grammar: only one of them can be kept")
+    return asked[0] if asked else None
+
+
 def sampling_params(
     r: Sampling, d: SamplingParams, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
@@ -190,6 +212,7 @@ def sampling_params(
         logit_bias={**d.logit_bias, **given},
         logprobs=logprobs,
         ignore_eos=_or(r.ignore_eos, d.ignore_eos),
+        grammar=grammar_of(r),
     )
 
 

@@ -11,9 +11,10 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from thermocline.engine import Engine, Request
+from thermocline.engine import Engine
 from thermocline.errors import ThermoclineError
 from thermocline.llm import LLM
+from thermocline.request import Request
 from thermocline.server.messages import (
     Beat,
     Cancel,
@@ -107,7 +108,8 @@ class Worker:
 
     def _submit(self, job: int, ids: list[int], params: Any) -> None:
         try:
-            self._jobs[job] = self._engine.submit(ids, params)
+            constraint = self._llm.constraint(params, checked=True)  # by the other process
+            self._jobs[job] = self._engine.submit(ids, params, constraint)
         except ThermoclineError as e:
             self._connection.send([Failed(job, type(e).__name__, str(e))])
 
@@ -119,7 +121,8 @@ class Worker:
             if request.error is not None:
                 found.append(Failed(job, type(request.error).__name__, str(request.error)))
             elif request.finish_reason is not None:
-                found.append(Ended(job, request.finish_reason, request.sampler.seed, request.figures()))
+                figures, scores = request.figures(), tuple(request.prompt_logprobs)
+                found.append(Ended(job, request.finish_reason, request.sampler.seed, figures, scores))
             else:
                 continue
             del self._jobs[job]
@@ -129,20 +132,9 @@ class Worker:
         now = time.monotonic()
         if now - self._beaten < BEAT_S:
             return
-        self._beaten, e = now, self._engine
-        pool = e.kv.pools[0]
-        self._connection.send(
-            Beat(
-                running=len(e.running),
-                waiting=len(e.waiting),
-                kv_free=pool.available,
-                kv_total=pool.n_blocks,
-                steps=self._steps,
-                longest_step_s=self._longest,
-                tiers=self._tiers(),
-                activity=self._activity(now),
-            )
-        )
+        self._beaten = now
+        counts, activity = self._engine.counts(), self._activity(now)
+        self._connection.send(Beat(counts, self._steps, self._longest, self._tiers(), activity))
 
     def _activity(self, now: float) -> Activity | None:
         if self._engine.watch is None or now - self._looked < LOOK_S:
