@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE_MS = 20_000
+PATIENCE_MS = 10_000
 
 
 @contextlib.contextmanager

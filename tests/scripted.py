@@ -11,7 +11,7 @@ from typing import Any
 
 from serving import TEMPLATE
 
-from thermocline.engine import Chunk, Figures
+from thermocline.request import Chunk, Figures
 from thermocline.errors import IOFailure
 from thermocline.llm import BUNDLED
 from thermocline.sampler import SamplingParams
@@ -58,7 +58,7 @@ class ScriptedEngine(EngineProcess):
         if self.failing:
             self._tell(Failed(job, IOFailure.__name__, "the disk is on fire"))
         else:
-            self._tell(Ended(job, "stop", 1, FIGURES))
+            self._tell(Ended(job, "stop", 1, FIGURES, prompt_logprobs=()))
 
     def _tell(self, event: Event) -> None:
         if (work := self._jobs.get(event.job)) is not None:
