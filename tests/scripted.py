@@ -11,9 +11,9 @@ from typing import Any
 
 from serving import TEMPLATE
 
-from thermocline.request import Chunk, Figures
 from thermocline.errors import IOFailure
 from thermocline.llm import BUNDLED
+from thermocline.request import Chunk, Figures
 from thermocline.sampler import SamplingParams
 from thermocline.server import http, page
 from thermocline.server.app import Model, Server, application

@@ -106,20 +106,24 @@ def shown(browser: Any, script: Scripted) -> Iterator[Tab]:
         yield found.begin()
 
 
-@pytest.mark.parametrize("first", range(0, len(PAYLOADS), 20))
-def test_hostile_text_is_shown_and_does_nothing(shown: Tab, script: Scripted, first: int) -> None:
-    """As a question and as an answer; every other answer arrives byte by byte, the rest letter by letter."""
-    for i, (text, seen) in enumerate(PAYLOADS[first : first + 20]):
-        script.in_bytes = i % 2 == 0
-        script.engine.answer = [text] if script.in_bytes else list(text)
-        assert shown.ask(text) == seen
-        assert shown.texts()[-2] == seen.lstrip("\ufeff")
-    tags = "[...document.querySelectorAll('#log *')].map(e => e.tagName)"
-    assert set(shown.page.evaluate(tags)) <= TAGS
+def test_hostile_text_is_shown_and_does_nothing(shown: Tab, script: Scripted) -> None:
+    """As questions and as answers of ten paragraphs; some arrive byte by byte, some letter by letter."""
+    for i in range(0, len(PAYLOADS), 10):
+        texts, seen = zip(*PAYLOADS[i : i + 10], strict=True)
+        whole = "\n\n".join(texts)
+        script.in_bytes = i % 20 == 0
+        script.engine.answer = [whole[at : at + 64] for at in range(0, len(whole), 64)]
+        script.engine.answer = script.engine.answer if script.in_bytes else list(whole)
+        shown.ask(whole)
+        for n in (-1, -2):
+            blocks = shown.page.locator("#log .body").all()[n].locator("> *")
+            assert blocks.all_text_contents() == list(seen)
+    elements = "[...document.querySelectorAll('#log *')].map((e) => e.tagName)"
+    assert set(shown.page.evaluate(elements)) <= TAGS
     links = """[...document.querySelectorAll('#log a')]
         .map((e) => [e.protocol, e.rel, e.getAttributeNames().sort().join()])"""
-    safe = {("https:", "noopener noreferrer nofollow", "href,rel,target,title")}
-    assert {tuple(x) for x in shown.page.evaluate(links)} == (safe if first == 60 else set())
+    safe = ("https:", "noopener noreferrer nofollow", "href,rel,target,title")
+    assert {tuple(x) for x in shown.page.evaluate(links)} == {safe}
     assert shown.page.evaluate("document.scripts.length") == 2
 
 
@@ -140,10 +144,13 @@ def test_hostile_history_is_shown_and_does_nothing(shown: Tab) -> None:
 
 
 def test_events_are_read_the_same_wherever_they_are_split(shown: Tab) -> None:
-    found = shown.page.evaluate("""async () => {
+    """Into two at every byte, and into single bytes: all ways to end a line, and every hostile text."""
+    odd = '\ufeff: comment\r\ndata: {"a": "é🦊"}\r\n\r\ndata:one\rdata: two\r\revent: x\n\nid: 1\ndata\n\n'
+    hostile = [json.dumps(text, ensure_ascii=False) for text, _ in PAYLOADS]
+    text = odd + "".join(f"data: {x}\n\n" for x in hostile) + "data:  b\n\ndata: not ended"
+    found = shown.page.evaluate(
+        """async (text) => {
         const { EventParser } = await import("/page/api.js");
-        const text = "\\ufeff: comment\\r\\ndata: {\\"a\\": \\"\\u00e9\\ud83e\\udd8a\\"}\\r\\n\\r\\n" +
-            "data:one\\rdata: two\\r\\revent: x\\n\\nid: 1\\ndata\\n\\ndata:  b\\n\\ndata: not ended";
         const bytes = new TextEncoder().encode(text);
         const read = (parts) => {
             const parser = new EventParser();
@@ -153,8 +160,10 @@ def test_events_are_read_the_same_wherever_they_are_split(shown: Tab) -> None:
         const made = new Set([read([...bytes].map((b) => Uint8Array.of(b)))]);
         for (let i = 0; i <= bytes.length; i++) made.add(read([bytes.subarray(0, i), bytes.subarray(i)]));
         return [...made];
-    }""")
-    assert [json.loads(x) for x in found] == [['{"a": "é🦊"}', "one\ntwo", "", " b"]]
+    }""",
+        text,
+    )
+    assert [json.loads(x) for x in found] == [['{"a": "é🦊"}', "one\ntwo", "", *hostile, " b"]]
 
 
 def test_markdown_is_shown_as_what_it_means(shown: Tab, script: Scripted) -> None:
@@ -305,19 +314,19 @@ def test_a_key_is_asked_for_and_forgotten_with_the_tab(browser: Any) -> None:
         assert found.texts() == ["hello", "come in"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 1100])
-def test_it_fits_and_follows_the_theme(browser: Any, script: Scripted, scheme: str, width: int) -> None:
+def test_it_fits_and_follows_the_theme(browser: Any, script: Scripted, width: int) -> None:
     script.engine.answer = [ANSWER + "x" * 300 + " " + "`" + "y" * 300 + "`"]
-    with tab(browser, script.url, viewport={"width": width, "height": 640}, color_scheme=scheme) as found:
+    with tab(browser, script.url, viewport={"width": width, "height": 640}) as found:
         found.begin().ask("w" * 200)
         assert found.page.evaluate("document.documentElement.scrollWidth") == width
         assert found.page.evaluate("document.querySelector('#scroll').scrollWidth") <= width
-        assert found.brightness() > 200 if scheme == "light" else found.brightness() < 50
-        for label, bright in (("light", True), ("dark", False), ("as the system", scheme == "light")):
-            found.page.click("#theme")
-            assert found.page.get_attribute("#theme", "aria-label") == f"Theme: {label}"
-            assert (found.brightness() > 200) == bright
+        for scheme in ("light", "dark"):
+            found.page.emulate_media(color_scheme=scheme)
+            for label, bright in (("light", True), ("dark", False), ("as the system", scheme == "light")):
+                found.page.click("#theme")
+                assert found.page.get_attribute("#theme", "aria-label") == f"Theme: {label}"
+                assert (found.brightness() > 200) == bright and (found.brightness() < 50) != bright
         if width == 320:
             assert found.page.is_hidden("#new")
             found.page.click("#open-shelf")

@@ -24,7 +24,7 @@ export function bindShelf({ open, fresh, gone, renamed }) {
     item.append(
       button(title, () => { setDrawer(false); open(conversation.id); }, set),
       tool("✎", `Rename: ${title}`, () => rename(item, conversation)),
-      tool("⭳", `Export: ${title}`, () => save([conversation])),
+      tool("↓", `Export: ${title}`, () => save([conversation])),
       tool("✕", `Delete: ${title}`, () => askToDelete(conversation)),
     );
     return item;

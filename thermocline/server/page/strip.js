@@ -99,7 +99,7 @@ function cells(g, layers, y, height, width, of) {
   layers.forEach((layer, i) => {
     const rgb = of(layer);
     g.fillStyle = `rgb(${rgb})`;
-    g.fillRect(i * step, y, step - gap, height - gap);
+    g.fillRect(i * step, y, step - gap, height);
     if (height < NOW_PX || step < 44) return;
     const dark = 0.3 * rgb[0] + 0.59 * rgb[1] + 0.11 * rgb[2] < 130;
     g.fillStyle = dark ? "#fff" : "#10202a";
