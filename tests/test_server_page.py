@@ -146,6 +146,7 @@ def test_hostile_history_is_shown_and_does_nothing(shown: Tab) -> None:
 def test_events_are_read_the_same_wherever_they_are_split(shown: Tab) -> None:
     """Into two at every byte, and into single bytes: all ways to end a line, and every hostile text."""
     odd = '\ufeff: comment\r\ndata: {"a": "é🦊"}\r\n\r\ndata:one\rdata: two\r\revent: x\n\nid: 1\ndata\n\n'
+    odd += "data: three\r\ndata: four\r\n\r\n"
     hostile = [json.dumps(text, ensure_ascii=False) for text, _ in PAYLOADS]
     text = odd + "".join(f"data: {x}\n\n" for x in hostile) + "data:  b\n\ndata: not ended"
     found = shown.page.evaluate(
@@ -163,7 +164,7 @@ def test_events_are_read_the_same_wherever_they_are_split(shown: Tab) -> None:
     }""",
         text,
     )
-    assert [json.loads(x) for x in found] == [['{"a": "é🦊"}', "one\ntwo", "", *hostile, " b"]]
+    assert [json.loads(x) for x in found] == [['{"a": "é🦊"}', "one\ntwo", "", "three\nfour", *hostile, " b"]]
 
 
 def test_markdown_is_shown_as_what_it_means(shown: Tab, script: Scripted) -> None:
