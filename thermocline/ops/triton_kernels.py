@@ -20,15 +20,13 @@ Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
 # Bytes of a stored number; q4_0's is a byte of two.
 SIZES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1, "q4_0": 1}
-# Rows a program holds, by tokens: 16 bytes of each for every thread. In 128 registers, 4 programs of 4 warps
-# and 8 rows are 64 KB on their way in an SM. Decoded rows, x and sums need registers, too, and without these
-# limits they spill: fewer rows of q4_0, whose 16 bytes are 32 numbers, and with more tokens narrower units.
-DOT_ROWS = {1: 8, 2: 4, 4: 4, 8: 4, 16: 4}
-DOT_ROWS_Q4 = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4}
-DOT_NUMBERS = 64  # of x, that a thread holds: a unit's columns times tokens
-DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 8, 16: 4}
-DOWN_ROWS_Q4 = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4}
-DOWN_NUMBERS = 32  # sums that a thread of `down` holds, of each half of q4_0's
+# Few tokens, by their number: rows a program holds, 16 bytes of each for every thread. Two programs of each
+# number and more fit an SM's registers, and nothing is spilled (tests/test_gpu_compile.py).
+DOT_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}
+DOT_NUMBERS = {"f32": 4, "f16": 4, "bf16": 4, "q8_0": 8, "q4_0": 4}
+DOT_PROGRAMS = 264
+DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
+DOWN_SUMS = 32
 DOWN_WARPS = 4
 
 
@@ -167,12 +165,11 @@ def gate_up(
         fixed: dict[str, Any] = {"ACTIVATION": activation, "UP_RELU": up_relu, "R": rows, "T": 64}
         launch(triton_tokens.gated, (_ceil(n, rows),), h, ups, named, counts, n, t, threshold, **fixed)
         return
-    (s, rows), tokens = _dot_shape(gate, t), _power(t)
-    fixed = {"FORMAT": gate.format, "B": tokens, "R": rows, "G": s.g, "V": s.v}
+    rows, warps, fixed = _dots(gate, t)
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
     args = h, _at(gate), gate_bias, up_at, x, named, counts, n, gate.columns, gate.stride, up_stride, t
     fixed |= {"ACTIVATION": activation, "UP_RELU": up_relu}
-    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, threshold, warps=s.warps, **fixed)
+    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, threshold, warps=warps, **fixed)
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
@@ -180,8 +177,9 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     if t > FEW:
         _down_many(out, rows, h, add)
         return
-    tokens, held = _power(t), DOWN_ROWS_Q4 if rows.format == "q4_0" else DOWN_ROWS
-    s = _shape(rows, min(16 // SIZES[rows.format], DOWN_NUMBERS // tokens), 1)
+    tokens = _power(t)
+    most = DOWN_SUMS // (tokens * (2 if rows.format == "q4_0" else 1))
+    s = _shape(rows, max(4, min(16 // SIZES[rows.format], most)), 1)
     chunks = _ceil(n, SPAN)
     each = _ceil(chunks, MAX_SUMS)
     programs = _ceil(chunks, each)
@@ -190,7 +188,7 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
         "FORMAT": rows.format,
         "B": tokens,
         "CHUNK": SPAN,
-        "R": held[tokens],
+        "R": DOWN_ROWS[tokens],
         "W": DOWN_WARPS,
     }
     fixed |= {"G": s.g, "V": s.v}
@@ -267,15 +265,14 @@ def _norm(
 def _matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, relu: bool) -> None:
     assert x.is_contiguous() and out.is_contiguous()
     t = len(x)
-    fixed: dict[str, Any] = {"ADD": add, "RELU": relu, "FORMAT": w.format}
+    fixed: dict[str, Any] = {"ADD": add, "RELU": relu}
     args = out, _at(w), x, bias, w.rows, w.columns, w.stride, t
     if t <= FEW:
-        s, rows = _dot_shape(w, t)
-        fixed |= {"B": _power(t), "R": rows, "G": s.g, "V": s.v}
-        launch(triton_rows.matmul_few, (_ceil(w.rows, rows),), *args, warps=s.warps, **fixed)
+        rows, warps, how = _dots(w, t)
+        launch(triton_rows.matmul_few, (_ceil(w.rows, rows),), *args, warps=warps, **fixed, **how)
     else:
         s, m = _shape(w), min(128, _power(t))
-        fixed |= {"M": m, "N": 64, "G": 32 // s.v, "V": s.v}
+        fixed |= {"FORMAT": w.format, "M": m, "N": 64, "G": 32 // s.v, "V": s.v}
         launch(triton_rows.matmul_many, (_ceil(w.rows, 64), _ceil(t, m)), *args, stages=3, **fixed)
 
 
@@ -296,11 +293,15 @@ def _shape(w: Rows, v: int = 0, warps: int = 4) -> Shape:
     return Shape(v, g, max(1, g // 32))
 
 
-def _dot_shape(w: Rows, tokens: int) -> tuple[Shape, int]:
-    """For products with few tokens: units, and rows of a program."""
-    b, planes = _power(tokens), 2 if w.format == "q4_0" else 1
-    rows = (DOT_ROWS_Q4 if planes == 2 else DOT_ROWS)[b]
-    return _shape(w, min(16 // SIZES[w.format], DOT_NUMBERS // (b * planes))), rows
+def _dots(w: Rows, tokens: int) -> tuple[int, int, dict[str, Any]]:
+    """For products with few tokens: rows of a program, its warps, and how `dots` reads them."""
+    b, v = _power(tokens), DOT_NUMBERS[w.format]
+    s, rows = _shape(w, v), DOT_ROWS[b]
+    while rows > 1 and _ceil(w.rows, rows) < DOT_PROGRAMS:
+        rows //= 2
+    at_once = max(1, (16 if b < 8 else 8) // (v * SIZES[w.format]))
+    fixed = {"B": b, "R": rows, "G": s.g, "V": v, "U": at_once, "EVEN": w.columns % v == 0}
+    return rows, s.warps, {"FORMAT": w.format, **fixed}
 
 
 def _units(w: Rows, s: Shape) -> int:
