@@ -20,13 +20,15 @@ Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
 # Bytes of a stored number; q4_0's is a byte of two.
 SIZES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1, "q4_0": 1}
-# Few tokens, by their number: rows a program holds, 16 bytes of each for every thread. Two programs of each
-# number and more fit an SM's registers, and nothing is spilled (tests/test_gpu_compile.py).
-DOT_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}
+# Few tokens, by their number. Chosen from what ptxas makes of them: nothing spilled, 8 warps an SM and more.
+DOT_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}  # of a program: what a thread reads of x serves them all
+DOT_BYTES = {1: 8, 2: 8, 4: 16, 8: 16, 16: 8}  # of each row, that a thread has on their way
+# Stored numbers of a unit. x is f32: with more than four columns a thread, its lanes' loads conflict (2 to 8
+# at once), and with fewer there is a scale to load and multiply with for every four numbers of q8_0.
 DOT_NUMBERS = {"f32": 4, "f16": 4, "bf16": 4, "q8_0": 8, "q4_0": 4}
-DOT_PROGRAMS = 264
+DOT_PROGRAMS = 264  # two for each SM of an H100: a small matrix is cut into fewer rows a program
 DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
-DOWN_SUMS = 32
+DOWN_SUMS = {"f32": 32, "f16": 32, "bf16": 32, "q8_0": 32, "q4_0": 16}  # a thread's, of all tokens, at most
 DOWN_WARPS = 4
 
 
@@ -156,6 +158,7 @@ def gate_up(
 ) -> None:
     assert up is None or (up.format, up.columns, up.rows) == (gate.format, gate.columns, gate.rows)
     t, n = h.shape
+    width = 0 if named is None else named.stride(0)  # more than these neurons' bytes, of a divided layer's
     if t > FEW:
         ups = None if up is None else scratch.take(t, n)
         _matmul(h, gate, x, gate_bias, False, False)
@@ -163,11 +166,11 @@ def gate_up(
             _matmul(ups, up, x, None, False, False)
         rows = 16
         fixed: dict[str, Any] = {"ACTIVATION": activation, "UP_RELU": up_relu, "R": rows, "T": 64}
-        launch(triton_tokens.gated, (_ceil(n, rows),), h, ups, named, counts, n, t, threshold, **fixed)
+        launch(triton_tokens.gated, (_ceil(n, rows),), h, ups, named, counts, n, width, t, threshold, **fixed)
         return
     rows, warps, fixed = _dots(gate, t)
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
-    args = h, _at(gate), gate_bias, up_at, x, named, counts, n, gate.columns, gate.stride, up_stride, t
+    args = h, _at(gate), gate_bias, up_at, x, named, counts, n, gate.columns, gate.stride, up_stride, width, t
     fixed |= {"ACTIVATION": activation, "UP_RELU": up_relu}
     launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, threshold, warps=warps, **fixed)
 
@@ -178,8 +181,7 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
         _down_many(out, rows, h, add)
         return
     tokens = _power(t)
-    most = DOWN_SUMS // (tokens * (2 if rows.format == "q4_0" else 1))
-    s = _shape(rows, max(4, min(16 // SIZES[rows.format], most)), 1)
+    s = _shape(rows, max(4, min(16 // SIZES[rows.format], DOWN_SUMS[rows.format] // tokens)), 1)
     chunks = _ceil(n, SPAN)
     each = _ceil(chunks, MAX_SUMS)
     programs = _ceil(chunks, each)
@@ -299,7 +301,7 @@ def _dots(w: Rows, tokens: int) -> tuple[int, int, dict[str, Any]]:
     s, rows = _shape(w, v), DOT_ROWS[b]
     while rows > 1 and _ceil(w.rows, rows) < DOT_PROGRAMS:
         rows //= 2
-    at_once = max(1, (16 if b < 8 else 8) // (v * SIZES[w.format]))
+    at_once = max(1, DOT_BYTES[b] // (v * SIZES[w.format]))
     fixed = {"B": b, "R": rows, "G": s.g, "V": v, "U": at_once, "EVEN": w.columns % v == 0}
     return rows, s.warps, {"FORMAT": w.format, **fixed}
 

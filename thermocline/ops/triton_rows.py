@@ -1,7 +1,6 @@
 """Device code over matrices as packs store them: products with few tokens and with many, FFNs that skip rows.
 
-A row is read in units: V stored numbers, 16 bytes where there are enough, that one thread loads at once; a
-unit has one scale at most. Tokens are a tuple of B sums, so that a unit is read once for all.
+A unit of a row (triton_stored) is read once for all tokens: they are an axis, B, of the sums.
 Must not know how it is launched: that is triton_kernels.
 
 Memory: `data` points at the weights of row 0, u8; rows begin `stride` bytes apart. Where a mask is false
@@ -13,154 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thermocline.ops.triton_stored import (
+    columns_of,
+    first_column,
+    kinds,
+    numbers,
+    parts,
+    planes,
+    stored,
+    units,
+    unknown_nought,
+)
 from thermocline.ops.triton_tokens import activation
-
-
-@triton.jit
-def stored(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr = 0):
-    """Units g + AHEAD [G] of the rows at `at` [..., 1] where `live` [..., 1], as they are stored, and scale [..., G].
-
-    Floats [..., G, V]; or uint32 [..., G, V / 4], of four stored numbers each. scale is 1 of a format that has none.
-    """
-    WIDE: tl.constexpr = 32 if FORMAT == "q8_0" else 16  # stored numbers of a block
-    stored_columns = columns // 2 if FORMAT == "q4_0" else columns
-    inside = live & (g < tl.cdiv(stored_columns, V) - AHEAD)
-    unit = tl.expand_dims(at + g * (V * size(FORMAT)), -1) + AHEAD * V * size(FORMAT)
-    ok = tl.expand_dims(inside, -1)
-    if FORMAT == "q8_0" or FORMAT == "q4_0":
-        w = tl.load(unit.to(tl.pointer_type(tl.uint32)) + tl.arange(0, V // 4), mask=ok, other=0)
-        of = at + stored_columns + (g * V // WIDE * 2) + AHEAD * V // WIDE * 2
-        scale = tl.load(of.to(tl.pointer_type(tl.float16)), mask=inside, other=0).to(tl.float32)
-    else:
-        v = tl.arange(0, V)
-        ok = ok & ((g * V)[:, None] + v < columns - AHEAD * V)
-        w = tl.load(unit.to(tl.pointer_type(number(FORMAT))) + v, mask=ok, other=0)
-        scale = inside.to(tl.float32)
-    return w, scale
-
-
-@triton.jit
-def numbers(w, zero, FORMAT: tl.constexpr):
-    """Of what is stored, f32 and unscaled: (w,); or a tuple of 4, of each int32 its bytes; or of 8, of q4_0's
-    bytes the low halves, then the high ones, whose columns are 16 behind.
-
-    2**e + n is a float whose last bits are n, wherever they begin: so two operations make a number, one that
-    masks the bits where they lie and puts the exponent before them, and a subtraction.
-    """
-    if FORMAT == "q8_0":
-        w = w ^ 0x80808080  # n + 128
-        return tuple4(w, zero, 0xFF, 0, 8, 128.0)
-    elif FORMAT == "q4_0":
-        return tuple4(w, zero, 0xF, 0, 8, 8.0) + tuple4(w, zero, 0xF, 4, 12, 8.0)
-    else:
-        return (w.to(tl.float32),)
-
-
-@triton.jit
-def tuple4(w, zero, MASK: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ZERO: tl.constexpr):
-    """The numbers that begin at these bits of both halves of w [...]."""
-    above = w >> 16
-    return (
-        masked(w, zero, MASK, FIRST, ZERO),
-        masked(w, zero, MASK, SECOND, ZERO),
-        masked(above, zero, MASK, FIRST, ZERO),
-        masked(above, zero, MASK, SECOND, ZERO),
-    )
-
-
-@triton.jit
-def masked(w, zero, MASK: tl.constexpr, FIRST: tl.constexpr, ZERO: tl.constexpr):
-    """The number of w that begins at bit FIRST, less ZERO. 2**(23 - FIRST) has its last bit there."""
-    bits = (w & (MASK << FIRST)) | (((150 - FIRST) << 23) + zero)
-    return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - FIRST) + ZERO)
-
-
-@triton.jit
-def parts(t):
-    """What each thread has along t's last axis, [..., N]: a tuple of N, [...]. Nothing moves."""
-    N: tl.constexpr = t.shape[len(t.shape) - 1]
-    if N == 1:
-        out = (tl.reshape(t, t.shape[:-1]),)
-    else:
-        even, odd = tl.split(tl.reshape(t, t.shape[:-1] + (N // 2, 2)))
-        evens, odds = parts(even), parts(odd)
-        out = ()
-        for i in tl.static_range(N // 2):
-            out = out + (evens[i], odds[i])
-    return out
-
-
-@triton.jit
-def together(a, b, c, d):
-    """Four [..., N] as one, [..., N * 4], in turns. Nothing moves."""
-    t = tl.join(tl.join(a, c), tl.join(b, d))  # [..., N, 2 (a or c), 2 (a or b)]
-    return tl.reshape(t, a.shape[:-1] + (a.shape[len(a.shape) - 1] * 4,))
-
-
-@triton.jit
-def units(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr):
-    """Units g [G] of rows, as `stored`: low, high [..., G, V], scale [..., G].
-
-    high: of q4_0, the numbers 16 columns behind; else low again.
-    """
-    w, scale = stored(at, live, g, columns, FORMAT, V)
-    n = numbers(w, 0, FORMAT)
-    low, high = planes(n, kinds(FORMAT))
-    return low, high, scale
-
-
-@triton.jit
-def planes(n, KINDS: tl.constexpr):
-    """Of tensors as of `numbers`: low, high [..., V]."""
-    if KINDS == 1:
-        low = n[0]
-        high = low
-    else:
-        low = together(n[0], n[1], n[2], n[3])
-        high = low
-        if KINDS == 8:
-            high = together(n[4], n[5], n[6], n[7])
-    return low, high
-
-
-@triton.jit
-def unknown_nought(n):
-    """0 for n that is not negative, which the compiler cannot know: what is added to it stays in a register, where
-    a constant would be loaded for every number anew.
-    """
-    return tl.minimum(n, 0).to(tl.uint32)
-
-
-@triton.constexpr_function
-def number(format):
-    return {"f32": tl.float32, "f16": tl.float16, "bf16": tl.bfloat16}[format]
-
-
-@triton.constexpr_function
-def kinds(format):
-    """Tensors that `numbers` makes."""
-    return {"q8_0": 4, "q4_0": 8}.get(format, 1)
-
-
-@triton.constexpr_function
-def size(format):
-    """Bytes of a stored number."""
-    return {"f32": 4, "f16": 2, "bf16": 2}.get(format, 1)
-
-
-@triton.jit
-def first_column(g, FORMAT: tl.constexpr, V: tl.constexpr):
-    """Where units g [G] begin; of `high` it is 16 columns behind."""
-    if FORMAT == "q4_0":
-        return g // (16 // V) * 32 + g % (16 // V) * V
-    else:
-        return g * V
-
-
-@triton.jit
-def columns_of(g, FORMAT: tl.constexpr, V: tl.constexpr):
-    """The column of each number of units g [G]: [G, V]."""
-    return first_column(g, FORMAT, V)[:, None] + tl.arange(0, V)[None, :]
 
 
 @triton.jit
@@ -196,7 +59,9 @@ def dots(
                 q = four(words[u], i, nought, FORMAT)
                 for plane in tl.static_range(PLANES):
                     c = (first[:, None] + (16 * plane + 4 * i) + tl.arange(0, 4)[None, :])[None, :, :]
-                    mine = parts(tl.load(at_token + c) if EVEN else tl.load(at_token + c, mask=c < columns, other=0))
+                    mine = parts(
+                        tl.load(at_token + c) if EVEN else tl.load(at_token + c, mask=c < columns, other=0)
+                    )
                     for j in tl.static_range(4):
                         new += q[4 * plane + j][None, :, :] * mine[j][:, None, :]
             sums = sums + scales[u][None, :, :] * new if kinds(FORMAT) > 1 else new
@@ -237,7 +102,7 @@ def matmul_few(
 
 @triton.jit
 def gate_up_few(
-    h, gate, bias, up, x, named, counts, n, columns, gate_stride, up_stride, tokens, threshold,
+    h, gate, bias, up, x, named, counts, n, columns, gate_stride, up_stride, named_stride, tokens, threshold,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
@@ -248,7 +113,7 @@ def gate_up_few(
     mine = (b < tokens) & (row < n)[None, :]
     wanted = row < n
     if named is not None:
-        bits = tl.load(named + b * tl.cdiv(n, 8) + row[None, :] // 8, mask=mine, other=0).to(tl.int32)
+        bits = tl.load(named + b * named_stride + row[None, :] // 8, mask=mine, other=0).to(tl.int32)
         wanted = wanted & (tl.max((bits >> (row % 8)[None, :]) & 1, axis=0) != 0)
     y = dots(gate, row, wanted, gate_stride, columns, x, tokens, FORMAT, B, R, G, V, U, EVEN)
     if bias is not None:
@@ -278,13 +143,13 @@ def down_few(
     """
     s, g = tl.program_id(0), tl.program_id(1) * G + tl.arange(0, G)
     nought = unknown_nought(columns)
-    b = tl.arange(0, B)
     KINDS: tl.constexpr = kinds(FORMAT)
-    acc = (tl.zeros((B, W, G, V if KINDS == 1 else V // 4), tl.float32),) * KINDS
+    token = tl.arange(0, B)
+    acc = (tl.zeros((W, G, V if KINDS == 1 else V // 4), tl.float32),) * (B * KINDS)
     for c in range(s * chunks, (s + 1) * chunks):
         i = c * CHUNK + tl.arange(0, CHUNK)
-        here = (b < tokens)[:, None] & (i < n)[None, :]
-        used = tl.load(h + b[:, None] * n + i[None, :], mask=here, other=0) != 0
+        here = (token < tokens)[:, None] & (i < n)[None, :]
+        used = tl.load(h + token[:, None] * n + i[None, :], mask=here, other=0) != 0
         needed = tl.max(used.to(tl.int32), axis=0)
         number = tl.where(needed != 0, tl.cumsum(needed, axis=0) - 1, -1)
         count = tl.sum(needed, axis=0)
@@ -294,24 +159,28 @@ def down_few(
             live = place < count
             at = data + row.to(tl.int64)[:, :, None] * stride
             w, scale = stored(at, live[:, :, None], g, columns, FORMAT, V)
-            mine = live[None, :, :] & (b < tokens)[:, None, None]
-            a = tl.load(h + b[:, None, None] * n + row[None, :, :], mask=mine, other=0)
-            scaled = a[:, :, :, None] * scale[None, :, :, :] if KINDS > 1 else a[:, :, :, None]
-            weights = parts(tl.permute(scaled, (0, 2, 3, 1)))
+            mine = live[:, :, None] & (token < tokens)[None, None, :]
+            a = tl.load(h + token[None, None, :] * n + row[:, :, None], mask=mine, other=0)
+            scaled = parts(a[:, :, None, :] * tl.expand_dims(scale, 3))
+            weights = ()
+            for b in tl.static_range(B):
+                weights = weights + (parts(tl.permute(scaled[b], (1, 2, 0))),)
             words = parts(tl.permute(w, (1, 2, 3, 0)))
             for r in tl.static_range(R):
                 q = numbers(words[r], nought, FORMAT)
                 new = ()
-                for kind in tl.static_range(KINDS):
-                    new = new + (acc[kind] + weights[r][:, :, :, None] * q[kind][None, :, :, :],)
+                for b in tl.static_range(B):
+                    for kind in tl.static_range(KINDS):
+                        new = new + (acc[b * KINDS + kind] + weights[b][r][:, :, None] * q[kind],)
                 acc = new
-    low, high = planes(acc, KINDS)
-    c = columns_of(g, FORMAT, V)[None, :, :]
-    to = sums + (s * tokens + b)[:, None, None] * columns + c
-    there = (b < tokens)[:, None, None]
-    tl.store(to, tl.sum(low, axis=1), mask=there & (c < columns))
-    if FORMAT == "q4_0":
-        tl.store(to + 16, tl.sum(high, axis=1), mask=there & (c + 16 < columns))
+    at_column = columns_of(g, FORMAT, V)
+    for b in tl.static_range(B):
+        low, high = planes(acc[b * KINDS : (b + 1) * KINDS], KINDS)
+        end = tl.where(tokens > b, columns, 0)
+        to = sums + (s * tokens + b) * columns + at_column
+        tl.store(to, tl.sum(low, axis=0), mask=at_column < end)
+        if FORMAT == "q4_0":
+            tl.store(to + 16, tl.sum(high, axis=0), mask=at_column + 16 < end)
 
 
 @triton.jit
