@@ -32,10 +32,11 @@ class Loaded:
     def __init__(self, model: Model, session: Session, sparsity: str, threads: int) -> None:
         self.model, self.session, self.sparsity = model, session, sparsity
         begin = time.perf_counter()
-        self.loaded, storage = session.opened(model.pack, model.predictors, threads=threads, progress=None)
+        opened = session.opened(model.pack, model.predictors, threads=threads, progress=None)
+        self.loaded = opened.loaded
         context = session.context
         self.engine = Engine(
-            model.pack.spec, self.loaded.weights, self.loaded.ops, storage=storage, context=context,
+            model.pack.spec, self.loaded.weights, self.loaded.ops, storage=opened.storage, context=context,
             max_batch=1, sparsity=sparsity, kv_tokens=context
         )  # fmt: skip
         self.load_s = time.perf_counter() - begin

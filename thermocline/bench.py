@@ -424,7 +424,7 @@ def disk_figures(test: Test, samples: Sequence[Sample]) -> dict[str, Any]:
     return {k: statistics.median(found) if found else None for k, found in known.items()}
 
 
-# llama-bench's keys in its order, with the values that are always true here.
+# llama-bench's keys in its order, with the values that are always true here, or without a GPU.
 LLAMA_BENCH: dict[str, Any] = {
     "build_commit": __version__, "build_number": 0, "cpu_info": None, "gpu_info": "", "backends": "CPU",
     "model_filename": None, "model_type": None, "model_size": None, "model_n_params": None, "n_batch": None,
@@ -457,6 +457,22 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "disk": None if bench.store is None else bench.store.how,
         "vram_bytes": None if bench.gpu is None else bench.gpu.vram_bytes,
         "disabled": ",".join(bench.disabled),
+    } | _gpu_facts(bench.gpu)
+
+
+def _gpu_facts(gpu: Any | None) -> dict[str, Any]:
+    """As llama-bench's: its layers there are whole, ours those whose attention is."""
+    if gpu is None:
+        return {}
+    device = gpu.gpu.device
+    layers = sum(x.attention == "gpu" for x in gpu.plan.layers)
+    return {
+        "gpu_info": device.name,
+        "backends": "CUDA" if device.torch.type == "cuda" else "CPU",
+        "n_gpu_layers": layers,
+        "main_gpu": device.torch.index or 0,
+        "no_kv_offload": layers == 0,
+        "devices": "auto",
     }
 
 

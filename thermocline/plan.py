@@ -252,6 +252,8 @@ def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
         g, d = np.array(int(c.gpu[i])), np.array(int(c.disk[i]))
         on_disk = d * bool(c.gates[i])
         add(_tier(c.attention[i]), "attention", s.attention.bytes)
+        add("ram", "routers", s.router_bytes * bool(c.attention[i]))
+        add("gpu", "routers", s.router_bytes * bool(g and not c.attention[i]))
         add(_tier(c.attention[i]), "keys and values", p.kv_layer_bytes(at))
         add(_tier(c.predictor[i]), "predictors", s.predictor.bytes)
         add("gpu", "neurons", int(s.gate_bytes(g) + s.bundle_bytes(g)))
@@ -320,9 +322,8 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
         worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
-    if x.disk:
-        alone = " beside a GPU" if p.spec.sparse else ": this model's neurons cannot be skipped"
-        yield f"predicted only: this version leaves no neuron on disk{alone}"
+    if x.disk and not p.spec.sparse:
+        yield "predicted only: its neurons cannot be skipped, so this version leaves none on disk"
     if p.tiers.disk is None:
         yield "without a disk, of which there are no figures: everything fits in memory"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:

@@ -79,6 +79,16 @@ class CpuOps:
         norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm)
         if layer.router is None:
             return self._expert(spec, layer.experts[0], norm, join, _norm(spec, layer.ffn_sub_norm))
+        return self._mixture(spec, layer, norm, join)
+
+    def bind_experts(self, spec: ModelSpec, layer: Layer) -> _native.Mixture:
+        """As `bind_part`, of a mixture."""
+        return self._mixture(spec, layer, None, _native.Join(None, 1.0))
+
+    def _mixture(
+        self, spec: ModelSpec, layer: Layer, norm: _native.Norm | None, join: _native.Join
+    ) -> _native.Mixture:
+        assert layer.router is not None
         experts = tuple(self.bind_part(spec, f) for f in layer.experts)
         return _native.Mixture(norm, layer.router, experts, spec.n_experts_active, join)
 
@@ -94,9 +104,10 @@ class CpuOps:
         join: _native.Join,
         sub_norm: _native.Norm | None,
     ) -> _native.FFN:
+        on_disk = f.gate_disk is not None  # then the gate's rows are places, of which there are fewer
         return _native.FFN(
             norm=norm,
-            gate=_native.Linear(f.gate.weight, f.gate.bias),
+            gate=_native.Linear(f.gate.weight, None if on_disk else f.gate.bias),
             up=f.up,
             down=f.down,
             down_bias=f.down_bias,
@@ -109,6 +120,7 @@ class CpuOps:
             predictor=f.predictor,
             disk=f.disk,
             gate_disk=f.gate_disk,
+            gate_bias=f.gate.bias if on_disk else None,
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:

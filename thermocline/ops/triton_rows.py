@@ -102,12 +102,16 @@ def matmul_few(
 
 @triton.jit
 def gate_up_few(
-    h, gate, bias, up, x, named, counts, n, columns, gate_stride, up_stride, named_stride, tokens, threshold,
+    h, gate, bias, up, x, named, weights, counts,
+    n, columns, gate_stride, up_stride, named_stride, tokens, each, pitch, threshold,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """R neurons: their gates where named, then up where a gate is open. counts: three additions a program."""
+    """R neurons: their gates where named and where a token goes to their expert, which has `each` of them;
+    then up where a gate is open. weights: a token's are `pitch` behind the one before's.
+    counts: four additions a program.
+    """
     row = tl.program_id(0) * R + tl.arange(0, R)
     b = tl.arange(0, B)[:, None]
     mine = (b < tokens) & (row < n)[None, :]
@@ -115,19 +119,29 @@ def gate_up_few(
     if named is not None:
         bits = tl.load(named + b * named_stride + row[None, :] // 8, mask=mine, other=0).to(tl.int32)
         wanted = wanted & (tl.max((bits >> (row % 8)[None, :]) & 1, axis=0) != 0)
+    if weights is not None:
+        share = tl.load(weights + b * pitch + row[None, :] // each, mask=mine, other=0)
+        wanted = wanted & (tl.max((share != 0).to(tl.int32), axis=0) != 0)
+        going = mine & (share != 0)
+    else:
+        going = mine
     y = dots(gate, row, wanted, gate_stride, columns, x, tokens, FORMAT, B, R, G, V, U, EVEN)
     if bias is not None:
         y += tl.load(bias + row, mask=row < n, other=0)[None, :]
-    a = tl.where(wanted[None, :] & mine, activation(y, threshold, ACTIVATION), 0.0)
+    a = tl.where(wanted[None, :] & going, activation(y, threshold, ACTIVATION), 0.0)
     opened = tl.max((a != 0).to(tl.int32), axis=0) != 0
     if up is not None:
         u = dots(up, row, opened, up_stride, columns, x, tokens, FORMAT, B, R, G, V, U, EVEN)
         u = activation(u, 0.0, "relu") if UP_RELU else u
-        a = tl.where(opened[None, :] & mine, a * u, 0.0)
+        a = tl.where(opened[None, :] & going, a * u, 0.0)
+    active = (a != 0).to(tl.int32)
+    if weights is not None:
+        a = tl.where(going, a * share, 0.0)
     tl.store(h + b * n + row[None, :], a, mask=mine)
-    tl.atomic_add(counts, tl.sum(tl.sum((a != 0).to(tl.int32), axis=0), axis=0), sem="relaxed")
+    tl.atomic_add(counts, tl.sum(tl.sum(active, axis=0), axis=0), sem="relaxed")
     tl.atomic_add(counts + 1, tl.sum(opened.to(tl.int32), axis=0), sem="relaxed")
     tl.atomic_add(counts + 2, tl.sum(wanted.to(tl.int32), axis=0), sem="relaxed")
+    tl.atomic_add(counts + 3, tl.sum(tl.max(active, axis=0), axis=0), sem="relaxed")
 
 
 @triton.jit
