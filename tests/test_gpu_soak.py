@@ -1,6 +1,6 @@
 """Random requests on random placements, with trouble: whoever finishes has the tokens that it has alone.
 
-    SOAK_S=600 python -m pytest tests/test_gpu_soak.py -s       # ten minutes instead of eight seconds
+    SOAK_S=600 python -m pytest tests/test_gpu_soak.py -s       # ten minutes instead of six seconds
 
 Each round is a session of its own on the stand-in: prompts of all lengths that share beginnings, up to four
 requests at a time that come and go, steps that Ctrl-C or a fault of the device breaks off, requests that are
@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,11 @@ from thermocline.predictor import LayerPredictor, Predictors
 from thermocline.quant import decode
 from thermocline.sampler import SamplingParams
 
-SECONDS = float(os.environ.get("SOAK_S", "8"))
+SECONDS = float(os.environ.get("SOAK_S", "6"))
 CONTEXT, BATCH = 64, 4
-NEAR = 1e-3  # nats between two tokens that rounding may swap
+# Nats by which a likelihood may differ: other batches are added up in another order (1e-5 seen); and the CPU
+# makes int8 of activations where weights have blocks, which a hair's breadth rounds up or down (0.02 seen).
+ROUNDING = {"f32": 1e-4, "f16": 1e-4, "q4_0": 0.1}
 GROWTH_BYTES = 32 << 20  # of a process in all its rounds: allocators keep some
 
 
@@ -156,7 +158,7 @@ class Session:
         """The same again, in a cache and with recordings of its own."""
         self.other.forget()  # a cache's recordings are of it alone
         engine = self._engine(self.other, CONTEXT, 1, CONTEXT)
-        again = engine.submit(r.ids[: r.n_prompt], replace(r.params, logprobs=8))
+        again = engine.submit(r.ids[: r.n_prompt], r.params)
         while again.finish_reason is None:
             engine.step()
         return again
@@ -188,7 +190,7 @@ def served(s: Session, found: Counter[str]) -> list[Request]:
                 room = int(rng.choice([1, 2, 9, CONTEXT]))
                 params = SamplingParams(
                     max_tokens=room, temperature=float(rng.choice([0, 0.8])), seed=int(rng.integers(1 << 30)),
-                    ignore_eos=bool(rng.integers(2))
+                    ignore_eos=bool(rng.integers(2)), logprobs=8
                 )  # fmt: skip
                 requests.append(engine.submit(coming.pop(), params))
         try:
@@ -204,14 +206,18 @@ def served(s: Session, found: Counter[str]) -> list[Request]:
     return requests
 
 
-def differs(r: Request, alone: Request) -> str | None:
-    """Where, unless rounding may have swapped two tokens that are as likely."""
+def differs(r: Request, alone: Request, tolerance: float, found: Counter[str]) -> str | None:
+    """How, beyond rounding: likelihoods that differ, or a token where they do not differ enough for it."""
     for i, (a, b) in enumerate(zip(r.token_ids, alone.token_ids, strict=False)):
-        if a != b:
-            top = dict(alone.logprobs[i].top)
-            if a in top and b in top and abs(top[a] - top[b]) < NEAR:
-                return None
-            return f"token {i} is {a}, alone {b}; {r.n_prompt} of prompt, {alone.logprobs[i]}"
+        here, there = (dict(x.logprobs[i].top) for x in (r, alone))
+        off = max(abs(here[t] - there[t]) for t in {*here} & {*there})
+        if off > tolerance:
+            return f"token {i}: {off:.1e} nats, {here}, alone {there}"
+        if a != b:  # rounding decided, between two that are as likely or at a border of what is drawn
+            found["swapped"] += 1
+            top = sorted(there.values())[-2:]
+            greedy = r.params.temperature == 0
+            return f"token {i} is {a}, alone {b}: {there}" if greedy and top[1] - top[0] > tolerance else None
     return None if len(r.token_ids) == len(alone.token_ids) else "another length"
 
 
@@ -239,7 +245,7 @@ def one_round(model: Model, rng: np.random.Generator, found: Counter[str]) -> we
                     found["tokens"] += len(r.token_ids)
                     found["reused"] += r.cached
                     assert r.error is None and len(r.ids) <= CONTEXT + 1
-                    why = differs(r, s.alone(r))
+                    why = differs(r, s.alone(r), ROUNDING[model.pack.weight_format], found)
                     assert why is None, (why, s.sparsity, s.places, s.send_from, s.device.met)
         found.update(s.device.met)
         return weakref.ref(s.ops)
@@ -257,7 +263,7 @@ def test_whatever_happens_beside_it_a_request_has_the_tokens_that_it_has_alone(m
     seed = int(os.environ.get("SOAK_SEED", "0"))
     found, begin, rounds, at_first = Counter[str](), time.monotonic(), 0, 0
     threads = threading.active_count()
-    while time.monotonic() - begin < SECONDS or rounds < 2 * len(models):
+    while time.monotonic() - begin < SECONDS or rounds < len(models):
         rng = np.random.default_rng([seed, rounds])
         try:
             left = one_round(models[rounds % len(models)], rng, found)
@@ -271,5 +277,6 @@ def test_whatever_happens_beside_it_a_request_has_the_tokens_that_it_has_alone(m
         if rounds == len(models):
             at_first = resident_bytes()
     print(f"{rounds} rounds, {dict(found)}, {(resident_bytes() - at_first) / 2**20:+.1f} MiB")
+    assert found["swapped"] <= 2 + found["tokens"] / 1000
     assert found["length"] > rounds and found["reused"] and found["broken off"] and found["cancelled"]
     assert resident_bytes() - at_first < GROWTH_BYTES
