@@ -44,12 +44,11 @@ class Loaded:
 
     def _load(self, threads: int) -> None:
         pack, context = self.model.pack, self.session.context
-        self.loaded, storage = self.session.opened(
-            pack, self.model.predictors, threads=threads, progress=None
-        )
+        opened = self.session.opened(pack, self.model.predictors, threads=threads, progress=None)
+        self.loaded = opened.loaded
         self.engine = Engine(
-            pack.spec, self.loaded.weights, self.loaded.ops, storage=storage, context=context, max_batch=1,
-            sparsity=self.sparsity, kv_tokens=context
+            pack.spec, self.loaded.weights, self.loaded.ops, storage=opened.storage, context=context,
+            max_batch=1, sparsity=self.sparsity, kv_tokens=context
         )  # fmt: skip
 
     @property

@@ -4,6 +4,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "model_ops.h"
@@ -17,12 +18,17 @@ public:
     void add(Part part) { parts_.push_back(std::move(part)); }
 
     // Every part, in order. Nothing is thrown: a driver's thread must not see exceptions. After a failure nothing is
-    // computed until `take` has said so.
+    // computed until `take` has said so. Nor is Python asked whether to go on: whoever waits for the task may hold its lock.
     static void call(void* task) noexcept {
         HostTask& self = *static_cast<HostTask*>(task);
         self.begun_.fetch_add(1);
         try {
             std::lock_guard<std::mutex> lock(self.context_.one_call);
+            struct Undisturbed {
+                Context& context;
+                bool (*was)() = std::exchange(context.interrupted, nullptr);
+                ~Undisturbed() { context.interrupted = was; }
+            } undisturbed{self.context_};
             for (const Part& part : self.parts_)
                 if (!self.error_) self.add_counts(part(self.context_));
         } catch (...) {

@@ -93,7 +93,7 @@ def test_expected_reads_are_those_of_drawn_tokens(stride: int, ordered: bool, as
 
 
 def contents(
-    sparsity: str = "exact", format: str = "q4_0", predictor_bytes: int = 0, experts: int = 1
+    sparsity: str = "exact", format: str = "q4_0", predictor_bytes: int | None = None, experts: int = 1
 ) -> Contents:
     """A ReGLU 7B of 8 layers, profiled; its neurons perhaps in experts, of which a token goes to two."""
     shape = dataclasses.replace(read_shape("llama-2-7b")[1], activation="relu", n_layers=8)

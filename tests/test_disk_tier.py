@@ -16,13 +16,16 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from thermocline import LLM, SamplingParams, _native, arrange, bench, cli, hotness, store
+from thermocline import LLM, SamplingParams, _native, arrange, bench, cli, hotness, store, synth, weights
 from thermocline.arrange import others_of
 from thermocline.bench import Bench
 from thermocline.bench import Test as BenchTest
+from thermocline.engine import Engine
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.memory import GIB
 from thermocline.pack import Pack
+from thermocline.predictor import LayerPredictor, Predictors
+from thermocline.records import open_records
 from thermocline.replay import replay
 from thermocline.trace import Recorder, Trace
 
@@ -151,6 +154,38 @@ def test_a_pack_without_a_profile_runs_too_and_says_what_would_help(wide_pack: P
         assert llm.arrangement is not None
     assert any("larger than its memory" in line for line in told)
     assert any("thermocline profile" in line for line in told)
+
+
+def test_gates_with_biases_come_from_disk_too(tmp_path: Path) -> None:
+    """OPT's: a predictor names what is fetched, the biases stay."""
+    shape = synth.shapes()["opt-6.7b"] | {
+        "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 2048, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    synth.Model.of(str(tmp_path / "config.json"), 0, 0.1, 0.26, 64).write(tmp_path / "pack", "f16")
+    pack, rng = Pack.open(tmp_path / "pack"), np.random.default_rng(3)
+    spec = pack.spec
+    bits = rng.integers(0, 256, (spec.n_layers, spec.ffn_dim, spec.dim // 8), dtype=np.uint8)
+    zero = np.zeros(spec.ffn_dim, np.float32)
+    predictors = Predictors.of(spec, [LayerPredictor("sign", None, None, b, zero, 40) for b in bits])
+    contents = arrange.Contents(
+        spec, pack.tensors, predictors.nbytes, "predict", hotness.of_pack(pack, hotness.Curve())
+    )
+    made = arrange.arrange(contents, arrange.least_bytes(contents, {}), {})
+    assert made.gates is not None
+    loaded, _ = store.load(pack, made, open_records(pack), threads=2, predictors=predictors)
+    whole = weights.load(pack, threads=2, predictors=predictors)
+    got, want = (
+        Engine(spec, x.weights, x.ops, context=64, max_batch=1, sparsity="predict") for x in (loaded, whole)
+    )
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    requests = [e.submit(range(3, 20), params) for e in (got, want)]
+    for engine in (got, want):
+        while engine.running or engine.waiting:
+            engine.step()
+    assert len(requests[0].ids) == 17 + 8 and requests[0].ids == requests[1].ids
+    assert requests[0].digest == requests[1].digest
 
 
 def test_the_last_line_and_the_json_say_what_the_disk_did(wide_pack: Path, thermocline: Run) -> None:

@@ -153,13 +153,13 @@ def pack_of(path: Path, format: str, **changes: Any) -> Pack:
     return Pack.open(path / "pack")
 
 
-def opt_pack(path: Path, format: str) -> Pack:
+def opt_pack(path: Path, format: str, **changes: Any) -> Pack:
     """Ungated, with biases."""
     shape = synth.shapes()["opt-6.7b"] | {
         "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 512, "num_hidden_layers": 3,
         "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
     }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(shape))
+    (path / "config.json").write_text(json.dumps(shape | changes))
     synth.Model.of(str(path / "config.json"), 0, 0.1, 0.26, 64).write(path / "pack", format)
     return Pack.open(path / "pack")
 

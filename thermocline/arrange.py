@@ -30,17 +30,26 @@ DEPTH, BUFFER_BYTES = 128, 128 << 10  # reads in flight, and of how many bytes
 
 @dataclass(frozen=True)
 class Contents:
-    """What memory is divided for: the weights of a pack, or of a shape that could be one."""
+    """What memory is divided for: the weights of a pack, or of a shape that could be one.
+
+    With a GPU beside it, what that does not have: `tensors` lacks those that are there whole, and of each
+    layer every expert's first `on_gpu` neurons are there.
+    """
 
     spec: ModelSpec
     tensors: Mapping[str, TensorInfo]
-    predictor_bytes: int
+    predictor_bytes: int | None  # None: there are none
     sparsity: str
     hotness: Hotness
+    on_gpu: tuple[int, ...] = ()
 
     @property
     def guesses(self) -> bool:
-        return self.sparsity == "predict" and self.predictor_bytes > 0
+        return self.sparsity == "predict" and self.predictor_bytes is not None
+
+    def first(self, layer: int) -> int:
+        """Of the neurons of every expert that are not on a GPU."""
+        return self.on_gpu[layer] if self.on_gpu else 0
 
     def rows(self, kind: str, batch: int = 1) -> list[Rows]:
         """`bundle` or `gate.weight`, layer by layer and expert by expert, as a step of `batch` tokens needs
@@ -48,11 +57,29 @@ class Contents:
         """
         found = []
         for i in range(self.spec.n_layers):
-            stride = self.tensors[f"layers.{i}.{kind}"].stride
+            held, first = self.tensors.get(f"layers.{i}.{kind}"), self.first(i)
             for need in np.split(self.hotness.at(i, batch), self.spec.n_experts):
                 asked = max(self.spec.routed(batch), float(need[0]))  # some experts are chosen more often
-                found.append(Rows(stride, self._needed(kind, batch, need, asked), asked))
+                needed = self._needed(kind, batch, need, asked)[first:]
+                found.append(Rows(0 if held is None else held.stride, needed, asked))
         return found
+
+    def of_kind(self, kind: str) -> dict[int, TensorInfo]:
+        """By layer; of layers whose neurons are all on a GPU there is none."""
+        named = ((i, f"layers.{i}.{kind}") for i in range(self.spec.n_layers))
+        return {i: self.tensors[name] for i, name in named if name in self.tensors}
+
+    def held(self, name: str) -> list[tuple[int, int]]:
+        """From byte to byte of weights.bin, what of a tensor is not on a GPU."""
+        t = self.tensors[name]
+        if not name.endswith((".gate.weight", ".bundle")) or not self.on_gpu:
+            return [(t.offset, t.offset + t.bytes)]
+        n, first = self.spec.ffn_dim, self.first(int(name.split(".")[1]))
+        starts = (t.offset + e * n * t.stride for e in range(self.spec.n_experts))
+        return [(at + first * t.stride, at + n * t.stride) for at in starts]
+
+    def held_bytes(self, name: str) -> int:
+        return sum(end - begin for begin, end in self.held(name))
 
     def _needed(self, kind: str, batch: int, active: F64, asked: float) -> F64:
         if self.sparsity == "off" or (kind != "bundle" and batch > PREDICT_TOKENS):
@@ -80,6 +107,14 @@ class Arrangement:
     @property
     def bytes(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def share(self) -> float:
+        """Of all neurons, those that have a place, on a GPU or in RAM."""
+        c = self.contents
+        each = c.spec.n_experts * sum(map(c.first, range(c.spec.n_layers)))
+        every = c.spec.n_layers * c.spec.n_experts * c.spec.ffn_dim
+        return (each + sum(s.places for s in self.bundles)) / every
 
     @property
     def kinds(self) -> list[tuple[str, tuple[Share, ...]]]:
@@ -151,8 +186,7 @@ def least_bytes(c: Contents, others: Mapping[str, int]) -> int:
 
 def _gates_can(c: Contents) -> bool:
     """Whole cache lines, and a predictor that says which are wanted."""
-    strides = [c.tensors[f"layers.{i}.gate.weight"].stride for i in range(c.spec.n_layers)]
-    return c.guesses and all(stride % 64 == 0 for stride in strides)
+    return c.guesses and all(t.stride % 64 == 0 for t in c.of_kind("gate.weight").values())
 
 
 def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) -> Arrangement | None:
@@ -193,10 +227,10 @@ def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int
         parts[part] = parts.get(part, 0) + nbytes
 
     for name in resident(c.spec, c.tensors, gates=gates):
-        add(_part(name), aligned(c.tensors[name].bytes))
+        add(_part(name), aligned(c.held_bytes(name)))
     for name in looked_up(c.spec, c.tensors):
         add(_part(name), aligned(c.tensors[name].stride) + BLOCK_BYTES)
-    if c.guesses:
+    if c.guesses and c.predictor_bytes:
         add("predictors", c.predictor_bytes + 2 * c.spec.n_layers * 64)
     add("disk buffers", _buffers(c, gates))
     return parts
@@ -225,16 +259,16 @@ def _part(name: str) -> str:
 
 def _buffers(c: Contents, gates: bool) -> int:
     """The reader's; the places that prompts pass through; what a call over records takes besides."""
-    strides = pool_strides(c.tensors, c.spec.n_layers, gates)
+    strides = pool_strides(c, gates)
     passing = sum(_native.STREAM_SLOTS * stride + ALIGN for stride in strides)
     call = 4 * 256 * c.spec.dim + 44 * c.spec.ffn_dim
     return DEPTH * buffer_bytes(strides) + passing + call
 
 
-def pool_strides(tensors: Mapping[str, TensorInfo], layers: int, gates: bool) -> list[int]:
+def pool_strides(c: Contents, gates: bool) -> list[int]:
     """Of the pools: layers whose records are equally long share one, gates apart."""
     kinds = ("bundle", "gate.weight") if gates else ("bundle",)
-    return [s for k in kinds for s in sorted({tensors[f"layers.{i}.{k}"].stride for i in range(layers)})]
+    return [stride for k in kinds for stride in sorted({t.stride for t in c.of_kind(k).values()})]
 
 
 def buffer_bytes(strides: Sequence[int]) -> int:

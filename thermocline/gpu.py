@@ -11,17 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from thermocline import hardware, machine, plan_file, quant, tiers, weights
+from thermocline import disk, hardware, machine, plan_file, quant, tiers, weights
 from thermocline import plan as planning
+from thermocline.arrange import Arrangement, arrange
 from thermocline.errors import DeviceFailure, OutOfBudget, Unsupported, UsageError
 from thermocline.kv import in_ram
 from thermocline.memory import GIB, context_for, device_limits
 from thermocline.pack import Pack
 from thermocline.plan import Plan
+from thermocline.plan_file import Subject
 from thermocline.predictor import Predictors
-from thermocline.problem import Ask
+from thermocline.problem import Ask, Problem
+from thermocline.records import Records
 from thermocline.spec import ModelSpec
-from thermocline.store import Room
+from thermocline.store import Opened, Room, Store
 from thermocline.weights import LoadedWeights
 
 if TYPE_CHECKING:
@@ -53,11 +56,16 @@ class Session:
     context: int
     max_batch: int
     send_from: int  # tokens of a step for which neurons are sent to the GPU
+    arrangement: Arrangement | None = None  # of RAM, where the disk has neurons, too
 
     @property
     def room(self) -> Room:
         """Of RAM."""
-        return Room(self.context, self.context, self.plan.used("ram"), None, self)
+        return Room(self.context, self.context, self.ram_bytes, self.arrangement, self)
+
+    @property
+    def ram_bytes(self) -> int:
+        return self.plan.used("ram") if self.arrangement is None else self.arrangement.bytes
 
     @property
     def vram_bytes(self) -> int:
@@ -73,25 +81,21 @@ class Session:
 
     @property
     def places(self) -> Places:
-        from thermocline.gpu_weights import LayerPlace, Places
-
-        layers = tuple(
-            LayerPlace(x.attention == "gpu", x.predictor == "gpu", x.gpu) for x in self.plan.layers
-        )
-        return Places(layers, self.plan.head == "gpu")
+        return places_of(self.plan)
 
     def opened(
         self,
         pack: Pack,
         predictors: Predictors | None,
+        records: Records | None = None,
         *,
         threads: int,
         progress: Callable[[int, int], None] | None,
-    ) -> tuple[LoadedWeights, Callable[[int, tuple[int, ...]], Any]]:
-        """(weights and ops, where keys and values are): all that is ever taken is taken now."""
+    ) -> Opened:
+        """All that is ever taken is taken now. `records`: with an arrangement, what comes from disk."""
         import torch
 
-        from thermocline.gpu_weights import load
+        from thermocline.gpu_weights import load, load_in_part
         from thermocline.ops.gpu import GpuOps
 
         device, places = self.gpu.device, self.places
@@ -100,13 +104,26 @@ class Session:
             device, self.gpu.kernels, weights.new_ops(threads), pack.spec,
             device_limits(self.context, self.max_batch, rank), self.send_from
         )  # fmt: skip
-        made = load(pack, places, device, ops.cpu, predictors=predictors, progress=progress)
+        how: dict[str, Any] = {"predictors": predictors, "progress": progress}
+        store: Store | None = None
+        if self.arrangement is None:
+            made = load(pack, places, device, ops.cpu, **how)
+        else:
+            assert records is not None
+            made, store = load_in_part(pack, places, self.arrangement, records, device, ops.cpu, **how)
 
         def storage(layer: int, shape: tuple[int, ...]) -> Any:
             on_device = places.layers[layer].attention
             return device.zeros(shape, torch.float16) if on_device else in_ram(layer, shape)
 
-        return LoadedWeights(made, ops, self.plan.used("ram")), storage
+        return Opened(LoadedWeights(made, ops, self.ram_bytes), store, storage)
+
+
+def places_of(plan: Plan) -> Places:
+    from thermocline.gpu_weights import LayerPlace, Places
+
+    layers = tuple(LayerPlace(x.attention == "gpu", x.predictor == "gpu", x.gpu) for x in plan.layers)
+    return Places(layers, plan.head == "gpu")
 
 
 def find(
@@ -212,17 +229,25 @@ def planned(
     threads: int,
     ram: int | None,
     told: Callable[[str], None],
+    predictors: Predictors | None = None,
 ) -> Session | None:
     """The planner's placement; None where the GPU would not make a token faster.
 
-    Raises OutOfBudget where GPU and RAM together are too small: the disk is a CPU's alone.
+    Neurons are left on disk where GPU and RAM together are too small. Raises OutOfBudget where that is not
+    enough, or where the model has no neurons that could be skipped.
     """
     check(pack.spec)
     subject = plan_file.of_pack(pack.path, sparsity, plan_file.Curve())
-    return planned_of(
-        gpu, subject, tiers_of(gpu, pack.weight_format, threads),
-        sparsity=sparsity, context=context, max_batch=max_batch, ram=ram, told=told
-    )  # fmt: skip
+    found = tiers_of(gpu, pack.weight_format, threads)
+    how: dict[str, Any] = {"sparsity": sparsity, "context": context, "max_batch": max_batch, "ram": ram}
+    how |= {"told": told, "predictors": predictors}
+    try:
+        return planned_of(gpu, subject, found, **how)
+    except OutOfBudget:
+        measured = machine.disk_tier(disk.measure_file(pack.weights_path)) if pack.spec.sparse else None
+        if measured is None:
+            raise
+    return planned_of(gpu, subject, replace(found, disk=measured), **how)
 
 
 def tiers_of(gpu: Gpu, weight_format: str, threads: int) -> tiers.Tiers:
@@ -235,7 +260,7 @@ def tiers_of(gpu: Gpu, weight_format: str, threads: int) -> tiers.Tiers:
 
 def planned_of(
     gpu: Gpu,
-    subject: plan_file.Subject,
+    subject: Subject,
     found: tiers.Tiers,
     *,
     sparsity: str,
@@ -243,6 +268,7 @@ def planned_of(
     max_batch: int,
     ram: int | None,
     told: Callable[[str], None],
+    predictors: Predictors | None = None,
 ) -> Session | None:
     """`planned`, of a model that need not be a pack's, on a machine that is measured already."""
     asked = Ask(
@@ -256,12 +282,41 @@ def planned_of(
     if not made.bytes["gpu"]:
         told(f"the GPU is not used: {' '.join(n for n in made.notes if 'GPU' in n)}")
         return None
+    rest = None
+    if any(x.disk for x in made.layers):
+        rest = arranged(Problem(subject.spec, subject.sizes, subject.hotness, found, asked), subject, made,
+                        predictors)  # fmt: skip
+    session = Session(gpu, made, asked.context, max_batch, send_from(found, subject.sizes.format), rest)
     on_gpu, most = made.used("gpu") / GIB, gpu.free_bytes / GIB
     told(
         f"{gpu.device.name}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
-        f"{made.used('ram') / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
+        f"{session.ram_bytes / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
     )
-    return Session(gpu, made, asked.context, max_batch, send_from(found, subject.sizes.format))
+    return session
+
+
+def arranged(p: Problem, subject: Subject, made: Plan, predictors: Predictors | None) -> Arrangement:
+    """RAM divided among what the plan does not have on the GPU: as without one, for fewer neurons."""
+    from thermocline.gpu_weights import cut, splits
+
+    places = places_of(made)
+    held = {s.name for s in splits(p.spec, subject.contents.tensors, places) if s.kept}
+    others = p.fixed_ram(disk=False)
+    others.pop("embedding")  # one row of it
+    on_cpu = [i for i, x in enumerate(places.layers) if not x.attention]
+    others["keys and values"] = sum(map(p.kv_layer_bytes, on_cpu))
+    nbytes: int | None = None
+    if predictors is not None:
+        stored = ((predictors.stored(i), x) for i, x in enumerate(places.layers) if not x.predictor)
+        cold = (cut(s, x.neurons) for s, x in stored if s is not None)
+        nbytes = sum(s.nbytes for s in cold if s is not None)
+    c = replace(
+        subject.contents,
+        tensors={n: t for n, t in subject.contents.tensors.items() if n in held},
+        predictor_bytes=nbytes,
+        on_gpu=tuple(x.neurons for x in places.layers),
+    )
+    return arrange(c, p.ram, others)
 
 
 def send_from(here: tiers.Tiers, weight_format: str) -> int:

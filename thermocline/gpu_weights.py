@@ -6,13 +6,14 @@ Owns which bytes go where. Knows torch; must not know requests, flags or how pla
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from thermocline import _native, weights
+from thermocline.arrange import Arrangement
 from thermocline.decoder import FFN, Layer, Weights
 from thermocline.device import Device
 from thermocline.layout import TensorInfo
@@ -21,8 +22,10 @@ from thermocline.ops.device_rows import Rows
 from thermocline.ops.gpu import DevicePredictor
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors, StoredMatrix, StoredPredictor
+from thermocline.records import Records
 from thermocline.sizes import aligned
-from thermocline.store import fill_runs
+from thermocline.spec import ModelSpec
+from thermocline.store import Progress, Store, fill_runs, opened
 
 STAGED_BYTES = 64 << 20  # on their way from the file to the device
 
@@ -55,8 +58,8 @@ class Split:
     kept: bool
 
 
-def splits(pack: Pack, places: Places) -> Iterator[Split]:
-    for name, t in pack.tensors.items():
+def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], places: Places) -> Iterator[Split]:
+    for name, t in tensors.items():
         if ".predictor." in name or name.endswith((".activation_count", ".order")):
             continue
         rows = t.bytes // t.stride
@@ -64,7 +67,7 @@ def splits(pack: Pack, places: Places) -> Iterator[Split]:
             on_device = name == "head.weight" and places.head
             # Of a tied head there are two: embeddings are looked up in RAM.
             yield Split(name, rows * on_device, kept=not on_device)
-            if name == "embed.weight" and pack.spec.tied_head and places.head:
+            if name == "embed.weight" and spec.tied_head and places.head:
                 yield Split(name, rows, kept=False)
             continue
         _, layer, part = name.split(".", 2)
@@ -72,9 +75,9 @@ def splits(pack: Pack, places: Places) -> Iterator[Split]:
         if part in ("qkv.weight", "attn_out.weight"):
             yield Split(name, rows * here.attention, kept=not here.attention)
         elif part in ("gate.weight", "bundle"):
-            yield Split(name, here.neurons, kept=here.neurons < pack.spec.ffn_dim)
+            yield Split(name, here.neurons, kept=here.neurons < spec.ffn_dim)
         elif part in ("up.weight", "down.weight"):  # without bundles: all or nothing
-            on_device = here.neurons == pack.spec.ffn_dim
+            on_device = here.neurons == spec.ffn_dim
             yield Split(name, rows * on_device, kept=not on_device)
         else:
             yield Split(name, 0, kept=True)
@@ -87,29 +90,17 @@ def load(
     cpu: CpuOps,
     *,
     predictors: Predictors | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Weights:
     """Read and checked. Raises as `weights.load` does, and DeviceFailure."""
-    found = list(splits(pack, places))
-    done, size = 0, sum(_bytes_of(pack, s) for s in found)
-
-    def more(n: int) -> None:
-        nonlocal done
-        done += n
-        if progress is not None:
-            progress(done, size)
-
-    most = max((s.there * pack.tensors[s.name].stride for s in found), default=0)
-    staging = weights.new_arena(min(most, STAGED_BYTES), "weights on their way")
-    there: dict[str, Rows] = {}
+    found = list(splits(pack.spec, pack.tensors, places))
+    kept_bytes = sum(_kept_bytes(pack, s) for s in found)
+    there = _all_sent(pack, found, device, kept_bytes, progress)
     kept: dict[str, TensorInfo] = {}
     runs: list[tuple[int, int, int]] = []
     end = 0
     for s in found:
         t = pack.tensors[s.name]
-        if s.there:
-            columns = pack.spec.dim if s.name.endswith(".bundle") else t.shape[-1]
-            there[s.name] = _sent(pack, t, s.there, columns, device, staging, more)
         if s.kept:
             shape = t.shape if not s.there else (*t.shape[:-2], t.bytes // t.stride - s.there, t.shape[-1])
             if s.name.endswith(".bundle") and s.there:
@@ -120,13 +111,70 @@ def load(
             runs.append((begin, begin + nbytes, end))
             end += aligned(nbytes)
     arena = weights.new_arena(end, str(pack.path))
-    begun = done
-    fill_runs(arena, pack, runs, lambda a, _: more(begun + a - done))
+    fill_runs(arena, pack, runs, _after(sum(r.data.numel() for r in there.values()), progress))
     arena.gather_pages()
     made = _with_senders(weights.assemble(pack.spec, kept, arena, cpu, there), kept, arena, device)
-    if pack.spec.tied_head and places.head:
+    return _completed(made, pack.spec, places, there, predictors, device)
+
+
+def load_in_part(
+    pack: Pack,
+    places: Places,
+    a: Arrangement,
+    records: Records,
+    device: Device,
+    cpu: CpuOps,
+    *,
+    predictors: Predictors | None = None,
+    progress: Progress | None = None,
+) -> tuple[Weights, Store]:
+    """`load` where what is not on the device is larger than RAM: neurons that `a` has no places for come from
+    disk when they are needed.
+    """
+    there = _all_sent(pack, list(splits(pack.spec, pack.tensors, places)), device, 0, progress)
+    made, store = opened(pack, a, records, cpu, elsewhere=there, progress=progress)
+    return _completed(made, pack.spec, places, there, predictors, device), store
+
+
+def _completed(
+    made: Weights,
+    spec: ModelSpec,
+    places: Places,
+    there: Mapping[str, Rows],
+    predictors: Predictors | None,
+    device: Device,
+) -> Weights:
+    if spec.tied_head and places.head:
         made = replace(made, head=replace(made.head, weight=there["embed.weight"]))
     return made if predictors is None else _with_predictors(made, places, predictors, device)
+
+
+def _after(begun: int, progress: Progress | None) -> Progress | None:
+    """Of what follows `begun` bytes."""
+    return None if progress is None else lambda done, size: progress(begun + done, begun + size)
+
+
+def _all_sent(
+    pack: Pack, found: Sequence[Split], device: Device, more_bytes: int, progress: Progress | None
+) -> dict[str, Rows]:
+    """What of the tensors is to be on the device. `more_bytes`: what is read after them."""
+    sizes = {s.name: s.there * pack.tensors[s.name].stride for s in found if s.there}
+    staging = weights.new_arena(min(max(sizes.values(), default=0), STAGED_BYTES), "weights on their way")
+    done, size = 0, sum(sizes.values()) + more_bytes
+
+    def more(n: int) -> None:
+        nonlocal done
+        done += n
+        if progress is not None:
+            progress(done, size)
+
+    there: dict[str, Rows] = {}
+    for s in found:
+        if s.there:
+            t = pack.tensors[s.name]
+            columns = pack.spec.dim if s.name.endswith(".bundle") else t.shape[-1]
+            there[s.name] = _sent(pack, t, s.there, columns, device, staging, more)
+    return there
 
 
 def _with_senders(
@@ -158,9 +206,9 @@ def _bytes_at(arena: _native.Arena) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(window))
 
 
-def _bytes_of(pack: Pack, s: Split) -> int:
+def _kept_bytes(pack: Pack, s: Split) -> int:
     t = pack.tensors[s.name]
-    return t.bytes if s.kept else s.there * t.stride
+    return t.bytes - s.there * t.stride if s.kept else 0
 
 
 def _sent(

@@ -426,7 +426,7 @@ def room_for(
 
         divided = tier.chosen(
             gpu, vram, pack, sparsity=sparsity, context=at_least or context, max_batch=max_batch,
-            threads=threads, ram=budget, told=told
+            threads=threads, ram=budget, told=told, predictors=predictors
         )  # fmt: skip
         if divided is not None:
             return divided.room

@@ -320,9 +320,8 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
         worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
-    if x.disk:
-        alone = " beside a GPU" if p.spec.sparse else ": this model's neurons cannot be skipped"
-        yield f"predicted only: this version leaves no neuron on disk{alone}"
+    if x.disk and not p.spec.sparse:
+        yield "predicted only: its neurons cannot be skipped, so this version leaves none on disk"
     if p.tiers.disk is None:
         yield "without a disk, of which there are no figures: everything fits in memory"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:

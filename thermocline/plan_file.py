@@ -66,7 +66,7 @@ def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
     heat, made_from = hotness.of_pack(pack, curve, excess), {"pack": stamp(path)}
     if (path / PROFILE).exists():
         made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
-    nbytes = 0 if predictors is None else predictors.nbytes
+    nbytes = None if predictors is None else predictors.nbytes
     contents = Contents(pack.spec, pack.tensors, nbytes, sparsity, heat)
     return Subject(str(path), pack.spec, sizes, heat, made_from, contents)
 
@@ -79,7 +79,7 @@ def of_shape(shape: str, weight_format: str, sparsity: str, predictor_share: flo
     expected = expected_tensors(spec, weight_format)
     held = {n: t for n, t in expected.items() if not t.optional or n in mapping.tensors}
     sizes = sizes_of(spec, held, weight_format)
-    nbytes = 0
+    nbytes = None
     if predictor_share and spec.sparse and sparsity == "predict":
         numbers = predictor_share * sum(t.parameters for t in held.values() if not t.vector)
         each = round(numbers / spec.n_layers) * 34 // 32  # int8, a scale for each 32

@@ -5,7 +5,7 @@ Owns where in the arena everything is, and what the disk did. Must not know requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from thermocline.kv import in_ram
 from thermocline.layout import TensorInfo
 from thermocline.lookup import Lookup
 from thermocline.memory import fit
-from thermocline.ops.cpu import disk_error
+from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors, named_for_active
 from thermocline.records import Records, open_records
@@ -106,7 +106,7 @@ def room_for(
                 raise
     assert budget is not None, "without a limit everything fits"
     kv_tokens = at_least or asked
-    nbytes = 0 if predictors is None else predictors.nbytes
+    nbytes = None if predictors is None else predictors.nbytes
     excess = None if predictors is None else named_for_active(predictors.report)
     heat = hotness.of_pack(pack, Curve(), excess)
     contents = Contents(spec, pack.tensors, nbytes, sparsity, heat)
@@ -138,33 +138,42 @@ class Map:
 
 
 def mapped(pack: Pack, a: Arrangement) -> Map:
+    c = a.contents
     placed: dict[str, TensorInfo] = {}
     runs: list[tuple[int, int, int]] = []
     end = 0
-    for name in resident(pack.spec, pack.tensors, gates=a.gates is not None):
-        t = pack.tensors[name]
-        placed[name] = replace(t, offset=end)
-        if runs and runs[-1][1] == t.offset:
-            runs[-1] = (runs[-1][0], t.offset + aligned(t.bytes), runs[-1][2])
-        else:
-            runs.append((t.offset, t.offset + aligned(t.bytes), end))
-        end += aligned(t.bytes)
-    for name in looked_up(pack.spec, pack.tensors):
-        t = pack.tensors[name]
+    for name in resident(c.spec, c.tensors, gates=a.gates is not None):
+        t, size = c.tensors[name], c.held_bytes(name)
+        rows = size // (t.stride * t.shape[0])  # of each expert
+        shape = t.shape if size == t.bytes else (t.shape[0], rows, *t.shape[2:])
+        placed[name] = replace(t, shape=shape, offset=end, bytes=size)
+        for at, (begin, stop) in enumerate(c.held(name)):
+            _run(runs, begin, stop, end + at * size // len(c.held(name)))
+        end += aligned(size)
+    for name in looked_up(c.spec, c.tensors):
+        t = c.tensors[name]
         placed[name] = TensorInfo(t.format, (1, t.shape[1]), end, t.stride, t.stride)
         end += aligned(t.stride)
     pools: dict[tuple[str, int], TensorInfo] = {}
     for kind, shares in a.kinds:
-        of = [pack.tensors[f"layers.{i}.{kind}"] for i in range(pack.spec.n_layers)]
-        for stride in sorted({t.stride for t in of}):
-            slots = sum(n for n, t in zip(a.places(shares), of, strict=True) if t.stride == stride)
-            like = next(t for t in of if t.stride == stride)
+        of, places = c.of_kind(kind), a.places(shares)
+        for stride in sorted({t.stride for t in of.values()}):
+            slots = sum(places[i] for i, t in of.items() if t.stride == stride)
+            like = next(t for t in of.values() if t.stride == stride)
             slots += _native.STREAM_SLOTS
             shape = (1, slots, *like.shape[2:])
             pools[kind, stride] = TensorInfo(like.format, shape, end, slots * stride, stride)
             end += aligned(slots * stride)
-        placed |= {f"layers.{i}.{kind}": pools[kind, t.stride] for i, t in enumerate(of)}
+        placed |= {f"layers.{i}.{kind}": pools[kind, t.stride] for i, t in of.items()}
     return Map(placed, tuple(runs), pools, end)
+
+
+def _run(runs: list[tuple[int, int, int]], begin: int, end: int, to: int) -> None:
+    """One more; or the last one is longer, where both lie alike in file and arena, with what is between."""
+    if runs and begin - runs[-1][0] == to - runs[-1][2]:
+        runs[-1] = (runs[-1][0], end, runs[-1][2])
+    else:
+        runs.append((begin, end, to))
 
 
 # ---- loading
@@ -191,24 +200,22 @@ def open_weights(
 ) -> Opened:
     """All of them, or with a `Store`, or a part on a GPU. `told`: what a person should know of that."""
     loading, a = partial(progress, "loading"), room.arrangement
+    records = None if a is None else open_records(pack, partial(progress, "checksumming"), told)
     if room.gpu is not None:
-        loaded, storage = room.gpu.opened(pack, predictors, threads=threads, progress=loading)
-        return Opened(loaded, None, storage)
-    if a is None:
+        found: Opened = room.gpu.opened(pack, predictors, records, threads=threads, progress=loading)
+    elif a is None or records is None:
         return Opened(weights.load(pack, threads=threads, predictors=predictors, progress=loading))
-    records = open_records(pack, partial(progress, "checksumming"), told)
-    loaded, made = load(
-        pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading
-    )
-    neurons = pack.spec.n_layers * pack.spec.n_experts * pack.spec.ffn_dim
-    share = sum(s.places for s in a.bundles) / neurons
-    told(
-        f"{pack.path} is larger than its memory: there is room for {share:.0%} of its neurons, "
-        f"the others come from disk when they are needed ({made.how})"
-    )
-    if not a.contents.hotness.ordered:
-        told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
-    return Opened(loaded, made)
+    else:
+        how: dict[str, Any] = {"predictors": predictors, "disable": disable, "progress": loading}
+        found = Opened(*load(pack, a, records, threads=threads, **how))
+    if a is not None and found.store is not None:
+        told(
+            f"{pack.path} is larger than its memory: there is room for {a.share:.0%} of its neurons, "
+            f"the others come from disk when they are needed ({found.store.how})"
+        )
+        if not a.contents.hotness.ordered:
+            told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
+    return found
 
 
 def load(
@@ -223,22 +230,37 @@ def load(
 ) -> tuple[LoadedWeights, Store]:
     """Raises as `weights.load` does. `disable`: what the disk tier is to do without."""
     ops = weights.new_ops(threads)
+    made, store = opened(pack, a, records, ops, disable=disable, progress=progress)
+    if predictors is not None:
+        made = weights.with_predictors(made, predictors)
+    return LoadedWeights(made, ops, a.bytes), store
+
+
+def opened(
+    pack: Pack,
+    a: Arrangement,
+    records: Records,
+    ops: CpuOps,
+    *,
+    elsewhere: Mapping[str, Any] | None = None,
+    disable: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> tuple[Weights, Store]:
+    """`load`'s, without predictors. `elsewhere`: as `weights.assemble`'s."""
     m = mapped(pack, a)
     arena = weights.new_arena(m.bytes, str(pack.path))
     fill_runs(arena, pack, m.runs, progress)
-    made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops), pack, m, arena)
-    if predictors is not None:
-        made = weights.with_predictors(made, predictors)
+    made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops, elsewhere), pack, m, arena)
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
     rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
     try:
-        for r in rows:
+        for r in filter(None, rows):
             r.load()
     except _native.DiskError as e:
         raise disk_error(e) from None
     arena.gather_pages()
-    return LoadedWeights(_with_disk(made, rows), ops, a.bytes), Store(reader, tuple(rows), a)
+    return _with_disk(made, rows), Store(reader, tuple(filter(None, rows)), a)
 
 
 def _rows(
@@ -249,16 +271,20 @@ def _rows(
     arena: _native.Arena,
     reader: _native.Reader,
     switches: int,
-) -> list[_native.DiskRows]:
-    """As `Arrangement` has their shares."""
+) -> list[_native.DiskRows | None]:
+    """As `Arrangement` has their shares; None where all are on a GPU."""
     pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[1]) for k, p in m.pools.items()}
-    experts, neurons, known = pack.spec.n_experts, pack.spec.ffn_dim, a.contents.hotness.ordered
-    made = []
+    c, experts, known = a.contents, pack.spec.n_experts, a.contents.hotness.ordered
+    made: list[_native.DiskRows | None] = []
     for kind, shares in a.kinds:
         checksums = records.bundle if kind == "bundle" else records.gate
-        for at, (share, x) in enumerate(zip(shares, a.contents.rows(kind), strict=True)):
+        for at, (share, x) in enumerate(zip(shares, c.rows(kind), strict=True)):
             i, expert = divmod(at, experts)
-            first, t = expert * neurons, pack.tensors[f"layers.{i}.{kind}"]
+            neurons = len(x.need)
+            if not neurons:
+                made.append(None)
+                continue
+            first, t = expert * pack.spec.ffn_dim + c.first(i), pack.tensors[f"layers.{i}.{kind}"]
             name = f"{pack.weights_path}: layers.{i}.{kind}"
             made.append(
                 _native.DiskRows(
@@ -283,7 +309,7 @@ def _switches(disable: Sequence[str]) -> int:
     return sum(bits[name] for name in set(disable))
 
 
-def _with_disk(made: Weights, rows: Sequence[_native.DiskRows]) -> Weights:
+def _with_disk(made: Weights, rows: Sequence[_native.DiskRows | None]) -> Weights:
     n = sum(len(x.experts) for x in made.layers)
     gates: Sequence[_native.DiskRows | None] = rows[n:] or [None] * n
     each = iter(zip(rows[:n], gates, strict=True))

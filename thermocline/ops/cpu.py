@@ -94,9 +94,10 @@ class CpuOps:
         join: _native.Join,
         sub_norm: _native.Norm | None,
     ) -> _native.FFN:
+        on_disk = f.gate_disk is not None  # then the gate's rows are places, of which there are fewer
         return _native.FFN(
             norm=norm,
-            gate=_native.Linear(f.gate.weight, f.gate.bias),
+            gate=_native.Linear(f.gate.weight, None if on_disk else f.gate.bias),
             up=f.up,
             down=f.down,
             down_bias=f.down_bias,
@@ -109,6 +110,7 @@ class CpuOps:
             predictor=f.predictor,
             disk=f.disk,
             gate_disk=f.gate_disk,
+            gate_bias=f.gate.bias if on_disk else None,
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
