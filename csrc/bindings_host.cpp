@@ -68,11 +68,14 @@ static void ffn(HostTask& t, MutF2 x, F2 h, const FFN& f, int sparsity, std::opt
     });
 }
 
-static void mixture(HostTask& t, MutF2 x, F2 h, const Mixture& m, int sparsity) {
+static void mixture(HostTask& t, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<F2> weights) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, m.layer.router.cols);
-    t.task.add([&t, x, h, &m, sparsity](Context& c) {
-        return c.moe_add({m.layer, x.data(), h.data(), t.tokens(x.shape(0)), x.shape(1), tc::Sparsity(sparsity), nullptr});
+    check(!weights || (weights->shape(0) == x.shape(0) && weights->shape(1) == m.layer.router.rows), "weights has the wrong shape");
+    t.task.add([&t, x, h, &m, sparsity, weights](Context& c) {
+        tc::MixtureArgs a = {m.layer, x.data(), h.data(), t.tokens(x.shape(0)), x.shape(1), tc::Sparsity(sparsity), nullptr};
+        a.weights = weights ? weights->data() : nullptr;
+        return c.moe_add(a);
     });
 }
 
@@ -88,7 +91,8 @@ void bind_host(nb::module_& m) {
         .def("matmul", &matmul, "w"_a, "x"_a.noconvert(), "out"_a.noconvert(), nb::keep_alive<1, 2>())
         .def("ffn", &ffn, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a, "named"_a.noconvert().none() = nb::none(),
              nb::keep_alive<1, 4>())
-        .def("mixture", &mixture, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a, nb::keep_alive<1, 4>())
+        .def("mixture", &mixture, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a, "weights"_a.noconvert().none() = nb::none(),
+             nb::keep_alive<1, 4>())
         .def("run", [](HostTask& t) {
             nb::gil_scoped_release release;
             tc::HostTask::call(&t.task);

@@ -116,6 +116,7 @@ struct MixtureArgs {
     size_t tokens, dim;
     Sparsity sparsity;
     float* record;  // [tokens, experts * neurons], or null
+    const float* weights = nullptr;  // [tokens, experts]: how much of each a token gets, 0: it does not go there; null: the router says
 };
 struct FFNCounts {
     size_t active, rows, rows_dense;  // (token, neuron) pairs not zero; up and down rows read, and of a dense pass

@@ -41,6 +41,7 @@ FFNCounts Context::moe_add(const MixtureArgs& a) {
         MixtureArgs part = a;
         part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kBlock, a.tokens - t);
         if (a.record) part.record = a.record + t * experts * m.neurons();
+        if (a.weights) part.weights = a.weights + t * experts;
         // An expert sees some of the tokens: that they are few must not make a prompt be guessed.
         if (a.sparsity == PREDICT && a.tokens > kFewTokens) part.sparsity = EXACT;
         moe_block(part, total);
@@ -59,6 +60,7 @@ const float* Context::routed(const MixtureArgs& a, const float** h) {
         norm(m.norm, a.h, a.tokens, a.dim, normed);
         *h = normed;
     }
+    if (a.weights) return a.weights;
     float *logits = grown(routed_.logits, a.tokens * experts), *weights = grown(routed_.weights, a.tokens * experts);
     matmul({m.router, nullptr}, {}, *h, a.tokens, logits, false);
     for (size_t t = 0; t < a.tokens; t++) route(logits + t * experts, experts, m.active, weights + t * experts);

@@ -55,7 +55,8 @@ def of_rows(format: str, t: int) -> None:
     named = empty(t, NEURONS // 8, type=torch.uint8)
     ops.embed(x, gate, ids, 1.0)
     ops.matmul(h, gate, x, None, False, scratch(t))
-    ops.gate_up(h, gate, None, up, x, "relu", 0.0, False, named, counts, scratch(t))
+    ops.gate_up(h, gate, None, up, x, "relu", 0.0, False, named, None, counts, scratch(t))
+    ops.gate_up(h, gate, None, up, x, "relu", 0.0, True, None, empty(t, 8), counts, scratch(t))
     ops.down(x, back, h, True, scratch(t))
 
 
@@ -70,7 +71,6 @@ def of_tokens(t: int) -> None:
     ops.rope_store(qkv, heads, turn, turn, *paged, k, v)
     ops.attention(x, qkv, heads, *paged, k, v, scratch(t))
     ops.activate(h, h, h, "gelu", 0.0, False)
-    ops.weigh(h, pairs)
     ops.route(pairs, pairs, 2)
     named = empty(t, NEURONS // 8, type=torch.uint8)
     ops.predict(named, None, rows(SIGNS, NEURONS, DIM), empty(NEURONS), 8, False, x, scratch(t))

@@ -74,22 +74,35 @@ def placed(w: Weights, places: Places) -> Weights:
     def linear(x: Linear) -> Linear:
         return Linear(rows(x.weight), x.bias)
 
-    def ffn(f: FFN, n: int) -> FFN:
-        n, whole = min(n, len(f.gate.weight)), n >= len(f.gate.weight)
-        if not n:
-            return natively(f)  # type: ignore[no-any-return]
-        if whole:
-            up = None if f.up is None else rows(f.up)
-            return replace(f, gate=linear(f.gate), up=up, down=rows(f.down))
+    def part(f: FFN, which: slice) -> FFN:
+        bias = None if f.gate.bias is None else f.gate.bias[which].copy()
+        up = None if f.up is None else f.up[which]
+        return replace(f, gate=Linear(f.gate.weight[which], bias), up=up, down=f.down[which])
 
-        def part(which: slice) -> FFN:
-            up = None if f.up is None else f.up[which]
-            return replace(f, gate=Linear(f.gate.weight[which], None), up=up, down=f.down[which])
+    def side_by_side(each: Sequence[FFN]) -> tuple[FFN, ...]:
+        def joined(w: Sequence[F32]) -> list[Rows]:
+            whole = rows(np.concatenate(w))
+            return [whole.part(e, len(w)) for e in range(len(w))]
 
-        return replace(natively(part(slice(n, None))), hot=ffn(part(slice(0, n)), ALL))
+        gates, downs = joined([f.gate.weight for f in each]), joined([f.down for f in each])
+        ups = [None] * len(each) if each[0].up is None else joined([f.up for f in each])
+        return tuple(
+            replace(f, gate=Linear(gate, f.gate.bias), up=up, down=down)
+            for f, gate, up, down in zip(each, gates, ups, downs, strict=True)
+        )
+
+    def experts(each: tuple[FFN, ...], n: int) -> Any:
+        if not n or n >= len(each[0].gate.weight):
+            return side_by_side(each) if n else natively(each)
+        hot = side_by_side([part(f, slice(0, n)) for f in each])
+        cold = natively(tuple(part(f, slice(n, None)) for f in each))
+        return tuple(replace(c, hot=h) for c, h in zip(cold, hot, strict=True))
 
     def layer(x: Layer, p: LayerPlace) -> Layer:
-        y: Layer = replace(natively(replace(x, experts=())), experts=(ffn(x.experts[0], p.neurons),))
+        own = experts(x.experts, p.neurons // len(x.experts))
+        y: Layer = replace(natively(replace(x, experts=())), experts=own)
+        if x.router is not None and p.neurons:
+            y = replace(y, router_there=rows(x.router))
         return replace(y, qkv=linear(x.qkv), attn_out=linear(x.attn_out)) if p.attention else y
 
     layers = tuple(layer(x, p) for x, p in zip(w.layers, places.layers, strict=True))
@@ -118,7 +131,8 @@ def some_places(spec: ModelSpec, seed: int) -> Places:
     split = spec.sparse and not spec.sub_norms
     counts = [0, 32, 96, 256, ALL] if split else [0, ALL]
     made = tuple(
-        LayerPlace(bool(rng.integers(2)), False, int(rng.choice(counts))) for _ in range(spec.n_layers)
+        LayerPlace(bool(rng.integers(2)), False, spec.n_experts * int(rng.choice(counts)))
+        for _ in range(spec.n_layers)
     )
     return Places(made, bool(rng.integers(2)))
 
@@ -401,13 +415,14 @@ def test_buffers_are_what_the_planner_counts() -> None:
             self.here += made.nbytes
             return made
 
-    for spec in (SPEC, replace(SPEC, activation="silu"), replace(SPEC, sliding_window=9, window_layers=(1,))):
+    windowed = replace(SPEC, sliding_window=9, window_layers=(1,))
+    for spec in (SPEC, replace(SPEC, activation="silu"), windowed, replace(SPEC, n_experts=40)):
         counting, limits = Counting(), Limits(40, 3, 64, BLOCK, 32)
         ops = GpuOps(counting, torch_kernels, CpuOps(1), spec, limits)
         assert counting.there == device_bytes(spec, limits)
         assert counting.here == host_bytes(spec, limits)
         places = Places.all_of(spec.n_layers, ALL)
-        w = placed(random_weights(spec), places)
+        w = placed(random_weights(replace(spec, n_experts=1)), places)
         before = counting.there
         bind(spec, w, ops)
         vectors = counting.there - before

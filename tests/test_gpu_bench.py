@@ -61,12 +61,28 @@ def test_every_placement_and_number_of_tokens_is_right(
     said = bench.gpu_check.summary(found)
     assert said["wrong"] == [] and said["same_tokens"] and 0 < said["worst_nmse"] <= 2e-4
     assert {(r.kind, r.sparsity) for r in found} == {
-        (k, s) for k in ("gated", "ungated") for s in ("exact", "predict")
+        (k, s) for k in ("gated", "ungated", "mixture") for s in ("exact", "predict")
     } | {("dense", "off")}
     assert {r.tokens for r in found} == {1, 4, 16, 40}
     assert {r.placement for r in found if r.kind == "gated"} == {
         "all", "attention", "FFNs", "layers in turn", "divided"
     }  # fmt: skip
+
+
+def test_a_mixture_is_right_wherever_its_experts_are(
+    bench: Any, stand_in: tier.Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And found wrong where tokens go elsewhere."""
+    z = bench.gpu_check.SIZES["tiny"]
+    pack = bench.gpu_check.written(bench.gpu_check.kinds(z)["mixture"], "f16", tmp_path)
+    assert (pack.spec.n_experts, pack.spec.sparse) == (4, True)
+    found = list(bench.gpu_check.of_pack(stand_in, pack, z, "mixture"))
+    assert {r.placement for r in found} == {"all", "attention", "FFNs", "layers in turn", "divided"}
+    assert [r for r in found if not r.right] == [] and {r.tokens for r in found} == {1, 4, 16, 40}
+    true = torch_kernels.route
+    monkeypatch.setattr(torch_kernels, "route", lambda w, logits, n: true(w, -logits, n))
+    found = list(bench.gpu_check.of_pack(stand_in, pack, z, "mixture"))
+    assert {r.placement for r in found if r.right} == {"attention"}  # where the CPU is asked
 
 
 @pytest.mark.parametrize("broken", ["down", "attention", "predict"])

@@ -47,7 +47,7 @@ def arranged(pack: Pack, places: Places, predictors: Predictors | None, more: in
         None if predictors is None else predictors.nbytes,
         "exact" if predictors is None else "predict",
         hotness.of_pack(pack, hotness.Curve()),
-        tuple(x.neurons for x in places.layers),
+        tuple(x.neurons // pack.spec.n_experts for x in places.layers),
     )
     return arrange.arrange(contents, arrange.least_bytes(contents, {}) + more, {})
 

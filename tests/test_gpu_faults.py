@@ -56,6 +56,15 @@ def in_time() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Not over all that other tests and libraries have made."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def here() -> tiers.Tiers:
     torch.set_num_threads(1)
@@ -72,6 +81,7 @@ def measured_before(here: tiers.Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
         return gpu.replace(here, gpu=fast)
 
     monkeypatch.setattr(gpu, "tiers_of", tiers_of)
+    monkeypatch.setattr(gpu_measure, "_gflops", lambda device: 1.0)  # 25 ms
     for name, value in {"RUNS": 1, "LAUNCHES": 3, "HANDOVERS": 2, "COLUMNS": 256}.items():
         monkeypatch.setattr(gpu_measure, name, value)
 

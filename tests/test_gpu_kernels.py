@@ -175,17 +175,28 @@ def packed(bits: Any) -> Any:
 
 
 def expected_h(
-    gate: F32, bias: F32 | None, up: F32 | None, x: F32, activation: str, up_relu: bool, named: Any
+    gate: F32,
+    bias: F32 | None,
+    up: F32 | None,
+    x: F32,
+    activation: str,
+    up_relu: bool,
+    named: Any,
+    weights: F32 | None,
 ) -> tuple[F32, list[int]]:
     """h and the counts, as `reference.ffn_add` computes them."""
     a = reference.activate(reference.matmul(gate, x, bias), activation, 0.05)
-    wanted = np.ones(len(gate), bool) if named is None else named.any(axis=0)
+    wanted = np.ones_like(a, bool) if named is None else np.broadcast_to(named.any(axis=0), a.shape)
+    share = None if weights is None else np.repeat(weights, len(gate) // weights.shape[1], axis=1)
+    if share is not None:
+        wanted = wanted & (share != 0)
     a = np.where(wanted, a, np.float32(0))
     opened = int((a != 0).any(axis=0).sum())
     if up is not None:
         u = reference.matmul(up, x, None)
         a = a * (np.maximum(u, 0) if up_relu else u)
-    return a, [int((a != 0).sum()), opened, int(wanted.sum()), 0]
+    counts = [(a != 0).sum(), opened, wanted.any(axis=0).sum(), (a != 0).any(axis=0).sum()]
+    return a if share is None else a * share, [int(n) for n in counts]
 
 
 def ffn_case(
@@ -199,26 +210,30 @@ def ffn_case(
     gated: bool = True,
     biased: bool = False,
     share: float | None = None,  # of neurons named for a token
+    weights: F32 | None = None,
 ) -> None:
     gate, g = kernels.rows(format, normal(1, n, dim), pad=4)
     up, u = kernels.rows(format, normal(2, n, dim), skip=4)
     x = normal(3, tokens, dim) / np.float32(dim**0.5)
     bias = normal(4, n) - np.float32(1) if biased else None
     named = None if share is None else np.random.default_rng(5).random((tokens, n)) < share
-    want, numbers = expected_h(g, bias, u if gated else None, x, activation, up_relu, named)
+    want, numbers = expected_h(g, bias, u if gated else None, x, activation, up_relu, named, weights)
     h, counts = kernels.filled(tokens, n), kernels.put(np.array([1, 2, 3, 4], np.int32))
     bits = None if named is None else kernels.put(packed(named))
-    more = activation, 0.05, up_relu, bits, counts, kernels.scratch()
+    each = (
+        None if weights is None else kernels.put(np.pad(weights, ((0, 0), (0, 3))))[:, :-3]
+    )  # a part of a row
+    more = activation, 0.05, up_relu, bits, each, counts, kernels.scratch()
     kernels.ops.gate_up(h, gate, kernels.some(bias), up if gated else None, kernels.put(x), *more)
     kernels.check(h, want)
     differ = int(((h.cpu().numpy() != 0) != (want != 0)).sum())
     if tokens <= FEW or kernels.nmse < 1e-9:
         assert differ == 0
-        assert counts.tolist() == [numbers[0] + 1, numbers[1] + 2, numbers[2] + 3, 4]
+        assert counts.tolist() == [n + i + 1 for i, n in enumerate(numbers)]
     else:  # tensor cores round a gate near 0 to either side
         assert differ <= want.size // 1000
-        assert counts[0] == (h != 0).sum() + 1 and abs(int(counts[1]) - numbers[1] - 2) <= differ
-        assert counts[2:].tolist() == [numbers[2] + 3, 4]
+        assert counts[0] == (h != 0).sum() + 1 and counts[3] == (h != 0).any(dim=0).sum() + 4
+        assert abs(int(counts[1]) - numbers[1] - 2) <= differ and counts[2] == numbers[2] + 3
 
 
 @each_format_and_batch
@@ -281,11 +296,42 @@ def test_neurons_of_many_experts_are_added_by_few_programs(kernels: Kernels) -> 
 # ---- mixtures
 
 
-def test_an_expert_weighs_its_neurons(kernels: Kernels) -> None:
-    h, weights = normal(1, 3, 4 * 15), normal(2, 3, 4)
-    mine = kernels.put(h)
-    kernels.ops.weigh(mine, kernels.put(weights))
-    kernels.check(mine, (h.reshape(3, 4, 15) * weights[:, :, None]).reshape(3, 60))
+@each_format_and_batch
+def test_an_expert_weighs_its_neurons_and_is_computed_for_its_own_tokens(
+    kernels: Kernels, format: str, tokens: int
+) -> None:
+    """To the last expert nobody goes."""
+    experts, n = 4, 9 if kernels.slow else 15
+    weights = reference.route(normal(7, tokens, experts) - np.float32([0, 0, 0, 9]), 2)
+    ffn_case(kernels, format, tokens, experts * n, 64, biased=True, weights=weights)
+    ffn_case(kernels, format, tokens, n, 64, up_relu=True, weights=weights[:, 1:2])
+    ffn_case(kernels, format, tokens, n, 64, share=0.3, weights=weights[:, 3:])
+
+
+@pytest.mark.parametrize("tokens", [2, 17])
+def test_what_an_expert_makes_of_others_tokens_does_not_matter(kernels: Kernels, tokens: int) -> None:
+    """Token 0 is broken, and goes to the first expert only; there it shows."""
+    n, dim = 6, 32
+    rows = [kernels.rows("f32", normal(i, 2 * n, dim)) for i in (1, 2)]
+    x, weights = normal(3, tokens, dim), np.tile(np.float32([[0.25, 0.75]]), (tokens, 1))
+    x[0], weights[0] = np.nan, (1, 0)
+    h, counts = kernels.filled(tokens, 2 * n), kernels.put(np.zeros(4, np.int32))
+    more = "relu", 0.0, False, None, kernels.put(weights), counts, kernels.scratch()
+    kernels.ops.gate_up(h, rows[0][0], None, rows[1][0], kernels.put(x), *more)
+    got = h.cpu().numpy()
+    assert np.isnan(got[0, :n]).all() and (got[0, n:] == 0).all()
+    want, _ = expected_h(rows[0][1], None, rows[1][1], x[1:], "relu", False, None, weights[1:])
+    kernels.check(h[1:], want)
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_a_share_that_is_no_number_shows(kernels: Kernels, tokens: int) -> None:
+    gate, _ = kernels.rows("f32", np.abs(normal(1, 8, 16)))
+    weights = np.tile(np.float32([[np.nan, 0]]), (tokens, 1))
+    h, x = kernels.filled(tokens, 8), kernels.put(np.abs(normal(2, tokens, 16)))
+    more = kernels.put(weights), kernels.put(np.zeros(4, np.int32)), kernels.scratch()
+    kernels.ops.gate_up(h, gate, None, None, x, "relu", 0.0, False, None, *more)
+    assert bool(h[:, :4].isnan().all()) and bool((h[:, 4:] == 0).all())
 
 
 @pytest.mark.parametrize("experts, active", [(1, 1), (3, 2), (8, 2), (60, 4)])

@@ -9,6 +9,8 @@ given up, contexts filled to the last position. Then nothing is left of it.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import threading
@@ -46,7 +48,7 @@ CONTEXT, BATCH = 64, 4
 # Nats by which a likelihood may differ. Other batches are added up in another order: 1e-5, or 1e-4 where that
 # rounds a key to another f16. Where weights have blocks the CPU makes int8 of activations: 0.02.
 ROUNDING = {"f32": 1e-3, "f16": 1e-3, "q4_0": 0.1}
-GROWTH_BYTES = 32 << 20  # of a process in all its rounds: allocators keep some
+GROWTH_BYTES = 16 << 20  # of a process in all its rounds
 
 
 class Unruly(StandIn):
@@ -254,6 +256,10 @@ def one_round(model: Model, rng: np.random.Generator, found: Counter[str]) -> we
 
 
 def resident_bytes() -> int:
+    """Without what the C library keeps for later, where it can be told not to."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 

@@ -316,7 +316,9 @@ class HostTask:
     def ffn(self, x: F32, h: F32, layer: FFN, sparsity: int, named: Any | None = None) -> None:
         """`named`: u8 [rows of x, neurons / 8], the bits of neurons that somebody has guessed."""
 
-    def mixture(self, x: F32, h: F32, layer: Mixture, sparsity: int) -> None: ...
+    def mixture(self, x: F32, h: F32, layer: Mixture, sparsity: int, weights: F32 | None = None) -> None:
+        """`weights`: [rows of x, experts], how much of each a token gets; None: the layer's router says."""
+
     def run(self) -> None: ...
     def take(self) -> tuple[int, int, int, int, int]:
         """Counts since the last time, as `Context.ffn_add` gives them; raises what a part raised."""

@@ -175,9 +175,12 @@ class LayerWork:
         return alike and kv and self.sizes == other.sizes
 
 
-def grid(neurons: int, clusters: int) -> I64:
-    """Borders of clusters, 0 to `neurons`: at most `clusters`, all but the last of one multiple of 32."""
-    size = -(-neurons // clusters // 32) * 32 if neurons >= 32 * clusters else min(32, neurons)
+def grid(neurons: int, clusters: int, experts: int = 1) -> I64:
+    """Borders of clusters, 0 to `neurons`: at most `clusters`, all but the last of one multiple of 32 neurons
+    of each expert.
+    """
+    least = 32 * experts
+    size = -(-neurons // clusters // least) * least if neurons >= least * clusters else min(least, neurons)
     borders: I64 = np.minimum(np.arange(0, neurons + size, size), neurons)
     return np.unique(borders)
 
@@ -190,12 +193,13 @@ def layer_columns(
     Gate rows are on disk only where a predictor says which to fetch.
     """
     s = layer.sizes
-    borders = grid(s.neurons, clusters)
+    borders = grid(s.neurons, clusters, work.experts)
     ends = {"any": borders, "all": borders[[0, -1]], "none": borders[:1]}
     counts = ends[layer.on_gpu] if gpu else borders[:1]
     tails = s.neurons - borders[::-1] if disk else borders[:1]
     both = np.array([False, True]) if gpu else np.array([False])
-    predictors = both if work.predicts and s.predictor.bytes and layer.on_gpu != "none" else both[:1]
+    asks_there = work.predicts and s.predictor.bytes and layer.on_gpu != "none" and work.experts == 1
+    predictors = both if asks_there else both[:1]
     fetched = np.array([False, True]) if disk and work.predicts else np.array([False])
     every = np.meshgrid(both, predictors, counts, tails, fetched, indexing="ij")
     a, p, g, d, f = (x.ravel() for x in every)
@@ -206,6 +210,7 @@ def layer_columns(
     vram = a * attention_bytes + p * predictor_bytes + gates(g) + bundles(g)
     ram = ~a * attention_bytes + ~p * predictor_bytes
     ram = ram + gates(s.neurons - g - f * d) + bundles(s.neurons - g - d)
+    vram, ram = vram + (~a & (g > 0)) * s.router_bytes, ram + a * s.router_bytes
     return Columns(a, p, g, d, f, vram, ram, *layer_times(layer, speeds, work, a, p, g, d, f))
 
 
@@ -244,7 +249,8 @@ def layer_times(
     attention = s.attention
     cpu = np.where(a, 0.0, attention_us(layer, v))
     predictor = s.predictor if work.predicts else Part()
-    cpu += np.where(p, 0.0, v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights))
+    asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
+    cpu += np.where(p | (g == n), 0.0, asked)
     rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], on_gpu=False)
     ffn_cpu = rest + np.where(g < n, CALL_US, 0.0)
     ffn_gpu, gpu, sync = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
@@ -254,8 +260,9 @@ def layer_times(
         here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + launches
         gpu += np.where(a, here, 0.0)
         gpu += np.where(p, v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights), 0.0)
-        ffn_gpu = np.where(g > 0, _ffn_us(layer, v, gates[g], bundles[g], on_gpu=True) + launches, 0.0)
-        on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n) | (~p & (predictor.bytes > 0))
+        computed = np.where(p, gates[g], work.routed * g)  # without a predictor all that are there
+        ffn_gpu = np.where(g > 0, _ffn_us(layer, v, computed, bundles[g], on_gpu=True) + launches, 0.0)
+        on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n)
         sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
     disk = disk_us(s.record_bytes, v, bundles[n] - bundles[n - d], d)
     disk += disk_us(s.gate_row_bytes, v, f * (gates[n] - gates[n - d]), d)

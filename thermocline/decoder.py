@@ -72,6 +72,7 @@ class Layer:
     attn_post_norm: Norm | None = None  # of a half's result, before it joins the residual stream
     ffn_post_norm: Norm | None = None
     router: Any | None = None  # of a mixture: a matrix [n_experts, dim]
+    router_there: Any | None = None  # on a GPU that has neurons of its experts: the same
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,10 @@ class Session:
         from thermocline.ops.gpu import GpuOps
 
         device, places = self.gpu.device, self.places
-        rank = 0 if predictors is None else pack.spec.ffn_dim
         ops = GpuOps(
             device, self.gpu.kernels, weights.new_ops(threads), pack.spec,
-            device_limits(self.context, self.max_batch, rank), self.send_from
+            device_limits(pack.spec, self.context, self.max_batch, predicted=predictors is not None),
+            self.send_from
         )  # fmt: skip
         how: dict[str, Any] = {"predictors": predictors, "progress": progress}
         store: Store | None = None
@@ -286,7 +286,7 @@ def planned_of(
     if any(x.disk for x in made.layers):
         rest = arranged(Problem(subject.spec, subject.sizes, subject.hotness, found, asked), subject, made,
                         predictors)  # fmt: skip
-    session = Session(gpu, made, asked.context, max_batch, send_from(found, subject.sizes.format), rest)
+    session = Session(gpu, made, asked.context, max_batch, send_from(found, subject), rest)
     on_gpu, most = made.used("gpu") / GIB, gpu.free_bytes / GIB
     told(
         f"{gpu.device.name}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
@@ -308,19 +308,22 @@ def arranged(p: Problem, subject: Subject, made: Plan, predictors: Predictors | 
     nbytes: int | None = None
     if predictors is not None:
         stored = ((predictors.stored(i), x) for i, x in enumerate(places.layers) if not x.predictor)
-        cold = (cut(s, x.neurons) for s, x in stored if s is not None)
+        cold = (cut(s, x.neurons // s.experts) for s, x in stored if s is not None)
         nbytes = sum(s.nbytes for s in cold if s is not None)
     c = replace(
         subject.contents,
         tensors={n: t for n, t in subject.contents.tensors.items() if n in held},
         predictor_bytes=nbytes,
-        on_gpu=tuple(x.neurons for x in places.layers),
+        on_gpu=tuple(x.neurons // p.spec.n_experts for x in places.layers),
     )
     return arrange(c, p.ram, others)
 
 
-def send_from(here: tiers.Tiers, weight_format: str) -> int:
-    """Tokens for which a weight is sent faster than the CPU multiplies by it, as both were measured."""
+def send_from(here: tiers.Tiers, subject: Subject) -> int:
+    """Tokens for which a weight is sent faster than the CPU multiplies by it, as both were measured: in a
+    mixture by some of them.
+    """
     assert here.gpu is not None
+    weight_format, share = subject.sizes.format, subject.spec.routed(1)
     weight_bytes = quant.row_bytes(weight_format, 4096) / 4096
-    return math.ceil(here.kernel(weight_format).gflops * weight_bytes / (2 * here.gpu.link_gbs))
+    return math.ceil(here.kernel(weight_format).gflops * weight_bytes / (2 * share * here.gpu.link_gbs))

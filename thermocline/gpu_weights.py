@@ -8,9 +8,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from thermocline import _native, weights
 from thermocline.arrange import Arrangement
@@ -35,8 +37,8 @@ class LayerPlace:
     """What of a layer is on the GPU."""
 
     attention: bool
-    predictor: bool
-    neurons: int  # the first
+    predictor: bool  # a mixture's stays beside the neurons in RAM
+    neurons: int  # the first; of a mixture's all, the first of each expert, as many
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,14 @@ class Places:
 
 @dataclass(frozen=True)
 class Split:
-    """Of one tensor: rows [0, there) go to the device; [there, rows), if `kept`, are in the arena."""
+    """Of each of a tensor's equal parts: rows [0, there) go to the device; the others, if `kept`, are in the
+    arena.
+    """
 
     name: str
     there: int
     kept: bool
+    parts: int = 1
 
 
 def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], places: Places) -> Iterator[Split]:
@@ -71,16 +76,20 @@ def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], places: Places) -
                 yield Split(name, rows, kept=False)
             continue
         _, layer, part = name.split(".", 2)
-        here = places.layers[int(layer)]
+        here, experts = places.layers[int(layer)], spec.n_experts
         if part in ("qkv.weight", "attn_out.weight"):
             yield Split(name, rows * here.attention, kept=not here.attention)
         elif part in ("gate.weight", "bundle"):
-            yield Split(name, here.neurons, kept=here.neurons < spec.ffn_dim)
+            each = here.neurons // experts
+            parts = experts if 0 < each < spec.ffn_dim else 1  # else it goes as a whole
+            yield Split(name, here.neurons // parts, kept=each < spec.ffn_dim, parts=parts)
         elif part in ("up.weight", "down.weight"):  # without bundles: all or nothing
-            on_device = here.neurons == spec.ffn_dim
+            on_device = here.neurons == experts * spec.ffn_dim
             yield Split(name, rows * on_device, kept=not on_device)
         else:
             yield Split(name, 0, kept=True)
+            if part == "router.weight" and here.neurons:  # it is used there; the CPU's experts know its shape
+                yield Split(name, rows, kept=False)
 
 
 def load(
@@ -102,14 +111,14 @@ def load(
     for s in found:
         t = pack.tensors[s.name]
         if s.kept:
-            shape = t.shape if not s.there else (*t.shape[:-2], t.bytes // t.stride - s.there, t.shape[-1])
-            if s.name.endswith(".bundle") and s.there:
-                shape = (1, t.shape[1] - s.there, *t.shape[2:])
-            begin = t.offset + s.there * t.stride
-            nbytes = t.bytes - s.there * t.stride
-            kept[s.name] = replace(t, shape=shape, offset=end, bytes=nbytes)
-            runs.append((begin, begin + nbytes, end))
-            end += aligned(nbytes)
+            shape = t.shape if not s.there else (t.shape[0], t.shape[1] - s.there, *t.shape[2:])
+            at, part = end, t.bytes // s.parts
+            for begin in range(t.offset, t.offset + t.bytes, part):
+                first = begin + s.there * t.stride
+                runs.append((first, begin + part, at))
+                at += begin + part - first
+            kept[s.name] = replace(t, shape=shape, offset=end, bytes=at - end)
+            end += aligned(at - end)
     arena = weights.new_arena(end, str(pack.path))
     fill_runs(arena, pack, runs, _after(sum(r.data.numel() for r in there.values()), progress))
     arena.gather_pages()
@@ -158,9 +167,10 @@ def _all_sent(
     pack: Pack, found: Sequence[Split], device: Device, more_bytes: int, progress: Progress | None
 ) -> dict[str, Rows]:
     """What of the tensors is to be on the device. `more_bytes`: what is read after them."""
-    sizes = {s.name: s.there * pack.tensors[s.name].stride for s in found if s.there}
-    staging = weights.new_arena(min(max(sizes.values(), default=0), STAGED_BYTES), "weights on their way")
-    done, size = 0, sum(sizes.values()) + more_bytes
+    sizes = [(s.parts, s.there * pack.tensors[s.name].stride) for s in found if s.there]
+    most = max((part for _, part in sizes), default=0)
+    staging = weights.new_arena(min(most, STAGED_BYTES), "weights on their way")
+    done, size = 0, sum(parts * part for parts, part in sizes) + more_bytes
 
     def more(n: int) -> None:
         nonlocal done
@@ -171,9 +181,7 @@ def _all_sent(
     there: dict[str, Rows] = {}
     for s in found:
         if s.there:
-            t = pack.tensors[s.name]
-            columns = pack.spec.dim if s.name.endswith(".bundle") else t.shape[-1]
-            there[s.name] = _sent(pack, t, s.there, columns, device, staging, more)
+            there[s.name] = _sent(pack, pack.tensors[s.name], s, device, staging, more)
     return there
 
 
@@ -190,13 +198,17 @@ def _with_senders(
         t = kept[name]
         return Rows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), t.format, columns)
 
-    def sender(i: int, f: FFN) -> FFN:
-        if f.hot is None:
-            return f
-        dim = f.gate.weight.shape[1]
-        return replace(f, sent=(rows(f"layers.{i}.gate.weight", dim), rows(f"layers.{i}.bundle", dim)))
+    def senders(i: int, experts: tuple[FFN, ...]) -> Iterator[FFN]:
+        if experts[0].hot is None:
+            yield from experts
+            return
+        dim = experts[0].gate.weight.shape[1]
+        both = rows(f"layers.{i}.gate.weight", dim), rows(f"layers.{i}.bundle", dim)
+        for e, f in enumerate(experts):
+            gate, bundle = (x.part(e, len(experts)) for x in both)
+            yield replace(f, sent=(gate, bundle))
 
-    layers = (replace(x, experts=tuple(sender(i, f) for f in x.experts)) for i, x in enumerate(made.layers))
+    layers = (replace(x, experts=tuple(senders(i, x.experts))) for i, x in enumerate(made.layers))
     return replace(made, layers=tuple(layers))
 
 
@@ -208,29 +220,24 @@ def _bytes_at(arena: _native.Arena) -> torch.Tensor:
 
 def _kept_bytes(pack: Pack, s: Split) -> int:
     t = pack.tensors[s.name]
-    return t.bytes - s.there * t.stride if s.kept else 0
+    return t.bytes - s.parts * s.there * t.stride if s.kept else 0
 
 
 def _sent(
-    pack: Pack,
-    t: TensorInfo,
-    rows: int,
-    columns: int,
-    device: Device,
-    staging: _native.Arena,
-    more: Callable[[int], None],
+    pack: Pack, t: TensorInfo, s: Split, device: Device, staging: _native.Arena, more: Callable[[int], None]
 ) -> Rows:
-    """The tensor's first rows, on the device; of a bundle, as rows of what is first in its records."""
-    nbytes = rows * t.stride
-    made = device.zeros((rows, t.stride), torch.uint8)
-    flat = made.view(-1)
+    """The first rows of each part, on the device; of a bundle, as rows of what is first in its records."""
+    nbytes = s.there * t.stride
+    made = device.zeros((s.parts * s.there, t.stride), torch.uint8)
     here = _bytes_at(staging)
-    for begin in range(0, nbytes, STAGED_BYTES):
-        size = min(STAGED_BYTES, nbytes - begin)
-        fill_runs(staging, pack, [(t.offset + begin, t.offset + begin + size, 0)], None)
-        device.put(flat[begin : begin + size], here[:size])
-        more(size)
-    return Rows(made, t.format, columns)
+    for part, flat in enumerate(made.view(s.parts, -1)):
+        first = t.offset + part * (t.bytes // s.parts)
+        for begin in range(0, nbytes, STAGED_BYTES):
+            size = min(STAGED_BYTES, nbytes - begin)
+            fill_runs(staging, pack, [(first + begin, first + begin + size, 0)], None)
+            device.put(flat[begin : begin + size], here[:size])
+            more(size)
+    return Rows(made, t.format, pack.spec.dim if s.name.endswith(".bundle") else t.shape[-1])
 
 
 # ---- predictors
@@ -239,25 +246,33 @@ def _sent(
 def _with_predictors(made: Weights, places: Places, predictors: Predictors, device: Device) -> Weights:
     """Those of layers that have them on the device there, of all neurons; others of the neurons in RAM."""
     stored = [predictors.stored(i) for i in range(predictors.count)]
+    there = [
+        x.predictor and layer.router is None for x, layer in zip(places.layers, made.layers, strict=True)
+    ]
     on_cpu = [
-        None if p is None or x.predictor else cut(p, x.neurons)
-        for p, x in zip(stored, places.layers, strict=True)
+        None if p is None or asked else cut(p, x.neurons // p.experts)
+        for p, x, asked in zip(stored, places.layers, there, strict=True)
     ]
     made = weights.with_stored(made, on_cpu)
     layers = []
-    for layer, place, p in zip(made.layers, places.layers, stored, strict=True):
-        if p is not None and place.predictor:
+    for layer, asked, p in zip(made.layers, there, stored, strict=True):
+        if p is not None and asked:
             layer = _asked_there(layer, _on_device(p, device))
         layers.append(layer)
     return replace(made, layers=tuple(layers))
 
 
 def cut(p: StoredPredictor, first: int) -> StoredPredictor | None:
-    """For the neurons from `first` on."""
-    if first == len(p.threshold):
+    """For each expert's neurons from `first` on."""
+    if first * p.experts == len(p.threshold):
         return None
-    second = replace(p.second, rows=p.second.rows[first:])
-    return replace(p, second=second, threshold=p.threshold[first:].copy(), hot=max(0, p.hot - first))
+
+    def rest(of_all: NDArray[Any]) -> NDArray[Any]:
+        each = of_all.reshape(p.experts, -1, *of_all.shape[1:])[:, first:]
+        return np.ascontiguousarray(each).reshape(-1, *of_all.shape[1:])
+
+    second = replace(p.second, rows=rest(p.second.rows))
+    return replace(p, second=second, threshold=rest(p.threshold), hot=max(0, p.hot - first))
 
 
 def _on_device(p: StoredPredictor, device: Device) -> DevicePredictor:

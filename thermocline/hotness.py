@@ -117,3 +117,8 @@ def counted(pack: Pack) -> Hotness | None:
 def hottest_first(p: F64, experts: int = 1) -> F64:
     """Within each expert."""
     return np.sort(p.reshape(experts, -1), axis=1)[:, ::-1].ravel()
+
+
+def in_turn(p: F64, experts: int) -> F64:
+    """Each expert's hottest, then each one's second, and so on: as a GPU takes them."""
+    return hottest_first(p, experts).reshape(experts, -1).T.ravel()

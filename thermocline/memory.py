@@ -54,8 +54,9 @@ def scratch_bytes(
     return 4 * (arrays + inputs + panels + partial + tiles + guess + routed + scores + spans + logits)
 
 
-def device_limits(context: int, max_batch: int, rank: int = 0) -> Limits:
-    """What a GPU's buffers are made for."""
+def device_limits(spec: ModelSpec, context: int, max_batch: int, *, predicted: bool) -> Limits:
+    """What a GPU's buffers are made for. `predicted`: with predictors, of which a mixture's are the CPU's."""
+    rank = spec.ffn_dim if predicted and spec.n_experts == 1 else 0  # at most
     return Limits(PREFILL_CHUNK + max_batch, max_batch, context, BLOCK, rank)
 
 

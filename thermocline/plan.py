@@ -252,6 +252,8 @@ def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
         g, d = np.array(int(c.gpu[i])), np.array(int(c.disk[i]))
         on_disk = d * bool(c.gates[i])
         add(_tier(c.attention[i]), "attention", s.attention.bytes)
+        add("ram", "routers", s.router_bytes * bool(c.attention[i]))
+        add("gpu", "routers", s.router_bytes * bool(g and not c.attention[i]))
         add(_tier(c.attention[i]), "keys and values", p.kv_layer_bytes(at))
         add(_tier(c.predictor[i]), "predictors", s.predictor.bytes)
         add("gpu", "neurons", int(s.gate_bytes(g) + s.bundle_bytes(g)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from thermocline.cost import EXCESS, LayerWork, Reads, Speeds, Work
 from thermocline.engine import PREFILL_CHUNK
-from thermocline.hotness import Hotness, hottest_first
+from thermocline.hotness import Hotness, in_turn
 from thermocline.kv import BLOCK, bytes_for, room_for
 from thermocline.memory import device_limits, runtime_bytes, scratch_bytes
 from thermocline.ops.device_sizes import Limits, device_bytes, host_bytes
@@ -79,8 +79,8 @@ class Problem:
     def limits(self) -> Limits:
         a = self.ask
         predicted = a.sparsity == "predict" and any(s.predictor.bytes for s in self.sizes.layers)
-        rank = self.spec.ffn_dim if predicted else 0  # at most: what a plan of a shape does not know
-        return device_limits(a.context, a.batch if a.max_batch is None else a.max_batch, rank)
+        max_batch = a.batch if a.max_batch is None else a.max_batch
+        return device_limits(self.spec, a.context, max_batch, predicted=predicted)
 
     @property
     def ram(self) -> int:
@@ -112,7 +112,7 @@ class Problem:
     def reads(self, key: int, layer: int, work: Work) -> Reads:
         known = self.known.get(at := (key, work.batch))
         if known is None:
-            hot = hottest_first(self.hotness.at(layer, work.batch))
+            hot = in_turn(self.hotness.at(layer, work.batch), work.experts)
             known = self.known[at] = Reads.of(hot, work, skips=True, excess=self.excess)
         return known
 
@@ -129,8 +129,9 @@ class Problem:
 def divides(spec: ModelSpec) -> str:
     """How many neurons of a layer can be on a GPU (`LayerWork.on_gpu`).
 
-    Where down is no row per neuron, or a norm sees all activations, they stay together.
+    Where down is no row per neuron, or a norm sees all activations, they stay together; a mixture's, with the
+    CPU. Of a mixture "any" number is as many of each expert.
     """
-    if spec.n_experts > 1:
-        return "none"
-    return "any" if spec.sparse and not spec.sub_norms else "all"
+    if spec.sparse and not spec.sub_norms:
+        return "any"
+    return "none" if spec.n_experts > 1 else "all"

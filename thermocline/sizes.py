@@ -49,6 +49,7 @@ class LayerSizes:
     neurons: int
     gate: Rows
     bundle: Rows  # up and down
+    router_bytes: int = 0  # of `attention`: a mixture's is in RAM, and on a GPU that has neurons
 
     def gate_bytes(self, neurons: I64) -> I64:
         return _slices(self.gate.tensors, neurons, self.neurons)
@@ -124,7 +125,7 @@ def sizes_of(spec: ModelSpec, layouts: Mapping[str, Layout], weight_format: str)
 
 
 def _layer(spec: ModelSpec, own: Mapping[str, Layout]) -> LayerSizes:
-    attention = predictor = Part()
+    attention = predictor = router = Part()
     gate: list[Layout] = []
     bundle: list[Layout] = []
     neurons = spec.n_experts * spec.ffn_dim
@@ -137,9 +138,11 @@ def _layer(spec: ModelSpec, own: Mapping[str, Layout]) -> LayerSizes:
             gate.append(t)
         elif t.role in ATTENTION_ROLES or name.endswith("down.bias"):
             attention += _part(t)
+            router += _part(t) if t.role == "router" else Part()
         else:
             bundle.append(t)
-    return LayerSizes(attention, predictor, neurons, _rows(gate, neurons), _rows(bundle, neurons))
+    rows = _rows(gate, neurons), _rows(bundle, neurons)
+    return LayerSizes(attention, predictor, neurons, *rows, router.bytes)
 
 
 def _part(t: Layout) -> Part:

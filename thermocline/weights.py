@@ -189,9 +189,16 @@ def assemble(
     elsewhere: Mapping[str, Any] | None = None,
 ) -> Weights:
     """`tensors`: where they are in the arena. `elsewhere`: those of other ops, in another memory; of neurons
-    the first may be there and the others in the arena.
+    the first of each expert may be there, side by side, and the others in the arena. A router may be in both.
     """
     there = elsewhere or {}
+
+    def beyond(
+        name: str, *, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
+    ) -> Any:
+        """As `matrix`, of what is elsewhere."""
+        rows = there[name] if expert is None else there[name].part(expert, spec.n_experts)
+        return rows if columns is None else replace(rows, columns=columns, skip=skip_bytes)
 
     def matrix(
         name: str, *, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
@@ -200,7 +207,7 @@ def assemble(
         record. Where rows on disk take turns, the places are the same for all experts.
         """
         if name not in tensors:
-            return there[name] if columns is None else replace(there[name], columns=columns, skip=skip_bytes)
+            return beyond(name, expert=expert, skip_bytes=skip_bytes, columns=columns)
         info = tensors[name]
         lead, last = (info.shape[:-1], info.shape[-1]) if columns is None else (info.shape, columns)
         rows, first = math.prod(lead), 0
@@ -231,13 +238,10 @@ def assemble(
         part = partial(matrix, expert=expert)
         biases, down_bias = vector(f"{layer}.gate.bias"), vector(f"{layer}.down.bias")
         bias = None if biases is None else np.split(biases, spec.n_experts)[expert]
-        if expert or f"{layer}.gate.weight" not in there or f"{layer}.gate.weight" not in tensors:
+        if f"{layer}.gate.weight" not in there or f"{layer}.gate.weight" not in tensors:
             return neurons(part, layer, bias, down_bias)
-
-        def first(name: str, skip_bytes: int = 0, columns: int | None = None) -> Any:
-            return there[name] if columns is None else replace(there[name], columns=columns, skip=skip_bytes)
-
-        n = there[f"{layer}.gate.weight"].rows
+        first = partial(beyond, expert=expert)
+        n = first(f"{layer}.gate.weight").rows
         here, others = (None, None) if bias is None else (bias[:n].copy(), bias[n:].copy())
         return replace(neurons(part, layer, others, down_bias), hot=neurons(first, layer, here, None))
 
@@ -271,6 +275,7 @@ def assemble(
             attn_post_norm=maybe_norm(f"{a}.attn_post_norm"),
             ffn_post_norm=maybe_norm(f"{a}.ffn_post_norm"),
             router=matrix(f"{a}.router.weight") if spec.n_experts > 1 else None,
+            router_there=there.get(f"{a}.router.weight"),
         )
 
     embed = matrix("embed.weight")

@@ -79,6 +79,16 @@ class CpuOps:
         norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm)
         if layer.router is None:
             return self._expert(spec, layer.experts[0], norm, join, _norm(spec, layer.ffn_sub_norm))
+        return self._mixture(spec, layer, norm, join)
+
+    def bind_experts(self, spec: ModelSpec, layer: Layer) -> _native.Mixture:
+        """As `bind_part`, of a mixture."""
+        return self._mixture(spec, layer, None, _native.Join(None, 1.0))
+
+    def _mixture(
+        self, spec: ModelSpec, layer: Layer, norm: _native.Norm | None, join: _native.Join
+    ) -> _native.Mixture:
+        assert layer.router is not None
         experts = tuple(self.bind_part(spec, f) for f in layer.experts)
         return _native.Mixture(norm, layer.router, experts, spec.n_experts_active, join)
 

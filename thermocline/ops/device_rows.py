@@ -5,7 +5,8 @@ The only module that both kernel tables (torch_kernels, triton_kernels) share. M
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +34,11 @@ class Rows:
     def rows(self) -> int:
         return self.data.shape[0]
 
+    def part(self, i: int, of: int) -> Rows:
+        """The i-th of `of` equal parts."""
+        n = self.rows // of
+        return replace(self, data=self.data[i * n : (i + 1) * n])
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.rows, self.columns
@@ -50,6 +56,16 @@ class Rows:
     @property
     def row_bytes(self) -> int:
         return -(-self.columns // 8) if self.format == SIGNS else row_bytes(self.format, self.columns)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Equal parts that lie one behind another, as `Rows.part` gives them, as one."""
+    first = parts[0]
+    assert all(
+        p.data.data_ptr() == first.data[:1].data_ptr() + i * first.data.nbytes for i, p in enumerate(parts)
+    )
+    shape = len(parts) * first.rows, first.data.shape[1]
+    return replace(first, data=first.data.as_strided(shape, first.data.stride()))
 
 
 class Scratch:

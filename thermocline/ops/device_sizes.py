@@ -5,7 +5,7 @@ Must not know torch: a plan can be made without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from thermocline.decoder import FEW as GUESSED
@@ -25,7 +25,7 @@ class Sizes:
 
     tokens: int
     dim: int
-    neurons: int  # of one `gate_up` or `down`
+    neurons: int  # of one `gate_up` or `down` with more than FEW tokens
     heads: int
     head_dim: int
     positions: int  # block table's width times the positions of a block
@@ -92,9 +92,14 @@ def buffers(spec: ModelSpec, s: Limits) -> dict[str, Buffer]:
     made |= {name: stream for name in ("normed", "sum", "cold")}
     made["qkv"] = Buffer((s.tokens, wide), here=False)
     made["attended"] = Buffer((s.tokens, inner), here=False)
-    made["gate"] = Buffer((s.tokens * spec.ffn_dim,), here=False)
+    # Of few tokens all experts are computed at once, of more one after the other.
+    activations = max(s.tokens, min(s.tokens, FEW) * spec.n_experts) * spec.ffn_dim
+    made["gate"] = Buffer((activations,), here=False)
     if not spec.sparse:
         made["up"] = made["gate"]
+    if spec.n_experts > 1:
+        routes = Buffer((s.tokens, spec.n_experts))
+        made |= {"routed": replace(routes, here=False), "weights": routes}
     made["named"] = Buffer(marks.shape, "u8", here=False)
     made["named cold"] = marks
     made["counts"] = Buffer((4,), "i32")
@@ -107,7 +112,7 @@ def buffers(spec: ModelSpec, s: Limits) -> dict[str, Buffer]:
             turned = Buffer((s.tokens, (spec.rotary_dim or spec.head_dim) // 2))
             made |= {f"{name} {window}": turned for name in ("cos", "sin")}
     if spec.sparse:
-        whole = 3 * 4 * spec.dim * spec.ffn_dim  # of a layer's neurons, at most
+        whole = 3 * 4 * spec.dim * spec.ffn_dim  # of an expert's neurons, at most
         made |= {f"piece {i}": Buffer((min(PIECE_BYTES, whole),), "u8", here=False) for i in range(2)}
     made["scratch"] = Buffer((s.sizes(spec).scratch_bytes // 4,), here=False)
     return made

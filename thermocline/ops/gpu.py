@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.decoder import F32, FEW, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
+from thermocline.decoder import F32, FEW, FFN, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
 from thermocline.device import Device
 from thermocline.kv import KVLayer
+from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps, disk_error
-from thermocline.ops.device_rows import Rows, Scratch
+from thermocline.ops.device_rows import Rows, Scratch, joined
 from thermocline.ops.device_sizes import STREAMS, Buffer, Limits, buffers
 from thermocline.spec import ModelSpec
 
@@ -87,10 +88,31 @@ class Activation:
 
 
 @dataclass(frozen=True)
+class DeviceRoute:
+    """Where tokens go."""
+
+    router: DeviceLinear
+    active: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The CPU's neurons of an expert: gate rows and bundles, in RAM; the gates' biases."""
+
+    gate: Rows
+    bundle: Rows
+    bias: Vector
+
+
+@dataclass(frozen=True)
 class DeviceFFN:
-    """The first neurons of a layer, or all; with `cold`, the others."""
+    """The first neurons of a layer, or all; with `cold`, the others. Of a mixture: those of each expert, as
+    many, side by side.
+    """
 
     norm: DeviceNorm | None
+    route: DeviceRoute | None
+    experts: int
     gate: DeviceLinear | None  # None: no neuron is here, only the predictor
     up: Rows | None
     down: Rows | None
@@ -100,14 +122,24 @@ class DeviceFFN:
     sub_norm: DeviceNorm | None
     join: DeviceJoin
     predictor: DevicePredictor | None
-    cold: _native.FFN | None
+    cold: _native.FFN | _native.Mixture | None
     neurons: int  # of the layer
-    sent: tuple[Rows, Rows] | None  # the cold ones' gate rows and bundles, in RAM
-    cold_bias: Vector  # of their gates
+    sent: tuple[Sent, ...]  # the cold ones, of each expert; none: they are not sent
 
     @property
     def here(self) -> int:
         return 0 if self.gate is None else self.gate.weight.rows
+
+    def expert(self, e: int) -> DeviceFFN:
+        """Its neurons alone."""
+        assert self.gate is not None and self.down is not None
+        gate, bias, up = self.gate.weight.part(e, self.experts), self.gate.bias, self.up
+        return replace(
+            self,
+            gate=DeviceLinear(gate, None if bias is None else bias.view(self.experts, -1)[e]),
+            up=None if up is None else up.part(e, self.experts),
+            down=self.down.part(e, self.experts),
+        )
 
 
 class Hidden:
@@ -178,12 +210,13 @@ class GpuOps:
         self._qkv, self._attended = (self._pairs[n][0] for n in ("qkv", "attended"))
         self._hidden = [self._pairs[n][0] for n in ("gate", "up") if n in self._pairs]
         self._logits, self._rows, self._counts = (self._pairs[n] for n in ("logits", "rows", "counts"))
+        self._routed, self._weights = (self._pairs.get(n) for n in ("routed", "weights"))
         self._named, self._named_cold = self._pairs["named"][0], self._pairs["named cold"]
         self._scratch = Scratch(self._pairs["scratch"][0], limits.sizes(spec))
         self._pieces = [self._pairs[f"piece {i}"][0] for i in range(2 if spec.sparse else 0)]
         self.send_from = send_from
         self._slots: dict[int | None, _native.StepSlot] = {}
-        self._vectors: dict[int, tuple[F32, Tensor]] = {}
+        self._vectors: dict[int, tuple[list[F32], Tensor]] = {}  # by the first's id, which they keep alive
         self._programs: dict[tuple[Any, ...], Program | None] = {}
         self._now = Program()
         self._under_way: Program | None = None
@@ -213,26 +246,39 @@ class GpuOps:
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> Any:
         f = layer.experts[0]
         whole = isinstance(f.gate.weight, Rows)
-        here = f if whole else f.hot
-        if here is None:
+        here = [x for x in (x if whole else x.hot for x in layer.experts) if x is not None]
+        if not here:
             return self.cpu.bind_ffn(spec, layer)
-        gate = here.gate
+        assert layer.router is None or (f.bundles and f.down_bias is None), "no pack has such a mixture"
+        gate, up, down = _side_by_side(here)
         return DeviceFFN(
             norm=self._norm(layer.ffn_norm),
-            gate=None if gate is None else DeviceLinear(gate.weight, self._vector(gate.bias)),
-            up=here.up,
-            down=here.down,
+            route=self._route(spec, layer),
+            experts=len(here),
+            gate=None if gate is None else DeviceLinear(gate, self._vector(*(x.gate.bias for x in here))),
+            up=up,
+            down=down,
             down_bias=self._vector(f.down_bias),
             bundles=f.bundles,
             activation=Activation(spec.activation, spec.activation_threshold, spec.up_activation == "relu"),
             sub_norm=self._norm(layer.ffn_sub_norm),
             join=DeviceJoin(self._norm(layer.ffn_post_norm), spec.residual_scale),
-            predictor=here.predictor,
-            cold=None if whole else self.cpu.bind_part(spec, replace(f, down_bias=None)),
-            neurons=spec.ffn_dim,
-            sent=f.sent,
-            cold_bias=self._vector(f.gate.bias) if f.sent is not None else None,
+            predictor=here[0].predictor,
+            cold=None if whole else self._cold_part(spec, layer),
+            neurons=spec.n_experts * spec.ffn_dim,
+            sent=tuple(Sent(*x.sent, self._vector(x.gate.bias)) for x in layer.experts if x.sent is not None),
         )
+
+    def _cold_part(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
+        if layer.router is not None:
+            return self.cpu.bind_experts(spec, layer)
+        return self.cpu.bind_part(spec, replace(layer.experts[0], down_bias=None))
+
+    def _route(self, spec: ModelSpec, layer: Layer) -> DeviceRoute | None:
+        if layer.router is None:
+            return None
+        assert layer.router_there is not None
+        return DeviceRoute(DeviceLinear(layer.router_there, None), spec.n_experts_active)
 
     def _norm(self, norm: Norm | None) -> DeviceNorm | None:
         if norm is None:
@@ -241,15 +287,16 @@ class GpuOps:
         assert weight is not None
         return DeviceNorm(weight, self._vector(norm.bias), self.spec.norm_eps, self.spec.norm == "layer")
 
-    def _vector(self, v: F32 | None) -> Vector:
-        """Its copy on the device: made once, for a vector of the model's."""
-        if v is None:
+    def _vector(self, *parts: F32 | None) -> Vector:
+        """Its copy on the device, or that of several in a row: made once, for vectors of the model's."""
+        given = [v for v in parts if v is not None]
+        if not given:
             return None
-        known = self._vectors.get(id(v))
+        known = self._vectors.get(id(given[0]))
         if known is None:
-            there = self.device.zeros(v.shape, torch.float32)
-            self.device.put(there, torch.from_numpy(v))
-            known = self._vectors[id(v)] = v, there
+            there = self.device.zeros((sum(map(len, given)),), torch.float32)
+            self.device.put(there, torch.from_numpy(np.concatenate(given)))
+            known = self._vectors[id(given[0])] = given, there
         return known[1]
 
     # ---- a step
@@ -360,9 +407,9 @@ class GpuOps:
         k = program.known
         for name in ("neurons", "rows_dense", "gates_dense", "predictor_bytes"):
             setattr(stats, name, getattr(stats, name) + getattr(k, name))
-        active, bundles, gates, _ = self._counts[1].tolist()
+        active, ups, gates, downs = self._counts[1].tolist()
         stats.active += active + k.active
-        stats.rows += bundles * (2 if self.spec.gated else 1) + k.rows
+        stats.rows += (ups if self.spec.gated else 0) + downs + k.rows
         stats.predicted += gates + k.predicted
         met: list[Exception] = []
         for task in program.tasks:  # all of them: what is not taken now would be the next step's
@@ -448,22 +495,22 @@ class GpuOps:
             return
         self._to_device(x)
         self._to_device(h)
-        normed = self._normalised(b.norm, h, apart=b.cold is not None)
-        named = self._guess(b, normed, sparsity)
-        sends = b.sent is not None and x.tokens >= self.send_from
+        normed = self._normalised(b.norm, h, apart=b.cold is not None or b.route is not None)
+        named, weights = self._guess(b, normed, sparsity), self._weigh(b, normed)
+        sends = bool(b.sent) and x.tokens >= self.send_from
         if b.cold is not None and not sends:
             self._begin_cold(b, b.cold, normed, sparsity, named)
         self._count(b, x.tokens)
 
         def neurons(y: Tensor, add: bool) -> None:
             if b.gate is not None:
-                self._neurons(b, normed, named, sparsity, y, add)
+                self._neurons(b, normed, named, weights, y, add)
             elif not add:
                 self.device.run(y.zero_)
             if b.down_bias is not None:
                 self.device.run(y.add_, b.down_bias)
             if sends:
-                self._send(b, normed, y)
+                self._send(b, normed, weights, y)
             elif b.cold is not None:
                 self.device.join()
                 self.device.run(y.add_, self._cold[0][: len(y)])
@@ -495,104 +542,131 @@ class GpuOps:
         self._now.known.predictor_bytes += size + (b.neurons - p.hot) * (p.second.row_bytes + 4)
         return named
 
+    def _weigh(self, b: DeviceFFN, normed: Tensor) -> Tensor | None:
+        """[tokens, experts]: how much of each expert a token gets. The CPU is told, so that both agree."""
+        if b.route is None or self._routed is None or self._weights is None:
+            return None
+        logits, weights = (part[0][: len(normed)] for part in (self._routed, self._weights))
+        self._times(logits, b.route.router, normed)
+        self.device.run(self.kernels.route, weights, logits, b.route.active)
+        return weights
+
     def _begin_cold(
-        self, b: DeviceFFN, cold: _native.FFN, normed: Tensor, sparsity: str, named: Tensor | None
+        self,
+        b: DeviceFFN,
+        cold: _native.FFN | _native.Mixture,
+        normed: Tensor,
+        sparsity: str,
+        named: Tensor | None,
     ) -> None:
         """The CPU's neurons, beside what the device does next: the normed stream there, one sum back."""
-        n, device = len(normed), self.device
-        bits: Any = None
-        if named is not None:
-            width = -(-cold.neurons // 8)
-            there, bits = (part[: n * width].view(n, width) for part in self._named_cold)
-            device.run(there.copy_, named[:, b.here // 8 :])
-        task = self._new_task()
-        task.zero(self._cold[1].numpy())
-        names = None
-        if bits is not None:
-            whole = self._named_cold[1].numpy()  # HostTask wants as many rows as the buffers have
-            names = whole[: n * bits.shape[1]].reshape(n, -1)
+        n, device, task = len(normed), self.device, self._new_task()
+        to_host = [(self._normed[1][:n], normed)]
         rows = (self._cold[1][:n].numpy(), self._normed[1][:n].numpy())
-        task.ffn(*rows, cold, SPARSITIES.index(sparsity), names)
+        task.zero(self._cold[1].numpy())
+        if isinstance(cold, _native.Mixture):
+            assert self._weights is not None
+            there, here = (part[:n] for part in self._weights)
+            task.mixture(*rows, cold, SPARSITIES.index(sparsity), here.numpy())
+            to_host.append((here, there))
+        else:
+            names = None
+            if named is not None:
+                width = -(-cold.neurons // 8)
+                there, here = (part[: n * width].view(n, width) for part in self._named_cold)
+                device.run(there.copy_, named[:, b.here // 8 :])
+                to_host.append((here, there))
+                names = here.numpy()
+            task.ffn(*rows, cold, SPARSITIES.index(sparsity), names)
         with device.beside():
-            device.copy(self._normed[1][:n], normed)
-            if bits is not None:
-                device.copy(bits, there)
+            for to, source in to_host:
+                device.copy(to, source)
             device.call(task)
             device.copy(self._cold[0][:n], self._cold[1][:n])
 
     def _neurons(
-        self, b: DeviceFFN, normed: Tensor, named: Tensor | None, sparsity: str, y: Tensor, add: bool
+        self,
+        b: DeviceFFN,
+        normed: Tensor,
+        named: Tensor | None,
+        weights: Tensor | None,
+        y: Tensor,
+        add: bool,
+    ) -> None:
+        if not b.bundles:
+            self._dense(b, normed, y, add)
+        elif weights is None or len(normed) <= device_sizes.FEW:
+            mine = None if named is None else named[:, : -(-b.here // 8)]
+            self._bundles(b, normed, mine, weights, y, add)
+        else:  # all tokens through each expert: of so many, some go to every one
+            for e in range(b.experts):
+                self._bundles(b.expert(e), normed, None, weights[:, e : e + 1], y, add or e > 0)
+
+    def _dense(self, b: DeviceFFN, normed: Tensor, y: Tensor, add: bool) -> None:
+        n, k, run, a = len(normed), self.kernels, self.device.run, b.activation
+        assert b.gate is not None and b.down is not None
+        h, up = self._hidden[0][: n * b.here].view(n, b.here), None
+        self._times(h, b.gate, normed)
+        if b.up is not None:
+            up = self._hidden[1][: n * b.here].view(n, b.here)
+            self._times(up, DeviceLinear(b.up, None), normed)
+        run(k.activate, h, h, up, a.kind, a.threshold, a.up_relu)
+        if b.sub_norm is not None:
+            run(k.norm, h, h, *_parts(b.sub_norm))
+        self._times(y, DeviceLinear(b.down, None), h, add)
+
+    def _bundles(
+        self,
+        b: DeviceFFN,
+        normed: Tensor,
+        named: Tensor | None,
+        weights: Tensor | None,
+        y: Tensor,
+        add: bool,
     ) -> None:
         n, k, run, a = len(normed), self.kernels, self.device.run, b.activation
         assert b.gate is not None and b.down is not None
         h = self._hidden[0][: n * b.here].view(n, b.here)
-        how = (a.kind, a.threshold, a.up_relu)
-        if b.bundles:
-            mine = None if named is None else named[:, : -(-b.here // 8)]
-            run(
-                k.gate_up,
-                h,
-                b.gate.weight,
-                b.gate.bias,
-                b.up,
-                normed,
-                *how,
-                mine,
-                self._counts[0],
-                self._scratch,
-            )
-        else:
-            self._times(h, b.gate, normed)
-            up = None
-            if b.up is not None:
-                up = self._hidden[1][: n * b.here].view(n, b.here)
-                self._times(up, DeviceLinear(b.up, None), normed)
-            run(k.activate, h, h, up, *how)
+        what = (b.gate.weight, b.gate.bias, b.up, normed, a.kind, a.threshold, a.up_relu)
+        run(k.gate_up, h, *what, named, weights, self._counts[0], self._scratch)
         if b.sub_norm is not None:
             run(k.norm, h, h, *_parts(b.sub_norm))
-        if b.bundles:
-            run(k.down, y, b.down, h, add, self._scratch)
-        else:
-            self._times(y, DeviceLinear(b.down, None), h, add)
+        run(k.down, y, b.down, h, add, self._scratch)
 
-    def _send(self, b: DeviceFFN, normed: Tensor, y: Tensor) -> None:
+    def _send(self, b: DeviceFFN, normed: Tensor, weights: Tensor | None, y: Tensor) -> None:
         """y += the cold neurons' part, computed here: a piece comes while the one before is computed."""
-        assert b.sent is not None
-        gate, bundle = b.sent
-        row = gate.stride + bundle.stride
-        size = len(self._pieces[0]) // row // 32 * 32
-        assert size, "a piece holds no 32 neurons"
-        firsts = range(0, gate.rows, size)
+        pieces = [(e, piece) for e, s in enumerate(b.sent) for piece in self._cut(s)]
 
-        def piece(i: int) -> tuple[Tensor, Tensor]:
-            rows, buffer = min(size, gate.rows - firsts[i]), self._pieces[i % 2]
-            cut = rows * gate.stride
-            return buffer[:cut].view(rows, -1), buffer[cut : rows * row].view(rows, -1)
+        def room(i: int) -> tuple[Tensor, Tensor]:
+            (_, s), buffer = pieces[i], self._pieces[i % 2]
+            gates, all_ = s.gate.rows * s.gate.stride, s.gate.rows * (s.gate.stride + s.bundle.stride)
+            return buffer[:gates].view(s.gate.rows, -1), buffer[gates:all_].view(s.gate.rows, -1)
 
         def come(i: int) -> None:
             with self.device.beside():
-                for to, source in zip(piece(i), (gate, bundle), strict=True):
-                    self.device.copy(to, source.data[firsts[i] : firsts[i] + len(to)])
+                for to, source in zip(room(i), (pieces[i][1].gate, pieces[i][1].bundle), strict=True):
+                    self.device.copy(to, source.data)
 
         come(0)
-        for i, first in enumerate(firsts):
+        for i, (e, s) in enumerate(pieces):
             self.device.join()
-            if i + 1 < len(firsts):
+            if i + 1 < len(pieces):
                 come(i + 1)  # to where the piece before this one was: it has been computed by then
-            here, records = piece(i)
-            bias = None if b.cold_bias is None else b.cold_bias[first : first + len(here)]
-            self._add_piece(b, replace(gate, data=here), replace(bundle, data=records), bias, normed, y)
-        self._now.known.rows_dense += (2 if self.spec.gated else 1) * gate.rows
+            gate, bundle = (replace(x, data=at) for x, at in zip((s.gate, s.bundle), room(i), strict=True))
+            down = replace(bundle, skip=bundle.row_bytes) if self.spec.gated else bundle
+            up = bundle if self.spec.gated else None
+            own = replace(b, gate=DeviceLinear(gate, s.bias), up=up, down=down)
+            self._bundles(own, normed, None, None if weights is None else weights[:, e : e + 1], y, True)
+            self._now.known.rows_dense += (2 if self.spec.gated else 1) * gate.rows
 
-    def _add_piece(
-        self, b: DeviceFFN, gate: Rows, bundle: Rows, bias: Vector, normed: Tensor, y: Tensor
-    ) -> None:
-        a, k, gated = b.activation, self.kernels, self.spec.gated
-        h = self._hidden[0][: len(normed) * gate.rows].view(len(normed), -1)
-        how = (normed, a.kind, a.threshold, a.up_relu, None, self._counts[0], self._scratch)
-        self.device.run(k.gate_up, h, gate, bias, bundle if gated else None, *how)
-        down = replace(bundle, skip=bundle.row_bytes) if gated else bundle
-        self.device.run(k.down, y, down, h, True, self._scratch)
+    def _cut(self, s: Sent) -> Iterator[Sent]:
+        """Into pieces that a buffer has room for."""
+        size = len(self._pieces[0]) // (s.gate.stride + s.bundle.stride) // 32 * 32
+        assert size, "a piece holds no 32 neurons"
+        for first in range(0, s.gate.rows, size):
+            which = slice(first, first + size)
+            gate, bundle = (replace(x, data=x.data[which]) for x in (s.gate, s.bundle))
+            yield Sent(gate, bundle, None if s.bias is None else s.bias[which])
 
     def _count(self, b: DeviceFFN, tokens: int) -> None:
         known, rows = self._now.known, 2 if self.spec.gated else 1
@@ -607,7 +681,9 @@ class GpuOps:
     # ---- helpers
 
     def _normalised(self, norm: DeviceNorm | None, h: Hidden, apart: bool = False) -> Tensor:
-        """`apart`: not h itself, which may change while the CPU is still being sent it."""
+        """`apart`: not h itself, which may be x: that changes while the CPU is still being sent it, and with
+        each expert.
+        """
         made = self._normed[0][: h.tokens]
         if norm is not None:
             self.device.run(self.kernels.norm, made, h.device, *_parts(norm))
@@ -670,6 +746,15 @@ class GpuOps:
 
 def _parts(n: DeviceNorm) -> tuple[Tensor, Vector, float, bool]:
     return n.weight, n.bias, n.eps, n.layer
+
+
+def _side_by_side(parts: Sequence[FFN]) -> tuple[Rows | None, Rows | None, Rows | None]:
+    """Gates, ups and downs of a layer's experts; None where there are none."""
+    if parts[0].gate is None:
+        return None, None, None
+    ups = [x.up for x in parts if x.up is not None]
+    gates, downs = [x.gate.weight for x in parts], [x.down for x in parts]
+    return joined(gates), joined(ups) if ups else None, joined(downs)
 
 
 def _select(to: Tensor, x: Tensor, rows: Tensor) -> None:

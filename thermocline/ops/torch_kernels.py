@@ -120,30 +120,33 @@ def gate_up(
     threshold: float,
     up_relu: bool,
     named: Tensor | None,
+    weights: Tensor | None,
     counts: Tensor,
     scratch: Scratch,
 ) -> None:
     """h [B, n] = act(gate x + bias) * (up x), of the ReLU family.
 
-    Neurons that `named` u8 [B, ceil(n / 8)] has for no token are 0 for all. counts i32 [4] += (token, neuron)
-    pairs that are not 0, neurons whose gate is open for some token (their up and down rows are read), gate
-    rows read, 0. Of up to FEW tokens no other rows are read.
+    Neurons that `named` u8 [B, ceil(n / 8)] has for no token are 0 for all. With `weights` [B, experts] they
+    are those of as many experts, side by side, and also times their expert's, if that is not 0: else just 0.
+    counts i32 [4] += (token, neuron) pairs that are not 0, neurons whose gate is open for some token (their
+    up rows are read), gate rows read, neurons that are not 0 for some token (`down` reads theirs). Of up to
+    FEW tokens no other rows are read.
     """
-    n = gate.rows
-    a = _activation(_times(gate, x, gate_bias), activation, threshold)
+    n, zero = gate.rows, x.new_zeros(())
+    share = None if weights is None else weights.repeat_interleave(n // weights.shape[1], dim=1)
+    wanted = torch.ones_like(h, dtype=torch.bool) if share is None else share != 0
     if named is not None:
-        wanted = _bits(named, n).bool().any(dim=0)
-        a = torch.where(wanted, a, a.new_zeros(()))
-        counts[2] += wanted.sum()
-    else:
-        counts[2] += n
+        wanted &= _bits(named, n).bool().any(dim=0)
+    a = torch.where(wanted, _activation(_times(gate, x, gate_bias), activation, threshold), zero)
+    counts[2] += wanted.any(dim=0).sum()
     counts[1] += (a != 0).any(dim=0).sum()
     if up is not None:
         u = _times(up, x, None)
         u = _activation(u, "relu", 0.0) if up_relu else u
-        a = torch.where((a != 0).any(dim=0), a * u, a)
+        a = torch.where(wanted & (a != 0).any(dim=0), a * u, zero)
     counts[0] += (a != 0).sum()
-    h.copy_(a)
+    counts[3] += (a != 0).any(dim=0).sum()
+    h.copy_(a if share is None else torch.where(wanted, a * share, zero))
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
@@ -151,11 +154,6 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     w = _decode(rows, rows.data)
     needed = (h != 0).any(dim=0)[:, None]
     _put(out, h @ torch.where(needed, w, w.new_zeros(())), add)
-
-
-def weigh(h: Tensor, weights: Tensor) -> None:
-    """h [B, experts * n] *= its expert's weight [B, experts]."""
-    h.view(*weights.shape, -1).mul_(weights[:, :, None])
 
 
 def route(weights: Tensor, logits: Tensor, n_active: int) -> None:

@@ -153,11 +153,13 @@ def gate_up(
     threshold: float,
     up_relu: bool,
     named: Tensor | None,
+    weights: Tensor | None,
     counts: Tensor,
     scratch: Scratch,
 ) -> None:
     assert up is None or (up.format, up.columns, up.rows) == (gate.format, gate.columns, gate.rows)
     t, n = h.shape
+    each, pitch = (n, 0) if weights is None else (n // weights.shape[1], weights.stride(0))
     if t > FEW:
         ups = None if up is None else scratch.take(t, n)
         _matmul(h, gate, x, gate_bias, False, False)
@@ -165,14 +167,16 @@ def gate_up(
             _matmul(ups, up, x, None, False, False)
         rows = 16
         fixed: dict[str, Any] = {"ACTIVATION": activation, "UP_RELU": up_relu, "R": rows, "T": 64}
-        launch(triton_tokens.gated, (_ceil(n, rows),), h, ups, named, counts, n, t, threshold, **fixed)
+        args: tuple[Any, ...] = h, ups, named, weights, counts, n, t, each, pitch, threshold
+        launch(triton_tokens.gated, (_ceil(n, rows),), *args, **fixed)
         return
     (s, rows), tokens = _dot_shape(gate, t), _power(t)
     fixed = {"FORMAT": gate.format, "B": tokens, "R": rows, "G": s.g, "V": s.v}
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
-    args = h, _at(gate), gate_bias, up_at, x, named, counts, n, gate.columns, gate.stride, up_stride, t
+    args = h, _at(gate), gate_bias, up_at, x, named, weights, counts
+    args += n, gate.columns, gate.stride, up_stride, t, each, pitch, threshold
     fixed |= {"ACTIVATION": activation, "UP_RELU": up_relu}
-    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, threshold, warps=s.warps, **fixed)
+    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, warps=s.warps, **fixed)
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
@@ -201,12 +205,6 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     joins = (_ceil(t * rows.columns, at_once),)
     fixed = {"ADD": add, "S": _power(programs), "C": at_once}
     launch(triton_rows.join_sums, joins, out, sums, programs, t * rows.columns, **fixed)
-
-
-def weigh(h: Tensor, weights: Tensor) -> None:
-    n = h.shape[1] // weights.shape[1]
-    grid = weights.numel(), _ceil(n, ELEMENTWISE)
-    launch(triton_tokens.weigh, grid, h, weights, n, C=ELEMENTWISE)
 
 
 def route(weights: Tensor, logits: Tensor, n_active: int) -> None:

@@ -126,12 +126,22 @@ def matmul_few(
 
 
 @triton.jit
+def share(weights, row, each, n):
+    """What a token, of n neurons or of none, gives to the expert of each row."""
+    return tl.load(weights + row // each, mask=row < n, other=0)
+
+
+@triton.jit
 def gate_up_few(
-    h, gate, bias, up, x, named, counts, n, columns, gate_stride, up_stride, tokens, threshold,
+    h, gate, bias, up, x, named, weights, counts,
+    n, columns, gate_stride, up_stride, tokens, each, pitch, threshold,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """R neurons: their gates where named, then up where a gate is open. counts: three additions a program."""
+    """R neurons: their gates where named and where a token goes to their expert, which has `each` of them;
+    then up where a gate is open. weights: a token's are `pitch` behind the one before's.
+    counts: four additions a program.
+    """
     row = tl.program_id(0) * R + tl.arange(0, R)
     wanted = row < n
     if named is not None:
@@ -140,6 +150,11 @@ def gate_up_few(
             byte = tl.load(named + b * tl.cdiv(n, 8) + row // 8, mask=row < there(b, tokens, n), other=0)
             seen |= (byte.to(tl.int32) >> (row % 8)) & 1
         wanted = wanted & (seen != 0)
+    if weights is not None:
+        going = tl.zeros((R,), tl.int1)
+        for b in tl.static_range(B):
+            going = going | (share(weights + b * pitch, row, each, there(b, tokens, n)) != 0)
+        wanted = wanted & going
     gates = dots(gate, row, wanted, gate_stride, columns, x, tokens, FORMAT, B, R, G, V)
     if bias is not None:
         shift = tl.load(bias + row, mask=row < n, other=0)
@@ -148,6 +163,8 @@ def gate_up_few(
     for b in tl.static_range(B):
         y = gates[b] + shift if bias is not None else gates[b]
         a = tl.where(wanted & (row < there(b, tokens, n)), activation(y, threshold, ACTIVATION), 0.0)
+        if weights is not None:
+            a = tl.where(share(weights + b * pitch, row, each, there(b, tokens, n)) != 0, a, 0.0)
         opened = opened | (a != 0)
         active = active + (a,)
     if up is not None:
@@ -159,8 +176,14 @@ def gate_up_few(
             u = activation(ups[b], 0.0, "relu") if UP_RELU else ups[b]
             a = tl.where(opened, a * u, 0.0)
         mine = row < there(b, tokens, n)
+        if weights is not None:
+            part = share(weights + b * pitch, row, each, there(b, tokens, n))
+            a = tl.where(part != 0, a, 0.0)
         pairs += ((a != 0) & mine).to(tl.int32)
+        if weights is not None:
+            a = tl.where(part != 0, a * part, 0.0)
         tl.store(h + b * n + row, a, mask=mine)
+    tl.atomic_add(counts + 3, tl.sum((pairs > 0).to(tl.int32), axis=0), sem="relaxed")
     tl.atomic_add(counts, tl.sum(pairs, axis=0), sem="relaxed")
     tl.atomic_add(counts + 1, tl.sum(opened.to(tl.int32), axis=0), sem="relaxed")
     tl.atomic_add(counts + 2, tl.sum(wanted.to(tl.int32), axis=0), sem="relaxed")

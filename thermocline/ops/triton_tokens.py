@@ -67,7 +67,7 @@ def activate(out, gate, up, n, threshold, KIND: tl.constexpr, UP_RELU: tl.conste
 
 @triton.jit
 def gated(
-    h, ups, named, counts, n, tokens, threshold,
+    h, ups, named, weights, counts, n, tokens, each, pitch, threshold,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Of many tokens: R neurons' gates in h become what they let through of `ups`. Counts as gate_up_few."""
@@ -82,6 +82,14 @@ def gated(
             bit = (tl.load(at, mask=ok, other=0).to(tl.int32) >> (row % 8)[None, :]) & 1
             seen += tl.sum(bit, axis=0)
         wanted = wanted & (seen > 0)
+    if weights is not None:
+        going = tl.zeros((R,), tl.int32)
+        for start in range(0, tokens, T):
+            token = start + tl.arange(0, T)
+            ok = (token < tokens)[:, None] & (row < n)[None, :]
+            share = tl.load(weights + token[:, None] * pitch + row[None, :] // each, mask=ok, other=0)
+            going += tl.sum((share != 0).to(tl.int32), axis=0)
+        wanted = wanted & (going > 0)
     opened = tl.zeros((R,), tl.int32)
     pairs = tl.zeros((R,), tl.int32)
     for start in range(0, tokens, T):
@@ -90,13 +98,19 @@ def gated(
         ok = (token < tokens)[:, None] & (row < n)[None, :]
         a = activation(tl.load(h + at, mask=ok & wanted[None, :], other=0), threshold, ACTIVATION)
         a = tl.where(wanted[None, :], a, 0.0)
+        if weights is not None:
+            share = tl.load(weights + token[:, None] * pitch + row[None, :] // each, mask=ok, other=0)
+            a = tl.where(share != 0, a, 0.0)
         opened += tl.sum(((a != 0) & ok).to(tl.int32), axis=0)
         if ups is not None:
             u = tl.load(ups + at, mask=ok, other=0)
             u = activation(u, 0.0, "relu") if UP_RELU else u
             a = tl.where(a != 0, a * u, 0.0)
         pairs += tl.sum(((a != 0) & ok).to(tl.int32), axis=0)
+        if weights is not None:
+            a = tl.where(a != 0, a * share, 0.0)
         tl.store(h + at, a, mask=ok)
+    tl.atomic_add(counts + 3, tl.sum((pairs > 0).to(tl.int32), axis=0), sem="relaxed")
     tl.atomic_add(counts, tl.sum(pairs, axis=0), sem="relaxed")
     tl.atomic_add(counts + 1, tl.sum((opened > 0).to(tl.int32), axis=0), sem="relaxed")
     tl.atomic_add(counts + 2, tl.sum(wanted.to(tl.int32), axis=0), sem="relaxed")
@@ -106,14 +120,6 @@ def gated(
 def softcap(x, n, cap, C: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
     tl.store(x + i, cap * tanh(tl.load(x + i, mask=i < n, other=0) / cap), mask=i < n)
-
-
-@triton.jit
-def weigh(h, weights, n, C: tl.constexpr):
-    """Program (token * experts + expert, part of its n neurons)."""
-    i = tl.program_id(1) * C + tl.arange(0, C)
-    at = h + tl.program_id(0).to(tl.int64) * n + i
-    tl.store(at, tl.load(at, mask=i < n, other=0) * tl.load(weights + tl.program_id(0)), mask=i < n)
 
 
 @triton.jit
