@@ -122,16 +122,9 @@ def driver(card: Card) -> Any:
     return Library
 
 
-def install(patch: pytest.MonkeyPatch, card: Card) -> None:
-    """`--gpu 0` is that card, with the kernels of torch."""
+def queues(card: Card) -> dict[str, Any]:
+    """Of torch.cuda: streams that do everything at once, events that have happened."""
     faults = card.faults
-
-    def told(name: str, answer: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            faults.met(name)
-            return answer(*args)
-
-        return call
 
     class Stream:
         cuda_stream = 1
@@ -153,6 +146,18 @@ def install(patch: pytest.MonkeyPatch, card: Card) -> None:
             faults.met("Event.query")
             return True
 
+    @contextlib.contextmanager
+    def stream(on: Any) -> Iterator[None]:
+        faults.met("stream")
+        yield
+
+    return {"Stream": Stream, "Event": Event, "stream": stream}
+
+
+def recordings(card: Card) -> dict[str, Any]:
+    """Of torch.cuda: what is captured is kept, and done at each replay."""
+    faults = card.faults
+
     class CUDAGraph(Graph):
         def __init__(self) -> None:
             faults.met("CUDAGraph")
@@ -173,11 +178,35 @@ def install(patch: pytest.MonkeyPatch, card: Card) -> None:
             faults.met("capture_end")
         made.items = tuple(items)
 
-    @contextlib.contextmanager
-    def stream(on: Any) -> Iterator[None]:
-        faults.met("stream")
-        yield
+    return {"CUDAGraph": CUDAGraph, "graph": graph}
 
+
+def facts(card: Card) -> dict[str, Any]:
+    """Of torch.cuda: what the machine has."""
+
+    def told(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            card.faults.met(name)
+            return answer(*args)
+
+        return call
+
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: card.count > 0,
+        "device_count": lambda: card.count,
+        "get_device_capability": lambda _: card.capability,
+        "get_device_name": lambda _: NAME,
+        "set_device": lambda _: None,
+        "synchronize": lambda _: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda _: (card.free_bytes, 2 * GIB),
+    }
+    return {name: told(name, answer) for name, answer in answers.items()}
+
+
+def memory(card: Card) -> Callable[..., torch.Tensor]:
+    """torch.zeros, there and pinned."""
+    faults = card.faults
     zeros = torch.zeros
 
     def made(shape: Any, **how: Any) -> torch.Tensor:
@@ -187,13 +216,24 @@ def install(patch: pytest.MonkeyPatch, card: Card) -> None:
             faults.met("zeros")
         return zeros(shape, **how)
 
+    return made
+
+
+def libraries(card: Card) -> Callable[..., Any]:
+    """ctypes.CDLL, which finds a driver."""
     true_library = ctypes.CDLL
 
     def library(name: str, *args: Any, **how: Any) -> Any:
         if "cuda" not in str(name):
             return true_library(name, *args, **how)
-        faults.met("libcuda")
+        card.faults.met("libcuda")
         return driver(card)
+
+    return library
+
+
+def device_of(card: Card) -> type[cuda.Cuda]:
+    faults = card.faults
 
     class Here(cuda.Cuda):
         """`Cuda`, whose kernels wait for a replay where a recording is being made."""
@@ -216,24 +256,17 @@ def install(patch: pytest.MonkeyPatch, card: Card) -> None:
         def put(self, to: Any, source: torch.Tensor) -> None:
             super().put(Target(card, to, "put"), source)  # type: ignore[arg-type]
 
-    for name, answer in {
-        "is_available": lambda: card.count > 0,
-        "device_count": lambda: card.count,
-        "get_device_capability": lambda _: card.capability,
-        "get_device_name": lambda _: NAME,
-        "set_device": lambda _: None,
-        "synchronize": lambda _: None,
-        "empty_cache": lambda: None,
-        "mem_get_info": lambda _: (card.free_bytes, 2 * GIB),
-    }.items():
-        patch.setattr(torch.cuda, name, told(name, answer))
-    for name, value in {"Stream": Stream, "Event": Event, "CUDAGraph": CUDAGraph, "graph": graph}.items():
+    return Here
+
+
+def install(patch: pytest.MonkeyPatch, card: Card) -> None:
+    """`--gpu 0` is that card, with the kernels of torch."""
+    for name, value in (facts(card) | queues(card) | recordings(card)).items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(torch.cuda, "stream", stream)
-    patch.setattr(torch, "zeros", made)
+    patch.setattr(torch, "zeros", memory(card))
     patch.setattr(torch.version, "cuda", "13.0")
-    patch.setattr(ctypes, "CDLL", library)
-    patch.setattr(cuda, "Cuda", Here)
+    patch.setattr(ctypes, "CDLL", libraries(card))
+    patch.setattr(cuda, "Cuda", device_of(card))
     patch.setattr(ops, "triton_kernels", torch_kernels, raising=False)
     patch.setattr(
         hardware, "gpu", lambda: hardware.Gpu(True, [NAME] * card.count, [2 * GIB] * card.count, "")
