@@ -188,9 +188,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tokenizer",
         "tokenizer_gguf",
     },
+    "cuda": {"device", "errors"},
     "device": {"errors"},
     "gpu": {
         "arrange",
+        "cuda",
         "device",
         "disk",
         "errors",
@@ -307,7 +309,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ops.triton_rows",
         "ops.triton_tokens",
     },
-    "ops.triton_rows": {"ops.triton_tokens"},
+    "ops.triton_rows": {"ops.triton_stored", "ops.triton_tokens"},
+    "ops.triton_stored": set(),
     "ops.triton_tokens": set(),
     "pack": {"_native", "errors", "layout", "manifest", "quant", "safetensors", "spec"},
     "pack_writer": {"_native", "errors", "layout", "manifest", "pack", "quant", "spec", "spec_check"},
@@ -552,6 +555,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FOREIGN = {"huggingface_hub", "numpy", "tokenizers", "tqdm"}  # what `pip install .` brings
 # Packages that few modules use: `pip install '.[gguf]'` brings gguf, `pip install .` the others.
 EXTRAS = {
+    "cuda": {"torch"},
     "device": {"torch"},
     "fit_mlp": {"torch"},
     "gpu": {"torch", "triton"},
@@ -562,6 +566,7 @@ EXTRAS = {
     "ops.torch_kernels": {"torch"},
     "ops.triton_kernels": {"torch"},
     "ops.triton_rows": {"triton"},
+    "ops.triton_stored": {"triton"},
     "ops.triton_tokens": {"triton"},
     "gguf_out": {"gguf"},
     "grammar": {"llguidance"},
