@@ -187,9 +187,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tokenizer",
         "tokenizer_gguf",
     },
+    "cuda": {"device", "errors"},
     "device": {"errors"},
     "gpu": {
         "arrange",
+        "cuda",
         "device",
         "disk",
         "errors",
@@ -491,6 +493,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FOREIGN = {"huggingface_hub", "numpy", "tokenizers", "tqdm"}  # what `pip install .` brings
 # Packages that few modules use: `pip install '.[gguf]'` brings gguf, `pip install .` the others.
 EXTRAS = {
+    "cuda": {"torch"},
     "device": {"torch"},
     "fit_mlp": {"torch"},
     "gpu": {"torch", "triton"},

@@ -12,8 +12,9 @@ from toy import GREEDY, SPEC
 
 from thermocline import engine as engine_module
 from thermocline.decoder import Batch
-from thermocline.engine import Engine, Request
+from thermocline.engine import Engine
 from thermocline.pace import LEAST, Pace
+from thermocline.request import Request
 from thermocline.sampler import SamplingParams
 
 LONG = dataclasses.replace(SPEC, max_context=4096)
