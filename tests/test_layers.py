@@ -427,7 +427,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.messages",
         "server.process",
     },
-    "server.worker": {"engine", "errors", "llm", "request", "server.messages"},
+    "server.worker": {"constraint", "engine", "errors", "llm", "request", "sampler", "server.messages"},
     "server": set(),
     "server.body": {"server.limits", "server.refusal"},
     "server.guard": {"server.body", "server.limits", "server.refusal"},

@@ -91,6 +91,7 @@ class Server:
         self.model: Model | None = None
         self.progress: tuple[str, int, int] | None = None
         self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
+        self._trials = asyncio.Semaphore(2)  # of grammars: each is a process with a second of time and 1 GiB
 
     def close(self) -> None:
         if self.model is not None and self.model.template is not None:
@@ -138,7 +139,8 @@ class Server:
         if len(g.text.encode()) > most.limit_schema_bytes or depth(g.text) > most.limit_schema_depth:
             said = f"{most.limit_schema_bytes} bytes or {most.limit_schema_depth} levels"
             raise Refusal(400, f"the grammar or schema has more than {said}")
-        await asyncio.to_thread(grammar.check, g)
+        async with self._trials:
+            await asyncio.to_thread(grammar.check, g)
 
     async def apart(self, what: Callable[[], Any]) -> Any:
         """Work that may be long, on another thread."""

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from thermocline.constraint import Grammar
 from thermocline.engine import Engine
 from thermocline.errors import ThermoclineError
 from thermocline.llm import LLM
 from thermocline.request import Request
+from thermocline.sampler import SamplingParams
 from thermocline.server.messages import (
     Beat,
     Cancel,
@@ -75,6 +78,7 @@ class Worker:
 
     def run(self) -> None:
         self._connection.send(Ready(self._llm.load_s, self._llm.memory_bytes))
+        threading.Thread(target=self._prepare, name="grammars", daemon=True).start()
         busy = False
         while self._obey(wait=not busy):
             begin = time.monotonic()
@@ -85,6 +89,11 @@ class Worker:
             if events := self._events():
                 self._connection.send(events)
             self._beat()
+
+    def _prepare(self) -> None:
+        """The first grammar's vocabulary takes 0.6 s for 50,000 tokens: not while somebody waits for it."""
+        with contextlib.suppress(ThermoclineError):  # without the library there are none
+            self._llm.constraint(SamplingParams(grammar=Grammar.json_object()), checked=True)
 
     def _obey(self, wait: bool) -> bool:
         """What was asked for meanwhile. False: to stop."""
