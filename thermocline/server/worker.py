@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from thermocline.constraint import Grammar
@@ -50,7 +52,11 @@ def main(connection: Connection, options: dict[str, Any]) -> None:
             connection.send(Refused(type(e).__name__, str(e)))
             return
         with llm:
-            Worker(connection, llm).run()
+            try:
+                Worker(connection, llm).run()
+            except Exception as e:
+                connection.send(Told(f"the engine failed: {_where(e)}"))
+                sys.exit(1)
 
 
 def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
@@ -66,6 +72,17 @@ def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
     template = options.get("chat_template")
     connection.send(Opened(str(llm.path), llm.context, options.get("max_batch", 8), template))
     return llm
+
+
+def _where(e: BaseException) -> str:
+    """A line; a bug's says no more than where it is, since its message may quote a text."""
+    if isinstance(e, ThermoclineError):
+        return str(e)
+    at = e.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    place = "" if at is None else f" at {Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}"
+    return type(e).__name__ + place
 
 
 class Worker:
