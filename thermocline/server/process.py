@@ -155,7 +155,7 @@ class EngineProcess:
     def _begun(self, process: Any, outbox: SimpleQueue[ToEngine | None]) -> None:
         self._process, self._outbox = process, outbox
         if self.state == "stopping":
-            self._send(Stop())
+            self.kill()
 
     def _heard(self, message: FromEngine) -> None:
         self._beaten = time.monotonic()
