@@ -220,11 +220,7 @@ class Server:
 
     async def _answered(self, request: Request, work: Work, shape: Shape) -> Response:
         if shape.request.stream:
-            return StreamingResponse(
-                self._events(work, shape),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
+            return Events(self._events(work, shape), work)
         try:  # the guard cancels this where nobody is there to read it any more
             while (got := await work.next()) is not None:
                 shape.take(*got)
@@ -256,7 +252,6 @@ class Server:
             yield _event({"error": of_engine(e).error})
         finally:
             following.cancel()
-            work.close()
 
     # ---- the rest
 
@@ -341,6 +336,21 @@ class Server:
             Route("/openapi.json", self.described, methods=get),
             Route("/docs", self.docs, methods=get),
         ]
+
+
+class Events(StreamingResponse):
+    """A stream whose work ends with it, also where it is given up before its first event was asked for."""
+
+    def __init__(self, events: AsyncIterator[bytes], work: Work) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._work = work
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._work.close()
 
 
 # ---- parts
