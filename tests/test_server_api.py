@@ -131,6 +131,63 @@ def test_stops_biases_and_penalties_reach_the_sampler(client: openai.OpenAI, llm
     assert other.choices[0].text != " time"
 
 
+def test_prompts_are_scored_as_lm_eval_asks(client: openai.OpenAI, llm: LLM) -> None:
+    """`local-completions`: token ids, echo, logprobs, nothing or one token generated."""
+    ids = llm.tokenizer.encode(STORY, parse_special=True)
+    for tokens in (0, 1):
+        params = SamplingParams(max_tokens=tokens, temperature=0, prompt_logprobs=1, logprobs=1)
+        want = llm.generate(STORY, params)
+        made = client.completions.create(
+            model="story", prompt=ids, echo=True, logprobs=1, max_tokens=tokens, temperature=0
+        )
+        choice = made.choices[0]
+        assert choice.logprobs is not None and want.prompt_logprobs is not None and want.logprobs is not None
+        scores = [t.logprob for t in (*want.prompt_logprobs, *want.logprobs)]
+        assert choice.logprobs.token_logprobs == [None, *scores]
+        assert choice.text == llm.tokenizer.decode(ids) + want.text and choice.finish_reason == "length"
+        assert choice.logprobs.top_logprobs is not None and choice.logprobs.tokens is not None
+        assert len(choice.logprobs.top_logprobs) == len(choice.logprobs.tokens) == len(ids) + tokens
+        offsets = choice.logprobs.text_offset
+        assert offsets == sorted(offsets or ())
+
+
+SCHEMA = {
+    "type": "object", "required": ["name", "age"], "additionalProperties": False,
+    "properties": {"name": {"enum": ["Tim", "Lily"]}, "age": {"type": "integer", "minimum": 1, "maximum": 9}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "child", "schema": SCHEMA}}},
+        {"json_schema": SCHEMA},
+        {"grammar": 'start: "{" NAME "," AGE "}"\nNAME: /"name": "(Tim|Lily)"/\nAGE: / "age": [1-9]/'},
+    ],
+)
+def test_an_answer_is_what_its_grammar_says(server: Served, how: dict[str, Any]) -> None:
+    asked = {"messages": [{"role": "user", "content": STORY}], "max_tokens": 300, "seed": 3} | how
+    got = post(server, "/v1/chat/completions", asked).json()
+    assert "choices" in got, got
+    made = got["choices"][0]
+    child = json.loads(made["message"]["content"])
+    assert made["finish_reason"] == "stop"
+    assert child["name"] in ("Tim", "Lily") and 1 <= child["age"] <= 9 and len(child) == 2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"response_format": {"type": "json_schema"}}, {"grammar": "root ::= x"}, {"grammar": "start: ("},
+        {"json_schema": {"type": "nothing"}}, {"json_schema": {"pattern": "(a+)+\\1", "type": "string"}},
+        {"json_schema": SCHEMA, "grammar": 'start: "a"'}, {"grammar": "x" * 70000},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_refused(server: Served, how: dict[str, Any]) -> None:
+    got = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 4} | how)
+    assert got.status_code == 400 and got.json()["error"]["type"] == "invalid_request_error"
+
+
 # ---- errors
 
 

@@ -6,6 +6,7 @@ Must not know how a grammar is enforced (`grammar.py`), models or requests.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,8 +53,8 @@ class Grammar:
             raise UsageError(f"the {name} is empty or has a NUL character")
         if size > MAX_BYTES:
             raise UsageError(f"the {name} has {size} bytes; at most {MAX_BYTES} can be taken")
-        if self.kind == "json_schema" and (depth := _depth(self.text)) > MAX_DEPTH:
-            raise UsageError(f"the {name} is {depth} levels deep; at most {MAX_DEPTH} can be taken")
+        if self.kind == "json_schema" and (levels := depth(self.text)) > MAX_DEPTH:
+            raise UsageError(f"the {name} is {levels} levels deep; at most {MAX_DEPTH} can be taken")
 
     @staticmethod
     def json_schema(schema: str | bool | Mapping[str, Any]) -> Grammar:
@@ -86,12 +87,12 @@ class Grammar:
     @staticmethod
     def lark(text: str) -> Grammar:
         """A Lark grammar, as llguidance reads it; its first rule is `start`."""
-        if "::=" in text:
+        if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
             raise UsageError("the grammar is GBNF (`::=`); write it as a Lark grammar (`start: ...`)")
         return Grammar("lark", text)
 
 
-def _depth(text: str) -> int:
+def depth(text: str) -> int:
     """Brackets within brackets, of JSON, without parsing it."""
     deepest = depth = 0
     quoted = escaped = False

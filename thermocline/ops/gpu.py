@@ -295,7 +295,7 @@ class GpuOps:
         known = self._vectors.get(id(given[0]))
         if known is None:
             there = self.device.zeros((sum(map(len, given)),), torch.float32)
-            there.copy_(torch.from_numpy(np.concatenate(given)))
+            self.device.put(there, torch.from_numpy(np.concatenate(given)))
             known = self._vectors[id(given[0])] = given, there
         return known[1]
 
@@ -354,7 +354,7 @@ class GpuOps:
             self._body(Hidden(self, tokens, on_device=False), rows, body)
 
         if tokens > RECORDED or key not in self._programs:
-            program = self._now = Program()
+            program = self._now = self._under_way = Program()  # also where `work` is broken off half-way
             work()
             if tokens <= RECORDED:
                 self._programs[key] = None
@@ -363,8 +363,8 @@ class GpuOps:
             program = self._record(work) if known is None else known
             self._programs[key] = program
             assert program.replay is not None
+            self._under_way = program
             program.replay()
-        self._under_way = program
         self.device.wait(program.tasks)
         self._under_way = None
         self._tell(program, stats)
@@ -411,16 +411,20 @@ class GpuOps:
         stats.active += active + k.active
         stats.rows += (ups if self.spec.gated else 0) + downs + k.rows
         stats.predicted += gates + k.predicted
-        for task in program.tasks:
+        met: list[Exception] = []
+        for task in program.tasks:  # all of them: what is not taken now would be the next step's
             try:
                 active, rows, rows_dense, gates, asked = task.take()
-            except _native.DiskError as e:
-                raise disk_error(e) from None
+            except Exception as e:
+                met.append(disk_error(e) if isinstance(e, _native.DiskError) else e)
+                continue
             stats.active += active
             stats.rows += rows
             stats.rows_dense += rows_dense
             stats.predicted += gates
             stats.predictor_bytes += asked
+        if met:
+            raise met[0]
 
     # ---- parts of a step: queued
 

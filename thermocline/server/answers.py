@@ -10,7 +10,7 @@ from typing import Any
 
 from thermocline.request import Chunk, Figures
 from thermocline.sampler import TokenLogprobs
-from thermocline.server.messages import Ended
+from thermocline.server.messages import Ended, Token
 from thermocline.server.parts import MARKS, Call, Parts, Piece
 from thermocline.tokenizer import Tokenizer
 
@@ -130,6 +130,10 @@ class Shape:
 
     def begin(self) -> list[dict[str, Any]]:
         return []
+
+    def take(self, i: int, event: Token | Ended) -> list[dict[str, Any]]:
+        """An event of choice i -> what is sent of it."""
+        return self.add(i, event.chunk) if isinstance(event, Token) else self.end(i, event)
 
     def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
         """One token -> what is sent of it."""

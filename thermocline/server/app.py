@@ -21,7 +21,8 @@ from starlette.routing import Route
 
 from thermocline import __version__, grammar
 from thermocline.chat_template import ChatTemplate
-from thermocline.errors import ThermoclineError, UsageError
+from thermocline.constraint import depth
+from thermocline.errors import ThermoclineError
 from thermocline.pack import Pack
 from thermocline.request import request_for
 from thermocline.sampler import SamplingParams
@@ -30,7 +31,7 @@ from thermocline.server.answers import Chat, Shape, Text
 from thermocline.server.errors import of_engine, of_validation
 from thermocline.server.guard import json_body
 from thermocline.server.limits import Limits
-from thermocline.server.messages import Opened, Token
+from thermocline.server.messages import Opened
 from thermocline.server.metrics import Metrics
 from thermocline.server.parts import THINK, Format, Parts
 from thermocline.server.process import EngineProcess, Work
@@ -90,6 +91,7 @@ class Server:
         self.model: Model | None = None
         self.progress: tuple[str, int, int] | None = None
         self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
+        self._trials = asyncio.Semaphore(2)  # of grammars: each is a process with a second of time and 1 GiB
 
     def close(self) -> None:
         if self.model is not None and self.model.template is not None:
@@ -130,9 +132,15 @@ class Server:
         return self.engine.submit(prompts)
 
     async def enforceable(self, params: SamplingParams) -> None:
-        """Raises UsageError where its grammar cannot be kept to: compiled on trial in a process of its own."""
-        if params.grammar is not None:
-            await asyncio.to_thread(grammar.check, params.grammar)
+        """Raises UsageError where its grammar cannot be kept to: it is compiled on trial, in a process."""
+        g, most = params.grammar, self.limits
+        if g is None:
+            return
+        if len(g.text.encode()) > most.limit_schema_bytes or depth(g.text) > most.limit_schema_depth:
+            said = f"{most.limit_schema_bytes} bytes or {most.limit_schema_depth} levels"
+            raise Refusal(400, f"the grammar or schema has more than {said}")
+        async with self._trials:
+            await asyncio.to_thread(grammar.check, g)
 
     async def apart(self, what: Callable[[], Any]) -> Any:
         """Work that may be long, on another thread."""
@@ -149,7 +157,8 @@ class Server:
                 type="exceed_context_size_error", code="context_length_exceeded",
                 extra={"n_prompt_tokens": len(ids), "n_ctx": model.context}
             )  # fmt: skip
-        request = request_for(model.spec, model.context, model.tokenizer, ids, params)
+        plain = replace(params, grammar=None)  # which the engine's process compiles for itself
+        request = request_for(model.spec, model.context, model.tokenizer, ids, plain)
         seed = request.sampler.seed
         return [(request.ids, replace(params, seed=(seed + i) % (1 << 63))) for i in range(n)]
 
@@ -211,23 +220,13 @@ class Server:
 
     async def _answered(self, request: Request, work: Work, shape: Shape) -> Response:
         if shape.request.stream:
-            return StreamingResponse(
-                self._events(work, shape),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
-        collected = asyncio.ensure_future(_collected(work, shape))
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait({collected, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not collected.done():
-                return Response(status_code=499)  # nobody is there to read it
-            collected.result()
+            return Events(self._events(work, shape), work)
+        try:  # the guard cancels this where nobody is there to read it any more
+            while (got := await work.next()) is not None:
+                shape.take(*got)
             return JSONResponse(shape.whole())
         finally:
             work.close()
-            for task in (collected, gone):
-                task.cancel()
 
     async def _events(self, work: Work, shape: Shape) -> AsyncIterator[bytes]:
         """Server-sent events. A comment now and then while there is nothing to say."""
@@ -244,9 +243,7 @@ class Server:
                 if got is None:
                     break
                 following = asyncio.ensure_future(work.next())
-                i, event = got
-                bodies = shape.add(i, event.chunk) if isinstance(event, Token) else shape.end(i, event)
-                for body in bodies:
+                for body in shape.take(*got):
                     yield _event(body)
             if shape.include_usage:
                 yield _event(shape.usage())
@@ -255,7 +252,6 @@ class Server:
             yield _event({"error": of_engine(e).error})
         finally:
             following.cancel()
-            work.close()
 
     # ---- the rest
 
@@ -342,6 +338,21 @@ class Server:
             *activity.routes(self.engine.onlookers, self.limits.limit_ping_s),
             *page.routes(),
         ]
+
+
+class Events(StreamingResponse):
+    """A stream whose work ends with it, also where it is given up before its first event was asked for."""
+
+    def __init__(self, events: AsyncIterator[bytes], work: Work) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._work = work
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._work.close()
 
 
 # ---- parts
@@ -435,20 +446,6 @@ def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _collected(work: Work, shape: Shape) -> None:
-    while (got := await work.next()) is not None:
-        i, event = got
-        if isinstance(event, Token):
-            shape.add(i, event.chunk)
-        else:
-            shape.end(i, event)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 # ---- errors
 
 
@@ -479,7 +476,6 @@ def application(server: Server, lifespan: Any = None) -> Starlette:
         404: _no_route,
         405: _wrong_method,
     }
-    return Starlette(routes=server.routes(), exception_handlers=handlers, lifespan=lifespan)
-
-
-__all__ = ["Model", "Server", "UsageError", "application"]
+    made = Starlette(routes=server.routes(), exception_handlers=handlers, lifespan=lifespan)
+    made.router.redirect_slashes = False
+    return made

@@ -59,8 +59,10 @@ class Limits:
     limit_stop: int = _count(16, "Texts in `stop`.", 0)
     limit_stop_bytes: int = _bytes(256, "One of those texts.")
     limit_logit_bias: int = _count(1024, "Tokens in `logit_bias`.", 0)
-    limit_schema_bytes: int = _bytes(64 * KIB, "A JSON schema or grammar.")
-    limit_schema_depth: int = _count(64, "Lists and objects inside each other in a schema.")
+    limit_schema_bytes: int = opt(
+        64 * KIB, whole(1, 64 * KIB), "BYTES", "Limits", "A JSON schema or grammar."
+    )
+    limit_schema_depth: int = _count(64, "Lists and objects inside each other in a schema.", most=64)
 
 
 def described(limits: Limits) -> dict[str, dict[str, object]]:

@@ -160,7 +160,7 @@ class EngineProcess:
         if self.onlookers:
             self._send(Look(True))
         if self.state == "stopping":
-            self._send(Stop())
+            self.kill()
 
     def _heard(self, message: FromEngine) -> None:
         self._beaten = time.monotonic()

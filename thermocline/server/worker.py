@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
+import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from thermocline.constraint import Grammar
 from thermocline.engine import Engine
 from thermocline.errors import ThermoclineError
 from thermocline.llm import LLM
 from thermocline.request import Request
+from thermocline.sampler import SamplingParams
 from thermocline.server.messages import (
     Beat,
     Cancel,
@@ -50,7 +55,11 @@ def main(connection: Connection, options: dict[str, Any]) -> None:
             connection.send(Refused(type(e).__name__, str(e)))
             return
         with llm:
-            Worker(connection, llm).run()
+            try:
+                Worker(connection, llm).run()
+            except Exception as e:
+                connection.send(Told(f"the engine failed: {_where(e)}"))
+                sys.exit(1)
 
 
 def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
@@ -68,6 +77,17 @@ def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
     return llm
 
 
+def _where(e: BaseException) -> str:
+    """A line; a bug's says no more than where it is, since its message may quote a text."""
+    if isinstance(e, ThermoclineError):
+        return str(e)
+    at = e.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    place = "" if at is None else f" at {Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}"
+    return type(e).__name__ + place
+
+
 class Worker:
     def __init__(self, connection: Connection, llm: LLM) -> None:
         self._connection, self._llm = connection, llm
@@ -78,6 +98,7 @@ class Worker:
 
     def run(self) -> None:
         self._connection.send(Ready(self._llm.load_s, self._llm.memory_bytes))
+        threading.Thread(target=self._prepare, name="grammars", daemon=True).start()
         busy = False
         while self._obey(wait=not busy):
             begin = time.monotonic()
@@ -88,6 +109,11 @@ class Worker:
             if events := self._events():
                 self._connection.send(events)
             self._beat()
+
+    def _prepare(self) -> None:
+        """The first grammar's vocabulary takes 0.6 s for 50,000 tokens: not while somebody waits for it."""
+        with contextlib.suppress(ThermoclineError):  # without the library there are none
+            self._llm.constraint(SamplingParams(grammar=Grammar.json_object()), checked=True)
 
     def _obey(self, wait: bool) -> bool:
         """What was asked for meanwhile. False: to stop."""
