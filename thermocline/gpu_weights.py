@@ -20,8 +20,8 @@ from thermocline.decoder import FFN, Layer, Weights
 from thermocline.device import Device
 from thermocline.layout import TensorInfo
 from thermocline.ops.cpu import CpuOps
+from thermocline.ops.device_layers import DevicePredictor
 from thermocline.ops.device_rows import Rows
-from thermocline.ops.gpu import DevicePredictor
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.records import Records
