@@ -183,6 +183,29 @@ def test_no_temperature_overflows(temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [
+        {"repeat_penalty": 5e-324},
+        {"repeat_penalty": 1e308},
+        {"presence_penalty": -1e308, "frequency_penalty": -1e308},
+        {"presence_penalty": 1e308, "frequency_penalty": -1e308},
+        {"logit_bias": {1: 1e308, 2: -1e308, 3: -math.inf}, "repeat_penalty": 1e-300},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_no_penalty_overflows(changed: dict[str, Any], temperature: float) -> None:
+    """A penalty of 5e-324 left no token to draw from, and ended the engine with every request in it."""
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=0, **changed), 1000, prompt=range(4))
+    tokens = [sampler.sample(noise()) for _ in range(9)]
+    assert all(0 <= t < 1000 for t in tokens) and 3 not in tokens[1:] * ("logit_bias" in changed)
+
+
+@pytest.mark.parametrize("value", [1e39, 1e308])
+def test_a_huge_bias_is_the_largest(value: float) -> None:
+    assert Sampler(SamplingParams(logit_bias={7: value}, seed=0), 1000).sample(noise()) == 7
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("max_tokens", -1),

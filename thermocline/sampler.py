@@ -20,6 +20,7 @@ from thermocline.errors import NumericalError, UsageError
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Ids = NDArray[np.int64]
+LARGEST = 1e38  # what is added to a logit, or left of it: float32 holds more than three times that
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ class Sampler:
         self._rng = np.random.Generator(np.random.Philox(self.seed))
         bias = {**params.logit_bias, **dict.fromkeys(banned, -math.inf)}
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
-        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        bounded = (b if b == -math.inf else min(max(b, -LARGEST), LARGEST) for b in bias.values())
+        self._bias = np.fromiter(bounded, np.float32, len(bias))
         penalised = (
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -219,18 +221,24 @@ class Sampler:
         logits = logits.copy()
         logits[self._bias_ids] += self._bias
         if self._counts:
-            params = self.params
             ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
-            counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
-            x = logits[ids]
-            x = np.where(x > 0, x / np.float32(params.repeat_penalty), x * np.float32(params.repeat_penalty))
-            logits[ids] = x - (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+            logits[ids] = self._penalised(logits[ids])
         if allowed is not None:
             logits[~allowed] = -math.inf
         if logits.max() == -math.inf:
             grammar = "" if allowed is None else "the grammar, "
             raise UsageError(f"{grammar}logit_bias and ignore_eos ban every token of the model")
         return logits
+
+    def _penalised(self, x: F32) -> F32:
+        """A factor of nearly 0 and penalties beyond all range ban nothing, and make no NaN."""
+        params = self.params
+        counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+        with np.errstate(all="ignore"):
+            factor = np.float32(params.repeat_penalty)
+            cost = np.nan_to_num(params.presence_penalty + params.frequency_penalty * counts)
+            y = np.nan_to_num(np.where(x > 0, x / factor, x * factor)) - cost.astype(np.float32)
+        return np.where(x == -math.inf, x, np.clip(y, -LARGEST, LARGEST)).astype(np.float32)
 
     def _remember(self, token: int) -> None:
         if not self._window:
