@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -23,20 +24,29 @@ def note(text: str) -> None:
 
 
 def sh(*command: str | Path, seconds: float | None = None) -> None:
-    """subprocess.TimeoutExpired where it takes longer."""
+    """subprocess.TimeoutExpired where it takes longer: then all that it started ends, too."""
     note("+ " + " ".join(map(str, command)))
-    subprocess.run([str(c) for c in command], check=True, stdout=sys.stderr, timeout=seconds)
+    given = [str(c) for c in command]
+    with subprocess.Popen(given, stdout=sys.stderr, start_new_session=True) as process:
+        try:
+            code = process.wait(seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, given)
 
 
-def source_tree(build_dir: Path) -> Path:
+def source_tree(build_dir: Path, seconds: float | None = None) -> Path:
     """llama.cpp, as the source package holds it; fetched once."""
-    tree = build_dir / f"{PACKAGE.replace('-', '_')}-{VERSION}" / "vendor" / "llama.cpp"
-    if not tree.exists():
+    package = build_dir / f"{PACKAGE.replace('-', '_')}-{VERSION}"
+    if not package.exists():
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", PACKAGE]
-        sh(*pip, "-d", build_dir, f"{PACKAGE}=={VERSION}")
+        sh(*pip, "-d", build_dir, f"{PACKAGE}=={VERSION}", seconds=seconds)
         with tarfile.open(next(build_dir.glob(f"*{VERSION}.tar.gz"))) as archive:
-            archive.extractall(build_dir, filter="data")
-    return tree
+            archive.extractall(build_dir / "unpacking", filter="data")
+        (build_dir / "unpacking" / package.name).rename(package)  # whole or not at all
+    return package / "vendor" / "llama.cpp"
 
 
 def build(source: Path, build_dir: Path, isa: str, seconds: float | None = None) -> Path:
@@ -45,7 +55,8 @@ def build(source: Path, build_dir: Path, isa: str, seconds: float | None = None)
     """
     if not (build_dir / "bin" / "libllama.so").exists():
         options = [f"-DLLAMA_BUILD_{x}=OFF" for x in NEEDLESS] + OPTIONS[isa]
-        sh("cmake", "-S", source, "-B", build_dir, "-DCMAKE_BUILD_TYPE=Release", *options)
+        configure = ["cmake", "-S", source, "-B", build_dir, "-DCMAKE_BUILD_TYPE=Release", *options]
+        sh(*configure, seconds=seconds)
         sh(
             "cmake",
             "--build",

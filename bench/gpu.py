@@ -14,6 +14,8 @@ engines they take turns; where it does not hold the file, llama.cpp's time is of
 said to be.
 
 Each (shape, format, memory, engine) is a record in bench/results/GPU.json; those there are left as they are.
+What does not fit is a record that says so. What failed otherwise (a full disk, a card or llama.cpp that
+ended), or was cut off, is tried once more by the next call, and then left out with the reason.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -38,16 +42,25 @@ import torch
 from build_llamacpp import note
 from gpu_models import Model, Shape
 from gpu_report import LLAMA, OURS, key_of, table
+from gpu_results import Results
 from gpu_run import Loaded, sync_cost, timeline, write_timeline
-from gpu_sides import Clock, Machine, Results, Rival, Side, alternate, speeds
+from gpu_sides import Clock, Lost, Machine, Rival, Side, alternate, speeds
 from vs_llamacpp import HERE, commit
 
 from thermocline import __version__, gpu, hardware
-from thermocline.console import Progress
-from thermocline.errors import DeviceFailure, OutOfBudget, ThermoclineError, Unsupported, UsageError
+from thermocline.console import INTERRUPTED, Progress
+from thermocline.errors import (
+    DeviceFailure,
+    IOFailure,
+    OutOfBudget,
+    ThermoclineError,
+    Unsupported,
+    UsageError,
+)
 
 SPARE_BYTES = 4 << 30  # of RAM, for both runtimes
 PACE_GBS, START_S = 1.0, 30.0  # of what is written or loaded, at least; of an engine
+SCRATCH = "thermocline-gpu-"  # and the process that made it
 FALCON, OPT = Shape("falcon-40b", "f16", 0.05), Shape("opt-30b", "f16", 0.03)
 LLAMA_70B = Shape("llama-2-70b", "q4_0", 0.18, 0.43)
 DENSE_F16, DENSE_Q4 = Shape("llama-2-7b", "f16"), Shape("llama-2-7b", "q4_0")
@@ -70,45 +83,87 @@ def work_of(args: argparse.Namespace) -> list[tuple[Shape, str]]:
 
 
 def measure(m: Machine, shape: Shape, vram: str) -> None:
-    """Both engines' records that are missing."""
+    """Both engines' records that are missing. Raises DeviceFailure where the card answers no more."""
     ours, theirs = (key_of(shape.label, vram, engine) for engine in (OURS, LLAMA))
-    wanted = m.missing(shape, vram)
-    model = m.model_of(shape)
-    if ours in wanted:
-        try:
+    wanted = [key for key in m.missing(shape, vram) if m.results.begin(key)]
+    if not wanted:
+        return
+    try:
+        model = m.model_of(shape)
+        if ours in wanted:
             measure_ours(m, model, vram, ours, theirs if theirs in wanted else None)
-        except (OutOfBudget, DeviceFailure) as e:
-            m.results.add(ours, {"refused": str(e)})
-    if theirs in wanted and theirs not in m.results.items and (rival := rival_of(m, model, vram, theirs)):
-        with rival:
-            alternate([rival.side], m.args.runs)
-            m.results.add(theirs, {"arrangement": "in turns"} | rival.record())
+        if theirs in m.results.begun:
+            measure_theirs(m, model, vram, theirs)
+    except (IOFailure, OSError) as e:  # a disk that is full
+        m.clear()
+        for key in wanted:
+            if key in m.results.begun:
+                m.results.refuse(key, e, again=True)
 
 
 def measure_ours(m: Machine, model: Model, vram: str, ours: str, theirs: str | None) -> None:
     """And `theirs` beside it, where that is wanted and memory holds both."""
-    session = m.session_of(model, vram)
-    both = theirs is not None and fits_both(m, model, session)
-    with ExitStack() as stack:
-        x = Loaded(model, session, m.sparsity_of(model), m.args.threads)
-        stack.callback(x.close)
-        mine = Side(lambda: x.decode(m.args.gen)[0], lambda: x.prefill(m.args.prompt))
-        rival = rival_of(m, model, vram, theirs) if both and theirs else None
-        if rival:
-            stack.enter_context(rival)
-        alternate([mine, rival.side] if rival else [mine], m.args.runs)
-        how = {"arrangement": "alternating" if rival else "in turns"}
-        m.results.add(ours, how | record_of(m, x, mine, ours))
-        if rival and theirs:
-            m.results.add(theirs, how | rival.record())
+    try:
+        session = m.session_of(model, vram)
+        both = theirs is not None and fits_both(m, model, session)
+        with ExitStack() as stack:
+            x = Loaded(model, session, m.sparsity_of(model), m.args.threads)
+            stack.callback(x.close)
+            rival = rival_of(m, model, vram, theirs) if both and theirs else None
+            if rival:
+                stack.enter_context(rival)
+            mine, beside = together(m, x, rival, theirs)
+            how = {"arrangement": "alternating" if beside else "in turns"}
+            record = how | record_of(m, x, mine)
+            m.results.add(ours, record)  # whatever becomes of what follows
+            if beside and rival and theirs:
+                m.results.add(theirs, how | rival.record())
+            m.results.add(ours, record | looked_into(m, x, ours))
+    except OutOfBudget as e:
+        m.results.refuse(ours, e)
+    except DeviceFailure as e:
+        m.results.refuse(ours, e, again=True)
+        m.check_card()
+
+
+def together(m: Machine, x: Loaded, rival: Rival | None, theirs: str | None) -> tuple[Side, bool]:
+    """(our side, measured; was llama.cpp beside it to the end?)"""
+
+    def side() -> Side:
+        return Side(lambda: x.decode(m.args.gen)[0], lambda: x.prefill(m.args.prompt))
+
+    if rival and theirs:
+        mine = side()
+        try:
+            alternate([mine, rival.side], m.args.runs, m.more)
+            return mine, True
+        except Lost as e:
+            m.results.refuse(theirs, e, again=True)
+    mine = side()
+    alternate([mine], m.args.runs, m.more)
+    return mine, False
+
+
+def measure_theirs(m: Machine, model: Model, vram: str, theirs: str) -> None:
+    rival = rival_of(m, model, vram, theirs)
+    if rival is None:
+        return
+    with rival:
+        try:
+            alternate([rival.side], m.args.runs, m.more)
+            m.results.add(theirs, {"arrangement": "in turns"} | rival.record())
+        except Lost as e:
+            m.results.refuse(theirs, e, again=True)
 
 
 def rival_of(m: Machine, model: Model, vram: str, key: str) -> Rival | None:
     try:
         return Rival(m, model, vram)
-    except (OutOfBudget, Unsupported, SystemExit) as e:  # a driver that ends says so
-        m.results.add(key, {"refused": str(e)})
-        return None
+    except (OutOfBudget, Unsupported) as e:
+        m.results.refuse(key, e)
+    except Lost as e:
+        m.results.refuse(key, e, again=True)
+    return None
 
 
 def fits_both(m: Machine, model: Model, session: gpu.Session) -> bool:
@@ -116,15 +171,12 @@ def fits_both(m: Machine, model: Model, session: gpu.Session) -> bool:
     return session.plan.used("ram") + model.weights_bytes + m.args.spare < room
 
 
-def record_of(m: Machine, x: Loaded, side: Side, key: str) -> dict[str, Any]:
+def record_of(m: Machine, x: Loaded, side: Side) -> dict[str, Any]:
     plan, said = x.session.plan, speeds(side, m.args)
     figures = x.decode(m.args.gen)[1]
     moved = figures.bytes_per_token or 0
     whole = all(p.attention == "gpu" and p.ram == 0 for p in plan.layers) and plan.head == "gpu"
     card = m.results.items["card"]
-    spans = timeline(x, m.directory)
-    drawn = m.results.path.with_name(f"{m.results.path.stem}-{re.sub('[^a-z0-9.]+', '-', key)}.timeline.json")
-    write_timeline(spans, drawn)
     return said | {
         "sparsity": x.sparsity,
         "layers_on_disk": len(
@@ -141,10 +193,24 @@ def record_of(m: Machine, x: Loaded, side: Side, key: str) -> dict[str, Any]:
         **{k: getattr(figures, k) for k in ("active_fraction", "rows_fraction", "predicted_fraction")},
         "planned_tok_s": plan.tokens_per_s,
         "plan_over_measured": plan.tokens_per_s / said["tok_s"],
-        "sync": sync_cost(x, m.args.gen, m.args.runs),
         "handover_us": card["sync_us"],
-        "timeline": drawn.name,
     }
+
+
+def looked_into(m: Machine, x: Loaded, key: str) -> dict[str, Any]:
+    """What waiting costs and one token's timeline: without them where time is over or they fail."""
+    found: dict[str, Any] = {}
+    try:
+        if m.more():
+            found["sync"] = sync_cost(x, m.args.gen, m.args.runs)
+        if m.more():
+            spans = timeline(x, m.directory)
+            name = f"{m.results.path.stem}-{re.sub('[^a-z0-9.]+', '-', key)}.timeline.json"
+            write_timeline(spans, m.results.path.with_name(name))
+            found["timeline"] = name
+    except (DeviceFailure, RuntimeError, OSError, ValueError) as e:  # such as a profiler that may not look
+        found["not_looked_into"] = m.results.said(e)
+    return found
 
 
 # ---- all of it
@@ -160,18 +226,37 @@ def estimate_s(shape: Shape) -> float:
     return 3 * nbytes / 1e9 / PACE_GBS + (2 * START_S if nbytes > 1e9 else 0)
 
 
-def run(m: Machine) -> None:
-    items = m.results.items
-    if "check" not in items or items["check"]["wrong"]:
-        found = gpu_check.check(m.device, m.directory, m.args.size, m.args.check, m.progress)
+def check(m: Machine) -> bool:
+    """Every format that has not been found right; False where there is no time for the next one."""
+    longest = 0.0
+    for weight_format in m.args.check:
+        key, begin = f"check {weight_format}", time.monotonic()
+        if m.results.items.get(key, {}).get("wrong") == []:
+            continue
+        if longest and m.clock.left < longest:
+            note(f"{m.clock.left:.0f} s are left, checking {weight_format} needs {longest:.0f}: run again")
+            return False
+        try:
+            found = gpu_check.check(m.device, m.directory, m.args.size, [weight_format], m.progress)
+        except DeviceFailure as e:
+            m.results.refuse(key, e, again=True)
+            raise
         said = gpu_check.summary(found)
-        m.results.add("check", said)
+        m.results.add(key, said)
         if said["wrong"]:
             raise DeviceFailure(
                 f"{len(said['wrong'])} of {said['compared']} comparisons are wrong: nothing is measured "
                 f"(see {m.results.path})"
             )
-        note(f"{said['compared']} comparisons, all right; NMSE at most {said['worst_nmse']:.1e}")
+        note(f"{weight_format}: {said['compared']} comparisons, all right; NMSE <= {said['worst_nmse']:.1e}")
+        longest = max(longest, time.monotonic() - begin)
+    return True
+
+
+def run(m: Machine) -> None:
+    items = m.results.items
+    if not check(m):
+        return
     if m.device.device.name == gpu.STAND_IN and not m.args.shape:
         note(
             "no GPU is measured: correctness is checked on a stand-in in RAM (--shape measures that one, too)"
@@ -184,7 +269,7 @@ def run(m: Machine) -> None:
     m.driver = gpu_llama.prepared(m.args.build_dir, m.args.llama_source, max(1.0, m.clock.left))
     if isinstance(m.driver, str):
         note(f"llama.cpp is left out: {m.driver}")
-        m.results.facts["without_llama"] = m.driver
+        m.results.facts["without_llama"] = m.results.said(m.driver)
     work = [x for x in work_of(m.args) if m.missing(*x)]
     for at, (shape, vram) in enumerate(work):
         needs = min(estimate_s(shape), max(0.0, m.args.budget_s - START_S))  # else never begun
@@ -265,6 +350,21 @@ def facts_of(device: gpu.Gpu) -> dict[str, Any]:
     }
 
 
+def scratch_in(base: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """For models, in RAM where there is /dev/shm. What calls left there that were killed goes."""
+    shm = Path("/dev/shm")
+    base = base or (shm if shm.is_dir() else Path(tempfile.gettempdir()))
+    for left in base.glob(f"{SCRATCH}*"):
+        pid = left.name.removeprefix(SCRATCH).partition("-")[0]
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (PermissionError, ValueError):  # another's
+            continue
+    return tempfile.TemporaryDirectory(dir=base, prefix=f"{SCRATCH}{os.getpid()}-")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     clock = Clock(time.monotonic() + args.budget_s)
@@ -273,11 +373,10 @@ def main(argv: list[str] | None = None) -> int:
         name = re.sub("[^a-z0-9]+", "-", device.device.name.lower())
         path = args.results or HERE / "results" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        results = Results.of(path, facts_of(device))
-        shm = Path("/dev/shm")
-        base = args.dir or (shm if shm.is_dir() else None)
         bar = Progress(quiet=False)
-        with tempfile.TemporaryDirectory(dir=base) as scratch:
+        with scratch_in(args.dir) as scratch:
+            private = (Path(scratch), args.build_dir, HERE.parent, Path.home())
+            results = Results.of(path, facts_of(device), tuple(d for d in private if len(str(d)) > 1))
             run(Machine(
                 args, device, results, clock, Path(scratch), "not looked for",
                 lambda what, done, total: bar.at(what, done, total, ""),
@@ -285,9 +384,16 @@ def main(argv: list[str] | None = None) -> int:
     except ThermoclineError as e:
         note(f"bench/gpu.py: {e}")
         return e.exit_code
+    except OSError as e:
+        note(f"bench/gpu.py: {e}")
+        return IOFailure.exit_code
+    except KeyboardInterrupt:
+        note("bench/gpu.py: stopped; what was measured is kept, run again and it goes on")
+        return INTERRUPTED
     print(json.dumps(results.items, indent=1) if args.json else "\n".join(table(results.items)))
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` sends it: models in RAM are removed
     sys.exit(main())

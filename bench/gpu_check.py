@@ -293,9 +293,12 @@ def _on(
         return device.zeros(room, torch.float16) if on_device else in_ram(layer, room)
 
     sparsity = "off" if not pack.spec.sparse else "exact" if predictors is None else "predict"
-    for shape in shapes:
-        ops.forget()  # each has keys and values of its own
-        yield logits(pack, made, ops, *shape, sparsity, storage)
+    try:
+        for shape in shapes:
+            ops.forget()  # each has keys and values of its own
+            yield logits(pack, made, ops, *shape, sparsity, storage)
+    finally:
+        device.release()  # the next one's weights may lie where these did
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,17 @@ def prepared(build_dir: Path, source: Path | None, seconds: float) -> Path | str
     why = why_not()
     if why is not None:
         return why
-    build_dir.mkdir(parents=True, exist_ok=True)
-    tree = source or source_tree(build_dir)
     try:
+        build_dir.mkdir(parents=True, exist_ok=True)
+        tree = source or source_tree(build_dir, seconds)
         return build_driver(tree, build(tree, build_dir / "cuda", "cuda", seconds), build_dir)
     except subprocess.TimeoutExpired:
         return f"its build was not finished after {seconds:.0f} s: run again, it goes on"
+    except subprocess.CalledProcessError as e:
+        tool = " ".join([Path(e.cmd[0]).name, *(a for a in e.cmd[1:3] if not Path(a).is_absolute())])
+        return f"its build failed: {tool} ended with code {e.returncode}, its errors are above"
+    except (OSError, StopIteration, tarfile.TarError) as e:  # a disk that is full, a package that is another
+        return f"its build failed: {getattr(e, 'strerror', None) or type(e).__name__}"
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,24 @@ class Loaded:
     def __init__(self, model: Model, session: Session, sparsity: str, threads: int) -> None:
         self.model, self.session, self.sparsity = model, session, sparsity
         begin = time.perf_counter()
-        opened = session.opened(model.pack, model.predictors, threads=threads, progress=None)
-        self.loaded = opened.loaded
-        context = session.context
-        self.engine = Engine(
-            model.pack.spec, self.loaded.weights, self.loaded.ops, storage=opened.storage, context=context,
-            max_batch=1, sparsity=sparsity, kv_tokens=context
-        )  # fmt: skip
+        self.loaded: Any = None
+        self.engine: Any = None
+        try:
+            self._load(threads)
+        except BaseException:
+            self.close()
+            raise
         self.load_s = time.perf_counter() - begin
         self.seed = 0
+
+    def _load(self, threads: int) -> None:
+        pack, context = self.model.pack, self.session.context
+        opened = self.session.opened(pack, self.model.predictors, threads=threads, progress=None)
+        self.loaded = opened.loaded
+        self.engine = Engine(
+            pack.spec, self.loaded.weights, self.loaded.ops, storage=opened.storage, context=context,
+            max_batch=1, sparsity=self.sparsity, kv_tokens=context
+        )  # fmt: skip
 
     @property
     def ops(self) -> Any:
@@ -79,7 +88,8 @@ class Loaded:
         return time.perf_counter_ns() - begin
 
     def close(self) -> None:
-        del self.engine, self.loaded
+        self.session.release()
+        self.engine = self.loaded = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,14 +1,15 @@
-"""What bench/gpu.py measures on and keeps: the file of records, the machine, the two engines side by side."""
+"""What bench/gpu.py measures on: the machine, and the two engines side by side."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +18,16 @@ import numpy as np
 import torch
 from build_llamacpp import PACKAGE, VERSION, note
 from gpu_models import Model, Shape, made, write_gguf
-from gpu_report import LLAMA, OURS, key_of, targets_json
+from gpu_report import LLAMA, OURS, key_of
+from gpu_results import Results
 from vs_llamacpp import Driver
 
 from thermocline import gpu, hardware
 from thermocline.bench import random_tokens
-from thermocline.errors import OutOfBudget, UsageError
+from thermocline.errors import DeviceFailure, OutOfBudget
 from thermocline.memory import GIB
 
-KIND = "thermocline-gpu-bench"
-
-# ---- what is kept
-
-
-@dataclass
-class Results:
-    """The file, written after every record."""
-
-    path: Path
-    facts: dict[str, Any]  # of every record
-    items: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(path: Path, facts: dict[str, Any]) -> Results:
-        found = json.loads(path.read_text()) if path.exists() else {"kind": KIND, "items": {}}
-        if found.get("kind") != KIND:
-            raise UsageError(f"{path}: not written by bench/gpu.py; give another --results")
-        return Results(path, facts, found["items"])
-
-    def add(self, key: str, record: Mapping[str, Any]) -> None:
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.items[key] = {**self.facts, "time": now, **record}
-        whole = {"kind": KIND, "items": self.items, "targets": targets_json(self.items)}
-        partial = self.path.with_suffix(".tmp")
-        partial.write_text(json.dumps(whole, indent=1) + "\n")
-        partial.replace(self.path)
+SLACK_S = 20.0  # that llama.cpp may go on for when the time is over
 
 
 @dataclass(frozen=True)
@@ -76,6 +52,24 @@ class Machine:
     progress: Callable[[str, int, int], None]
     model: Model | None = None  # the last one made
 
+    def more(self) -> bool:
+        """Time."""
+        return self.clock.left > 0
+
+    def check_card(self) -> None:
+        """After a failure: another model's turn, unless it was the card's last word."""
+        try:
+            self.device.device.zeros((1,), torch.uint8)
+            self.device.device.wait([])
+        except DeviceFailure as e:
+            raise DeviceFailure(f"the card answers no more: run again, it goes on ({e})") from None
+
+    def clear(self) -> None:
+        """What there is of models."""
+        self.model = None
+        for path in self.directory.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
     def used(self) -> int:
         """Bytes of the card that are taken, by anybody."""
         if self.device.device.torch.type != "cuda":
@@ -87,7 +81,7 @@ class Machine:
         """Keys of records that can be made and are not there."""
         engines = [OURS] if isinstance(self.driver, str) else [OURS, LLAMA]
         keys = [key_of(shape.label, vram, engine) for engine in engines]
-        return [key for key in keys if key not in self.results.items]
+        return [key for key in keys if self.results.wanted(key)]
 
     def model_of(self, shape: Shape) -> Model:
         if self.model is None or self.model.shape != shape:
@@ -135,9 +129,14 @@ class Side:
     prefill_ns: list[int] = field(default_factory=list)
 
 
-def alternate(sides: list[Side], runs: int) -> None:
-    """Each once a round, after one that does not count; the first changes from round to round."""
+def alternate(sides: list[Side], runs: int, more: Callable[[], bool] = lambda: True) -> None:
+    """Each once a round, after one that does not count; the first changes from round to round.
+
+    No round is begun but the first that counts when there is no `more` time.
+    """
     for i in range(-1, runs):
+        if i > 0 and not more():
+            break
         for side in sides if i % 2 == 0 else reversed(sides):
             decode, prefill = side.decode(), side.prefill()
             if i >= 0:
@@ -164,8 +163,12 @@ def speeds(side: Side, args: argparse.Namespace, times: float = 1.0) -> dict[str
     }
 
 
+class Lost(Exception):
+    """llama.cpp ended, or did not answer in time."""
+
+
 class Rival:
-    """llama.cpp, loaded with as many layers on the GPU as the memory holds."""
+    """llama.cpp, loaded with as many layers on the GPU as the memory holds. Raises OutOfBudget and Lost."""
 
     def __init__(self, m: Machine, model: Model, vram: str) -> None:
         self.m, self.model, spec = m, model, model.pack.spec
@@ -174,25 +177,32 @@ class Rival:
         self.layers = min(spec.n_layers, int(spec.n_layers * room / model.weights_bytes))
         if self.layers < 1:
             raise OutOfBudget("there is no room for a layer of llama.cpp's file")
-        self.own = write_gguf(model, self.gguf, self.layers)
-        needed = max(m.args.prompt, m.args.gen) + 2
-        np.array(random_tokens(spec, 1, needed), np.int32).tofile(tokens)
-        context = m.context(model)
+        self.driver: Driver | None = None
+        try:
+            self.own = write_gguf(model, self.gguf, self.layers)
+            needed = max(m.args.prompt, m.args.gen) + 2
+            np.array(random_tokens(spec, 1, needed), np.int32).tofile(tokens)
+            # Of fewer layers the budget is as much smaller, so that the same share of them is on the GPU.
+            budget = None if vram == "all" else int(float(vram) * GIB * self.layers / spec.n_layers)
+            start = partial(self._start, [self.gguf, tokens, str(m.context(model)), "1", "0"])
+            self.fitted = gpu_llama.fitted(start, self.layers, self.gguf.stat().st_size, budget, m.used)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.side = Side(partial(self._run, 0, m.args.gen), partial(self._run, m.args.prompt, 0))
 
-        def start(layers: int) -> Driver:
-            command = [m.driver, self.gguf, tokens, str(context), "1", "0", str(layers)]
-            driver = Driver(LLAMA, command)
-            driver.ask("run", m.args.threads, 1, 0, 0, 1)  # makes its context
-            return driver
+    def _start(self, arguments: list[str | Path], layers: int) -> Driver:
+        with losing():
+            seconds = max(0.0, self.m.clock.left) + SLACK_S
+            self.driver = Driver(LLAMA, [self.m.driver, *arguments, str(layers)], seconds=seconds)
+        self._run(0, 1)  # makes its context
+        return self.driver
 
-        # Of fewer layers the budget is as much smaller, so that the same share of them is on the GPU.
-        budget = None if vram == "all" else int(float(vram) * GIB * self.layers / spec.n_layers)
-        self.fitted = gpu_llama.fitted(start, self.layers, self.gguf.stat().st_size, budget, m.used)
-        ask, threads = self.fitted.driver.ask, m.args.threads
-        self.side = Side(
-            lambda: int(ask("run", threads, 1, 0, 0, m.args.gen)["ns"]),
-            lambda: int(ask("run", threads, 1, 0, m.args.prompt, 0)["ns"]),
-        )
+    def _run(self, prompt: int, gen: int) -> int:
+        """Nanoseconds."""
+        assert self.driver is not None
+        with losing():
+            return int(self.driver.ask("run", self.m.args.threads, 1, 0, prompt, gen)["ns"])
 
     def record(self) -> dict[str, Any]:
         of = self.model.pack.spec.n_layers
@@ -210,5 +220,15 @@ class Rival:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.fitted.driver.__exit__()
+        if self.driver is not None:
+            self.driver.__exit__()
         self.gguf.unlink(missing_ok=True)
+
+
+@contextmanager
+def losing() -> Iterator[None]:
+    """What a process that ends, or says something else, raises: as Lost."""
+    try:
+        yield
+    except (SystemExit, OSError, ValueError, KeyError) as e:  # vs_llamacpp's Driver, a pipe, JSON
+        raise Lost(f"{LLAMA}: {e}") from e

@@ -94,7 +94,7 @@ def kept_in_ram_us(subject: Subject, tiers: Tiers, like: Plan) -> float:
 
 def row(name: str, weight_format: str, pc: str) -> dict[str, Any]:
     m, tiers = MODELS[name], read_tiers(PCS[pc])
-    subject = of_shape(m.shape, weight_format, m.predictors, Curve(m.active, m.skew))
+    subject = of_shape(m.shape, weight_format, "predict", m.predictors, Curve(m.active, m.skew))
     ours = made(subject, tiers, "time")
     paper = PAPER.get((name, weight_format, pc))
     out: dict[str, Any] = {"model": name, "format": weight_format, "pc": pc, "paper_ts": paper}

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -44,7 +45,15 @@ SPARE_BYTES = 3 << 30  # the roof's buffer, both runtimes
 
 
 class Driver:
-    def __init__(self, name: str, command: list[str | Path], environ: dict[str, str] | None = None) -> None:
+    """`seconds`: how long the process may live; what waits for its answer then meets its end."""
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str | Path],
+        environ: dict[str, str] | None = None,
+        seconds: float = math.inf,
+    ) -> None:
         self.name = name
         self.process = subprocess.Popen(
             [str(c) for c in command],
@@ -54,6 +63,10 @@ class Driver:
             env={**os.environ, **(environ or {})},
             start_new_session=True,  # Ctrl-C is for us
         )
+        self._timer = threading.Timer(seconds, self.process.kill)
+        self._timer.daemon = True
+        if seconds < math.inf:
+            self._timer.start()
         self.hello = self._answer()
 
     def ask(self, *words: object) -> dict[str, Any]:
@@ -83,6 +96,7 @@ class Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
         self.process.kill()
         self.process.communicate()
 
@@ -295,7 +309,10 @@ def table_line(cells: list[str]) -> str:
 
 def commit() -> str | None:
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+    except OSError:  # no git here
+        return None
     return done.stdout.strip() or None
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from thermocline import quant
 
+# Every number of tokens that has code of its own: more than 16 are multiplied in tiles of 32, 64 or 128.
+TOKENS = "1,2,4,8,16,32,64,128"
 AHEAD = {  # each format and each target once, and both ways to multiply
     "sm_80": ("1", ["q4_0", "q8_0", "f32"]),
     "sm_89": ("4,64", ["q4_0"]),
@@ -21,12 +23,12 @@ AHEAD = {  # each format and each target once, and both ways to multiply
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90"])
 def test_every_kernel_compiles_and_nothing_spills(target: str, tmp_path: Path) -> None:
-    """A full-sized model's kernels for GPUs that are not here: rows come in 16 bytes at once, sums stay in
-    registers. GPU_COMPILE=all: with every number of tokens (minutes); else a few of each target's.
+    """A full-sized model's kernels for GPUs that are not here: 16 bytes of x or of rows come at once, and
+    sums stay in registers. GPU_COMPILE=all: with every number of tokens (minutes); else a few of each.
     """
     pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
     tokens, formats = (
-        ("1,2,4,8,16,64", list(quant.FORMATS)) if os.environ.get("GPU_COMPILE") == "all" else AHEAD[target]
+        (TOKENS, list(quant.FORMATS)) if os.environ.get("GPU_COMPILE") == "all" else AHEAD[target]
     )
     script = Path(__file__).with_name("gpu_compile.py")
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
@@ -46,3 +48,22 @@ def test_every_kernel_compiles_and_nothing_spills(target: str, tmp_path: Path) -
         if f["kernel"].startswith(("matmul_few", "gate_up_few", "down_few")) and "B=1 " in f["kernel"]
     ]
     assert [f for f in by_one if not f["wide_loads"]] == []
+
+
+def test_every_number_of_tokens_has_code_that_is_compiled() -> None:
+    """GPU_COMPILE=all leaves out no launch of a matrix kernel, whatever the number of tokens."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
+    script = """if True:
+        import sys, gpu_compile
+        listed = [int(t) for t in sys.argv[1].split(",")]
+        possible = [*range(1, 20), 33, 64, 65, 128, 129, 300]
+        for f in gpu_compile.quant.FORMATS:
+            names = [{n for n, _, _ in gpu_compile.kernels(t, [f]) if f in n} for t in (listed, possible)]
+            assert names[0] and names[0] == names[1], names[1] - names[0]
+    """
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": here}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-P", "-c", script, TOKENS]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr

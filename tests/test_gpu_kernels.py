@@ -42,12 +42,14 @@ each_format_and_batch = pytest.mark.parametrize(
 
 
 @pytest.fixture(params=TABLES)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     if request.param == "torch":
         return Kernels(torch_kernels, DEVICE, 1e-10, slow=False)
     pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
     from thermocline.ops import triton_kernels
 
+    # Small matrices, yet as many rows a program as of large ones: fewer are tested by themselves.
+    monkeypatch.setattr(triton_kernels, "DOT_PROGRAMS", 1)
     return Kernels(triton_kernels, DEVICE, 1e-6, slow=DEVICE == "cpu")
 
 
@@ -219,10 +221,10 @@ def ffn_case(
     named = None if share is None else np.random.default_rng(5).random((tokens, n)) < share
     want, numbers = expected_h(g, bias, u if gated else None, x, activation, up_relu, named, weights)
     h, counts = kernels.filled(tokens, n), kernels.put(np.array([1, 2, 3, 4], np.int32))
-    bits = None if named is None else kernels.put(packed(named))
-    each = (
-        None if weights is None else kernels.put(np.pad(weights, ((0, 0), (0, 3))))[:, :-3]
-    )  # a part of a row
+    # Both are parts of wider rows: of a divided layer's names, and of all experts' weights.
+    wide = None if named is None else np.pad(packed(named), ((0, 0), (0, 3)), constant_values=0xFF)
+    bits = None if wide is None else kernels.put(wide)[:, :-3]
+    each = None if weights is None else kernels.put(np.pad(weights, ((0, 0), (0, 3))))[:, :-3]
     more = activation, 0.05, up_relu, bits, each, counts, kernels.scratch()
     kernels.ops.gate_up(h, gate, kernels.some(bias), up if gated else None, kernels.put(x), *more)
     kernels.check(h, want)
@@ -415,6 +417,24 @@ def test_two_runs_give_equal_bits(kernels: Kernels) -> None:
     for out in outs:
         kernels.ops.down(out, rows, h, False, kernels.scratch())
     assert torch.equal(*outs)
+
+
+def test_a_products_bits_do_not_depend_on_company(
+    kernels: Kernels, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 16 tokens: alone, among others, and with fewer rows a program."""
+    if kernels.ops is torch_kernels:
+        pytest.skip("torch's products have orders of their own")
+    n = columns(format)[-1]
+    w, _ = kernels.rows(format, normal(1, 5, n))
+    x = kernels.put(normal(2, 16, n))
+    outs = []
+    for tokens, programs in (1, 1), (1, 3), (3, 1), (16, 1):
+        monkeypatch.setattr(kernels.ops, "DOT_PROGRAMS", programs)
+        out = kernels.filled(tokens, 5)
+        kernels.ops.matmul(out, w, x[:tokens], None, False, kernels.scratch())
+        outs.append(out[0])
+    assert all(torch.equal(outs[0], out) for out in outs)
 
 
 def test_scratch_is_enough_for_every_smaller_call() -> None:

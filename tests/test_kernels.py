@@ -462,7 +462,13 @@ CHECKS: dict[str, Callable[[str, str], None]] = {
 }
 # Not ops: `attention` and `ffn_add` are made of them, and are compared with them whole.
 PARTS = {"rotate", "activate", "route"}
-BINDERS = {"step", "bind_attention", "bind_ffn", "bind_part"}  # arguments of the ops, made ready
+BINDERS = {
+    "step",
+    "bind_attention",
+    "bind_ffn",
+    "bind_part",
+    "bind_experts",
+}  # arguments of the ops, made ready
 HINTS = {"read_ahead", "run", "rows"}  # compute nothing: tests/test_disk.py, tests/test_gpu.py
 
 

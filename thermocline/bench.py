@@ -211,28 +211,46 @@ class Bench:
             told=told,
             at_least=kv_blocks * BLOCK,
         )
-        self.gpu = room.gpu
-        if self.gpu is not None and len({t.threads for t in tests}) > 1:
-            raise UsageError("with a GPU one number of threads at a time: its recordings are made for it")
-        opened = store.open_weights(
-            pack, room, threads=widest, predictors=predictors, disable=disable, progress=loading, told=told
-        )
+        self.gpu, self.disabled, self.memory_bytes = room.gpu, tuple(disable), room.bytes
+        try:
+            if self.gpu is not None and len({t.threads for t in tests}) > 1:
+                raise UsageError("with a GPU one number of threads at a time: its recordings are made for it")
+            opened = store.open_weights(
+                pack,
+                room,
+                threads=widest,
+                predictors=predictors,
+                disable=disable,
+                progress=loading,
+                told=told,
+            )
+            self._load(opened, sparsity=sparsity, context=context, kv_tokens=kv_blocks * BLOCK)
+            self.load_s = time.perf_counter() - begin
+            self._compute_context()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """A GPU's queues end."""
+        if self.gpu is not None:
+            self.gpu.close()
+
+    def _load(self, opened: store.Opened, *, sparsity: str, context: int, kv_tokens: int) -> None:
+        widest = max(t.threads for t in self.tests)
         loaded, self.store = opened.loaded, opened.store
-        self.ops = {t: CpuOps(t) for t in {t.threads for t in tests} - {widest}} | {widest: loaded.ops}
+        self.ops = {t: CpuOps(t) for t in {t.threads for t in self.tests} - {widest}} | {widest: loaded.ops}
         self.engine = Engine(
-            pack.spec,
+            self.pack.spec,
             loaded.weights,
             loaded.ops,
             context=context,
             max_batch=1,
             sparsity=sparsity,
-            kv_tokens=kv_blocks * BLOCK,
+            kv_tokens=kv_tokens,
             disk=None if self.store is None else self.store.counts,
             storage=opened.storage,
         )
-        self.disabled, self.memory_bytes = tuple(disable), room.bytes
-        self.load_s = time.perf_counter() - begin
-        self._compute_context()
 
     def _compute_context(self) -> None:
         if not self.context_ids:

@@ -29,10 +29,11 @@ from thermocline import (
 )
 from thermocline.cli_text import chat, run
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
-from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError, UsageError
+from thermocline.errors import BadFile, DeviceFailure, IOFailure, OutOfBudget, ThermoclineError, UsageError
 from thermocline.options import add_arguments, read_options
 
 if TYPE_CHECKING:
+    from thermocline import hardware
     from thermocline.bench import Bench
     from thermocline.pack import Pack
 
@@ -263,8 +264,7 @@ def bench(o: config.BenchOptions) -> int:
         except KeyboardInterrupt:
             interrupted = True
 
-    with Progress(quiet=o.quiet) as progress:
-        loaded = open_bench(o, progress)
+    with Progress(quiet=o.quiet) as progress, contextlib.closing(open_bench(o, progress)) as loaded:
         for text in report.BENCH_FORMATS[o.output_format](rows()):
             emit(text)
     return INTERRUPTED if interrupted else 0
@@ -304,6 +304,16 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
 # ---- doctor
 
 
+def _why_unused(board: hardware.Gpu) -> str:
+    """Empty: it is used."""
+    from thermocline import gpu
+
+    try:
+        return gpu.unusable(board) or ""
+    except DeviceFailure as e:
+        return str(e)
+
+
 def doctor(o: config.DoctorOptions) -> int:
     import platform
 
@@ -315,7 +325,7 @@ def doctor(o: config.DoctorOptions) -> int:
         raise IOFailure(f"{directory}: no such directory")
     found = hardware.measure(directory, o.threads)
     if found.gpu.found:
-        found = replace(found, gpu=replace(found.gpu, why=gpu.unusable(found.gpu) or ""))
+        found = replace(found, gpu=replace(found.gpu, why=_why_unused(found.gpu)))
     advice = hardware.advice(found, os.environ.get("THERMOCLINE_ISA"))
     software = {
         "thermocline": __version__,

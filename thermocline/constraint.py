@@ -6,6 +6,7 @@ Must not know how a grammar is enforced (`grammar.py`), models or requests.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -86,7 +87,7 @@ class Grammar:
     @staticmethod
     def lark(text: str) -> Grammar:
         """A Lark grammar, as llguidance reads it; its first rule is `start`."""
-        if "::=" in text:
+        if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
             raise UsageError("the grammar is GBNF (`::=`); write it as a Lark grammar (`start: ...`)")
         return Grammar("lark", text)
 

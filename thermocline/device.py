@@ -1,13 +1,12 @@
-"""Where a GPU's work is queued: CUDA, or a stand-in that does the same on the CPU with threads for queues.
+"""Where a GPU's work is queued: what a device is (CUDA's: `cuda.py`), and a stand-in in RAM on threads.
 
 A device has a main queue and one beside it (`beside`, `join`). What is queued can be recorded once and
-replayed (`record`): a CUDA graph. Knows torch and the driver; must not know models or kernels.
+replayed (`record`): a CUDA graph. Knows torch; must not know models or kernels.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from thermocline.errors import DeviceFailure, Unsupported
+from thermocline.errors import DeviceFailure
 
 STUCK_S = 60.0  # without any end of the CPU's part of a step, while that is awaited
 CPU_TASK = "CPU"  # what a task of the CPU's is called among what ran
-SPIN_S = 0.02  # of a wait, without sleeping: a step takes 5 to 100 ms
 
 
 class Task(Protocol):
@@ -56,6 +54,9 @@ class Device(Protocol):
         """Queue work on tensors; what it returns is lost."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None: ...
+    def put(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copied when this returns: weights, not what a step works on."""
+
     def call(self, task: Task) -> None:
         """Queue a task of the CPU's."""
 
@@ -71,7 +72,11 @@ class Device(Protocol):
     def wait(self, tasks: Sequence[Task]) -> None:
         """Until all that is queued has ended. DeviceFailure if it failed, or `tasks` are stuck."""
 
-    def close(self) -> None: ...
+    def release(self) -> None:
+        """What is queued has ended, and what was registered is the caller's to free. Raises nothing."""
+
+    def close(self) -> None:
+        """`release`, and nothing can be queued any more."""
 
 
 def _no_progress(tasks: Sequence[Task]) -> DeviceFailure:
@@ -82,126 +87,25 @@ def _no_progress(tasks: Sequence[Task]) -> DeviceFailure:
     )
 
 
-class _Watch:
-    """Notices that nothing ends any more."""
+class Watch:
+    """Notices that nothing ends any more. Whoever found that out once does not wait for it again."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self) -> None:
+        self.stuck = False
+
+    def begin(self, tasks: Sequence[Task]) -> None:
         self._tasks, self._ended, self._since = tasks, -1, time.monotonic()
 
     def check(self) -> None:
         ended, now = sum(t.ended for t in self._tasks), time.monotonic()
         if ended != self._ended:
             self._ended, self._since = ended, now
-        elif now - self._since > STUCK_S:
+        elif now - self._since > (0 if self.stuck else STUCK_S):
+            self.stuck = True
             raise _no_progress(self._tasks)
 
-
-# ---- CUDA
-
-
-def _driver() -> ctypes.CDLL:
-    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    library.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    library.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-    library.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
-    return library
-
-
-class Cuda:
-    """One NVIDIA GPU. The CPU's tasks are the driver's host functions: graphs replay them without Python."""
-
-    def __init__(self, index: int = 0) -> None:
-        if not torch.cuda.is_available():
-            raise Unsupported("torch sees no NVIDIA GPU: see `thermocline doctor`")
-        if index >= torch.cuda.device_count():
-            raise Unsupported(f"there is no GPU {index}: this machine has {torch.cuda.device_count()}")
-        self.torch = torch.device("cuda", index)
-        self.name = torch.cuda.get_device_name(self.torch)
-        torch.cuda.set_device(self.torch)
-        self._library = _driver()
-        self._main, self._side = (torch.cuda.Stream(self.torch) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._on = self._main
-        self._registered: list[int] = []
-
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        try:
-            made = torch.zeros(shape, dtype=dtype, device=self.torch)
-            torch.cuda.synchronize(self.torch)  # other streams may use it at once
-            return made
-        except torch.cuda.OutOfMemoryError:
-            free, total = torch.cuda.mem_get_info(self.torch)
-            raise DeviceFailure(
-                f"{self.name}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free, less than was planned "
-                "with: end what else uses it, or allow less with --vram"
-            ) from None
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        try:
-            return torch.zeros(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError as e:
-            raise DeviceFailure(f"{self.name}: no pinned memory: {str(e).splitlines()[0]}") from None
-
-    def register(self, address: int, nbytes: int) -> None:
-        error = self._library.cuMemHostRegister_v2(address, nbytes, 0)
-        if error:
-            raise DeviceFailure(
-                f"{self.name}: the driver cannot pin {nbytes / 2**30:.2f} GiB of RAM (error {error}): allow "
-                "less with --ram, or lift the limit on locked memory (ulimit -l)"
-            )
-        self._registered.append(address)
-
-    def run(self, kernel: Callable[..., Any], *args: Any) -> None:
-        with torch.cuda.stream(self._on):
-            kernel(*args)
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._on):
-            to.copy_(source, non_blocking=True)
-
-    def call(self, task: Task) -> None:
-        error = self._library.cuLaunchHostFunc(self._on.cuda_stream, task.function, task.argument)
-        if error:
-            raise DeviceFailure(f"{self.name}: the driver refused a host function (error {error})")
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        self._side.wait_stream(self._main)
-        self._on = self._side
-        try:
-            yield
-        finally:
-            self._on = self._main
-
-    def join(self) -> None:
-        self._main.wait_stream(self._side)
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._main):
-            work()
-
-        def replay() -> None:
-            with torch.cuda.stream(self._main):
-                graph.replay()
-
-        return replay
-
-    def wait(self, tasks: Sequence[Task]) -> None:
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._main)
-        watch, begin = _Watch(tasks), time.monotonic()
-        try:
-            while not event.query():
-                if time.monotonic() - begin > SPIN_S:
-                    watch.check()
-                    time.sleep(50e-6)
-        except RuntimeError as e:  # torch's: what a kernel did wrong shows here
-            raise DeviceFailure(f"{self.name}: {str(e).splitlines()[0]}") from None
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self.torch)
-        while self._registered:
-            self._library.cuMemHostUnregister(self._registered.pop())
+    def end(self) -> None:
+        self.stuck = False
 
 
 # ---- a stand-in
@@ -219,9 +123,10 @@ class _Queue:
     def put(self, work: Callable[[], None]) -> None:
         self._work.put(work)
 
-    def close(self) -> None:
+    def close(self, wait: bool) -> None:
         self._work.put(None)
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def _go(self) -> None:
         while (work := self._work.get()) is not None:
@@ -255,12 +160,16 @@ class StandIn:
         self._beside_done: int | None = None
         self._recorded: list[tuple[int, Callable[[Signals], None]]] | None = None
         self._live: Signals = {}
+        self._watch = Watch()
         self.watched: list[Span] | None = None  # a list: what runs is noted in it
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
     pinned = zeros
+
+    def put(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
 
     def register(self, address: int, nbytes: int) -> None:
         pass
@@ -305,18 +214,25 @@ class StandIn:
         return replay
 
     def wait(self, tasks: Sequence[Task]) -> None:
-        ended, watch = threading.Event(), _Watch(tasks)
+        ended = threading.Event()
+        self._watch.begin(tasks)
         self._queues[0].put(ended.set)
         while not ended.wait(0.05):
-            watch.check()
+            self._watch.check()
+        self._watch.end()
         for queue in self._queues:
             if queue.error is not None:
                 error, queue.error = queue.error, None
                 raise DeviceFailure(f"{self.name}: {error!r}") from error
 
+    def release(self) -> None:
+        with contextlib.suppress(DeviceFailure):  # it was said when it was met
+            self.wait([])
+
     def close(self) -> None:
+        self.release()
         for queue in self._queues:
-            queue.close()
+            queue.close(wait=not self._watch.stuck)
 
     def _work(self, name: str, what: Callable[[], Any]) -> None:
         stream = ("main", "beside")[self._on]

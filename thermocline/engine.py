@@ -23,6 +23,7 @@ from thermocline.request import Chunk, Request, request_for
 from thermocline.sampler import SamplingParams, TokenLogprobs
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Tokenizer
+from thermocline.watch import Watch
 
 PREFILL_CHUNK = 256  # tokens of prompts in a step, at most
 
@@ -139,6 +140,7 @@ class Engine:
         self._disk, self._clock = disk, clock
         self.pace = Pace()
         self._prompt_tokens = self._cached_tokens = self._tokens = 0
+        self.watch: Watch | None = None  # gets what answers' steps did, while there is one
         self.computing = False  # in `forward`: an exception there costs the step and nothing else
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -161,8 +163,7 @@ class Engine:
         """One turn: schedule, forward, sample, emit; first a token for each answer, then a chunk of prompts.
 
         They go through `forward` apart: an answer does not read a long prompt's neurons. Beside answers the
-        chunk is as short as keeps their tokens coming (`Pace`).
-        False when there is nothing left to do.
+        chunk is as short as keeps their tokens coming (`Pace`). False when there is nothing left to do.
         """
         self._admit()
         for schedule in (self._answer_spans, self._prompt_spans):
@@ -180,7 +181,7 @@ class Engine:
         begin, answering = self._clock(), self._answering()
         before = self._disk() if self._disk is not None else None
         logits, stats = self._forward(spans)
-        self._account(spans, stats, before)
+        read_bytes = self._account(spans, stats, before)
         prompts = sum(s.stop - s.start for s in spans if s.start < s.request.n_prompt)
         self._prompt_tokens += prompts
         at = 0
@@ -190,7 +191,10 @@ class Engine:
             if len(rows):
                 self._emit(span, rows)
         if not prompts:
-            self.pace.answered(self._clock() - begin)
+            self.pace.answered(seconds := self._clock() - begin)
+            if self.watch is not None:
+                disk = None if self._disk is None or before is None else self._disk().since(before)
+                self.watch.add(stats, tokens=len(spans), seconds=seconds, bytes=read_bytes, disk=disk)
         elif answering:
             self.pace.prompted(self._clock() - begin, prompts)
 
@@ -269,7 +273,7 @@ class Engine:
     # -- forward
 
     def _forward(self, spans: list[Span]) -> tuple[F32, FFNStats]:
-        stats = FFNStats()
+        stats = FFNStats() if self.watch is None else self.watch.counting()
         batch = self._batch(spans)
         prompts = any(
             s.start < s.request.n_prompt for s in spans
@@ -306,12 +310,12 @@ class Engine:
             window_table=tables[-1],
         )
 
-    def _account(self, spans: list[Span], stats: FFNStats, before: DiskCounts | None) -> None:
-        """Each answer carries its share of the step: the same neurons served them all."""
+    def _account(self, spans: list[Span], stats: FFNStats, before: DiskCounts | None) -> float:
+        """Each answer carries its share of the step: the same neurons served them all. -> bytes read."""
         t = self.traffic
         disk = self._disk() if self._disk is not None else None
         weights = t.fixed_bytes + stats.predicted * t.gate_bytes + stats.rows * t.row_bytes
-        weights += stats.predictor_bytes
+        read_bytes = weights = weights + stats.predictor_bytes
         for s in spans:
             if s.start < s.request.n_prompt:
                 continue
@@ -330,6 +334,8 @@ class Engine:
             near = min(s.stop, self.spec.sliding_window or s.stop)
             read = s.stop + self.spec.windowed * (near - s.stop)
             s.request.decode_bytes += weights / len(spans) + read * self.traffic.position_bytes
+            read_bytes += read * self.traffic.position_bytes
+        return read_bytes
 
     # -- sample, emit
 

@@ -6,6 +6,7 @@ torch is imported when a GPU is asked for or there is one, never before. Must no
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from thermocline import disk, hardware, machine, plan_file, quant, tiers, weights
 from thermocline import plan as planning
 from thermocline.arrange import Arrangement, arrange
-from thermocline.errors import OutOfBudget, Unsupported, UsageError
+from thermocline.errors import DeviceFailure, OutOfBudget, Unsupported, UsageError
 from thermocline.kv import in_ram
 from thermocline.memory import GIB, context_for, device_limits
 from thermocline.pack import Pack
@@ -43,6 +44,7 @@ class Gpu:
     device: Device
     kernels: Any  # ops.triton_kernels, or for the stand-in ops.torch_kernels
     free_bytes: int
+    others: int = 0  # GPUs beside it, which stay idle
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ class Session:
     @property
     def vram_bytes(self) -> int:
         return sum(self.plan.bytes["gpu"].values())
+
+    def release(self) -> None:
+        """Before what it computes with is freed."""
+        self.gpu.device.release()
 
     def close(self) -> None:
         """When nothing uses it any more."""
@@ -138,17 +144,21 @@ def find(
     if asked != "auto" and not asked.isdigit():
         raise UsageError(f"--gpu {asked}: it is off, auto, a GPU's number, or {STAND_IN}")
     board = hardware.gpu()
-    if why := unusable(board):
+    index = int(asked) if asked.isdigit() else 0
+    if why := unusable(board, index):
         if asked != "auto":
             raise Unsupported(f"--gpu {asked}: {why}")
         if board.found:  # else nobody misses it
             told(f"the GPU is not used: {why}")
         return None
-    return _cuda(int(asked) if asked.isdigit() else 0, vram)
+    return _cuda(index, vram)
 
 
-def unusable(board: hardware.Gpu) -> str | None:
-    """Why no GPU can be used here, or None. Loads torch only where there is a driver."""
+def unusable(board: hardware.Gpu, index: int = 0) -> str | None:
+    """Why that GPU cannot be used here, or None; DeviceFailure where it does not answer.
+
+    Loads torch only where there is a driver.
+    """
     if not board.found:
         return board.why
     try:
@@ -156,43 +166,49 @@ def unusable(board: hardware.Gpu) -> str | None:
         import triton  # noqa: F401
     except ImportError as e:
         return f"{e.name} is not installed: pip install 'thermocline[gpu]'"
+    shown, built = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda
+    if built is None:
+        return f"torch {torch.__version__} is built without CUDA: install one that is"
     if not torch.cuda.is_available():
-        built = torch.version.cuda
-        return (
-            f"torch {torch.__version__} is built without CUDA: install one that is"
-            if built is None
-            else f"torch {torch.__version__} (CUDA {built}) cannot use the driver: it may be too old"
-        )
+        if shown is not None:
+            return f"CUDA_VISIBLE_DEVICES={shown} leaves no GPU here: unset it, or let it name one there is"
+        return f"torch {torch.__version__} (CUDA {built}) cannot use the driver: it may be too old"
+    from thermocline import cuda
+
+    try:
+        cuda.check(index)
+    except Unsupported as e:
+        return str(e)
     return None
 
 
 def _cuda(index: int, vram: float | None) -> Gpu:
-    import torch
-
-    from thermocline.device import Cuda
+    from thermocline.cuda import Cuda
     from thermocline.ops import triton_kernels
 
     device = Cuda(index)
-    free = torch.cuda.mem_get_info(device.torch)[0] - RESERVE_BYTES
-    return Gpu(device, triton_kernels, free if vram is None else min(free, int(vram * GIB)))
+    free = max(0, device.free_bytes() - RESERVE_BYTES)
+    return Gpu(device, triton_kernels, free if vram is None else min(free, int(vram * GIB)), device.others)
 
 
 def chosen(
     asked: str, vram: float | None, pack: Pack, *, told: Callable[[str], None], **how: Any
 ) -> Session | None:
     """`find` and `planned`. With "auto", what a GPU cannot hold or compute is the CPU's."""
-    found = find(asked, vram, told)
-    if found is None:
-        return None
+    found, made = None, None
     try:
-        made = planned(found, pack, told=told, **how)
-    except (OutOfBudget, Unsupported) as e:
+        found = find(asked, vram, told)
+        if found is not None:
+            made = planned(found, pack, told=told, **how)
+    except (OutOfBudget, Unsupported, DeviceFailure) as e:
         if asked != "auto":
             raise
         told(f"the GPU is not used: {e}")
-        made = None
-    if made is None:
-        found.device.close()
+    finally:
+        if found is not None and made is None:
+            found.device.close()
+    if made is not None and made.gpu.others:
+        told(f"one of {made.gpu.others + 1} GPUs is used, the others stay idle; --gpu N says which")
     return made
 
 

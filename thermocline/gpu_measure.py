@@ -49,7 +49,7 @@ def _kernel_gbs(device: Device, kernels: Any, data: torch.Tensor, format: str) -
     w = Rows(data[: len(data) // width * width].view(-1, width), format, COLUMNS)
     sizes = Sizes(tokens=1, dim=COLUMNS, neurons=COLUMNS, heads=1, head_dim=64, positions=32)
     x, y = device.zeros((1, COLUMNS), torch.float32), device.zeros((1, w.rows), torch.float32)
-    scratch = Scratch.of(sizes, device.torch)
+    scratch = Scratch(device.zeros((sizes.scratch_bytes // 4,), torch.float32), sizes)
     return (
         w.nbytes / _seconds(device, lambda: device.run(kernels.matmul, y, w, x, None, False, scratch)) / 1e9
     )

@@ -20,8 +20,8 @@ from thermocline.decoder import FFN, Layer, Weights
 from thermocline.device import Device
 from thermocline.layout import TensorInfo
 from thermocline.ops.cpu import CpuOps
+from thermocline.ops.device_layers import DevicePredictor
 from thermocline.ops.device_rows import Rows
-from thermocline.ops.gpu import DevicePredictor
 from thermocline.pack import Pack
 from thermocline.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.records import Records
@@ -235,7 +235,7 @@ def _sent(
         for begin in range(0, nbytes, STAGED_BYTES):
             size = min(STAGED_BYTES, nbytes - begin)
             fill_runs(staging, pack, [(first + begin, first + begin + size, 0)], None)
-            flat[begin : begin + size].copy_(here[:size])
+            device.put(flat[begin : begin + size], here[:size])
             more(size)
     return Rows(made, t.format, pack.spec.dim if s.name.endswith(".bundle") else t.shape[-1])
 
@@ -278,11 +278,11 @@ def cut(p: StoredPredictor, first: int) -> StoredPredictor | None:
 def _on_device(p: StoredPredictor, device: Device) -> DevicePredictor:
     def rows(m: StoredMatrix) -> Rows:
         data = device.zeros(m.rows.shape, torch.uint8)
-        data.copy_(torch.from_numpy(np.ascontiguousarray(m.rows)))
+        device.put(data, torch.from_numpy(np.ascontiguousarray(m.rows)))
         return Rows(data, m.format, m.columns)
 
     threshold = device.zeros(p.threshold.shape, torch.float32)
-    threshold.copy_(torch.from_numpy(p.threshold))
+    device.put(threshold, torch.from_numpy(p.threshold))
     first = None if p.first is None else rows(p.first)
     return DevicePredictor(first, rows(p.second), threshold, p.hot, p.kind == "mlp")
 

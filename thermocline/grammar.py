@@ -90,7 +90,7 @@ class Vocabulary:
             ids = self._encode(text, add_special=False)
             if b"".join(self.tokens[i] for i in ids) == text.encode():
                 return ids
-        return self.there.greedy_tokenize(text)
+        return list(self.there.greedy_tokenize(text))
 
 
 class Enforced:

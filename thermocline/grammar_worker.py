@@ -33,8 +33,8 @@ JSON = {
 def source(kind: str, text: str) -> str:
     """The grammar as llguidance takes it; ValueError where it is no grammar of that kind."""
     if kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, overrides=JSON)  # type: ignore[arg-type]
-    return LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
+        return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON))
+    return str(LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text))
 
 
 def limits() -> LLParserLimits:
@@ -62,10 +62,10 @@ def problem(kind: str, text: str) -> str:
     except ValueError as e:
         return str(e)
     if begin.is_error():
-        return begin.get_error()
+        return str(begin.get_error())
     if kind == "json_schema":
         if warnings := begin.get_grammar_warnings():
-            return warnings[0]
+            return str(warnings[0])
         if _lets_zero_in(json.loads(text)):
             return "between an exclusive 0 and a fraction 0 itself would be let in; leave one bound out"
     draw = random.Random(0)
@@ -78,12 +78,12 @@ def _walk(matcher: LLMatcher, draw: random.Random) -> str:
     for _ in range(STEPS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
-            return matcher.get_error().replace("NoExtensionBias", "no text fits it")
+            return str(matcher.get_error()).replace("NoExtensionBias", "no text fits it")
         allowed = [b for b in range(BYTES) if mask >> b & 1]
         if not allowed:
             return "" if mask >> BYTES & 1 else "no text fits it"
         if not matcher.consume_token(draw.choice(allowed)):
-            return matcher.get_error()
+            return str(matcher.get_error())
     return ""
 
 

@@ -165,15 +165,19 @@ class LLM:
         self.memory_bytes = self._room.bytes  # all that this process takes at most
         self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
         self.store: Store | None = None  # once loaded, where neurons come from disk
-        self.tokenizer = Tokenizer(self.path, self.spec)
-        self._grammars = Grammars(self.tokenizer)
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()
         self._engine: Engine | None = None
         self._closed = False
-        self.load_s = time.perf_counter() - begin
-        if not lazy:
-            self._open()
+        try:
+            self.tokenizer = Tokenizer(self.path, self.spec)
+            self._grammars = Grammars(self.tokenizer)
+            self.load_s = time.perf_counter() - begin
+            if not lazy:
+                self._open()
+        except BaseException:
+            self.close()  # nobody else can
+            raise
 
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
@@ -291,9 +295,12 @@ class LLM:
             if self._engine is not None:
                 self._leaving.extend([*self._engine.waiting, *self._engine.running])
             self._let_go()
+            gpu = self._room.gpu
+            if gpu is not None:
+                gpu.release()  # a step that was given up may still be computed with what goes now
             self._engine, self._closed = None, True
-            if self._room.gpu is not None:
-                self._room.gpu.close()
+            if gpu is not None:
+                gpu.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -309,6 +316,14 @@ class LLM:
         return self._engine
 
     def _load(self) -> Engine:
+        try:
+            return self._loaded()
+        except BaseException:
+            if self._room.gpu is not None:
+                self._room.gpu.release()
+            raise
+
+    def _loaded(self) -> Engine:
         begin = time.perf_counter()
         opened = store.open_weights(
             self._pack,

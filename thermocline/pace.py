@@ -26,22 +26,27 @@ class Pace:
     def __init__(self) -> None:
         self._step_s: float | None = None  # of a token for every answer
         self._token_s: float | None = None  # of a prompt, beside answers
+        self._prompted = False  # in the last step
 
     def answered(self, seconds: float) -> None:
-        """A step's answers took that."""
+        """A step's answers took that.
+
+        After a prompt's chunk it may be more, as the caches are cold: the promise is about steps without.
+        """
         if self._step_s is not None:
-            seconds = min(seconds, LEAP * self._step_s)
-        self._step_s = _moved(self._step_s, seconds)
+            seconds = min(seconds, self._step_s * (1 if self._prompted else LEAP))
+        self._step_s, self._prompted = _moved(self._step_s, seconds), False
 
     def prompted(self, seconds: float, tokens: int) -> None:
         """Its prompts' part of so many tokens, beside answers, took that."""
-        self._token_s = _moved(self._token_s, seconds / tokens)
+        self._token_s, self._prompted = _moved(self._token_s, seconds / tokens), True
 
     def chunk(self, most: int) -> int:
-        """Tokens of prompts for the next step."""
+        """Tokens of prompts for the next step: of few sizes, since a GPU records a step for each."""
         if self._step_s is None or not self._token_s:
             return min(LEAST, most)
-        return min(most, max(LEAST, int(SHARE * self._step_s / self._token_s)))
+        wanted = SHARE * self._step_s / self._token_s
+        return min(most, LEAST * max(1, int(wanted / LEAST)))
 
 
 def _moved(known: float | None, seconds: float) -> float:

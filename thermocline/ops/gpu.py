@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,127 +19,26 @@ import torch
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.decoder import F32, FEW, FFN, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
+from thermocline.decoder import F32, FEW, I32, SPARSITIES, Batch, FFNStats, Heads, Layer
 from thermocline.device import Device
 from thermocline.kv import KVLayer
 from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps, disk_error
-from thermocline.ops.device_rows import Rows, Scratch, joined
+from thermocline.ops.device_layers import (
+    Binder,
+    DeviceAttention,
+    DeviceFFN,
+    DeviceJoin,
+    DeviceLinear,
+    DeviceNorm,
+    Sent,
+    Vector,
+)
+from thermocline.ops.device_rows import Rows, Scratch
 from thermocline.ops.device_sizes import STREAMS, Buffer, Limits, buffers
 from thermocline.spec import ModelSpec
 
 RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
-
-Vector = Tensor | None
-
-
-@dataclass(frozen=True)
-class DevicePredictor:
-    """Guesses for all neurons of a layer, wherever they are."""
-
-    first: Rows | None
-    second: Rows
-    threshold: Tensor
-    hot: int
-    relu: bool
-
-
-@dataclass(frozen=True)
-class DeviceNorm:
-    weight: Tensor
-    bias: Vector
-    eps: float
-    layer: bool
-
-
-@dataclass(frozen=True)
-class DeviceLinear:
-    weight: Rows
-    bias: Vector
-
-
-@dataclass(frozen=True)
-class DeviceJoin:
-    norm: DeviceNorm | None
-    scale: float
-
-    @property
-    def plain(self) -> bool:
-        return self.norm is None and self.scale == 1
-
-
-@dataclass(frozen=True)
-class DeviceAttention:
-    norm: DeviceNorm | None
-    qkv: DeviceLinear
-    out: DeviceLinear
-    heads: Heads  # with norms on the device
-    sub_norm: DeviceNorm | None
-    join: DeviceJoin
-
-
-@dataclass(frozen=True)
-class Activation:
-    """What makes a gate's value an activation."""
-
-    kind: str
-    threshold: float
-    up_relu: bool
-
-
-@dataclass(frozen=True)
-class DeviceRoute:
-    """Where tokens go."""
-
-    router: DeviceLinear
-    active: int
-
-
-@dataclass(frozen=True)
-class Sent:
-    """The CPU's neurons of an expert: gate rows and bundles, in RAM; the gates' biases."""
-
-    gate: Rows
-    bundle: Rows
-    bias: Vector
-
-
-@dataclass(frozen=True)
-class DeviceFFN:
-    """The first neurons of a layer, or all; with `cold`, the others. Of a mixture: those of each expert, as
-    many, side by side.
-    """
-
-    norm: DeviceNorm | None
-    route: DeviceRoute | None
-    experts: int
-    gate: DeviceLinear | None  # None: no neuron is here, only the predictor
-    up: Rows | None
-    down: Rows | None
-    down_bias: Vector
-    bundles: bool
-    activation: Activation
-    sub_norm: DeviceNorm | None
-    join: DeviceJoin
-    predictor: DevicePredictor | None
-    cold: _native.FFN | _native.Mixture | None
-    neurons: int  # of the layer
-    sent: tuple[Sent, ...]  # the cold ones, of each expert; none: they are not sent
-
-    @property
-    def here(self) -> int:
-        return 0 if self.gate is None else self.gate.weight.rows
-
-    def expert(self, e: int) -> DeviceFFN:
-        """Its neurons alone."""
-        assert self.gate is not None and self.down is not None
-        gate, bias, up = self.gate.weight.part(e, self.experts), self.gate.bias, self.up
-        return replace(
-            self,
-            gate=DeviceLinear(gate, None if bias is None else bias.view(self.experts, -1)[e]),
-            up=None if up is None else up.part(e, self.experts),
-            down=self.down.part(e, self.experts),
-        )
 
 
 class Hidden:
@@ -216,7 +115,7 @@ class GpuOps:
         self._pieces = [self._pairs[f"piece {i}"][0] for i in range(2 if spec.sparse else 0)]
         self.send_from = send_from
         self._slots: dict[int | None, _native.StepSlot] = {}
-        self._vectors: dict[int, tuple[list[F32], Tensor]] = {}  # by the first's id, which they keep alive
+        self._binder = Binder(device, cpu, spec)
         self._programs: dict[tuple[Any, ...], Program | None] = {}
         self._now = Program()
         self._under_way: Program | None = None
@@ -231,73 +130,13 @@ class GpuOps:
     # ---- bound once
 
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> Any:
-        if not isinstance(layer.qkv.weight, Rows):
-            return self.cpu.bind_attention(spec, heads, layer)
-        q, k = (self._vector(v) for v in (heads.q_norm, heads.k_norm))
-        return DeviceAttention(
-            norm=self._norm(layer.attn_norm),
-            qkv=DeviceLinear(layer.qkv.weight, self._vector(layer.qkv.bias)),
-            out=DeviceLinear(layer.attn_out.weight, self._vector(layer.attn_out.bias)),
-            heads=replace(heads, q_norm=q, k_norm=k),  # type: ignore[arg-type]
-            sub_norm=self._norm(layer.attn_sub_norm),
-            join=DeviceJoin(self._norm(layer.attn_post_norm), spec.residual_scale),
-        )
+        return self._binder.attention(spec, heads, layer)
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> Any:
-        f = layer.experts[0]
-        whole = isinstance(f.gate.weight, Rows)
-        here = [x for x in (x if whole else x.hot for x in layer.experts) if x is not None]
-        if not here:
-            return self.cpu.bind_ffn(spec, layer)
-        assert layer.router is None or (f.bundles and f.down_bias is None), "no pack has such a mixture"
-        gate, up, down = _side_by_side(here)
-        return DeviceFFN(
-            norm=self._norm(layer.ffn_norm),
-            route=self._route(spec, layer),
-            experts=len(here),
-            gate=None if gate is None else DeviceLinear(gate, self._vector(*(x.gate.bias for x in here))),
-            up=up,
-            down=down,
-            down_bias=self._vector(f.down_bias),
-            bundles=f.bundles,
-            activation=Activation(spec.activation, spec.activation_threshold, spec.up_activation == "relu"),
-            sub_norm=self._norm(layer.ffn_sub_norm),
-            join=DeviceJoin(self._norm(layer.ffn_post_norm), spec.residual_scale),
-            predictor=here[0].predictor,
-            cold=None if whole else self._cold_part(spec, layer),
-            neurons=spec.n_experts * spec.ffn_dim,
-            sent=tuple(Sent(*x.sent, self._vector(x.gate.bias)) for x in layer.experts if x.sent is not None),
-        )
+        return self._binder.ffn(spec, layer)
 
-    def _cold_part(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
-        if layer.router is not None:
-            return self.cpu.bind_experts(spec, layer)
-        return self.cpu.bind_part(spec, replace(layer.experts[0], down_bias=None))
-
-    def _route(self, spec: ModelSpec, layer: Layer) -> DeviceRoute | None:
-        if layer.router is None:
-            return None
-        assert layer.router_there is not None
-        return DeviceRoute(DeviceLinear(layer.router_there, None), spec.n_experts_active)
-
-    def _norm(self, norm: Norm | None) -> DeviceNorm | None:
-        if norm is None:
-            return None
-        weight = self._vector(norm.weight)
-        assert weight is not None
-        return DeviceNorm(weight, self._vector(norm.bias), self.spec.norm_eps, self.spec.norm == "layer")
-
-    def _vector(self, *parts: F32 | None) -> Vector:
-        """Its copy on the device, or that of several in a row: made once, for vectors of the model's."""
-        given = [v for v in parts if v is not None]
-        if not given:
-            return None
-        known = self._vectors.get(id(given[0]))
-        if known is None:
-            there = self.device.zeros((sum(map(len, given)),), torch.float32)
-            there.copy_(torch.from_numpy(np.concatenate(given)))
-            known = self._vectors[id(given[0])] = given, there
-        return known[1]
+    def _vector(self, v: F32 | None) -> Vector:
+        return self._binder.vector(v)
 
     # ---- a step
 
@@ -354,7 +193,7 @@ class GpuOps:
             self._body(Hidden(self, tokens, on_device=False), rows, body)
 
         if tokens > RECORDED or key not in self._programs:
-            program = self._now = Program()
+            program = self._now = self._under_way = Program()  # also where `work` is broken off half-way
             work()
             if tokens <= RECORDED:
                 self._programs[key] = None
@@ -363,8 +202,8 @@ class GpuOps:
             program = self._record(work) if known is None else known
             self._programs[key] = program
             assert program.replay is not None
+            self._under_way = program
             program.replay()
-        self._under_way = program
         self.device.wait(program.tasks)
         self._under_way = None
         self._tell(program, stats)
@@ -411,16 +250,20 @@ class GpuOps:
         stats.active += active + k.active
         stats.rows += (ups if self.spec.gated else 0) + downs + k.rows
         stats.predicted += gates + k.predicted
-        for task in program.tasks:
+        met: list[Exception] = []
+        for task in program.tasks:  # all of them: what is not taken now would be the next step's
             try:
                 active, rows, rows_dense, gates, asked = task.take()
-            except _native.DiskError as e:
-                raise disk_error(e) from None
+            except Exception as e:
+                met.append(disk_error(e) if isinstance(e, _native.DiskError) else e)
+                continue
             stats.active += active
             stats.rows += rows
             stats.rows_dense += rows_dense
             stats.predicted += gates
             stats.predictor_bytes += asked
+        if met:
+            raise met[0]
 
     # ---- parts of a step: queued
 
@@ -742,15 +585,6 @@ class GpuOps:
 
 def _parts(n: DeviceNorm) -> tuple[Tensor, Vector, float, bool]:
     return n.weight, n.bias, n.eps, n.layer
-
-
-def _side_by_side(parts: Sequence[FFN]) -> tuple[Rows | None, Rows | None, Rows | None]:
-    """Gates, ups and downs of a layer's experts; None where there are none."""
-    if parts[0].gate is None:
-        return None, None, None
-    ups = [x.up for x in parts if x.up is not None]
-    gates, downs = [x.gate.weight for x in parts], [x.down for x in parts]
-    return joined(gates), joined(ups) if ups else None, joined(downs)
 
 
 def _select(to: Tensor, x: Tensor, rows: Tensor) -> None:

@@ -20,15 +20,15 @@ Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
 # Bytes of a stored number; q4_0's is a byte of two.
 SIZES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1, "q4_0": 1}
-# Rows a program holds, by tokens: 16 bytes of each for every thread. In 128 registers, 4 programs of 4 warps
-# and 8 rows are 64 KB on their way in an SM. Decoded rows, x and sums need registers, too, and without these
-# limits they spill: fewer rows of q4_0, whose 16 bytes are 32 numbers, and with more tokens narrower units.
-DOT_ROWS = {1: 8, 2: 4, 4: 4, 8: 4, 16: 4}
-DOT_ROWS_Q4 = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4}
-DOT_NUMBERS = 64  # of x, that a thread holds: a unit's columns times tokens
-DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 8, 16: 4}
-DOWN_ROWS_Q4 = {1: 4, 2: 4, 4: 4, 8: 4, 16: 4}
-DOWN_NUMBERS = 32  # sums that a thread of `down` holds, of each half of q4_0's
+# Few tokens, by their number. Chosen from what ptxas makes of them: nothing spilled, 8 warps an SM and more.
+DOT_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}  # of a program: what a thread reads of x serves them all
+DOT_BYTES = {1: 8, 2: 8, 4: 16, 8: 16, 16: 8}  # of each row, that a thread has on their way
+# Stored numbers of a unit. x is f32: with more than four columns a thread, its lanes' loads conflict (2 to 8
+# at once), and with fewer there is a scale to load and multiply with for every four numbers of q8_0.
+DOT_NUMBERS = {"f32": 4, "f16": 4, "bf16": 4, "q8_0": 8, "q4_0": 4}
+DOT_PROGRAMS = 264  # two for each SM of an H100: a small matrix is cut into fewer rows a program
+DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
+DOWN_SUMS = {"f32": 32, "f16": 32, "bf16": 32, "q8_0": 32, "q4_0": 16}  # a thread's, of all tokens, at most
 DOWN_WARPS = 4
 
 
@@ -160,6 +160,7 @@ def gate_up(
     assert up is None or (up.format, up.columns, up.rows) == (gate.format, gate.columns, gate.rows)
     t, n = h.shape
     each, pitch = (n, 0) if weights is None else (n // weights.shape[1], weights.stride(0))
+    width = 0 if named is None else named.stride(0)  # more than these neurons' bytes, of a divided layer's
     if t > FEW:
         ups = None if up is None else scratch.take(t, n)
         _matmul(h, gate, x, gate_bias, False, False)
@@ -167,16 +168,15 @@ def gate_up(
             _matmul(ups, up, x, None, False, False)
         rows = 16
         fixed: dict[str, Any] = {"ACTIVATION": activation, "UP_RELU": up_relu, "R": rows, "T": 64}
-        args: tuple[Any, ...] = h, ups, named, weights, counts, n, t, each, pitch, threshold
+        args: tuple[Any, ...] = h, ups, named, weights, counts, n, width, t, each, pitch, threshold
         launch(triton_tokens.gated, (_ceil(n, rows),), *args, **fixed)
         return
-    (s, rows), tokens = _dot_shape(gate, t), _power(t)
-    fixed = {"FORMAT": gate.format, "B": tokens, "R": rows, "G": s.g, "V": s.v}
+    rows, warps, fixed = _dots(gate, t)
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
     args = h, _at(gate), gate_bias, up_at, x, named, weights, counts
-    args += n, gate.columns, gate.stride, up_stride, t, each, pitch, threshold
+    args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, threshold
     fixed |= {"ACTIVATION": activation, "UP_RELU": up_relu}
-    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, warps=s.warps, **fixed)
+    launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, warps=warps, **fixed)
 
 
 def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> None:
@@ -184,8 +184,8 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     if t > FEW:
         _down_many(out, rows, h, add)
         return
-    tokens, held = _power(t), DOWN_ROWS_Q4 if rows.format == "q4_0" else DOWN_ROWS
-    s = _shape(rows, min(16 // SIZES[rows.format], DOWN_NUMBERS // tokens), 1)
+    tokens = _power(t)
+    s = _shape(rows, max(4, min(16 // SIZES[rows.format], DOWN_SUMS[rows.format] // tokens)), 1)
     chunks = _ceil(n, SPAN)
     each = _ceil(chunks, MAX_SUMS)
     programs = _ceil(chunks, each)
@@ -194,7 +194,7 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
         "FORMAT": rows.format,
         "B": tokens,
         "CHUNK": SPAN,
-        "R": held[tokens],
+        "R": DOWN_ROWS[tokens],
         "W": DOWN_WARPS,
     }
     fixed |= {"G": s.g, "V": s.v}
@@ -265,15 +265,14 @@ def _norm(
 def _matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, relu: bool) -> None:
     assert x.is_contiguous() and out.is_contiguous()
     t = len(x)
-    fixed: dict[str, Any] = {"ADD": add, "RELU": relu, "FORMAT": w.format}
+    fixed: dict[str, Any] = {"ADD": add, "RELU": relu}
     args = out, _at(w), x, bias, w.rows, w.columns, w.stride, t
     if t <= FEW:
-        s, rows = _dot_shape(w, t)
-        fixed |= {"B": _power(t), "R": rows, "G": s.g, "V": s.v}
-        launch(triton_rows.matmul_few, (_ceil(w.rows, rows),), *args, warps=s.warps, **fixed)
+        rows, warps, how = _dots(w, t)
+        launch(triton_rows.matmul_few, (_ceil(w.rows, rows),), *args, warps=warps, **fixed, **how)
     else:
         s, m = _shape(w), min(128, _power(t))
-        fixed |= {"M": m, "N": 64, "G": 32 // s.v, "V": s.v}
+        fixed |= {"FORMAT": w.format, "M": m, "N": 64, "G": 32 // s.v, "V": s.v}
         launch(triton_rows.matmul_many, (_ceil(w.rows, 64), _ceil(t, m)), *args, stages=3, **fixed)
 
 
@@ -294,11 +293,15 @@ def _shape(w: Rows, v: int = 0, warps: int = 4) -> Shape:
     return Shape(v, g, max(1, g // 32))
 
 
-def _dot_shape(w: Rows, tokens: int) -> tuple[Shape, int]:
-    """For products with few tokens: units, and rows of a program."""
-    b, planes = _power(tokens), 2 if w.format == "q4_0" else 1
-    rows = (DOT_ROWS_Q4 if planes == 2 else DOT_ROWS)[b]
-    return _shape(w, min(16 // SIZES[w.format], DOT_NUMBERS // (b * planes))), rows
+def _dots(w: Rows, tokens: int) -> tuple[int, int, dict[str, Any]]:
+    """For products with few tokens: rows of a program, its warps, and how `dots` reads them."""
+    b, v = _power(tokens), DOT_NUMBERS[w.format]
+    s, rows = _shape(w, v), DOT_ROWS[b]
+    while rows > 1 and _ceil(w.rows, rows) < DOT_PROGRAMS:
+        rows //= 2
+    at_once = max(1, DOT_BYTES[b] // (v * SIZES[w.format]))
+    fixed = {"B": b, "R": rows, "G": s.g, "V": v, "U": at_once, "EVEN": w.columns % v == 0}
+    return rows, s.warps, {"FORMAT": w.format, **fixed}
 
 
 def _units(w: Rows, s: Shape) -> int:

@@ -67,7 +67,7 @@ def activate(out, gate, up, n, threshold, KIND: tl.constexpr, UP_RELU: tl.conste
 
 @triton.jit
 def gated(
-    h, ups, named, weights, counts, n, tokens, each, pitch, threshold,
+    h, ups, named, weights, counts, n, named_stride, tokens, each, pitch, threshold,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Of many tokens: R neurons' gates in h become what they let through of `ups`. Counts as gate_up_few."""
@@ -78,7 +78,7 @@ def gated(
         for start in range(0, tokens, T):
             token = start + tl.arange(0, T)
             ok = (token < tokens)[:, None] & (row < n)[None, :]
-            at = named + token[:, None] * tl.cdiv(n, 8) + row[None, :] // 8
+            at = named + token[:, None] * named_stride + row[None, :] // 8
             bit = (tl.load(at, mask=ok, other=0).to(tl.int32) >> (row % 8)[None, :]) & 1
             seen += tl.sum(bit, axis=0)
         wanted = wanted & (seen > 0)

@@ -26,7 +26,7 @@ from thermocline.errors import ThermoclineError
 from thermocline.pack import Pack
 from thermocline.request import request_for
 from thermocline.sampler import SamplingParams
-from thermocline.server import openapi, schema
+from thermocline.server import activity, openapi, page, schema
 from thermocline.server.answers import Chat, Shape, Text
 from thermocline.server.errors import of_engine, of_validation
 from thermocline.server.guard import json_body
@@ -91,6 +91,7 @@ class Server:
         self.model: Model | None = None
         self.progress: tuple[str, int, int] | None = None
         self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
+        self._trials = asyncio.Semaphore(2)  # of grammars: each is a process with a second of time and 1 GiB
 
     def close(self) -> None:
         if self.model is not None and self.model.template is not None:
@@ -138,7 +139,8 @@ class Server:
         if len(g.text.encode()) > most.limit_schema_bytes or depth(g.text) > most.limit_schema_depth:
             said = f"{most.limit_schema_bytes} bytes or {most.limit_schema_depth} levels"
             raise Refusal(400, f"the grammar or schema has more than {said}")
-        await asyncio.to_thread(grammar.check, g)
+        async with self._trials:
+            await asyncio.to_thread(grammar.check, g)
 
     async def apart(self, what: Callable[[], Any]) -> Any:
         """Work that may be long, on another thread."""
@@ -218,11 +220,7 @@ class Server:
 
     async def _answered(self, request: Request, work: Work, shape: Shape) -> Response:
         if shape.request.stream:
-            return StreamingResponse(
-                self._events(work, shape),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
+            return Events(self._events(work, shape), work)
         try:  # the guard cancels this where nobody is there to read it any more
             while (got := await work.next()) is not None:
                 shape.take(*got)
@@ -254,7 +252,6 @@ class Server:
             yield _event({"error": of_engine(e).error})
         finally:
             following.cancel()
-            work.close()
 
     # ---- the rest
 
@@ -338,7 +335,24 @@ class Server:
             Route("/metrics", self.scraped, methods=get),
             Route("/openapi.json", self.described, methods=get),
             Route("/docs", self.docs, methods=get),
+            *activity.routes(self.engine.onlookers, self.limits.limit_ping_s),
+            *page.routes(),
         ]
+
+
+class Events(StreamingResponse):
+    """A stream whose work ends with it, also where it is given up before its first event was asked for."""
+
+    def __init__(self, events: AsyncIterator[bytes], work: Work) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._work = work
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._work.close()
 
 
 # ---- parts

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from thermocline.engine import Counts
 from thermocline.request import Chunk, Figures
 from thermocline.sampler import SamplingParams, TokenLogprobs
+from thermocline.watch import Activity
 
 # ---- to the engine
 
@@ -25,6 +26,13 @@ class Submit:
 @dataclass(frozen=True)
 class Cancel:
     job: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """Somebody wants to see what the layers do, or nobody does any more."""
+
+    on: bool
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,9 @@ class Beat:
     steps: int = 0
     longest_step_s: float = 0.0
     tiers: dict[str, float] | None = None  # what the disk did: needed, missed, bytes, waited_s
+    activity: Activity | None = None  # now and then, while somebody looks and tokens are made
 
 
 Event = Token | Ended | Failed
 FromEngine = Progress | Told | Opened | Ready | Refused | Beat | list[Event]
-ToEngine = Submit | Cancel | Stop
+ToEngine = Submit | Cancel | Look | Stop

@@ -51,6 +51,7 @@ OPERATIONS = (
     Operation("post", "/tokenize", "Text to token ids.", schema.TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text.", schema.DetokenizeRequest),
     Operation("get", "/props", "Context, slots, the sampling that requests get by default."),
+    Operation("get", "/activity", "What the layers do while tokens are made.", answer="text/event-stream"),
     Operation("get", "/metrics", "Prometheus text.", answer="text/plain"),
 )
 STATUSES = {

@@ -27,6 +27,7 @@ from thermocline.server.messages import (
     Event,
     Failed,
     FromEngine,
+    Look,
     Opened,
     Progress,
     Ready,
@@ -37,6 +38,7 @@ from thermocline.server.messages import (
     Token,
     Told,
 )
+from thermocline.server.onlookers import Onlookers
 
 STALE_S = 10.0  # without a beat the engine is not ready any more, unless its steps are known to take longer
 CRASHES = 3  # in a row, without a token between them, are given up
@@ -105,6 +107,7 @@ class EngineProcess:
         self._crashes = 0
         self.state = "starting"  # loading, ready, stopping, failed
         self.beat = Beat()
+        self.onlookers = Onlookers(lambda on: self._send(Look(on)))
         self.slots = 0  # jobs that are computed together
         self.loaded: Ready | None = None
         self.restarts = self.cancelled = 0
@@ -154,8 +157,10 @@ class EngineProcess:
 
     def _begun(self, process: Any, outbox: SimpleQueue[ToEngine | None]) -> None:
         self._process, self._outbox = process, outbox
+        if self.onlookers:
+            self._send(Look(True))
         if self.state == "stopping":
-            self._send(Stop())
+            self.kill()
 
     def _heard(self, message: FromEngine) -> None:
         self._beaten = time.monotonic()
@@ -170,6 +175,8 @@ class EngineProcess:
                         work.put(event)
             case Beat():
                 self.beat = message
+                if message.activity is not None:
+                    self.onlookers.show(message.activity)
             case Progress(what, done, size):
                 self._progress(what, done, size)
             case Told(line):
@@ -212,6 +219,7 @@ class EngineProcess:
     async def stop(self, grace_s: float) -> None:
         """Ends the process, by force where it does not end by itself."""
         self.state = "stopping"
+        self.onlookers.show(None)
         self._send(Stop())
         try:
             await asyncio.wait_for(self.over.wait(), grace_s)

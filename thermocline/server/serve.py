@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from thermocline.sampler import SamplingParams
-from thermocline.server import http
+from thermocline.server import http, page
 from thermocline.server.app import Model, Server, application
 from thermocline.server.limits import Limits
 from thermocline.server.listener import Listener
@@ -19,7 +19,6 @@ from thermocline.server.messages import Opened
 from thermocline.server.process import EngineProcess
 
 STOP_S = 0.3  # for the engine to end by itself: then its process is ended
-ASSETS = ("/", "/app.js", "/style.css")  # of the page: without a key, there is nothing secret in them
 
 
 def serve(
@@ -82,7 +81,7 @@ def serve(
             keys=keys,
             hosts=hosts,
             origins=origins,
-            assets=ASSETS,
+            assets=page.PATHS,
             slots=options.get("max_batch", 8),
             log=log,
             trouble=note,

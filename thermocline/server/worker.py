@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
+import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+from thermocline.constraint import Grammar
 from thermocline.engine import Engine
 from thermocline.errors import ThermoclineError
 from thermocline.llm import LLM
 from thermocline.request import Request
+from thermocline.sampler import SamplingParams
 from thermocline.server.messages import (
     Beat,
     Cancel,
     Ended,
     Event,
     Failed,
+    Look,
     Opened,
     Progress,
     Ready,
@@ -31,8 +37,10 @@ from thermocline.server.messages import (
     Token,
     Told,
 )
+from thermocline.watch import Activity, Watch
 
 BEAT_S = 0.1  # between two beats, at most while idle
+LOOK_S = 0.25  # between two reports of activity
 
 
 def main(connection: Connection, options: dict[str, Any]) -> None:
@@ -47,7 +55,11 @@ def main(connection: Connection, options: dict[str, Any]) -> None:
             connection.send(Refused(type(e).__name__, str(e)))
             return
         with llm:
-            Worker(connection, llm).run()
+            try:
+                Worker(connection, llm).run()
+            except Exception as e:
+                connection.send(Told(f"the engine failed: {_where(e)}"))
+                sys.exit(1)
 
 
 def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
@@ -65,16 +77,28 @@ def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
     return llm
 
 
+def _where(e: BaseException) -> str:
+    """A line; a bug's says no more than where it is, since its message may quote a text."""
+    if isinstance(e, ThermoclineError):
+        return str(e)
+    at = e.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    place = "" if at is None else f" at {Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}"
+    return type(e).__name__ + place
+
+
 class Worker:
     def __init__(self, connection: Connection, llm: LLM) -> None:
         self._connection, self._llm = connection, llm
         self._engine: Engine = llm.engine
         self._jobs: dict[int, Request] = {}
-        self._beaten = 0.0
+        self._beaten = self._looked = 0.0
         self._steps, self._longest = 0, 0.0
 
     def run(self) -> None:
         self._connection.send(Ready(self._llm.load_s, self._llm.memory_bytes))
+        threading.Thread(target=self._prepare, name="grammars", daemon=True).start()
         busy = False
         while self._obey(wait=not busy):
             begin = time.monotonic()
@@ -85,6 +109,11 @@ class Worker:
             if events := self._events():
                 self._connection.send(events)
             self._beat()
+
+    def _prepare(self) -> None:
+        """The first grammar's vocabulary takes 0.6 s for 50,000 tokens: not while somebody waits for it."""
+        with contextlib.suppress(ThermoclineError):  # without the library there are none
+            self._llm.constraint(SamplingParams(grammar=Grammar.json_object()), checked=True)
 
     def _obey(self, wait: bool) -> bool:
         """What was asked for meanwhile. False: to stop."""
@@ -97,6 +126,8 @@ class Worker:
                 case Cancel(job):
                     if (request := self._jobs.pop(job, None)) is not None:
                         self._engine.cancel(request)
+                case Look(on):
+                    self._engine.watch = Watch(on_gpu=self._llm.plan is not None) if on else None
                 case Stop():
                     return False
         return True
@@ -128,8 +159,14 @@ class Worker:
         if now - self._beaten < BEAT_S:
             return
         self._beaten = now
-        counts = self._engine.counts()
-        self._connection.send(Beat(counts, self._steps, self._longest, self._tiers()))
+        counts, activity = self._engine.counts(), self._activity(now)
+        self._connection.send(Beat(counts, self._steps, self._longest, self._tiers(), activity))
+
+    def _activity(self, now: float) -> Activity | None:
+        if self._engine.watch is None or now - self._looked < LOOK_S:
+            return None
+        self._looked = now
+        return self._engine.watch.take()
 
     def _tiers(self) -> dict[str, float] | None:
         if self._llm.store is None:
