@@ -100,9 +100,14 @@ def _outlives(pid: int) -> bool:
 
 
 def schema(port: int, program: str, examples: int, seconds: int) -> Found:
-    """schemathesis: right and wrong data, NUL bytes too, against /openapi.json."""
+    """schemathesis: right and wrong data, NUL bytes too, against /openapi.json.
+
+    Of its checks one is left out, that whatever a schema allows is taken: it cannot say what a grammar,
+    a tool's form or a vocabulary is.
+    """
     command = [program, "run", f"http://{clients.HOST}:{port}/openapi.json", "-m", "all", "-n", str(examples),
                "--generation-allow-x00", "true", "--generation-database", "none", "--seed", "1",
+               "--exclude-checks", "positive_data_acceptance",
                "--max-time", str(seconds)]  # fmt: skip
     return {"exit": subprocess.run(command, check=False).returncode}
 
