@@ -48,7 +48,7 @@ def _stopped(grace_s: float | None, flags: tuple[str, ...]) -> Found:
     shared = set(os.listdir("/dev/shm"))
     grace = () if grace_s is None else ("--limit-grace-s", str(grace_s))
     with Serving(*flags, *grace) as served:
-        family = _descendants(served.popen.pid)
+        family = clients.descendants(served.popen.pid)
         asked = [] if grace_s is None else [ENDLESS | {"stream": bool(i % 2)} for i in range(12)]
 
         async def run() -> tuple[list[str], float]:
@@ -76,11 +76,6 @@ async def _ending(port: int, asked: Found) -> str:
             return "told" if "error" in json.loads(last) else "unheard"
     except (OSError, asyncio.IncompleteReadError, ValueError):
         return "unheard"
-
-
-def _descendants(pid: int) -> list[int]:
-    said = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [d for child in map(int, said.split()) for d in (child, *_descendants(child))]
 
 
 def _outlives(pid: int) -> bool:
@@ -161,7 +156,8 @@ def _mixed(o: Any) -> Found:
 
 def _tax(o: Any) -> Found:
     with _llm(o) as llm, Serving(*_flags(o)) as served:
-        return tax(served.port, llm, o.count or 7, o.tokens)
+        engine = max(clients.descendants(served.popen.pid), key=clients.cpu_seconds)  # it has loaded
+        return tax(served.port, llm, o.count or 7, o.tokens, engine)
 
 
 def _batch(o: Any) -> Found:
