@@ -171,7 +171,7 @@ def _long(o: Any) -> Found:
 
 
 def _schema(o: Any) -> Found:
-    with Serving(*_flags(o), "--predict", "16", "--quiet") as served:
+    with Serving(*_flags(o), "--predict", "16") as served:
         return schema(served.port, o.program, o.count or 300, o.seconds)
 
 
