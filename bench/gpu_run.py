@@ -19,8 +19,9 @@ from gpu_models import Model
 
 from thermocline.bench import Script, random_tokens
 from thermocline.device import CPU_TASK, Span, StandIn
-from thermocline.engine import Engine, Figures, Request, request_for
+from thermocline.engine import Engine
 from thermocline.gpu import Session
+from thermocline.request import Figures, Request, request_for
 from thermocline.sampler import SamplingParams
 
 WARM = 3  # tokens: queued, recorded, replayed

@@ -12,6 +12,7 @@ import pytest
 from thermocline import config
 from thermocline import options as opts
 from thermocline.errors import UsageError
+from thermocline.server.limits import Limits
 
 ALL = [(cls, f, o) for cls in config.COMMANDS.values() for f, o in opts.options_of(cls)]
 IDS = [f"{cls.__name__}.{f.name}" for cls, f, _ in ALL]
@@ -91,7 +92,22 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "batch": ("4", 4),
     "hardware": ("hw.json", "hw.json"),
     "objective": ("frequency", "frequency"),
+    "host": ("::1", "::1"),
+    "port": ("0", 0),
+    "socket": ("/tmp/s", "/tmp/s"),
+    "api_key": ("k", ("k",)),
+    "api_key_file": ("keys.txt", "keys.txt"),
+    "insecure": ("on", True),
+    "allow_host": ("box:80", ("box:80",)),
+    "allow_origin": ("https://a.b", ("https://a.b",)),
+    "alias": ("m", "m"),
+    "parallel": ("3", 3),
+    "access_log": ("on", True),
+    "print_limits": ("on", True),
+    "limit_header_bytes": ("300", 300),
+    "limit_buffer_bytes": ("4096", 4096),
 }
+EXAMPLES |= {f.name: ("9", 9) for f, _ in opts.options_of(Limits) if f.name not in EXAMPLES}
 
 
 def example(cls: type[Any], field: str) -> tuple[str, Any]:

@@ -14,11 +14,12 @@ from toy import EOS, GREEDY, SPEC, VOCAB, WEIGHTS, Letters, random_weights
 
 from thermocline import _native, quant
 from thermocline.decoder import F32, FFN, Layer, Linear, Weights
-from thermocline.engine import Engine, Request, StopMatcher, Traffic
+from thermocline.engine import Engine, Traffic
 from thermocline.errors import NumericalError, UsageError
 from thermocline.kv import BLOCK, bytes_for
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
+from thermocline.request import Request, StopMatcher
 from thermocline.sampler import SamplingParams
 from thermocline.spec import ModelSpec
 

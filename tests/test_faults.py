@@ -25,12 +25,12 @@ import tiny
 from safetensors.numpy import save_file
 
 from thermocline import LLM, SamplingParams, arrange, cli, store
-from thermocline.engine import Completion
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError
 from thermocline.llm import Stream
 from thermocline.memory import GIB
 from thermocline.pack import Pack, read_tensor
 from thermocline.predictor import LayerPredictor, write_predictors
+from thermocline.request import Completion
 
 FFN = 2048  # neurons of a layer: two layers' bundles are 2 MiB
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -30,7 +30,7 @@ from test_gpu import opt_pack, pack_of, storage
 from thermocline import gpu_weights
 from thermocline.decoder import Weights
 from thermocline.device import StandIn
-from thermocline.engine import Engine, Request
+from thermocline.engine import Engine
 from thermocline.errors import DeviceFailure
 from thermocline.gpu_weights import LayerPlace, Places
 from thermocline.kv import BLOCK
@@ -41,6 +41,7 @@ from thermocline.ops.gpu import GpuOps
 from thermocline.pack import Pack, read_tensor
 from thermocline.predictor import LayerPredictor, Predictors
 from thermocline.quant import decode
+from thermocline.request import Request
 from thermocline.sampler import SamplingParams
 
 SECONDS = float(os.environ.get("SOAK_S", "6"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from thermocline.errors import NumericalError, UsageError
-from thermocline.sampler import F32, Sampler, SamplingParams, best, kept
+from thermocline.sampler import F32, Sampler, SamplingParams, TokenLogprobs, best, kept
 
 OPEN: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}  # every filter off
 
@@ -147,18 +147,25 @@ def test_the_callers_logits_stay_as_they_are() -> None:
     assert (x == before).all()
 
 
+def test_what_is_banned_is_never_kept_however_many_are_asked_for() -> None:
+    """A draw next to 1 may be rounded up to it, and would then be of the last that was kept."""
+    x = np.array([-math.inf, 1.0, -math.inf, 0.0], np.float32)
+    for top_k in (0, 3):
+        assert kept(x, SamplingParams(top_k=top_k, top_p=1, min_p=0)).tolist() == [1, 3]
+
+
 def test_logprobs_are_the_models_own() -> None:
     params = SamplingParams(temperature=0, logprobs=2, logit_bias={2: 100.0})
     sampler = Sampler(params, 3)
     x = logits_of(0.5, 0.3, 0.2)
-    report = sampler.logprobs(x, sampler.sample(x))
+    report = TokenLogprobs.of(x, sampler.sample(x), 2)
     assert report.logprob == pytest.approx(math.log(0.2), abs=1e-6)
     assert [i for i, _ in report.top] == [0, 1]
     assert report.top[0][1] == pytest.approx(math.log(0.5), abs=1e-6)
 
 
 def test_logprobs_of_0_is_the_chosen_token_alone() -> None:
-    assert Sampler(SamplingParams(logprobs=0), 3).logprobs(logits_of(0.5, 0.3, 0.2), 1).top == ()
+    assert TokenLogprobs.of(logits_of(0.5, 0.3, 0.2), 1, 0).top == ()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -176,9 +183,32 @@ def test_no_temperature_overflows(temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [
+        {"repeat_penalty": 5e-324},
+        {"repeat_penalty": 1e308},
+        {"presence_penalty": -1e308, "frequency_penalty": -1e308},
+        {"presence_penalty": 1e308, "frequency_penalty": -1e308},
+        {"logit_bias": {1: 1e308, 2: -1e308, 3: -math.inf}, "repeat_penalty": 1e-300},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_no_penalty_overflows(changed: dict[str, Any], temperature: float) -> None:
+    """A penalty of 5e-324 left no token to draw from, and ended the engine with every request in it."""
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=0, **changed), 1000, prompt=range(4))
+    tokens = [sampler.sample(noise()) for _ in range(9)]
+    assert all(0 <= t < 1000 for t in tokens) and 3 not in tokens[1:] * ("logit_bias" in changed)
+
+
+@pytest.mark.parametrize("value", [1e39, 1e308])
+def test_a_huge_bias_is_the_largest(value: float) -> None:
+    assert Sampler(SamplingParams(logit_bias={7: value}, seed=0), 1000).sample(noise()) == 7
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_tokens", 1.5),
         ("temperature", -0.1),
         ("temperature", math.inf),
@@ -197,6 +227,8 @@ def test_no_temperature_overflows(temperature: float) -> None:
         ("stop", "a bare string"),
         ("stop", ("",)),
         ("logprobs", -1),
+        ("prompt_logprobs", -1),
+        ("grammar", "[0-9]+"),
         ("logit_bias", {-1: 0.0}),
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {1: math.inf}),

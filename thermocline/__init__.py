@@ -12,9 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thermocline.engine import Chunk as Chunk
-    from thermocline.engine import Completion as Completion
-    from thermocline.engine import Figures as Figures
+    from thermocline.constraint import Grammar as Grammar
     from thermocline.errors import BadFile as BadFile
     from thermocline.errors import IOFailure as IOFailure
     from thermocline.errors import NumericalError as NumericalError
@@ -24,6 +22,9 @@ if TYPE_CHECKING:
     from thermocline.errors import UsageError as UsageError
     from thermocline.llm import LLM as LLM
     from thermocline.llm import Stream as Stream
+    from thermocline.request import Chunk as Chunk
+    from thermocline.request import Completion as Completion
+    from thermocline.request import Figures as Figures
     from thermocline.sampler import SamplingParams as SamplingParams
     from thermocline.sampler import TokenLogprobs as TokenLogprobs
 
@@ -31,7 +32,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(("LLM", "Stream"), "llm"),
-    **dict.fromkeys(("Chunk", "Completion", "Figures"), "engine"),
+    **dict.fromkeys(("Chunk", "Completion", "Figures"), "request"),
+    "Grammar": "constraint",
     **dict.fromkeys(("SamplingParams", "TokenLogprobs"), "sampler"),
     **dict.fromkeys(
         (

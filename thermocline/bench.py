@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from thermocline import __version__, hardware, report, store
-from thermocline.engine import Engine, Figures, Request, request_for
+from thermocline.engine import Engine
 from thermocline.errors import UsageError
 from thermocline.kv import BLOCK, blocks_for
-from thermocline.llm import budget_for, predictors_for, room_for
+from thermocline.llm import budget_for, room_for
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack import Pack, inspect
+from thermocline.predictor import predictors_for
+from thermocline.request import Figures, Request, request_for
 from thermocline.sampler import Sampler, SamplingParams
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import FILE, Tokenizer, read_text

@@ -18,8 +18,8 @@ from thermocline.errors import BadFile, IOFailure, UsageError
 from thermocline.safetensors import parse_json, quoted, read_small
 
 if TYPE_CHECKING:
-    from thermocline.engine import Completion
     from thermocline.llm import LLM, Stream
+    from thermocline.request import Completion
     from thermocline.sampler import SamplingParams
 
 MAX_FILE_BYTES = 64 << 20

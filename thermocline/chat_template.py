@@ -48,6 +48,7 @@ class ChatTemplate:
             raise BadFile(
                 f"{name}: a chat template of {len(source)} characters; the most is {MAX_TEMPLATE_BYTES}"
             )
+        self.source = source
         self._tokens = _special_tokens(config, directory / CONFIG_FILE)
         self._sandbox = Sandbox(source, name)
         self._encoder = GuardedEncoder(tokenizer, source)

@@ -17,7 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline import __version__, cli_offline, cli_plan, cli_trace, config, config_offline, report
+from thermocline import (
+    __version__,
+    cli_offline,
+    cli_plan,
+    cli_serve,
+    cli_trace,
+    config,
+    config_offline,
+    report,
+)
 from thermocline.cli_text import chat, run
 from thermocline.console import INTERRUPTED, Progress, emit, emit_json, note
 from thermocline.errors import BadFile, DeviceFailure, IOFailure, OutOfBudget, ThermoclineError, UsageError
@@ -84,6 +93,8 @@ def command(argv: Sequence[str]) -> int:
             return run(options)
         case config.ChatOptions():
             return chat(options)
+        case config.ServeOptions():
+            return cli_serve.serve(options)
         case config.PackOptions():
             return pack(options)
         case config.SynthOptions():

@@ -148,7 +148,7 @@ class Side:
 
     @staticmethod
     def of(pack: Pack, sparsity: str) -> Side:
-        from thermocline.llm import predictors_for
+        from thermocline.predictor import predictors_for
 
         return Side(pack, sparsity, predictors_for(pack, sparsity))
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from thermocline import config, report
 from thermocline.console import INTERRUPTED, CtrlC, Progress, emit, emit_json, note, remark
@@ -19,9 +19,9 @@ from thermocline.errors import BadFile, IOFailure, ThermoclineError, UsageError
 
 if TYPE_CHECKING:
     from thermocline.chat import Chat
-    from thermocline.engine import Completion
     from thermocline.llm import LLM, Stream
     from thermocline.repl import Terminal
+    from thermocline.request import Completion
     from thermocline.sampler import SamplingParams
 
 MAX_PROMPT_BYTES = 64 << 20
@@ -61,23 +61,26 @@ def open_llm(
     """Everything but the weights: those are read once the prompt is known to fit."""
     from thermocline.llm import LLM
 
-    return LLM(
-        o.model,
-        threads=o.threads if o.threads > 0 else None,
-        context=o.ctx_size or None,
-        format=o.format,
-        sparsity=o.sparsity,
-        max_batch=max_batch,
-        cache_dir=config.cache_dir(o.cache_dir),
-        progress=progress.at,
-        lazy=True,
-        chat_template=chat_template,
-        told=None if o.quiet else note,
-        ram=o.ram,
-        gpu=o.gpu,
-        vram=o.vram,
-        disable=o.disable,
-    )
+    told = None if o.quiet else note
+    return LLM(**llm_options(o, chat_template, max_batch), progress=progress.at, lazy=True, told=told)
+
+
+def llm_options(o: config.Generation, chat_template: str | None, max_batch: int) -> dict[str, Any]:
+    """What LLM is told of them."""
+    return {
+        "model": o.model,
+        "threads": o.threads if o.threads > 0 else None,
+        "context": o.ctx_size or None,
+        "format": o.format,
+        "sparsity": o.sparsity,
+        "max_batch": max_batch,
+        "cache_dir": config.cache_dir(o.cache_dir),
+        "chat_template": chat_template,
+        "ram": o.ram,
+        "gpu": o.gpu,
+        "vram": o.vram,
+        "disable": o.disable,
+    }
 
 
 def sampling(o: config.Generation, logprobs: int | None = None) -> SamplingParams:

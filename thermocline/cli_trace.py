@@ -151,8 +151,8 @@ def _tiers(o: config.BenchOptions, pack: Pack, subject: Subject) -> Any:
 
 def _cases(o: config.BenchOptions, pack: Pack, found: Trace) -> list[Case]:
     from thermocline import hardware, store
-    from thermocline.llm import predictors_for
     from thermocline.memory import GIB
+    from thermocline.predictor import predictors_for
     from thermocline.replay import even_shares
     from thermocline.split import Share
 

@@ -164,6 +164,8 @@ class FFNStats:
     gates_dense: int = 0  # gate rows in all
     predicted: int = 0  # gate rows read: all, or with `predict` those of neurons predicted to be active
     predictor_bytes: int = 0  # read of predictors
+    # Where somebody asks and the ops know: active, rows and predicted of each layer, one after the other.
+    layers: list[int] | None = None
 
 
 class DiskCounts(NamedTuple):
@@ -174,6 +176,9 @@ class DiskCounts(NamedTuple):
     reads: int = 0
     bytes: int = 0
     waited_ns: int = 0  # of all threads, with nothing else to do
+
+    def since(self, before: DiskCounts) -> DiskCounts:
+        return DiskCounts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 @functools.lru_cache(maxsize=8)

@@ -124,6 +124,10 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
     def used(self) -> int:
         return self.n_blocks - self.available
 

@@ -19,13 +19,16 @@ from typing import Any, overload
 from thermocline import hardware, store, weights
 from thermocline.chat_template import ChatTemplate, Message
 from thermocline.config import SPARSITIES, SWITCHES, default_cache_dir
-from thermocline.engine import Chunk, Completion, Engine, Request, request_for
+from thermocline.constraint import Constraint
+from thermocline.engine import Engine
 from thermocline.errors import UsageError
+from thermocline.grammar import Grammars
 from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
 from thermocline.memory import GIB
 from thermocline.pack import Pack
-from thermocline.predictor import Predictors, open_predictors
+from thermocline.predictor import Predictors, predictors_for
+from thermocline.request import Chunk, Completion, Request, request_for
 from thermocline.sampler import SamplingParams
 from thermocline.store import Room, Store
 from thermocline.tokenizer import Tokenizer
@@ -168,6 +171,7 @@ class LLM:
         self._closed = False
         try:
             self.tokenizer = Tokenizer(self.path, self.spec)
+            self._grammars = Grammars(self.tokenizer)
             self.load_s = time.perf_counter() - begin
             if not lazy:
                 self._open()
@@ -265,8 +269,21 @@ class LLM:
         with self._lock:
             self._open()
 
+    @property
+    def engine(self) -> Engine:
+        """For a server that steps it itself, from one thread and alone; read the weights if need be."""
+        with self._lock:
+            return self._open()
+
+    def constraint(self, params: SamplingParams, *, checked: bool = False) -> Constraint | None:
+        """What holds one request to `params.grammar`, for `Engine.submit`. `checked`: by `grammar.check`."""
+        if params.grammar is None:
+            return None
+        return self._grammars.constraint(params.grammar, params.stop_ids, checked=checked)
+
     def _stream(self, ids: list[int], params: SamplingParams) -> Stream:
-        request = request_for(self.spec, self.context, self.tokenizer, ids, params)
+        constraint = self.constraint(params)
+        request = request_for(self.spec, self.context, self.tokenizer, ids, params, constraint)
         with self._lock:
             return Stream(self, self._open().queue(request))
 
@@ -385,21 +402,6 @@ def budget_for(ram: float | None) -> tuple[int | None, str]:
         if (free is not None or allowed is not None)
         else (None, "free")
     )
-
-
-def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
-    """What `sparsity` needs beside the weights; UsageError where the pack does not have it."""
-    if sparsity != "predict":
-        return None
-    if not pack.spec.sparse:
-        raise UsageError(
-            f"{pack.path}: its {pack.spec.activation} neurons are never zero: nothing to predict; "
-            "use --sparsity exact"
-        )
-    found = open_predictors(pack)
-    if found is None:
-        raise UsageError(f"{pack.path} has no predictors; make them with `thermocline train {pack.path}`")
-    return found
 
 
 def room_for(

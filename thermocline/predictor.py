@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline import _native, manifest, quant, sidecar
-from thermocline.errors import BadFile
+from thermocline.errors import BadFile, UsageError
 from thermocline.pack import Pack, read_tensor
 from thermocline.quant import F32, U8
 from thermocline.safetensors import Json, quoted
@@ -227,6 +227,21 @@ def _crc(p: StoredPredictor) -> int:
     for _, part in _parts(p):
         crc = _native.crc32c(np.ascontiguousarray(part).view(np.uint8).ravel(), crc)
     return crc
+
+
+def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
+    """What `sparsity` needs beside the weights; UsageError where the pack does not have it."""
+    if sparsity != "predict":
+        return None
+    if not pack.spec.sparse:
+        raise UsageError(
+            f"{pack.path}: its {pack.spec.activation} neurons are never zero: nothing to predict; "
+            "use --sparsity exact"
+        )
+    found = open_predictors(pack)
+    if found is None:
+        raise UsageError(f"{pack.path} has no predictors; make them with `thermocline train {pack.path}`")
+    return found
 
 
 def open_predictors(pack: Pack) -> Predictors | None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thermocline.engine import Completion, Figures
     from thermocline.hardware import Hardware
     from thermocline.llm import LLM
     from thermocline.plan import Plan
+    from thermocline.request import Completion, Figures
     from thermocline.shelf import Item
 
 

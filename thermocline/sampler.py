@@ -14,18 +14,22 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.constraint import Constraint, Grammar
 from thermocline.errors import NumericalError, UsageError
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Ids = NDArray[np.int64]
+LARGEST = 1e38  # what is added to a logit, or left of it: float32 holds more than three times that
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request turns logits into tokens. The defaults are llama.cpp's."""
 
-    max_tokens: int | None = 256  # None: until the model stops or the context is full
+    max_tokens: int | None = (
+        256  # None: until the model stops or the context is full; 0: read the prompt alone
+    )
     temperature: float = 0.8  # 0: greedy, the lowest id among equals
     top_k: int = 40  # keep the k most likely; 0: all
     top_p: float = 0.95  # then the fewest that together have this probability; 1: all
@@ -40,9 +44,11 @@ class SamplingParams:
     logprobs: int | None = None  # report the token's log probability and this many alternatives
     ignore_eos: bool = False  # ban the end-of-sequence tokens, and stop_ids
     stop_ids: tuple[int, ...] = ()  # tokens that end the text besides the model's own end-of-sequence tokens
+    prompt_logprobs: int | None = None  # the same as logprobs, of the prompt's tokens after the first
+    grammar: Grammar | None = None  # what all of the text must be; a filter before the others
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
+        _check_int("max_tokens", self.max_tokens, 0, None, optional=True)
         _check_float("temperature", self.temperature, 0, math.inf)
         _check_int("top_k", self.top_k, 0, None)
         _check_float("top_p", self.top_p, 0, 1)
@@ -53,6 +59,9 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
         _check_int("seed", self.seed, 0, 2**64 - 1, optional=True)
         _check_int("logprobs", self.logprobs, 0, None, optional=True)
+        _check_int("prompt_logprobs", self.prompt_logprobs, 0, None, optional=True)
+        if not isinstance(self.grammar, Grammar | None):
+            raise UsageError(f"grammar is a {type(self.grammar).__name__}; give a Grammar, or None")
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise UsageError(f"stop is {self.stop!r}; it must be a tuple of non-empty strings")
         for token, bias in self.logit_bias.items():
@@ -88,6 +97,15 @@ class TokenLogprobs:
 
     logprob: float  # of the chosen token
     top: tuple[tuple[int, float], ...]  # (id, log probability) of the most likely, best first
+
+    @staticmethod
+    def of(logits: F32, token: int, n: int) -> TokenLogprobs:
+        """Of `token` and the n most likely, from the model's own finite logits."""
+        x = logits.astype(np.float64)
+        x -= x.max()
+        x -= math.log(np.exp(x).sum())
+        ids = best(logits, min(n, len(logits))) if n else ()
+        return TokenLogprobs(float(x[token]), tuple((int(i), float(x[i])) for i in ids))
 
 
 def check_finite(logits: F32) -> None:
@@ -134,7 +152,7 @@ def kept(logits: F32, params: SamplingParams) -> Ids:
         n = min(n, int(np.searchsorted(np.cumsum(p), params.top_p)) + 1)
     if params.min_p > 0:
         n = min(n, int(np.count_nonzero(p >= params.min_p * p[0])))  # p falls: those are the first n
-    return ids[:n]
+    return ids[: min(n, int(np.count_nonzero(logits[ids] > -math.inf)))]  # what is banned is never drawn
 
 
 class Sampler:
@@ -146,18 +164,20 @@ class Sampler:
         vocab_size: int,
         prompt: Iterable[int] = (),
         banned: tuple[int, ...] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         for token in params.logit_bias:
             if token >= vocab_size:
                 raise UsageError(
                     f"logit_bias has the token {token}; the model's tokens are 0 to {vocab_size - 1}"
                 )
-        self.params = params
+        self.params, self._constraint = params, constraint
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
         self._rng = np.random.Generator(np.random.Philox(self.seed))
         bias = {**params.logit_bias, **dict.fromkeys(banned, -math.inf)}
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
-        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        bounded = (b if b == -math.inf else min(max(b, -LARGEST), LARGEST) for b in bias.values())
+        self._bias = np.fromiter(bounded, np.float32, len(bias))
         penalised = (
             params.repeat_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
@@ -177,16 +197,14 @@ class Sampler:
             ids = kept(logits, self.params)
             token = int(ids[self._draw(logits[ids])])
         self._remember(token)
+        if self._constraint is not None:
+            self._constraint.accept(token)
         return token
 
-    def logprobs(self, logits: F32, token: int) -> TokenLogprobs:
-        """Of `token` and the most likely, from the model's own logits."""
-        x = logits.astype(np.float64)
-        x -= x.max()
-        x -= math.log(np.exp(x).sum())
-        n = self.params.logprobs or 0
-        ids = best(logits, min(n, len(logits))) if n else ()
-        return TokenLogprobs(float(x[token]), tuple((int(i), float(x[i])) for i in ids))
+    @property
+    def complete(self) -> bool:
+        """What was asked for is there: nothing may follow."""
+        return self._constraint is not None and self._constraint.is_complete()
 
     def _draw(self, logits: F32) -> int:
         """Index into `logits`, at the request's temperature. One number per token, whatever is kept."""
@@ -196,21 +214,31 @@ class Sampler:
         return min(int(np.searchsorted(p, self._rng.random() * p[-1], side="right")), len(p) - 1)
 
     def _adjusted(self, logits: F32) -> F32:
-        """A copy with bias and penalties applied, or the logits themselves where there are none."""
-        if not len(self._bias_ids) and not self._counts:
+        """A copy with bias, penalties and constraint applied, or the logits themselves without any."""
+        allowed = None if self._constraint is None else self._constraint.allowed()
+        if not len(self._bias_ids) and not self._counts and allowed is None:
             return logits
         logits = logits.copy()
         logits[self._bias_ids] += self._bias
         if self._counts:
-            params = self.params
             ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
-            counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
-            x = logits[ids]
-            x = np.where(x > 0, x / np.float32(params.repeat_penalty), x * np.float32(params.repeat_penalty))
-            logits[ids] = x - (params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+            logits[ids] = self._penalised(logits[ids])
+        if allowed is not None:
+            logits[~allowed] = -math.inf
         if logits.max() == -math.inf:
-            raise UsageError("logit_bias and ignore_eos ban every token of the model")
+            grammar = "" if allowed is None else "the grammar, "
+            raise UsageError(f"{grammar}logit_bias and ignore_eos ban every token of the model")
         return logits
+
+    def _penalised(self, x: F32) -> F32:
+        """A factor of nearly 0 and penalties beyond all range ban nothing, and make no NaN."""
+        params = self.params
+        counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+        with np.errstate(all="ignore"):
+            factor = np.float32(params.repeat_penalty)
+            cost = np.nan_to_num(params.presence_penalty + params.frequency_penalty * counts)
+            y = np.nan_to_num(np.where(x > 0, x / factor, x * factor)) - cost.astype(np.float32)
+        return np.where(x == -math.inf, x, np.clip(y, -LARGEST, LARGEST)).astype(np.float32)
 
     def _remember(self, token: int) -> None:
         if not self._window:

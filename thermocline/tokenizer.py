@@ -83,6 +83,14 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         return token in self._special
 
+    def name(self, token: int) -> str:
+        """As the vocabulary spells it, control tokens too; nothing for ids without a token."""
+        return self._tok.id_to_token(token) or ""
+
+    def is_control(self, token: int) -> bool:
+        """It is no text, but says something about it: where it ends, who speaks."""
+        return token in self._special or token in self._controls
+
     def token_bytes(self, token: int) -> bytes:
         """What `token` adds to a text (UTF-8); nothing for special tokens and ids without one."""
         text = None if token in self._special else self._tok.id_to_token(token)

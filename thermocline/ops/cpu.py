@@ -169,6 +169,8 @@ class CpuOps:
         stats.gates_dense += bound.neurons
         stats.predicted += gates
         stats.predictor_bytes += asked
+        if stats.layers is not None:
+            stats.layers += active, rows, gates
 
 
 def disk_error(e: _native.DiskError) -> BadFile | IOFailure:

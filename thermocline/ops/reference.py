@@ -187,6 +187,7 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
     record = np.empty((len(x), spec.n_experts * spec.ffn_dim), np.float32) if record is None else record
     sparsity = "exact" if sparsity == "predict" and len(x) > FEW else sparsity
     rows = spec.ffn_dim * (2 if spec.gated else 1)
+    before = stats.active, stats.rows, stats.predicted
     stats.neurons += record.size
     stats.rows_dense += spec.n_experts * rows
     stats.gates_dense += record.shape[1]
@@ -194,6 +195,9 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
         y = _expert(bound, layer.experts[0], h, sparsity, stats, record)
     else:
         y = _mixture(bound, h, sparsity, stats, record)
+    if stats.layers is not None:
+        after = stats.active, stats.rows, stats.predicted
+        stats.layers += (b - a for a, b in zip(before, after, strict=True))
     _join(x, y, spec, layer.ffn_post_norm)
 
 

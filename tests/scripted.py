@@ -1,0 +1,125 @@
+"""The real routes over an engine that says what a test tells it to, on a port of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serving import TEMPLATE
+
+from thermocline.errors import IOFailure
+from thermocline.llm import BUNDLED
+from thermocline.request import Chunk, Figures
+from thermocline.sampler import SamplingParams
+from thermocline.server import http, page
+from thermocline.server.app import Model, Server, application
+from thermocline.server.limits import Limits
+from thermocline.server.listener import listen
+from thermocline.server.messages import Ended, Event, Failed, Opened, Token
+from thermocline.server.process import EngineProcess, Work
+
+FIGURES = Figures(3, 0, 5, 0.1, 30.0, 50.0, 0.05, 0.05, 1.0, 1000, "0")
+
+
+class ScriptedEngine(EngineProcess):
+    """`answer` is what every request gets, piece by piece; without an end where `endless`."""
+
+    def __init__(self) -> None:
+        super().__init__({}, told=print, progress=lambda *_: None, opened=lambda _: None)
+        self.answer: Sequence[str] = ()
+        self.endless = self.failing = False
+        self.asked: list[SamplingParams] = []
+        self.prompts: list[list[int]] = []
+        self.gone = threading.Event()  # a request was cancelled
+
+    alive = True  # type: ignore[assignment]
+
+    def start(self) -> None:
+        self.state, self.slots = "ready", 4
+
+    def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Work:
+        work = Work(self, [job := next(self._numbers)])
+        self._jobs[job] = work
+        self.prompts.append(list(prompts[0][0]))
+        self.asked.append(prompts[0][1])
+        self.playing = asyncio.get_running_loop().create_task(self._play(job))
+        return work
+
+    async def _play(self, job: int) -> None:
+        for piece in self.answer:
+            self._tell(Token(job, Chunk(piece, 1)))
+        while self.endless and job in self._jobs:
+            self._tell(Token(job, Chunk("and on ", 1)))
+            await asyncio.sleep(0.005)
+        if self.failing:
+            self._tell(Failed(job, IOFailure.__name__, "the disk is on fire"))
+        else:
+            self._tell(Ended(job, "stop", 1, FIGURES, prompt_logprobs=()))
+
+    def _tell(self, event: Event) -> None:
+        if (work := self._jobs.get(event.job)) is not None:
+            work.put(event)
+            if not isinstance(event, Token):
+                del self._jobs[event.job]
+
+    def cancel(self, job: int) -> None:
+        if self._jobs.pop(job, None) is not None:
+            self.gone.set()
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        self.over.set()
+
+
+@dataclass
+class Scripted:
+    url: str
+    engine: ScriptedEngine
+    server: Server
+    in_bytes: bool = False  # answers are sent one byte at a time
+
+
+@contextlib.contextmanager
+def scripted(*, chats: bool = True, keys: Sequence[str] = ()) -> Iterator[Scripted]:
+    engine = ScriptedEngine()
+    server = Server(
+        engine, Limits(), print, defaults=SamplingParams(temperature=0.7, max_tokens=None), keys=bool(keys)
+    )
+    server.model = Model.of(Opened(str(BUNDLED), 1 << 20, 4, TEMPLATE if chats else None), "scripted")
+    listener = listen("127.0.0.1", 0, has_keys=bool(keys))
+    made = Scripted(listener.url, engine, server)
+    began: list[http.Server] = []
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        engine.start()
+        yield
+
+    app = application(server, lifespan)
+
+    async def dripping(scope: Any, receive: Any, send: Any) -> None:
+        async def drip(message: Any) -> None:
+            body = message.get("body", b"")
+            if not made.in_bytes or scope["type"] != "http" or scope["method"] != "POST" or len(body) < 2:
+                return await send(message)
+            for i in range(len(body)):
+                await send({**message, "body": body[i : i + 1], "more_body": True})
+            if not message.get("more_body", False):
+                await send({**message, "body": b""})
+
+        await app(scope, receive, drip)
+
+    how = {"limits": Limits(), "keys": keys, "assets": page.PATHS, "slots": 4, "started": began.append}
+    thread = threading.Thread(target=http.run, args=(dripping, listener), kwargs=how, name="scripted")
+    thread.start()
+    try:
+        yield made
+    finally:
+        for one in began:
+            one.stop()
+        thread.join(30)
+        server.close()
+        assert not thread.is_alive()

@@ -1,0 +1,102 @@
+"""A server in a thread of this process, its engine in another, for tests that speak to it over a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from thermocline.sampler import SamplingParams
+from thermocline.server import http
+from thermocline.server.limits import Limits
+from thermocline.server.listener import listen
+from thermocline.server.serve import serve
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the bundled model tells stories
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Served:
+    url: str
+    notes: list[str] = field(default_factory=list)
+    thread: threading.Thread | None = None
+
+    def client(self, **how: Any) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=DEADLINE_S, **how)
+
+    def health(self) -> dict[str, Any]:
+        with self.client() as c:
+            found: dict[str, Any] = c.get("/health").json()
+            return found
+
+    def until(self, ready: bool = True) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while self.health()["ready"] != ready:
+            assert time.monotonic() < end, self.notes
+            time.sleep(0.02)
+
+    def metrics(self) -> dict[str, float]:
+        with self.client() as c:
+            lines = c.get("/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def until_idle(self, seconds: float = DEADLINE_S) -> float:
+        """-> how long it took until all slots and blocks were free."""
+        begin = time.monotonic()
+        while time.monotonic() < begin + seconds:
+            m = self.metrics()
+            free = m["thermocline_slots_free"] == m["thermocline_slots_total"]
+            if free and m["thermocline_kv_blocks_free"] == m["thermocline_kv_blocks_total"]:
+                return time.monotonic() - begin
+            time.sleep(0.02)
+        raise AssertionError(f"something is still held: {m}")
+
+
+@contextlib.contextmanager
+def served(
+    limits: Limits | None = None, *, wait: bool = True, defaults: SamplingParams | None = None, **options: Any
+) -> Iterator[Served]:
+    """`options`: LLM's, and of `serve` its keys, hosts, origins and name."""
+    own = {k: options.pop(k) for k in ("keys", "hosts", "origins", "name") if k in options}
+    asked = {"model": None, "threads": 1, "max_batch": 4, "gpu": "off", "chat_template": TEMPLATE} | options
+    listener = listen("127.0.0.1", 0, has_keys=False)
+    found = Served(listener.url)
+    began: list[http.Server] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            serve(
+                asked,
+                listener,
+                limits or Limits(),
+                defaults=defaults or SamplingParams(max_tokens=None),
+                note=found.notes.append,
+                started=began.append,
+                **own,
+            )
+        except BaseException as e:
+            errors.append(e)
+
+    thread = found.thread = threading.Thread(target=run, name="server")
+    thread.start()
+    try:
+        if wait:
+            found.until()
+        yield found
+    finally:
+        while not began and thread.is_alive():
+            time.sleep(0.01)
+        for server in began:
+            server.stop()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,78 @@
+"""`thermocline serve`. What is heavy is imported when it runs: the socket is open within a second."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thermocline import report
+from thermocline.cli_text import llm_options, sampling
+from thermocline.config_serve import ServeOptions
+from thermocline.console import Progress, emit, emit_json, note
+from thermocline.errors import Unsupported
+from thermocline.server.limits import Limits, described
+
+if TYPE_CHECKING:
+    from thermocline.server.listener import Listener
+
+
+def serve(o: ServeOptions) -> int:
+    if o.print_limits:
+        return print_limits(o)
+    from thermocline.server.listener import api_keys
+
+    for library in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
+        if importlib.util.find_spec(library) is None:
+            raise Unsupported(f"{library} is not installed: pip install 'thermocline[server]'")
+    keys = api_keys(o.api_key, None if o.api_key_file is None else Path(o.api_key_file))
+    listener = listening(o, bool(keys))
+    try:  # what is imported from here on takes a second, in which clients can connect already
+        from thermocline.chat import text_of
+        from thermocline.server import serve as server
+
+        template = None if o.template is None else text_of(Path(o.template))
+        options, defaults = llm_options(o, template, o.parallel), sampling(o)
+    except BaseException:
+        listener.close()
+        raise
+    told: Callable[[str], None] = (lambda line: None) if o.quiet else note
+    told(f"listening on {listener.url}")
+    with Progress(quiet=o.quiet) as progress:
+        server.serve(
+            options,
+            listener,
+            limits_of(o),
+            name=o.alias,
+            defaults=defaults,
+            keys=keys,
+            hosts=o.allow_host,
+            origins=o.allow_origin,
+            note=told,
+            log=note if o.access_log else None,
+            progress=progress.at,
+        )
+    return 0
+
+
+def listening(o: ServeOptions, has_keys: bool) -> Listener:
+    from thermocline.server.listener import listen, listen_unix
+
+    if o.socket is not None:
+        return listen_unix(Path(o.socket))
+    return listen(o.host, o.port, has_keys=has_keys, insecure=o.insecure)
+
+
+def limits_of(o: ServeOptions) -> Limits:
+    return Limits(**{f.name: getattr(o, f.name) for f in dataclasses.fields(Limits)})
+
+
+def print_limits(o: ServeOptions) -> int:
+    found = described(limits_of(o))
+    if o.json:
+        emit_json(found)
+    else:
+        emit(report.table([(str(x["flag"]), f"{x['value']} {x['unit']}") for x in found.values()]))
+    return 0

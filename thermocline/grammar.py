@@ -1,0 +1,170 @@
+"""Grammars enforced: which tokens of a model's vocabulary may come next (the `llguidance` library).
+
+Owns the library's view of a tokenizer, and what was compiled. Must not know models, requests or the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.constraint import KINDS, Grammar
+from thermocline.errors import Unsupported, UsageError
+from thermocline.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+WORKER = Path(__file__).with_name("grammar_worker.py")
+WAIT_S = 10.0  # for a process that does not get its second of processor time
+KEPT = 32  # compiled grammars, the least recently used leave first
+
+Mask = NDArray[np.bool_]
+
+
+class Grammars:
+    """Constraints for one tokenizer. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def constraint(
+        self, grammar: Grammar, stop_ids: Sequence[int] = (), *, checked: bool = False
+    ) -> Enforced:
+        """For one answer, which the tokenizer's eos and `stop_ids` end. UsageError: it cannot be enforced.
+
+        `checked`: `check` has passed it, here or in another process of this program.
+        """
+        if not checked:
+            check(grammar)
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._tokenizer)
+            matcher = self._compiled.pop(grammar, None) or _compiled(self._vocabulary.there, grammar)
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            ends = (*self._tokenizer.eos_ids, *stop_ids)
+            return Enforced(matcher.deep_copy(), self._vocabulary, ends)
+
+
+class Vocabulary:
+    """A tokenizer as the library sees it: the bytes of each token that writes text, and one that ends it.
+
+    Control tokens have no bytes there: no grammar can name one, and none is text. The end is an id of its
+    own, since a model may have several, or none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        self.size = self.eos_token_id = tokenizer.vocab_size
+        self.bos_token_id = None
+        self.special_token_ids = (self.size,)
+        silent = [tokenizer.is_control(i) or i in tokenizer.eos_ids for i in range(self.size)]
+        self.tokens = [b"" if s else tokenizer.token_bytes(i) for i, s in enumerate(silent)] + [b"<end>"]
+        self.writes: Mask = np.array([len(t) > 0 for t in self.tokens[:-1]], np.bool_)
+        self._encode = tokenizer.encode
+        self.there: LLTokenizer = LLTokenizer(TokenizerWrapper(self))
+
+    def __call__(self, text: str) -> list[int]:
+        """What a text is that the grammar leaves no choice of: the tokenizer's own tokens, if they are it.
+
+        (SentencePiece's begin with a space of their own; a control token's name may have none.)
+        """
+        with contextlib.suppress(UsageError):
+            ids = self._encode(text, add_special=False)
+            if b"".join(self.tokens[i] for i in ids) == text.encode():
+                return ids
+        return list(self.there.greedy_tokenize(text))
+
+
+class Enforced:
+    """A `Constraint`: one answer's place in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, ends: Sequence[int]) -> None:
+        self._matcher, self._vocabulary, self._ends = matcher, vocabulary, list(ends)
+        self._ended = False
+
+    def allowed(self) -> Mask:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise UsageError(f"the grammar cannot go on here: {_line(self._matcher.get_error())}")
+        there = np.unpackbits(bits, count=self._vocabulary.size + 1, bitorder="little").view(np.bool_)
+        mask: Mask = there[:-1] & self._vocabulary.writes  # a grammar may name tokens by their numbers
+        mask[self._ends] = there[-1]
+        return mask
+
+    def accept(self, token: int) -> None:
+        if token in self._ends:
+            self._ended = True
+        elif not self._matcher.consume_token(token):
+            raise UsageError(f"the grammar cannot go on here: {_line(self._matcher.get_error())}")
+
+    def is_complete(self) -> bool:
+        return self._ended or self._matcher.is_stopped()
+
+
+@lru_cache(maxsize=64)
+def check(grammar: Grammar) -> None:
+    """UsageError where the grammar cannot be enforced, within about a second; it needs no model.
+
+    In a process that can be killed: a stranger's grammar may take for ever to compile, or end the process.
+    """
+    path = _library()
+    code = (
+        f"import runpy, sys; sys.path.append({path!r}); runpy.run_path({str(WORKER)!r}, run_name='__main__')"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", code],
+            input=f"{grammar.kind}\n{grammar.text}".encode(),
+            capture_output=True,
+            timeout=WAIT_S,
+            start_new_session=sys.platform != "win32",  # Ctrl-C is not for it
+        )
+        why = done.stdout.decode(errors="replace") if done.returncode == 0 else "it is too complex to compile"
+    except subprocess.TimeoutExpired:
+        why = "it takes too long to compile"
+    if why:
+        raise UsageError(f"the {KINDS[grammar.kind]} cannot be enforced: {_line(why)}")
+
+
+def _compiled(there: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    from thermocline.grammar_worker import limits, source
+
+    matcher = LLMatcher(there, source(grammar.kind, grammar.text), log_level=0, limits=limits())
+    if matcher.is_error():
+        why = _line(matcher.get_error())
+        raise UsageError(f"the {KINDS[grammar.kind]} cannot be enforced with this model's vocabulary: {why}")
+    return matcher
+
+
+def _library() -> str:
+    """The directory that has it; Unsupported where it is not installed."""
+    found = importlib.util.find_spec("llguidance")
+    if found is None or found.origin is None:
+        raise Unsupported(
+            "grammars and JSON schemas need llguidance; install it with `pip install 'thermocline[server]'`"
+        )
+    return str(Path(found.origin).parents[1])
+
+
+def _line(text: str) -> str:
+    return " ".join(text.replace("<non-verbose/>", "").split())[:300]

@@ -1,0 +1,77 @@
+"""What the layers do, for whoever looks on: `GET /activity`'s events. No word of any text is in them.
+
+Owns the route and what its events say. Must not know the engine or its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from thermocline.server.onlookers import Onlookers
+from thermocline.watch import Activity
+
+NOTHING = b": \n\n"  # a comment: the stream is alive
+
+
+def routes(onlookers: Onlookers, ping_s: float) -> list[Route]:
+    async def answer(request: Request) -> Response:
+        return StreamingResponse(events(onlookers, ping_s), media_type="text/event-stream")
+
+    return [Route("/activity", answer, methods=["GET"])]
+
+
+async def events(onlookers: Onlookers, ping_s: float) -> AsyncIterator[bytes]:
+    """Server-sent events, until there are no more or nobody reads them."""
+    queue = onlookers.add()
+    try:
+        yield NOTHING
+        while True:
+            try:
+                activity = await asyncio.wait_for(queue.get(), ping_s)
+            except TimeoutError:
+                yield NOTHING
+                continue
+            if activity is None:
+                return
+            yield b"data: " + json.dumps(report(activity), separators=(",", ":")).encode() + b"\n\n"
+    finally:
+        onlookers.remove(queue)
+
+
+def report(a: Activity) -> dict[str, Any]:
+    """null is what nobody counts: on a GPU, layers apart, and which memory the bytes came from."""
+    speed = _rounded(a.bytes / a.seconds / 1e9)
+    return {
+        "tokens_per_s": _rounded(a.tokens / a.seconds),
+        "gb_per_s": speed,
+        "layers": None if a.layers is None else [
+            {"active": _rounded(x.active), "computed": _rounded(x.computed), "asked": _rounded(x.asked)}
+            for x in a.layers
+        ],
+        "tiers": {
+            "gpu": {"gb_per_s": None} if a.on_gpu else None,
+            "ram": {"gb_per_s": None if a.on_gpu else speed},
+            "disk": _disk(a),
+        },
+    }  # fmt: skip
+
+
+def _disk(a: Activity) -> dict[str, Any] | None:
+    if a.disk is None:
+        return None
+    found = 1 - a.disk.missed / a.disk.needed if a.disk.needed else None
+    return {
+        "gb_per_s": _rounded(a.disk.bytes / a.seconds / 1e9),
+        "hit_rate": None if found is None else _rounded(found),
+    }
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.4g}")

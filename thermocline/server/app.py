@@ -1,0 +1,481 @@
+"""The routes of `thermocline serve`: OpenAI's API and llama.cpp's, over one engine.
+
+Owns what each route does. Must not know sockets (`http.py`), who may call (`guard.py`), or the decoder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from thermocline import __version__, grammar
+from thermocline.chat_template import ChatTemplate
+from thermocline.constraint import depth
+from thermocline.errors import ThermoclineError
+from thermocline.pack import Pack
+from thermocline.request import request_for
+from thermocline.sampler import SamplingParams
+from thermocline.server import activity, openapi, page, schema
+from thermocline.server.answers import Chat, Shape, Text
+from thermocline.server.errors import of_engine, of_validation
+from thermocline.server.guard import json_body
+from thermocline.server.limits import Limits
+from thermocline.server.messages import Opened
+from thermocline.server.metrics import Metrics
+from thermocline.server.parts import THINK, Format, Parts
+from thermocline.server.process import EngineProcess, Work
+from thermocline.server.refusal import Refusal
+from thermocline.spec import ModelSpec
+from thermocline.tokenizer import Tokenizer
+
+Body = TypeVar("Body", bound=BaseModel)
+RETRY_LOADING_S = 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of the model the HTTP side needs: everything but its weights."""
+
+    name: str
+    spec: ModelSpec
+    context: int
+    max_batch: int
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    why_no_template: str
+    format: Format
+
+    @staticmethod
+    def of(opened: Opened, name: str | None) -> Model:
+        path = Path(opened.path)
+        spec = Pack.open(path).spec
+        tokenizer = Tokenizer(path, spec)
+        template, why = None, ""
+        try:
+            template = ChatTemplate(path, tokenizer, opened.template)
+        except ThermoclineError as e:
+            why = str(e)
+        format = Format.of("" if template is None else template.source)
+        about = path.name if name is None else name
+        return Model(about, spec, opened.context, opened.max_batch, tokenizer, template, why, format)
+
+
+class Server:
+    """The application's state, on the event loop's thread; tokenising, which may take long, is on another."""
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        limits: Limits,
+        note: Callable[[str], None],
+        *,
+        defaults: SamplingParams,
+        keys: bool,
+    ) -> None:
+        """`defaults`: of what a request leaves open. `keys`: clients need one, which the guard asks for."""
+        self.keys, self.defaults = keys, defaults
+        self.engine, self.limits, self._note = engine, limits, note
+        self.metrics = Metrics(engine)
+        engine.observe = self.metrics.observe
+        self.model: Model | None = None
+        self.progress: tuple[str, int, int] | None = None
+        self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
+        self._trials = asyncio.Semaphore(2)  # of grammars: each is a process with a second of time and 1 GiB
+
+    def close(self) -> None:
+        if self.model is not None and self.model.template is not None:
+            self.model.template.close()
+
+    # ---- before a request is taken
+
+    def body(self, request: Request, kind: type[Body]) -> Body:
+        given = json_body(request.scope)
+        try:
+            made = kind.model_validate(given)
+        except ValidationError as e:
+            raise of_validation(e) from None
+        if unknown := given.keys() - _fields(kind):
+            self._note(f"{request.url.path}: ignored {', '.join(sorted(map(repr, unknown)))[:200]}")
+        return made
+
+    def ready_model(self, asked: str | None = None) -> Model:
+        """Raises 503 until it can answer, 404 for another model than the one there is."""
+        if self.model is None or not self.engine.ready:
+            what = (
+                "Loading model" if self.engine.state in ("starting", "loading") else "The engine is not ready"
+            )
+            raise Refusal(503, what, headers={"retry-after": str(RETRY_LOADING_S)})
+        if asked is not None and asked != self.model.name:
+            raise Refusal(
+                404, f"there is no model {asked[:200]!r} here, but {self.model.name!r}",
+                param="model", code="model_not_found"
+            )  # fmt: skip
+        return self.model
+
+    def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Work:
+        """Raises 503 where too many wait: one HTTP request may ask for many answers."""
+        model = self.model
+        assert model is not None
+        if self.engine.active + len(prompts) > model.max_batch + max(self.limits.limit_queue, len(prompts)):
+            raise Refusal(503, "too many answers are waiting; try again", code="queue_full")
+        return self.engine.submit(prompts)
+
+    async def enforceable(self, params: SamplingParams) -> None:
+        """Raises UsageError where its grammar cannot be kept to: it is compiled on trial, in a process."""
+        g, most = params.grammar, self.limits
+        if g is None:
+            return
+        if len(g.text.encode()) > most.limit_schema_bytes or depth(g.text) > most.limit_schema_depth:
+            said = f"{most.limit_schema_bytes} bytes or {most.limit_schema_depth} levels"
+            raise Refusal(400, f"the grammar or schema has more than {said}")
+        async with self._trials:
+            await asyncio.to_thread(grammar.check, g)
+
+    async def apart(self, what: Callable[[], Any]) -> Any:
+        """Work that may be long, on another thread."""
+        async with self._texts:
+            return await asyncio.to_thread(what)
+
+    def jobs(
+        self, model: Model, ids: list[int], params: SamplingParams, n: int
+    ) -> list[tuple[list[int], SamplingParams]]:
+        """n answers to a prompt, seeds one apart. Raises 400 before anything is queued."""
+        if len(ids) > model.context:
+            raise Refusal(
+                400, f"the prompt has {len(ids)} tokens, the context holds {model.context}",
+                type="exceed_context_size_error", code="context_length_exceeded",
+                extra={"n_prompt_tokens": len(ids), "n_ctx": model.context}
+            )  # fmt: skip
+        plain = replace(params, grammar=None)  # which the engine's process compiles for itself
+        request = request_for(model.spec, model.context, model.tokenizer, ids, plain)
+        seed = request.sampler.seed
+        return [(request.ids, replace(params, seed=(seed + i) % (1 << 63))) for i in range(n)]
+
+    def check(self, r: schema.Sampling, prompts: int = 1) -> None:
+        """What is bounded beyond a field's own range."""
+        for param, said in schema.excesses(r, self.limits, prompts):
+            raise Refusal(400, f"{param}: {said}", param=param)
+
+    # ---- /v1/chat/completions
+
+    async def chat(self, request: Request) -> Response:
+        r = self.body(request, schema.ChatRequest)
+        model = self.ready_model(r.model)
+        self.check(r)
+        if model.template is None:
+            raise Refusal(400, model.why_no_template, param="messages")
+        template = model.template
+        _check_tools(r, model.format)
+        messages, variables = _messages(r.messages), _variables(r)
+        ids = await self.apart(partial(template.encode, messages, variables=variables))
+        stop_ids = await self.apart(lambda: template.stop_ids)
+        asked = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
+        params = schema.sampling_params(
+            r, self.defaults, logprobs=(r.top_logprobs or 0) if r.logprobs else None, max_tokens=asked
+        )
+        params = replace(params, stop_ids=stop_ids)
+        await self.enforceable(params)
+        work = self.submit(self.jobs(model, ids, params, r.n or 1))
+        return await self._answered(
+            request, work, Chat(model.name, model.tokenizer, r, _parts(model, r, ids))
+        )
+
+    # ---- /v1/completions
+
+    async def complete(self, request: Request) -> Response:
+        r = self.body(request, schema.CompletionRequest)
+        model = self.ready_model(r.model)
+        prompts = _prompts(r.prompt)
+        self.check(r, len(prompts))
+        if r.suffix:
+            raise Refusal(400, "suffix: this server does not fill in the middle", param="suffix")
+        if r.best_of is not None and r.best_of != (r.n or 1):
+            raise Refusal(400, "best_of: only what n says", param="best_of")
+        encode = partial(model.tokenizer.encode, parse_special=True)
+        limit = schema.COMPLETION_TOKENS if r.max_tokens is None else r.max_tokens
+        params = schema.sampling_params(r, self.defaults, logprobs=r.logprobs, max_tokens=limit)
+        if r.echo:
+            params = replace(params, prompt_logprobs=r.logprobs)
+        await self.enforceable(params)
+        jobs: list[tuple[list[int], SamplingParams]] = []
+        for prompt in prompts:
+            ids = await self.apart(partial(encode, prompt)) if isinstance(prompt, str) else prompt
+            jobs += self.jobs(model, ids, params, r.n or 1)
+        return await self._answered(
+            request, self.submit(jobs), Text(model.name, model.tokenizer, r, [ids for ids, _ in jobs])
+        )
+
+    # ---- both
+
+    async def _answered(self, request: Request, work: Work, shape: Shape) -> Response:
+        if shape.request.stream:
+            return Events(self._events(work, shape), work)
+        try:  # the guard cancels this where nobody is there to read it any more
+            while (got := await work.next()) is not None:
+                shape.take(*got)
+            return JSONResponse(shape.whole())
+        finally:
+            work.close()
+
+    async def _events(self, work: Work, shape: Shape) -> AsyncIterator[bytes]:
+        """Server-sent events. A comment now and then while there is nothing to say."""
+        following = asyncio.ensure_future(work.next())
+        try:
+            for opening in shape.begin():
+                yield _event(opening)
+            while True:
+                done, _ = await asyncio.wait({following}, timeout=self.limits.limit_ping_s)
+                if not done:
+                    yield b": \n\n"
+                    continue
+                got = following.result()
+                if got is None:
+                    break
+                following = asyncio.ensure_future(work.next())
+                for body in shape.take(*got):
+                    yield _event(body)
+            if shape.include_usage:
+                yield _event(shape.usage())
+            yield b"data: [DONE]\n\n"
+        except ThermoclineError as e:
+            yield _event({"error": of_engine(e).error})
+        finally:
+            following.cancel()
+
+    # ---- the rest
+
+    async def models(self, request: Request) -> Response:
+        model = self.model
+        data = []
+        if model is not None:
+            data = [{
+                "id": model.name, "object": "model", "created": 0, "owned_by": "thermocline",
+                "meta": {"n_vocab": model.spec.vocab_size, "n_ctx": model.context,
+                         "n_ctx_train": model.spec.max_context, "n_embd": model.spec.dim},
+            }]  # fmt: skip
+        return JSONResponse({"object": "list", "data": data})
+
+    async def health(self, request: Request) -> Response:
+        e = self.engine
+        age = round(e.heartbeat_age_s * 1e3)
+        facts = {"live": e.alive, "ready": self.model is not None and e.ready, "heartbeat_age_ms": age}
+        if facts["ready"]:
+            return JSONResponse({"status": "ok", **facts})
+        message = "Loading model" if e.state in ("starting", "loading") else f"The engine is {e.state}"
+        if e.state == "ready":
+            message = f"The engine has not been heard of for {age / 1e3:.0f} s"
+        about = {"error": Refusal(503, message).error, **facts}
+        if self.progress is not None and e.state == "loading":
+            about["progress"] = dict(zip(("what", "done", "size"), self.progress, strict=True))
+        return JSONResponse(about, 503, headers={"Retry-After": str(RETRY_LOADING_S)})
+
+    async def props(self, request: Request) -> Response:
+        model = self.ready_model()
+        d = self.defaults
+        sampling = {
+            "temperature": d.temperature, "top_k": d.top_k, "top_p": d.top_p, "min_p": d.min_p,
+            "repeat_penalty": d.repeat_penalty, "repeat_last_n": d.repeat_last_n,
+        }  # fmt: skip
+        return JSONResponse({
+            "default_generation_settings": {"n_ctx": model.context, "params": sampling},
+            "total_slots": model.max_batch,
+            "model_alias": model.name,
+            "chat": model.template is not None,
+            "build_info": f"thermocline {__version__}",
+        })  # fmt: skip
+
+    async def tokenize(self, request: Request) -> Response:
+        r = self.body(request, schema.TokenizeRequest)
+        t = self.ready_model().tokenizer
+        ids = await self.apart(
+            partial(t.encode, r.content, add_special=r.add_special, parse_special=r.parse_special)
+        )
+        if not r.with_pieces:
+            return JSONResponse({"tokens": ids})
+        return JSONResponse({"tokens": [{"id": i, "piece": _piece(t, i)} for i in ids]})
+
+    async def detokenize(self, request: Request) -> Response:
+        r = self.body(request, schema.DetokenizeRequest)
+        model = self.ready_model()
+        if max(r.tokens, default=0) >= model.spec.vocab_size:
+            raise Refusal(400, f"tokens: they are 0 to {model.spec.vocab_size - 1}", param="tokens")
+        return JSONResponse({"content": await self.apart(partial(model.tokenizer.decode, r.tokens))})
+
+    async def scraped(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def described(self, request: Request) -> Response:
+        return JSONResponse(openapi.document(self.keys))
+
+    async def docs(self, request: Request) -> Response:
+        return HTMLResponse(openapi.page())
+
+    def routes(self) -> list[Route]:
+        get, post = ["GET"], ["POST"]
+        return [
+            Route("/health", self.health, methods=get),
+            Route("/v1/health", self.health, methods=get),
+            Route("/v1/models", self.models, methods=get),
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/completions", self.complete, methods=post),
+            Route("/tokenize", self.tokenize, methods=post),
+            Route("/detokenize", self.detokenize, methods=post),
+            Route("/props", self.props, methods=get),
+            Route("/metrics", self.scraped, methods=get),
+            Route("/openapi.json", self.described, methods=get),
+            Route("/docs", self.docs, methods=get),
+            *activity.routes(self.engine.onlookers, self.limits.limit_ping_s),
+            *page.routes(),
+        ]
+
+
+class Events(StreamingResponse):
+    """A stream whose work ends with it, also where it is given up before its first event was asked for."""
+
+    def __init__(self, events: AsyncIterator[bytes], work: Work) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._work = work
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._work.close()
+
+
+# ---- parts
+
+
+def _fields(kind: type[BaseModel]) -> set[str]:
+    return {f.alias or name for name, f in kind.model_fields.items()}
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if not given or isinstance(given[0], int):
+        return [given]
+    return list(given)
+
+
+def _messages(messages: Sequence[schema.Message]) -> list[dict[str, Any]]:
+    """As chat templates have them: texts, and arguments of calls as objects."""
+    found = []
+    for m in messages:
+        made = m.model_dump(exclude_none=True)
+        if isinstance(m.content, list):
+            made["content"] = "".join(map(_part, m.content))
+        elif m.content is None:
+            made["content"] = ""
+        if m.role == "developer":
+            made["role"] = "system"
+        for call in made.get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        found.append(made)
+    return found
+
+
+def _part(part: schema.TextPart) -> str:
+    if part.type != "text" or part.text is None:
+        raise Refusal(400, f"messages: a part of type {part.type[:40]!r}; only text is understood here",
+                       param="messages")  # fmt: skip
+    return part.text
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _check_tools(r: schema.ChatRequest, format: Format) -> None:
+    """What cannot be kept is refused."""
+    if r.tool_choice not in (None, "none", "auto"):
+        raise Refusal(400, "tool_choice: only none and auto can be kept", param="tool_choice")
+    if r.tools and r.tool_choice != "none" and format.call is None:
+        raise Refusal(400, "tools: this model's chat template has none that are understood", param="tools")
+
+
+def _variables(r: schema.ChatRequest) -> dict[str, Any]:
+    variables = dict(r.chat_template_kwargs or {})
+    if variables.keys() & {"tools", "documents", "chat_template", "tokenize"}:
+        raise Refusal(
+            400, "chat_template_kwargs: variables of the template alone", param="chat_template_kwargs"
+        )
+    if r.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", r.reasoning_effort)
+    if r.tools and r.tool_choice != "none":
+        variables["tools"] = [t.model_dump(exclude_none=True) for t in r.tools]
+    return variables
+
+
+def _parts(model: Model, r: schema.ChatRequest, ids: list[int]) -> Callable[[], Parts]:
+    """What its answers may hold; the prompt's last tokens say whether it ends within a thought."""
+    t = model.tokenizer
+    tail = "".join(
+        t.name(i) if t.is_special(i) else t.token_bytes(i).decode("utf-8", "replace") for i in ids[-8:]
+    )
+    thinking = model.format.thinks and tail.rstrip().endswith(THINK[0])
+    tools = bool(r.tools) and r.tool_choice != "none"
+    return partial(Parts, model.format, tools=tools, thinking=thinking)
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """llama.cpp's: bytes where they are no text."""
+    data = tokenizer.token_bytes(token) or tokenizer.name(token).encode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+# ---- errors
+
+
+async def _refused(request: Request, e: Exception) -> Response:
+    assert isinstance(e, Refusal)
+    return Response(e.body(), e.status, e.headers, "application/json")
+
+
+async def _engine_error(request: Request, e: Exception) -> Response:
+    assert isinstance(e, ThermoclineError)
+    return await _refused(request, of_engine(e))
+
+
+async def _no_route(request: Request, e: Exception) -> Response:
+    return await _refused(request, Refusal(404, "there is nothing here: see /docs"))
+
+
+async def _wrong_method(request: Request, e: Any) -> Response:
+    made = await _refused(request, Refusal(405, f"{request.method} is not taken here"))
+    made.headers.update(e.headers or {})
+    return made
+
+
+def application(server: Server, lifespan: Any = None) -> Starlette:
+    handlers: dict[Any, Any] = {
+        Refusal: _refused,
+        ThermoclineError: _engine_error,
+        404: _no_route,
+        405: _wrong_method,
+    }
+    made = Starlette(routes=server.routes(), exception_handlers=handlers, lifespan=lifespan)
+    made.router.redirect_slashes = False
+    return made

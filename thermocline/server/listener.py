@@ -1,0 +1,165 @@
+"""What is listened on: a port or a UNIX socket, opened before a model is loaded; and which keys open it.
+
+Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from thermocline.errors import IOFailure, Unsupported, UsageError
+
+try:
+    import resource
+except ImportError:  # Windows counts sockets elsewhere
+    resource = None  # type: ignore[assignment]
+
+_BACKLOG = 1024
+_OTHER_FILES = 128  # what a process has open besides connections, amply
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A socket that is open already. `host` as it was asked for; none for a UNIX socket."""
+
+    socket: socket.socket
+    host: str | None
+    is_loopback: bool
+    path: Path | None = None
+    _inode: int = field(default=0, repr=False)
+
+    @property
+    def port(self) -> int:
+        port: int = 0 if self.path is not None else self.socket.getsockname()[1]
+        return port
+
+    @property
+    def url(self) -> str:
+        return (
+            f"unix:{self.path}" if self.path is not None else f"http://{_in_url(self.host or '')}:{self.port}"
+        )
+
+    def host_names(self, more: Iterable[str]) -> set[str] | None:
+        """What a request's Host may be: on loopback our names, with our port or none. Elsewhere, anything."""
+        if not self.is_loopback:
+            return None
+        names = {*_LOOPBACK_NAMES, _in_url(self.host or ""), *more}
+        return names | {f"{name}:{self.port}" for name in names}
+
+    def close(self) -> None:
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            if self.path is not None and self.path.stat().st_ino == self._inode:  # not another server's
+                self.path.unlink()
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def listen(host: str, port: int, *, has_keys: bool, insecure: bool = False) -> Listener:
+    """A port of this machine (0: any that is free). Who lets others reach it says who may, or `insecure`."""
+    bare = host.removeprefix("[").removesuffix("]")
+    try:
+        found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise UsageError(f"--host {host}: no such host") from None
+    family, _, _, _, address = min(found, key=lambda f: f[0] != socket.AF_INET)
+    is_loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    if not (is_loopback or has_keys or insecure):
+        raise UsageError(
+            f"--host {host} can be reached by other machines, and there is no key: "
+            "give one (--api-key-file FILE), or say --insecure"
+        )
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # elsewhere this option lets two servers have one port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError as e:
+        sock.close()
+        if e.errno == errno.EADDRINUSE:
+            raise IOFailure(f"{host}:{port} is in use already; choose another --port") from None
+        raise IOFailure(f"{host}:{port} cannot be listened on: {e.strerror}") from None
+    sock.setblocking(False)
+    return Listener(sock, bare, is_loopback)
+
+
+def listen_unix(path: Path) -> Listener:
+    """A UNIX socket for this user alone. One that a dead server left is replaced."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise Unsupported("this system has no UNIX sockets; use --host and --port")
+    _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)  # it is never open to others, not even for a moment
+    try:
+        sock.bind(str(path))
+        sock.listen(_BACKLOG)
+    except OSError as e:
+        sock.close()
+        raise IOFailure(f"{path} cannot be listened on: {e.strerror or e}") from None
+    finally:
+        os.umask(before)
+    sock.setblocking(False)
+    return Listener(sock, None, False, path, path.stat().st_ino)
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise IOFailure(f"{path} cannot be listened on: {e.strerror}") from None
+    if not stat.S_ISSOCK(mode):
+        raise IOFailure(f"{path} is there already, and is no socket; choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError as e:
+            raise IOFailure(f"{path} cannot be listened on: {e.strerror}") from None
+    raise IOFailure(f"{path} is in use already; choose another path")
+
+
+def api_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """Those given, and the lines of a file. A file without keys is an error: it would open the server."""
+    keys = list(given)
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except OSError as e:
+            raise IOFailure(f"{file}: cannot be read, for API keys: {e.strerror}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"{file}: API keys have to be ASCII, one a line") from None
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise UsageError(f"{file}: has no API key; put one on each line")
+        keys += found
+    for n, key in enumerate(keys, 1):
+        if not (key.isascii() and key.isprintable() and key == key.strip() and key):
+            raise UsageError(f"API key {n} is empty or has a character that no header may have")
+    return tuple(keys)
+
+
+def allow_files(connections: int) -> None:
+    """Raise this process's limit of open files, where it may, to what so many connections need."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = connections + _OTHER_FILES
+    most = need if hard == resource.RLIM_INFINITY else min(need, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

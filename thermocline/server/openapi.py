@@ -1,0 +1,128 @@
+"""What `/openapi.json` and `/docs` say: made from the request models, so that it cannot differ from them."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from thermocline import __version__
+from thermocline.server import schema
+
+REF = "#/components/schemas/{model}"
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    method: str
+    path: str
+    about: str
+    request: type[BaseModel] | None = None
+    answer: str = "application/json"
+    streams: bool = False
+    open: bool = False  # without a key
+
+
+OPERATIONS = (
+    Operation("get", "/health", "Whether it answers: 200, or 503 while it loads or is stuck.", open=True),
+    Operation("get", "/v1/health", "The same.", open=True),
+    Operation("get", "/v1/models", "The one model."),
+    Operation("post", "/v1/chat/completions", "Answer a conversation.", schema.ChatRequest, streams=True),
+    Operation("post", "/v1/completions", "Continue a text.", schema.CompletionRequest, streams=True),
+    Operation("post", "/tokenize", "Text to token ids.", schema.TokenizeRequest),
+    Operation("post", "/detokenize", "Token ids to text.", schema.DetokenizeRequest),
+    Operation("get", "/props", "Context, slots, the sampling that requests get by default."),
+    Operation("get", "/activity", "What the layers do while tokens are made.", answer="text/event-stream"),
+    Operation("get", "/metrics", "Prometheus text.", answer="text/plain"),
+)
+STATUSES = {
+    "400": "the request is wrong", "401": "no key, or a wrong one", "403": "not from there",
+    "404": "no such model", "405": "another method", "413": "the body is too long",
+    "415": "not application/json", "408": "the body came too slowly", "429": "too many wait",
+    "431": "too long headers", "499": "the client has left", "500": "the engine failed",
+    "503": "not ready yet",
+}  # fmt: skip
+
+
+def document(keys: bool) -> dict[str, Any]:
+    """OpenAPI 3.1. `keys`: one is needed."""
+    models = [(o.request, "validation") for o in OPERATIONS if o.request is not None]
+    _, definitions = models_json_schema(models, ref_template=REF)  # type: ignore[arg-type]
+    paths: dict[str, Any] = {}
+    for o in OPERATIONS:
+        paths.setdefault(o.path, {})[o.method] = _operation(o, keys)
+    components: dict[str, Any] = {"schemas": {**definitions.get("$defs", {}), "Error": ERROR}}
+    if keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Thermocline", "version": __version__},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _operation(o: Operation, keys: bool) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
+    content: dict[str, Any] = {o.answer: {"schema": {"type": "object" if "json" in o.answer else "string"}}}
+    if o.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses = {"200": {"description": "the answer", "content": content}}
+    responses |= {code: {"description": about, "content": error} for code, about in STATUSES.items()}
+    made: dict[str, Any] = {"summary": o.about, "operationId": o.path.strip("/").replace("/", "_")}
+    made["responses"] = responses
+    if o.request is not None:
+        body = {"schema": {"$ref": REF.format(model=o.request.__name__)}}
+        made["requestBody"] = {"required": True, "content": {"application/json": body}}
+    if keys and not o.open:
+        made["security"] = [{"key": []}]
+    return made
+
+
+def page() -> str:
+    """For a person: every route with its fields. No script, nothing from elsewhere."""
+    parts = []
+    for o in OPERATIONS:
+        parts.append(f"<h2><code>{o.method.upper()} {o.path}</code></h2><p>{html.escape(o.about)}</p>")
+        if o.request is not None:
+            parts.append(_fields(o.request))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>Thermocline: the API</title>'
+        '<link rel="stylesheet" href="/style.css"></head><body class="docs"><h1>The API</h1>'
+        '<p>OpenAI\'s shapes; for machines: <a href="/openapi.json">openapi.json</a>.</p>'
+        f"{''.join(parts)}</body></html>"
+    )
+
+
+def _fields(model: type[BaseModel]) -> str:
+    rows = []
+    for name, f in model.model_fields.items():
+        kind = str(f.annotation).replace("typing.", "").replace("thermocline.server.schema.", "")
+        kind = kind.removeprefix("<class '").removesuffix("'>")
+        limits = ", ".join(
+            f"{key} {getattr(m, key)}" for m in f.metadata for key in ("ge", "gt", "le") if hasattr(m, key)
+        )
+        about = "; ".join(filter(None, (f.description, limits)))
+        cells = (f.alias or name, kind, about)
+        rows.append("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
+    return f"<table><thead><tr><th>field<th>type<th></thead><tbody>{''.join(rows)}</tbody></table>"

@@ -1,0 +1,135 @@
+// What the page asks of its server. Knows HTTP and events, nothing of what is shown.
+
+const KEY = "thermocline.key"; // in sessionStorage: gone with the tab
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status; // 0: nobody answered
+  }
+}
+
+let keyHere = ""; // where there is no storage
+export function useKey(key) {
+  keyHere = key;
+  try { sessionStorage.setItem(KEY, key); } catch { /* this page remembers it */ }
+}
+
+function headers(more) {
+  let key = keyHere;
+  try { key = sessionStorage.getItem(KEY) ?? keyHere; } catch { /* as above */ }
+  return key ? { ...more, Authorization: `Bearer ${key}` } : more;
+}
+
+async function ask(path, { body, signal, refused = true } = {}) {
+  const options = { signal, headers: headers({}), cache: "no-store" };
+  if (body !== undefined) {
+    options.method = "POST";
+    options.headers = headers({ "Content-Type": "application/json" });
+    options.body = JSON.stringify(body);
+  }
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The server does not answer. Is it still running?");
+  }
+  if (!response.ok && refused) throw new ApiError(response.status, await reason(response));
+  return response;
+}
+
+async function reason(response) {
+  try {
+    const said = (await response.json()).error.message;
+    if (typeof said === "string" && said) return said;
+  } catch { /* no JSON: the status has to do */ }
+  return `The server answered ${response.status} ${response.statusText}`.trim();
+}
+
+/** {status: "ok"}, or while it loads {error, progress?}. */
+export async function health() {
+  return (await ask("/health", { refused: false })).json();
+}
+
+export async function props() {
+  return (await ask("/props")).json();
+}
+
+/** Server-sent events from text that may be split anywhere: data of whole events, in order. */
+export class EventParser {
+  #line = "";
+  #data = null;
+  #afterReturn = false; // a \n now belongs to the \r before it
+
+  push(text) {
+    const events = [];
+    let begin = 0;
+    for (let i = 0; i < text.length; i++) {
+      const c = text[i];
+      if (c !== "\n" && c !== "\r") {
+        this.#afterReturn = false;
+        continue;
+      }
+      if (!(c === "\n" && this.#afterReturn)) this.#end(this.#line + text.slice(begin, i), events);
+      this.#afterReturn = c === "\r";
+      this.#line = "";
+      begin = i + 1;
+    }
+    this.#line += text.slice(begin);
+    return events;
+  }
+
+  #end(line, events) {
+    if (line === "") {
+      if (this.#data !== null) events.push(this.#data);
+      this.#data = null;
+    } else if (line === "data" || line.startsWith("data:")) {
+      const value = line.slice(5).replace(/^ /, "");
+      this.#data = this.#data === null ? value : `${this.#data}\n${value}`;
+    }
+  }
+}
+
+/** Every event's data of a response, as it comes. */
+async function* eventsOf(response) {
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder(); // holds back half a character
+  const parser = new EventParser();
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield* parser.push(decoder.decode(value, { stream: true }));
+    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The connection to the server was lost.");
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/** What the layers do, report by report, until `signal`. */
+export async function* activity(signal) {
+  for await (const data of eventsOf(await ask("/activity", { signal }))) yield JSON.parse(data);
+}
+
+/** An answer as it grows: {text, thought, finish, timings}, each as far as it is there. */
+export async function* generate(path, body, signal) {
+  const response = await ask(path, { body: { ...body, stream: true }, signal });
+  for await (const data of eventsOf(response)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new ApiError(event.error.code, event.error.message);
+    const choice = event.choices?.[0];
+    if (!choice) continue;
+    yield {
+      text: choice.text ?? choice.delta?.content ?? "",
+      thought: choice.delta?.reasoning_content ?? "",
+      finish: choice.finish_reason ?? null,
+      timings: event.timings ?? null,
+    };
+  }
+  throw new ApiError(0, "The connection was lost in the midst of the answer.");
+}

@@ -1,0 +1,75 @@
+// Conversations, in this browser's storage: one key each, so that two tabs do not undo each other's.
+
+const PREFIX = "thermocline.conversation.";
+const memory = new Map(); // where the browser gives no storage, or it is full
+
+function storage() {
+  try { return window.localStorage; } catch { return null; }
+}
+
+export function create() {
+  const now = Date.now();
+  const id = Array.from(crypto.getRandomValues(new Uint8Array(12)), (b) => b.toString(16).padStart(2, "0"));
+  return { id: id.join(""), title: "", system: "", created: now, updated: now, messages: [] };
+}
+
+export function titleOf(conversation) {
+  if (conversation.title) return conversation.title;
+  const first = conversation.messages.find((m) => m.role === "user" && m.content.trim());
+  if (!first) return "New conversation";
+  const line = first.content.trim().split("\n", 1)[0];
+  return line.length > 60 ? `${line.slice(0, 59)}…` : line;
+}
+
+/** false: it is in this page's memory only. */
+export function save(conversation) {
+  memory.set(conversation.id, conversation);
+  try {
+    storage().setItem(PREFIX + conversation.id, JSON.stringify(conversation));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+export function remove(id) {
+  memory.delete(id);
+  try { storage().removeItem(PREFIX + id); } catch { /* it was never there */ }
+}
+
+export function load(id) {
+  try {
+    const kept = checked(JSON.parse(storage().getItem(PREFIX + id)), id);
+    if (kept) return kept;
+  } catch { /* none, or not ours */ }
+  return memory.get(id) ?? null;
+}
+
+/** All of them, the latest first. */
+export function all() {
+  const ids = new Set(memory.keys());
+  try {
+    for (const key of Object.keys(storage())) if (key.startsWith(PREFIX)) ids.add(key.slice(PREFIX.length));
+  } catch { /* none */ }
+  return [...ids].map(load).filter(Boolean).sort((a, b) => b.updated - a.updated);
+}
+
+/** Storage can hold what another version wrote, or half of it: only what can be shown is. */
+function checked(c, id) {
+  const good = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
+  if (!c || c.id !== id || !Array.isArray(c.messages) || !c.messages.every(good)) return null;
+  return { ...create(), ...c, title: String(c.title ?? ""), system: String(c.system ?? "") };
+}
+
+/** Small things that are remembered: settings, the conversation that is open. */
+export function remembered(name, otherwise) {
+  try {
+    return JSON.parse(storage().getItem(`thermocline.${name}`)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+export function remember(name, value) {
+  try { storage().setItem(`thermocline.${name}`, JSON.stringify(value)); } catch { /* this time only */ }
+}

@@ -1,0 +1,113 @@
+// The live strip: which share of each layer's neurons is at work, as told while an answer grows.
+
+import { activity } from "./api.js";
+import { $ } from "./dom.js";
+
+const ROWS = 12; // reports that are shown: the latest on top, large, older ones below it
+const NOW_PX = 26, ROW_PX = 4;
+const TOPS = [0.02, 0.05, 0.1, 0.2, 0.5, 1]; // what the hottest colour stands for
+const LINGER_MS = 700; // a last report comes after the last token
+
+let reports = [];
+let watching = null;
+
+/** Until the function it returns is called. What cannot be had is not shown: an answer needs no picture. */
+export function watch() {
+  watching?.abort();
+  const mine = watching = new AbortController();
+  follow(mine.signal).catch(() => {});
+  return () => setTimeout(() => mine.abort(), LINGER_MS);
+}
+
+async function follow(signal) {
+  for await (const report of activity(signal)) {
+    $("strip-text").textContent = words(report);
+    if (report.layers) reports = [report.layers, ...reports].slice(0, ROWS);
+    $("strip").hidden = false;
+    draw();
+  }
+}
+
+const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+const mean = (layers, key) => layers.reduce((sum, layer) => sum + layer[key], 0) / layers.length;
+const speed = (x) => (x >= 100 ? Math.round(x) : Number(x.toPrecision(2)));
+
+/** The same in words: for the line above the picture, and for who does not see it. */
+export function words(report) {
+  const said = [`${Math.round(report.tokens_per_s * 10) / 10} tok/s`];
+  if (report.layers) {
+    const [active, computed, asked] = ["active", "computed", "asked"].map((key) => mean(report.layers, key));
+    said.push(`${percent(active)} of neurons active`);
+    if (percent(computed) !== percent(active)) said.push(`${percent(computed)} computed`);
+    if (asked < 1) said.push(`gates of ${percent(asked)} read`);
+  }
+  const { gpu, ram, disk } = report.tiers;
+  if (gpu) said.push(gpu.gb_per_s === null ? `GPU and RAM ${speed(report.gb_per_s)} GB/s`
+    : `GPU ${speed(gpu.gb_per_s)} GB/s`);
+  if (ram && ram.gb_per_s !== null) said.push(`RAM ${speed(ram.gb_per_s)} GB/s`);
+  if (disk) {
+    const hits = disk.hit_rate === null ? "" : `, ${percent(disk.hit_rate)} found in memory`;
+    said.push(`disk ${speed(disk.gb_per_s)} GB/s${hits}`);
+  }
+  return said.join(" · ");
+}
+
+// ---- the picture
+
+/** The legend's own colours: they are the theme's. */
+function ramp() {
+  return ["cold", "cool", "warm", "hot"].map((name) => {
+    const swatch = document.querySelector(`.scale .${name}`);
+    return getComputedStyle(swatch).backgroundColor.match(/[\d.]+/g).slice(0, 3).map(Number);
+  });
+}
+
+function colour(colours, share) {
+  const at = Math.min(1, Math.max(0, share)) * (colours.length - 1);
+  const low = Math.min(colours.length - 2, Math.floor(at));
+  return colours[low].map((c, i) => Math.round(c + (colours[low + 1][i] - c) * (at - low)));
+}
+
+export function draw() {
+  const canvas = $("strip-picture");
+  canvas.hidden = !reports.length;
+  document.querySelector("#strip .legend").hidden = !reports.length;
+  if (!reports.length || !canvas.clientWidth) return;
+  const most = Math.max(...reports.flat().map((layer) => layer.active));
+  const top = TOPS.find((t) => t >= most) ?? 1;
+  $("strip-top").textContent = `${100 * top} %`;
+  const shares = reports[0].map((layer) => percent(layer.active)).join(", ");
+  canvas.setAttribute("aria-label", `Active neurons by layer: ${shares}`);
+
+  const scale = window.devicePixelRatio || 1;
+  const [width, height] = [canvas.clientWidth, NOW_PX + 2 + ROW_PX * (ROWS - 1)];
+  canvas.style.height = `${height}px`;
+  [canvas.width, canvas.height] = [width * scale, height * scale];
+  const g = canvas.getContext("2d");
+  g.scale(scale, scale);
+  const colours = ramp();
+  reports.forEach((layers, row) => {
+    const y = row ? NOW_PX + 2 + ROW_PX * (row - 1) : 0;
+    cells(g, layers, y, row ? ROW_PX : NOW_PX, width, (layer) => colour(colours, layer.active / top));
+  });
+}
+
+/** One report's row: a column a layer. The latest one's are labelled where there is room. */
+function cells(g, layers, y, height, width, of) {
+  const step = width / layers.length;
+  const gap = step > 6 ? 1 : 0;
+  layers.forEach((layer, i) => {
+    const rgb = of(layer);
+    g.fillStyle = `rgb(${rgb})`;
+    g.fillRect(i * step, y, step - gap, height);
+    if (height < NOW_PX || step < 44) return;
+    const dark = 0.3 * rgb[0] + 0.59 * rgb[1] + 0.11 * rgb[2] < 130;
+    g.fillStyle = dark ? "#fff" : "#10202a";
+    g.font = "12px system-ui, sans-serif";
+    g.textAlign = "center";
+    g.textBaseline = "middle";
+    g.fillText(percent(layer.active), i * step + step / 2, y + height / 2);
+  });
+}
+
+new ResizeObserver(draw).observe($("strip"));

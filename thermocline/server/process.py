@@ -1,0 +1,278 @@
+"""The engine's process as the HTTP side sees it: jobs in, their events out, its heartbeat, its restarts.
+
+Everything runs on the event loop's thread but the pipe's two ends, which block. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from thermocline import errors
+from thermocline.errors import ThermoclineError
+from thermocline.sampler import SamplingParams
+from thermocline.server import worker
+from thermocline.server.messages import (
+    Beat,
+    Cancel,
+    Ended,
+    Event,
+    Failed,
+    FromEngine,
+    Look,
+    Opened,
+    Progress,
+    Ready,
+    Refused,
+    Stop,
+    Submit,
+    ToEngine,
+    Token,
+    Told,
+)
+from thermocline.server.onlookers import Onlookers
+
+STALE_S = 10.0  # without a beat the engine is not ready any more, unless its steps are known to take longer
+CRASHES = 3  # in a row, without a token between them, are given up
+
+
+class EngineCrashed(ThermoclineError):
+    """The engine's process ended in the midst of this request."""
+
+
+class Work:
+    """What one HTTP request has the engine do: several jobs, whose events come in one stream."""
+
+    def __init__(self, engine: EngineProcess, jobs: Sequence[int]) -> None:
+        self._engine = engine
+        self._index = {job: i for i, job in enumerate(jobs)}
+        self._left = set(jobs)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def put(self, event: Event) -> None:
+        if event.job not in self._left:
+            return
+        if not isinstance(event, Token):
+            self._left.discard(event.job)
+        self._events.put_nowait(event)
+
+    async def next(self) -> tuple[int, Token | Ended] | None:
+        """(which job, what of it); None after the last. Raises what ended one of them early."""
+        if self._events.empty() and not self._left:
+            return None
+        event = await self._events.get()
+        if isinstance(event, Failed):
+            kind = EngineCrashed if event.error == "EngineCrashed" else getattr(errors, event.error)
+            raise kind(event.message)
+        return self._index[event.job], event
+
+    def close(self) -> None:
+        """Those that are not over are cancelled. May be called again."""
+        for job in self._left:
+            self._engine.cancel(job)
+        self._left.clear()
+
+
+class EngineProcess:
+    """One engine, started again when it crashes."""
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        *,
+        told: Callable[[str], None],
+        progress: Callable[[str, int, int], None],
+        opened: Callable[[Opened], None],
+        observe: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        """`options`: LLM's. `opened` is called on another thread, before the weights are read.
+
+        `observe` sees every event, wanted or not.
+        """
+        self._options, self._told, self._progress, self._on_opened = options, told, progress, opened
+        self._jobs: dict[int, Work] = {}
+        self.observe = observe
+        self._numbers = itertools.count()
+        self._process: Any = None
+        self._outbox: SimpleQueue[ToEngine | None] | None = None  # while there is a process
+        self._beaten = 0.0
+        self._crashes = 0
+        self.state = "starting"  # loading, ready, stopping, failed
+        self.beat = Beat()
+        self.onlookers = Onlookers(lambda on: self._send(Look(on)))
+        self.slots = 0  # jobs that are computed together
+        self.loaded: Ready | None = None
+        self.restarts = self.cancelled = 0
+        self.error: ThermoclineError | None = None  # why it never will be ready
+        self.over = asyncio.Event()  # set when it cannot go on
+
+    # ---- life
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.state, self._beaten = "loading", time.monotonic()
+        threading.Thread(target=self._serve, name="engine's events", daemon=True).start()
+
+    def _serve(self) -> None:
+        """On a thread of its own: a process from its start to its end."""
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=worker.main, args=(there, self._options), name="engine", daemon=True)
+        process.start()
+        there.close()
+        outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
+        writer = threading.Thread(target=_write, args=(here, outbox), name="engine's commands", daemon=True)
+        writer.start()
+        self._call(self._begun, process, outbox)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message: FromEngine = here.recv()
+                if isinstance(message, Opened):  # it may read files for a while, which nobody should wait for
+                    message = self._prepared(message)
+                self._call(self._heard, message)
+        process.join()
+        outbox.put(None)
+        writer.join()
+        here.close()
+        self._call(self._ended, process.exitcode)
+
+    def _prepared(self, message: Opened) -> Opened | Refused:
+        try:
+            self._on_opened(message)
+        except ThermoclineError as e:
+            return Refused(type(e).__name__, str(e))
+        return message
+
+    def _call(self, what: Callable[..., None], *args: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what, *args)
+
+    def _begun(self, process: Any, outbox: SimpleQueue[ToEngine | None]) -> None:
+        self._process, self._outbox = process, outbox
+        if self.onlookers:
+            self._send(Look(True))
+        if self.state == "stopping":
+            self.kill()
+
+    def _heard(self, message: FromEngine) -> None:
+        self._beaten = time.monotonic()
+        match message:
+            case list():
+                for event in message:
+                    self._crashes = 0
+                    self.observe(event)
+                    over = not isinstance(event, Token)
+                    work = self._jobs.pop(event.job, None) if over else self._jobs.get(event.job)
+                    if work is not None:
+                        work.put(event)
+            case Beat():
+                self.beat = message
+                if message.activity is not None:
+                    self.onlookers.show(message.activity)
+            case Progress(what, done, size):
+                self._progress(what, done, size)
+            case Told(line):
+                self._told(line)
+            case Opened():
+                self.slots = message.max_batch
+            case Ready():
+                self.loaded = message
+                if self.state == "loading":
+                    self.state = "ready"
+            case Refused(error, text):
+                self.error = getattr(errors, error)(text)
+                self.kill()
+
+    def _ended(self, code: int | None) -> None:
+        """The process is gone: what it had in hand fails; another one is started unless this was the end."""
+        self._outbox = self._process = None
+        for job, work in list(self._jobs.items()):
+            failed = Failed(job, "EngineCrashed", "the engine stopped in the midst of this request")
+            self.observe(failed)
+            work.put(failed)
+        self._jobs.clear()
+        self.beat = Beat()
+        if self.state == "stopping":
+            self.over.set()
+            return
+        self._crashes += 1
+        if self.error is None and self._crashes >= CRASHES:
+            self.error = EngineCrashed(
+                f"the engine crashed {CRASHES} times in a row (exit {code}); giving up"
+            )
+        if self.error is not None:
+            self.state = "failed"
+            self.over.set()
+            return
+        self._told(f"the engine crashed (exit {code}); it is started again")
+        self.restarts += 1
+        self.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends the process, by force where it does not end by itself."""
+        self.state = "stopping"
+        self.onlookers.show(None)
+        self._send(Stop())
+        try:
+            await asyncio.wait_for(self.over.wait(), grace_s)
+        except TimeoutError:
+            self.kill()
+            await self.over.wait()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    # ---- how it is
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        return time.monotonic() - self._beaten
+
+    @property
+    def alive(self) -> bool:
+        """Has it been heard of lately? A step that takes long is no silence where others took as long."""
+        return self.heartbeat_age_s < max(STALE_S, 3 * self.beat.longest_step_s)
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready" and self.alive
+
+    @property
+    def active(self) -> int:
+        """Jobs that are not over, waiting ones included."""
+        return len(self._jobs)
+
+    # ---- jobs
+
+    def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Work:
+        jobs = list(itertools.islice(self._numbers, len(prompts)))
+        work = Work(self, jobs)
+        for job, (ids, params) in zip(jobs, prompts, strict=True):
+            self._jobs[job] = work
+            self._send(Submit(job, ids, params))
+        return work
+
+    def cancel(self, job: int) -> None:
+        if self._jobs.pop(job, None) is not None:
+            self.cancelled += 1
+            self._send(Cancel(job))
+
+    def _send(self, command: ToEngine) -> None:
+        if self._outbox is not None:
+            self._outbox.put(command)
+
+
+def _write(connection: Connection, outbox: SimpleQueue[ToEngine | None]) -> None:
+    """On a thread of its own: the engine reads between two steps, and a pipe holds 64 KiB."""
+    with contextlib.suppress(OSError):  # it has ended: the reader notices, too
+        while (command := outbox.get()) is not None:
+            connection.send(command)

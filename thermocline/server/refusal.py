@@ -1,0 +1,76 @@
+"""An error as clients of OpenAI's API expect it, and the headers that every response has.
+
+Types are llama.cpp's; `code` is the HTTP status unless there is a name for it.
+Must not know who refuses what.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "unavailable_error",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+    504: "server_error",
+}
+_LONGEST_MESSAGE = 2000
+
+# A page of ours runs our scripts and talks to us alone, whatever a model writes into it; no page frames us.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SECURITY_HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+)
+
+
+class Gone(Exception):
+    """The client left: there is nobody to answer."""
+
+
+class Refusal(Exception):
+    """Raised by whoever refuses a request, sent by the guard. `extra`: further keys of the error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | int | None = None,
+        headers: Mapping[str, str] | None = None,
+        extra: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error = {
+            "message": message[:_LONGEST_MESSAGE],
+            "type": type or TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
+            "param": param,
+            "code": status if code is None else code,
+            **(extra or {}),
+        }
+        retry = {"retry-after": "1"} if status in (429, 503) else {}
+        self.headers = {**retry, **(headers or {})}
+
+    def body(self) -> bytes:
+        """In ASCII: valid wherever it ends up, even where it quotes half a surrogate pair."""
+        return json.dumps({"error": self.error}).encode("ascii")
+
+    def http_headers(self, body: bytes) -> list[tuple[bytes, bytes]]:
+        ours = {"content-type": "application/json", "content-length": str(len(body)), **self.headers}
+        return [(name.encode("ascii"), value.encode("latin-1")) for name, value in ours.items()]

@@ -1,0 +1,220 @@
+"""What clients may send: fields of OpenAI's API and llama.cpp's, with their ranges. Must not know engines.
+
+Types are strict: "1" is no number. A field that nobody here knows is left out, and said in the log.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from thermocline.constraint import Grammar
+from thermocline.errors import UsageError
+from thermocline.sampler import SamplingParams
+from thermocline.server.limits import Limits
+
+Text = Annotated[str, Field(max_length=256)]
+Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+SINGLE = 2**31 - 1
+COMPLETION_TOKENS = 16  # of /v1/completions where a client says nothing, as OpenAI has it
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class StreamOptions(Request):
+    include_usage: bool = False
+
+
+class JsonSchema(Request):
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema", default=True)
+    strict: bool | None = None
+
+
+class ResponseFormat(Request):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(Request):
+    """What both ways to generate take. null is as if the field were not there."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=SINGLE, description="0 or -1: all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1, description="answers to each prompt, computed together")
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-1, le=2**63 - 1, description="-1: random; the answer's is told")
+    presence_penalty: float | None = Field(None, ge=-100, le=100)
+    frequency_penalty: float | None = Field(None, ge=-100, le=100)
+    repeat_penalty: float | None = Field(None, gt=0, le=100)
+    repeat_last_n: int | None = Field(None, ge=-1, le=SINGLE)
+    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit; -100 bans")
+    max_tokens: int | None = Field(
+        None, ge=-1, le=SINGLE, description="-1: until the context is full; 0: none"
+    )
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = Field(None, description="llama.cpp's way to give a schema")
+    grammar: str | None = Field(None, description="a Lark grammar")
+    user: str | None = None
+
+
+class TextPart(Request):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Request):
+    name: str
+    arguments: str
+
+
+class ToolCall(Request):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Request):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Request):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Request):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Sampling):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=-1, le=SINGLE)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+
+
+class CompletionRequest(Sampling):
+    prompt: str | list[str] | list[Id] | list[list[Id]] = ""
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0)
+    suffix: str | None = None
+    best_of: int | None = Field(None, ge=1)
+
+
+class TokenizeRequest(Request):
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Request):
+    tokens: list[Id]
+
+
+# ---- what is bounded by the server's limits
+
+
+def excesses(r: Sampling, most: Limits, prompts: int) -> Iterator[tuple[str, str]]:
+    """(field, what it may be) of those beyond a limit."""
+    n, stops, biases = r.n or 1, _texts(r.stop) or (), r.logit_bias or {}
+    if n > most.limit_n:
+        yield "n", f"at most {most.limit_n}"
+    if n * prompts > most.limit_choices:
+        yield "n", f"{n * prompts} answers, at most {most.limit_choices} at once"
+    if len(stops) > most.limit_stop:
+        yield "stop", f"at most {most.limit_stop} texts"
+    if not all(0 < len(s.encode("utf-8", "replace")) <= most.limit_stop_bytes for s in stops):
+        yield "stop", f"texts of 1 to {most.limit_stop_bytes} bytes"
+    if len(biases) > most.limit_logit_bias:
+        yield "logit_bias", f"at most {most.limit_logit_bias} tokens"
+    if not all(k.isascii() and k.isdecimal() and len(k) <= 10 for k in biases):
+        yield "logit_bias", "its keys are token ids"
+    rivals = r.logprobs if isinstance(r, CompletionRequest) else getattr(r, "top_logprobs", None)
+    if (rivals or 0) > most.limit_top_logprobs:
+        yield "logprobs", f"at most {most.limit_top_logprobs}"
+    if isinstance(r, ChatRequest) and r.top_logprobs is not None and not r.logprobs:
+        yield "top_logprobs", "needs logprobs: true"
+
+
+def _texts(stop: str | list[str] | None) -> tuple[str, ...] | None:
+    return None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+# ---- the same, as the engine has it
+
+
+def grammar_of(r: Sampling) -> Grammar | None:
+    """The one that is asked for. Raises UsageError where it cannot be one."""
+    asked: list[Grammar] = []
+    if r.grammar is not None:
+        asked.append(Grammar.lark(r.grammar))
+    if r.json_schema is not None:
+        asked.append(Grammar.json_schema(r.json_schema))
+    if r.response_format is not None and r.response_format.type == "json_object":
+        asked.append(Grammar.json_object())
+    if r.response_format is not None and r.response_format.type == "json_schema":
+        if r.response_format.json_schema is None:
+            raise UsageError("response_format of type json_schema needs a json_schema")
+        asked.append(Grammar.json_schema(r.response_format.json_schema.schema_))
+    if len(asked) > 1:
+        raise UsageError("response_format, json_schema and grammar: only one of them can be kept")
+    return asked[0] if asked else None
+
+
+def sampling_params(
+    r: Sampling, d: SamplingParams, *, logprobs: int | None, max_tokens: int | None
+) -> SamplingParams:
+    """`d`: what the server was started with, for what the request leaves open."""
+    stop = _texts(r.stop)
+    given = {int(k): -math.inf if v <= -100 else v for k, v in (r.logit_bias or {}).items()}
+    asked = d.max_tokens if max_tokens is None else max_tokens
+    return replace(
+        d,
+        max_tokens=None if asked == -1 else asked,
+        temperature=_or(r.temperature, d.temperature),
+        top_k=max(0, _or(r.top_k, d.top_k)),
+        top_p=_or(r.top_p, d.top_p),
+        min_p=_or(r.min_p, d.min_p),
+        repeat_penalty=_or(r.repeat_penalty, d.repeat_penalty),
+        repeat_last_n=_or(r.repeat_last_n, d.repeat_last_n),
+        presence_penalty=_or(r.presence_penalty, d.presence_penalty),
+        frequency_penalty=_or(r.frequency_penalty, d.frequency_penalty),
+        seed=_or(r.seed, d.seed) if r.seed != -1 else None,
+        stop=_or(stop, d.stop),
+        logit_bias={**d.logit_bias, **given},
+        logprobs=logprobs,
+        ignore_eos=_or(r.ignore_eos, d.ignore_eos),
+        grammar=grammar_of(r),
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,93 @@
+"""`thermocline serve`, put together: an engine's process, the application over it, and what listens.
+
+Must not know flags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from thermocline.sampler import SamplingParams
+from thermocline.server import http, page
+from thermocline.server.app import Model, Server, application
+from thermocline.server.limits import Limits
+from thermocline.server.listener import Listener
+from thermocline.server.messages import Opened
+from thermocline.server.process import EngineProcess
+
+STOP_S = 0.3  # for the engine to end by itself: then its process is ended
+
+
+def serve(
+    options: dict[str, Any],
+    listener: Listener,
+    limits: Limits,
+    *,
+    defaults: SamplingParams,
+    name: str | None = None,
+    keys: Iterable[str] = (),
+    hosts: Iterable[str] = (),
+    origins: Iterable[str] = (),
+    note: Callable[[str], None],
+    log: Callable[[str], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    started: Callable[[http.Server], None] | None = None,
+) -> None:
+    """Until it is told to stop. Raises what the engine was refused for, or crashed of.
+
+    `options`: LLM's; `defaults`: of what requests leave open; `log`: takes a line for each request.
+    """
+    listening: list[http.Server] = []
+
+    def opened(found: Opened) -> None:
+        if server.model is None:
+            server.model = Model.of(found, name)
+
+    def shown(what: str, done: int, size: int) -> None:
+        server.progress = what, done, size
+        if progress is not None:
+            progress(what, done, size)
+
+    def begun(made: http.Server) -> None:
+        listening.append(made)
+        if started is not None:
+            started(made)
+
+    async def watch() -> None:
+        await engine.over.wait()
+        listening[0].stop()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        engine.start()
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await engine.stop(STOP_S)
+
+    engine = EngineProcess(options, told=note, progress=shown, opened=opened)
+    keys = tuple(keys)
+    server = Server(engine, limits, note, defaults=defaults, keys=bool(keys))
+    try:
+        http.run(
+            application(server, lifespan),
+            listener,
+            limits=limits,
+            keys=keys,
+            hosts=hosts,
+            origins=origins,
+            assets=page.PATHS,
+            slots=options.get("max_batch", 8),
+            log=log,
+            trouble=note,
+            started=begun,
+        )
+    finally:
+        server.close()
+    if engine.error is not None:
+        raise engine.error

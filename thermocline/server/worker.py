@@ -1,0 +1,175 @@
+"""The engine's process: a loop over commands, steps, and what they brought forth.
+
+A crash here is one process's: whoever speaks HTTP goes on, says so and starts another. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from thermocline.constraint import Grammar
+from thermocline.engine import Engine
+from thermocline.errors import ThermoclineError
+from thermocline.llm import LLM
+from thermocline.request import Request
+from thermocline.sampler import SamplingParams
+from thermocline.server.messages import (
+    Beat,
+    Cancel,
+    Ended,
+    Event,
+    Failed,
+    Look,
+    Opened,
+    Progress,
+    Ready,
+    Refused,
+    Stop,
+    Submit,
+    ToEngine,
+    Token,
+    Told,
+)
+from thermocline.watch import Activity, Watch
+
+BEAT_S = 0.1  # between two beats, at most while idle
+LOOK_S = 0.25  # between two reports of activity
+
+
+def main(connection: Connection, options: dict[str, Any]) -> None:
+    """`options`: LLM's. Ends with the connection, or when it is told to."""
+    for one in (signal.SIGINT, signal.SIGTERM):  # these reach whole groups: the other process says when
+        signal.signal(one, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionError):  # nobody is there any more
+        try:
+            llm = _opened(connection, options)
+            llm.load()
+        except ThermoclineError as e:
+            connection.send(Refused(type(e).__name__, str(e)))
+            return
+        with llm:
+            try:
+                Worker(connection, llm).run()
+            except Exception as e:
+                connection.send(Told(f"the engine failed: {_where(e)}"))
+                sys.exit(1)
+
+
+def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
+    last = 0.0
+
+    def progress(what: str, done: int, size: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= BEAT_S or done == size:
+            last = time.monotonic()
+            connection.send(Progress(what, done, size))
+
+    llm = LLM(**options, lazy=True, progress=progress, told=lambda line: connection.send(Told(line)))
+    template = options.get("chat_template")
+    connection.send(Opened(str(llm.path), llm.context, options.get("max_batch", 8), template))
+    return llm
+
+
+def _where(e: BaseException) -> str:
+    """A line; a bug's says no more than where it is, since its message may quote a text."""
+    if isinstance(e, ThermoclineError):
+        return str(e)
+    at = e.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    place = "" if at is None else f" at {Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}"
+    return type(e).__name__ + place
+
+
+class Worker:
+    def __init__(self, connection: Connection, llm: LLM) -> None:
+        self._connection, self._llm = connection, llm
+        self._engine: Engine = llm.engine
+        self._jobs: dict[int, Request] = {}
+        self._beaten = self._looked = 0.0
+        self._steps, self._longest = 0, 0.0
+
+    def run(self) -> None:
+        self._connection.send(Ready(self._llm.load_s, self._llm.memory_bytes))
+        threading.Thread(target=self._prepare, name="grammars", daemon=True).start()
+        busy = False
+        while self._obey(wait=not busy):
+            begin = time.monotonic()
+            busy = self._engine.step()
+            if busy or self._jobs:
+                self._steps += 1
+                self._longest = max(self._longest, time.monotonic() - begin)
+            if events := self._events():
+                self._connection.send(events)
+            self._beat()
+
+    def _prepare(self) -> None:
+        """The first grammar's vocabulary takes 0.6 s for 50,000 tokens: not while somebody waits for it."""
+        with contextlib.suppress(ThermoclineError):  # without the library there are none
+            self._llm.constraint(SamplingParams(grammar=Grammar.json_object()), checked=True)
+
+    def _obey(self, wait: bool) -> bool:
+        """What was asked for meanwhile. False: to stop."""
+        while self._connection.poll(BEAT_S if wait else 0):
+            wait = False
+            command: ToEngine = self._connection.recv()
+            match command:
+                case Submit(job, ids, params):
+                    self._submit(job, list(ids), params)
+                case Cancel(job):
+                    if (request := self._jobs.pop(job, None)) is not None:
+                        self._engine.cancel(request)
+                case Look(on):
+                    self._engine.watch = Watch(on_gpu=self._llm.plan is not None) if on else None
+                case Stop():
+                    return False
+        return True
+
+    def _submit(self, job: int, ids: list[int], params: Any) -> None:
+        try:
+            constraint = self._llm.constraint(params, checked=True)  # by the other process
+            self._jobs[job] = self._engine.submit(ids, params, constraint)
+        except ThermoclineError as e:
+            self._connection.send([Failed(job, type(e).__name__, str(e))])
+
+    def _events(self) -> list[Event]:
+        found: list[Event] = []
+        for job, request in list(self._jobs.items()):
+            while request.chunks:
+                found.append(Token(job, request.chunks.popleft()))
+            if request.error is not None:
+                found.append(Failed(job, type(request.error).__name__, str(request.error)))
+            elif request.finish_reason is not None:
+                figures, scores = request.figures(), tuple(request.prompt_logprobs)
+                found.append(Ended(job, request.finish_reason, request.sampler.seed, figures, scores))
+            else:
+                continue
+            del self._jobs[job]
+        return found
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beaten < BEAT_S:
+            return
+        self._beaten = now
+        counts, activity = self._engine.counts(), self._activity(now)
+        self._connection.send(Beat(counts, self._steps, self._longest, self._tiers(), activity))
+
+    def _activity(self, now: float) -> Activity | None:
+        if self._engine.watch is None or now - self._looked < LOOK_S:
+            return None
+        self._looked = now
+        return self._engine.watch.take()
+
+    def _tiers(self) -> dict[str, float] | None:
+        if self._llm.store is None:
+            return None
+        c = self._llm.store.counts()
+        return {"needed": c.needed, "missed": c.missed, "bytes": c.bytes, "waited_s": c.waited_ns / 1e9}
