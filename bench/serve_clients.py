@@ -109,6 +109,17 @@ def until_free(port: int) -> float:
     raise AssertionError(f"something is still held: {m}")
 
 
+def descendants(pid: int) -> list[int]:
+    said = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
+    return [d for child in map(int, said.split()) for d in (child, *descendants(child))]
+
+
+def cpu_seconds(pid: int) -> float:
+    """That all of its threads have had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 # ---- one request
 
 

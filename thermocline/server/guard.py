@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -26,6 +26,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = dict[bytes, bytes]
+Methods = Mapping[str, Collection[str]]  # of the application's paths; of others it decides
 
 ALWAYS_PUBLIC = ("/health", "/v1/health")
 ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length"}
@@ -126,6 +127,13 @@ def check_key(scope: Scope, headers: Headers, access: Access) -> None:
         )  # fmt: skip
 
 
+def check_method(scope: Scope, methods: Methods) -> None:
+    """Before the body is looked at, which a method that is not there cannot get right."""
+    allowed = methods.get(scope["path"])
+    if allowed is not None and scope["method"] not in allowed:
+        raise Refusal(405, "no such method here", headers={"allow": ", ".join(sorted(allowed))})
+
+
 def check_content(scope: Scope, headers: Headers, limits: Limits) -> None:
     """JSON is all that is taken, and only by POST: a form of a foreign page can send neither."""
     if scope["method"] not in METHODS:
@@ -221,11 +229,13 @@ class Guard:
         limits: Limits,
         *,
         slots: int,
+        methods: Methods | None = None,
         log: Callable[[str], None] | None = None,
         trouble: Callable[[str], None] | None = None,
     ) -> None:
         self._app, self._access, self._limits = app, access, limits
         self._log, self._trouble = log, trouble
+        self._methods = methods or {}
         self._places = slots + limits.limit_queue
         self._bodies = Allowance(limits.limit_bodies_bytes)
 
@@ -252,6 +262,7 @@ class Guard:
         if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
             return await self._preflight(exchange)
         check_key(scope, headers, self._access)
+        check_method(scope, self._methods)
         check_content(scope, headers, self._limits)
         secret = (b"authorization", b"x-api-key", b"cookie")
         scope = {**scope, "headers": [(n, v) for n, v in scope["headers"] if n not in secret]}

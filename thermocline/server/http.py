@@ -22,7 +22,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from thermocline.errors import ThermoclineError
-from thermocline.server.guard import Access, App, Guard
+from thermocline.server.guard import Access, App, Guard, Methods
 from thermocline.server.limits import Limits
 from thermocline.server.listener import Listener, allow_files
 from thermocline.server.refusal import SECURITY_HEADERS, Refusal
@@ -240,6 +240,7 @@ def run(
     origins: Iterable[str] = (),
     assets: Iterable[str] = (),
     slots: int = 1,
+    methods: Methods | None = None,
     log: Callable[[str], None] | None = None,
     trouble: Callable[[str], None] | None = None,
     started: Callable[[Server], None] | None = None,
@@ -247,12 +248,13 @@ def run(
     """Serve `app` until SIGINT or SIGTERM. Its lifespan's startup returns at once: models load beside it.
 
     `hosts`, `origins`: allowed besides our own; `assets`: paths that need no key; `slots`: requests that the
-    application works on at once; `log`, `trouble`: take lines; `started` gets the server, to stop it.
+    application works on at once; `methods`: those of each path; `log`, `trouble`: take lines;
+    `started` gets the server, to stop it.
     """
     allow_files(limits.limit_connections)
     access = Access.of(keys, listener.host_names(hosts), origins, assets)
     failures: list[Exception] = []
-    guard = Guard(app, access, limits, slots=slots, log=log, trouble=trouble)
+    guard = Guard(app, access, limits, slots=slots, methods=methods, log=log, trouble=trouble)
     app = _surviving_failure(guard, failures)
     server = Server(_config(app, limits), limits)
     if started is not None:

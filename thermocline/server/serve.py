@@ -83,6 +83,7 @@ def serve(
             origins=origins,
             assets=page.PATHS,
             slots=options.get("max_batch", 8),
+            methods={r.path: r.methods for r in server.routes() if r.methods},
             log=log,
             trouble=note,
             started=begun,
