@@ -15,7 +15,7 @@ from toy import EOS, GREEDY, SPEC, VOCAB, WEIGHTS, Letters, random_weights
 from thermocline import _native, quant
 from thermocline.decoder import F32, FFN, Layer, Linear, Weights
 from thermocline.engine import Engine, Traffic
-from thermocline.errors import NumericalError, UsageError
+from thermocline.errors import NumericalError, ThermoclineError, UsageError
 from thermocline.kv import BLOCK, bytes_for
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
@@ -359,6 +359,16 @@ def test_damaged_weights_fail_their_request_with_a_numerical_error_and_free_it()
     bad, good = e.submit([5], GREEDY), e.submit([4], SamplingParams(temperature=0, max_tokens=1))
     run(e, bad, good)
     assert isinstance(bad.error, NumericalError) and good.error is None
+
+
+def test_a_bug_in_one_requests_sampler_ends_that_request_alone() -> None:
+    e = engine()
+    bad, good = (e.submit([4], SamplingParams(temperature=0, max_tokens=2)) for _ in range(2))
+    bad.sampler.sample = lambda logits: [][0]  # type: ignore[method-assign]
+    run(e, bad, good)
+    assert type(bad.error) is ThermoclineError and "IndexError" in str(bad.error)
+    assert good.error is None and len(good.token_ids) == 2
+    e.check_integrity()
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from thermocline.constraint import Constraint
 from thermocline.decoder import F32, Batch, DiskCounts, FFNStats, Norm, Weights, bind, for_context, forward
-from thermocline.errors import BadFile, IOFailure, NumericalError, ThermoclineError, UsageError
+from thermocline.errors import BadFile, IOFailure, ThermoclineError
 from thermocline.kv import KVCache, bytes_for, in_ram, room_for
 from thermocline.pace import Pace
 from thermocline.request import Chunk, Request, request_for
@@ -26,6 +26,13 @@ from thermocline.tokenizer import Tokenizer
 from thermocline.watch import Watch
 
 PREFILL_CHUNK = 256  # tokens of prompts in a step, at most
+
+
+def _bug(error: Exception) -> ThermoclineError:
+    """Without its message, which may quote a text; its traceback goes along."""
+    made = ThermoclineError(f"a bug ended this request: {type(error).__name__}")
+    made.__cause__ = error
+    return made
 
 
 @dataclass(frozen=True)
@@ -351,8 +358,8 @@ class Engine:
                 self._finish(request, "length")
                 return
             token = request.sampler.sample(logits)
-        except (NumericalError, UsageError) as error:  # this request's; the others go on
-            request.error = error
+        except Exception as error:  # this request's, a bug too: the others go on
+            request.error = error if isinstance(error, ThermoclineError) else _bug(error)
             self._finish(request, "cancelled")
             return
         self._tokens += 1
