@@ -100,7 +100,7 @@ def part(tiny_pack: Path, here: tiers.Tiers) -> float:
         patch.setattr(gpu, "tiers_of", lambda g, *_: gpu.replace(
             here, gpu=gpu.replace(gpu.PRETENDED, vram_bytes=g.free_bytes)
         ))  # fmt: skip
-        with LLM(tiny_pack, gpu="stand-in", context=64, max_batch=2, threads=1, lazy=True) as llm:
+        with LLM(tiny_pack, gpu="stand-in", context=64, max_batch=2, threads=3, lazy=True) as llm:
             plan = llm.plan
             assert plan is not None
             least = plan.used("gpu") - plan.bytes["gpu"]["neurons"] * 3 // 4
@@ -108,7 +108,7 @@ def part(tiny_pack: Path, here: tiers.Tiers) -> float:
 
 
 def opened(pack: Path, vram: float, which: str = "0", **how: Any) -> LLM:
-    return LLM(pack, gpu=which, vram=vram, context=64, max_batch=2, threads=1, **how)
+    return LLM(pack, gpu=which, vram=vram, context=64, max_batch=2, threads=3, **how)
 
 
 def tokens(llm: LLM) -> list[int]:
@@ -117,12 +117,12 @@ def tokens(llm: LLM) -> list[int]:
 
 def argv(pack: Path, vram: float, which: str) -> list[str]:
     given = ["run", "-m", str(pack), "--gpu", which, "--vram", f"{vram:.9f}", "-c", "64", "-n", str(TOKENS)]
-    return [*given, "-t", "1", "--temp", "0", "--ignore-eos", "-q", PROMPT]
+    return [*given, "-t", "3", "--temp", "0", "--ignore-eos", "-q", PROMPT]
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Of threads (the kernels' pools, too: a session's end with it)."""
+    """Of threads (the kernels' pools, too: a session's end with it; two of these sessions' three)."""
 
     def running() -> int:
         gc.collect()
@@ -131,7 +131,7 @@ def nothing_left() -> Iterator[None]:
     before, queues = running(), threading.active_count()
     yield
     assert threading.active_count() == queues
-    assert running() <= before
+    assert running() <= before + 1  # torch starts one for itself, once, when it likes
 
 
 # ---- a card: what CUDA raises
@@ -421,7 +421,7 @@ def test_all_tasks_of_a_step_are_asked_what_they_met(card: Card, tiny_pack: Path
 
 
 def refused(pack: Path, thermocline: Callable[..., Any], *gpu: str) -> Any:
-    return thermocline("run", "-m", str(pack), "-c", "64", "-n", "2", "-t", "1", *gpu, "Once")
+    return thermocline("run", "-m", str(pack), "-c", "64", "-n", "2", "-t", "3", *gpu, "Once")
 
 
 def test_a_card_that_is_too_old_is_refused_by_number_and_left_out_by_auto(

@@ -201,5 +201,6 @@ class Cuda:
 
     def close(self) -> None:
         self.release()
+        self._watch.let_go()
         with contextlib.suppress(DeviceFailure), self._failing():
             torch.cuda.empty_cache()

@@ -106,6 +106,12 @@ class Watch:
 
     def end(self) -> None:
         self.stuck = False
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Tasks hold the CPU's threads. Those that are stuck are still the driver's."""
+        if not self.stuck:
+            self._tasks = ()
 
 
 # ---- a stand-in
@@ -233,6 +239,7 @@ class StandIn:
         self.release()
         for queue in self._queues:
             queue.close(wait=not self._watch.stuck)
+        self._watch.let_go()
 
     def _work(self, name: str, what: Callable[[], Any]) -> None:
         stream = ("main", "beside")[self._on]
