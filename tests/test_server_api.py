@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -248,7 +249,10 @@ def test_models_props_and_tokens(client: openai.OpenAI, server: Served, llm: LLM
         assert props["default_generation_settings"]["n_ctx"] == 512
         paths = c.get("/openapi.json").json()["paths"]
         assert {"/v1/chat/completions", "/health", "/tokenize"} <= paths.keys()
-        assert "max_completion_tokens" in c.get("/docs").text
+        docs = c.get("/docs").text
+        assert "max_completion_tokens" in docs
+        links = re.findall(r'href="([^"]+)"', docs)
+        assert links and [c.get(link).status_code for link in links] == [200] * len(links)
     text = "Ünïcode 🐈 and words"
     ids = post(server, "/tokenize", {"content": text}).json()["tokens"]
     assert ids == llm.tokenizer.encode(text, add_special=False, parse_special=True)

@@ -108,7 +108,7 @@ def page() -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>Thermocline: the API</title>'
-        '<link rel="stylesheet" href="/style.css"></head><body class="docs"><h1>The API</h1>'
+        '<link rel="stylesheet" href="/page/style.css"></head><body class="docs"><h1>The API</h1>'
         '<p>OpenAI\'s shapes; for machines: <a href="/openapi.json">openapi.json</a>.</p>'
         f"{''.join(parts)}</body></html>"
     )
