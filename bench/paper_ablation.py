@@ -15,16 +15,13 @@ independent tokens the paper's batch then behaves (none: even the same token in 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from paper_plans import CONTEXT, MODELS, PCS, kept_in_ram_us, theirs
+from paper_plans import CONTEXT, MODELS, PCS, kept_in_ram_us, print_or_write, theirs
 
 from thermocline import cost
 from thermocline.cost import LayerWork, Reads, Speeds, Work
@@ -235,19 +232,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("-o", "--output", type=Path, help="write the rows as JSON too")
-    args = parser.parse_args()
+def simulated() -> tuple[Any, str]:
     found = {"steps": list(steps()), "batches": list(batches()), "others": list(others())}
-    print("Simulated, not measured. Falcon-40B FP16, PC-High:")
-    print(table([*found["steps"], *found["batches"]]))
-    print("Other models:")
-    print(table(found["others"]), end="")
-    if args.output is not None:
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
+    first = table([*found["steps"], *found["batches"]])
+    text = f"Simulated, not measured. Falcon-40B FP16, PC-High:\n{first}\nOther models:\n"
+    return found, text + table(found["others"])
+
+
+def main() -> None:
+    print_or_write(__doc__, simulated)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,16 +164,24 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def print_or_write(about: str | None, made: Callable[[], tuple[Any, str]]) -> None:
+    """`made`: -> (what is written as JSON, what is printed), once the command line is understood."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="write the rows as JSON too")
     args = parser.parse_args()
-    rows = [row(name, f, pc) for pc in PCS for f in ("f16", "q4_0") for name in MODELS]
-    print(table(rows), end="")
+    rows, text = made()
+    print(text, end="")
     if args.output is not None:
         args.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def planned() -> tuple[Any, str]:
+    rows = [row(name, f, pc) for pc in PCS for f in ("f16", "q4_0") for name in MODELS]
+    return rows, table(rows)
+
+
+def main() -> None:
+    print_or_write(__doc__, planned)
 
 
 if __name__ == "__main__":

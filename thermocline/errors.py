@@ -16,6 +16,14 @@ codes are a contract (README, "Exit codes"); `tests/test_errors.py` provokes eac
 from __future__ import annotations
 
 
+def raised_at(error: BaseException) -> tuple[str, int] | None:
+    """(file, line) where it was raised: what can be told of a bug whose message may quote a text."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return None if at is None else (at.tb_frame.f_code.co_filename, at.tb_lineno)
+
+
 class ThermoclineError(Exception):
     """Base of every error raised on purpose."""
 

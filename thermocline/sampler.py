@@ -27,9 +27,7 @@ LARGEST = 1e38  # what is added to a logit, or left of it: float32 holds more th
 class SamplingParams:
     """How one request turns logits into tokens. The defaults are llama.cpp's."""
 
-    max_tokens: int | None = (
-        256  # None: until the model stops or the context is full; 0: read the prompt alone
-    )
+    max_tokens: int | None = 256  # None: until the model stops or the context is full; 0: the prompt is read
     temperature: float = 0.8  # 0: greedy, the lowest id among equals
     top_k: int = 40  # keep the k most likely; 0: all
     top_p: float = 0.95  # then the fewest that together have this probability; 1: all

@@ -87,6 +87,10 @@ class Tokenizer:
         """As the vocabulary spells it, control tokens too; nothing for ids without a token."""
         return self._tok.id_to_token(token) or ""
 
+    def spelled(self, token: int) -> bytes:
+        """What it adds to a text; its name, where that is nothing."""
+        return self.token_bytes(token) or self.name(token).encode()
+
     def is_control(self, token: int) -> bool:
         """It is no text, but says something about it: where it ends, who speaks."""
         return token in self._special or token in self._controls

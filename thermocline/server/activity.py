@@ -6,7 +6,6 @@ Owns the route and what its events say. Must not know the engine or its process.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,10 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from thermocline.server import sse
 from thermocline.server.onlookers import Onlookers
 from thermocline.watch import Activity
-
-NOTHING = b": \n\n"  # a comment: the stream is alive
 
 
 def routes(onlookers: Onlookers, ping_s: float) -> list[Route]:
@@ -31,16 +29,16 @@ async def events(onlookers: Onlookers, ping_s: float) -> AsyncIterator[bytes]:
     """Server-sent events, until there are no more or nobody reads them."""
     queue = onlookers.add()
     try:
-        yield NOTHING
+        yield sse.SILENCE
         while True:
             try:
                 activity = await asyncio.wait_for(queue.get(), ping_s)
             except TimeoutError:
-                yield NOTHING
+                yield sse.SILENCE
                 continue
             if activity is None:
                 return
-            yield b"data: " + json.dumps(report(activity), separators=(",", ":")).encode() + b"\n\n"
+            yield sse.event(report(activity))
     finally:
         onlookers.remove(queue)
 

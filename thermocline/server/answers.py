@@ -79,7 +79,7 @@ def _each(ms: float | None, count: int) -> float | None:
 
 
 def spelling(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
-    data = tokenizer.token_bytes(token) or tokenizer.name(token).encode()
+    data = tokenizer.spelled(token)
     return {"token": data.decode("utf-8", "replace"), "bytes": list(data)}
 
 

@@ -26,7 +26,7 @@ from thermocline.errors import ThermoclineError
 from thermocline.pack import Pack
 from thermocline.request import request_for
 from thermocline.sampler import SamplingParams
-from thermocline.server import activity, openapi, page, schema
+from thermocline.server import activity, openapi, page, schema, sse
 from thermocline.server.answers import Chat, Shape, Text
 from thermocline.server.errors import of_engine, of_validation
 from thermocline.server.guard import json_body
@@ -233,23 +233,23 @@ class Server:
         following = asyncio.ensure_future(work.next())
         try:
             for opening in shape.begin():
-                yield _event(opening)
+                yield sse.event(opening)
             while True:
                 done, _ = await asyncio.wait({following}, timeout=self.limits.limit_ping_s)
                 if not done:
-                    yield b": \n\n"
+                    yield sse.SILENCE
                     continue
                 got = following.result()
                 if got is None:
                     break
                 following = asyncio.ensure_future(work.next())
                 for body in shape.take(*got):
-                    yield _event(body)
+                    yield sse.event(body)
             if shape.include_usage:
-                yield _event(shape.usage())
-            yield b"data: [DONE]\n\n"
+                yield sse.event(shape.usage())
+            yield sse.DONE
         except ThermoclineError as e:
-            yield _event({"error": of_engine(e).error})
+            yield sse.event({"error": of_engine(e).error})
         finally:
             following.cancel()
 
@@ -425,9 +425,7 @@ def _variables(r: schema.ChatRequest) -> dict[str, Any]:
 def _parts(model: Model, r: schema.ChatRequest, ids: list[int]) -> Callable[[], Parts]:
     """What its answers may hold; the prompt's last tokens say whether it ends within a thought."""
     t = model.tokenizer
-    tail = "".join(
-        t.name(i) if t.is_special(i) else t.token_bytes(i).decode("utf-8", "replace") for i in ids[-8:]
-    )
+    tail = b"".join(map(t.spelled, ids[-8:])).decode("utf-8", "replace")
     thinking = model.format.thinks and tail.rstrip().endswith(THINK[0])
     tools = bool(r.tools) and r.tool_choice != "none"
     return partial(Parts, model.format, tools=tools, thinking=thinking)
@@ -435,15 +433,11 @@ def _parts(model: Model, r: schema.ChatRequest, ids: list[int]) -> Callable[[], 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
     """llama.cpp's: bytes where they are no text."""
-    data = tokenizer.token_bytes(token) or tokenizer.name(token).encode()
+    data = tokenizer.spelled(token)
     try:
         return data.decode()
     except UnicodeDecodeError:
         return list(data)
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 # ---- errors

@@ -22,7 +22,7 @@ class Metrics:
     """Counted on the event loop's thread."""
 
     def __init__(self, engine: EngineProcess) -> None:
-        self._engine = engine
+        self.engine = engine
         self.registry = CollectorRegistry()
 
         def counter(name: str, about: str, *labels: str) -> Counter:
@@ -62,10 +62,6 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
-
-    @property
-    def engine(self) -> EngineProcess:
-        return self._engine
 
 
 class _Engine(Collector):

@@ -16,7 +16,7 @@ from typing import Any
 
 from thermocline.constraint import Grammar
 from thermocline.engine import Engine
-from thermocline.errors import ThermoclineError
+from thermocline.errors import ThermoclineError, raised_at
 from thermocline.llm import LLM
 from thermocline.request import Request
 from thermocline.sampler import SamplingParams
@@ -81,10 +81,8 @@ def _where(e: BaseException) -> str:
     """A line; a bug's says no more than where it is, since its message may quote a text."""
     if isinstance(e, ThermoclineError):
         return str(e)
-    at = e.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    place = "" if at is None else f" at {Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}"
+    at = raised_at(e)
+    place = "" if at is None else f" at {Path(at[0]).name}:{at[1]}"
     return type(e).__name__ + place
 
 
@@ -132,7 +130,7 @@ class Worker:
                     return False
         return True
 
-    def _submit(self, job: int, ids: list[int], params: Any) -> None:
+    def _submit(self, job: int, ids: list[int], params: SamplingParams) -> None:
         try:
             constraint = self._llm.constraint(params, checked=True)  # by the other process
             self._jobs[job] = self._engine.submit(ids, params, constraint)

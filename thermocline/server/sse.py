@@ -1,0 +1,13 @@
+"""Server-sent events, as bytes. Must not know what they say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+SILENCE = b": \n\n"  # a comment: the stream is alive
+DONE = b"data: [DONE]\n\n"
+
+
+def event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
