@@ -212,10 +212,10 @@ def test_a_push_costs_the_same_however_long_the_text_is(tmp_path: Path) -> None:
     def best_of_5_s() -> float:
         times = []
         for _ in range(5):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             for i in ids:
                 detokenizer.push(i)
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
         return min(times)
 
     first = best_of_5_s()
