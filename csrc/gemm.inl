@@ -205,17 +205,6 @@ static void int_tile(const uint8_t* panel, size_t chunks, const XTile* x, size_t
 
 // ---------------------------------------------------------------------------------------------- matrix products
 
-// f(t, tile size) over all tokens: tiles of NT, then halves of it.
-template <int N>
-struct Constant {
-    static constexpr int value = N;
-};
-template <int NT, class Fn>
-static void tiles(size_t t, size_t tokens, Fn f) {
-    for (; t + NT <= tokens; t += NT) f(t, Constant<NT>());
-    if constexpr (NT > 1) tiles<NT / 2>(t, tokens, f);
-}
-
 template <class F>
 struct Gemm;  // run: sums [tokens][kPanelRows] = panel of rows . tokens; `next`: what to ask memory for meanwhile
 
@@ -241,9 +230,9 @@ struct Gemm<FormatFloat<T, LOAD, LOAD_N>> {
     }
 };
 
-template <int QUANT, int OFFSET, void (*SUMS)(const uint8_t*, const int8_t*, int, vi*), void (*UNPACK)(const uint8_t*, vf*)>
-struct Gemm<FormatQ<QUANT, OFFSET, SUMS, UNPACK>> {
-    using Format = FormatQ<QUANT, OFFSET, SUMS, UNPACK>;
+template <int QUANT, void (*UNPACK)(const uint8_t*, vf*)>
+struct Gemm<FormatQ<QUANT, UNPACK>> {
+    using Format = FormatQ<QUANT, UNPACK>;
     static size_t bytes(size_t cols) { return int_chunks(cols) * 16 * kPanelRows * (32 + 4); }
     static void run(const uint8_t* const* rows, size_t cols, const Input& x, const uint8_t* next, uint8_t* panel,
                     float* sums) {

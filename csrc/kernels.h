@@ -29,6 +29,8 @@ struct Matrix {
 // Activations as matmul wants them, made by `quantize`: `row_bytes` per token. Two arrangements: rows for few tokens
 // (kernels.inl; for float formats the f32 row itself), and for many `lanes` (gemm.inl), tile_tokens of them interleaved,
 // so that memory for whole tiles is needed. The results are the same bits.
+// Up to kFewTokens a row is multiplied with all of them as it is stored; from more on, unpacking rows into panels pays.
+constexpr size_t kFewTokens = 4;
 struct Input {
     const uint8_t* data;
     size_t row_bytes, tokens;

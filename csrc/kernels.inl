@@ -26,7 +26,28 @@ static inline void prefetch_on(const uint8_t* p, size_t n) {
 static inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 static inline size_t sign_bytes(size_t cols) { return (cols + 7) / 8; }
 
+// f(t, tile size) over all tokens: tiles of NT, then one of what is left.
+template <int N>
+struct Constant {
+    static constexpr int value = N;
+};
+template <int NT, class Fn>
+static void tiles(size_t t, size_t tokens, Fn f) {
+    for (; t + NT <= tokens; t += NT) f(t, Constant<NT>());
+    if constexpr (NT > 1) tiles<NT - 1>(t, tokens, f);
+}
+
 static vf x_some(const float* p, int n) { return n >= W ? vload(p) : vload_n(p, n); }
+
+// The sum of N vectors as a tree of halves. (As a loop whose bound is halved it kept `dot`'s sums in memory.)
+template <int N>
+static inline vf halves(vf* a) {
+    if constexpr (N > 1) {
+        for (int i = 0; i < N / 2; i++) a[i] = vadd(a[i], a[i + N / 2]);
+        return halves<N / 2>(a);
+    }
+    return a[0];
+}
 
 template <class T, vf (*LOAD)(const T*), vf (*LOAD_N)(const T*, int)>
 struct FormatFloat {
@@ -34,28 +55,34 @@ struct FormatFloat {
     static size_t row_bytes(size_t n) { return sizeof(T) * n; }
     static vf load(const uint8_t* row, size_t c) { return LOAD((const T*)row + c); }
     static vf load_some(const uint8_t* row, size_t c, int n) { return n >= W ? load(row, c) : LOAD_N((const T*)row + c, n); }
-    // `next`: a row to ask memory for meanwhile
-    static float dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t cols) {
+    static constexpr int row_tokens = kFloatRowTokens;
+    // Of NT tokens, `stride` bytes apart. `next`: a row to ask memory for meanwhile.
+    template <int NT>
+    static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t stride, size_t cols, float* out) {
         const T* w = (const T*)row;
-        const float* x = (const float*)input;
-        float total = 0;
+        auto x = [&](int n, size_t k) { return (const float*)(input + size_t(n) * stride) + k; };
+        for (int n = 0; n < NT; n++) out[n] = 0;
         prefetch(next);
         for (size_t k0 = 0; k0 < cols; k0 += kFloatChunk) {
             const size_t end = smaller(cols, k0 + kFloatChunk);
-            vf acc[kLanes / W];  // several sums hide the latency of the fused multiply-add
-            for (int v = 0; v < kLanes / W; v++) acc[v] = vzero();
+            vf acc[NT][kLanes / W];  // several sums hide the latency of the fused multiply-add
+            for (int n = 0; n < NT; n++)
+                for (int v = 0; v < kLanes / W; v++) acc[n][v] = vzero();
             size_t k = k0;
             for (; k + kLanes <= end; k += kLanes) {
                 prefetch_on(next + sizeof(T) * k, sizeof(T) * kLanes);
-                for (int v = 0; v < kLanes / W; v++) acc[v] = vfma(LOAD(w + k + v * W), vload(x + k + v * W), acc[v]);
+                for (int v = 0; v < kLanes / W; v++) {
+                    const vf a = LOAD(w + k + v * W);
+                    for (int n = 0; n < NT; n++) acc[n][v] = vfma(a, vload(x(n, k + v * W)), acc[n][v]);
+                }
             }
-            for (int v = 0; k < end; v++, k += W)
-                acc[v] = vfma(load_some(row, k, int(end - k)), x_some(x + k, int(end - k)), acc[v]);
-            for (int v = kLanes / W / 2; v > 0; v /= 2)
-                for (int i = 0; i < v; i++) acc[i] = vadd(acc[i], acc[i + v]);
-            total += vsum(acc[0]);
+            for (int v = 0; v < kLanes / W; v++, k += W) {
+                if (k >= end) continue;
+                const vf a = load_some(row, k, int(end - k));
+                for (int n = 0; n < NT; n++) acc[n][v] = vfma(a, x_some(x(n, k), int(end - k)), acc[n][v]);
+            }
+            for (int n = 0; n < NT; n++) out[n] += vsum(halves<kLanes / W>(acc[n]));
         }
-        return total;
     }
     static void unpack(const uint8_t* row, size_t c, vf* out) {
         for (int k = 0; k < 32 / W; k++) out[k] = LOAD((const T*)row + c + k * W);
@@ -76,37 +103,50 @@ struct XChunk {
     int32_t offset[16];  // - (what was added to the weights) * (sum of q)
 };
 
-// QUANT: bytes of 32 quants; OFFSET: what the integer weights are too large by.
-template <int QUANT, int OFFSET, void (*SUMS)(const uint8_t*, const int8_t*, int, vi*), void (*UNPACK)(const uint8_t*, vf*)>
+// QUANT: bytes of 32 quants.
+template <int QUANT, void (*UNPACK)(const uint8_t*, vf*)>
 struct FormatQ {
-    static constexpr int quant_bytes = QUANT, offset = OFFSET;
+    static constexpr int quant_bytes = QUANT, row_tokens = kRowTokens;
     static size_t row_bytes(size_t n) { return n / 32 * (QUANT + 2); }
     static const uint16_t* row_scales(const uint8_t* row, size_t cols) { return (const uint16_t*)(row + cols / 32 * QUANT); }
-    static inline void add_chunk(const uint8_t* q, const uint16_t* d, const XChunk* x, int blocks, vf* acc) {
-        vi sums[16 / W];
-        SUMS(q, x->q, blocks, sums);
+    template <int NT>
+    static inline void add_chunk(const uint8_t* q, const uint16_t* d, const XChunk* first, size_t stride, int blocks,
+                                 vf (*acc)[16 / W]) {
+        vi sums[NT][16 / W];
+        if constexpr (QUANT == 32) q8_sums<NT>(q, first->q, stride, blocks, sums);
+        else q4_sums<NT>(q, first->q, stride, blocks, sums);
         for (int v = 0; v < 16 / W; v++) {
             const int left = blocks - v * W;
             const vf scale = left >= W ? vload_f16(d + v * W) : left > 0 ? vload_f16_n(d + v * W, left) : vzero();
-            const vf s = vi_f32(vi_add(sums[v], vi_load(x->offset + v * W)));
-            acc[v] = vfma(s, vmul(scale, vload(x->d + v * W)), acc[v]);
+            for (int n = 0; n < NT; n++) {
+                const XChunk* x = (const XChunk*)((const uint8_t*)first + size_t(n) * stride);
+                const vf s = vi_f32(vi_add(sums[n][v], vi_load(x->offset + v * W)));
+                acc[n][v] = vfma(s, vmul(scale, vload(x->d + v * W)), acc[n][v]);
+            }
         }
     }
-    static float dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t cols) {
+    template <int NT>
+    static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t stride, size_t cols, float* out) {
         const XChunk* x = (const XChunk*)input;
         const uint16_t* d = row_scales(row, cols);
         const size_t blocks = cols / 32;
-        vf acc[16 / W];
-        for (int v = 0; v < 16 / W; v++) acc[v] = vzero();
+        vf acc[NT][16 / W];
+        for (int n = 0; n < NT; n++)
+            for (int v = 0; v < 16 / W; v++) acc[n][v] = vzero();
         size_t b = 0;
         prefetch(next);
         for (; b + 16 <= blocks; b += 16, x++, next += 16 * (QUANT + 2)) {
             prefetch_on(next, 16 * (QUANT + 2));
-            add_chunk(row + b * QUANT, d + b, x, 16, acc);
+            add_chunk<NT>(row + b * QUANT, d + b, x, stride, 16, acc);
         }
-        if (b < blocks) prefetch_on(next, (blocks - b) * (QUANT + 2)), add_chunk(row + b * QUANT, d + b, x, int(blocks - b), acc);
-        for (int v = 1; v < 16 / W; v++) acc[0] = vadd(acc[0], acc[v]);
-        return vsum(acc[0]);
+        if (b < blocks) {
+            prefetch_on(next, (blocks - b) * (QUANT + 2));
+            add_chunk<NT>(row + b * QUANT, d + b, x, stride, int(blocks - b), acc);
+        }
+        for (int n = 0; n < NT; n++) {
+            for (int v = 1; v < 16 / W; v++) acc[n][0] = vadd(acc[n][0], acc[n][v]);
+            out[n] = vsum(acc[n][0]);
+        }
     }
     static void unpack(const uint8_t* row, size_t c, vf* out) { UNPACK(row + c / 32 * QUANT, out); }
     static vf unpack_n(const uint8_t*, size_t, int) { return vzero(); }  // cols % 32 == 0: never reached
@@ -118,15 +158,17 @@ struct FormatQ {
         if (b < n) vstore_n(out + b, vmul(vload_f16_n(d + b, int(n - b)), vset1(h)), int(n - b));
     }
 };
-using FormatQ8_0 = FormatQ<32, kOffsetQ8, q8_sums, q8_unpack>;
-using FormatQ4_0 = FormatQ<16, 8, q4_sums, q4_unpack>;
+using FormatQ8_0 = FormatQ<32, q8_unpack>;
+using FormatQ4_0 = FormatQ<16, q4_unpack>;
 
 // Bits of weights and of activations (packed by `quantize`): only `matmul` knows them.
 struct FormatSigns {
     static size_t row_bytes(size_t n) { return sign_bytes(n); }
-    static float dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t cols) {
+    static constexpr int row_tokens = 1;
+    template <int NT>
+    static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t, size_t cols, float* out) {
         prefetch_span(next, sign_bytes(cols));
-        return float(int64_t(cols) - 2 * int64_t(bits_that_differ(row, input, sign_bytes(cols))));
+        *out = float(int64_t(cols) - 2 * int64_t(bits_that_differ(row, input, sign_bytes(cols))));
     }
 };
 
@@ -144,12 +186,12 @@ struct FormatSigns {
 
 // Rows of at most 8 blocks of q8_0, as a predictor's second half has: as many as fill a chunk are multiplied at once. One by
 // one they cost three times what memory takes for them. The same bits: a row's lanes are added as in `dot`.
-constexpr size_t kShortBlocks = 8, kShortTokens = 4;
+constexpr size_t kShortBlocks = 8;
 static void short_rows(const Matrix& w, size_t begin, size_t end, const Input& x, const float* bias, bool add, float* y, size_t ldy) {
     const size_t blocks = w.cols / 32;
     size_t lanes = 1;  // of a row: its blocks, and zeros up to a power of two
     while (lanes < blocks) lanes *= 2;
-    XChunk many[kShortTokens];  // each token's blocks over and over
+    XChunk many[kFewTokens];  // each token's blocks over and over
     for (size_t t = 0; t < x.tokens; t++) {
         const XChunk* once = (const XChunk*)(x.data + t * x.row_bytes);
         for (size_t at = 0; at < 16; at += lanes) {
@@ -169,11 +211,11 @@ static void short_rows(const Matrix& w, size_t begin, size_t end, const Input& x
             for (size_t b = 0; b < blocks; b++) d[i * lanes + b] = FormatQ8_0::row_scales(row, w.cols)[b];
         }
         for (size_t t = 0; t < x.tokens; t++) {
-            vf acc[16 / W];
-            for (int v = 0; v < 16 / W; v++) acc[v] = vzero();
-            FormatQ8_0::add_chunk(q, d, &many[t], 16, acc);
+            vf acc[1][16 / W];
+            for (int v = 0; v < 16 / W; v++) acc[0][v] = vzero();
+            FormatQ8_0::add_chunk<1>(q, d, &many[t], 0, 16, acc);
             float sums[16];
-            for (int v = 0; v < 16 / W; v++) vstore(sums + v * W, acc[v]);
+            for (int v = 0; v < 16 / W; v++) vstore(sums + v * W, acc[0][v]);
             for (size_t half = lanes / 2; half; half /= 2)
                 for (size_t i = 0; i < 16 - half; i++) sums[i] += sums[i + half];
             for (size_t i = 0; i < rows; i++) {
@@ -188,17 +230,21 @@ static void short_rows(const Matrix& w, size_t begin, size_t end, const Input& x
 template <class F>
 static void matmul_rows(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
                         const float* bias, bool add, float* y, size_t ldy) {
-    if (w.format == Q8_0 && !ids && w.cols <= 32 * kShortBlocks && x.tokens <= kShortTokens)
+    if (w.format == Q8_0 && !ids && w.cols <= 32 * kShortBlocks && x.tokens <= kFewTokens)
         return short_rows(w, begin, end, x, bias, add, y, ldy);
     const size_t ahead = kAhead / F::row_bytes(w.cols) + 1;
     for (size_t r = begin; r < end; r++) {
         const size_t id = ids ? size_t(ids[r]) : r, later = smaller(r + ahead, end - 1);
         const uint8_t* next = w.data + (ids ? size_t(ids[later]) : later) * w.stride;
-        for (size_t t = 0; t < x.tokens; t++) {
-            float* out = y + t * ldy + (r - begin);
-            const float v = F::dot(w.data + id * w.stride, next, x.data + t * x.row_bytes, w.cols) + (bias ? bias[id] : 0.0f);
-            *out = add ? *out + v : v;
-        }
+        tiles<F::row_tokens>(0, x.tokens, [&](size_t t, auto nt) {
+            float sums[nt.value];
+            F::template dot<nt.value>(w.data + id * w.stride, next, x.data + t * x.row_bytes, x.row_bytes, w.cols, sums);
+            for (size_t n = 0; n < nt.value; n++) {
+                float* out = y + (t + n) * ldy + (r - begin);
+                const float v = sums[n] + (bias ? bias[id] : 0.0f);
+                *out = add ? *out + v : v;
+            }
+        });
     }
 }
 
@@ -321,14 +367,16 @@ static size_t bundle_group(const Bundles& w, size_t k, const Input& x, const flo
             next[G + g] = w.down.data + later * w.down.stride;
         }
     }
+    float u[G][kFewTokens];
+    for (int g = 0; gated && g < G; g++)
+        tiles<F::row_tokens>(0, x.tokens, [&](size_t t, auto nt) {
+            F::template dot<nt.value>(up[g], next[g], x.data + t * x.row_bytes, x.row_bytes, dim, u[g] + t);
+        });
     for (size_t t = 0; t < x.tokens; t++) {
         float h[G];
-        for (int g = 0; g < G; g++) h[g] = gate[t * ldg + size_t(w.ids[k + g])];
-        if (gated) {
-            for (int g = 0; g < G; g++) {
-                const float u = F::dot(up[g], next[g], x.data + t * x.row_bytes, dim);
-                h[g] = w.up_relu && u <= 0 ? 0.0f : h[g] * u;
-            }
+        for (int g = 0; g < G; g++) {
+            h[g] = gate[t * ldg + size_t(w.ids[k + g])];
+            if (gated) h[g] = w.up_relu && u[g][t] <= 0 ? 0.0f : h[g] * u[g][t];
         }
         for (int g = 0; g < G; g++) live += h[g] != 0;
         accumulate_group<F, G>(down, h, dim, y + t * dim, next + G, factors);

@@ -13,7 +13,7 @@ static constexpr size_t kBetweenReads = 1 << 20;
 
 uint8_t* Context::panels(size_t bytes) {
     panel_stride_ = (bytes + 63) / 64 * 64;
-    return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(grown(panels_, panel_stride_ * size_t(pool.threads()) + 64)) + 63) & ~uintptr_t(63));
+    return grown(panels_, panel_stride_ * size_t(pool.threads()));
 }
 
 void Context::embed(const Matrix& table, const int32_t* ids, size_t tokens, float* out) {
@@ -27,7 +27,7 @@ void Context::norm(const Norm& norm, const float* x, size_t tokens, size_t dim, 
 }
 
 // norm(x) in the form w's kernels take, made once for all rows of w.
-Input Context::input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, std::vector<uint8_t>& buffer) {
+Input Context::input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, Scratch<uint8_t>& buffer) {
     const size_t cols = w.cols;
     const bool lanes = tokens > kFewTokens, copy = quantised(w) || lanes;
     const size_t bytes = copy ? k.input_bytes(w.format, cols) : 4 * cols, tile = lanes ? k.tile_tokens(w.format) : 1;

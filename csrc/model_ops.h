@@ -3,6 +3,7 @@
 #pragma once
 #include <memory>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "kernels.h"
@@ -10,6 +11,22 @@
 #include "threads.h"
 
 namespace tc {
+
+// Scratch begins at a cache line: a load of 64 bytes that straddles two takes both of a cycle's turns (q4_0 with 4 tokens:
+// 4.0 against 2.4 ns for 512 weights).
+template <class T>
+struct AtLine {
+    using value_type = T;
+    AtLine() = default;
+    template <class U>
+    AtLine(const AtLine<U>&) {}
+    T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64))); }
+    void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const AtLine&) const { return true; }
+    bool operator!=(const AtLine&) const { return false; }
+};
+template <class T>
+using Scratch = std::vector<T, AtLine<T>>;
 
 // RMSNorm, or LayerNorm with `layer`; weight null: no norm at all. bias may be null.
 struct Norm {
@@ -152,7 +169,7 @@ public:
 private:
     struct Queries;  // tokens that are attended to together
 
-    Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, std::vector<uint8_t>& buffer);
+    Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, Scratch<uint8_t>& buffer);
     void linear(const Linear& w, const Input& in, float* out, bool add);
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
     void moe_block(const MixtureArgs& a, FFNCounts& total);
@@ -171,15 +188,15 @@ private:
     void attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end, float* scores, float* into);
 
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
-    std::vector<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_, marks_;
-    std::vector<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_, scales_;
-    std::vector<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
-    std::vector<Wanted> wanted_, gate_wanted_;
+    Scratch<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_, marks_;
+    Scratch<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_, scales_;
+    Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
+    Scratch<Wanted> wanted_, gate_wanted_;
     struct Routed {  // a mixture's: what all experts see, which of them a token goes to, an expert's tokens, the sum
-        std::vector<float> normed, logits, weights, in, out, sum, record;
-        std::vector<size_t> tokens;
+        Scratch<float> normed, logits, weights, in, out, sum, record;
+        Scratch<size_t> tokens;
     } routed_;
-    std::vector<size_t> counts_;
+    Scratch<size_t> counts_;
     size_t panel_stride_ = 0;
     std::weak_ptr<Fetches> early_;  // reads that go on while something else is computed, until their call takes them over
 };

@@ -134,19 +134,28 @@ static inline vi add_pairs(vi a, vi b) {
     return vi_add(_mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0xdd)));
 }
 constexpr int kQ4Group = 2;  // blocks whose low nibbles fill one vector
-// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is).
-static inline void q8_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) {
+constexpr int kRowTokens = 2, kFloatRowTokens = 2;  // of a row as it is stored
+// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes apart.
+template <int NT>
+static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
     const vi flip = _mm256_set1_epi8(char(kOffsetQ8));
-    for (int h = 0; h < 2; h++) {
-        vi s[8];
-        for (int i = 0; i < 8; i++)
-            s[i] = 8 * h + i < blocks
-                       ? Dot<32>::step(_mm256_setzero_si256(), vi_xor(vi_load(w + 32 * (8 * h + i)), flip), vi_load(x + 32 * (8 * h + i)))
-                       : _mm256_setzero_si256();
-        const vi p = add_pairs(add_pairs(s[0], s[1]), add_pairs(s[2], s[3]));
-        const vi q = add_pairs(add_pairs(s[4], s[5]), add_pairs(s[6], s[7]));
-        out[h] = vi_add(_mm256_permute2x128_si256(p, q, 0x20), _mm256_permute2x128_si256(p, q, 0x31));
+    vi quarter[NT][4];
+    for (int g = 0; g < 4; g++) {
+        vi s[NT][4];
+        for (int i = 0; i < 4; i++) {
+            const int b = 4 * g + i;
+            for (int n = 0; n < NT; n++) s[n][i] = _mm256_setzero_si256();
+            if (b >= blocks) continue;
+            const vi a = vi_xor(vi_load(w + 32 * b), flip);
+            for (int n = 0; n < NT; n++) s[n][i] = Dot<32>::step(s[n][i], a, vi_load(x + size_t(n) * stride + 32 * b));
+        }
+        for (int n = 0; n < NT; n++) quarter[n][g] = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
     }
+    for (int n = 0; n < NT; n++)
+        for (int h = 0; h < 2; h++) {
+            const vi p = quarter[n][2 * h], q = quarter[n][2 * h + 1];
+            out[n][h] = vi_add(_mm256_permute2x128_si256(p, q, 0x20), _mm256_permute2x128_si256(p, q, 0x31));
+        }
 }
 #ifndef AVXVNNI
 // Per 128 bits of i16, and added in them: a0+a4, .., a3+a7, b0+b4, .., b3+b7.
@@ -156,23 +165,30 @@ static inline vi add_pairs16(vi a, vi b) {
     return _mm256_add_epi16(_mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0xdd)));
 }
 #endif
-static inline void q4_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) {
+template <int NT>
+static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
     const vi low = _mm256_set1_epi8(15);
     for (int h = 0; h < 2; h++) {
-        vi s[4];
+        vi s[NT][4];
         for (int i = 0; i < 4; i++) {
             const int v = 4 * h + i;
-            s[i] = _mm256_setzero_si256();
+            for (int n = 0; n < NT; n++) s[n][i] = _mm256_setzero_si256();
             if (2 * v >= blocks) continue;
             const vi raw = vi_load(w + 32 * v), lo = vi_and(raw, low), hi = vi_and(vi_shr4(raw), low);
-            s[i] = Dot<16>::step(Dot<16>::step(s[i], lo, vi_load(x + 64 * v)), hi, vi_load(x + 64 * v + 32));
+            for (int n = 0; n < NT; n++) {
+                const int8_t* q = x + size_t(n) * stride + 64 * v;
+                s[n][i] = Dot<16>::step(Dot<16>::step(s[n][i], lo, vi_load(q)), hi, vi_load(q + 32));
+            }
         }
+        for (int n = 0; n < NT; n++) {
 #ifdef AVXVNNI
-        const vi t = add_pairs(add_pairs(s[0], s[1]), add_pairs(s[2], s[3]));
+            const vi t = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
 #else  // 16 products of at most 15 * 127 fit an i16
-        const vi t = _mm256_madd_epi16(add_pairs16(add_halves(s[0], s[1]), add_halves(s[2], s[3])), _mm256_set1_epi16(1));
+            const vi p = add_pairs16(add_halves(s[n][0], s[n][1]), add_halves(s[n][2], s[n][3]));
+            const vi t = _mm256_madd_epi16(p, _mm256_set1_epi16(1));
 #endif
-        out[h] = _mm256_permutevar8x32_epi32(t, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+            out[n][h] = _mm256_permutevar8x32_epi32(t, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        }
     }
 }
 

@@ -94,31 +94,47 @@ static inline vi add_pairs(vi a, vi b) {
                             _mm512_castps_si512(_mm512_shuffle_ps(fa, fb, 0xdd)));
 }
 constexpr int kQ4Group = 4;  // blocks whose low nibbles fill one vector
-// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is). A vector holds two blocks of q8_0 or
-// four of q4_0; its partial sums are added in a tree of shuffles, 21 (9) instructions for 512 weights.
-static inline void q8_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) {
+constexpr int kRowTokens = 4, kFloatRowTokens = 4;  // of a row as it is stored
+// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes apart. A vector
+// holds two blocks of q8_0 or four of q4_0; its partial sums are added in a tree, 21 (6) instructions for 512 weights.
+template <int NT>
+static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
     const vi flip = _mm512_set1_epi8(char(0x80));
-    vi s[8];
-    for (int i = 0; i < 8; i++)
-        s[i] = 2 * i < blocks ? _mm512_dpbusd_epi32(_mm512_setzero_si512(), vi_xor(vi_load(w + 64 * i), flip), vi_load(x + 64 * i))
-                              : _mm512_setzero_si512();
-    const vi p = add_pairs(add_pairs(s[0], s[1]), add_pairs(s[2], s[3]));
-    const vi q = add_pairs(add_pairs(s[4], s[5]), add_pairs(s[6], s[7]));
-    const vi t = vi_add(_mm512_shuffle_i32x4(p, q, 0x88), _mm512_shuffle_i32x4(p, q, 0xdd));
-    out[0] = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), t);
-}
-static inline void q4_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) {
-    const vi low = _mm512_set1_epi8(15);
-    vi s[4];
-    for (int i = 0; i < 4; i++) {
-        s[i] = _mm512_setzero_si512();
-        if (4 * i >= blocks) continue;
-        const vi raw = vi_load(w + 64 * i);
-        s[i] = _mm512_dpbusd_epi32(s[i], vi_and(raw, low), vi_load(x + 128 * i));
-        s[i] = _mm512_dpbusd_epi32(s[i], vi_and(vi_shr4(raw), low), vi_load(x + 128 * i + 64));
+    vi half[NT][2];
+    for (int h = 0; h < 2; h++) {
+        vi s[NT][4];
+        for (int i = 0; i < 4; i++) {
+            for (int n = 0; n < NT; n++) s[n][i] = _mm512_setzero_si512();
+            if (2 * (4 * h + i) >= blocks) continue;
+            const vi a = vi_xor(vi_load(w + 64 * (4 * h + i)), flip);
+            for (int n = 0; n < NT; n++) s[n][i] = _mm512_dpbusd_epi32(s[n][i], a, vi_load(x + size_t(n) * stride + 64 * (4 * h + i)));
+        }
+        for (int n = 0; n < NT; n++) half[n][h] = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
     }
-    const vi t = add_pairs(add_pairs(s[0], s[1]), add_pairs(s[2], s[3]));
-    out[0] = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), t);
+    for (int n = 0; n < NT; n++) {
+        const vi t = vi_add(_mm512_shuffle_i32x4(half[n][0], half[n][1], 0x88), _mm512_shuffle_i32x4(half[n][0], half[n][1], 0xdd));
+        out[n][0] = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), t);
+    }
+}
+// As add_pairs, for sums that fit an i16: the multiplier adds, and half the shuffles are left.
+static inline vi add_pairs16(vi a, vi b) { return _mm512_madd_epi16(_mm512_packs_epi32(a, b), _mm512_set1_epi16(1)); }
+template <int NT>
+static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
+    const vi low = _mm512_set1_epi8(15);
+    vi s[NT][4];
+    for (int i = 0; i < 4; i++) {
+        for (int n = 0; n < NT; n++) s[n][i] = _mm512_setzero_si512();
+        if (4 * i >= blocks) continue;
+        const vi raw = vi_load(w + 64 * i), lo = vi_and(raw, low), hi = vi_and(vi_shr4(raw), low);
+        for (int n = 0; n < NT; n++) {
+            const int8_t* q = x + size_t(n) * stride + 128 * i;
+            s[n][i] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(s[n][i], lo, vi_load(q)), hi, vi_load(q + 64));
+        }
+    }
+    for (int n = 0; n < NT; n++) {  // at most 16 products of 15 * 127 at the second level
+        const vi t = add_pairs16(add_pairs16(s[n][0], s[n][1]), add_pairs16(s[n][2], s[n][3]));
+        out[n][0] = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), t);
+    }
 }
 
 // 16 rows of 16 dwords -> 16 columns.

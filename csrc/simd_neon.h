@@ -133,19 +133,22 @@ static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum)
 }
 
 constexpr int kQ4Group = 1;  // blocks whose low nibbles fill one vector
-// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is). BLOCK: the four sums of one.
-template <int32x4_t (*BLOCK)(const uint8_t*, const int8_t*), int QUANT>
-static inline void block_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) {
-    int32x4_t s[4];
+constexpr int kRowTokens = 4, kFloatRowTokens = 2;  // of a row as it is stored
+// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes apart. BLOCK: the
+// four sums of one.
+template <int32x4_t (*BLOCK)(const uint8_t*, const int8_t*), int QUANT, int NT>
+static inline void block_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
+    int32x4_t s[NT][4];
     for (int g = 0; g < 4; g++) {
-        int32x4_t t[4];
+        int32x4_t t[NT][4];
         for (int i = 0; i < 4; i++) {
-            const int b = 4 * g + i;
-            t[i] = b < blocks ? BLOCK(w + QUANT * b, x + 32 * b) : vdupq_n_s32(0);
+            const int b = 4 * g + i;  // a block's weights are unpacked once: BLOCK is inlined
+            for (int n = 0; n < NT; n++)
+                t[n][i] = b < blocks ? BLOCK(w + QUANT * b, x + size_t(n) * stride + 32 * b) : vdupq_n_s32(0);
         }
-        s[g] = vpaddq_s32(vpaddq_s32(t[0], t[1]), vpaddq_s32(t[2], t[3]));
+        for (int n = 0; n < NT; n++) s[n][g] = vpaddq_s32(vpaddq_s32(t[n][0], t[n][1]), vpaddq_s32(t[n][2], t[n][3]));
     }
-    out[0] = {s[0], s[1]}, out[1] = {s[2], s[3]};
+    for (int n = 0; n < NT; n++) out[n][0] = {s[n][0], s[n][1]}, out[n][1] = {s[n][2], s[n][3]};
 }
 static inline int32x4_t q8_block(const uint8_t* w, const int8_t* x) {
     const int32x4_t first = vdotq_s32(vdupq_n_s32(0), vreinterpretq_s8_u8(vld1q_u8(w)), vld1q_s8(x));
@@ -156,8 +159,14 @@ static inline int32x4_t q4_block(const uint8_t* w, const int8_t* x) {
     const int32x4_t first = vdotq_s32(vdupq_n_s32(0), vreinterpretq_s8_u8(lo), vld1q_s8(x));
     return vdotq_s32(first, vreinterpretq_s8_u8(hi), vld1q_s8(x + 16));
 }
-static inline void q8_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) { block_sums<q8_block, 32>(w, x, blocks, out); }
-static inline void q4_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) { block_sums<q4_block, 16>(w, x, blocks, out); }
+template <int NT>
+static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
+    block_sums<q8_block, 32, NT>(w, x, stride, blocks, out);
+}
+template <int NT>
+static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
+    block_sums<q4_block, 16, NT>(w, x, stride, blocks, out);
+}
 
 // 8 rows of 8 dwords -> 8 columns: quarters of 4 by 4.
 static inline void transpose_4(int32x4_t* a) {

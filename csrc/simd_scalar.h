@@ -121,21 +121,27 @@ static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum)
 }
 
 constexpr int kQ4Group = 1;  // blocks whose low nibbles fill one vector
-// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), as 16/W vectors.
-static inline void q8_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) {
-    for (int b = 0; b < 16; b++) {
-        int32_t s = 0;
-        for (int i = 0; i < 32 && b < blocks; i++) s += int32_t((int8_t)w[32 * b + i]) * x[32 * b + i];
-        out[b / W].v[b % W] = s;
-    }
+constexpr int kRowTokens = 1, kFloatRowTokens = 1;  // of a row as it is stored, to be multiplied at once
+// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), as 16/W vectors, for NT tokens whose x are
+// `stride` bytes apart.
+template <int NT>
+static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[16 / W]) {
+    for (int n = 0; n < NT; n++, x += stride)
+        for (int b = 0; b < 16; b++) {
+            int32_t s = 0;
+            for (int i = 0; i < 32 && b < blocks; i++) s += int32_t((int8_t)w[32 * b + i]) * x[32 * b + i];
+            out[n][b / W].v[b % W] = s;
+        }
 }
-static inline void q4_sums(const uint8_t* w, const int8_t* x, int blocks, vi* out) {  // nibbles as they are, 0 to 15
-    for (int b = 0; b < 16; b++) {
-        int32_t s = 0;
-        for (int i = 0; i < 16 && b < blocks; i++)
-            s += (w[16 * b + i] & 15) * x[32 * b + i] + (w[16 * b + i] >> 4) * x[32 * b + 16 + i];
-        out[b / W].v[b % W] = s;
-    }
+template <int NT>  // nibbles as they are, 0 to 15
+static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[16 / W]) {
+    for (int n = 0; n < NT; n++, x += stride)
+        for (int b = 0; b < 16; b++) {
+            int32_t s = 0;
+            for (int i = 0; i < 16 && b < blocks; i++)
+                s += (w[16 * b + i] & 15) * x[32 * b + i] + (w[16 * b + i] >> 4) * x[32 * b + 16 + i];
+            out[n][b / W].v[b % W] = s;
+        }
 }
 static inline void transpose(vi* t) {  // W rows of W dwords -> W columns
     for (int i = 0; i < W; i++)

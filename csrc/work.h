@@ -4,16 +4,15 @@
 #include <atomic>
 #include <vector>
 
-#include "kernels.h"
-#include "threads.h"
+#include "model_ops.h"
 
 namespace tc {
 
-// Scratch of n elements. What was there is let go first, so that the two are never held at once, and room is never doubled.
+// n elements. What was there is let go first, so that the two are never held at once, and room is never doubled.
 template <class T>
-T* grown(std::vector<T>& v, size_t n) {
+T* grown(Scratch<T>& v, size_t n) {
     if (v.size() < n) {
-        std::vector<T>().swap(v);
+        Scratch<T>().swap(v);
         v.resize(n);
     }
     return v.data();
@@ -21,10 +20,6 @@ T* grown(std::vector<T>& v, size_t n) {
 
 inline size_t whole(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 inline bool quantised(const Matrix& w) { return w.format == Q8_0 || w.format == Q4_0 || w.format == SIGNS; }  // x is, then
-
-// Up to this many tokens rows are multiplied one by one (each is read from memory once and then from the L1 cache);
-// from more on, unpacking them into panels pays.
-constexpr size_t kFewTokens = 4;
 
 // Work handed out in pieces that shrink: a thread whose core is busy elsewhere simply takes fewer, and the long first
 // pieces let prefetching run on. `unit`: pieces are multiples of it; `most`: none is longer.

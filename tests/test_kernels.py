@@ -36,8 +36,8 @@ ISAS = _native.isa_levels()
 FORMATS = list(quant.FORMATS)
 QUANTISED = [f.name for f in quant.FORMATS.values() if f.block > 1]
 
-# 64 tokens are one pass of the FFN, 8 its few-token path, 4 one tile of the matmul.
-TOKENS = (1, 2, 3, 4, 5, 8, 9, 17, 64, 65, 130)
+# Up to 4 tokens are multiplied row by row, more in tiles of at most 12; each size is code of its own.
+TOKENS = (*range(1, 12), 17, 64, 65, 130)
 # A rounding is 6e-8, a sum of a few hundred some 1e-6 at worst: squared, with room for the order of sums.
 F32_NMSE = 1e-10
 # llama.cpp's bound for int8 activations (tests/test-backend-ops): a step of 2 peak/254 is about 3e-5 of the
