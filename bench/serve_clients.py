@@ -150,7 +150,7 @@ class Call:
         self.writer.close()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Each as the server wrote it: of a stream, an event."""
+        """Each as the server wrote it: of a stream, whole events."""
         if "content-length" in self.headers:
             yield await self.reader.readexactly(int(self.headers["content-length"]))
             return
@@ -216,8 +216,9 @@ async def ask(port: int, path: str, asked: dict[str, Any]) -> Told:
             told.take(json.loads(await call.body()))
             return told
         arrived = [(time.perf_counter(), piece) async for piece in call.pieces()]
-    *events, end = [(at, e) for at, e in arrived if not e.startswith(b":")]
-    assert end[1] == b"data: [DONE]\n\n", end
+    found = [(at, e) for at, piece in arrived for e in piece.removesuffix(b"\n\n").split(b"\n\n")]
+    *events, end = [(at, e) for at, e in found if not e.startswith(b":")]
+    assert end[1] == b"data: [DONE]", end
     bodies = [(at, json.loads(e.removeprefix(b"data: "))) for at, e in events]
     for at, body in bodies:
         told.take(body)

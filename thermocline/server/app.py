@@ -222,36 +222,31 @@ class Server:
         if shape.request.stream:
             return Events(self._events(work, shape), work)
         try:  # the guard cancels this where nobody is there to read it any more
-            while (got := await work.next()) is not None:
-                shape.take(*got)
+            while (events := await work.next()) is not None:
+                for event in events:
+                    shape.take(*event)
             return JSONResponse(shape.whole())
         finally:
             work.close()
 
     async def _events(self, work: Work, shape: Shape) -> AsyncIterator[bytes]:
         """Server-sent events. A comment now and then while there is nothing to say."""
-        following = asyncio.ensure_future(work.next())
+        loop = asyncio.get_running_loop()
         try:
             for opening in shape.begin():
                 yield sse.event(opening)
-            while True:
-                done, _ = await asyncio.wait({following}, timeout=self.limits.limit_ping_s)
-                if not done:
-                    yield sse.SILENCE
-                    continue
-                got = following.result()
-                if got is None:
-                    break
-                following = asyncio.ensure_future(work.next())
-                for body in shape.take(*got):
-                    yield sse.event(body)
+            spoke = loop.time()
+            while (events := await work.next(self.limits.limit_ping_s)) is not None:
+                said = b"".join(sse.event(body) for event in events for body in shape.take(*event))
+                now = loop.time()
+                if said or now - spoke >= self.limits.limit_ping_s:  # a call is held back until it is whole
+                    spoke = now
+                    yield said or sse.SILENCE
             if shape.include_usage:
                 yield sse.event(shape.usage())
             yield sse.DONE
         except ThermoclineError as e:
             yield sse.event({"error": of_engine(e).error})
-        finally:
-            following.cancel()
 
     # ---- the rest
 

@@ -55,30 +55,60 @@ class Work:
         self._engine = engine
         self._index = {job: i for i, job in enumerate(jobs)}
         self._left = set(jobs)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: list[Event] = []
+        self._comes: asyncio.Future[None] | None = None  # who waits for an event
 
     def put(self, event: Event) -> None:
         if event.job not in self._left:
             return
         if not isinstance(event, Token):
             self._left.discard(event.job)
-        self._events.put_nowait(event)
+        self._events.append(event)
+        if self._comes is not None:
+            _done(self._comes)
 
-    async def next(self) -> tuple[int, Token | Ended] | None:
-        """(which job, what of it); None after the last. Raises what ended one of them early."""
-        if self._events.empty() and not self._left:
+    async def next(self, wait_s: float | None = None) -> list[tuple[int, Token | Ended]] | None:
+        """What has come: (which job, what of it); None after the last. Raises what ended one of them early.
+
+        Waits for one event at least, `wait_s` at most: then nothing has come. One task at a time may ask.
+        """
+        if not self._events and self._left:
+            await self._some(wait_s)
+        if not self._events and not self._left:
             return None
-        event = await self._events.get()
-        if isinstance(event, Failed):
-            kind = EngineCrashed if event.error == "EngineCrashed" else getattr(errors, event.error)
-            raise kind(event.message)
-        return self._index[event.job], event
+        found: list[tuple[int, Token | Ended]] = []
+        for event in self._events:
+            if isinstance(event, Failed):
+                if found:
+                    break  # what came before it first
+                kind = EngineCrashed if event.error == "EngineCrashed" else getattr(errors, event.error)
+                raise kind(event.message)
+            found.append((self._index[event.job], event))
+        del self._events[: len(found)]
+        return found
+
+    async def _some(self, wait_s: float | None) -> None:
+        """By hand: a task and a timer for each token cost more than what is said of it."""
+        loop = asyncio.get_running_loop()
+        comes = self._comes = loop.create_future()
+        alarm = None if wait_s is None else loop.call_later(wait_s, _done, comes)
+        try:
+            await comes
+        finally:
+            self._comes = None
+            if alarm is not None:
+                alarm.cancel()
 
     def close(self) -> None:
         """Those that are not over are cancelled. May be called again."""
         for job in self._left:
             self._engine.cancel(job)
         self._left.clear()
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class EngineProcess:
