@@ -1,10 +1,11 @@
 """`thermocline serve` measured: answers under load, clients that leave, what HTTP costs, how it stops.
 
-    python bench/serve.py crowd|leave|mixed|tax|batch|long|stop|schema [-m MODEL] [--json] ...
+    python bench/serve.py crowd|leave|mixed|tax|batch|thread|long|stop|schema [-m MODEL] [--json] ...
 
 `crowd`: streaming, idle and hostile clients, then more than there is room for. `leave`: disconnects at random
 moments. `mixed`: random requests, each compared with the same one alone. `tax`: tokens/s through the server
-over those of `LLM.stream`, by turns. `batch`: four streams over one. `long`: what a prompt as long as the
+over those of `LLM.stream`, by turns. `batch`: four streams over one. `thread`: the engine's process
+over the engine in a thread of the other one, by turns. `long`: what a prompt as long as the
 context does to four streams. `stop`: SIGTERM. `schema`: schemathesis, which has to be installed.
 Every one ends with 1 where its target is missed.
 """
@@ -24,7 +25,20 @@ from typing import Any
 
 import serve_clients as clients
 from serve_clients import Call, Serving
-from serve_figures import ENDLESS, TEXT, Found, batch, crowd, leave, long, mixed, overload, percentile, tax
+from serve_figures import (
+    ENDLESS,
+    TEXT,
+    Found,
+    batch,
+    crowd,
+    leave,
+    long,
+    mixed,
+    overload,
+    percentile,
+    processes,
+    tax,
+)
 
 from thermocline import LLM
 
@@ -165,6 +179,12 @@ def _batch(o: Any) -> Found:
         return batch(served.port, o.count or 5, o.tokens)
 
 
+def _thread(o: Any) -> Found:
+    script = str(Path(__file__).with_name("engine_thread.py"))
+    with Serving(*_flags(o, 4)) as apart, Serving(*_flags(o, 4), program=(script,)) as within:
+        return processes(apart.port, within.port, o.count or 7, o.tokens)
+
+
 def _long(o: Any) -> Found:
     with Serving(*_flags(o, 8)) as served:
         return long(served.port, o.tokens)
@@ -188,6 +208,7 @@ FIGURES = {
     "mixed": Figure("0 wrong answers", _mixed, lambda f: f["wrong"] == 0),
     "tax": Figure("0.97 of the tokens/s inside", _tax, lambda f: min(f["served"], f["polled"]) >= 0.97),
     "batch": Figure("four streams 1.8 times one", _batch, lambda f: f["four_over_one"] >= 1.8),
+    "thread": Figure("as fast as in a thread", _thread, lambda f: min(f["one"], f["four"]) >= 0.97),
     "long": Figure("gaps 5 times those alone at most", _long, lambda f: f["over_idle_p99"] <= 5),
     "stop": Figure(
         "idle within 1 s, busy within the grace and 1 s, all told, nothing left", 

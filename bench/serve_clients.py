@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,7 @@ PATIENCE_S = 300.0
 class Serving:
     """`thermocline serve` on a free port (or a UNIX socket), in a temporary folder of its own."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, program: Sequence[str] = ("-m", "thermocline")) -> None:
         self.folder = tempfile.TemporaryDirectory()
         where = Path(self.folder.name)
         (where / "template.jinja").write_text(TEMPLATE)
@@ -46,7 +46,7 @@ class Serving:
         template = () if "-m" in flags else ("--template", str(where / "template.jinja"))
         with self.log.open("wb") as log:
             self.popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "thermocline", "serve", "--port", "0", *template, *flags],
+                [sys.executable, "-P", *program, "serve", "--port", "0", *template, *flags],
                 stderr=log,
                 env={**os.environ, "TMPDIR": str(where / "tmp")},
             )

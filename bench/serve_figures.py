@@ -240,6 +240,23 @@ def batch(port: int, rounds: int, tokens: int) -> Found:
     return {"one_tok_s": one, "four_over_one": statistics.median(ratios), "ratios": ratios}
 
 
+def processes(apart: int, within: int, rounds: int, tokens: int) -> Found:
+    """Ratios of tokens/s: one stream, four, and /health's p99 beside four, in ms."""
+    found: dict[str, list[float]] = {"one": [], "four": []}
+    health: dict[str, list[float]] = {"apart_health_ms": [], "within_health_ms": []}
+    for _ in range(rounds):
+        for name, n in (("one", 1), ("four", 4)):
+            speeds = []
+            for port, waits in zip((apart, within), health.values(), strict=True):
+                with clients.polling(port, 20) if n == 4 else contextlib.nullcontext([]) as seconds:
+                    many = streams(port, OPENINGS[:n], tokens)
+                    speeds.append(sum(t.tokens_per_s for t in many))
+                waits += seconds
+            found[name].append(speeds[0] / speeds[1])
+    return {**{k: statistics.median(v) for k, v in found.items()}, "ratios": found,
+            **{k: 1e3 * percentile(v, 0.99) for k, v in health.items()}}  # fmt: skip
+
+
 def long(port: int, tokens: int, seed: int = 1) -> Found:
     """Gaps between tokens of four streams alone, and while a prompt of the whole context is read."""
     with contextlib.closing(asyncio.new_event_loop()) as loop:
