@@ -14,7 +14,7 @@ from toy import EOS, GREEDY, SPEC, VOCAB, WEIGHTS, Letters, random_weights
 
 from thermocline import _native, quant
 from thermocline.decoder import F32, FFN, Layer, Linear, Weights
-from thermocline.engine import Engine, Traffic
+from thermocline.engine import Engine
 from thermocline.errors import NumericalError, ThermoclineError, UsageError
 from thermocline.kv import BLOCK, bytes_for
 from thermocline.ops import reference
@@ -22,6 +22,7 @@ from thermocline.ops.cpu import CpuOps
 from thermocline.request import Request, StopMatcher
 from thermocline.sampler import SamplingParams
 from thermocline.spec import ModelSpec
+from thermocline.traffic import Traffic
 
 
 def prompt(seed: int, n: int) -> list[int]:

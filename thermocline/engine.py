@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from thermocline.constraint import Constraint
-from thermocline.decoder import F32, Batch, DiskCounts, FFNStats, Norm, Weights, bind, for_context, forward
+from thermocline.decoder import F32, Batch, DiskCounts, FFNStats, Weights, bind, for_context, forward
 from thermocline.errors import BadFile, IOFailure, ThermoclineError
-from thermocline.kv import KVCache, bytes_for, in_ram, room_for
+from thermocline.kv import KVCache, in_ram, room_for
 from thermocline.pace import Pace
 from thermocline.request import Chunk, Request, request_for
 from thermocline.sampler import SamplingParams, TokenLogprobs
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Tokenizer
+from thermocline.traffic import Traffic
 from thermocline.watch import Watch
 
 PREFILL_CHUNK = 256  # tokens of prompts in a step, at most
@@ -49,44 +50,6 @@ class Span:
         if self.request.scored and self.start < self.request.n_prompt:
             return self.stop - self.start
         return int(self.stop == len(self.request.ids))
-
-
-# ---- bytes
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one decode step reads from memory."""
-
-    fixed_bytes: int  # every matrix but gate, up and down, norms and biases, once per step
-    gate_bytes: float  # one gate row
-    row_bytes: float  # one up or down row
-    position_bytes: int  # keys and values of one position
-
-    @staticmethod
-    def of(spec: ModelSpec, weights: Weights) -> Traffic:
-        gates = 0.0
-        fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
-        for layer in weights.layers:
-            fixed += _norm_bytes(layer.attn_norm) + _norm_bytes(layer.ffn_norm)
-            fixed += _nbytes(layer.qkv.weight, layer.qkv.bias, layer.attn_out.weight, layer.attn_out.bias)
-            fixed += _nbytes(layer.router)
-            for f in layer.experts:
-                fixed += _nbytes(f.down_bias)
-                gates += _nbytes(f.gate.weight) / f.gate.weight.shape[0]
-                gates += _nbytes(f.gate.bias) / spec.ffn_dim
-        ffn = weights.layers[0].experts[0]
-        places = ffn.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk neurons take turns in them
-        row = _nbytes(ffn.up, ffn.down) / (places * (2 if ffn.up is not None else 1))
-        return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row, bytes_for(spec, 1))
-
-
-def _nbytes(*arrays: Any) -> int:
-    return sum(a.nbytes for a in arrays if a is not None)
-
-
-def _norm_bytes(norm: Norm | None) -> int:
-    return 0 if norm is None else _nbytes(norm.weight, norm.bias)
 
 
 # ---- the engine
