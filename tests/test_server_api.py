@@ -18,6 +18,7 @@ from serving import TEMPLATE, Served, served
 
 from thermocline import LLM, SamplingParams
 from thermocline.errors import BadFile, OutOfBudget
+from thermocline.kv import BLOCK
 
 STORY = "Once upon a time, there was a"
 
@@ -107,6 +108,23 @@ def test_completions_take_texts_and_tokens(client: openai.OpenAI, llm: LLM) -> N
     assert both.usage.completion_tokens == 16
     tokens = len(ids) + len(llm.tokenizer.encode("A cat", parse_special=True))
     assert both.usage.prompt_tokens == tokens, "a prompt with two answers counts once"
+
+
+def test_a_prompt_with_four_answers_is_computed_once(server: Served, client: openai.OpenAI, llm: LLM) -> None:
+    text = "There was a boy who liked to sing, and he had a dog. " * 12
+    n = len(llm.tokenizer.encode(text, parse_special=True))
+    before = server.metrics()
+    made = client.completions.create(model="story", prompt=text, n=4, max_tokens=3, temperature=0)
+    want = llm.generate(text, SamplingParams(temperature=0, max_tokens=3)).text
+    assert [c.text for c in made.choices] == [want] * 4 and made.usage is not None
+    details = made.usage.prompt_tokens_details
+    assert made.usage.prompt_tokens == n > 100 and details is not None and details.cached_tokens == 0
+    after = server.metrics()
+    prompts, cached = (
+        after[name] - before[name]
+        for name in ("thermocline_prompt_tokens_total", "thermocline_cached_tokens_total")
+    )
+    assert prompts == 4 * n and prompts - cached == n + 3 * ((n - 1) % BLOCK + 1)
 
 
 def test_seeds_repeat_and_answers_to_one_prompt_differ(client: openai.OpenAI) -> None:

@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,7 @@ class Engine:
 
     def queue(self, request: Request) -> Request:
         request.submitted_s = self._clock()
+        request.names = [] if request.scored else list(self.kv.names(request.ids))
         self.waiting.append(request)
         return request
 
@@ -213,26 +215,67 @@ class Engine:
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
             table = self.kv.open([] if request.scored else request.ids)
-            if not self.kv.grow(table, request.n_prompt + max(request.limit, 1) - 1):
+            if not self.kv.grow(table, request.positions):
                 self.kv.close(table)
                 return
             self.running.append(self.waiting.popleft())
             request.table = table
-            request.computed = request.cached = table.sealed * self.kv.block
-            self._cached_tokens += request.cached
-            request.admitted_s = self._clock()
+            self._take_cached(request)
 
     def _prompt_spans(self) -> list[Span]:
-        """A step has memory for a row of logits for each request: a scored prompt takes those left over."""
+        """First come, first served; but a prompt does not begin while another computes blocks it can take.
+
+        What it leaves of the step is for those after it. A step has memory for a row of logits for each
+        request: a scored prompt takes those left over, a few tokens at a time, so that nobody waits for it.
+        """
         room = self.pace.chunk(self.prefill_chunk) if self._answering() else self.prefill_chunk
         spans, spare = [], self.max_batch - len(self.running)
-        for r in self.running:
+        coming = set[bytes]()  # blocks that prompts before this one are still to compute
+        for i, r in enumerate(self.running):
+            if r.computed >= r.n_prompt or not room:
+                continue
+            awaited = next((i for i, name in enumerate(self._takeable(r)) if name in coming), None)
+            if awaited is not None:
+                coming.update(r.names[awaited:])
+                continue
+            if not r.begun:
+                self._begin(r)
+            coming.update(r.names[r.computed // self.kv.block :])
             stop = min(r.n_prompt, r.computed + (min(room, 1 + spare) if r.scored else room))
-            if r.computed < stop:
-                spans.append(Span(r, r.computed, stop))
-                room -= stop - r.computed
-                spare -= spans[-1].wanted - 1 if r.scored else 0
+            if stop == r.n_prompt:
+                stop = self._pause(r, self.running[i + 1 :]) or stop
+            spans.append(Span(r, r.computed, stop))
+            room -= stop - r.computed
+            spare -= spans[-1].wanted - 1 if r.scored else 0
         return spans
+
+    def _takeable(self, request: Request) -> list[bytes]:
+        """The blocks that others may compute for it: none of its last token, whose logits are wanted."""
+        return [] if request.begun else request.names[: (request.n_prompt - 1) // self.kv.block]
+
+    def _begin(self, request: Request) -> None:
+        """Its first tokens are to be computed, but for those that others have computed since it came."""
+        if request.names:
+            self.kv.look_again(request.table, request.ids, request.positions)
+            self._take_cached(request)
+        request.begun_s = self._clock()
+
+    def _take_cached(self, request: Request) -> None:
+        found = request.table.sealed * self.kv.block
+        self._cached_tokens += found - request.cached
+        request.computed = request.cached = found
+
+    def _pause(self, request: Request, others: list[Request]) -> int:
+        """Where a prompt's last chunk stops short: at the last position that others wait for; 0: nowhere.
+
+        They come along in the next step then. Once it answers, they would come in short chunks beside it.
+        """
+        ends = [0]
+        for r in others:  # a block's name is that of all before it, too: equal ones come first
+            shared = sum(map(eq, request.names, self._takeable(r))) * self.kv.block
+            if shared > max(request.computed, r.computed):
+                ends.append(shared)
+        return max(ends)
 
     def _answering(self) -> bool:
         return any(r.computed >= r.n_prompt for r in self.running)

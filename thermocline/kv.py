@@ -272,7 +272,7 @@ class KVCache:
         """
         names: list[bytes] = []
         best, missed = 0, [0] * len(self.pools)  # missed: where each pool's present run of blocks begins
-        for name in self._names(ids):
+        for name in self.names(ids[:-1]):
             names.append(name)
             for p, pool in enumerate(self.pools):
                 if name not in pool:
@@ -285,6 +285,13 @@ class KVCache:
         del names[best:]
         return BlockTable([pool.found(names) for pool in self.pools], best, names[-1] if names else ROOT)
 
+    def names(self, ids: list[int]) -> Iterator[bytes]:
+        """What a text's full blocks are found by: each name stands for all up to its block's end."""
+        chain = ROOT
+        for i in range(len(ids) // self.block):
+            chain = self._name(chain, ids, i)
+            yield chain
+
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Make sure of room for `tokens` positions; False, and nothing changed, where there is not enough."""
         table.held = table.held or [Held() for _ in self.pools]
@@ -294,6 +301,19 @@ class KVCache:
         for pool, held in pairs:
             pool.grow(held, tokens)
         return True
+
+    def look_again(self, table: BlockTable, ids: list[int], tokens: int) -> None:
+        """Take what was sealed since `table` was opened and grown, in place of blocks it has not written yet.
+
+        There is room for that: what it gives back is what it needs, less what it now shares.
+        """
+        found = self.open(ids)
+        if found.sealed > table.sealed:
+            table.held, found.held = found.held, table.held
+            table.sealed, table.chain = found.sealed, found.chain
+        self.close(found)
+        grown = self.grow(table, tokens)
+        assert grown, "a sequence that shares more needs more"
 
     def tables(self, tables: Sequence[BlockTable], stops: Sequence[int]) -> list[I32]:
         """Each pool's [tables, blocks], with blocks up to `stops`, for which `grow` made room."""
@@ -329,13 +349,6 @@ class KVCache:
     def check_integrity(self) -> None:
         for pool in self.pools:
             pool.check_integrity()
-
-    def _names(self, ids: list[int]) -> Iterator[bytes]:
-        """Of the full blocks, short of the last token."""
-        chain = ROOT
-        for i in range((len(ids) - 1) // self.block):
-            chain = self._name(chain, ids, i)
-            yield chain
 
     def _name(self, chain: bytes, ids: list[int], i: int) -> bytes:
         tokens = np.array(ids[i * self.block : (i + 1) * self.block], np.int32)

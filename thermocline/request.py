@@ -113,6 +113,7 @@ class Request:
     detokenizer: Detokenizer | None
     matcher: StopMatcher
     table: BlockTable = field(default_factory=BlockTable)
+    names: list[bytes] = field(default_factory=list)  # of its prompt's full blocks; of a scored one, none
     computed: int = 0
     cached: int = 0
     chunks: deque[Chunk] = field(default_factory=deque)  # not fetched yet
@@ -122,7 +123,7 @@ class Request:
     finish_reason: str | None = None
     error: ThermoclineError | None = None  # why it cannot go on; whoever waits for chunks raises it
     submitted_s: float = 0.0
-    admitted_s: float = 0.0
+    begun_s: float = 0.0  # when the first of its prompt's tokens that were not cached was computed
     first_s: float = 0.0
     last_s: float = 0.0
     decode: FFNStats = field(default_factory=FFNStats)
@@ -134,6 +135,16 @@ class Request:
     @property
     def token_ids(self) -> list[int]:
         return self.ids[self.n_prompt :]
+
+    @property
+    def positions(self) -> int:
+        """That it may need: its last token is never fed back."""
+        return self.n_prompt + max(self.limit, 1) - 1
+
+    @property
+    def begun(self) -> bool:
+        """Is any of it computed that was not in the cache?"""
+        return self.computed > self.cached
 
     @property
     def scored(self) -> bool:
@@ -167,7 +178,7 @@ class Request:
             cached_tokens=self.cached,
             tokens=n,
             first_token_s=self.first_s - self.submitted_s if n else None,
-            prompt_tokens_per_s=_ratio(self.n_prompt - self.cached, self.first_s - self.admitted_s),
+            prompt_tokens_per_s=_ratio(self.n_prompt - self.cached, self.first_s - self.begun_s),
             tokens_per_s=_ratio(decoded, self.last_s - self.first_s),
             active_fraction=_ratio(d.active, d.neurons) if decoded else None,
             rows_fraction=_ratio(d.rows, d.rows_dense) if decoded else None,
