@@ -13,6 +13,7 @@ import pytest
 from toy import EOS, GREEDY, SPEC, VOCAB, WEIGHTS, Letters, random_weights
 
 from thermocline import _native, quant
+from thermocline import engine as engine_module
 from thermocline.decoder import F32, FFN, Layer, Linear, Weights
 from thermocline.engine import Engine
 from thermocline.errors import NumericalError, ThermoclineError, UsageError
@@ -20,7 +21,7 @@ from thermocline.kv import BLOCK, bytes_for
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.request import Request, StopMatcher
-from thermocline.sampler import SamplingParams
+from thermocline.sampler import Sampler, SamplingParams
 from thermocline.spec import ModelSpec
 from thermocline.traffic import Traffic
 
@@ -362,14 +363,42 @@ def test_damaged_weights_fail_their_request_with_a_numerical_error_and_free_it()
     assert isinstance(bad.error, NumericalError) and good.error is None
 
 
-def test_a_bug_in_one_requests_sampler_ends_that_request_alone() -> None:
+def a_bug(*_: Any) -> Any:
+    return [][0]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("sampler", "sample"),
+        ("sampler.__class__", "complete"),
+        ("detokenizer", "push"),
+        ("detokenizer", "flush"),
+        ("matcher", "push"),
+        ("matcher", "flush"),
+        ("TokenLogprobs", "of"),
+    ],
+)
+def test_a_bug_in_what_is_one_requests_own_ends_that_request_alone(
+    owner: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     e = engine()
-    bad, good = (e.submit([4], SamplingParams(temperature=0, max_tokens=2)) for _ in range(2))
-    bad.sampler.sample = lambda logits: [][0]  # type: ignore[method-assign]
+    bad, good = (e.submit([4], SamplingParams(temperature=0, max_tokens=2, logprobs=i)) for i in (0, None))
+    match owner:
+        case "TokenLogprobs":  # which the other one did not ask for
+            monkeypatch.setattr(engine_module.TokenLogprobs, name, a_bug)
+        case "sampler.__class__":
+
+            class Buggy(Sampler):
+                complete = property(a_bug)
+
+            bad.sampler.__class__ = Buggy
+        case _:
+            setattr(getattr(bad, owner), name, a_bug)
     run(e, bad, good)
     assert type(bad.error) is ThermoclineError and "IndexError" in str(bad.error)
+    assert bad.finish_reason == "cancelled" and e.kv.used == 0
     assert good.error is None and len(good.token_ids) == 2
-    e.check_integrity()
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:

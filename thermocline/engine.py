@@ -353,21 +353,24 @@ class Engine:
     # -- sample, emit
 
     def _emit(self, span: Span, rows: F32) -> None:
-        request, logits = span.request, rows[-1]
+        """What is done for one request alone: its error, a bug's too, is its own, and the others go on."""
+        request = span.request
         try:
             if request.scored and span.start < request.n_prompt:
                 request.score(span.start, rows)
-            if span.stop < len(request.ids):
-                return
-            if request.limit == 0:
-                request.first_s = self._clock()
-                self._finish(request, "length")
-                return
-            token = request.sampler.sample(logits)
-        except Exception as error:  # this request's, a bug too: the others go on
+            reason = self._answer(request, rows[-1]) if span.stop == len(request.ids) else None
+        except Exception as error:
             request.error = error if isinstance(error, ThermoclineError) else _bug(error)
-            self._finish(request, "cancelled")
-            return
+            reason = "cancelled"
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _answer(self, request: Request, logits: F32) -> str | None:
+        """Its next token, if it wants one at all. -> why it ends here, if it does."""
+        if request.limit == 0:
+            request.first_s = self._clock()
+            return "length"
+        token = request.sampler.sample(logits)
         self._tokens += 1
         request.digest = zlib.crc32(logits.data, request.digest)  # 0.02 ms for 32000; blake2b takes 0.1
         now = self._clock()
@@ -383,9 +386,8 @@ class Engine:
             request.logprobs.append(logprobs)
         text, reason = self._text_of(request, token)
         request.text.append(text)
-        if reason is not None:
-            self._finish(request, reason)
         request.chunks.append(Chunk(text, token, logprobs, reason))
+        return reason
 
     def _text_of(self, request: Request, token: int) -> tuple[str, str | None]:
         """(text that can be shown now, why the request ends here if it does)."""
