@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,6 +20,7 @@ from thermocline.errors import BadFile, IOFailure, ThermoclineError, UsageError
 
 if TYPE_CHECKING:
     from thermocline.chat import Chat
+    from thermocline.constraint import Grammar
     from thermocline.llm import LLM, Stream
     from thermocline.repl import Terminal
     from thermocline.request import Completion
@@ -104,10 +106,32 @@ def sampling(o: config.Generation, logprobs: int | None = None) -> SamplingParam
     )
 
 
+def form_of(o: config.Form) -> Grammar | None:
+    """What answers have to be; refused before a model is opened where that cannot be kept to."""
+    given = {
+        "--json-schema": o.json_schema, "--json-schema-file": o.json_schema_file,
+        "--grammar": o.grammar, "--grammar-file": o.grammar_file
+    }  # fmt: skip
+    asked = [(flag, text) for flag, text in given.items() if text is not None]
+    if not asked:
+        return None
+    from thermocline import grammar
+    from thermocline.chat import text_of
+    from thermocline.constraint import Grammar
+
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(flag for flag, _ in asked)}: only one of them can be kept to")
+    flag, text = asked[0]
+    text = text_of(Path(text)) if flag.endswith("-file") else text
+    found = Grammar.json_schema(text) if flag.startswith("--json") else Grammar.lark(text)
+    grammar.check(found)
+    return found
+
+
 def run(o: config.RunOptions) -> int:
     begin = time.perf_counter()
     prompt = read_prompt(o)
-    params = sampling(o, o.logprobs)
+    params = replace(sampling(o, o.logprobs), grammar=form_of(o))
     with Progress(quiet=o.quiet) as progress, open_llm(o, progress, max_batch=o.n_best) as llm:
         answers: list[Completion] = []
         if o.n_best > 1:
@@ -171,7 +195,7 @@ def chat(o: config.ChatOptions) -> int:
     from thermocline import repl
 
     template = chats.text_of(Path(o.template)) if o.template else None
-    params = sampling(o)
+    params = replace(sampling(o), grammar=form_of(o))
     with Progress(quiet=o.quiet) as progress, open_llm(o, progress, template) as llm:
         _ = llm.chat_template.stop_ids  # refuses a model without a template early, and starts its process
         llm.load()

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from thermocline.config_generation import (
+    Form as Form,
+)
+from thermocline.config_generation import (
     Generation as Generation,
 )
 from thermocline.config_generation import (
@@ -71,7 +74,7 @@ OTHER_VARIABLES: dict[str, Parse] = {
 
 
 @dataclass(frozen=True)
-class RunOptions(Generation):
+class RunOptions(Form, Generation):
     """Generate text from a prompt."""
 
     prompt: str | None = opt(
@@ -96,7 +99,7 @@ class RunOptions(Generation):
 
 
 @dataclass(frozen=True)
-class ChatOptions(Generation):
+class ChatOptions(Form, Generation):
     """Talk with a model that was made to chat; /help there lists its commands."""
 
     system: str | None = opt(

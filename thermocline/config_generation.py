@@ -114,3 +114,23 @@ class Generation:
     )  # fmt: skip
 
     quiet: bool = quiet_output()
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer has to be, whole: one of these at most. (A server is told by each request.)"""
+
+    json_schema: str | None = opt(
+        None, nonempty, "SCHEMA", "Generation", "The answer has to be JSON of this schema; {} is any.",
+        flags="-j", shown="anything"
+    )  # fmt: skip
+    json_schema_file: str | None = opt(
+        None, nonempty, "FILE", "Generation", "The schema is in this file.", flags="-jf", shown="none"
+    )
+    grammar: str | None = opt(
+        None, nonempty, "GRAMMAR", "Generation", "The answer has to be of this Lark grammar.",
+        shown="anything"
+    )  # fmt: skip
+    grammar_file: str | None = opt(
+        None, nonempty, "FILE", "Generation", "The grammar is in this file.", shown="none"
+    )
