@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 
-from thermocline.sampler import SamplingParams
 from thermocline.server import http
 from thermocline.server.limits import Limits
 from thermocline.server.listener import listen
@@ -61,7 +60,11 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    limits: Limits | None = None, *, wait: bool = True, defaults: SamplingParams | None = None, **options: Any
+    limits: Limits | None = None,
+    *,
+    wait: bool = True,
+    sampling: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[Served]:
     """`options`: LLM's, and of `serve` its keys, hosts, origins and name."""
     own = {k: options.pop(k) for k in ("keys", "hosts", "origins", "name") if k in options}
@@ -77,7 +80,7 @@ def served(
                 asked,
                 listener,
                 limits or Limits(),
-                defaults=defaults or SamplingParams(max_tokens=None),
+                sampling=sampling or {},
                 note=found.notes.append,
                 started=began.append,
                 **own,

@@ -34,6 +34,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "stop": ("end", ("end",)),
     "ignore_eos": ("on", True),
     "seed": ("42", 42),
+    "generation_config": ("off", "off"),
     "temp": ("0.5", 0.5),
     "top_k": ("3", 3),
     "top_p": ("0.9", 0.9),

@@ -152,6 +152,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "watch",
     },
     "traffic": {"decoder", "kv", "spec"},
+    "generation_config": {"errors", "manifest", "pack", "safetensors", "sampler"},
     "grammar": {"constraint", "errors", "grammar_worker", "tokenizer"},
     "grammar_worker": set(),
     "pace": set(),
@@ -279,6 +280,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "constraint",
         "engine",
         "errors",
+        "generation_config",
         "grammar",
         "hardware",
         "hub_fetch",
@@ -443,6 +445,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.process": {"errors", "sampler", "server.messages", "server.onlookers", "server.worker"},
     "server.schema": {"constraint", "errors", "sampler", "server.limits"},
     "server.serve": {
+        "report",  # the line of `run` and `chat`
         "sampler",
         "server.app",
         "server.http",

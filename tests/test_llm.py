@@ -154,6 +154,7 @@ def llm() -> LLM:
     letters: Any = Letters()
     llm.spec, llm.context, llm.tokenizer = SPEC, 256, letters
     llm._lock, llm._leaving, llm._closed = threading.Lock(), deque(), False
+    llm._generation_config = "off"
     llm._room = Room(256, 256, 0, None)
     llm._engine = Engine(SPEC, WEIGHTS, reference, context=256, tokenizer=letters)
     return llm

@@ -34,7 +34,7 @@ def serve(o: ServeOptions) -> int:
         from thermocline.server import serve as server
 
         template = None if o.template is None else text_of(Path(o.template))
-        options, defaults = llm_options(o, template, o.parallel), sampling(o)
+        options = llm_options(o, template, o.parallel)
     except BaseException:
         listener.close()
         raise
@@ -46,7 +46,7 @@ def serve(o: ServeOptions) -> int:
             listener,
             limits_of(o),
             name=o.alias,
-            defaults=defaults,
+            sampling=sampling(o),
             keys=keys,
             hosts=o.allow_host,
             origins=o.allow_origin,

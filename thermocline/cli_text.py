@@ -82,28 +82,36 @@ def llm_options(o: config.Generation, chat_template: str | None, max_batch: int)
         "gpu": o.gpu,
         "vram": o.vram,
         "disable": o.disable,
+        "generation_config": o.generation_config,
     }
 
 
-def sampling(o: config.Generation, logprobs: int | None = None) -> SamplingParams:
+def sampling(o: config.Generation) -> dict[str, Any]:
+    """What is said of it, as `SamplingParams` has it: the rest is the model's own."""
+    free = {
+        "temperature": o.temp, "top_k": o.top_k, "top_p": o.top_p, "min_p": o.min_p,
+        "repeat_penalty": o.repeat_penalty, "repeat_last_n": o.repeat_last_n
+    }  # fmt: skip
+    return {
+        **{name: value for name, value in free.items() if value is not None},
+        **({} if o.n_predict is None else {"max_tokens": o.n_predict if o.n_predict > 0 else None}),
+        "presence_penalty": o.presence_penalty,
+        "frequency_penalty": o.frequency_penalty,
+        "seed": o.seed if o.seed >= 0 else None,
+        "stop": o.stop,
+        "logit_bias": dict(o.logit_bias),
+        "ignore_eos": o.ignore_eos,
+    }
+
+
+def params_for(llm: LLM, o: config.Generation, form: Grammar | None) -> SamplingParams:
     from thermocline.sampler import SamplingParams
 
-    return SamplingParams(
-        max_tokens=o.n_predict if o.n_predict > 0 else None,
-        temperature=o.temp,
-        top_k=o.top_k,
-        top_p=o.top_p,
-        min_p=o.min_p,
-        repeat_penalty=o.repeat_penalty,
-        repeat_last_n=o.repeat_last_n,
-        presence_penalty=o.presence_penalty,
-        frequency_penalty=o.frequency_penalty,
-        seed=o.seed if o.seed >= 0 else None,
-        stop=o.stop,
-        logit_bias=dict(o.logit_bias),
-        logprobs=logprobs,
-        ignore_eos=o.ignore_eos,
-    )
+    said = sampling(o)
+    theirs = {name: value for name, value in llm.recommended.items() if name not in said}
+    if theirs and not o.quiet:
+        note(report.recommended_line(theirs))
+    return SamplingParams(**{"max_tokens": None, **theirs, **said}, grammar=form)
 
 
 def form_of(o: config.Form) -> Grammar | None:
@@ -131,8 +139,9 @@ def form_of(o: config.Form) -> Grammar | None:
 def run(o: config.RunOptions) -> int:
     begin = time.perf_counter()
     prompt = read_prompt(o)
-    params = replace(sampling(o, o.logprobs), grammar=form_of(o))
+    form = form_of(o)
     with Progress(quiet=o.quiet) as progress, open_llm(o, progress, max_batch=o.n_best) as llm:
+        params = replace(params_for(llm, o, form), logprobs=o.logprobs)
         answers: list[Completion] = []
         if o.n_best > 1:
             answers = best_of(llm, prompt, params, o)
@@ -195,8 +204,9 @@ def chat(o: config.ChatOptions) -> int:
     from thermocline import repl
 
     template = chats.text_of(Path(o.template)) if o.template else None
-    params = replace(sampling(o), grammar=form_of(o))
+    form = form_of(o)
     with Progress(quiet=o.quiet) as progress, open_llm(o, progress, template) as llm:
+        params = params_for(llm, o, form)
         _ = llm.chat_template.stop_ids  # refuses a model without a template early, and starts its process
         llm.load()
         told = (lambda text: None) if o.quiet else remark

@@ -28,6 +28,7 @@ from thermocline.config_generation import (
 from thermocline.config_offline import EvalOptions, PlanOptions, ProfileOptions, TrainOptions
 from thermocline.config_serve import ServeOptions as ServeOptions
 from thermocline.config_shared import FORMATS as FORMATS
+from thermocline.config_shared import GENERATION_CONFIGS as GENERATION_CONFIGS
 from thermocline.config_shared import SPARSITIES as SPARSITIES
 from thermocline.config_shared import SWITCHES as SWITCHES
 from thermocline.config_shared import (

@@ -7,6 +7,7 @@ from typing import Any
 
 from thermocline.config_shared import (
     FORMATS,
+    GENERATION_CONFIGS,
     gpu_memory,
     memory_limit,
     quiet_output,
@@ -18,6 +19,7 @@ from thermocline.config_shared import (
 from thermocline.options import bias, count_or_all, nonempty, one_of, opt, real, switch, whole
 
 MODEL_HELP = "A pack, or a Hugging Face directory or GGUF file, packed once into the cache."
+MODELS_OR = "the model's, else {}"
 HUB_HELP = f"{MODEL_HELP} Or org/name[@revision][:file or quant] from the hub, fetched once."
 
 
@@ -59,8 +61,8 @@ class Generation:
     vram: float | None = gpu_memory()
     disable: tuple[str, ...] = switched_off()
 
-    n_predict: int = opt(
-        -1, count_or_all, "N", "Generation", "Tokens to generate at most.",
+    n_predict: int | None = opt(
+        None, count_or_all, "N", "Generation", "Tokens to generate at most.",
         flags="-n --predict --max-tokens", shown="-1 = until the model ends or the context is full"
     )  # fmt: skip
     stop: tuple[str, ...] = opt(
@@ -73,35 +75,41 @@ class Generation:
         -1, whole(-1, 2**63 - 1), "N", "Sampling", "Seed of the random choices; the one used is in the JSON.",
         flags="-s", shown="-1 = random"
     )  # fmt: skip
-    temp: float = opt(
-        0.8,
-        real(0),
-        "X",
+    generation_config: str = opt(
+        "auto", one_of(*GENERATION_CONFIGS), "|".join(GENERATION_CONFIGS), "Sampling",
+        "auto: what is not said here is as the model's makers recommend, in its generation_config.json; off: "
+        "that is not read."
+    )  # fmt: skip
+    temp: float | None = opt(
+        None, real(0), "X", "Sampling", "Temperature; 0 always takes the likeliest token.",
+        flags="--temperature", shown=MODELS_OR.format(0.8)
+    )  # fmt: skip
+    top_k: int | None = opt(
+        None,
+        whole(0),
+        "K",
         "Sampling",
-        "Temperature; 0 always takes the likeliest token.",
-        flags="--temperature",
+        "Keep the K likeliest tokens; 0 keeps all.",
+        shown=MODELS_OR.format(40),
     )
-    top_k: int = opt(40, whole(0), "K", "Sampling", "Keep the K likeliest tokens; 0 keeps all.")
-    top_p: float = opt(
-        0.95,
-        real(0, 1),
-        "P",
-        "Sampling",
+    top_p: float | None = opt(
+        None, real(0, 1), "P", "Sampling",
         "Keep the fewest tokens that have this probability together; 1 keeps all.",
-    )
-    min_p: float = opt(
-        0.05,
-        real(0, 1),
-        "P",
-        "Sampling",
+        shown=MODELS_OR.format(0.95)
+    )  # fmt: skip
+    min_p: float | None = opt(
+        None, real(0, 1), "P", "Sampling",
         "Drop tokens below this share of the likeliest one's probability; 0 is off.",
-    )
-    repeat_penalty: float = opt(
-        1.0, real(0.01), "X", "Sampling", "Divide recent tokens' positive scores by this; 1 is off."
-    )
-    repeat_last_n: int = opt(
-        64, whole(-1), "N", "Sampling", "How many recent tokens the penalties look at; -1 is all, 0 none."
-    )
+        shown=MODELS_OR.format(0.05)
+    )  # fmt: skip
+    repeat_penalty: float | None = opt(
+        None, real(0.01), "X", "Sampling", "Divide recent tokens' positive scores by this; 1 is off.",
+        shown=MODELS_OR.format(1.0)
+    )  # fmt: skip
+    repeat_last_n: int | None = opt(
+        None, whole(-1), "N", "Sampling", "How many recent tokens the penalties look at; -1 is all, 0 none.",
+        shown="64, or -1 with the model's penalty"
+    )  # fmt: skip
     presence_penalty: float = opt(
         0.0, real(-100, 100), "X", "Sampling", "Subtract this from recent tokens' scores; 0 is off."
     )

@@ -8,6 +8,7 @@ from thermocline.options import nonempty, one_of, opt, real, some_of, switch, wh
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 SPARSITIES = ("exact", "predict", "off")
+GENERATION_CONFIGS = ("auto", "off")
 SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
 
 

@@ -18,10 +18,11 @@ from typing import Any, overload
 
 from thermocline import hardware, store, weights
 from thermocline.chat_template import ChatTemplate, Message
-from thermocline.config import SPARSITIES, SWITCHES, default_cache_dir
+from thermocline.config import GENERATION_CONFIGS, SPARSITIES, SWITCHES, default_cache_dir
 from thermocline.constraint import Constraint
 from thermocline.engine import Engine
 from thermocline.errors import UsageError
+from thermocline.generation_config import recommended
 from thermocline.grammar import Grammars
 from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
@@ -101,6 +102,8 @@ class LLM:
     gpu        "auto": a GPU if there is one and it helps; "off"; or its number, "0". What fits there is
                computed there, the hottest neurons first, and the rest here
     vram       GiB of its memory that may be taken; None: what is free
+    generation_config  "auto": where no `SamplingParams` are given, they are as the model's
+               generation_config.json recommends; "off": that is not read
 
     Safe to use from several threads.
     """
@@ -123,8 +126,10 @@ class LLM:
         disable: Sequence[str] = (),
         gpu: str = "auto",
         vram: float | None = None,
+        generation_config: str = "auto",
     ) -> None:
         _check_choice("sparsity", sparsity, SPARSITIES)
+        _check_choice("generation_config", generation_config, GENERATION_CONFIGS)
         for part in disable:
             _check_choice("disable", part, SWITCHES)
         _check_count("threads", threads)
@@ -134,6 +139,7 @@ class LLM:
         self._progress = progress or (lambda what, done, total: None)
         self._told = told or (lambda line: None)
         self._template_source = chat_template
+        self._generation_config = generation_config
         cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
         packing = partial(self._progress, "packing")
         path = None if model is None else locate(model, self._progress)
@@ -195,7 +201,7 @@ class LLM:
         """n answers to a prompt, computed together, with seeds one apart; those whose tokens the model found
         likelier on average first.
         """
-        params = params or SamplingParams()
+        params = params or self._default_params
         asked = replace(params, logprobs=params.logprobs or 0)
 
         def drawn() -> Iterator[Stream]:
@@ -224,7 +230,7 @@ class LLM:
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt, token by token."""
-        return self._stream(self.tokenizer.encode(prompt, parse_special=True), params or SamplingParams())
+        return self._stream(self.tokenizer.encode(prompt, parse_special=True), params or self._default_params)
 
     def chat(
         self,
@@ -256,13 +262,25 @@ class LLM:
         They save computing again what follows where an answer's text would become other tokens.
         """
         ids = self.chat_template.encode(messages, variables=variables, token_ids=token_ids)
-        params = params or SamplingParams()
+        params = params or self._default_params
         return self._stream(ids, replace(params, stop_ids=(*params.stop_ids, *self.chat_template.stop_ids)))
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's, or the one given; UsageError where there is none."""
         return ChatTemplate(self.path, self.tokenizer, self._template_source)
+
+    @cached_property
+    def recommended(self) -> dict[str, Any]:
+        """Sampling that the model's makers recommend, by `SamplingParams`' names; none where that is off.
+
+        For `SamplingParams(**llm.recommended, seed=1)`. BadFile, Unsupported: a key is not understood.
+        """
+        return recommended(self._pack) if self._generation_config == "auto" else {}
+
+    @property
+    def _default_params(self) -> SamplingParams:
+        return SamplingParams(**self.recommended)
 
     def load(self) -> None:
         """Read the weights now, where `lazy` has put it off."""

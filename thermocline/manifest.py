@@ -20,7 +20,8 @@ from thermocline.spec_check import check_spec
 
 KIND, VERSION = "thermocline-pack", 2
 BLOCK_BYTES = 65536
-COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+GENERATION_CONFIG = "generation_config.json"
+COPIED = ("tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG, "chat_template.jinja")
 MAX_WEIGHTS_BYTES = 1 << 48
 MAX_RANK = 1 << 16
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -82,7 +83,8 @@ def _check_int(name: str, value: int | None, low: int, high: int | None, *, opti
 
 def _check_float(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high or (above and value == low):
+    finite = number and abs(value) <= sys.float_info.max  # math.isfinite cannot be asked of 10**400
+    if not finite or not low <= value <= high or (above and value == low):
         bound = "any finite number" if low == -math.inf else f"{'above' if above else 'at least'} {low}"
         raise UsageError(
             f"{name} is {value!r}; it must be {bound}{f' and at most {high}' * (high < math.inf)}"

@@ -5,8 +5,9 @@ Plain values only: both sides pickle them. Must not know HTTP or the engine's in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from thermocline.engine import Counts
 from thermocline.request import Chunk, Figures
@@ -67,6 +68,7 @@ class Opened:
     context: int
     max_batch: int
     template: str | None  # in place of the model's own
+    recommended: Mapping[str, Any] = field(default_factory=dict)  # sampling, by the model's makers
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
+from thermocline.report import recommended_line
 from thermocline.sampler import SamplingParams
 from thermocline.server import http, page
 from thermocline.server.app import Model, Server, application
@@ -26,7 +27,7 @@ def serve(
     listener: Listener,
     limits: Limits,
     *,
-    defaults: SamplingParams,
+    sampling: Mapping[str, Any],
     name: str | None = None,
     keys: Iterable[str] = (),
     hosts: Iterable[str] = (),
@@ -38,13 +39,19 @@ def serve(
 ) -> None:
     """Until it is told to stop. Raises what the engine was refused for, or crashed of.
 
-    `options`: LLM's; `defaults`: of what requests leave open; `log`: takes a line for each request.
+    `options`: LLM's; `sampling`: for what requests leave open, by `SamplingParams`' names, before what the
+    model's makers recommend; `log`: takes a line for each request.
     """
     listening: list[http.Server] = []
 
     def opened(found: Opened) -> None:
-        if server.model is None:
-            server.model = Model.of(found, name)
+        if server.model is not None:
+            return
+        theirs = {key: value for key, value in found.recommended.items() if key not in sampling}
+        if theirs:
+            note(recommended_line(theirs))
+        server.defaults = SamplingParams(**{"max_tokens": None, **theirs, **sampling})
+        server.model = Model.of(found, name)
 
     def shown(what: str, done: int, size: int) -> None:
         server.progress = what, done, size
@@ -72,7 +79,7 @@ def serve(
 
     engine = EngineProcess(options, told=note, progress=shown, opened=opened)
     keys = tuple(keys)
-    server = Server(engine, limits, note, defaults=defaults, keys=bool(keys))
+    server = Server(engine, limits, note, defaults=SamplingParams(), keys=bool(keys))
     try:
         http.run(
             application(server, lifespan),

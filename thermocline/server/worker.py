@@ -75,7 +75,9 @@ def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
 
     llm = LLM(**options, lazy=True, progress=progress, told=lambda line: connection.send(Told(line)))
     template = options.get("chat_template")
-    connection.send(Opened(str(llm.path), llm.context, options.get("max_batch", 8), template))
+    connection.send(
+        Opened(str(llm.path), llm.context, options.get("max_batch", 8), template, llm.recommended)
+    )
     return llm
 
 
