@@ -41,6 +41,27 @@ def depth():
 ```
 """
 
+CONTRASTS = """() => {
+    const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+    const light = (c) => c.slice(0, 3).map((x) => x / 255).map((x) =>
+        x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
+    const ground = (e) => {
+        const c = rgb(getComputedStyle(e).backgroundColor);
+        return c[3] === 0 ? ground(e.parentElement) : c;
+    };
+    const opaque = (e) => !e || getComputedStyle(e).opacity === "1" && opaque(e.parentElement);
+    const wrong = [];
+    for (const e of document.querySelectorAll("body *")) {
+        const says = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+        if (!says || !e.checkVisibility() || e.closest(".unseen, .skip")) continue;
+        const [a, b] = [light(rgb(getComputedStyle(e).color)), light(ground(e))];
+        const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (contrast < 4.5 || !opaque(e)) wrong.push([e.outerHTML.slice(0, 80), contrast]);
+    }
+    return wrong;
+}"""
+
 
 # ---- the files, without a browser
 
@@ -56,7 +77,7 @@ def script(chat: Scripted) -> Iterator[Scripted]:
     """The scripted server as new."""
     yield chat
     chat.in_bytes = chat.engine.endless = chat.engine.failing = False
-    chat.engine.answer = ()
+    chat.engine.answer, chat.engine.state = (), "ready"
     chat.engine.gone.clear()
 
 
@@ -313,6 +334,126 @@ def test_a_key_is_asked_for_and_forgotten_with_the_tab(browser: Any) -> None:
         assert "sesame" not in found.page.evaluate("JSON.stringify(localStorage)")
         found.begin()  # the tab remembers it
         assert found.texts() == ["hello", "come in"]
+
+
+def test_an_answer_is_not_lost_where_another_one_does_not_come(shown: Tab, script: Scripted) -> None:
+    script.engine.answer = ["the only one"]
+    shown.ask("hello")
+    script.engine.answer, script.engine.failing = [], True
+    shown.page.click(".regenerate")
+    shown.page.wait_for_selector("#retry:visible")
+    assert shown.texts() == ["hello", "the only one"]
+    script.engine.answer, script.engine.failing = ["another"], False
+    shown.page.click("#retry")
+    shown.page.wait_for_selector("#log :text('another')")
+    shown.answered()
+    assert shown.texts() == ["hello", "another"]
+
+
+def test_trying_again_waits_for_a_server_that_is_not_ready(shown: Tab, script: Scripted) -> None:
+    """The engine crashed, or the server was started anew: "Try again" is enough, once."""
+    shown.awaited.add("503")
+    script.engine.state, script.engine.answer = "loading", ["back again"]
+    shown.say("hello")
+    shown.page.wait_for_selector("#retry:visible")
+    shown.page.click("#retry")
+    shown.page.wait_for_selector("#loading:visible")
+    assert shown.page.is_disabled("#send")
+    script.engine.state = "ready"
+    assert shown.answered() == "back again"
+    assert shown.texts() == ["hello", "back again"]
+
+
+def test_what_is_deleted_while_it_is_answered_stays_deleted(shown: Tab, script: Scripted) -> None:
+    script.engine.endless = True
+    shown.say("a secret")
+    shown.until(lambda: len(shown.last()) > 40)
+    shown.page.reload()  # the list shows what was saved
+    shown.page.wait_for_selector("#send:enabled")
+    shown.page.click(".regenerate")
+    shown.until(lambda: len(shown.last()) > 40)
+    shown.page.locator("#conversations .open").hover()
+    shown.page.click("[aria-label='Delete: a secret']")
+    shown.page.click("#confirm >> text='Delete'")
+    shown.until(lambda: shown.texts() == [])
+    assert script.engine.gone.wait(5), "the engine was not told"
+    assert "secret" not in shown.page.evaluate("JSON.stringify(localStorage)")
+
+
+def test_two_tabs_do_not_undo_each_others_messages(shown: Tab, script: Scripted) -> None:
+    script.engine.answer = ["one"]
+    shown.ask("first")
+    other = Tab(shown.page.context.new_page(), shown.url).begin()
+    assert other.texts() == ["first", "one"]
+    script.engine.answer = ["two"]
+    other.ask("second")
+    shown.until(lambda: shown.texts() == ["first", "one", "second", "two"])
+    script.engine.answer = ["three"]
+    shown.ask("third")
+    other.until(lambda: other.texts() == ["first", "one", "second", "two", "third", "three"])
+    other.page.locator("#conversations .open").hover()
+    other.page.click("[aria-label='Delete: first']")
+    other.page.click("#confirm >> text='Delete'")
+    shown.until(lambda: shown.texts() == [])
+
+
+def test_a_name_is_typed_in_peace_while_an_answer_grows(shown: Tab, script: Scripted) -> None:
+    script.engine.answer = ["one"]
+    shown.ask("first")
+    script.engine.endless = True
+    shown.page.click(".regenerate")
+    shown.page.locator("#conversations .open").hover()
+    shown.page.click("[aria-label='Rename: first']")
+    shown.page.fill("#conversations input", "half a na")
+    shown.page.evaluate("document.getElementById('stop').click()")  # no click: it would end the typing
+    shown.page.wait_for_selector(".regenerate")
+    shown.page.type("#conversations input", "me")
+    shown.page.keyboard.press("Enter")
+    assert shown.page.text_content("#conversations .open") == "half a name"
+
+
+def test_a_long_conversation_opens_at_its_end_and_only_that_is_laid_out(shown: Tab) -> None:
+    """Of 2000 messages, laying out all of them took seconds, twice for each answer."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": ANSWER} for i in range(300)]
+    kept = {"id": "long", "title": "", "system": "", "created": 1, "updated": 1, "messages": messages}
+    shown.page.evaluate(
+        """kept => {
+            localStorage.setItem("thermocline.conversation.long", JSON.stringify(kept));
+            localStorage.setItem("thermocline.open", '"long"');
+        }""",
+        kept,
+    )
+    shown.begin()
+    assert len(shown.texts()) == 300
+    laid = (
+        "e => [...document.querySelectorAll(e)].filter(x => x.checkVisibility({contentVisibilityAuto: true}))"
+    )
+    shown.until(lambda: shown.page.evaluate(laid + ".length", "#log .body > h3") < 30)
+    assert (
+        shown.page.locator("#log > li:last-child .foot").bounding_box()["y"]
+        < shown.page.viewport_size["height"]
+    )
+
+
+def test_each_paragraph_is_written_in_its_own_direction(shown: Tab, script: Scripted) -> None:
+    script.engine.answer = ["# שלום\n\nمرحبا `x = 1`\n\n- عنصر\n\n```\ncode\n```\n\nplain text"]
+    shown.ask("שלום")
+    directions = shown.page.eval_on_selector_all(
+        "#log li:last-child :is(h3, p:not(.who), ul, .code)",
+        "all => all.map(e => getComputedStyle(e).direction)",
+    )
+    assert directions == ["rtl", "rtl", "rtl", "ltr", "ltr"]
+    assert shown.page.evaluate("getComputedStyle(document.getElementById('title')).direction") == "rtl"
+
+
+def test_what_can_be_read_can_be_read_well(shown: Tab, script: Scripted) -> None:
+    """WCAG's contrast for text, 4.5, of all that is shown on its ground, and nothing is made fainter."""
+    script.engine.answer = [ANSWER]
+    shown.ask("hello")
+    for scheme in ("light", "dark"):
+        shown.page.emulate_media(color_scheme=scheme)
+        faint = shown.page.evaluate(CONTRASTS)
+        assert faint == [], scheme
 
 
 @pytest.mark.parametrize("width", [320, 1100])

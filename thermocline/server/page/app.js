@@ -18,8 +18,11 @@ let running = null; // its AbortController
 
 // ---- until it is ready
 
+/** -> whether it is: a server that was left may have come back with another model. */
 async function begin() {
   notice(null);
+  model = null;
+  $("send").disabled = true;
   for (;;) {
     try {
       const state = await health();
@@ -34,7 +37,8 @@ async function begin() {
     model = await props();
   } catch (error) {
     $("loading").hidden = true;
-    return failed(error, begin);
+    failed(error, begin);
+    return false;
   }
   $("loading").hidden = true;
   $("model").textContent = model.model_alias;
@@ -43,6 +47,7 @@ async function begin() {
   $("input-label").textContent = $("input").placeholder;
   $("send").textContent = model.chat ? "Send" : "Continue";
   show();
+  return true;
 }
 
 function loading(state) {
@@ -141,8 +146,8 @@ function request() {
   return ["/v1/chat/completions", { messages: [...system, ...said], ...sampling() }];
 }
 
-/** Answers what the conversation ends with. */
-async function answer() {
+/** Answers what the conversation ends with; `before` is an earlier answer, kept where none comes instead. */
+async function answer(before = null) {
   const message = { role: "assistant", content: "", thought: "", finish: null, timings: null };
   conversation.messages.push(message);
   notice(null);
@@ -155,9 +160,12 @@ async function answer() {
     $("said").textContent = `Answer: ${message.content}`;
   } catch (error) {
     message.finish = error.name === "AbortError" ? "stopped" : "broken";
-    if (!message.content && !message.thought) conversation.messages.pop();
+    if (!message.content && !message.thought) {
+      conversation.messages.pop();
+      if (before) conversation.messages.push(before);
+    }
     $("said").textContent = "The answer has ended early";
-    if (error.name !== "AbortError") failed(error, message.content ? regenerate : answer);
+    if (error.name !== "AbortError") failed(error, async () => await begin() && regenerate());
   } finally {
     unwatch();
     running = null;
@@ -211,8 +219,7 @@ function continued(given) {
 
 function regenerate() {
   if (running) return;
-  if (conversation.messages.at(-1)?.role === "assistant") conversation.messages.pop();
-  answer();
+  answer(conversation.messages.at(-1)?.role === "assistant" ? conversation.messages.pop() : null);
 }
 
 /** Goes on from a message as it is now; what came after it is gone. */
@@ -248,11 +255,28 @@ function whenIdle(then) {
 const shelf = bindShelf({
   open: (id) => open(history.load(id) ?? history.create()),
   fresh: () => open({ ...history.create(), system: conversation.system }),
-  gone: (id) => (id === conversation.id ? open(history.create()) : showTitle()),
+  remove: (id) => {
+    if (id !== conversation.id) {
+      history.remove(id);
+      return showTitle();
+    }
+    stop();
+    whenIdle(() => { // an answer that is stopped is saved once more
+      history.remove(id);
+      open(history.create());
+    });
+  },
   renamed: (now) => {
     if (now?.id === conversation.id) conversation.title = now.title;
     showTitle();
   },
+});
+
+/** Another tab went on with this conversation, or deleted it: what is shown here must not undo that. */
+history.watch((id) => {
+  if (id !== conversation.id || running || document.querySelector(".editor")) return showTitle();
+  conversation = history.load(id) ?? history.create();
+  show();
 });
 
 // ---- the composer

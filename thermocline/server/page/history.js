@@ -45,6 +45,16 @@ export function load(id) {
   return memory.get(id) ?? null;
 }
 
+/** `changed(id)`: another tab has saved or deleted it. */
+export function watch(changed) {
+  window.addEventListener("storage", ({ key, newValue }) => {
+    if (!key?.startsWith(PREFIX)) return;
+    const id = key.slice(PREFIX.length);
+    if (newValue === null) memory.delete(id);
+    changed(id);
+  });
+}
+
 /** All of them, the latest first. */
 export function all() {
   const ids = new Set(memory.keys());

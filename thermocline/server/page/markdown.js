@@ -121,11 +121,11 @@ function paragraph(lines, at) {
 // ---- as nodes
 
 const MAKE = {
-  text: (b) => el("p", {}, ...inline(b.text)),
-  heading: (b) => el(`h${Math.min(6, b.level + 2)}`, {}, ...inline(b.text)), // the page has h1 and h2 itself
+  text: (b) => el("p", { dir: "auto" }, ...inline(b.text)),
+  heading: (b) => el(`h${Math.min(6, b.level + 2)}`, { dir: "auto" }, ...inline(b.text)), // h1, h2: the page
   rule: () => el("hr"),
   code: codeBlock,
-  quote: (b, depth) => el("blockquote", {}, ...nodes(b.inner, depth + 1)),
+  quote: (b, depth) => el("blockquote", { dir: "auto" }, ...nodes(b.inner, depth + 1)),
   list: list,
   table: table,
 };
@@ -138,7 +138,7 @@ function codeBlock(b) {
 }
 
 function list(b, depth) {
-  const made = el(b.ordered ? "ol" : "ul", b.ordered ? { start: b.start } : {});
+  const made = el(b.ordered ? "ol" : "ul", { dir: "auto", ...(b.ordered ? { start: b.start } : {}) });
   for (const item of b.items) {
     const inner = nodes(item.lines, depth + 1);
     const tight = inner[0]?.tagName === "P" && !item.lines.includes("");
@@ -151,12 +151,12 @@ function table(b) {
   const row = (texts, tag) => el("tr", {}, ...texts.map((text, i) =>
     el(tag, { className: b.align[i], ...(tag === "th" ? { scope: "col" } : {}) }, ...inline(text))));
   const body = b.rows.map((texts) => row(texts, "td"));
-  const made = el("table", {}, el("thead", {}, row(b.head, "th")), el("tbody", {}, ...body));
+  const made = el("table", { dir: "auto" }, el("thead", {}, row(b.head, "th")), el("tbody", {}, ...body));
   return el("div", { className: "wide", tabIndex: 0, role: "region", "aria-label": "Table" }, made);
 }
 
 function nodes(lines, depth) {
-  if (depth > DEPTH) return [el("p", {}, lines.join("\n"))];
+  if (depth > DEPTH) return [el("p", { dir: "auto" }, lines.join("\n"))];
   return blocks(lines).map((block) => MAKE[block.kind](block, depth));
 }
 

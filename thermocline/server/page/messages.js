@@ -11,7 +11,7 @@ const WHOSE = { user: "Your text", assistant: "Continuation" };
  * -> {node, show()}; `show` again whenever the message has grown.
  */
 export function messageView(message, { plain, actions }) {
-  const body = el("div", { className: "body" });
+  const body = el("div", { className: "body", ...(plain ? { dir: "auto" } : {}) });
   const inner = el("div");
   const thought = el("details", { className: "thought", hidden: true }, el("summary", {}, "Thoughts"), inner);
   const note = el("span", { className: "faint" });
@@ -54,7 +54,7 @@ function noteOf(message) {
 function editing(node, message, send) {
   if (node.querySelector("form")) return;
   const rows = Math.min(12, message.content.split("\n").length + 1);
-  const area = el("textarea", { value: message.content, rows, "aria-label": "Edited message" });
+  const area = el("textarea", { value: message.content, rows, dir: "auto", "aria-label": "Edited message" });
   const close = () => {
     form.remove();
     node.classList.remove("editing");

@@ -3,8 +3,8 @@
 import { $, button, download, el } from "./dom.js";
 import * as history from "./history.js";
 
-/** `open(id)`; `gone(id)` and `renamed(conversation)` after the fact. */
-export function bindShelf({ open, fresh, gone, renamed }) {
+/** `open(id)`, `remove(id)`; `renamed(conversation)` after the fact. */
+export function bindShelf({ open, fresh, remove, renamed }) {
   $("new").onclick = () => {
     setDrawer(false);
     fresh();
@@ -20,7 +20,7 @@ export function bindShelf({ open, fresh, gone, renamed }) {
   function entry(conversation, current) {
     const title = history.titleOf(conversation);
     const item = el("li", { className: current ? "current" : "" });
-    const set = { className: "open", title, ...(current ? { "aria-current": "true" } : {}) };
+    const set = { className: "open", dir: "auto", title, ...(current ? { "aria-current": "true" } : {}) };
     item.append(
       button(title, () => { setDrawer(false); open(conversation.id); }, set),
       tool("✎", `Rename: ${title}`, () => rename(item, conversation)),
@@ -37,6 +37,7 @@ export function bindShelf({ open, fresh, gone, renamed }) {
     const finish = (kept) => {
       if (over) return;
       over = true;
+      field.remove();
       if (kept && field.value.trim()) {
         const now = history.load(conversation.id) ?? conversation;
         now.title = field.value.trim();
@@ -60,14 +61,13 @@ export function bindShelf({ open, fresh, gone, renamed }) {
     $("confirm-text").textContent = `Delete “${title}”? It cannot be brought back.`;
     $("confirm").returnValue = "";
     $("confirm").onclose = () => {
-      if ($("confirm").returnValue !== "yes") return;
-      history.remove(conversation.id);
-      gone(conversation.id);
+      if ($("confirm").returnValue === "yes") remove(conversation.id);
     };
     $("confirm").showModal();
   }
 
   return function show(currentId) {
+    if ($("conversations").querySelector("input")) return; // a name is being typed there
     const known = history.all().filter((c) => c.messages.length || c.title);
     $("conversations").replaceChildren(...known.map((c) => entry(c, c.id === currentId)));
     $("export-all").hidden = !known.length;
