@@ -19,6 +19,7 @@ from serving import TEMPLATE, Served, served
 from thermocline import LLM, SamplingParams
 from thermocline.errors import BadFile, OutOfBudget
 from thermocline.kv import BLOCK
+from thermocline.server.limits import Limits
 
 STORY = "Once upon a time, there was a"
 
@@ -384,6 +385,26 @@ def test_a_wedged_engine_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None
         finally:
             os.kill(engine, signal.SIGCONT)
         server.until(ready=True)
+
+
+def test_an_engine_that_stays_silent_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have kept its clients waiting for an hour, with 503 for all others."""
+    monkeypatch.setattr("thermocline.server.process.WATCH_S", 0.1)
+    before = set(children())
+    with served(limits=Limits(limit_silence_s=1)) as server:
+        engine = next(iter(_engines(set(children()) - before)))
+        body = {"prompt": STORY, "max_tokens": 480, "ignore_eos": True, "stream": True}
+        with server.client() as c, c.stream("POST", "/v1/completions", json=body) as r:
+            parts = r.iter_text()
+            first = next(parts)
+            os.kill(engine, signal.SIGSTOP)
+            text = first + "".join(parts)
+        error = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "engine_crashed"
+        server.until(ready=True)
+        assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert any("has not been heard of for 1 s; it is ended" in line for line in server.notes)
+        assert not {engine} & set(children())
 
 
 def test_before_it_is_ready_it_says_so_and_a_bad_model_ends_it(tmp_path: Any) -> None:

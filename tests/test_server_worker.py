@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from thermocline import SamplingParams
+from thermocline.decoder import FFNStats
 from thermocline.engine import Engine
 from thermocline.errors import DeviceFailure
 from thermocline.server import worker
-from thermocline.server.messages import Beat, Ended, Opened, Ready, Refused, Stop, Submit, Token, Told
+from thermocline.server.messages import Beat, Ended, Opened, Pulse, Ready, Refused, Stop, Submit, Token, Told
 
 OPTIONS: dict[str, Any] = {"model": None, "threads": 1, "gpu": "off", "max_batch": 2}
 
@@ -90,6 +92,23 @@ def test_what_ends_it_is_said_in_a_line(error: Exception, line: str, monkeypatch
     found = said(Submit(1, [1, 2], SamplingParams()), exits=True)
     (told,) = (m.line for m in found if isinstance(m, Told))
     assert told.startswith(line) and "secret" not in told and "\n" not in told
+
+
+@pytest.mark.parametrize("further", [1, 0])
+def test_a_long_step_is_a_sign_of_life_while_it_gets_further(
+    further: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def long(self: Engine) -> bool:
+        self.stats = FFNStats()
+        for _ in range(40):
+            self.stats.neurons += further
+            time.sleep(0.005)
+        raise EOFError
+
+    monkeypatch.setattr(Engine, "step", long)
+    monkeypatch.setattr(worker, "PULSE_S", 0.02)
+    found = said(Submit(1, [1, 2], SamplingParams()), exits=True)
+    assert any(isinstance(m, Pulse) for m in found) == bool(further)
 
 
 def test_what_cannot_be_opened_is_refused_with_its_kind() -> None:

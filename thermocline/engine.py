@@ -112,6 +112,7 @@ class Engine:
         self.pace = Pace()
         self._prompt_tokens = self._cached_tokens = self._tokens = 0
         self.watch: Watch | None = None  # gets what answers' steps did, while there is one
+        self.stats = FFNStats()  # the present step's: they grow with each layer, where the ops know it
         self.computing = False  # in `forward`: an exception there costs the step and nothing else
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -286,7 +287,7 @@ class Engine:
     # -- forward
 
     def _forward(self, spans: list[Span]) -> tuple[F32, FFNStats]:
-        stats = FFNStats() if self.watch is None else self.watch.counting()
+        self.stats = stats = FFNStats() if self.watch is None else self.watch.counting()
         batch = self._batch(spans)
         prompts = any(
             s.start < s.request.n_prompt for s in spans

@@ -50,6 +50,9 @@ class Limits:
     )
     limit_ping_s: float = _seconds(15, "Longest silence in a stream; then a comment is sent.")
     limit_request_s: float = _seconds(3600, "Time that a request may take, with waiting.")
+    limit_silence_s: float = _seconds(
+        60, "Time without a sign of the engine after which it is started again.", 1
+    )
     limit_grace_s: float = _seconds(10, "Time that requests get to finish when the server is stopped.", 0)
 
     limit_queue: int = _count(64, "Requests that wait; more are refused with 503 and Retry-After.", 0)

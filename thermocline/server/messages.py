@@ -120,6 +120,11 @@ class Beat:
     activity: Activity | None = None  # now and then, while somebody looks and tokens are made
 
 
+@dataclass(frozen=True)
+class Pulse:
+    """Sent within a step that takes long: it has got further."""
+
+
 Event = Token | Ended | Failed
-FromEngine = Progress | Told | Opened | Ready | Refused | Beat | list[Event]
+FromEngine = Progress | Told | Opened | Ready | Refused | Beat | Pulse | list[Event]
 ToEngine = Submit | Cancel | Look | Stop

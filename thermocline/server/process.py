@@ -30,6 +30,7 @@ from thermocline.server.messages import (
     Look,
     Opened,
     Progress,
+    Pulse,
     Ready,
     Refused,
     Stop,
@@ -41,6 +42,7 @@ from thermocline.server.messages import (
 from thermocline.server.onlookers import Onlookers
 
 STALE_S = 10.0  # without a beat the engine is not ready any more, unless its steps are known to take longer
+WATCH_S = 1.0  # between two looks at whether it is silent
 CRASHES = 3  # in a row, without a token between them, are given up
 
 
@@ -121,14 +123,17 @@ class EngineProcess:
         told: Callable[[str], None],
         progress: Callable[[str, int, int], None],
         opened: Callable[[Opened], None],
+        silence_s: float = 60.0,
         observe: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """`options`: LLM's. `opened` is called on another thread, before the weights are read.
 
-        `observe` sees every event, wanted or not.
+        `silence_s`: without a sign of it the process is ended. `observe` sees every event, wanted or not.
         """
         self._options, self._told, self._progress, self._on_opened = options, told, progress, opened
         self._jobs: dict[int, Work] = {}
+        self._silence_s = silence_s
+        self._watching: asyncio.Task[None] | None = None
         self.observe = observe
         self._numbers = itertools.count()
         self._process: Any = None
@@ -150,6 +155,23 @@ class EngineProcess:
         self._loop = asyncio.get_running_loop()
         self.state, self._beaten = "loading", time.monotonic()
         threading.Thread(target=self._serve, name="engine's events", daemon=True).start()
+        if self._watching is None:
+            self._watching = self._loop.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Ends a process that was ready and is silent: its clients would wait for ever; a crash is mended.
+
+        Silence is counted, not read from a clock: where ^Z stopped both processes, neither was silent.
+        """
+        silent = 0.0
+        while True:
+            beaten = self._beaten
+            await asyncio.sleep(WATCH_S)
+            silent = silent + WATCH_S if self.state == "ready" and self._beaten == beaten else 0.0
+            if silent >= max(self._silence_s, 3 * self.beat.longest_step_s):
+                self._told(f"the engine has not been heard of for {silent:.0f} s; it is ended")
+                self.kill()
+                silent = 0.0
 
     def _serve(self) -> None:
         """On a thread of its own: a process from its start to its end."""
@@ -211,6 +233,8 @@ class EngineProcess:
                 self._progress(what, done, size)
             case Told(line):
                 self._told(line)
+            case Pulse():
+                pass  # it is alive
             case Opened():
                 self.slots = message.max_batch
             case Ready():
@@ -249,6 +273,8 @@ class EngineProcess:
     async def stop(self, grace_s: float) -> None:
         """Ends the process, by force where it does not end by itself."""
         self.state = "stopping"
+        if self._watching is not None:
+            self._watching.cancel()
         self.onlookers.show(None)
         self._send(Stop())
         try:

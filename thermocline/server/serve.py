@@ -77,7 +77,9 @@ def serve(
             watching.cancel()
             await engine.stop(STOP_S)
 
-    engine = EngineProcess(options, told=note, progress=shown, opened=opened)
+    engine = EngineProcess(
+        options, told=note, progress=shown, opened=opened, silence_s=limits.limit_silence_s
+    )
     keys = tuple(keys)
     server = Server(engine, limits, note, defaults=SamplingParams(), keys=bool(keys))
     try:

@@ -27,9 +27,11 @@ from thermocline.server.messages import (
     Ended,
     Event,
     Failed,
+    FromEngine,
     Look,
     Opened,
     Progress,
+    Pulse,
     Ready,
     Refused,
     Stop,
@@ -43,6 +45,7 @@ from thermocline.watch import Activity, Watch
 BEAT_S = 0.1  # between two beats, at most while idle
 LOOK_S = 0.25  # between two reports of activity
 GATHER_S = 0.004  # tokens of steps that are quicker go together: a message costs both processes about 0.1 ms
+PULSE_S = 1.0  # between two looks at a step that takes longer
 
 
 def main(connection: Connection, options: dict[str, Any]) -> None:
@@ -93,6 +96,8 @@ def _where(e: BaseException) -> str:
 class Worker:
     def __init__(self, connection: Connection, llm: LLM) -> None:
         self._connection, self._llm = connection, llm
+        self._sending = threading.Lock()  # a pipe is one writer's at a time
+        self._over = threading.Event()
         self._engine: Engine = llm.engine
         self._jobs: dict[int, Request] = {}
         self._commands: SimpleQueue[ToEngine] = SimpleQueue()
@@ -101,18 +106,38 @@ class Worker:
         self._steps, self._longest = 0, 0.0
 
     def run(self) -> None:
-        self._connection.send(Ready(self._llm.load_s, self._llm.memory_bytes))
-        threading.Thread(target=self._prepare, name="grammars", daemon=True).start()
-        threading.Thread(target=self._listen, name="commands", daemon=True).start()
+        self._send(Ready(self._llm.load_s, self._llm.memory_bytes))
+        for what in (self._prepare, self._listen):
+            threading.Thread(target=what, name=what.__name__, daemon=True).start()
+        pulse = threading.Thread(target=self._pulse, name="pulse", daemon=True)
+        pulse.start()
         busy = False
-        while self._obey(wait=not busy):
-            begin = time.monotonic()
-            busy = self._engine.step()
-            if busy or self._jobs:
-                self._steps += 1
-                self._longest = max(self._longest, time.monotonic() - begin)
-            self._tell(at_once=not busy)
-            self._beat()
+        try:
+            while self._obey(wait=not busy):
+                begin = time.monotonic()
+                busy = self._engine.step()
+                if busy or self._jobs:
+                    self._steps += 1
+                    self._longest = max(self._longest, time.monotonic() - begin)
+                self._tell(at_once=not busy)
+                self._beat()
+        finally:
+            self._over.set()
+            pulse.join()  # it holds the engine, which has to go before the interpreter does
+
+    def _send(self, message: FromEngine) -> None:
+        with self._sending:
+            self._connection.send(message)
+
+    def _pulse(self) -> None:
+        """On a thread of its own: a step of minutes is no silence while it goes from layer to layer."""
+        step, neurons = self._engine.stats, 0
+        with contextlib.suppress(OSError):  # nobody is there any more
+            while not self._over.wait(PULSE_S):
+                now = self._engine.stats
+                if now is step and now.neurons > neurons:
+                    self._send(Pulse())
+                step, neurons = now, now.neurons
 
     def _prepare(self) -> None:
         """The first grammar's vocabulary takes 0.6 s for 50,000 tokens: not while somebody waits for it."""
@@ -150,7 +175,7 @@ class Worker:
             constraint = self._llm.constraint(params, checked=True)  # by the other process
             self._jobs[job] = self._engine.submit(ids, params, constraint)
         except ThermoclineError as e:
-            self._connection.send([Failed(job, type(e).__name__, str(e))])
+            self._send([Failed(job, type(e).__name__, str(e))])
 
     def _tell(self, at_once: bool) -> None:
         self._gathered += self._events()
@@ -158,7 +183,7 @@ class Worker:
         over = any(not isinstance(event, Token) for event in self._gathered)
         if self._gathered and (at_once or over or now - self._sent >= GATHER_S):
             self._sent = now
-            self._connection.send(self._gathered)
+            self._send(self._gathered)
             self._gathered = []
 
     def _events(self) -> list[Event]:
@@ -182,7 +207,7 @@ class Worker:
             return
         self._beaten = now
         counts, activity = self._engine.counts(), self._activity(now)
-        self._connection.send(Beat(counts, self._steps, self._longest, self._tiers(), activity))
+        self._send(Beat(counts, self._steps, self._longest, self._tiers(), activity))
 
     def _activity(self, now: float) -> Activity | None:
         if self._engine.watch is None or now - self._looked < LOOK_S:
