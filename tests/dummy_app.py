@@ -91,6 +91,10 @@ async def _lifespan(receive: Any, send: Any) -> None:
         await send({"type": f"lifespan.{step}.complete"})
 
 
+def trouble(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def main(told: dict[str, Any]) -> int:
     keys = told.pop("keys", [])
     try:
@@ -101,8 +105,12 @@ def main(told: dict[str, Any]) -> int:
             opened = listener.listen(*where, has_keys=bool(keys), insecure=told.pop("insecure", False))
         print(opened.url, flush=True)
         limits = Limits(**told.pop("limits", {}))
-        log = (lambda line: print(line, file=sys.stderr, flush=True)) if told.pop("log", False) else None
-        http.run(Dummy(), opened, limits=limits, keys=keys, log=log, **told)
+        if (files := told.pop("files", None)) is not None:
+            import resource  # POSIX alone has it
+
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+        log = trouble if told.pop("log", False) else None
+        http.run(Dummy(), opened, limits=limits, keys=keys, log=log, trouble=trouble, **told)
     except ThermoclineError as e:
         print(f"thermocline: {e}", file=sys.stderr)
         return e.exit_code

@@ -266,7 +266,7 @@ def test_open_files_are_raised_to_what_the_connections_need() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
-        listener.allow_files(300)
+        assert listener.allow_files(300) == 300
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (428, before[1])
         listener.allow_files(100)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 428

@@ -149,6 +149,21 @@ def test_the_log_goes_to_stderr_when_it_is_asked_for() -> None:
     assert "sk-secret" not in "".join(lines)
 
 
+def test_more_connections_than_files_are_a_line_and_the_next_client_is_answered() -> None:
+    """`ulimit -n 64`: asyncio printed thousands of tracebacks a second, and /health did not answer."""
+    with Process(port=0, files=64) as server, contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(server.connect())
+        assert server.ask(head("GET /health HTTP/1.1")).status == 200
+        stack.close()
+        server.stop()
+        assert server.popen.stderr is not None
+        lines = server.popen.stderr.read().splitlines()
+    assert lines[0] == "32 connections at most: this process may have few open files (ulimit -n)"
+    assert all(line.startswith("the server: Too many open files at ") for line in lines[1:]), lines
+    assert len(lines) <= 3
+
+
 @pytest.mark.parametrize(("raised", "seen"), [(BadFile("no model"), BadFile), (OSError("a bug"), OSError)])
 def test_why_an_application_cannot_start_is_not_lost(
     raised: Exception, seen: type[Exception], capsys: pytest.CaptureFixture[str]

@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, cast
@@ -21,7 +22,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from thermocline.errors import ThermoclineError
+from thermocline.errors import ThermoclineError, raised_at
 from thermocline.server.guard import Access, App, Guard, Methods
 from thermocline.server.limits import Limits
 from thermocline.server.listener import Listener, allow_files
@@ -139,13 +140,35 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn's, but for how it stops: at once no new connections, a grace for requests, then an end."""
 
-    def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
+    def __init__(
+        self, config: uvicorn.Config, limits: Limits, trouble: Callable[[str], None] = lambda line: None
+    ) -> None:
         super().__init__(config)
-        self._limits = limits
+        self._limits, self._trouble = limits, trouble
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._troubles: set[str] = set()
+
+    def _mishap(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What asyncio could not tell anybody else, once each and in a line.
+
+        Its own way is a traceback each time: without files left thousands a second, and of a bug its message,
+        which may quote a prompt.
+        """
+        if self.should_exit:  # one that waited for a file accepts on a socket that was closed
+            return
+        error = context.get("exception")
+        at = None if error is None else raised_at(error)
+        where = "" if at is None else f" at {at[0]}:{at[1]}"
+        what = context["message"] if error is None else type(error).__name__
+        if isinstance(error, OSError):
+            what = error.strerror or what
+        if (line := f"the server: {what}{where}") not in self._troubles:
+            self._troubles.add(line)
+            self._trouble(line)
 
     async def startup(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._mishap)
         await super().startup(sockets)
         if self.should_exit:  # asked to before there was anything to close
             self._stop_listening()
@@ -251,12 +274,16 @@ def run(
     application works on at once; `methods`: those of each path; `log`, `trouble`: take lines;
     `started` gets the server, to stop it.
     """
-    allow_files(limits.limit_connections)
+    connections = allow_files(limits.limit_connections)
+    if connections < limits.limit_connections:
+        limits = replace(limits, limit_connections=connections)
+        if trouble is not None:
+            trouble(f"{connections} connections at most: this process may have few open files (ulimit -n)")
     access = Access.of(keys, listener.host_names(hosts), origins, assets)
     failures: list[Exception] = []
     guard = Guard(app, access, limits, slots=slots, methods=methods, log=log, trouble=trouble)
     app = _surviving_failure(guard, failures)
-    server = Server(_config(app, limits), limits)
+    server = Server(_config(app, limits), limits, trouble or (lambda line: None))
     if started is not None:
         started(server)
     try:

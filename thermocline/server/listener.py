@@ -154,12 +154,16 @@ def api_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def allow_files(connections: int) -> None:
-    """Raise this process's limit of open files, where it may, to what so many connections need."""
+def allow_files(connections: int) -> int:
+    """Raise this process's limit of open files, where it may, to what so many connections need.
+
+    -> how many it is enough for: one connection too many is a file too few for everything else.
+    """
     if resource is None:
-        return
+        return connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = connections + _OTHER_FILES
     most = need if hard == resource.RLIM_INFINITY else min(need, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return min(connections, max(1, most - min(_OTHER_FILES, most // 2)))
