@@ -16,7 +16,7 @@ import openai
 import pytest
 from serving import TEMPLATE, Served, served
 
-from thermocline import LLM, SamplingParams
+from thermocline import LLM, SamplingParams, __version__
 from thermocline.errors import BadFile, OutOfBudget
 from thermocline.kv import BLOCK
 from thermocline.server.limits import Limits
@@ -226,7 +226,8 @@ def test_what_cannot_be_enforced_is_refused(server: Served, how: dict[str, Any])
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"messages": []}}, None),
+        ({"chat_template_kwargs": {"messages": []}}, None), ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"guided_json": {"type": "object"}}, "guided_json"), ({"functions": [{"name": "f"}]}, "functions"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(server: Served, changes: dict[str, Any], param: str | None) -> None:
@@ -252,9 +253,20 @@ def test_the_clients_exceptions_are_the_right_ones(client: openai.OpenAI, server
         assert [(r.status_code, r.headers["allow"]) for r in wrong] == [(405, "GET, HEAD"), (405, "POST")]
 
 
-def test_what_nobody_knows_is_left_out_and_said(server: Served) -> None:
-    assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1, "frob\n": 1}).status_code == 200
-    assert any("frob" in line for line in server.notes)
+def test_what_nobody_knows_is_left_out_and_said_once(server: Served) -> None:
+    for _ in range(2):
+        got = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1, "frob\n": 1})
+        assert got.status_code == 200
+    assert [line for line in server.notes if "frob" in line] == [r"/v1/completions: ignored 'frob\n'"]
+
+
+def test_fields_that_say_nothing_are_as_if_they_were_not_there(server: Served) -> None:
+    """What clients send that fill in every field they know."""
+    nothing = {"top_logprobs": 0, "logprobs": False, "chat_template": None, "functions": [], "tools": []}
+    asked = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 1, "seed": 1}
+    plain, filled = (post(server, "/v1/chat/completions", asked | more).json() for more in ({}, nothing))
+    assert filled["choices"] == plain["choices"]
+    assert plain["system_fingerprint"] == f"thermocline-{__version__}"
 
 
 # ---- the rest
@@ -411,8 +423,9 @@ def test_before_it_is_ready_it_says_so_and_a_bad_model_ends_it(tmp_path: Any) ->
     with served(wait=False) as server:
         health = server.health()
         assert health["ready"] is False and health["error"]["message"] == "Loading model"
-        got = post(server, "/v1/completions", {"prompt": "a"})
-        assert (got.status_code, got.headers["retry-after"]) == (503, "2")
+        with server.client() as c:
+            for got in (post(server, "/v1/completions", {"prompt": "a"}), c.get("/v1/models")):
+                assert (got.status_code, got.headers["retry-after"]) == (503, "2")
         server.until()
     (tmp_path / "pack.json").write_text("{}")
     for bad, error in ({"model": str(tmp_path)}, BadFile), ({"ram": 0.001}, OutOfBudget):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thermocline import __version__
 from thermocline.request import Chunk, Figures
 from thermocline.sampler import TokenLogprobs
 from thermocline.server.messages import Ended, Token
@@ -30,7 +31,7 @@ class Head:
     def object(self, name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id, "object": name, "created": self.created, "model": self.model,
-            "system_fingerprint": None, "choices": list(choices)
+            "system_fingerprint": f"thermocline-{__version__}", "choices": list(choices)
         }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,7 @@ from thermocline.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=BaseModel)
 RETRY_LOADING_S = 2
+_MOST_IGNORED = 100  # lines about fields that are left out: names are the clients' to make up
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Server:
         engine.observe = self.metrics.observe
         self.model: Model | None = None
         self.progress: tuple[str, int, int] | None = None
+        self._said_ignored: set[str] = set()
+        self._began = int(time.time())
         self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
         self._trials = asyncio.Semaphore(2)  # of grammars: each is a process with a second of time and 1 GiB
 
@@ -105,9 +109,19 @@ class Server:
             made = kind.model_validate(given)
         except ValidationError as e:
             raise of_validation(e) from None
-        if unknown := given.keys() - _fields(kind):
-            self._note(f"{request.url.path}: ignored {', '.join(sorted(map(repr, unknown)))[:200]}")
+        unknown = given.keys() - _fields(kind)
+        for name in sorted(unknown & schema.UNKEPT.keys()):
+            if given[name]:
+                raise Refusal(400, f"{name}: not taken here; {schema.UNKEPT[name]}", param=name)
+        if unknown:
+            self._say_ignored(f"{request.url.path}: ignored {', '.join(sorted(map(repr, unknown)))[:200]}")
         return made
+
+    def _say_ignored(self, line: str) -> None:
+        """Once each: a client that sends a field sends it always."""
+        if line not in self._said_ignored and len(self._said_ignored) < _MOST_IGNORED:
+            self._said_ignored.add(line)
+            self._note(line)
 
     def ready_model(self, asked: str | None = None) -> Model:
         """Raises 503 until it can answer, 404 for another model than the one there is."""
@@ -251,15 +265,12 @@ class Server:
     # ---- the rest
 
     async def models(self, request: Request) -> Response:
-        model = self.model
-        data = []
-        if model is not None:
-            data = [{
-                "id": model.name, "object": "model", "created": 0, "owned_by": "thermocline",
-                "meta": {"n_vocab": model.spec.vocab_size, "n_ctx": model.context,
-                         "n_ctx_train": model.spec.max_context, "n_embd": model.spec.dim},
-            }]  # fmt: skip
-        return JSONResponse({"object": "list", "data": data})
+        model = self.model or self.ready_model()  # an empty list is what clients take for the whole truth
+        return JSONResponse({"object": "list", "data": [{
+            "id": model.name, "object": "model", "created": self._began, "owned_by": "thermocline",
+            "meta": {"n_vocab": model.spec.vocab_size, "n_ctx": model.context,
+                     "n_ctx_train": model.spec.max_context, "n_embd": model.spec.dim},
+        }]})  # fmt: skip
 
     async def health(self, request: Request) -> Response:
         e = self.engine

@@ -139,6 +139,25 @@ class DetokenizeRequest(Request):
     tokens: list[Id]
 
 
+# ---- what is not taken
+
+# Other servers' fields. Without them an answer would be a different one than was asked for, and nobody told.
+UNKEPT = {
+    "chat_template": "a template is the server's to choose (--template)",
+    "documents": "put them into a message",
+    "functions": "give tools",
+    "function_call": "give tool_choice",
+    "audio": "answers are text",
+    "guided_json": "give response_format or json_schema",
+    "guided_choice": "give response_format or grammar",
+    "guided_regex": "give grammar",
+    "guided_grammar": "give grammar",
+    "structured_outputs": "give response_format or grammar",
+    "regex": "give grammar",
+    "ebnf": "give grammar",
+}
+
+
 # ---- what is bounded by the server's limits
 
 
@@ -160,7 +179,7 @@ def excesses(r: Sampling, most: Limits, prompts: int) -> Iterator[tuple[str, str
     rivals = r.logprobs if isinstance(r, CompletionRequest) else getattr(r, "top_logprobs", None)
     if (rivals or 0) > most.limit_top_logprobs:
         yield "logprobs", f"at most {most.limit_top_logprobs}"
-    if isinstance(r, ChatRequest) and r.top_logprobs is not None and not r.logprobs:
+    if isinstance(r, ChatRequest) and r.top_logprobs and not r.logprobs:
         yield "top_logprobs", "needs logprobs: true"
 
 
