@@ -99,9 +99,11 @@ def text_logprobs(
     """/v1/completions'. `tokens`: with what is known of each: nothing of a prompt's first one."""
     texts = [spelling(tokenizer, i)["token"] for i, _ in tokens]
     offsets = []
-    for text in texts:
+    for text, (token, _) in zip(texts, tokens, strict=True):
         offsets.append(offset)
-        offset += len(text)
+        offset += (
+            len(text) if tokenizer.token_bytes(token) else 0
+        )  # a special token's name is not in the text
     top = [None if x is None else {spelling(tokenizer, i)["token"]: p for i, p in x.top} for _, x in tokens]
     return {
         "tokens": texts,
