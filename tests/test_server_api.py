@@ -400,6 +400,13 @@ def test_a_wedged_engine_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None
         server.until(ready=True)
 
 
+def test_an_engine_that_is_stopped_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """A thread that still held the engine made nanobind print 80 lines about leaks."""
+    with served() as server:
+        assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert capfd.readouterr().err == ""
+
+
 def test_an_engine_that_stays_silent_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would have kept its clients waiting for an hour, with 503 for all others."""
     monkeypatch.setattr("thermocline.server.process.WATCH_S", 0.1)
