@@ -254,6 +254,20 @@ def test_the_clients_exceptions_are_the_right_ones(client: openai.OpenAI, server
         assert [(r.status_code, r.headers["allow"]) for r in wrong] == [(405, "GET, HEAD"), (405, "POST")]
 
 
+def test_what_no_context_holds_is_refused_before_it_is_split(server: Served) -> None:
+    """Splitting 19 MB into tokens took 26 s, in which nobody else's prompt was."""
+    text = "word " * 200_000
+    chat = {"messages": [{"role": "user", "content": text}]}
+    for path, body in (("/v1/completions", {"prompt": text}), ("/v1/chat/completions", chat)):
+        error = post(server, path, body).json()["error"]
+        assert (error["type"], error["code"], error["n_ctx"]) == (
+            "exceed_context_size_error", "context_length_exceeded", 512
+        )  # fmt: skip
+        assert "1000000 bytes" in error["message"]
+    assert post(server, "/tokenize", {"content": "a" * (1 << 20)}).status_code == 200
+    assert post(server, "/tokenize", {"content": "a" * (1 << 20) + "a"}).status_code == 413
+
+
 def test_what_nobody_knows_is_left_out_and_said_once(server: Served) -> None:
     for _ in range(2):
         got = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1, "frob\n": 1})

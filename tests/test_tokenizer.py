@@ -227,6 +227,25 @@ def test_a_push_costs_the_same_however_long_the_text_is(tmp_path: Path) -> None:
 # ---- special tokens, truncation
 
 
+def test_no_text_of_so_many_tokens_is_longer(tmp_path: Path) -> None:
+    """The longest token again and again, and what normalising makes a quarter of its bytes of."""
+    tok, plain = Tokenizer(byte_level(tmp_path)), "𝐀" * 100
+    longest = max((tok.spelled(i) for i in range(tok.vocab_size)), key=len).decode()
+    for text in (longest * 100, plain, "a", ""):
+        ids = tok.encode(text, add_special=False, parse_special=True)
+        most = tok.most_bytes(len(ids))
+        assert most is not None and len(text.encode()) <= most
+    assert tok.most_bytes(10) == 40 * len(longest.encode())
+
+
+def test_where_one_token_is_any_unknown_text_nothing_bounds_it(tmp_path: Path) -> None:
+    from tokenizers import decoders, models
+
+    tok = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    tok.decoder = decoders.Fuse()
+    assert Tokenizer(_saved(tok, tmp_path)).most_bytes(1) is None
+
+
 def test_special_tokens_are_added_only_when_asked(tmp_path: Path) -> None:
     from tokenizers import processors
 

@@ -10,7 +10,7 @@ import re
 import secrets
 import string
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         token_ids: Mapping[int, Sequence[int]] | None = None,
+        check: Callable[[str], None] = lambda text: None,
     ) -> list[int]:
-        """`token_ids`: of answers, by the message's index, as they were generated.
+        """`check` may refuse the text before it is split into tokens.
 
-        They stand for the answer's text where the template leaves it whole and a control token follows it.
-        Tokenised again, it may become other tokens, and all from there on would have to be computed again.
+        `token_ids`: of answers, by the message's index, as they were generated. They stand for the answer's
+        text where the template leaves it whole and a control token follows it. Tokenised again, it may become
+        other tokens, and all from there on would have to be computed again.
         """
         text, spans = self.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+        check(text)
         ids: list[int] = []
         at = 0
         waiting = deque(sorted((token_ids or {}).items()))

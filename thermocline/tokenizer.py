@@ -91,6 +91,16 @@ class Tokenizer:
         """What it adds to a text; its name, where that is nothing."""
         return self.token_bytes(token) or self.name(token).encode()
 
+    def most_bytes(self, tokens: int) -> int | None:
+        """Of any text of so many tokens, so that longer ones need not be split to know that they are.
+
+        A token spells its bytes, which normalising may have made of four times as many ("𝐀" becomes "A").
+        None: one for whatever is unknown may stand for any text.
+        """
+        if _unknown_id(self._tok) is not None and not getattr(self._tok.model, "byte_fallback", False):
+            return None
+        return 4 * max(len(self.spelled(i)) for i in range(self.vocab_size)) * tokens
+
     def is_control(self, token: int) -> bool:
         """It is no text, but says something about it: where it ends, who speaks."""
         return token in self._special or token in self._controls

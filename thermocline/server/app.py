@@ -57,6 +57,7 @@ class Model:
     template: ChatTemplate | None
     why_no_template: str
     format: Format
+    most_bytes: int | None  # of a prompt that its context holds
 
     @staticmethod
     def of(opened: Opened, name: str | None) -> Model:
@@ -70,7 +71,8 @@ class Model:
             why = str(e)
         format = Format.of("" if template is None else template.source)
         about = path.name if name is None else name
-        return Model(about, spec, opened.context, opened.max_batch, tokenizer, template, why, format)
+        most = tokenizer.most_bytes(opened.context)
+        return Model(about, spec, opened.context, opened.max_batch, tokenizer, template, why, format, most)
 
 
 class Server:
@@ -192,7 +194,8 @@ class Server:
         template = model.template
         _check_tools(r, model.format)
         messages, variables = _messages(r.messages), _variables(r)
-        ids = await self.apart(partial(template.encode, messages, variables=variables))
+        check = partial(_check_length, model)
+        ids = await self.apart(partial(template.encode, messages, variables=variables, check=check))
         stop_ids = await self.apart(lambda: template.stop_ids)
         asked = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
         params = schema.sampling_params(
@@ -224,6 +227,8 @@ class Server:
         await self.enforceable(params)
         jobs: list[tuple[list[int], SamplingParams]] = []
         for prompt in prompts:
+            if isinstance(prompt, str):
+                _check_length(model, prompt)
             ids = await self.apart(partial(encode, prompt)) if isinstance(prompt, str) else prompt
             jobs += self.jobs(model, ids, params, r.n or 1)
         return await self._answered(
@@ -303,7 +308,9 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         r = self.body(request, schema.TokenizeRequest)
-        t = self.ready_model().tokenizer
+        t, most = self.ready_model().tokenizer, self.limits.limit_tokenize_bytes
+        if len(r.content.encode()) > most:
+            raise Refusal(413, f"content: at most {most} bytes", param="content")
         ids = await self.apart(
             partial(t.encode, r.content, add_special=r.add_special, parse_special=r.parse_special)
         )
@@ -366,6 +373,16 @@ class Events(StreamingResponse):
 
 def _fields(kind: type[BaseModel]) -> set[str]:
     return {f.alias or name for name, f in kind.model_fields.items()}
+
+
+def _check_length(model: Model, text: str) -> None:
+    """Refuses what no context holds before it is split into tokens: 20 MB hold up everybody for 30 s."""
+    size = len(text.encode("utf-8", "replace"))
+    if model.most_bytes is not None and size > model.most_bytes:
+        raise Refusal(
+            400, f"the prompt has {size} bytes, far more than a context of {model.context} tokens holds",
+            type="exceed_context_size_error", code="context_length_exceeded", extra={"n_ctx": model.context}
+        )  # fmt: skip
 
 
 def _prompts(given: Any) -> list[str | list[int]]:

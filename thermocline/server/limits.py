@@ -62,6 +62,7 @@ class Limits:
     limit_stop: int = _count(16, "Texts in `stop`.", 0)
     limit_stop_bytes: int = _bytes(256, "One of those texts.")
     limit_logit_bias: int = _count(1024, "Tokens in `logit_bias`.", 0)
+    limit_tokenize_bytes: int = _bytes(MIB, "A text for `/tokenize`: others' prompts wait meanwhile.")
     limit_schema_bytes: int = opt(
         64 * KIB, whole(1, 64 * KIB), "BYTES", "Limits", "A JSON schema or grammar."
     )
