@@ -93,6 +93,14 @@ def _where(e: BaseException) -> str:
     return type(e).__name__ + place
 
 
+def _listen(connection: Connection, commands: SimpleQueue[ToEngine]) -> None:
+    """On a thread of its own: to ask the pipe between two steps took 30 us of each."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            commands.put(connection.recv())
+    commands.put(Stop())  # nobody is there any more
+
+
 class Worker:
     def __init__(self, connection: Connection, llm: LLM) -> None:
         self._connection, self._llm = connection, llm
@@ -107,8 +115,9 @@ class Worker:
 
     def run(self) -> None:
         self._send(Ready(self._llm.load_s, self._llm.memory_bytes))
-        for what in (self._prepare, self._listen):
-            threading.Thread(target=what, name=what.__name__, daemon=True).start()
+        heard = self._connection, self._commands
+        threading.Thread(target=self._prepare, name="grammars", daemon=True).start()
+        threading.Thread(target=_listen, args=heard, name="commands", daemon=True).start()
         pulse = threading.Thread(target=self._pulse, name="pulse", daemon=True)
         pulse.start()
         busy = False
@@ -143,13 +152,6 @@ class Worker:
         """The first grammar's vocabulary takes 0.6 s for 50,000 tokens: not while somebody waits for it."""
         with contextlib.suppress(ThermoclineError):  # without the library there are none
             self._llm.constraint(SamplingParams(grammar=Grammar.json_object()), checked=True)
-
-    def _listen(self) -> None:
-        """On a thread of its own: to ask the pipe between two steps took 30 us of each."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._commands.put(self._connection.recv())
-        self._commands.put(Stop())  # nobody is there any more
 
     def _obey(self, wait: bool) -> bool:
         """What was asked for meanwhile. False: to stop."""
