@@ -83,12 +83,12 @@ class Scripted:
 
 
 @contextlib.contextmanager
-def scripted(*, chats: bool = True, keys: Sequence[str] = ()) -> Iterator[Scripted]:
+def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> Iterator[Scripted]:
     engine = ScriptedEngine()
     server = Server(
         engine, Limits(), print, defaults=SamplingParams(temperature=0.7, max_tokens=None), keys=bool(keys)
     )
-    server.model = Model.of(Opened(str(BUNDLED), 1 << 20, 4, TEMPLATE if chats else None), "scripted")
+    server.model = Model.of(Opened(str(BUNDLED), 1 << 20, 4, template), "scripted")
     listener = listen("127.0.0.1", 0, has_keys=bool(keys))
     made = Scripted(listener.url, engine, server)
     began: list[http.Server] = []

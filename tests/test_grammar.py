@@ -18,7 +18,7 @@ import pytest
 from test_tokenizer import KINDS, SPEC
 
 from thermocline import LLM, Completion, Grammar, SamplingParams, Unsupported, UsageError, grammar
-from thermocline.constraint import MAX_BYTES
+from thermocline.constraint import MAX_BYTES, Calls, Thought
 from thermocline.grammar import Enforced, Grammars, check
 from thermocline.tokenizer import Tokenizer
 
@@ -215,6 +215,31 @@ def test_a_lark_grammar_cannot_name_a_control_token(tmp_path: Path) -> None:
     assert not by_number.allowed()[0] and by_number.allowed()[tok.encode("a")[-1]]
     with pytest.raises(UsageError, match="cannot be enforced"):
         Grammars(tok).constraint(Grammar.lark("start: <s>"), checked=True)
+
+
+def test_an_answers_marks_may_be_control_tokens_and_then_nothing_else_is(tmp_path: Path) -> None:
+    """Mistral's [TOOL_CALLS] is one, many a <think> too. What only spells one out is left out."""
+    tok = Tokenizer(KINDS["byte_level"](tmp_path), dataclasses.replace(SPEC, eos_ids=()))
+    functions = (("f", {"type": "object", "additionalProperties": False}),)
+    calls = Calls(functions, "<s>", "", "arguments", in_list=True, several=False)
+    grammars, thought = Grammars(tok), Thought("<t>", "</s>", begun=True)
+
+    def taken(g: Grammar, *parts: str | int) -> bool:
+        """Of tokens' ids, and of text byte by byte."""
+        c = grammars.constraint(g)
+        for part in parts:
+            spelt = [part] if isinstance(part, int) else [i for b in part for i in tok.encode(b, False)]
+            for token in spelt:
+                if not c.allowed()[token]:
+                    return False
+                c.accept(token)
+        return c.is_complete()
+
+    call = '[{"name":"f","arguments":{}}]'
+    must, may = Grammar.answer(thought, calls, None), Grammar.answer(None, calls, "text")
+    assert taken(must, "so <s>", 1, 0, call) and taken(must, 1, 0, call) and taken(may, "so", 0, call)
+    assert not taken(must, 0, call) and not taken(must, 1, "<s>" + call), "the mark is the token"
+    assert not taken(may, "so <s>") and not taken(may, 1) and not taken(must, "</s>")
 
 
 def test_ends_are_the_models_and_those_that_are_asked_for(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from thermocline.server.parts import BARE, Call, Format, Parts, Piece
 HERMES = Format.of("{% if tools %}<tool_call>{% endif %}<think>")
 MISTRAL = Format.of("{{ tools }}[TOOL_CALLS]")
 LLAMA = Format.of('{% if tools %} {"name": function, "parameters": {}} {% endif %}')
+LLAMA_THINKS = Format.of('{% if tools %} {"name": function, "parameters": {}} {% endif %}<think>')
 PLAIN = Format.of("{{ messages }}")
 SUM = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 
@@ -44,13 +45,18 @@ CASES = [
     (HERMES, "a <think> in a text", [("content", "a <think> in a text")]),
     (HERMES, f"See:\n<tool_call>\n{SUM}\n</tool_call>", [("content", "See:\n"), ("add", ARGUMENTS)]),
     (HERMES, f"<tool_call>{SUM}</tool_call>\n<tool_call>{SUM}</tool_call>",
-     [("add", ARGUMENTS), ("content", "\n"), ("add", ARGUMENTS)]),
+     [("add", ARGUMENTS), ("add", ARGUMENTS)]),
+    (HERMES, f"<think>a</think>\n\n<tool_call>{SUM}</tool_call>\n",
+     [("reasoning_content", "a"), ("add", ARGUMENTS)]),
+    (HERMES, f"<tool_call>{SUM}</tool_call>\n so", [("add", ARGUMENTS), ("content", "\n so")]),
+    (HERMES, "\n ", [("content", "\n ")]),
     (HERMES, "<tool_call>no JSON</tool_call>!", [("content", "<tool_call>no JSON</tool_call>!")]),
     (HERMES, f"<tool_call>{SUM}", [("add", ARGUMENTS)]),
     (HERMES, "1 < 2 <tool", [("content", "1 < 2 <tool")]),
     (MISTRAL, f"[TOOL_CALLS][{SUM}, {SUM}]", [("add", ARGUMENTS), ("add", ARGUMENTS)]),
     (LLAMA, '{"name": "add", "parameters": {"a": 1, "b": 2}}', [("add", ARGUMENTS)]),
     (LLAMA, ' {\n "name" : 5}', [("content", ' {\n "name" : 5}')]),
+    (LLAMA_THINKS, f"<think>a</think>\n{SUM}", [("reasoning_content", "a"), ("add", ARGUMENTS)]),
     (LLAMA, '{"x": 1}', [("content", '{"x": 1}')]),
 ]  # fmt: skip
 
@@ -76,3 +82,11 @@ def test_without_tools_a_call_is_text() -> None:
 def test_calls_have_names_of_their_own() -> None:
     a, b = split(MISTRAL, f"[TOOL_CALLS][{SUM}, {SUM}]", 5)
     assert isinstance(a, Call) and isinstance(b, Call) and a.id != b.id and LLAMA.call == BARE
+
+
+@pytest.mark.parametrize(
+    "other", ["<tool_call><function=add>", "<tool_call>add<arg_key>", "[TOOL_CALLS]add[ARGS]{}"]
+)
+def test_calls_in_another_syntax_are_not_taken_for_json(other: str) -> None:
+    """Qwen3-Coder's, GLM's and Mistral's newer ones share a mark with what is understood."""
+    assert Format.of("{{ tools }}" + other).call is None

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,12 @@ from thermocline.errors import UsageError
 
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 64  # brackets within brackets
-KINDS = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}
+KINDS = {
+    "json_schema": "JSON schema",
+    "regex": "regular expression",
+    "lark": "grammar",
+    "answer": "answer's form",
+}
 
 
 class Constraint(Protocol):
@@ -35,8 +40,30 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True)
+class Thought:
+    """What a model may think before its answer: any text between two marks."""
+
+    opens: str
+    closes: str
+    begun: bool  # within the prompt: it has to come, and its first mark is there
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of functions as a chat template writes them: `{"name": ..., ARGUMENTS: {...}}` between marks."""
+
+    functions: tuple[tuple[str, Mapping[str, Any]], ...]  # name and the JSON schema of its arguments
+    opens: str  # may be empty: the object is all there is
+    closes: str
+    arguments: str  # the key
+    in_list: bool  # one list for all calls, one mark for the list
+    several: bool
+
+
+@dataclass(frozen=True)
 class Grammar:
-    """What an answer must be, whole: text that fits a JSON schema, a regular expression or a Lark grammar."""
+    """What an answer must be, whole: text that fits a JSON schema, a regular expression or a Lark grammar;
+    or an answer of a conversation, with the marks of the model's template."""
 
     kind: str  # of KINDS
     text: str
@@ -53,7 +80,7 @@ class Grammar:
             raise UsageError(f"the {name} is empty or has a NUL character")
         if size > MAX_BYTES:
             raise UsageError(f"the {name} has {size} bytes; at most {MAX_BYTES} can be taken")
-        if self.kind == "json_schema" and (levels := depth(self.text)) > MAX_DEPTH:
+        if self.kind in ("json_schema", "answer") and (levels := depth(self.text)) > MAX_DEPTH:
             raise UsageError(f"the {name} is {levels} levels deep; at most {MAX_DEPTH} can be taken")
 
     @staticmethod
@@ -90,6 +117,18 @@ class Grammar:
         if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
             raise UsageError("the grammar is GBNF (`::=`); write it as a Lark grammar (`start: ...`)")
         return Grammar("lark", text)
+
+    @staticmethod
+    def answer(
+        thought: Thought | None, calls: Calls | None, content: Mapping[str, Any] | Literal["text"] | None
+    ) -> Grammar:
+        """Maybe a thought, then calls, or else `content`: by a JSON schema, or any text. None: not this."""
+        form = {
+            "thought": None if thought is None else asdict(thought),
+            "calls": None if calls is None else asdict(calls),
+            "content": content,
+        }
+        return Grammar("answer", json.dumps(form, ensure_ascii=False, allow_nan=False))
 
 
 def depth(text: str) -> int:

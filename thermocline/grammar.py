@@ -54,19 +54,20 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._tokenizer)
-            matcher = self._compiled.pop(grammar, None) or _compiled(self._vocabulary.there, grammar)
+            matcher = self._compiled.pop(grammar, None) or _compiled(self._vocabulary, grammar)
             self._compiled[grammar] = matcher
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             ends = (*self._tokenizer.eos_ids, *stop_ids)
-            return Enforced(matcher.deep_copy(), self._vocabulary, ends)
+            named = grammar.kind == "answer"  # by us, and only a template's marks
+            return Enforced(matcher.deep_copy(), self._vocabulary, ends, controls=named)
 
 
 class Vocabulary:
     """A tokenizer as the library sees it: the bytes of each token that writes text, and one that ends it.
 
-    Control tokens have no bytes there: no grammar can name one, and none is text. The end is an id of its
-    own, since a model may have several, or none.
+    Control tokens have no bytes there: none is text, and no client's grammar can name one (`controls`: a
+    template's marks may be among them). The end is an id of its own, since a model may have several, or none.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -78,6 +79,7 @@ class Vocabulary:
         silent = [tokenizer.is_control(i) or i in tokenizer.eos_ids for i in range(self.size)]
         self.tokens = [b"" if s else tokenizer.token_bytes(i) for i, s in enumerate(silent)] + [b"<end>"]
         self.writes: Mask = np.array([len(t) > 0 for t in self.tokens[:-1]], np.bool_)
+        self.controls = {tokenizer.name(i): i for i, s in enumerate(silent) if s}
         self._encode = tokenizer.encode
         self.there: LLTokenizer = LLTokenizer(TokenizerWrapper(self))
 
@@ -96,8 +98,12 @@ class Vocabulary:
 class Enforced:
     """A `Constraint`: one answer's place in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, ends: Sequence[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: Vocabulary, ends: Sequence[int], *, controls: bool
+    ) -> None:
+        """`controls`: the grammar may name them."""
         self._matcher, self._vocabulary, self._ends = matcher, vocabulary, list(ends)
+        self._controls = controls
         self._ended = False
 
     def allowed(self) -> Mask:
@@ -105,7 +111,9 @@ class Enforced:
         if self._matcher.is_error():
             raise UsageError(f"the grammar cannot go on here: {_line(self._matcher.get_error())}")
         there = np.unpackbits(bits, count=self._vocabulary.size + 1, bitorder="little").view(np.bool_)
-        mask: Mask = there[:-1] & self._vocabulary.writes  # a grammar may name tokens by their numbers
+        mask: Mask = there[:-1]
+        if not self._controls:  # a client's grammar may name tokens by their numbers
+            mask &= self._vocabulary.writes
         mask[self._ends] = there[-1]
         return mask
 
@@ -144,12 +152,13 @@ def check(grammar: Grammar) -> None:
         raise UsageError(f"the {KINDS[grammar.kind]} cannot be enforced: {_line(why)}")
 
 
-def _compiled(there: LLTokenizer, grammar: Grammar) -> LLMatcher:
+def _compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
     from llguidance import LLMatcher
 
     from thermocline.grammar_worker import limits, source
 
-    matcher = LLMatcher(there, source(grammar.kind, grammar.text), log_level=0, limits=limits())
+    text = source(grammar.kind, grammar.text, vocabulary.controls)
+    matcher = LLMatcher(vocabulary.there, text, log_level=0, limits=limits())
     if matcher.is_error():
         why = _line(matcher.get_error())
         raise UsageError(f"the {KINDS[grammar.kind]} cannot be enforced with this model's vocabulary: {why}")

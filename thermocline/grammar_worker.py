@@ -1,4 +1,4 @@
-"""Tries one grammar out, in a process that may be killed: it may take for ever, or overflow the stack.
+"""Grammars as llguidance has them; tries one out, in a process that may be killed: it may take for ever.
 
 Run by grammar.py: `KIND` and the text on stdin; what is wrong with it on stdout, nothing if it can be used.
 Must not import anything of ours: the process starts without our package.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -30,11 +32,115 @@ JSON = {
 }
 
 
-def source(kind: str, text: str) -> str:
-    """The grammar as llguidance takes it; ValueError where it is no grammar of that kind."""
-    if kind == "json_schema":
-        return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON))
-    return str(LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text))
+def source(kind: str, text: str, controls: Mapping[str, int] | None = None) -> str:
+    """The grammar as llguidance takes it; ValueError where it is no grammar of that kind.
+
+    `controls`: tokens that no text can spell, by name; an answer's marks may be among them.
+    """
+    match kind:
+        case "json_schema":
+            return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(text))
+        case "answer":
+            text = _Answer(json.loads(text), controls or {}).lark()
+    return str(LLMatcher.grammar_from_lark(text))
+
+
+# ---- an answer of a conversation
+
+
+class _Answer:
+    """`constraint.Grammar.answer` as Lark.
+
+    The lexer takes the longest piece and never goes back: free text must not run into whatever else may begin
+    there. It leaves out marks even where they are tokens of their own, since a model may spell one out, too.
+    """
+
+    def __init__(self, form: Mapping[str, Any], controls: Mapping[str, int]) -> None:
+        self._form, self._controls = form, controls
+        self._rules = [r"_WS: /( |\n[ \t]{0,20})/", r"_GAP: /[ \n]{1,4}/"]
+
+    def lark(self) -> str:
+        thought, calls, content = self._form["thought"], self._form["calls"], self._form["content"]
+        begun = "" if thought is None else r"\s*" + _regex(thought["opens"])
+        ways = []
+        if calls is not None:
+            free = content == "text" and calls["opens"]
+            opens = (
+                self._up_to("said", calls["opens"], begun) if free else f"_GAP? {self._mark(calls['opens'])}"
+            )
+            ways.append(f"{opens} {self._calls(calls)}")
+        if content == "text":
+            call = "" if calls is None else ".*" + _regex(calls["opens"]) if calls["opens"] else r"\s*\{"
+            ways.append(self._text("TEXT", begun, call) + "?")
+        elif content is not None:
+            ways.append("_GAP? " + self._json("content", content))
+        start = f"({' | '.join(ways)})"
+        if thought is not None:
+            rest = self._up_to("thought", thought["closes"]) + " _GAP?"
+            start = (
+                f"{rest} {start}" if thought["begun"] else f"({self._mark(thought['opens'])} {rest})? {start}"
+            )
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def _calls(self, calls: Mapping[str, Any]) -> str:
+        """What follows the mark that opens the first."""
+        colon = '_WS? ":" _WS?'
+        for i, (f, parameters) in enumerate(calls["functions"]):
+            name, key = _literal(f), _literal(calls["arguments"])
+            self._rules.append(f'f{i}: {name} _WS? "," _WS? {key} {colon} a{i}')
+            self._json(f"a{i}", parameters)
+        any_ = " | ".join(f"f{i}" for i in range(len(calls["functions"])))
+        self._rules.append(f'call: "{{" _WS? {_literal("name")} {colon} ({any_}) _WS? "}}"')
+        several, opens, closes = calls["several"], self._mark(calls["opens"]), self._mark(calls["closes"])
+        if calls["in_list"]:
+            more = '(_WS? "," _WS? call)*' if several else ""
+            return f'_GAP? "[" _WS? call {more} _WS? "]"'
+        one = f"_GAP? call _GAP? {closes}" if closes else "call"
+        return f"{one} (_GAP? {opens} {one})* _GAP?" if several else one
+
+    def _mark(self, name: str) -> str:
+        return f"<[{self._controls[name]}]>" if name in self._controls else json.dumps(name) if name else ""
+
+    def _up_to(self, rule: str, mark: str, *foreign: str) -> str:
+        """Text, maybe none, and the mark that ends it."""
+        if mark in self._controls:
+            return f"{self._text(rule.upper(), *foreign, '.*' + _regex(mark))}? {self._mark(mark)}"
+        self._rules.append(
+            f"{rule}[suffix={json.dumps(mark)}]: {self._text(rule.upper(), *foreign, least='*')}"
+        )
+        return rule
+
+    def _text(self, name: str, *foreign: str, least: str = "+") -> str:
+        """Any that begins with none of `foreign`."""
+        but = f" & ~/(?s:({'|'.join(filter(None, foreign))}).*)/" if any(foreign) else ""
+        self._rules.append(f"{name}: /(?s:.{least})/{but}")
+        return name
+
+    def _json(self, rule: str, schema: Mapping[str, Any]) -> str:
+        self._rules.append(f"{rule}: %json {json.dumps({**schema, 'x-guidance': JSON})}")
+        return rule
+
+
+def _literal(key: str) -> str:
+    """A string of JSON, as a string of Lark."""
+    return json.dumps(json.dumps(key, ensure_ascii=False))
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def _schemas(form: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each with what it is."""
+    for name, parameters in () if form["calls"] is None else form["calls"]["functions"]:
+        yield f"the parameters of {name!r}: ", parameters
+    if isinstance(form["content"], dict):
+        yield "the JSON schema: ", form["content"]
+
+
+# ---- the trial
 
 
 def limits() -> LLParserLimits:
@@ -55,6 +161,10 @@ class _Bytes:
 
 def problem(kind: str, text: str) -> str:
     """What is wrong with the grammar, or nothing."""
+    if kind == "answer":  # each schema by itself: random walks would not get past a thought
+        for about, schema in _schemas(json.loads(text)):
+            if wrong := problem("json_schema", json.dumps(schema)):
+                return about + wrong
     try:
         begin = LLMatcher(
             LLTokenizer(TokenizerWrapper(_Bytes())), source(kind, text), log_level=0, limits=limits()
@@ -69,7 +179,7 @@ def problem(kind: str, text: str) -> str:
         if _lets_zero_in(json.loads(text)):
             return "between an exclusive 0 and a fraction 0 itself would be let in; leave one bound out"
     draw = random.Random(0)
-    found = (_walk(begin.deep_copy(), draw) for _ in range(WALKS))
+    found = (_walk(begin.deep_copy(), draw) for _ in range(0 if kind == "answer" else WALKS))
     return next(filter(None, found), "")
 
 

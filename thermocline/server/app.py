@@ -23,7 +23,7 @@ from starlette.routing import Route
 from thermocline import __version__, grammar
 from thermocline.chat_template import ChatTemplate
 from thermocline.constraint import depth
-from thermocline.errors import ThermoclineError
+from thermocline.errors import ThermoclineError, UsageError
 from thermocline.pack import Pack
 from thermocline.request import request_for
 from thermocline.sampler import SamplingParams
@@ -37,6 +37,7 @@ from thermocline.server.metrics import Metrics
 from thermocline.server.parts import THINK, Format, Parts
 from thermocline.server.process import EngineProcess, Work
 from thermocline.server.refusal import Refusal
+from thermocline.server.tools import Offer, answer_grammar
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Tokenizer
 
@@ -147,8 +148,8 @@ class Server:
             raise Refusal(503, "too many answers are waiting; try again", code="queue_full")
         return self.engine.submit(prompts)
 
-    async def enforceable(self, params: SamplingParams) -> None:
-        """Raises UsageError where its grammar cannot be kept to: it is compiled on trial, in a process."""
+    async def enforceable(self, params: SamplingParams, fields: Sequence[str]) -> None:
+        """Raises 400 where its grammar, made from these, cannot be kept to: it is tried out, in a process."""
         g, most = params.grammar, self.limits
         if g is None:
             return
@@ -156,7 +157,10 @@ class Server:
             said = f"{most.limit_schema_bytes} bytes or {most.limit_schema_depth} levels"
             raise Refusal(400, f"the grammar or schema has more than {said}")
         async with self._trials:
-            await asyncio.to_thread(grammar.check, g)
+            try:
+                await asyncio.to_thread(grammar.check, g)
+            except UsageError as e:
+                raise Refusal(400, str(e), param=fields[0] if len(fields) == 1 else None) from None
 
     async def apart(self, what: Callable[[], Any]) -> Any:
         """Work that may be long, on another thread."""
@@ -192,8 +196,8 @@ class Server:
         if model.template is None:
             raise Refusal(400, model.why_no_template, param="messages")
         template = model.template
-        _check_tools(r, model.format)
-        messages, variables = _messages(r.messages), _variables(r)
+        offer = Offer.of(r, model.format)
+        messages, variables = _messages(r.messages), _variables(r, offer)
         check = partial(_check_length, model)
         ids = await self.apart(partial(template.encode, messages, variables=variables, check=check))
         stop_ids = await self.apart(lambda: template.stop_ids)
@@ -201,12 +205,13 @@ class Server:
         params = schema.sampling_params(
             r, self.defaults, logprobs=(r.top_logprobs or 0) if r.logprobs else None, max_tokens=asked
         )
-        params = replace(params, stop_ids=stop_ids)
-        await self.enforceable(params)
+        thinking = model.format.thinks and _ends_within_a_thought(model.tokenizer, ids)
+        form = answer_grammar(offer, model.format, thinking, params.grammar)
+        params = replace(params, stop_ids=stop_ids, grammar=form)
+        await self.enforceable(params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
         work = self.submit(self.jobs(model, ids, params, r.n or 1))
-        return await self._answered(
-            request, work, Chat(model.name, model.tokenizer, r, _parts(model, r, ids))
-        )
+        parts = partial(Parts, model.format, tools=bool(offer.shown), thinking=thinking)
+        return await self._answered(request, work, Chat(model.name, model.tokenizer, r, parts))
 
     # ---- /v1/completions
 
@@ -224,7 +229,7 @@ class Server:
         params = schema.sampling_params(r, self.defaults, logprobs=r.logprobs, max_tokens=limit)
         if r.echo:
             params = replace(params, prompt_logprobs=r.logprobs)
-        await self.enforceable(params)
+        await self.enforceable(params, schema.grammar_fields(r))
         jobs: list[tuple[list[int], SamplingParams]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -424,15 +429,7 @@ def _arguments(text: str) -> Any:
         return text
 
 
-def _check_tools(r: schema.ChatRequest, format: Format) -> None:
-    """What cannot be kept is refused."""
-    if r.tool_choice not in (None, "none", "auto"):
-        raise Refusal(400, "tool_choice: only none and auto can be kept", param="tool_choice")
-    if r.tools and r.tool_choice != "none" and format.call is None:
-        raise Refusal(400, "tools: this model's chat template has none that are understood", param="tools")
-
-
-def _variables(r: schema.ChatRequest) -> dict[str, Any]:
+def _variables(r: schema.ChatRequest, offer: Offer) -> dict[str, Any]:
     variables = dict(r.chat_template_kwargs or {})
     if variables.keys() & {"tools", "documents", "chat_template", "tokenize"}:
         raise Refusal(
@@ -440,18 +437,15 @@ def _variables(r: schema.ChatRequest) -> dict[str, Any]:
         )
     if r.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", r.reasoning_effort)
-    if r.tools and r.tool_choice != "none":
-        variables["tools"] = [t.model_dump(exclude_none=True) for t in r.tools]
+    if offer.shown:
+        functions = (f.model_dump(exclude_none=True) for f in offer.shown)
+        variables["tools"] = [{"type": "function", "function": f} for f in functions]
     return variables
 
 
-def _parts(model: Model, r: schema.ChatRequest, ids: list[int]) -> Callable[[], Parts]:
-    """What its answers may hold; the prompt's last tokens say whether it ends within a thought."""
-    t = model.tokenizer
-    tail = b"".join(map(t.spelled, ids[-8:])).decode("utf-8", "replace")
-    thinking = model.format.thinks and tail.rstrip().endswith(THINK[0])
-    tools = bool(r.tools) and r.tool_choice != "none"
-    return partial(Parts, model.format, tools=tools, thinking=thinking)
+def _ends_within_a_thought(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+    tail = b"".join(map(tokenizer.spelled, ids[-8:])).decode("utf-8", "replace")
+    return tail.rstrip().endswith(THINK[0])
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from thermocline.constraint import Calls
 from thermocline.request import overlap
 
 THINK = ("<think>", "</think>")
@@ -19,6 +21,11 @@ CALLS = {  # marks around a call, by what templates write: Hermes' and Qwen's, M
     "[TOOL_CALLS]": None,  # to the end
 }
 BARE = '{"name":'  # Llama 3's calls are an answer that is nothing but this object
+OTHERS = (
+    "<function=",
+    "<arg_key>",
+    "[ARGS]",
+)  # calls that are not JSON throughout, though a mark is the same
 MARKS = (*THINK, *CALLS, *filter(None, CALLS.values()), "<|python_tag|>")
 
 
@@ -42,9 +49,20 @@ class Format:
     @staticmethod
     def of(template: str) -> Format:
         call = next((mark for mark in CALLS if mark in template), None)
-        if call is None and "tools" in template and '"parameters"' in template:
+        if any(other in template for other in OTHERS):
+            call = None
+        elif call is None and "tools" in template and '"parameters"' in template:
             call = BARE
         return Format(THINK[0] in template or THINK[1] in template, call)
+
+    def calls(self, functions: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> Calls:
+        """How calls of these are written; each with the JSON schema of its arguments."""
+        assert self.call is not None
+        functions = tuple(functions)
+        if self.call == BARE:  # which is all of an answer: there is no second one
+            return Calls(functions, "", "", "parameters", in_list=False, several=False)
+        closes = CALLS[self.call]
+        return Calls(functions, self.call, closes or "", "arguments", in_list=closes is None, several=several)
 
 
 class Parts:
@@ -55,6 +73,7 @@ class Parts:
         self._thinks = format.thinks
         self._state = "think" if thinking else "start"
         self._held = ""
+        self._fresh = True  # no text yet, or none since the last mark
         self.called = False
 
     def push(self, text: str) -> list[Piece]:
@@ -69,11 +88,15 @@ class Parts:
         held, self._held = self._held, ""
         if self._state in ("call", "bare"):
             return self._calls(held, held if self._state == "bare" else (self._mark or "") + held)
-        return self._said(held)
+        return [] if self.called and self._is_blank(held) else self._said(held)
 
     def _said(self, text: str) -> list[Piece]:
         kind = "reasoning_content" if self._state == "think" else "content"
         return [(kind, text)] if text else []
+
+    def _is_blank(self, text: str) -> bool:
+        """Space before, between or after calls, which is no content."""
+        return self._state == "text" and self._fresh and not text.strip()
 
     def _step(self, found: list[Piece]) -> bool:
         """One mark further; False: more text is needed."""
@@ -81,7 +104,7 @@ class Parts:
             case "start":
                 return self._start()
             case "think":
-                return self._until(THINK[1], "text", found)
+                return self._until(THINK[1], "start" if self._mark == BARE else "text", found)
             case "text" if self._mark in CALLS:
                 assert self._mark is not None
                 return self._until(self._mark, "call", found)
@@ -120,12 +143,13 @@ class Parts:
     def _until(self, mark: str, then: str, found: list[Piece]) -> bool:
         before, met, after = self._held.partition(mark)
         if met:
-            found += self._said(before)
-            self._held, self._state = after, then
+            found += [] if self._is_blank(before) else self._said(before)
+            self._held, self._state, self._fresh = after, then, True
             return True
         keep = len(before) - overlap(before, mark)
-        found += self._said(before[:keep])
-        self._held = before[keep:]
+        if not self._is_blank(before[:keep]):
+            found += self._said(before[:keep])
+            self._held, self._fresh = before[keep:], False
         return False
 
     def _calls(self, text: str, else_: str) -> list[Piece]:

@@ -108,14 +108,40 @@ class Tool(Request):
     function: Function
 
 
+class FunctionName(Request):
+    name: str
+
+
+class NamedTool(Request):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Allowed(Request):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(Request):
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+)
+
+
 class ChatRequest(Sampling):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=-1, le=SINGLE)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: ToolChoice | None = Field(
+        None, description='"none", "auto", "required", or {"type": "function", "function": {"name": ...}}'
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
 
@@ -188,6 +214,11 @@ def _texts(stop: str | list[str] | None) -> tuple[str, ...] | None:
 
 
 # ---- the same, as the engine has it
+
+
+def grammar_fields(r: Sampling) -> list[str]:
+    """Those that say what a text has to be."""
+    return [f for f in ("grammar", "json_schema", "response_format") if getattr(r, f) is not None]
 
 
 def grammar_of(r: Sampling) -> Grammar | None:
