@@ -419,6 +419,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sampler",
         "server.activity",
         "server.answers",
+        "server.body",
         "server.errors",
         "server.guard",
         "server.limits",

@@ -275,6 +275,16 @@ def test_what_cannot_be_kept_is_refused_in_one_line(
     assert not puppet.engine.asked
 
 
+@pytest.mark.parametrize("text", ["[" * 990, "[" * 100_000, '{"a":' * 3000, f"[{'[],' * 300_000}[]]"])
+def test_arguments_of_earlier_calls_are_bounded_as_the_body_is(puppet: Scripted, text: str) -> None:
+    """They are JSON within a string, which the body's own bounds do not see: 990 brackets were a 500."""
+    call: Any = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+    messages: Any = [*STORY, {"role": "assistant", "tool_calls": [call]}]
+    client = openai.OpenAI(base_url=f"{puppet.url}/v1", api_key="any", max_retries=0)
+    with client, pytest.raises(openai.BadRequestError, match=r"arguments of calls: (over|more than)"):
+        client.chat.completions.create(model="scripted", messages=messages)
+
+
 def test_a_template_whose_calls_nobody_knows_has_none() -> None:
     for choice in ("auto", "required", named("move")):
         r = ChatRequest.model_validate({"messages": STORY, "tools": TOOLS, "tool_choice": choice})

@@ -29,6 +29,7 @@ from thermocline.request import request_for
 from thermocline.sampler import SamplingParams
 from thermocline.server import activity, openapi, page, schema, sse
 from thermocline.server.answers import Chat, Shape, Text
+from thermocline.server.body import check_json
 from thermocline.server.errors import of_engine, of_validation
 from thermocline.server.guard import json_body
 from thermocline.server.limits import Limits
@@ -197,7 +198,7 @@ class Server:
             raise Refusal(400, model.why_no_template, param="messages")
         template = model.template
         offer = Offer.of(r, model.format)
-        messages, variables = _messages(r.messages), _variables(r, offer)
+        messages, variables = _messages(r.messages, self.limits), _variables(r, offer)
         check = partial(_check_length, model)
         ids = await self.apart(partial(template.encode, messages, variables=variables, check=check))
         stop_ids = await self.apart(lambda: template.stop_ids)
@@ -398,8 +399,10 @@ def _prompts(given: Any) -> list[str | list[int]]:
     return list(given)
 
 
-def _messages(messages: Sequence[schema.Message]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[schema.Message], limits: Limits) -> list[dict[str, Any]]:
     """As chat templates have them: texts, and arguments of calls as objects."""
+    calls = (c.function.arguments.encode() for m in messages for c in m.tool_calls or ())
+    check_json(calls, limits, "messages: arguments of calls")
     found = []
     for m in messages:
         made = m.model_dump(exclude_none=True)

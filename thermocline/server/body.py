@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from thermocline.server.limits import Limits
@@ -73,11 +73,7 @@ def parse_json(body: bytes, limits: Limits) -> dict[str, Any]:
         text = body.decode("utf-8")
     except UnicodeDecodeError as e:
         raise Refusal(400, f"the body is not UTF-8, at byte {e.start}") from None
-    plain = without_strings(body)
-    if not is_at_most(limits.limit_json_depth, plain):
-        raise Refusal(400, f"the body has over {limits.limit_json_depth} lists or objects inside each other")
-    if plain.count(b",") + plain.count(b"[") + plain.count(b"{") > limits.limit_json_values:
-        raise Refusal(400, f"the body has more than {limits.limit_json_values} values")
+    check_json([body], limits, "the body")
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as e:
@@ -89,6 +85,17 @@ def parse_json(body: bytes, limits: Limits) -> dict[str, Any]:
     if re.search(r"\\u[dD][89a-fA-F]", text) and _has_half_a_pair(value):
         raise Refusal(400, "the body has half of a surrogate pair (\\ud800 to \\udfff alone)")
     return value
+
+
+def check_json(texts: Iterable[bytes], limits: Limits, what: str) -> None:
+    """Refuses what is nested too deep, or has too many values together, before anything is made of it."""
+    values = 0
+    for plain in map(without_strings, texts):
+        if not is_at_most(limits.limit_json_depth, plain):
+            raise Refusal(400, f"{what}: over {limits.limit_json_depth} lists or objects inside each other")
+        values += plain.count(b",") + plain.count(b"[") + plain.count(b"{")
+        if values > limits.limit_json_values:
+            raise Refusal(400, f"{what}: more than {limits.limit_json_values} values")
 
 
 def without_strings(body: bytes) -> bytes:
