@@ -17,7 +17,9 @@ import asyncio
 import json
 import os
 import subprocess
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,16 +111,33 @@ def _outlives(pid: int) -> bool:
 
 
 def schema(port: int, program: str, examples: int, seconds: int) -> Found:
-    """schemathesis: right and wrong data, NUL bytes too, against /openapi.json.
+    """schemathesis: right and wrong data, NUL bytes too, against /openapi.json. -> cases by status.
 
-    Of its checks one is left out, that whatever a schema allows is taken: it cannot say what a grammar,
-    a tool's form or a vocabulary is.
+    Its check that whatever a schema allows is taken is our own (`serve_hooks.py`), which has exceptions: no
+    schema says what a grammar is, or a prompt that fits the context.
     """
     command = [program, "run", f"http://{clients.HOST}:{port}/openapi.json", "-m", "all", "-n", str(examples),
                "--generation-allow-x00", "true", "--generation-database", "none", "--seed", "1",
-               "--exclude-checks", "positive_data_acceptance",
+               "--exclude-checks", "positive_data_acceptance", "--output-sanitize", "false",
                "--max-time", str(seconds)]  # fmt: skip
-    return {"exit": subprocess.run(command, check=False).returncode}
+    hooks = {"SCHEMATHESIS_HOOKS": "serve_hooks", "PYTHONPATH": str(Path(__file__).parent)}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.ndjson"
+        done = subprocess.run(
+            [*command, "--report-ndjson-path", str(report)], check=False, env={**os.environ, **hooks}
+        )
+        return {"exit": done.returncode, "cases": _cases(report)}
+
+
+def _cases(report: Path) -> Found:
+    """By operation, how many answers had which status."""
+    found: dict[str, Counter[int]] = {}
+    for line in report.open():
+        if scenario := json.loads(line).get("ScenarioFinished"):
+            told = scenario["recorder"]
+            answers = [i.get("response") for i in told.get("interactions", {}).values()]
+            found.setdefault(told["label"], Counter()).update(a["status_code"] if a else 0 for a in answers)
+    return {name: dict(sorted(count.items())) for name, count in found.items()}
 
 
 # ---- the command
@@ -191,7 +210,7 @@ def _long(o: Any) -> Found:
 
 
 def _schema(o: Any) -> Found:
-    with Serving(*_flags(o), "--predict", "16") as served:
+    with Serving(*_flags(o), "--predict", "16", template=clients.TEMPLATE + "{# <tool_call> #}") as served:
         return schema(served.port, o.program, o.count or 300, o.seconds)
 
 

@@ -37,16 +37,18 @@ PATIENCE_S = 300.0
 class Serving:
     """`thermocline serve` on a free port (or a UNIX socket), in a temporary folder of its own."""
 
-    def __init__(self, *flags: str, program: Sequence[str] = ("-m", "thermocline")) -> None:
+    def __init__(
+        self, *flags: str, program: Sequence[str] = ("-m", "thermocline"), template: str = TEMPLATE
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory()
         where = Path(self.folder.name)
-        (where / "template.jinja").write_text(TEMPLATE)
+        (where / "template.jinja").write_text(template)
         (where / "tmp").mkdir()
         self.log = where / "log"
-        template = () if "-m" in flags else ("--template", str(where / "template.jinja"))
+        own = () if "-m" in flags else ("--template", str(where / "template.jinja"))
         with self.log.open("wb") as log:
             self.popen = subprocess.Popen(
-                [sys.executable, "-P", *program, "serve", "--port", "0", *template, *flags],
+                [sys.executable, "-P", *program, "serve", "--port", "0", *own, *flags],
                 stderr=log,
                 env={**os.environ, "TMPDIR": str(where / "tmp")},
             )

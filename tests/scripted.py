@@ -42,11 +42,12 @@ class ScriptedEngine(EngineProcess):
         self.state, self.slots = "ready", 4
 
     def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Work:
-        work = Work(self, [job := next(self._numbers)])
-        self._jobs[job] = work
+        jobs = [next(self._numbers) for _ in prompts]
+        work = Work(self, jobs)
+        self._jobs |= dict.fromkeys(jobs, work)
         self.prompts.append(list(prompts[0][0]))
         self.asked.append(prompts[0][1])
-        self.playing = asyncio.get_running_loop().create_task(self._play(job))
+        self.playing = asyncio.gather(*map(self._play, jobs))
         return work
 
     async def _play(self, job: int) -> None:

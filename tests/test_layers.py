@@ -440,7 +440,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.activity": {"server.onlookers", "server.sse", "watch"},
     "server.messages": {"engine", "request", "sampler", "watch"},
     "server.metrics": {"engine", "server.messages", "server.process"},
-    "server.openapi": {"server.schema"},
+    "server.openapi": {"server.limits", "server.schema"},
     "server.parts": {"constraint", "request"},
     "server.tools": {"constraint", "server.parts", "server.refusal", "server.schema"},
     "server.onlookers": {"watch"},
@@ -622,7 +622,7 @@ EXTRAS = {
     "server.metrics": {"prometheus_client"},
     "server.openapi": {"pydantic"},
     "server.page": {"starlette"},
-    "server.schema": {"pydantic"},
+    "server.schema": {"pydantic", "typing_extensions"},
     "placement": {"highspy"},
     "profile_plot": {"matplotlib"},
 }

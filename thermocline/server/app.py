@@ -112,7 +112,7 @@ class Server:
         try:
             made = kind.model_validate(given)
         except ValidationError as e:
-            raise of_validation(e) from None
+            raise of_validation(e, given) from None
         unknown = given.keys() - _fields(kind)
         for name in sorted(unknown & schema.UNKEPT.keys()):
             if given[name]:
@@ -335,7 +335,8 @@ class Server:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def described(self, request: Request) -> Response:
-        return JSONResponse(openapi.document(self.keys))
+        vocabulary = None if self.model is None else self.model.spec.vocab_size
+        return JSONResponse(openapi.document(self.keys, self.limits, vocabulary))
 
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(openapi.page())

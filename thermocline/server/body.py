@@ -75,7 +75,7 @@ def parse_json(body: bytes, limits: Limits) -> dict[str, Any]:
         raise Refusal(400, f"the body is not UTF-8, at byte {e.start}") from None
     check_json([body], limits, "the body")
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_number)
     except json.JSONDecodeError as e:
         raise Refusal(400, f"the body is not JSON: {e.msg}, at character {e.pos}") from None
     except ValueError:  # Python's own limit on the digits of an integer
@@ -129,11 +129,12 @@ def _no_constant(name: str) -> Any:
     raise Refusal(400, f"{name} is not JSON")
 
 
-def _finite(text: str) -> float:
+def _number(text: str) -> float | int:
+    """1.0 is an integer, as JSON Schema has it, and with it our description."""
     value = float(text)
     if not math.isfinite(value):
         raise Refusal(400, f"the number {text[:32]} is too large")
-    return value
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def _has_half_a_pair(value: dict[str, Any]) -> bool:

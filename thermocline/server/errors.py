@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ValidationError
 
 from thermocline.errors import ThermoclineError, UsageError
@@ -9,10 +11,20 @@ from thermocline.server.process import EngineCrashed
 from thermocline.server.refusal import Refusal
 
 
-def of_validation(e: ValidationError) -> Refusal:
-    """The first of what is wrong, with where it is."""
+def of_validation(e: ValidationError, given: Any) -> Refusal:
+    """The first of what is wrong, by its place in what was given: pydantic's way there names types, too."""
     first = e.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    path: list[str] = []
+    for part in first["loc"]:
+        there = (
+            given if isinstance(given, dict) else dict(enumerate(given)) if isinstance(given, list) else {}
+        )
+        if part in there:
+            given = there[part]
+            path.append(str(part))
+    if first["type"] == "missing":
+        path.append(str(first["loc"][-1]))
+    where = ".".join(path)
     return Refusal(400, f"{where}: {first['msg']}" if where else first["msg"], param=where or None)
 
 

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from thermocline import __version__
 from thermocline.server import schema
+from thermocline.server.limits import Limits
 
 REF = "#/components/schemas/{model}"
 ERROR = {
@@ -63,14 +64,15 @@ STATUSES = {
 }  # fmt: skip
 
 
-def document(keys: bool) -> dict[str, Any]:
-    """OpenAPI 3.1. `keys`: one is needed."""
+def document(keys: bool, limits: Limits, vocabulary: int | None) -> dict[str, Any]:
+    """OpenAPI 3.1. `keys`: one is needed. `vocabulary`: how many tokens there are, once a model is there."""
     models = [(o.request, "validation") for o in OPERATIONS if o.request is not None]
     _, definitions = models_json_schema(models, ref_template=REF)  # type: ignore[arg-type]
+    _bound(definitions["$defs"], limits, vocabulary)
     paths: dict[str, Any] = {}
     for o in OPERATIONS:
         paths.setdefault(o.path, {})[o.method] = _operation(o, keys)
-    components: dict[str, Any] = {"schemas": {**definitions.get("$defs", {}), "Error": ERROR}}
+    components: dict[str, Any] = {"schemas": {**definitions["$defs"], "Error": ERROR}}
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
@@ -79,6 +81,24 @@ def document(keys: bool) -> dict[str, Any]:
         "paths": paths,
         "components": components,
     }
+
+
+def _bound(kinds: dict[str, Any], limits: Limits, vocabulary: int | None) -> None:
+    """What a server was started with; a keyword says nothing of values of other types, such as null."""
+    if vocabulary is not None:
+        kinds["Id"]["maximum"] = vocabulary - 1
+    stop = {"minLength": 1, "maxLength": limits.limit_stop_bytes}
+    for kind in ("ChatRequest", "CompletionRequest"):
+        field = kinds[kind]["properties"]
+        field["n"]["maximum"] = limits.limit_n
+        field["stop"] |= stop | {"maxItems": limits.limit_stop, "items": stop}
+        field["logit_bias"]["maxProperties"] = limits.limit_logit_bias
+    kinds["ChatRequest"]["properties"]["top_logprobs"]["maximum"] = limits.limit_top_logprobs
+    completion = kinds["CompletionRequest"]["properties"]
+    completion["logprobs"]["maximum"] = limits.limit_top_logprobs
+    for way in completion["prompt"]["anyOf"]:
+        if way.get("items", {}).get("type") in ("string", "array"):
+            way["maxItems"] = limits.limit_choices
 
 
 def _operation(o: Operation, keys: bool) -> dict[str, Any]:

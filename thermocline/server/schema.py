@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from typing_extensions import TypeAliasType
 
 from thermocline.constraint import Grammar
 from thermocline.errors import UsageError
@@ -18,7 +19,7 @@ from thermocline.sampler import SamplingParams
 from thermocline.server.limits import Limits
 
 Text = Annotated[str, Field(max_length=256)]
-Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Id = TypeAliasType("Id", Annotated[int, Field(ge=0, le=2**31 - 1)])  # a name: its bound depends on the model
 SINGLE = 2**31 - 1
 COMPLETION_TOKENS = 16  # of /v1/completions where a client says nothing, as OpenAI has it
 
@@ -38,9 +39,16 @@ class JsonSchema(Request):
     strict: bool | None = None
 
 
-class ResponseFormat(Request):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+class AnyFormat(Request):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Request):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class Sampling(Request):
@@ -58,7 +66,11 @@ class Sampling(Request):
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     repeat_penalty: float | None = Field(None, gt=0, le=100)
     repeat_last_n: int | None = Field(None, ge=-1, le=SINGLE)
-    logit_bias: dict[str, float] | None = Field(None, description="token id -> added to its logit; -100 bans")
+    logit_bias: dict[str, float] | None = Field(
+        None,
+        description="token id -> added to its logit; -100 bans",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}},
+    )
     max_tokens: int | None = Field(
         None, ge=-1, le=SINGLE, description="-1: until the context is full; 0: none"
     )
@@ -72,8 +84,10 @@ class Sampling(Request):
 
 
 class TextPart(Request):
-    type: str
-    text: str | None = None
+    # Parsed more widely than it says: `app._part` can then name the type that is not understood.
+    model_config = ConfigDict(json_schema_extra={"required": ["type", "text"]})
+    type: str = Field(json_schema_extra={"const": "text"})
+    text: str | None = Field(None, json_schema_extra={"type": "string"})
 
 
 class FunctionCall(Request):
@@ -127,9 +141,22 @@ class AllowedTools(Request):
     allowed_tools: Allowed
 
 
-ToolChoice = (
-    Literal["none", "auto", "required"] | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
-)
+def _form(choice: Any) -> Any:
+    if isinstance(choice, str):
+        return "word"
+    return choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedTools, Tag("allowed_tools")],
+    Discriminator(
+        _form,
+        custom_error_type="tool_choice",
+        custom_error_message='"none", "auto", "required", or {"type": "function", "function": {"name": ...}}',
+    ),
+]
 
 
 class ChatRequest(Sampling):
@@ -150,8 +177,10 @@ class CompletionRequest(Sampling):
     prompt: str | list[str] | list[Id] | list[list[Id]] = ""
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
-    suffix: str | None = None
-    best_of: int | None = Field(None, ge=1)
+    suffix: str | None = Field(
+        None, json_schema_extra={"maxLength": 0}, description="none: nothing is filled in"
+    )
+    best_of: int | None = Field(None, ge=1, description="what n says")
 
 
 class TokenizeRequest(Request):
@@ -228,12 +257,11 @@ def grammar_of(r: Sampling) -> Grammar | None:
         asked.append(Grammar.lark(r.grammar))
     if r.json_schema is not None:
         asked.append(Grammar.json_schema(r.json_schema))
-    if r.response_format is not None and r.response_format.type == "json_object":
-        asked.append(Grammar.json_object())
-    if r.response_format is not None and r.response_format.type == "json_schema":
-        if r.response_format.json_schema is None:
-            raise UsageError("response_format of type json_schema needs a json_schema")
-        asked.append(Grammar.json_schema(r.response_format.json_schema.schema_))
+    match r.response_format:
+        case AnyFormat(type="json_object"):
+            asked.append(Grammar.json_object())
+        case SchemaFormat(json_schema=given):
+            asked.append(Grammar.json_schema(given.schema_))
     if len(asked) > 1:
         raise UsageError("response_format, json_schema and grammar: only one of them can be kept")
     return asked[0] if asked else None

@@ -1,0 +1,108 @@
+"""The description of the API: what it allows is taken, and what it does not is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from scripted import Scripted, scripted
+from test_server_tools import HERMES, TOOLS, named
+
+jsonschema = pytest.importorskip("jsonschema")
+
+WHAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+ASKED: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"tool_choice": None}, True),
+    *(({"tool_choice": choice, "tools": TOOLS}, True)
+      for choice in ("none", "auto", "required", named("move"))),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("stop")]}},
+      "tools": TOOLS}, True),
+    *(({"tool_choice": choice, "tools": TOOLS}, False) for choice in (
+        "any", 1, [], {}, {"type": "function"}, {"type": "function", "function": {}}, {"type": "custom"},
+        {"type": "function", "function": {"name": None}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [named("stop")]}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}})),
+    ({"logit_bias": {"0": -100, "4000": 0.5}}, True),
+    ({"logit_bias": {}}, True),
+    *(({"logit_bias": {key: 1}}, False) for key in ("", "x", "-1", "1.5", " 1", "²", "12345678901")),
+    ({"logit_bias": {"1": "1"}}, False),
+    ({"logit_bias": {"1": None}}, False),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, False),
+    ({"stop": "x" * 256}, True), ({"stop": ["x"] * 16}, True), ({"stop": []}, True),
+    ({"stop": "x" * 257}, False), ({"stop": ["x"] * 17}, False), ({"stop": ""}, False),
+    ({"stop": [""]}, False),
+    ({"n": 8}, True), ({"n": 9}, False), ({"logprobs": True, "top_logprobs": 20}, True),
+    ({"logprobs": True, "top_logprobs": 21}, False),
+    ({"response_format": {"type": "text"}}, True), ({"response_format": WHAT}, True),
+    ({"response_format": {"type": "json_schema"}}, False), ({"response_format": {"type": "xml"}}, False),
+    ({"response_format": {}}, False),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, True),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, False),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, False),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]}, False),
+]  # fmt: skip
+OTHERS: list[tuple[str, dict[str, Any], bool]] = [
+    ("/v1/completions", {"prompt": ["a"] * 64}, True),
+    ("/v1/completions", {"prompt": ["a"] * 65}, False),
+    ("/v1/completions", {"prompt": [[1]] * 65}, False),
+    ("/v1/completions", {"prompt": [1] * 65}, True),
+    ("/v1/completions", {"prompt": [1, 4096]}, False),
+    ("/v1/completions", {"prompt": [[0, -1]]}, False),
+    ("/v1/completions", {"suffix": ""}, True),
+    ("/v1/completions", {"suffix": "b"}, False),
+    ("/v1/completions", {"logprobs": 21}, False),
+    ("/detokenize", {"tokens": [0, 4095]}, True),
+    ("/detokenize", {"tokens": [400.0, 1e3]}, True),
+    ("/v1/completions", {"max_tokens": 4.0, "temperature": 1.0}, True),
+    ("/v1/completions", {"max_tokens": 4.5}, False),
+    ("/detokenize", {"tokens": [4096]}, False),
+    ("/detokenize", {"tokens": ["[Filtered]"]}, False),
+    ("/detokenize", {"tokens": [True]}, False),
+]
+
+
+@pytest.fixture(scope="module")
+def puppet() -> Iterator[Scripted]:
+    with scripted(template=HERMES) as made:
+        yield made
+
+
+def said(puppet: Scripted, path: str) -> Any:
+    """A validator of bodies, from the document alone."""
+    document = httpx2.get(f"{puppet.url}/openapi.json").json()
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    return jsonschema.Draft202012Validator(document | schema)
+
+
+@pytest.mark.parametrize("case", range(len(ASKED)))
+def test_a_conversation_is_taken_as_the_document_says(puppet: Scripted, case: int) -> None:
+    changes, want = ASKED[case]
+    agrees(puppet, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]} | changes, want)
+
+
+@pytest.mark.parametrize("case", range(len(OTHERS)))
+def test_other_bodies_are_taken_as_the_document_says(puppet: Scripted, case: int) -> None:
+    agrees(puppet, *OTHERS[case])
+
+
+def agrees(puppet: Scripted, path: str, body: dict[str, Any], want: bool) -> None:
+    assert said(puppet, path).is_valid(body) == want
+    got = httpx2.post(f"{puppet.url}{path}", json=body)
+    assert got.status_code == (200 if want else 400), got.text
+
+
+def test_an_error_is_where_the_client_wrote_it(puppet: Scripted) -> None:
+    """The way through pydantic's unions is not the way through a body."""
+    for changes, param in [
+        ({"stop": 5}, "stop"), ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "function", "function": {"name": 1}}}, "tool_choice.function.name"),
+        ({"tool_choice": 5}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}, {"type": 5}]}]}, "messages.0.content"),
+    ]:  # fmt: skip
+        body = {"messages": [{"role": "user", "content": "a"}]} | changes
+        error = httpx2.post(f"{puppet.url}/v1/chat/completions", json=body).json()["error"]
+        assert error["param"] == param and error["message"].startswith(f"{param}: "), error
