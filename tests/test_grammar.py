@@ -239,7 +239,7 @@ def test_an_answers_marks_may_be_control_tokens_and_then_nothing_else_is(tmp_pat
     must, may = Grammar.answer(thought, calls, None), Grammar.answer(None, calls, "text")
     assert taken(must, "so <s>", 1, 0, call) and taken(must, 1, 0, call) and taken(may, "so", 0, call)
     assert not taken(must, 0, call) and not taken(must, 1, "<s>" + call), "the mark is the token"
-    assert not taken(may, "so <s>") and not taken(may, 1) and not taken(must, "</s>")
+    assert not taken(may, "so <s>") and not taken(may, 1) and not taken(must, "</s>", 1, 0, call)
 
 
 def test_ends_are_the_models_and_those_that_are_asked_for(tmp_path: Path) -> None:
