@@ -13,6 +13,7 @@ from thermocline import __version__
 from thermocline.server import schema
 from thermocline.server.limits import Limits
 
+EVENTS = "text/event-stream"
 REF = "#/components/schemas/{model}"
 ERROR = {
     "type": "object",
@@ -52,7 +53,7 @@ OPERATIONS = (
     Operation("post", "/tokenize", "Text to token ids.", schema.TokenizeRequest),
     Operation("post", "/detokenize", "Token ids to text.", schema.DetokenizeRequest),
     Operation("get", "/props", "Context, slots, the sampling that requests get by default."),
-    Operation("get", "/activity", "What the layers do while tokens are made.", answer="text/event-stream"),
+    Operation("get", "/activity", "What the layers do while tokens are made.", answer=EVENTS),
     Operation("get", "/metrics", "Prometheus text.", answer="text/plain"),
 )
 STATUSES = {
@@ -104,8 +105,8 @@ def _bound(kinds: dict[str, Any], limits: Limits, vocabulary: int | None) -> Non
 def _operation(o: Operation, keys: bool) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
     content: dict[str, Any] = {o.answer: {"schema": {"type": "object" if "json" in o.answer else "string"}}}
-    if o.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if o.streams or o.answer == EVENTS:
+        content[EVENTS] = {}  # OpenAPI 3.1 has no word for one event, and readers take a schema to be of one
     responses = {"200": {"description": "the answer", "content": content}}
     responses |= {code: {"description": about, "content": error} for code, about in STATUSES.items()}
     made: dict[str, Any] = {"summary": o.about, "operationId": o.path.strip("/").replace("/", "_")}
