@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,3 +116,12 @@ def test_of_a_stream_the_document_says_that_it_is_one_and_no_more(puppet: Script
     answers = [paths[p][m]["responses"]["200"]["content"] for p, m in (
         ("/v1/chat/completions", "post"), ("/v1/completions", "post"), ("/activity", "get"))]  # fmt: skip
     assert [a["text/event-stream"] for a in answers] == [{}, {}, {}]
+
+
+def test_the_page_names_types_as_a_person_reads_them(puppet: Scripted) -> None:
+    text = html.unescape(httpx2.get(f"{puppet.url}/docs").text)
+    rows = dict(re.findall(r"<tr><td>(\w+)</td><td>(.*?)</td>", text))
+    assert rows["tool_choice"] == '"none" | "auto" | "required" | NamedTool | AllowedTools | null'
+    assert rows["prompt"] == "str | list[str] | list[Id] | list[list[Id]]"
+    assert rows["json_schema"] == "dict[str, Any] | null"
+    assert not re.search("0x|Info|typing", str(rows))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import json
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -135,15 +137,27 @@ def page() -> str:
     )
 
 
+def _kind(annotation: Any) -> str:
+    """As a person reads it."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(parts[0])
+    if origin is Literal:
+        return " | ".join(map(json.dumps, parts))
+    if origin in (Union, UnionType):
+        return " | ".join(map(_kind, parts))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_kind, parts))}]"
+    return "null" if annotation is type(None) else str(annotation.__name__)
+
+
 def _fields(model: type[BaseModel]) -> str:
     rows = []
     for name, f in model.model_fields.items():
-        kind = str(f.annotation).replace("typing.", "").replace("thermocline.server.schema.", "")
-        kind = kind.removeprefix("<class '").removesuffix("'>")
         limits = ", ".join(
             f"{key} {getattr(m, key)}" for m in f.metadata for key in ("ge", "gt", "le") if hasattr(m, key)
         )
         about = "; ".join(filter(None, (f.description, limits)))
-        cells = (f.alias or name, kind, about)
+        cells = (f.alias or name, _kind(f.annotation), about)
         rows.append("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
     return f"<table><thead><tr><th>field<th>type<th></thead><tbody>{''.join(rows)}</tbody></table>"
