@@ -21,7 +21,7 @@ BEYOND = re.compile(
     r"|logit_bias and ignore_eos ban"
     r"|n: \d+ answers, at most|best_of: only what n says"
     r"|stop: texts of 1 to|top_logprobs: needs logprobs"
-    r"|the prompt has \d+ tokens, the context holds"
+    r"|the prompt has \d+ (tokens, the context holds|bytes, far more than a context)"
     r"|.* cannot be given to a chat template|chat_template_kwargs: "
 )
 
