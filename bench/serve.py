@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -116,15 +117,19 @@ def schema(port: int, program: str, examples: int, seconds: int) -> Found:
     Its check that whatever a schema allows is taken is our own (`serve_hooks.py`), which has exceptions: no
     schema says what a grammar is, or a prompt that fits the context.
     """
-    command = [program, "run", f"http://{clients.HOST}:{port}/openapi.json", "-m", "all", "-n", str(examples),
+    where = os.path.abspath(shutil.which(program) or program)
+    command = [where, "run", f"http://{clients.HOST}:{port}/openapi.json", "-m", "all", "-n", str(examples),
                "--generation-allow-x00", "true", "--generation-database", "none", "--seed", "1",
                "--exclude-checks", "positive_data_acceptance", "--output-sanitize", "false",
                "--max-time", str(seconds)]  # fmt: skip
-    hooks = {"SCHEMATHESIS_HOOKS": "serve_hooks", "PYTHONPATH": str(Path(__file__).parent)}
-    with tempfile.TemporaryDirectory() as folder:
+    hooks = {"SCHEMATHESIS_HOOKS": "serve_hooks", "PYTHONPATH": str(Path(__file__).resolve().parent)}
+    with tempfile.TemporaryDirectory() as folder:  # it keeps notes of what failed where it runs
         report = Path(folder) / "report.ndjson"
         done = subprocess.run(
-            [*command, "--report-ndjson-path", str(report)], check=False, env={**os.environ, **hooks}
+            [*command, "--report-ndjson-path", str(report)],
+            check=False,
+            env={**os.environ, **hooks},
+            cwd=folder,
         )
         return {"exit": done.returncode, "cases": _cases(report)}
 
