@@ -16,10 +16,11 @@ from thermocline.llm import BUNDLED
 from thermocline.request import Chunk, Figures
 from thermocline.sampler import SamplingParams
 from thermocline.server import http, page
-from thermocline.server.app import Model, Server, application
+from thermocline.server.app import Server, application
 from thermocline.server.limits import Limits
 from thermocline.server.listener import listen
 from thermocline.server.messages import Ended, Event, Failed, Opened, Token
+from thermocline.server.model import Model
 from thermocline.server.process import EngineProcess, Work
 
 FIGURES = Figures(3, 0, 5, 0.1, 30.0, 50.0, 0.05, 0.05, 1.0, 1000, "0")

@@ -6,12 +6,10 @@ Owns what each route does. Must not know sockets (`http.py`), who may call (`gua
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -21,60 +19,26 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from thermocline import __version__, grammar
-from thermocline.chat_template import ChatTemplate
 from thermocline.constraint import depth
 from thermocline.errors import ThermoclineError, UsageError
-from thermocline.pack import Pack
 from thermocline.request import request_for
 from thermocline.sampler import SamplingParams
-from thermocline.server import activity, openapi, page, schema, sse
+from thermocline.server import activity, conversation, openapi, page, schema, sse
 from thermocline.server.answers import Chat, Shape, Text
-from thermocline.server.body import check_json
 from thermocline.server.errors import of_engine, of_validation
 from thermocline.server.guard import json_body
 from thermocline.server.limits import Limits
-from thermocline.server.messages import Opened
 from thermocline.server.metrics import Metrics
-from thermocline.server.parts import THINK, Format, Parts
+from thermocline.server.model import Model
+from thermocline.server.parts import Parts
 from thermocline.server.process import EngineProcess, Work
 from thermocline.server.refusal import Refusal
 from thermocline.server.tools import Offer, answer_grammar
-from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=BaseModel)
 RETRY_LOADING_S = 2
 _MOST_IGNORED = 100  # lines about fields that are left out: names are the clients' to make up
-
-
-@dataclass(frozen=True)
-class Model:
-    """What of the model the HTTP side needs: everything but its weights."""
-
-    name: str
-    spec: ModelSpec
-    context: int
-    max_batch: int
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    why_no_template: str
-    format: Format
-    most_bytes: int | None  # of a prompt that its context holds
-
-    @staticmethod
-    def of(opened: Opened, name: str | None) -> Model:
-        path = Path(opened.path)
-        spec = Pack.open(path).spec
-        tokenizer = Tokenizer(path, spec)
-        template, why = None, ""
-        try:
-            template = ChatTemplate(path, tokenizer, opened.template)
-        except ThermoclineError as e:
-            why = str(e)
-        format = Format.of("" if template is None else template.source)
-        about = path.name if name is None else name
-        most = tokenizer.most_bytes(opened.context)
-        return Model(about, spec, opened.context, opened.max_batch, tokenizer, template, why, format, most)
 
 
 class Server:
@@ -198,15 +162,17 @@ class Server:
             raise Refusal(400, model.why_no_template, param="messages")
         template = model.template
         offer = Offer.of(r, model.format)
-        messages, variables = _messages(r.messages, self.limits), _variables(r, offer)
-        check = partial(_check_length, model)
-        ids = await self.apart(partial(template.encode, messages, variables=variables, check=check))
+        encode = partial(
+            template.encode, conversation.messages(r.messages, self.limits),
+            variables=conversation.variables(r, offer), check=model.check_length
+        )  # fmt: skip
+        ids = await self.apart(encode)
         stop_ids = await self.apart(lambda: template.stop_ids)
         asked = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
         params = schema.sampling_params(
             r, self.defaults, logprobs=(r.top_logprobs or 0) if r.logprobs else None, max_tokens=asked
         )
-        thinking = model.format.thinks and _ends_within_a_thought(model.tokenizer, ids)
+        thinking = model.format.thinks and conversation.ends_within_a_thought(model.tokenizer, ids)
         form = answer_grammar(offer, model.format, thinking, params.grammar)
         params = replace(params, stop_ids=stop_ids, grammar=form)
         await self.enforceable(params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
@@ -234,7 +200,7 @@ class Server:
         jobs: list[tuple[list[int], SamplingParams]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                _check_length(model, prompt)
+                model.check_length(prompt)
             ids = await self.apart(partial(encode, prompt)) if isinstance(prompt, str) else prompt
             jobs += self.jobs(model, ids, params, r.n or 1)
         return await self._answered(
@@ -382,74 +348,12 @@ def _fields(kind: type[BaseModel]) -> set[str]:
     return {f.alias or name for name, f in kind.model_fields.items()}
 
 
-def _check_length(model: Model, text: str) -> None:
-    """Refuses what no context holds before it is split into tokens: 20 MB hold up everybody for 30 s."""
-    size = len(text.encode("utf-8", "replace"))
-    if model.most_bytes is not None and size > model.most_bytes:
-        raise Refusal(
-            400, f"the prompt has {size} bytes, far more than a context of {model.context} tokens holds",
-            type="exceed_context_size_error", code="context_length_exceeded", extra={"n_ctx": model.context}
-        )  # fmt: skip
-
-
 def _prompts(given: Any) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if not given or isinstance(given[0], int):
         return [given]
     return list(given)
-
-
-def _messages(messages: Sequence[schema.Message], limits: Limits) -> list[dict[str, Any]]:
-    """As chat templates have them: texts, and arguments of calls as objects."""
-    calls = (c.function.arguments.encode() for m in messages for c in m.tool_calls or ())
-    check_json(calls, limits, "messages: arguments of calls")
-    found = []
-    for m in messages:
-        made = m.model_dump(exclude_none=True)
-        if isinstance(m.content, list):
-            made["content"] = "".join(map(_part, m.content))
-        elif m.content is None:
-            made["content"] = ""
-        if m.role == "developer":
-            made["role"] = "system"
-        for call in made.get("tool_calls", ()):
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-        found.append(made)
-    return found
-
-
-def _part(part: schema.TextPart) -> str:
-    if part.type != "text" or part.text is None:
-        raise Refusal(400, f"messages: a part of type {part.type[:40]!r}; only text is understood here",
-                       param="messages")  # fmt: skip
-    return part.text
-
-
-def _arguments(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _variables(r: schema.ChatRequest, offer: Offer) -> dict[str, Any]:
-    variables = dict(r.chat_template_kwargs or {})
-    if variables.keys() & {"tools", "documents", "chat_template", "tokenize"}:
-        raise Refusal(
-            400, "chat_template_kwargs: variables of the template alone", param="chat_template_kwargs"
-        )
-    if r.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", r.reasoning_effort)
-    if offer.shown:
-        functions = (f.model_dump(exclude_none=True) for f in offer.shown)
-        variables["tools"] = [{"type": "function", "function": f} for f in functions]
-    return variables
-
-
-def _ends_within_a_thought(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    tail = b"".join(map(tokenizer.spelled, ids[-8:])).decode("utf-8", "replace")
-    return tail.rstrip().endswith(THINK[0])
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:

@@ -13,10 +13,11 @@ from typing import Any
 from thermocline.report import recommended_line
 from thermocline.sampler import SamplingParams
 from thermocline.server import http, page
-from thermocline.server.app import Model, Server, application
+from thermocline.server.app import Server, application
 from thermocline.server.limits import Limits
 from thermocline.server.listener import Listener
 from thermocline.server.messages import Opened
+from thermocline.server.model import Model
 from thermocline.server.process import EngineProcess
 
 STOP_S = 0.3  # for the engine to end by itself: then its process is ended
