@@ -250,6 +250,7 @@ def test_the_clients_exceptions_are_the_right_ones(client: openai.OpenAI, server
     assert body["n_prompt_tokens"] > 512
     with server.client() as c:
         assert (c.get("/nothing").status_code, c.put("/v1/models").status_code) == (404, 405)
+        assert c.put("/v1/models/story").status_code == 405
         wrong = c.post("/health"), c.request("GET", "/tokenize", json={"content": "a"})
         assert [(r.status_code, r.headers["allow"]) for r in wrong] == [(405, "GET, HEAD"), (405, "POST")]
 
@@ -289,6 +290,10 @@ def test_fields_that_say_nothing_are_as_if_they_were_not_there(server: Served) -
 
 def test_models_props_and_tokens(client: openai.OpenAI, server: Served, llm: LLM) -> None:
     assert [m.id for m in client.models.list()] == ["story"]
+    assert client.models.retrieve("story") == next(iter(client.models.list()))
+    for other in ("../secret", "a/b", "story/"):
+        with pytest.raises(openai.NotFoundError, match="there is no model"):
+            client.models.retrieve(other)
     with server.client() as c:
         props = c.get("/props").json()
         assert (props["total_slots"], props["model_alias"], props["chat"]) == (4, "story", True)

@@ -243,11 +243,17 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         model = self.model or self.ready_model()  # an empty list is what clients take for the whole truth
-        return JSONResponse({"object": "list", "data": [{
+        return JSONResponse({"object": "list", "data": [self._about(model)]})
+
+    async def one_model(self, request: Request) -> Response:
+        return JSONResponse(self._about(self.ready_model(request.path_params["model"])))
+
+    def _about(self, model: Model) -> dict[str, Any]:
+        return {
             "id": model.name, "object": "model", "created": self._began, "owned_by": "thermocline",
             "meta": {"n_vocab": model.spec.vocab_size, "n_ctx": model.context,
                      "n_ctx_train": model.spec.max_context, "n_embd": model.spec.dim},
-        }]})  # fmt: skip
+        }  # fmt: skip
 
     async def health(self, request: Request) -> Response:
         e = self.engine
@@ -313,6 +319,7 @@ class Server:
             Route("/health", self.health, methods=get),
             Route("/v1/health", self.health, methods=get),
             Route("/v1/models", self.models, methods=get),
+            Route("/v1/models/{model:path}", self.one_model, methods=get),  # a name may have slashes
             Route("/v1/chat/completions", self.chat, methods=post),
             Route("/v1/completions", self.complete, methods=post),
             Route("/tokenize", self.tokenize, methods=post),

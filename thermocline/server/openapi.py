@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -50,6 +51,7 @@ OPERATIONS = (
     Operation("get", "/health", "Whether it answers: 200, or 503 while it loads or is stuck.", open=True),
     Operation("get", "/v1/health", "The same.", open=True),
     Operation("get", "/v1/models", "The one model."),
+    Operation("get", "/v1/models/{model}", "The same by its name."),
     Operation("post", "/v1/chat/completions", "Answer a conversation.", schema.ChatRequest, streams=True),
     Operation("post", "/v1/completions", "Continue a text.", schema.CompletionRequest, streams=True),
     Operation("post", "/tokenize", "Text to token ids.", schema.TokenizeRequest),
@@ -111,8 +113,12 @@ def _operation(o: Operation, keys: bool) -> dict[str, Any]:
         content[EVENTS] = {}  # OpenAPI 3.1 has no word for one event, and readers take a schema to be of one
     responses = {"200": {"description": "the answer", "content": content}}
     responses |= {code: {"description": about, "content": error} for code, about in STATUSES.items()}
-    made: dict[str, Any] = {"summary": o.about, "operationId": o.path.strip("/").replace("/", "_")}
+    made: dict[str, Any] = {"summary": o.about, "operationId": re.sub(r"[/{}]+", "_", o.path).strip("_")}
     made["responses"] = responses
+    if names := re.findall(r"{(.+?)}", o.path):
+        made["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if o.request is not None:
         body = {"schema": {"$ref": REF.format(model=o.request.__name__)}}
         made["requestBody"] = {"required": True, "content": {"application/json": body}}
