@@ -58,6 +58,25 @@ def test_tokens_of_quick_steps_go_together_and_an_end_waits_for_nothing(
     assert [type(e) for events in found for e in events] == [Token] * 12 + [Ended]
 
 
+def test_an_end_is_told_at_once_beside_another_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "GATHER_S", 1e9)
+    here, there = multiprocessing.Pipe()
+    with LLM(threads=1, gpu="off", max_batch=2) as llm:
+        llm.load()
+        for job, tokens in ((7, 3), (8, 40)):
+            here.send(Submit(job, [1, 5, 9], SamplingParams(temperature=0, max_tokens=tokens)))
+        run = worker.threading.Thread(target=Worker(there, llm).run)
+        run.start()
+        ends: list[list[int]] = []
+        while [job for jobs in ends for job in jobs] != [7, 8]:
+            assert here.poll(30), "both ends were told"
+            if isinstance(message := here.recv(), list):
+                ends.append([e.job for e in message if isinstance(e, Ended)])
+        here.send(Stop())
+        run.join(30)
+    assert ends == [[7], [8]]
+
+
 def test_a_token_after_a_pause_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick steps are gathered for GATHER_S; the first of them is not."""
     monkeypatch.setattr(worker, "GATHER_S", 0.2)
