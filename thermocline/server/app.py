@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -62,6 +62,7 @@ class Server:
         self.progress: tuple[str, int, int] | None = None
         self._said_ignored: set[str] = set()
         self._began = int(time.time())
+        self.routes = self._listed()
         self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
         self._trials = asyncio.Semaphore(2)  # of grammars: each is a process with a second of time and 1 GiB
 
@@ -313,7 +314,10 @@ class Server:
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(openapi.page())
 
-    def routes(self) -> list[Route]:
+    def methods(self, path: str) -> Collection[str] | None:
+        return next((r.methods for r in self.routes if r.path_regex.match(path)), None)
+
+    def _listed(self) -> list[Route]:
         get, post = ["GET"], ["POST"]
         return [
             Route("/health", self.health, methods=get),
@@ -402,6 +406,6 @@ def application(server: Server, lifespan: Any = None) -> Starlette:
         404: _no_route,
         405: _wrong_method,
     }
-    made = Starlette(routes=server.routes(), exception_handlers=handlers, lifespan=lifespan)
+    made = Starlette(routes=server.routes, exception_handlers=handlers, lifespan=lifespan)
     made.router.redirect_slashes = False
     return made

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -27,7 +27,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = dict[bytes, bytes]
-Methods = Mapping[str, Collection[str]]  # of the application's paths; of others it decides
+Methods = Callable[[str], Collection[str] | None]  # of a path of the application's; of others it decides
 
 ALWAYS_PUBLIC = ("/health", "/v1/health")
 ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length"}
@@ -130,7 +130,7 @@ def check_key(scope: Scope, headers: Headers, access: Access) -> None:
 
 def check_method(scope: Scope, methods: Methods) -> None:
     """Before the body is looked at, which a method that is not there cannot get right."""
-    allowed = methods.get(scope["path"])
+    allowed = methods(scope["path"])
     if allowed is not None and scope["method"] not in allowed:
         raise Refusal(405, "no such method here", headers={"allow": ", ".join(sorted(allowed))})
 
@@ -236,7 +236,7 @@ class Guard:
     ) -> None:
         self._app, self._access, self._limits = app, access, limits
         self._log, self._trouble = log, trouble
-        self._methods = methods or {}
+        self._methods = methods or (lambda path: None)
         self._places = slots + limits.limit_queue
         self._bodies = Allowance(limits.limit_bodies_bytes)
 

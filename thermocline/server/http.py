@@ -271,7 +271,7 @@ def run(
     """Serve `app` until SIGINT or SIGTERM. Its lifespan's startup returns at once: models load beside it.
 
     `hosts`, `origins`: allowed besides our own; `assets`: paths that need no key; `slots`: requests that the
-    application works on at once; `methods`: those of each path; `log`, `trouble`: take lines;
+    application works on at once; `methods`: those of a path; `log`, `trouble`: take lines;
     `started` gets the server, to stop it.
     """
     connections = allow_files(limits.limit_connections)

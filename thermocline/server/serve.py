@@ -93,7 +93,7 @@ def serve(
             origins=origins,
             assets=page.PATHS,
             slots=options.get("max_batch", 8),
-            methods={r.path: r.methods for r in server.routes() if r.methods},
+            methods=server.methods,
             log=log,
             trouble=note,
             started=begun,
