@@ -84,7 +84,7 @@ class Sampling(Request):
 
 
 class TextPart(Request):
-    # Parsed more widely than it says: `app._part` can then name the type that is not understood.
+    # Parsed more widely than it says: `conversation._part` can then name the type that is not understood.
     model_config = ConfigDict(json_schema_extra={"required": ["type", "text"]})
     type: str = Field(json_schema_extra={"const": "text"})
     text: str | None = Field(None, json_schema_extra={"type": "string"})
