@@ -71,6 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "constraint",
         "errors",
         "grammar",
+        "generation_config",
         "llm",
         "repl",
         "report",
@@ -464,7 +465,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.process": {"errors", "sampler", "server.messages", "server.onlookers", "server.worker"},
     "server.schema": {"constraint", "errors", "sampler", "server.limits"},
     "server.serve": {
-        "report",
+        "generation_config",
         "sampler",
         "server.app",
         "server.http",

@@ -372,20 +372,25 @@ def test_a_crash_is_told_and_the_next_request_is_answered() -> None:
     before = set(children())
     with served() as server:
         engine = next(iter(_engines(set(children()) - before)))
-        body = {"prompt": STORY, "max_tokens": 480, "ignore_eos": True, "stream": True}
-        with server.client() as c, c.stream("POST", "/v1/completions", json=body) as r:
-            parts = r.iter_text()
-            first = next(parts)
-            os.kill(engine, signal.SIGKILL)
-            text = first + "".join(parts)
-        assert "[DONE]" not in text
-        error = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+        error = _last_word(server, engine, signal.SIGKILL)
         assert (error["type"], error["code"]) == ("server_error", "engine_crashed")
         server.until(ready=True)
         assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
         assert any("crashed (exit -9); it is started again" in line for line in server.notes)
         assert server.metrics()["thermocline_engine_restarts_total"] == 1
     assert not _engines(set(children()) - before)
+
+
+def _last_word(server: Served, engine: int, sig: signal.Signals) -> Any:
+    """The error that a stream ends with whose engine gets this signal in its midst."""
+    body = {"prompt": STORY, "max_tokens": 480, "ignore_eos": True, "stream": True}
+    with server.client() as c, c.stream("POST", "/v1/completions", json=body) as r:
+        parts = r.iter_text()
+        first = next(parts)
+        os.kill(engine, sig)
+        text = first + "".join(parts)
+    assert "[DONE]" not in text
+    return json.loads(text.strip().splitlines()[-1].removeprefix("data: "))["error"]
 
 
 def _engines(pids: set[int]) -> list[int]:
@@ -432,13 +437,7 @@ def test_an_engine_that_stays_silent_is_started_again(monkeypatch: pytest.Monkey
     before = set(children())
     with served(limits=Limits(limit_silence_s=1)) as server:
         engine = next(iter(_engines(set(children()) - before)))
-        body = {"prompt": STORY, "max_tokens": 480, "ignore_eos": True, "stream": True}
-        with server.client() as c, c.stream("POST", "/v1/completions", json=body) as r:
-            parts = r.iter_text()
-            first = next(parts)
-            os.kill(engine, signal.SIGSTOP)
-            text = first + "".join(parts)
-        error = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+        error = _last_word(server, engine, signal.SIGSTOP)
         assert error["code"] == "engine_crashed"
         server.until(ready=True)
         assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200

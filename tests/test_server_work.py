@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +22,7 @@ from thermocline.sampler import SamplingParams
 from thermocline.server import sse, worker
 from thermocline.server.app import Server
 from thermocline.server.limits import Limits
-from thermocline.server.messages import Beat, Ended, Failed, Stop, Submit, Token
+from thermocline.server.messages import Ended, Failed, Stop, Submit, Token
 from thermocline.server.process import Work
 from thermocline.server.worker import Worker
 
@@ -35,62 +38,65 @@ def ended(job: int) -> Ended:
 # ---- the engine's side
 
 
+@contextlib.contextmanager
+def working(*commands: Any) -> Iterator[Connection]:
+    """A worker on a thread, told these at its start: the other end of its pipe. It is stopped afterwards."""
+    here, there = multiprocessing.Pipe()
+    with LLM(threads=1, gpu="off", max_batch=2) as llm:
+        llm.load()
+        for command in commands:
+            here.send(command)
+        run = threading.Thread(target=Worker(there, llm).run)
+        run.start()
+        yield here
+        here.send(Stop())
+        run.join(30)
+    assert not run.is_alive()
+
+
+def batches(here: Connection) -> Iterator[list[Any]]:
+    """What is told of jobs, message by message."""
+    while here.poll(30):
+        if isinstance(message := here.recv(), list):
+            yield message
+    raise AssertionError("nothing more was told")
+
+
+def asked(job: int, tokens: int, **more: Any) -> Submit:
+    return Submit(job, [1, 5, 9], SamplingParams(temperature=0, max_tokens=tokens, **more))
+
+
 @pytest.mark.parametrize(("gather_s", "messages"), [(0.0, 12), (1e9, 1)])
 def test_tokens_of_quick_steps_go_together_and_an_end_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch, gather_s: float, messages: int
 ) -> None:
     monkeypatch.setattr(worker, "GATHER_S", gather_s)
-    here, there = multiprocessing.Pipe()
-    with LLM(threads=1, gpu="off", max_batch=2) as llm:
-        llm.load()
-        here.send(Submit(7, [1, 5, 9], SamplingParams(temperature=0, max_tokens=12)))
-        run = worker.threading.Thread(target=Worker(there, llm).run)
-        run.start()
-        found: list[list[Any]] = []
-        while not any(isinstance(e, Ended) for events in found for e in events):
-            assert here.poll(30), "the end was told"
-            if isinstance(message := here.recv(), list):
-                found.append(message)
-        here.send(Stop())
-        run.join(30)
-    assert not run.is_alive()
+    found: list[list[Any]] = []
+    with working(asked(7, 12)) as here:
+        for events in batches(here):
+            found.append(events)
+            if any(isinstance(e, Ended) for e in events):
+                break
     assert len(found) == messages
     assert [type(e) for events in found for e in events] == [Token] * 12 + [Ended]
 
 
 def test_an_end_is_told_at_once_beside_another_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "GATHER_S", 1e9)
-    here, there = multiprocessing.Pipe()
-    with LLM(threads=1, gpu="off", max_batch=2) as llm:
-        llm.load()
-        for job, tokens in ((7, 3), (8, 40)):
-            here.send(Submit(job, [1, 5, 9], SamplingParams(temperature=0, max_tokens=tokens)))
-        run = worker.threading.Thread(target=Worker(there, llm).run)
-        run.start()
-        ends: list[list[int]] = []
-        while [job for jobs in ends for job in jobs] != [7, 8]:
-            assert here.poll(30), "both ends were told"
-            if isinstance(message := here.recv(), list):
-                ends.append([e.job for e in message if isinstance(e, Ended)])
-        here.send(Stop())
-        run.join(30)
+    ends: list[list[int]] = []
+    with working(asked(7, 3), asked(8, 40)) as here:
+        for events in batches(here):
+            ends.append([e.job for e in events if isinstance(e, Ended)])
+            if [job for jobs in ends for job in jobs] == [7, 8]:
+                break
     assert ends == [[7], [8]]
 
 
 def test_a_token_after_a_pause_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick steps are gathered for GATHER_S; the first of them is not."""
     monkeypatch.setattr(worker, "GATHER_S", 0.2)
-    here, there = multiprocessing.Pipe()
-    with LLM(threads=1, gpu="off", max_batch=2) as llm:
-        llm.load()
-        run = worker.threading.Thread(target=Worker(there, llm).run)
-        run.start()
-        here.send(Submit(7, [1, 5, 9], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)))
-        while not isinstance(first := here.recv(), list):
-            assert not isinstance(first, Beat) or first.counts is not None
-        here.send(Stop())
-        run.join(30)
-    assert len(first) == 1
+    with working(asked(7, 400, ignore_eos=True)) as here:
+        assert len(next(batches(here))) == 1
 
 
 # ---- the side that speaks HTTP

@@ -105,13 +105,10 @@ def sampling(o: config.Generation) -> dict[str, Any]:
 
 
 def params_for(llm: LLM, o: config.Generation, form: Grammar | None) -> SamplingParams:
-    from thermocline.sampler import SamplingParams
+    from thermocline.generation_config import completed
 
-    said = sampling(o)
-    theirs = {name: value for name, value in llm.recommended.items() if name not in said}
-    if theirs and not o.quiet:
-        note(report.recommended_line(theirs))
-    return SamplingParams(**{"max_tokens": None, **theirs, **said}, grammar=form)
+    told = (lambda line: None) if o.quiet else note
+    return replace(completed(sampling(o), llm.recommended, told), grammar=form)
 
 
 def form_of(o: config.Form) -> Grammar | None:

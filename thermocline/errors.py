@@ -24,6 +24,12 @@ def raised_at(error: BaseException) -> tuple[str, int] | None:
     return None if at is None else (at.tb_frame.f_code.co_filename, at.tb_lineno)
 
 
+def place_of(error: BaseException) -> str:
+    """The same as the end of a line; nothing where it was never raised."""
+    at = raised_at(error)
+    return "" if at is None else f" at {at[0]}:{at[1]}"
+
+
 class ThermoclineError(Exception):
     """Base of every error raised on purpose."""
 

@@ -1,11 +1,12 @@
 """The sampling that a model's makers recommend: its generation_config.json, key by key.
 
 A key is read, ignored for a reason, or has a value that switches off what it is about; any other is refused.
-Must not know who asks, or what they said themselves.
+Must not know who asks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from thermocline.errors import BadFile, Unsupported, UsageError
@@ -59,6 +60,17 @@ def recommended(pack: Pack) -> dict[str, Any]:
         return {}
     path = pack.path / GENERATION_CONFIG
     return parsed(parse_json(read_small(path, MAX_BYTES), str(path)), str(path))
+
+
+def completed(
+    said: Mapping[str, Any], recommended: Mapping[str, Any], told: Callable[[str], None]
+) -> SamplingParams:
+    """What somebody said, then what is recommended. `told`: a line of what nobody asked for."""
+    theirs = {name: value for name, value in recommended.items() if name not in said}
+    if theirs:
+        values = ", ".join(f"{name} {value}" for name, value in theirs.items())
+        told(f"as the model's generation_config.json recommends: {values} (--generation-config off: not)")
+    return SamplingParams(**{"max_tokens": None, **theirs, **said})
 
 
 def parsed(config: Json, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -181,12 +181,6 @@ def chat_line(done: Completion) -> str:
     speed = f", {f.prompt_tokens_per_s:.0f} tok/s" if f.prompt_tokens_per_s else ""
     parts.append(f"prompt {f.prompt_tokens} ({f.cached_tokens} known{speed})")
     return " · ".join(parts)
-
-
-def recommended_line(params: Mapping[str, Any]) -> str:
-    """What nobody asked for, so that nobody wonders."""
-    said = ", ".join(f"{name} {value}" for name, value in params.items())
-    return f"as the model's generation_config.json recommends: {said} (--generation-config off: not)"
 
 
 def _roof_words(f: dict[str, Any]) -> str:

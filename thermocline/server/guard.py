@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from thermocline.errors import raised_at
+from thermocline.errors import place_of
 from thermocline.server.body import Allowance, parse_json, read_body
 from thermocline.server.limits import Limits
 from thermocline.server.refusal import SECURITY_HEADERS, Gone, Refusal
@@ -319,9 +319,7 @@ class Guard:
         if error is None or isinstance(error, Refusal):
             return error
         if self._trouble is not None:  # its message may quote a prompt: only what it is and where
-            at = raised_at(error)
-            where = "" if at is None else f" at {at[0]}:{at[1]}"
-            self._trouble(f"a request failed: {type(error).__name__}{where}")
+            self._trouble(f"a request failed: {type(error).__name__}{place_of(error)}")
         return Refusal(500, "the server failed at this request; its log says where")
 
 

@@ -22,7 +22,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from thermocline.errors import ThermoclineError, raised_at
+from thermocline.errors import ThermoclineError, place_of
 from thermocline.server.guard import Access, App, Guard, Methods
 from thermocline.server.limits import Limits
 from thermocline.server.listener import Listener, allow_files
@@ -157,8 +157,7 @@ class Server(uvicorn.Server):
         if self.should_exit:  # one that waited for a file accepts on a socket that was closed
             return
         error = context.get("exception")
-        at = None if error is None else raised_at(error)
-        where = "" if at is None else f" at {at[0]}:{at[1]}"
+        where = "" if error is None else place_of(error)
         what = context["message"] if error is None else type(error).__name__
         if isinstance(error, OSError):
             what = error.strerror or what

@@ -44,8 +44,9 @@ class Model:
 
     def check_length(self, text: str) -> None:
         """Refuses what no context holds before it is split into tokens: 20 MB hold up everybody for 30 s."""
-        size = len(text.encode("utf-8", "replace"))
-        if self.most_bytes is not None and size > self.most_bytes:
+        if self.most_bytes is None:
+            return
+        if (size := len(text.encode("utf-8", "replace"))) > self.most_bytes:
             raise Refusal(
                 400, f"the prompt has {size} bytes, far more than a context of {self.context} tokens holds",
                 type="exceed_context_size_error", code="context_length_exceeded",

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
-from thermocline.report import recommended_line
+from thermocline.generation_config import completed
 from thermocline.sampler import SamplingParams
 from thermocline.server import http, page
 from thermocline.server.app import Server, application
@@ -48,10 +48,7 @@ def serve(
     def opened(found: Opened) -> None:
         if server.model is not None:
             return
-        theirs = {key: value for key, value in found.recommended.items() if key not in sampling}
-        if theirs:
-            note(recommended_line(theirs))
-        server.defaults = SamplingParams(**{"max_tokens": None, **theirs, **sampling})
+        server.defaults = completed(sampling, found.recommended, note)
         server.model = Model.of(found, name)
 
     def shown(what: str, done: int, size: int) -> None:
