@@ -251,36 +251,51 @@ static void read_ahead(Context& c, F2 h, const Bound& bound, int sparsity) {
     c.read_ahead(a);
 }
 
-// Bytes per second of reading `bytes` of memory over and over for `seconds`, with every thread of the context.
-static double read_bandwidth(size_t bytes, int threads, double seconds) {
-    check(bytes >= 1 << 20 && bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024, "arguments out of range");
-    nb::gil_scoped_release release;
-    Arena arena(bytes);
-    if (!arena.data) throw std::bad_alloc();
+constexpr size_t kChunk = size_t(1) << 20;  // of memory whose speed is measured: what a thread takes at a time
+
+// Bytes per second of reading `chunks` of 1 MiB over and over for `seconds`, at least once, with every thread of the pool.
+static double best_pass(const uint8_t* data, size_t chunks, tc::Pool& pool, double seconds) {
     const tc::Kernels& k = *tc::chosen_kernels();
-    tc::Pool pool(threads);
-    const size_t chunk = size_t(1) << 20, chunks = bytes / chunk;
     std::atomic<size_t> next{0};
     std::atomic<uint64_t> sink{0};
-    auto touch = [&](int) {
-        for (size_t c; (c = next.fetch_add(1)) < chunks;)
-            for (size_t i = 0; i < chunk; i += 4096) arena.data[c * chunk + i] = 1;
-    };
     auto read = [&](int) {
         for (size_t c; (c = next.fetch_add(1)) < chunks;)
-            sink.fetch_add(k.read_all(arena.data + c * chunk, chunk), std::memory_order_relaxed);
+            sink.fetch_add(k.read_all(data + c * kChunk, kChunk), std::memory_order_relaxed);
     };
-    pool.run(touch);
     double best = 0, elapsed = 0;  // the best pass: the roof is what the memory can do, not what a neighbour left of it
     using clock = std::chrono::steady_clock;
     for (const auto start = clock::now(); elapsed < seconds;) {
         next.store(0);
         const auto t0 = clock::now();
         pool.run(read);
-        best = std::max(best, double(chunks * chunk) / std::chrono::duration<double>(clock::now() - t0).count());
+        best = std::max(best, double(chunks * kChunk) / std::chrono::duration<double>(clock::now() - t0).count());
         elapsed = std::chrono::duration<double>(clock::now() - start).count();
     }
     return best;
+}
+
+// The same over memory of its own.
+static double read_bandwidth(size_t bytes, int threads, double seconds) {
+    check(bytes >= kChunk && bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024, "arguments out of range");
+    nb::gil_scoped_release release;
+    Arena arena(bytes);
+    if (!arena.data) throw std::bad_alloc();
+    tc::Pool pool(threads);
+    std::atomic<size_t> next{0};
+    auto touch = [&](int) {
+        for (size_t c; (c = next.fetch_add(1)) < bytes / kChunk;)
+            for (size_t i = 0; i < kChunk; i += 4096) arena.data[c * kChunk + i] = 1;
+    };
+    pool.run(touch);
+    return best_pass(arena.data, bytes / kChunk, pool, seconds);
+}
+
+// The same over a part of an arena that is in use: it takes no memory.
+static double read_part(const Arena& a, size_t begin, size_t end, int threads, double seconds) {
+    check(begin <= end && end <= a.bytes && end - begin >= kChunk && threads >= 1 && threads <= 1024, "arguments out of range");
+    nb::gil_scoped_release release;
+    tc::Pool pool(threads);
+    return best_pass(a.data + begin, (end - begin) / kChunk, pool, seconds);
 }
 
 static std::map<std::string, bool> cpu_features() {
@@ -368,6 +383,8 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release release;
             for (size_t i = 0; i < out.shape(0); i++) out.data()[i] = tc::crc32c(a.data + begin + i * stride, stride, 0);
         }, "begin"_a, "stride"_a, "out"_a.noconvert(), "The CRC-32C of each record of `stride` bytes from `begin` on.")
+        .def("read_bandwidth", [](const Arena& a, size_t begin, size_t end, int t, double s) { return read_part(a, begin, end, t, s) / 1e9; },
+             "begin"_a, "end"_a, "threads"_a, "seconds"_a, "GB/s of reading these bytes over and over: the roof of weights there.")
         .def("gather_pages", [](Arena& a) {
             nb::gil_scoped_release release;
             a.gather_pages();

@@ -62,7 +62,7 @@ OUR_KEYS = {
 @pytest.fixture(autouse=True)
 def quick_roof(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 GB/s, found at once; and no cache, so that shares are told."""
-    monkeypatch.setattr(hardware, "read_gbs", lambda threads, seconds=0.1: 2.0)
+    monkeypatch.setattr(hardware, "read_gbs_of", lambda arena, begin, end, threads, seconds: 2.0)
     monkeypatch.setattr(hardware, "cache_bytes", lambda: 0)
 
 
@@ -293,10 +293,10 @@ def test_weights_in_the_cache_have_no_share_of_the_roof(
     assert row["from_cache"] is True and row["roof_share"] is None and row["roof_gb_per_s"] == 2
 
 
-def test_without_room_for_the_roof_the_rest_is_measured(
+def test_without_a_roof_the_rest_is_measured(
     toy_pack: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "read_gbs", lambda threads, seconds: None)
+    monkeypatch.setattr(hardware, "read_gbs_of", lambda *_: None)
     (row,) = measured(thermocline, toy_pack, "-p 0 -n 3")
     assert row["gb_per_s"] > 0 and row["roof_gb_per_s"] is None and row["roof_share"] is None
 
@@ -307,7 +307,7 @@ def test_roof_and_test_alternate_with_the_tests_own_threads(
     b = opened(toy_pack, bench.Test(1, 0, 0, 2), bench.Test(2, 0, 0, 2))
     seen: list[Any] = []
     sample = b.sample
-    monkeypatch.setattr(hardware, "read_gbs", lambda threads, seconds: seen.append(f"roof {threads}") or 2.0)
+    monkeypatch.setattr(b, "roof", lambda threads: seen.append(f"roof {threads}") or 2.0)
     monkeypatch.setattr(b, "sample", lambda test: seen.append(test.threads) or sample(test))
     list(bench.rows(b, 2))
     assert seen == [1, 2, "roof 1", 1, "roof 1", 1, "roof 1", "roof 2", 2, "roof 2", 2, "roof 2"]

@@ -20,7 +20,7 @@ import pytest
 import tiny
 
 import thermocline as package
-from thermocline import cli, console, hardware
+from thermocline import LLM, cli, console, hardware
 
 Run = Callable[..., Any]
 
@@ -276,11 +276,47 @@ def test_figures_beyond_the_cache_are_a_share_of_the_roof(
     tiny_pack: Path, monkeypatch: pytest.MonkeyPatch, thermocline: Run
 ) -> None:
     monkeypatch.setattr(hardware, "cache_bytes", lambda: 1000)
-    monkeypatch.setattr(hardware, "read_gbs", lambda threads: 1.0)
+    monkeypatch.setattr(LLM, "read_gbs", lambda llm: 1.0)
     ran = thermocline(*greedy(tiny_pack, "Once", "--json", n=20))
     figures = json.loads(ran.out)
     assert figures["roof_share"] == pytest.approx(figures["gb_per_s"])
     assert "% of 1 measured)" in ran.err
+
+
+def test_the_roof_is_measured_on_the_weights_and_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch, thermocline: Run
+) -> None:
+    monkeypatch.setattr(hardware, "cache_bytes", lambda: 1000)
+    monkeypatch.setattr(hardware, "read_gbs", lambda *_: pytest.fail("measured on memory of its own"))
+    ran = thermocline("run", "Once", "-n", "8", "--temp", "0", "-t", "1", "--json")
+    figures = json.loads(ran.out)
+    assert figures["roof_gb_per_s"] > 0.1
+    assert figures["roof_share"] == pytest.approx(figures["gb_per_s"] / figures["roof_gb_per_s"])
+
+
+def test_weights_in_the_cache_keep_nobody_waiting_for_a_roof(
+    tiny_pack: Path, monkeypatch: pytest.MonkeyPatch, thermocline: Run
+) -> None:
+    monkeypatch.setattr(hardware, "cache_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(LLM, "read_gbs", lambda llm: pytest.fail("measured"))
+    ran = thermocline(*greedy(tiny_pack, "Once", "--json"))
+    assert json.loads(ran.out)["roof_gb_per_s"] is None and "from cache" in ran.err
+
+
+def test_a_run_keeps_to_its_memory_to_the_end_and_tells_its_true_peak() -> None:
+    """The roof's own buffer of 512 MiB was neither in the plan nor in the peak: 633 MiB for 154 allowed."""
+    code = (
+        "import sys; from thermocline import hardware; hardware.cache_bytes = lambda *_: 4 << 20\n"
+        "from thermocline.cli import main; code = main(sys.argv[1:])\n"
+        "print(hardware.peak_rss_bytes(), file=sys.stderr); sys.exit(code)"
+    )
+    asked = ["run", "Once", "-n", "8", "--temp", "0", "--json", "-q", "--ram", "0.1"]
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code, *asked], capture_output=True, text=True, check=True
+    )
+    figures, peak = json.loads(ran.stdout), int(ran.stderr)
+    assert figures["roof_gb_per_s"] > 0
+    assert figures["peak_rss_bytes"] == pytest.approx(peak, rel=0.02) and peak <= 0.1 * 2**30
 
 
 def test_sparsity_does_not_change_the_answer(tiny_pack: Path, thermocline: Run) -> None:

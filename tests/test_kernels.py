@@ -1098,6 +1098,14 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "load without checksums": lambda g: g.arena.load("/dev/zero", 0, 513, zeros(1, dtype=np.uint32), 512),
     "bandwidth of nothing": lambda g: _native.read_bandwidth(0, 1, 0.01),
     "bandwidth without threads": lambda g: _native.read_bandwidth(1 << 20, 0, 0.01),
+    "bandwidth past the arena": lambda g: _native.Arena(2 << 20).read_bandwidth(0, 3 << 20, 1, 0.01),
+    "bandwidth of too little": lambda g: _native.Arena(2 << 20).read_bandwidth(
+        1 << 20, (2 << 20) - 1, 1, 0.01
+    ),
+    "bandwidth backwards": lambda g: _native.Arena(2 << 20).read_bandwidth(2 << 20, 0, 1, 0.01),
+    "bandwidth of an arena without threads": lambda g: _native.Arena(2 << 20).read_bandwidth(
+        0, 2 << 20, 0, 0.01
+    ),
 }
 
 

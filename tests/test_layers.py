@@ -609,7 +609,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tiers",
     },
     "plan_disk": {"arrange", "cost", "placement", "plan", "problem", "split"},
-    "weights": {"_native", "decoder", "errors", "layout", "ops.cpu", "pack", "predictor", "quant", "spec"},
+    "weights": {
+        "_native",
+        "decoder",
+        "errors",
+        "hardware",
+        "layout",
+        "ops.cpu",
+        "pack",
+        "predictor",
+        "quant",
+        "spec",
+    },
 }
 FOREIGN = {"huggingface_hub", "numpy", "tokenizers", "tqdm"}  # what `pip install .` brings
 # Packages that few modules use: `pip install '.[gguf]'` brings gguf, `pip install .` the others.

@@ -51,6 +51,9 @@ class Arena:
     def checksums(self, begin: int, stride: int, out: U32) -> None:
         """The CRC-32C of each of len(out) records of `stride` bytes, from `begin` on."""
 
+    def read_bandwidth(self, begin: int, end: int, threads: int, seconds: float) -> float:
+        """GB/s of reading these bytes, at least 1 MiB, over and over: the roof of weights there."""
+
     def gather_pages(self) -> None:
         """Once filled: into huge pages what the system did not give as such."""
 

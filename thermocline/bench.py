@@ -238,7 +238,8 @@ class Bench:
 
     def _load(self, opened: store.Opened, *, sparsity: str, context: int, kv_tokens: int) -> None:
         widest = max(t.threads for t in self.tests)
-        loaded, self.store = opened.loaded, opened.store
+        self.loaded, self.store = opened.loaded, opened.store
+        loaded = self.loaded
         self.ops = {t: CpuOps(t) for t in {t.threads for t in self.tests} - {widest}} | {widest: loaded.ops}
         self.engine = Engine(
             self.pack.spec,
@@ -261,13 +262,16 @@ class Bench:
             self.progress("computing the context", request.computed, len(self.context_ids), " tokens")
         self._held = self.engine.kv.open([*self.context_ids, 0])
 
-    def warm_up(self) -> int | None:
-        """Every test once, with one token of its own. -> the most memory held, before any roof's buffer."""
+    def roof(self, threads: int) -> float | None:
+        """GB/s of reading the weights. None where a GPU has a part of them, or they are too few to tell."""
+        return self.loaded.read_gbs(threads, ROOF_SECONDS)
+
+    def warm_up(self) -> None:
+        """Every test once, with one token of its own."""
         for i, test in enumerate(self.tests):
             self.progress("warming up", i, len(self.tests), " tests")
             self.sample(replace(test, gen=min(1, test.gen)))
         self.progress("warming up", len(self.tests), len(self.tests), " tests")
-        return hardware.peak_rss_bytes()
 
     def sample(self, test: Test) -> Sample:
         request = self._start(test)
@@ -360,8 +364,8 @@ class Bench:
 
 def rows(bench: Bench, repetitions: int) -> Iterator[dict[str, Any]]:
     """One per test as it is done; roof and test alternate. Ctrl-C: what there is of a test, then no more."""
-    peak_rss_bytes = bench.warm_up()
-    shared = LLAMA_BENCH | facts_of(bench) | {"load_s": bench.load_s, "peak_rss_bytes": peak_rss_bytes}
+    bench.warm_up()
+    shared = LLAMA_BENCH | facts_of(bench) | {"load_s": bench.load_s}
     for test in bench.tests:
         test_time = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         what = f"{test.name}, {test.threads} thread{'s' * (test.threads > 1)}"
@@ -369,18 +373,19 @@ def rows(bench: Bench, repetitions: int) -> Iterator[dict[str, Any]]:
         roofs: list[float | None] = []
         python_share, interrupted = None, None
         try:
-            roofs.append(hardware.read_gbs(test.threads, ROOF_SECONDS))
+            roofs.append(bench.roof(test.threads))
             for i in range(repetitions):
                 bench.progress(what, i, repetitions, " runs")
                 samples.append(bench.sample(test))
-                roofs.append(hardware.read_gbs(test.threads, ROOF_SECONDS))
+                roofs.append(bench.roof(test.threads))
             python_share = bench.python_share(test)
         except KeyboardInterrupt as e:
             interrupted = e
         bench.progress(what, repetitions, repetitions, " runs")
         if samples:
             row = shared | timings(test, samples) | traffic(bench, test, samples, roofs)
-            yield row | {"python_share": python_share, "test_time": test_time}
+            peak = hardware.peak_rss_bytes()
+            yield row | {"peak_rss_bytes": peak, "python_share": python_share, "test_time": test_time}
         if interrupted is not None:
             raise interrupted
 

@@ -141,7 +141,7 @@ def load_in_part(
     disk when they are needed.
     """
     there = _all_sent(pack, list(splits(pack.spec, pack.tensors, places)), device, 0, progress)
-    made, store = opened(pack, a, records, cpu, elsewhere=there, progress=progress)
+    made, store, _ = opened(pack, a, records, cpu, elsewhere=there, progress=progress)
     return _completed(made, pack.spec, places, there, predictors, device), store
 
 

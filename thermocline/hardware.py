@@ -14,13 +14,19 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from thermocline.disk import Disk, measure_disk
 from thermocline.errors import ThermoclineError
 
+if TYPE_CHECKING:
+    from thermocline import _native
+
 ROOT = Path("/")
 NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 ROOF_SECONDS = 0.1
+ROOF_BYTES = 1 << 30  # read in a pass, at most where caches are small: 0.03 to 0.1 s
+LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -327,11 +333,22 @@ def read_gbs(threads: int, seconds: float = ROOF_SECONDS) -> float | None:
     import thermocline._native as _native
 
     cache = cache_bytes() or 32 << 20
-    nbytes = min(16 * cache, 1 << 30)
+    nbytes = min(16 * cache, ROOF_BYTES)
     room = available_bytes()
     if room is not None and nbytes > room // 4:
         return None
     return float(_native.read_bandwidth(nbytes, threads, seconds))
+
+
+def read_gbs_of(
+    arena: _native.Arena, begin: int, end: int, threads: int, seconds: float = ROOF_SECONDS
+) -> float | None:
+    """GB/s of reading bytes [begin, end) of an arena over and over. None where they are too few to tell.
+
+    It takes no memory, and one pass at least: so only as much is read as the caches cannot hold.
+    """
+    end = min(end, begin + max(16 * (cache_bytes() or 0), ROOF_BYTES))
+    return None if end - begin < LEAST_BYTES else float(arena.read_bandwidth(begin, end, threads, seconds))
 
 
 def measure_memory(threads: int) -> Memory:

@@ -33,6 +33,7 @@ from thermocline.request import Chunk, Completion, Request, request_for
 from thermocline.sampler import SamplingParams
 from thermocline.store import Room, Store
 from thermocline.tokenizer import Tokenizer
+from thermocline.weights import LoadedWeights
 
 Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
 BUNDLED = Path(__file__).with_name("bundled")
@@ -174,6 +175,7 @@ class LLM:
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()
         self._engine: Engine | None = None
+        self._loaded_weights: LoadedWeights | None = None
         self._closed = False
         try:
             self.tokenizer = Tokenizer(self.path, self.spec)
@@ -293,6 +295,14 @@ class LLM:
         with self._lock:
             return self._open()
 
+    def read_gbs(self) -> float | None:
+        """GB/s of reading the weights over and over with as many threads: the roof of a token's speed.
+
+        None before they are loaded, and where a GPU has a part of them.
+        """
+        with self._lock:
+            return None if self._loaded_weights is None else self._loaded_weights.read_gbs(self.threads)
+
     def constraint(self, params: SamplingParams, *, checked: bool = False) -> Constraint | None:
         """What holds one request to `params.grammar`, for `Engine.submit`. `checked`: by `grammar.check`."""
         if params.grammar is None:
@@ -316,7 +326,7 @@ class LLM:
             gpu = self._room.gpu
             if gpu is not None:
                 gpu.release()  # a step that was given up may still be computed with what goes now
-            self._engine, self._closed = None, True
+            self._engine, self._loaded_weights, self._closed = None, None, True
             if gpu is not None:
                 gpu.close()
 
@@ -352,7 +362,7 @@ class LLM:
             progress=self._progress,
             told=self._told,
         )
-        self.store = opened.store
+        self.store, self._loaded_weights = opened.store, opened.loaded
         engine = Engine(
             self.spec,
             opened.loaded.weights,

@@ -66,13 +66,12 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
     from thermocline import hardware  # the native core
 
     f = done.figures
-    # Before the roof's own buffer.
-    peak_rss_bytes, huge_page_bytes = hardware.peak_rss_bytes(), hardware.huge_page_bytes()
     speed = f.bytes_per_token * f.tokens_per_s / 1e9 if f.bytes_per_token and f.tokens_per_s else None
-    # Where a GPU computes, too, RAM's speed says nothing.
-    roof = hardware.read_gbs(llm.threads) if speed is not None and llm.plan is None else None
+    cache = hardware.cache_bytes()
+    # Memory speed bounds nothing where the weights fit in the cache: a run is not kept waiting for it.
+    roof = llm.read_gbs() if speed is not None and not from_cache(llm.weights_bytes, cache, None) else None
     share = speed / roof if speed and roof else None
-    in_cache = from_cache(llm.weights_bytes, hardware.cache_bytes(), share)
+    in_cache = from_cache(llm.weights_bytes, cache, share)
     figures: dict[str, Any] = {
         "model": model,
         "format": llm.weight_format,
@@ -98,8 +97,8 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "context": llm.context,
         "load_s": llm.load_s,
         "first_token_s": first_token_s,
-        "peak_rss_bytes": peak_rss_bytes,
-        "huge_page_bytes": huge_page_bytes,
+        "peak_rss_bytes": hardware.peak_rss_bytes(),
+        "huge_page_bytes": hardware.huge_page_bytes(),
         "logits_hash": f.logits_hash,
         "token_ms_p99": f.token_ms_p99,
         "memory_bytes": llm.memory_bytes,

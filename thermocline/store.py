@@ -36,7 +36,7 @@ from thermocline.pack import Pack
 from thermocline.predictor import Predictors, named_for_active
 from thermocline.records import Records, open_records
 from thermocline.sizes import aligned
-from thermocline.weights import LoadedWeights
+from thermocline.weights import Filled, LoadedWeights
 
 Progress = Callable[[int, int], None]
 
@@ -230,10 +230,10 @@ def load(
 ) -> tuple[LoadedWeights, Store]:
     """Raises as `weights.load` does. `disable`: what the disk tier is to do without."""
     ops = weights.new_ops(threads)
-    made, store = opened(pack, a, records, ops, disable=disable, progress=progress)
+    made, store, filled = opened(pack, a, records, ops, disable=disable, progress=progress)
     if predictors is not None:
         made = weights.with_predictors(made, predictors)
-    return LoadedWeights(made, ops, a.bytes), store
+    return LoadedWeights(made, ops, a.bytes, filled), store
 
 
 def opened(
@@ -245,7 +245,7 @@ def opened(
     elsewhere: Mapping[str, Any] | None = None,
     disable: Sequence[str] = (),
     progress: Progress | None = None,
-) -> tuple[Weights, Store]:
+) -> tuple[Weights, Store, Filled]:
     """`load`'s, without predictors. `elsewhere`: as `weights.assemble`'s."""
     m = mapped(pack, a)
     arena = weights.new_arena(m.bytes, str(pack.path))
@@ -260,7 +260,8 @@ def opened(
     except _native.DiskError as e:
         raise disk_error(e) from None
     arena.gather_pages()
-    return _with_disk(made, rows), Store(reader, tuple(filter(None, rows)), a)
+    filled = Filled.of(arena, ((to, to + end - begin) for begin, end, to in m.runs))
+    return _with_disk(made, rows), Store(reader, tuple(filter(None, rows)), a), filled
 
 
 def _rows(

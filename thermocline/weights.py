@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from thermocline import _native, quant
+from thermocline import _native, hardware, quant
 from thermocline.decoder import F32, FFN, Layer, Linear, Norm, Weights
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError
 from thermocline.layout import TensorInfo
@@ -32,10 +32,29 @@ ALIGN = 64  # of a predictor's matrices: a cache line
 
 
 @dataclass(frozen=True)
+class Filled:
+    """The longest run of an arena's bytes that hold weights: memory to measure the roof on."""
+
+    arena: _native.Arena
+    begin: int
+    end: int
+
+    @staticmethod
+    def of(arena: _native.Arena, runs: Iterable[tuple[int, int]]) -> Filled:
+        return Filled(arena, *max(runs, key=lambda run: run[1] - run[0]))
+
+
+@dataclass(frozen=True)
 class LoadedWeights:
     weights: Weights
     ops: Any  # CpuOps, or GpuOps over one
     bytes: int
+    filled: Filled | None = None  # None: a GPU has a part of them, and RAM's speed says nothing
+
+    def read_gbs(self, threads: int, seconds: float = hardware.ROOF_SECONDS) -> float | None:
+        """GB/s of reading them over and over: the roof of a token's speed. None: nothing to measure on."""
+        f = self.filled
+        return None if f is None else hardware.read_gbs_of(f.arena, f.begin, f.end, threads, seconds)
 
 
 def load(
@@ -56,7 +75,7 @@ def load(
     weights = assemble(pack.spec, pack.tensors, arena, ops)
     if predictors is not None:
         weights = with_predictors(weights, predictors)
-    return LoadedWeights(weights, ops, memory_bytes(pack, predictors))
+    return LoadedWeights(weights, ops, memory_bytes(pack, predictors), Filled.of(arena, _ranges(pack)))
 
 
 def new_ops(threads: int, isa: str = "") -> CpuOps:
