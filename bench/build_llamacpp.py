@@ -1,4 +1,4 @@
-"""llama.cpp from PyPI's source package of llama-cpp-python, built outside the repository, and the driver."""
+"""llama.cpp from the source package of llama-cpp-python, built outside the repository, and the driver."""
 
 from __future__ import annotations
 

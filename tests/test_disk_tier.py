@@ -123,6 +123,8 @@ def test_parts_cannot_be_switched_off_where_all_is_in_memory(wide_pack: Path) ->
         opened(wide_pack, disable=("cache",))
     with pytest.raises(UsageError, match="must be one of bundle"):
         opened(wide_pack, 0.05, disable=("gpu",))
+    with pytest.raises(UsageError, match=r"--gpu 0 with --disable cache: .* leave one of them out"):
+        opened(wide_pack, 0.05, disable=("cache",), gpu="0")  # was left out in silence
 
 
 def test_more_memory_means_fewer_misses(wide_pack: Path) -> None:

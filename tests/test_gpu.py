@@ -489,7 +489,7 @@ def test_a_gpu_without_its_libraries_is_explained(
     assert gpu.unusable(hardware.gpu()) == f"{missing} is not installed: pip install 'thermocline[gpu]'"
     assert gpu.find("auto") is None
     told: list[str] = []
-    with LLM(tiny_pack, context=64, told=told.append) as llm:
+    with LLM(tiny_pack, context=64, gpu="auto", told=told.append) as llm:
         assert llm.plan is None
     assert told == [f"the GPU is not used: {missing} is not installed: pip install 'thermocline[gpu]'"]
 

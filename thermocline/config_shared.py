@@ -39,16 +39,16 @@ def memory_limit(help: str, shown: str, group: str = "Model") -> Any:
 
 def which_gpu() -> Any:
     help = (
-        "off: none; auto: one, if there is one and it helps; or its number. stand-in: RAM that is treated as "
-        "a GPU's, to try it without one."
+        "off: none; auto: one, if there is one and it helps; or its number. No card has verified this code "
+        "yet, so it is asked for. stand-in: RAM that is treated as a GPU's, to try it without one."
     )
-    return opt("auto", nonempty, "off|auto|N", "Model", help, flags="--gpu --main-gpu")
+    return opt("off", nonempty, "off|auto|N", "Model", help, flags="--main-gpu")
 
 
 def gpu_memory() -> Any:
     help = "Memory of the GPU that may be used."
     shown = "what is free there"
-    return opt(None, real(0, 1e6), "GIB", "Model", help, shown=shown, flags="--vram --vram-budget")
+    return opt(None, real(0, 1e6), "GIB", "Model", help, shown=shown, flags="--vram-budget")
 
 
 def switched_off() -> Any:

@@ -93,6 +93,7 @@ class LLM:
     sparsity   "exact" skips neurons that are zero, with the same answer; "predict" also those that the pack's
                predictors (`thermocline train`) take for zero, with nearly the same; "off" computes all
     max_batch  requests computed together; more wait
+    cache_dir  where packed models are kept; None: the system's place for caches
     progress   called with ("downloading", "packing" or "loading", bytes done, bytes in all)
     lazy       read the weights at the first request that can be answered: a bad one is refused at once
     chat_template  Jinja, in place of the model's own
@@ -100,8 +101,8 @@ class LLM:
     ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
                are larger, those of the neurons that are needed least stay on disk
     disable    of "bundle", "cache" and "pipeline": what the disk tier is to do without, to measure its parts
-    gpu        "auto": a GPU if there is one and it helps; "off"; or its number, "0". What fits there is
-               computed there, the hottest neurons first, and the rest here
+    gpu        "off"; "auto": a GPU if there is one and it helps; or its number, "0". What fits there is
+               computed there, the hottest neurons first, and the rest here. Not yet verified on a card
     vram       GiB of its memory that may be taken; None: what is free
     generation_config  "auto": where no `SamplingParams` are given, they are as the model's
                generation_config.json recommends; "off": that is not read
@@ -125,7 +126,7 @@ class LLM:
         told: Callable[[str], None] | None = None,
         ram: float | None = None,
         disable: Sequence[str] = (),
-        gpu: str = "auto",
+        gpu: str = "off",
         vram: float | None = None,
         generation_config: str = "auto",
     ) -> None:
@@ -449,9 +450,15 @@ def room_for(
     at_least: int | None = None,
 ) -> Room:
     """What a session takes and where, before a weight is read: on a GPU what helps there, else as the store
-    has it. Raises as `gpu.chosen`, `store.room_for` and `store.check_switches` do.
+    has it. Raises as `gpu.chosen`, `store.room_for` and `store.check_switches` do; UsageError for a GPU with
+    parts of the disk tier switched off.
     """
-    if gpu != "off" and not disable:
+    if gpu != "off" and disable:
+        raise UsageError(
+            f"--gpu {gpu} with --disable {','.join(disable)}: the disk tier's parts are measured without a "
+            "GPU; leave one of them out"
+        )
+    if gpu != "off":
         from thermocline import gpu as tier
 
         divided = tier.chosen(
