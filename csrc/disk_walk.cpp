@@ -8,6 +8,9 @@ namespace tc {
 // Of a chunk, what threads take when they work on it together. A sub-norm's squares are added up chunk by chunk.
 static constexpr size_t kCell = 32;
 static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
+// Tokens up to which gates are computed before bundles are asked for. Of 8 tokens with a tenth of their neurons active half is needed. A longer
+// prompt needs most, and its gates are better computed while the disk reads.
+static constexpr size_t kListed = 64;
 
 static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record; }
 
@@ -40,7 +43,8 @@ static std::shared_ptr<Fetches> reads_of(const FFNArgs& a, Interrupted interrupt
 Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
     : w(context, args, takes_few(args) || args.ffn.sub_norm.weight ? kChunk : kCell), bundles(*args.ffn.disk),
       gates(args.ffn.gate_disk), reads(reads_of(args, context.interrupted)), fetches(*reads), owner(args.owner), tasks(w.chunks), fresh(w.chunks),
-      group(w.threads > int(kChunk / kCell) ? 2 : 1), bundle_bytes(bundles.stats.bytes), gate_bytes(gates ? gates->stats.bytes : 0) {
+      by_list(!w.few && w.skip && w.tokens <= kListed), group(w.threads > int(kChunk / kCell) ? 2 : 1), groups((w.chunks + group - 1) / group),
+      ahead(kStreamChunks / group), listing(by_list), bundle_bytes(bundles.stats.bytes), gate_bytes(gates ? gates->stats.bytes : 0) {
     w.rows = slots = grown(context.slots_, w.n);
     entries = grown(context.entries_, w.n);
     wanted = grown(context.wanted_, w.n);
@@ -52,7 +56,7 @@ Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
     }
     sums = w.few ? nullptr : grown(context.sums_, w.tokens * w.dim);
     for (size_t t = w.tokens; !w.few && t-- > 0;) age.push_back(DiskRows::aged(w.tokens > kFewTokens ? t : 0));
-    if (!w.few) places = grown(context.places_, w.n), std::fill_n(fetches.left.begin() + std::ptrdiff_t(owner), w.chunks, size_t(1));
+    if (!w.few) places = grown(context.places_, w.n), std::fill_n(fetches.left.begin() + std::ptrdiff_t(owner), 2 * w.chunks, size_t(1));
 }
 
 void Context::DiskWalk::end() {
@@ -219,41 +223,73 @@ void Context::DiskWalk::few_tokens(int thread) {
 
 // ---- many tokens
 //
-// Whole chunks pass through the pool's stream slots, read ahead of the work, hot and cached ones where they are. One barrier a
-// group: behind it everybody has left the group before, whose slots the next reads fill, and activations are complete.
+// Chunks pass through the pool's stream slots, read ahead of the work, hot and cached ones where they are: whole ones or, `by_list`, what is
+// needed of them, after a pass over all gates. One barrier a group: behind it everybody has left the group before, whose slots
+// the next reads fill, and activations are complete.
 
 size_t Context::DiskWalk::last_cell(size_t g) const { return std::min(w.cells, (g + 1) * group * (kChunk / w.cell)); }
 
 // Holding the lock: the reads of a group's chunks.
 void Context::DiskWalk::request(size_t g) {
     for (size_t chunk = g * group; chunk < std::min(w.chunks, (g + 1) * group); chunk++) {
-        const size_t begin = chunk * kChunk, end = std::min(w.n, begin + kChunk), ring = chunk % kStreamChunks * kChunk;
-        size_t n = bundles.stream(begin, end, int32_t(bundles.pool().lent + ring), places + begin, entries + begin, wanted + begin);
-        fetches.want(bundles, wanted + begin, n, owner + g);
-        if (!gates) continue;
-        n = gates->stream(begin, end, int32_t(gates->pool().lent + ring), gate_slots + begin, gate_entries + begin, gate_wanted + begin);
-        fetches.want(*gates, gate_wanted + begin, n, owner + g);
+        const size_t ring = chunk % kStreamChunks * kChunk;
+        if (!listing) want_bundles(chunk, ring);
+        if (gates && (listing || !by_list)) want_gates(chunk, ring);
     }
     fetches.submit();
-    if (!fetches.gave_up) fetches.left[owner + g]--;  // what it began with: not requested yet
+    if (!fetches.gave_up) fetches.left[owner_of(g)]--;  // what it began with: not requested yet
     fetches.changed.notify_all();
+}
+
+void Context::DiskWalk::want_bundles(size_t chunk, size_t ring) {
+    const size_t begin = chunk * kChunk, end = std::min(w.n, begin + kChunk);
+    const int32_t free = int32_t(bundles.pool().lent + ring);
+    size_t n;
+    if (by_list) {
+        int32_t* last = entries + begin;
+        for (size_t c = begin / w.cell; c < std::min(w.cells, (chunk + 1) * (kChunk / w.cell)); c++)
+            last = std::copy_n(w.ids + c * w.cell, w.counts[c], last);
+        n = bundles.stream(entries + begin, size_t(last - entries) - begin, free, places, wanted + begin);
+    } else {
+        n = bundles.stream(begin, end, free, places + begin, entries + begin, wanted + begin);
+    }
+    fetches.want(bundles, wanted + begin, n, owner + w.chunks + chunk / group);
+}
+
+void Context::DiskWalk::want_gates(size_t chunk, size_t ring) {
+    const size_t begin = chunk * kChunk, end = std::min(w.n, begin + kChunk);
+    const int32_t free = int32_t(gates->pool().lent + ring);
+    const size_t n = gates->stream(begin, end, free, gate_slots + begin, gate_entries + begin, gate_wanted + begin);
+    fetches.want(*gates, gate_wanted + begin, n, owner_of(chunk / group));
+}
+
+void Context::DiskWalk::request_first() {
+    next_cell.store(0, std::memory_order_relaxed);
+    std::lock_guard<std::mutex> held(fetches.lock);
+    for (size_t g = 0; g < std::min(ahead, groups); g++) request(g);
 }
 
 bool Context::DiskWalk::wait_for(size_t g, int thread) {
     std::unique_lock<std::mutex> held(fetches.lock);
-    while (fetches.left[owner + g]) {
+    const size_t mine = owner_of(g);
+    while (fetches.left[mine]) {
         if (fetches.failed) fetches.drop_queue();
-        if (fetches.left[owner + g]) wait(held, thread);
+        if (fetches.left[mine]) wait(held, thread);
     }
-    return !fetches.bad[owner + g];
+    return !fetches.bad[mine];
+}
+
+void Context::DiskWalk::list_cell(size_t c, int thread) {
+    const size_t begin = c * w.cell, end = std::min(w.n, begin + w.cell);
+    for (size_t t = 0; w.a.record && t < w.tokens; t++) std::fill(w.a.record + t * w.n + begin, w.a.record + t * w.n + end, 0.0f);
+    w.needed_neurons(c, c + 1, thread);
+    note(c);
 }
 
 void Context::DiskWalk::first_half(size_t c, int thread) {
-    const size_t begin = c * w.cell, end = std::min(w.n, begin + w.cell);
-    for (size_t t = 0; w.a.record && t < w.tokens; t++) std::fill(w.a.record + t * w.n + begin, w.a.record + t * w.n + end, 0.0f);
-    const size_t listed = w.needed_neurons(c, c + 1, thread);
+    if (!by_list) list_cell(c, thread);
+    const size_t begin = c * w.cell, listed = w.counts[c];
     for (size_t i = begin; i < begin + listed; i++) slots[i] = places[w.ids[i]];
-    note(c);
     w.hidden_values(begin, begin + listed, thread);
     w.rows_read.fetch_add(listed * (w.a.ffn.up.data ? 2 : 1), std::memory_order_relaxed);
     if (w.normed) w.weigh(c);
@@ -278,8 +314,24 @@ bool Context::DiskWalk::take_cell(size_t end, size_t* c) {
     return false;
 }
 
+// The gates of all chunks; then bundles are asked for, and not before all threads are here: lists are complete.
+bool Context::DiskWalk::list_all(int thread) {
+    for (size_t g = 0; gates && g < groups; g++) {
+        if (!wait_for(g, thread)) return false;  // the same for all threads
+        for (size_t c; take_cell(last_cell(g), &c);) list_cell(c, thread);
+        w.ctx.pool.barrier();
+        if (thread || g + ahead >= groups) continue;
+        std::lock_guard<std::mutex> held(fetches.lock);
+        request(g + ahead);
+    }
+    for (size_t c; take_cell(w.cells, &c);) list_cell(c, thread);
+    w.ctx.pool.barrier();
+    if (thread == 0) listing = false, request_first();
+    w.ctx.pool.barrier();
+    return true;
+}
+
 bool Context::DiskWalk::work_through(size_t begin, size_t end, int thread) {
-    const size_t groups = (w.chunks + group - 1) / group, ahead = kStreamChunks / group;
     for (size_t g = 0; g < groups; g++) {
         if (!wait_for(g, thread)) return false;  // the same for all threads
         for (size_t c; take_cell(last_cell(g), &c);) first_half(c, thread);
@@ -298,12 +350,9 @@ void Context::DiskWalk::many_tokens(int thread) {
     size_t begin, end;
     column_range(w.dim, w.threads, thread, &begin, &end);
     std::fill(sums + begin * w.tokens, sums + end * w.tokens, 0.0f);
-    if (thread == 0) {
-        std::lock_guard<std::mutex> held(fetches.lock);
-        for (size_t g = 0; g * group < std::min(kStreamChunks, w.chunks); g++) request(g);
-    }
+    if (thread == 0 && (gates || !by_list)) request_first();
     w.encode();
-    const bool good = work_through(begin, end, thread);
+    const bool good = (!by_list || list_all(thread)) && work_through(begin, end, thread);
     drain(thread);
     if (good && w.normed) {
         w.ctx.pool.barrier();

@@ -39,11 +39,17 @@ struct Context::DiskWalk {
     void drain(int thread);
 
     void request(size_t group);
+    void want_bundles(size_t chunk, size_t ring);
+    void want_gates(size_t chunk, size_t ring);
+    void request_first();
+    size_t owner_of(size_t group) const { return owner + (listing ? 0 : w.chunks) + group; }
     bool wait_for(size_t group, int thread);
+    void list_cell(size_t c, int thread);
     void first_half(size_t c, int thread);
     void note(size_t c);
     size_t last_cell(size_t group) const;
     bool take_cell(size_t end, size_t* c);
+    bool list_all(int thread);
     bool work_through(size_t begin, size_t end, int thread);
 
     Walk w;
@@ -58,7 +64,10 @@ struct Context::DiskWalk {
     int32_t *slots, *entries, *places, *gate_slots, *gate_entries;
     Wanted *wanted, *gate_wanted;
 
+    const bool by_list;  // many tokens: of no bundle but those some token needs, all of which are listed first
     const size_t group;  // chunks that many tokens work on together
+    const size_t groups, ahead;  // of those: there are, and slots are for
+    bool listing;        // the first of two passes over them: gates alone
     std::atomic<size_t> next_cell{0};
     std::chrono::steady_clock::time_point asked = std::chrono::steady_clock::now();  // whether to go on: thread 0's
     float* sums;  // [dim / tile][tokens][tile]

@@ -102,10 +102,13 @@ int32_t DiskRows::worst() {
     return -1;
 }
 
+bool DiskRows::deserves(int32_t neuron, int32_t at) const {
+    return at >= 0 && (cold_[size_t(at)].neuron < 0 || score(neuron) > score(cold_[size_t(at)].neuron));
+}
+
 int32_t DiskRows::place_for(int32_t neuron) {
     const int32_t at = worst();
-    const bool poor = at < 0 || (cold_[size_t(at)].neuron >= 0 && score(neuron) <= score(cold_[size_t(at)].neuron));
-    if (poor && !pool_.idle.empty()) {
+    if (!deserves(neuron, at) && !pool_.idle.empty()) {
         const int32_t passing = pool_.idle.back();
         return pool_.idle.pop_back(), int32_t(cold_.size()) + passing;
     }
@@ -210,6 +213,25 @@ size_t DiskRows::stream(size_t begin, size_t end, int32_t free, int32_t* slots, 
         *slots = id < hot ? first_slot + int32_t(id) : at < 0 ? free++ : cold_[size_t(at)].slot;
         if (at >= 0) cold_[size_t(at)].pinned = true;
     }
+    return misses;
+}
+
+size_t DiskRows::stream(const int32_t* ids, size_t n, int32_t free, int32_t* slots, Wanted* wanted) {
+    size_t misses = 0;
+    for (size_t i = 0; i < n; i++) {
+        const size_t id = size_t(ids[i]);
+        int32_t at = id < hot ? kHot : where_[id - hot];
+        const bool absent = id >= hot && at < 0;
+        if (absent && deserves(ids[i], worst())) {
+            at = worst_.back(), worst_.pop_back();
+            clear(cold_[size_t(at)]);
+            fill(at, ids[i]);
+        }
+        slots[id] = id < hot ? first_slot + ids[i] : at < 0 ? free++ : cold_[size_t(at)].slot;
+        if (at >= 0) cold_[size_t(at)].pinned = true;
+        if (absent) wanted[misses++] = {ids[i], slots[id], at};
+    }
+    stats.needed += n, stats.missed += misses;
     return misses;
 }
 

@@ -104,6 +104,9 @@ public:
     int32_t slot_of(int32_t id) const;
     // Records [begin, end): those in memory are pinned where they are, the others wanted in stream slots from `free` on.
     size_t stream(size_t begin, size_t end, int32_t free, int32_t* slots, int32_t* entries, Wanted* wanted);
+    // Likewise of ids [0, n), which are needed (`used` has said so): those that score better than what is kept take its place. `slots` is
+    // by neuron.
+    size_t stream(const int32_t* ids, size_t n, int32_t free, int32_t* slots, Wanted* wanted);
     void arrived(int32_t entry) {
         if (entry >= 0) entry_at(entry).ready = true;
     }
@@ -129,6 +132,7 @@ private:
     const Entry& entry_at(int32_t at) const { return const_cast<DiskRows*>(this)->entry_at(at); }
     float score(int32_t neuron) const { return unit_ * prior_[size_t(neuron) - hot] + uses_[size_t(neuron) - hot]; }
     int32_t place_for(int32_t neuron);  // an entry for it, emptied; or kHot: there is none now
+    bool deserves(int32_t neuron, int32_t at) const;  // the place of what is in that entry
     int32_t worst();                    // the entry with the lowest score, or -1: all are pinned
     void list_worst();
     void clear(Entry& e);

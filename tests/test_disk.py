@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import bad_reads
@@ -295,6 +295,39 @@ def test_every_kind_of_ffn_gives_the_bits_of_memory(tmp_path: Path, name: str) -
         for gates in (None, (0, 1), (256, 30), (0, 700)):
             ffn, _ = case.on_disk(256, 60, gates=gates)
             assert run(ffn, sparsity, isa=isa) == wanted, gates
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_tokens_give_the_bits_of_memory_whether_listed_or_streamed(tmp_path: Path, name: str) -> None:
+    """Up to 64 tokens what they need is listed before it is read; more read all."""
+    case = kind(tmp_path / "f", name)
+    sparsity = "predict" if case.predictor else "exact"
+    for gates in (None, (0, 7), (256, 30)):
+        ffn, _ = case.on_disk(100, 60, gates=gates)
+        memory, context = case.in_memory(), _native.Context(2, "")
+        for h in calls(5, (5, 64, 65, 4, 33, 6)):
+            assert call(context, ffn, h, sparsity) == call(context, memory, h, sparsity), (gates, len(h))
+
+
+def test_a_step_of_many_tokens_reads_what_some_token_needs(tmp_path: Path) -> None:
+    """It read every record that was not in memory, as a long prompt does; and what it read was not kept."""
+    made = neurons(tmp_path / "f", bias=True)
+    rare = replace(made, bias=np.full(NEURONS, -22, np.float32))  # 1 to 2 % active
+    hot, quota = 0, 100
+    ffn, rows = Case(rare).on_disk(hot, quota)
+    context = _native.Context(1, "")
+    (h,) = calls(9, (8,))
+    needed = np.maximum(h @ quant_rows(made).T - 22, 0).any(axis=0)
+    assert 20 < needed.sum() < quota
+    call(context, ffn, h, "exact")
+    first = rows.stats()
+    assert (first["needed"], first["missed"]) == (needed.sum(), needed[quota:].sum())
+    call(context, ffn, h, "exact")
+    assert rows.stats()["missed"] == first["missed"]  # all of it was kept: nothing else was asked for yet
+
+
+def quant_rows(made: Neurons) -> F32:
+    return made.gate.view(np.float32)
 
 
 @pytest.mark.parametrize("disable", range(8))
