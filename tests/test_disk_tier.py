@@ -244,6 +244,13 @@ def test_the_promise_is_kept_in_a_process_of_its_own(tmp_path: Path, thermocline
     assert rows[1]["cache_hit_rate"] > 0.5 and rows[1]["disk_bytes_per_token"] > 0
 
 
+def test_it_is_said_what_answers_together_have_to_share(wide_pack: Path) -> None:
+    told: list[str] = []
+    with opened(wide_pack, budgets(wide_pack)[2], told=told.append, max_batch=8) as llm:
+        assert llm.store is not None
+    assert "up to 8 answers are computed together, as long as all of them fit in 512 positions" in told[-1]
+
+
 def test_eight_sequences_at_once_read_what_their_neurons_need(tmp_path: Path, thermocline: Run) -> None:
     """More than four read the whole model in each step: 20.1 MB for 8, where 4 read 1.5."""
     shape, pack = tmp_path / "config.json", tmp_path / "pack"

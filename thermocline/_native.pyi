@@ -193,8 +193,8 @@ class DiskRows:
         """Read the hot ones, and the next ones into all slots. DiskError."""
 
     def stats(self) -> dict[str, int]:
-        """Since it was made: `needed` (records that up to 64 tokens asked for), `missed` (of those, not there),
-        `reads` and `bytes` (of the disk, all), `streamed` (bytes, for many tokens), `waited_ns` (threads that
+        """Since it was made: `needed` (records that up to 64 tokens asked for), `missed` (of those, not
+        there), `reads` and `bytes` (of the disk, all), `streamed` (bytes, for many tokens), `waited_ns` (threads that
         waited for the disk with nothing else to do, added up)."""
 
 class DiskError(Exception):

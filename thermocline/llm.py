@@ -364,6 +364,11 @@ class LLM:
             told=self._told,
         )
         self.store, self._loaded_weights = opened.store, opened.loaded
+        if self.store is not None and self._max_batch > 1:
+            self._told(
+                f"up to {self._max_batch} answers are computed together, as long as all of them fit in "
+                f"{self._room.kv_tokens} positions of keys and values; more wait"
+            )
         engine = Engine(
             self.spec,
             opened.loaded.weights,
