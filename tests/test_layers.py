@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "options",
         "pack",
         "report",
+        "sidecar",
         "shelf",
         "synth",
         "tiers",
@@ -395,7 +396,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampler": {"constraint", "errors"},
     "sandbox": {"errors"},
     "shelf": {"errors", "hub", "pack"},
-    "sidecar": {"errors", "safetensors"},
+    "sidecar": {"_native", "errors", "safetensors"},
     "cli_serve": {
         "chat",
         "cli_text",

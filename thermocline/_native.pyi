@@ -194,8 +194,8 @@ class DiskRows:
 
     def stats(self) -> dict[str, int]:
         """Since it was made: `needed` (records that up to 64 tokens asked for), `missed` (of those, not
-        there), `reads` and `bytes` (of the disk, all), `streamed` (bytes, for many tokens), `waited_ns` (threads that
-        waited for the disk with nothing else to do, added up)."""
+        there), `reads` and `bytes` (of the disk, all), `streamed` (bytes, for many tokens), `waited_ns`
+        (threads that waited for the disk with nothing else to do, added up)."""
 
 class DiskError(Exception):
     """args: (errno, -1: the file ends early, 0: wrong checksum; name; neuron; whether the file has changed

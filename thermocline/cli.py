@@ -227,10 +227,12 @@ def inspect(o: config.InspectOptions) -> int:
 
 def verify(o: config.VerifyOptions) -> int:
     from thermocline import pack as packs
+    from thermocline import sidecar
 
     opened = open_pack(o.model)
     with Progress(quiet=o.quiet) as progress:
-        problems = packs.verify(opened, partial(progress.at, "verifying"))
+        blocks = packs.verify(opened, partial(progress.at, "verifying"))
+    problems = blocks + (beside := list(sidecar.problems(opened.path)))
     if o.json:
         emit_json({"path": str(opened.path), "ok": not problems, "problems": problems})
     else:
@@ -238,10 +240,10 @@ def verify(o: config.VerifyOptions) -> int:
             "".join(f"{line}\n" for line in problems)
             or f"{opened.path}: ok, {report.size(opened.weights_bytes)}\n"
         )
-    if problems:
-        raise BadFile(
-            f"{opened.path}: {len(problems)} damaged block{'s' * (len(problems) > 1)}; pack it again"
-        )
+    if blocks:
+        raise BadFile(f"{opened.path}: {len(blocks)} damaged block{'s' * (len(blocks) > 1)}; pack it again")
+    if beside:
+        raise BadFile(f"{opened.path}: what was made for it is damaged; remove it, or make it again")
     return 0
 
 

@@ -193,7 +193,7 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Check every byte of a pack against its checksums."""
+    """Check every byte of a pack, and of what was made for it, against their checksums."""
 
     model: str | None = which_model(positional=True)
     json: bool = json_output()
