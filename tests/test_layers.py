@@ -174,6 +174,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pack",
         "pack_writer",
         "safetensors",
+        "source_key",
         "spec",
         "tokenizer_convert",
         "torch_zip",
@@ -270,6 +271,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pack_writer",
         "quant",
         "safetensors",
+        "source_key",
         "ternary",
         "tokenizer",
         "tokenizer_convert",
@@ -497,6 +499,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.refusal": set(),
     "sizes": {"layout", "quant", "spec"},
     "spec": set(),
+    "source_key": set(),
     "spec_check": {"errors", "safetensors", "spec"},
     "synth": {
         "errors",

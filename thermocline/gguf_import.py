@@ -23,12 +23,11 @@ from thermocline.mapping import Mapping, Piece
 from thermocline.pack import Progress
 from thermocline.pack_writer import write_pack
 from thermocline.safetensors import quoted
+from thermocline.source_key import READING, Shard, add_content
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer_convert import from_gguf, has_tokenizer
 from thermocline.torch_zip import read_flat_tensor
 
-_SAMPLE_BYTES = 4096
-_MAX_SAMPLES = 4096
 _SPECIAL = ("bos", "eos", "unknown", "padding")
 
 
@@ -117,17 +116,15 @@ def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
     return out
 
 
+def gguf_shards(gguf: GGUF) -> list[Shard]:
+    """The parts of a GGUF, as the key of its content takes them."""
+    return [Shard(p, [(t.start, t.end) for t in p.header.tensors.values()]) for p in gguf.parts]
+
+
 def gguf_hash(gguf: GGUF) -> str:
-    """A key for the content: headers in full, of the data 4 KiB of each tensor (of 4096 at most)."""
-    h = hashlib.blake2b(f"{KIND} {VERSION} gguf".encode(), digest_size=16)
-    every = -(-max(1, len(gguf.tensors)) // _MAX_SAMPLES)
-    for part in gguf.parts:
-        h.update(f"{part.size} {part.header.bytes} ".encode())
-        h.update(part.read_bytes(0, part.header.bytes).data)
-    for name in list(gguf.tensors)[::every]:
-        t = gguf.tensors[name]
-        size = min(_SAMPLE_BYTES, t.end - t.start)
-        h.update(gguf.where[name].read_bytes(t.start + (t.end - t.start - size) // 2, size).data)
+    """Return a key for the content: 32 hex digits, the same for each copy."""
+    h = hashlib.blake2b(f"{KIND} {VERSION} gguf {READING}".encode(), digest_size=16)
+    add_content(h, gguf_shards(gguf))
     return h.hexdigest()
 
 

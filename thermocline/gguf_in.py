@@ -50,6 +50,9 @@ class Part:
             os.close(self._fd)
         self._fd = -1
 
+    def stat(self) -> os.stat_result:
+        return os.fstat(self._fd)
+
     def read_bytes(self, start: int, size: int) -> U8:
         """Raw bytes of the file."""
         return read_at(self._fd, start, size, self.path)

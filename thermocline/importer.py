@@ -9,7 +9,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from thermocline import hub, quant, ternary
 from thermocline.errors import BadFile, IOFailure
-from thermocline.gguf_import import gguf_hash, is_gguf, pack_gguf
+from thermocline.gguf_import import gguf_hash, gguf_shards, is_gguf, pack_gguf
 from thermocline.gguf_in import GGUF
 from thermocline.gguf_source import Cost
 from thermocline.layout import optional_among
@@ -28,7 +28,6 @@ from thermocline.pack import MAX_COPIED_BYTES, Pack, Progress
 from thermocline.pack_writer import check_target, write_pack
 from thermocline.safetensors import (
     Checkpoint,
-    Entry,
     SafeTensors,
     foreign,
     no_weights,
@@ -36,6 +35,7 @@ from thermocline.safetensors import (
     read_at,
     read_small,
 )
+from thermocline.source_key import READING, Shard, add_content, identity
 from thermocline.tokenizer import FILE as TOKENIZER
 from thermocline.tokenizer_convert import ADDED_TOKENS, SENTENCEPIECE, from_directory, has_tokenizer
 
@@ -43,7 +43,6 @@ F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
 DEFAULT_FORMAT = "q8_0"
-_STEP_BYTES = 4 << 20  # hashed at a time
 
 
 def pack(
@@ -134,54 +133,39 @@ def _not_a_model(path: Path) -> Exception:
 
 # --- the cache ----------------------------------------------------------------------------------------------
 
-_HASH_ALL_BELOW = 256 << 20
-_SAMPLE_BYTES = 4096
-_MAX_SAMPLES = 4096
-
 
 def source_hash(src: str | os.PathLike[str]) -> str:
     """A key for the content of a Hugging Face directory or GGUF: 32 hex digits, the same for each copy.
 
-    Covers the small files, each shard's size and header, and the data: all of it below 256 MiB, else 4 KiB
-    from the middle of each tensor (of at most 4096 tensors, evenly chosen). So a retrained or replaced tensor
-    gives another key, in under a second for 100 GB; an edit of single weights of a large model may not.
+    Covers the small files and the data: all of it below 256 MiB, else headers and samples (`add_content`).
     """
-    path = Path(src)
+    return _keys(Path(src))[0]
+
+
+def _keys(path: Path) -> tuple[str, str | None]:
+    """(the key of its content, that of the files themselves where the content is only sampled)."""
     if is_gguf(path):
         with GGUF(path) as gguf:
-            return gguf_hash(gguf)
+            return gguf_hash(gguf), identity(gguf_shards(gguf))
     _require_model_directory(path)
     with Checkpoint(path) as checkpoint:
-        return _hash(path, checkpoint.shards)
+        return _hash(path, checkpoint.shards), identity(_sorted_shards(checkpoint.shards))
 
 
 def _hash(src: Path, shards: Iterable[SafeTensors]) -> str:
-    h = hashlib.blake2b(f"{KIND} {VERSION}".encode(), digest_size=16)
-
-    def take(label: str, data: bytes | U8) -> None:
-        h.update(f"{len(label)} {len(data)} {label}".encode())
-        h.update(data if isinstance(data, bytes) else data.data)
-
+    h = hashlib.blake2b(f"{KIND} {VERSION} {READING}".encode(), digest_size=16)
     for name in ("config.json", *COPIED, SENTENCEPIECE, ADDED_TOKENS):
         if os.path.exists(src / name):
-            take(name, read_small(src / name, MAX_COPIED_BYTES))
-    shards = sorted(shards, key=lambda s: s.path.name)
-    whole = sum(s.size for s in shards) <= _HASH_ALL_BELOW
-    every = -(-sum(len(s.tensors) for s in shards) // _MAX_SAMPLES)
-    for shard in shards:
-        take(f"{shard.path.name} {shard.size}", shard.header_digest)
-        for start, size in _hashed_ranges(list(shard.tensors.values())[::every], whole):
-            take("data", shard.read_bytes(start, size))
+            data = read_small(src / name, MAX_COPIED_BYTES)
+            h.update(f"{len(name)} {len(data)} {name}".encode())
+            h.update(data)
+    add_content(h, _sorted_shards(shards))
     return h.hexdigest()
 
 
-def _hashed_ranges(entries: list[Entry], whole: bool) -> Iterator[tuple[int, int]]:
-    for e in entries:
-        if whole:
-            yield from ((at, min(_STEP_BYTES, e.end - at)) for at in range(e.start, e.end, _STEP_BYTES))
-        else:
-            size = min(_SAMPLE_BYTES, e.end - e.start)
-            yield e.start + (e.end - e.start - size) // 2, size
+def _sorted_shards(shards: Iterable[SafeTensors]) -> list[Shard]:
+    files = sorted(shards, key=lambda s: s.path.name)
+    return [Shard(f, [(e.start, e.end) for e in f.tensors.values()]) for f in files]
 
 
 def resolve(
@@ -196,7 +180,8 @@ def resolve(
     """The pack directory for what a user named: a pack is itself; a Hugging Face directory or GGUF is packed
     once, into cache_dir/NAME-FORMAT-HASH, and found there again. Else an error says what it is.
 
-    `text`: refuse, before packing, a model without a tokenizer. `told` is called with what packing cost.
+    `text`: refuse, before packing, a model without a tokenizer. `told` is called with what packing cost, and
+    where a large model's content looks like that of another pack but its files are not the ones packed.
     """
     path = Path(model)
     if os.path.exists(path / "pack.json"):
@@ -204,8 +189,9 @@ def resolve(
     if weight_format is not None:
         quant.row_bytes(weight_format, 0)
     format = weight_format or ("own" if is_gguf(path) else DEFAULT_FORMAT)
-    key = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', _label(path))}-{format}-{source_hash(path)[:16]}"
-    packed = Path(cache_dir) / key
+    content, files = _keys(path)
+    like = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', _label(path))}-{format}-{content[:16]}"
+    packed = Path(cache_dir) / (like if files is None else f"{like}-{files}")
     found = _opened(packed)
     if text and (found is None or TOKENIZER not in found.files) and not _has_tokenizer(path):
         lacking = f"{path}: has no tokenizer" if is_gguf(path) else f"{path / TOKENIZER}: not found"
@@ -213,10 +199,21 @@ def resolve(
             f"{lacking}, so text cannot become tokens; `thermocline bench` measures such a model without text"
         )
     if found is None:
+        if told is not None and files is not None:
+            _say_if_in_doubt(path, packed, like, told)
         cost = pack(path, packed, weight_format, overwrite=True, progress=progress)
         if cost is not None and told is not None:
             told(f"{path}: {cost}")
     return packed
+
+
+def _say_if_in_doubt(path: Path, packed: Path, like: str, told: Callable[[str], None]) -> None:
+    others = sorted(p.name for p in packed.parent.glob(f"{glob.escape(like)}-*") if p != packed)
+    if others:
+        told(
+            f"{path}: looks like what {others[0]} was made of, but was written or copied since, and may "
+            f"differ: it is packed again; `thermocline rm {others[0]}` removes the other pack"
+        )
 
 
 def _opened(path: Path) -> Pack | None:

@@ -9,7 +9,6 @@ naming file and field.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -381,7 +380,6 @@ class SafeTensors:
             first = read_at(self._fd, 0, min(64, self.size), path).tobytes()
             n = header_size(first, self.size, name)
             header = read_at(self._fd, 8, n, path).tobytes()
-            self.header_digest = hashlib.blake2b(header, digest_size=32).digest()
             self.metadata: dict[str, str] = {}
             self.tensors = parse_header(header, self.size, name, self.metadata)
         except BaseException:
@@ -400,6 +398,9 @@ class SafeTensors:
         self._fd = -1
 
     __del__ = close
+
+    def stat(self) -> os.stat_result:
+        return os.fstat(self._fd)
 
     def read_bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Raw bytes of the file."""
