@@ -21,6 +21,7 @@ IDS = [f"{cls.__name__}.{f.name}" for cls, f, _ in ALL]
 EXAMPLES: dict[str, tuple[str, Any]] = {
     "model": ("some/dir", "some/dir"),
     "format": ("q4_0", "q4_0"),
+    "activation": ("drelu", "drelu"),
     "cache_dir": ("/tmp/c", "/tmp/c"),
     "ctx_size": ("128", 128),
     "threads": ("3", 3),

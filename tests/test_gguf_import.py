@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_twins import nmse
 
 from thermocline import gguf_out, quant
-from thermocline.errors import BadFile, IOFailure, Unsupported
+from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
 from thermocline.gguf_in import GGUF
 from thermocline.gguf_model import read_model
 from thermocline.importer import pack, resolve
@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, bool]] = {
     **dict.fromkeys(("falcon_7b", "falcon_40b", "falcon_11b"), ("falcon", False)),
     "falcon_relu": ("falcon", True),
     "minicpm": ("minicpm", False),
+    "qwen2_drelu": ("qwen2", False),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -76,10 +77,46 @@ def test_logits_through_gguf_are_transformers(name: str, twin: Callable[[str], P
     arch, powerinfer = CASES[name]
     path = gguf_twins.write(twin(name), tmp_path / "m.gguf", arch=arch, powerinfer=powerinfer)
     ids = np.random.default_rng(0).integers(3, twins.VOCAB, 24).tolist()
-    pack(path, tmp_path / "m.gguf-f32")
+    pack(path, tmp_path / "m.gguf-f32", activation=twins.ASKED.get(name))
     model = test_twins.loaded(path)
     assert model.spec.eos_ids == (2,)
     assert nmse(model.logits(ids, 24), twins.hf_logits(twin(name), ids)) <= 1e-6
+
+
+def named(name: str) -> Callable[[Any], None]:
+    return lambda w: w.add_name(name)
+
+
+def read(path: Path, activation: str | None = None) -> Any:
+    with GGUF(path) as opened:
+        return read_model(opened, activation)[0]
+
+
+@pytest.mark.parametrize("why", ["its name", "its file's name", "PowerInfer's"])
+def test_a_gguf_with_relu_is_not_read_as_silu_where_only_its_name_tells(
+    why: str, twin: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """No key says an activation. SparseQwen2 went through llama.cpp's converter as a Qwen 2 with SiLU."""
+    file = tmp_path / ("SparseQwen2-7B.gguf" if why == "its file's name" else "m.gguf")
+    more = named("SparseQwen2 7B" if why == "its name" else "Qwen2 7B")
+    path = gguf_twins.write(
+        twin("qwen2_drelu"), file, arch="qwen2", more=more, powerinfer=why == "PowerInfer's"
+    )
+    with pytest.raises(Unsupported, match="--activation relu or --activation drelu"):
+        read(path)
+    assert (read(path, "drelu").activation, read(path, "drelu").up_activation) == ("relu", "relu")
+    assert (read(path, "relu").activation, read(path, "relu").up_activation) == ("relu", "none")
+
+
+def test_a_gguf_that_says_nothing_is_silu_unless_the_user_knows_better(
+    twin: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = gguf_twins.write(twin("llama"), tmp_path / "m.gguf", more=named("Llama 2 7B"))
+    assert read(path).activation == "silu" and read(path, "relu").activation == "relu"
+    for_certain = gguf_twins.write(twin("llama_relu_tied"), tmp_path / "p.gguf", powerinfer=True)
+    assert read(for_certain, "relu") == read(for_certain)
+    with pytest.raises(UsageError, match="its activation is relu, not drelu"):
+        read(for_certain, "drelu")
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])

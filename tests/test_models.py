@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from thermocline import config_keys, models
-from thermocline.errors import BadFile, IOFailure, ThermoclineError, Unsupported
+from thermocline.errors import BadFile, IOFailure, ThermoclineError, Unsupported, UsageError
 from thermocline.mapping import Mapping, Piece
 from thermocline.spec import ModelSpec, RopeScaling
 
@@ -235,6 +235,55 @@ def test_remote_code_in_a_config_is_never_looked_at(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("base", ["mistral", "qwen2", "gemma2", "phi3"])
+def test_relu_that_may_be_on_gate_or_on_gate_and_up_is_asked_for(base: str) -> None:
+    """SparseQwen2 computes dReLU under a config that says what a ReGLU's would: it loaded as ReGLU."""
+    config = {"mistral": MISTRAL, "qwen2": QWEN2, "gemma2": GEMMA2, "phi3": PHI3}[base]
+    key = "hidden_activation" if base == "gemma2" else "hidden_act"
+    config = config | {key: "relu"}
+    with pytest.raises(Unsupported, match="choose --activation relu or --activation drelu"):
+        spec_of(config)
+    for asked, up in (("relu", "none"), ("drelu", "relu")):
+        s = models.parse_config(config, None, "config.json", asked)[0]
+        assert (s.activation, s.up_activation) == ("relu", up)
+
+
+CERTAIN: dict[str, tuple[Json, str]] = {
+    "ReluLLaMA": (LLAMA | {"hidden_act": "relu"}, "relu"),
+    "MiniCPM": (MINICPM, "relu"),
+    "OPT": (OPT, "relu"),
+    "Falcon": (FALCON | {"activation": "relu"}, "relu"),
+    "Bamboo": (
+        MISTRAL | {"architectures": ["BambooForCausalLM"], "model_type": "bamboo", "hidden_act": "relu"},
+        "drelu",
+    ),
+    "Llama": (LLAMA, "silu"),
+    "Qwen 2": (QWEN2, "silu"),
+    "ProSparse": (SPARSE, "fatrelu"),
+}
+
+
+@pytest.mark.parametrize("name", CERTAIN)
+def test_an_activation_that_contradicts_the_config_is_an_error(name: str) -> None:
+    config, said = CERTAIN[name]
+    for asked in ("relu", "drelu"):
+        if asked == said:
+            assert models.parse_config(config, None, "config.json", asked)[0] == spec_of(config)
+        else:
+            with pytest.raises(UsageError, match=f"its activation is {said}, not {asked}"):
+                models.parse_config(config, None, "config.json", asked)
+
+
+def test_a_model_type_is_its_architectures_or_left_out() -> None:
+    """SakanaAI's SparseLM has ProSparse's architecture, a left-over silu, and a model_type of its own."""
+    for config in (LLAMA, MISTRAL, SPARSE, OPT):
+        assert spec_of({k: v for k, v in config.items() if k != "model_type"}) == spec_of(config)
+        with pytest.raises(BadFile, match="model_type contradicts architectures, which imply"):
+            spec_of(config | {"model_type": "llama_sparse_relu"})
+    with pytest.raises(BadFile, match="imply 'llama', got 'mistral'"):
+        spec_of(LLAMA | {"model_type": "mistral"})
+
+
 # --- what is refused ----------------------------------------------------------------------------------------
 
 Case = tuple[Json, Json, type[ThermoclineError], str]
@@ -344,6 +393,12 @@ BAD: dict[str, Case] = {
         {"rope_scaling": LONGROPE | {"short_factor": ["a"]}},
         BadFile,
         "short_factor",
+    ),
+    "longrope of a number no float holds": (
+        PHI3,
+        {"rope_scaling": LONGROPE | {"short_factor": [10**400] * 8}},
+        BadFile,
+        "short_factor must be a list of numbers",
     ),
     "part of a head above all": (PHI3, {"partial_rotary_factor": 1.5}, BadFile, "partial_rotary_factor"),
     "an odd part of a head": (PHI3, {"partial_rotary_factor": 0.2}, BadFile, "rotary_dim is 3"),

@@ -240,7 +240,11 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no experts": ({"num_local_experts": None}, BadFile, "num_local_experts"),
     "biases": ({"attention_bias": True}, Unsupported, "attention_bias"),
     "a shared expert": ({"shared_expert_intermediate_size": 64}, Unsupported, "shared_expert"),
-    "dReLU of SiLU": ({"architectures": ["TurboSparseMixtralForCausalLM"]}, Unsupported, "relu twice"),
+    "dReLU of SiLU": (
+        {"architectures": ["TurboSparseMixtralForCausalLM"], "model_type": "turbosparsemixtral"},
+        Unsupported,
+        "relu twice",
+    ),
 }
 
 

@@ -116,7 +116,7 @@ def run(pack: Pack, tokens: int = TOKENS) -> tuple[F32, Watched]:
 @pytest.mark.parametrize("name", list(synth.shapes()))
 def test_every_shape_is_read_by_its_reader_or_refused_by_it(name: str) -> None:
     architecture = synth.shapes()[name]["architectures"][0]
-    if architecture in models.READERS:
+    if architecture in models.FAMILIES:
         assert synth.read_shape(name)[1].n_layers > 0
     else:
         with pytest.raises(Unsupported, match=architecture):
@@ -262,7 +262,8 @@ def test_a_dense_shape_stays_dense_unless_asked(tmp_path: Path) -> None:
 
 
 def test_a_sliding_window_and_a_threshold_are_kept(tmp_path: Path) -> None:
-    changes = {"architectures": ["SparseLlamaForCausalLM"], "hidden_act": "fatrelu", "hidden_act_param": 0.5}
+    changes = {"architectures": ["SparseLlamaForCausalLM"], "model_type": "sparsellama"}
+    changes |= {"hidden_act": "fatrelu", "hidden_act_param": 0.5}
     pack = make(tmp_path, "llama-2-7b", active=0.11, **changes)
     assert pack.spec.activation_threshold == 0.5
     assert np.mean(run(pack)[1].counted) == pytest.approx(0.11, rel=0.1)

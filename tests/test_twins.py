@@ -77,7 +77,7 @@ class Model:
 def loaded(path: Path, format: str = "f32", isa: str = "") -> Model:
     packed = path.with_name(f"{path.name}-{format}")
     if not packed.exists():
-        pack(path, packed, format)
+        pack(path, packed, format, activation=twins.ASKED.get(path.name))
     made = Pack.open(packed)
     got = weights.load(made, threads=2, isa=isa)
     return Model(made.spec, got.weights, got.ops)

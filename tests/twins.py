@@ -255,6 +255,11 @@ def qwen2(path: Path) -> Path:
     )
 
 
+def qwen2_drelu(path: Path) -> Path:
+    """SparseQwen2: a config that says relu, and code with relu twice, which `hf_logits` puts in."""
+    return _transformers("Qwen2", path, 10, hidden_act="relu")
+
+
 def qwen3(path: Path) -> Path:
     """Norms of each head's q and k; a head_dim that is not dim / heads."""
     return _transformers("Qwen3", path, 11, head_dim=24)
@@ -451,6 +456,8 @@ def minicpm_s(path: Path) -> Path:
     return path
 
 
+# What a user has to say of them: their configs leave open which ReLU it is.
+ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
 
 
@@ -471,6 +478,7 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         turbosparse_mixtral,
         opt,
         qwen2,
+        qwen2_drelu,
         qwen3,
         gemma2,
         gemma3,
@@ -527,9 +535,12 @@ def _fatrelu_model(path: Path, config: Json) -> Any:
 
 def _bamboo_model(path: Path, config: Json) -> Any:
     """A Mistral whose FFN is down(relu(gate x) * relu(up x)) (arXiv 2406.05955)."""
+    return _with_drelu(_plain(path, config, "Mistral"))
+
+
+def _with_drelu(model: Any) -> Any:
     import torch
 
-    model = _plain(path, config, "Mistral")
     for layer in model.model.layers:
         layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj, torch.nn.ReLU())
     return model
@@ -625,6 +636,8 @@ def hf_model(path: Path) -> Any:
         model = _bitnet_model(path, config)
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    if path.name == "qwen2_drelu":
+        model = _with_drelu(model)
     return model.eval()
 
 

@@ -136,7 +136,9 @@ def pack(o: config.PackOptions) -> int:
     with Progress(quiet=o.quiet) as progress:
         bar = partial(progress.at, "packing")
         source = hub_fetch.locate(o.source, progress.at)
-        cost = importer.pack(source, o.output, o.format, overwrite=o.force, progress=bar)
+        cost = importer.pack(
+            source, o.output, o.format, overwrite=o.force, progress=bar, activation=o.activation
+        )
     about = packs.inspect(packs.Pack.open(o.output))
     if o.json:
         emit_json(about)
@@ -152,7 +154,7 @@ def export(o: config.PackOptions) -> int:
     """A pack as one GGUF file."""
     from thermocline import gguf_import, gguf_out
 
-    opened = open_pack(o.source)
+    opened = open_pack(o.source, o.activation)
     if o.format not in (None, opened.weight_format):
         raise UsageError(
             f"{o.source}: has {opened.weight_format} weights, which a GGUF keeps; not {o.format}"
@@ -176,7 +178,7 @@ def synth(o: config.SynthOptions) -> int:
     from thermocline import gguf_out, synth
     from thermocline import pack as packs
 
-    model = synth.Model.of(o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first)
+    model = synth.Model.of(o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation)
     if o.gguf is not None:
         gguf_out.check(model.plan.spec, model.optional, o.gguf, o.force)
     with Progress(quiet=o.quiet) as progress:
@@ -196,7 +198,7 @@ def synth(o: config.SynthOptions) -> int:
     return 0
 
 
-def open_pack(model: str | None) -> Pack:
+def open_pack(model: str | None, activation: str | None = None) -> Pack:
     from thermocline.importer import resolve
     from thermocline.llm import BUNDLED
     from thermocline.pack import Pack
@@ -206,7 +208,7 @@ def open_pack(model: str | None) -> Pack:
         if (path / "config.json").exists() or path.suffix == ".gguf":
             raise UsageError(f"{path}: not a pack; make one with `thermocline pack {path} -o DIR`")
         return Pack.open(resolve(path, config.cache_dir(None), "f32"))  # raises: says what it is instead
-    return Pack.open(path)
+    return Pack.open(resolve(path, "", None, activation=activation))
 
 
 def inspect(o: config.InspectOptions) -> int:

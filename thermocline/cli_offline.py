@@ -188,11 +188,11 @@ def evaluate(o: config_offline.EvalOptions) -> int:
 
 
 def _sides(o: config_offline.EvalOptions, progress: Progress) -> list[Side]:
-    own = Side.of(_opened(o.model, progress), o.sparsity)
+    own = Side.of(_opened(o.model, progress, o.activation), o.sparsity)
     if o.against is None:
         return [own]
     if o.against not in config_shared.SPARSITIES:
-        return [own, Side.of(_opened(o.against, progress), "exact")]
+        return [own, Side.of(_opened(o.against, progress, None), "exact")]
     if not own.pack.spec.sparse:
         raise UsageError(
             f"{own.pack.path}: its activation ({own.pack.spec.activation}) is never zero, so there is "
@@ -203,16 +203,15 @@ def _sides(o: config_offline.EvalOptions, progress: Progress) -> list[Side]:
     return [own, Side.of(own.pack, o.against)]
 
 
-def _opened(model: str | None, progress: Progress) -> Pack:
+def _opened(model: str | None, progress: Progress, activation: str | None) -> Pack:
     from thermocline.hub_fetch import locate
     from thermocline.importer import resolve
     from thermocline.llm import BUNDLED
     from thermocline.pack import Pack
 
-    if model is None:
-        return Pack.open(BUNDLED)
+    given = BUNDLED if model is None else locate(model, progress.at)
     packing = partial(progress.at, "packing")
-    return Pack.open(resolve(locate(model, progress.at), config.cache_dir(None), None, packing))
+    return Pack.open(resolve(given, config.cache_dir(None), None, packing, activation=activation))
 
 
 def _texts(o: config_offline.EvalOptions, sides: Sequence[Side]) -> I32:

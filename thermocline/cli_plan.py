@@ -93,14 +93,15 @@ def stored(subject: Subject) -> Callable[[Problem], Plan] | None:
 
 def plan_subject(o: config_offline.PlanOptions) -> Subject:
     from thermocline import plan_file
+    from thermocline.importer import resolve
     from thermocline.llm import BUNDLED
 
     curve = plan_file.Curve(o.active, o.skew)
     path = BUNDLED if o.model is None else Path(o.model)
     if (path / "pack.json").exists():
-        return plan_file.of_pack(path, o.sparsity, curve)
+        return plan_file.of_pack(resolve(path, "", None, activation=o.activation), o.sparsity, curve)
     share = o.predictor_share if o.sparsity == "predict" else 0.0
-    return plan_file.of_shape(str(o.model), o.format, o.sparsity, share, curve)
+    return plan_file.of_shape(str(o.model), o.format, o.sparsity, share, curve, o.activation)
 
 
 def plan_tiers(o: config_offline.PlanOptions, weight_format: str) -> Tiers:

@@ -74,6 +74,7 @@ def llm_options(o: config.Generation, chat_template: str | None, max_batch: int)
         "threads": o.threads if o.threads > 0 else None,
         "context": o.ctx_size or None,
         "format": o.format,
+        "activation": o.activation,
         "sparsity": o.sparsity,
         "max_batch": max_batch,
         "cache_dir": config.cache_dir(o.cache_dir),

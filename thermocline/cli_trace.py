@@ -32,10 +32,10 @@ def packed(o: config.BenchOptions, progress: Progress) -> Path:
     from thermocline.importer import resolve
     from thermocline.llm import BUNDLED
 
-    if o.model is None:
-        return BUNDLED
-    given, packing = locate(o.model, progress.at), partial(progress.at, "packing")
-    return resolve(given, config.cache_dir(o.cache_dir), o.format, packing, told=None if o.quiet else note)
+    given = BUNDLED if o.model is None else locate(o.model, progress.at)
+    packing, told = partial(progress.at, "packing"), None if o.quiet else note
+    cache = config.cache_dir(o.cache_dir)
+    return resolve(given, cache, o.format, packing, told=told, activation=o.activation)
 
 
 # ---- record

@@ -27,6 +27,7 @@ from thermocline.config_generation import (
 )
 from thermocline.config_offline import EvalOptions, PlanOptions, ProfileOptions, TrainOptions
 from thermocline.config_serve import ServeOptions as ServeOptions
+from thermocline.config_shared import ACTIVATIONS as ACTIVATIONS
 from thermocline.config_shared import FORMATS as FORMATS
 from thermocline.config_shared import GENERATION_CONFIGS as GENERATION_CONFIGS
 from thermocline.config_shared import SPARSITIES as SPARSITIES
@@ -38,6 +39,7 @@ from thermocline.config_shared import (
     sparsity_mode,
     switched_off,
     thread_count,
+    which_activation,
     which_gpu,
 )
 from thermocline.options import (
@@ -141,6 +143,7 @@ class PackOptions:
         required=True,
     )
     format: str | None = weight_format("Weight format.")
+    activation: str | None = which_activation()
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack.")
     json: bool = json_output()
     quiet: bool = quiet_output()
@@ -157,6 +160,7 @@ class SynthOptions:
     )  # fmt: skip
     output: str = opt("", nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", required=True)
     format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format.")
+    activation: str | None = which_activation()
     gguf: str | None = opt(
         None, nonempty, "FILE", "Model", "Write the same weights as a GGUF file too, for llama.cpp.",
         shown="none"
@@ -206,6 +210,7 @@ class BenchOptions:
 
     model: str | None = which_model(positional=False)
     format: str | None = weight_format("Weight format of what is packed into the cache.")
+    activation: str | None = which_activation()
     cache_dir: str | None = cache_directory()
     threads: tuple[int, ...] = opt(
         (0,), counts(0, 1024), "N,...", "Model", "Threads to compute with; a test is repeated for each.",

@@ -14,6 +14,7 @@ from thermocline.config_shared import (
     sparsity_mode,
     switched_off,
     thread_count,
+    which_activation,
     which_gpu,
 )
 from thermocline.options import bias, count_or_all, nonempty, one_of, opt, real, switch, whole
@@ -48,6 +49,7 @@ class Generation:
 
     model: str | None = which_model(positional=False)
     format: str | None = weight_format("Weight format of what is packed into the cache.")
+    activation: str | None = which_activation()
     cache_dir: str | None = cache_directory()
     ctx_size: int = opt(
         0, whole(0), "N", "Model",

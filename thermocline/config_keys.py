@@ -23,9 +23,7 @@ IGNORED: dict[str, str] = {
     **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout", "layerdrop"), _TRAINING),
     **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"), _TRAINING),
     **dict.fromkeys(("initializer_range", "init_std", "pretraining_tp", "use_cache"), _TRAINING),
-    **dict.fromkeys(
-        ("_name_or_path", "transformers_version", "model_type", "auto_map", "custom_pipelines"), _CODE
-    ),
+    **dict.fromkeys(("_name_or_path", "transformers_version", "auto_map", "custom_pipelines"), _CODE),
     **dict.fromkeys(("return_dict", "output_attentions", "output_hidden_states", "output_scores"), _CODE),
     **dict.fromkeys(
         ("return_dict_in_generate", "chunk_size_feed_forward", "torchscript", "tokenizer_class"), _CODE
@@ -124,10 +122,12 @@ class Keys:
             raise self.bad(key, f"must be a number from {low:g} to {high:g}")
         return float(value)
 
-    def numbers(self, key: str) -> tuple[float, ...]:
+    def numbers(self, key: str, low: float, high: float) -> tuple[float, ...]:
         value = self.raw(key)
-        if not isinstance(value, list) or any(type(v) not in (int, float) for v in value):
-            raise self.bad(key, "must be a list of numbers")
+        if not isinstance(value, list) or any(
+            type(v) not in (int, float) or not low <= v <= high for v in value
+        ):
+            raise self.bad(key, f"must be a list of numbers from {low:g} to {high:g}")
         return tuple(map(float, value))
 
     def number_or_none(self, key: str, low: float, high: float) -> float | None:
@@ -277,8 +277,8 @@ def _longrope(keys: Keys, group: Keys) -> RopeScaling:
         kind="longrope",
         original_context=original,
         attention_factor=attention,
-        short_factors=group.numbers("short_factor"),
-        long_factors=group.numbers("long_factor"),
+        short_factors=group.numbers("short_factor", 1e-3, 1e6),
+        long_factors=group.numbers("long_factor", 1e-3, 1e6),
     )
 
 

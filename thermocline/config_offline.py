@@ -14,6 +14,7 @@ from thermocline.config_shared import (
     quiet_output,
     sparsity_mode,
     thread_count,
+    which_activation,
 )
 from thermocline.options import count_or_all, nonempty, one_of, opt, real, switch, whole
 
@@ -67,6 +68,7 @@ class EvalOptions:
         "Or org/name[@revision][:file or quant] from the hub, fetched once.",
         flags="-m", shown="the bundled model", positional=True
     )  # fmt: skip
+    activation: str | None = which_activation()
     sparsity: str = sparsity_mode()
     threads: int = thread_count()
 
@@ -145,6 +147,7 @@ class PlanOptions:
         flags="-m", shown="the bundled model", positional=True
     )  # fmt: skip
     format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format of a shape.")
+    activation: str | None = which_activation()
     sparsity: str = sparsity_mode()
     active: float | None = opt(
         None, real(0.001, 0.9), "X", "Model",

@@ -9,6 +9,7 @@ from thermocline.options import nonempty, one_of, opt, real, some_of, switch, wh
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 SPARSITIES = ("exact", "predict", "off")
 GENERATION_CONFIGS = ("auto", "off")
+ACTIVATIONS = ("drelu", "relu")
 SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
 
 
@@ -18,6 +19,14 @@ def sparsity_mode() -> Any:
         "pack's predictors take for zero, with nearly the same answer; off: compute all."
     )
     return opt("exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model", help)
+
+
+def which_activation() -> Any:
+    help = (
+        "The activation of an FFN with ReLU, where a config or GGUF leaves it open: relu, on the gate alone; "
+        "drelu, on gate and up."
+    )
+    return opt(None, one_of(*ACTIVATIONS), "|".join(ACTIVATIONS), "Model", help, shown="what the model says")
 
 
 def thread_count(help: str = "Threads to compute with.", group: str = "Model") -> Any:

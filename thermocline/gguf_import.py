@@ -32,11 +32,17 @@ _SPECIAL = ("bos", "eos", "unknown", "padding")
 
 
 def pack_gguf(
-    src: Path, dst: Path, weight_format: str | None, *, overwrite: bool, progress: Progress | None
+    src: Path,
+    dst: Path,
+    weight_format: str | None,
+    *,
+    overwrite: bool,
+    progress: Progress | None,
+    activation: str | None = None,
 ) -> Cost:
     """Pack a GGUF, all parts of a split one. `weight_format` None: the file's own, tensor by tensor."""
     with GGUF(src) as gguf:
-        spec, mapping = read_model(gguf)
+        spec, mapping = read_model(gguf, activation)
         predictor = with_predictor(gguf, spec, mapping)
         counts = activation_counts(src, spec) if gguf.powerinfer else {}
         ranks = predictor.ranks if predictor is not None else ()

@@ -260,11 +260,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(_arcee, _LLAMA_NAMES, ("attn_q", "attn_k")),
     "minicpm": Architecture(_minicpm, _LLAMA_NAMES, ("attn_q", "attn_k")),
 }
+# ReluLLaMA, ProSparse, TurboSparse-Mistral and -Mixtral, SparseQwen2: what they are published as.
+_RELU_NAMES = re.compile("relu|prosparse|turbosparse|sparseqwen", re.IGNORECASE)
 _LAYER = re.compile(r".*(?:layers|h)\.(\d+)\.(.+)")
 
 
-def read_model(gguf: GGUF) -> tuple[ModelSpec, Mapping]:
-    """The model in a GGUF, and where each packed tensor's rows are in it."""
+def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Mapping]:
+    """The model in a GGUF, and where each packed tensor's rows are in it.
+
+    No key says an activation: llama.cpp takes a family's SiLU. It is ReLU where `activation` says so, and
+    where the file is PowerInfer's or is called so; which ReLU, only `activation` can tell.
+    """
     k = Keys(gguf)
     found = ARCHITECTURES.get(k.architecture)
     if found is None:
@@ -274,13 +280,21 @@ def read_model(gguf: GGUF) -> tuple[ModelSpec, Mapping]:
         )
     config = found.config(k)
     k.finish()
-    spec, mapping = parse_config(config, None, k.name)
+    assumed = config.get("hidden_act") == "silu"
+    if assumed and (activation is not None or gguf.powerinfer or _called_relu(k)):
+        config["hidden_act"] = "relu"
+    spec, mapping = parse_config(config, None, k.name, activation, sure=not assumed)
     tensors = {
         ours: tuple(_translated(p, found, spec, gguf) for p in pieces)
         for ours, pieces in mapping.tensors.items()
     }
     factors = map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
     return spec, Mapping(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight"))
+
+
+def _called_relu(k: Keys) -> bool:
+    names = (k.raw(f"general.{part}") for part in ("name", "basename", "finetune"))
+    return any(_RELU_NAMES.search(n) for n in (k.gguf.path.name, *names) if isinstance(n, str))
 
 
 def _translated(piece: Piece, a: Architecture, spec: ModelSpec, gguf: GGUF) -> Piece:

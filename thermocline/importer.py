@@ -23,7 +23,8 @@ from thermocline.gguf_source import Cost
 from thermocline.layout import optional_among
 from thermocline.manifest import COPIED, KIND, VERSION
 from thermocline.mapped import MappedSource
-from thermocline.models import read_config
+from thermocline.mapping import Mapping
+from thermocline.models import check_activation, read_config
 from thermocline.pack import MAX_COPIED_BYTES, Pack, Progress
 from thermocline.pack_writer import check_target, write_pack
 from thermocline.safetensors import (
@@ -36,6 +37,7 @@ from thermocline.safetensors import (
     read_small,
 )
 from thermocline.source_key import READING, Shard, add_content, identity
+from thermocline.spec import ModelSpec
 from thermocline.tokenizer import FILE as TOKENIZER
 from thermocline.tokenizer_convert import ADDED_TOKENS, SENTENCEPIECE, from_directory, has_tokenizer
 
@@ -52,27 +54,37 @@ def pack(
     *,
     overwrite: bool = False,
     progress: Progress | None = None,
+    activation: str | None = None,
 ) -> Cost | None:
     """Pack a Hugging Face directory or a GGUF file; of that, what it cost.
 
-    `weight_format` None: a GGUF's own, tensor by tensor; else `DEFAULT_FORMAT`. Raises BadFile, IOFailure,
-    Unsupported, UsageError; see `write_pack`.
+    `weight_format` None: a GGUF's own, tensor by tensor; else `DEFAULT_FORMAT`. `activation`: of
+    `config_shared.ACTIVATIONS`, what the source leaves open. Raises BadFile, IOFailure, Unsupported,
+    UsageError; see `write_pack`.
     """
     src = Path(src)
     if weight_format is not None:
         quant.row_bytes(weight_format, 0)
     check_target(Path(os.path.realpath(dst)), overwrite)
     if is_gguf(src):
-        return pack_gguf(src, Path(dst), weight_format, overwrite=overwrite, progress=progress)
-    _pack_directory(src, Path(dst), weight_format or DEFAULT_FORMAT, overwrite, progress)
+        return pack_gguf(
+            src, Path(dst), weight_format, overwrite=overwrite, progress=progress, activation=activation
+        )
+    _require_model_directory(src)
+    read = read_config(src, activation)
+    _pack_directory(src, Path(dst), weight_format or DEFAULT_FORMAT, read, overwrite, progress)
     return None
 
 
 def _pack_directory(
-    src: Path, dst: Path, weight_format: str, overwrite: bool, progress: Progress | None
+    src: Path,
+    dst: Path,
+    weight_format: str,
+    read: tuple[ModelSpec, Mapping],
+    overwrite: bool,
+    progress: Progress | None,
 ) -> None:
-    _require_model_directory(src)
-    spec, mapping = read_config(src)
+    spec, mapping = read
     with Checkpoint(src) as checkpoint:
         source = MappedSource(str(src), *ternary.seen(checkpoint, mapping), mapping)
         write_pack(
@@ -176,19 +188,24 @@ def resolve(
     *,
     text: bool = False,
     told: Callable[[str], None] | None = None,
+    activation: str | None = None,
 ) -> Path:
     """The pack directory for what a user named: a pack is itself; a Hugging Face directory or GGUF is packed
     once, into cache_dir/NAME-FORMAT-HASH, and found there again. Else an error says what it is.
 
-    `text`: refuse, before packing, a model without a tokenizer. `told` is called with what packing cost, and
+    `text`: refuse, before packing, a model without a tokenizer. `activation`: as in `pack`; of a pack it is
+    held against what that says. `told` is called with what packing cost, and
     where a large model's content looks like that of another pack but its files are not the ones packed.
     """
     path = Path(model)
     if os.path.exists(path / "pack.json"):
+        if activation is not None:
+            check_activation(Pack.open(path).spec, activation, str(path))
         return path
     if weight_format is not None:
         quant.row_bytes(weight_format, 0)
     format = weight_format or ("own" if is_gguf(path) else DEFAULT_FORMAT)
+    format = format if activation is None else f"{format}-{activation}"
     content, files = _keys(path)
     like = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', _label(path))}-{format}-{content[:16]}"
     packed = Path(cache_dir) / (like if files is None else f"{like}-{files}")
@@ -201,7 +218,7 @@ def resolve(
     if found is None:
         if told is not None and files is not None:
             _say_if_in_doubt(path, packed, like, told)
-        cost = pack(path, packed, weight_format, overwrite=True, progress=progress)
+        cost = pack(path, packed, weight_format, overwrite=True, progress=progress, activation=activation)
         if cost is not None and told is not None:
             told(f"{path}: {cost}")
     return packed

@@ -18,7 +18,7 @@ from typing import Any, overload
 
 from thermocline import hardware, store, weights
 from thermocline.chat_template import ChatTemplate, Message
-from thermocline.config import GENERATION_CONFIGS, SPARSITIES, SWITCHES, default_cache_dir
+from thermocline.config import ACTIVATIONS, GENERATION_CONFIGS, SPARSITIES, SWITCHES, default_cache_dir
 from thermocline.constraint import Constraint
 from thermocline.engine import Engine
 from thermocline.errors import UsageError
@@ -90,6 +90,7 @@ class LLM:
                for it is reserved up front; any number up to the model's limit can be asked for
     format     of the weights where the model has to be packed: f32, f16, bf16, q8_0 or q4_0; None: a GGUF's
                own, else q8_0
+    activation  "relu", on an FFN's gate alone, or "drelu", on gate and up: where the model leaves it open
     sparsity   "exact" skips neurons that are zero, with the same answer; "predict" also those that the pack's
                predictors (`thermocline train`) take for zero, with nearly the same; "off" computes all
     max_batch  requests computed together; more wait
@@ -117,6 +118,7 @@ class LLM:
         threads: int | None = None,
         context: int | None = None,
         format: str | None = None,
+        activation: str | None = None,
         sparsity: str = "exact",
         max_batch: int = 8,
         cache_dir: str | Path | None = None,
@@ -131,6 +133,8 @@ class LLM:
         generation_config: str = "auto",
     ) -> None:
         _check_choice("sparsity", sparsity, SPARSITIES)
+        if activation is not None:
+            _check_choice("activation", activation, ACTIVATIONS)
         _check_choice("generation_config", generation_config, GENERATION_CONFIGS)
         for part in disable:
             _check_choice("disable", part, SWITCHES)
@@ -144,10 +148,9 @@ class LLM:
         self._generation_config = generation_config
         cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
         packing = partial(self._progress, "packing")
-        path = None if model is None else locate(model, self._progress)
-        if path is not None:
-            path = resolve(path, cache_dir, format, packing, text=True, told=told)
-        self._pack = Pack.open(BUNDLED if path is None else path)
+        path = BUNDLED if model is None else locate(model, self._progress)
+        path = resolve(path, cache_dir, format, packing, text=True, told=told, activation=activation)
+        self._pack = Pack.open(path)
         self.path, self.spec = self._pack.path, self._pack.spec
         self.sparsity, self.weight_format = sparsity, self._pack.weight_format
         self._predictors = predictors_for(self._pack, sparsity)

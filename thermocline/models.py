@@ -2,7 +2,7 @@
 
 The only file with family names. Every key of a config is read, or ignored or required to have one value in
 `config_keys.py`; anything else is refused by name. Must not know packs or kernels.
-Adding a family: one reader function and its line in `READERS`.
+Adding a family: one reader function and its line in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from thermocline.config_keys import Keys, bos, eos, rope, windows
-from thermocline.errors import BadFile, Unsupported
+from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.mapping import Mapping, Names, Piece, tensors
 from thermocline.safetensors import Json, parse_json, quoted, read_small
 from thermocline.spec import ACTIVATIONS, ModelSpec
@@ -40,18 +40,42 @@ _DEFAULTS: Json = {
 }
 
 
-def read_config(path: Path) -> Read:
+def read_config(path: Path, activation: str | None = None) -> Read:
     """The model in Hugging Face directory `path`, from its config.json and generation_config.json."""
     config_path, generation_path = path / "config.json", path / "generation_config.json"
     config = parse_json(read_small(config_path, MAX_CONFIG_BYTES), str(config_path))
     generation = None
     if os.path.exists(generation_path):
         generation = parse_json(read_small(generation_path, MAX_CONFIG_BYTES), str(generation_path))
-    return parse_config(config, generation, str(config_path))
+    return parse_config(config, generation, str(config_path), activation)
 
 
-def parse_config(config: Json, generation: Json | None, name: str) -> Read:
-    """The same from parsed JSON. BadFile or Unsupported, naming the key, where anything is not understood."""
+def parse_config(
+    config: Json, generation: Json | None, name: str, activation: str | None = None, *, sure: bool = True
+) -> Read:
+    """The same from parsed JSON. BadFile or Unsupported, naming the key, where anything is not understood.
+
+    `activation`: "relu" or "drelu", where the config leaves it open. `sure` False: its activation is a guess.
+    """
+    family = _family(config, name)
+    keys = Keys(config, name).with_defaults({**_DEFAULTS, "model_type": family.model_type})
+    if keys.raw("model_type") != family.model_type:
+        raise keys.bad("model_type", f"contradicts architectures, which imply {family.model_type!r}")
+    keys.raw("architectures")
+    spec, mapping = family.read(keys, keys.stop_ids(generation))
+    keys.finish()
+    check_spec(spec, name)
+    if (
+        spec.activation == "relu"
+        and spec.gated
+        and not (sure and (family.reglu or spec.up_activation != "none"))
+    ):
+        return _with_relu(spec, activation, name), mapping
+    check_activation(spec, activation, name)
+    return spec, mapping
+
+
+def _family(config: Json, name: str) -> Family:
     architectures = config.get("architectures")
     if (
         not isinstance(architectures, list)
@@ -59,20 +83,32 @@ def parse_config(config: Json, generation: Json | None, name: str) -> Read:
         or not isinstance(architectures[0], str)
     ):
         raise BadFile(f"{name}: architectures is not a list of one name")
-    reader = READERS.get(architectures[0])
-    if reader is None:
-        first, *others = READERS
+    family = FAMILIES.get(architectures[0])
+    if family is None:
+        first, *others = FAMILIES
         more = ", ".join(n.removesuffix("ForCausalLM") for n in others)
         raise Unsupported(
             f"{name}: architecture {quoted(architectures[0])} is not supported; "
             f"known: {first}, likewise {more}"
         )
-    keys = Keys(config, name).with_defaults(_DEFAULTS)
-    keys.raw("architectures")
-    spec, mapping = reader(keys, keys.stop_ids(generation))
-    keys.finish()
-    check_spec(spec, name)
-    return spec, mapping
+    return family
+
+
+def _with_relu(spec: ModelSpec, activation: str | None, name: str) -> ModelSpec:
+    """The spec with the ReLU that a user chose: SparseQwen2's config says what a ReGLU's would say."""
+    if activation is None:
+        raise Unsupported(
+            f"{name}: this {spec.architecture} model has ReLU, on the gate alone or on gate and up, which is "
+            "not said; choose --activation relu or --activation drelu, as its makers describe it"
+        )
+    return replace(spec, up_activation="relu" if activation == "drelu" else "none")
+
+
+def check_activation(spec: ModelSpec, activation: str | None, name: str) -> None:
+    """UsageError where a user's `activation` is not the one that a model says it has."""
+    said = "drelu" if spec.up_activation == "relu" else spec.activation
+    if activation not in (None, said):
+        raise UsageError(f"{name}: its activation is {said}, not {activation}; leave out --activation")
 
 
 # --- readers ------------------------------------------------------------------------------------------------
@@ -492,24 +528,32 @@ _OPT = Names(
     down="fc2",
 )
 
-READERS: dict[str, Callable[[Keys, Any], Read]] = {
-    "LlamaForCausalLM": _llama,
-    "SparseLlamaForCausalLM": _sparse_llama,
-    "MistralForCausalLM": _mistral,
-    "BambooForCausalLM": _bamboo,
-    "MixtralForCausalLM": _mixtral,
-    "TurboSparseMixtralForCausalLM": _turbosparse_mixtral,
-    "OPTForCausalLM": _opt,
-    "MiniCPMForCausalLM": _minicpm,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
-    "Gemma2ForCausalLM": _gemma2,
-    "Gemma3ForCausalLM": _gemma3,
-    "Phi3ForCausalLM": _phi3,
-    "NemotronForCausalLM": _nemotron,
-    "ArceeForCausalLM": _arcee,
-    "BitNetForCausalLM": _bitnet,
-    "FalconForCausalLM": _falcon,
+
+@dataclass(frozen=True)
+class Family:
+    model_type: str  # what a config of this architecture says, if it says one
+    read: Callable[[Keys, Any], Read]
+    reglu: bool = False  # `relu` is on the gate alone in all that is published; else a config does not tell
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", _llama, reglu=True),
+    "SparseLlamaForCausalLM": Family("sparsellama", _sparse_llama, reglu=True),
+    "MistralForCausalLM": Family("mistral", _mistral),
+    "BambooForCausalLM": Family("bamboo", _bamboo),
+    "MixtralForCausalLM": Family("mixtral", _mixtral),
+    "TurboSparseMixtralForCausalLM": Family("turbosparsemixtral", _turbosparse_mixtral),
+    "OPTForCausalLM": Family("opt", _opt),
+    "MiniCPMForCausalLM": Family("minicpm", _minicpm, reglu=True),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3),
+    "Gemma2ForCausalLM": Family("gemma2", _gemma2),
+    "Gemma3ForCausalLM": Family("gemma3_text", _gemma3),
+    "Phi3ForCausalLM": Family("phi3", _phi3),
+    "NemotronForCausalLM": Family("nemotron", _nemotron),
+    "ArceeForCausalLM": Family("arcee", _arcee),
+    "BitNetForCausalLM": Family("bitnet", _bitnet),
+    "FalconForCausalLM": Family("falcon", _falcon),
 }
 
 

@@ -71,9 +71,16 @@ def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
     return Subject(str(path), pack.spec, sizes, heat, made_from, contents)
 
 
-def of_shape(shape: str, weight_format: str, sparsity: str, predictor_share: float, curve: Curve) -> Subject:
+def of_shape(
+    shape: str,
+    weight_format: str,
+    sparsity: str,
+    predictor_share: float,
+    curve: Curve,
+    activation: str | None = None,
+) -> Subject:
     """A known shape or a config.json. `predictor_share`: predictors' numbers, of the model's."""
-    name, spec, mapping = synth.read_shape(shape)
+    name, spec, mapping = synth.read_shape(shape, activation)
     if curve.active is not None and not spec.sparse:
         spec = dataclasses.replace(spec, activation="relu")
     expected = expected_tensors(spec, weight_format)

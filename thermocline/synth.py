@@ -43,18 +43,19 @@ def shapes() -> dict[str, Any]:
     return parse_json(read_small(SHAPES, MAX_CONFIG_BYTES), str(SHAPES))
 
 
-def read_shape(shape: str) -> tuple[str, ModelSpec, Mapping]:
+def read_shape(shape: str, activation: str | None = None) -> tuple[str, ModelSpec, Mapping]:
     """(name, spec, tensors) of a known shape or a config.json. Raises the reader's errors, or UsageError."""
     known = shapes()
     if shape in known:
-        return shape, *parse_config(known[shape], None, shape)
+        return shape, *parse_config(known[shape], None, shape, activation)
     path = Path(shape)
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
         raise UsageError(f"{shape}: neither a config.json nor a known shape; known: {', '.join(known)}")
     name = os.path.basename(os.path.dirname(os.path.realpath(path)))
-    return name, *parse_config(parse_json(read_small(path, MAX_CONFIG_BYTES), str(path)), None, str(path))
+    config = parse_json(read_small(path, MAX_CONFIG_BYTES), str(path))
+    return name, *parse_config(config, None, str(path), activation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +75,13 @@ class Model:
         skew: float,
         rank: int,
         hottest_first: bool = False,
+        activation: str | None = None,
     ) -> Model:
         """`active` None: `ACTIVE` for ReLU models, none for others; a number makes any model a ReLU model.
 
         Raises what `read_shape` and `Plan.of` raise.
         """
-        name, spec, mapping = read_shape(shape)
+        name, spec, mapping = read_shape(shape, activation)
         if spec.embed_dim is not None:
             raise Unsupported(f"{name}: random models have embeddings as wide as themselves")
         if active is not None and not spec.sparse:
