@@ -304,7 +304,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "machine": {"_native", "disk", "errors", "gpu_measure", "hardware", "quant", "tiers"},
     "manifest": {"_native", "errors", "layout", "quant", "safetensors", "spec", "spec_check"},
     "config_keys": {"errors", "safetensors", "spec", "spec_check"},
-    "mapped": {"errors", "mapping", "safetensors"},
+    "mapped": {"errors", "mapping", "safetensors", "spec"},
     "mapping": {"spec"},
     "memory": {"engine", "errors", "kv", "ops.device_sizes", "spec"},
     "models": {"config_keys", "errors", "mapping", "safetensors", "spec", "spec_check"},

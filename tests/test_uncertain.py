@@ -7,11 +7,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_twins
 import twins
+from safetensors.numpy import load_file, save_file
 
 from thermocline import importer
 from thermocline.errors import UsageError
 from thermocline.pack import Pack
+
+
+def test_a_head_that_differs_from_the_embeddings_is_used_though_the_config_says_tied(tmp_path: Path) -> None:
+    """transformers warns and does not tie them, and llama.cpp's converter writes it: it was ignored here."""
+    src = twins.llama(tmp_path / "llama")
+    twins._edit_config(src, lambda c: c.update(tie_word_embeddings=True))
+    ids = list(range(3, 20))
+    truth = twins.hf_logits(src, ids)
+    model = test_twins.loaded(src)
+    assert not model.spec.tied_head
+    assert test_twins.nmse(model.logits(ids, len(ids)), truth) <= 1e-6
+
+    tensors = load_file(src / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, src / "model.safetensors")
+    importer.pack(src, tmp_path / "same", "f32")
+    assert Pack.open(tmp_path / "same").spec.tied_head
+    tensors["lm_head.weight"][-1, -1] += 1e-6
+    save_file(tensors, src / "model.safetensors")
+    importer.pack(src, tmp_path / "other", "f32")
+    assert not Pack.open(tmp_path / "other").spec.tied_head
 
 
 def test_the_activation_that_a_user_chose_is_in_the_pack_and_in_the_caches_key(

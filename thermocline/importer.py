@@ -22,7 +22,7 @@ from thermocline.gguf_in import GGUF
 from thermocline.gguf_source import Cost
 from thermocline.layout import optional_among
 from thermocline.manifest import COPIED, KIND, VERSION
-from thermocline.mapped import MappedSource
+from thermocline.mapped import MappedSource, with_own_head
 from thermocline.mapping import Mapping
 from thermocline.models import check_activation, read_config
 from thermocline.pack import MAX_COPIED_BYTES, Pack, Progress
@@ -84,8 +84,8 @@ def _pack_directory(
     overwrite: bool,
     progress: Progress | None,
 ) -> None:
-    spec, mapping = read
     with Checkpoint(src) as checkpoint:
+        spec, mapping = with_own_head(*read, checkpoint.tensors, checkpoint.where)
         source = MappedSource(str(src), *ternary.seen(checkpoint, mapping), mapping)
         write_pack(
             dst,

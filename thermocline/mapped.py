@@ -5,18 +5,22 @@ Must not know file formats or families.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator
 from collections.abc import Mapping as MappingOf
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import BadFile, Unsupported
-from thermocline.mapping import Mapping, Piece
+from thermocline.mapping import HEAD, Mapping, Piece
 from thermocline.safetensors import as_f32, quoted
+from thermocline.spec import ModelSpec
 
 F32 = NDArray[np.float32]
+COMPARED = 1 << 20  # numbers at a time
 
 
 class Shaped(Protocol):
@@ -29,6 +33,38 @@ class Shard(Protocol):
 
     def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]: ...
     def read_rows(self, name: str, first: int, last: int) -> F32: ...
+
+
+def _found(name: str, tensors: Container[str]) -> str | None:
+    """The tensor's name in the files: checkpoints saved from the bare model lack the `model.` prefix."""
+    return next((n for n in (name, name.removeprefix("model.")) if n in tensors), None)
+
+
+def with_own_head(
+    spec: ModelSpec, mapping: Mapping, tensors: MappingOf[str, Shaped], where: MappingOf[str, Shard]
+) -> tuple[ModelSpec, Mapping]:
+    """Believe the tensors where the config says `tie_word_embeddings` and a head that differs is there.
+
+    So do transformers and llama.cpp's converter. A head that is the embeddings again is left out.
+    """
+    (piece,) = mapping.tensors["embed.weight"]
+    embed = _found(str(piece.tensor), tensors)
+    if not spec.tied_head or HEAD not in tensors or embed is None or _equal(embed, HEAD, tensors, where):
+        return spec, mapping
+    head = {"head.weight": (replace(piece, tensor=HEAD),)}
+    return replace(spec, tied_head=False), replace(mapping, tensors=mapping.tensors | head)
+
+
+def _equal(a: str, b: str, tensors: MappingOf[str, Shaped], where: MappingOf[str, Shard]) -> bool:
+    if tensors[a].shape != tensors[b].shape:
+        return False
+    rows, step = tensors[a].shape[0], max(1, COMPARED // math.prod(tensors[a].shape[1:]))
+    return all(
+        np.array_equal(
+            where[a].read_rows(a, r, min(r + step, rows)), where[b].read_rows(b, r, min(r + step, rows))
+        )
+        for r in range(0, rows, step)
+    )
 
 
 class MappedSource:
@@ -49,9 +85,8 @@ class MappedSource:
         self._check_all_used()
 
     def _locate(self, piece: Piece, said_by: str) -> str:
-        """The tensor's name in the files: checkpoints saved from the bare model lack the `model.` prefix."""
         name = str(piece.tensor)
-        found = next((n for n in (name, name.removeprefix("model.")) if n in self._tensors), None)
+        found = _found(name, self._tensors)
         if found is None:
             raise BadFile(f"{self._name}: tensor {name} is missing")
         shape = self._tensors[found].shape

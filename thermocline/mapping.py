@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from thermocline.spec import ModelSpec
 
+HEAD = "lm_head.weight"  # in every family
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -126,7 +128,7 @@ def tensors(
     if spec.final_norm:
         norm("out_norm", names.root + names.out_norm)
     if not spec.tied_head:
-        out["head.weight"] = (Piece("lm_head.weight", (spec.vocab_size, width)),)
+        out["head.weight"] = (Piece(HEAD, (spec.vocab_size, width)),)
     for i in range(spec.n_layers):
         a, b = f"layers.{i}", f"{names.root}{names.layers}.{i}."
         norm(f"{a}.attn_norm", b + names.attn_norm)
@@ -161,5 +163,5 @@ def tensors(
         if "ffn" in biases:
             out[f"{a}.down.bias"] = (Piece(f"{b}{names.down}.bias", (d,)),)
     # inv_freq is computed from the config; old checkpoints stored it
-    tied = (r"lm_head\.weight",) if spec.tied_head else ()
+    tied = (re.escape(HEAD),) if spec.tied_head else ()
     return Mapping(out, (r".*\.rotary_emb\.inv_freq", *tied))
