@@ -382,6 +382,12 @@ BAD: dict[str, Case] = {
         BadFile,
         "mscale must be a number",
     ),
+    "two original contexts": (
+        PHI3,
+        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64},
+        BadFile,
+        "original_max_position_embeddings differs from the 64 outside it",
+    ),
     "longrope of too few factors": (
         PHI3,
         {"rope_scaling": LONGROPE | {"long_factor": [1.0]}},

@@ -223,9 +223,9 @@ def _scaling(keys: Keys, group: Keys, kind: Any) -> RopeScaling | None:
             group.number("factor", 1e-3, 1e6)
             return None
         case "llama3":
-            return _llama3(group)
+            return _llama3(keys, group)
         case "yarn":
-            return _yarn(group)
+            return _yarn(keys, group)
         case "longrope" | "su":
             return _longrope(keys, group)
     raise group.unsupported(
@@ -234,15 +234,26 @@ def _scaling(keys: Keys, group: Keys, kind: Any) -> RopeScaling | None:
     )
 
 
-def _llama3(group: Keys) -> RopeScaling:
+def _original_context(keys: Keys, group: Keys, low: int = 1) -> int:
+    """The context before it was stretched: the group's, else the config's; both must agree."""
+    key = "original_max_position_embeddings"
+    own, outer = (k.with_defaults({key: None}).raw(key) for k in (group, keys))
+    if own is None and outer is None:
+        raise BadFile(f"{group.name}: {key} is missing")
+    if own is not None and outer not in (None, own):
+        raise group.bad(key, f"differs from the {quoted(outer)} outside it: which is meant?")
+    return (keys if own is None else group).integer(key, low)
+
+
+def _llama3(keys: Keys, group: Keys) -> RopeScaling:
     low, high = group.number("low_freq_factor", 1e-3, 1e6), group.number("high_freq_factor", 1e-3, 1e6)
     if low >= high:
         raise group.bad("low_freq_factor", f"must be below high_freq_factor ({high:g})")
-    original = group.integer("original_max_position_embeddings")
+    original = _original_context(keys, group)
     return RopeScaling(group.number("factor", 1e-3, 1e6), low, high, original)
 
 
-def _yarn(group: Keys) -> RopeScaling:
+def _yarn(keys: Keys, group: Keys) -> RopeScaling:
     """YaRN (arXiv 2309.00071); cos and sin grow by 0.1 ln(factor) + 1 unless the config says otherwise."""
     optional = ("attention_factor", "mscale", "mscale_all_dim")
     group.with_defaults({"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **dict.fromkeys(optional)})
@@ -253,7 +264,7 @@ def _yarn(group: Keys) -> RopeScaling:
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        original_context=group.integer("original_max_position_embeddings"),
+        original_context=_original_context(keys, group),
         attention_factor=attention if given is None else given,
         beta_fast=group.number("beta_fast", 1e-3, 1e6),
         beta_slow=group.number("beta_slow", 1e-3, 1e6),
@@ -263,10 +274,8 @@ def _yarn(group: Keys) -> RopeScaling:
 
 def _longrope(keys: Keys, group: Keys) -> RopeScaling:
     """LongRoPE (arXiv 2402.13753): factors for contexts up to the original one, and for longer ones."""
-    group.with_defaults(dict.fromkeys(("attention_factor", "factor", "original_max_position_embeddings")))
-    own = group.raw("original_max_position_embeddings")
-    where = keys if own is None else group
-    original = where.integer("original_max_position_embeddings", 2)
+    group.with_defaults(dict.fromkeys(("attention_factor", "factor")))
+    original = _original_context(keys, group, 2)
     factor = keys.size("max_position_embeddings", "max_context") / original
     if group.raw("factor") is not None:
         factor = group.number("factor", 1e-3, 1e6)
