@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_twins
+import transformers
 import twins
 from safetensors.numpy import load_file, save_file
 
-from thermocline import importer
-from thermocline.errors import UsageError
+from thermocline import importer, models
+from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.pack import Pack
 
 
@@ -35,6 +37,20 @@ def test_a_head_that_differs_from_the_embeddings_is_used_though_the_config_says_
     save_file(tensors, src / "model.safetensors")
     importer.pack(src, tmp_path / "other", "f32")
     assert not Pack.open(tmp_path / "other").spec.tied_head
+
+
+@pytest.mark.parametrize("family", ["Bamba", "NemotronH", "FalconH1"])
+def test_an_infinity_in_a_hybrids_config_does_not_make_it_a_bad_file(family: str, tmp_path: Path) -> None:
+    """Theirs say `"time_step_limit": [0.0, Infinity]`, which is not JSON: they were called damaged."""
+    config = getattr(transformers, f"{family}Config")().to_dict()
+    config |= {"architectures": [f"{family}ForCausalLM"], "time_step_limit": [0.0, float("inf")]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "Infinity" in (tmp_path / "config.json").read_text()
+    with pytest.raises(Unsupported, match=f"architecture '{family}ForCausalLM' is not supported"):
+        models.read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(BadFile, match="Infinity is not JSON"):
+        models.read_config(tmp_path)
 
 
 def test_the_activation_that_a_user_chose_is_in_the_pack_and_in_the_caches_key(

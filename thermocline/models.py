@@ -7,6 +7,7 @@ Adding a family: one reader function and its line in `FAMILIES`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -43,11 +44,21 @@ _DEFAULTS: Json = {
 def read_config(path: Path, activation: str | None = None) -> Read:
     """The model in Hugging Face directory `path`, from its config.json and generation_config.json."""
     config_path, generation_path = path / "config.json", path / "generation_config.json"
-    config = parse_json(read_small(config_path, MAX_CONFIG_BYTES), str(config_path))
-    generation = None
+    config, generation = read_config_json(config_path), None
     if os.path.exists(generation_path):
         generation = parse_json(read_small(generation_path, MAX_CONFIG_BYTES), str(generation_path))
     return parse_config(config, generation, str(config_path), activation)
+
+
+def read_config_json(path: Path) -> Json:
+    """A config.json. State-space models' hold Infinity: that they are not supported is said first."""
+    constants: list[str] = []
+    config = parse_json(read_small(path, MAX_CONFIG_BYTES), str(path), constants)
+    if constants:
+        with contextlib.suppress(BadFile):
+            _family(config, str(path))
+        raise BadFile(f"{path}: not valid JSON ({constants[0]} is not JSON)")
+    return config
 
 
 def parse_config(

@@ -174,8 +174,18 @@ def read_small(path: Path, limit: int) -> bytes:
 _NON_ASCII, _NON_BMP = re.compile(rb"[\x80-\xff]"), re.compile(rb"[\xf0-\xff]")
 
 
-def parse_json(data: bytes, name: str) -> Json:
-    """An untrusted JSON object. BadFile on duplicate keys, NaN, 1e400, or too many values to stay bounded."""
+def parse_json(data: bytes, name: str, constants: list[str] | None = None) -> Json:
+    """An untrusted JSON object. BadFile on duplicate keys, NaN, 1e400, or too many values to stay bounded.
+
+    `constants` takes the names of NaN, Infinity and -Infinity, which are then no error here.
+    """
+
+    def constant(text: str) -> float:
+        if constants is None:
+            raise ValueError(f"{text} is not JSON")
+        constants.append(text)
+        return float(text)
+
     # The most json.loads may keep: per object, list, item and byte (a str has 1, 2 or 4 bytes a character).
     width = 4 if _NON_BMP.search(data) else 2 if _NON_ASCII.search(data) else 1
     keeps = 300 * data.count(b"{") + 90 * data.count(b"[") + 260 * data.count(b",") + (1 + width) * len(data)
@@ -183,7 +193,7 @@ def parse_json(data: bytes, name: str) -> Json:
         raise BadFile(f"{name}: too many values to be what it claims")
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=constant, parse_float=_finite
         )
     except (ValueError, RecursionError) as e:  # ValueError covers JSON, UTF-8 and over-long integers
         what = foreign(data) or (
@@ -201,10 +211,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
         names = [k for k, _ in pairs]
         raise ValueError(f"key {quoted(next(k for k in out if names.count(k) > 1))} occurs twice")
     return out
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _finite(text: str) -> float:

@@ -23,7 +23,7 @@ from thermocline import quant
 from thermocline.errors import Unsupported, UsageError
 from thermocline.layout import expected_tensors
 from thermocline.mapping import Mapping
-from thermocline.models import MAX_CONFIG_BYTES, parse_config
+from thermocline.models import MAX_CONFIG_BYTES, parse_config, read_config_json
 from thermocline.pack import Progress
 from thermocline.pack_writer import write_pack
 from thermocline.planted import ACTIVE, BLOCK, F32, LOGIT_SD, Plan, Planting
@@ -54,8 +54,7 @@ def read_shape(shape: str, activation: str | None = None) -> tuple[str, ModelSpe
     if not path.exists():
         raise UsageError(f"{shape}: neither a config.json nor a known shape; known: {', '.join(known)}")
     name = os.path.basename(os.path.dirname(os.path.realpath(path)))
-    config = parse_json(read_small(path, MAX_CONFIG_BYTES), str(path))
-    return name, *parse_config(config, None, str(path), activation)
+    return name, *parse_config(read_config_json(path), None, str(path), activation)
 
 
 @dataclasses.dataclass(frozen=True)
