@@ -171,9 +171,9 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
     if rope.get("rope_type") in ("linear", "yarn"):
         w.add_string(f"{w.arch}.rope.scaling.type", rope["rope_type"])
         w.add_rope_scaling_factor(rope["factor"])
-        for key in ("beta_fast", "beta_slow"):
+        for key, theirs in (("beta_fast",) * 2, ("beta_slow",) * 2, ("attention_factor", "attn_factor")):
             if key in rope:
-                w.add_float32(f"{w.arch}.rope.scaling.yarn_{key}", rope[key])
+                w.add_float32(f"{w.arch}.rope.scaling.yarn_{theirs}", rope[key])
     if "original_max_position_embeddings" in rope and rope["rope_type"] != "llama3":
         w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_twins import nmse
 
-from thermocline import gguf_out, quant
+from thermocline import decoder, gguf_out, quant
 from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
 from thermocline.gguf_in import GGUF
 from thermocline.gguf_model import read_model
@@ -42,6 +44,7 @@ CASES: dict[str, tuple[str, bool]] = {
     **{name: (name, False) for name in ("qwen2", "qwen3", "gemma2", "gemma3", "phi3", "nemotron", "arcee")},
     **dict.fromkeys(("phi3_longrope_short", "phi3_longrope_long"), ("phi3", False)),
     "nemotron_biased": ("nemotron", False),
+    "arcee_biased": ("arcee", False),
     **dict.fromkeys(("falcon_7b", "falcon_40b", "falcon_11b"), ("falcon", False)),
     "falcon_relu": ("falcon", True),
     "minicpm": ("minicpm", False),
@@ -81,6 +84,65 @@ def test_logits_through_gguf_are_transformers(name: str, twin: Callable[[str], P
     model = test_twins.loaded(path)
     assert model.spec.eos_ids == (2,)
     assert nmse(model.logits(ids, 24), twins.hf_logits(twin(name), ids)) <= 1e-6
+
+
+# (theta, a head's size, factor, low, high, original context, context), as published; then others like them.
+LLAMA3_SETS = {
+    "Llama 3.1 8B to 405B, 3.3": (5e5, 128, 8.0, 1.0, 4.0, 8192, 131072),
+    "Llama 3.2 1B": (5e5, 64, 32.0, 1.0, 4.0, 8192, 131072),
+    "Llama 3.2 3B": (5e5, 128, 32.0, 1.0, 4.0, 8192, 131072),
+    "Llama 4 Scout": (5e5, 128, 16.0, 1.0, 1.0, 8192, 10485760),
+    "EXAONE 4": (1e6, 128, 16.0, 1.0, 4.0, 8192, 131072),
+    "one frequency between": (1e4, 16, 8.0, 1.0, 4.0, 8192, 131072),
+    "none between": (1e6, 24, 8.0, 1.0, 2.0, 2048, 65536),
+    "all between": (1e4, 16, 4.0, 1.0, 8.0, 131072, 524288),
+    "none divided in full": (1e4, 16, 2.0, 1.0, 4.0, 32768, 65536),
+    "low is not 1": (5e5, 128, 8.0, 3.0, 7.0, 5000, 40000),
+    "factor 1": (5e5, 64, 1.0, 1.0, 4.0, 8192, 8192),
+}
+
+
+@pytest.fixture(scope="module")
+def by_head_dim(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    root = tmp_path_factory.mktemp("heads")
+
+    def make(head_dim: int) -> Path:
+        if not (root / str(head_dim)).exists():
+            twins._llama(root / str(head_dim), 3, head_dim=head_dim)
+        return root / str(head_dim)
+
+    return make
+
+
+@pytest.mark.parametrize("case", LLAMA3_SETS)
+def test_llama_3s_scaling_is_found_from_its_factors(
+    case: str, by_head_dim: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """A GGUF keeps what each frequency is divided by, not the parameters that it follows from."""
+    theta, head_dim, factor, low, high, original, context = LLAMA3_SETS[case]
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": low}
+    rope |= {"high_freq_factor": high, "original_max_position_embeddings": original}
+    hf = shutil.copytree(by_head_dim(head_dim), tmp_path / "hf")
+    changes = {"rope_parameters": rope, "max_position_embeddings": context}
+    twins._edit_config(hf, lambda c: c.update(changes))
+    spec = read(gguf_twins.write(hf, tmp_path / "m.gguf"))
+    plain = decoder._inverse_frequencies(replace(spec, rope_scaling=None), False)
+    ours = plain / decoder._inverse_frequencies(spec, False)
+    theirs = gguf_twins.llama3_factors({"head_dim": head_dim, **changes})
+    assert np.abs(ours / theirs - 1).max() < 2e-5
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), 0.0, -1.0, 0.5])
+def test_rope_factors_that_are_none_are_refused(
+    factor: float, by_head_dim: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    factors[3] = factor
+    monkeypatch.setattr(gguf_twins, "llama3_factors", lambda config: factors)
+    hf = shutil.copytree(by_head_dim(16), tmp_path / "hf")
+    twins._edit_config(hf, lambda c: c.update(rope_parameters=twins.LLAMA3_ROPE | {"rope_theta": 1e4}))
+    with pytest.raises((BadFile, Unsupported), match=r"rope_freqs.weight"):
+        read(gguf_twins.write(hf, tmp_path / "m.gguf"))
 
 
 def named(name: str) -> Callable[[Any], None]:

@@ -280,7 +280,7 @@ def gemma2(path: Path) -> Path:
 
 
 def gemma3(path: Path) -> Path:
-    """qk-norm, a rope of its own for the layers with a window, another scaled for the others."""
+    """qk-norm, biases, a rope of its own for the layers with a window, another scaled for the others."""
     ropes = {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -293,6 +293,7 @@ def gemma3(path: Path) -> Path:
         query_pre_attn_scalar=10,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters=ropes,
+        attention_bias=True,
         tie_word_embeddings=True,
     )
 
@@ -338,6 +339,10 @@ def nemotron_biased(path: Path) -> Path:
 def arcee(path: Path) -> Path:
     """Ungated squared ReLU in a Llama."""
     return _transformers("Arcee", path, 18, hidden_act="relu2")
+
+
+def arcee_biased(path: Path) -> Path:
+    return _transformers("Arcee", path, 36, hidden_act="relu2", attention_bias=True, mlp_bias=True)
 
 
 def bitnet(path: Path) -> Path:
@@ -435,9 +440,11 @@ def llama_yarn(path: Path) -> Path:
 
 
 def llama_yarn_beta(path: Path) -> Path:
-    """The blend elsewhere than by default."""
+    """The blend elsewhere than by default, and cos and sin grown by another factor."""
     rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
-    return _llama(path, 31, rope_parameters=rope | {"beta_fast": 1.5, "beta_slow": 0.25})
+    return _llama(
+        path, 31, rope_parameters=rope | {"beta_fast": 1.5, "beta_slow": 0.25, "attention_factor": 1.4}
+    )
 
 
 def minicpm(path: Path) -> Path:
@@ -488,6 +495,7 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         nemotron,
         nemotron_biased,
         arcee,
+        arcee_biased,
         bitnet,
         bitnet_online,
         bitnet_offline,

@@ -130,10 +130,16 @@ def _scaling(k: Keys) -> Json:
     out: Json = {"rope_type": k.text(".rope.scaling.type"), "factor": k.number(".rope.scaling.factor")}
     if out["rope_type"] == "yarn":
         out["original_max_position_embeddings"] = k.integer(".rope.scaling.original_context_length")
-        for key in ("beta_fast", "beta_slow"):
-            if k.raw(f".rope.scaling.yarn_{key}") is not None:
-                out[key] = k.number(f".rope.scaling.yarn_{key}")
+        for key, theirs in _YARN.items():
+            if k.raw(f".rope.scaling.yarn_{theirs}") is not None:
+                out[key] = k.number(f".rope.scaling.yarn_{theirs}")
+        if k.number(".rope.scaling.yarn_ext_factor", default=1.0) != 1.0:
+            raise Unsupported(f"{k.name}: rope.scaling.yarn_ext_factor is not 1, which is not supported")
     return out
+
+
+# As the converter writes Hugging Face's keys.
+_YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
 
 
 def _longrope(k: Keys, turned: int) -> Json:
@@ -155,41 +161,74 @@ def _factors(k: Keys, name: str, count: int) -> Any:
         raise BadFile(f"{k.name}: tensor {name} is missing")
     if t.type != "f32" or t.shape != (count,):
         raise BadFile(f"{k.name}: {name} is {t.type} {t.shape}, not f32 {(count,)}")
-    return k.gguf.read_rows(name, 0, 1).view("<f4")[0].astype(np.float64)
+    factors = k.gguf.read_rows(name, 0, 1).view("<f4")[0].astype(np.float64)
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise BadFile(f"{k.name}: {name} holds what is not a factor: zero, negative or not a number")
+    return factors
 
 
 def _llama3_scaling(k: Keys, theta: float, head_dim: int) -> Json:
     """The parameters that give a file's factors: GGUF keeps Llama-3's result, not what it was made from.
 
-    Between the wavelengths original/high and original/low, 1/factor is linear in 1/wavelength; scaling low,
-    high and original alike changes nothing, so low is 1, and where one point does not tell, high is 4.
+    Any that give these factors are the same model. Those of Llama 3 itself are tried first.
     """
     factors = _factors(k, ROPE_FACTORS, head_dim // 2)
     turns = theta ** (-np.arange(head_dim // 2) * 2 / head_dim) / (2 * math.pi)  # 1 / wavelength
     top = float(factors.max())
-    between = (factors > 1 + 1e-6) & (factors < top * (1 - 1e-6))
-    share = (1 / factors[between] - 1 / top) / (1 - 1 / top) if top > 1 else np.empty(0)
-    candidates = [(o, h) for o in (8192.0, float(k.integer(".context_length"))) for h in (4.0,)]
-    if len(share):  # share = (original * turns - 1) / (high - 1)
-        candidates += [(float((share[0] * 3 + 1) / turns[between][0]), 4.0)]
-    if len(share) > 1:
-        slope, offset = np.polyfit(turns[between], share, 1)
-        candidates.append((float(slope * -1 / offset), 1 - 1 / float(offset)))
-    elif not len(share) and (factors > 1).any() and (factors == 1).any():
-        candidates.append((float(1 / turns[factors > 1][0]), 4.0))
-    for original, high in candidates:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": top,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": round(high, 4),
-            "original_max_position_embeddings": round(original),
-        }
+    if top <= 1 + _SAME:
+        candidates = [{"rope_type": "default"}] if factors.min() >= 1 - _SAME else []
+    else:
+        known = ((1.0, 4.0, original) for original in (8192, k.integer(".context_length")))
+        candidates = [_llama3(top, *c) for c in (*known, _solved(turns, factors, top))]
+    for scaling in candidates:
         if np.allclose(_llama3_factors(turns, scaling), factors, rtol=1e-4, atol=0):
             return scaling
     raise Unsupported(f"{k.name}: the factors in {ROPE_FACTORS} are not Llama-3's, which is not supported")
 
 
+_SAME = 1e-6  # two factors, stored as f32
+
+
+def _llama3(factor: float, low: float, high: float, original: int) -> Json:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _solved(turns: Any, factors: Any, top: float) -> tuple[float, float, int]:
+    """(low, high, original) that give `factors`, if any do.
+
+    Up to low/original turns a position a frequency is divided by `top`, from high/original on by 1. Between
+    them 1/factor is linear in turns: several points there tell the line, and one point or none leave a
+    choice of both ends among frequencies that are not there.
+    """
+    slow, fast = turns[factors >= top * (1 - _SAME)], turns[factors <= 1 + _SAME]
+    between = (factors < top * (1 - _SAME)) & (factors > 1 + _SAME)
+    share, at = (1 / factors[between] - 1 / top) / (1 - 1 / top), turns[between]
+    below, above = float(slow.max()), float(fast.min()) if len(fast) else math.inf
+    if len(at) > 1:
+        slope, offset = np.polyfit(at, share, 1)
+        first, last = (float(-offset / slope), float((1 - offset) / slope)) if slope > 0 else (0.0, 0.0)
+    elif len(at) == 1:
+        least = (at[0] / share[0] - above) / (1 / share[0] - 1) if len(fast) else below
+        first = (max(below, float(least)) + float(at[0])) / 2
+        last = first + (float(at[0]) - first) / float(share[0])
+    else:
+        above = above if len(fast) else 8 * below
+        first, last = (below ** (1 - x) * above**x for x in (1 / 3, 2 / 3))
+    if not 0 < first < last:
+        return 1.0, 4.0, 1  # the factors are not Llama-3's; `_llama3_scaling` finds that these are not it
+    original = min(1 << 31, math.ceil(1e5 / last))
+    return first * original, last * original, original
+
+
 def _llama3_factors(turns: Any, s: Json) -> Any:
-    smooth = (turns * s["original_max_position_embeddings"] - 1) / (s["high_freq_factor"] - 1)
+    if s["rope_type"] == "default":
+        return np.ones_like(turns)
+    low, high = s["low_freq_factor"], s["high_freq_factor"]
+    smooth = (turns * s["original_max_position_embeddings"] - low) / (high - low)
     return 1 / (1 / s["factor"] + (1 - 1 / s["factor"]) * np.clip(smooth, 0, 1))

@@ -47,7 +47,7 @@ def _llama(k: Keys) -> Json:
     window = _window(k)
     if k.integer(".expert_count", default=0) and not k.gguf.powerinfer:
         return _like_llama(k, "MixtralForCausalLM", mixture=True) | window | _experts(k)
-    more = {"attention_bias": "blk.0.attn_q.bias" in k.gguf.tensors}
+    more = _biased(k, "attention_bias")
     if window["sliding_window"] is not None:
         return _like_llama(k, "MistralForCausalLM") | more | window
     return _like_llama(k, "LlamaForCausalLM", "relu" if k.gguf.powerinfer else "silu") | more
@@ -69,11 +69,11 @@ def _qwen2(k: Keys) -> Json:
 
 
 def _qwen3(k: Keys) -> Json:
-    return _like_llama(k, "Qwen3ForCausalLM") | {"attention_bias": "blk.0.attn_q.bias" in k.gguf.tensors}
+    return _like_llama(k, "Qwen3ForCausalLM") | _biased(k, "attention_bias")
 
 
 def _arcee(k: Keys) -> Json:
-    return _like_llama(k, "ArceeForCausalLM", "relu2")
+    return _like_llama(k, "ArceeForCausalLM", "relu2") | _biased(k)
 
 
 def _phi3(k: Keys) -> Json:
@@ -93,17 +93,19 @@ def _minicpm(k: Keys) -> Json:
 
 def _nemotron(k: Keys) -> Json:
     config = common(k)
-    biased = {f"{x}_bias": f"blk.0.{y}.bias" in k.gguf.tensors for x, y in _BIASES}
     return {
         **config,
         "architectures": ["NemotronForCausalLM"],
         "norm_eps": k.number(".attention.layer_norm_epsilon"),
-        **biased,
+        **_biased(k),
         **rope(k, config["head_dim"], partial=True),
     }
 
 
-_BIASES = (("attention", "attn_q"), ("mlp", "ffn_up"))
+def _biased(k: Keys, *kinds: str) -> Json:
+    """Which biases the tensors have: no key says it."""
+    where = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
+    return {key: f"blk.0.{where[key]}.bias" in k.gguf.tensors for key in kinds or where}
 
 
 def _falcon(k: Keys) -> Json:
@@ -141,6 +143,7 @@ def _gemma(k: Keys, architecture: str, layers_of_27b: int, period: int) -> Json:
     return {
         **config,
         **_window(k),
+        **_biased(k, "attention_bias"),
         "query_pre_attn_scalar": dim // heads if n == layers_of_27b else config["head_dim"],
         "layer_types": kinds,
         "final_logit_softcapping": _cap(k, ".final_logit_softcapping"),
