@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,17 +154,24 @@ def inspect_gguf(path: Path) -> dict[str, Any]:
             told["tensors"] += 1
             told["parameters"] += math.prod(t.shape)
             told["bytes"] += t.end - t.start
-        m = gguf.metadata
+        text, number = partial(_said, gguf, str, "a text"), partial(_said, gguf, float, "a number")
         return {
             "path": str(path),
             "kind": "PowerInfer" if gguf.powerinfer else "GGUF",
-            "name": m.get("general.name"),
-            "architecture": m.get("general.architecture"),
+            "name": text("general.name"),
+            "architecture": text("general.architecture"),
             "parts": len(gguf.parts),
             "file_bytes": sum(p.size for p in gguf.parts),
             "parameters": sum(t["parameters"] for t in types.values()),
             "types": types,
-            "tokenizer": m.get("tokenizer.ggml.model"),
-            "sparse_threshold": m.get("powerinfer.sparse_threshold"),
+            "tokenizer": text("tokenizer.ggml.model"),
+            "sparse_threshold": number("powerinfer.sparse_threshold"),
             "predictors": sum(bool(re.fullmatch(r"blk\.\d+\.fc1\.weight", n)) for n in gguf.tensors),
         }
+
+
+def _said(gguf: GGUF, kind: type, wanted: str, key: str) -> Any:
+    value = gguf.metadata.get(key)
+    if value is not None and type(value) is not kind:
+        raise BadFile(f"{gguf.path}: {key} is {quoted(value)}, not {wanted}")
+    return value

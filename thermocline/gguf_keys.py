@@ -36,8 +36,9 @@ class Keys:
         shown = "nothing" if value is None else f"{type(value).__name__} {quoted(value)}"
         return BadFile(f"{self.name}: {key.removeprefix('.')} must be {why}, got {shown}")
 
-    def text(self, key: str) -> str:
+    def text(self, key: str, default: str | None = None) -> str:
         value = self.raw(key)
+        value = default if value is None else value
         if type(value) is not str:
             raise self._bad(key, "a text")
         return value
@@ -111,12 +112,12 @@ def rope(k: Keys, head_dim: int, *, partial: bool = False) -> Json:
     turned = k.integer(".rope.dimension_count", default=head_dim, low=2, high=head_dim)
     if turned != head_dim and not partial:
         raise Unsupported(f"{k.name}: rope.dimension_count is not the head's size, which is not supported")
-    theta, kind = k.number(".rope.freq_base", default=10000.0), k.raw(".rope.scaling.type")
+    theta, kind = k.number(".rope.freq_base", default=10000.0), k.text(".rope.scaling.type", "none")
     out: Json = {"rope_theta": theta}
     if turned != head_dim:
         out["partial_rotary_factor"] = (turned + 0.25) / head_dim  # the reader rounds its product down
     scaling = _longrope(k, turned) if LONG_FACTORS in k.gguf.tensors else None
-    if scaling is None and kind not in (None, "none"):
+    if scaling is None and kind != "none":
         scaling = _scaling(k)
     k.raw(".rope.scaling.original_context_length"), k.raw(".rope.scaling.finetuned")
     if ROPE_FACTORS in k.gguf.tensors:
@@ -144,7 +145,7 @@ _YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor":
 
 def _longrope(k: Keys, turned: int) -> Json:
     """Factors for contexts up to the original one and for longer ones, each a tensor."""
-    if k.raw(".rope.scaling.type") not in (None, "none", "longrope"):
+    if k.text(".rope.scaling.type", "none") not in ("none", "longrope"):
         raise Unsupported(f"{k.name}: {LONG_FACTORS} beside another rope scaling is not supported")
     original = k.integer(".rope.scaling.original_context_length", low=2)
     out: Json = {"rope_type": "longrope", "original_max_position_embeddings": original}

@@ -100,6 +100,8 @@ def quoted(text: object) -> str:
         shown = ascii(text)
     except RecursionError:
         shown = "a deeply nested value"
+    if not isinstance(text, str):  # an array's is written on several lines
+        shown = " ".join(shown.split())
     return shown if len(shown) <= 80 else shown[:76] + "...'"
 
 

@@ -70,7 +70,8 @@ def has_tokenizer(metadata: Mapping[str, Any]) -> bool:
 
 
 def _is_said(metadata: Mapping[str, Any]) -> bool:
-    return metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+    model = metadata.get("tokenizer.ggml.model")
+    return model is not None and not (isinstance(model, str) and model in ("none", "no_vocab"))
 
 
 def _pre_tokenizer(m: _Metadata) -> PreTokenizer:
