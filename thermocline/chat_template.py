@@ -25,6 +25,7 @@ MAX_CONFIG_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in the field have 20 KB
 TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 MARKER = re.compile(r"\W\S*\w\S*\W")  # how control tokens look: <think>, [TOOL_CALLS], <|im_end|>
+MAX_GAPS = 1 << 16  # 0 in the field
 RESERVED = {"messages", "add_generation_prompt", *(f"{name}_token" for name in TOKEN_NAMES)}
 
 
@@ -195,6 +196,7 @@ class GuardedEncoder:
         names = [self._names.get(t.content, t.content) for _, t in added]
         self._tok = Library(plain.model)
         self._tok.normalizer, self._tok.pre_tokenizer = plain.normalizer, plain.pre_tokenizer
+        self._tok.add_tokens([_unguessable() for _ in range(_gaps(self._tok))])
         self._tok.add_tokens(
             [
                 AddedToken(
@@ -209,7 +211,6 @@ class GuardedEncoder:
             ]
         )
         self._id_of = {self._tok.token_to_id(n): i for n, (i, _) in zip(names, added, strict=True)}
-        assert all(plain.model.id_to_token(i) in (None, n) for n in names for i in [self._tok.token_to_id(n)])
         longest_first = sorted(
             (t for _, t in added if t.content in self._names), key=lambda t: -len(t.content)
         )
@@ -252,6 +253,22 @@ class GuardedEncoder:
         """A control token that the model itself makes of text (unigram vocabularies), in two pieces."""
         name = next(text for text, i in self._controls.items() if i == token)
         return spelt(self._tok, name, set(self._controls.values()))
+
+
+def _gaps(tok: Any) -> int:
+    """Ids that the model's vocabulary leaves out.
+
+    The library numbers added tokens from the count of tokens on. With as many fillers as there are gaps, no
+    name has the id of one of the vocabulary's own.
+    """
+    ids = tok.get_vocab(with_added_tokens=False).values()
+    gaps: int = max(ids, default=-1) + 1 - len(ids)
+    if gaps > MAX_GAPS:
+        raise BadFile(
+            f"tokenizer.json: its {len(ids)} tokens have ids up to {max(ids)}, which leaves out {gaps}; the "
+            f"most is {MAX_GAPS}"
+        )
+    return gaps
 
 
 def _is_control(token: Any, template: str) -> bool:
