@@ -162,6 +162,10 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
         w.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
         w.add_layer_norm_eps(config.get("norm_eps") or config["layer_norm_epsilon"])
+    if "norm_eps" in config:  # Nemotron's, which the converter takes for both kinds
+        w.add_layer_norm_rms_eps(config["norm_eps"])
+    if w.arch == "nemotron":
+        w.add_string("nemotron.rope.scaling.type", "none")
     rope = config.get("rope_parameters") or {}
     near, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     w.add_rope_dimension_count(int(head_dim * (rope.get("partial_rotary_factor") or 1)))

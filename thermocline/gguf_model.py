@@ -93,6 +93,7 @@ def _minicpm(k: Keys) -> Json:
 
 def _nemotron(k: Keys) -> Json:
     config = common(k)
+    k.raw(".attention.layer_norm_rms_epsilon")  # the converter writes the one epsilon under both names
     return {
         **config,
         "architectures": ["NemotronForCausalLM"],
