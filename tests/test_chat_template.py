@@ -206,6 +206,32 @@ def test_text_and_ids_are_those_of_transformers(kind: Any, name: str, directory:
             assert template.encode(messages, add_generation_prompt=prompt) == ids, (about, text)
 
 
+# A text has no attributes but its methods; templates that take texts and lists of parts (Cohere2's) ask it
+# for some. `null` in a message is no key; in a call's arguments it is None.
+ASKED = [
+    "c.attr", "c['attr']", "c.type == 'text'", "c.attr is defined", "m.role.x or 'none'", "(c | upper).x",
+    "(m.role ~ '!').x", "bos_token.x", "c[0].x", "c[0] ~ c[-1]", "c[1:]", "c[99]", "'literal'['x']",
+    "messages | map(attribute='role.x') | list", "tools", "tools is defined", "documents is none",
+    "m.content", "m.name is defined", "m.tool_calls", "m", "m.content | default('-')", "m | tojson",
+]  # fmt: skip
+CALL = {"function": {"name": "f", "arguments": {"a": None}}}
+NULLS = [
+    {"role": "user", "content": "Hello", "name": None},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "7", "tool_calls": None},
+]
+
+
+@pytest.mark.parametrize("messages", [CONVERSATION, NULLS], ids=["texts", "nulls"])
+def test_what_is_not_there_is_undefined_where_transformers_has_it_so(messages: Any, directory: Any) -> None:
+    source = "".join(f"{expression}: {{{{ {expression} }}}}\n" for expression in ASKED)
+    source = f"{{% for m in messages %}}{{% set c = m.content or 'ab' %}}{source}{{% endfor %}}"
+    text, ids = expected(byte_level, source, messages, False)
+    template = chat_template(directory(byte_level), source)
+    assert template.render(messages, add_generation_prompt=False)[0] == text
+    assert template.encode(messages, add_generation_prompt=False) == ids
+
+
 # ---- messages write no control tokens
 
 

@@ -26,6 +26,7 @@ MAX_TEMPLATE_BYTES = 1 << 20  # the longest in the field have 20 KB
 TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 MARKER = re.compile(r"\W\S*\w\S*\W")  # how control tokens look: <think>, [TOOL_CALLS], <|im_end|>
 MAX_GAPS = 1 << 16  # 0 in the field
+UNLESS_GIVEN = {"tools": None, "documents": None}  # defined, as in transformers
 RESERVED = {"messages", "add_generation_prompt", *(f"{name}_token" for name in TOKEN_NAMES)}
 
 
@@ -63,7 +64,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
         """-> (the text, who wrote which spans of it)."""
-        variables = dict(variables or {})
+        variables = UNLESS_GIVEN | dict(variables or {})
         if taken := RESERVED & variables.keys():
             raise UsageError(f"{', '.join(sorted(taken))} cannot be given to a chat template as a variable")
         if not messages:

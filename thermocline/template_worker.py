@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import lru_cache, partial
+from operator import index
 from typing import IO, Any, SupportsIndex, TypeVar
 
 from jinja2 import Template, nodes
@@ -65,7 +66,11 @@ class Text(str):
         return self
 
     def __getitem__(self, key: SupportsIndex | slice) -> Text:
-        at = key if isinstance(key, slice) else slice(int(key), int(key) + 1 or None)
+        if isinstance(key, slice):
+            at = key
+        else:
+            i = index(key)  # a TypeError for a name, which jinja2 takes for "undefined"
+            at = slice(i, i + 1 or None)
         return Text(super().__getitem__(key), self._mask[at])
 
     def __iter__(self) -> Iterator[Text]:
