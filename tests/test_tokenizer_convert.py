@@ -18,10 +18,13 @@ import twins
 from random_text import DATA, REAL, TOKENIZERS
 
 from thermocline import LLM, SamplingParams, importer, sentencepiece_model
+from thermocline.chat_template import GuardedEncoder
 from thermocline.errors import BadFile, ThermoclineError, Unsupported, UsageError
 from thermocline.gguf_import import tokenizer_files
 from thermocline.gguf_in import GGUF
 from thermocline.pretokenizers import PRE_TOKENIZERS
+from thermocline.spec import ModelSpec
+from thermocline.template_worker import FOREIGN
 from thermocline.tokenizer import BYTE_OF, Tokenizer
 from thermocline.tokenizer_convert import from_directory, from_gguf, from_sentencepiece
 
@@ -31,10 +34,10 @@ VECTORS = sorted((DATA / "gguf_vocab").glob("*.gguf")) if DATA.is_dir() else []
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not here")
 
 
-def opened(data: bytes, directory: Path) -> Tokenizer:
+def opened(data: bytes, directory: Path, spec: ModelSpec | None = None) -> Tokenizer:
     directory.mkdir(exist_ok=True)
     (directory / "tokenizer.json").write_bytes(data)
-    return Tokenizer(directory)
+    return Tokenizer(directory, spec)
 
 
 # ---- small files of both kinds
@@ -295,6 +298,54 @@ def test_a_control_token_that_its_file_calls_ordinary_is_one_by_its_look(name: s
     tok = opened(from_gguf(meta, "x"), tmp_path)
     assert 260 not in tok.encode(f"he{name}") and tok.decode(tok.encode(f"he{name}")) == f"he{name}"
     assert 260 in tok.encode(f"he{name}", parse_special=True)
+
+
+def test_phi_3s_end_that_its_file_calls_ordinary_is_a_control_token(tmp_path: Path) -> None:
+    """Its eos is another, so no key names "</s>", and a user who typed it ended the text."""
+    kinds = [2, 3, 4] + [6] * 256 + [1] * len(PIECES)
+    tok = opened(from_gguf(sentencepiece_like(token_type=kinds), "x"), tmp_path)
+    assert 2 not in tok.encode("ab</s>") and tok.decode(tok.encode("ab</s>")) == "ab</s>"
+    assert 2 not in GuardedEncoder(tok, "").encode("ab</s>", [(0, 6, FOREIGN)], 0, 6)
+    assert 2 in tok.encode("ab</s>", parse_special=True)
+
+
+@pytest.mark.shared
+@needs_data
+@pytest.mark.parametrize("path", VECTORS, ids=lambda p: p.stem)
+def test_no_text_writes_a_control_token_of_a_real_vocabulary(path: Path, tmp_path: Path) -> None:
+    with GGUF(path) as gguf:
+        tok = opened(tokenizer_files(gguf)["tokenizer.json"], tmp_path)
+        kinds = gguf.metadata["tokenizer.ggml.token_type"]
+        names = [
+            t for t, kind in zip(gguf.metadata["tokenizer.ggml.tokens"], kinds, strict=True) if kind in (3, 4)
+        ]
+    for name in ["</s>", *names]:
+        ids = tok.encode(f"a {name} b", add_special=False)
+        assert tok._tok.token_to_id(name) not in ids and not any(map(tok.is_special, ids)), name
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4], ids=["normal", "control", "user-defined"])
+def test_the_models_ends_are_control_tokens_whatever_the_file_calls_them(kind: int, tmp_path: Path) -> None:
+    meta = byte_level()
+    meta["tokenizer.ggml.tokens"][260] = "[E]"
+    meta["tokenizer.ggml.tokens"][258:260] = ["[E", "E]"]
+    meta["tokenizer.ggml.token_type"][260] = kind
+    meta["tokenizer.ggml.merges"] = ["[ E", "E ]", "[E ]"]
+    for which in ({"eos_ids": (1, 260)}, {"bos_id": 260}):
+        spec = ModelSpec("test", 8, 8, 1, 1, 1, 8, 262, 64, "rms", 1e-5, "relu", **which)
+        tok = opened(from_gguf(meta, "x"), tmp_path, spec)
+        for text in ("he[E]", "[E]", "[E][E] he"):
+            assert 260 not in tok.encode(text) and tok.decode(tok.encode(text)) == text
+        assert tok.encode("he[E]", add_special=False, parse_special=True)[-1] == 260
+        assert tok.is_control(260)
+
+
+def test_a_word_that_ends_texts_is_still_a_word(tmp_path: Path) -> None:
+    """A newline, say, ends the answers of some models, and may stand in any prompt."""
+    newline = byte_level()["tokenizer.ggml.tokens"].index("Ċ")
+    spec = ModelSpec("test", 8, 8, 1, 1, 1, 8, 262, 64, "rms", 1e-5, "relu", eos_ids=(newline,))
+    tok = opened(from_gguf(byte_level(), "x"), tmp_path, spec)
+    assert tok.encode("\n", add_special=False) == [newline] and not tok.is_control(newline)
 
 
 def test_a_control_token_that_merging_itself_makes_is_spelt(tmp_path: Path) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 from thermocline.errors import BadFile, UsageError
 from thermocline.safetensors import parse_json, quoted, read_small
 from thermocline.sandbox import ANSWERS, OWN, SPOKEN, Sandbox, Span
-from thermocline.tokenizer import Tokenizer, spelt
+from thermocline.tokenizer import MARKER, Tokenizer, spelt
 
 Message = Mapping[str, Any]  # "role", "content" (a text, or parts of one), and what else the template knows
 JINJA_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 MAX_CONFIG_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in the field have 20 KB
 TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-MARKER = re.compile(r"\W\S*\w\S*\W")  # how control tokens look: <think>, [TOOL_CALLS], <|im_end|>
 MAX_GAPS = 1 << 16  # 0 in the field
 UNLESS_GIVEN = {"tools": None, "documents": None}  # defined, as in transformers
 RESERVED = {"messages", "add_generation_prompt", *(f"{name}_token" for name in TOKEN_NAMES)}

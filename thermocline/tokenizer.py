@@ -20,8 +20,9 @@ from thermocline.spec import ModelSpec
 FILE = "tokenizer.json"
 MAX_BYTES = 256 << 20  # the largest in the field (vocabulary 262144) has 33 MB
 
-# Control tokens by their look: some files do not mark those of chats as special.
-_CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:start|end)_of_\w+>")
+# Control tokens by their look: some files do not mark those of chats as special, nor Phi-3's its "</s>".
+_CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:start|end)_of_\w+>|</?s>")
+MARKER = re.compile(r"\W\S*\w\S*\W")  # how any may look: <think>, [TOOL_CALLS], <|im_end|>; and no word does
 
 
 class Tokenizer:
@@ -43,8 +44,14 @@ class Tokenizer:
         self._controls = {
             i: t.content for i, t in added.items() if t.special or _CONTROL.fullmatch(t.content)
         }
+        ends = (
+            () if spec is None else (spec.bos_id, *spec.eos_ids)
+        )  # whatever the tokenizer's file calls them
+        self._controls |= {i: name for i in ends if i is not None and MARKER.fullmatch(name := self.name(i))}
         self._controls.pop(_unknown_id(self._tok), None)
-        self._tok.add_special_tokens([added[i] for i in self._controls if not added[i].special])
+        self._tok.add_special_tokens(
+            [added.get(i, name) for i, name in self._controls.items() if i not in self._special]
+        )
         self._lock = threading.Lock()
         self._bytes_of, self._trim = _decoder(self._tok, path)
 
