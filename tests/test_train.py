@@ -12,7 +12,7 @@ import pytest
 import tiny
 from conftest import Ran
 
-from thermocline import calibrate, cli, fit, fit_mlp, train
+from thermocline import calibrate, cli, fit, fit_mlp, train, trial
 from thermocline.calibrate import PRICES, Activity, Costs, Curves
 from thermocline.pack import Pack
 from thermocline.predictor import FILE, LayerPredictor, open_predictors
@@ -177,6 +177,63 @@ def test_a_kind_that_is_asked_for_is_written_and_as_near_as_asked(
     assert (pack / FILE).read_bytes() == first  # to the byte: times are said, and kept nowhere
 
 
+MIX = {"english", "french", "encyclopaedia", "python", "cpp"}
+
+
+def test_the_bound_holds_on_the_worst_of_several_unlike_texts_and_run_names_them_once(
+    thermocline: Thermocline, pack: Path
+) -> None:
+    """Predictors at 0.002 nats on stories were at 0.15 on an encyclopaedia, and nothing said so."""
+    argv = ("--kind", "sign", "--max-kld", "0.02", "--max-ppl", "5")
+    said = json.loads(thermocline("train", pack, *argv, *QUICK).out)
+    texts = {text["name"]: text["kld"]["value"] for text in said["texts"]}
+    assert texts.keys() == MIX | {"its own"} and len(set(texts.values())) == 6
+    assert said["kld"]["value"] == max(texts.values()) == texts[said["worst_text"]] <= 0.02
+    shown = thermocline("inspect", pack).out
+    assert all(f"on {name}\n" in shown for name in texts)
+    ran = thermocline("run", "-m", pack, "--sparsity", "predict", "-n", "2", "x")
+    assert ran.code == 0 and ran.err.count("they were measured on") == 1 and "french" in ran.err
+    assert (
+        "measured on" not in thermocline("run", "-m", pack, "--sparsity", "predict", "-n", "2", "-q", "x").err
+    )
+
+
+def test_without_time_a_trial_reads_one_window_of_each_text_and_is_the_last(
+    thermocline: Thermocline, pack: Path
+) -> None:
+    """`--minutes 4` took 26 on a busy machine: fits, texts, windows and trials all went on after it."""
+    ran = thermocline("train", pack, "--minutes", "0", *QUICK)
+    assert ran.code == 0, ran.err
+    said = json.loads(ran.out)
+    assert said["tried"] == 1 and {text["name"] for text in said["texts"]} == MIX
+    assert said["tokens"] == 5 * 31
+    ran = thermocline("train", pack, "--minutes", "0", "--kind", "svd", *QUICK)
+    assert ran.code == 2 and "--minutes" in ran.err and not (pack / FILE).exists()
+
+
+def test_a_fit_that_takes_too_long_is_given_up_and_the_cheap_ones_stay(
+    thermocline: Thermocline, pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def slow(
+        a: Activity, rank: int, seed: int, threads: int, step: Callable[[], None] = lambda: None
+    ) -> None:
+        begun.append(rank)
+        for _ in range(100):
+            clock[0] += 1.0  # seconds
+            step()
+        raise AssertionError("it went on")
+
+    clock = [0.0]
+    monkeypatch.setattr(trial.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(fit_mlp, "fit", slow)
+    argv = ("--max-kld", "1", "--max-ppl", "99", "--minutes", "1")
+    ran = thermocline("train", pack, *argv, *QUICK)
+    assert ran.code == 0 and len(begun) == 2, ran.err  # of each layer one
+    assert clock[0] < 60
+
+
 def test_exact_is_kept_where_it_reads_less(
     thermocline: Thermocline, pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +305,13 @@ def test_without_torch_only_training_is_refused(
     assert ran.code == 6 and "[train]" in ran.err
     ran = thermocline("train", pack, "--kind", "sign", "--max-kld", "1", "--max-ppl", "99", *QUICK)
     assert ran.code == 0, ran.err
+
+
+def test_after_the_deadline_only_the_price_that_misses_least_is_tried() -> None:
+    found = train.Shortlist.of(Pack.open(Path(train.__file__).with_name("bundled")).spec, 100, forced=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "meets", lambda at, r: False)
+        assert train.search([found], lambda layers: None, None, 0.0)[::2] == (len(PRICES) - 1, 1)  # type: ignore
 
 
 def test_the_search_ends_at_the_lowest_price_that_keeps_to_what_was_asked() -> None:

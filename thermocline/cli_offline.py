@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from thermocline.profile import Samples
     from thermocline.profiler import Done, Request
     from thermocline.train import Request as TrainRequest
+    from thermocline.trial import Texts
 
 T = TypeVar("T")
 
@@ -313,6 +314,10 @@ def train(o: config_offline.TrainOptions) -> int:
             remark("without PyTorch no predictor is trained; pip install 'thermocline[train]'")
         done = training.train(request, samples, progress.at)
     forced, met = o.kind != "auto", done.report["met"]
+    if forced and all(layer is None for layer in done.layers):
+        raise UsageError(
+            f"{request.pack.path}: no predictor of kind {o.kind} was done in time; give it more --minutes"
+        )
     wanted = met and (done.worthwhile or forced)
     if wanted:
         write_predictors(request.pack, done.layers, done.report)
@@ -321,13 +326,15 @@ def train(o: config_offline.TrainOptions) -> int:
         emit_json(about)
     else:
         emit(report.table(report.train_rows(about)) + report.train_layers(about["layers"], about["fit_s"]))
+    far = f"{done.report['kld']['value']:.3g} nats from it on {done.report['worst_text']}"
     if forced and not met:
         raise UsageError(
             f"{request.pack.path}: no predictor of kind {o.kind} is within --max-kld {o.max_kld:g} and "
-            f"--max-ppl {o.max_ppl:g} of exact; nothing was written; allow more, or profile more --samples"
+            f"--max-ppl {o.max_ppl:g} of exact: {far}; nothing was written; profile text like that too, "
+            "allow more, or measure on a --text of your own"
         )
     if not (met and done.worthwhile):
-        why = "it reads fewer bytes" if met else "no predictor is near enough to it"
+        why = "it reads fewer bytes" if met else f"no predictor is near enough to it ({far})"
         what = "written all the same, as asked" if wanted else "nothing was written"
         remark(f"--sparsity exact is the better choice for this model: {why}; {what}")
     return 0
@@ -363,22 +370,28 @@ def train_request(o: config_offline.TrainOptions) -> tuple[TrainRequest, Samples
         seed=o.seed,
         threads=threads,
         minutes=o.minutes,
-        texts=_own_windows(pack, o.text, context, o.limit),
+        texts=_to_measure_on(pack, o.text, context, o.limit),
+        own=o.text is None,
         context=context,
         limit=o.limit,
     )
     return request, samples
 
 
-def _own_windows(pack: Pack, text: str | None, context: int, limit: int) -> I32 | None:
+def _to_measure_on(pack: Pack, text: str | None, context: int, limit: int) -> Texts:
+    """The given text, or the package's mix; none of a pack without a tokenizer."""
     from thermocline import evaluate
     from thermocline.tokenizer import FILE, Tokenizer, read_text
+    from thermocline.trial import mix
 
-    if text is None:
-        return None
     if not (pack.path / FILE).exists():
+        if text is None:
+            return ()
         raise UsageError(f"{pack.path}: has no tokenizer, so --text cannot be read; leave it out")
-    return evaluate.windows(Tokenizer(pack.path, pack.spec), read_text(Path(text)), context, limit)
+    tokenizer = Tokenizer(pack.path, pack.spec)
+    if text is None:
+        return mix(tokenizer, context, limit)
+    return ((Path(text).name, evaluate.windows(tokenizer, read_text(Path(text)), context, limit)),)
 
 
 def prepared(pack: Pack) -> dict[str, Any]:

@@ -113,23 +113,33 @@ class TrainOptions:
         "reads the fewest bytes, none where that is exact."
     )  # fmt: skip
     max_kld: float = opt(
-        0.005, real(0), "NATS", "Fidelity", "Mean KL divergence from exact that is allowed, per token."
+        0.005,
+        real(0),
+        "NATS",
+        "Fidelity",
+        "Mean KL divergence from exact that is allowed, per token, on each text it is measured on.",
     )
     max_ppl: float = opt(
-        0.5, real(0), "PERCENT", "Fidelity", "Change of perplexity from exact that is allowed, in percent."
+        0.5,
+        real(0),
+        "PERCENT",
+        "Fidelity",
+        "Change of perplexity from exact that is allowed over all of them, in percent.",
     )
     text: str | None = opt(
         None, nonempty, "FILE", "Fidelity", "The text (UTF-8) both are measured on; none of the profile's.",
-        flags="-f --file", shown="what the model itself writes"
+        flags="-f --file",
+        shown="what the model itself writes, and five unlike ones: prose, French, an encyclopaedia, code"
     )  # fmt: skip
     ctx: int = opt(
         0, whole(0), "N", "Fidelity", "Tokens of a window of it, the second half of which is scored.",
         flags="-c --ctx-size", shown="0 = 512, or the model's limit"
     )  # fmt: skip
-    limit: int = opt(16, whole(1), "N", "Fidelity", "Windows to measure on at most.", flags="--chunks")
+    limit: int = opt(16, whole(1), "N", "Fidelity", "Windows of a text at most.", flags="--chunks")
     minutes: float = opt(
         30.0, real(0), "M", "Fitting",
-        "After half of this no wider predictors are trained; after all of it the best found so far is taken."
+        "After half of this no wider predictors are trained, after three quarters none; after all of it "
+        "the best found so far is taken, once it has read a window of each text."
     )  # fmt: skip
     seed: int = opt(0, whole(0, 2**31), "N", "Fitting", "Equal seeds give equal predictors.", flags="-s")
     threads: int = thread_count()

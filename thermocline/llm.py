@@ -28,7 +28,7 @@ from thermocline.hub_fetch import locate
 from thermocline.importer import resolve
 from thermocline.memory import GIB
 from thermocline.pack import Pack
-from thermocline.predictor import Predictors, predictors_for
+from thermocline.predictor import Predictors, measured_on, predictors_for
 from thermocline.request import Chunk, Completion, Request, request_for
 from thermocline.sampler import SamplingParams
 from thermocline.store import Room, Store
@@ -154,6 +154,8 @@ class LLM:
         self.path, self.spec = self._pack.path, self._pack.spec
         self.sparsity, self.weight_format = sparsity, self._pack.weight_format
         self._predictors = predictors_for(self._pack, sparsity)
+        if self._predictors is not None and (measured := measured_on(self._predictors.report)):
+            self._told(measured)
         self.threads = hardware.default_threads() if threads is None else threads
         self._max_batch, self._disable = max_batch, tuple(disable)
         self.budget, limit = budget_for(ram)

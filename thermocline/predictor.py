@@ -276,6 +276,18 @@ def named_for_active(report: Json) -> float | None:
     return predicted / active
 
 
+def measured_on(report: Json) -> str | None:
+    """Say on which texts a predictors file's bound was measured; None of PowerInfer's, or an older file."""
+    texts, kld = report.get("texts"), report.get("kld")
+    if not (isinstance(texts, list) and texts and isinstance(kld, dict)):
+        return None
+    names, worst = ", ".join(str(t.get("name")) for t in texts), report.get("worst_text")
+    return (
+        f"predictors are within {kld.get('value'):.4f} nats of exact on each text they were measured on "
+        f"({names}; {worst} is the furthest); on unlike text they may be further"
+    )
+
+
 def _names(about: Json) -> tuple[str, ...]:
     return ("signs", "threshold") if about["kind"] == "sign" else ("first", "second", "threshold")
 

@@ -6,6 +6,7 @@ the lowest at which predictions are, measured end to end, as near to exact as wa
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,26 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from thermocline import calibrate, evaluate, fit, fit_mlp, hardware, quant, weights
+from thermocline import calibrate, fit, fit_mlp, hardware, quant
 from thermocline.calibrate import PRICES, TYPICAL, Activity, Costs
-from thermocline.decoder import F32, I32, FFNStats, bind, for_context
-from thermocline.engine import Engine
+from thermocline.decoder import F32
 from thermocline.errors import Unsupported, UsageError
 from thermocline.ops.reference import route
 from thermocline.pack import Pack, read_tensor
-from thermocline.predictor import LayerPredictor, Predictors, scores, stored, stored_bytes
+from thermocline.predictor import LayerPredictor, scores, stored, stored_bytes
 from thermocline.profile import AGAIN, Rows, Samples, open_profile, open_samples
 from thermocline.safetensors import Json
-from thermocline.sampler import SamplingParams
 from thermocline.spec import ModelSpec
+from thermocline.trial import Asked, Judge, Layers, Progress, Texts, Verdict, past
 
 KINDS = ("mlp", "svd", "sign")
+CHEAPEST_FIRST = ("sign", "svd", "mlp")  # to fit
 BLOCK = 32  # ranks are whole blocks of int8 weights
 CALIBRATION = 0.5  # of the samples; predictors are fitted to the others
 SVD_RANK = 256  # fitted at first; wider only where ranks up to this still gain
 RANK_SHARE = 0.25  # the rank tried first, of the neurons that are active for a token
-Layers = list[LayerPredictor | None]
-Progress = Callable[[str, int, int, str], None]  # what, done, in all, unit
+FITTED = 0.75  # of the time, fits are over; in half of it they are as wide as they get
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class Request:
     seed: int
     threads: int
     minutes: float
-    texts: I32 | None  # [windows, context] to measure on; None: what the model itself writes
+    texts: Texts  # to measure on
+    own: bool  # on what the model itself writes, too
     context: int
-    limit: int  # windows
+    limit: int  # windows of a text
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ def train(r: Request, samples: Samples, progress: Progress) -> Trained:
     begin = time.monotonic()
     deadline = begin + 60 * r.minutes
     found = [*_shortlists(r, samples, deadline, partial(progress, "fitting"))]
-    judge, near, searched = Judge.of(r, progress), None, 0
-    if (quick := judge.quick()) is not None:
-        near, _, searched = search(found, quick, r, deadline)
+    judge, near, searched = Judge.of(_asked(r), deadline, progress), None, 0
+    if (quick := judge.quick()) is not None and not past(deadline):
+        near, _, searched = search(found, quick, r, quick.deadline)
     price, verdict, more = search(found, judge, r, deadline, near)
     layers = [s.best[price] for s in found]
     report = {
@@ -101,6 +102,10 @@ def train(r: Request, samples: Samples, progress: Progress) -> Trained:
     timing = {"seconds": time.monotonic() - begin, "fit_s": [s.seconds for s in found]}
     timing["predictor_us_at_memory_speed"] = _at_memory_speed(verdict.predictor_bytes, r.threads)
     return Trained(layers, report, verdict.bytes < verdict.bytes_exact, timing)
+
+
+def _asked(r: Request) -> Asked:
+    return Asked(r.pack, r.threads, r.texts, r.own, r.context, r.limit, r.seed)
 
 
 def _at_memory_speed(nbytes: float, threads: int) -> float | None:
@@ -153,16 +158,23 @@ def _shortlists(
         progress(i, spec.n_layers, " layers")
         made = Shortlist.of(spec, r.pack.tensors[f"layers.{i}.gate.weight"].stride, r.forced)
         fitted, kept = split(activity(r.pack, i, samples.layer(i)), r.seed)
-        late = partial(_past, begin + (deadline - begin) / 2 / (spec.n_layers - i))  # half is for trials
-        for kind in r.kinds:
-            _fit(kind, made, gate_rows(r.pack, i), fitted, kept, r, i, late)
+        share = (deadline - begin) / (spec.n_layers - i)
+        late, over = (partial(past, begin + part * share) for part in (0.5, FITTED))  # the rest is for trials
+        for kind in sorted(r.kinds, key=CHEAPEST_FIRST.index):
+            with contextlib.suppress(_Over):
+                _fit(kind, made, gate_rows(r.pack, i), fitted, kept, r, i, late, over)
         made.seconds = time.monotonic() - begin
         yield made
     progress(spec.n_layers, spec.n_layers, " layers")
 
 
-def _past(deadline: float) -> bool:
-    return time.monotonic() > deadline
+class _Over(Exception):
+    """A fit that would take longer than there is time for it."""
+
+
+def _unless(over: Callable[[], bool]) -> None:
+    if over():
+        raise _Over
 
 
 def _fit(
@@ -174,11 +186,15 @@ def _fit(
     r: Request,
     layer: int,
     late: Callable[[], bool],
+    over: Callable[[], bool],
 ) -> None:
+    """Offer fits of a kind, no wider ones when it is `late`; _Over where there is no time for any more."""
+
     def ranked(first: F32, second: F32) -> float:
         none = np.zeros(len(second), np.float32)
         return made.offer(LayerPredictor(kind, first, second, None, none, 0, kept.experts), kept)
 
+    _unless(over)
     match kind:
         case "sign":
             none = np.zeros(len(gate), np.float32)
@@ -186,9 +202,10 @@ def _fit(
         case "svd":
             asked = made.spec.n_experts_active * made.spec.ffn_dim
             ranks = _ranks(made.spec, asked * made.gate, len(fitted.neuron) / fitted.n / asked)
-            _cut(partial(fit.svd, gate, fitted.x, seed=r.seed + layer), ranks, made, ranked)
+            _cut(partial(fit.svd, gate, fitted.x, seed=r.seed + layer), ranks, made, ranked, late)
         case "mlp":
-            train_rank = partial(fit_mlp.fit, fitted, seed=r.seed + layer, threads=r.threads)
+            step = partial(_unless, over)
+            train_rank = partial(fit_mlp.fit, fitted, seed=r.seed + layer, threads=r.threads, step=step)
             _widths(lambda rank: ranked(*train_rank(rank)), _first_rank(fitted), made.spec, late)
 
 
@@ -197,6 +214,7 @@ def _cut(
     ranks: list[int],
     made: Shortlist,
     offer: Callable[[F32, F32], float],
+    late: Callable[[], bool],
 ) -> None:
     """Ranks upwards until one is the best at no price. Of `SVD_RANK` at first: a wide fit takes minutes."""
     first, second = svd(min(SVD_RANK, max(ranks)))
@@ -206,7 +224,7 @@ def _cut(
             first, second = svd(max(ranks)) if wanted else (first, second)
         rank, before = min(rank, len(first)), [*made.objective]
         offer(first[:rank], np.ascontiguousarray(second[:, :rank]))
-        if made.objective == before and any(o < float("inf") for o in before):
+        if late() or (made.objective == before and any(o < float("inf") for o in before)):
             break
 
 
@@ -278,101 +296,9 @@ def gate_rows(pack: Pack, layer: int) -> F32:
 # ---- end to end
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """How near to exact, and what an FFN reads for a token."""
-
-    divergence: evaluate.Divergence
-    predicted: float  # gate rows read, of all
-    active: float  # neurons that are not zero, exactly computed
-    bytes: float  # per token: predictors, gate, up and down rows
-    bytes_exact: float
-    predictor_bytes: float  # per token, of `bytes`
-
-    def facts(self) -> Json:
-        d = self.divergence
-        return {
-            "tokens": d.own.tokens,
-            "kld": asdict(d.kld),
-            "kld_p99": d.kld_p99,
-            "same_top": asdict(d.same_top),
-            "perplexity": asdict(d.own.perplexity),
-            "perplexity_exact": asdict(d.base.perplexity),
-            "perplexity_change_percent": 100 * (d.ratio.value - 1),
-            "predicted_fraction": self.predicted,
-            "active_fraction": self.active,
-            "ffn_bytes_per_token": self.bytes,
-            "ffn_bytes_per_token_exact": self.bytes_exact,
-            "predictor_bytes_per_token": self.predictor_bytes,
-        }
-
-
-@dataclass(frozen=True)
-class Judge:
-    """The model, loaded once: predictors are tried in it."""
-
-    pack: Pack
-    loaded: weights.LoadedWeights
-    texts: I32
-    progress: Callable[[int, int, str], None]
-
-    @staticmethod
-    def of(r: Request, progress: Progress) -> Judge:
-        loading = partial(progress, "loading")
-        loaded = weights.load(r.pack, threads=r.threads, progress=lambda a, b: loading(a, b, "B"))
-        texts = r.texts
-        if texts is None:
-            texts = own_text(r.pack.spec, loaded, r.limit, r.context, r.seed)
-        return Judge(r.pack, loaded, texts, partial(progress, "trying"))
-
-    def quick(self) -> Judge | None:
-        """A quarter of the windows, to find out where to look; None where there are few."""
-        few = max(4, len(self.texts) // 4)
-        return replace(self, texts=self.texts[:few]) if len(self.texts) >= 2 * few else None
-
-    def __call__(self, layers: Layers) -> Verdict:
-        spec, ops = for_context(self.pack.spec, self.texts.shape[1]), self.loaded.ops
-        trial = weights.with_predictors(self.loaded.weights, Predictors.of(spec, layers))
-        own, base = (
-            evaluate.Reader(bind(spec, w, ops), ops, context=self.texts.shape[1], sparsity=sparsity)
-            for w, sparsity in ((trial, "predict"), (self.loaded.weights, "exact"))
-        )
-        d = evaluate.divergence(own, base, self.texts, lambda a, b: self.progress(a, b, " windows"))
-        return self._verdict(d, own.stats, base.stats)
-
-    def _verdict(self, d: evaluate.Divergence, own: FFNStats, base: FFNStats) -> Verdict:
-        """Of exact, what its tokens would read one by one: it read them in batches, which share rows."""
-        spec, t = self.pack.spec, self.pack.tensors
-        gate, bundle = t["layers.0.gate.weight"].stride, t["layers.0.bundle"]
-        row = quant.row_bytes(bundle.format, spec.dim)  # up, or down
-        neuron = row * (2 if spec.gated else 1)
-        every = spec.n_layers * spec.n_experts * spec.ffn_dim
-        tokens = own.neurons / every
-        active = base.active / base.neurons
-        read = own.predicted * gate + own.rows * row + own.predictor_bytes
-        gates = spec.n_layers * spec.n_experts_active * spec.ffn_dim
-        exact, predictors = gates * gate + every * active * neuron, own.predictor_bytes / tokens
-        return Verdict(d, own.predicted / own.neurons, active, read / tokens, exact, predictors)
-
-
-def own_text(spec: ModelSpec, loaded: weights.LoadedWeights, count: int, context: int, seed: int) -> I32:
-    """[count, context]: what the model writes by itself, which no predictor was fitted to."""
-    start = spec.bos_id if spec.bos_id is not None else next(iter(spec.eos_ids), None)
-    if start is None:
-        raise UsageError("this model cannot begin a text by itself; give one with --text FILE")
-    engine = Engine(spec, loaded.weights, loaded.ops, context=context, max_batch=4)
-    free = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, ignore_eos=True)
-    asked = [
-        engine.submit([start], replace(free, seed=seed + i, max_tokens=context - 1)) for i in range(count)
-    ]
-    while engine.step():
-        pass
-    return np.array([r.ids[:context] for r in asked], np.int32)
-
-
 def meets(v: Verdict, r: Request) -> bool:
-    d = v.divergence
-    return d.kld.value <= r.max_kld and 100 * abs(d.ratio.value - 1) <= r.max_ppl
+    """Hold each text to its divergence, and all together to perplexity, which few tokens say too roughly."""
+    return v.worst[1].kld.value <= r.max_kld and 100 * abs(v.divergence.ratio.value - 1) <= r.max_ppl
 
 
 def search(
@@ -384,11 +310,17 @@ def search(
 ) -> tuple[int, Verdict, int]:
     """(the lowest price that keeps to what was asked, what it gave, how many were tried); the highest price
     where none does. Bisection: a higher price misses less. `near` a guess: in steps of 1, 2, 4 … from it.
+
+    After the deadline there is one more trial, if none kept to it yet: of the highest price.
     """
     low, high, tried, step = 0, len(PRICES) - 1, 0, 1
     best: tuple[int, Verdict] | None = None
     price = TYPICAL if near is None else near
-    while low <= high and not (best is not None and _past(deadline)):
+    while low <= high:
+        if past(deadline):
+            if best is not None:
+                break
+            low = price = high
         last = (price, judge([s.best[price] for s in found]))
         tried += 1
         if meets(last[1], r):
