@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from thermocline import report
 from thermocline.cli_text import llm_options, sampling
 from thermocline.config_serve import ServeOptions
-from thermocline.console import Progress, emit, emit_json, note
+from thermocline.console import Progress, emit, emit_json, note, unfailing
 from thermocline.errors import Unsupported
 from thermocline.server.limits import Limits, described
 
@@ -38,7 +38,8 @@ def serve(o: ServeOptions) -> int:
     except BaseException:
         listener.close()
         raise
-    told: Callable[[str], None] = (lambda line: None) if o.quiet else note
+    heard = unfailing(note)
+    told: Callable[[str], None] = (lambda line: None) if o.quiet else heard
     told(f"listening on {listener.url}")
     with Progress(quiet=o.quiet) as progress:
         server.serve(
@@ -51,8 +52,8 @@ def serve(o: ServeOptions) -> int:
             hosts=o.allow_host,
             origins=o.allow_origin,
             note=told,
-            log=note if o.access_log else None,
-            progress=progress.at,
+            log=heard if o.access_log else None,
+            progress=unfailing(progress.at),
         )
     return 0
 

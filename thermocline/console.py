@@ -5,17 +5,19 @@ Must not know models or options.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ParamSpec, Self
 
 from thermocline import report
 from thermocline.errors import IOFailure
 
+P = ParamSpec("P")
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\t\n"}  # U+2400: pictures of control characters
 
@@ -37,8 +39,23 @@ def emit_json(value: dict[str, Any]) -> None:
 
 def note(text: str) -> None:
     """Everything that is not data: one line on stderr."""
+    if sys.stderr is None:
+        return
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     print(f"thermocline: {line}", file=sys.stderr, flush=True)
+
+
+def unfailing(tell: Callable[P, None]) -> Callable[P, None]:
+    """Make `tell` safe for a server, which outlives its stderr: a pipe without a reader, a full disk.
+
+    A dead stream raises OSError, a closed one ValueError. There is nobody left to report either to.
+    """
+
+    def told(*args: P.args, **kwargs: P.kwargs) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            tell(*args, **kwargs)
+
+    return told
 
 
 class Progress:

@@ -169,8 +169,8 @@ class EngineProcess:
             await asyncio.sleep(WATCH_S)
             silent = silent + WATCH_S if self.state == "ready" and self._beaten == beaten else 0.0
             if silent >= max(self._silence_s, 3 * self.beat.longest_step_s):
-                self._told(f"the engine has not been heard of for {silent:.0f} s; it is ended")
                 self.kill()
+                self._told(f"the engine has not been heard of for {silent:.0f} s; it is ended")
                 silent = 0.0
 
     def _serve(self) -> None:
@@ -266,9 +266,9 @@ class EngineProcess:
             self.state = "failed"
             self.over.set()
             return
-        self._told(f"the engine crashed (exit {code}); it is started again")
         self.restarts += 1
         self.start()
+        self._told(f"the engine crashed (exit {code}); it is started again")
 
     async def stop(self, grace_s: float) -> None:
         """Ends the process, by force where it does not end by itself."""
