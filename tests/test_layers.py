@@ -438,7 +438,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.app": {
         "constraint",
         "errors",
-        "grammar",
         "request",
         "sampler",
         "server.activity",
@@ -457,8 +456,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.schema",
         "server.sse",
         "server.tools",
+        "server.trials",
         "tokenizer",
     },
+    "server.trials": {"constraint", "grammar", "server.refusal"},
     "server.errors": {"errors", "server.process", "server.refusal"},
     "server.activity": {"server.onlookers", "server.sse", "watch"},
     "server.messages": {"engine", "request", "sampler", "watch"},

@@ -6,13 +6,14 @@ Owns the library's view of a tokenizer, and what was compiled. Must not know mod
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
+import json
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 WORKER = Path(__file__).with_name("grammar_worker.py")
 WAIT_S = 10.0  # for a process that does not get its second of processor time
+KILLED = 9  # SIGKILL, which Windows does not name
+VERDICTS = 4096  # of grammars that were tried: about 1 MiB
 KEPT = 32  # compiled grammars, the least recently used leave first
 
 Mask = NDArray[np.bool_]
@@ -127,13 +130,62 @@ class Enforced:
         return self._ended or self._matcher.is_stopped()
 
 
-@lru_cache(maxsize=64)
+class _Verdicts:
+    """Remember what was wrong with each grammar that was tried, or "". Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: OrderedDict[bytes, str] = OrderedDict()  # by a hash: texts may have 64 KiB
+
+    def get(self, grammar: Grammar) -> str | None:
+        key = self._key(grammar)
+        with self._lock:
+            if key in self._found:
+                self._found.move_to_end(key)
+            return self._found.get(key)
+
+    def put(self, grammar: Grammar, why: str) -> None:
+        with self._lock:
+            self._found[self._key(grammar)] = why
+            if len(self._found) > VERDICTS:
+                self._found.popitem(last=False)
+
+    @staticmethod
+    def _key(grammar: Grammar) -> bytes:
+        return hashlib.sha256(f"{grammar.kind}\n{grammar.text}".encode()).digest()
+
+
+_verdicts = _Verdicts()
+
+
+def is_tried(grammar: Grammar) -> bool:
+    """Tell whether `check` knows its answer without a trial."""
+    return _verdicts.get(grammar) is not None or _is_ours(grammar)
+
+
 def check(grammar: Grammar) -> None:
     """UsageError where the grammar cannot be enforced, within about a second; it needs no model.
 
     In a process that can be killed: a stranger's grammar may take for ever to compile, or end the process.
     """
     path = _library()
+    why = _verdicts.get(grammar)
+    if why is None:
+        why = "" if _is_ours(grammar) else _tried(grammar, path)
+    if why:
+        raise UsageError(f"the {KINDS[grammar.kind]} cannot be enforced: {why}")
+
+
+def _is_ours(grammar: Grammar) -> bool:
+    """Nothing in it is a stranger's: any JSON object, maybe after a thought."""
+    if grammar.kind != "answer":
+        return grammar == Grammar.json_object()
+    form = json.loads(grammar.text)
+    return form["calls"] is None and form["content"] == {"type": "object"}
+
+
+def _tried(grammar: Grammar, path: str) -> str:
+    """Say what is wrong with it; a verdict that the next trial might not repeat is not remembered."""
     code = (
         f"import runpy, sys; sys.path.append({path!r}); runpy.run_path({str(WORKER)!r}, run_name='__main__')"
     )
@@ -145,11 +197,17 @@ def check(grammar: Grammar) -> None:
             timeout=WAIT_S,
             start_new_session=sys.platform != "win32",  # Ctrl-C is not for it
         )
-        why = done.stdout.decode(errors="replace") if done.returncode == 0 else "it is too complex to compile"
     except subprocess.TimeoutExpired:
-        why = "it takes too long to compile"
-    if why:
-        raise UsageError(f"the {KINDS[grammar.kind]} cannot be enforced: {_line(why)}")
+        return "it takes too long to compile"
+    if done.returncode == -KILLED:  # by the system or a person: the grammar may be blameless
+        return "it is too complex to compile"
+    why = (
+        _line(done.stdout.decode(errors="replace"))
+        if done.returncode == 0
+        else "it is too complex to compile"
+    )
+    _verdicts.put(grammar, why)
+    return why
 
 
 def _compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:

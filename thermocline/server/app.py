@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from thermocline import __version__, grammar
+from thermocline import __version__
 from thermocline.constraint import depth
 from thermocline.errors import ThermoclineError, UsageError
 from thermocline.request import request_for
@@ -34,6 +34,7 @@ from thermocline.server.parts import Parts
 from thermocline.server.process import EngineProcess, Work
 from thermocline.server.refusal import Refusal
 from thermocline.server.tools import Offer, answer_grammar
+from thermocline.server.trials import Trials
 from thermocline.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -64,7 +65,7 @@ class Server:
         self._began = int(time.time())
         self.routes = self._listed()
         self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
-        self._trials = asyncio.Semaphore(2)  # of grammars: each is a process with a second of time and 1 GiB
+        self._trials = Trials(limits.limit_trials)
 
     def close(self) -> None:
         if self.model is not None and self.model.template is not None:
@@ -114,7 +115,7 @@ class Server:
             raise Refusal(503, "too many answers are waiting; try again", code="queue_full")
         return self.engine.submit(prompts)
 
-    async def enforceable(self, params: SamplingParams, fields: Sequence[str]) -> None:
+    async def enforceable(self, request: Request, params: SamplingParams, fields: Sequence[str]) -> None:
         """Raises 400 where its grammar, made from these, cannot be kept to: it is tried out, in a process."""
         g, most = params.grammar, self.limits
         if g is None:
@@ -122,11 +123,10 @@ class Server:
         if len(g.text.encode()) > most.limit_schema_bytes or depth(g.text) > most.limit_schema_depth:
             said = f"{most.limit_schema_bytes} bytes or {most.limit_schema_depth} levels"
             raise Refusal(400, f"the grammar or schema has more than {said}")
-        async with self._trials:
-            try:
-                await asyncio.to_thread(grammar.check, g)
-            except UsageError as e:
-                raise Refusal(400, str(e), param=fields[0] if len(fields) == 1 else None) from None
+        try:
+            await self._trials.check(g, request.client.host if request.client else "")
+        except UsageError as e:
+            raise Refusal(400, str(e), param=fields[0] if len(fields) == 1 else None) from None
 
     async def apart(self, what: Callable[[], Any]) -> Any:
         """Work that may be long, on another thread."""
@@ -176,7 +176,7 @@ class Server:
         thinking = model.format.thinks and conversation.ends_within_a_thought(model.tokenizer, ids)
         form = answer_grammar(offer, model.format, thinking, params.grammar)
         params = replace(params, stop_ids=stop_ids, grammar=form)
-        await self.enforceable(params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
+        await self.enforceable(request, params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
         work = self.submit(self.jobs(model, ids, params, r.n or 1))
         parts = partial(Parts, model.format, tools=bool(offer.shown), thinking=thinking)
         return await self._answered(request, work, Chat(model.name, model.tokenizer, r, parts))
@@ -197,7 +197,7 @@ class Server:
         params = schema.sampling_params(r, self.defaults, logprobs=r.logprobs, max_tokens=limit)
         if r.echo:
             params = replace(params, prompt_logprobs=r.logprobs)
-        await self.enforceable(params, schema.grammar_fields(r))
+        await self.enforceable(request, params, schema.grammar_fields(r))
         jobs: list[tuple[list[int], SamplingParams]] = []
         for prompt in prompts:
             if isinstance(prompt, str):

@@ -56,6 +56,7 @@ class Limits:
     limit_grace_s: float = _seconds(10, "Time that requests get to finish when the server is stopped.", 0)
 
     limit_queue: int = _count(64, "Requests that wait; more are refused with 503 and Retry-After.", 0)
+    limit_trials: int = _count(16, "Grammars that wait to be tried out; more are refused with 503.")
     limit_n: int = _count(8, "Answers to one prompt (`n`).")
     limit_choices: int = _count(64, "Prompts of a request times `n`.")
     limit_top_logprobs: int = _count(20, "Rivals of each token (`top_logprobs`).", 0)
