@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from thermocline.errors import ThermoclineError, UsageError
 from thermocline.server.process import EngineCrashed
 from thermocline.server.refusal import Refusal
+from thermocline.server.suspects import CrashesEngine
 
 
 def of_validation(e: ValidationError, given: Any) -> Refusal:
@@ -32,5 +33,7 @@ def of_engine(e: ThermoclineError) -> Refusal:
     """A wrong request is the client's fault, a crash the server's."""
     if isinstance(e, UsageError):
         return Refusal(400, str(e))
+    if isinstance(e, CrashesEngine):  # no 5xx, which clients send again
+        return Refusal(422, str(e), code="crashes_engine")
     code = "engine_crashed" if isinstance(e, EngineCrashed) else type(e).__name__
     return Refusal(500, str(e), code=code)

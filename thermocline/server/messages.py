@@ -110,6 +110,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """A cancelled job has left the engine."""
+
+    job: int
+
+
+@dataclass(frozen=True)
 class Beat:
     """Sent between two steps, and while idle: what the engine holds."""
 
@@ -126,5 +133,5 @@ class Pulse:
 
 
 Event = Token | Ended | Failed
-FromEngine = Progress | Told | Opened | Ready | Refused | Beat | Pulse | list[Event]
+FromEngine = Progress | Told | Opened | Ready | Refused | Dropped | Beat | Pulse | list[Event]
 ToEngine = Submit | Cancel | Look | Stop

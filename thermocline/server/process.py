@@ -23,6 +23,7 @@ from thermocline.server import worker
 from thermocline.server.messages import (
     Beat,
     Cancel,
+    Dropped,
     Ended,
     Event,
     Failed,
@@ -40,14 +41,18 @@ from thermocline.server.messages import (
     Told,
 )
 from thermocline.server.onlookers import Onlookers
+from thermocline.server.suspects import CrashesEngine, Job, Suspects
 
 STALE_S = 10.0  # without a beat the engine is not ready any more, unless its steps are known to take longer
 WATCH_S = 1.0  # between two looks at whether it is silent
-CRASHES = 3  # in a row, without a token between them, are given up
+CRASHES = 3  # in a row, with nothing to compute, are given up
 
 
 class EngineCrashed(ThermoclineError):
     """The engine's process ended in the midst of this request."""
+
+
+_OWN = {kind.__name__: kind for kind in (EngineCrashed, CrashesEngine)}
 
 
 class Work:
@@ -83,7 +88,7 @@ class Work:
             if isinstance(event, Failed):
                 if found:
                     break  # what came before it first
-                kind = EngineCrashed if event.error == "EngineCrashed" else getattr(errors, event.error)
+                kind = _OWN.get(event.error) or getattr(errors, event.error)
                 raise kind(event.message)
             found.append((self._index[event.job], event))
         del self._events[: len(found)]
@@ -103,9 +108,9 @@ class Work:
 
     def close(self) -> None:
         """Those that are not over are cancelled. May be called again."""
-        for job in self._left:
+        left, self._left = self._left, set()
+        for job in left:
             self._engine.cancel(job)
-        self._left.clear()
 
 
 def _done(future: asyncio.Future[None]) -> None:
@@ -131,7 +136,10 @@ class EngineProcess:
         `silence_s`: without a sign of it the process is ended. `observe` sees every event, wanted or not.
         """
         self._options, self._told, self._progress, self._on_opened = options, told, progress, opened
-        self._jobs: dict[int, Work] = {}
+        self._jobs: dict[int, Work] = {}  # that clients wait for
+        self._held: dict[int, Job] = {}  # of them, those that the engine does not have yet, in their order
+        self._inside: dict[int, Job] = {}  # that the engine has, also where no client waits any more
+        self._suspects = Suspects()
         self._silence_s = silence_s
         self._watching: asyncio.Task[None] | None = None
         self.observe = observe
@@ -175,11 +183,10 @@ class EngineProcess:
 
     def _serve(self) -> None:
         """On a thread of its own: a process from its start to its end."""
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        process = context.Process(target=worker.main, args=(there, self._options), name="engine", daemon=True)
-        process.start()
-        there.close()
+        try:
+            process, here = _spawned(self._options)
+        except OSError as e:  # no process or file is left: as an engine that ended at once
+            return self._call(self._ended, e.errno)
         outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
         writer = threading.Thread(target=_write, args=(here, outbox), name="engine's commands", daemon=True)
         writer.start()
@@ -225,6 +232,10 @@ class EngineProcess:
                     work = self._jobs.pop(event.job, None) if over else self._jobs.get(event.job)
                     if work is not None:
                         work.put(event)
+                    if over:
+                        self._left(event.job, clear=isinstance(event, Ended))
+            case Dropped(job):
+                self._left(job)
             case Beat():
                 self.beat = message
                 if message.activity is not None:
@@ -241,6 +252,7 @@ class EngineProcess:
                 self.loaded = message
                 if self.state == "loading":
                     self.state = "ready"
+                self._admit()
             case Refused(error, text):
                 self.error = getattr(errors, error)(text)
                 self.kill()
@@ -248,27 +260,34 @@ class EngineProcess:
     def _ended(self, code: int | None) -> None:
         """The process is gone: what it had in hand fails; another one is started unless this was the end."""
         self._outbox = self._process = None
-        for job, work in list(self._jobs.items()):
-            failed = Failed(job, "EngineCrashed", "the engine stopped in the midst of this request")
-            self.observe(failed)
-            work.put(failed)
-        self._jobs.clear()
-        self.beat = Beat()
-        if self.state == "stopping":
-            self.over.set()
-            return
-        self._crashes += 1
+        inside, self._inside = self._inside, {}
+        self._crashes = 0 if inside else self._crashes + 1
         if self.error is None and self._crashes >= CRASHES:
             self.error = EngineCrashed(
                 f"the engine crashed {CRASHES} times in a row (exit {code}); giving up"
             )
-        if self.error is not None:
-            self.state = "failed"
+        is_end = self.state == "stopping" or self.error is not None
+        lost = [*inside, *self._held] if is_end else list(inside)
+        for job in lost:
+            self._fail(job, EngineCrashed("the engine stopped in the midst of this request"))
+        self.beat = Beat()
+        if is_end:
+            self.state = self.state if self.state == "stopping" else "failed"
             self.over.set()
             return
+        condemned = self._suspects.crashed(inside.values())
         self.restarts += 1
         self.start()
         self._told(f"the engine crashed (exit {code}); it is started again")
+        for each in condemned:
+            self._told(f"the engine crashed twice at the request {each}, which is not computed again")
+
+    def _fail(self, job: int, e: ThermoclineError) -> None:
+        self._held.pop(job, None)
+        if (work := self._jobs.pop(job, None)) is not None:
+            failed = Failed(job, type(e).__name__, str(e))
+            self.observe(failed)
+            work.put(failed)
 
     async def stop(self, grace_s: float) -> None:
         """Ends the process, by force where it does not end by itself."""
@@ -310,21 +329,63 @@ class EngineProcess:
     # ---- jobs
 
     def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Work:
-        jobs = list(itertools.islice(self._numbers, len(prompts)))
-        work = Work(self, jobs)
-        for job, (ids, params) in zip(jobs, prompts, strict=True):
-            self._jobs[job] = work
-            self._send(Submit(job, ids, params))
+        """Raises CrashesEngine for what the engine crashed at before."""
+        numbers = list(itertools.islice(self._numbers, len(prompts)))
+        jobs = {n: Job(Submit(n, ids, params)) for n, (ids, params) in zip(numbers, prompts, strict=True)}
+        for job in jobs.values():
+            self._suspects.check(job)
+        work = Work(self, numbers)
+        self._jobs |= dict.fromkeys(numbers, work)
+        self._held |= jobs
+        self._admit()
         return work
 
+    def _admit(self) -> None:
+        """What is held goes to an engine that is ready, in its order; a suspect waits until it is alone."""
+        while self._held and self.state == "ready":
+            number, job = next(iter(self._held.items()))
+            try:
+                self._suspects.check(job)
+            except CrashesEngine as e:  # its like was condemned while this one was held
+                self._fail(number, e)
+                continue
+            if self._inside and any(map(self._suspects.has, (job, *self._inside.values()))):
+                return
+            self._inside[number] = self._held.pop(number)
+            self._send(job.command)
+
+    def _left(self, number: int, *, clear: bool = False) -> None:
+        """The engine does not have it any more."""
+        if (job := self._inside.pop(number, None)) is not None and clear:
+            self._suspects.clear(job)
+        self._admit()
+
     def cancel(self, job: int) -> None:
-        if self._jobs.pop(job, None) is not None:
-            self.cancelled += 1
+        if self._jobs.pop(job, None) is None:
+            return
+        self.cancelled += 1
+        if self._held.pop(job, None) is None:
             self._send(Cancel(job))
+        else:
+            self._admit()
 
     def _send(self, command: ToEngine) -> None:
         if self._outbox is not None:
             self._outbox.put(command)
+
+
+def _spawned(options: dict[str, Any]) -> tuple[Any, Connection]:
+    """The engine's process and this end of its pipe."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    with there:  # the process has its own
+        try:
+            process = context.Process(target=worker.main, args=(there, options), name="engine", daemon=True)
+            process.start()
+        except OSError:
+            here.close()
+            raise
+    return process, here
 
 
 def _write(connection: Connection, outbox: SimpleQueue[ToEngine | None]) -> None:

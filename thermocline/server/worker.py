@@ -24,6 +24,7 @@ from thermocline.sampler import SamplingParams
 from thermocline.server.messages import (
     Beat,
     Cancel,
+    Dropped,
     Ended,
     Event,
     Failed,
@@ -167,6 +168,7 @@ class Worker:
                 case Cancel(job):
                     if (request := self._jobs.pop(job, None)) is not None:
                         self._engine.cancel(request)
+                        self._send(Dropped(job))
                 case Look(on):
                     self._engine.watch = Watch(on_gpu=self._llm.plan is not None) if on else None
                 case Stop():
