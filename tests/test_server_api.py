@@ -239,6 +239,13 @@ def test_a_wrong_field_is_named(server: Served, changes: dict[str, Any], param: 
     assert error["message"] and "\n" not in error["message"]
 
 
+def test_an_error_does_not_send_a_long_name_back(server: Served) -> None:
+    """`param` was a key of 20 MiB."""
+    got = post(server, "/v1/completions", {"prompt": "a", "logit_bias": {"x" * 5_000_000: 1}})
+    assert got.status_code == 400 and got.json()["error"]["param"].startswith("logit_bias")
+    assert len(got.content) < 5000
+
+
 def test_the_clients_exceptions_are_the_right_ones(client: openai.OpenAI, server: Served) -> None:
     with pytest.raises(openai.NotFoundError, match=r"there is no model '\.\./secret' here"):
         client.completions.create(model="../secret", prompt="a")

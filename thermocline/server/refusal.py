@@ -20,6 +20,7 @@ TYPES = {
     504: "server_error",
 }
 _LONGEST_MESSAGE = 2000
+_LONGEST_PARAM = 200  # a field's name may be the client's own, of megabytes
 
 # A page of ours runs our scripts and talks to us alone, whatever a model writes into it; no page frames us.
 POLICY = (
@@ -60,7 +61,7 @@ class Refusal(Exception):
         self.error = {
             "message": message[:_LONGEST_MESSAGE],
             "type": type or TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
-            "param": param,
+            "param": None if param is None else param[:_LONGEST_PARAM],
             "code": status if code is None else code,
             **(extra or {}),
         }
