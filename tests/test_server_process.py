@@ -130,11 +130,25 @@ def test_other_machines_are_let_in_only_with_a_key_or_on_purpose() -> None:
     """C11: one line, exit code 2."""
     code, stderr = ended(host="0.0.0.0")
     assert (code, stderr.count("\n")) == (2, 1) and "--insecure" in stderr and "--api-key" in stderr
-    for options in ({"has_keys": True}, {"has_keys": False, "insecure": True}):
-        with contextlib.closing(listener.listen("0.0.0.0", 0, **options)) as opened:
-            assert opened.host_names([]) is None
+    with contextlib.closing(listener.listen("0.0.0.0", 0, has_keys=True)) as opened:
+        assert opened.host_names([]) is None, "a page of any name has no key"
     with pytest.raises(UsageError, match="no such host"):
         listener.listen("no.such.host.invalid", 0, has_keys=True)
+
+
+def test_without_a_key_a_host_is_an_address_or_a_name_that_is_ours() -> None:
+    """A page whose own name was made to resolve to this machine says that name, as Host and as Origin."""
+    own = socket.gethostname().lower()
+    with Process(port=0, host="0.0.0.0", insecure=True, hosts=["box.lan"]) as server:
+        port = server.url.rpartition(":")[2]
+        for name in ("localhost", "127.0.0.1", "192.168.1.7", "[fd00::7]", "[::1]", "box.lan", own):
+            for host in (name, f"{name}:{port}", f"{name}:9999"):  # a container's port is another outside
+                asked = head("GET /v1/models HTTP/1.1", f"Origin: http://{host}", host=host)
+                assert server.ask(asked).status == 200, host
+        bad = "evil.test box.lan.evil.test 127.0.0.1.evil.test localhost. [evil.test] 127.1 [::1 ::1 fd00::7 "
+        for host in [*bad.split(), f"evil.test:{port}", "localhost:x", "localhost:1:1", "", ":80"]:
+            answer = server.ask(head("GET /v1/models HTTP/1.1", f"Origin: http://{host}", host=host))
+            assert (answer.status, answer.error["type"]) == (403, "permission_error"), host
 
 
 def test_the_log_goes_to_stderr_when_it_is_asked_for() -> None:

@@ -8,8 +8,11 @@ has OpenAI's shape. Must not know sockets, routes, or what the application does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
+import ipaddress
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass
@@ -33,6 +36,9 @@ ALWAYS_PUBLIC = ("/health", "/v1/health")
 ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length"}
 METHODS = ("GET", "HEAD", "OPTIONS", "POST")
 BODY = "thermocline.json"  # where in the scope the application finds what was posted
+_HOST = re.compile(
+    r"(\[([0-9a-f:.]+)\]|[^\[\]:]+)(?::\d{1,5})?"
+)  # a name, or an address of version 6, and a port
 _LONGEST_LOG_LINE = 1000
 _THREAD_FROM_BYTES = 64 << 10  # parsing less than this takes under a millisecond
 
@@ -45,6 +51,9 @@ class Access:
     hosts: frozenset[str] | None  # None: any
     origins: frozenset[str]
     public: frozenset[str]
+    addresses: bool = (
+        False  # any IP address is a Host, too, and the port may be another's, which is forwarded
+    )
 
     @classmethod
     def of(
@@ -53,12 +62,15 @@ class Access:
         hosts: Iterable[str] | None = None,
         origins: Iterable[str] = (),
         assets: Iterable[str] = (),
+        *,
+        addresses: bool = False,
     ) -> Access:
         return cls(
             tuple(hashlib.sha256(key.encode()).digest() for key in keys),
             None if hosts is None else frozenset(host.lower() for host in hosts),
             frozenset(origin.lower() for origin in origins),
             frozenset((*ALWAYS_PUBLIC, *assets)),
+            addresses,
         )
 
     def has_key(self, headers: Headers) -> bool:
@@ -104,8 +116,21 @@ def check_host(headers: Headers, access: Access) -> None:
     """A page whose name was made to resolve to this machine (DNS rebinding) says its own name here."""
     if access.hosts is None:
         return
-    if headers.get(b"host", b"").decode("latin-1").lower() not in access.hosts:
-        raise Refusal(403, "this server is not known by that Host; --allow-host NAME adds a name")
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    if host in access.hosts or (access.addresses and _is_known(host, access.hosts)):
+        return
+    raise Refusal(403, "this server is not known by that Host; --allow-host NAME adds a name")
+
+
+def _is_known(host: str, names: Collection[str]) -> bool:
+    """Tell whether it is one of the names or an IP address, with any port. A rebound name is neither."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return False
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(found[2] or found[1])
+        return True
+    return found[1] in names
 
 
 def check_origin(headers: Headers, access: Access) -> str | None:

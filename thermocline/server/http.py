@@ -278,7 +278,8 @@ def run(
         limits = replace(limits, limit_connections=connections)
         if trouble is not None:
             trouble(f"{connections} connections at most: this process may have few open files (ulimit -n)")
-    access = Access.of(keys, listener.host_names(hosts), origins, assets)
+    names = listener.host_names(hosts)
+    access = Access.of(keys, names, origins, assets, addresses=listener.takes_addresses)
     failures: list[Exception] = []
     guard = Guard(app, access, limits, slots=slots, methods=methods, log=log, trouble=trouble)
     app = _surviving_failure(guard, failures)

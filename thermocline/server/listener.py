@@ -35,6 +35,7 @@ class Listener:
     host: str | None
     is_loopback: bool
     path: Path | None = None
+    has_keys: bool = True
     _inode: int = field(default=0, repr=False)
 
     @property
@@ -48,12 +49,22 @@ class Listener:
             f"unix:{self.path}" if self.path is not None else f"http://{_in_url(self.host or '')}:{self.port}"
         )
 
+    @property
+    def takes_addresses(self) -> bool:
+        """Others come without a key, through any of this machine's addresses and through forwarded ports."""
+        return self.path is None and not self.is_loopback and not self.has_keys
+
     def host_names(self, more: Iterable[str]) -> set[str] | None:
-        """What a request's Host may be: on loopback our names, with our port or none. Elsewhere, anything."""
-        if not self.is_loopback:
-            return None
+        """What a request's Host may be: our names, on loopback with our port or none. None: anything.
+
+        Anything is safe where a key is needed, which no page of an attacker's name has, and on a UNIX socket,
+        which no browser reaches.
+        """
         names = {*_LOOPBACK_NAMES, _in_url(self.host or ""), *more}
-        return names | {f"{name}:{self.port}" for name in names}
+        if self.takes_addresses:
+            own = socket.gethostname()
+            return names | {own, f"{own.partition('.')[0]}.local"}
+        return names | {f"{name}:{self.port}" for name in names} if self.is_loopback else None
 
     def close(self) -> None:
         self.socket.close()
@@ -92,7 +103,7 @@ def listen(host: str, port: int, *, has_keys: bool, insecure: bool = False) -> L
             raise IOFailure(f"{host}:{port} is in use already; choose another --port") from None
         raise IOFailure(f"{host}:{port} cannot be listened on: {e.strerror}") from None
     sock.setblocking(False)
-    return Listener(sock, bare, is_loopback)
+    return Listener(sock, bare, is_loopback, has_keys=has_keys)
 
 
 def listen_unix(path: Path) -> Listener:
@@ -111,7 +122,7 @@ def listen_unix(path: Path) -> Listener:
     finally:
         os.umask(before)
     sock.setblocking(False)
-    return Listener(sock, None, False, path, path.stat().st_ino)
+    return Listener(sock, None, False, path, _inode=path.stat().st_ino)
 
 
 def _remove_stale(path: Path) -> None:
