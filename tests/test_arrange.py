@@ -14,9 +14,12 @@ from thermocline import hotness
 from thermocline.arrange import Arrangement, Contents, arrange, contexts_for, least_bytes, others_of, resident
 from thermocline.errors import OutOfBudget
 from thermocline.layout import expected_tensors, place
-from thermocline.memory import GIB
+from thermocline.llm import BUNDLED
+from thermocline.memory import GIB, gib_up, size_down, size_up
+from thermocline.pack import Pack
 from thermocline.planted import activities
 from thermocline.split import GAP_BYTES, LEAST, Rows, Share, fetch, split
+from thermocline.store import room_for
 from thermocline.synth import read_shape
 
 # ---- places
@@ -193,3 +196,31 @@ def test_a_default_context_leaves_the_memory_to_the_weights() -> None:
     assert contexts_for(spec, None, 4 * GIB) == [4096, 1024]
     assert contexts_for(spec, 4096, 4 * GIB) == [4096], "what was asked for is kept"
     assert contexts_for(spec, None, None) == [4096]
+
+
+def test_the_figure_of_a_refusal_is_the_least_that_works() -> None:
+    """A small model needs more with its neurons on disk than without: "0.08 GiB" where 0.07 was enough."""
+    bundled = Pack.open(BUNDLED)
+
+    def fits(budget: int) -> bool:
+        asked = {"sparsity": "exact", "context": 512, "max_batch": 1, "threads": 2, "limit": "allowed"}
+        room_for(bundled, None, budget=budget, **asked)  # type: ignore[arg-type]
+        return True
+
+    with pytest.raises(OutOfBudget) as refused:
+        fits(1 << 20)
+    said = re.search(r"needs ([\d.]+) MiB .*use --ram ([\d.]+)", str(refused.value))
+    assert said is not None
+    assert fits(int(float(said[1]) * 2**20)) and fits(int(float(said[2]) * GIB))
+    for less in (int((float(said[1]) - 0.11) * 2**20), int((float(said[2]) - 0.00011) * GIB)):
+        with pytest.raises(OutOfBudget):
+            fits(less)
+
+
+@pytest.mark.parametrize("nbytes", [1, 2**20, 123_456_789, 2**30 - 1, 2**30, 5 * 2**30 + 1])
+def test_sizes_that_are_needed_are_never_rounded_down(nbytes: int) -> None:
+    assert nbytes <= float(gib_up(nbytes)) * GIB <= nbytes + GIB / 50
+    for shown, holds in ((size_up(nbytes), True), (size_down(nbytes), False)):
+        number, unit = shown.split()
+        value = float(number) * {"MiB": 2**20, "GiB": GIB}[unit]
+        assert (value >= nbytes) if holds else (value <= nbytes)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from thermocline.hotness import Hotness
 from thermocline.kv import reserved_bytes
 from thermocline.layout import ALIGN, TensorInfo
 from thermocline.manifest import BLOCK_BYTES
-from thermocline.memory import GIB, context_for, runtime_bytes, scratch_bytes
+from thermocline.memory import context_for, gib_up, runtime_bytes, scratch_bytes, size_down, size_up
 from thermocline.sizes import aligned
 from thermocline.spec import ModelSpec
 from thermocline.split import F64, OPERATION_BYTES, Fetch, Rows, Share, fetch, split
@@ -165,11 +164,11 @@ def arrange(c: Contents, budget: int, others: Mapping[str, int], *, limit: str =
     if not found:
         need = least_bytes(c, others)
         fixed = need - sum(others.values())
-        taken = ", ".join(f"{size / GIB:.2f} {part}" for part, size in others.items())
+        taken = ", ".join(f"{size_up(size)} {part}" for part, size in others.items())
         raise OutOfBudget(
-            f"with its cold neurons on disk the model still needs {need / GIB:.2f} GiB of memory "
-            f"({fixed / GIB:.2f} weights, {taken}), {budget / GIB:.2f} GiB is {limit}; use --ram "
-            f"{math.ceil(need / GIB * 100) / 100:.2f}, a shorter context or a smaller weight format"
+            f"with its cold neurons on disk the model still needs {size_up(need)} of memory "
+            f"({size_up(fixed)} weights, {taken}), {size_down(budget)} is {limit}; use --ram "
+            f"{gib_up(need)}, a shorter context or a smaller weight format"
         )
     return min(found, key=disk_bytes) if len(found) > 1 else found[0]
 

@@ -6,6 +6,7 @@ Must not know files or requests.
 from __future__ import annotations
 
 import bisect
+import math
 
 from thermocline.engine import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget, UsageError
@@ -100,9 +101,26 @@ def fit(
         return at_least
     tokens = bisect.bisect_right(range(1, context), available_bytes, key=least)
     change = f"a context of at most {tokens}" if tokens > 0 else "a smaller weight format (q4_0) or model"
+    change = f"--ram {gib_up(least(context))} or {change}" if limit == "allowed" else change
     raise OutOfBudget(
-        f"the model needs {least(context) / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
-        f"{cache(at_least) / GIB:.2f} keys and values at context {context}, "
-        f"{(others(context) - weights_bytes) / GIB:.2f} buffers), {available_bytes / GIB:.2f} GiB is "
+        f"the model needs {size_up(least(context))} of memory ({size_up(weights_bytes)} weights, "
+        f"{size_up(cache(at_least))} keys and values at context {context}, "
+        f"{size_up(others(context) - weights_bytes)} buffers), {size_down(available_bytes)} is "
         f"{limit}; use {change}"
     )
+
+
+def gib_up(nbytes: int) -> str:
+    """GiB for --ram or --vram: never less than the bytes, and at most 0.1 MiB more below 1 GiB."""
+    digits = 4 if nbytes < GIB else 2
+    return f"{math.ceil(nbytes / GIB * 10**digits) / 10**digits:.{digits}f}"
+
+
+def size_up(nbytes: int) -> str:
+    """What is needed, rounded up: in MiB below 1 GiB."""
+    return f"{math.ceil(nbytes / 2**20 * 10) / 10:.1f} MiB" if nbytes < GIB else f"{gib_up(nbytes)} GiB"
+
+
+def size_down(nbytes: int) -> str:
+    """What there is, rounded down."""
+    return f"{nbytes * 10 // 2**20 / 10:.1f} MiB" if nbytes < GIB else f"{nbytes * 100 // GIB / 100:.2f} GiB"

@@ -16,7 +16,7 @@ from thermocline import cost
 from thermocline.cost import Columns, LayerWork, Speeds, Work
 from thermocline.errors import OutOfBudget
 from thermocline.hotness import Hotness
-from thermocline.memory import GIB
+from thermocline.memory import GIB, gib_up, size_down, size_up
 from thermocline.placement import Budget, Choice, Group, fits, group, solve, totals
 from thermocline.problem import Ask, Problem
 from thermocline.sizes import Sizes
@@ -336,10 +336,12 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
 def refusal(p: Problem) -> str:
     """What it needs, what there is, and the smallest changes that would fit, one memory or the context."""
     need, vram_need = least_ram(p), least_vram(p)
-    changes = [f"--ram {_up(need)}"]
+    changes = [f"--ram {gib_up(need)}"]
     if p.tiers.gpu is not None and vram_need is not None:
         enough = vram_need <= p.tiers.gpu.vram_bytes
-        changes.append(f"{'--vram' if enough else 'a GPU with'} {_up(vram_need)}{'' if enough else ' GiB'}")
+        changes.append(
+            f"{'--vram' if enough else 'a GPU with'} {gib_up(vram_need)}{'' if enough else ' GiB'}"
+        )
     if context := _largest_context(p):
         changes.append(f"--ctx {context}")
     elif p.sizes.format not in ("q4_0",):
@@ -347,7 +349,7 @@ def refusal(p: Problem) -> str:
     vram = f" beside {p.vram / GIB:.2f} GiB of VRAM" if p.vram else ""
     disk = "" if p.tiers.disk is not None else ", and the hardware has no disk to keep cold neurons on"
     return (
-        f"the model needs {need / GIB:.2f} GiB of RAM{vram}, {p.ram / GIB:.2f} GiB is allowed{disk}; "
+        f"the model needs {size_up(need)} of RAM{vram}, {size_down(p.ram)} is allowed{disk}; "
         f"the smallest change that fits: {' or '.join(changes)}"
     )
 
@@ -370,11 +372,6 @@ def least_vram(p: Problem) -> int | None:
     vram = [Group(g.columns, g.count, g.columns.vram_bytes / 2**20) for g in groups]
     found = solve(vram, endless.room(disk=disk), time_limit=TIME_LIMIT_S, gap=0.0)
     return None if found is None else totals(groups, found.picks)[1] + sum(p.fixed_vram().values())
-
-
-def _up(nbytes: int) -> str:
-    """GiB in hundredths, never less."""
-    return f"{math.ceil(nbytes / GIB * 100) / 100:.2f}"
 
 
 def _largest_context(p: Problem) -> int:

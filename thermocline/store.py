@@ -20,6 +20,7 @@ from thermocline.arrange import (
     arrange,
     buffer_bytes,
     contexts_for,
+    least_bytes,
     looked_up,
     others_of,
     resident,
@@ -101,7 +102,8 @@ def room_for(
             )  # fmt: skip
             others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
             return Room(asked, kv_tokens, weights_bytes + sum(others.values()), None)
-        except OutOfBudget:
+        except OutOfBudget as e:
+            refused = e
             if budget is None or not spec.sparse:
                 raise
     assert budget is not None, "without a limit everything fits"
@@ -111,6 +113,8 @@ def room_for(
     heat = hotness.of_pack(pack, Curve(), excess)
     contents = Contents(spec, pack.tensors, nbytes, sparsity, heat)
     others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
+    if least_bytes(contents, others) >= weights_bytes + sum(others.values()):
+        raise refused  # a small model: what reads from disk takes more than its neurons
     found = arrange(contents, budget, others, limit=limit)
     return Room(asked, kv_tokens, found.bytes, found)
 
