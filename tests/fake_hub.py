@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 
 class Repo:
@@ -18,11 +19,27 @@ class Repo:
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
         self.gated = False
+        self.pull_requests: dict[int, Repo] = {}
         self.listed: list[dict[str, Any]] | None = None  # instead of the truth
 
     @property
     def commit(self) -> str:
         return hashlib.sha1(repr(sorted(self.files.items())).encode()).hexdigest()
+
+    def at(self, revision: str | None) -> Repo | None:
+        """The files of a branch, a commit or a pull request."""
+        if revision in (None, "main", self.commit):
+            return self
+        offered = self.pull_requests.items()
+        return next((r for n, r in offered if revision in (f"refs/pr/{n}", r.commit)), None)
+
+    def refs(self) -> dict[str, Any]:
+        def ref(name: str, commit: str) -> dict[str, str]:
+            return {"name": name.rpartition("/")[2], "ref": name, "targetCommit": commit}
+
+        pulls = [ref(f"refs/pr/{n}", r.commit) for n, r in self.pull_requests.items()]
+        branches = [ref("refs/heads/main", self.commit)]
+        return {"branches": branches, "converts": [], "tags": [], "pullRequests": pulls}
 
     def siblings(self) -> list[dict[str, Any]]:
         return [sibling(name, data) for name, data in self.files.items()] + (self.listed or [])
@@ -75,13 +92,17 @@ def serving() -> Iterator[Hub]:
                 hub.tokens.add(token)
             if hub.status is not None:
                 return self._send(hub.status, b"", {})
+            refs = re.fullmatch(r"/api/models/([^/]+/[^/]+)/refs", path)
+            if refs and refs[1] in hub.repos:
+                return self._send(200, json.dumps(hub.repos[refs[1]].refs()).encode(), {})
             api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path)
             file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
             found = api or file
             repo = hub.repos.get(found[1]) if found else None
             if found is None or repo is None:
                 return self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
-            if found[2] not in (None, "main", repo.commit):
+            repo = repo.at(None if found[2] is None else unquote(found[2]))
+            if repo is None:
                 return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
             if api:
                 about = {"id": found[1], "sha": repo.commit, "siblings": repo.siblings()}

@@ -18,7 +18,7 @@ from fake_hub import Hub, Repo, serving, sibling
 import thermocline as package
 from thermocline import hub as names
 from thermocline import hub_fetch, shelf
-from thermocline.errors import BadFile, IOFailure, ThermoclineError, UsageError
+from thermocline.errors import BadFile, IOFailure, ThermoclineError, Unsupported, UsageError
 
 Run = Callable[..., Any]
 GGUF = b"GGUF" + bytes(3000)
@@ -230,6 +230,58 @@ def test_two_pulls_at_once_fetch_each_file_once(hub: Hub, tiny_hf: Path, tmp_pat
     assert hub.sent().count("model.safetensors") == 1
     got = Path(said[0][0].decode().strip())
     assert (got / "model.safetensors").read_bytes() == repo.files["model.safetensors"]
+
+
+# ---- pull requests
+
+
+@pytest.fixture
+def pickles(hub: Hub, tiny_hf: Path) -> Repo:
+    """As OPT is: pickles, and a pull request of the hub's converter among others."""
+    offered = model(tiny_hf)
+    files = {n: data for n, data in offered.files.items() if n != "model.safetensors"}
+    repo = hub.repos["org/name"] = Repo(files)
+    other = Repo({**files, "README.md": b"corrected"})
+    repo.pull_requests = {1: other, 7: offered, 12: other}
+    return repo
+
+
+def test_where_only_a_pull_request_has_safetensors_its_name_is_said_and_works(
+    pickles: Repo, hub: Hub, thermocline: Run
+) -> None:
+    refused = thermocline("run", "-m", "org/name", "hello")
+    assert (refused.code, refused.out, refused.err.count("\n")) == (6, "", 1)
+    assert "pytorch_model.bin" in refused.err and "org/name@refs/pr/7 has them as safetensors" in refused.err
+    pulled = thermocline("pull", "org/name@refs/pr/7", "-q")
+    assert pulled.code == 0 and (Path(pulled.out.strip()) / "model.safetensors").exists()
+    hub.requests.clear()
+    ran = thermocline("run", "-m", "org/name@refs/pr/7", "-n", "1", "-q", "hi")
+    assert ran.code == 0 and hub.requests == []
+    assert not [f for f in hub.sent() if f.endswith(".bin")]
+    shown = json.loads(thermocline("ls", "--json").out)["models"]
+    assert [(m["name"], m["format"]) for m in shown if m["kind"] == "hub"] == [("org/name", "safetensors")]
+    said = thermocline("rm", "org/name@refs/pr/7", "-y")
+    assert said.code == 2 and "`thermocline rm org/name` removes" in said.err
+    assert thermocline("rm", "org/name", "-y").code == 0
+    assert names.find(names.Name("org/name", "refs/pr/7")) is None
+
+
+@pytest.mark.parametrize("count", [0, 5, 400])
+def test_pull_requests_are_looked_through_within_a_bound(count: int, pickles: Repo, hub: Hub) -> None:
+    offered = pickles.pull_requests[1]
+    pickles.pull_requests = {n: offered for n in range(1, count + 1)}
+    with pytest.raises(Unsupported, match="look for a safetensors or GGUF version"):
+        pull("org/name")
+    assert len(hub.requests) <= 2 + min(count, hub_fetch.PULL_REQUESTS)
+
+
+@pytest.mark.parametrize("refs", [{}, {"branches": 3}, {"pullRequests": [{"ref": 7}]}, []])
+def test_a_hub_that_does_not_tell_pull_requests_changes_nothing(
+    refs: Any, pickles: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Repo, "refs", lambda self: refs)
+    with pytest.raises(Unsupported, match="look for a safetensors or GGUF version"):
+        pull("org/name")
 
 
 # ---- GGUF

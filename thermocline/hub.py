@@ -155,12 +155,25 @@ def wanted(name: Name, files: Collection[str]) -> list[str]:
         return _gguf(name, files)
     pickle = min((f for f in files if f.endswith(PICKLES) and "/" not in f), default=None)
     if pickle is not None:
-        raise Unsupported(
-            f"{name}: its weights are pickles ({pickle}), which can run code, and are not fetched: "
+        raise OnlyPickles(name, pickle)
+    raise Unsupported(f"{name}: has neither {SINGLE}, {INDEX} nor a GGUF file")
+
+
+class OnlyPickles(Unsupported):
+    """`name` has weights, as pickles. `pull_request`: what of its kind has safetensors."""
+
+    def __init__(self, name: Name, pickle: str, pull_request: Name | None = None) -> None:
+        self.name, self.pickle = name, pickle
+        todo = (
             "look for a safetensors or GGUF version, or convert it where you trust it: hf download "
             f"{name.repo}, then save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+            if pull_request is None
+            else f"{pull_request} has them as safetensors, offered in a pull request: see who opened it, "
+            "then use that name"
         )
-    raise Unsupported(f"{name}: has neither {SINGLE}, {INDEX} nor a GGUF file")
+        super().__init__(
+            f"{name}: its weights are pickles ({pickle}), which can run code, and are not fetched: {todo}"
+        )
 
 
 def _gguf(name: Name, files: Collection[str]) -> list[str]:

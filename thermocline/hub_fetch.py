@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ Progress = Callable[[str, int, int], None]  # ("downloading", bytes done, bytes 
 GIB = 2**30
 STEP_BYTES = 1 << 20
 TIMEOUT_S = 30.0
+PULL_REQUESTS = 12  # asked for their files, one request each
+_PULL_REQUEST = re.compile(r"refs/pr/(\d{1,6})")
 PLAIN_BYTES = 50 * 10**9  # hubs do not send larger files in one piece: the library fetches those by chunks
 
 
@@ -99,7 +102,10 @@ class _Pull:
         return about.sha, out
 
     def run(self) -> Path:
-        files = hub.wanted(self._name, self._files)
+        try:
+            files = hub.wanted(self._name, self._files)
+        except hub.OnlyPickles as e:
+            raise hub.OnlyPickles(e.name, e.pickle, self._pull_request()) from None
         self._fetch(files)
         if hub.INDEX in files:
             parts = hub.shards(self._snapshot)
@@ -109,6 +115,26 @@ class _Pull:
             self._fetch(parts)
         self._refer()
         return hub.model_in(self._snapshot, files)
+
+    def _pull_request(self) -> hub.Name | None:
+        """The newest pull request whose files have safetensors, of the last `PULL_REQUESTS`.
+
+        The hub's own converter opens such ones. A hub that does not tell them is no error: this is advice.
+        """
+        from huggingface_hub import HfApi, errors
+        from huggingface_hub.utils import httpx
+
+        api, repo = HfApi(endpoint=self._endpoint), self._name.repo
+        try:
+            refs = api.list_repo_refs(repo, include_pull_requests=True).pull_requests or []
+            numbers = sorted((int(m[1]) for r in refs if (m := _PULL_REQUEST.fullmatch(r.ref))), reverse=True)
+            for number in numbers[:PULL_REQUESTS]:
+                about = api.model_info(repo, revision=f"refs/pr/{number}", timeout=TIMEOUT_S)
+                if {hub.SINGLE, hub.INDEX} & {s.rfilename for s in about.siblings or []}:
+                    return hub.Name(repo, f"refs/pr/{number}")
+        except (errors.HfHubHTTPError, httpx.HTTPError, AttributeError, KeyError, TypeError, ValueError):
+            return None
+        return None
 
     def _fetch(self, files: Iterable[str]) -> None:
         todo = [f for f in files if not (self._snapshot / f).is_file()]

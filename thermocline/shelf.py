@@ -91,6 +91,9 @@ def _used(about: os.stat_result) -> float:
 def find(text: str, among: list[Item]) -> Item:
     exact = [i for i in among if text in (i.name, str(i.path))]
     fit = exact or [i for i in among if i.name.startswith(text)]
+    repo, at, _ = text.partition("@")
+    if not fit and at and any(i.name == repo for i in among):
+        raise UsageError(f"{text!r}: `thermocline rm {repo}` removes that model with all its versions")
     if not text or not fit:
         raise UsageError(f"{text!r} is not in the caches; `thermocline ls` lists what is")
     if len(fit) > 1:
