@@ -135,7 +135,7 @@ def test_what_does_not_fit_in_memory_is_said_before_it_is_loaded(
     monkeypatch.setattr(hardware, "available_bytes", lambda: 1 << 20)
     monkeypatch.setattr(bench.store, "open_weights", None)  # never reached
     ran = thermocline(*options(toy_pack, "-p 8 -n 3"))
-    assert (ran.code, ran.out) == (5, "") and "GiB is free" in ran.err
+    assert (ran.code, ran.out) == (5, "") and "1.0 MiB is free" in ran.err
 
 
 def test_a_text_that_cannot_be_fed_is_refused(tiny_pack: Path, tmp_path: Path, thermocline: Run) -> None:
