@@ -164,6 +164,53 @@ def test_hostile_history_is_shown_and_does_nothing(shown: Tab) -> None:
     assert shown.page.title() == f"{PAYLOADS[4][0]} – Thermocline"
 
 
+def test_a_stored_message_with_other_types_is_shown_and_the_page_lives(shown: Tab) -> None:
+    """A thought that was no string left the page dead, at every visit: it is opened where it was left."""
+    odd = {"toString": 1, "valueOf": 1}
+    for i, value in enumerate((7, {}, [], True, odd)):
+        message = {"role": "assistant", "content": f"kept {i}", "thought": value, "finish": value}
+        message |= {"timings": {"predicted_n": value, "predicted_per_second": value}}
+        kept = {"id": "odd", "updated": value, "messages": [{"role": "user", "content": "a"}, message]}
+        stored = {"conversation.odd": kept, "open": "odd"}
+        shown.page.evaluate(
+            "all => { for (const [k, v] of Object.entries(all)) localStorage[`thermocline.${k}`] = v; }",
+            {k: json.dumps(v) for k, v in stored.items()},
+        )
+        shown.begin()
+        assert shown.texts() == ["a", f"kept {i}"]
+    assert shown.page.locator("#conversations .open").count() == 1
+
+
+def test_hostile_spaces_take_no_time(shown: Tab) -> None:
+    """Expressions that took the square of a line's length: 60,000 spaces stopped the page for 1.4 s."""
+    n = 60_000
+    space, half = " " * n, " " * (n // 2)
+    lines = [
+        "~~~" + space + "`",
+        "~" * n + "`",
+        "# a" + space + "x",
+        "# " + space + "x",
+        "# a " + "# " * n + "x",
+    ]
+    lines += [
+        "a|b\n" + d for d in (half + half + "x-", "-" + space + "x", "|" + half + "-" + half + "x", "-|" * n)
+    ]
+    lines += [("[a](" + " " * 1900) * (n // 2000), ("[a](b" + " " * 1900) * (n // 2000)]
+    lines += ["|".join("a" * 3000) + "\n" + "-|" * 3000 + ("\n" + "|".join("b" * 3000)) * 3]
+    took = shown.page.evaluate(
+        """async (texts) => {
+        const { render } = await import("/page/markdown.js");
+        return texts.map((text) => {
+            const begin = performance.now();
+            render(document.createElement("div"), text);
+            return performance.now() - begin;
+        });
+    }""",
+        lines,
+    )
+    assert max(took) < 700, took  # 25 where it is linear
+
+
 def test_events_are_read_the_same_wherever_they_are_split(shown: Tab) -> None:
     """Into two at every byte, and into single bytes: all ways to end a line, and every hostile text."""
     odd = '\ufeff: comment\r\ndata: {"a": "é🦊"}\r\n\r\ndata:one\rdata: two\r\revent: x\n\nid: 1\ndata\n\n'

@@ -68,7 +68,20 @@ export function all() {
 function checked(c, id) {
   const good = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
   if (!c || c.id !== id || !Array.isArray(c.messages) || !c.messages.every(good)) return null;
-  return { ...create(), ...c, title: String(c.title ?? ""), system: String(c.system ?? "") };
+  const times = Object.fromEntries(["created", "updated"].map((k) => [k, Number.isFinite(c[k]) ? c[k] : 0]));
+  const texts = { title: String(c.title ?? ""), system: String(c.system ?? "") };
+  return { id, ...times, ...texts, messages: c.messages.map(checkedMessage) };
+}
+
+function checkedMessage({ role, content, thought, finish, timings }) {
+  const numbers = Object.entries(timings ?? {}).filter(([, value]) => Number.isFinite(value));
+  return {
+    role,
+    content,
+    ...(typeof thought === "string" ? { thought } : {}),
+    ...(typeof finish === "string" ? { finish } : {}),
+    ...(timings ? { timings: Object.fromEntries(numbers) } : {}),
+  };
 }
 
 /** Small things that are remembered: settings, the conversation that is open. */

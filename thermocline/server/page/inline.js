@@ -7,7 +7,7 @@ const ESCAPED = /[\\`*_[\]#|~!()\-+.{}>]/; // what a backslash takes the meaning
 const DEPTH = 6; // of emphasis within emphasis
 const REACH = 2000; // characters that a construct may span: keeps hostile text linear
 const LINK = new RegExp( // [text](url "title"), where the url may hold parentheses in pairs
-  String.raw`^\[((?:[^[\]\\]|\\.)*)\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)`,
+  String.raw`^\[((?:[^[\]\\]|\\.)*)\]\(\s*<?((?:[^\s<>()]|\([^\s<>()]*\))+)>?(?:\s+"[^"]*")?\s*\)`,
 );
 const BARE_URL = /^https?:\/\/[^\s<>"'`]+/i;
 

@@ -5,12 +5,13 @@ import { copyButton, el } from "./dom.js";
 import { inline } from "./inline.js";
 
 const DEPTH = 6; // of quotes and lists within each other
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*?)(?:[ \t]+#+)?[ \t]*$/;
+// No two parts of an expression may take the same characters one after the other: hostile text stays linear.
+const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/s;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +)(?=\S)(.*)$/;
-const DELIMITERS = /^ *\|? *:?-+:? *(\| *:?-+:? *)*\|? *$/;
+const DELIMITERS = /^\|?(?: *:?-+:? *(?:\||$))+$/; // of a line without spaces around it
 
 /** Lines -> blocks {kind, lines, ...}; `lines` are the source. */
 export function blocks(lines) {
@@ -44,7 +45,10 @@ function fenced(lines, at) {
 
 function single(line) {
   const heading = HEADING.exec(line);
-  if (heading) return { kind: "heading", level: heading[1].length, text: heading[2], count: 1 };
+  if (heading) {
+    const text = heading[2].trimEnd().replace(/[ \t]#+$/, "").trimEnd();
+    return { kind: "heading", level: heading[1].length, text, count: 1 };
+  }
   return RULE.test(line) ? { kind: "rule", count: 1 } : null;
 }
 
@@ -99,14 +103,14 @@ function cells(line) {
 
 function tabled(lines, at) {
   const next = lines[at + 1];
-  if (!lines[at].includes("|") || !next?.includes("-") || !DELIMITERS.test(next)) return null;
+  if (!lines[at].includes("|") || !next?.includes("-") || !DELIMITERS.test(next.trim())) return null;
   const head = cells(lines[at]);
   const marks = cells(next);
   if (marks.length !== head.length) return null;
   const align = marks.map((m) => (m.endsWith(":") ? (m.startsWith(":") ? "center" : "right") : "left"));
   let end = at + 2;
   while (end < lines.length && lines[end].trim() && lines[end].includes("|")) end++;
-  const rows = lines.slice(at + 2, end).map((line) => head.map((_, i) => cells(line)[i] ?? ""));
+  const rows = lines.slice(at + 2, end).map(cells).map((row) => head.map((_, i) => row[i] ?? ""));
   return { kind: "table", head, align, rows, count: end - at };
 }
 
