@@ -461,7 +461,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "server.trials": {"constraint", "grammar", "server.refusal"},
     "server.errors": {"errors", "server.process", "server.refusal", "server.suspects"},
-    "server.activity": {"server.onlookers", "server.sse", "watch"},
+    "server.activity": {"server.onlookers", "server.refusal", "server.sse", "watch"},
     "server.messages": {"engine", "request", "sampler", "watch"},
     "server.metrics": {"engine", "server.messages", "server.process"},
     "server.openapi": {"server.limits", "server.schema"},

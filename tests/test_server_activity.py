@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
+import time
 from typing import Any
 
 import httpx2
 import pytest
-from serving import served
+from serving import DEADLINE_S, served
 from toy import GREEDY, SPEC, WEIGHTS, Letters
 
 from thermocline.decoder import DiskCounts, FFNStats
@@ -18,6 +20,7 @@ from thermocline.llm import LLM
 from thermocline.ops import reference
 from thermocline.sampler import SamplingParams
 from thermocline.server.activity import events, report
+from thermocline.server.limits import Limits
 from thermocline.server.onlookers import Onlookers
 from thermocline.watch import Activity, LayerActivity, Watch
 
@@ -118,7 +121,7 @@ def test_onlookers_come_and_go_and_a_slow_one_gets_the_newest() -> None:
         first, second = onlookers.add(), onlookers.add()
         onlookers.remove(first)
         assert looked == [True], "one is still there"
-        stream = events(onlookers, ping_s=0.01)
+        stream = events(queue := onlookers.add(), ping_s=0.01)
         found = [await anext(stream), await anext(stream)]  # a beginning, and a sign of life
         for tokens in (1, 2, 3):
             onlookers.show(Activity(tokens, 1.0, 1e9, None, None, on_gpu=False))
@@ -126,6 +129,7 @@ def test_onlookers_come_and_go_and_a_slow_one_gets_the_newest() -> None:
         onlookers.show(None)
         found += [x async for x in stream]
         onlookers.remove(second)
+        onlookers.remove(queue)
         return found
 
     begin, ping, *told = asyncio.run(look())
@@ -161,6 +165,25 @@ def test_the_server_tells_what_the_engine_does_and_no_word_of_any_text() -> None
     assert len(first["layers"]) == 6
     assert all(0 < x["active"] <= x["computed"] <= x["asked"] == 1 for x in first["layers"])
     assert first["tiers"]["gpu"] is first["tiers"]["disk"] is None
+
+
+def test_onlookers_are_bounded_and_one_that_leaves_makes_room() -> None:
+    """1,100 of them held every connection for as long as they liked, and nobody else was answered."""
+    with served(Limits(limit_onlookers=2)) as s, contextlib.ExitStack() as stack:
+        client = stack.enter_context(s.client())
+        streams = [stack.enter_context(contextlib.ExitStack()) for _ in range(2)]
+        for one in streams:
+            assert one.enter_context(client.stream("GET", "/activity")).status_code == 200
+        refused = client.get("/activity")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert client.get("/health").status_code == 200
+        streams[0].close()
+        end = time.monotonic() + DEADLINE_S
+        while True:
+            with client.stream("GET", "/activity") as again:
+                if again.status_code == 200:
+                    break
+            assert time.monotonic() < end
 
 
 def test_who_has_no_key_sees_nothing() -> None:

@@ -236,11 +236,30 @@ def test_connections_are_bounded_and_idle_ones_make_room() -> None:
             sock.sendall(post("/v1/hang", b"{}"))
             wait_until(lambda n=n: server.app.active == n + 1)
         for _ in range(5):
-            answer = server.get("/health")
+            answer = server.get("/v1/models")
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert answer.headers["connection"] == "close"
         busy[0].close()
         wait_until(lambda: server.app.active == 3)
         assert server.get("/health").status == 200
+
+
+def test_however_many_connections_are_held_health_is_told() -> None:
+    """They shut out whoever watches over the server, too. Nothing else comes in behind such a request."""
+    limits = Limits(limit_connections=3, limit_grace_s=0)
+    with serving(limits, slots=9) as server, contextlib.ExitStack() as stack:
+        for n in range(3):
+            stack.enter_context(server.connect()).sendall(post("/v1/hang", b"{}"))
+            wait_until(lambda n=n: server.app.active == n + 1)
+        silent = [stack.enter_context(server.connect()) for _ in range(40)]
+        for path in ("/health", "/v1/health"):
+            assert server.get(path).status == 200
+        assert server.ask(post("/health", b"{}")).status == 503
+        with server.connect() as sock:
+            sock.sendall(head("GET /health HTTP/1.1") + post("/v1/hang", b"{}"))
+            assert [read_answer(sock).status for _ in range(2)] == [200, 503]
+        assert server.app.active == 3
+        assert is_closed(silent[0]), "only a few are kept beyond the limit"
 
 
 def test_listening_ends_with_the_signal_not_with_the_next_tick(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,33 +14,48 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from thermocline.server import sse
-from thermocline.server.onlookers import Onlookers
+from thermocline.server.onlookers import Onlookers, Reports
+from thermocline.server.refusal import Refusal
 from thermocline.watch import Activity
 
 
-def routes(onlookers: Onlookers, ping_s: float) -> list[Route]:
+def routes(onlookers: Onlookers, ping_s: float, most: int) -> list[Route]:
+    """At most `most` look on at once: each holds a connection for as long as it likes."""
+
     async def answer(request: Request) -> Response:
-        return StreamingResponse(events(onlookers, ping_s), media_type="text/event-stream")
+        if len(onlookers) >= most:
+            raise Refusal(503, "too many look on already; try again")
+        return Look(onlookers, ping_s)
 
     return [Route("/activity", answer, methods=["GET"])]
 
 
-async def events(onlookers: Onlookers, ping_s: float) -> AsyncIterator[bytes]:
+class Look(StreamingResponse):
+    """One onlooker, from the request on: also where it leaves before its first event was asked for."""
+
+    def __init__(self, onlookers: Onlookers, ping_s: float) -> None:
+        self._onlookers, self._queue = onlookers, onlookers.add()
+        super().__init__(events(self._queue, ping_s), media_type="text/event-stream")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._onlookers.remove(self._queue)
+
+
+async def events(queue: Reports, ping_s: float) -> AsyncIterator[bytes]:
     """Server-sent events, until there are no more or nobody reads them."""
-    queue = onlookers.add()
-    try:
-        yield sse.SILENCE
-        while True:
-            try:
-                activity = await asyncio.wait_for(queue.get(), ping_s)
-            except TimeoutError:
-                yield sse.SILENCE
-                continue
-            if activity is None:
-                return
-            yield sse.event(report(activity))
-    finally:
-        onlookers.remove(queue)
+    yield sse.SILENCE
+    while True:
+        try:
+            activity = await asyncio.wait_for(queue.get(), ping_s)
+        except TimeoutError:
+            yield sse.SILENCE
+            continue
+        if activity is None:
+            return
+        yield sse.event(report(activity))
 
 
 def report(a: Activity) -> dict[str, Any]:

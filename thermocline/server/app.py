@@ -332,7 +332,7 @@ class Server:
             Route("/metrics", self.scraped, methods=get),
             Route("/openapi.json", self.described, methods=get),
             Route("/docs", self.docs, methods=get),
-            *activity.routes(self.engine.onlookers, self.limits.limit_ping_s),
+            *activity.routes(self.engine.onlookers, self.limits.limit_ping_s, self.limits.limit_onlookers),
             *page.routes(),
         ]
 

@@ -1,8 +1,8 @@
 """The one place that decides whether a request reaches the application. Everything is refused unless allowed.
 
-In this order: size and framing, Host, Origin, key, method and kind of body, the body itself, a place. The
-application gets a checked JSON object, no credentials, and is cancelled when its client leaves. Every error
-has OpenAI's shape. Must not know sockets, routes, or what the application does.
+In this order: connection, size and framing, Host, Origin, key, method and kind of body, the body itself, a
+place. The application gets a checked JSON object, no credentials, and is cancelled when its client leaves.
+Every error has OpenAI's shape. Must not know sockets, routes, or what the application does.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ Methods = Callable[[str], Collection[str] | None]  # of a path of the applicatio
 ALWAYS_PUBLIC = ("/health", "/v1/health")
 ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length"}
 METHODS = ("GET", "HEAD", "OPTIONS", "POST")
+SURPLUS = "thermocline.surplus"  # in the scope's state: the connection is beyond the limit
 BODY = "thermocline.json"  # where in the scope the application finds what was posted
 _HOST = re.compile(
     r"(\[([0-9a-f:.]+)\]|[^\[\]:]+)(?::\d{1,5})?"
@@ -110,6 +111,13 @@ def check_size(scope: Scope, limits: Limits) -> Headers:
             400, "Content-Length and Transfer-Encoding exclude each other", headers={"connection": "close"}
         )
     return headers
+
+
+def check_connection(scope: Scope) -> None:
+    """However many connections are held, whoever watches over the server still learns how it is."""
+    is_health = scope["method"] in ("GET", "HEAD") and scope["path"] in ALWAYS_PUBLIC
+    if scope.get("state", {}).get(SURPLUS) and not is_health:
+        raise Refusal(503, "too many connections; try again", headers={"connection": "close"})
 
 
 def check_host(headers: Headers, access: Access) -> None:
@@ -282,6 +290,7 @@ class Guard:
                 self._log(exchange.line(time.monotonic() - began))
 
     async def _answer(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
+        check_connection(scope)
         headers = check_size(scope, self._limits)
         check_host(headers, self._access)
         exchange.allow_origin = check_origin(headers, self._access)

@@ -23,13 +23,14 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from thermocline.errors import ThermoclineError, place_of
-from thermocline.server.guard import Access, App, Guard, Methods
+from thermocline.server.guard import SURPLUS, Access, App, Guard, Methods
 from thermocline.server.limits import Limits
 from thermocline.server.listener import Listener, allow_files
 from thermocline.server.refusal import SECURITY_HEADERS, Refusal
 
 LAST_WORDS_S = 0.4  # for requests that are cut off to say so, and for the application to end
 _POLL_S = 0.05
+_RESERVED = 8  # connections beyond the limit, which may ask how the server is
 
 
 class _Counted:
@@ -57,6 +58,7 @@ class Protocol(H11Protocol):
         self._drain_since: float | None = None  # since when a body arrives that nobody wants
         self._taken = 0
         self._taken_at = 0.0
+        self.is_surplus = False
 
     @property
     def is_idle(self) -> bool:
@@ -68,22 +70,24 @@ class Protocol(H11Protocol):
         self._counted = _Counted(transport)
         super().connection_made(cast(asyncio.Transport, self._counted))
         self._head_since = self._taken_at = self.opened = self.loop.time()
-        if len(self.connections) > self._limits.limit_connections:
-            self._make_room()
-        # Refused when it speaks: closing before its request was read would reset it, and lose the answer.
-        self._is_surplus = len(self.connections) > self._limits.limit_connections
-
-    def _make_room(self) -> None:
-        """The oldest connection without a request is closed for this one."""
         others = cast("set[Protocol]", self.connections - {self})
+        within = [c for c in others if not c.is_surplus]
+        self.is_surplus = len(within) >= self._limits.limit_connections and not self._makes_room(within)
+        if self.is_surplus:  # the guard answers it: closing before its request was read would reset it
+            self.app_state = {**self.app_state, SURPLUS: True}
+            if len(others) - len(within) >= _RESERVED:
+                self._makes_room([c for c in others if c.is_surplus])
+
+    def _makes_room(self, others: list[Protocol]) -> bool:
+        """The oldest of them without a request is closed for this one, if there is any."""
         idle = min((c for c in others if c.is_idle), key=lambda c: c.opened, default=None)
-        if idle is not None:
-            idle.transport.abort()
-            self.connections.discard(idle)  # uvicorn does it in the loop's next round, when others came
+        if idle is None:
+            return False
+        idle.transport.abort()
+        self.connections.discard(idle)  # uvicorn does it in the loop's next round, when others came
+        return True
 
     def data_received(self, data: bytes) -> None:
-        if self._is_surplus:
-            return self.refuse(503, "too many connections; try again")
         if self._head_since is None and self.conn.their_state is h11.IDLE:
             self._head_since = self.loop.time()
         super().data_received(data)

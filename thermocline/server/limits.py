@@ -29,7 +29,9 @@ def _count(default: int, help: str, least: int = 1, most: int = 1_000_000) -> An
 class Limits:
     """What a client can make the server hold, wait for or compute. All are printed by `--print-limits`."""
 
-    limit_connections: int = _count(1024, "Open connections; beyond, one without a request makes room.")
+    limit_connections: int = _count(
+        1024, "Open connections; beyond, one without a request makes room, or `/health` alone is answered."
+    )
     limit_header_bytes: int = _bytes(64 * KIB, "A request's line and headers together.", 256)
     limit_headers: int = _count(128, "Headers of a request.")
     limit_header_s: float = _seconds(10, "Time in which they have to arrive.")
@@ -57,6 +59,7 @@ class Limits:
 
     limit_queue: int = _count(64, "Requests that wait; more are refused with 503 and Retry-After.", 0)
     limit_trials: int = _count(16, "Grammars that wait to be tried out; more are refused with 503.")
+    limit_onlookers: int = _count(32, "Streams of `/activity` at once; more are refused with 503.")
     limit_n: int = _count(8, "Answers to one prompt (`n`).")
     limit_choices: int = _count(64, "Prompts of a request times `n`.")
     limit_top_logprobs: int = _count(20, "Rivals of each token (`top_logprobs`).", 0)

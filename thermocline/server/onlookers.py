@@ -18,8 +18,8 @@ class Onlookers:
         self._look = look
         self._queues: set[Reports] = set()
 
-    def __bool__(self) -> bool:
-        return bool(self._queues)
+    def __len__(self) -> int:
+        return len(self._queues)
 
     def add(self) -> Reports:
         queue: Reports = asyncio.Queue(maxsize=1)
