@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +115,21 @@ def test_memory_in_huge_pages_is_read_from_the_sum_of_all_maps(tmp_path: Path) -
     root = tree(tmp_path, {"proc/self/smaps_rollup": rollup})
     assert hardware.huge_page_bytes(root) == 4 << 20
     assert hardware.huge_page_bytes(tmp_path / "elsewhere") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody says how much is used")
+def test_a_limit_of_data_is_a_limit_of_memory() -> None:
+    """`ulimit -d` was not in the memory plan: what was promised could not be had, and the process aborted."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (300 << 20,) * 2)\n"
+        "from thermocline import hardware, cli\n"
+        "room, why = hardware.memory_room()\n"
+        "assert room is not None and room < 300 << 20 and why == 'data limit (ulimit -d)', (room, why)\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (100 << 20,) * 2)\n"
+        "raise SystemExit(cli.main(['run', 'Once', '-n', '3', '-q', '-t', '1']))"
+    )
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 5 and "of memory" in ran.stderr, ran.stderr
 
 
 def test_this_machine_is_plausible() -> None:

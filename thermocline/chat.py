@@ -7,15 +7,15 @@ computed. Nothing is ever forgotten in silence: a conversation that no longer fi
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline import report
-from thermocline.errors import BadFile, IOFailure, UsageError
+from thermocline.errors import BadFile, UsageError
 from thermocline.safetensors import parse_json, quoted, read_small
+from thermocline.whole import replacing
 
 if TYPE_CHECKING:
     from thermocline.llm import LLM, Stream
@@ -92,14 +92,8 @@ class Chat:
         if path.exists():
             load(path)  # what is not a conversation is not written over
         text = json.dumps({"messages": self._messages(self.turns)}, ensure_ascii=False, indent=1) + "\n"
-        new = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        try:
+        with replacing(path) as new:
             new.write_text(text, encoding="utf-8")
-            new.replace(path)
-        except OSError as e:
-            raise IOFailure(f"{path}: {e.strerror}") from None
-        finally:
-            new.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
         system, turns = load(path)

@@ -323,6 +323,7 @@ def doctor(o: config.DoctorOptions) -> int:
 
     from thermocline import gpu, hardware, machine
     from thermocline.tiers import render, tiers_json
+    from thermocline.whole import replacing
 
     directory = Path(o.disk) if o.disk else config.cache_dir(None)
     if o.disk and not directory.is_dir():
@@ -343,7 +344,8 @@ def doctor(o: config.DoctorOptions) -> int:
             tiers = machine.with_gpu(tiers, board.device, board.kernels, board.free_bytes)
             board.device.close()
         if o.output is not None:
-            Path(o.output).write_text(render(tiers), encoding="utf-8")
+            with replacing(Path(o.output)) as new:
+                new.write_text(render(tiers), encoding="utf-8")
         if o.json:
             emit_json({**software, **asdict(found), "advice": advice, "tiers": tiers_json(tiers)})
             return 0

@@ -6,7 +6,7 @@ Knows packs and the `gguf` package (optional, imported here alone); must not kno
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,7 @@ from thermocline.safetensors import open_regular, parse_json, read_at, read_smal
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import FILE as TOKENIZER
 from thermocline.tokenizer_gguf import to_gguf
+from thermocline.whole import replacing
 
 U8 = NDArray[np.uint8]
 
@@ -108,32 +109,34 @@ def write_gguf(
     """
     check(pack.spec, pack.tensors, path, overwrite)
     path = Path(path)
-    tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     pieces = [p for name in pack.tensors for p in _pieces(pack, name)]
     fd, _ = open_regular(pack.weights_path)
     try:
-        writer = _header(pack, tmp)
-        total, done = sum(p.nbytes for p in pieces), 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if progress:
-                progress(done, total)
-
-        for p in pieces:
-            _add(writer, p, _Rows(fd, pack.weights_path, p, advance))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        if pack.spec.sparse:
-            with open(tmp, "r+b") as f:
-                f.write(POWERINFER_MAGIC)
-        os.replace(tmp, path)
+        with replacing(path) as tmp:
+            _write(pack, tmp, fd, pieces, progress)
     finally:
         os.close(fd)
-        tmp.unlink(missing_ok=True)
+
+
+def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[Piece], progress: Progress | None) -> None:
+    writer = _header(pack, path)
+    total, done = sum(p.nbytes for p in pieces), 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, total)
+
+    for p in pieces:
+        _add(writer, p, _Rows(fd, pack.weights_path, p, advance))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if pack.spec.sparse:
+        with open(path, "r+b") as f:
+            f.write(POWERINFER_MAGIC)
 
 
 def _package() -> Any:

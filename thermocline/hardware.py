@@ -263,14 +263,14 @@ def _cgroup_room(group: Path, version: int) -> int | None:
     return max(0, limit - usage + inactive)
 
 
-def _address_space_room(root: Path) -> int | None:
-    """What `ulimit -v` leaves."""
+def _limit_room(root: Path, limit_name: str, used_name: str) -> int | None:
+    """Return what a limit of this process leaves."""
     if sys.platform == "win32":
         return None
     import resource
 
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    used = _fields_kib(root / "proc/self/status").get("VmSize")
+    limit, _ = resource.getrlimit(getattr(resource, limit_name))
+    used = _fields_kib(root / "proc/self/status").get(used_name)
     if limit == resource.RLIM_INFINITY or used is None:
         return None
     return max(0, limit - used)
@@ -281,7 +281,8 @@ def memory_room(root: Path = ROOT) -> tuple[int | None, str | None]:
     _, available = _system_memory(root)
     rooms: list[tuple[int | None, str | None]] = [(available, None)]
     rooms += [(_cgroup_room(g, v), f"cgroup {g}") for g, v in _cgroups(root, "memory")]
-    rooms.append((_address_space_room(root), "address space limit (ulimit -v)"))
+    rooms.append((_limit_room(root, "RLIMIT_AS", "VmSize"), "address space limit (ulimit -v)"))
+    rooms.append((_limit_room(root, "RLIMIT_DATA", "VmData"), "data limit (ulimit -d)"))
     known = [(room, why) for room, why in rooms if room is not None]
     return min(known, key=lambda r: r[0], default=(None, None))
 

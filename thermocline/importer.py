@@ -102,10 +102,19 @@ def _pack_directory(
 
 def _copied(src: Path) -> dict[str, bytes]:
     """The files a pack keeps; a tokenizer.json is made where there is only SentencePiece's model."""
-    files = {n: read_small(src / n, MAX_COPIED_BYTES) for n in COPIED if os.path.exists(src / n)}
+    files = {n: read_small(_own(src, n), MAX_COPIED_BYTES) for n in COPIED if os.path.exists(src / n)}
     if TOKENIZER not in files and os.path.exists(src / SENTENCEPIECE):
         files[TOKENIZER] = from_directory(src)
     return files
+
+
+def _own(src: Path, name: str) -> Path:
+    """A model's file. BadFile: a link leads out of its directory, and not into Hugging Face's cache."""
+    real = Path(os.path.realpath(src / name))
+    blob = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+    if not blob and not real.is_relative_to(os.path.realpath(src)):
+        raise BadFile(f"{src / name}: is a link out of the model's directory; put the file itself there")
+    return src / name
 
 
 def _label(src: Path) -> str:

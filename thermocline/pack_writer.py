@@ -27,6 +27,7 @@ from thermocline.manifest import BLOCK_BYTES, Manifest, Predictor, render_manife
 from thermocline.pack import Progress
 from thermocline.spec import ModelSpec
 from thermocline.spec_check import check_spec
+from thermocline.whole import alive
 
 if sys.platform != "win32":
     import fcntl
@@ -354,7 +355,7 @@ def _remove_stale(dst: Path) -> None:
         return  # without locks nobody knows, and os.kill(pid, 0) would interrupt the writer
     for path in dst.parent.iterdir():
         m = re.fullmatch(re.escape(dst.name) + r"\.tmp-(\d{1,10})(-old)?", path.name)
-        if m is None or path.is_symlink() or not path.is_dir() or _alive(int(m[1])):
+        if m is None or path.is_symlink() or not path.is_dir() or alive(int(m[1])):
             continue
         try:
             held = lock(path)
@@ -366,15 +367,3 @@ def _remove_stale(dst: Path) -> None:
             os.rename(path, dst)
             continue
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from thermocline import hotness, synth, weights
 from thermocline.arrange import Contents
-from thermocline.errors import IOFailure, UsageError
+from thermocline.errors import UsageError
 from thermocline.hotness import Curve as Curve
 from thermocline.hotness import Hotness
 from thermocline.layout import expected_tensors, place
@@ -28,6 +27,7 @@ from thermocline.sidecar import stamp
 from thermocline.sizes import Sizes, sizes_of
 from thermocline.spec import ModelSpec
 from thermocline.tiers import Tiers, render
+from thermocline.whole import replacing
 
 KIND, VERSION = "thermocline-plan", 1
 
@@ -129,10 +129,5 @@ def plan_json(subject: Subject, tiers: Tiers, ask: Ask, plan: Plan) -> Json:
 def write(path: Path, about: Json, *, overwrite: bool) -> None:
     if path.exists() and not overwrite:
         raise UsageError(f"{path} exists; --force replaces it")
-    partial = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as e:
-        partial.unlink(missing_ok=True)
-        raise IOFailure(f"{path}: cannot write: {e.strerror}") from None
+    with replacing(path) as new:
+        new.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
 from thermocline.safetensors import Json, SafeTensors, parse_json, quoted, read_small
+from thermocline.whole import replacing
 
 VERSION = 2  # 1 had no checksums
 KEY, SUMS = "thermocline", "crc32c"
@@ -76,15 +77,8 @@ def _signed(head: bytes, sums: str) -> bytes:
 
 def replace(path: Path, kind: str, pack: str, facts: Json, layout: Layout, arrays: Iterable[Any]) -> None:
     """The same in place of what is at `path`: afterwards that is the old file or the whole new one."""
-    tmp = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
+    with replacing(path) as tmp:
         write(tmp, kind, pack, facts, layout, arrays)
-        os.replace(tmp, path)
-    except OSError as e:
-        raise IOFailure(f"{path}: cannot write: {e.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):  # where it could not be made, it cannot be removed
-            tmp.unlink()
 
 
 @dataclass(frozen=True)
