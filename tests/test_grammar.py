@@ -365,3 +365,14 @@ def test_compiled_grammars_are_few_however_many_are_asked_for(tmp_path: Path) ->
     for i in range(grammar.KEPT + 20):
         assert isinstance(made.constraint(Grammar.regex(f"a{{{i}}}"), checked=True), Enforced)
     assert len(made._compiled) == grammar.KEPT
+
+
+def test_a_grammar_s_blank_lines_are_read_once() -> None:
+    """64 KiB of them took 29 s, in which no other thread ran: each was the beginning of all that follow."""
+    began = time.process_time()
+    Grammar.lark("\n" * 60_000 + 'start: "a"')
+    with pytest.raises(UsageError, match="GBNF"):
+        Grammar.lark("\n" * 60_000 + 'root \n ::= "a"')
+    with pytest.raises(UsageError, match="at most 65536"):
+        Grammar.lark("root ::= " + "\n" * 8_000_000)
+    assert time.process_time() - began < 5

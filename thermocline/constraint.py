@@ -114,9 +114,10 @@ class Grammar:
     @staticmethod
     def lark(text: str) -> Grammar:
         """A Lark grammar, as llguidance reads it; its first rule is `start`."""
-        if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
+        made = Grammar("lark", text)  # its size, before anything reads it
+        if re.search(r"^[^\S\n]*+[\w-]++\s*+::=", text, re.MULTILINE):
             raise UsageError("the grammar is GBNF (`::=`); write it as a Lark grammar (`start: ...`)")
-        return Grammar("lark", text)
+        return made
 
     @staticmethod
     def answer(
