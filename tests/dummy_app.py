@@ -12,8 +12,8 @@ from typing import Any
 
 from thermocline.errors import ThermoclineError
 from thermocline.server import http, listener
-from thermocline.server.guard import json_body
 from thermocline.server.limits import Limits
+from thermocline.server.posted import posted
 from thermocline.server.refusal import Refusal
 
 PAGE = b"<!doctype html><title>dummy</title>"
@@ -54,11 +54,11 @@ class Dummy:
             case "GET", "/boom":
                 raise ValueError("secret prompt")
             case "POST", "/v1/echo":
-                await reply(send, json.dumps(json_body(scope)).encode())
+                await reply(send, json.dumps(posted(scope).value).encode())
             case "POST", "/v1/refuse":
-                raise Refusal(400, json_body(scope)["say"], code="chosen")
+                raise Refusal(400, posted(scope).value["say"], code="chosen")
             case "POST", "/v1/stream":
-                await self.stream(send, **json_body(scope))
+                await self.stream(send, **posted(scope).value)
             case "POST", "/v1/after":
                 await reply(send, b"{}")
                 await asyncio.sleep(0.1)

@@ -103,7 +103,8 @@ def test_an_error_is_where_the_client_wrote_it(puppet: Scripted) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": 1}}}, "tool_choice.function.name"),
         ({"tool_choice": 5}, "tool_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}, {"type": 5}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}, {"type": 5}]}]},
+         "messages.0.content.1.type"),
     ]:  # fmt: skip
         body = {"messages": [{"role": "user", "content": "a"}]} | changes
         error = httpx2.post(f"{puppet.url}/v1/chat/completions", json=body).json()["error"]

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -20,26 +21,28 @@ from starlette.routing import Route
 
 from thermocline import __version__
 from thermocline.constraint import depth
-from thermocline.errors import ThermoclineError, UsageError
+from thermocline.errors import BadFile, ThermoclineError, UsageError
 from thermocline.request import request_for
 from thermocline.sampler import SamplingParams
 from thermocline.server import activity, conversation, openapi, page, schema, sse
 from thermocline.server.answers import Chat, Shape, Text
 from thermocline.server.errors import of_engine, of_validation
-from thermocline.server.guard import json_body
 from thermocline.server.limits import Limits
+from thermocline.server.messages import Ended, Token
 from thermocline.server.metrics import Metrics
 from thermocline.server.model import Model
 from thermocline.server.parts import Parts
+from thermocline.server.posted import Posted, posted
 from thermocline.server.process import EngineProcess, Work
 from thermocline.server.refusal import Refusal
+from thermocline.server.rendered import json_bytes, pieces, rendered
 from thermocline.server.tools import Offer, answer_grammar
 from thermocline.server.trials import Trials
-from thermocline.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=BaseModel)
 RETRY_LOADING_S = 2
 _MOST_IGNORED = 100  # lines about fields that are left out: names are the clients' to make up
+_MOST_NAMED = 20  # in one of them
 
 
 class Server:
@@ -73,18 +76,10 @@ class Server:
 
     # ---- before a request is taken
 
-    def body(self, request: Request, kind: type[Body]) -> Body:
-        given = json_body(request.scope)
-        try:
-            made = kind.model_validate(given)
-        except ValidationError as e:
-            raise of_validation(e, given) from None
-        unknown = given.keys() - _fields(kind)
-        for name in sorted(unknown & schema.UNKEPT.keys()):
-            if given[name]:
-                raise Refusal(400, f"{name}: not taken here; {schema.UNKEPT[name]}", param=name)
+    async def body(self, given: Posted, kind: type[Body], path: str) -> Body:
+        made, unknown = await given.apart(partial(_validated, kind, given.value, self.limits))
         if unknown:
-            self._say_ignored(f"{request.url.path}: ignored {', '.join(sorted(map(repr, unknown)))[:200]}")
+            self._say_ignored(f"{path}: ignored {', '.join(map(repr, unknown))[:200]}")
         return made
 
     def _say_ignored(self, line: str) -> None:
@@ -156,35 +151,53 @@ class Server:
     # ---- /v1/chat/completions
 
     async def chat(self, request: Request) -> Response:
-        r = self.body(request, schema.ChatRequest)
+        given = posted(request.scope)
+        work, shape = await self._chat(request, given)
+        given.done()
+        return await self._answered(work, shape)
+
+    async def _chat(self, request: Request, given: Posted) -> tuple[Work, Shape]:
+        r = await self.body(given, schema.ChatRequest, request.url.path)
         model = self.ready_model(r.model)
         self.check(r)
         if model.template is None:
             raise Refusal(400, model.why_no_template, param="messages")
         template = model.template
         offer = Offer.of(r, model.format)
-        encode = partial(
-            template.encode, conversation.messages(r.messages, self.limits),
-            variables=conversation.variables(r, offer), check=model.check_length
-        )  # fmt: skip
-        ids = await self.apart(encode)
+        model.check_length(*conversation.texts(r.messages))
+        messages = await given.apart(partial(conversation.messages, r.messages, self.limits))
+        variables = conversation.variables(r, offer)
+        encode = partial(template.encode, messages, variables=variables, check=model.check_length)
+        try:
+            ids = await self.apart(encode)
+        except BadFile as e:  # it takes others: the one this template fails at is this client's
+            raise Refusal(400, str(e), param="messages") from None
         stop_ids = await self.apart(lambda: template.stop_ids)
-        asked = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
-        params = schema.sampling_params(
-            r, self.defaults, logprobs=(r.top_logprobs or 0) if r.logprobs else None, max_tokens=asked
-        )
         thinking = model.format.thinks and conversation.ends_within_a_thought(model.tokenizer, ids)
-        form = answer_grammar(offer, model.format, thinking, params.grammar)
-        params = replace(params, stop_ids=stop_ids, grammar=form)
-        await self.enforceable(request, params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
-        work = self.submit(self.jobs(model, ids, params, r.n or 1))
+
+        def params() -> SamplingParams:
+            asked = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
+            logprobs = (r.top_logprobs or 0) if r.logprobs else None
+            found = schema.sampling_params(r, self.defaults, logprobs=logprobs, max_tokens=asked)
+            form = answer_grammar(offer, model.format, thinking, found.grammar)
+            return replace(found, stop_ids=stop_ids, grammar=form)
+
+        how = await given.apart(params)
+        await self.enforceable(request, how, [*schema.grammar_fields(r), *["tools"] * offer.asked])
+        work = self.submit(self.jobs(model, ids, how, r.n or 1))
         parts = partial(Parts, model.format, tools=bool(offer.shown), thinking=thinking)
-        return await self._answered(request, work, Chat(model.name, model.tokenizer, r, parts))
+        return work, Chat(model.name, model.tokenizer, schema.settings(r), parts)
 
     # ---- /v1/completions
 
     async def complete(self, request: Request) -> Response:
-        r = self.body(request, schema.CompletionRequest)
+        given = posted(request.scope)
+        work, shape = await self._complete(request, given)
+        given.done()
+        return await self._answered(work, shape)
+
+    async def _complete(self, request: Request, given: Posted) -> tuple[Work, Shape]:
+        r = await self.body(given, schema.CompletionRequest, request.url.path)
         model = self.ready_model(r.model)
         prompts = _prompts(r.prompt)
         self.check(r, len(prompts))
@@ -194,7 +207,8 @@ class Server:
             raise Refusal(400, "best_of: only what n says", param="best_of")
         encode = partial(model.tokenizer.encode, parse_special=True)
         limit = schema.COMPLETION_TOKENS if r.max_tokens is None else r.max_tokens
-        params = schema.sampling_params(r, self.defaults, logprobs=r.logprobs, max_tokens=limit)
+        settled = partial(schema.sampling_params, r, self.defaults, logprobs=r.logprobs, max_tokens=limit)
+        params = await given.apart(settled)
         if r.echo:
             params = replace(params, prompt_logprobs=r.logprobs)
         await self.enforceable(request, params, schema.grammar_fields(r))
@@ -204,20 +218,21 @@ class Server:
                 model.check_length(prompt)
             ids = await self.apart(partial(encode, prompt)) if isinstance(prompt, str) else prompt
             jobs += self.jobs(model, ids, params, r.n or 1)
-        return await self._answered(
-            request, self.submit(jobs), Text(model.name, model.tokenizer, r, [ids for ids, _ in jobs])
-        )
+        each = [ids for ids, _ in jobs]
+        shape = partial(Text, model.name, model.tokenizer, schema.settings(r), each)
+        made = await self.apart(shape) if r.echo else shape()
+        return self.submit(jobs), made
 
     # ---- both
 
-    async def _answered(self, request: Request, work: Work, shape: Shape) -> Response:
+    async def _answered(self, work: Work, shape: Shape) -> Response:
         if shape.request.stream:
             return Events(self._events(work, shape), work)
         try:  # the guard cancels this where nobody is there to read it any more
             while (events := await work.next()) is not None:
                 for event in events:
                     shape.take(*event)
-            return JSONResponse(shape.whole())
+            return await rendered(lambda: json_bytes(shape.whole()))
         finally:
             work.close()
 
@@ -229,7 +244,10 @@ class Server:
                 yield sse.event(opening)
             spoke = loop.time()
             while (events := await work.next(self.limits.limit_ping_s)) is not None:
-                said = b"".join(sse.event(body) for event in events for body in shape.take(*event))
+                known = any(
+                    isinstance(e, Ended) and e.prompt_logprobs for _, e in events
+                )  # of a whole prompt
+                said = await asyncio.to_thread(_said, shape, events) if known else _said(shape, events)
                 now = loop.time()
                 if said or now - spoke >= self.limits.limit_ping_s:  # a call is held back until it is whole
                     spoke = now
@@ -286,23 +304,24 @@ class Server:
         })  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:
-        r = self.body(request, schema.TokenizeRequest)
+        r = await self.body(posted(request.scope), schema.TokenizeRequest, request.url.path)
         t, most = self.ready_model().tokenizer, self.limits.limit_tokenize_bytes
-        if len(r.content.encode()) > most:
+        if len(r.content) > most or len(r.content.encode()) > most:
             raise Refusal(413, f"content: at most {most} bytes", param="content")
         ids = await self.apart(
             partial(t.encode, r.content, add_special=r.add_special, parse_special=r.parse_special)
         )
-        if not r.with_pieces:
-            return JSONResponse({"tokens": ids})
-        return JSONResponse({"tokens": [{"id": i, "piece": _piece(t, i)} for i in ids]})
+        return await rendered(
+            partial(pieces, t, ids) if r.with_pieces else lambda: json_bytes({"tokens": ids})
+        )
 
     async def detokenize(self, request: Request) -> Response:
-        r = self.body(request, schema.DetokenizeRequest)
+        r = await self.body(posted(request.scope), schema.DetokenizeRequest, request.url.path)
         model = self.ready_model()
         if max(r.tokens, default=0) >= model.spec.vocab_size:
             raise Refusal(400, f"tokens: they are 0 to {model.spec.vocab_size - 1}", param="tokens")
-        return JSONResponse({"content": await self.apart(partial(model.tokenizer.decode, r.tokens))})
+        text = await self.apart(partial(model.tokenizer.decode, r.tokens))
+        return await rendered(lambda: json_bytes({"content": text}))
 
     async def scraped(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -355,6 +374,23 @@ class Events(StreamingResponse):
 # ---- parts
 
 
+def _validated(kind: type[Body], given: dict[str, Any], limits: Limits) -> tuple[Body, list[str]]:
+    """(the request, names of what is left out: the first few)."""
+    try:
+        made = kind.model_validate(given, context=limits)
+    except ValidationError as e:
+        raise of_validation(e, given) from None
+    for name in sorted(schema.UNKEPT.keys() & given):
+        if given[name]:
+            raise Refusal(400, f"{name}: not taken here; {schema.UNKEPT[name]}", param=name)
+    known = _fields(kind)
+    return made, sorted(islice((name[:64] for name in given if name not in known), _MOST_NAMED))
+
+
+def _said(shape: Shape, events: Sequence[tuple[int, Token | Ended]]) -> bytes:
+    return b"".join(sse.event(body) for event in events for body in shape.take(*event))
+
+
 def _fields(kind: type[BaseModel]) -> set[str]:
     return {f.alias or name for name, f in kind.model_fields.items()}
 
@@ -365,15 +401,6 @@ def _prompts(given: Any) -> list[str | list[int]]:
     if not given or isinstance(given[0], int):
         return [given]
     return list(given)
-
-
-def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
-    """llama.cpp's: bytes where they are no text."""
-    data = tokenizer.spelled(token)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return list(data)
 
 
 # ---- errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thermocline.server import schema
@@ -21,17 +21,32 @@ def messages(given: Sequence[schema.Message], limits: Limits) -> list[dict[str, 
     check_json(calls, limits, "messages: arguments of calls")
     found = []
     for m in given:
-        made = m.model_dump(exclude_none=True)
+        made = _given(m)
         if isinstance(m.content, list):
             made["content"] = "".join(map(_part, m.content))
         elif m.content is None:
             made["content"] = ""
         if m.role == "developer":
             made["role"] = "system"
-        for call in made.get("tool_calls", ()):
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        if m.tool_calls is not None:
+            made["tool_calls"] = [_given(c) | {"function": _called(c.function)} for c in m.tool_calls]
         found.append(made)
     return found
+
+
+def texts(given: Sequence[schema.Message]) -> Iterator[str]:
+    """Everything said in it."""
+    for m in given:
+        yield from (p.text or "" for p in m.content) if isinstance(m.content, list) else (m.content or "",)
+
+
+def _given(fields: schema.Request) -> dict[str, Any]:
+    """Without a copy of what is in them, as `model_dump` makes it."""
+    return {name: value for name, value in fields if value is not None}
+
+
+def _called(function: schema.FunctionCall) -> dict[str, Any]:
+    return {"name": function.name, "arguments": _arguments(function.arguments)}
 
 
 def _part(part: schema.TextPart) -> str:
@@ -57,8 +72,7 @@ def variables(r: schema.ChatRequest, offer: Offer) -> dict[str, Any]:
     if r.reasoning_effort is not None:
         found.setdefault("reasoning_effort", r.reasoning_effort)
     if offer.shown:
-        functions = (f.model_dump(exclude_none=True) for f in offer.shown)
-        found["tools"] = [{"type": "function", "function": f} for f in functions]
+        found["tools"] = [{"type": "function", "function": _given(f)} for f in offer.shown]
     return found
 
 

@@ -11,18 +11,17 @@ from thermocline.server.process import EngineCrashed
 from thermocline.server.refusal import Refusal
 from thermocline.server.suspects import CrashesEngine
 
+_LONGEST_NAME = 64  # of a key that a client made up
+
 
 def of_validation(e: ValidationError, given: Any) -> Refusal:
     """The first of what is wrong, by its place in what was given: pydantic's way there names types, too."""
     first = e.errors(include_url=False, include_input=False, include_context=False)[0]
     path: list[str] = []
     for part in first["loc"]:
-        there = (
-            given if isinstance(given, dict) else dict(enumerate(given)) if isinstance(given, list) else {}
-        )
-        if part in there:
-            given = there[part]
-            path.append(str(part))
+        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int)):
+            given = given[part]  # type: ignore[index]
+            path.append(str(part)[:_LONGEST_NAME])
     if first["type"] == "missing":
         path.append(str(first["loc"][-1]))
     where = ".".join(path)

@@ -15,13 +15,16 @@ import ipaddress
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from thermocline.errors import place_of
-from thermocline.server.body import Allowance, parse_json, read_body
+from thermocline.server.body import Allowance, Share
 from thermocline.server.limits import Limits
+from thermocline.server.posted import BODY, Posted
 from thermocline.server.refusal import SECURITY_HEADERS, Gone, Refusal
 
 Scope = MutableMapping[str, Any]
@@ -36,12 +39,10 @@ ALWAYS_PUBLIC = ("/health", "/v1/health")
 ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length"}
 METHODS = ("GET", "HEAD", "OPTIONS", "POST")
 SURPLUS = "thermocline.surplus"  # in the scope's state: the connection is beyond the limit
-BODY = "thermocline.json"  # where in the scope the application finds what was posted
 _HOST = re.compile(
     r"(\[([0-9a-f:.]+)\]|[^\[\]:]+)(?::\d{1,5})?"
 )  # a name, or an address of version 6, and a port
 _LONGEST_LOG_LINE = 1000
-_THREAD_FROM_BYTES = 64 << 10  # parsing less than this takes under a millisecond
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,8 @@ class Guard:
         self._methods = methods or (lambda path: None)
         self._places = slots + limits.limit_queue
         self._bodies = Allowance(limits.limit_bodies_bytes)
+        # Large bodies are read one after the other: 13 threads at it would keep the event loop from its turn.
+        self._reader = ThreadPoolExecutor(1, "bodies")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -302,19 +305,20 @@ class Guard:
         secret = (b"authorization", b"x-api-key", b"cookie")
         scope = {**scope, "headers": [(n, v) for n, v in scope["headers"] if n not in secret]}
         if scope["method"] != "POST":
-            return await self._run(scope, receive, exchange, b"")
-        body = await read_body(receive, self._limits, self._bodies)
-        if self._places == 0:
-            raise Refusal(503, "too many requests are waiting; try again")
-        self._places -= 1
+            return await self._run(scope, receive, exchange)
+        posted = Posted(Share(self._bodies), self._reader)
         try:
-            if len(body) < _THREAD_FROM_BYTES:
-                scope[BODY] = parse_json(body, self._limits)
-            else:
-                scope[BODY] = await asyncio.to_thread(parse_json, body, self._limits)
-            await self._run(scope, receive, exchange, body)
+            await posted.receive(receive, self._limits)
+            if self._places == 0:
+                raise Refusal(503, "too many requests are waiting; try again")
+            self._places -= 1
+            try:
+                await posted.parse(self._limits)
+                await self._run({**scope, BODY: posted}, receive, exchange)
+            finally:
+                self._places += 1
         finally:
-            self._places += 1
+            posted.done()
 
     async def _preflight(self, exchange: Exchange) -> None:
         if exchange.allow_origin is None:
@@ -326,10 +330,10 @@ class Guard:
         await exchange.send({"type": "http.response.start", "status": 204, "headers": headers})
         await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _run(self, scope: Scope, receive: Receive, exchange: Exchange, body: bytes) -> None:
+    async def _run(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
         """The application in a task of its own, which is cancelled when it may not or need not go on."""
         gone = asyncio.ensure_future(_until_gone(receive))
-        task = asyncio.ensure_future(self._app(scope, _Replay(body, gone), exchange.send))
+        task = asyncio.ensure_future(self._app(scope, partial(_when, gone), exchange.send))
         end: Refusal | None = None
         try:
             async with asyncio.timeout(self._limits.limit_request_s):
@@ -362,23 +366,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-class _Replay:
-    """`receive` for the application: the body that was read, then nothing until its client is gone."""
-
-    def __init__(self, body: bytes, gone: asyncio.Future[None]) -> None:
-        self._body: bytes | None = body
-        self._gone = gone
-
-    async def __call__(self) -> Message:
-        if self._body is not None:
-            message = {"type": "http.request", "body": self._body, "more_body": False}
-            self._body = None
-            return message
-        await asyncio.wait({self._gone})
-        return {"type": "http.disconnect"}
-
-
-def json_body(scope: Scope) -> dict[str, Any]:
-    """What was posted: a JSON object, within its limits, in valid Unicode, with finite numbers."""
-    value: dict[str, Any] = scope[BODY]
-    return value
+async def _when(gone: asyncio.Future[None]) -> Message:
+    """`receive` for the application, which finds the body in its scope: nothing until its client is gone."""
+    await asyncio.wait({gone})
+    return {"type": "http.disconnect"}

@@ -36,15 +36,19 @@ class Limits:
     limit_headers: int = _count(128, "Headers of a request.")
     limit_header_s: float = _seconds(10, "Time in which they have to arrive.")
     limit_keep_alive_s: float = _seconds(5, "Time that a connection may wait for its next request.")
-    limit_body_bytes: int = _bytes(20 * MIB, "A request's body.")
-    limit_bodies_bytes: int = _bytes(256 * MIB, "The bodies of all requests that are still arriving.")
+    limit_body_bytes: int = _bytes(8 * MIB, "A request's body; twice that as text in memory.")
+    limit_bodies_bytes: int = _bytes(
+        128 * MIB, "The bodies of all requests, until all they say is passed on to the engine."
+    )
     limit_body_s: float = _seconds(30, "Time in which a body has to arrive.")
     limit_body_rate: int = opt(
         KIB, whole(1, 1 << 40), "BYTES/S", "Limits", "Least speed of a body, on average."
     )
     limit_body_stall_s: float = _seconds(5, "Time that a body may be late against that speed.")
     limit_json_depth: int = _count(128, "Lists and objects inside each other in a body.", most=500)
-    limit_json_values: int = _count(1 << 18, "Values in a body: an empty list takes 2 bytes there, 64 here.")
+    limit_json_values: int = _count(
+        1 << 18, "Values and keys in a body: an empty list takes 2 bytes there, 64 here."
+    )
 
     limit_buffer_bytes: int = _bytes(MIB, "An answer's bytes that wait for a client to read them.", 2048)
     limit_write_stall_s: float = _seconds(
@@ -60,13 +64,17 @@ class Limits:
     limit_queue: int = _count(64, "Requests that wait; more are refused with 503 and Retry-After.", 0)
     limit_trials: int = _count(16, "Grammars that wait to be tried out; more are refused with 503.")
     limit_onlookers: int = _count(32, "Streams of `/activity` at once; more are refused with 503.")
+    limit_messages: int = _count(4096, "Messages of a conversation, with their parts and calls.")
+    limit_tools: int = _count(1024, "Functions that a model is offered (`tools`).")
+    limit_template_variables: int = _count(64, "Variables of a chat template (`chat_template_kwargs`).", 0)
     limit_n: int = _count(8, "Answers to one prompt (`n`).")
     limit_choices: int = _count(64, "Prompts of a request times `n`.")
     limit_top_logprobs: int = _count(20, "Rivals of each token (`top_logprobs`).", 0)
     limit_stop: int = _count(16, "Texts in `stop`.", 0)
     limit_stop_bytes: int = _bytes(256, "One of those texts.")
     limit_logit_bias: int = _count(1024, "Tokens in `logit_bias`.", 0)
-    limit_tokenize_bytes: int = _bytes(MIB, "A text for `/tokenize`: others' prompts wait meanwhile.")
+    limit_tokenize_bytes: int = _bytes(64 * KIB, "A text for `/tokenize`: others' prompts wait meanwhile.")
+    limit_detokenize: int = _count(1 << 16, "Tokens for `/detokenize`.")
     limit_schema_bytes: int = opt(
         64 * KIB, whole(1, 64 * KIB), "BYTES", "Limits", "A JSON schema or grammar."
     )

@@ -42,11 +42,14 @@ class Model:
         most = tokenizer.most_bytes(opened.context)
         return Model(about, spec, opened.context, opened.max_batch, tokenizer, template, why, format, most)
 
-    def check_length(self, text: str) -> None:
-        """Refuses what no context holds before it is split into tokens: 20 MB hold up everybody for 30 s."""
+    def check_length(self, *texts: str) -> None:
+        """Refuse what no context holds before it is split into tokens: 20 MB hold up everybody for 30 s."""
         if self.most_bytes is None:
             return
-        if (size := len(text.encode("utf-8", "replace"))) > self.most_bytes:
+        size = sum(map(len, texts))  # characters, which are bytes at least
+        if size <= self.most_bytes:
+            size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        if size > self.most_bytes:
             raise Refusal(
                 400, f"the prompt has {size} bytes, far more than a context of {self.context} tokens holds",
                 type="exceed_context_size_error", code="context_length_exceeded",

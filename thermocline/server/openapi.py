@@ -98,7 +98,14 @@ def _bound(kinds: dict[str, Any], limits: Limits, vocabulary: int | None) -> Non
         field["n"]["maximum"] = limits.limit_n
         field["stop"] |= stop | {"maxItems": limits.limit_stop, "items": stop}
         field["logit_bias"]["maxProperties"] = limits.limit_logit_bias
-    kinds["ChatRequest"]["properties"]["top_logprobs"]["maximum"] = limits.limit_top_logprobs
+    chat = kinds["ChatRequest"]["properties"]
+    chat["chat_template_kwargs"]["maxProperties"] = limits.limit_template_variables
+    chat["messages"]["maxItems"] = limits.limit_messages
+    chat["tools"]["maxItems"] = kinds["Allowed"]["properties"]["tools"]["maxItems"] = limits.limit_tools
+    for field in ("content", "tool_calls"):
+        kinds["Message"]["properties"][field]["maxItems"] = limits.limit_messages
+    kinds["DetokenizeRequest"]["properties"]["tokens"]["maxItems"] = limits.limit_detokenize
+    chat["top_logprobs"]["maximum"] = limits.limit_top_logprobs
     completion = kinds["CompletionRequest"]["properties"]
     completion["logprobs"]["maximum"] = limits.limit_top_logprobs
     for way in completion["prompt"]["anyOf"]:
