@@ -1,9 +1,10 @@
 """`thermocline serve` measured: answers under load, clients that leave, what HTTP costs, how it stops.
 
-    python bench/serve.py crowd|leave|mixed|tax|batch|thread|long|stop|schema [-m MODEL] [--json] ...
+    python bench/serve.py crowd|leave|mixed|bodies|tax|batch|thread|long|stop|schema [-m MODEL] [--json] ...
 
 `crowd`: streaming, idle and hostile clients, then more than there is room for. `leave`: disconnects at random
-moments. `mixed`: random requests, each compared with the same one alone. `tax`: tokens/s through the server
+moments. `mixed`: random requests, each compared with the same one alone. `bodies`: the costliest bodies of
+each route, how long others wait meanwhile and what memory they take. `tax`: tokens/s through the server
 over those of `LLM.stream`, by turns. `batch`: four streams over one. `thread`: the engine's process
 over the engine in a thread of the other one, by turns. `long`: what a prompt as long as the
 context does to four streams. `stop`: SIGTERM. `schema`: schemathesis, which has to be installed.
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import serve_clients as clients
+from serve_bodies import bodies
 from serve_clients import Call, Serving
 from serve_figures import (
     ENDLESS,
@@ -192,6 +194,11 @@ def _mixed(o: Any) -> Found:
         return mixed(served.port, llm, o.count or 1000)
 
 
+def _bodies(o: Any) -> Found:
+    with Serving(*_flags(o)) as served:
+        return bodies(served.port, served.popen.pid, o.count or 3)
+
+
 def _tax(o: Any) -> Found:
     with _llm(o) as llm, Serving(*_flags(o)) as served:
         engine = max(clients.descendants(served.popen.pid), key=clients.cpu_seconds)  # it has loaded
@@ -230,6 +237,11 @@ FIGURES = {
         and abs(f["more_files"]) <= 2,
     ),
     "mixed": Figure("0 wrong answers", _mixed, lambda f: f["wrong"] == 0),
+    "bodies": Figure(
+        "others wait 100 ms at most, 64 MiB each; no body is the server's fault", _bodies,
+        lambda f: f["stall_max_ms"] <= 100 and f["memory_max_mib"] <= 64 and f["kept_mib"] <= 64
+        and max(f["statuses"]) < 500,
+    ),
     "tax": Figure("0.97 of the tokens/s inside", _tax, lambda f: min(f["served"], f["polled"]) >= 0.97),
     "batch": Figure("four streams 1.8 times one", _batch, lambda f: f["four_over_one"] >= 1.8),
     "thread": Figure("as fast as in a thread", _thread, lambda f: min(f["one"], f["four"]) >= 0.97),
