@@ -53,7 +53,9 @@ NESTED = b'{"a":' * 64 + b"[" * 64 + b"]" * 64 + b"}" * 64
 def test_json_is_read_strictly(text: bytes, problem: str | None) -> None:
     """B5, B14: depth, Unicode, numbers, keys; never a crash of the parser."""
     if problem is None:
-        assert body.parse_json(bytearray(text), Limits())[0] == json.loads(text)
+        arrived = bytearray(text)
+        assert body.parse_json(arrived, Limits())[0] == json.loads(text)
+        assert not arrived, "its bytes are not kept beside what was read from them"
         return
     with pytest.raises(Refusal, match=problem) as caught:
         body.parse_json(bytearray(text), Limits())
