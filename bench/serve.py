@@ -240,7 +240,7 @@ FIGURES = {
     "bodies": Figure(
         "others wait 100 ms at most, 64 MiB each; no body is the server's fault", _bodies,
         lambda f: f["stall_max_ms"] <= 100 and f["memory_max_mib"] <= 64 and f["kept_mib"] <= 64
-        and max(f["statuses"]) < 500,
+        and max(f["statuses"]) < 500 and f["crowd_mib"] <= 128 + 64,
     ),
     "tax": Figure("0.97 of the tokens/s inside", _tax, lambda f: min(f["served"], f["polled"]) >= 0.97),
     "batch": Figure("four streams 1.8 times one", _batch, lambda f: f["four_over_one"] >= 1.8),

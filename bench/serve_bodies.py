@@ -123,17 +123,18 @@ def bodies(port: int, pid: int, rounds: int) -> dict[str, Any]:
     worst_ms: dict[str, float] = {}
     worst_mib: dict[str, float] = {}
     statuses: set[int] = set()
+    began = _mib(pid, "VmRSS")
     for posted in everything():
         name = f"{posted.path} {posted.about}, {len(posted.body) / MIB:.1f} MiB"
         costs = [_cost(port, pid, [posted]) for _ in range(rounds)]
         worst_ms[name], worst_mib[name] = min(c[0] for c in costs), min(c[1] for c in costs)
         statuses |= {status for c in costs for status in c[2]}
-    before = _mib(pid, "VmRSS")
     crowd = _cost(port, pid, 30 * [next(texts(7 * MIB))])
-    return {"bodies": len(worst_ms), "statuses": sorted(statuses | crowd[2]),
+    return {"bodies": len(worst_ms), "statuses": sorted(statuses),
             "stall_max_ms": max(worst_ms.values()), "stalls_ms": _top(worst_ms),
             "memory_max_mib": max(worst_mib.values()), "memory_mib": _top(worst_mib),
-            "crowd_ms": crowd[0], "crowd_mib": crowd[1], "kept_mib": _mib(pid, "VmRSS") - before}  # fmt: skip
+            "crowd_statuses": sorted(crowd[2]), "crowd_ms": crowd[0], "crowd_mib": crowd[1],
+            "kept_mib": _mib(pid, "VmRSS") - began}  # fmt: skip
 
 
 def _top(found: dict[str, float]) -> dict[str, float]:

@@ -504,6 +504,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.messages",
         "server.model",
         "server.page",
+        "server.posted",
         "server.process",
     },
     "server.worker": {

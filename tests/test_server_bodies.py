@@ -7,9 +7,11 @@ event loop's thread. Each is counted here; the milliseconds are `bench/serve.py 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import json
 import random
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -226,6 +228,34 @@ def test_a_body_counts_while_its_request_is_worked_on() -> None:
         wait_until(lambda: running.app.active == 1)
         assert running.ask(post("/v1/echo", text)).status == 200
         hanging[1].close()
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "mallinfo2"),
+    reason="glibc's alone",
+)
+def test_a_large_body_s_memory_goes_back_to_the_system_also_after_the_first() -> None:
+    """In a process of its own: how many blocks are the system's own before and after a mebibyte is taken."""
+    code = """
+import ctypes, sys
+from thermocline.server.posted import return_memory
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks a b c d e f".split()]
+info = ctypes.CDLL(None).mallinfo2
+info.restype = Info
+if "return" in sys.argv:
+    return_memory()
+first = bytearray(8 << 20)
+del first
+before = info().hblks
+second = bytearray(1 << 20)
+print(info().hblks - before)
+"""
+    own = [
+        int(subprocess.run([sys.executable, "-c", code, *how], capture_output=True, check=True).stdout)
+        for how in ((), ("return",))
+    ]
+    assert own == [0, 1]
 
 
 def test_a_body_is_forgotten_before_its_answer_is_made(

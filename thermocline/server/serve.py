@@ -18,6 +18,7 @@ from thermocline.server.limits import Limits
 from thermocline.server.listener import Listener
 from thermocline.server.messages import Opened
 from thermocline.server.model import Model
+from thermocline.server.posted import return_memory
 from thermocline.server.process import EngineProcess
 
 STOP_S = 0.3  # for the engine to end by itself: then its process is ended
@@ -44,6 +45,7 @@ def serve(
     model's makers recommend; `log`: takes a line for each request.
     """
     listening: list[http.Server] = []
+    return_memory()
 
     def opened(found: Opened) -> None:
         if server.model is not None:
