@@ -16,6 +16,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,28 @@ def test_a_token_s_text_is_written_once_however_often_it_is_there(
     ).json()["tokens"]
     assert len(got) > 5000 and len(asked) == len({t["id"] for t in got}) < 20
     assert all(t["piece"] == piece(puppet.server.model.tokenizer, t["id"]) for t in got)  # type: ignore[union-attr]
+
+
+def test_a_prompt_does_not_wait_for_conversions(puppet: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/tokenize and /detokenize had one turn with all prompts: a chat waited for 13 s behind one of them."""
+    begun, go = threading.Event(), threading.Event()
+    tokenizer = puppet.server.model.tokenizer  # type: ignore[union-attr]
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: (begun.set(), go.wait(60), "x")[-1])
+    told: list[int] = []
+    ask = partial(httpx2.post, f"{puppet.url}/detokenize", json={"tokens": [1]}, timeout=90)
+    threads = [threading.Thread(target=lambda: told.append(ask().status_code)) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        assert begun.wait(60)
+        user = {"role": "user", "content": "a"}
+        got = httpx2.post(f"{puppet.url}/v1/chat/completions", json={"messages": [user]}, timeout=30)
+        assert got.status_code == 200 and told == []
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join()
+    assert told == [200, 200]
 
 
 def test_a_long_answer_is_sent_in_pieces() -> None:

@@ -68,6 +68,7 @@ class Server:
         self._began = int(time.time())
         self.routes = self._listed()
         self._texts = asyncio.Semaphore(1)  # the template's sandbox answers one at a time
+        self._conversions = asyncio.Semaphore(1)
         self._trials = Trials(limits.limit_trials)
 
     def close(self) -> None:
@@ -126,6 +127,11 @@ class Server:
     async def apart(self, what: Callable[[], Any]) -> Any:
         """Work that may be long, on another thread."""
         async with self._texts:
+            return await asyncio.to_thread(what)
+
+    async def converted(self, what: Callable[[], Any]) -> Any:
+        """The same for /tokenize and /detokenize. They wait for each other, and no prompt for them."""
+        async with self._conversions:
             return await asyncio.to_thread(what)
 
     def jobs(
@@ -308,7 +314,7 @@ class Server:
         t, most = self.ready_model().tokenizer, self.limits.limit_tokenize_bytes
         if len(r.content) > most or len(r.content.encode()) > most:
             raise Refusal(413, f"content: at most {most} bytes", param="content")
-        ids = await self.apart(
+        ids = await self.converted(
             partial(t.encode, r.content, add_special=r.add_special, parse_special=r.parse_special)
         )
         return await rendered(
@@ -320,7 +326,7 @@ class Server:
         model = self.ready_model()
         if max(r.tokens, default=0) >= model.spec.vocab_size:
             raise Refusal(400, f"tokens: they are 0 to {model.spec.vocab_size - 1}", param="tokens")
-        text = await self.apart(partial(model.tokenizer.decode, r.tokens))
+        text = await self.converted(partial(model.tokenizer.decode, r.tokens))
         return await rendered(lambda: json_bytes({"content": text}))
 
     async def scraped(self, request: Request) -> Response:

@@ -73,7 +73,7 @@ class Limits:
     limit_stop: int = _count(16, "Texts in `stop`.", 0)
     limit_stop_bytes: int = _bytes(256, "One of those texts.")
     limit_logit_bias: int = _count(1024, "Tokens in `logit_bias`.", 0)
-    limit_tokenize_bytes: int = _bytes(64 * KIB, "A text for `/tokenize`: others' prompts wait meanwhile.")
+    limit_tokenize_bytes: int = _bytes(64 * KIB, "A text for `/tokenize`.")
     limit_detokenize: int = _count(1 << 16, "Tokens for `/detokenize`.")
     limit_schema_bytes: int = opt(
         64 * KIB, whole(1, 64 * KIB), "BYTES", "Limits", "A JSON schema or grammar."
