@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from thermocline.errors import BadFile
 from thermocline.sandbox import Sandbox
-from thermocline.template_worker import Text, own
+from thermocline.template_worker import Environment, Text, own
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ESCAPES = [
@@ -76,17 +78,15 @@ BOMBS = [
 
 
 @pytest.mark.parametrize("source", ESCAPES + BOMBS, ids=lambda s: s[:40])
-def test_an_attack_is_refused_within_a_second(source: str) -> None:
-    def seconds() -> float:
-        sandbox = Sandbox(source, "the template")
-        begin = time.perf_counter()
-        with pytest.raises(BadFile, match="the template: not a usable chat template: "):
-            sandbox.render(MESSAGES, {}, {})
-        elapsed = time.perf_counter() - begin
-        sandbox.close()
-        return elapsed
-
-    assert any(seconds() < 1 for _ in range(3))  # a busy machine may pause any of them
+def test_an_attack_is_refused_within_a_second_of_work(source: str) -> None:
+    """Of processor time: how long that takes is a busy machine's affair."""
+    sandbox = Sandbox(source, "the template")
+    before = os.times()
+    with pytest.raises(BadFile, match="the template: not a usable chat template: "):
+        sandbox.render(MESSAGES, {}, {})
+    sandbox.close()
+    after = os.times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 1
 
 
 def test_the_next_conversation_is_served_after_a_bomb() -> None:
@@ -102,16 +102,39 @@ def test_the_next_conversation_is_served_after_a_bomb() -> None:
 
 def test_the_process_is_started_once_and_ends_with_the_sandbox() -> None:
     sandbox = Sandbox("ok", "t")
-    assert sandbox._process is None, "started at the first use"
+    assert sandbox._confined._process is None, "started at the first use"
     sandbox.render(MESSAGES, {}, {})
-    process = sandbox._process
+    process = sandbox._confined._process
     assert process is not None
     begin = time.perf_counter()
     for _ in range(20):
         sandbox.render(MESSAGES, {}, {})
-    assert (time.perf_counter() - begin) / 20 < 0.05 and sandbox._process is process  # 0.6 ms measured
+    assert (
+        time.perf_counter() - begin
+    ) / 20 < 0.05 and sandbox._confined._process is process  # 0.6 ms measured
     sandbox.close()
     assert process.returncode is not None
+
+
+USES = {"map": "('upper')", "select": "('string')", "reject": "('string')", "selectattr": "('role')",
+        "rejectattr": "('role')", "groupby": "('role')", "attr": "('x')", "default": "(1)", "batch": "(2)",
+        "slice": "(2)", "replace": "('a', 'b')", "round": "(1)", "format": "(1)", "dictsort": ""}  # fmt: skip
+
+
+def test_every_filter_of_the_language_works_where_nothing_can_be_opened() -> None:
+    """jinja2 imports some of what it needs when that is first used, and codecs are imported like that, too."""
+    sandbox, works = Sandbox("", "t"), set[str]()
+    for name in sorted(Environment().filters):
+        for value in ("'a b'", "[1, 2]", "{'a': 1}", "messages", "1.5", "'%s'"):
+            sandbox._source = f"{{{{ ({value} | {name}{USES.get(name, '')}) | string }}}}"
+            try:
+                works.add(name) if sandbox.render(MESSAGES, {}, {})[0] else None
+            except BadFile as e:
+                assert not re.search("Module|Import|not permitted|unknown encoding", str(e)), name
+    assert {"pprint", "wordwrap", "urlize", "tojson"} <= works
+    sandbox._source = "{{ 'é\\n'.encode('latin-1') }}{{ strftime_now('%A %x') }}"
+    assert sandbox.render(MESSAGES, {}, {})[0].startswith("b'\\xe9\\n'")
+    sandbox.close()
 
 
 def test_a_long_conversation_is_no_bomb() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from thermocline import grammar
+from thermocline.confined import Confined, Ended
 from thermocline.constraint import Grammar, Thought
 from thermocline.errors import UsageError
 from thermocline.server import trials
@@ -154,16 +155,15 @@ def test_a_verdict_is_remembered_but_for_one_by_the_clock_or_a_kill(monkeypatch:
     """A bad grammar cost a second of a processor each time that it was sent."""
     monkeypatch.setattr(grammar, "_verdicts", grammar._Verdicts())
     begun: list[str] = []
-    real = grammar.subprocess.run
+    real = grammar.Confined.ask
 
-    def counted(*args: object, input: bytes, **how: object) -> object:
-        begun.append(input.decode())
-        done = real(*args, input=input, **how)  # type: ignore[call-overload]
-        if b"killed" in input:
-            done.returncode = -9
-        return done
+    def counted(self: Confined, request: bytes, wait_s: float) -> bytes:
+        begun.append(request.decode())
+        if b"killed" in request:
+            raise Ended("takes too long", killed=True)
+        return real(self, request, wait_s)
 
-    monkeypatch.setattr(grammar.subprocess, "run", counted)
+    monkeypatch.setattr(grammar.Confined, "ask", counted)
     for _ in range(3):
         grammar.check(Grammar.json_object())
         grammar.check(Grammar.regex("fine"))

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.confined import Confined, Ended, paths_of
 from thermocline.constraint import KINDS, Grammar
 from thermocline.errors import Unsupported, UsageError
 from thermocline.tokenizer import Tokenizer
@@ -27,9 +24,8 @@ from thermocline.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-WORKER = Path(__file__).with_name("grammar_worker.py")
+WORKER = "thermocline.grammar_worker"
 WAIT_S = 10.0  # for a process that does not get its second of processor time
-KILLED = 9  # SIGKILL, which Windows does not name
 VERDICTS = 4096  # of grammars that were tried: about 1 MiB
 KEPT = 32  # compiled grammars, the least recently used leave first
 
@@ -184,28 +180,17 @@ def _is_ours(grammar: Grammar) -> bool:
     return form["calls"] is None and form["content"] == {"type": "object"}
 
 
-def _tried(grammar: Grammar, path: str) -> str:
+def _tried(grammar: Grammar, path: list[str]) -> str:
     """Say what is wrong with it; a verdict that the next trial might not repeat is not remembered."""
-    code = (
-        f"import runpy, sys; sys.path.append({path!r}); runpy.run_path({str(WORKER)!r}, run_name='__main__')"
-    )
+    process = Confined(WORKER, path)
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", code],
-            input=f"{grammar.kind}\n{grammar.text}".encode(),
-            capture_output=True,
-            timeout=WAIT_S,
-            start_new_session=sys.platform != "win32",  # Ctrl-C is not for it
-        )
-    except subprocess.TimeoutExpired:
-        return "it takes too long to compile"
-    if done.returncode == -KILLED:  # by the system or a person: the grammar may be blameless
-        return "it is too complex to compile"
-    why = (
-        _line(done.stdout.decode(errors="replace"))
-        if done.returncode == 0
-        else "it is too complex to compile"
-    )
+        why = _line(process.ask(f"{grammar.kind}\n{grammar.text}".encode(), WAIT_S).decode(errors="replace"))
+    except Ended as e:
+        why = f"it {e}"
+        if e.killed:  # the grammar may be blameless
+            return why
+    finally:
+        process.close()
     _verdicts.put(grammar, why)
     return why
 
@@ -223,14 +208,14 @@ def _compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
     return matcher
 
 
-def _library() -> str:
-    """The directory that has it; Unsupported where it is not installed."""
-    found = importlib.util.find_spec("llguidance")
-    if found is None or found.origin is None:
+def _library() -> list[str]:
+    """Where it is; Unsupported where it is not installed."""
+    try:
+        return paths_of("llguidance")
+    except LookupError:
         raise Unsupported(
             "grammars and JSON schemas need llguidance; install it with `pip install 'thermocline[server]'`"
-        )
-    return str(Path(found.origin).parents[1])
+        ) from None
 
 
 def _line(text: str) -> str:

@@ -1,22 +1,20 @@
 """Grammars as llguidance has them; tries one out, in a process that may be killed: it may take for ever.
 
-Run by grammar.py: `KIND` and the text on stdin; what is wrong with it on stdout, nothing if it can be used.
-Must not import anything of ours: the process starts without our package.
+Asked by grammar.py: the kind and the text; what is wrong with it is the answer, nothing if it can be used.
+Must not know anything of ours but its confinement: the process starts in milliseconds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import re
-import signal
-import sys
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from thermocline.confinement import Bounds, serve
 
 SECONDS = 1.0  # of processor time
 STACK_BYTES = 1 << 20  # an eighth of what a thread of the engine has: what is fine here is fine there
@@ -217,27 +215,11 @@ def _lets_zero_in(schema: Any) -> bool:
     return above or below or any(map(_lets_zero_in, schema.values()))
 
 
-def _bound() -> None:
-    """The system ends what takes too much of it. Windows has neither: whoever waits has a clock, too."""
-    with contextlib.suppress(ImportError, AttributeError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    with contextlib.suppress(AttributeError):
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal kills
+def answer(request: bytes) -> bytes:
+    kind, _, text = request.decode().partition("\n")
+    return problem(kind, text).encode()
 
 
 def main() -> None:
-    kind, _, text = sys.stdin.buffer.read().decode().partition("\n")
-    _bound()
-    threading.stack_size(STACK_BYTES)
-    told: list[str] = []
-    thread = threading.Thread(target=lambda: told.append(problem(kind, text)))
-    thread.start()
-    thread.join()
-    sys.stdout.buffer.write(told[0].encode())  # IndexError: it failed, and said why
-
-
-if __name__ == "__main__":
-    main()
+    bounds = Bounds(SECONDS, MEMORY_BYTES)
+    serve(answer, lambda request: bounds, most_bytes=MEMORY_BYTES, stack_bytes=STACK_BYTES)

@@ -1,8 +1,7 @@
-"""Renders chat templates: the process that `sandbox.py` starts. One JSON object a line in, one out.
+"""Renders chat templates: the process that `sandbox.py` asks. One JSON object in, one out.
 
-Must not know anything of ours. A template is a stranger's program: jinja2's sandbox keeps it from Python, the
-limits here from the machine's time and memory. Where the system has no such limits, `sandbox.py`'s clock is
-the only one.
+Must not know anything of ours but its confinement. A template is a stranger's program: jinja2's sandbox keeps
+it from Python, the confinement from the machine.
 
 Says of every character who wrote it: the template (or the model's files), the model in an earlier answer, or
 somebody else.
@@ -10,17 +9,19 @@ somebody else.
 
 from __future__ import annotations
 
-import contextlib
+import codecs
+import html  # noqa: F401  filters import it when they are used, which is too late here
 import json
+import pprint  # noqa: F401  likewise
 import re
-import signal
-import sys
+import textwrap  # noqa: F401  likewise
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import index
-from typing import IO, Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex
 
+import jinja2.debug  # noqa: F401  what rewrites tracebacks
 from jinja2 import Template, nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError, TemplateError
@@ -31,18 +32,25 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import pass_eval_context
 
+from thermocline.confinement import Bounds, serve
+
 CPU_S = 0.4
 MEMORY_BYTES = 256 << 20  # address space, over what the process and the messages take
 MEMORY_PER_BYTE = 32  # of the messages
+MOST_MEMORY_BYTES = 2 << 30  # 56 MB of messages
 OUTPUT_CHARS = 1 << 20  # and twice what the messages have
+CODECS = (
+    "ascii",
+    "latin-1",
+    "unicode-escape",
+    "utf-8",
+    "utf-16",
+)  # loaded at first use: jinja2's, templates'
 # Roles are part of control tokens in some templates: "<|" + role + "|>". Any other is as foreign as a text.
 ROLES = {"system", "developer", "user", "assistant", "tool", "ipython", "function", "model", "environment"}
 
 FOREIGN, OWN, SPOKEN = 0, 1, 2
 ANSWERS = 256 - SPOKEN  # told apart; the next has the first's mark again
-
-T = TypeVar("T")
-
 
 # ---- text that knows its origin
 
@@ -311,40 +319,16 @@ def _line_of(e: BaseException) -> int:
     return line
 
 
-# ---- limits
+def bounds(request: bytes) -> Bounds:
+    return Bounds(CPU_S, MEMORY_BYTES + MEMORY_PER_BYTE * len(request))
 
 
-def cpu_limited(work: Callable[[], T]) -> T:
-    """The timer ends the process, in the middle of C code too."""
-    if not hasattr(signal, "setitimer"):
-        return work()
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)
-    try:
-        return work()
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def memory_limit(message_bytes: int) -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows has none, macOS may refuse
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        wanted = MEMORY_BYTES + MEMORY_PER_BYTE * message_bytes
-        if most != resource.RLIM_INFINITY:
-            wanted = min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, most))
-
-
-def serve(asks: IO[bytes], answers: IO[bytes]) -> None:
+def main() -> None:
+    for name in CODECS:
+        codecs.lookup(name)
     compiled = lru_cache(maxsize=1)(Environment().from_string)
-    for line in asks:
-        memory_limit(len(line))
-        reply = cpu_limited(partial(answer, compiled, line))
-        answers.write(json.dumps(reply).encode() + b"\n")
-        answers.flush()
 
+    def reply(request: bytes) -> bytes:
+        return json.dumps(answer(compiled, request)).encode()
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    serve(reply, bounds, most_bytes=MOST_MEMORY_BYTES)
