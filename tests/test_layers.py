@@ -36,7 +36,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cache_policy": set(),
     "chat": {"errors", "llm", "report", "request", "safetensors", "sampler", "whole"},
-    "chat_template": {"errors", "safetensors", "sandbox", "tokenizer"},
+    "chat_template": {
+        "errors",
+        "safetensors",
+        "sandbox",
+        "tokenizer",
+        "tokenizer_parts",
+        "tokenizer_process",
+    },
     "cli": {
         "bench",
         "cli_offline",
@@ -549,7 +556,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "template_worker": {"confinement"},
     "ternary": {"errors", "mapped", "mapping", "safetensors"},
     "tiers": {"errors", "safetensors"},
-    "tokenizer": {"errors", "spec"},
+    "tokenizer": {"errors", "spec", "tokenizer_process"},
+    "tokenizer_parts": set(),
+    "tokenizer_process": {"confined", "errors"},
+    "tokenizer_worker": {"confinement", "tokenizer_parts"},
     "tokenizer_convert": {
         "errors",
         "pretokenizers",
@@ -557,7 +567,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sentencepiece_model",
         "tokenizer_json",
     },
-    "tokenizer_gguf": {"errors", "pretokenizers", "tokenizer", "tokenizer_convert", "tokenizer_json"},
+    "tokenizer_gguf": {
+        "errors",
+        "pretokenizers",
+        "tokenizer_convert",
+        "tokenizer_json",
+        "tokenizer_process",
+    },
     "tokenizer_json": {"errors", "pretokenizers", "safetensors", "tokenizer"},
     "predictor": {"_native", "errors", "manifest", "pack", "quant", "safetensors", "sidecar", "spec"},
     "pretokenizers": set(),
@@ -671,7 +687,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "spec",
     },
 }
-FOREIGN = {"huggingface_hub", "numpy", "tokenizers", "tqdm"}  # what `pip install .` brings
+FOREIGN = {"huggingface_hub", "numpy", "tqdm"}  # what `pip install .` brings
 # Packages that few modules use: `pip install '.[gguf]'` brings gguf, `pip install .` the others.
 EXTRAS = {
     "cuda": {"torch"},
@@ -692,6 +708,7 @@ EXTRAS = {
     "grammar": {"llguidance"},
     "grammar_worker": {"llguidance"},
     "template_worker": {"jinja2"},
+    "tokenizer_worker": {"tokenizers"},
     "repl": {"prompt_toolkit"},
     "server.activity": {"starlette"},
     "server.app": {"pydantic", "starlette"},

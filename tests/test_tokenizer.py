@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
+from thermocline.pretokenizers import PRE_TOKENIZERS
 from thermocline.spec import ModelSpec
 from thermocline.tokenizer import Detokenizer, Tokenizer
 
@@ -351,7 +352,176 @@ def test_a_decoder_that_strips_the_end_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-# ---- a real one
+# ---- files that attack
+
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def _set(**parts: Any) -> Change:
+    return lambda t: t.update(parts)
+
+
+def _replaces(*contents: str, pattern: str = "a") -> Change:
+    steps = [{"type": "Replace", "pattern": {"String": pattern}, "content": c} for c in contents]
+    return _set(normalizer={"type": "Sequence", "normalizers": steps})
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _template(texts: int, tokens: int) -> dict[str, Any]:
+    text, token = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    pair = [text, {"Sequence": {"id": "B", "type_id": 0}}]
+    return {
+        "type": "TemplateProcessing", "single": [token] * tokens + [text] * texts, "pair": pair,
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+    }  # fmt: skip
+
+
+def _wordpiece(t: dict[str, Any]) -> None:
+    t["model"] = {"type": "WordPiece", "unk_token": "<unk>", "continuing_subword_prefix": "##",
+                  "max_input_chars_per_word": 10**9, "vocab": {"<unk>": 0, "a": 1}}  # fmt: skip
+
+
+def _long_pieces(t: dict[str, Any]) -> None:
+    pieces = [["<unk>", 0.0], *(["a" * n, -1.0] for n in range(4000, 5000, 100))]
+    t["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+
+
+BERT = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
+        "lowercase": True}  # fmt: skip
+ATTACKS: dict[str, tuple[Change, str]] = {
+    "a long replacement": (_replaces("b" * 1_000_000), "normalizer's Replace writes 1000000 characters"),
+    "replacements that multiply": (_replaces(*["a" * 32] * 8), "normalizer makes a text .* times as long"),
+    "replacements of nothing": (_replaces(*["aaaa"] * 8, pattern=""), "times as long"),
+    "a long pattern": (_set(pre_tokenizer=_split("a" * 5000)), "pre_tokenizer's Split has a pattern of 5000"),
+    "many steps": (
+        _set(pre_tokenizer={"type": "Sequence", "pretokenizers": [_split("a")] * 1000}),
+        "pre_tokenizer has 1000 steps",
+    ),
+    "a text a thousand times": (_set(post_processor=_template(1000, 0)), "writes a text 1000 times"),
+    "tokens around a text": (_set(post_processor=_template(1, 9999)), "puts 9999 tokens around a text"),
+    "unlimited words": (_wordpiece, "model has a WordPiece step, which Thermocline does not know"),
+    "long pieces": (_long_pieces, "a token of 4900 characters"),
+    "another family's part": (_set(normalizer=BERT), "normalizer has a BertNormalizer step"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_parts_that_no_family_needs_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    change, why = ATTACKS[name]
+    path = byte_level(tmp_path) / "tokenizer.json"
+    tokenizer = json.loads(path.read_text()) | {"added_tokens": []}
+    change(tokenizer)
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises((BadFile, Unsupported), match=why) as refused:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(refused.value) and str(path) in str(refused.value)
+
+
+def with_pattern(path: Path, pattern: str) -> Tokenizer:
+    file = byte_level(path) / "tokenizer.json"
+    byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    steps = {"type": "Sequence", "pretokenizers": [_split(pattern), byte]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": steps}))
+    return Tokenizer(path)
+
+
+def test_a_pattern_that_goes_astray_costs_its_text_an_error_and_nothing_else(tmp_path: Path) -> None:
+    """The library panics, which is no Exception: it ended `run` with a traceback, and a server's chat."""
+    tok = with_pattern(tmp_path, "(a+)+b")
+    with pytest.raises(BadFile, match=r"tokenizer\.json: the tokenizers library fails on it"):
+        tok.encode("a" * 100)
+    assert tok.decode(tok.encode("time")) == "time"
+
+
+def test_a_process_that_dies_of_a_text_is_replaced_with_all_it_had(tmp_path: Path) -> None:
+    """Twins too: a conversation is tokenised by one."""
+    tok = Tokenizer(byte_level(tmp_path))
+    twin = tok.renamed({"<s>": "qqqq"}, "zzzz")
+    confined, ids = tok._library._confined, twin(b"aqqqqb<s>")
+    assert ids[1] == 0 and 0 not in ids[2:]
+    first = confined._process
+    assert first is not None
+    first.kill()
+    with pytest.raises(BadFile, match="this text takes too long"):
+        tok.encode("time")
+    assert tok.decode(tok.encode("time")) == "time" and confined._process is not first
+    confined.close()
+    assert twin(b"aqqqqb<s>") == ids
+
+
+def test_a_text_that_takes_all_memory_is_a_bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library aborts its process there; it was the server's."""
+    tok = Tokenizer(byte_level(tmp_path))
+    process = tok._library._confined._process
+    assert process is not None
+    resource = pytest.importorskip("resource")
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (1 << 24, 1 << 24))
+    with pytest.raises(BadFile, match=r"takes too much memory|fails on it"):
+        tok.encode("time " * 1_000_000)
+    assert tok.decode(tok.encode("time")) == "time"
+
+
+def test_a_file_replaced_in_use_is_not_taken_for_the_one_that_was_opened(tmp_path: Path) -> None:
+    tok = Tokenizer(byte_level(tmp_path))
+    tok.close()
+    byte_fallback(tmp_path)
+    with pytest.raises(BadFile, match="was replaced while it was in use"):
+        tok.encode("time")
+
+
+# ---- genuine ones
+
+# What the named families' files have: none of it may be refused. (pre-tokenizers of GGUF's names: below)
+GENUINE: dict[str, dict[str, Any]] = {
+    "Llama 2, Mistral, Phi-3": {
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "post_processor": _template(1, 1),
+    },
+    "Llama 3": {"post_processor": {"type": "Sequence", "processors": [
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True},
+        _template(1, 1)]}},
+    "Gemma": {
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious",
+                          "invert": False},
+    },
+    "Falcon": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Punctuation", "behavior": "Contiguous"},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        {"type": "Digits", "individual_digits": False}, _split("[0-9][0-9][0-9]")]}},
+    "Llama, without legacy": {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
+    },
+    "T5's kind": {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Nmt"}, {"type": "NFKC"}, {"type": "Strip", "strip_left": False, "strip_right": True},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", GENUINE)
+def test_a_familys_parts_are_not_refused(tmp_path: Path, family: str) -> None:
+    path = byte_level(tmp_path) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | GENUINE[family]))
+    assert Tokenizer(tmp_path).encode("time") == library(tmp_path).encode("time").ids
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_no_known_pre_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
+    path = byte_level(tmp_path) / "tokenizer.json"
+    steps = {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[name].steps()}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": steps}))
+    assert Tokenizer(tmp_path).encode("the time") == library(tmp_path).encode("the time").ids
 
 
 @pytest.mark.shared

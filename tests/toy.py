@@ -70,6 +70,9 @@ class Letters:
     def is_special(self, token: int) -> bool:
         return token == 0
 
+    def close(self) -> None:
+        pass
+
     def token_bytes(self, token: int) -> bytes:
         return b"" if token == 0 else chr(33 + token).encode()
 

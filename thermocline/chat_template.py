@@ -17,14 +17,15 @@ from typing import Any
 from thermocline.errors import BadFile, UsageError
 from thermocline.safetensors import parse_json, quoted, read_small
 from thermocline.sandbox import ANSWERS, OWN, SPOKEN, Sandbox, Span
-from thermocline.tokenizer import MARKER, Tokenizer, spelt
+from thermocline.tokenizer import Tokenizer
+from thermocline.tokenizer_parts import MARKER
+from thermocline.tokenizer_process import Added
 
 Message = Mapping[str, Any]  # "role", "content" (a text, or parts of one), and what else the template knows
 JINJA_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 MAX_CONFIG_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in the field have 20 KB
 TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-MAX_GAPS = 1 << 16  # 0 in the field
 UNLESS_GIVEN = {"tools": None, "documents": None}  # defined, as in transformers
 RESERVED = {"messages", "add_generation_prompt", *(f"{name}_token" for name in TOKEN_NAMES)}
 
@@ -186,33 +187,11 @@ class GuardedEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
-        from tokenizers import AddedToken
-        from tokenizers import Tokenizer as Library
-
-        plain = tokenizer._tok
-        added = sorted(plain.get_added_tokens_decoder().items())
-        self._controls = {t.content: i for i, t in added if _is_control(t, template)}
+        self._controls = {t.content: t.id for t in tokenizer.added if _is_control(t, template)}
         self._names = {content: _unguessable() for content in self._controls}
-        names = [self._names.get(t.content, t.content) for _, t in added]
-        self._tok = Library(plain.model)
-        self._tok.normalizer, self._tok.pre_tokenizer = plain.normalizer, plain.pre_tokenizer
-        self._tok.add_tokens([_unguessable() for _ in range(_gaps(self._tok))])
-        self._tok.add_tokens(
-            [
-                AddedToken(
-                    name,
-                    single_word=t.single_word and t.content == name,
-                    lstrip=t.lstrip,
-                    rstrip=t.rstrip,
-                    normalized=t.normalized
-                    and t.content == name,  # a name must be found whatever surrounds it
-                )
-                for name, (_, t) in zip(names, added, strict=True)
-            ]
-        )
-        self._id_of = {self._tok.token_to_id(n): i for n, (i, _) in zip(names, added, strict=True)}
+        self._ids = tokenizer.renamed(self._names, _unguessable())
         longest_first = sorted(
-            (t for _, t in added if t.content in self._names), key=lambda t: -len(t.content)
+            (t for t in tokenizer.added if t.content in self._names), key=lambda t: -len(t.content)
         )
         self._control = _any_of(longest_first)
         self._marker = _any_of([t for t in longest_first if not t.special])
@@ -227,18 +206,9 @@ class GuardedEncoder:
                 at = stop
         named = "".join([*parts, text[at:end]])
         try:
-            named.encode()
+            return self._ids(named.encode())
         except UnicodeEncodeError:
             raise UsageError("the conversation is not valid Unicode: it has a lone surrogate") from None
-        found: list[int] = self._tok.encode(named, add_special_tokens=False).ids
-        forbidden = set(self._controls.values())
-        ids: list[int] = []
-        for i in found:
-            if i in self._id_of:
-                ids.append(self._id_of[i])
-            else:
-                ids += self._spelt(i) if i in forbidden else [i]
-        return ids
 
     def ends_at(self, text: str, spans: Sequence[Span], at: int) -> bool:
         """Whether the template writes a control token there: what follows is tokenised apart anyway."""
@@ -249,34 +219,13 @@ class GuardedEncoder:
         found = self._control.match(text)
         return None if found is None else self._controls[found[0]]
 
-    def _spelt(self, token: int) -> list[int]:
-        """A control token that the model itself makes of text (unigram vocabularies), in two pieces."""
-        name = next(text for text, i in self._controls.items() if i == token)
-        return spelt(self._tok, name, set(self._controls.values()))
 
-
-def _gaps(tok: Any) -> int:
-    """Ids that the model's vocabulary leaves out.
-
-    The library numbers added tokens from the count of tokens on. With as many fillers as there are gaps, no
-    name has the id of one of the vocabulary's own.
-    """
-    ids = tok.get_vocab(with_added_tokens=False).values()
-    gaps: int = max(ids, default=-1) + 1 - len(ids)
-    if gaps > MAX_GAPS:
-        raise BadFile(
-            f"tokenizer.json: its {len(ids)} tokens have ids up to {max(ids)}, which leaves out {gaps}; the "
-            f"most is {MAX_GAPS}"
-        )
-    return gaps
-
-
-def _is_control(token: Any, template: str) -> bool:
-    name: str = token.content
+def _is_control(token: Added, template: str) -> bool:
+    name = token.content
     return token.special or (name in template and MARKER.fullmatch(name) is not None)
 
 
-def _any_of(tokens: Iterable[Any]) -> re.Pattern[str]:
+def _any_of(tokens: Iterable[Added]) -> re.Pattern[str]:
     """As the library finds them: the first in the list wins; no letter stands beside a `single_word`."""
     found = [
         rf"(?<!\w){t}(?!\w)" if single else t

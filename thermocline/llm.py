@@ -325,6 +325,8 @@ class LLM:
         """Free the weights and the cache. Streams end."""
         if "chat_template" in self.__dict__:
             self.chat_template.close()
+        if "tokenizer" in self.__dict__:
+            self.tokenizer.close()
         with self._lock:
             if self._engine is not None:
                 self._leaving.extend([*self._engine.waiting, *self._engine.running])

@@ -1,28 +1,23 @@
-"""Text <-> token ids over tokenizer.json (the `tokenizers` library), and text from ids as they come.
+"""Text <-> token ids over tokenizer.json, and text from ids as they come.
 
-Must not know the engine. A token is worth bytes, not characters: `Detokenizer` gathers bytes and gives out
-whole characters, so no text is decoded twice and a token costs the same however long the text is.
+Ids are made of text in a process of their own (tokenizer_process.py), text of ids here. Must not
+know the engine. A token is worth bytes, not characters: `Detokenizer` gathers bytes and gives out whole
+characters, so no text is decoded twice and a token costs the same however long the text is.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
-import re
-import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
+from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.spec import ModelSpec
+from thermocline.tokenizer_process import Added, Library
 
 FILE = "tokenizer.json"
-MAX_BYTES = 256 << 20  # the largest in the field (vocabulary 262144) has 33 MB
-
-# Control tokens by their look: some files do not mark those of chats as special, nor Phi-3's its "</s>".
-_CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:start|end)_of_\w+>|</?s>")
-MARKER = re.compile(r"\W\S*\w\S*\W")  # how any may look: <think>, [TOOL_CALLS], <|im_end|>; and no word does
 
 
 class Tokenizer:
@@ -30,30 +25,24 @@ class Tokenizer:
 
     def __init__(self, directory: Path | str, spec: ModelSpec | None = None) -> None:
         path = Path(directory) / FILE
-        self._tok = load(path)
-        highest = max(self._tok.get_vocab(with_added_tokens=True).values(), default=-1)
+        ends = () if spec is None else tuple(i for i in (spec.bos_id, *spec.eos_ids) if i is not None)
+        self._library = found = Library(path, ends)  # whatever the file calls them, these are no text
+        highest = found.size - 1
         if spec is not None and highest >= spec.vocab_size:
+            found.close()
             raise BadFile(
                 f"{path}: has the token {highest}, but the model's tokens are 0 to {spec.vocab_size - 1}; "
                 "it belongs to another model"
             )
-        self.vocab_size: int = spec.vocab_size if spec is not None else highest + 1
+        self.vocab_size: int = spec.vocab_size if spec is not None else found.size
         self.eos_ids: tuple[int, ...] = spec.eos_ids if spec is not None else ()
-        added = self._tok.get_added_tokens_decoder()
-        self._special = {i for i, t in added.items() if t.special}
-        self._controls = {
-            i: t.content for i, t in added.items() if t.special or _CONTROL.fullmatch(t.content)
-        }
-        ends = (
-            () if spec is None else (spec.bos_id, *spec.eos_ids)
-        )  # whatever the tokenizer's file calls them
-        self._controls |= {i: name for i in ends if i is not None and MARKER.fullmatch(name := self.name(i))}
-        self._controls.pop(_unknown_id(self._tok), None)
-        self._tok.add_special_tokens(
-            [added.get(i, name) for i, name in self._controls.items() if i not in self._special]
-        )
-        self._lock = threading.Lock()
-        self._bytes_of, self._trim = _decoder(self._tok, path)
+        self._special = {t.id for t in found.added if t.special}
+        self._controls = {i: found.name(i) for i in found.about["controls"]}
+        self._bytes_of, self._trim = _decoder(found.about["decoder"], path)
+
+    @property
+    def added(self) -> Sequence[Added]:
+        return self._library.added
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """`add_special` adds what the model expects around a text, such as a beginning-of-text token.
@@ -62,25 +51,23 @@ class Tokenizer:
         user's own, a chat template). Otherwise it is four characters, and no text becomes a control token.
         """
         try:
-            text.encode()
+            data = text.encode()
         except UnicodeEncodeError as e:
             raise UsageError(
                 f"the text is not valid Unicode: a lone surrogate at character {e.start}"
             ) from None
-        with self._lock:
-            self._tok.encode_special_tokens = not parse_special
-            found = self._tok.encode(text, add_special_tokens=add_special)
-        ids: list[int] = found.ids
-        if parse_special or self._controls.keys().isdisjoint(ids):
-            return ids
-        around = found.special_tokens_mask
-        return [i for n, token in enumerate(ids) for i in ([token] if around[n] else self._spelt(token))]
+        return self._library.encode(data, add_special=add_special, parse_special=parse_special)
 
-    def _spelt(self, token: int) -> list[int]:
-        """`token`, or a control token that merging itself made of text, in two pieces."""
-        if token not in self._controls:
-            return [token]
-        return spelt(self._tok, self._controls[token], self._controls.keys())
+    def renamed(self, names: Mapping[str, str], filler: str) -> Callable[[bytes], list[int]]:
+        """`encode` of a twin of this tokenizer, in which added tokens have other names.
+
+        `filler`: ids that nothing has get names that begin with it.
+        """
+        return partial(self._library.encode_as_twin, self._library.twin(names, filler))
+
+    def close(self) -> None:
+        """End its process, until there is a text again."""
+        self._library.close()
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens. Bytes that are no character become U+FFFD."""
@@ -92,7 +79,7 @@ class Tokenizer:
 
     def name(self, token: int) -> str:
         """As the vocabulary spells it, control tokens too; nothing for ids without a token."""
-        return self._tok.id_to_token(token) or ""
+        return self._library.name(token)
 
     def spelled(self, token: int) -> bytes:
         """What it adds to a text; its name, where that is nothing."""
@@ -104,7 +91,8 @@ class Tokenizer:
         A token spells its bytes, which normalising may have made of four times as many ("𝐀" becomes "A").
         None: one for whatever is unknown may stand for any text.
         """
-        if _unknown_id(self._tok) is not None and not getattr(self._tok.model, "byte_fallback", False):
+        about = self._library.about
+        if about["unknown"] is not None and not about["byte_fallback"]:
             return None
         return 4 * max(len(self.spelled(i)) for i in range(self.vocab_size)) * tokens
 
@@ -114,16 +102,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """What `token` adds to a text (UTF-8); nothing for special tokens and ids without one."""
-        text = None if token in self._special else self._tok.id_to_token(token)
-        return b"" if text is None else self._bytes_of(text)
-
-
-def spelt(tok: Any, name: str, controls: Set[int]) -> list[int]:
-    """A control token's name as text that is none of `controls`, in two pieces."""
-    ids: list[int] = [t.id for part in (name[:1], name[1:]) for t in tok.model.tokenize(part)]
-    if not controls.isdisjoint(ids):
-        raise UsageError(f"this model's tokenizer cannot write {name!r} as plain text; leave it out")
-    return ids
+        return b"" if token in self._special else self._bytes_of(self._library.name(token))
 
 
 class Detokenizer:
@@ -162,40 +141,12 @@ def read_text(path: Path) -> str:
         raise BadFile(f"{path}: not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}") from None
 
 
-def load(path: Path) -> Any:
-    """The library's tokenizer. It is imported here: 15 ms that `--help` need not wait for."""
-    if not path.is_file():
-        raise BadFile(f"{path}: not found; the model's directory needs a {FILE} to turn text into tokens")
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise BadFile(f"{path}: {size} bytes is too long for a tokenizer (limit {MAX_BYTES})")
-        data = path.read_bytes()
-    except OSError as e:
-        raise IOFailure(f"{path}: {e.strerror}") from None
-
-    import tokenizers
-
-    try:
-        tok = tokenizers.Tokenizer.from_buffer(data)
-    except ValueError as e:
-        raise BadFile(f"{path}: not a tokenizer: {' '.join(str(e).split())[:200]}") from None
-    tok.no_truncation()  # some files ask for prompts to be cut or filled up; that would be done in silence
-    tok.no_padding()
-    return tok
-
-
-def _unknown_id(tok: Any) -> int | None:
-    """The token for what has none; not every kind of model has it."""
-    token = getattr(tok.model, "unk_token", None)
-    return None if token is None else tok.token_to_id(token)
-
-
-def _decoder(tok: Any, path: Path) -> tuple[Callable[[str], bytes], Callable[[bytes], bytes]]:
+def _decoder(
+    state: dict[str, Any] | None, path: Path
+) -> tuple[Callable[[str], bytes], Callable[[bytes], bytes]]:
     """The file's decoder as two functions: a token's text -> its bytes; the first one's bytes -> trimmed."""
-    if tok.decoder is None:
+    if state is None:
         raise Unsupported(f"{path}: has no decoder, so there is no telling how its tokens become text")
-    state: dict[str, Any] = json.loads(tok.decoder.__getstate__())
     parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     steps = [_step(part, path) for part in parts]
 

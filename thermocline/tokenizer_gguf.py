@@ -14,9 +14,9 @@ from typing import Any
 from thermocline import pretokenizers as names
 from thermocline.errors import BadFile, Unsupported
 from thermocline.pretokenizers import PRE_TOKENIZERS
-from thermocline.tokenizer import load
 from thermocline.tokenizer_convert import WHOLE, from_gguf
 from thermocline.tokenizer_json import WORDS, Kind
+from thermocline.tokenizer_process import Library
 
 Json = dict[str, Any]
 
@@ -29,7 +29,9 @@ def to_gguf(path: Path, bos: int | None, eos: int | None, vocab_size: int) -> Js
     llama.cpp wants as many tokens as the model has: those that the tokenizer lacks are unused ones.
     A tokenizer that the keys cannot say is kept whole under a key that llama.cpp and PowerInfer do not read.
     """
-    original: Json = json.loads(load(path).to_str())
+    library = Library(path)
+    original: Json = json.loads(library.canonical())
+    library.close()
     keys = {f"tokenizer.ggml.{k}": v for k, v in _keys(original, bos, eos).items()}
     try:
         if _meaning(json.loads(from_gguf(keys, ""))) == _meaning(original):

@@ -72,8 +72,8 @@ class Server:
         self._trials = Trials(limits.limit_trials)
 
     def close(self) -> None:
-        if self.model is not None and self.model.template is not None:
-            self.model.template.close()
+        if self.model is not None:
+            self.model.close()
 
     # ---- before a request is taken
 

@@ -42,6 +42,12 @@ class Model:
         most = tokenizer.most_bytes(opened.context)
         return Model(about, spec, opened.context, opened.max_batch, tokenizer, template, why, format, most)
 
+    def close(self) -> None:
+        """End the processes that render and tokenise."""
+        self.tokenizer.close()
+        if self.template is not None:
+            self.template.close()
+
     def check_length(self, *texts: str) -> None:
         """Refuse what no context holds before it is split into tokens: 20 MB hold up everybody for 30 s."""
         if self.most_bytes is None:

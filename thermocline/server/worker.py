@@ -153,6 +153,7 @@ class Worker:
         """The first grammar's vocabulary takes 0.6 s for 50,000 tokens: not while somebody waits for it."""
         with contextlib.suppress(ThermoclineError):  # without the library there are none
             self._llm.constraint(SamplingParams(grammar=Grammar.json_object()), checked=True)
+        self._llm.tokenizer.close()  # texts are the other process's: this one needs what tokens are called
 
     def _obey(self, wait: bool) -> bool:
         """What was asked for meanwhile. False: to stop."""

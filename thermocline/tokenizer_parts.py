@@ -1,0 +1,125 @@
+"""Which parts a tokenizer.json may be made of: what families of models need, and no more of it.
+
+The library runs whatever a file says: a replacement by a million characters, a template of a thousand texts.
+Must not know the library, nor import anything of ours: tokenizer_worker.py asks, in its process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+Part = dict[str, Any]
+
+# Control tokens by their look: some files do not mark those of chats as special, nor Phi-3's its "</s>".
+CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:start|end)_of_\w+>|</?s>")
+MARKER = re.compile(r"\W\S*\w\S*\W")  # how any may look: <think>, [TOOL_CALLS], <|im_end|>; and no word does
+
+PARTS = {
+    "normalizer": {
+        "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Replace",
+        "Strip", "StripAccents",
+    },
+    "pre_tokenizer": {
+        "ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts", "Whitespace",
+        "WhitespaceSplit",
+    },
+    "decoder": {"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip"},
+    "post_processor": {"ByteLevel", "RobertaProcessing", "TemplateProcessing"},
+    "model": {"BPE", "Unigram", "WordLevel"},
+}  # fmt: skip
+INNER = ("normalizers", "pretokenizers", "decoders", "processors")  # of a Sequence
+MOST_PARTS = 64  # of one kind; 8 in the field
+MOST_PATTERN = 4096  # characters; DeepSeek's have 900
+MOST_WRITTEN = 64  # characters that a part puts in; 3 in the field
+MOST_GROWTH = 256  # of a text, by all replacements together; 1 in the field
+MOST_TOKEN = 4096  # characters of one; 128 in the field, runs of spaces of 512
+MOST_AROUND = 64  # tokens put around a text
+MOST_ID = 1 << 21
+MOST_CHARSMAP = 1 << 20  # characters of Precompiled's table; 320 thousand in the field
+
+
+class Refused(Exception):
+    """`unsupported`: it is no family's; else a part that families have, beyond its bounds."""
+
+    def __init__(self, why: str, *, unsupported: bool = False) -> None:
+        super().__init__(why)
+        self.unsupported = unsupported
+
+
+def check(kind: str, state: Part | None) -> None:
+    """Raise Refused where no family needs it. `kind`: one of PARTS; `state`: as tokenizer.json has it."""
+    parts = [] if state is None else list(_flat(kind, state))
+    if len(parts) > MOST_PARTS:
+        raise Refused(f"its {kind} has {len(parts)} steps (limit {MOST_PARTS})")
+    growth = 1.0
+    for part in parts:
+        name = str(part.get("type"))
+        if name not in PARTS[kind]:
+            raise Refused(f"its {kind} has a {name[:40]} step, which Thermocline does not know",
+                          unsupported=True)  # fmt: skip
+        if why := _excess(part):
+            raise Refused(f"its {kind}'s {name} {why}")
+        growth *= _growth(part)
+    if growth > MOST_GROWTH:
+        raise Refused(f"its {kind} makes a text {growth:.0f} times as long (limit {MOST_GROWTH})")
+
+
+def _flat(kind: str, state: Part) -> Iterator[Part]:
+    if state.get("type") != "Sequence":
+        yield state
+        return
+    for inner in next((state[name] for name in INNER if name in state), []):
+        yield from _flat(kind, inner)
+
+
+def _excess(part: Part) -> str:
+    """What of it is beyond its bounds."""
+    pattern = _pattern(part)
+    written = str(part.get("content") or part.get("prepend") or "")
+    if len(pattern) > MOST_PATTERN:
+        return f"has a pattern of {len(pattern)} characters (limit {MOST_PATTERN})"
+    if len(written) > MOST_WRITTEN:
+        return f"writes {len(written)} characters at once (limit {MOST_WRITTEN})"
+    if len(str(part.get("precompiled_charsmap", ""))) > MOST_CHARSMAP:
+        return f"has a table of more than {MOST_CHARSMAP} characters"
+    if part["type"] == "TemplateProcessing":
+        return _template(part)
+    return ""
+
+
+def _template(part: Part) -> str:
+    """Each of its items is put beside every text."""
+    for items in (part["single"], part["pair"]):
+        ids = [
+            len(part["special_tokens"][i["SpecialToken"]["id"]]["ids"]) for i in items if "SpecialToken" in i
+        ]
+        if sum(ids) > MOST_AROUND:
+            return f"puts {sum(ids)} tokens around a text (limit {MOST_AROUND})"
+    texts = sum("Sequence" in item for item in part["single"])
+    return "" if texts == 1 else f"writes a text {texts} times"
+
+
+def _pattern(part: Part) -> str:
+    pattern = part.get("pattern")
+    return str(next(iter(pattern.values()), "")) if isinstance(pattern, dict) else ""
+
+
+def _growth(part: Part) -> float:
+    """How many times as long a text may become. An expression may match one character, or none."""
+    if part["type"] == "Replace":
+        matched = len(_pattern(part)) if "String" in part["pattern"] else 0
+        return max(1.0, len(part["content"]) / matched if matched else 1.0 + len(part["content"]))
+    return 1.0
+
+
+def check_tokens(vocabulary: dict[str, int]) -> int:
+    """Return the highest id; raise Refused where a token is longer than any, or numbered beyond all."""
+    longest = max(map(len, vocabulary), default=0)
+    if longest > MOST_TOKEN:
+        raise Refused(f"has a token of {longest} characters (limit {MOST_TOKEN})")
+    highest = max(vocabulary.values(), default=-1)
+    if highest > MOST_ID:
+        raise Refused(f"has the token {highest} (limit {MOST_ID})")
+    return highest
