@@ -85,7 +85,8 @@ bool interrupted_by_python() {
 
 static std::map<std::string, uint64_t> stats(const DiskRows& rows) {
     const DiskRows::Stats& s = rows.stats;
-    return {{"needed", s.needed}, {"missed", s.missed}, {"reads", s.reads}, {"bytes", s.bytes}, {"streamed", s.streamed}, {"waited_ns", s.waited_ns}};
+    return {{"needed", s.needed}, {"missed", s.missed}, {"reads", s.reads}, {"bytes", s.bytes}, {"streamed", s.streamed}, {"waited_ns", s.waited_ns},
+            {"early", s.early}, {"early_used", s.early_used}};
 }
 
 // tc::DiskError as _native.DiskError(error, name, neuron, changed)

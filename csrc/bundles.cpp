@@ -109,7 +109,7 @@ void Context::Walk::activations(size_t begin, size_t end, const int32_t* gate_ro
     for (size_t t = 0; t < tokens; t++) {
         for (size_t i = begin; elsewhere && a.ffn.gate.bias && i < end; i++)
             h[t * n + i] += a.ffn.gate.bias[guessed ? size_t(ids[i]) : i];
-        k.activate(h + t * n + begin, end - begin, a.ffn.activation, a.ffn.threshold);
+        k.activate(h + t * n + begin, end - begin, open_above ? FATRELU : a.ffn.activation, open_above.value_or(a.ffn.threshold));
     }
     gates.fetch_add(end - begin, std::memory_order_relaxed);
 }

@@ -69,6 +69,7 @@ struct Context::Walk {
     Pieces code_rows;
     float *gate, *hidden;  // [tokens, n]: activations by neuron; values by entry
     int32_t *ids, *rows;   // [n]: neurons; their rows in up and down, which are ids but for slots
+    std::optional<float> open_above;  // where a gate counts as open, if not where the activation says
     const int32_t* gate_place = nullptr;  // [n]: the gate matrix's row of each neuron, where it is not the neuron
     uint8_t* marks;        // [n]: which neurons go into a list
     size_t* counts;        // [cells]

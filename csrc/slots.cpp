@@ -150,6 +150,8 @@ size_t DiskRows::pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entr
         if (absent) fill(at, ids[i]);
         Entry& e = entry_at(at);
         stats.missed += absent || e.early;
+        stats.early_used += e.early;
+        late_ += absent;
         e.pinned = true, e.early = false;
         slots[i] = e.slot, entries[i] = at;
         if (absent) wanted[reads++] = {ids[i], e.slot, at};
@@ -189,8 +191,11 @@ size_t DiskRows::expect(const int32_t* ids, size_t n, Wanted* wanted) {
         e.pinned = e.early = true;
         wanted[reads++] = {ids[i], e.slot, at};
     }
+    stats.early += reads;
     return reads;
 }
+
+void DiskRows::adapt(float unit) { step_ = unit < 1e30f ? 0.05f * unit : 0, late_ = vain_ = 0; }  // damaged gates have none
 
 bool DiskRows::hold(int32_t id) {
     if (size_t(id) < hot) return true;
@@ -237,11 +242,17 @@ size_t DiskRows::stream(const int32_t* ids, size_t n, int32_t free, int32_t* slo
 
 void DiskRows::settle() {
     for (Entry& e : cold_) {
+        vain_ += e.early;
         e.pinned = e.early = false;
         if (e.neuron >= 0 && !e.ready) clear(e);
     }
-    for (Entry& e : pool_.passing)
+    for (Entry& e : pool_.passing) {
+        vain_ += e.owner == this && e.early;
         if (e.owner == this) release(e);
+    }
+    const float late = kLate * float(late_), vain = float(vain_), far = 40 * step_;
+    if (step_ > 0 && late + vain > 0) slack_ = std::clamp(slack_ + step_ * (late - vain) / (late + vain), -far, far);
+    step_ = 0;
 }
 
 void DiskRows::load(Interrupted interrupted) {

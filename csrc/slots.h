@@ -99,6 +99,10 @@ public:
     // Of ids [0, n), which a call is expected to need: those that must be read, as far as there are slots for them beside the
     // call's own. They, and those that are there, stay until it is over.
     size_t expect(const int32_t* ids, size_t n, Wanted* wanted);
+    // How far below its threshold a gate may be for its record to be expected. What was late and what was in vain move it, call by
+    // call, in steps of `unit`: to where a record that is late costs kLate times one that is read in vain.
+    float slack() const { return slack_; }
+    void adapt(float unit);
     bool hold(int32_t id);  // is it in memory (or on its way)? Then it stays until the call is over
     // Where the record is, or -1: it is not in memory (yet).
     int32_t slot_of(int32_t id) const;
@@ -122,6 +126,7 @@ public:
     const int32_t first_slot;
     struct Stats {
         uint64_t needed, missed, reads, bytes, streamed, waited_ns;
+        uint64_t early, early_used;  // asked for before anybody needed them; of those, needed
     } stats{};
     const std::vector<uint32_t> crc;
 
@@ -142,6 +147,9 @@ private:
     SlotPool& pool_;
     const std::string name_;
     const int disabled_;
+    static constexpr float kLate = 3;
+    float slack_ = 0, step_ = 0;        // step_ 0: this call's early reads say nothing about it
+    size_t late_ = 0, vain_ = 0;        // of this call
     float unit_ = 1;                    // what a use is worth now: more and more, instead of halving all others
     std::vector<float> prior_, uses_;   // [neurons - hot]
     std::vector<int32_t> where_;        // [neurons - hot]: entry, or -1

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -374,6 +374,41 @@ def test_reading_ahead_begins_reads_only_where_something_is_predicted(tmp_path: 
         ffn, rows = case.on_disk(0, 0, disable=disable, depth=256)
         context.read_ahead(h, ffn, SPARSITIES.index(sparsity))
         assert bool(rows.stats()["reads"]) == (sparsity == "predict" and not disable)
+
+
+def early_figures(
+    context: _native.Context,
+    ffn: _native.FFN,
+    rows: _native.DiskRows,
+    draw: Callable[[], tuple[F32, F32]],
+    n: int,
+) -> tuple[int, int]:
+    """Return (late, in vain) of n calls: records that were not asked for early, and those nobody needed."""
+    before = rows.stats()
+    for _ in range(n):
+        about, h = draw()
+        context.read_ahead(about, ffn, SPARSITIES.index("predict"))
+        call(context, ffn, h, "predict")
+    found = {key: value - before[key] for key, value in rows.stats().items()}
+    return found["missed"] - found["early_used"], found["early"] - found["early_used"]
+
+
+@pytest.mark.parametrize("off", [0.3, 1.0])
+def test_a_late_record_costs_what_three_read_in_vain_do_in_each_layer(tmp_path: Path, off: float) -> None:
+    """Trained gates say less before attention than planted ones: each layer finds a threshold of its own."""
+    case = Case(neurons(tmp_path / "f", "q8_0"), predictor=(scores()[0], -1e9))  # the gate alone decides
+    ffn, rows = case.on_disk(0, 0)
+    context, rng = _native.Context(1), np.random.default_rng(0)
+
+    def draw() -> tuple[F32, F32]:
+        h, noise = rng.standard_normal((2, 1, DIM)).astype(np.float32)
+        return h + np.float32(off) * noise, h
+
+    first = early_figures(context, ffn, rows, draw, 5)
+    early_figures(context, ffn, rows, draw, 60)
+    late, vain = early_figures(context, ffn, rows, draw, 60)
+    assert 2.5 < vain / late < 3.6, (first, late, vain)
+    assert late / 60 < 0.8 * first[0] / 5
 
 
 def test_reads_that_nobody_comes_for_are_let_go(tmp_path: Path) -> None:
