@@ -87,9 +87,11 @@ def test_a_vocabulary_with_ids_left_out_can_chat(tmp_path: Path) -> None:
 def test_ids_far_apart_are_refused(tmp_path: Path) -> None:
     root = json.loads(from_gguf(byte_level(), "x"))
     root["model"]["vocab"]["5"] = (1 << 32) - 1
-    tok = opened(json.dumps(root).encode(), tmp_path)
-    with pytest.raises(BadFile, match="262 tokens have ids up to 4294967295"):
-        guarded(tok)
+    with pytest.raises(BadFile, match="has the token 4294967295"):
+        opened(json.dumps(root).encode(), tmp_path)
+    root["model"]["vocab"]["5"] = 1 << 20
+    with pytest.raises(BadFile, match="262 tokens leave out 1048315 ids up to 1048576"):
+        guarded(opened(json.dumps(root).encode(), tmp_path))
 
 
 # ---- a GGUF's metadata

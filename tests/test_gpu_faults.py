@@ -432,7 +432,7 @@ def test_a_card_that_is_too_old_is_refused_by_number_and_left_out_by_auto(
     why += "later)"
     ran = refused(tiny_pack, thermocline, "--gpu", "0")
     assert (ran.code, ran.err) == (6, f"thermocline: --gpu 0: {why}\n")
-    ran = refused(tiny_pack, thermocline)
+    ran = refused(tiny_pack, thermocline, "--gpu", "auto")
     assert ran.code == 0 and f"the GPU is not used: {why}\n" in ran.err
     assert gpu.unusable(hardware.gpu()) == why  # and so does doctor
     with pytest.raises(Unsupported, match="too old"):
@@ -469,7 +469,7 @@ def test_cards_that_are_hidden_are_said_to_be(
     why = f"CUDA_VISIBLE_DEVICES={shown} leaves no GPU here: unset it, or let it name one there is"
     ran = refused(tiny_pack, thermocline, "--gpu", "0")
     assert (ran.code, ran.err) == (6, f"thermocline: --gpu 0: {why}\n")
-    ran = refused(tiny_pack, thermocline)
+    ran = refused(tiny_pack, thermocline, "--gpu", "auto")
     assert ran.code == 0 and f"the GPU is not used: {why}\n" in ran.err
 
 
@@ -491,11 +491,11 @@ def test_a_full_card_is_left_out_by_auto(
 ) -> None:
     """Taken by another program before the plan, or while it is measured: the CPU answers."""
     card.free_bytes = 100 << 20  # less than what is left to others
-    ran = refused(tiny_pack, thermocline)
+    ran = refused(tiny_pack, thermocline, "--gpu", "auto")
     assert ran.code == 0 and "the GPU is not used: " in ran.err
     card.free_bytes = 1 << 30
     card.faults.set("zeros", 1, OUT_OF_MEMORY)
-    ran = refused(tiny_pack, thermocline)
+    ran = refused(tiny_pack, thermocline, "--gpu", "auto")
     assert ran.code == 0 and f"the GPU is not used: {fake_cuda.NAME}: 1.00 of 2.00 GiB are free" in ran.err
     card.faults.set("zeros", 1, OUT_OF_MEMORY)
     ran = refused(tiny_pack, thermocline, "--gpu", "0")

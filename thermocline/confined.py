@@ -57,6 +57,7 @@ class Confined:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: _Asked = SimpleQueue()
+        self._watcher: threading.Thread | None = None
 
     def ask(self, request: bytes, wait_s: float = WAIT_S) -> bytes:
         """The answer. Ended where there is none, within `wait_s` of standing still too."""
@@ -73,12 +74,16 @@ class Confined:
         """End the process; the next request would start another."""
         with self._lock:
             self._stop()
+            if self._watcher is not None:
+                self._watcher.join()  # nothing is asked any more: it ends at once
 
     def _started(self) -> None:
         if self._process is not None:
             return
         self._process, self._asked = _start(self._worker, self._paths), SimpleQueue()
-        threading.Thread(target=_watch, args=(self._process, self._asked), daemon=True).start()
+        watched = self._process, self._asked
+        self._watcher = threading.Thread(target=_watch, args=watched, name="confined", daemon=True)
+        self._watcher.start()
         try:
             self._begin(lambda request: self._ask(request, WAIT_S + len(request) * 1e-6))
         except BaseException:
