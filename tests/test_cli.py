@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import tiny
+from build_docs import difference
 
 import thermocline as package
 from thermocline import LLM, cli, console, hardware
@@ -229,9 +230,9 @@ def test_run_json_has_the_contract_and_plausible_figures(tiny_pack: Path, thermo
     assert re.fullmatch("[0-9a-f]{8,}", figures["logits_hash"])
 
 
-def test_the_readme_lists_the_keys_of_the_json_as_they_are(tiny_pack: Path, thermocline: Run) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    section = readme.split("## `--json`")[1].split("\n## ")[0]
+def test_the_reference_lists_the_keys_of_the_json_as_they_are(tiny_pack: Path, thermocline: Run) -> None:
+    reference = (Path(__file__).parents[1] / "docs/reference/json.md").read_text()
+    section = reference.split("\n## `run`\n")[1].split("\n## ")[0]
     rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
     said = {key for row in rows for key in re.findall("`(.+?)`", row)}
     assert said == set(json.loads(thermocline(*greedy(tiny_pack, "Once", "--json", "--logprobs", "1")).out))
@@ -405,6 +406,7 @@ def test_doctor_tells_a_person_and_a_program(monkeypatch: pytest.MonkeyPatch, th
     unmeasured = hardware.Disk("/here", 1 << 30, why="not now")
     monkeypatch.setattr(hardware, "measure_disk", lambda path: unmeasured)
     told = json.loads(thermocline("doctor", "--json").out)
+    assert difference("doctor", told) == []
     assert told["isa"]["chosen"] in told["isa"]["levels"]
     assert told["memory"]["read_gbs"] > 0 and told["gpu"]["why"]
     text = thermocline("doctor").out

@@ -1,66 +1,63 @@
-"""README and CONTRIBUTING name what there is: options, parameters, files; the version stands once."""
+"""scripts/docs: the reference says what the code says, and its check finds what it is for."""
 
 from __future__ import annotations
 
-import argparse
-import inspect
-import re
-import tomllib
+import dataclasses
 from pathlib import Path
 
+import build_docs
 import pytest
 
-from thermocline import LLM, cli, config
-from thermocline.config_shared import SPARSITIES
-
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+from thermocline.config import RunOptions
 
 
-def test_the_readme_and_help_name_every_parameter_of_llm() -> None:
-    section = README.split("\n## Python\n")[1].split("\n## ")[0]
-    for name in list(inspect.signature(LLM.__init__).parameters)[2:]:  # besides self, and the model itself
-        assert f"`{name}`" in section, name
-        assert re.search(rf"^{name} +\S", inspect.getdoc(LLM) or "", re.MULTILINE), name
+def test_the_reference_is_what_the_code_says_now() -> None:
+    assert build_docs.drift() == []
 
 
-def test_the_readme_names_every_way_to_skip() -> None:
-    assert "`--sparsity " + "\\|".join(SPARSITIES) + "`" in README
+def test_a_help_text_that_changes_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    field = next(f for f in dataclasses.fields(RunOptions) if f.name == "top_k")
+    changed = dataclasses.replace(field.metadata["option"], help="Keep some tokens.")
+    monkeypatch.setattr(field, "metadata", {"option": changed})
+    assert [line.partition(":")[0] for line in build_docs.drift()] == ["docs/reference/commands.md"]
 
 
-def test_contributing_names_files_that_are_there() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = {n for n in re.findall(r"`([\w./]+\.(?:py|inl|h|cpp|txt|md))`", text) if "X" not in n}
-    assert "kernels.inl" in named
-    there = {
-        str(f.relative_to(ROOT))
-        for top in ("thermocline", "csrc", "tests", "bench")
-        for f in (ROOT / top).rglob("*")
-    }
-    there |= {f.name for f in ROOT.iterdir()}
-    for name in named:
-        assert any(f == name or f.endswith(f"/{name}") for f in there), name
+def test_every_key_of_each_json_is_described_and_no_other() -> None:
+    assert build_docs.key_problems() == []
 
 
-@pytest.mark.parametrize("command", config.COMMANDS)
-def test_help_lists_a_flag_once(command: str) -> None:
-    (commands,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    for action in commands.choices[command]._actions:
-        assert len(set(action.option_strings)) == len(action.option_strings), action.option_strings
+def test_a_key_that_is_new_or_gone_is_a_problem() -> None:
+    assert build_docs.difference("verify", {"path": "", "ok": True, "why": ""}) == [
+        "keys.toml: [verify] lacks why",
+        "keys.toml: [verify] has problems, which is not printed",
+    ]
 
 
-def test_the_version_stands_once() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
-    source = project["tool"]["scikit-build"]["metadata"]["version"]["input"]
-    written = re.findall(
-        r'^__version__ = "[0-9.]+"$', (ROOT / source).read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert len(written) == 1
+def test_markdown_has_no_dead_links_and_pages_keep_to_their_sizes() -> None:
+    assert build_docs.dead_links() == [] and build_docs.sizes() == []
 
 
-def test_no_gpu_is_used_unasked() -> None:
-    """No card has run its kernels yet: answers must not depend on one that happens to be there."""
-    assert inspect.signature(LLM.__init__).parameters["gpu"].default == "off"
-    for options in (config.RunOptions, config.ChatOptions, config.ServeOptions, config.BenchOptions):
-        assert options.__dataclass_fields__["gpu"].default == "off"
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[a](b.md) [a](b.md#the-head) [a](#here)\n# Here", None),
+        ("[a](c.md)", "no file c.md"),
+        ("[a](b.md#no-head)", "no heading for b.md#no-head"),
+        ("[a](#no)", "no heading for #no"),
+        ("[a](../README.md)", "outside docs/"),
+        ("`[a](c.md)` [b](https://example.org/c.md)\n```\n[a](c.md)\n```", None),
+    ],
+)
+def test_a_dead_link_is_found(
+    text: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (tmp_path / "README.md").write_text("# A\n")
+    (docs / "a.md").write_text(text)
+    (docs / "b.md").write_text("# The `head`\n")
+    monkeypatch.setattr(build_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(build_docs, "DOCS", docs)
+    monkeypatch.setattr(build_docs, "markdown_files", lambda: [docs / "a.md"])
+    problems = build_docs.dead_links()
+    assert problems == [] if found is None else len(problems) == 1 and found in problems[0]

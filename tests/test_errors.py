@@ -93,15 +93,16 @@ def test_it_ends_in_one_line_and_its_exit_code(
     assert ran.err.startswith("thermocline: ") and ran.err.count("\n") == 1
 
 
-def test_exit_codes_are_distinct_and_the_readmes() -> None:
-    documented = {int(n) for n in re.findall(r"^\| (\d+) \|", readme(), re.MULTILINE)}
+def test_exit_codes_are_distinct_and_the_references() -> None:
+    documented = {int(n) for n in re.findall(r"^\| (\d+) \|", reference(), re.MULTILINE)}
     ours = [c.exit_code for c in classes()]
     assert sorted(ours) == list(range(1, len(ours) + 1))
     assert documented == {0, *ours, cli.INTERRUPTED, cli.BROKEN_PIPE}
 
 
-def readme() -> str:
-    return (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+def reference() -> str:
+    page = Path(__file__).parents[1] / "docs/reference/errors-and-exit-codes.md"
+    return page.read_text(encoding="utf-8")
 
 
 def test_a_bug_is_one_line_and_the_way_to_its_traceback(

@@ -259,9 +259,9 @@ def test_a_table_for_people_and_a_picture(replayed: Run, tmp_path: Path) -> None
     assert "<svg" in (tmp_path / "a.svg").read_text()
 
 
-def test_the_readme_lists_the_keys_of_a_replay(replayed: Run) -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    section = text.split("## `bench --trace`")[1].split("\n## ")[0]
+def test_the_reference_lists_the_keys_of_a_replay(replayed: Run) -> None:
+    text = (Path(__file__).parents[1] / "docs/reference/json.md").read_text()
+    section = text.split("\n## `bench --replay`\n")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     named = {key for cell in cells for key in re.findall("`(.+?)`", cell)}
     assert named == set(json.loads(replayed("--policy", "lru", "-o", "json").out)[0])

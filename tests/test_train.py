@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+from build_docs import difference
 from conftest import Ran
 
 from thermocline import calibrate, cli, fit, fit_mlp, train, trial
@@ -157,6 +158,7 @@ def test_a_kind_that_is_asked_for_is_written_and_as_near_as_asked(
     ran = thermocline("train", pack, "--kind", kind, "--max-kld", "0.02", "--max-ppl", "5", *QUICK)
     assert ran.code == 0, ran.err
     said = json.loads(ran.out)
+    assert difference("train", said) == []
     assert said["written"] and said["met"] and said["kld"]["value"] <= 0.02
     assert {layer["kind"] for layer in said["layers"]} == {kind}
     assert all(0.3 < layer["active"] < 0.7 for layer in said["layers"])

@@ -102,7 +102,7 @@ def of_shape(
 
 
 def plan_json(subject: Subject, tiers: Tiers, ask: Ask, plan: Plan) -> Json:
-    """The contract of `plan --json` and of the file (README)."""
+    """The contract of `plan --json` and of the file (docs/reference/keys.toml)."""
     hardware = hashlib.sha256(render(tiers).encode()).hexdigest()
     return {
         "kind": KIND,

@@ -62,7 +62,7 @@ def answer_of(a: Completion) -> dict[str, Any]:
 
 
 def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: str) -> dict[str, Any]:
-    """The contract of `run --json` (README)."""
+    """The contract of `run --json` (docs/reference/keys.toml)."""
     from thermocline import hardware  # the native core
 
     f = done.figures
