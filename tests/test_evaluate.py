@@ -170,7 +170,7 @@ def test_perplexity_is_transformers(tiny_hf: Path, tiny_pack: Path) -> None:
 def test_logits_are_the_same_however_they_are_read(
     bundled: tuple[Model, CpuOps, I32], sparsity: str, side: int, step: int | None
 ) -> None:
-    """As prompts, as generated tokens, several windows together: bit for bit (DESIGN.md)."""
+    """As prompts, as generated tokens, several windows together: bit for bit (docs/internals/csrc.md)."""
     model, ops, texts = bundled
     reader = Reader(model, ops, context=64, sparsity=sparsity, side=side, step=step)
     plain = Reader(model, ops, context=64)

@@ -142,7 +142,7 @@ def test_time_is_linear_in_the_length(name: str, tmp_path: Path) -> None:
 def trained(directory: Path, **options: Any) -> Any:
     """A SentencePiece model of this repository's own texts, made as Gemma's: Google's library on it."""
     sentencepiece = pytest.importorskip("sentencepiece")
-    texts = [Path(__file__).parents[1] / name for name in ("README.md", "DESIGN.md")]
+    texts = sorted((Path(__file__).parents[1] / "docs").glob("[gi]*/*.md"))
     lines = [line for path in texts for line in path.read_text("utf-8").splitlines() if line]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),

@@ -1,7 +1,7 @@
 """What a pack holds: every tensor that a spec implies, its shape, format, rows and stride.
 
 For the writer and the opener alike: a pack.json can only repeat it, so a hostile one cannot make native code
-read out of bounds. The format is DESIGN.md's "Pack". Must not know files.
+read out of bounds. The format is docs/internals/pack.md's. Must not know files.
 """
 
 from __future__ import annotations

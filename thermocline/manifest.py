@@ -1,6 +1,6 @@
 """pack.json: written one way only, and checked in full against what its spec implies.
 
-The format is DESIGN.md's "Pack". Must not know any other file.
+The format is docs/internals/pack.md's. Must not know any other file.
 """
 
 from __future__ import annotations

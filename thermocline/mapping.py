@@ -67,9 +67,9 @@ class Piece:
 class Mapping:
     """Which source tensors form each packed tensor, stacked by rows, and which others may be left unread.
 
-    Packed names are DESIGN.md's, except that `layers.I.bundle` is given in parts: `layers.I.up` (if gated)
-    and `layers.I.down`, both [n_experts * ffn_dim, dim], one row per neuron. A spec that is not sparse has
-    no bundles.
+    Packed names are docs/internals/pack.md's, except that `layers.I.bundle` is given in parts:
+    `layers.I.up` (if gated) and `layers.I.down`, both [n_experts * ffn_dim, dim], one row per neuron. A
+    spec that is not sparse has no bundles.
     """
 
     tensors: dict[str, tuple[Piece, ...]]

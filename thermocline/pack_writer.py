@@ -45,9 +45,9 @@ _LARGEST = {"f16": 65504.0, "q8_0": 65504.0 * 127, "q4_0": 65504.0 * 8}
 class TensorSource(Protocol):
     """Where weights come from: rows [first, last) of a tensor, as f32 [last - first, columns].
 
-    Names are DESIGN.md's, but `layers.I.bundle` is asked for as `layers.I.up` (if gated) and `layers.I.down`,
-    one row per neuron. With several experts rows run through all of them. A vector (norm, bias, order) is
-    asked for whole, one value a row: [last - first].
+    Names are docs/internals/pack.md's, but `layers.I.bundle` is asked for as `layers.I.up` (if gated) and
+    `layers.I.down`, one row per neuron. With several experts rows run through all of them. A vector (norm,
+    bias, order) is asked for whole, one value a row: [last - first].
     """
 
     def __call__(self, name: str, first: int, last: int, /) -> NDArray[Any]: ...

@@ -1,6 +1,6 @@
 """What a profile knows of a pack: how often its neurons are active, and samples to learn from.
 
-Reads and writes the two sidecars, `profile.safetensors` and `samples.safetensors` (DESIGN.md, "Profile").
+Reads and writes the two sidecars, `profile.safetensors` and `samples.safetensors` (docs/internals/pack.md).
 Must not know how activity is counted.
 """
 

@@ -1,7 +1,8 @@
 """Weight formats: one row per format and its encode/decode in numpy, which define what the bytes mean.
 
 Quantised values are GGUF's, bit for bit, in planar rows: the quants of all blocks, then their f16 scales,
-so that a vector of scales is one load (see DESIGN.md and `csrc/kernels.h`). Must not know models or files.
+so that a vector of scales is one load (see docs/internals/pack.md and `csrc/kernels.h`). Must not know
+models or files.
 Adding a format: a row in `FORMATS`, an entry in `_ENCODERS` and `_DECODERS`.
 """
 

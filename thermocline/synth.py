@@ -1,7 +1,7 @@
 """Random packs with a real model's shape: quantised rows made directly, at the speed of the disk.
 
-Shapes are `bundled/shapes.json`, config.json files read as any other. Knows tensor names (DESIGN.md, "Pack");
-must not know families or kernels.
+Shapes are `bundled/shapes.json`, config.json files read as any other. Knows tensor names
+(docs/internals/pack.md); must not know families or kernels.
 """
 
 from __future__ import annotations

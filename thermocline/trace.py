@@ -1,7 +1,7 @@
 """Which neurons each token needs, recorded while a model decodes, and the file that keeps it.
 
-A trace is a sidecar of kind `trace` (DESIGN.md, "Trace"): a bit a neuron, layer and token. Must not know what
-it is for.
+A trace is a sidecar of kind `trace` (docs/internals/pack.md): a bit a neuron, layer and token. Must not
+know what it is for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A pack in memory: one arena for what a run needs of `weights.bin`, one for predictors, and
 `decoder.Weights` pointing into them.
 
-Knows tensor names (DESIGN.md, "Pack") and the arena; must not know requests or families.
+Knows tensor names (docs/internals/pack.md) and the arena; must not know requests or families.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ SIGNS = "signs"  # the format of a predictor's bits: bit c % 8 of byte c / 8 is 
 
 @dataclass(frozen=True)
 class Rows:
-    """A matrix on the device, in planar rows as in a pack (DESIGN.md)."""
+    """A matrix on the device, in planar rows as in a pack (docs/internals/pack.md)."""
 
     data: torch.Tensor  # uint8 [rows, stride]; a row's bytes are contiguous
     format: str  # of quant.FORMATS, or SIGNS
