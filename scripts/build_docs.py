@@ -7,9 +7,11 @@ Text that no code holds is in docs/reference/keys.toml: one description for each
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -410,8 +412,9 @@ def drift() -> list[str]:
         path = REFERENCE / name
         there = path.read_text(encoding="utf-8") if path.exists() else ""
         if (now := made()) != there:
-            line = os.path.commonprefix([now, there]).count("\n") + 1
-            found.append(f"docs/reference/{name}:{line}: not what the code says; run scripts/docs")
+            lines = difflib.unified_diff(there.splitlines(), now.splitlines(), lineterm="", n=0)
+            first = "; ".join(itertools.islice(lines, 3, 5))
+            found.append(f"docs/reference/{name}: not what the code says, run scripts/docs: {first}")
     return found
 
 
