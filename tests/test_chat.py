@@ -132,7 +132,7 @@ def test_a_pipe_is_one_turn_a_line_and_commands_work(chat_pack: Path, tmp_path: 
     ("said", "code", "why"),
     [
         ("/nonsense\n", 2, "/help"),
-        ("/regen\n", 2, "no answer yet"),
+        ("/regen\n", 2, "nothing to regenerate"),
         ("/read absent\n", 4, "absent"),
         ("/save\n", 2, "name of a file"),
         ("/load bad.json\n", 3, "not a saved conversation"),

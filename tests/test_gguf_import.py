@@ -444,7 +444,7 @@ LIES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...], str]] = {
     "negative layers": (lambda: {"llama.block_count": (-1, kinds().INT32)}, (), "block_count must be"),
     "many layers": (lambda: {"llama.block_count": (1 << 30, kinds().UINT32)}, (), "num_hidden_layers"),
     "one layer more": (lambda: {"llama.block_count": (4, kinds().UINT32)}, (), r"blk\.3.* is missing"),
-    "one layer fewer": (lambda: {"llama.block_count": (2, kinds().UINT32)}, (), "has no place"),
+    "one layer fewer": (lambda: {"llama.block_count": (2, kinds().UINT32)}, (), "does not belong"),
     "wider": (lambda: {"llama.embedding_length": (128, kinds().UINT32)}, (), "its metadata implies"),
     "experts": (lambda: {"llama.expert_count": (8, kinds().UINT32)}, (), "expert_used_count must be"),
     "half rope": (lambda: {"llama.rope.dimension_count": (8, kinds().UINT32)}, (), "dimension_count"),

@@ -849,7 +849,7 @@ def test_a_missing_extra_or_misshapen_tensor_is_named(twin: Callable[[str], Path
     with pytest.raises(BadFile, match=f"tensor {key} is missing"):
         importer.pack(src, tmp_path / "out", "f32")
     save_file(whole | {"model.layers.0.lora_A": np.zeros(3, np.float32)}, file)
-    with pytest.raises(Unsupported, match=r"'model\.layers\.0\.lora_A' has no place"):
+    with pytest.raises(Unsupported, match=r"'model\.layers\.0\.lora_A' does not belong"):
         importer.pack(src, tmp_path / "out", "f32")
     save_file(whole | {key: whole[key].T.copy()}, file)
     with pytest.raises(BadFile, match=rf"{key} is '?\(64, 112\)'?, config.json implies \(112, 64\)"):

@@ -83,7 +83,7 @@ class Chat:
         elif self.turns:
             self._answer(self.turns[:-1], self.turns[-1].question)
         else:
-            raise UsageError("there is no answer yet to do again")
+            raise UsageError("nothing to regenerate yet")
 
     def clear(self) -> None:
         self.turns, self._unanswered, self._read = [], None, []

@@ -68,7 +68,7 @@ def open_llm(
 
 
 def llm_options(o: config.Generation, chat_template: str | None, max_batch: int) -> dict[str, Any]:
-    """What LLM is told of them."""
+    """Map command-line options to `LLM`'s keyword arguments."""
     return {
         "model": o.model,
         "threads": o.threads if o.threads > 0 else None,

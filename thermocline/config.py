@@ -91,7 +91,7 @@ class RunOptions(Form, Generation):
         whole(1, 64),
         "N",
         "Sampling",
-        "Draw N answers side by side, seeds one apart, and print the likeliest.",
+        "Generate N answers with consecutive seeds and print the most likely one.",
     )
     logprobs: int | None = opt(
         None, whole(0, 100), "N", "Output", "With --json: log-probabilities of each token and its N rivals.",
@@ -177,7 +177,7 @@ class SynthOptions:
     )  # fmt: skip
     rank: int = opt(
         64, whole(32), "N", "Sparsity",
-        "Rank of what decides which neurons are active, but for a tenth of noise; a multiple of 32."
+        "Rank of the synthetic activation pattern (plus 10 % noise); a multiple of 32."
     )  # fmt: skip
     hottest_first: bool = opt(
         False, switch, None, "Sparsity", "Put the neurons in the order in which `profile` would put them."
@@ -324,7 +324,7 @@ class RmOptions:
     """Remove a pack or a hub model, with all its versions, from the caches."""
 
     name: str = opt(
-        "", nonempty, "NAME", "Model", "Its name as `thermocline ls` has it, or the unique beginning of one.",
+        "", nonempty, "NAME", "Model", "Model name as `thermocline ls` prints it, or an unambiguous prefix.",
         positional=True, required=True
     )  # fmt: skip
     cache_dir: str | None = cache_directory()

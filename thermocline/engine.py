@@ -255,7 +255,7 @@ class Engine:
         return [] if request.begun else request.names[: (request.n_prompt - 1) // self.kv.block]
 
     def _begin(self, request: Request) -> None:
-        """Its first tokens are to be computed, but for those that others have computed since it came."""
+        """Start a prompt. First take the prefix blocks that other requests computed since it was queued."""
         if request.names:
             self.kv.look_again(request.table, request.ids, request.positions)
             self._take_cached(request)

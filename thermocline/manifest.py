@@ -213,7 +213,7 @@ def _parse_tensors(
         where = f"{name}: tensor {quoted(tensor)}"
         layout = expected.get(tensor)
         if layout is None:
-            raise BadFile(f"{where} has no place in this model")
+            raise BadFile(f"{where} does not belong to this model")
         if type(fields) is not dict:
             raise BadFile(f"{where} is not an object")
         _check_keys(fields, _TENSOR_KEYS, where)

@@ -98,7 +98,7 @@ class MappedSource:
         used = set(self._names.values())
         for name in self._tensors:
             if name not in used and not self._mapping.may_ignore(name):
-                raise Unsupported(f"{self._name}: tensor {quoted(name)} has no place in this model")
+                raise Unsupported(f"{self._name}: tensor {quoted(name)} does not belong to this model")
 
     def __call__(self, name: str, first: int, last: int, /) -> F32:
         parts = [self._read(*span) for span in self.spans(name, first, last)]

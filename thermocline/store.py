@@ -68,7 +68,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Room:
-    """What a session gets of the memory."""
+    """Memory granted to a session."""
 
     context: int
     kv_tokens: int  # positions of the cache

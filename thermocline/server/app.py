@@ -427,7 +427,7 @@ async def _no_route(request: Request, e: Exception) -> Response:
 
 
 async def _wrong_method(request: Request, e: Any) -> Response:
-    made = await _refused(request, Refusal(405, f"{request.method} is not taken here"))
+    made = await _refused(request, Refusal(405, f"method {request.method} is not allowed on this route"))
     made.headers.update(e.headers or {})
     return made
 

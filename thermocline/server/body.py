@@ -97,7 +97,7 @@ def parse_json(body: bytearray, limits: Limits) -> tuple[dict[str, Any], int]:
     if not isinstance(value, dict):
         raise Refusal(400, "the body has to be a JSON object")
     if scan.has_surrogates and any(map(_has_half_a_pair, _texts(value))):
-        raise Refusal(400, "the body has half of a surrogate pair (\\ud800 to \\udfff alone)")
+        raise Refusal(400, "the request body contains an unpaired UTF-16 surrogate (\\ud800 to \\udfff)")
     return value, scan.memory
 
 

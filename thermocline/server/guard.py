@@ -128,7 +128,7 @@ def check_host(headers: Headers, access: Access) -> None:
     host = headers.get(b"host", b"").decode("latin-1").lower()
     if host in access.hosts or (access.addresses and _is_known(host, access.hosts)):
         return
-    raise Refusal(403, "this server is not known by that Host; --allow-host NAME adds a name")
+    raise Refusal(403, "Host header not allowed; add it with --allow-host NAME")
 
 
 def _is_known(host: str, names: Collection[str]) -> bool:

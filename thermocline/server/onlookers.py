@@ -1,4 +1,4 @@
-"""Who looks at what the layers do. Must not know HTTP, or what a report says."""
+"""Subscribers to the activity stream. Must not know HTTP, or what a report says."""
 
 from __future__ import annotations
 
