@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import build_docs
+import markdown_links
 import pytest
 
 from thermocline.config import RunOptions
@@ -34,7 +35,7 @@ def test_a_key_that_is_new_or_gone_is_a_problem() -> None:
 
 
 def test_markdown_has_no_dead_links_and_pages_keep_to_their_sizes() -> None:
-    assert build_docs.dead_links() == [] and build_docs.sizes() == []
+    assert markdown_links.dead_links() == [] and markdown_links.sizes() == []
 
 
 @pytest.mark.parametrize(
@@ -56,8 +57,8 @@ def test_a_dead_link_is_found(
     (tmp_path / "README.md").write_text("# A\n")
     (docs / "a.md").write_text(text)
     (docs / "b.md").write_text("# The `head`\n")
-    monkeypatch.setattr(build_docs, "ROOT", tmp_path)
-    monkeypatch.setattr(build_docs, "DOCS", docs)
-    monkeypatch.setattr(build_docs, "markdown_files", lambda: [docs / "a.md"])
-    problems = build_docs.dead_links()
+    monkeypatch.setattr(markdown_links, "ROOT", tmp_path)
+    monkeypatch.setattr(markdown_links, "DOCS", docs)
+    monkeypatch.setattr(markdown_links, "markdown_files", lambda: [docs / "a.md"])
+    problems = markdown_links.dead_links()
     assert problems == [] if found is None else len(problems) == 1 and found in problems[0]
