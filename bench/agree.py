@@ -20,11 +20,12 @@ import numpy as np
 import vs_llamacpp as vs
 from build_llamacpp import build, build_driver, source_tree
 
-from thermocline import hardware, weights
-from thermocline.bench import Test, random_tokens
-from thermocline.engine import Engine
-from thermocline.pack import Pack
-from thermocline.sampler import SamplingParams
+from thermocline.engine.engine import Engine
+from thermocline.engine.sampler import SamplingParams
+from thermocline.machine import hardware
+from thermocline.offline.bench import Test, random_tokens
+from thermocline.pack.pack import Pack
+from thermocline.session import weights
 
 
 def arguments() -> argparse.Namespace:

@@ -13,12 +13,13 @@ import time
 
 import numpy as np
 
-from thermocline import hardware, weights
-from thermocline.engine import Engine
+from thermocline.engine.engine import Engine
+from thermocline.engine.sampler import SamplingParams
 from thermocline.llm import BUNDLED
-from thermocline.pack import Pack
-from thermocline.sampler import SamplingParams
-from thermocline.spec import RopeScaling
+from thermocline.machine import hardware
+from thermocline.model.spec import RopeScaling
+from thermocline.pack.pack import Pack
+from thermocline.session import weights
 
 GENERATED = 32
 

@@ -26,9 +26,9 @@ from build_llamacpp import PACKAGE, VERSION, build, build_driver, note, source_t
 from memory_limit import drop_from_cache, memory_limit
 from vs_llamacpp import Driver, commit
 
-from thermocline import hardware
-from thermocline.bench import random_tokens
-from thermocline.pack import Pack
+from thermocline.machine import hardware
+from thermocline.offline.bench import random_tokens
+from thermocline.pack.pack import Pack
 
 GIB = 1 << 30
 VARIANTS = {

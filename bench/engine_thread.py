@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-from thermocline.cli import main
-from thermocline.server import process, worker
+from thermocline.cli.main import main
+from thermocline.server.process import engine_process, worker
 
 
 class Thread(threading.Thread):
@@ -32,7 +32,7 @@ class Thread(threading.Thread):
 
 if __name__ == "__main__":
     context = SimpleNamespace(Process=Thread, Pipe=multiprocessing.Pipe)
-    process.multiprocessing = SimpleNamespace(get_context=lambda how: context)  # type: ignore[attr-defined]
+    engine_process.multiprocessing = SimpleNamespace(get_context=lambda how: context)  # type: ignore[attr-defined]
     handlers = SimpleNamespace(SIGINT=0, SIGTERM=0, SIG_IGN=0, signal=lambda *_: None)  # the main thread's
     worker.signal = handlers  # type: ignore[attr-defined]
     raise SystemExit(main())

@@ -13,9 +13,11 @@ import time
 
 import numpy as np
 
-from thermocline import _native, hardware, quant
+from thermocline import _native
+from thermocline.machine import hardware
+from thermocline.model import quant
+from thermocline.model.spec import ACTIVATIONS
 from thermocline.ops.cpu import CpuOps
-from thermocline.spec import ACTIVATIONS
 
 DIM = 4096
 

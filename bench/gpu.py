@@ -47,8 +47,8 @@ from gpu_run import Loaded, sync_cost, timeline, write_timeline
 from gpu_sides import Clock, Lost, Machine, Rival, Side, alternate, speeds
 from vs_llamacpp import HERE, commit
 
-from thermocline import __version__, gpu, hardware
-from thermocline.console import INTERRUPTED, Progress
+from thermocline import __version__
+from thermocline.cli.console import INTERRUPTED, Progress
 from thermocline.errors import (
     DeviceFailure,
     IOFailure,
@@ -57,6 +57,8 @@ from thermocline.errors import (
     Unsupported,
     UsageError,
 )
+from thermocline.machine import hardware
+from thermocline.session import gpu
 
 SPARE_BYTES = 4 << 30  # of RAM, for both runtimes
 PACE_GBS, START_S = 1.0, 30.0  # of what is written or loaded, at least; of an engine

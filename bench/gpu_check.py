@@ -17,18 +17,21 @@ import numpy as np
 import torch
 from plant_predictors import gate_of
 
-from thermocline import gpu_weights, quant, synth
-from thermocline.decoder import F32, FFN, Batch, FFNStats, Layer, Linear, Norm, Weights, bind, forward
-from thermocline.gpu import Gpu
-from thermocline.gpu_weights import LayerPlace, Places
-from thermocline.kv import BLOCK, KVCache, in_ram
+from thermocline.convert import synthetic
+from thermocline.engine.decoder import bind, forward
+from thermocline.engine.kv_cache import BLOCK, KVCache, in_ram
+from thermocline.model import quant
+from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device_sizes import Limits
 from thermocline.ops.gpu import GpuOps
-from thermocline.pack import Pack, read_tensor
-from thermocline.predictor import LayerPredictor, Predictors
-from thermocline.spec import ModelSpec
+from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Linear, Norm, Weights
+from thermocline.pack.pack import Pack, read_tensor
+from thermocline.pack.predictor import LayerPredictor, Predictors
+from thermocline.session import gpu_weights
+from thermocline.session.gpu import Gpu
+from thermocline.session.gpu_weights import LayerPlace, Places
 
 MAX_NMSE = 1e-4
 INT8_NMSE = 2e-4  # where the CPU has a part of a quantised model: it rounds activations to int8
@@ -220,7 +223,7 @@ def written(config: dict[str, Any], format: str, directory: Path) -> Pack:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     sparse = "silu" not in config.values()
-    model = synth.Model.of(str(directory), 0, 0.1 if sparse else None, 0.26, 32)
+    model = synthetic.Model.of(str(directory), 0, 0.1 if sparse else None, 0.26, 32)
     model.write(directory / "pack", format, overwrite=True)
     return Pack.open(directory / "pack")
 

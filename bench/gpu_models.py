@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from plant_predictors import SEED, hot_neurons, predictor_of, record, shifted
 
-from thermocline import gguf_out, plan_file, synth
-from thermocline.pack import Pack
-from thermocline.pack_writer import write_pack
-from thermocline.planted import Plan
-from thermocline.predictor import Predictors, named_for_active
-from thermocline.spec import ModelSpec
+from thermocline.convert import synthetic, to_gguf
+from thermocline.convert.synthetic_weights import Plan
+from thermocline.model.spec import ModelSpec
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import Predictors, named_for_active
+from thermocline.pack.writer import write_pack
+from thermocline.plan import plan_file
 
 LAYERS = 2  # on disk
 DEPTH = 10_000
@@ -45,15 +46,15 @@ class Shape:
         return f"{Path(self.name).name.removesuffix('.json')} {self.format}"
 
     def config(self) -> dict[str, Any]:
-        known = synth.shapes()
+        known = synthetic.shapes()
         found: dict[str, Any] = known.get(self.name) or json.loads(Path(self.name).read_text())
         if self.active is not None and found["model_type"] == "falcon":
             found = found | {"bias": True}  # behind a layer norm activity is planted in the gates' biases
         return found
 
     def spec(self) -> ModelSpec:
-        name = self.name if self.name in synth.shapes() else str(Path(self.name).resolve())
-        spec = synth.read_shape(name)[1]
+        name = self.name if self.name in synthetic.shapes() else str(Path(self.name).resolve())
+        spec = synthetic.read_shape(name)[1]
         relu = self.active is not None and not spec.sparse
         return replace(spec, activation="relu") if relu else spec
 
@@ -84,10 +85,10 @@ def written(shape: Shape, config: dict[str, Any], directory: Path, name: str) ->
     layers = config["num_hidden_layers"]
     few = config | {"num_hidden_layers": min(LAYERS, layers)}
     (where / "config.json").write_text(json.dumps(few))
-    model = synth.Model.of(str(where), 0, shape.active, shape.skew, rank_for(few), True)
+    model = synthetic.Model.of(str(where), 0, shape.active, shape.skew, rank_for(few), True)
     plan, key = model.plan, hashlib.blake2b(repr((shape, few)).encode(), digest_size=16).hexdigest()
     deep = replace(plan.spec, n_layers=DEPTH if plan.spec.sparse else layers)
-    source = synth.RandomWeights(Plan.of(deep, plan.seed, plan.planting, not plan.constant))
+    source = synthetic.RandomWeights(Plan.of(deep, plan.seed, plan.planting, not plan.constant))
     write_pack(
         where / "pack",
         plan.spec,
@@ -178,5 +179,5 @@ def write_gguf(model: Model, path: Path, layers: int) -> bool:
     if not own:
         shape = replace(model.shape, active=None)
         pack = written(shape, dense_twin(pack.spec), path.parent, "dense")
-    gguf_out.write_gguf(repeated(pack, layers), path, overwrite=True)
+    to_gguf.write_gguf(repeated(pack, layers), path, overwrite=True)
     return own

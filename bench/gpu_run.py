@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from gpu_models import Model
 
-from thermocline.bench import Script, random_tokens
-from thermocline.device import CPU_TASK, Span, StandIn
-from thermocline.engine import Engine
-from thermocline.gpu import Session
-from thermocline.request import Figures, Request, request_for
-from thermocline.sampler import SamplingParams
+from thermocline.engine.engine import Engine
+from thermocline.engine.request import Figures, Request, request_for
+from thermocline.engine.sampler import SamplingParams
+from thermocline.offline.bench import Script, random_tokens
+from thermocline.ops.device import CPU_TASK, Span, StandIn
+from thermocline.session.gpu import Session
 
 WARM = 3  # tokens: queued, recorded, replayed
 

@@ -22,10 +22,11 @@ from gpu_report import LLAMA, OURS, key_of
 from gpu_results import Results
 from vs_llamacpp import Driver
 
-from thermocline import gpu, hardware
-from thermocline.bench import random_tokens
 from thermocline.errors import DeviceFailure, OutOfBudget
-from thermocline.memory import GIB
+from thermocline.machine import hardware
+from thermocline.offline.bench import random_tokens
+from thermocline.plan.memory import GIB
+from thermocline.session import gpu
 
 SLACK_S = 20.0  # that llama.cpp may go on for when the time is over
 

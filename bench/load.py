@@ -15,12 +15,14 @@ import argparse
 import statistics
 import time
 
-from thermocline import _native, disk, weights
-from thermocline.pack import Pack
+from thermocline import _native
+from thermocline.machine import disk_speed
+from thermocline.pack.pack import Pack
+from thermocline.session import weights
 
 
 def disk_gbs(pack: Pack) -> float:
-    gbs, direct = disk.sequential_gbs(pack.weights_path, pack.weights_bytes)
+    gbs, direct = disk_speed.sequential_gbs(pack.weights_path, pack.weights_bytes)
     if not direct:
         print("direct reads are refused here: the page cache helps the disk's figure")
     return gbs

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thermocline.engine.kv_cache import bytes_for
 from thermocline.errors import OutOfBudget
-from thermocline.kv import bytes_for
-from thermocline.plan import Plan, plan
-from thermocline.plan_file import Curve, Subject, of_shape
-from thermocline.problem import Ask
-from thermocline.tiers import Kernel, Tiers, read_tiers
+from thermocline.machine.tiers import Kernel, Tiers, read_tiers
+from thermocline.plan.plan_file import Curve, Subject, of_shape
+from thermocline.plan.planner import Plan, plan
+from thermocline.plan.problem import Ask
 
 PCS = {"PC-High": "rtx4090-i9-13900k", "PC-Low": "rtx2080ti-i7-12700k"}
 CONTEXT = 640  # the paper's prompts and up to 512 tokens of answer

@@ -25,16 +25,17 @@ from typing import Any
 
 import numpy as np
 
-from thermocline import hardware, machine, plan_file
-from thermocline.activity import UNIT, Worker, count_passages
-from thermocline.bench import Bench, feed_of, tests_of
-from thermocline.corpus import CONTEXT, random_corpus
-from thermocline.hotness import profiled
-from thermocline.pack import Pack
-from thermocline.plan import plan
-from thermocline.problem import Ask
-from thermocline.profile import BUCKETS, Profile
-from thermocline.tiers import Cpu, Kernel, Tiers
+from thermocline.machine import hardware, this_machine
+from thermocline.machine.tiers import Cpu, Kernel, Tiers
+from thermocline.offline.activity import UNIT, Worker, count_passages
+from thermocline.offline.bench import Bench, feed_of, tests_of
+from thermocline.offline.corpus import CONTEXT, random_corpus
+from thermocline.pack.activity_profile import BUCKETS, Profile
+from thermocline.pack.pack import Pack
+from thermocline.plan import plan_file
+from thermocline.plan.hotness import profiled
+from thermocline.plan.planner import plan
+from thermocline.plan.problem import Ask
 
 OTHERS, UNSTEADY = 0.05, 1.15
 
@@ -103,10 +104,10 @@ class Subjects:
 def runs_of(x: Subjects, rounds: int, tokens: int, seconds: float) -> tuple[dict[str, list[Any]], int]:
     """(each mode's runs, how many were disturbed)"""
     test, weight_format = x.bench.tests[0], x.pack.weight_format
-    arena = machine.kernel_arena(hardware.cache_bytes() or machine.DEFAULT_CACHE_BYTES, 1 << 40)
+    arena = this_machine.kernel_arena(hardware.cache_bytes() or this_machine.DEFAULT_CACHE_BYTES, 1 << 40)
 
     def kernel() -> tuple[Kernel, float]:
-        found = machine.measure_kernels(test.threads, [weight_format], arena)[weight_format]
+        found = this_machine.measure_kernels(test.threads, [weight_format], arena)[weight_format]
         return found, hardware.read_gbs(test.threads, 0.2) or found.gbs
 
     runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in x.by_mode}

@@ -23,16 +23,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline import hardware, quant, store
-from thermocline.bench import random_tokens
-from thermocline.decoder import F32, FFNStats, bind
-from thermocline.evaluate import Reader
+from thermocline.convert.synthetic import TRUTH
+from thermocline.engine.decoder import bind
+from thermocline.machine import hardware
+from thermocline.model import quant
+from thermocline.offline.bench import random_tokens
+from thermocline.offline.evaluate import Reader
 from thermocline.ops import reference
-from thermocline.pack import Pack, read_tensor
-from thermocline.predictor import FILE, LayerPredictor, Predictors, scores, stored_bytes, write_predictors
-from thermocline.profile import BUCKETS, Profile, write_profile
-from thermocline.reorder import hottest_first, write_reordered
-from thermocline.synth import TRUTH
+from thermocline.ops.interface import F32, FFNStats
+from thermocline.pack.activity_profile import BUCKETS, Profile, write_profile
+from thermocline.pack.pack import Pack, read_tensor
+from thermocline.pack.predictor import (
+    FILE,
+    LayerPredictor,
+    Predictors,
+    scores,
+    stored_bytes,
+    write_predictors,
+)
+from thermocline.pack.reorder import hottest_first, write_reordered
+from thermocline.session import store
 
 SEED = 7
 COUNTED = 65536  # tokens that `intended` speaks of: as many as `thermocline profile` is advised to count

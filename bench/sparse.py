@@ -26,10 +26,10 @@ import numpy as np
 from build_llamacpp import PACKAGE, VERSION, build, build_driver, sh, source_tree
 from vs_llamacpp import HERE, Driver, commit, roof
 
-from thermocline import hardware
-from thermocline.bench import Test, random_tokens
-from thermocline.pack import Pack
-from thermocline.predictor import FILE
+from thermocline.machine import hardware
+from thermocline.offline.bench import Test, random_tokens
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import FILE
 
 MODES = ("off", "exact", "predict", "asked")
 LLAMA = "llama.cpp"

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from thermocline import hardware
-from thermocline.bench import Bench, Feed, Script, Test
-from thermocline.decoder import bind
-from thermocline.pack import Pack
-from thermocline.predictor import Predictors, open_predictors
-from thermocline.sampler import SamplingParams
-from thermocline.weights import with_predictors
+from thermocline.engine.decoder import bind
+from thermocline.engine.sampler import SamplingParams
+from thermocline.machine import hardware
+from thermocline.offline.bench import Bench, Feed, Script, Test
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import Predictors, open_predictors
+from thermocline.session.weights import with_predictors
 
 
 class Recorder(Script):

@@ -30,10 +30,11 @@ from typing import Any
 import numpy as np
 from build_llamacpp import PACKAGE, VERSION, build, build_driver, note, sh, source_tree
 
-from thermocline import __version__, hardware
-from thermocline.bench import ROOF_SECONDS, Test, random_tokens
-from thermocline.kv import bytes_for
-from thermocline.pack import Pack
+from thermocline import __version__
+from thermocline.engine.kv_cache import bytes_for
+from thermocline.machine import hardware
+from thermocline.offline.bench import ROOF_SECONDS, Test, random_tokens
+from thermocline.pack.pack import Pack
 
 HERE = Path(__file__).resolve().parent
 LOGITS_PROMPT, LOGITS_GEN = 64, 8

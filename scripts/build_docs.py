@@ -27,12 +27,13 @@ from typing import Any
 import markdown_links
 
 import thermocline
-from thermocline import cli, errors
-from thermocline.config import COMMANDS, OTHER_VARIABLES
+from thermocline import errors
+from thermocline.cli import main as cli
+from thermocline.cli.commands import COMMANDS, OTHER_VARIABLES
 from thermocline.options import Option, flag, options_of, switch, variable
-from thermocline.server import schema
-from thermocline.server.limits import Limits
-from thermocline.server.openapi import STATUSES, document
+from thermocline.server.api import schema
+from thermocline.server.api.openapi import STATUSES, document
+from thermocline.server.http.limits import Limits
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from thermocline import cli
+from thermocline.cli import main
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -55,7 +55,7 @@ def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_pack(tiny_hf: Path) -> Path:
     """The same, packed in f32."""
     path = tiny_hf.with_name("pack")
-    assert cli.main(["pack", str(tiny_hf), "-o", str(path), "--format", "f32", "-q"]) == 0
+    assert main.main(["pack", str(tiny_hf), "-o", str(path), "--format", "f32", "-q"]) == 0
     return path
 
 
@@ -72,7 +72,7 @@ def thermocline(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
 
     def run(*argv: str | Path) -> Ran:
         capsys.readouterr()
-        code = cli.main([str(a) for a in argv])
+        code = main.main([str(a) for a in argv])
         return Ran(code, *capsys.readouterr())
 
     return run

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from thermocline.errors import ThermoclineError
-from thermocline.server import http, listener
-from thermocline.server.limits import Limits
-from thermocline.server.posted import posted
-from thermocline.server.refusal import Refusal
+from thermocline.server.http import listener, server
+from thermocline.server.http.limits import Limits
+from thermocline.server.http.posted import posted
+from thermocline.server.http.refusal import Refusal
 
 PAGE = b"<!doctype html><title>dummy</title>"
 
@@ -110,7 +110,7 @@ def main(told: dict[str, Any]) -> int:
 
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
         log = trouble if told.pop("log", False) else None
-        http.run(Dummy(), opened, limits=limits, keys=keys, log=log, trouble=trouble, **told)
+        server.run(Dummy(), opened, limits=limits, keys=keys, log=log, trouble=trouble, **told)
     except ThermoclineError as e:
         print(f"thermocline: {e}", file=sys.stderr)
         return e.exit_code

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from thermocline import cuda, hardware, ops
-from thermocline.ops import torch_kernels
+from thermocline import ops
+from thermocline.machine import hardware
+from thermocline.ops import cuda, torch_kernels
 
 GIB = 2**30
 NAME = "NVIDIA Pretended"

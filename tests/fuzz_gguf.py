@@ -20,7 +20,7 @@ import numpy as np
 from gguf_files import File, originals
 
 from thermocline.errors import ThermoclineError
-from thermocline.gguf_header import TYPES, Header, parse_header
+from thermocline.files.gguf_header import TYPES, Header, parse_header
 
 MAX_SECONDS, MAX_GROWTH = 1.0, 64 << 20  # for one mutant, for all
 EDGES = [0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 32, 33, 64, 255, 256, 65535, 65536]

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from thermocline import quant
-from thermocline.decoder import F32, I32, Batch, Heads
-from thermocline.kv import KVLayer
+from thermocline.model import quant
 from thermocline.ops import reference
 from thermocline.ops.device_rows import Rows, Scratch
 from thermocline.ops.device_sizes import Sizes
+from thermocline.ops.interface import F32, I32, Batch, Heads, KVLayer
 
 SIZES = Sizes(tokens=130, dim=320, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
 

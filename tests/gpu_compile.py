@@ -21,11 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from thermocline import quant
-from thermocline.decoder import Heads
+from thermocline.model import quant
 from thermocline.ops import triton_kernels as ops
 from thermocline.ops.device_rows import SIGNS, Rows, Scratch
 from thermocline.ops.device_sizes import Sizes
+from thermocline.ops.interface import Heads
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.uint8: "*u8"}
 DIM, NEURONS, HEADS, KV, HEAD, PAGES = 4096, 11008, 32, 8, 128, 256

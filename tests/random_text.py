@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thermocline.tokenizer import Detokenizer, Tokenizer
+from thermocline.text.tokenizer import Detokenizer, Tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TOKENIZERS = DATA / "tokenizers"
@@ -99,7 +99,7 @@ def sentencepiece(path: str, home: Path) -> Original:
     """Our tokenizer.json of a model, beside Google's library on the model itself."""
     from sentencepiece import SentencePieceProcessor
 
-    from thermocline.tokenizer_convert import from_sentencepiece
+    from thermocline.convert.tokenizers import from_sentencepiece
 
     (home / "tokenizer.json").write_bytes(from_sentencepiece(TOKENIZERS / path))
     theirs = SentencePieceProcessor(model_file=str(TOKENIZERS / path))

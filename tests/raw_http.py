@@ -18,8 +18,8 @@ from typing import Any
 
 from dummy_app import Dummy
 
-from thermocline.server import http, listener
-from thermocline.server.limits import Limits
+from thermocline.server.http import listener, server
+from thermocline.server.http.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Running:
     port: int
     log: list[str]
     trouble: list[str]
-    servers: list[http.Server]
+    servers: list[server.Server]
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port))
@@ -91,7 +91,7 @@ def serving(limits: Limits | None = None, **options: Any) -> Iterator[Running]:
     running = Running(Dummy(), opened.port, [], [], [])
     about = {"log": running.log.append, "trouble": running.trouble.append, "started": running.servers.append}
     thread = threading.Thread(
-        target=http.run,
+        target=server.run,
         args=(running.app, opened),
         kwargs={"limits": limits or Limits(limit_grace_s=0), **about, **options},
     )

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "../csrc/model_ops.h"
-#include "../csrc/store.h"
+#include "engine/model_ops.h"
+#include "storage/store.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 
 As a pytest plugin it takes the native module's place, so that any test of the core runs on that core:
 `REMOTE_CORE="qemu-aarch64 core" pytest -p remote_native tests/test_kernels.py`. REMOTE_LEVELS: only these
-instruction sets. What csrc/bindings.cpp does (checking arguments) it does not.
+instruction sets. What csrc/bindings/bindings.cpp does (checking arguments) it does not.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Step(Part):
         sequence: NDArray[np.int32],
         table: NDArray[np.int32],
         block: int,
-        window: int,  # csrc/bindings.cpp holds the heads to it
+        window: int,  # csrc/bindings/bindings.cpp holds the heads to it
         cos: F32 | None,
         sin: F32 | None,
     ) -> None:

@@ -11,17 +11,18 @@ from typing import Any
 
 from serving import TEMPLATE
 
+from thermocline.engine.request import Chunk, Figures
+from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import IOFailure
 from thermocline.llm import BUNDLED
-from thermocline.request import Chunk, Figures
-from thermocline.sampler import SamplingParams
-from thermocline.server import http, page
-from thermocline.server.app import Server, application
-from thermocline.server.limits import Limits
-from thermocline.server.listener import listen
-from thermocline.server.messages import Ended, Event, Failed, Opened, Token
-from thermocline.server.model import Model
-from thermocline.server.process import EngineProcess, Work
+from thermocline.server.api.app import Server, application
+from thermocline.server.api.model import Model
+from thermocline.server.http import server as http
+from thermocline.server.http.limits import Limits
+from thermocline.server.http.listener import listen
+from thermocline.server.page import assets
+from thermocline.server.process.engine_process import EngineProcess, Work
+from thermocline.server.process.messages import Ended, Event, Failed, Opened, Token
 
 FIGURES = Figures(3, 0, 5, 0.1, 30.0, 50.0, 0.05, 0.05, 1.0, 1000, "0")
 
@@ -114,7 +115,7 @@ def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> It
 
         await app(scope, receive, drip)
 
-    how = {"limits": Limits(), "keys": keys, "assets": page.PATHS, "slots": 4, "started": began.append}
+    how = {"limits": Limits(), "keys": keys, "assets": assets.PATHS, "slots": 4, "started": began.append}
     thread = threading.Thread(target=http.run, args=(dripping, listener), kwargs=how, name="scripted")
     thread.start()
     try:

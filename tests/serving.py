@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx2
 
-from thermocline.server import http
-from thermocline.server.limits import Limits
-from thermocline.server.listener import listen
+from thermocline.server.http import server as http
+from thermocline.server.http.limits import Limits
+from thermocline.server.http.listener import listen
 from thermocline.server.serve import serve
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the bundled model tells stories

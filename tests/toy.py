@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from thermocline.decoder import F32, FFN, Layer, Linear, Norm, Weights
-from thermocline.sampler import SamplingParams
-from thermocline.spec import ModelSpec
+from thermocline.engine.sampler import SamplingParams
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import F32, FFN, Layer, Linear, Norm, Weights
 
 VOCAB = 97
 EOS = 96

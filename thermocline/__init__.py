@@ -12,7 +12,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thermocline.constraint import Grammar as Grammar
+    from thermocline.engine.request import Chunk as Chunk
+    from thermocline.engine.request import Completion as Completion
+    from thermocline.engine.request import Figures as Figures
+    from thermocline.engine.sampler import SamplingParams as SamplingParams
+    from thermocline.engine.sampler import TokenLogprobs as TokenLogprobs
     from thermocline.errors import BadFile as BadFile
     from thermocline.errors import IOFailure as IOFailure
     from thermocline.errors import NumericalError as NumericalError
@@ -22,19 +26,15 @@ if TYPE_CHECKING:
     from thermocline.errors import UsageError as UsageError
     from thermocline.llm import LLM as LLM
     from thermocline.llm import Stream as Stream
-    from thermocline.request import Chunk as Chunk
-    from thermocline.request import Completion as Completion
-    from thermocline.request import Figures as Figures
-    from thermocline.sampler import SamplingParams as SamplingParams
-    from thermocline.sampler import TokenLogprobs as TokenLogprobs
+    from thermocline.text.grammar import Grammar as Grammar
 
 __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(("LLM", "Stream"), "llm"),
-    **dict.fromkeys(("Chunk", "Completion", "Figures"), "request"),
-    "Grammar": "constraint",
-    **dict.fromkeys(("SamplingParams", "TokenLogprobs"), "sampler"),
+    **dict.fromkeys(("Chunk", "Completion", "Figures"), "engine.request"),
+    "Grammar": "text.grammar",
+    **dict.fromkeys(("SamplingParams", "TokenLogprobs"), "engine.sampler"),
     **dict.fromkeys(
         (
             "BadFile",

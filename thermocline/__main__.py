@@ -2,6 +2,6 @@
 
 import sys
 
-from thermocline.cli import main
+from thermocline.cli.main import main
 
 sys.exit(main())

@@ -1,5 +1,5 @@
-"""csrc/bindings.cpp, typed. Arrays are C-contiguous and never converted: a wrong dtype or layout is a
-TypeError, a wrong shape or value a ValueError.
+"""csrc/bindings/bindings.cpp, typed. Arrays are C-contiguous and never converted: a wrong dtype or layout
+is a TypeError, a wrong shape or value a ValueError.
 """
 
 from typing import Any
@@ -147,7 +147,7 @@ class Predictor:
         cls, first: Matrix | None, second: Matrix, threshold: F32, hot: int, relu: bool
     ) -> Predictor: ...
 
-# The disk tier (csrc/slots.h).
+# The disk tier (csrc/storage/slots.h).
 
 STREAM_SLOTS: int  # of a pool, at its end: where prompts' records pass through
 NO_BUNDLE: int  # `DiskRows(disable=…)`: each record in two reads

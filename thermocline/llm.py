@@ -16,24 +16,32 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, overload
 
-from thermocline import hardware, store, weights
-from thermocline.chat_template import ChatTemplate, Message
-from thermocline.config import ACTIVATIONS, GENERATION_CONFIGS, SPARSITIES, SWITCHES, default_cache_dir
-from thermocline.constraint import Constraint
-from thermocline.engine import Engine
+from thermocline.convert.importer import resolve
+from thermocline.engine.engine import Engine
+from thermocline.engine.generation_config import recommended
+from thermocline.engine.request import Chunk, Completion, Request, request_for
+from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
-from thermocline.generation_config import recommended
-from thermocline.grammar import Grammars
-from thermocline.hub_fetch import locate
-from thermocline.importer import resolve
-from thermocline.memory import GIB
-from thermocline.pack import Pack
-from thermocline.predictor import Predictors, measured_on, predictors_for
-from thermocline.request import Chunk, Completion, Request, request_for
-from thermocline.sampler import SamplingParams
-from thermocline.store import Room, Store
-from thermocline.tokenizer import Tokenizer
-from thermocline.weights import LoadedWeights
+from thermocline.hub.download import locate
+from thermocline.machine import hardware
+from thermocline.pack import blocks
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import Predictors, measured_on, predictors_for
+from thermocline.plan.memory import GIB
+from thermocline.session import store
+from thermocline.session.options import (
+    ACTIVATIONS,
+    GENERATION_CONFIGS,
+    SPARSITIES,
+    SWITCHES,
+    default_cache_dir,
+)
+from thermocline.session.store import Room, Store
+from thermocline.session.weights import LoadedWeights
+from thermocline.text.chat_template import ChatTemplate, Message
+from thermocline.text.grammar import Constraint
+from thermocline.text.grammar_matcher import Grammars
+from thermocline.text.tokenizer import Tokenizer
 
 Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
 BUNDLED = Path(__file__).with_name("bundled")
@@ -176,7 +184,7 @@ class LLM:
         self.plan = None if self._room.gpu is None else self._room.gpu.plan  # what a GPU is given
         self.context, self.arrangement = self._room.context, self._room.arrangement
         self.memory_bytes = self._room.bytes  # all that this process takes at most
-        self.weights_bytes = weights.memory_bytes(self._pack, self._predictors)
+        self.weights_bytes = blocks.memory_bytes(self._pack, self._predictors)
         self.store: Store | None = None  # once loaded, where neurons come from disk
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()
@@ -471,7 +479,7 @@ def room_for(
             "GPU; leave one of them out"
         )
     if gpu != "off":
-        from thermocline import gpu as tier
+        from thermocline.session import gpu as tier
 
         divided = tier.chosen(
             gpu, vram, pack, sparsity=sparsity, context=at_least or context, max_batch=max_batch,

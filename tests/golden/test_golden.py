@@ -22,11 +22,14 @@ import numpy as np
 import pytest
 
 import thermocline
-from thermocline import LLM, SamplingParams, _native, arrange, cli, config, store
+from thermocline import LLM, SamplingParams, _native
+from thermocline.cli import commands, main
 from thermocline.errors import OutOfBudget
-from thermocline.pack import Pack
-from thermocline.predictor import LayerPredictor, write_predictors
-from thermocline.server.limits import Limits
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import LayerPredictor, write_predictors
+from thermocline.plan import disk_split
+from thermocline.server.http.limits import Limits
+from thermocline.session import store
 
 HERE = Path(__file__).parent
 RECORD = os.environ.get("GOLDEN") == "record"
@@ -73,7 +76,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path | No
     def pack(name: str) -> Path | None:
         if name not in made:
             source, out = golden_models.write(name, base / f"{name}-hf"), base / name
-            assert cli.main(["pack", str(source), "-o", str(out), "--format", "q8_0", "-q"]) == 0
+            assert main.main(["pack", str(source), "-o", str(out), "--format", "q8_0", "-q"]) == 0
             if name in golden_models.SPARSE:
                 opened = Pack.open(out)
                 write_predictors(opened, predictors(opened), {})
@@ -98,8 +101,8 @@ def predictors(pack: Pack) -> list[LayerPredictor]:
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read buffers for a real model would hold all neurons of these."""
-    monkeypatch.setattr(arrange, "BUFFER_BYTES", 4096)
-    for module in (arrange, store):
+    monkeypatch.setattr(disk_split, "BUFFER_BYTES", 4096)
+    for module in (disk_split, store):
         monkeypatch.setattr(module, "DEPTH", 32)
 
 
@@ -161,7 +164,7 @@ def test_a_plan_says_what_it_did(shape: str, thermocline: Callable[..., Any]) ->
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="each Python's argparse lays help out differently"
 )
-@pytest.mark.parametrize("command", ["", *config.COMMANDS])
+@pytest.mark.parametrize("command", ["", *commands.COMMANDS])
 def test_help_says_what_it_did(
     command: str, thermocline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +174,7 @@ def test_help_says_what_it_did(
 
 
 def test_the_api_is_described_as_it_was() -> None:
-    openapi = pytest.importorskip("thermocline.server.openapi", reason="needs the extra server")
+    openapi = pytest.importorskip("thermocline.server.api.openapi", reason="needs the extra server")
     found = openapi.document(False, Limits(), 512)
     agrees("openapi.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
 

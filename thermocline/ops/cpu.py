@@ -1,6 +1,6 @@
 """The ops, natively: the same functions as `ops.reference`, on matrices inside a weight arena.
 
-Owns output arrays and the translation of `ModelSpec` into integers; the work is in csrc/model_ops.cpp.
+Owns output arrays and the translation of `ModelSpec` into integers; the work is in csrc/engine/model_ops.cpp.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from thermocline import _native
-from thermocline.decoder import F32, FFN, I32, SPARSITIES, Batch, FFNStats, Heads, Layer, Norm
 from thermocline.errors import BadFile, IOFailure
-from thermocline.kv import KVLayer
-from thermocline.spec import ACTIVATIONS, ModelSpec
+from thermocline.model.spec import ACTIVATIONS, ModelSpec
+from thermocline.ops.interface import F32, FFN, I32, SPARSITIES, Batch, FFNStats, Heads, KVLayer, Layer, Norm
 
 Matrix = _native.Matrix
 FIRST = np.zeros(1, np.int32)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.decoder import F32, FFN, Heads, Layer, Norm
-from thermocline.device import Device
+from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
+from thermocline.ops.device import Device
 from thermocline.ops.device_rows import Rows, joined
-from thermocline.spec import ModelSpec
+from thermocline.ops.interface import F32, FFN, Heads, Layer, Norm
 
 Vector = Tensor | None
 

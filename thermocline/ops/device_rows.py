@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from thermocline.model.quant import row_bytes
 from thermocline.ops.device_sizes import Sizes
-from thermocline.quant import row_bytes
 
 SIGNS = "signs"  # the format of a predictor's bits: bit c % 8 of byte c / 8 is column c
 

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.decoder import F32, FEW, I32, SPARSITIES, Batch, FFNStats, Heads, Layer
-from thermocline.device import Device
-from thermocline.kv import KVLayer
+from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps, disk_error
+from thermocline.ops.device import Device
 from thermocline.ops.device_layers import (
     Binder,
     DeviceAttention,
@@ -36,7 +35,7 @@ from thermocline.ops.device_layers import (
 )
 from thermocline.ops.device_rows import Rows, Scratch
 from thermocline.ops.device_sizes import STREAMS, Buffer, Limits, buffers
-from thermocline.spec import ModelSpec
+from thermocline.ops.interface import F32, FEW, I32, SPARSITIES, Batch, FFNStats, Heads, KVLayer, Layer
 
 RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
 

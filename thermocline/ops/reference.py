@@ -5,15 +5,14 @@ A matrix here is a float32 array [rows, cols] (decode a stored one with `quant.d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from thermocline.decoder import F32, FEW, FFN, I32, Batch, FFNStats, Heads, Layer, Norm
-from thermocline.kv import KVLayer
-from thermocline.spec import ModelSpec
+from thermocline.model.activations import activate, route
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import F32, FEW, FFN, I32, Batch, FFNStats, Heads, KVLayer, Layer, Norm
 
 
 def embed(table: F32, ids: I32) -> F32:
@@ -104,31 +103,6 @@ def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
     return out.reshape(t, -1)
 
 
-_erf = np.frompyfunc(math.erf, 1, 1)
-
-
-def activate(g: F32, kind: str, threshold: float) -> F32:
-    """The gate's activation, elementwise."""
-    y: F32
-    match kind:
-        case "silu":
-            y = g / (1 + np.exp(-g))
-        case "gelu":
-            y = (0.5 * g * (1 + _erf(g / math.sqrt(2)).astype(np.float32))).astype(np.float32)
-        case "gelu_tanh":
-            cubed = g + np.float32(0.044715) * g**3
-            y = 0.5 * g * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * cubed))
-        case "relu":
-            y = np.where(g <= 0, np.float32(0), g)  # a NaN stays one: a damaged model must show
-        case "fatrelu":  # ProSparse (arXiv 2402.13516): the value passes unchanged above the threshold
-            y = np.where(g <= threshold, np.float32(0), g)
-        case "relu2":  # squared ReLU (arXiv 2109.08668)
-            y = np.where(g <= 0, np.float32(0), g * g)
-        case _:
-            raise ValueError(kind)
-    return y
-
-
 class Bound(NamedTuple):
     """A layer as the natively bound ones are: with all that the spec says of it."""
 
@@ -199,19 +173,6 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
         after = stats.active, stats.rows, stats.predicted
         stats.layers += (b - a for a, b in zip(before, after, strict=True))
     _join(x, y, spec, layer.ffn_post_norm)
-
-
-def route(logits: F32, active: int) -> F32:
-    """[tokens, n_experts] -> the same: of each token's `active` largest logits the softmax, else 0.
-
-    Of equals the first; a NaN is larger than all, so that it shows.
-    """
-    out = np.zeros_like(logits)
-    for row, weights in zip(logits, out, strict=True):
-        chosen = np.lexsort((-row, ~np.isnan(row)))[:active]
-        p = np.exp(row[chosen] - row[chosen[0]])
-        weights[chosen] = p / p.sum()
-    return out
 
 
 def _mixture(bound: Bound, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from thermocline.decoder import Heads
 from thermocline.ops.device_rows import SIGNS, Rows, Scratch
+from thermocline.ops.interface import Heads
 
 Tensor = torch.Tensor
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

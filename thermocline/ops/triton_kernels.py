@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thermocline.decoder import Heads
 from thermocline.ops import triton_rows, triton_tokens
 from thermocline.ops.device_rows import SIGNS, Rows, Scratch
 from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
+from thermocline.ops.interface import Heads
 
 Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread

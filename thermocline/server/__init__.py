@@ -1,1 +1,1 @@
-"""`thermocline serve`: limits, the socket, who may reach the application, and the application."""
+"""`thermocline serve`: OpenAI's API and llama.cpp's over one engine, in two processes."""

@@ -10,16 +10,17 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
-from thermocline.generation_config import completed
-from thermocline.sampler import SamplingParams
-from thermocline.server import http, page
-from thermocline.server.app import Server, application
-from thermocline.server.limits import Limits
-from thermocline.server.listener import Listener
-from thermocline.server.messages import Opened
-from thermocline.server.model import Model
-from thermocline.server.posted import return_memory
-from thermocline.server.process import EngineProcess
+from thermocline.engine.generation_config import completed
+from thermocline.engine.sampler import SamplingParams
+from thermocline.server.api.app import Server, application
+from thermocline.server.api.model import Model
+from thermocline.server.http import server as http
+from thermocline.server.http.limits import Limits
+from thermocline.server.http.listener import Listener
+from thermocline.server.http.posted import return_memory
+from thermocline.server.page import assets
+from thermocline.server.process.engine_process import EngineProcess
+from thermocline.server.process.messages import Opened
 
 STOP_S = 0.3  # for the engine to end by itself: then its process is ended
 
@@ -90,7 +91,7 @@ def serve(
             keys=keys,
             hosts=hosts,
             origins=origins,
-            assets=page.PATHS,
+            assets=assets.PATHS,
             slots=options.get("max_batch", 8),
             methods=server.methods,
             log=log,

@@ -1,0 +1,111 @@
+// What the files that talk to Python share: arrays, checks, and the parts of a layer as Python holds them.
+#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "engine/model_ops.h"
+#include "storage/store.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using tc::Arena;
+using tc::Context;
+using tc::DiskRows;
+using tc::Matrix;
+
+template <class T, int N>
+using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using F1 = Array<const float, 1>;
+using F2 = Array<const float, 2>;
+using MutF2 = Array<float, 2>;
+using I1 = Array<const int32_t, 1>;
+using I2 = Array<const int32_t, 2>;
+using Half4 = nb::ndarray<nb::ndim<4>, nb::c_contig, nb::device::cpu>;  // f16: checked where it is used
+
+inline void check(bool ok, const char* what) {
+    if (!ok) throw nb::value_error(what);
+}
+inline const float* optional_vector(const std::optional<F1>& v, size_t n, const char* what) {
+    if (!v) return nullptr;
+    check(v->shape(0) == n, what);
+    return v->data();
+}
+
+// Parts of a layer as Python holds them: validated when made, with the arrays they point into (matrices are kept alive
+// by nb::keep_alive). Calls then have little left to check.
+struct Norm {
+    tc::Norm norm;
+    F1 weight;
+    std::optional<F1> bias;
+};
+struct Linear {
+    tc::Linear linear;
+    std::optional<F1> bias;
+};
+struct Heads {
+    tc::Heads heads;
+    std::optional<F1> q_norm, k_norm;
+};
+struct Join {
+    tc::Join join;
+    std::optional<Norm> norm;
+};
+struct Attention {
+    tc::Attention layer;
+    std::optional<Norm> norm, sub_norm;
+    Linear qkv, out;
+    Heads heads;
+    Join join;
+};
+struct Predictor {
+    tc::Predictor predictor;
+    F1 threshold;
+};
+struct FFN {
+    tc::FFN layer;
+    std::optional<Norm> norm, sub_norm;
+    Linear gate;
+    std::optional<F1> down_bias;
+    Join join;
+    std::optional<Predictor> predictor;
+    std::optional<F1> gate_bias;
+    size_t dim() const { return layer.gate.weight.cols; }
+};
+struct Mixture {
+    tc::Mixture layer;
+    std::optional<Norm> norm;
+    Join join;
+    size_t dim() const { return layer.router.cols; }
+};
+struct Step {
+    tc::Step step;
+    I1 positions, sequence;
+    I2 table;
+    std::optional<F2> cos, sin;
+    size_t pages;   // one more than the largest page of the table that a token reads or writes
+    size_t window;  // of heads that it is for: they touch no page before it. 0: any heads
+};
+
+// That the pages fit these heads and hold what the step's tables name.
+inline void check_pages(const tc::Heads& heads, const Step& s, const Half4& k, const Half4& v) {
+    const size_t block = s.step.block, pages = k.shape(0);
+    check(k.shape(1) == heads.n_kv && k.shape(2) == heads.dim && k.shape(3) == block, "k cache has the wrong shape");
+    check(v.shape(0) == pages && v.shape(1) == heads.n_kv && v.shape(2) == block && v.shape(3) == heads.dim, "k and v cache differ in shape");
+    const nb::dlpack::dtype f16 = {uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
+    if (k.dtype() != f16 || v.dtype() != f16) throw nb::type_error("the kv cache must be f16");
+    check(!s.window || (heads.window && heads.window <= s.window), "the heads look further back than the step's pages");
+    check(s.pages <= pages, "block table names a page that does not exist");
+    check(s.step.rotary <= heads.dim, "cos is wider than a head");
+}
+
+inline void check_rows(const MutF2& x, const F2& h, size_t dim) {
+    check(x.shape(1) == dim, "x has the wrong width");
+    check(h.shape(0) == x.shape(0) && h.shape(1) == dim, "h and x differ in shape");
+}

@@ -1,0 +1,222 @@
+"""Every option of the spec: it changes the logits, natively as in the reference, on every instruction set.
+
+A model with all kinds of tensors is random; `flips` says for each field of `ModelSpec` what else it may be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from thermocline import _native
+from thermocline.engine.decoder import bind, for_context, forward
+from thermocline.engine.kv_cache import KVCache, blocks_for
+from thermocline.model import quant
+from thermocline.model.spec import ModelSpec, RopeScaling
+from thermocline.ops import reference
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Linear, Norm, Weights
+
+ISAS = _native.isa_levels()
+TOKENS = 40
+SPEC = ModelSpec(
+    architecture="test",
+    dim=64,
+    ffn_dim=288,  # more than a chunk of neurons
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    vocab_size=37,
+    max_context=64,
+    norm="rms",
+    norm_eps=1e-5,
+    activation="relu",
+)
+YARN = RopeScaling(kind="yarn", factor=4.0, original_context=64, attention_factor=1.2, beta_fast=2.0)
+LONG = RopeScaling(kind="longrope", original_context=64, short_factors=(1.5,) * 8, long_factors=(3.0,) * 8)
+LLAMA3 = RopeScaling(4.0, 1.0, 4.0, 16)
+WINDOW = replace(SPEC, sliding_window=9)
+# field -> (a spec, what the field may be instead)
+FLIPS: dict[str, tuple[ModelSpec, Any]] = {
+    "norm": (SPEC, "layer"),
+    "norm_eps": (SPEC, 0.5),
+    "activation": (SPEC, "relu2"),
+    "activation_threshold": (replace(SPEC, activation="fatrelu"), 0.4),
+    "up_activation": (SPEC, "relu"),
+    "gated": (SPEC, False),
+    "position": (SPEC, "learned"),
+    "rope_theta": (SPEC, 100.0),
+    "rope_scaling": (SPEC, YARN),
+    "sliding_window": (SPEC, 9),
+    "tied_head": (SPEC, True),
+    "norm_order": (SPEC, "sandwich"),
+    "final_norm": (SPEC, False),
+    "parallel": (SPEC, True),
+    "embed_dim": (SPEC, 32),
+    "embed_scale": (SPEC, 3.0),
+    "residual_scale": (SPEC, 0.3),
+    "logit_scale": (SPEC, 0.3),
+    "logit_softcap": (SPEC, 2.0),
+    "attention_scale": (SPEC, 0.6),
+    "attention_softcap": (SPEC, 0.7),
+    "qk_norm": (SPEC, True),
+    "sub_norms": (SPEC, True),
+    "rotary_dim": (SPEC, 8),
+    "window_layers": (WINDOW, (1,)),
+    "local_rope_theta": (WINDOW, 50.0),
+}
+MORE = {
+    "post": (SPEC, replace(SPEC, norm_order="post")),
+    "sub_norms, dense": (replace(SPEC, activation="silu"), replace(SPEC, activation="silu", sub_norms=True)),
+    "sub_norms, ungated": (replace(SPEC, gated=False), replace(SPEC, gated=False, sub_norms=True)),
+    "sub_norms, dReLU": (SPEC, replace(SPEC, up_activation="relu", sub_norms=True)),
+    "linear": (SPEC, replace(SPEC, rope_scaling=RopeScaling(kind="linear", factor=3.0))),
+    "longrope": (SPEC, replace(SPEC, rope_scaling=LONG)),
+    "longrope, long": (SPEC, for_context(replace(SPEC, rope_scaling=LONG), 65)),
+    "all at once": (
+        SPEC,
+        replace(
+            WINDOW, qk_norm=True, norm_order="sandwich", attention_softcap=1.0, rotary_dim=8, sub_norms=True
+        ),
+    ),
+}
+PAIRS = {**{k: (s, replace(s, **{k: v})) for k, (s, v) in FLIPS.items()}, **MORE}
+SIZES = {"dim", "ffn_dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_context"}
+ELSEWHERE = {"architecture", "bos_id", "eos_ids"}  # a label; what requests begin and end with
+EXPERTS = {"n_experts", "n_experts_active"}
+
+
+def random_weights(spec: ModelSpec) -> Weights:
+    """The same numbers for the same tensor, whatever the options."""
+
+    def values(name: str, *shape: int) -> F32:
+        out: F32 = np.random.default_rng([*name.encode()]).standard_normal(shape, dtype=np.float32)
+        return out
+
+    def matrix(name: str, rows: int, cols: int) -> F32:
+        return values(name, rows, cols) * np.float32(1 / np.sqrt(cols))
+
+    def norm(name: str, size: int = spec.dim) -> Norm:
+        weight = 1 + np.float32(0.2) * values(name, size)
+        return Norm(weight, values(name + "b", size) if spec.norm == "layer" else None)
+
+    def layer(i: int) -> Layer:
+        a, s = f"{i}.", spec
+        sandwich, d, f, q = s.norm_order == "sandwich", s.dim, s.ffn_dim, s.n_heads * s.head_dim
+        down = matrix(a + "down", f, d) * np.float32(0.5)
+        return Layer(
+            attn_norm=norm(a + "an"),
+            qkv=Linear(matrix(a + "qkv", s.qkv_rows, d), None),
+            attn_out=Linear(matrix(a + "out", d, q), values(a + "ob", d)),
+            ffn_norm=norm(a + "fn"),
+            experts=(
+                FFN(
+                    gate=Linear(matrix(a + "gate", f, d), None),
+                    up=matrix(a + "up", f, d) if s.gated else None,
+                    down=down if s.sparse else np.ascontiguousarray(down.T),
+                    down_bias=values(a + "db", d),
+                    bundles=s.sparse,
+                ),
+            ),
+            q_norm=norm(a + "qn", s.head_dim).weight if s.qk_norm else None,
+            k_norm=norm(a + "kn", s.head_dim).weight if s.qk_norm else None,
+            attn_sub_norm=norm(a + "as", q) if s.sub_norms else None,
+            ffn_sub_norm=norm(a + "fs", f) if s.sub_norms else None,
+            attn_post_norm=norm(a + "ap") if sandwich else None,
+            ffn_post_norm=norm(a + "fp") if sandwich else None,
+        )
+
+    width = spec.embed_dim or spec.dim
+    embed = values("embed", spec.vocab_size, width)
+    return Weights(
+        embed=embed,
+        pos_embed=values("pos", spec.max_context, spec.dim) if spec.position == "learned" else None,
+        layers=tuple(layer(i) for i in range(spec.n_layers)),
+        out_norm=norm("on") if spec.final_norm else None,
+        head=Linear(embed if spec.tied_head else matrix("head", spec.vocab_size, width), None),
+        project_in=matrix("pi", spec.dim, width) if spec.embed_dim else None,
+        project_out=matrix("po", width, spec.dim) if spec.embed_dim else None,
+    )
+
+
+def natively(part: Any) -> Any:
+    """Every matrix as a native one."""
+    if isinstance(part, np.ndarray) and part.ndim == 2:
+        arena = _native.Arena(part.nbytes)
+        arena.write(0, np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        return _native.Matrix(arena, 0, quant.FORMATS["f32"].id, *part.shape, 4 * part.shape[1])
+    if isinstance(part, tuple):
+        return tuple(map(natively, part))
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return type(part)(*(natively(getattr(part, f.name)) for f in dataclasses.fields(part)))
+    return part
+
+
+def logits(
+    spec: ModelSpec, weights: Weights, ops: Any, chunk: int = TOKENS, *, sparsity: str = "exact"
+) -> F32:
+    ids = np.random.default_rng(1).integers(0, spec.vocab_size, TOKENS).astype(np.int32)
+    model, kv, out = bind(spec, weights, ops), KVCache(spec, blocks_for(TOKENS)), []
+    table = np.arange(blocks_for(TOKENS), dtype=np.int32)[None]
+    for start in range(0, TOKENS, chunk):
+        at = np.arange(start, min(TOKENS, start + chunk), dtype=np.int32)
+        rows = np.arange(len(at), dtype=np.int32)
+        batch = Batch(ids[at], at, np.zeros_like(rows), table, rows)
+        out.append(forward(model, kv, batch, ops, sparsity=sparsity, stats=FFNStats()))
+    return np.concatenate(out)
+
+
+def nmse(y: F32, truth: F32) -> float:
+    return float(((y.astype(np.float64) - truth) ** 2).sum() / (truth.astype(np.float64) ** 2).sum())
+
+
+def test_every_field_is_flipped_or_tested_elsewhere() -> None:
+    fields = {f.name for f in dataclasses.fields(ModelSpec)}
+    assert set(FLIPS) == fields - SIZES - ELSEWHERE - EXPERTS
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_option_changes_the_logits(name: str) -> None:
+    before, after = (logits(s, random_weights(s), reference) for s in PAIRS[name])
+    assert nmse(after, before) > 1e-4
+
+
+@pytest.mark.parametrize("field", ["factor", "low_freq_factor", "high_freq_factor", "original_context"])
+def test_a_field_of_llama_3s_scaling_changes_the_logits(field: str) -> None:
+    assert_scaling_changes(LLAMA3, field, {"low_freq_factor": 2.0, "high_freq_factor": 8.0}.get(field, 7))
+
+
+@pytest.mark.parametrize(
+    "field", ["factor", "original_context", "attention_factor", "beta_fast", "beta_slow", "truncate"]
+)
+def test_a_field_of_yarns_scaling_changes_the_logits(field: str) -> None:
+    assert_scaling_changes(
+        YARN, field, {"truncate": False, "beta_slow": 0.1, "beta_fast": 1.5}.get(field, 3.0)
+    )
+
+
+def assert_scaling_changes(scaling: RopeScaling, field: str, value: Any) -> None:
+    specs = (
+        replace(SPEC, rope_theta=100.0, rope_scaling=s) for s in (scaling, replace(scaling, **{field: value}))
+    )
+    before, after = (logits(s, random_weights(s), reference) for s in specs)
+    assert nmse(after, before) > 1e-7
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_option_is_native_and_changes_no_invariant(name: str, isa: str) -> None:
+    """Equal to the reference; the same bits for chunks, threads, and without skipping."""
+    spec = PAIRS[name][1]
+    weights = random_weights(spec)
+    native = natively(weights)
+    y = logits(spec, native, CpuOps(1, isa))
+    assert nmse(y, logits(spec, weights, reference)) <= 1e-6
+    for threads, chunk, sparsity in ((3, 1, "exact"), (2, 3, "off"), (1, 7, "off"), (2, TOKENS, "off")):
+        again = logits(spec, native, CpuOps(threads, isa), chunk, sparsity=sparsity)
+        assert np.array_equal(again, y), (threads, chunk, sparsity)

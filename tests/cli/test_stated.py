@@ -1,0 +1,68 @@
+"""README and CONTRIBUTING name what there is: options, parameters, files; the version stands once."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from thermocline import LLM
+from thermocline.cli import commands as config
+from thermocline.cli import main
+from thermocline.session.options import SPARSITIES
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_and_help_name_every_parameter_of_llm() -> None:
+    section = README.split("\n## Python\n")[1].split("\n## ")[0]
+    for name in list(inspect.signature(LLM.__init__).parameters)[2:]:  # besides self, and the model itself
+        assert f"`{name}`" in section, name
+        assert re.search(rf"^{name} +\S", inspect.getdoc(LLM) or "", re.MULTILINE), name
+
+
+def test_the_readme_names_every_way_to_skip() -> None:
+    assert "`--sparsity " + "\\|".join(SPARSITIES) + "`" in README
+
+
+def test_contributing_names_files_that_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {n for n in re.findall(r"`([\w./]+\.(?:py|inl|h|cpp|txt|md))`", text) if "X" not in n}
+    assert "kernels.inl" in named
+    there = {
+        str(f.relative_to(ROOT))
+        for top in ("thermocline", "csrc", "tests", "bench")
+        for f in (ROOT / top).rglob("*")
+    }
+    there |= {f.name for f in ROOT.iterdir()}
+    for name in named:
+        assert any(f == name or f.endswith(f"/{name}") for f in there), name
+
+
+@pytest.mark.parametrize("command", config.COMMANDS)
+def test_help_lists_a_flag_once(command: str) -> None:
+    (commands,) = (a for a in main.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for action in commands.choices[command]._actions:
+        assert len(set(action.option_strings)) == len(action.option_strings), action.option_strings
+
+
+def test_the_version_stands_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    source = project["tool"]["scikit-build"]["metadata"]["version"]["input"]
+    written = re.findall(
+        r'^__version__ = "[0-9.]+"$', (ROOT / source).read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(written) == 1
+
+
+def test_no_gpu_is_used_unasked() -> None:
+    """No card has run its kernels yet: answers must not depend on one that happens to be there."""
+    assert inspect.signature(LLM.__init__).parameters["gpu"].default == "off"
+    for options in (config.RunOptions, config.ChatOptions, config.ServeOptions, config.BenchOptions):
+        assert options.__dataclass_fields__["gpu"].default == "off"

@@ -1,0 +1,196 @@
+"""GGUF files: the pack's own blocks under llama.cpp's names, in its order, read back with its own package."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_synth
+
+from thermocline.convert import to_gguf
+from thermocline.errors import Unsupported, UsageError
+from thermocline.files.bounded import read_at
+from thermocline.model import quant
+from thermocline.pack.pack import Pack
+
+gguf = pytest.importorskip("gguf")
+Run = Callable[..., Any]
+# GGUF's name -> ours, but for q, k and v.
+NAMES = {"attn_output": "attn_out", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down"}
+
+
+def rows_of(pack: Pack, name: str) -> Any:
+    t = pack.tensors[name]
+    with open(pack.weights_path, "rb") as f:
+        data = read_at(f.fileno(), t.offset, t.bytes, pack.weights_path)
+    return data.reshape(-1, t.stride)
+
+
+def expected(pack: Pack, name: str) -> Any:
+    """Our rows for a tensor of the GGUF, in its order of rows."""
+    s = pack.spec
+    if not name.startswith("blk."):
+        ours = {"token_embd": "embed", "output": "head", "output_norm": "out_norm"}[name.split(".")[0]]
+        return rows_of(pack, f"{ours}.weight")
+    _, layer, part, _ = name.split(".")
+    if part not in ("attn_q", "attn_k", "attn_v"):
+        return rows_of(pack, f"layers.{layer}.{NAMES.get(part, part)}.weight")
+    q, k = s.n_heads * s.head_dim, s.n_kv_heads * s.head_dim
+    rows = rows_of(pack, f"layers.{layer}.qkv.weight")
+    if part == "attn_v":
+        return rows[q + k :]
+    mine = rows[:q] if part == "attn_q" else rows[q : q + k]
+    # what llama.cpp's RoPE takes for elements 2i and 2i + 1 of a head are our elements i and i + head_dim/2
+    half = s.head_dim // 2
+    order = [
+        h * s.head_dim + i + j * half
+        for h in range(len(mine) // s.head_dim)
+        for i in range(half)
+        for j in (0, 1)
+    ]
+    return mine[order]
+
+
+def written(tmp_path: Path, format: str, shape: str = "llama-2-7b", **changes: Any) -> tuple[Pack, Any]:
+    pack = test_synth.make(tmp_path, shape, format, **changes)
+    to_gguf.write_gguf(pack, tmp_path / "m.gguf")
+    return pack, gguf.GGUFReader(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("format", list(quant.FORMATS))
+def test_a_gguf_holds_the_packs_blocks(format: str, tmp_path: Path) -> None:
+    pack, read = written(tmp_path, format)
+    assert len(read.tensors) == 3 + pack.spec.n_layers * 9
+    for t in read.tensors:
+        ours = expected(pack, t.name)
+        kind = format if "norm" not in t.name else "f32"
+        assert t.tensor_type.name == kind.upper()
+        data = np.ascontiguousarray(t.data).view(np.uint8).reshape(len(ours), -1)
+        assert np.array_equal(data, quant.to_gguf(kind, ours)), t.name
+        theirs = gguf.quants.dequantize(t.data, t.tensor_type)
+        columns = int(t.shape[0])  # GGUF says the innermost first
+        assert np.array_equal(theirs.reshape(len(ours), -1), quant.decode(kind, ours, columns)), t.name
+
+
+def test_a_tied_head_and_a_window_are_said_llama_cpps_way(tmp_path: Path) -> None:
+    _, read = written(tmp_path, "q8_0", "mistral-7b", tie_word_embeddings=True, sliding_window=128)
+    assert "output.weight" not in {t.name for t in read.tensors}
+    assert value(read, "llama.context_length") == 128
+
+
+def value(read: Any, key: str) -> Any:
+    return read.fields[key].contents()
+
+
+def test_the_header_says_the_model(tmp_path: Path) -> None:
+    pack, read = written(tmp_path, "q4_0", rms_norm_eps=1e-6, rope_theta=5e5, head_dim=32)
+    s = pack.spec
+    facts = {
+        "general.architecture": "llama",
+        "general.file_type": 2,
+        "tokenizer.ggml.model": "none",
+        "llama.vocab_size": s.vocab_size,
+        "llama.context_length": s.max_context,
+        "llama.embedding_length": s.dim,
+        "llama.feed_forward_length": s.ffn_dim,
+        "llama.block_count": s.n_layers,
+        "llama.attention.head_count": s.n_heads,
+        "llama.attention.head_count_kv": s.n_kv_heads,
+        "llama.attention.key_length": 32,
+        "llama.attention.value_length": 32,
+        "llama.rope.dimension_count": 32,
+        "llama.rope.freq_base": 5e5,
+        "llama.attention.layer_norm_rms_epsilon": pytest.approx(1e-6),
+    }
+    assert {k: value(read, k) for k in facts} == facts
+
+
+def test_writing_takes_little_memory(tmp_path: Path) -> None:
+    pack = test_synth.make(tmp_path, "llama-2-7b", "q8_0", vocab_size=1 << 17, num_hidden_layers=1)
+    tracemalloc.start()
+    to_gguf.write_gguf(pack, tmp_path / "m.gguf")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "m.gguf").stat().st_size > 70e6
+    assert peak < 24 << 20
+
+
+def test_the_command_writes_both(tmp_path: Path, thermocline: Run) -> None:
+    shape = test_synth.config_file(tmp_path, "llama-2-7b")
+    argv = ["synth", shape, "-o", tmp_path / "pack", "--gguf", tmp_path / "m.gguf"]
+    ran = thermocline(*argv)
+    assert ran.code == 0 and "m.gguf" in ran.err
+    again = thermocline(*argv)
+    assert again.code == 2 and "m.gguf: exists" in again.err
+    before = (tmp_path / "m.gguf").read_bytes()
+    assert thermocline(*argv, "--force", "--seed", "1").code == 0
+    assert (tmp_path / "m.gguf").read_bytes() != before
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "OPT": ("opt-6.7b", {}, "gated FFN"),
+    "GELU": ("llama-2-7b", {"hidden_act": "gelu"}, "SiLU or ReLU"),
+    "biases": ("llama-2-7b", {"attention_bias": True}, "without biases"),
+    "scaled RoPE": (
+        "llama-2-7b",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+        },
+        "plain RoPE",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_llama_cpp_cannot_express_is_refused_before_the_pack_is_written(
+    case: str, tmp_path: Path, thermocline: Run
+) -> None:
+    shape, changes, said = REFUSED[case]
+    config = test_synth.config_file(tmp_path, shape, **changes)
+    ran = thermocline("synth", config, "-o", tmp_path / "pack", "--gguf", tmp_path / "m.gguf")
+    assert ran.code == 6
+    assert said in ran.err and ran.err.count("\n") == 1
+    assert not (tmp_path / "pack").exists()
+
+
+def test_without_the_package_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = test_synth.make(tmp_path, "llama-2-7b")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(Unsupported, match=r"pip install 'thermocline\[gguf\]'"):
+        to_gguf.write_gguf(pack, tmp_path / "m.gguf")
+
+
+def test_a_file_is_not_replaced_unasked_nor_a_directory_ever(tmp_path: Path) -> None:
+    pack = test_synth.make(tmp_path, "llama-2-7b")
+    (tmp_path / "m.gguf").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="exists"):
+        to_gguf.write_gguf(pack, tmp_path / "m.gguf")
+    with pytest.raises(UsageError, match="exists"):
+        to_gguf.write_gguf(pack, tmp_path, overwrite=True)
+    assert (tmp_path / "m.gguf").read_bytes() == b"mine"
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, thermocline: Run) -> None:
+    pack = test_synth.make(tmp_path, "llama-2-7b")
+    with open(pack.weights_path, "r+b") as f:
+        f.truncate(pack.weights_bytes // 2)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(Exception, match="too early"):
+        to_gguf.write_gguf(pack, tmp_path / "m.gguf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    shape = test_synth.config_file(tmp_path, "llama-2-7b")
+    ran = thermocline("synth", shape, "-o", tmp_path / "other", "--gguf", tmp_path / "absent" / "m.gguf")
+    assert ran.code == 4 and not (tmp_path / "other").exists()

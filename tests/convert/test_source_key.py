@@ -1,0 +1,119 @@
+"""The cache finds a pack by what its source holds: a replaced file is another model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf_twins
+import pytest
+import twins
+
+from thermocline.convert import importer, source_key
+from thermocline.files.gguf import GGUF
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model counts as one that is too large to hash whole, and small tensors as large ones."""
+    monkeypatch.setattr(source_key, "HASH_ALL_BELOW", 0)
+    monkeypatch.setattr(source_key, "SAMPLE_BYTES", 16)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return twins.llama(tmp_path_factory.mktemp("twin") / "llama")
+
+
+@pytest.fixture
+def gguf(hf: Path, tmp_path: Path) -> Path:
+    return gguf_twins.write(hf, tmp_path / "m.gguf")
+
+
+def damage(path: Path, at: int) -> None:
+    """One bit of one weight, with the time of writing as it was."""
+    before = path.stat()
+    with open(path, "r+b") as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 0x40]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def first_bytes_of(path: Path) -> list[int]:
+    """Where each tensor of more than 8 KiB begins: far from the 4 KiB in its middle."""
+    with GGUF(path) as opened:
+        return [t.start for t in opened.tensors.values() if t.end - t.start > 8192]
+
+
+def resolved(path: Path, cache: Path, told: Any = None) -> Path:
+    return importer.resolve(path, cache, None, told=told)
+
+
+def test_a_damaged_gguf_does_not_answer_for_the_good_one_that_took_its_place(
+    gguf: Path, tmp_path: Path
+) -> None:
+    good = importer.source_hash(gguf)
+    places = first_bytes_of(gguf)
+    assert len(places) > 10
+    for at in places:
+        damage(gguf, at)
+        assert importer.source_hash(gguf) != good
+        damage(gguf, at)
+    assert importer.source_hash(gguf) == good
+    damage(gguf, places[0])
+    bad = resolved(gguf, tmp_path / "cache")
+    damage(gguf, places[0])
+    fine = resolved(gguf, tmp_path / "cache")
+    assert bad != fine
+    assert (bad / "weights.bin").read_bytes() != (fine / "weights.bin").read_bytes()
+
+
+def test_a_copy_of_a_small_gguf_is_the_same_model(gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    copy = Path(shutil.copyfile(gguf, tmp_path / "elsewhere" / "m.gguf"))
+    assert resolved(gguf, tmp_path / "cache") == resolved(copy, tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("kind", ["gguf", "directory"])
+def test_a_large_model_that_was_replaced_is_packed_again_and_a_line_says_why(
+    kind: str, gguf: Path, hf: Path, tmp_path: Path
+) -> None:
+    source, file, cache, said = gguf, gguf, tmp_path / "cache", list[str]()
+    if kind == "directory":
+        source = shutil.copytree(hf, tmp_path / "hf")
+        file = source / "model.safetensors"
+    first = resolved(source, cache, said.append)
+    assert resolved(source, cache, said.append) == first and not any("looks like" in s for s in said)
+    content = importer.source_hash(source)
+    new = Path(shutil.copyfile(file, tmp_path / "new"))
+    damage(new, file.stat().st_size - 2)  # where no sample looks
+    os.utime(new, ns=(0, file.stat().st_mtime_ns))
+    os.replace(new, file)  # the same size, the same time of writing: another inode
+    assert importer.source_hash(source) == content, "the content is only sampled: this cannot tell"
+    second = resolved(source, cache, said.append)
+    assert second != first
+    doubts = [s for s in said if "looks like" in s]
+    assert len(doubts) == 1 and f"`thermocline rm {first.name}`" in doubts[0] and "\n" not in doubts[0]
+    os.utime(file, ns=(0, 1))
+    assert resolved(source, cache) not in (first, second)
+
+
+@pytest.mark.usefixtures("large")
+def test_of_a_large_model_headers_and_samples_are_read(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GGUF(gguf) as opened:
+        headers, tensors = sum(p.header.bytes for p in opened.parts), len(opened.tensors)
+        count = [0]
+        read = opened.parts[0].read_bytes
+
+        def counted(start: int, size: int) -> Any:
+            count[0] += size
+            return read(start, size)
+
+        monkeypatch.setattr(opened.parts[0], "read_bytes", counted)
+        importer.gguf_hash(opened)
+    assert headers <= count[0] <= headers + 32 + 16 * tensors < gguf.stat().st_size / 10

@@ -1,0 +1,99 @@
+"""Hardware files: what a person may get wrong in one is named by its key."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thermocline.errors import BadFile, UsageError
+from thermocline.machine import tiers
+from thermocline.machine.tiers import parse_tiers, read_tiers, render, tiers_json
+
+Json = dict[str, Any]
+GOOD = tiers_json(read_tiers("rtx4090-i9-13900k"))
+
+
+def test_known_machines_are_read_by_name_and_keep_their_values(tmp_path: Path) -> None:
+    assert tiers.names() == ["rtx2080ti-i7-12700k", "rtx4090-i9-13900k"]
+    for name in tiers.names():
+        found = read_tiers(name)
+        (tmp_path / "hw.json").write_text(render(found))
+        assert read_tiers(str(tmp_path / "hw.json")) == found
+        assert "arXiv" in found.source and "estimate" in found.source
+    assert read_tiers("rtx2080ti-i7-12700k").cpu.read_gbs == 38.4
+
+
+def test_doctors_json_is_a_hardware_file_too(tmp_path: Path) -> None:
+    (tmp_path / "doctor.json").write_text(json.dumps({"python": "3.11", "tiers": GOOD}))
+    assert tiers_json(read_tiers(str(tmp_path / "doctor.json"))) == GOOD
+
+
+def change(*path: str, to: Any) -> Callable[[Json], None]:
+    def apply(value: Json) -> None:
+        for key in path[:-1]:
+            value = value[key]
+        value[path[-1]] = to
+
+    return apply
+
+
+def drop(*path: str) -> Callable[[Json], None]:
+    def apply(value: Json) -> None:
+        for key in path[:-1]:
+            value = value[key]
+        del value[path[-1]]
+
+    return apply
+
+
+BAD: dict[str, tuple[Callable[[Json], None], str]] = {
+    "missing": (drop("cpu", "read_gbs"), "cpu.read_gbs is missing"),
+    "missing section": (drop("disk"), "disk is missing"),
+    "unknown": (change("gpu", "tflops", to=3), "unknown key 'gpu.tflops'"),
+    "negative": (change("gpu", "sync_us", to=-1), "gpu.sync_us is -1"),
+    "zero": (change("disk", "read_gbs", to=0), "disk.read_gbs is 0"),
+    "text": (change("cpu", "ram_bytes", to="64 GB"), "cpu.ram_bytes is '64 GB'"),
+    "fraction of a byte": (change("cpu", "ram_bytes", to=1.5), "cpu.ram_bytes is 1.5"),
+    "boolean": (change("cpu", "threads", to=True), "cpu.threads is True"),
+    "not a number": (change("cpu", "read_gbs", to=float("nan")), "cpu.read_gbs is nan"),
+    "endless": (change("cpu", "read_gbs", to=float("inf")), "cpu.read_gbs is inf"),
+    "absurd": (change("gpu", "vram_bytes", to=10**30), "gpu.vram_bytes is 1000000"),
+    "a list": (change("cpu", to=[]), "cpu is []"),
+    "no kernels": (change("cpu", "kernels", to={}), "cpu.kernels is {}"),
+    "kernel": (drop("cpu", "kernels", "q4_0", "gflops"), "cpu.kernels.q4_0.gflops is missing"),
+    "faster than memory": (change("cpu", "kernels", "f16", "gbs", to=500), "cpu.kernels.f16.gbs is 500"),
+    "more than all": (change("gpu", "share", to=1.2), "gpu.share is 1.2"),
+    "foreign": (change("kind", to="recipe"), "kind is not"),
+    "later": (change("version", to=2), "version is not 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_refused_by_its_key(name: str) -> None:
+    apply, said = BAD[name]
+    value = copy.deepcopy(GOOD)
+    apply(value)
+    with pytest.raises(BadFile) as e:
+        parse_tiers(value, "hw.json")
+    assert said in str(e.value) and str(e.value).startswith("hw.json: ") and "\n" not in str(e.value)
+
+
+def test_nan_in_the_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hw.json").write_text(json.dumps(GOOD).replace("67.2", "NaN"))
+    with pytest.raises(BadFile, match="NaN"):
+        read_tiers(str(tmp_path / "hw.json"))
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="rtx4090-i9-13900k"):
+        read_tiers("rtx9090")
+
+
+def test_a_format_without_figures_says_how_to_get_them() -> None:
+    with pytest.raises(UsageError, match=r"no cpu\.kernels\.f32.*doctor -o"):
+        read_tiers("rtx4090-i9-13900k").kernel("f32")

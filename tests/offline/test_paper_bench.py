@@ -1,0 +1,44 @@
+"""`bench/paper_*.py`: the planner's model beside the figures of PowerInfer's paper."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def ablation() -> Iterator[ModuleType]:
+    bench = str(Path(__file__).parents[2] / "bench")
+    sys.path.insert(0, bench)
+    yield importlib.import_module("paper_ablation")
+    sys.path.remove(bench)
+
+
+def test_each_part_of_powerinfer_is_worth_about_what_its_paper_measured(ablation: ModuleType) -> None:
+    """Nothing is fitted to these figures: bandwidths and published sparsity give them within a fifth."""
+    rows = list(ablation.steps())
+    assert [r["step"] for r in rows] == ["llama.cpp", "+PO", "+Engine", "+Policy"]
+    for r in rows:
+        assert r["ours"] == pytest.approx(r["paper"], rel=0.2), r
+    for column in ("ours", "theirs"):
+        speeds = [r[column] for r in rows]
+        assert speeds == sorted(speeds)
+
+
+def test_a_batch_whose_tokens_are_alike_is_faster(ablation: ModuleType) -> None:
+    case = ablation.Case("Falcon-40B", "f16", "PC-High", 8)
+    with ablation.asking(8):
+        alike, apart = (ablation.as_many(case, n) for n in (1, 8))
+    assert alike > 1.5 * apart > 0
+    assert ablation.cost.PREDICT_TOKENS == 4
+
+
+def test_a_model_of_the_paper_is_planned_beside_its_figure(ablation: ModuleType) -> None:
+    found = importlib.import_module("paper_plans").row("OPT-30B", "f16", "PC-High")
+    assert found["paper_ts"] == 12.0 and found["bound"] == "GPU"
+    assert found["as_powerinfer_ts"] == pytest.approx(12.0, rel=0.1)

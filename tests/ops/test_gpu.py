@@ -1,0 +1,560 @@
+"""Steps on a device and the CPU beside it, a stand-in for the device: wherever what lies, the same answer.
+
+Kernels are `ops.torch_kernels` (test_gpu_kernels.py holds Triton's against them).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_options import PAIRS, SPEC, TOKENS, natively, nmse, random_weights
+
+from thermocline import LLM, _native
+from thermocline.convert import synthetic
+from thermocline.engine.decoder import bind, forward
+from thermocline.engine.engine import Engine
+from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for, in_ram
+from thermocline.engine.sampler import SamplingParams
+from thermocline.errors import DeviceFailure
+from thermocline.machine import hardware, this_machine, tiers
+from thermocline.model.spec import ModelSpec
+from thermocline.ops import device, device_sizes, torch_kernels
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.device import StandIn
+from thermocline.ops.device_rows import Rows
+from thermocline.ops.device_sizes import Limits, device_bytes, host_bytes
+from thermocline.ops.gpu import GpuOps
+from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Linear, Weights
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import LayerPredictor, Predictors
+from thermocline.session import gpu, gpu_weights, weights
+from thermocline.session.gpu_weights import LayerPlace, Places
+
+ALL = 10**6  # neurons
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    torch.set_num_threads(1)
+    made = StandIn()
+    yield made
+    made.close()
+
+
+def gpu_ops(stand_in: StandIn, spec: ModelSpec, *, sequences: int = 4, rank: int = 0) -> GpuOps:
+    limits = Limits(TOKENS + 8, max(sequences, TOKENS), spec.max_context, BLOCK, rank)
+    return GpuOps(stand_in, torch_kernels, CpuOps(2), spec, limits)
+
+
+def storage(places: Places) -> Callable[[int, tuple[int, ...]], Any]:
+    def made(layer: int, shape: tuple[int, ...]) -> Any:
+        on_device = places.layers[layer].attention
+        return torch.zeros(shape, dtype=torch.float16) if on_device else in_ram(layer, shape)
+
+    return made
+
+
+# ---- every option of the spec, over random weights
+
+
+def rows(w: F32) -> Rows:
+    data = torch.from_numpy(np.ascontiguousarray(w)).view(torch.uint8).view(len(w), -1)
+    return Rows(data.clone(), "f32", w.shape[1])
+
+
+def placed(w: Weights, places: Places) -> Weights:
+    """Some matrices on the device, the others native."""
+
+    def linear(x: Linear) -> Linear:
+        return Linear(rows(x.weight), x.bias)
+
+    def part(f: FFN, which: slice) -> FFN:
+        bias = None if f.gate.bias is None else f.gate.bias[which].copy()
+        up = None if f.up is None else f.up[which]
+        return replace(f, gate=Linear(f.gate.weight[which], bias), up=up, down=f.down[which])
+
+    def side_by_side(each: Sequence[FFN]) -> tuple[FFN, ...]:
+        def joined(w: Sequence[F32]) -> list[Rows]:
+            whole = rows(np.concatenate(w))
+            return [whole.part(e, len(w)) for e in range(len(w))]
+
+        gates, downs = joined([f.gate.weight for f in each]), joined([f.down for f in each])
+        ups = [None] * len(each) if each[0].up is None else joined([f.up for f in each])
+        return tuple(
+            replace(f, gate=Linear(gate, f.gate.bias), up=up, down=down)
+            for f, gate, up, down in zip(each, gates, ups, downs, strict=True)
+        )
+
+    def experts(each: tuple[FFN, ...], n: int) -> Any:
+        if not n or n >= len(each[0].gate.weight):
+            return side_by_side(each) if n else natively(each)
+        hot = side_by_side([part(f, slice(0, n)) for f in each])
+        cold = natively(tuple(part(f, slice(n, None)) for f in each))
+        return tuple(replace(c, hot=h) for c, h in zip(cold, hot, strict=True))
+
+    def layer(x: Layer, p: LayerPlace) -> Layer:
+        own = experts(x.experts, p.neurons // len(x.experts))
+        y: Layer = replace(natively(replace(x, experts=())), experts=own)
+        if x.router is not None and p.neurons:
+            y = replace(y, router_there=rows(x.router))
+        return replace(y, qkv=linear(x.qkv), attn_out=linear(x.attn_out)) if p.attention else y
+
+    layers = tuple(layer(x, p) for x, p in zip(w.layers, places.layers, strict=True))
+    head = linear(w.head) if places.head else natively(w.head)
+    return replace(natively(replace(w, layers=())), layers=layers, head=head)
+
+
+def logits(
+    spec: ModelSpec, w: Weights, ops: Any, places: Places | None = None, chunk: int = TOKENS, **how: Any
+) -> F32:
+    """As test_options', with keys and values where their layers are."""
+    ids = np.random.default_rng(1).integers(0, spec.vocab_size, TOKENS).astype(np.int32)
+    where = in_ram if places is None else storage(places)
+    model, kv, out = bind(spec, w, ops), KVCache(spec, blocks_for(TOKENS), storage=where), []
+    table = np.arange(blocks_for(TOKENS), dtype=np.int32)[None]
+    for start in range(0, TOKENS, chunk):
+        at = np.arange(start, min(TOKENS, start + chunk), dtype=np.int32)
+        batch = Batch(ids[at], at, np.zeros_like(at), table, np.arange(len(at), dtype=np.int32))
+        how = {"sparsity": "exact", "stats": FFNStats()} | how
+        out.append(forward(model, kv, batch, ops, **how))
+    return np.concatenate(out)
+
+
+def some_places(spec: ModelSpec, seed: int) -> Places:
+    rng = np.random.default_rng(seed)
+    split = spec.sparse and not spec.sub_norms
+    counts = [0, 32, 96, 256, ALL] if split else [0, ALL]
+    made = tuple(
+        LayerPlace(bool(rng.integers(2)), False, spec.n_experts * int(rng.choice(counts)))
+        for _ in range(spec.n_layers)
+    )
+    return Places(made, bool(rng.integers(2)))
+
+
+@pytest.mark.parametrize("name", [n for n in PAIRS if n != "embed_dim"])  # refused: no such model needs it
+def test_an_option_is_the_same_wherever_its_layers_are(name: str, stand_in: StandIn) -> None:
+    """Chunks of 5 and 1 are recorded and replayed, of 40 not."""
+    spec = PAIRS[name][1]
+    random = random_weights(spec)
+    truth = logits(spec, natively(random), CpuOps(2))
+    for at, places in enumerate([Places.all_of(spec.n_layers, ALL), *(some_places(spec, s) for s in (1, 2))]):
+        y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, (TOKENS, 5, 1)[at])
+        assert nmse(y, truth) < 1e-6, places
+
+
+# ---- packs
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "hidden_act": "relu",
+    "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 512, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def pack_of(path: Path, format: str, **changes: Any) -> Pack:
+    (path / "config.json").write_text(json.dumps(CONFIG | changes))
+    sparse = (CONFIG | changes)["hidden_act"] == "relu"
+    active = 0.1 if sparse else None
+    synthetic.Model.of(str(path / "config.json"), 0, active, 0.26, 64).write(path / "pack", format)
+    return Pack.open(path / "pack")
+
+
+def opt_pack(path: Path, format: str, **changes: Any) -> Pack:
+    """Ungated, with biases."""
+    shape = synthetic.shapes()["opt-6.7b"] | {
+        "hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 512, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(shape | changes))
+    synthetic.Model.of(str(path / "config.json"), 0, 0.1, 0.26, 64).write(path / "pack", format)
+    return Pack.open(path / "pack")
+
+
+def predictors_of(pack: Pack, kinds: Sequence[str] = ("svd", "mlp", "sign")) -> Predictors:
+    """Random ones, which name about half."""
+    s, rng = pack.spec, np.random.default_rng(3)
+
+    def one(kind: str) -> LayerPredictor:
+        first = rng.standard_normal((32, s.dim), dtype=np.float32)
+        second = rng.standard_normal((s.ffn_dim, 32), dtype=np.float32)
+        zero = np.zeros(s.ffn_dim, np.float32)
+        if kind == "sign":
+            bits = rng.integers(0, 256, (s.ffn_dim, s.dim // 8), dtype=np.uint8)
+            return LayerPredictor(kind, None, None, bits, zero, 40)
+        return LayerPredictor(kind, first, second, None, zero, 40)
+
+    return Predictors.of(s, [one(kind) for kind in kinds])
+
+
+def generated(pack: Pack, made: Weights, ops: Any, sparsity: str, **more: Any) -> list[list[int]]:
+    engine = Engine(
+        pack.spec, made, ops, context=64, max_batch=3, sparsity=sparsity, prefill_chunk=16, **more
+    )
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
+    requests = [engine.submit(range(3, n), params) for n in (20, 30, 5)]
+    while engine.running or engine.waiting:
+        engine.step()
+    for r in requests:
+        assert r.error is None
+    return [r.ids for r in requests]
+
+
+@pytest.mark.parametrize("format", ["f32", "f16", "q8_0", "q4_0"])
+def test_a_pack_is_split_as_its_places_say(format: str, tmp_path: Path, stand_in: StandIn) -> None:
+    pack = pack_of(tmp_path, format)
+    whole = weights.load(pack, threads=2)
+    truth = logits(pack.spec, whole.weights, whole.ops)
+    for seed in range(6):
+        places = some_places(pack.spec, seed) if seed else Places.all_of(3, pack.spec.ffn_dim)
+        places = replace(places, layers=tuple(replace(x, neurons=min(x.neurons, 512)) for x in places.layers))
+        ops = gpu_ops(stand_in, pack.spec)
+        made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+        y = logits(pack.spec, made, ops, places, chunk=(40, 1, 3)[seed % 3])
+        assert nmse(y, truth) < (1e-9 if format == "f32" else 2e-4), places  # the CPU's int8 activations
+
+
+@pytest.mark.parametrize("changes", [{}, {"architectures": ["OPTForCausalLM"]}])
+@pytest.mark.parametrize("format", ["f32", "q4_0"])
+def test_neurons_are_sent_for_prompts_piece_by_piece(
+    format: str, changes: dict[str, Any], tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step of 7 tokens on; shorter ones are the CPU's. Counts, too, are the same wherever it is done."""
+    pack = opt_pack(tmp_path, format) if changes else pack_of(tmp_path, format)
+    whole = weights.load(pack, threads=2)
+    counted = FFNStats()
+    truth = logits(pack.spec, whole.weights, whole.ops, None, 7, stats=counted)
+    gate, bundle = (pack.tensors[f"layers.0.{part}"].stride for part in ("gate.weight", "bundle"))
+    for neurons in (64, 416):
+        monkeypatch.setattr(device_sizes, "PIECE_BYTES", 64 * (gate + bundle))  # in 7 pieces, and in 2
+        places = Places(tuple(LayerPlace(True, False, neurons) for _ in range(3)), True)
+        limits, stats = Limits(TOKENS, TOKENS, 64, BLOCK), FFNStats()
+        ops = GpuOps(stand_in, torch_kernels, CpuOps(2), pack.spec, limits, send_from=7)
+        made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+        asked: list[int] = []
+        call = StandIn.call
+
+        def counting(self: StandIn, task: Any, asked: list[int] = asked, call: Any = call) -> None:
+            asked.append(1)
+            call(self, task)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StandIn, "call", counting)
+            y = logits(pack.spec, made, ops, places, 7, stats=stats)
+        assert len(asked) == 3  # of 40 tokens the last 5 are no prompt: a task for each layer
+        assert nmse(y, truth) < (1e-9 if format == "f32" else 2e-4)
+        if format == "f32":
+            assert stats == counted
+
+
+@pytest.mark.parametrize("asked_there", [False, True])
+@pytest.mark.parametrize("kinds", [("sign",) * 3, ("svd", "mlp", "svd")])
+def test_predictors_name_the_same_neurons_on_either_side(
+    kinds: tuple[str, ...], asked_there: bool, tmp_path: Path, stand_in: StandIn
+) -> None:
+    """Signs exactly; codes are int8 on the CPU, so that neurons at the threshold may differ."""
+    pack = pack_of(tmp_path, "f32")
+    found = predictors_of(pack, kinds)
+    whole = weights.load(pack, threads=2, predictors=found)
+    counted = FFNStats()
+    truth = logits(pack.spec, whole.weights, whole.ops, None, 1, sparsity="predict", stats=counted)
+    exact = logits(pack.spec, whole.weights, whole.ops, None, 1)
+    assert nmse(truth, exact) > 0.1  # these predictors are bad: what they say matters
+    for neurons in ((0, 96, 512), (512, 0, 32), (96, 96, 96)):
+        places = Places(tuple(LayerPlace(i != 1, asked_there, n) for i, n in enumerate(neurons)), True)
+        ops, stats = gpu_ops(stand_in, pack.spec, rank=32), FFNStats()
+        made = gpu_weights.load(pack, places, stand_in, ops.cpu, predictors=found)
+        y = logits(pack.spec, made, ops, places, 1, sparsity="predict", stats=stats)
+        if not asked_there:  # hot neurons are then computed unasked: nearer to exact
+            assert nmse(y, exact) < nmse(truth, exact), neurons
+        elif kinds[0] == "sign":
+            assert nmse(y, truth) < 1e-9, neurons
+            for name in ("active", "rows", "predicted"):
+                assert getattr(stats, name) == getattr(counted, name)
+        else:
+            assert nmse(y, truth) < 0.01, neurons
+            assert stats.predicted == pytest.approx(counted.predicted, rel=0.01)
+        for name in ("neurons", "rows_dense", "gates_dense"):
+            assert getattr(stats, name) == getattr(counted, name)
+
+
+@pytest.mark.parametrize("changes", [{}, {"hidden_act": "silu"}, {"tie_word_embeddings": True}])
+def test_requests_in_company_get_the_tokens_of_the_cpu(
+    changes: dict[str, Any], tmp_path: Path, stand_in: StandIn
+) -> None:
+    pack = pack_of(tmp_path, "f32", **changes)
+    whole = weights.load(pack, threads=2)
+    truth = generated(pack, whole.weights, whole.ops, "exact")
+    neurons = (512, 96, 0) if pack.spec.sparse else (512, 0, 512)
+    places = Places(tuple(LayerPlace(i < 2, False, n) for i, n in enumerate(neurons)), True)
+    for _ in range(2):
+        ops = gpu_ops(stand_in, pack.spec)
+        made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+        assert generated(pack, made, ops, "exact", storage=storage(places)) == truth
+
+
+# ---- a recording
+
+
+def test_what_is_recorded_is_done_at_each_replay_and_not_before(stand_in: StandIn) -> None:
+    """Two queues: what is queued beside waits for the main one, which waits where it joins."""
+    a, b = torch.zeros(1), torch.zeros(1)
+    order: list[str] = []
+
+    def work() -> None:
+        stand_in.run(a.add_, 1)
+        with stand_in.beside():
+            stand_in.run(lambda: (threading.Event().wait(0.02), order.append("beside")))
+            stand_in.copy(b, a)
+        stand_in.run(order.append, "main")
+        stand_in.join()
+        stand_in.run(lambda: order.append(f"joined {b.item():g}"))
+
+    replay = stand_in.record(work)
+    stand_in.wait([])
+    assert not order
+    for n in (1, 2):
+        replay()
+        stand_in.wait([])
+        assert order == ["main", "beside", f"joined {n}"]
+        order.clear()
+
+
+def test_a_kernel_that_fails_is_a_device_failure_and_is_over_then(stand_in: StandIn) -> None:
+    stand_in.run(torch.zeros(2).copy_, torch.zeros(3))
+    with pytest.raises(DeviceFailure, match=r"stand-in.*size"):
+        stand_in.wait([])
+    stand_in.wait([])
+
+
+def test_a_cpu_that_never_answers_is_reported(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "STUCK_S", 0.2)
+    gate = threading.Event()
+
+    class Stuck:
+        begun, ended, function, argument = 1, 0, 0, 0
+
+        def run(self) -> None:
+            gate.wait()
+
+    stuck = Stuck()
+    stand_in.call(stuck)
+    with pytest.raises(
+        DeviceFailure, match=r"the CPU's part of a step \(1 under way\) has not ended for 0.2"
+    ):
+        stand_in.wait([stuck])
+    gate.set()
+    stand_in.wait([])
+
+
+def test_what_a_task_meets_is_raised_when_it_is_asked_and_only_once() -> None:
+    """Never in the driver's thread: here, a step that was not set, and more tokens than there is room for."""
+    w = natively(random_weights(SPEC))
+    ops, slot = CpuOps(1), _native.StepSlot()
+    bound, task = ops.bind_ffn(SPEC, w.layers[0]), _native.HostTask(ops.native, slot)
+    x = np.zeros((2, SPEC.dim), np.float32)
+    task.ffn(x, x, bound, 1)
+    task.run()
+    with pytest.raises(ValueError, match="no step is set"):
+        task.take()
+    at = np.arange(3, dtype=np.int32)
+    slot.set(_native.Step(at, np.zeros(3, np.int32), np.zeros((1, 1), np.int32), BLOCK, 0, None, None))
+    task.run()
+    with pytest.raises(ValueError, match="more tokens than the buffers"):
+        task.take()
+    assert task.take() == (0, 0, 0, 0, 0)
+    assert (task.begun, task.ended) == (2, 2)
+
+
+def test_named_neurons_stand_for_a_predictor(tmp_path: Path) -> None:
+    """The bits that a predictor would set give the bits that it gives."""
+    pack = pack_of(tmp_path, "q8_0")
+    found = predictors_of(pack, ("sign",) * 3)
+    loaded = weights.load(pack, threads=2, predictors=found)
+    x = np.random.default_rng(0).standard_normal((3, pack.spec.dim), dtype=np.float32)
+    slot, at = _native.StepSlot(), np.arange(3, dtype=np.int32)
+    slot.set(_native.Step(at, np.zeros(3, np.int32), np.zeros((1, 1), np.int32), BLOCK, 0, None, None))
+    for i, layer in enumerate(loaded.weights.layers):
+        bound = loaded.ops.bind_part(pack.spec, layer.experts[0])
+        y, z = np.zeros_like(x), np.ones_like(x)
+        counts = loaded.ops.native.ffn_add(y, x, bound, 2)
+        p = found.layer(i)
+        assert p is not None
+        bits = np.packbits(p.predicted(x), axis=1, bitorder="little")
+        task = _native.HostTask(loaded.ops.native, slot)
+        task.zero(z)
+        task.ffn(z, x, loaded.ops.bind_part(pack.spec, replace(layer.experts[0], predictor=None)), 2, bits)
+        task.run()
+        assert task.take()[:4] == counts[:4]
+        assert np.array_equal(y, z)
+
+
+# ---- a session
+
+
+def test_buffers_are_what_the_planner_counts() -> None:
+    """But for the model's own vectors, which it counts with their layers."""
+
+    class Counting(StandIn):
+        there = here = 0
+
+        def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            made = super().zeros(shape, dtype)
+            self.there += made.nbytes
+            return made
+
+        def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            made = super().zeros(shape, dtype)
+            self.here += made.nbytes
+            return made
+
+    windowed = replace(SPEC, sliding_window=9, window_layers=(1,))
+    for spec in (SPEC, replace(SPEC, activation="silu"), windowed, replace(SPEC, n_experts=40)):
+        counting, limits = Counting(), Limits(40, 3, 64, BLOCK, 32)
+        ops = GpuOps(counting, torch_kernels, CpuOps(1), spec, limits)
+        assert counting.there == device_bytes(spec, limits)
+        assert counting.here == host_bytes(spec, limits)
+        places = Places.all_of(spec.n_layers, ALL)
+        w = placed(random_weights(replace(spec, n_experts=1)), places)
+        before = counting.there
+        bind(spec, w, ops)
+        vectors = counting.there - before
+        for _ in range(3):  # queued, recorded, replayed: nothing more is taken
+            model, kv = bind(spec, w, ops), KVCache(spec, 1, storage=storage(places))
+            at = np.zeros(1, np.int32)
+            forward(model, kv, Batch(at, at, at, at[None], at), ops, sparsity="exact", stats=FFNStats())
+            assert counting.there - before - vectors == 4 * spec.dim  # the last norm's weight
+        counting.close()
+
+
+def answers(pack: Path, **how: Any) -> tuple[list[int], Any]:
+    with LLM(pack, context=64, max_batch=2, threads=2, **how) as llm:
+        done = llm.generate("Once upon a time", SamplingParams(max_tokens=24, temperature=0))
+        assert isinstance(llm._open().ops, GpuOps) == (llm.plan is not None)
+        return done.token_ids, llm.plan
+
+
+def test_a_session_divides_a_model_and_says_the_same(tiny_pack: Path) -> None:
+    """All of it on the GPU; then as much as there is room for beside the buffers; then nothing."""
+    alone, nothing = answers(tiny_pack, gpu="off")
+    assert nothing is None
+    whole, plan = answers(tiny_pack, gpu="stand-in", vram=1.0)
+    assert whole == alone
+    assert plan.head == "gpu" and {(x.attention, x.ram) for x in plan.layers} == {("gpu", 0)}
+    less = plan.used("gpu") - plan.bytes["gpu"]["neurons"] // 2
+    in_part, plan = answers(tiny_pack, gpu="stand-in", vram=less / 2**30)
+    assert in_part == alone
+    assert plan.used("gpu") <= less and {"attention", "head", "neurons"} & set(plan.bytes["gpu"])
+    told: list[str] = []
+    assert answers(tiny_pack, gpu="stand-in", vram=0.1, told=told.append) == (alone, None)
+    assert any("the GPU is not used" in line for line in told)
+
+
+def test_run_takes_a_gpus_options_and_says_what_it_is_used_for(
+    tiny_pack: Path, thermocline: Callable[..., Any]
+) -> None:
+    argv = ["run", "-m", str(tiny_pack), "-c", "64", "-n", "8", "--temp", "0", "Once"]
+    off, on = (thermocline(*argv, "--gpu", gpu) for gpu in ("off", "stand-in"))
+    assert (off.code, on.code) == (0, 0), on.err
+    assert on.out == off.out
+    assert "stand-in: " in on.err and "of the neurons' work" in on.err and "stand-in" not in off.err
+    assert thermocline(*argv, "--gpu", "fast").err == (
+        "thermocline: --gpu fast: it is off, auto, a GPU's number, or stand-in\n"
+    )
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_number_and_left_out_by_auto(
+    tiny_pack: Path, thermocline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(False, [], [], "no NVIDIA driver found"))
+    argv = ["run", "-m", str(tiny_pack), "-c", "64", "-n", "2", "Once"]
+    ran = thermocline(*argv, "--gpu", "0")
+    assert (ran.code, ran.err) == (6, "thermocline: --gpu 0: no NVIDIA driver found\n")
+    assert thermocline(*argv).code == 0
+
+
+@pytest.mark.parametrize("missing", ["torch", "triton"])
+def test_a_gpu_without_its_libraries_is_explained(
+    missing: str, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(True, ["NVIDIA X"], [1 << 30], ""))
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert gpu.unusable(hardware.gpu()) == f"{missing} is not installed: pip install 'thermocline[gpu]'"
+    assert gpu.find("auto") is None
+    told: list[str] = []
+    with LLM(tiny_pack, context=64, gpu="auto", told=told.append) as llm:
+        assert llm.plan is None
+    assert told == [f"the GPU is not used: {missing} is not installed: pip install 'thermocline[gpu]'"]
+
+
+def test_a_gpu_under_a_torch_for_cpus_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(True, ["NVIDIA X"], [1 << 30], ""))
+    assert "is built without CUDA" in (gpu.unusable(hardware.gpu()) or "")
+
+
+def test_a_device_is_measured_for_the_planner(stand_in: StandIn) -> None:
+    """Figures of RAM under another name, but all there, and a hardware file takes them."""
+    here = this_machine.tiers_here(1, formats=["q8_0"])
+    found = this_machine.with_gpu(here, stand_in, torch_kernels, 256 << 20)
+    assert found.gpu is not None and found.name.startswith("stand-in, ")
+    assert tiers.parse_tiers(tiers.tiers_json(found), "here") == found
+
+
+def test_bench_measures_with_a_gpu_and_says_so(tiny_pack: Path, thermocline: Callable[..., Any]) -> None:
+    argv = ["bench", "-m", str(tiny_pack), "-p", "8", "-n", "4", "-r", "1", "-o", "jsonl", "-q"]
+    ran = thermocline(*argv, "--gpu", "stand-in", "-t", "2")
+    rows = [json.loads(line) for line in ran.out.splitlines()]
+    assert ran.code == 0 and [r["vram_bytes"] > 2**28 for r in rows] == [True, True], ran.err
+    used = [(r["gpu_info"], r["n_gpu_layers"], r["no_kv_offload"]) for r in rows]
+    assert used == [("stand-in", Pack.open(tiny_pack).spec.n_layers, False)] * 2
+    without = [json.loads(x) for x in thermocline(*argv).out.splitlines()]
+    assert [(r["vram_bytes"], r["gpu_info"], r["n_gpu_layers"]) for r in without] == [(None, "", 0)] * 2
+    two = thermocline(*argv, "--gpu", "stand-in", "-t", "1,2")
+    assert (two.code, "one number of threads" in two.err) == (2, True)
+
+
+def test_a_step_that_was_given_up_does_not_disturb_the_next(
+    tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a step is awaited: what it still does is over before its buffers are used again, and what
+    it counted is nobody's.
+    """
+    pack = pack_of(tmp_path, "f32")
+    places = Places(tuple(LayerPlace(True, False, n) for n in (96, 512, 0)), True)
+    ops = gpu_ops(stand_in, pack.spec)
+    made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+    first, again = FFNStats(), FFNStats()
+    truth = logits(pack.spec, made, ops, places, 1)
+    assert np.array_equal(logits(pack.spec, made, ops, places, 1, stats=first), truth)
+
+    def interrupted(self: StandIn, tasks: Any) -> None:
+        raise KeyboardInterrupt
+
+    for chunk in (1, 3):  # a step that is replayed, and one that is new
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(StandIn, "wait", interrupted)
+            patch.setattr(torch_kernels, "norm", slowly(torch_kernels.norm))
+            logits(pack.spec, made, ops, places, chunk)
+    assert np.array_equal(logits(pack.spec, made, ops, places, 1, stats=again), truth)
+    assert again == first
+
+
+def slowly(kernel: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any) -> None:
+        time.sleep(0.05)
+        kernel(*args)
+
+    return run

@@ -1,0 +1,464 @@
+"""GPU kernels equal the reference: in plain torch, and in Triton (interpreted, where there is no GPU).
+
+Sums are f32 over the weights a format decodes to, so both are held to `ops.reference` over `quant.decode`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import gpu_cases
+import numpy as np
+import pytest
+import torch
+from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal
+
+from thermocline.model import activations, quant
+from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS
+from thermocline.ops import reference, torch_kernels
+from thermocline.ops.device_sizes import FEW, spans
+from thermocline.ops.interface import F32
+from thermocline.pack.predictor import LayerPredictor
+
+FORMATS = list(quant.FORMATS)
+TOKENS = (1, 2, 3, 4, 8, 16, 17, 64)
+SOME = (1, 3, 17)
+TABLES = ("torch", "triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are defined
+
+
+# Interpreted, every number of tokens in one format and every format with some: the code is the same.
+each_format_and_batch = pytest.mark.parametrize(
+    "kernels, format, tokens",
+    [c for c in product(TABLES, FORMATS, TOKENS) if DEVICE == "cuda" or {*c} & {"torch", "q4_0", *SOME}],
+    indirect=["kernels", "format"],
+)
+
+
+@pytest.fixture(params=TABLES)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    if request.param == "torch":
+        return Kernels(torch_kernels, DEVICE, 1e-10, slow=False)
+    pytest.importorskip("triton", reason="triton is not installed: pip install '.[gpu]'")
+    from thermocline.ops import triton_kernels
+
+    # Small matrices, yet as many rows a program as of large ones: fewer are tested by themselves.
+    monkeypatch.setattr(triton_kernels, "DOT_PROGRAMS", 1)
+    return Kernels(triton_kernels, DEVICE, 1e-6, slow=DEVICE == "cpu")
+
+
+@pytest.fixture(params=FORMATS)
+def format(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_embeddings_are_their_rows(kernels: Kernels, format: str) -> None:
+    for n in columns(format):
+        table, w = kernels.rows(format, normal(1, 11, n), pad=8)
+        ids = np.array([10, 0, 10, 3], np.int32)
+        out = kernels.filled(len(ids), n)
+        kernels.ops.embed(out, table, kernels.put(ids), 2.5)
+        kernels.check(out, reference.embed(w, ids) * np.float32(2.5))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_norms(kernels: Kernels, kind: str, biased: bool) -> None:
+    for tokens, dim in (2, 5), (3, 33), (17, 300):
+        x, weight = 3 * normal(1, tokens, dim) + 1, normal(2, dim)
+        bias = normal(3, dim) if biased else None
+        want = reference.norm(x, weight, bias, 1e-5, kind)
+        out, mine = kernels.filled(tokens, dim), kernels.put(x)
+        args = kernels.put(weight), kernels.some(bias), 1e-5, kind == "layer"
+        kernels.ops.norm(out, mine, *args)
+        kernels.check(out, want)
+        kernels.ops.norm(mine, mine, *args)
+        kernels.check(mine, want)
+        y = kernels.put(normal(4, tokens, dim))
+        kernels.ops.add_normed(y, kernels.put(x), *args, 0.5)
+        kernels.check(y, normal(4, tokens, dim) + np.float32(0.5) * want)
+
+
+def test_without_a_weight_nothing_is_normed(kernels: Kernels) -> None:
+    x, y = normal(1, 3, 40), normal(2, 3, 40)
+    out, there = kernels.filled(3, 40), kernels.put(y)
+    kernels.ops.norm(out, kernels.put(x), None, None, 1e-5, False)
+    kernels.ops.add_normed(there, kernels.put(x), None, None, 1e-5, False, 0.25)
+    assert np.array_equal(out.cpu().numpy(), x)
+    kernels.check(there, y + np.float32(0.25) * x)
+
+
+@each_format_and_batch
+def test_a_matrix_product(kernels: Kernels, format: str, tokens: int) -> None:
+    for i, n in enumerate(columns(format)[: 2 if kernels.slow and tokens > 1 else 3]):
+        rows = (1, 9, 7)[i] if kernels.slow else (1, 37, 70)[i]
+        w, decoded = kernels.rows(format, normal(1, rows, n), skip=4 * i, pad=4)
+        x, bias = normal(2, tokens, n), normal(3, rows)
+        cases = ((None, False), (bias, False), (bias, True))
+        for b, add in cases[i : i + 1] if kernels.slow else cases:
+            there = normal(4, tokens, rows)
+            out = kernels.put(there) if add else kernels.filled(tokens, rows)
+            kernels.ops.matmul(out, w, kernels.put(x), kernels.some(b), add, kernels.scratch())
+            kernels.check(out, reference.matmul(decoded, x, b) + (there if add else 0))
+
+
+def rope_store_and_attend(kernels: Kernels, c: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    own = [kernels.some(x) for x in (c.heads.q_norm, c.heads.k_norm)]
+    h: Any = replace(c.heads, q_norm=own[0], k_norm=own[1])
+    qkv, k, v = (kernels.put(x) for x in (c.qkv, c.k, c.v))
+    batch = c.batch
+    paged = [kernels.put(x) for x in (batch.positions, batch.sequence, batch.block_table)]
+    kernels.ops.rope_store(qkv, h, kernels.some(c.cos), kernels.some(c.sin), *paged, k, v)
+    out = kernels.filled(len(c.qkv), h.n * h.dim)
+    kernels.ops.attention(out, qkv, h, *paged, k, v, kernels.scratch())
+    return out, k, v
+
+
+ATTENTIONS = {
+    "one head": attention_case(heads(1, 1, 64), [1], 1, 64),
+    "grouped": attention_case(heads(6, 2, 64), [37, 5], 1, 64),
+    "head_dim 80, turned in part": attention_case(heads(2, 1, 80), [70], 2, 32),
+    "head_dim 128, no rope": attention_case(heads(2, 2, 128), [33], 3, 0),
+    "window": attention_case(heads(2, 1, 64, window=20), [190, 3], 2, 64),
+    "window within a block": attention_case(heads(2, 1, 64, window=3), [66, 129], 2, 64),
+    "softcap": attention_case(heads(4, 2, 64, softcap=2.0, scale=0.3), [150], 1, 64),
+    "small heads, blocks of 16": attention_case(heads(2, 1, 16), [20, 40], 2, 16, block=16),
+    "normed": attention_case(heads(4, 2, 64, q_norm=normal(1, 64), k_norm=normal(2, 64)), [40], 2, 64),
+    "a prompt": attention_case(heads(2, 1, 16), [40, 33], 20, 16),
+    "a prompt in longer spans": attention_case(heads(1, 1, 16), [270], 17, 16),
+    "several spans": attention_case(heads(2, 1, 16), [300, 128, 129], 1, 16),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_attention(kernels: Kernels, case: str) -> None:
+    c = ATTENTIONS[case]
+    out, k, v = rope_store_and_attend(kernels, c)
+    want, k_want, v_want = c.expected()
+    kernels.check(out, want)
+    for got, stored in (k, k_want), (v, v_want):
+        assert np.array_equal(np.isnan(got.cpu().numpy()), np.isnan(stored))
+        assert gpu_cases.nmse(np.nan_to_num(got.cpu().numpy()), np.nan_to_num(stored)) <= 1e-8  # f16 rounds
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(kernels: Kernels, activation: str) -> None:
+    gate, up = 4 * normal(1, 3, 50), normal(2, 3, 50)
+    gate[0, :4] = 0, -0.0, 0.05, -30
+    plain = activations.activate(gate, activation, 0.05)
+    for u, relu, want in (
+        (None, False, plain),
+        (up, False, plain * up),
+        (up, True, plain * np.maximum(up, 0)),
+    ):
+        out = kernels.put(gate)
+        kernels.ops.activate(out, out, kernels.some(u), activation, 0.05, relu)
+        kernels.check(out, want)
+
+
+def test_a_gate_that_is_no_number_stays_none(kernels: Kernels) -> None:
+    for activation in ACTIVATIONS:
+        out = kernels.filled(1, 3)
+        kernels.ops.activate(out, out, None, activation, 0.05, False)
+        assert bool(out.isnan().all())
+
+
+# ---- FFNs that skip neurons
+
+
+def packed(bits: Any) -> Any:
+    return np.packbits(bits, axis=1, bitorder="little")
+
+
+def expected_h(
+    gate: F32,
+    bias: F32 | None,
+    up: F32 | None,
+    x: F32,
+    activation: str,
+    up_relu: bool,
+    named: Any,
+    weights: F32 | None,
+) -> tuple[F32, list[int]]:
+    """h and the counts, as `reference.ffn_add` computes them."""
+    a = activations.activate(reference.matmul(gate, x, bias), activation, 0.05)
+    wanted = np.ones_like(a, bool) if named is None else np.broadcast_to(named.any(axis=0), a.shape)
+    share = None if weights is None else np.repeat(weights, len(gate) // weights.shape[1], axis=1)
+    if share is not None:
+        wanted = wanted & (share != 0)
+    a = np.where(wanted, a, np.float32(0))
+    opened = int((a != 0).any(axis=0).sum())
+    if up is not None:
+        u = reference.matmul(up, x, None)
+        a = a * (np.maximum(u, 0) if up_relu else u)
+    counts = [(a != 0).sum(), opened, wanted.any(axis=0).sum(), (a != 0).any(axis=0).sum()]
+    return a if share is None else a * share, [int(n) for n in counts]
+
+
+def ffn_case(
+    kernels: Kernels,
+    format: str,
+    tokens: int,
+    n: int,
+    dim: int,
+    activation: str = "relu",
+    up_relu: bool = False,
+    gated: bool = True,
+    biased: bool = False,
+    share: float | None = None,  # of neurons named for a token
+    weights: F32 | None = None,
+) -> None:
+    gate, g = kernels.rows(format, normal(1, n, dim), pad=4)
+    up, u = kernels.rows(format, normal(2, n, dim), skip=4)
+    x = normal(3, tokens, dim) / np.float32(dim**0.5)
+    bias = normal(4, n) - np.float32(1) if biased else None
+    named = None if share is None else np.random.default_rng(5).random((tokens, n)) < share
+    want, numbers = expected_h(g, bias, u if gated else None, x, activation, up_relu, named, weights)
+    h, counts = kernels.filled(tokens, n), kernels.put(np.array([1, 2, 3, 4], np.int32))
+    # Both are parts of wider rows: of a divided layer's names, and of all experts' weights.
+    wide = None if named is None else np.pad(packed(named), ((0, 0), (0, 3)), constant_values=0xFF)
+    bits = None if wide is None else kernels.put(wide)[:, :-3]
+    each = None if weights is None else kernels.put(np.pad(weights, ((0, 0), (0, 3))))[:, :-3]
+    more = activation, 0.05, up_relu, bits, each, counts, kernels.scratch()
+    kernels.ops.gate_up(h, gate, kernels.some(bias), up if gated else None, kernels.put(x), *more)
+    kernels.check(h, want)
+    differ = int(((h.cpu().numpy() != 0) != (want != 0)).sum())
+    if tokens <= FEW or kernels.nmse < 1e-9:
+        assert differ == 0
+        assert counts.tolist() == [n + i + 1 for i, n in enumerate(numbers)]
+    else:  # tensor cores round a gate near 0 to either side
+        assert differ <= want.size // 1000
+        assert counts[0] == (h != 0).sum() + 1 and counts[3] == (h != 0).any(dim=0).sum() + 4
+        assert abs(int(counts[1]) - numbers[1] - 2) <= differ and counts[2] == numbers[2] + 3
+
+
+@each_format_and_batch
+def test_gate_and_up(kernels: Kernels, format: str, tokens: int) -> None:
+    n = 19 if kernels.slow else 70
+    ffn_case(kernels, format, tokens, n // 2, 96, biased=True)
+    ffn_case(kernels, format, tokens, n, 64, share=0.1)
+
+
+@pytest.mark.parametrize("activation", SPARSE_ACTIVATIONS)
+@pytest.mark.parametrize("up_relu", [False, True])
+def test_gates_of_every_kind(kernels: Kernels, activation: str, up_relu: bool) -> None:
+    ffn_case(kernels, "f16", 2, 20, 40, activation, up_relu)
+    ffn_case(kernels, "f16", 2, 1, 40, activation, up_relu, share=1.0)
+    ffn_case(kernels, "q8_0", 1, 9, 32, activation, gated=False, biased=True)
+
+
+def test_where_nothing_is_named_nothing_is_active(kernels: Kernels, format: str) -> None:
+    for tokens in 1, 17:
+        ffn_case(kernels, format, tokens, 37, 64, share=0.0)
+
+
+def down_case(kernels: Kernels, format: str, tokens: int, n: int, dim: int, active: float, add: bool) -> None:
+    rows, w = kernels.rows(format, normal(1, n, dim), skip=4)
+    h = np.where(np.random.default_rng(2).random((tokens, n)) < active, normal(3, tokens, n), np.float32(0))
+    there = normal(4, tokens, dim)
+    out = kernels.put(there) if add else kernels.filled(tokens, dim)
+    kernels.ops.down(out, rows, kernels.put(h), add, kernels.scratch())
+    kernels.check(out, (h @ w) + (there if add else 0))
+
+
+@each_format_and_batch
+def test_down(kernels: Kernels, format: str, tokens: int) -> None:
+    for dim in columns(format)[-1:] if kernels.slow else columns(format):
+        down_case(kernels, format, tokens, 150, dim, 0.2, True)
+    down_case(kernels, format, tokens, 1, 64, 1.0, False)
+
+
+def test_down_of_nothing_adds_nothing(kernels: Kernels) -> None:
+    for tokens, add in (1, False), (1, True), (17, False):
+        down_case(kernels, "q8_0", tokens, 40, 64, 0.0, add)
+
+
+def test_rows_that_no_token_needs_do_not_matter(kernels: Kernels) -> None:
+    """They are not read: here they are NaN."""
+    w = normal(1, 40, 64)
+    h = np.where(np.arange(40) % 5 == 0, normal(2, 2, 40), np.float32(0))
+    broken = np.where((np.arange(40) % 5 == 0)[:, None], w, np.float32(np.nan))
+    rows, _ = kernels.rows("f32", broken)
+    out = kernels.filled(2, 64)
+    kernels.ops.down(out, rows, kernels.put(h), False, kernels.scratch())
+    kernels.check(out, h @ w)
+
+
+def test_neurons_of_many_experts_are_added_by_few_programs(kernels: Kernels) -> None:
+    """More chunks of neurons than `down` joins: a program takes several."""
+    down_case(kernels, "f32", 1, 128 * 97 + 5, 32, 0.01, False)
+
+
+# ---- mixtures
+
+
+@each_format_and_batch
+def test_an_expert_weighs_its_neurons_and_is_computed_for_its_own_tokens(
+    kernels: Kernels, format: str, tokens: int
+) -> None:
+    """To the last expert nobody goes."""
+    experts, n = 4, 9 if kernels.slow else 15
+    weights = activations.route(normal(7, tokens, experts) - np.float32([0, 0, 0, 9]), 2)
+    ffn_case(kernels, format, tokens, experts * n, 64, biased=True, weights=weights)
+    ffn_case(kernels, format, tokens, n, 64, up_relu=True, weights=weights[:, 1:2])
+    ffn_case(kernels, format, tokens, n, 64, share=0.3, weights=weights[:, 3:])
+
+
+@pytest.mark.parametrize("tokens", [2, 17])
+def test_what_an_expert_makes_of_others_tokens_does_not_matter(kernels: Kernels, tokens: int) -> None:
+    """Token 0 is broken, and goes to the first expert only; there it shows."""
+    n, dim = 6, 32
+    rows = [kernels.rows("f32", normal(i, 2 * n, dim)) for i in (1, 2)]
+    x, weights = normal(3, tokens, dim), np.tile(np.float32([[0.25, 0.75]]), (tokens, 1))
+    x[0], weights[0] = np.nan, (1, 0)
+    h, counts = kernels.filled(tokens, 2 * n), kernels.put(np.zeros(4, np.int32))
+    more = "relu", 0.0, False, None, kernels.put(weights), counts, kernels.scratch()
+    kernels.ops.gate_up(h, rows[0][0], None, rows[1][0], kernels.put(x), *more)
+    got = h.cpu().numpy()
+    assert np.isnan(got[0, :n]).all() and (got[0, n:] == 0).all()
+    want, _ = expected_h(rows[0][1], None, rows[1][1], x[1:], "relu", False, None, weights[1:])
+    kernels.check(h[1:], want)
+
+
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_a_share_that_is_no_number_shows(kernels: Kernels, tokens: int) -> None:
+    gate, _ = kernels.rows("f32", np.abs(normal(1, 8, 16)))
+    weights = np.tile(np.float32([[np.nan, 0]]), (tokens, 1))
+    h, x = kernels.filled(tokens, 8), kernels.put(np.abs(normal(2, tokens, 16)))
+    more = kernels.put(weights), kernels.put(np.zeros(4, np.int32)), kernels.scratch()
+    kernels.ops.gate_up(h, gate, None, None, x, "relu", 0.0, False, None, *more)
+    assert bool(h[:, :4].isnan().all()) and bool((h[:, 4:] == 0).all())
+
+
+@pytest.mark.parametrize("experts, active", [(1, 1), (3, 2), (8, 2), (60, 4)])
+def test_routes(kernels: Kernels, experts: int, active: int) -> None:
+    logits = np.round(normal(1, 20, experts), 1)  # so that some are equal
+    out = kernels.filled(20, experts)
+    kernels.ops.route(out, kernels.put(logits), active)
+    want = activations.route(logits, active)
+    kernels.check(out, want)
+    assert np.array_equal(out.cpu().numpy() != 0, want != 0)
+
+
+def test_a_logit_that_is_no_number_is_chosen(kernels: Kernels) -> None:
+    logits = np.array([[1, np.nan, 3, 2], [np.nan, 9, np.nan, 0]], np.float32)
+    out = kernels.filled(2, 4)
+    kernels.ops.route(out, kernels.put(logits), 2)
+    assert np.array_equal(out.cpu().numpy(), activations.route(logits, 2), equal_nan=True)
+
+
+# ---- predictors
+
+
+def check_named(kernels: Kernels, scores: F32, hot: int, n: int, parts: tuple[Any, ...]) -> None:
+    """Each neuron's threshold lies between two tokens' scores, as far from both as it can."""
+    ordered, middle = np.sort(scores, axis=0), len(scores) // 2
+    threshold = (ordered[middle] + ordered[middle - 1]) / 2 if middle else ordered[0] - 1
+    named = torch.full((len(scores), -(-n // 8)), 0xFF, dtype=torch.uint8, device=kernels.device)
+    first, second, relu, x = parts
+    at = kernels.put(threshold.astype(np.float32))
+    kernels.ops.predict(named, first, second, at, hot, relu, x, kernels.scratch())
+    want = scores >= threshold
+    want[:, :hot] = True
+    assert np.array_equal(named.cpu().numpy(), packed(want))
+
+
+@pytest.mark.parametrize("tokens", SOME)
+@pytest.mark.parametrize("relu", [True, False])
+def test_predictors_of_two_matrices(kernels: Kernels, tokens: int, relu: bool) -> None:
+    for format, dim, rank, n in ("q8_0", 96, 32, 37), ("f16", 33, 32, 9):
+        first, a = kernels.rows(format, normal(1, rank, dim))
+        second, b = kernels.rows("q8_0", normal(2, n, rank))
+        x = normal(3, tokens, dim)
+        code = x @ a.T
+        scores = (np.maximum(code, 0) if relu else code) @ b.T
+        parts = first, second, relu, kernels.put(x)
+        check_named(kernels, scores, 5, n, parts)
+
+
+@pytest.mark.parametrize("tokens", SOME)
+@pytest.mark.parametrize("dim", [8, 64, 77])
+def test_predictors_of_signs(kernels: Kernels, tokens: int, dim: int) -> None:
+    n = 21
+    signs = packed(normal(1, n, dim) > 0)
+    x, at = normal(2, tokens, dim), np.float32(dim % 2) + np.arange(n, dtype=np.float32) - 10
+    x[0, :2] = 0, np.nan
+    p = LayerPredictor("sign", None, None, signs, at, 3)
+    named = kernels.put(np.full((tokens, 3), 0xFF, np.uint8))
+    rows = gpu_cases.Rows(kernels.put(signs), "signs", dim)
+    kernels.ops.predict(named, None, rows, kernels.put(at), 3, False, kernels.put(x), kernels.scratch())
+    assert np.array_equal(named.cpu().numpy(), packed(p.predicted(x)))
+
+
+def test_a_score_that_is_no_number_is_named(kernels: Kernels) -> None:
+    second, _ = kernels.rows("f32", normal(1, 9, 8))
+    named = kernels.put(np.zeros((1, 2), np.uint8))
+    at = kernels.put(np.full(9, 1e9, np.float32))
+    kernels.ops.predict(named, None, second, at, 0, False, kernels.filled(1, 8), kernels.scratch())
+    assert named.tolist() == [[0xFF, 1]]
+
+
+# ---- what is true of all
+
+
+def test_two_runs_give_equal_bits(kernels: Kernels) -> None:
+    c = ATTENTIONS["several spans"]
+    first, second = (rope_store_and_attend(kernels, c)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    rows, _ = kernels.rows("q8_0", normal(1, 300, 64))
+    h = kernels.put(normal(2, 2, 300))
+    outs = [kernels.filled(2, 64) for _ in range(2)]
+    for out in outs:
+        kernels.ops.down(out, rows, h, False, kernels.scratch())
+    assert torch.equal(*outs)
+
+
+def test_a_products_bits_do_not_depend_on_company(
+    kernels: Kernels, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 16 tokens: alone, among others, and with fewer rows a program."""
+    if kernels.ops is torch_kernels:
+        pytest.skip("torch's products have orders of their own")
+    n = columns(format)[-1]
+    w, _ = kernels.rows(format, normal(1, 5, n))
+    x = kernels.put(normal(2, 16, n))
+    outs = []
+    for tokens, programs in (1, 1), (1, 3), (3, 1), (16, 1):
+        monkeypatch.setattr(kernels.ops, "DOT_PROGRAMS", programs)
+        out = kernels.filled(tokens, 5)
+        kernels.ops.matmul(out, w, x[:tokens], None, False, kernels.scratch())
+        outs.append(out[0])
+    assert all(torch.equal(outs[0], out) for out in outs)
+
+
+def test_scratch_is_enough_for_every_smaller_call() -> None:
+    s = gpu_cases.SIZES
+    made = gpu_cases.Scratch.of(s, "cpu")
+    assert made.floats.nbytes == s.scratch_bytes
+    for tokens in range(1, s.tokens + 1):
+        for positions in range(32, s.positions + 1, 32):
+            made.take(tokens, s.heads, spans(positions, tokens), s.head_dim + 2)
+
+
+def test_both_tables_have_the_same_functions() -> None:
+    triton_kernels = pytest.importorskip("thermocline.ops.triton_kernels", reason="triton is not installed")
+
+    def public(module: Any) -> dict[str, str]:
+        there = inspect.getmembers(module, inspect.isfunction)
+        own = {n: str(inspect.signature(f)) for n, f in there if f.__module__ == module.__name__}
+        return {n: s for n, s in own.items() if not n.startswith("_") and n != "launch"}
+
+    assert public(torch_kernels) == public(triton_kernels)
+
+
+def test_softcap(kernels: Kernels) -> None:
+    x = 40 * normal(1, 3, 50)
+    mine = kernels.put(x)
+    kernels.ops.softcap(mine, 30.0)
+    kernels.check(mine, np.float32(30) * np.tanh(x / np.float32(30)))

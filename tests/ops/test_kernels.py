@@ -1,0 +1,1149 @@
+"""Every native op equals the reference, on every instruction set, weight format and awkward shape.
+
+Two kinds of claim. Values: close to `ops.reference`, within a stated error. Bits: not changed by the number
+of
+tokens or threads, by skipping zero neurons, or by where a row lies. So values are checked with 130 tokens
+on one
+thread, and everything else by its bits against that. A format or an op that lacks a native side fails here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from thermocline import _native
+from thermocline.engine.decoder import rope_tables
+from thermocline.model import quant
+from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS, ModelSpec
+from thermocline.model.tensors import bundle_stride
+from thermocline.ops import reference
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Heads, KVLayer, Layer, Linear, Norm
+
+ISAS = _native.isa_levels()
+FORMATS = list(quant.FORMATS)
+QUANTISED = [f.name for f in quant.FORMATS.values() if f.block > 1]
+
+# Up to 4 tokens are multiplied row by row, more in tiles of at most 12; each size is code of its own.
+TOKENS = (*range(1, 12), 17, 64, 65, 130)
+# A rounding is 6e-8, a sum of a few hundred some 1e-6 at worst: squared, with room for the order of sums.
+F32_NMSE = 1e-10
+# llama.cpp's bound for int8 activations (tests/test-backend-ops): a step of 2 peak/254 is about 3e-5 of the
+# power.
+INT8_NMSE = 5e-4
+
+
+@cache
+def cpu(isa: str, threads: int = 1) -> CpuOps:
+    return CpuOps(threads, isa)
+
+
+def columns(format: str) -> tuple[int, ...]:
+    """Around every vector and block width; odd numbers of 32-blocks leave AVX-512's two-block step a tail."""
+    if format in QUANTISED:
+        return 32, 64, 96, 160, 288
+    return 1, 3, 8, 15, 16, 17, 31, 32, 33, 47, 64, 65, 129, 160, 300
+
+
+def normal(seed: int, *shape: int) -> F32:
+    out: F32 = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+    return out
+
+
+def nmse(y: F32, truth: F32) -> float:
+    error = float(((y.astype(np.float64) - truth) ** 2).sum())
+    power = float((truth.astype(np.float64) ** 2).sum())
+    return error / power if power else (0.0 if error == 0 else math.inf)
+
+
+def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def in_arena(records: NDArray[np.uint8]) -> tuple[_native.Arena, int]:
+    """Bytes at the very end of an arena: where the padding it promises ends, nothing can be read."""
+    page = mmap.PAGESIZE
+    offset = -(records.size + _native.ARENA_PADDING) % page
+    arena = _native.Arena(offset + records.size)
+    arena.fence()
+    arena.write(offset, np.ascontiguousarray(records).reshape(-1))
+    return arena, offset
+
+
+def stored(format: str, w: F32) -> tuple[_native.Matrix, F32]:
+    """w [rows, cols] as a native matrix, and as the float32 values it then has."""
+    data = quant.encode(format, w)
+    arena, offset = in_arena(data)
+    rows, cols = w.shape
+    matrix = _native.Matrix(arena, offset, quant.FORMATS[format].id, rows, cols, data.shape[1])
+    return matrix, quant.decode(format, data, cols)
+
+
+def stored_bundle(
+    format: str, up: F32 | None, down: F32
+) -> tuple[_native.Matrix | None, _native.Matrix, F32 | None, F32]:
+    """Up and down rows interleaved as a pack has them -> the matrices (up, down), and their values."""
+    parts = [quant.encode(format, w) for w in (up, down) if w is not None]
+    row, (rows, cols) = parts[0].shape[1], down.shape
+    records = np.full((rows, bundle_stride(row * len(parts))), 0xFF, np.uint8)  # padding that would show: NaN
+    for i, part in enumerate(parts):
+        records[:, i * row : (i + 1) * row] = part
+    arena, offset = in_arena(records)
+
+    def matrix(skip: int) -> _native.Matrix:
+        return _native.Matrix(arena, offset + skip, quant.FORMATS[format].id, rows, cols, records.shape[1])
+
+    values = [quant.decode(format, part, cols) for part in parts]
+    return (None, matrix(0), None, values[0]) if up is None else (matrix(0), matrix(row), *values)
+
+
+def as_the_kernel_sees(format: str, x: F32) -> F32:
+    """Quantised weights meet int8 activations, per block of 32: q = rint(x * 127/max), scale max/127."""
+    if format not in QUANTISED:
+        return x
+    blocks = x.reshape(-1, 32)
+    peak = np.abs(blocks).max(axis=1, keepdims=True)
+    inverse = np.where(peak > 0, np.float32(127) / np.where(peak > 0, peak, 1), np.float32(0))
+    rounded: F32 = (peak / np.float32(127)) * np.rint(blocks * inverse)
+    return rounded.reshape(x.shape)
+
+
+SPEC = ModelSpec(
+    architecture="test",
+    dim=32,
+    ffn_dim=32,
+    n_layers=1,
+    n_heads=1,
+    n_kv_heads=1,
+    head_dim=32,
+    vocab_size=7,
+    max_context=1024,
+    norm="rms",
+    norm_eps=1e-5,
+    activation="relu",
+)
+
+
+# ---- one check per op of the reference
+
+
+def check_embed(isa: str, format: str) -> None:
+    for cols in columns(format):
+        matrix, w = stored(format, normal(cols, 9, cols) * np.float32(30))
+        ids = np.array([8, 0, 3, 3], np.int32)
+        assert same_bits(cpu(isa).embed(matrix, ids), reference.embed(w, ids)), cols
+        assert cpu(isa).embed(matrix, ids[:0]).shape == (0, cols)
+
+
+def check_norm(isa: str, format: str) -> None:
+    for dim, kind, biased in itertools.product((1, 3, 8, 15, 16, 17, 31, 100, 300), ("rms", "layer"), (0, 1)):
+        x, weight = normal(dim, 5, dim) * np.float32(3) + np.float32(0.5), normal(1, dim)
+        bias = normal(2, dim) if biased else None
+        y = cpu(isa).norm(x, weight, bias, 1e-5, kind)
+        assert nmse(y, reference.norm(x, weight, bias, 1e-5, kind)) <= F32_NMSE, (dim, kind, biased)
+        alone = [cpu(isa).norm(x[t : t + 1], weight, bias, 1e-5, kind) for t in range(5)]
+        assert same_bits(np.concatenate(alone), y)
+        assert same_bits(cpu(isa, 3).norm(x, weight, bias, 1e-5, kind), y)
+    zeros = np.zeros((1, 17), np.float32)
+    assert not cpu(isa).norm(zeros, normal(0, 17), None, 1e-5, "rms").any()
+
+
+def check_matmul(isa: str, format: str) -> None:
+    ops = cpu(isa)
+    for cols, rows in itertools.product(columns(format), (1, 2, 3, 4, 5, 17, 67)):
+        matrix, w = stored(format, normal(rows, rows, cols))
+        x, bias = normal(cols, max(TOKENS), cols), normal(3, rows)
+        y = ops.matmul(matrix, x, bias)
+        truth = reference.matmul(w, as_the_kernel_sees(format, x), bias)
+        assert nmse(y, truth) <= F32_NMSE, (rows, cols)
+        assert nmse(y, reference.matmul(w, x, bias)) <= (INT8_NMSE if format in QUANTISED else F32_NMSE)
+        assert nmse(ops.matmul(matrix, x, None), truth - bias) <= F32_NMSE
+        for tokens in TOKENS:
+            assert same_bits(ops.matmul(matrix, x[:tokens], bias), y[:tokens]), (rows, cols, tokens)
+
+
+def check_matmul_add(isa: str, format: str) -> None:
+    ops = cpu(isa)
+    for cols, rows in itertools.product(columns(format), (1, 17, 67)):
+        matrix, w = stored(format, normal(rows, rows, cols))
+        h, bias, x = normal(cols, 130, cols), normal(3, rows), normal(4, 130, rows)
+        y, truth = x.copy(), x.copy()
+        ops.matmul_add(y, matrix, h, bias)
+        reference.matmul_add(truth, w, as_the_kernel_sees(format, h), bias)
+        assert nmse(y, truth) <= F32_NMSE, (rows, cols)
+        for tokens in (1, 3, 9):
+            part = x[:tokens].copy()
+            ops.matmul_add(part, matrix, h[:tokens], bias)
+            assert same_bits(part, y[:tokens]), (rows, cols, tokens)
+
+
+@dataclass
+class Case:
+    """An attention problem: sequences whose pages are shuffled over a cache already full of other tokens."""
+
+    spec: ModelSpec
+    qkv: F32
+    k: NDArray[np.float16]
+    v: NDArray[np.float16]
+    batch: Batch
+    cos: F32 | None
+    sin: F32 | None
+
+    def run(self, ops: Any) -> tuple[F32, KVLayer]:
+        kv = KVLayer(self.k.copy(), self.v.copy())
+        return ops.attention(Heads.of(self.spec), self.qkv.copy(), self.step(ops), kv), kv
+
+    def step(self, ops: Any) -> Any:
+        return ops.step(self.batch, self.v.shape[2], self.cos, self.sin)
+
+    def rows(self, begin: int, end: int) -> Case:
+        b, at = self.batch, slice(begin, end)
+        cut = replace(b, ids=b.ids[at], positions=b.positions[at], sequence=b.sequence[at])
+        cos, sin = (None, None) if self.cos is None or self.sin is None else (self.cos[at], self.sin[at])
+        return replace(self, qkv=np.ascontiguousarray(self.qkv[at]), batch=cut, cos=cos, sin=sin)
+
+
+def attention_case(
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    spans: list[tuple[int, int]],
+    window: int | None,
+    block: int = 32,
+) -> Case:
+    """`spans`: for each sequence, the positions [start, stop) that are in the call."""
+    rope = head_dim % 2 == 0
+    spec = replace(
+        SPEC,
+        n_heads=kv_heads * group,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        sliding_window=window,
+        position="rope" if rope else "learned",
+    )
+    rng = np.random.default_rng(head_dim)
+    pages = [-(-stop // block) for _, stop in spans]
+    shuffled = rng.permutation(sum(pages) + 3).astype(np.int32)
+    table = np.full(
+        (len(spans), max(pages)), -1, np.int32
+    )  # an entry past a sequence's end is never looked at
+    for s, n in enumerate(pages):
+        table[s, :n] = shuffled[sum(pages[:s]) : sum(pages[:s]) + n]
+    positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in spans])
+    sequence = np.repeat(np.arange(len(spans), dtype=np.int32), [b - a for a, b in spans])
+    heads = (len(shuffled), kv_heads)
+    cos, sin = rope_tables(spec, positions) if rope else (None, None)
+    return Case(
+        spec,
+        normal(7, len(positions), spec.qkv_rows),
+        rng.standard_normal((*heads, head_dim, block)).astype(np.float16),
+        rng.standard_normal((*heads, block, head_dim)).astype(np.float16),
+        Batch(np.zeros_like(positions), positions, sequence, table, np.zeros(0, np.int32)),
+        cos,
+        sin,
+    )
+
+
+SPANS = [
+    (0, 5),
+    (70, 73),
+    (31, 34),
+    (63, 64),
+]  # a new prompt, and others in the middle, at and across page edges
+ATTENTION = [
+    *(attention_case(hd, 2, 2, SPANS, None) for hd in (1, 2, 3, 33, 34, 64, 80, 128)),
+    *(attention_case(16, 3, group, SPANS, None) for group in (1, 2, 4)),
+    *(attention_case(24, 2, 2, SPANS, window) for window in (1, 2, 31, 32, 33, 1000)),
+    *(attention_case(8, 1, 3, SPANS, 9, block) for block in (1, 5, 64)),
+    attention_case(32, 2, 4, [(699, 700)], None),
+    attention_case(32, 1, 2, [(690, 700), (0, 40)], 500),
+    attention_case(
+        32, 1, 1, [(1500, 1540)], None
+    ),  # spans of 512, few tasks: worked on side by side, then joined
+    attention_case(16, 5, 1, [(1500, 1503)], None),  # one thread: spans in a row; more: side by side
+    attention_case(32, 1, 2, [(699, 700)], 189),  # of a window, only the first position is in the first span
+    attention_case(16, 1, 20, [(1023, 1026)], 600),  # more queries for a head than one turn takes
+]
+
+
+def check_attention(isa: str, format: str) -> None:
+    for case in ATTENTION:
+        at = (case.spec, case.k.shape)
+        truth, truth_kv = case.run(reference)
+        y, kv = case.run(cpu(isa))
+        assert nmse(y, truth) <= F32_NMSE, at
+        # Rotation rounds like numpy, so the cache holds the same bits: nothing else in it was touched either.
+        assert same_bits(kv.k, truth_kv.k) and same_bits(kv.v, truth_kv.v), at
+        for threads in (2, 3, 5):
+            assert same_bits(case.run(cpu(isa, threads))[0], y), (at, threads)
+        part, start = replace(case, k=kv.k, v=kv.v), 0
+        for step in itertools.cycle((1, 2)):
+            if start >= len(y):
+                break
+            assert same_bits(part.rows(start, start + step).run(cpu(isa))[0], y[start : start + step]), at
+            start += step
+
+
+def check_attention_add(isa: str, format: str) -> None:
+    for kind, biased in itertools.product(("rms", "layer"), (False, True)):
+        assert_attention_block(isa, format, kind, biased)
+
+
+def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> None:
+    """The block around attention: norm, projections, residual; nothing depends on the batch."""
+    case, dim = attention_case(32, 2, 2, SPANS, None), 96
+    spec, tokens = replace(case.spec, dim=dim, norm=kind), len(case.qkv)
+    qkv, qkv_values = stored(format, normal(1, spec.qkv_rows, dim) / np.float32(8))
+    out, out_values = stored(format, normal(2, dim, spec.n_heads * spec.head_dim))
+    bias = (normal(3, spec.qkv_rows), normal(4, dim), normal(5, dim)) if biased else (None, None, None)
+    norm = Norm(normal(6, dim), bias[2])
+    x, h = normal(7, tokens, dim), normal(8, tokens, dim)
+
+    def run(ops: Any, a: Any, b: Any, begin: int = 0, end: int = tokens) -> F32:
+        layer = Layer(norm, Linear(a, bias[0]), Linear(b, bias[1]), norm, experts=())
+        y, part = x[begin:end].copy(), case.rows(begin, end)
+        kv = KVLayer(case.k, case.v)
+        bound = ops.bind_attention(spec, Heads.of(spec), layer)
+        ops.attention_add(y, h[begin:end].copy(), bound, part.step(ops), kv)
+        return y
+
+    truth = run(reference, qkv_values, out_values)
+    y = run(cpu(isa), qkv, out)
+    # the last bit of a key may round to another f16 in the cache
+    assert nmse(y - x, truth - x) <= (3 * INT8_NMSE if format in QUANTISED else 1e-7), kind
+    halves = [run(cpu(isa, 3), qkv, out, *at) for at in ((0, 2), (2, tokens))]
+    assert same_bits(np.concatenate(halves), y)
+
+
+def bound_ffn(ops: Any, spec: ModelSpec, f: FFN) -> Any:
+    return ops.bind_ffn(spec, Layer(None, None, None, None, (f,)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Ffn:
+    """One FFN as native matrices and as their values."""
+
+    spec: ModelSpec
+    format: str
+    native: FFN
+    numpy: FFN
+
+    def run(
+        self, ops: Any, x: F32, h: F32, *, sparsity: str = "exact", record: F32 | None = None
+    ) -> tuple[F32, FFNStats]:
+        y, stats = x.copy(), FFNStats()
+        bound = bound_ffn(ops, self.spec, self.numpy if ops is reference else self.native)
+        ops.ffn_add(y, h, bound, sparsity, stats, record)
+        return y, stats
+
+    def truth(self, x: F32, h: F32) -> tuple[F32, FFNStats]:
+        return self.run(reference, x, as_the_kernel_sees(self.format, h))
+
+
+KINDS = {"gated": (True, "none"), "ungated": (False, "none"), "dReLU": (True, "relu")}
+
+
+def ffn(
+    format: str,
+    ffn_dim: int,
+    dim: int,
+    kind: str,
+    activation: str,
+    shift: F32 | float | None = -1.0,
+    bundles: bool = True,
+) -> Ffn:
+    """`shift`: the gate's bias (None: none, nor one after down); activations are N(0, 1) before it."""
+    gated, up_activation = KINDS[kind]
+    spec = replace(
+        SPEC,
+        dim=dim,
+        ffn_dim=ffn_dim,
+        activation=activation,
+        activation_threshold=0.3 if activation == "fatrelu" else 0.0,
+        gated=gated,
+        up_activation=up_activation,
+    )
+    gate, gate_values = stored(format, normal(1, ffn_dim, dim) / np.float32(math.sqrt(dim)))
+    wanted = normal(2, ffn_dim, dim) if gated else None
+    if bundles:
+        up, down, up_values, down_values = stored_bundle(format, wanted, normal(3, ffn_dim, dim))
+    else:
+        up, up_values = (None, None) if wanted is None else stored(format, wanted)
+        down, down_values = stored(format, normal(3, dim, ffn_dim))
+    bias = None if shift is None else np.broadcast_to(np.float32(shift), ffn_dim).copy()
+    after = None if shift is None else normal(4, dim)
+    return Ffn(
+        spec,
+        format,
+        FFN(Linear(gate, bias), up, down, after, bundles),
+        FFN(Linear(gate_values, bias), up_values, down_values, after, bundles),
+    )
+
+
+def ffn_shapes(format: str) -> list[tuple[int, int]]:
+    """(neurons, dim): around the 256 neurons of a chunk, the 4 of a group, the 128 columns of a tile."""
+    dims = (32, 96, 160, 288) if format in QUANTISED else (1, 17, 33, 129, 300)
+    return list(zip((1, 5, 255, 256, 600, 257), itertools.cycle(dims), strict=False))
+
+
+def check_ffn_add(isa: str, format: str) -> None:
+    ops = cpu(isa)
+    cases = [(s, k, a) for s in ffn_shapes(format) for k in KINDS for a in SPARSE_ACTIVATIONS]
+    cases += [(s, "gated", a) for s in ffn_shapes(format) for a in ACTIVATIONS if a not in SPARSE_ACTIVATIONS]
+    for (ffn_dim, dim), kind, activation in cases:
+        f, at = ffn(format, ffn_dim, dim, kind, activation), (ffn_dim, dim, kind, activation)
+        x, h = normal(5, max(TOKENS), dim), normal(6, max(TOKENS), dim)
+        y, _ = f.run(ops, x, h)
+        assert nmse(y, f.truth(x, h)[0]) <= F32_NMSE, at
+        for tokens in TOKENS:
+            part, stats = f.run(ops, x[:tokens], h[:tokens])
+            assert same_bits(part, y[:tokens]), (*at, tokens)
+            if tokens in (1, 9):  # one pass: the neurons read are the union over the call's tokens
+                if f.spec.sparse:
+                    assert stats == f.truth(x[:tokens], h[:tokens])[1], (*at, tokens)
+                assert same_bits(f.run(ops, x[:tokens], h[:tokens], sparsity="off")[0], part), (*at, tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> None:
+    """Without bundles; its second input is quantised too. Nor do tokens, threads or `exact` change a bit."""
+    for (ffn_dim, dim), activation in zip(
+        ((32, 32), (96, 160), (544, 96), (1056, 288)), itertools.cycle(("silu", "gelu_tanh", "relu"))
+    ):
+        f, at = ffn(format, ffn_dim, dim, kind, activation, bundles=False), (ffn_dim, dim, activation)
+        x, h = normal(5, max(TOKENS), dim), normal(6, max(TOKENS), dim)
+        y, stats = f.run(cpu(isa), x, h)
+        truth, counted = f.truth(x, h)
+        assert nmse(y - x, truth - x) <= (3 * INT8_NMSE if format in QUANTISED else F32_NMSE), at
+        rows = ffn_dim * (2 if f.spec.gated else 1)
+        assert (stats.neurons, stats.rows, stats.rows_dense) == (counted.neurons, rows, rows)
+        assert abs(stats.active - counted.active) <= counted.neurons // 1000
+        for tokens, threads, sparsity in itertools.product(TOKENS, (1, 3), ("exact", "off")):
+            part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens], sparsity=sparsity)
+            assert same_bits(part, y[:tokens]), (*at, tokens, threads)
+
+
+@pytest.mark.parametrize("bundles", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_an_ffn_records_is_what_down_is_multiplied_with(format: str, kind: str, bundles: bool) -> None:
+    """And it changes no bit of the result, whatever path the tokens take."""
+    f, neurons = ffn(format, 544, 96, kind, "relu", bundles=bundles), 544
+    x, h = normal(5, 300, 96), normal(6, 300, 96)
+    for tokens, sparsity in itertools.product((1, 4, 5, 300), ("exact", "off")):
+        a, b = x[:tokens], h[:tokens]
+        want, got = (np.full((tokens, neurons), np.nan, np.float32) for _ in range(2))
+        f.run(reference, a, as_the_kernel_sees(format, b), record=want)
+        y, stats = f.run(cpu(ISAS[0], 3), a, b, sparsity=sparsity, record=got)
+        plain, plain_stats = f.run(cpu(ISAS[0], 3), a, b, sparsity=sparsity)
+        assert same_bits(y, plain) and replace(stats, rows=0) == replace(plain_stats, rows=0)
+        # Recording, few tokens take the path of many, which does not spare dReLU the down rows that up kills.
+        assert stats.rows >= plain_stats.rows if kind == "dReLU" else stats.rows == plain_stats.rows
+        assert stats.active == int((got != 0).sum())
+        assert nmse(got, want) <= F32_NMSE
+
+
+CHECKS: dict[str, Callable[[str, str], None]] = {
+    name.removeprefix("check_"): check for name, check in dict(globals()).items() if name.startswith("check_")
+}
+# Not ops: `attention` and `ffn_add` are made of them, and are compared with them whole.
+PARTS = {"rotate", "activate", "route"}
+BINDERS = {
+    "step",
+    "bind_attention",
+    "bind_ffn",
+    "bind_part",
+    "bind_experts",
+}  # arguments of the ops, made ready
+HINTS = {"read_ahead", "run", "rows"}  # compute nothing: tests/test_disk.py, tests/test_gpu.py
+
+
+def public_functions(where: Any) -> set[str]:
+    """Of a module or a class, without what it imports."""
+    home = getattr(where, "__module__", where.__name__)
+    return {
+        name
+        for name, f in vars(where).items()
+        if inspect.isfunction(f) and not name.startswith("_") and f.__module__ == home
+    }
+
+
+OPS = sorted(public_functions(reference) - PARTS - BINDERS - HINTS)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_native_op_equals_the_reference(op: str, isa: str, format: str) -> None:
+    if op in ("norm", "attention") and format != "f32":
+        return  # they read no weights
+    CHECKS[op](isa, format)
+
+
+def test_every_op_of_the_reference_is_native_and_checked() -> None:
+    assert set(OPS) == set(CHECKS) == public_functions(CpuOps) - BINDERS - HINTS
+
+
+def test_every_format_is_native_and_no_other() -> None:
+    arena = _native.Arena(4096)
+    for format in quant.FORMATS.values():
+        matrix = _native.Matrix(arena, 0, format.id, 2, 64, quant.row_bytes(format.name, 64))
+        assert matrix.row_bytes == quant.row_bytes(format.name, 64)
+    with pytest.raises(ValueError, match="unknown weight format"):
+        _native.Matrix(arena, 0, max(_native.SIGNS, *(f.id for f in quant.FORMATS.values())) + 1, 2, 64, 512)
+
+
+# ---- the active set
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_answer_is_right_for_every_active_set(isa: str, format: str, kind: str) -> None:
+    n, dim = 300, 96
+    x, h = normal(5, 70, dim), normal(6, 70, dim)
+    one = np.full(n, -100, np.float32)
+    one[200] = 100
+    for shift, tokens, rows in (
+        (-100, 3, 0),
+        (-100, 70, 0),
+        (one, 3, 1),
+        (one, 70, 1),
+        (100, 3, n),
+        (100, 70, n),
+    ):
+        f = ffn(format, n, dim, kind, "relu", np.asarray(shift, np.float32))
+        y, stats = f.run(cpu(isa), x[:tokens], h[:tokens])
+        truth, counted = f.truth(x[:tokens], h[:tokens])
+        assert nmse(y, truth) <= F32_NMSE, (shift, tokens)
+        if kind != "dReLU":  # where up decides too
+            assert counted.rows == rows * (2 if f.spec.gated else 1)
+        assert (stats.rows, stats.neurons) == (counted.rows, tokens * n)
+        assert same_bits(f.run(cpu(isa), x[:tokens], h[:tokens], sparsity="off")[0], y)
+    quiet = ffn(format, n, dim, kind, "relu", -100.0)
+    assert same_bits(quiet.run(cpu(isa), x, h)[0], x + quiet.native.down_bias)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_tokens_skipping_and_threads_change_no_bit(isa: str, format: str, activation: str) -> None:
+    n, dim = 645, 416  # chunks of neurons and tiles of columns, the last of each short
+    x, h = normal(5, 70, dim), normal(6, 70, dim)
+    for kind in KINDS:
+        f = ffn(format, n, dim, kind, activation, -1.5)
+        y, _ = f.run(cpu(isa), x, h)
+        for threads, (begin, end) in zip((2, 3, 5, 1), ((0, 70), (3, 11), (60, 69), (69, 70)), strict=True):
+            for sparsity in ("exact", "off"):
+                part, _ = f.run(cpu(isa, threads), x[begin:end], h[begin:end], sparsity=sparsity)
+                assert same_bits(part, y[begin:end]), (kind, threads, begin, sparsity)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_threads_change_no_bit_of_a_matmul(isa: str, format: str) -> None:
+    matrix, _ = stored(format, normal(1, 517, 96))
+    x, bias = normal(2, 9, 96), normal(3, 517)
+    y = cpu(isa).matmul(matrix, x, bias)
+    for threads, tokens in itertools.product((2, 3, 5), (1, 9)):
+        assert same_bits(cpu(isa, threads).matmul(matrix, x[:tokens], bias), y[:tokens]), (threads, tokens)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_dense_activations_skip_nothing(isa: str) -> None:
+    f = ffn("f32", 40, 33, "gated", "silu", -100.0)
+    assert f.run(cpu(isa), normal(1, 2, 33), normal(2, 2, 33), sparsity="exact")[1].rows == 80
+
+
+def test_an_ffn_without_biases_equals_the_reference() -> None:
+    for isa, kind in itertools.product(ISAS, KINDS):
+        f = ffn("f32", 129, 33, kind, "relu", None)
+        for tokens in (1, 20):
+            x, h = normal(1, tokens, 33), normal(2, tokens, 33)
+            assert nmse(f.run(cpu(isa), x, h)[0], f.truth(x, h)[0]) <= F32_NMSE
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_gate_and_down_may_differ_in_format(isa: str) -> None:
+    """The up row's format must be the gate's (they share the input); down's is its own only when ungated."""
+    for gate, down in itertools.product(FORMATS, FORMATS):
+        a, b = ffn(gate, 130, 96, "ungated", "relu"), ffn(down, 130, 96, "ungated", "relu")
+        mixed = Ffn(a.spec, gate, replace(a.native, down=b.native.down), replace(a.numpy, down=b.numpy.down))
+        for tokens in (1, 20):
+            x, h = normal(1, tokens, 96), normal(2, tokens, 96)
+            assert nmse(mixed.run(cpu(isa), x, h)[0], mixed.truth(x, h)[0]) <= F32_NMSE, (gate, down)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_half_precision_weight_decodes_exactly(isa: str) -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    for format in ("f16", "bf16"):
+        arena, offset = in_arena(patterns.view(np.uint8))
+        matrix = _native.Matrix(arena, offset, quant.FORMATS[format].id, 1, 1 << 16, 1 << 17)
+        y = cpu(isa).embed(matrix, np.zeros(1, np.int32))[0]
+        truth = quant.decode(format, patterns.view(np.uint8)[None], 1 << 16)[0]
+        number = ~np.isnan(truth)
+        assert same_bits(y[number], truth[number]) and np.isnan(y[~number]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_int8_and_int4_weight_multiplies_exactly(isa: str) -> None:
+    """-128 too, which no encoder writes: AVX2 multiplies by |w|, which must not saturate."""
+    for format, size in (("q8_0", 34), ("q4_0", 18)):
+        blocks = np.zeros((256, size), np.uint8)
+        blocks[:, -2:] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+        blocks[:, :-2] = np.arange(256, dtype=np.uint8)[:, None]
+        arena, offset = in_arena(blocks)
+        matrix = _native.Matrix(arena, offset, quant.FORMATS[format].id, 256, 32, size)
+        w = quant.decode(format, blocks, 32)
+        for x in (np.full((1, 32), 127, np.float32), np.full((4, 32), -127, np.float32)):
+            assert np.array_equal(cpu(isa).matmul(matrix, x, None), x @ w.T)
+        assert np.array_equal(cpu(isa).embed(matrix, np.arange(256, dtype=np.int32)), w)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_cache_rounds_to_f16_as_numpy_does(isa: str) -> None:
+    """Every f16, every midpoint between two, and the floats beside: ties to even, overflow, subnormals."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middles = (halves[1:] + halves[:-1]) / 2
+    beside = [np.nextafter(middles, np.float32(to)) for to in (0, np.inf)]
+    edge = np.array([65519.996, 65520, 1e9, np.inf, 1e-45, 2.9802322e-08], np.float32)
+    v = np.concatenate([halves, middles, *beside, edge])
+    v = np.concatenate([v, -v])
+    spec = replace(SPEC, head_dim=len(v))
+    qkv = np.concatenate([np.zeros(2 * len(v), np.float32), v])[None]
+    kv = KVLayer(np.zeros((1, 1, len(v), 1), np.float16), np.zeros((1, 1, 1, len(v)), np.float16))
+    zero = np.zeros(1, np.int32)
+    step = cpu(isa).step(Batch(zero, zero, zero, zero[None], zero), 1, None, None)
+    cpu(isa).attention(Heads.of(spec), qkv, step, kv)
+    with np.errstate(over="ignore"):
+        assert same_bits(kv.v.reshape(-1), v.astype(np.float16))
+
+
+def activated(isa: str, activation: str, values: F32, threshold: float = 0.0) -> F32:
+    """The activation alone: an ungated FFN whose two matrices are the identity."""
+    n = values.shape[1]
+    eye, _ = stored("f32", np.eye(n, dtype=np.float32))
+    spec = replace(SPEC, dim=n, ffn_dim=n, activation=activation, activation_threshold=threshold, gated=False)
+    y = np.zeros_like(values)
+    bound = bound_ffn(cpu(isa), spec, FFN(Linear(eye, None), None, eye, None, True))
+    cpu(isa).ffn_add(y, values, bound, "off", FFNStats())
+    return y
+
+
+def exactly(activation: str, g: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
+    """In float64, overflow-proof: silu is g/(1+e^-g)."""
+    match activation:
+        case "silu":
+            return g * np.exp(-np.logaddexp(0, -g))
+        case "gelu":
+            return g * np.vectorize(math.erfc)(-g / math.sqrt(2)) / 2
+        case "gelu_tanh":
+            return g * np.exp(-np.logaddexp(0, -2 * math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+        case "relu" | "fatrelu":
+            return np.where(g > threshold, g, 0)
+        case "relu2":
+            return np.where(g > 0, g * g, 0)
+    raise ValueError(activation)
+
+
+# Largest |error| allowed: relative * |truth| + absolute. SiLU and GELU-tanh are one e^x (2e-7), a sum, a
+# division;
+# where e^x would overflow they stop at 1e-34 instead of 0. GELU-tanh's cube and GELU's 1 + erf cancel for g
+# < 0.
+ERROR = {"silu": (6e-7, 1e-34), "gelu_tanh": (3e-6, 1e-10), "gelu": (3e-7, 4e-7)}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_activations_are_accurate_over_the_whole_range(isa: str, activation: str) -> None:
+    magnitudes = np.concatenate([np.geomspace(1e-44, 1e4, 200), np.linspace(0, 110, 300), [0.3, 0.300001]])
+    g = np.concatenate([magnitudes, -magnitudes, [0.0, -0.0]]).astype(np.float32)
+    threshold = float(np.float32(0.3)) if activation == "fatrelu" else 0.0
+    truth = exactly(activation, g.astype(np.float64), threshold)
+    relative, absolute = ERROR.get(activation, (6e-8, 1e-45))
+    for width in (1, 7, 16, 33):  # every place in a vector, and its tail
+        padded = np.resize(g, (-(-len(g) // width), width))
+        y = activated(isa, activation, padded, threshold).reshape(-1)[: len(g)]
+        error = np.abs(y - truth) - relative * np.abs(truth)
+        assert error.max() <= absolute, g[error.argmax()]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_gate_at_the_threshold_is_inactive(isa: str) -> None:
+    above = np.nextafter(np.float32(0.25), np.float32(1))
+    g = np.array([[0.25, above, -1, 0, -0.0, 0.2499]], np.float32)
+    assert activated(isa, "fatrelu", g, 0.25).tolist() == [[0, float(above), 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_zero_and_tiny_activations_stay_harmless(isa: str, format: str) -> None:
+    matrix, _ = stored(format, normal(1, 5, 64))
+    for scale in (0.0, 1e-42, 1e-38, 1e-36):  # below 3.7e-37 the quantiser's 127/max is infinite
+        x = normal(2, 3, 64) * np.float32(scale)
+        y = cpu(isa).matmul(matrix, x, None)
+        assert np.abs(y).max() <= 1e3 * scale, scale
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_activations_are_not_swallowed(isa: str, format: str) -> None:
+    """A damaged model ends in NumericalError, not in token 0: what is broken must reach the logits."""
+    matrix, _ = stored(format, normal(1, 5, 64))
+    for tokens, at, bad in itertools.product((1, 5), (0, 17, 63, slice(None)), (np.nan, np.inf)):
+        x = normal(2, tokens, 64)
+        x[:, at] = bad
+        with np.errstate(invalid="ignore"):
+            assert not np.isfinite(cpu(isa).matmul(matrix, x, None)).any(), (tokens, at, bad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("activation", SPARSE_ACTIVATIONS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_nan_weight_of_a_neuron_is_not_taken_for_an_inactive_one(
+    isa: str, activation: str, kind: str
+) -> None:
+    """A ReLU that says 0 to NaN would hide it: the damaged neuron would just never be active."""
+    for bundles, part, tokens in itertools.product((True, False), ("gate", "up"), (1, 9)):
+        if part == "up" and kind == "ungated":
+            continue
+        f = ffn("f32", 64, 96, kind, activation, 0.0, bundles)
+        bias = np.zeros(64, np.float32)
+        x, h = normal(1, tokens, 96), normal(2, tokens, 96)
+        if part == "gate":
+            bias[33] = np.nan
+            f = replace(f, native=replace(f.native, gate=Linear(f.native.gate.weight, bias)))
+        else:
+            bad = normal(2, 64, 96)
+            bad[:, 5] = np.nan
+            up, _ = stored("f32", bad)
+            f = replace(f, native=replace(f.native, up=up))
+        for sparsity in ("exact", "off"):
+            shown = np.isnan(f.run(cpu(isa), x, h, sparsity=sparsity)[0]).all(axis=1)
+            # where dReLU's up is not positive, its gate does not matter
+            some = kind == "dReLU" and part == "gate"
+            assert shown.any() if some else shown.all(), (bundles, part, tokens)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_window_wider_than_any_position_is_none(isa: str) -> None:
+    """2^32 was cut to 0 positions, 2^31 to a negative number of them."""
+    case = attention_case(24, 2, 2, SPANS, None)
+    for window in (2**31 - 1, 2**31, 2**32, 2**63):
+        wide = replace(case, spec=replace(case.spec, sliding_window=window))
+        assert same_bits(wide.run(cpu(isa))[0], case.run(cpu(isa))[0]), window
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_attention_to_an_overflowed_key_is_nan(isa: str) -> None:
+    """A key beyond f16 has an infinite score; the softmax of that is no number, as in the reference."""
+    case = attention_case(32, 1, 1, [(0, 3)], None)
+    case.qkv[1, 32:64] = 1e9
+    with np.errstate(all="ignore"):
+        truth, _ = case.run(reference)
+    assert np.array_equal(np.isnan(case.run(cpu(isa))[0]), np.isnan(truth))
+
+
+# ---- random shapes
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[str, str, int, int, int, int]:
+    isa, format = draw(st.sampled_from(ISAS)), draw(st.sampled_from(FORMATS))
+    unit = quant.FORMATS[format].block
+    cols = unit * draw(st.integers(1, 400 // unit))
+    return isa, format, draw(st.integers(1, 300)), cols, draw(st.integers(1, 70)), draw(st.integers(1, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes())
+def test_any_shape_multiplies_right(shape: tuple[str, str, int, int, int, int]) -> None:
+    isa, format, rows, cols, tokens, threads = shape
+    matrix, w = stored(format, normal(rows, rows, cols))
+    x = normal(cols, tokens, cols)
+    y = cpu(isa, threads).matmul(matrix, x, None)
+    seen = as_the_kernel_sees(format, x).astype(np.float64)
+    # Against the sum of magnitudes: a random sum may cancel, and then no bound on its own size holds.
+    assert (np.abs(y - seen @ w.T) <= 2e-6 * (np.abs(seen) @ np.abs(w.T))).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), st.sampled_from(sorted(KINDS)), st.sampled_from(SPARSE_ACTIVATIONS), st.floats(-3, 3))
+def test_any_ffn_is_exact_and_splits_into_its_tokens(
+    shape: tuple[str, str, int, int, int, int], kind: str, activation: str, shift: float
+) -> None:
+    isa, format, neurons, dim, tokens, threads = shape
+    f = ffn(format, neurons, dim, kind, activation, shift)
+    x, h = normal(5, tokens, dim), normal(6, tokens, dim)
+    y, stats = f.run(cpu(isa, threads), x, h)
+    dense, all_rows = f.run(cpu(isa), x, h, sparsity="off")
+    assert same_bits(y, dense) and stats.active == all_rows.active and stats.rows <= all_rows.rows
+    cut = tokens // 2
+    parts = [f.run(cpu(isa, threads), x[at], h[at])[0] for at in (slice(0, cut), slice(cut, tokens))]
+    assert same_bits(np.concatenate(parts), y)
+
+
+# ---- what the bindings refuse
+
+
+class Good:
+    """Arguments that are accepted; each bad call changes one."""
+
+    def __init__(self) -> None:
+        self.arena = _native.Arena(65536)
+        self.c = _native.Context(1)
+        self.w = self.matrix()  # [8, 32]
+        self.x, self.y = np.zeros((2, 32), np.float32), np.zeros((2, 8), np.float32)
+        self.v8, self.v32 = np.zeros(8, np.float32), np.zeros(32, np.float32)
+        self.ids = np.zeros(2, np.int32)
+        self.page = np.zeros((3, 2, 4, 6), np.float16)  # [pages, kv heads, block, head_dim], as v is
+        self.keys = np.zeros((3, 2, 6, 4), np.float16)
+        self.table = np.zeros((1, 2), np.int32)
+
+    def matrix(
+        self, offset: int = 0, format: int = 0, rows: int = 8, cols: int = 32, stride: int = 128
+    ) -> _native.Matrix:
+        return _native.Matrix(self.arena, offset, format, rows, cols, stride)
+
+    def embed(self, ids: Any = None, out: Any = None) -> None:
+        self.c.embed(self.w, self.ids if ids is None else ids, self.x if out is None else out)
+
+    def norm(self, **changes: Any) -> None:
+        good = {
+            "x": self.x,
+            "weight": self.v32,
+            "bias": None,
+            "eps": 1e-5,
+            "layer": False,
+            "out": self.x.copy(),
+        }
+        self.c.norm(*(good | changes).values())
+
+    def matmul(self, **changes: Any) -> None:
+        good = {"w": self.w, "x": self.x, "bias": self.v8, "out": self.y, "add": False}
+        self.c.matmul(*(good | changes).values())
+
+    def step(self, **changes: Any) -> _native.Step:
+        good = {
+            "positions": np.array([6, 7], np.int32),
+            "sequence": self.ids,
+            "table": self.table,
+            "block": 4,
+            "window": 0,
+            "cos": np.zeros((2, 3), np.float32),
+            "sin": np.zeros((2, 3), np.float32),
+        }
+        return _native.Step(*(good | changes).values())
+
+    def heads(self, **changes: Any) -> _native.Heads:
+        good = {"n": 4, "n_kv": 2, "dim": 6, "window": 0, "scale": 0.5, "softcap": 0.0}
+        good |= {"q_norm": None, "k_norm": None, "eps": 1e-5}
+        return _native.Heads(*(good | changes).values())
+
+    def attention(self, **changes: Any) -> None:
+        good = {
+            "qkv": np.zeros((2, 48), np.float32),  # 4 heads, 2 kv heads, head_dim 6
+            "heads": self.heads(),
+            "step": self.step(),
+            "k": self.keys,
+            "v": self.page,
+            "out": np.zeros((2, 24), np.float32),
+        }
+        self.c.attention(*(good | changes).values())
+
+    def layer(self, **changes: Any) -> _native.Attention:
+        good = {
+            "norm": _native.Norm(self.v32, None, 1e-5, False),
+            "qkv": _native.Linear(self.matrix(rows=48), zeros(48)),
+            "out": _native.Linear(self.matrix(rows=32, cols=24), self.v32),
+            "heads": self.heads(),
+            "sub_norm": None,
+            "join": _native.Join(None, 1.0),
+        }
+        return _native.Attention(*(good | changes).values())
+
+    def attention_add(self, **changes: Any) -> None:
+        good = {"x": self.x.copy(), "h": self.x, "layer": self.layer(), "step": self.step()}
+        self.c.attention_add(*(good | {"k": self.keys, "v": self.page} | changes).values())
+
+    def ffn(self, **changes: Any) -> _native.FFN:
+        good = {
+            "norm": _native.Norm(self.v32, None, 1e-5, False),
+            "gate": _native.Linear(self.w, self.v8),
+            "up": self.w,
+            "down": self.w,
+            "down_bias": self.v32,
+            "activation": 3,
+            "threshold": 0.0,
+            "up_relu": False,
+            "bundles": True,
+            "sub_norm": None,
+            "join": _native.Join(None, 1.0),
+        }
+        return _native.FFN(*(good | changes).values())
+
+    def wide_expert(self) -> _native.FFN:
+        """Of 9 neurons instead of 8."""
+        w = self.matrix(rows=9)
+        return self.ffn(norm=None, gate=_native.Linear(w, None), up=w, down=w)
+
+    def mixture(self, **changes: Any) -> _native.Mixture:
+        expert, join = self.ffn(norm=None), _native.Join(None, 1.0)
+        good = {
+            "norm": None,
+            "router": self.matrix(rows=3),
+            "experts": (expert,) * 3,
+            "active": 2,
+            "join": join,
+        }
+        return _native.Mixture(*(good | changes).values())
+
+    def moe_add(self, x: Any = None, h: Any = None, record: Any = None, **changes: Any) -> None:
+        x, h = self.x.copy() if x is None else x, self.x if h is None else h
+        self.c.moe_add(x, h, self.mixture(**changes), 1, record)
+
+    def ffn_add(self, x: Any = None, h: Any = None, record: Any = None, **changes: Any) -> None:
+        x, h = self.x.copy() if x is None else x, self.x if h is None else h
+        self.c.ffn_add(x, h, self.ffn(**changes), 1, record)
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
+    return np.zeros(shape, dtype)
+
+
+def read_only(*shape: int) -> F32:
+    out: F32 = np.zeros(shape, np.float32)
+    out.flags.writeable = False
+    return out
+
+
+ints = lambda *values: np.array(values, np.int32)  # noqa: E731
+BAD: dict[str, Callable[[Good], Any]] = {
+    "context without threads": lambda g: _native.Context(0),
+    "context with too many threads": lambda g: _native.Context(1025),
+    "context of an unknown isa": lambda g: _native.Context(1, "sse9"),
+    "arena of negative size": lambda g: _native.Arena(-1),
+    "arena written past its end": lambda g: g.arena.write(65530, zeros(7, dtype=np.uint8)),
+    "arena written from beyond": lambda g: g.arena.write(65537, zeros(0, dtype=np.uint8)),
+    "arena written at a wrapping offset": lambda g: g.arena.write(2**64 - 1, zeros(2, dtype=np.uint8)),
+    "arena written with floats": lambda g: g.arena.write(0, zeros(4)),
+    "arena written with every other byte": lambda g: g.arena.write(0, zeros(8, dtype=np.uint8)[::2]),
+    "matrix of format -1": lambda g: g.matrix(format=-1),
+    "matrix of an unknown format": lambda g: g.matrix(format=99),
+    "matrix without rows": lambda g: g.matrix(rows=0),
+    "matrix without columns": lambda g: g.matrix(cols=0),
+    "matrix of wrapping rows": lambda g: g.matrix(rows=2**57, stride=128),
+    "matrix of wrapping columns": lambda g: g.matrix(cols=2**62, stride=0),
+    "matrix whose rows overlap": lambda g: g.matrix(stride=124),
+    "matrix of wrapping stride": lambda g: g.matrix(stride=2**63),
+    "matrix past the arena": lambda g: g.matrix(rows=513),
+    "matrix whose last row ends outside": lambda g: g.matrix(offset=65536 - 8 * 128 + 4),
+    "matrix outside the arena": lambda g: g.matrix(offset=65540),
+    "matrix at a wrapping offset": lambda g: g.matrix(offset=2**64 - 128),
+    "f32 matrix off by two": lambda g: g.matrix(offset=2),
+    "f32 matrix of odd stride": lambda g: g.matrix(stride=130),
+    "q8_0 matrix at an odd byte": lambda g: g.matrix(offset=1, format=3, stride=34),
+    "q4_0 matrix of half a block": lambda g: g.matrix(format=4, cols=48, stride=64),
+    "matrix without an arena": lambda g: _native.Matrix(None, 0, 0, 8, 32, 128),
+    "embed of id -1": lambda g: g.embed(ids=ints(0, -1)),
+    "embed of an id past the table": lambda g: g.embed(ids=ints(0, 8)),
+    "embed of 64-bit ids": lambda g: g.embed(ids=zeros(2, dtype=np.int64)),
+    "embed into too few rows": lambda g: g.embed(out=zeros(1, 32)),
+    "embed into narrow rows": lambda g: g.embed(out=zeros(2, 31)),
+    "embed into float64": lambda g: g.embed(out=zeros(2, 32, dtype=np.float64)),
+    "embed into every other column": lambda g: g.embed(out=zeros(2, 64)[:, ::2]),
+    "embed into a transposed array": lambda g: g.embed(out=zeros(32, 2).T),
+    "embed into a read-only array": lambda g: g.embed(out=read_only(2, 32)),
+    "norm of a vector": lambda g: g.norm(x=zeros(32)),
+    "norm with a short weight": lambda g: g.norm(weight=zeros(31)),
+    "norm with a long bias": lambda g: g.norm(bias=zeros(33)),
+    "norm into too few rows": lambda g: g.norm(out=zeros(1, 32)),
+    "norm with float64 weight": lambda g: g.norm(weight=zeros(32, dtype=np.float64)),
+    "matmul of narrow x": lambda g: g.matmul(x=zeros(2, 31)),
+    "matmul of strided x": lambda g: g.matmul(x=zeros(2, 64)[:, ::2]),
+    "matmul of f16 x": lambda g: g.matmul(x=zeros(2, 32, dtype=np.float16)),
+    "matmul with a short bias": lambda g: g.matmul(bias=zeros(7)),
+    "matmul with a strided bias": lambda g: g.matmul(bias=zeros(16)[::2]),
+    "matmul into too few rows": lambda g: g.matmul(out=zeros(1, 8)),
+    "matmul into narrow rows": lambda g: g.matmul(out=zeros(2, 7)),
+    "matmul by an array": lambda g: g.matmul(w=zeros(8, 32)),
+    "matmul by nothing": lambda g: g.matmul(w=None),
+    "attention of narrow qkv": lambda g: g.attention(qkv=zeros(2, 47)),
+    "heads, none": lambda g: g.heads(n=0),
+    "heads without kv heads": lambda g: g.heads(n_kv=0),
+    "heads, negative": lambda g: g.heads(n=-4),
+    "heads, 3 over 2": lambda g: g.heads(n=3),
+    "heads of no elements": lambda g: g.heads(dim=0),
+    "heads with a negative window": lambda g: g.heads(window=-1),
+    "attention with another head_dim": lambda g: g.attention(
+        heads=g.heads(dim=8), qkv=zeros(2, 64), out=zeros(2, 32)
+    ),
+    "attention into narrow rows": lambda g: g.attention(out=zeros(2, 23)),
+    "attention into too few rows": lambda g: g.attention(out=zeros(1, 24)),
+    "attention with wide cos": lambda g: g.attention(step=g.step(cos=zeros(2, 6), sin=zeros(2, 6))),
+    "attention with rope on odd heads": lambda g: g.attention(
+        qkv=zeros(2, 40),
+        heads=g.heads(dim=5),
+        k=zeros(3, 2, 5, 4, dtype=np.float16),
+        v=zeros(3, 2, 4, 5, dtype=np.float16),
+        out=zeros(2, 20),
+    ),
+    "attention with signed k": lambda g: g.attention(k=zeros(3, 2, 6, 4, dtype=np.int16)),
+    "attention with k of other heads": lambda g: g.attention(k=zeros(3, 1, 6, 4, dtype=np.float16)),
+    "attention with v of other blocks": lambda g: g.attention(v=zeros(3, 2, 5, 6, dtype=np.float16)),
+    "attention with fewer v pages": lambda g: g.attention(v=zeros(2, 2, 4, 6, dtype=np.float16)),
+    "attention in other blocks": lambda g: g.attention(step=g.step(block=8)),
+    "attention with strided k": lambda g: g.attention(k=zeros(6, 2, 6, 4, dtype=np.float16)[::2]),
+    "attention without pages": lambda g: g.attention(
+        k=zeros(0, 2, 6, 4, dtype=np.float16), v=zeros(0, 2, 4, 6, dtype=np.float16)
+    ),
+    "attention on a page that is not there": lambda g: g.attention(step=g.step(table=ints(3, 0)[None])),
+    "step in empty blocks": lambda g: g.step(block=0),
+    "step with cos alone": lambda g: g.step(sin=None),
+    "step with short sin": lambda g: g.step(sin=zeros(1, 3)),
+    "step with narrow sin": lambda g: g.step(sin=zeros(2, 2)),
+    "step at position -1": lambda g: g.step(positions=ints(0, -1)),
+    "step past the block table": lambda g: g.step(positions=ints(0, 8)),
+    "step with few positions": lambda g: g.step(positions=ints(0)),
+    "step of sequence -1": lambda g: g.step(sequence=ints(0, -1)),
+    "step of an unknown sequence": lambda g: g.step(sequence=ints(0, 1)),
+    "step with few sequences": lambda g: g.step(sequence=ints(0)),
+    "step without a table": lambda g: g.step(table=zeros(1, 0, dtype=np.int32)),
+    "step on page -1": lambda g: g.step(table=ints(0, -1)[None]),
+    "step with a negative window": lambda g: g.step(window=-1),
+    "step whose window begins in an absent page": lambda g: g.step(table=ints(-1, 0)[None], window=4),
+    "step whose first token's window begins in an absent page": lambda g: g.step(
+        positions=ints(3, 7), table=ints(-1, 0)[None], window=1
+    ),
+    "attention without a window on a step with one": lambda g: g.attention(step=g.step(window=8)),
+    "attention that looks further back than its step": lambda g: g.attention(
+        heads=g.heads(window=3), step=g.step(window=2)
+    ),
+    "layer with narrow qkv": lambda g: g.layer(qkv=_native.Linear(g.matrix(rows=47), None)),
+    "layer without qkv": lambda g: g.layer(qkv=None),
+    "layer with a short norm": lambda g: g.layer(norm=_native.Norm(zeros(31), None, 1e-5, False)),
+    "layer with a narrow output": lambda g: g.layer(out=_native.Linear(g.matrix(rows=32, cols=23), None)),
+    "layer with a short output": lambda g: g.layer(out=_native.Linear(g.matrix(rows=31, cols=24), None)),
+    "layer of fewer heads": lambda g: g.layer(heads=g.heads(n=2)),
+    "linear with a short bias": lambda g: _native.Linear(g.w, zeros(7)),
+    "linear with a strided bias": lambda g: _native.Linear(g.w, zeros(16)[::2]),
+    "norm part with a long bias": lambda g: _native.Norm(zeros(32), zeros(33), 1e-5, True),
+    "attention block of narrow x": lambda g: g.attention_add(x=zeros(2, 31), h=zeros(2, 31)),
+    "attention block of other h": lambda g: g.attention_add(h=zeros(1, 32)),
+    "attention block of other tokens": lambda g: g.attention_add(x=zeros(1, 32), h=zeros(1, 32)),
+    "attention block without pages": lambda g: g.attention_add(k=zeros(0, 2, 6, 4, dtype=np.float16)),
+    "attention block into a read-only array": lambda g: g.attention_add(x=read_only(2, 32)),
+    "attention block of an ffn": lambda g: g.attention_add(layer=g.ffn()),
+    "ffn of other x": lambda g: g.ffn_add(h=zeros(1, 32)),
+    "ffn recorded for other tokens": lambda g: g.ffn_add(record=zeros(1, 8)),
+    "ffn recorded for other neurons": lambda g: g.ffn_add(record=zeros(2, 9)),
+    "ffn recorded into a read-only array": lambda g: g.ffn_add(record=read_only(2, 8)),
+    "ffn recorded in f64": lambda g: g.ffn_add(record=zeros(2, 8, dtype=np.float64)),
+    "ffn of narrow x": lambda g: g.ffn_add(x=zeros(2, 31), h=zeros(2, 31)),
+    "ffn with a narrow gate": lambda g: g.ffn(gate=_native.Linear(g.matrix(cols=16), None)),
+    "ffn with more gates than downs": lambda g: g.ffn(gate=_native.Linear(g.matrix(rows=9), None)),
+    "ffn with few ups": lambda g: g.ffn(up=g.matrix(rows=7)),
+    "ffn with narrow ups": lambda g: g.ffn(up=g.matrix(cols=16)),
+    "ffn with ups of another format": lambda g: g.ffn(up=g.matrix(format=3)),
+    "ffn with bundles' down and no bundles": lambda g: g.ffn(bundles=False),
+    "ffn with a short norm": lambda g: g.ffn(norm=_native.Norm(zeros(31), None, 1e-5, False)),
+    "ffn with narrow downs": lambda g: g.ffn(down=g.matrix(cols=16)),
+    "ffn without gates": lambda g: g.ffn(gate=None),
+    "ffn without downs": lambda g: g.ffn(down=None),
+    "ffn with a short down bias": lambda g: g.ffn(down_bias=zeros(31)),
+    "ffn with activation -1": lambda g: g.ffn(activation=-1),
+    "ffn with an unknown activation": lambda g: g.ffn(activation=len(ACTIVATIONS)),
+    "ffn with a negative threshold": lambda g: g.ffn(threshold=-0.5),
+    "ffn with a threshold that is no number": lambda g: g.ffn(threshold=math.nan),
+    "ffn into a read-only array": lambda g: g.ffn_add(x=read_only(2, 32)),
+    "mixture of fewer experts than routed to": lambda g: g.mixture(experts=(g.ffn(norm=None),)),
+    "mixture of what is no ffn": lambda g: g.mixture(experts=(g.w,) * 3),
+    "mixture of an expert with a norm": lambda g: g.mixture(experts=(g.ffn(),) * 3),
+    "mixture of an expert with a join": lambda g: g.mixture(
+        experts=(g.ffn(norm=None, join=_native.Join(None, 2.0)),) * 3
+    ),
+    "mixture of experts of other sizes": lambda g: g.mixture(
+        experts=(g.ffn(norm=None), g.ffn(norm=None), g.wide_expert())
+    ),
+    "mixture with a narrow router": lambda g: g.mixture(router=g.matrix(rows=3, cols=16)),
+    "mixture with a router of signs": lambda g: g.mixture(router=g.matrix(rows=3, format=_native.SIGNS)),
+    "mixture of no active experts": lambda g: g.mixture(active=0),
+    "mixture of too many active experts": lambda g: g.mixture(active=4),
+    "mixture with a short norm": lambda g: g.mixture(norm=_native.Norm(zeros(31), None, 1e-5, False)),
+    "mixture of narrow x": lambda g: g.moe_add(x=zeros(2, 31), h=zeros(2, 31)),
+    "mixture recorded for one expert's neurons": lambda g: g.moe_add(record=zeros(2, 8)),
+    "mixture into a read-only array": lambda g: g.moe_add(x=read_only(2, 32)),
+    "load of odd blocks": lambda g: g.arena.load("/dev/zero", 1, 2, zeros(1, dtype=np.uint32), 512),
+    "load in tiny blocks": lambda g: g.arena.load("/dev/zero", 0, 2, zeros(1, dtype=np.uint32), 1),
+    "load past the arena": lambda g: g.arena.load("/dev/zero", 0, 65537, zeros(200, dtype=np.uint32), 512),
+    "load backwards": lambda g: g.arena.load("/dev/zero", 1024, 512, zeros(9, dtype=np.uint32), 512),
+    "load without checksums": lambda g: g.arena.load("/dev/zero", 0, 513, zeros(1, dtype=np.uint32), 512),
+    "bandwidth of nothing": lambda g: _native.read_bandwidth(0, 1, 0.01),
+    "bandwidth without threads": lambda g: _native.read_bandwidth(1 << 20, 0, 0.01),
+    "bandwidth past the arena": lambda g: _native.Arena(2 << 20).read_bandwidth(0, 3 << 20, 1, 0.01),
+    "bandwidth of too little": lambda g: _native.Arena(2 << 20).read_bandwidth(
+        1 << 20, (2 << 20) - 1, 1, 0.01
+    ),
+    "bandwidth backwards": lambda g: _native.Arena(2 << 20).read_bandwidth(2 << 20, 0, 1, 0.01),
+    "bandwidth of an arena without threads": lambda g: _native.Arena(2 << 20).read_bandwidth(
+        0, 2 << 20, 0, 0.01
+    ),
+}
+
+
+def test_the_good_arguments_are_accepted() -> None:
+    g = Good()
+    g.embed(), g.norm(), g.matmul(), g.attention(), g.attention_add(), g.ffn_add()
+    g.ffn_add(gate=_native.Linear(g.w, None), up=None, down_bias=None)
+    g.ffn_add(norm=None), g.attention_add(layer=g.layer(norm=None))
+    g.ffn_add(down=g.matrix(rows=32, cols=8, stride=32), bundles=False)
+    g.attention(step=g.step(cos=None, sin=None))
+
+
+@pytest.mark.parametrize("call", BAD)
+def test_bad_arguments_are_refused(call: str) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        BAD[call](Good())
+
+
+def test_good_arguments_of_a_mixture_are_not_refused() -> None:
+    g = Good()
+    g.moe_add(), g.moe_add(record=zeros(2, 24)), g.mixture(active=3)
+    g.moe_add(x=zeros(0, 32), h=zeros(0, 32))
+
+
+def test_no_tokens_are_no_work() -> None:
+    g = Good()
+    none, no_ids = zeros(0, 32), zeros(0, dtype=np.int32)
+    g.embed(ids=no_ids, out=none)
+    g.norm(x=none, out=none)
+    g.matmul(x=none, out=zeros(0, 8))
+    g.ffn_add(x=none, h=none)
+    step = g.step(positions=no_ids, sequence=no_ids, cos=zeros(0, 3), sin=zeros(0, 3))
+    g.attention(qkv=zeros(0, 48), step=step, out=zeros(0, 24))
+    g.attention_add(x=none, h=none, step=step)
+
+
+def test_a_matrix_keeps_its_arena_alive() -> None:
+    matrix, w = stored("f32", normal(0, 4, 32))  # `stored` lets go of the arena
+    held = [_native.Arena(1 << 16) for _ in range(50)]
+    assert same_bits(cpu(ISAS[0]).embed(matrix, np.arange(4, dtype=np.int32)), w) and held

@@ -1,0 +1,128 @@
+"""The engine's process, run here: what it says before it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from thermocline import SamplingParams
+from thermocline.engine.engine import Engine
+from thermocline.errors import DeviceFailure
+from thermocline.ops.interface import FFNStats
+from thermocline.server.process import worker
+from thermocline.server.process.messages import (
+    Beat,
+    Ended,
+    Opened,
+    Pulse,
+    Ready,
+    Refused,
+    Stop,
+    Submit,
+    Token,
+    Told,
+)
+
+OPTIONS: dict[str, Any] = {"model": None, "threads": 1, "gpu": "off", "max_batch": 2}
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    kept = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for s, was in kept.items():
+        signal.signal(s, was)
+
+
+def said(*commands: Any, exits: bool = False, **options: Any) -> list[Any]:
+    """All messages of a worker that finds these commands when it is ready."""
+    here, there = multiprocessing.Pipe()
+    for command in commands:
+        here.send(command)
+    if exits:
+        with pytest.raises(SystemExit) as ended:
+            worker.main(there, OPTIONS | options)
+        assert ended.value.code == 1
+    else:
+        worker.main(there, OPTIONS | options)
+    there.close()
+    found: list[Any] = []
+    while here.poll():
+        try:
+            message = here.recv()
+        except EOFError:
+            break
+        found += message if isinstance(message, list) else [message]
+    return found
+
+
+def test_it_opens_loads_answers_and_stops() -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    found = said(Submit(7, [1, 5, 9], params), Submit(8, [10**9], params), Stop())
+    kinds = [type(m) for m in found]
+    assert kinds.index(Opened) < kinds.index(Ready)
+    assert any("10" in m.message for m in found if getattr(m, "job", None) == 8), "a bad one is refused alone"
+
+
+def test_a_job_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing more: the steps end here."""
+    step, steps = Engine.step, [0]
+
+    def counted(self: Engine) -> bool:
+        steps[0] += 1
+        if steps[0] > 8:
+            raise EOFError
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", counted)
+    monkeypatch.setattr(worker, "BEAT_S", 0.01)
+    found = said(Submit(7, [1, 5, 9], SamplingParams(temperature=0, max_tokens=3)), exits=True)
+    assert [m.chunk.token_id for m in found if isinstance(m, Token)] != []
+    (ended,) = (m for m in found if isinstance(m, Ended))
+    assert (ended.job, ended.finish_reason, ended.figures.tokens) == (7, "length", 3)
+    assert any(isinstance(m, Beat) and m.counts is not None and m.counts.slots == 2 for m in found)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (DeviceFailure("the card has gone"), "the engine failed: the card has gone"),
+        (RuntimeError("about a secret prompt"), "the engine failed: RuntimeError at test_server_worker.py:"),
+    ],
+)
+def test_what_ends_it_is_said_in_a_line(error: Exception, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: Engine) -> bool:
+        raise error
+
+    monkeypatch.setattr(Engine, "step", failing)
+    found = said(Submit(1, [1, 2], SamplingParams()), exits=True)
+    (told,) = (m.line for m in found if isinstance(m, Told))
+    assert told.startswith(line) and "secret" not in told and "\n" not in told
+
+
+@pytest.mark.parametrize("further", [1, 0])
+def test_a_long_step_is_a_sign_of_life_while_it_gets_further(
+    further: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def long(self: Engine) -> bool:
+        self.stats = FFNStats()
+        for _ in range(40):
+            self.stats.neurons += further
+            time.sleep(0.005)
+        raise EOFError
+
+    monkeypatch.setattr(Engine, "step", long)
+    monkeypatch.setattr(worker, "PULSE_S", 0.02)
+    found = said(Submit(1, [1, 2], SamplingParams()), exits=True)
+    assert any(isinstance(m, Pulse) for m in found) == bool(further)
+
+
+def test_what_cannot_be_opened_is_refused_with_its_kind() -> None:
+    (refused,) = said(model="/nowhere/at/all")
+    assert isinstance(refused, Refused) and refused.error in ("BadFile", "IOFailure", "UsageError")
+    assert "/nowhere/at/all" in refused.message

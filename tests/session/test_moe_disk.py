@@ -1,0 +1,324 @@
+"""A mixture of experts larger than its memory: the answers of memory, and every expert with its own share."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_disk
+import test_plan
+import tiny
+from safetensors.numpy import save_file
+from test_disk import DIM, Case, within
+from test_disk_tier import small_buffers  # noqa: F401
+
+from thermocline import LLM, SamplingParams, _native
+from thermocline.cli import main
+from thermocline.convert.synthetic import read_shape
+from thermocline.errors import BadFile, OutOfBudget
+from thermocline.model.sizes import sizes_of
+from thermocline.model.spec import ModelSpec
+from thermocline.model.tensors import expected_tensors, place
+from thermocline.offline import bench, fit_svd, train
+from thermocline.offline.bench import Bench
+from thermocline.offline.bench import Test as BenchTest
+from thermocline.offline.need_trace import Recorder, Trace
+from thermocline.offline.replay import needs_of, replay
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import SPARSITIES
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import LayerPredictor, write_predictors
+from thermocline.plan import hotness, plan_disk
+from thermocline.plan.cache_split import Fetch, Share
+from thermocline.plan.cost import IN_FLIGHT, LayerWork, Reads, Speeds, Work, step_us, stored_times
+from thermocline.plan.disk_split import Arrangement, Contents, others_of
+from thermocline.plan.memory import GIB
+from thermocline.plan.problem import Ask, Problem
+
+Run = Callable[..., Any]
+EXPERTS, FFN = 4, 4096
+PROMPTS = ["The thermocline is a thin layer of water, " * 3, "Cold", "Warm", "What lies"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def tensors() -> dict[str, Any]:
+    """The tiny model with four wide experts in every layer, two for each token, and dReLU."""
+    rng = np.random.default_rng(5)
+    made = {name: w for name, w in tiny.tensors().items() if ".mlp." not in name}
+    for i in range(tiny.LAYERS):
+        moe = f"model.layers.{i}.block_sparse_moe"
+        shapes = {"gate": (EXPERTS, 64)}
+        for e in range(EXPERTS):
+            shapes |= {f"experts.{e}.w{n}": (64, FFN) if n == 2 else (FFN, 64) for n in (1, 2, 3)}
+        for name, shape in shapes.items():
+            made[f"{moe}.{name}.weight"] = (rng.standard_normal(shape) / 8).astype(np.float32)
+    return made
+
+
+def predicting(pack: Pack) -> None:
+    """Signs of every layer's gates; nearly half of the neurons are named."""
+    n = EXPERTS * FFN
+    layers = [
+        LayerPredictor(
+            "sign",
+            None,
+            None,
+            fit_svd.signs(train.gate_rows(pack, i)),
+            np.full(n, 4, np.float32),
+            64,
+            EXPERTS,
+        )
+        for i in range(pack.spec.n_layers)
+    ]
+    write_predictors(pack, layers, {})
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In order of hotness, with predictors."""
+    base = tmp_path_factory.mktemp("mixture")
+    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": FFN}
+    hf = tiny.hf_directory(
+        base / "hf",
+        architectures=["TurboSparseMixtralForCausalLM"],
+        model_type="turbosparsemixtral",
+        **experts,
+    )
+    save_file(tensors(), hf / "model.safetensors")
+    text, out = base / "text.txt", base / "pack"
+    text.write_text(" ".join(PROMPTS) * 10)
+    assert main.main(["pack", str(hf), "-o", str(out), "--format", "f32", "-q"]) == 0
+    profile = ["profile", str(out), "--corpus", str(text), "--tokens", "512", "--samples", "0", "-q"]
+    assert main.main(profile) == 0
+    predicting(Pack.open(out))
+    return out
+
+
+def opened(pack: Path, ram: float | None = None, **asked: Any) -> LLM:
+    return LLM(pack, threads=2, context=256, max_batch=4, ram=ram, **asked)
+
+
+def least(pack: Path, **asked: Any) -> float:
+    """GiB, as the refusal says."""
+    with pytest.raises(OutOfBudget, match="on disk the model still needs") as refused:
+        opened(pack, 0.001, **asked)
+    return float(re.search(r"--ram ([\d.]+)", str(refused.value))[1])  # type: ignore[index]
+
+
+def budgets(pack: Path, **asked: Any) -> list[float]:
+    """From what holds a few neurons of each expert to what lacks a few."""
+    with opened(pack, lazy=True, **asked) as llm:
+        others = others_of(llm.spec, context=256, kv_tokens=256, max_batch=4, threads=2)
+        most = (llm.weights_bytes + sum(others.values())) / GIB
+    low = least(pack, **asked)
+    return [low + (most - low) * part for part in (0.0, 0.3, 0.98)]
+
+
+@pytest.mark.parametrize("sparsity", SPARSITIES)
+def test_no_budget_changes_a_bit(mixture: Path, sparsity: str) -> None:
+    """Of a prompt, and of one to four tokens decoded together, each of which goes where it likes."""
+    batches = [PROMPTS[:n] for n in range(1, 5)]
+
+    def answers(llm: LLM) -> list[Any]:
+        every = [a for batch in batches for a in llm.generate(batch, GREEDY)]
+        return [(a.token_ids, a.figures.logits_hash) for a in every]
+
+    with opened(mixture, sparsity=sparsity) as llm:
+        wanted = answers(llm)
+    gates_left = []
+    for ram in budgets(mixture, sparsity=sparsity):
+        with opened(mixture, ram, sparsity=sparsity) as llm:
+            assert llm.arrangement is not None and llm.arrangement.bytes <= ram * GIB
+            gates_left.append(llm.arrangement.gates is not None)
+            assert answers(llm) == wanted, ram
+    assert gates_left[0] == (sparsity == "predict")
+
+
+def test_a_step_that_ends_during_attention_spoils_nothing(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C: reads were begun for that layer, and the next step begins with the first."""
+    with opened(mixture, sparsity="predict") as llm:
+        wanted = llm.generate("Cold", GREEDY).figures.logits_hash
+    ends, real = 0, CpuOps.attention_add
+
+    def attention_add(*args: Any) -> None:
+        nonlocal ends
+        real(*args)
+        ends -= 1
+        if ends == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(CpuOps, "attention_add", attention_add)
+    with opened(mixture, budgets(mixture, sparsity="predict")[1], sparsity="predict") as llm, within(20):
+        for calls in range(tiny.LAYERS + 1, 3 * tiny.LAYERS + 1):  # in the steps after the prompt's
+            ends = calls
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("Cold", GREEDY)
+            assert llm.generate("Cold", GREEDY).figures.logits_hash == wanted
+
+
+def test_switched_off_parts_change_nothing_but_time(mixture: Path) -> None:
+    with opened(mixture, sparsity="predict") as llm:
+        want = llm.generate("Cold", GREEDY).figures.logits_hash
+    ram, reads = budgets(mixture, sparsity="predict")[1], {}
+    for disable in ((), ("cache",), ("bundle",), ("pipeline",), ("bundle", "cache", "pipeline")):
+        with opened(mixture, ram, sparsity="predict", disable=disable) as llm:
+            figures = llm.generate("Cold", GREEDY).figures
+        assert figures.logits_hash == want and figures.disk is not None
+        reads[disable] = figures.disk
+    assert reads["cache",].missed > 1.2 * reads[()].missed
+    assert reads["bundle",].reads > 1.5 * reads[()].reads
+
+
+@pytest.mark.parametrize("sparsity", ["exact", "predict"])
+def test_the_least_that_a_refusal_names_is_enough_and_less_is_not(mixture: Path, sparsity: str) -> None:
+    enough = least(mixture, sparsity=sparsity)
+    with opened(mixture, enough, sparsity=sparsity) as llm:
+        assert len(llm.generate("Cold", GREEDY).token_ids) == 12
+    with pytest.raises(OutOfBudget, match="on disk the model still needs"):
+        opened(mixture, enough - 0.011, sparsity=sparsity)
+
+
+def test_a_mixture_that_skips_nothing_has_to_be_in_memory(tmp_path: Path, thermocline: Run) -> None:
+    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": FFN}
+    hf = tiny.hf_directory(
+        tmp_path / "hf",
+        architectures=["MixtralForCausalLM"],
+        model_type="mixtral",
+        hidden_act="silu",
+        **experts,
+    )
+    save_file(tensors(), hf / "model.safetensors")
+    assert thermocline("pack", hf, "-o", tmp_path / "pack", "--format", "f32", "-q").code == 0
+    ran = thermocline("run", "-m", tmp_path / "pack", "--ram", "0.05", "-c", "64", "-q", "Cold")
+    assert ran.code == OutOfBudget.exit_code and ran.err.count("\n") == 1
+    assert "the model needs " in ran.err and "is allowed; use " in ran.err
+
+
+@pytest.mark.parametrize("sparsity", ["exact", "predict"])
+def test_plan_says_before_what_run_does(mixture: Path, sparsity: str, thermocline: Run) -> None:
+    """The same split to the byte."""
+    ram = f"{budgets(mixture, sparsity=sparsity)[1]:.4f}"
+    options = ("--ctx", "256", "--threads", "2", "--sparsity", sparsity, "--json", "-q")
+    plan = thermocline("plan", mixture, "--ram", ram, *options)
+    assert plan.code == 0, plan.err
+    told = json.loads(plan.out)
+    asked: Any = {"context": 256, "max_batch": 1, "sparsity": sparsity}
+    with LLM(mixture, threads=2, ram=float(ram), lazy=True, **asked) as llm:
+        a = llm.arrangement
+    assert a is not None and told["bytes"]["ram"] == a.parts
+    assert [x["ram"] for x in told["layers"]] == a.places(a.bundles)
+    on_disk = [] if a.gates is None else [EXPERTS * FFN - n for n in a.places(a.gates)]
+    assert [x["disk_gates"] for x in told["layers"]] == (on_disk or [0] * tiny.LAYERS)
+    shares = np.array([s.places for s in a.bundles]).reshape(-1, EXPERTS)
+    assert shares.min() > 0 and len(set(shares[0])) > 1, "experts have what the profile says they need"
+
+
+def test_a_damaged_neuron_is_named_with_its_expert(mixture: Path) -> None:
+    """The hottest of the last expert, once the checksums of all are known."""
+    pack, ram = Pack.open(mixture), budgets(mixture)[1]
+    with opened(mixture, ram) as llm:
+        llm.generate("Cold", GREEDY)
+    t = pack.tensors["layers.1.bundle"]
+
+    def damage() -> None:
+        with pack.weights_path.open("r+b") as f:
+            at = f.seek(t.offset + (EXPERTS - 1) * FFN * t.stride)
+            byte = f.read(1)[0]
+            f.seek(at)
+            f.write(bytes([byte ^ 1]))
+
+    damage()
+    with pytest.raises(BadFile, match=r"layers.1.bundle, expert 3: neuron 0: checksum"):
+        opened(mixture, ram)
+    damage()  # of the damage, too
+
+
+def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
+    """Each expert has its own places, and time passes for all of them."""
+    pack, test = Pack.open(mixture), BenchTest(2, 0, 0, 64)
+    feed, heat = bench.feed_of(pack, [test], None, 1), hotness.of_pack(pack, hotness.Curve())
+
+    def loaded(ram: float | None) -> Bench:
+        return Bench(pack, [test], feed, sparsity="exact", progress=lambda *_: None, ram=ram)
+
+    whole = loaded(None)
+    recorder = Recorder(2, pack.spec, whole.engine.model.weights.layers)
+    whole.watch(test, recorder)
+    trace = Trace.of(recorder, feed.name, "exact", 0)
+    chosen = needs_of(trace, 0, 1).reshape(64, EXPERTS, FFN).any(axis=2)
+    assert (chosen.sum(axis=1) == 2).all()
+    engine = loaded(budgets(mixture)[2])
+    assert engine.store is not None
+    done = engine.sample(test).figures.disk
+    assert done is not None
+    frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]
+    counts = replay(trace, engine.store.arrangement.bundles, frequency, "lfu")
+    assert counts.needed.sum() == done.needed
+    assert counts.hit_rate == pytest.approx(1 - done.missed / done.needed, abs=0.01)
+
+
+# ---- how long it takes
+
+
+def disk_us(spec: ModelSpec, tokens: int) -> float:
+    """Of a step of so many tokens, with half of each expert's bundles in memory."""
+    layouts, heat = expected_tensors(spec, "q4_0"), hotness.Curve(0.1).hotness(spec)
+    p = Problem(spec, sizes_of(spec, layouts, "q4_0"), heat, test_plan.HIGH, Ask(64, vram_bytes=0))
+    c = Contents(spec, place(layouts)[0], None, "exact", heat)
+    shares = (Share(0, spec.ffn_dim // 2),) * (spec.n_layers * spec.n_experts)
+    return plan_disk.predict(p, c, Arrangement({}, shares, None, c), p.work(batch=tokens)).disk_us
+
+
+def test_eight_tokens_are_few_to_each_of_eight_experts() -> None:
+    """They read what they need; twenty, and eight of a dense model, all that is not in memory."""
+    shape = read_shape("turbosparse-mixtral")[1]
+    spec = dataclasses.replace(shape, n_layers=2, up_activation="none")  # dReLU reads several times as much
+    dense = dataclasses.replace(spec, n_experts=1, n_experts_active=1)
+    assert 10 * disk_us(spec, 8) < disk_us(spec, 20)
+    assert 10 * disk_us(dense, 4) < disk_us(dense, 8)
+
+
+def test_each_chosen_expert_waits_for_its_own_last_read() -> None:
+    spec, disk = read_shape("turbosparse-mixtral")[1], test_plan.HIGH.disk
+    assert disk is not None
+    work, speeds = Work("exact", routed=0.25, experts=8), Speeds(test_plan.HIGH, "q4_0", 1)
+    sizes = sizes_of(spec, expected_tensors(spec, "q4_0"), "q4_0").layers[0]
+    layer = LayerWork(sizes, Reads.of(np.full(sizes.neurons, 0.1), work, skips=True), 0, 0, spec.dim)
+    few = 12.0  # reads, hidden behind the FFN
+    waits = stored_times(layer, speeds, work, [Fetch(few, few, few * sizes.record_bytes)])[1]
+    assert waits == pytest.approx(2 * IN_FLIGHT * 1e6 / disk.reads_per_s, rel=0.01)
+    assert step_us(layer, speeds, work, np.array([9e3]), np.array([few]))[1] == pytest.approx(waits, rel=0.01)
+
+
+# ---- the clock
+
+
+def test_uses_of_an_expert_are_forgotten_while_others_are_chosen(tmp_path: Path) -> None:
+    """After ten half-lives of tokens, not of its own calls, what it needed then gives way at once."""
+    near, (far, rows) = (Case(test_disk.neurons(tmp_path / name)).on_disk(0, 400) for name in ("near", "far"))
+    router, plain = _native.Arena(2 * 4 * DIM), _native.Join(None, 1.0)
+    values = np.zeros((2, DIM), np.float32)
+    values[:, 0] = 1, -1
+    router.write(0, values.view(np.uint8).ravel())
+    mixture = _native.Mixture(None, _native.Matrix(router, 0, 0, 2, DIM, 4 * DIM), (near[0], far), 1, plain)
+    context, rng = _native.Context(1), np.random.default_rng(1)
+    old, new = (np.abs(rng.standard_normal((1, DIM))).astype(np.float32) for _ in range(2))
+    for _ in range(20):
+        context.moe_add(np.zeros_like(old), -old, mixture, SPARSITIES.index("exact"))
+    assert rows.stats()["needed"] > 0 == near[1].stats()["needed"]
+    for _ in range(640):
+        context.moe_add(np.zeros_like(old), old, mixture, SPARSITIES.index("exact"))
+    missed = []
+    for _ in range(2):
+        before = rows.stats()["missed"]
+        context.moe_add(np.zeros_like(new), -new, mixture, SPARSITIES.index("exact"))
+        missed.append(rows.stats()["missed"] - before)
+    assert missed[0] > 50 and missed[1] == 0

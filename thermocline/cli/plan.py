@@ -1,0 +1,231 @@
+"""`thermocline plan`.
+
+Must not know how a plan is found. What is heavy is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thermocline.cli import offline_options
+from thermocline.cli.console import emit, emit_json, note
+from thermocline.cli.report import size, table
+from thermocline.errors import OutOfBudget
+
+if TYPE_CHECKING:
+    from thermocline.machine.tiers import Tiers
+    from thermocline.plan.plan_file import Subject
+    from thermocline.plan.planner import Plan, Prediction
+    from thermocline.plan.problem import Ask, Problem
+
+GIB = 2**30
+
+
+def plan(o: offline_options.PlanOptions) -> int:
+    from thermocline.plan import plan_file
+    from thermocline.plan import planner as planning
+
+    subject = plan_subject(o)
+    tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.format))
+    about = plan_file.plan_json(subject, tiers, ask, made)
+    if o.output is not None:
+        plan_file.write(Path(o.output), about, overwrite=o.force)
+    if o.json:
+        emit_json(about)
+    else:
+        same_way = (subject.spec, subject.sizes, subject.hotness, tiers, ask, stored(subject))
+        more = planning.alternative(*same_way)
+        same = more.layers == made.layers and more.head == made.head
+        emit(plan_text(subject.name, tiers.name, made, None if same else more))
+    return 0
+
+
+def planned(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask, Plan]:
+    """For the first context to try that leaves nothing on disk, else for the last."""
+    from thermocline.plan import planner as planning
+    from thermocline.plan.disk_split import contexts_for
+
+    ram = tiers.cpu.ram_bytes if o.ram is None else int(o.ram * GIB)
+    contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None)
+    for context in contexts:
+        ask, last = ask_of(o, subject, context), context == contexts[-1]
+        in_part = stored(subject) if last else nothing
+        try:
+            return (
+                tiers,
+                ask,
+                planning.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask, in_part),
+            )
+        except OutOfBudget:
+            if last and (tiers.disk is not None or o.hardware is not None):
+                raise
+    tiers = measured(o, subject, tiers)
+    return tiers, ask, planning.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask, in_part)
+
+
+def nothing(problem: Problem) -> Plan:
+    raise OutOfBudget("a shorter context leaves more to the weights")
+
+
+def ask_of(o: offline_options.PlanOptions, subject: Subject, context: int) -> Ask:
+    from thermocline.plan.problem import Ask
+
+    return Ask(
+        context=context,
+        batch=o.batch,
+        sparsity=o.sparsity if subject.spec.sparse else "off",
+        objective=o.objective,
+        vram_bytes=None if o.vram is None else int(o.vram * GIB),
+        ram_bytes=None if o.ram is None else int(o.ram * GIB),
+    )
+
+
+def stored(subject: Subject) -> Callable[[Problem], Plan] | None:
+    """Its plan where it is in memory in part; None where that cannot be."""
+    from thermocline.plan import plan_disk
+
+    return partial(plan_disk.stored_plan, c=subject.contents) if subject.spec.sparse else None
+
+
+def plan_subject(o: offline_options.PlanOptions) -> Subject:
+    from thermocline.convert.importer import resolve
+    from thermocline.llm import BUNDLED
+    from thermocline.plan import plan_file
+
+    curve = plan_file.Curve(o.active, o.skew)
+    path = BUNDLED if o.model is None else Path(o.model)
+    if (path / "pack.json").exists():
+        return plan_file.of_pack(resolve(path, "", None, activation=o.activation), o.sparsity, curve)
+    share = o.predictor_share if o.sparsity == "predict" else 0.0
+    return plan_file.of_shape(str(o.model), o.format, o.sparsity, share, curve, o.activation)
+
+
+def plan_tiers(o: offline_options.PlanOptions, weight_format: str) -> Tiers:
+    from thermocline.machine import this_machine
+    from thermocline.machine.tiers import read_tiers
+
+    if o.hardware is not None:
+        return read_tiers(o.hardware)
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > 0.3 and not o.quiet:
+        note(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
+    return this_machine.tiers_here(o.threads, formats=[weight_format])
+
+
+def measured(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
+    """With this machine's disk, which is measured only where memory is too small: that takes seconds."""
+    from thermocline.machine import disk_speed, this_machine
+
+    pack = Path(subject.name)
+    found = (
+        disk_speed.measure_file(pack / "weights.bin") if pack.is_dir() else disk_speed.measure_disk(Path())
+    )
+    if not o.quiet:
+        why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
+        note(f"it does not fit in memory; the disk of {found.path} was {why}")
+    return replace(tiers, disk=this_machine.disk_tier(found))
+
+
+TIERS = ("gpu", "ram", "disk")
+PARTS = (
+    "embedding", "attention", "keys and values", "predictors", "neurons", "gate rows", "up and down rows",
+    "head", "buffers", "disk buffers", "runtime",
+)  # fmt: skip
+
+
+def plan_text(model: str, hardware: str, plan: Plan, more: Plan | None) -> str:
+    facts = [("model", model), ("hardware", hardware)]
+    speed = [("speed", _speed(plan)), ("time", _spent(plan.predicted[0]))]
+    speed += [("batch", _batches(plan))]
+    if any(plan.hot[1]):
+        speed.append(("hot", _hot(plan)))
+    speed.append(("with 25 % more", _more(plan, more)))
+    notes = [("note" if i == 0 else "", line) for i, line in enumerate(plan.notes)]
+    layers = [("layers" if i == 0 else "", line) for i, line in enumerate(_layers(plan))]
+    return f"{table(facts)}\n{_byte_table(plan)}\n{table([*layers, *speed, *notes])}"
+
+
+def _byte_table(plan: Plan) -> str:
+    used = [t for t in TIERS if t == "ram" or plan.bytes[t]]
+    rows = [["", *(t.upper() for t in used)]]
+    for part in PARTS:
+        if any(part in plan.bytes[t] for t in used):
+            rows.append([part, *(size(plan.bytes[t][part]) if part in plan.bytes[t] else "-" for t in used)])
+    rows.append(["together", *(size(plan.used(t)) for t in used)])
+    limits = {"gpu": size(plan.budget.vram_bytes), "ram": size(plan.budget.ram_bytes), "disk": ""}
+    rows.append(["allowed", *(limits[t] for t in used)])
+    first = max(len(row[0]) for row in rows)
+    return "".join(
+        f"{row[0]:<{first}}" + "".join(f"{x:>13}" for x in row[1:]).rstrip() + "\n" for row in rows
+    )
+
+
+def _layers(plan: Plan) -> list[str]:
+    """Like layers in one line: `0-17  attention gpu · 4096 neurons gpu, 6912 ram`."""
+    lines, first = [], 0
+    for i, layer in enumerate(plan.layers):
+        if i + 1 < len(plan.layers) and plan.layers[i + 1] == layer:
+            continue
+        counts = ((n, t) for n, t in zip((layer.gpu, layer.ram, layer.disk), TIERS, strict=True) if n)
+        neurons = ", ".join(f"{n} {t}" for n, t in counts) + " (gate rows too)" * (layer.disk_gates > 0)
+        predictor = f" · predictor {layer.predictor}" if layer.predictor is not None else ""
+        which = f"{first}-{i}" if i > first else f"{i}"
+        lines.append(f"{which:<6} attention {layer.attention}{predictor} · neurons {neurons}")
+        first = i + 1
+    if len(lines) <= 8:
+        return [*lines, f"head {plan.head}"]
+    where = Counter(layer.attention for layer in plan.layers)
+    gpu = sorted(layer.gpu for layer in plan.layers)
+    disk = sorted(layer.disk for layer in plan.layers)
+    return [
+        "attention " + ", ".join(f"{n} {t}" for t, n in sorted(where.items())) + f" · head {plan.head}",
+        f"neurons of a layer: {gpu[0]} to {gpu[-1]} gpu, {disk[0]} to {disk[-1]} disk"
+        f"{_with_gates(plan)} (each: --json)",
+    ]
+
+
+def _with_gates(plan: Plan) -> str:
+    layers = sum(layer.disk_gates > 0 for layer in plan.layers)
+    return f", with their gate rows in {layers} layers" if layers else ""
+
+
+def _speed(plan: Plan) -> str:
+    start, half, full = plan.predicted
+    share = f", {plan.share:.0%} of the neurons' work on the GPU" if plan.share else ""
+    return (
+        f"{start.tokens_per_s:.3g} tok/s, bound by the {start.bound}{share} "
+        f"({half.tokens_per_s:.3g} after {half.depth} tokens, {full.tokens_per_s:.3g} after {full.depth})"
+    )
+
+
+def _spent(p: Prediction) -> str:
+    times = (("GPU", p.gpu_us), ("CPU", p.cpu_us), ("disk", p.disk_us), ("sync", p.sync_us))
+    total = sum(us for _, us in times)
+    return (
+        " + ".join(f"{name} {us / 1e3:.3g}" for name, us in times if us) + f" = {total / 1e3:.3g} ms a step"
+    )
+
+
+def _batches(plan: Plan) -> str:
+    return ", ".join(f"of {p.batch} {p.tokens_per_s:.3g} tok/s" for p in plan.buckets)
+
+
+def _hot(plan: Plan) -> str:
+    neurons = sum(layer.gpu + layer.ram + layer.disk for layer in plan.layers)
+    shares = (f"{sum(counts) / neurons:.1%} in a batch of {batch}" for batch, counts in plan.hot.items())
+    return f"neurons not worth asking a predictor about: {', '.join(shares)}"
+
+
+def _more(plan: Plan, more: Plan | None) -> str:
+    if more is None:
+        return "nothing changes: the budget is not what bounds it"
+    was, now = plan.predicted[1].tokens_per_s, more.predicted[1].tokens_per_s
+    vram = f"{size(more.budget.vram_bytes)} of VRAM, " if more.budget.vram_bytes else ""
+    change = f"{now / was - 1:+.0%}" if abs(now / was - 1) >= 0.005 else "no faster"
+    return f"{vram}{size(more.budget.ram_bytes)} of RAM: {more.tokens_per_s:.3g} tok/s ({change})"

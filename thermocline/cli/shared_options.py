@@ -1,0 +1,63 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thermocline.options import nonempty, one_of, opt, real, some_of, switch, whole
+from thermocline.session.options import ACTIVATIONS, SPARSITIES, SWITCHES
+
+
+def sparsity_mode() -> Any:
+    help = (
+        "exact: skip neurons whose activation is zero, with the same answer; predict: also those that the "
+        "pack's predictors take for zero, with nearly the same answer; off: compute all."
+    )
+    return opt("exact", one_of(*SPARSITIES), "|".join(SPARSITIES), "Model", help)
+
+
+def which_activation() -> Any:
+    help = (
+        "The activation of an FFN with ReLU, where a config or GGUF leaves it open: relu, on the gate alone; "
+        "drelu, on gate and up."
+    )
+    return opt(None, one_of(*ACTIVATIONS), "|".join(ACTIVATIONS), "Model", help, shown="what the model says")
+
+
+def thread_count(help: str = "Threads to compute with.", group: str = "Model") -> Any:
+    shown = "0 = the physical cores this process may use"
+    return opt(0, whole(-1, 1024), "N", group, help, flags="-t", shown=shown)
+
+
+def json_output() -> Any:
+    return opt(False, switch, None, "Output", "Print one JSON object on stdout.")
+
+
+def quiet_output(silenced: str = "no line of figures") -> Any:
+    return opt(False, switch, None, "Output", f"No progress bars and {silenced}.", flags="-q")
+
+
+def memory_limit(help: str, shown: str, group: str = "Model") -> Any:
+    return opt(None, real(0, 1e6), "GIB", group, help, shown=shown)
+
+
+def which_gpu() -> Any:
+    help = (
+        "off: none; auto: one, if there is one and it helps; or its number. No card has verified this code "
+        "yet, so it is asked for. stand-in: RAM that is treated as a GPU's, to try it without one."
+    )
+    return opt("off", nonempty, "off|auto|N", "Model", help, flags="--main-gpu")
+
+
+def gpu_memory() -> Any:
+    help = "Memory of the GPU that may be used."
+    shown = "what is free there"
+    return opt(None, real(0, 1e6), "GIB", "Model", help, shown=shown, flags="--vram-budget")
+
+
+def switched_off() -> Any:
+    help = (
+        "To measure the disk tier's parts, work without some of them: bundle (a neuron's rows in one read), "
+        "cache (neurons stay in memory), pipeline (computing while reading)."
+    )
+    return opt((), some_of(*SWITCHES), ",".join(SWITCHES), "Model", help, shown="nothing")

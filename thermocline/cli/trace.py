@@ -1,0 +1,231 @@
+"""`bench --trace` and `bench --replay`: which neurons tokens need, and what caches would make of it.
+
+Must not know kernels or policies. What is heavy is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thermocline.cli import commands, report
+from thermocline.cli.console import INTERRUPTED, Progress, emit, note
+from thermocline.errors import UsageError
+
+if TYPE_CHECKING:
+    from thermocline.offline.need_trace import Trace
+    from thermocline.offline.replay import Counts
+    from thermocline.pack.pack import Pack
+    from thermocline.plan.cache_split import Share
+    from thermocline.plan.plan_file import Subject
+    from thermocline.plan.problem import Problem
+
+SWEEP = tuple(range(10, 100, 10))  # percent of the neurons
+
+
+def packed(o: commands.BenchOptions, progress: Progress) -> Path:
+    """The pack that is meant, made where there is none yet."""
+    from thermocline.convert.importer import resolve
+    from thermocline.hub.download import locate
+    from thermocline.llm import BUNDLED
+
+    given = BUNDLED if o.model is None else locate(o.model, progress.at)
+    packing, told = partial(progress.at, "packing"), None if o.quiet else note
+    cache = commands.cache_dir(o.cache_dir)
+    return resolve(given, cache, o.format, packing, told=told, activation=o.activation)
+
+
+# ---- record
+
+
+def record(o: commands.BenchOptions) -> int:
+    """What is recorded when Ctrl-C comes is written like the whole."""
+    from thermocline.machine import hardware
+    from thermocline.offline import bench as benchmark
+    from thermocline.offline import need_trace
+    from thermocline.pack.pack import Pack
+
+    if o.replay is not None:
+        raise UsageError("--trace and --replay are both given: record first, then replay the file")
+    assert o.trace is not None
+    target = Path(o.trace)
+    need_trace.check_target(target)
+    with Progress(quiet=o.quiet) as progress:
+        pack = Pack.open(packed(o, progress))
+        need_trace.check_sparse(pack.spec)
+        if o.n_gen[0] == 0:
+            raise UsageError("-n is 0: no token to record")
+        test = benchmark.Test(o.threads[0] or hardware.default_threads(), o.n_depth[0], 0, o.n_gen[0])
+        benchmark.check_context(pack.spec, [test])
+        feed = benchmark.feed_of(pack, [test], o.text, o.seed)
+        bench = benchmark.Bench(pack, [test], feed, sparsity=o.sparsity, progress=progress.at)
+        recorder = need_trace.Recorder(test.threads, pack.spec, bench.engine.model.weights.layers)
+        interrupted = False
+        try:
+            bench.watch(test, recorder)
+        except KeyboardInterrupt:
+            interrupted = True
+        made = need_trace.Trace.of(recorder, feed.name, o.sparsity, test.given)
+        if made.tokens == 0:
+            raise KeyboardInterrupt
+        need_trace.write_trace(target, pack, made)
+    if not o.quiet:
+        note(f"recorded {made.tokens} tokens of {made.source} into {target}, {report.size(made.nbytes)}")
+    return INTERRUPTED if interrupted else 0
+
+
+# ---- replay
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of the cache. `budget`: in GiB, of which the shares come; None: the shares were asked for."""
+
+    budget: float | None
+    shares: Sequence[Share]
+
+
+def replay(o: commands.BenchOptions) -> int:
+    from thermocline.offline import need_trace, profile_plot
+    from thermocline.pack.pack import Pack
+
+    assert o.replay is not None
+    if o.plot is not None:
+        profile_plot.check(Path(o.plot))
+    with Progress(quiet=o.quiet) as progress:
+        pack = Pack.open(packed(o, progress))
+        need_trace.check_sparse(pack.spec)
+        found = need_trace.read_trace(Path(o.replay), pack)
+        if o.batch > found.tokens:
+            raise UsageError(f"--batch {o.batch}: {o.replay} has {found.tokens} tokens")
+        problem, frequency = _problem(o, pack, found)
+        cases = _cases(o, pack, found)
+        rows = list(_rows(o, found, problem, frequency, cases, progress))
+    if o.plot is not None:
+        profile_plot.draw_replay(rows, Path(o.plot), pack.path.name, found.source)
+    text = (
+        report.replay_text(rows)
+        if o.output_format == "md"
+        else "".join(report.BENCH_FORMATS[o.output_format](rows))
+    )
+    emit(text)
+    return 0
+
+
+def _problem(o: commands.BenchOptions, pack: Pack, found: Trace) -> tuple[Problem, list[Any]]:
+    """(what tells a step's time, each layer's frequencies by the profile, in the pack's order)."""
+    import numpy as np
+
+    from thermocline.plan import plan_file
+    from thermocline.plan.hotness import Curve
+    from thermocline.plan.problem import Ask, Problem
+
+    subject = plan_file.of_pack(pack.path, found.sparsity, Curve())
+    ask = Ask(found.depth + found.tokens, batch=o.batch, sparsity=found.sparsity)
+    tiers = _tiers(o, pack, subject)
+    problem = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask)
+    heat = subject.hotness
+    if not heat.ordered and not o.quiet:
+        note(f"{pack.path}: has no profile, so its neurons are in no order; run `thermocline profile` first")
+    nothing = np.zeros(found.neurons)
+    return problem, [heat.at(i, 1) if heat.ordered else nothing for i in range(pack.spec.n_layers)]
+
+
+def _tiers(o: commands.BenchOptions, pack: Pack, subject: Subject) -> Any:
+    from thermocline.machine import disk_speed, this_machine
+    from thermocline.machine.tiers import read_tiers
+
+    if o.hardware is None:
+        measured = disk_speed.measure_disk(pack.path)
+        tiers = this_machine.tiers_here(o.threads[0], disk=measured, formats=[subject.sizes.format])
+        why = f": {measured.why}" if measured.why else ""
+    else:
+        tiers, why = read_tiers(o.hardware), ""
+    tiers.kernel(subject.sizes.format)  # or raises
+    if tiers.disk is None:
+        raise UsageError(f"{tiers.name}: no disk was measured{why}; give --hardware FILE with one")
+    return tiers
+
+
+def _cases(o: commands.BenchOptions, pack: Pack, found: Trace) -> list[Case]:
+    from thermocline.machine import hardware
+    from thermocline.offline.replay import even_shares
+    from thermocline.pack.predictor import predictors_for
+    from thermocline.plan.cache_split import Share
+    from thermocline.plan.memory import GIB
+    from thermocline.session import store
+
+    parts, neurons = pack.spec.n_layers * found.experts, pack.spec.ffn_dim
+    if not o.budgets:
+        return [Case(None, even_shares(neurons, parts, p / 100)) for p in SWEEP]
+    predictors = predictors_for(pack, found.sparsity)
+    cases = []
+    for gib in o.budgets:
+        room = store.room_for(
+            pack,
+            predictors,
+            sparsity=found.sparsity,
+            context=found.depth + found.tokens,
+            max_batch=o.batch,
+            threads=o.threads[0] or hardware.default_threads(),
+            budget=int(gib * GIB),
+            limit="allowed",
+        )
+        whole = [Share(neurons, 0)] * parts
+        cases.append(Case(gib, whole if room.arrangement is None else room.arrangement.bundles))
+    return cases
+
+
+def _rows(
+    o: commands.BenchOptions,
+    found: Trace,
+    problem: Problem,
+    frequency: Sequence[Any],
+    cases: Sequence[Case],
+    progress: Progress,
+) -> Iterator[dict[str, Any]]:
+    from thermocline.offline.replay import replay as play
+    from thermocline.plan.cache_split import Share
+
+    policies = o.policy or commands.CACHE_POLICIES
+    total = len(cases) * len(policies)
+    for i, (case, policy) in enumerate((c, p) for c in cases for p in policies):
+        progress.at("replaying", i, total, " caches")
+        counts = play(found, case.shares, frequency, policy, o.batch)
+        free = [Share(0, s.places) for s in case.shares]
+        pinned = any(s.hot and s.quota for s in case.shares) and policy != "pinned"
+        unpinned = play(found, free, frequency, policy, o.batch).hit_rate if pinned else counts.hit_rate
+        yield _row(case, policy, found, o.batch, problem, counts) | {"hit_rate_unpinned": unpinned}
+    progress.at("replaying", total, total, " caches")
+
+
+def _row(
+    case: Case, policy: str, found: Trace, batch: int, problem: Problem, counts: Counts
+) -> dict[str, Any]:
+    import numpy as np
+
+    from thermocline.offline.replay import times
+
+    took = times(problem, counts)
+    neurons, steps = found.neurons * len(found.active), len(counts.needed)
+    record = problem.sizes.layers[0].record_bytes
+    return {
+        "policy": policy,
+        "budget_gib": case.budget,
+        "places": sum(s.places for s in case.shares) / neurons,
+        "pinned": sum(s.hot for s in case.shares) / neurons,
+        "hit_rate": counts.hit_rate,
+        "disk_bytes_per_token": int(counts.missed.sum()) * record / (steps * batch),
+        "tokens_per_s": batch * took.tokens_per_s,
+        "mean_ms": float(took.us.mean()) / 1e3,
+        "p99_ms": float(np.percentile(took.us, 99)) / 1e3,
+        "waiting_share": float(took.waited_us.sum() / took.us.sum()),
+        "active_fraction": float(counts.needed.mean()) / found.neurons,
+        "tokens": steps * batch,
+        "batch": batch,
+        "source": found.source,
+        "hardware": problem.tiers.name,
+    }

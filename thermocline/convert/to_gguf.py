@@ -1,0 +1,270 @@
+"""A pack as a GGUF file for llama.cpp, or with ReLU for PowerInfer: the same quantised blocks, streamed.
+
+Knows packs and the `gguf` package (optional, imported here alone); must not know where a pack came from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.convert.tokenizer_to_gguf import to_gguf
+from thermocline.errors import IOFailure, Unsupported, UsageError
+from thermocline.files.bounded import open_regular, parse_json, read_at, read_small
+from thermocline.files.gguf_header import POWERINFER_MAGIC
+from thermocline.files.whole import replacing
+from thermocline.model import quant
+from thermocline.model.families import gguf_architecture
+from thermocline.model.spec import ModelSpec
+from thermocline.model.tensors import TensorInfo
+from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
+from thermocline.text.tokenizer import FILE as TOKENIZER
+
+U8 = NDArray[np.uint8]
+
+_STEP_BYTES = 4 << 20
+_NAMES = {
+    "embed.weight": "token_embd.weight",
+    "head.weight": "output.weight",
+    "out_norm.weight": "output_norm.weight",
+    "attn_norm.weight": "attn_norm.weight",
+    "attn_out.weight": "attn_output.weight",
+    "ffn_norm.weight": "ffn_norm.weight",
+    "router.weight": "ffn_gate_inp.weight",
+    "gate.weight": "ffn_gate.weight",
+    "up.weight": "ffn_up.weight",
+    "down.weight": "ffn_down.weight",
+    "predictor.fc1.weight": "fc1.weight",
+    "predictor.fc2.weight": "fc2.weight",
+}
+_EXPERTS = {f"{part}.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
+_QKV, _BUNDLE = "qkv.weight", "bundle"
+# What a GGUF has no place for: how often neurons were active, and where those of a sorted pack came from.
+_LEFT_OUT = ("activation_count", "order")
+_FILE_TYPES = {
+    "f32": "ALL_F32",
+    "f16": "MOSTLY_F16",
+    "bf16": "MOSTLY_BF16",
+    "q8_0": "MOSTLY_Q8_0",
+    "q4_0": "MOSTLY_Q4_0",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [first, first + rows) of a pack's tensor, as one of GGUF's: `name`, [rows, columns].
+
+    `head_dim` > 0: llama.cpp's RoPE turns neighbours (2i, 2i + 1) where ours turns (i, i + head_dim/2), so
+    rows change places within each head. `at`: where in a record the row begins. `stack`: matrices,
+    one an expert.
+    """
+
+    name: str
+    tensor: TensorInfo
+    first: int
+    rows: int
+    columns: int
+    head_dim: int = 0
+    at: int = 0
+    stack: int = 1
+
+    @property
+    def row_bytes(self) -> int:
+        return quant.row_bytes(self.tensor.format, self.columns)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+def check(
+    spec: ModelSpec, tensors: Iterable[str], path: str | os.PathLike[str], overwrite: bool = False
+) -> None:
+    """Whatever can be refused before there is a pack: UsageError, IOFailure, Unsupported."""
+    gguf_architecture(spec)
+    extra = [name for name in tensors if name.endswith(".bias")]
+    if extra:
+        raise Unsupported(f"GGUF is written for models without biases only; this one has {extra[0]}")
+    if len(spec.eos_ids) > len(_ENDS):
+        raise Unsupported(f"a GGUF names {len(_ENDS)} end tokens; this model has {len(spec.eos_ids)}")
+    _package()
+    if os.path.lexists(path) and not (overwrite and os.path.isfile(path)):
+        raise UsageError(f"{path}: exists; --force replaces a file")
+    if not Path(path).absolute().parent.is_dir():
+        raise IOFailure(f"{path}: its directory does not exist")
+
+
+def write_gguf(
+    pack: Pack, path: str | os.PathLike[str], *, overwrite: bool = False, progress: Progress | None = None
+) -> None:
+    """Write `pack` as a GGUF with its tokenizer. It appears under its name when it is whole.
+
+    Of a ReLU model in PowerInfer's layout, which llama.cpp does not read. Activation counts are left out.
+    """
+    check(pack.spec, pack.tensors, path, overwrite)
+    path = Path(path)
+    pieces = [p for name in pack.tensors for p in _pieces(pack, name)]
+    fd, _ = open_regular(pack.weights_path)
+    try:
+        with replacing(path) as tmp:
+            _write(pack, tmp, fd, pieces, progress)
+    finally:
+        os.close(fd)
+
+
+def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[Piece], progress: Progress | None) -> None:
+    writer = _header(pack, path)
+    total, done = sum(p.nbytes for p in pieces), 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, total)
+
+    for p in pieces:
+        _add(writer, p, _Rows(fd, pack.weights_path, p, advance))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if pack.spec.sparse:
+        with open(path, "r+b") as f:
+            f.write(POWERINFER_MAGIC)
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise Unsupported("writing GGUF needs the gguf package: pip install 'thermocline[gguf]'") from None
+    return gguf
+
+
+def _header(pack: Pack, path: Path) -> Any:
+    gguf, s = _package(), pack.spec
+    w = gguf.GGUFWriter(path, gguf_architecture(s))
+    w.add_name(pack.source["name"] or pack.path.name)
+    w.add_vocab_size(s.vocab_size)
+    _add_tokenizer(w, pack)
+    # llama.cpp attends to everything: up to the window that is the same.
+    w.add_context_length(min(s.max_context, s.sliding_window or s.max_context))
+    w.add_embedding_length(s.dim)
+    w.add_block_count(s.n_layers)
+    w.add_feed_forward_length(s.ffn_dim)
+    w.add_head_count(s.n_heads)
+    w.add_head_count_kv(s.n_kv_heads)
+    w.add_key_length(s.head_dim)
+    w.add_value_length(s.head_dim)
+    if s.n_experts > 1:
+        w.add_expert_count(s.n_experts)
+        w.add_expert_used_count(s.n_experts_active)
+    w.add_rope_dimension_count(s.head_dim)
+    w.add_rope_freq_base(s.rope_theta)
+    w.add_layer_norm_rms_eps(s.norm_eps)
+    w.add_file_type(gguf.LlamaFileType[_FILE_TYPES[pack.weight_format]])
+    w.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    return w
+
+
+def _add_tokenizer(w: Any, pack: Pack) -> None:
+    """With the template of chats, and the model's own ids of begin and end."""
+    gguf, s = _package(), pack.spec
+    keys: dict[str, Any] = {"tokenizer.ggml.model": "none"}
+    if TOKENIZER in pack.files:
+        first_eos = s.eos_ids[0] if s.eos_ids else None
+        keys = to_gguf(pack.path / TOKENIZER, s.bos_id, first_eos, s.vocab_size)
+    ids = [("bos", s.bos_id), *zip(_ENDS, s.eos_ids, strict=False)]
+    keys |= {f"tokenizer.ggml.{name}_token_id": i for name, i in ids if i is not None}
+    if (template := _chat_template(pack)) is not None:
+        keys["tokenizer.chat_template"] = template
+    if s.sparse:
+        keys["powerinfer.sparse_threshold"] = pack.predictor.threshold if pack.predictor is not None else 0.0
+    for key, value in keys.items():
+        w.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+
+
+_ENDS = ("eos", "eot", "eom")
+
+
+def _chat_template(pack: Pack) -> str | None:
+    if "chat_template.jinja" in pack.files:
+        return read_small(pack.path / "chat_template.jinja", MAX_COPIED_BYTES).decode()
+    if "tokenizer_config.json" not in pack.files:
+        return None
+    path = pack.path / "tokenizer_config.json"
+    found = parse_json(read_small(path, MAX_COPIED_BYTES), str(path)).get("chat_template")
+    return found if isinstance(found, str) else None
+
+
+def _pieces(pack: Pack, name: str) -> Iterator[Piece]:
+    info, s = pack.tensors[name], pack.spec
+    prefix, part = "", name
+    if name.startswith("layers."):
+        _, layer, part = name.split(".", 2)
+        prefix = f"blk.{layer}."
+    if part == _QKV:
+        first = 0
+        for letter, heads in (("q", s.n_heads), ("k", s.n_kv_heads), ("v", s.n_kv_heads)):
+            turned = s.head_dim if letter != "v" else 0
+            yield Piece(f"{prefix}attn_{letter}.weight", info, first, heads * s.head_dim, s.dim, turned)
+            first += heads * s.head_dim
+    elif part == _BUNDLE:
+        row = quant.row_bytes(info.format, s.dim)
+        yield Piece(f"{prefix}ffn_up.weight", info, 0, s.ffn_dim, s.dim)
+        yield Piece(f"{prefix}ffn_down_t.weight", info, 0, s.ffn_dim, s.dim, at=row)
+    elif part in _LEFT_OUT:
+        return
+    elif len(info.shape) == 1:
+        yield Piece(f"{prefix}{_NAMES[part]}", info, 0, 1, info.shape[0])
+    elif s.n_experts > 1 and part in _EXPERTS:
+        rows = s.n_experts * info.shape[-2]
+        yield Piece(f"{prefix}{_EXPERTS[part]}", info, 0, rows, info.shape[-1], stack=s.n_experts)
+    else:
+        yield Piece(f"{prefix}{_NAMES[part]}", info, 0, info.shape[-2], info.shape[-1])
+
+
+def _add(writer: Any, p: Piece, rows: _Rows) -> None:
+    vector = len(p.tensor.shape) == 1
+    stacked = (p.stack,) if p.stack > 1 else ()
+    shape = (p.columns,) if vector else (*stacked, p.rows // p.stack, p.columns)
+    kind = _package().GGMLQuantizationType[p.tensor.format.upper()]
+    writer.add_tensor(p.name, rows, raw_shape=shape, raw_dtype=kind)
+
+
+class _Rows:
+    """What GGUFWriter asks of a tensor (`dtype`, `nbytes`, `tofile`), a few MiB in memory at a time."""
+
+    dtype = np.dtype(np.int8)  # not uint8: shapes are then in weights, not bytes
+
+    def __init__(self, fd: int, path: Path, piece: Piece, advance: Callable[[int], None]) -> None:
+        self._fd, self._path, self._piece, self._advance = fd, path, piece, advance
+
+    @property
+    def nbytes(self) -> int:
+        return self._piece.nbytes
+
+    def tofile(self, file: IO[bytes]) -> None:
+        p, t = self._piece, self._piece.tensor
+        whole = max(1, p.head_dim)  # heads are not cut
+        step = max(1, _STEP_BYTES // (t.stride * whole)) * whole
+        for at in range(0, p.rows, step):
+            n = min(step, p.rows - at)
+            data = read_at(self._fd, t.offset + (p.first + at) * t.stride, n * t.stride, self._path)
+            data = data.reshape(n, t.stride)[:, p.at : p.at + p.row_bytes]
+            rows = quant.to_gguf(t.format, _turned(np.ascontiguousarray(data), p.head_dim))
+            file.write(np.ascontiguousarray(rows).data)
+            self._advance(n * p.row_bytes)
+
+
+def _turned(rows: U8, head_dim: int) -> U8:
+    """[heads * head_dim, bytes], the two halves of each head interleaved."""
+    if not head_dim:
+        return rows
+    return rows.reshape(-1, 2, head_dim // 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)

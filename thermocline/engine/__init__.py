@@ -1,0 +1,1 @@
+"""Requests into tokens: scheduling, the one forward pass, keys and values, sampling. Must not know files."""

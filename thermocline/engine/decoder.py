@@ -1,0 +1,182 @@
+"""The one decoder: token ids -> logits, as plain functions over a table of ops.
+
+Knows `ModelSpec`, the weights' shape and the KV cache's layout; must not know requests, files or families.
+`ops` is `ops.reference` (numpy, the specification) or `ops.cpu` (native): same functions, same signatures.
+`bind` once, then `forward` for every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from thermocline.engine.kv_cache import KVCache
+from thermocline.model.spec import ModelSpec, RopeScaling
+from thermocline.ops.interface import F32, I32, Batch, FFNStats, Heads, Norm, Weights
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `forward` runs: the weights, and every layer's two halves as `ops` wants them, made once."""
+
+    spec: ModelSpec
+    weights: Weights
+    attention: tuple[Any, ...]  # of ops.bind_attention
+    ffn: tuple[Any, ...]  # of ops.bind_ffn
+
+
+def bind(spec: ModelSpec, weights: Weights, ops: Any) -> Model:
+    layers = weights.layers
+    if spec.norm_order == "post":  # then `forward` applies the norms
+        layers = tuple(replace(x, attn_norm=None, ffn_norm=None) for x in layers)
+    attention = (ops.bind_attention(spec, Heads.of(spec, i, x), x) for i, x in enumerate(layers))
+    return Model(spec, weights, tuple(attention), tuple(ops.bind_ffn(spec, x) for x in layers))
+
+
+@functools.lru_cache(maxsize=8)
+def _inverse_frequencies(spec: ModelSpec, local: bool) -> F32:
+    """[rotary_dim/2] (RoPE: arXiv 2104.09864; frequency scaling: Llama 3.1; YaRN: arXiv 2309.00071)."""
+    n = spec.rotary_dim or spec.head_dim
+    theta = spec.local_rope_theta if local and spec.local_rope_theta is not None else spec.rope_theta
+    exponent = np.arange(n // 2, dtype=np.float32) * np.float32(2.0 / n)
+    frequency: F32 = (1.0 / np.power(np.float32(theta), exponent)).astype(np.float32)
+    s = spec.rope_scaling
+    if s is None or local:
+        return frequency
+    if s.kind == "longrope":  # `for_context` chose
+        frequency = (frequency / np.array(s.short_factors, np.float32)).astype(np.float32)
+        return frequency
+    if s.kind == "linear":
+        blend: Any = np.float32(0)
+    elif s.kind == "yarn":
+        blend = _yarn_blend(s, n, theta)
+    else:
+        turns = s.original_context * frequency / (2 * np.pi)  # within the original context
+        blend = np.clip((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor), 0.0, 1.0)
+    scaled: F32 = ((1 - blend) * frequency / s.factor + blend * frequency).astype(np.float32)
+    return scaled
+
+
+def _yarn_blend(s: RopeScaling, n: int, theta: float) -> F32:
+    """1 for elements that turn more than beta_fast times within the original context, 0 below beta_slow."""
+    low, high = (
+        n * math.log(s.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (s.beta_fast, s.beta_slow)
+    )
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, n - 1)
+    ramp = (np.arange(n // 2, dtype=np.float32) - low) / ((high - low) or 0.001)
+    blend: F32 = (1 - np.clip(ramp, 0, 1)).astype(np.float32)
+    return blend
+
+
+def for_context(spec: ModelSpec, context: int) -> ModelSpec:
+    """The same model for sessions of at most `context` positions.
+
+    Longrope's factors depend on the length: chosen once, an answer does not change as its text grows.
+    """
+    s = spec.rope_scaling
+    if s is None or s.kind != "longrope" or context <= s.original_context:
+        return spec
+    return replace(spec, rope_scaling=replace(s, short_factors=s.long_factors))
+
+
+def rope_tables(spec: ModelSpec, positions: I32, local: bool = False) -> tuple[F32, F32]:
+    """cos and sin of every position's angles, [tokens, rotary_dim/2]."""
+    angle = positions[:, None].astype(np.float32) * _inverse_frequencies(spec, local)[None, :]
+    s = spec.rope_scaling
+    if s is None or local or s.attention_factor == 1:
+        return np.cos(angle), np.sin(angle)
+    factor = np.float32(s.attention_factor)
+    return np.cos(angle) * factor, np.sin(angle) * factor
+
+
+def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, sparsity: str, stats: FFNStats) -> F32:
+    """One step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size].
+
+    `sparsity`: of `SPARSITIES`; a layer without predictor, or a batch of more than `FEW`, is not guessed.
+    """
+    x, steps = _embedded(model, batch, ops), _steps(model.spec, batch, kv, ops)
+    body = partial(_layers, model, kv, steps, ops, sparsity, stats)
+    return _scaled(model.spec, ops.run(x, batch.logit_rows, sparsity, stats, body))
+
+
+def _layers(
+    model: Model,
+    kv: KVCache,
+    steps: dict[int | None, Any],
+    ops: Any,
+    sparsity: str,
+    stats: FFNStats,
+    x: Any,
+    rows: I32,
+) -> Any:
+    """The residual stream [tokens, dim], where `ops` keeps it, -> the head's logits of `rows`."""
+    spec, layers = model.spec, model.weights.layers
+
+    for i, (attention, ffn) in enumerate(zip(model.attention, model.ffn, strict=True)):
+        h = x.copy() if spec.parallel else x  # what the FFN reads
+        ops.read_ahead(x, ffn, sparsity)
+        ops.attention_add(x, x, attention, steps[spec.window(i)], kv.layer(i))
+        if spec.norm_order == "post":
+            h = x = _norm(spec, layers[i].attn_norm, x, ops)
+        ops.ffn_add(x, h, ffn, sparsity, stats)
+        if spec.norm_order == "post":
+            x = _norm(spec, layers[i].ffn_norm, x, ops)
+
+    return _logits(model, ops.rows(x, rows), ops)
+
+
+def _embedded(model: Model, batch: Batch, ops: Any) -> F32:
+    """[tokens, dim], the residual stream."""
+    spec, weights = model.spec, model.weights
+    x: F32 = ops.embed(weights.embed, batch.ids)
+    if spec.embed_scale != 1:
+        x *= np.float32(spec.embed_scale)
+    if weights.project_in is not None:
+        x = ops.matmul(weights.project_in, x, None)
+    if weights.pos_embed is not None:
+        x += ops.embed(weights.pos_embed, batch.positions)
+    return x
+
+
+def _steps(spec: ModelSpec, batch: Batch, kv: KVCache, ops: Any) -> dict[int | None, Any]:
+    """What the layers of each window have in common: where their keys and values are, and their angles."""
+    steps: dict[int | None, Any] = {}
+    angles: dict[bool, tuple[F32 | None, F32 | None]] = {}
+    for window in kv.windows:
+        local = window is not None and spec.local_rope_theta is not None
+        if local not in angles:
+            rope = spec.position == "rope"
+            angles[local] = rope_tables(spec, batch.positions, local) if rope else (None, None)
+        steps[window] = ops.step(batch, kv.block, *angles[local], window)
+    return steps
+
+
+def _norm(spec: ModelSpec, norm: Norm | None, x: Any, ops: Any) -> Any:
+    return x if norm is None else ops.norm(x, norm.weight, norm.bias, spec.norm_eps, spec.norm)
+
+
+def _logits(model: Model, x: Any, ops: Any) -> Any:
+    """[rows, dim] -> [rows, vocab_size]."""
+    weights = model.weights
+    h = _norm(model.spec, weights.out_norm, x, ops)
+    if weights.project_out is not None:
+        h = ops.matmul(weights.project_out, h, None)
+    return ops.matmul(weights.head.weight, h, weights.head.bias)
+
+
+def _scaled(spec: ModelSpec, logits: F32) -> F32:
+    if spec.logit_scale != 1:
+        logits *= np.float32(spec.logit_scale)
+    if spec.logit_softcap is not None:
+        cap = np.float32(spec.logit_softcap)
+        np.tanh(logits / cap, out=logits)
+        logits *= cap
+    return logits

@@ -1,0 +1,417 @@
+"""Requests in, tokens out: continuous batching over one forward pass, and each run's figures.
+
+Owns scheduling. Must not know files, HTTP or flags; `llm.py` is the public way in.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import eq
+from typing import Any
+
+import numpy as np
+
+from thermocline.engine.decoder import bind, for_context, forward
+from thermocline.engine.kv_cache import KVCache, in_ram, room_for
+from thermocline.engine.live_activity import Watch
+from thermocline.engine.prefill_budget import Pace
+from thermocline.engine.request import Chunk, Request, request_for
+from thermocline.engine.sampler import SamplingParams, TokenLogprobs
+from thermocline.engine.traffic import Traffic
+from thermocline.errors import BadFile, IOFailure, ThermoclineError
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import F32, Batch, DiskCounts, FFNStats, Weights
+from thermocline.text.grammar import Constraint
+from thermocline.text.tokenizer import Tokenizer
+
+PREFILL_CHUNK = 256  # tokens of prompts in a step, at most
+
+
+def _bug(error: Exception) -> ThermoclineError:
+    """Without its message, which may quote a text; its traceback goes along."""
+    made = ThermoclineError(f"a bug ended this request: {type(error).__name__}")
+    made.__cause__ = error
+    return made
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions [start, stop) of one request: its share of a step."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def wanted(self) -> int:
+        """Of its last positions, those whose logits are: of all, where a prompt is scored."""
+        if self.request.scored and self.start < self.request.n_prompt:
+            return self.stop - self.start
+        return int(self.stop == len(self.request.ids))
+
+
+# ---- the engine
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The engine at a glance. Blocks are those of keys and values; tokens are counted since it was made."""
+
+    running: int  # requests
+    slots: int  # that can run together
+    waiting: int
+    kv_blocks: int
+    kv_free: int  # held by nobody and naming no text
+    kv_cached: int  # held by nobody, but found by a prompt that begins alike
+    prompt_tokens: int  # computed
+    cached_tokens: int  # of prompts, found
+    tokens: int  # sampled
+
+
+class Engine:
+    """Continuous batching. One thread at a time submits, steps and cancels (`LLM` holds a lock).
+
+    A request is admitted when the cache has room for all it may need: a running one never waits for memory.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ops: Any,
+        *,
+        context: int,
+        tokenizer: Tokenizer | None = None,
+        max_batch: int = 8,
+        sparsity: str = "exact",
+        prefill_chunk: int = PREFILL_CHUNK,
+        kv_tokens: int | None = None,
+        disk: Callable[[], DiskCounts] | None = None,
+        storage: Callable[[int, tuple[int, ...]], Any] = in_ram,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`kv_tokens`: positions the cache holds for all requests; default: `max_batch` full contexts.
+
+        `disk`: what it did so far, where not all neurons are in memory. `storage`: as `KVCache`'s.
+        `clock`: seconds; no answer depends on it.
+        """
+        kv_tokens = context * max_batch if kv_tokens is None else kv_tokens
+        assert kv_tokens >= context, "one request must always fit"
+        self.spec, self.ops = spec, ops
+        self.model = bind(for_context(spec, context), weights, ops)
+        self.context, self.max_batch, self.prefill_chunk = context, max_batch, prefill_chunk
+        self.sparsity = sparsity
+        self.tokenizer = tokenizer
+        room = room_for(spec, kv_tokens, context, prefill_chunk)
+        self.kv = KVCache(spec, *room, chunk=prefill_chunk, storage=storage)
+        self.traffic = Traffic.of(spec, weights)
+        self._disk, self._clock = disk, clock
+        self.pace = Pace()
+        self._prompt_tokens = self._cached_tokens = self._tokens = 0
+        self.watch: Watch | None = None  # gets what answers' steps did, while there is one
+        self.stats = FFNStats()  # the present step's: they grow with each layer, where the ops know it
+        self.computing = False  # in `forward`: an exception there costs the step and nothing else
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, constraint: Constraint | None = None
+    ) -> Request:
+        """Queue a prompt of token ids. Its chunks appear in `request.chunks` as `step` is called.
+
+        `constraint`: of `params.grammar`.
+        """
+        return self.queue(request_for(self.spec, self.context, self.tokenizer, prompt, params, constraint))
+
+    def queue(self, request: Request) -> Request:
+        request.submitted_s = self._clock()
+        request.names = [] if request.scored else list(self.kv.names(request.ids))
+        self.waiting.append(request)
+        return request
+
+    def step(self) -> bool:
+        """One turn: schedule, forward, sample, emit; first a token for each answer, then a chunk of prompts.
+
+        They go through `forward` apart: an answer does not read a long prompt's neurons. Beside answers the
+        chunk is as short as keeps their tokens coming (`Pace`). False when there is nothing left to do.
+        """
+        self._admit()
+        for schedule in (self._answer_spans, self._prompt_spans):
+            spans = schedule()
+            if not spans:
+                continue
+            try:
+                self._run(spans)
+            except (BadFile, IOFailure) as error:  # of the disk; those whose neurons it has go on
+                for span in spans:
+                    self._run_alone(span, error if len(spans) == 1 else None)
+        return bool(self.waiting or self.running)
+
+    def _run(self, spans: list[Span]) -> None:
+        begin, answering = self._clock(), self._answering()
+        before = self._disk() if self._disk is not None else None
+        logits, stats = self._forward(spans)
+        read_bytes = self._account(spans, stats, before)
+        prompts = sum(s.stop - s.start for s in spans if s.start < s.request.n_prompt)
+        self._prompt_tokens += prompts
+        at = 0
+        for span in spans:
+            rows = logits[at : at + span.wanted]
+            at += len(rows)
+            if len(rows):
+                self._emit(span, rows)
+        if not prompts:
+            self.pace.answered(seconds := self._clock() - begin)
+            if self.watch is not None:
+                disk = None if self._disk is None or before is None else self._disk().since(before)
+                self.watch.add(stats, tokens=len(spans), seconds=seconds, bytes=read_bytes, disk=disk)
+        elif answering:
+            self.pace.prompted(self._clock() - begin, prompts)
+
+    def _run_alone(self, span: Span, error: ThermoclineError | None) -> None:
+        """A step that failed, for one of its requests; `error`: it has been tried."""
+        try:
+            if error is None:
+                self._run([span])
+                return
+        except (BadFile, IOFailure) as e:
+            error = e
+        span.request.error = error
+        self._finish(span.request, "cancelled")
+
+    def cancel(self, request: Request) -> None:
+        """Stop a request wherever it is and free what it holds. Nothing happens to one that has finished."""
+        if request.finish_reason is None:
+            self._finish(request, "cancelled")
+
+    def counts(self) -> Counts:
+        """For metrics: cheap, and from any thread (each number is right, if perhaps not of one moment)."""
+        pools = self.kv.pools
+        available, cached = sum(p.available for p in pools), sum(p.cached for p in pools)
+        return Counts(
+            running=len(self.running),
+            slots=self.max_batch,
+            waiting=len(self.waiting),
+            kv_blocks=sum(p.n_blocks for p in pools),
+            kv_free=available - cached,
+            kv_cached=cached,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            tokens=self._tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """When idle, nothing is held."""
+        self.kv.check_integrity()
+        if not self.running:
+            assert self.kv.used == 0, f"{self.kv.used} KV blocks leaked"
+
+    # -- schedule
+
+    def _admit(self) -> None:
+        """First come, first served: nobody overtakes a long request for which there is no room yet."""
+        while self.waiting and len(self.running) < self.max_batch:
+            request = self.waiting[0]
+            table = self.kv.open([] if request.scored else request.ids)
+            if not self.kv.grow(table, request.positions):
+                self.kv.close(table)
+                return
+            self.running.append(self.waiting.popleft())
+            request.table = table
+            self._take_cached(request)
+
+    def _prompt_spans(self) -> list[Span]:
+        """First come, first served; but a prompt does not begin while another computes blocks it can take.
+
+        What it leaves of the step is for those after it. A step has memory for a row of logits for each
+        request: a scored prompt takes those left over, a few tokens at a time, so that nobody waits for it.
+        """
+        room = self.pace.chunk(self.prefill_chunk) if self._answering() else self.prefill_chunk
+        spans, spare = [], self.max_batch - len(self.running)
+        coming = set[bytes]()  # blocks that prompts before this one are still to compute
+        for i, r in enumerate(self.running):
+            if r.computed >= r.n_prompt or not room:
+                continue
+            awaited = next((i for i, name in enumerate(self._takeable(r)) if name in coming), None)
+            if awaited is not None:
+                coming.update(r.names[awaited:])
+                continue
+            if not r.begun:
+                self._begin(r)
+            coming.update(r.names[r.computed // self.kv.block :])
+            stop = min(r.n_prompt, r.computed + (min(room, 1 + spare) if r.scored else room))
+            if stop == r.n_prompt:
+                stop = self._pause(r, self.running[i + 1 :]) or stop
+            spans.append(Span(r, r.computed, stop))
+            room -= stop - r.computed
+            spare -= spans[-1].wanted - 1 if r.scored else 0
+        return spans
+
+    def _takeable(self, request: Request) -> list[bytes]:
+        """The blocks that others may compute for it: none of its last token, whose logits are wanted."""
+        return [] if request.begun else request.names[: (request.n_prompt - 1) // self.kv.block]
+
+    def _begin(self, request: Request) -> None:
+        """Start a prompt. First take the prefix blocks that other requests computed since it was queued."""
+        if request.names:
+            self.kv.look_again(request.table, request.ids, request.positions)
+            self._take_cached(request)
+        request.begun_s = self._clock()
+
+    def _take_cached(self, request: Request) -> None:
+        found = request.table.sealed * self.kv.block
+        self._cached_tokens += found - request.cached
+        request.computed = request.cached = found
+
+    def _pause(self, request: Request, others: list[Request]) -> int:
+        """Where a prompt's last chunk stops short: at the last position that others wait for; 0: nowhere.
+
+        They come along in the next step then. Once it answers, they would come in short chunks beside it.
+        """
+        ends = [0]
+        for r in others:  # a block's name is that of all before it, too: equal ones come first
+            shared = sum(map(eq, request.names, self._takeable(r))) * self.kv.block
+            if shared > max(request.computed, r.computed):
+                ends.append(shared)
+        return max(ends)
+
+    def _answering(self) -> bool:
+        return any(r.computed >= r.n_prompt for r in self.running)
+
+    def _answer_spans(self) -> list[Span]:
+        return [Span(r, r.computed, r.computed + 1) for r in self.running if r.computed >= r.n_prompt]
+
+    # -- forward
+
+    def _forward(self, spans: list[Span]) -> tuple[F32, FFNStats]:
+        self.stats = stats = FFNStats() if self.watch is None else self.watch.counting()
+        batch = self._batch(spans)
+        prompts = any(
+            s.start < s.request.n_prompt for s in spans
+        )  # even their last few tokens are not guessed
+        sparsity = "exact" if prompts and self.sparsity == "predict" else self.sparsity
+        self.computing = True
+        try:
+            logits = forward(self.model, self.kv, batch, self.ops, sparsity=sparsity, stats=stats)
+        finally:
+            self.computing = False
+        for s in spans:
+            s.request.computed = s.stop
+            self.kv.seal(s.request.table, s.request.ids, s.stop)
+        return logits, stats
+
+    def _batch(self, spans: list[Span]) -> Batch:
+        """As few numpy calls as will do: between kernels, each takes 3 to 5 microseconds."""
+        tables = self.kv.tables([s.request.table for s in spans], [s.stop for s in spans])
+        ids: list[int] = []
+        positions: list[int] = []
+        sequence: list[int] = []
+        wanted: list[int] = []
+        for i, s in enumerate(spans):
+            ids += s.request.ids[s.start : s.stop]
+            positions += range(s.start, s.stop)
+            sequence += [i] * (s.stop - s.start)
+            wanted += range(len(ids) - s.wanted, len(ids))
+        return Batch(
+            ids=np.array(ids, np.int32),
+            positions=np.array(positions, np.int32),
+            sequence=np.array(sequence, np.int32),
+            block_table=tables[0],
+            logit_rows=np.array(wanted, np.int32),
+            window_table=tables[-1],
+        )
+
+    def _account(self, spans: list[Span], stats: FFNStats, before: DiskCounts | None) -> float:
+        """Each answer carries its share of the step: the same neurons served them all. -> bytes read."""
+        t = self.traffic
+        disk = self._disk() if self._disk is not None else None
+        weights = t.fixed_bytes + stats.predicted * t.gate_bytes + stats.rows * t.row_bytes
+        read_bytes = weights = weights + stats.predictor_bytes
+        for s in spans:
+            if s.start < s.request.n_prompt:
+                continue
+            d = s.request.decode
+            d.active += stats.active
+            d.neurons += stats.neurons
+            d.rows += stats.rows
+            d.rows_dense += stats.rows_dense
+            d.gates_dense += stats.gates_dense
+            d.predicted += stats.predicted
+            d.predictor_bytes += stats.predictor_bytes
+            if before is not None and disk is not None:
+                known = s.request.disk or DiskCounts()
+                shares = ((b - a) // len(spans) for a, b in zip(before, disk, strict=True))
+                s.request.disk = DiskCounts(*(k + n for k, n in zip(known, shares, strict=True)))
+            near = min(s.stop, self.spec.sliding_window or s.stop)
+            read = s.stop + self.spec.windowed * (near - s.stop)
+            s.request.decode_bytes += weights / len(spans) + read * self.traffic.position_bytes
+            read_bytes += read * self.traffic.position_bytes
+        return read_bytes
+
+    # -- sample, emit
+
+    def _emit(self, span: Span, rows: F32) -> None:
+        """What is done for one request alone: its error, a bug's too, is its own, and the others go on."""
+        request = span.request
+        try:
+            if request.scored and span.start < request.n_prompt:
+                request.score(span.start, rows)
+            reason = self._answer(request, rows[-1]) if span.stop == len(request.ids) else None
+        except Exception as error:
+            request.error = error if isinstance(error, ThermoclineError) else _bug(error)
+            reason = "cancelled"
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _answer(self, request: Request, logits: F32) -> str | None:
+        """Its next token, if it wants one at all. -> why it ends here, if it does."""
+        if request.limit == 0:
+            request.first_s = self._clock()
+            return "length"
+        token = request.sampler.sample(logits)
+        self._tokens += 1
+        request.digest = zlib.crc32(logits.data, request.digest)  # 0.02 ms for 32000; blake2b takes 0.1
+        now = self._clock()
+        if len(request.ids) == request.n_prompt:
+            request.first_s = now
+        else:
+            request.token_s.append(now - request.last_s)
+        request.last_s = now
+        request.ids.append(token)
+        logprobs, asked = None, request.params.logprobs
+        if asked is not None:
+            logprobs = TokenLogprobs.of(logits, token, asked)
+            request.logprobs.append(logprobs)
+        text, reason = self._text_of(request, token)
+        request.text.append(text)
+        request.chunks.append(Chunk(text, token, logprobs, reason))
+        return reason
+
+    def _text_of(self, request: Request, token: int) -> tuple[str, str | None]:
+        """(text that can be shown now, why the request ends here if it does)."""
+        reason = "length" if len(request.ids) - request.n_prompt >= request.limit else None
+        text = ""
+        if token in self.spec.eos_ids or token in request.params.stop_ids:
+            reason = "stop"
+        elif request.detokenizer is not None:
+            text = request.detokenizer.push(token)
+        if request.sampler.complete:
+            reason = "stop"
+        if reason is not None and request.detokenizer is not None:
+            text += request.detokenizer.flush()
+        text, stopped = request.matcher.push(text)
+        if stopped:
+            return text, "stop"
+        return (text, None) if reason is None else (text + request.matcher.flush(), reason)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self.kv.close(request.table)

@@ -1,0 +1,98 @@
+"""The sampling that a model's makers recommend: its generation_config.json, key by key.
+
+A key is read, ignored for a reason, or has a value that switches off what it is about; any other is refused.
+Must not know who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from thermocline.engine.sampler import SamplingParams
+from thermocline.errors import BadFile, Unsupported, UsageError
+from thermocline.files.bounded import Json, parse_json, quoted, read_small
+from thermocline.pack.manifest import GENERATION_CONFIG
+from thermocline.pack.pack import Pack
+
+MAX_BYTES = 1 << 20
+READ = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+    "max_new_tokens": "max_tokens",
+}
+_CODE = "describes the Python code that wrote the model, or what that returns"
+_BEAMS = "only used in beam search, which num_beams switches on"
+_SPEED = "how it is computed, not what"
+IGNORED: dict[str, str] = {
+    "eos_token_id": "read when the model is packed",
+    "bos_token_id": "read when the model is packed, from config.json",
+    "do_sample": "chooses a function of transformers; here a temperature of 0 is greedy (as vLLM has it)",
+    "max_length": "of prompt and answer together: the context's length, which --ctx-size sets",
+    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), "nothing is padded here"),
+    **dict.fromkeys(("transformers_version", "_from_model_config", "trust_remote_code"), _CODE),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_scores", "output_logits"), _CODE),
+    **dict.fromkeys(("return_dict_in_generate", "return_legacy_cache"), _CODE),
+    **dict.fromkeys(("early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups"), _BEAMS),
+    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config", "max_cache_len"), _SPEED),
+    **dict.fromkeys(("compile_config", "disable_compile", "prefill_chunk_size", "low_memory"), _SPEED),
+    **dict.fromkeys(("use_mtp", "is_assistant", "num_assistant_tokens", "speculation_type"), _SPEED),
+    **dict.fromkeys(("num_assistant_tokens_schedule", "assistant_confidence_threshold"), _SPEED),
+    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), _SPEED),
+    **dict.fromkeys(("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"), _SPEED),
+    **dict.fromkeys(("assistant_ensemble_weight", "continuous_batching_config"), _SPEED),
+}
+OFF: dict[str, Any] = {  # what this build does not do, and the value that does not ask for it
+    **dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("guidance_scale", "top_h"), 1),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0),
+    **dict.fromkeys(("renormalize_logits", "remove_invalid_values", "token_healing"), False),
+}
+
+
+def recommended(pack: Pack) -> dict[str, Any]:
+    """As `SamplingParams` has it; what it does not say is not in it. Raises BadFile or Unsupported."""
+    if GENERATION_CONFIG not in pack.files:
+        return {}
+    path = pack.path / GENERATION_CONFIG
+    return parsed(parse_json(read_small(path, MAX_BYTES), str(path)), str(path))
+
+
+def completed(
+    said: Mapping[str, Any], recommended: Mapping[str, Any], told: Callable[[str], None]
+) -> SamplingParams:
+    """What somebody said, then what is recommended. `told`: a line of what nobody asked for."""
+    theirs = {name: value for name, value in recommended.items() if name not in said}
+    if theirs:
+        values = ", ".join(f"{name} {value}" for name, value in theirs.items())
+        told(f"as the model's generation_config.json recommends: {values} (--generation-config off: not)")
+    return SamplingParams(**{"max_tokens": None, **theirs, **said})
+
+
+def parsed(config: Json, name: str) -> dict[str, Any]:
+    """The same from parsed JSON. Null is what transformers writes for "not said"."""
+    said = {key: value for key, value in config.items() if value is not None}
+    for key, value in said.items():
+        off = key in OFF and value == OFF[key] and type(value) in (type(OFF[key]), float)
+        if key not in READ and key not in IGNORED and not off:
+            raise Unsupported(
+                f"{name}: {quoted(key)} is {quoted(value)}, which this build does not sample by; "
+                "--generation-config off does without that file"
+            )
+    found = {ours: _checked(key, said[key], name) for key, ours in READ.items() if key in said}
+    if found.get("repeat_penalty", 1) != 1:
+        found["repeat_last_n"] = -1  # transformers looks at the whole text
+    return found
+
+
+def _checked(key: str, value: Any, name: str) -> Any:
+    try:
+        SamplingParams(**{READ[key]: value})
+    except UsageError as e:
+        why = str(e).replace(READ[key], key, 1)
+        raise BadFile(f"{name}: {why}; --generation-config off does without that file") from None
+    return value

@@ -1,0 +1,347 @@
+"""The paged KV cache: blocks of positions, shared between sequences that begin with the same tokens.
+
+Owns the keys and values of every layer and who holds which block. Must not know the decoder or requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import F16, KVLayer
+
+I32 = NDArray[np.int32]
+BLOCK = 32  # positions per block
+ROOT = b""  # the name of no tokens
+ABSENT = -1  # a block that no position still to come attends to
+
+
+@dataclass
+class Held:
+    """What one sequence has of one pool: its blocks in position order, ABSENT up to `begin`."""
+
+    blocks: list[int] = field(default_factory=list)
+    begin: int = 0
+    reserved: int = 0  # as many as it will ever hold at once
+
+
+@dataclass
+class BlockTable:
+    """One sequence's blocks in every pool. The first `sealed` are full, read-only and findable."""
+
+    held: list[Held] = field(default_factory=list)
+    sealed: int = 0
+    chain: bytes = ROOT  # names the tokens of the sealed blocks
+
+
+# ---- how much
+
+
+def bytes_for(spec: ModelSpec, tokens: int) -> int:
+    """Bytes of keys and values of `tokens` positions in every layer."""
+    return tokens * spec.n_layers * _layer_bytes(spec)
+
+
+def _layer_bytes(spec: ModelSpec) -> int:
+    return 2 * spec.n_kv_heads * spec.head_dim * np.dtype(np.float16).itemsize
+
+
+def blocks_for(tokens: int, block: int = BLOCK) -> int:
+    return -(-tokens // block)
+
+
+def blocks_at_once(tokens: int, window: int | None, chunk: int, block: int = BLOCK) -> int:
+    """The most that a sequence of `tokens` positions, `chunk` a step, holds in layers with this window."""
+    whole = blocks_for(tokens, block)
+    # A step touches window - 1 + chunk positions, which may begin at the end of a block.
+    return whole if window is None else min(whole, blocks_for(window + chunk - 2, block) + 1)
+
+
+def room_for(spec: ModelSpec, tokens: int, context: int, chunk: int) -> tuple[int, int]:
+    """Blocks for `tokens` positions of sequences of up to `context`: in layers without a window, and with."""
+    blocks = blocks_for(tokens)
+    one = blocks_at_once(context, spec.sliding_window, chunk)
+    return blocks, min(blocks, -(-tokens * one // context))
+
+
+def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int) -> int:
+    """What a cache of that room takes."""
+    blocks, window_blocks = room_for(spec, tokens, context, chunk)
+    windowed = sum(spec.window(i) is not None for i in range(spec.n_layers))
+    layers = blocks * (spec.n_layers - windowed) + window_blocks * windowed
+    return layers * BLOCK * _layer_bytes(spec)
+
+
+def in_ram(layer: int, shape: tuple[int, ...]) -> F16:
+    """Zeros on a 64-byte boundary. The system backs a page with memory when it is first written."""
+    size = int(np.prod(shape, dtype=np.int64)) * 2
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(np.float16).reshape(shape)
+
+
+# ---- who holds what
+
+
+class BlockPool:
+    """The blocks of the layers that look equally far back: `window` positions, or (None) all.
+
+    A block is free, used (a table holds it), or cached (nobody holds it; its tokens may come again).
+    Without a window, a sequence takes all its blocks at once. With one, it takes them as it goes, lets go of
+    those its window has passed, and reserves the most it will hold, so that it never waits halfway. A shared
+    block counts for each who holds it: what is reserved is at least what is used.
+    """
+
+    def __init__(self, n_blocks: int, block: int, window: int | None, chunk: int) -> None:
+        self.n_blocks, self.block, self.window, self.chunk = n_blocks, block, window, chunk
+        self.reserved = 0
+        self._refs = [0] * n_blocks
+        self._free = list(range(n_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._by_name: dict[bytes, int] = {}
+        self._name: dict[int, bytes] = {}  # of a sealed block
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._by_name
+
+    @property
+    def available(self) -> int:
+        """Blocks that can still be given out: free ones, then cached ones by eviction."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return self.n_blocks - self.available
+
+    def first(self, computed: int) -> int:
+        """The first block that position `computed`, or a later one, attends to."""
+        return 0 if self.window is None else max(0, computed + 1 - self.window) // self.block
+
+    def found(self, names: Sequence[bytes]) -> Held:
+        """The cached blocks that whoever continues after `names` attends to."""
+        begin = self.first(len(names) * self.block)
+        held = Held([ABSENT] * begin + [self._by_name[name] for name in names[begin:]], begin)
+        for block in held.blocks[begin:]:
+            self._cached.pop(block, None)
+            self._refs[block] += 1
+        self._reserve(held, len(names) - begin)
+        return held
+
+    def has_room(self, held: Held, tokens: int) -> bool:
+        need = self._at_once(tokens)
+        if self.window is None:
+            return need - len(held.blocks) <= self.available
+        return self.reserved - held.reserved + need <= self.n_blocks
+
+    def grow(self, held: Held, tokens: int) -> None:
+        self._reserve(held, self._at_once(tokens))
+        if self.window is None:
+            self.extend(held, tokens)
+
+    def extend(self, held: Held, tokens: int) -> None:
+        """Blocks of its own up to position `tokens`."""
+        while len(held.blocks) * self.block < tokens:
+            held.blocks.append(self._take())
+
+    def publish(self, block: int, name: bytes) -> None:
+        if name not in self._by_name:  # else a twin got there first: ours stays private
+            self._by_name[name], self._name[block] = block, name
+
+    def pass_by(self, held: Held, computed: int) -> None:
+        """Let go of what is before the window."""
+        first = self.first(computed)
+        for i in range(held.begin, first):
+            self._release(held.blocks[i])
+            held.blocks[i] = ABSENT
+        held.begin = max(held.begin, first)
+
+    def close(self, held: Held) -> None:
+        for block in reversed(held.blocks[held.begin :]):  # a sequence's end is evicted before its start
+            self._release(block)
+        self._reserve(held, 0)
+
+    def check_integrity(self) -> None:
+        """Every block is in exactly one place, and the index agrees."""
+        free, cached = set(self._free), set(self._cached)
+        used = {b for b, refs in enumerate(self._refs) if refs > 0}
+        assert min(self._refs, default=0) >= 0, "negative reference count"
+        assert len(free) == len(self._free), "a block is free twice"
+        assert len(free) + len(used) + len(cached) == self.n_blocks, "blocks lost"
+        assert not (free & cached or free & used or cached & used), "a block is in two places"
+        assert cached <= self._name.keys() and not free & self._name.keys(), "cached: findable; free: not"
+        assert {block: name for name, block in self._by_name.items()} == self._name, "index disagrees"
+        assert self.reserved >= len(used), "more used than reserved"
+
+    def _at_once(self, tokens: int) -> int:
+        return blocks_at_once(tokens, self.window, self.chunk, self.block)
+
+    def _reserve(self, held: Held, blocks: int) -> None:
+        self.reserved += blocks - held.reserved
+        held.reserved = blocks
+
+    def _take(self) -> int:
+        """A block of our own: a free one, else the least recently used cached one."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            del self._by_name[self._name.pop(block)]
+        self._refs[block] = 1
+        return block
+
+    def _release(self, block: int) -> None:
+        self._refs[block] -= 1
+        assert self._refs[block] >= 0, f"block {block} released more often than held"
+        if self._refs[block] == 0:
+            if block in self._name:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+
+class KVCache:
+    """A pool for the layers without a window, one for those with it, as far as the model has such.
+
+    A sealed block is found by the name of all tokens up to its end: a digest of 256 bits, so that no two
+    texts share one, by chance or by design. (Its beginning may be gone: a window does not need it.) Only full
+    blocks are shared: nobody writes to a block that another holds.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        n_blocks: int,
+        window_blocks: int | None = None,
+        *,
+        block: int = BLOCK,
+        chunk: int = 1 << 31,
+        storage: Callable[[int, tuple[int, ...]], F16] = in_ram,
+    ) -> None:
+        """`chunk`: the most positions of a sequence in one step. `window_blocks` None: `n_blocks`.
+
+        `storage`: (layer, shape) -> where its keys, or its values, are.
+        """
+        self.block = block
+        windows = [spec.window(i) for i in range(spec.n_layers)]
+        self.windows = sorted(set(windows), key=lambda window: window is not None)  # a pool each
+        self.pools: list[BlockPool] = []
+        blocks = dict[int | None, int]()
+        for window in self.windows:
+            blocks[window] = n_blocks if window is None or window_blocks is None else window_blocks
+            self.pools.append(BlockPool(blocks[window], block, window, chunk))
+
+        def made(i: int) -> KVLayer:
+            n, heads, dim = blocks[windows[i]], spec.n_kv_heads, spec.head_dim
+            return KVLayer(storage(i, (n, heads, dim, block)), storage(i, (n, heads, block, dim)))
+
+        self._layers = [made(i) for i in range(spec.n_layers)]
+
+    def layer(self, i: int) -> KVLayer:
+        return self._layers[i]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.k.nbytes + x.v.nbytes for x in self._layers)
+
+    @property
+    def used(self) -> int:
+        return sum(pool.used for pool in self.pools)
+
+    def open(self, ids: list[int]) -> BlockTable:
+        """A table with the longest prefix of `ids` that can be continued from what is cached.
+
+        Short of the last token: its logits are wanted. What a window reaches back to must still be there.
+        """
+        names: list[bytes] = []
+        best, missed = 0, [0] * len(self.pools)  # missed: where each pool's present run of blocks begins
+        for name in self.names(ids[:-1]):
+            names.append(name)
+            for p, pool in enumerate(self.pools):
+                if name not in pool:
+                    missed[p] = len(names)
+            at = len(names) * self.block
+            if all(begin <= pool.first(at) for begin, pool in zip(missed, self.pools, strict=True)):
+                best = len(names)
+            elif self.windows[0] is None and missed[0]:
+                break
+        del names[best:]
+        return BlockTable([pool.found(names) for pool in self.pools], best, names[-1] if names else ROOT)
+
+    def names(self, ids: list[int]) -> Iterator[bytes]:
+        """What a text's full blocks are found by: each name stands for all up to its block's end."""
+        chain = ROOT
+        for i in range(len(ids) // self.block):
+            chain = self._name(chain, ids, i)
+            yield chain
+
+    def grow(self, table: BlockTable, tokens: int) -> bool:
+        """Make sure of room for `tokens` positions; False, and nothing changed, where there is not enough."""
+        table.held = table.held or [Held() for _ in self.pools]
+        pairs = list(zip(self.pools, table.held, strict=True))
+        if not all(pool.has_room(held, tokens) for pool, held in pairs):
+            return False
+        for pool, held in pairs:
+            pool.grow(held, tokens)
+        return True
+
+    def look_again(self, table: BlockTable, ids: list[int], tokens: int) -> None:
+        """Take what was sealed since `table` was opened and grown, in place of blocks it has not written yet.
+
+        There is room for that: what it gives back is what it needs, less what it now shares.
+        """
+        found = self.open(ids)
+        if found.sealed > table.sealed:
+            table.held, found.held = found.held, table.held
+            table.sealed, table.chain = found.sealed, found.chain
+        self.close(found)
+        grown = self.grow(table, tokens)
+        assert grown, "a sequence that shares more needs more"
+
+    def tables(self, tables: Sequence[BlockTable], stops: Sequence[int]) -> list[I32]:
+        """Each pool's [tables, blocks], with blocks up to `stops`, for which `grow` made room."""
+        out = []
+        for p, pool in enumerate(self.pools):
+            rows = []
+            for table, stop in zip(tables, stops, strict=True):
+                pool.extend(table.held[p], stop)
+                rows.append(table.held[p].blocks[: blocks_for(stop, self.block)])
+            widest = max(map(len, rows))
+            out.append(np.array([row + [ABSENT] * (widest - len(row)) for row in rows], np.int32))
+        return out
+
+    def seal(self, table: BlockTable, ids: list[int], computed: int) -> None:
+        """Make the blocks that `computed` positions fill findable; let go of those no later one attends to.
+
+        Their keys and values must be written.
+        """
+        while (table.sealed + 1) * self.block <= computed:
+            table.chain = self._name(table.chain, ids, table.sealed)
+            for pool, held in zip(self.pools, table.held, strict=True):
+                pool.publish(held.blocks[table.sealed], table.chain)
+            table.sealed += 1
+        for pool, held in zip(self.pools, table.held, strict=True):
+            pool.pass_by(held, computed)
+
+    def close(self, table: BlockTable) -> None:
+        """Let go of every block. Sealed ones stay cached."""
+        for pool, held in zip(self.pools, table.held, strict=False):  # a table never opened holds nothing
+            pool.close(held)
+        table.held, table.sealed, table.chain = [], 0, ROOT
+
+    def check_integrity(self) -> None:
+        for pool in self.pools:
+            pool.check_integrity()
+
+    def _name(self, chain: bytes, ids: list[int], i: int) -> bytes:
+        tokens = np.array(ids[i * self.block : (i + 1) * self.block], np.int32)
+        return blake2b(chain + tokens.tobytes(), digest_size=32).digest()

@@ -1,0 +1,80 @@
+"""What the answers' steps did, layer by layer and tier by tier, added up while somebody watches.
+
+Owns the sums and what they mean. Must not know requests, HTTP, or who watches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from thermocline.ops.interface import DiskCounts, FFNStats
+
+
+@dataclass(frozen=True)
+class LayerActivity:
+    """Shares of a layer's neurons."""
+
+    active: float  # not zero, of the mean token
+    computed: float  # whose up and down rows were read, of the mean step
+    asked: float  # whose gate rows were
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Of the steps since the last report. Prompts are not in it: they are computed whole."""
+
+    tokens: int
+    seconds: float
+    bytes: float  # read from memories: weights, keys and values
+    layers: tuple[LayerActivity, ...] | None  # None: a GPU's recorded step counts all of them together
+    disk: DiskCounts | None  # None: all neurons are in memory
+    on_gpu: bool  # at least a part of it
+
+
+class Watch:
+    """Adding a step is appending to lists; sums are made when they are asked for."""
+
+    def __init__(self, *, on_gpu: bool = False) -> None:
+        self._on_gpu = on_gpu
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens, self._seconds, self._bytes = 0, 0.0, 0.0
+        self._layers: list[list[int]] = []
+        self._all = [0, 0, 0]  # neurons, rows and gates that dense steps would have had, of all layers
+        self._disk: DiskCounts | None = None
+
+    def counting(self) -> FFNStats:
+        """For a step that is to be added."""
+        return FFNStats(layers=[])
+
+    def add(
+        self, stats: FFNStats, *, tokens: int, seconds: float, bytes: float, disk: DiskCounts | None
+    ) -> None:
+        self._tokens += tokens
+        self._seconds += seconds
+        self._bytes += bytes
+        if stats.layers:
+            self._layers.append(stats.layers)
+            self._all[0] += stats.neurons
+            self._all[1] += stats.rows_dense
+            self._all[2] += stats.gates_dense
+        if disk is not None:
+            known = self._disk or DiskCounts()
+            self._disk = DiskCounts(*(a + b for a, b in zip(known, disk, strict=True)))
+
+    def take(self) -> Activity | None:
+        """What there was since the last time; None: nothing."""
+        if not self._tokens:
+            return None
+        layers = self._shares() if self._layers else None
+        found = Activity(self._tokens, self._seconds, self._bytes, layers, self._disk, self._on_gpu)
+        self._clear()
+        return found
+
+    def _shares(self) -> tuple[LayerActivity, ...]:
+        counts = np.array(self._layers, np.int64).sum(axis=0).reshape(-1, 3)  # [layers, counts]
+        of_one = np.array(self._all) / len(counts)  # a model's layers are all of one size
+        return tuple(LayerActivity(*shares) for shares in (counts / of_one).tolist())

@@ -1,0 +1,269 @@
+"""One prompt on its way, and what it gives back: its text, tokens and figures.
+
+Owns a request's state and whether it can be one at all. Must not know when it is computed, or with whom.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from thermocline.engine.kv_cache import BlockTable
+from thermocline.engine.sampler import Sampler, SamplingParams, TokenLogprobs, check_finite
+from thermocline.errors import ThermoclineError, UsageError
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import F32, DiskCounts, FFNStats
+from thermocline.text.grammar import Constraint
+from thermocline.text.tokenizer import Detokenizer, Tokenizer
+
+# ---- what a request gives back
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one request cost. Decode figures are None where nothing was decoded (fewer than two tokens)."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, whose keys and values were already there
+    tokens: int
+    first_token_s: float | None  # from submission
+    prompt_tokens_per_s: float | None  # the prompt's uncached tokens over the time to the first token
+    tokens_per_s: float | None  # tokens after the first, over their time
+    active_fraction: float | None  # neurons that were not zero, while decoding
+    rows_fraction: float | None  # up and down rows read, of those a dense pass reads, while decoding
+    predicted_fraction: float | None  # gate rows read, likewise
+    bytes_per_token: (
+        int | None
+    )  # weights and KV read from memory per decoded token (a batch shares its weights)
+    logits_hash: str  # over the logits of every token: equal hashes, equal runs
+    token_ms_p99: float | None = None  # of the tokens after the first; 1000 / tokens_per_s is their mean
+    disk: DiskCounts | None = None  # while decoding, a batch's shared; None: all neurons are in memory
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str  # up to the stop string or end-of-text token
+    token_ids: list[int]  # everything sampled, an end-of-text token included
+    finish_reason: str | None  # "stop", "length" or "cancelled"; None while it runs
+    seed: int  # repeats this completion
+    logprobs: list[TokenLogprobs] | None
+    figures: Figures
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens after the first, as asked for
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; -inf where there are none, or none was asked for."""
+        return sum(t.logprob for t in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One token. Its text may be empty (half a character, a possible stop string) or end earlier ones."""
+
+    text: str
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None  # on the last one
+
+
+# ---- one request
+
+
+class StopMatcher:
+    """Lets text through up to the first stop string, holding back an end that may become one."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that is certainly part of the answer, whether a stop string ended it)."""
+        if not self._stop:
+            return text, False
+        text = self._held + text
+        found = [at for at in map(text.find, self._stop) if at >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = len(text) - max(overlap(text, s) for s in self._stop)
+        self._held = text[keep:]
+        return text[:keep], False
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
+
+
+@dataclass
+class Request:
+    """One prompt on its way. Position p's keys and values are in the cache for all p < computed."""
+
+    params: SamplingParams
+    sampler: Sampler
+    ids: list[int]  # the prompt, then what was sampled
+    n_prompt: int
+    limit: int  # tokens to generate at most: max_tokens, or what the context leaves
+    detokenizer: Detokenizer | None
+    matcher: StopMatcher
+    table: BlockTable = field(default_factory=BlockTable)
+    names: list[bytes] = field(default_factory=list)  # of its prompt's full blocks; of a scored one, none
+    computed: int = 0
+    cached: int = 0
+    chunks: deque[Chunk] = field(default_factory=deque)  # not fetched yet
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: ThermoclineError | None = None  # why it cannot go on; whoever waits for chunks raises it
+    submitted_s: float = 0.0
+    begun_s: float = 0.0  # when the first of its prompt's tokens that were not cached was computed
+    first_s: float = 0.0
+    last_s: float = 0.0
+    decode: FFNStats = field(default_factory=FFNStats)
+    decode_bytes: float = 0.0
+    token_s: list[float] = field(default_factory=list)  # of each token after the first
+    disk: DiskCounts | None = None
+    digest: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.ids[self.n_prompt :]
+
+    @property
+    def positions(self) -> int:
+        """That it may need: its last token is never fed back."""
+        return self.n_prompt + max(self.limit, 1) - 1
+
+    @property
+    def begun(self) -> bool:
+        """Is any of it computed that was not in the cache?"""
+        return self.computed > self.cached
+
+    @property
+    def scored(self) -> bool:
+        """Are its prompt's probabilities asked for? They are not in the cache: all of it is computed."""
+        return self.params.prompt_logprobs is not None
+
+    def score(self, start: int, logits: F32) -> None:
+        """Logits after the prompt's positions from `start` on. NumericalError where one is not finite."""
+        for token, row in zip(self.ids[start + 1 : self.n_prompt], logits, strict=False):
+            check_finite(row)
+            self.prompt_logprobs.append(TokenLogprobs.of(row, token, self.params.prompt_logprobs or 0))
+
+    def completion(self) -> Completion:
+        """The answer so far; final once there is a finish_reason."""
+        logprobs = None if self.params.logprobs is None else list(self.logprobs)
+        return Completion(
+            "".join(self.text),
+            self.token_ids,
+            self.finish_reason,
+            self.sampler.seed,
+            logprobs,
+            self.figures(),
+            list(self.prompt_logprobs) if self.scored else None,
+        )
+
+    def figures(self) -> Figures:
+        n, d = len(self.ids) - self.n_prompt, self.decode
+        decoded = n - 1 if n > 1 else None
+        return Figures(
+            prompt_tokens=self.n_prompt,
+            cached_tokens=self.cached,
+            tokens=n,
+            first_token_s=self.first_s - self.submitted_s if n else None,
+            prompt_tokens_per_s=_ratio(self.n_prompt - self.cached, self.first_s - self.begun_s),
+            tokens_per_s=_ratio(decoded, self.last_s - self.first_s),
+            active_fraction=_ratio(d.active, d.neurons) if decoded else None,
+            rows_fraction=_ratio(d.rows, d.rows_dense) if decoded else None,
+            predicted_fraction=_ratio(d.predicted, d.gates_dense) if decoded else None,
+            bytes_per_token=round(self.decode_bytes / decoded) if decoded else None,
+            logits_hash=f"{self.digest:08x}",
+            token_ms_p99=1e3 * percentile(self.token_s, 0.99) if self.token_s else None,
+            disk=self.disk if decoded else None,
+        )
+
+
+def request_for(
+    spec: ModelSpec,
+    context: int,
+    tokenizer: Tokenizer | None,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    constraint: Constraint | None = None,
+) -> Request:
+    """A request for any engine of this model and context. Needs no weights: a bad one is refused at once.
+
+    `constraint`: of `params.grammar`, for this request alone.
+    """
+    ids = list(prompt)
+    if not ids and spec.bos_id is not None:
+        ids = [spec.bos_id]
+    _check_prompt(spec, context, ids)
+    if params.stop and tokenizer is None:
+        raise UsageError("stop strings need a tokenizer, and this engine has none")
+    if (params.grammar is None) != (constraint is None):
+        raise UsageError("a grammar needs its constraint, and a constraint its grammar; `LLM` makes them")
+    banned = spec.eos_ids + params.stop_ids if params.ignore_eos else ()
+    room = context - len(ids) + 1  # the last token is never fed back, so it needs no position
+    return Request(
+        params=params,
+        sampler=Sampler(params, spec.vocab_size, ids, banned, constraint),
+        ids=ids,
+        n_prompt=len(ids),
+        limit=room if params.max_tokens is None else min(params.max_tokens, room),
+        detokenizer=_detokenizer(tokenizer, ids),
+        matcher=StopMatcher(params.stop),
+    )
+
+
+def _check_prompt(spec: ModelSpec, context: int, ids: list[int]) -> None:
+    if not ids:
+        raise UsageError("the prompt is empty, and this model has no beginning-of-text token; give some text")
+    if len(ids) > context:
+        raise UsageError(
+            f"the prompt has {len(ids)} tokens, the context holds {context} "
+            f"(the model's limit is {spec.max_context}); shorten the prompt or raise the context"
+        )
+    if min(ids) < 0 or max(ids) >= spec.vocab_size:
+        raise UsageError(
+            f"the prompt has token ids from {min(ids)} to {max(ids)}; "
+            f"the model's are 0 to {spec.vocab_size - 1}"
+        )
+
+
+def _detokenizer(tokenizer: Tokenizer | None, ids: list[int]) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    return Detokenizer(tokenizer, continuing=any(not tokenizer.is_special(i) for i in ids))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of all are not above."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _ratio(part: float | None, whole: float) -> float | None:
+    return None if part is None or whole <= 0 else part / whole
+
+
+def disk_figures(f: Figures, threads: int) -> dict[str, Any]:
+    """While decoding; null where all neurons are in memory. Gate rows on disk count as neurons do."""
+    keys = (
+        "cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share"
+    )  # fmt: skip
+    if f.disk is None or not f.tokens_per_s:
+        return dict.fromkeys(keys)
+    d, tokens = f.disk, f.tokens - 1
+    seconds = tokens / f.tokens_per_s
+    hits = 1 - d.missed / d.needed if d.needed else None
+    waited = d.waited_ns / 1e9 / (threads * seconds)
+    figures = (hits, d.bytes / tokens, d.reads / tokens, d.bytes / seconds / 1e9, waited)
+    return dict(zip(keys, figures, strict=True))

@@ -1,0 +1,48 @@
+"""What one decode step reads from memory.
+
+Owns how many bytes each part of a model is. Must not know requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from thermocline.engine.kv_cache import bytes_for
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import Norm, Weights
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one decode step reads from memory."""
+
+    fixed_bytes: int  # every matrix but gate, up and down, norms and biases, once per step
+    gate_bytes: float  # one gate row
+    row_bytes: float  # one up or down row
+    position_bytes: int  # keys and values of one position
+
+    @staticmethod
+    def of(spec: ModelSpec, weights: Weights) -> Traffic:
+        gates = 0.0
+        fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
+        for layer in weights.layers:
+            fixed += _norm_bytes(layer.attn_norm) + _norm_bytes(layer.ffn_norm)
+            fixed += _nbytes(layer.qkv.weight, layer.qkv.bias, layer.attn_out.weight, layer.attn_out.bias)
+            fixed += _nbytes(layer.router)
+            for f in layer.experts:
+                fixed += _nbytes(f.down_bias)
+                gates += _nbytes(f.gate.weight) / f.gate.weight.shape[0]
+                gates += _nbytes(f.gate.bias) / spec.ffn_dim
+        ffn = weights.layers[0].experts[0]
+        places = ffn.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk neurons take turns in them
+        row = _nbytes(ffn.up, ffn.down) / (places * (2 if ffn.up is not None else 1))
+        return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row, bytes_for(spec, 1))
+
+
+def _nbytes(*arrays: Any) -> int:
+    return sum(a.nbytes for a in arrays if a is not None)
+
+
+def _norm_bytes(norm: Norm | None) -> int:
+    return 0 if norm is None else _nbytes(norm.weight, norm.bias)

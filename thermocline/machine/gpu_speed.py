@@ -1,0 +1,112 @@
+"""How fast a GPU is, for the planner: its memory, the way to RAM, a kernel's start, a task of the CPU's.
+
+Wall-clock times of queued work, awaited: what a step pays. Must not know models.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from thermocline import _native
+from thermocline.machine.tiers import Gpu
+from thermocline.model import quant
+from thermocline.ops.device import Device
+from thermocline.ops.device_rows import Rows, Scratch
+from thermocline.ops.device_sizes import Sizes
+
+COLUMNS = 4096  # of the matrix that kernels are measured with
+RUNS = 5  # a median of as many
+LAUNCHES, HANDOVERS = 200, 50  # queued at once
+SHARE_OF_FREE = 4  # of the memory that is free, a part of that many is measured with
+
+
+def gpu_tier(device: Device, kernels: Any, free_bytes: int, format: str, *, largest: int = 1 << 30) -> Gpu:
+    """`free_bytes`: of its memory. `format`: of the weights that its kernels are measured with."""
+    size = min(largest, free_bytes // SHARE_OF_FREE) // (1 << 20) * (1 << 20)
+    data = device.zeros((size,), torch.uint8)
+    read = size / _seconds(device, lambda: device.run(_sum, data.view(torch.float32))) / 1e9
+    return Gpu(
+        vram_bytes=free_bytes,
+        read_gbs=read,
+        share=min(1.0, _kernel_gbs(device, kernels, data, format) / read),
+        gflops=_gflops(device),
+        launch_us=_launch_us(device),
+        sync_us=_handover_us(device),
+        link_gbs=_link_gbs(device, data),
+    )
+
+
+def _sum(x: torch.Tensor) -> None:
+    x.sum()
+
+
+def _kernel_gbs(device: Device, kernels: Any, data: torch.Tensor, format: str) -> float:
+    width = quant.row_bytes(format, COLUMNS)
+    w = Rows(data[: len(data) // width * width].view(-1, width), format, COLUMNS)
+    sizes = Sizes(tokens=1, dim=COLUMNS, neurons=COLUMNS, heads=1, head_dim=64, positions=32)
+    x, y = device.zeros((1, COLUMNS), torch.float32), device.zeros((1, w.rows), torch.float32)
+    scratch = Scratch(device.zeros((sizes.scratch_bytes // 4,), torch.float32), sizes)
+    return (
+        w.nbytes / _seconds(device, lambda: device.run(kernels.matmul, y, w, x, None, False, scratch)) / 1e9
+    )
+
+
+def _gflops(device: Device, n: int = 4096) -> float:
+    n = n if device.torch.type == "cuda" else 256
+    a, b = (device.zeros((n, n), torch.float16) for _ in range(2))
+    c = device.zeros((n, n), torch.float16)
+    return 2.0 * n**3 / _seconds(device, lambda: device.run(_product, a, b, c)) / 1e9
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+    torch.mm(a, b, out=c)
+
+
+def _launch_us(device: Device) -> float:
+    """Of a kernel in a recorded step."""
+    x = device.zeros((32,), torch.float32)
+
+    def work() -> None:
+        for _ in range(LAUNCHES):
+            device.run(x.zero_)
+
+    return _seconds(device, device.record(work)) / LAUNCHES * 1e6
+
+
+def _handover_us(device: Device) -> float:
+    """There and back beside the GPU's own work, with an empty task of the CPU's between."""
+    there, here = device.zeros((COLUMNS,), torch.float32), device.pinned((COLUMNS,), torch.float32)
+    task = _native.HostTask(_native.Context(1, ""), _native.StepSlot())
+
+    def work() -> None:
+        for _ in range(HANDOVERS):
+            with device.beside():
+                device.copy(here, there)
+                device.call(task)
+                device.copy(there, here)
+            device.join()
+
+    return _seconds(device, device.record(work)) / HANDOVERS * 1e6
+
+
+def _link_gbs(device: Device, data: torch.Tensor) -> float:
+    size = min(len(data), 256 << 20)
+    here = device.pinned((size,), torch.uint8)
+    return size / _seconds(device, lambda: device.copy(data[:size], here)) / 1e9
+
+
+def _seconds(device: Device, work: Callable[[], Any]) -> float:
+    work()
+    device.wait([])
+    taken = []
+    for _ in range(RUNS):
+        begin = time.perf_counter()
+        work()
+        device.wait([])
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)

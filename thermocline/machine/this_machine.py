@@ -1,0 +1,101 @@
+"""This machine as a hardware file: what `doctor` found, and what this engine's kernels reach here.
+
+Must not know models.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from thermocline import _native
+from thermocline.errors import OutOfBudget, Unsupported
+from thermocline.machine import hardware
+from thermocline.machine.disk_speed import Disk as MeasuredDisk
+from thermocline.machine.tiers import Cpu, Disk, Kernel, Tiers
+from thermocline.model import quant
+
+COLUMNS, TOKENS, ROWS = 4096, 64, 2048  # of the matrix of the measurement with many tokens: 1 GFLOP
+SECONDS = 0.25
+DEFAULT_CACHE_BYTES = 32 << 20
+
+
+def tiers_here(
+    threads: int = 0, *, disk: MeasuredDisk | None = None, formats: Iterable[str] = tuple(quant.FORMATS)
+) -> Tiers:
+    """Measured now: a second, and a quarter of one for each format."""
+    cores = hardware.cores()
+    threads = threads if threads > 0 else cores.threads
+    ram, _ = hardware.memory_room()
+    roof = hardware.read_gbs(threads, 0.3)
+    if ram is None or roof is None:
+        raise Unsupported("this machine cannot be measured (see `thermocline doctor`); give --hardware FILE")
+    cache = hardware.cache_bytes() or DEFAULT_CACHE_BYTES
+    kernels = measure_kernels(threads, formats, kernel_arena(cache, ram))
+    source = time.strftime("measured by thermocline doctor, %Y-%m-%d", time.gmtime())
+    cpu = Cpu(ram, roof, threads, cache, kernels)
+    return Tiers(cores.name or "this machine", source, cpu, None, None if disk is None else disk_tier(disk))
+
+
+def with_gpu(tiers: Tiers, device: Any, kernels: Any, free_bytes: int, format: str = "q8_0") -> Tiers:
+    """Return `tiers` with this GPU's measured speeds for that format. Takes about one second."""
+    from thermocline.machine.gpu_speed import gpu_tier
+
+    found = gpu_tier(device, kernels, free_bytes, format)
+    return replace(tiers, name=f"{device.name}, {tiers.name}", gpu=found)
+
+
+def disk_tier(found: MeasuredDisk) -> Disk | None:
+    if found.sequential_gbs is None or found.random_iops is None:
+        return None
+    return Disk(found.sequential_gbs, found.random_iops)
+
+
+def kernel_arena(cache: int, ram: int) -> _native.Arena:
+    """Weights that the caches do not hold."""
+    nbytes = min(16 * cache, 512 << 20)
+    if nbytes > ram // 2:
+        raise OutOfBudget(f"{ram / 2**20:.0f} MiB of memory is too little to measure the kernels in")
+    arena = _native.Arena(nbytes)
+    fill = np.random.default_rng(0).integers(0, 60, 1 << 20, dtype=np.uint8)  # no infinities in any format
+    for at in range(0, nbytes, len(fill)):
+        arena.write(at, fill[: nbytes - at])
+    return arena
+
+
+def measure_kernels(threads: int, formats: Iterable[str], arena: _native.Arena) -> dict[str, Kernel]:
+    context = _native.Context(threads, "")
+    return {f: _kernel(context, arena, f) for f in formats}
+
+
+def _kernel(context: _native.Context, arena: _native.Arena, format: str) -> Kernel:
+    row = quant.row_bytes(format, COLUMNS)
+    every = arena.nbytes // row
+
+    def run(rows: int, tokens: int) -> Callable[[], None]:
+        w = _native.Matrix(arena, 0, quant.FORMATS[format].id, rows, COLUMNS, row)
+        x, out = np.ones((tokens, COLUMNS), np.float32), np.empty((tokens, rows), np.float32)
+        return lambda: context.matmul(w, x, None, out, False)
+
+    rows = min(every, ROWS)
+    return Kernel(
+        gbs=every * row / _seconds(run(every, 1)) / 1e9,
+        gflops=2.0 * TOKENS * rows * COLUMNS / _seconds(run(rows, TOKENS)) / 1e9,
+    )
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """Median of the runs that SECONDS / 2 have room for, at least 3."""
+    run()
+    taken: list[float] = []
+    end = time.perf_counter() + SECONDS / 2
+    while len(taken) < 3 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)

@@ -1,0 +1,169 @@
+"""How fast and large each tier of a machine is: the hardware file, which `doctor -o` writes and `plan` reads.
+
+Owns the file's keys and what they must satisfy. Must not know models, nor how anything is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from thermocline.errors import BadFile, UsageError
+from thermocline.files.bounded import Json, parse_json, quoted, read_small
+
+KIND, VERSION = "thermocline-hardware", 1
+MAX_BYTES = 1 << 20
+BUNDLED = Path(__file__).parents[1] / "bundled" / "hardware"
+MAX_NUMBER = 1e15
+# A kernel cannot read memory faster than memory is read; two measurements of one thing may differ by this.
+NOISE = 1.5
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What this engine's multiplications reach with a weight format."""
+
+    gbs: float  # bytes of weights, one token at a time
+    gflops: float  # many tokens at once; 2 operations a weight and token
+
+
+@dataclass(frozen=True)
+class Cpu:
+    ram_bytes: int
+    read_gbs: float  # memory read speed with `threads`: the roof
+    threads: int
+    cache_bytes: int  # last-level
+    kernels: dict[str, Kernel] = field(metadata={"of": Kernel})  # by weight format
+
+
+@dataclass(frozen=True)
+class Gpu:
+    vram_bytes: int
+    read_gbs: float
+    share: float  # of read_gbs that kernels reach
+    gflops: float
+    launch_us: float  # of one kernel
+    sync_us: float  # for the CPU and the GPU to wait for each other once, there and back
+    link_gbs: float  # between RAM and VRAM
+
+
+@dataclass(frozen=True)
+class Disk:
+    read_gbs: float  # large reads
+    reads_per_s: float  # of 4 KiB, many in flight
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Facts of one machine, as fast as it is when nothing else runs."""
+
+    name: str
+    source: str  # where the figures come from
+    cpu: Cpu
+    gpu: Gpu | None
+    disk: Disk | None
+
+    def kernel(self, weight_format: str) -> Kernel:
+        """UsageError where the file has no figures for the format."""
+        if weight_format not in self.cpu.kernels:
+            have = ", ".join(self.cpu.kernels)
+            raise UsageError(
+                f"hardware {self.name!r} has no cpu.kernels.{weight_format} (it has {have}); "
+                "measure with `thermocline doctor -o FILE`, or add gbs and gflops of this format to the file"
+            )
+        return self.cpu.kernels[weight_format]
+
+
+def names() -> list[str]:
+    """The machines that `--hardware` knows by name."""
+    return sorted(path.stem for path in BUNDLED.glob("*.json"))
+
+
+def read_tiers(given: str) -> Tiers:
+    """A file, or one of `names()`. Raises BadFile naming the key, IOFailure, or UsageError."""
+    path = Path(given)
+    if given in names():
+        path = BUNDLED / f"{given}.json"
+    elif not path.exists():
+        raise UsageError(f"{given}: neither a hardware file nor a known machine; known: {', '.join(names())}")
+    value = parse_json(read_small(path, MAX_BYTES), str(path))
+    return parse_tiers(value.get("tiers", value), str(path))  # `doctor --json` has them under one key
+
+
+def parse_tiers(value: Any, name: str) -> Tiers:
+    if type(value) is not dict or value.get("kind") != KIND:
+        raise BadFile(f"{name}: kind is not {KIND!r}: not a file that `thermocline doctor -o FILE` wrote")
+    value = dict(value)
+    if value.pop("version", None) != VERSION:
+        raise BadFile(f"{name}: version is not {VERSION}; write it again with `thermocline doctor -o FILE`")
+    del value["kind"]
+    tiers: Tiers = _object(Tiers, value, name, "")
+    for format, kernel in tiers.cpu.kernels.items():
+        if kernel.gbs > NOISE * tiers.cpu.read_gbs:
+            raise BadFile(
+                f"{name}: cpu.kernels.{format}.gbs is {kernel.gbs:g}, and memory is read at "
+                f"{tiers.cpu.read_gbs:g} GB/s (cpu.read_gbs): no kernel is faster than memory"
+            )
+    if tiers.gpu is not None and tiers.gpu.share > 1:
+        raise BadFile(f"{name}: gpu.share is {tiers.gpu.share:g}; it is a share of gpu.read_gbs, at most 1")
+    return tiers
+
+
+def _object(cls: type[Any], value: Any, name: str, at: str) -> Any:
+    """A dataclass out of JSON: exactly its keys."""
+    if type(value) is not dict:
+        raise BadFile(f"{name}: {at or 'the file'} is {quoted(value)}, not an object")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in (*fields, *value):
+        where = f"{at}.{key}" if at else key
+        if key not in value:
+            raise BadFile(f"{name}: {where} is missing")
+        if key not in fields:
+            raise BadFile(f"{name}: unknown key {quoted(where)}")
+    hints = get_type_hints(cls)
+    return cls(
+        **{
+            key: _value(hints[key], f, value[key], name, f"{at}.{key}" if at else key)
+            for key, f in fields.items()
+        }
+    )
+
+
+def _value(hint: Any, f: dataclasses.Field[Any], value: Any, name: str, at: str) -> Any:
+    if "of" in f.metadata:
+        if type(value) is not dict or not value:
+            raise BadFile(f"{name}: {at} is {quoted(value)}, not an object with a key for each weight format")
+        return {key: _object(f.metadata["of"], v, name, f"{at}.{key}") for key, v in value.items()}
+    if hint is str:
+        if type(value) is not str:
+            raise BadFile(f"{name}: {at} is {quoted(value)}, not text")
+        return value
+    if hint in (int, float):
+        return _number(hint, value, name, at)
+    if value is None and type(None) in hint.__args__:
+        return None
+    cls = next((t for t in getattr(hint, "__args__", ()) if t is not type(None)), hint)
+    return _object(cls, value, name, at)
+
+
+def _number(kind: type[Any], value: Any, name: str, at: str) -> Any:
+    least = "at least 0" if at.endswith("_us") else "above 0"
+    number = type(value) in (int, float) if kind is float else type(value) is int
+    low = number and (value >= 0 if at.endswith("_us") else value > 0)
+    if not low or not math.isfinite(value) or value > MAX_NUMBER:
+        what = "a number" if kind is float else "a whole number"
+        raise BadFile(f"{name}: {at} is {quoted(value)}; it must be {what} {least}")
+    return kind(value)
+
+
+def tiers_json(tiers: Tiers) -> Json:
+    return {"kind": KIND, "version": VERSION, **dataclasses.asdict(tiers)}
+
+
+def render(tiers: Tiers) -> str:
+    """The file, for a person to read and edit."""
+    return json.dumps(tiers_json(tiers), indent=1) + "\n"

@@ -1,0 +1,583 @@
+"""Model families: a Hugging Face config.json -> `ModelSpec` and where each tensor goes.
+
+The only file with family names. Every key of a config is read, or ignored or required to have one value in
+`config_keys.py`; anything else is refused by name. Must not know packs or kernels.
+Adding a family: one reader function and its line in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from thermocline.errors import BadFile, Unsupported, UsageError
+from thermocline.files.bounded import Json, parse_json, quoted, read_small
+from thermocline.model.hf_config import Keys, bos, eos, rope, windows
+from thermocline.model.spec import ACTIVATIONS, ModelSpec, check_spec
+from thermocline.model.tensor_map import Mapping, Names, Piece, tensors
+
+MAX_CONFIG_BYTES = 512 << 10  # parsing one keeps at most 33 bytes a byte: 4 x metadata + 16 MiB holds
+Read = tuple[ModelSpec, Mapping]
+# What transformers documents for keys that a config may leave out. Any other missing key is an error.
+_DEFAULTS: Json = {
+    "num_key_value_heads": None,  # n_heads
+    "head_dim": None,  # dim / n_heads
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_theta": None,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "layer_types": None,
+    "sliding_window": None,
+}
+
+
+def read_config(path: Path, activation: str | None = None) -> Read:
+    """The model in Hugging Face directory `path`, from its config.json and generation_config.json."""
+    config_path, generation_path = path / "config.json", path / "generation_config.json"
+    config, generation = read_config_json(config_path), None
+    if os.path.exists(generation_path):
+        generation = parse_json(read_small(generation_path, MAX_CONFIG_BYTES), str(generation_path))
+    return parse_config(config, generation, str(config_path), activation)
+
+
+def read_config_json(path: Path) -> Json:
+    """A config.json. State-space models' hold Infinity: that they are not supported is said first."""
+    constants: list[str] = []
+    config = parse_json(read_small(path, MAX_CONFIG_BYTES), str(path), constants)
+    if constants:
+        with contextlib.suppress(BadFile):
+            _family(config, str(path))
+        raise BadFile(f"{path}: not valid JSON ({constants[0]} is not JSON)")
+    return config
+
+
+def parse_config(
+    config: Json, generation: Json | None, name: str, activation: str | None = None, *, sure: bool = True
+) -> Read:
+    """The same from parsed JSON. BadFile or Unsupported, naming the key, where anything is not understood.
+
+    `activation`: "relu" or "drelu", where the config leaves it open. `sure` False: its activation is a guess.
+    """
+    family = _family(config, name)
+    keys = Keys(config, name).with_defaults({**_DEFAULTS, "model_type": family.model_type})
+    if keys.raw("model_type") != family.model_type:
+        raise keys.bad("model_type", f"contradicts architectures, which imply {family.model_type!r}")
+    keys.raw("architectures")
+    spec, mapping = family.read(keys, keys.stop_ids(generation))
+    keys.finish()
+    check_spec(spec, name)
+    if (
+        spec.activation == "relu"
+        and spec.gated
+        and not (sure and (family.reglu or spec.up_activation != "none"))
+    ):
+        return _with_relu(spec, activation, name), mapping
+    check_activation(spec, activation, name)
+    return spec, mapping
+
+
+def _family(config: Json, name: str) -> Family:
+    architectures = config.get("architectures")
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or not isinstance(architectures[0], str)
+    ):
+        raise BadFile(f"{name}: architectures is not a list of one name")
+    family = FAMILIES.get(architectures[0])
+    if family is None:
+        first, *others = FAMILIES
+        more = ", ".join(n.removesuffix("ForCausalLM") for n in others)
+        raise Unsupported(
+            f"{name}: architecture {quoted(architectures[0])} is not supported; "
+            f"known: {first}, likewise {more}"
+        )
+    return family
+
+
+def _with_relu(spec: ModelSpec, activation: str | None, name: str) -> ModelSpec:
+    """The spec with the ReLU that a user chose: SparseQwen2's config says what a ReGLU's would say."""
+    if activation is None:
+        raise Unsupported(
+            f"{name}: this {spec.architecture} model has ReLU, on the gate alone or on gate and up, which is "
+            "not said; choose --activation relu or --activation drelu, as its makers describe it"
+        )
+    return replace(spec, up_activation="relu" if activation == "drelu" else "none")
+
+
+def check_activation(spec: ModelSpec, activation: str | None, name: str) -> None:
+    """UsageError where a user's `activation` is not the one that a model says it has."""
+    said = "drelu" if spec.up_activation == "relu" else spec.activation
+    if activation not in (None, said):
+        raise UsageError(f"{name}: its activation is {said}, not {activation}; leave out --activation")
+
+
+# --- readers ------------------------------------------------------------------------------------------------
+
+# fatrelu has a threshold, which these configs have no key for
+_PLAIN = tuple(a for a in ACTIVATIONS if a != "fatrelu")
+
+
+def _spec(
+    keys: Keys, stop: Any, architecture: str, *, partial: float | None = None, **more: Any
+) -> ModelSpec:
+    """What most configs say in the same words; `more` is what they say otherwise."""
+    dim, n_heads = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
+    head_dim = more.pop("head_dim", None) or keys.integer_or_none("head_dim")
+    if head_dim is None and dim % n_heads:
+        raise keys.bad(
+            "hidden_size", f"is not a multiple of num_attention_heads ({n_heads}), and no head_dim"
+        )
+    head_dim = head_dim or dim // n_heads
+    said: dict[str, Callable[[], Any]] = {
+        "ffn_dim": lambda: keys.size("intermediate_size", "ffn_dim"),
+        "n_kv_heads": lambda: keys.integer_or_none("num_key_value_heads") or n_heads,
+        "norm": lambda: "rms",
+        "norm_eps": lambda: keys.number("rms_norm_eps", 0.0, 1.0),
+        "activation": lambda: keys.activation("hidden_act", _PLAIN),
+        "tied_head": lambda: keys.flag("tie_word_embeddings"),
+    }
+    said = {k: f for k, f in said.items() if k not in more}
+    if more.get("position") != "learned" and "rope_theta" not in more:
+        turned = rope(keys, partial=partial)
+        rotary = int(head_dim * turned.pop("share"))
+        more |= turned | {"rotary_dim": None if rotary == head_dim else rotary}
+    return ModelSpec(
+        architecture=architecture,
+        dim=dim,
+        n_layers=keys.size("num_hidden_layers", "n_layers"),
+        n_heads=n_heads,
+        head_dim=head_dim,
+        vocab_size=keys.size("vocab_size", "vocab_size"),
+        max_context=keys.size("max_position_embeddings", "max_context"),
+        bos_id=bos(keys),
+        eos_ids=eos(keys, stop),
+        **{k: f() for k, f in said.items()},
+        **more,
+    )
+
+
+def _biases(keys: Keys, *more: str) -> tuple[str, ...]:
+    both = ("qkv", "attn_out") if keys.flag("attention_bias") else ()
+    return (*both, *more)
+
+
+def _llama(keys: Keys, stop: Any) -> Read:
+    """Llama 1-3 and everything shaped like it, ReluLLaMA too."""
+    spec = _spec(keys, stop, "llama")
+    return spec, tensors(spec, biases=_biases(keys))
+
+
+def _sparse_llama(keys: Keys, stop: Any) -> Read:
+    """ProSparse (arXiv 2402.13516): a Llama with ReLU, or FATReLU and its threshold in `hidden_act_param`."""
+    spec = _spec(keys, stop, "llama", **_fatrelu(keys))
+    return spec, tensors(spec, biases=_biases(keys))
+
+
+def _fatrelu(keys: Keys) -> Json:
+    keys.with_defaults({"hidden_act_param": None})
+    activation, threshold = keys.activation("hidden_act"), 0.0
+    if activation == "fatrelu":
+        threshold = keys.number("hidden_act_param", 0.0, 1e3)
+    elif keys.raw("hidden_act_param") is not None:
+        raise keys.unsupported("hidden_act_param", f"has no meaning for {activation}")
+    return {"activation": activation, "activation_threshold": threshold}
+
+
+def _minicpm(keys: Keys, stop: Any) -> Read:
+    """MiniCPM and MiniCPM-S: a Llama whose embeddings, residuals and logits are scaled (arXiv 2404.06395)."""
+    keys.with_defaults({"scale_emb": 1, "dim_model_base": 1, "scale_depth": 1, "tie_word_embeddings": True})
+    layers, dim = keys.size("num_hidden_layers", "n_layers"), keys.size("hidden_size", "dim")
+    spec = _spec(
+        keys,
+        stop,
+        "minicpm",
+        embed_scale=keys.number("scale_emb", 1e-3, 1e6),
+        residual_scale=keys.number("scale_depth", 1e-3, 1e6) / math.sqrt(layers),
+        logit_scale=keys.number("dim_model_base", 1, 1e6) / dim,
+        **_fatrelu(keys),
+    )
+    return spec, tensors(spec, biases=_biases(keys))
+
+
+def _mistral(keys: Keys, stop: Any) -> Read:
+    """Mistral 7B and its relatives: a Llama with an optional sliding window."""
+    keys.with_defaults({"sliding_window": 4096})
+    if keys.flag("attention_bias"):
+        raise keys.unsupported("attention_bias", "is not supported for Mistral")
+    spec = _spec(keys, stop, "mistral", sliding_window=keys.integer_or_none("sliding_window"))
+    return spec, tensors(spec)
+
+
+def _bamboo(keys: Keys, stop: Any) -> Read:
+    """Bamboo 7B, TurboSparse-Mistral: a Mistral with dReLU (arXiv 2406.05955), ReLU on gate and up."""
+    spec, mapping = _mistral(keys, stop)
+    return _drelu(keys, spec, "bamboo"), mapping
+
+
+def _drelu(keys: Keys, spec: ModelSpec, architecture: str) -> ModelSpec:
+    if spec.activation != "relu":
+        raise keys.unsupported(
+            "hidden_act", f"is not supported for {architecture}, whose code has relu twice"
+        )
+    return replace(spec, architecture=architecture, up_activation="relu")
+
+
+_MIXTRAL = Names(
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+    router="block_sparse_moe.gate",
+)
+
+
+def _mixtral(keys: Keys, stop: Any) -> Read:
+    """Mixtral (arXiv 2401.04088): a Mistral whose FFNs are mixtures of experts."""
+    if keys.flag("attention_bias"):
+        raise keys.unsupported("attention_bias", "is not supported for Mixtral")
+    keys.default_theta = 1e6
+    spec = _spec(
+        keys,
+        stop,
+        "mixtral",
+        sliding_window=keys.integer_or_none("sliding_window"),
+        n_experts=keys.size("num_local_experts", "n_experts"),
+        n_experts_active=keys.size("num_experts_per_tok", "n_experts_active"),
+    )
+    return spec, tensors(spec, _MIXTRAL)
+
+
+def _turbosparse_mixtral(keys: Keys, stop: Any) -> Read:
+    """TurboSparse-Mixtral: dReLU in every expert (arXiv 2406.05955), as Bamboo has it."""
+    spec, mapping = _mixtral(keys, stop)
+    return _drelu(keys, spec, "turbosparse-mixtral"), mapping
+
+
+def _qwen_window(keys: Keys) -> Json:
+    keys.with_defaults({"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28})
+    n, first = keys.size("num_hidden_layers", "n_layers"), keys.integer("max_window_layers", 0)
+    window = keys.integer_or_none("sliding_window")
+    layers = windows(keys, n, range(first, n) if keys.flag("use_sliding_window") else ())
+    return {} if window is None or layers == () else {"sliding_window": window, "window_layers": layers}
+
+
+def _qwen2(keys: Keys, stop: Any) -> Read:
+    """Qwen 2 and 2.5: a Llama with biases on q, k and v, and windows in the later layers."""
+    keys.with_defaults({"bos_token_id": None, "eos_token_id": None})
+    spec = _spec(keys, stop, "qwen2", **_qwen_window(keys))
+    return spec, tensors(spec, biases=("qkv",))
+
+
+def _qwen3(keys: Keys, stop: Any) -> Read:
+    """Qwen 3: norms on every head's q and k instead of the biases."""
+    keys.with_defaults({"head_dim": 128, "bos_token_id": None, "eos_token_id": None})
+    spec = _spec(keys, stop, "qwen3", qk_norm=True, **_qwen_window(keys))
+    return spec, tensors(spec, biases=_biases(keys))
+
+
+def _gemma(keys: Keys, stop: Any, architecture: str, pattern: int, **more: Any) -> Read:
+    """Gemma 2 and 3: norms around each half, stored as w - 1; embeddings scaled; some layers see a window."""
+    keys.with_defaults(
+        {
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        }
+    )
+    n, window = keys.size("num_hidden_layers", "n_layers"), keys.integer_or_none("sliding_window")
+    layers = windows(keys, n, [i for i in range(n) if (i + 1) % pattern])
+    seen: Json = {"sliding_window": window, "window_layers": layers}
+    seen = {} if window is None or layers == () else seen
+    spec = _spec(
+        keys,
+        stop,
+        architecture,
+        activation=keys.activation("hidden_activation", _PLAIN),
+        norm_order="sandwich",
+        embed_scale=math.sqrt(keys.size("hidden_size", "dim")),
+        attention_scale=keys.number("query_pre_attn_scalar", 1e-3, 1e6) ** -0.5,
+        attention_softcap=keys.number_or_none("attn_logit_softcapping", 1e-3, 1e6),
+        logit_softcap=keys.number_or_none("final_logit_softcapping", 1e-3, 1e6),
+        **seen,
+        **more,
+    )
+    names = Names(ffn_norm="pre_feedforward_layernorm", norm_plus=1.0)
+    return spec, tensors(spec, names, _biases(keys))
+
+
+def _gemma2(keys: Keys, stop: Any) -> Read:
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    keys.with_defaults({"sliding_window": 4096, "query_pre_attn_scalar": 256, **caps, "hidden_act": None})
+    keys.raw("hidden_act")  # an older name, which transformers ignores too
+    return _gemma(keys, stop, "gemma2", 2)
+
+
+def _gemma3(keys: Keys, stop: Any) -> Read:
+    """Gemma 3's text model: qk-norm, five windows to one full layer, and a rope of its own for windows."""
+    caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "_sliding_window_pattern"))
+    keys.with_defaults({"sliding_window": 4096, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6})
+    keys.with_defaults({"rope_local_base_freq": 10000.0, **caps})
+    pattern = keys.integer(
+        "_sliding_window_pattern" if keys.raw("_sliding_window_pattern") else "sliding_window_pattern"
+    )
+    keys.default_theta = 1e6
+    local, nested = keys.number("rope_local_base_freq", 1.0, 1e12), keys.raw("rope_parameters")
+    if isinstance(nested, dict) and "full_attention" in nested:  # transformers 5: one rope a kind of layer
+        both = Keys(nested, f"{keys.name}: rope_parameters").with_defaults({"sliding_attention": None})
+        near = both.group("sliding_attention")
+        if near is not None:
+            near.with_defaults({"rope_theta": 10000.0, "rope_type": "default"})
+            local = near.number("rope_theta", 1.0, 1e12)
+            if near.raw("rope_type") != "default":
+                raise near.unsupported("rope_type", "is not supported for layers with a window")
+            near.finish()
+        keys.replace("rope_parameters", both.raw("full_attention"))
+        both.finish()
+    return _gemma(keys, stop, "gemma3", pattern, qk_norm=True, local_rope_theta=local)
+
+
+def _phi3(keys: Keys, stop: Any) -> Read:
+    """Phi-3 and 4: q, k, v in one tensor, gate and up in another; longrope in the long-context ones."""
+    keys.with_defaults({"partial_rotary_factor": None, "eos_token_id": 32000})
+    keys.with_defaults({"original_max_position_embeddings": None})
+    keys.raw("original_max_position_embeddings")  # of longrope
+    spec = _spec(keys, stop, "phi3", partial=1.0, sliding_window=keys.integer_or_none("sliding_window"))
+    if keys.flag("attention_bias"):
+        raise keys.unsupported("attention_bias", "is not supported for Phi-3")
+    names = Names(qkv=("self_attn.qkv_proj",), gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
+    return spec, tensors(spec, names)
+
+
+def _nemotron(keys: Keys, stop: Any) -> Read:
+    """Nemotron, Minitron: ungated squared ReLU, LayerNorm stored as w - 1, half of each head turned."""
+    keys.with_defaults({"partial_rotary_factor": None, "hidden_act": "relu2"})
+    keys.with_defaults({"bos_token_id": 2, "eos_token_id": 3})
+    eps = keys.number("norm_eps", 0.0, 1.0)
+    spec = _spec(keys, stop, "nemotron", partial=0.5, norm="layer", norm_eps=eps, gated=False)
+    ffn = ("ffn",) if keys.flag("mlp_bias") else ()
+    return spec, tensors(spec, Names(norm_plus=1.0), _biases(keys, "norm", *ffn))
+
+
+def _arcee(keys: Keys, stop: Any) -> Read:
+    """AFM: a Llama with an ungated squared ReLU."""
+    keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
+    spec = _spec(keys, stop, "arcee", gated=False)
+    return spec, tensors(spec, biases=_biases(keys, *(("ffn",) if keys.flag("mlp_bias") else ())))
+
+
+def _bitnet(keys: Keys, stop: Any) -> Read:
+    """BitNet b1.58 2B: gated squared ReLU, norms before out and down; ternary weights if so configured."""
+    keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
+    keys.default_theta = 500000.0
+    spec = _spec(keys, stop, "bitnet", sub_norms=True)
+    mapping, mode = tensors(spec, biases=_biases(keys)), _ternary_mode(keys)
+    if mode is None:
+        return spec, mapping
+    if keys.flag("attention_bias"):
+        raise keys.unsupported("attention_bias", "is not supported beside ternary weights")
+    layers = [p for name, pieces in mapping.tensors.items() if name.startswith("layers.") for p in pieces]
+    matrices = frozenset(str(p.tensor) for p in layers if len(p.shape) == 2)
+    packed = mode == "offline"
+    scales = (r".*\.weight_scale",) if packed else ()
+    ignored = (*mapping.ignored, *scales)
+    return spec, replace(mapping, ternary=matrices, packed=packed, ignored=ignored)
+
+
+def _ternary_mode(keys: Keys) -> str | None:
+    """ "online": from float weights; "offline": stored so; None: float weights as they are."""
+    group = keys.with_defaults({"quantization_config": None}).group("quantization_config")
+    if group is None:
+        return None
+    plain = {"modules_to_not_convert": None, "use_rms_norm": False, "rms_norm_eps": None}
+    group.with_defaults({"linear_class": "bitlinear", "quantization_mode": "offline", **plain})
+    for key, known in _TERNARY.items():
+        if group.raw(key) not in known:
+            raise group.unsupported(key, f"is not supported; known: {', '.join(map(str, known))}")
+    group.raw("rms_norm_eps")
+    group.finish()
+    return str(group.raw("quantization_mode"))
+
+
+_TERNARY: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("bitnet",),
+    "linear_class": ("autobitlinear",),
+    "quantization_mode": ("online", "offline"),
+    "modules_to_not_convert": (None, ["lm_head"]),
+    "use_rms_norm": (False,),
+}
+
+
+def _falcon(keys: Keys, stop: Any) -> Read:
+    """Falcon: attention and FFN side by side. 7B: one k and v head, one norm; 40B: groups, two norms."""
+    keys.with_defaults(_FALCON_DEFAULTS)
+    dim, n = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
+    grouped, alone = keys.flag("new_decoder_architecture"), keys.flag("multi_query")
+    n_kv = (keys.integer_or_none("num_kv_heads") or n) if grouped else 1 if alone else n
+    keys.raw("num_kv_heads"), keys.raw("multi_query")
+    norms = keys.integer_or_none("num_ln_in_parallel_attn", 1, 2) or (2 if grouped else 1)
+    parallel = keys.flag("parallel_attn") or grouped
+    if norms == 2 and not grouped:
+        raise keys.unsupported("num_ln_in_parallel_attn", "is not supported without new_decoder_architecture")
+    spec = _spec(
+        keys,
+        stop,
+        "falcon",
+        n_kv_heads=n_kv,
+        ffn_dim=keys.integer_or_none("ffn_hidden_size") or 4 * dim,
+        norm="layer",
+        norm_eps=keys.number("layer_norm_epsilon", 0.0, 1.0),
+        activation=keys.activation("activation", _PLAIN),
+        gated=False,
+        parallel=parallel,
+    )
+    first, second = ("ln_attn", "ln_mlp") if norms == 2 else ("input_layernorm",) * 2
+    names = replace(_FALCON, attn_norm=first, ffn_norm=second if parallel else "post_attention_layernorm")
+    biases = ("norm", "qkv", "attn_out", "ffn") if keys.flag("bias") else ("norm",)
+    return spec, tensors(spec, names, biases, _grouped_rows(spec))
+
+
+_FALCON_DEFAULTS: Json = {
+    "num_kv_heads": None,
+    "num_ln_in_parallel_attn": None,
+    "ffn_hidden_size": None,
+    "new_decoder_architecture": False,
+    "multi_query": True,
+    "parallel_attn": True,
+    "bias": False,
+    "activation": "gelu",
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 11,
+    "eos_token_id": 11,
+}
+_FALCON = Names(
+    root="transformer.",
+    embed="word_embeddings",
+    layers="h",
+    out_norm="ln_f",
+    qkv=("self_attention.query_key_value",),
+    out="self_attention.dense",
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
+
+
+def _grouped_rows(s: ModelSpec) -> tuple[range, ...]:
+    """Fused rows come by k and v head: its q heads, k, v. Ours: all q, all k, all v."""
+    per, group = s.n_heads // s.n_kv_heads, (s.n_heads // s.n_kv_heads + 2) * s.head_dim
+    q, kv = (0, per * s.head_dim), s.head_dim
+    parts = (q, (q[1], q[1] + kv), (q[1] + kv, q[1] + 2 * kv))
+    return tuple(range(g * group + a, g * group + b) for a, b in parts for g in range(s.n_kv_heads))
+
+
+_OPT_FIRST_POSITION = 2  # the position table starts with two rows that no token uses
+_OPT_DEFAULTS: Json = {
+    "activation_function": "relu",
+    "word_embed_proj_dim": None,  # hidden_size
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+
+
+def _opt(keys: Keys, stop: Any) -> Read:
+    """OPT: learned positions, LayerNorm, biases, an ungated FFN. 350m norms after and projects embeddings."""
+    keys.with_defaults(_OPT_DEFAULTS)
+    dim, n_heads = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
+    before, removed = keys.flag("do_layer_norm_before"), keys.flag("_remove_final_layer_norm")
+    width = keys.integer_or_none("word_embed_proj_dim") or dim
+    spec = _spec(
+        keys,
+        stop,
+        "opt",
+        head_dim=dim // n_heads if dim % n_heads == 0 else None,
+        ffn_dim=keys.size("ffn_dim", "ffn_dim"),
+        n_kv_heads=n_heads,
+        norm="layer",
+        norm_eps=1e-5,  # torch.nn.LayerNorm's default: OPT has no key for it
+        norm_order="pre" if before else "post",
+        final_norm=before and not removed,
+        activation=keys.activation("activation_function", _PLAIN),
+        gated=False,
+        position="learned",
+        embed_dim=None if width == dim else width,
+    )
+    biases = ("norm", "qkv", "attn_out", "ffn") if keys.flag("enable_bias") else ("norm",)
+    names = replace(_OPT, affine=keys.flag("layer_norm_elementwise_affine"))
+    mapping, rows = tensors(spec, names, biases), spec.max_context + _OPT_FIRST_POSITION
+    seen = (range(_OPT_FIRST_POSITION, rows),)
+    mapping.tensors["pos_embed.weight"] = (Piece(f"{_OPT.root}embed_positions.weight", (rows, dim), seen),)
+    if spec.embed_dim is not None:
+        mapping.tensors["project_in.weight"] = (Piece(f"{_OPT.root}project_in.weight", (dim, width)),)
+        mapping.tensors["project_out.weight"] = (Piece(f"{_OPT.root}project_out.weight", (width, dim)),)
+    return spec, mapping
+
+
+_OPT = Names(
+    root="model.decoder.",
+    out_norm="final_layer_norm",
+    attn_norm="self_attn_layer_norm",
+    ffn_norm="final_layer_norm",
+    out="self_attn.out_proj",
+    up="fc1",
+    down="fc2",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    model_type: str  # what a config of this architecture says, if it says one
+    read: Callable[[Keys, Any], Read]
+    reglu: bool = False  # `relu` is on the gate alone in all that is published; else a config does not tell
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", _llama, reglu=True),
+    "SparseLlamaForCausalLM": Family("sparsellama", _sparse_llama, reglu=True),
+    "MistralForCausalLM": Family("mistral", _mistral),
+    "BambooForCausalLM": Family("bamboo", _bamboo),
+    "MixtralForCausalLM": Family("mixtral", _mixtral),
+    "TurboSparseMixtralForCausalLM": Family("turbosparsemixtral", _turbosparse_mixtral),
+    "OPTForCausalLM": Family("opt", _opt),
+    "MiniCPMForCausalLM": Family("minicpm", _minicpm, reglu=True),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3),
+    "Gemma2ForCausalLM": Family("gemma2", _gemma2),
+    "Gemma3ForCausalLM": Family("gemma3_text", _gemma3),
+    "Phi3ForCausalLM": Family("phi3", _phi3),
+    "NemotronForCausalLM": Family("nemotron", _nemotron),
+    "ArceeForCausalLM": Family("arcee", _arcee),
+    "BitNetForCausalLM": Family("bitnet", _bitnet),
+    "FalconForCausalLM": Family("falcon", _falcon),
+}
+
+
+def gguf_architecture(spec: ModelSpec) -> str:
+    """GGUF's name for a model like this: llama.cpp's, or with ReLU PowerInfer's. Unsupported: it has none."""
+    s = spec
+    like_llama = s.norm == "rms" and s.gated and s.activation in ("silu", "relu") and s.position == "rope"
+    later = [f for f in fields(ModelSpec) if "later" in f.metadata]
+    plain = all(getattr(s, f.name) == f.default for f in later)
+    drelu = s.up_activation == "relu"
+    mixture = s.n_experts > 1 and s.sparse  # of ReLU experts: no engine reads such a file
+    if not like_llama or not plain or mixture or s.rope_scaling is not None or drelu > s.sparse:
+        raise Unsupported(
+            "GGUF is written for models with SiLU or ReLU in a gated FFN, an RMS norm and plain RoPE only, "
+            "such as llama-2-7b; for mixtures of experts with SiLU, such as mixtral-8x7b"
+        )
+    return "bamboo" if drelu else "llama"

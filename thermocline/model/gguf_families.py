@@ -1,0 +1,353 @@
+"""A GGUF's metadata -> the config and tensor names its family's reader in `models.py` expects.
+
+llama.cpp renames and rearranges what Hugging Face writes; `read_model` undoes it, so that one reader a family
+serves both. Must not know packs or kernels.
+Adding a family: its line in `ARCHITECTURES`, and its tensors' names where they differ.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from thermocline.errors import Unsupported
+from thermocline.files.bounded import Json, quoted
+from thermocline.files.gguf import GGUF
+from thermocline.model.families import parse_config
+from thermocline.model.gguf_metadata import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, Keys, common, rope
+from thermocline.model.spec import ModelSpec
+from thermocline.model.tensor_map import Mapping, Piece
+
+
+def _like_llama(
+    k: Keys,
+    architecture: str,
+    activation: str = "silu",
+    *,
+    partial: bool = False,
+    mixture: bool = False,
+) -> Json:
+    """With an RMS norm and RoPE."""
+    config = common(k, mixture=mixture)
+    return {
+        **config,
+        "architectures": [architecture],
+        "hidden_act": activation,
+        "rms_norm_eps": k.number(".attention.layer_norm_rms_epsilon"),
+        **rope(k, config["head_dim"], partial=partial),
+    }
+
+
+def _llama(k: Keys) -> Json:
+    """Llama, with a window Mistral, with experts Mixtral."""
+    window = _window(k)
+    if k.integer(".expert_count", default=0) and not k.gguf.powerinfer:
+        return _like_llama(k, "MixtralForCausalLM", mixture=True) | window | _experts(k)
+    more = _biased(k, "attention_bias")
+    if window["sliding_window"] is not None:
+        return _like_llama(k, "MistralForCausalLM") | more | window
+    return _like_llama(k, "LlamaForCausalLM", "relu" if k.gguf.powerinfer else "silu") | more
+
+
+def _experts(k: Keys) -> Json:
+    return {
+        "num_local_experts": k.integer(".expert_count"),
+        "num_experts_per_tok": k.integer(".expert_used_count", low=1),
+    }
+
+
+def _window(k: Keys) -> Json:
+    return {"sliding_window": k.integer(".attention.sliding_window", default=0) or None}
+
+
+def _qwen2(k: Keys) -> Json:
+    return _like_llama(k, "Qwen2ForCausalLM")
+
+
+def _qwen3(k: Keys) -> Json:
+    return _like_llama(k, "Qwen3ForCausalLM") | _biased(k, "attention_bias")
+
+
+def _arcee(k: Keys) -> Json:
+    return _like_llama(k, "ArceeForCausalLM", "relu2") | _biased(k)
+
+
+def _phi3(k: Keys) -> Json:
+    return _like_llama(k, "Phi3ForCausalLM", partial=True) | _window(k)
+
+
+def _minicpm(k: Keys) -> Json:
+    """Its three scales stand in the file, or it is refused: what older files left out cannot be told."""
+    config, logits = _like_llama(k, "MiniCPMForCausalLM"), k.number(".logit_scale", low=1e-6)
+    return {
+        **config,
+        "scale_emb": k.number(".embedding_scale"),
+        "scale_depth": k.number(".residual_scale") * math.sqrt(config["num_hidden_layers"]),
+        "dim_model_base": config["hidden_size"] / logits,
+    }
+
+
+def _nemotron(k: Keys) -> Json:
+    config = common(k)
+    k.raw(".attention.layer_norm_rms_epsilon")  # the converter writes the one epsilon under both names
+    return {
+        **config,
+        "architectures": ["NemotronForCausalLM"],
+        "norm_eps": k.number(".attention.layer_norm_epsilon"),
+        **_biased(k),
+        **rope(k, config["head_dim"], partial=True),
+    }
+
+
+def _biased(k: Keys, *kinds: str) -> Json:
+    """Which biases the tensors have: no key says it."""
+    where = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
+    return {key: f"blk.0.{where[key]}.bias" in k.gguf.tensors for key in kinds or where}
+
+
+def _falcon(k: Keys) -> Json:
+    """One norm, or two: 40B. Rows of fused q, k, v lie in our order already."""
+    config, two = common(k), "blk.0.attn_norm_2.weight" in k.gguf.tensors
+    grouped = two or config["num_key_value_heads"] > 1
+    if grouped and not two:
+        k.number(".rope.freq_base")  # 11B's is not the default, and converters left it out
+    drop = ("intermediate_size", "num_key_value_heads", "head_dim")
+    return {
+        **{key: v for key, v in config.items() if key not in drop},
+        "architectures": ["FalconForCausalLM"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "new_decoder_architecture": grouped,
+        "num_ln_in_parallel_attn": 2 if two else 1,
+        "activation": "relu" if k.gguf.powerinfer else "gelu",
+        "layer_norm_epsilon": k.number(".attention.layer_norm_epsilon"),
+        **rope(k, config["head_dim"]),
+    }
+
+
+def _gemma(k: Keys, architecture: str, layers_of_27b: int, period: int) -> Json:
+    """Which layers have a window, and the scale of 27B's scores, llama.cpp knows by heart."""
+    config = _like_llama(k, architecture)
+    del config["hidden_act"]
+    n, dim, heads = (config[x] for x in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    said = k.raw(".attention.sliding_window_pattern")
+    if isinstance(said, list | np.ndarray) and len(said) == n:
+        near = [bool(x) for x in said]
+    else:
+        period = k.integer(".attention.sliding_window_pattern", default=period, low=1)
+        near = [(i + 1) % period > 0 for i in range(n)]
+    kinds = ["sliding_attention" if x else "full_attention" for x in near]
+    return {
+        **config,
+        **_window(k),
+        **_biased(k, "attention_bias"),
+        "query_pre_attn_scalar": dim // heads if n == layers_of_27b else config["head_dim"],
+        "layer_types": kinds,
+        "final_logit_softcapping": _cap(k, ".final_logit_softcapping"),
+        "attn_logit_softcapping": _cap(k, ".attn_logit_softcapping"),
+    }
+
+
+def _cap(k: Keys, key: str) -> float | None:
+    return None if k.raw(key) is None else k.number(key)
+
+
+def _gemma2(k: Keys) -> Json:
+    return _gemma(k, "Gemma2ForCausalLM", 46, 2)
+
+
+def _gemma3(k: Keys) -> Json:
+    local = k.number(".rope.freq_base_swa", default=10000.0)
+    return _gemma(k, "Gemma3ForCausalLM", 62, 6) | {"rope_local_base_freq": local}
+
+
+def _bamboo(k: Keys) -> Json:
+    """dReLU; PowerInfer's own, and in its files Mistral-shaped."""
+    return {
+        **_llama(k),
+        "architectures": ["BambooForCausalLM"],
+        "hidden_act": "relu",
+        "sliding_window": None,
+    }
+
+
+def _opt(k: Keys) -> Json:
+    """OPT: PowerInfer's own, as llama.cpp never had it."""
+    config = common(k)
+    k.raw(".attention.layer_norm_epsilon")
+    drop = ("intermediate_size", "num_key_value_heads", "head_dim")
+    return {
+        **{key: v for key, v in config.items() if key not in drop},
+        "architectures": ["OPTForCausalLM"],
+        "ffn_dim": config["intermediate_size"],
+        "activation_function": "relu",
+        "do_layer_norm_before": True,
+    }
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+_LLAMA_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+_EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.(w[123])")
+_EXPERT_NAMES = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+_QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_GEMMA_NAMES = _LLAMA_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_PHI3_NAMES = _LLAMA_NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+_FALCON_NAMES = {
+    "transformer.word_embeddings": "token_embd",
+    "transformer.ln_f": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "ln_mlp": "attn_norm",
+    "ln_attn": "attn_norm_2",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+_OPT_NAMES = {
+    "model.decoder.embed_tokens": "token_embd",
+    "model.decoder.embed_positions": "position_embd",
+    "model.decoder.final_layer_norm": "output_norm",
+    "lm_head": "output",
+    "self_attn_layer_norm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "final_layer_norm": "ffn_norm",
+    "fc1": "ffn_up",
+    "fc2": "ffn_down",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    config: Callable[[Keys], Json]
+    names: dict[str, str]  # Hugging Face's -> GGUF's, without `layers.N.` and the last part
+    turned: tuple[str, ...] = ()  # whose rows llama.cpp stores in pairs (i, i + head_dim/2) for its RoPE
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_llama, _LLAMA_NAMES, ("attn_q", "attn_k")),
+    "bamboo": Architecture(_bamboo, _LLAMA_NAMES, ("attn_q", "attn_k")),
+    "opt": Architecture(_opt, _OPT_NAMES),
+    "qwen2": Architecture(_qwen2, _LLAMA_NAMES),
+    "qwen3": Architecture(_qwen3, _LLAMA_NAMES | _QK_NORMS),
+    "gemma2": Architecture(_gemma2, _GEMMA_NAMES),
+    "gemma3": Architecture(_gemma3, _GEMMA_NAMES | _QK_NORMS),
+    "phi3": Architecture(_phi3, _PHI3_NAMES),
+    "falcon": Architecture(_falcon, _FALCON_NAMES),
+    "nemotron": Architecture(_nemotron, _LLAMA_NAMES),
+    "arcee": Architecture(_arcee, _LLAMA_NAMES, ("attn_q", "attn_k")),
+    "minicpm": Architecture(_minicpm, _LLAMA_NAMES, ("attn_q", "attn_k")),
+}
+# ReluLLaMA, ProSparse, TurboSparse-Mistral and -Mixtral, SparseQwen2: what they are published as.
+_RELU_NAMES = re.compile("relu|prosparse|turbosparse|sparseqwen", re.IGNORECASE)
+_LAYER = re.compile(r".*(?:layers|h)\.(\d+)\.(.+)")
+
+
+def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Mapping]:
+    """The model in a GGUF, and where each packed tensor's rows are in it.
+
+    No key says an activation: llama.cpp takes a family's SiLU. It is ReLU where `activation` says so, and
+    where the file is PowerInfer's or is called so; which ReLU, only `activation` can tell.
+    """
+    k = Keys(gguf)
+    found = ARCHITECTURES.get(k.architecture)
+    if found is None:
+        raise Unsupported(
+            f"{k.name}: architecture {quoted(k.architecture)} is not supported; known: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    config = found.config(k)
+    k.finish()
+    assumed = config.get("hidden_act") == "silu"
+    if assumed and (activation is not None or gguf.powerinfer or _called_relu(k)):
+        config["hidden_act"] = "relu"
+    spec, mapping = parse_config(config, None, k.name, activation, sure=not assumed)
+    tensors = {
+        ours: tuple(_translated(p, found, spec, gguf) for p in pieces)
+        for ours, pieces in mapping.tensors.items()
+    }
+    factors = map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
+    return spec, Mapping(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight"))
+
+
+def _called_relu(k: Keys) -> bool:
+    names = (k.raw(f"general.{part}") for part in ("name", "basename", "finetune"))
+    return any(_RELU_NAMES.search(n) for n in (k.gguf.path.name, *names) if isinstance(n, str))
+
+
+def _translated(piece: Piece, a: Architecture, spec: ModelSpec, gguf: GGUF) -> Piece:
+    if piece.tensor is None:
+        return piece
+    m = _LAYER.fullmatch(piece.tensor)
+    stem, _, last = (m[2] if m else piece.tensor).rpartition(".")
+    if m and (expert := _EXPERT.fullmatch(stem)):
+        return _expert(piece, f"blk.{m[1]}.{_EXPERT_NAMES[expert[2]]}", int(expert[1]), spec, gguf)
+    if stem not in a.names:
+        raise Unsupported(f"{gguf.path}: tensor {piece.tensor} has no name in this architecture")
+    short = a.names[stem]
+    name = f"blk.{m[1]}.{short}.{last}" if m else f"{short}.{last}"
+    if short == "ffn_down" and name not in gguf.tensors:
+        return _transposed_down(replace(piece, tensor=name))
+    piece = replace(piece, tensor=name, plus=0.0)  # the converter adds a norm's 1
+    if short == "attn_qkv":
+        return replace(piece, pick=())
+    if short in a.turned:
+        return replace(piece, pick=_pairs(piece.shape[0], spec.head_dim))
+    if short == "position_embd":
+        return _positions(piece, gguf)
+    return piece
+
+
+def _expert(piece: Piece, name: str, expert: int, spec: ModelSpec, gguf: GGUF) -> Piece:
+    """One matrix of a stack, or as in the first files of Mixtral a tensor of its own."""
+    stack = f"{name}_exps.weight"
+    if stack not in gguf.tensors and f"{name}.{expert}.weight" in gguf.tensors:
+        return replace(piece, tensor=f"{name}.{expert}.weight")
+    return replace(piece, tensor=stack, shape=(spec.n_experts, *piece.shape), part=expert)
+
+
+def _transposed_down(piece: Piece) -> Piece:
+    """PowerInfer's `ffn_down_t`: a neuron a row."""
+    name = str(piece.tensor).replace("ffn_down", "ffn_down_t")
+    if len(piece.shape) == 1:
+        return replace(piece, tensor=name)
+    return replace(piece, tensor=name, shape=piece.shape[::-1], transposed=not piece.transposed)
+
+
+def _pairs(rows: int, head_dim: int) -> tuple[range, ...]:
+    """Where our rows are among llama.cpp's: of each head the even ones, then the odd ones."""
+    return tuple(range(head + odd, head + head_dim, 2) for head in range(0, rows, head_dim) for odd in (0, 1))
+
+
+def _positions(piece: Piece, gguf: GGUF) -> Piece:
+    """A table of positions with or without the rows that no token uses."""
+    found = gguf.tensors.get(str(piece.tensor))
+    if found is not None and found.shape == (piece.rows, piece.shape[1]):
+        return replace(piece, shape=found.shape, pick=())
+    return piece

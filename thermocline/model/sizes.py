@@ -1,0 +1,163 @@
+"""What a model weighs, part by part: bytes in memory, bytes that a token reads, numbers that it multiplies.
+
+A part is what goes to one tier as a whole: a layer's attention, its predictor, the head; of the FFN, any run
+of neurons. Everything comes from `layout.py`'s tensors. Must not know tiers, speeds or files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.model import quant
+from thermocline.model.spec import ModelSpec
+from thermocline.model.tensors import ALIGN, Layout
+
+I64 = NDArray[np.int64]
+ATTENTION_ROLES = ("attention", "norm", "router")
+
+
+@dataclass(frozen=True)
+class Part:
+    bytes: int = 0  # in memory: each tensor from an ALIGN boundary to the next
+    read_bytes: int = 0  # of them, what a token reads
+    weights: int = 0  # numbers it multiplies
+
+    def __add__(self, other: Part) -> Part:
+        return Part(
+            self.bytes + other.bytes, self.read_bytes + other.read_bytes, self.weights + other.weights
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tensors that have something of each neuron. `tensors`: the bytes of each, of all neurons."""
+
+    tensors: tuple[int, ...]
+    read_bytes: float  # of one neuron
+    weights: float  # of one neuron
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    attention: Part  # with norms, biases, and what is kept but not read
+    predictor: Part  # none: zeros
+    neurons: int
+    gate: Rows
+    bundle: Rows  # up and down
+    router_bytes: int = 0  # of `attention`: a mixture's is in RAM, and on a GPU that has neurons
+
+    def gate_bytes(self, neurons: I64) -> I64:
+        return _slices(self.gate.tensors, neurons, self.neurons)
+
+    def bundle_bytes(self, neurons: I64) -> I64:
+        return _slices(self.bundle.tensors, neurons, self.neurons)
+
+    @property
+    def record_bytes(self) -> int:
+        """One neuron's bundle on disk."""
+        return -(-sum(self.bundle.tensors) // self.neurons)
+
+    @property
+    def gate_row_bytes(self) -> int:
+        """One neuron's gate on disk."""
+        return -(-sum(self.gate.tensors) // self.neurons)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    format: str
+    embed: Part  # one row of it is read, or, tied, all of it as the head
+    head: Part  # where it is not the embedding
+    tied: Part  # the embedding as the head; its bytes are `embed`'s, once more where the head is elsewhere
+    layers: tuple[LayerSizes, ...]
+
+    @property
+    def weights_bytes(self) -> int:
+        """All of it in one memory: weights.bin's size, and predictors that lie beside it."""
+        total = self.embed.bytes + self.head.bytes
+        for x in self.layers:
+            all_neurons = np.array(x.neurons)
+            total += x.attention.bytes + x.predictor.bytes
+            total += int(x.gate_bytes(all_neurons) + x.bundle_bytes(all_neurons))
+        return total
+
+    def with_predictors(self, layer_bytes: Sequence[int]) -> Sizes:
+        """Predictors beside the weights, of int8: a byte a number."""
+        parts = [Part(aligned(b), b, b) for b in layer_bytes]
+        layers = [replace(x, predictor=x.predictor + p) for x, p in zip(self.layers, parts, strict=True)]
+        return replace(self, layers=tuple(layers))
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _slices(tensors: Sequence[int], neurons: I64, of: int) -> I64:
+    """Bytes of `neurons` out of `of`, of every tensor, each padded on its own."""
+    total = np.zeros_like(neurons)
+    for nbytes in tensors:
+        own = (neurons * nbytes + of - 1) // of
+        total = total + (own + ALIGN - 1) // ALIGN * ALIGN
+    return total
+
+
+def sizes_of(spec: ModelSpec, layouts: Mapping[str, Layout], weight_format: str) -> Sizes:
+    """Of a model that has exactly these tensors."""
+    by_layer: list[dict[str, Layout]] = [{} for _ in range(spec.n_layers)]
+    embed = head = tied = Part()
+    for name, t in layouts.items():
+        if found := re.match(r"layers\.(\d+)\.", name):
+            by_layer[int(found[1])][name] = t
+        elif name == "embed.weight":
+            embed += Part(aligned(t.bytes), 0, 0)
+            tied = _part(t) if spec.tied_head else tied
+        elif t.role == "embed":
+            embed += Part(aligned(t.bytes), 0, 0)
+        else:
+            head += _part(t)
+    layers = tuple(_layer(spec, own) for own in by_layer)
+    return Sizes(weight_format, embed, head, tied, layers)
+
+
+def _layer(spec: ModelSpec, own: Mapping[str, Layout]) -> LayerSizes:
+    attention = predictor = router = Part()
+    gate: list[Layout] = []
+    bundle: list[Layout] = []
+    neurons = spec.n_experts * spec.ffn_dim
+    for name, t in own.items():
+        if name.endswith((".order", ".activation_count")):
+            attention += Part(aligned(t.bytes), 0, 0)
+        elif t.role == "predictor":
+            predictor += _part(t)
+        elif t.role == "gate":
+            gate.append(t)
+        elif t.role in ATTENTION_ROLES or name.endswith("down.bias"):
+            attention += _part(t)
+            router += _part(t) if t.role == "router" else Part()
+        else:
+            bundle.append(t)
+    rows = _rows(gate, neurons), _rows(bundle, neurons)
+    return LayerSizes(attention, predictor, neurons, *rows, router.bytes)
+
+
+def _part(t: Layout) -> Part:
+    return Part(aligned(t.bytes), _read(t), 0 if t.vector else t.parameters)
+
+
+def _read(t: Layout) -> int:
+    """Bytes that a dense pass reads: rows without the padding between bundle records."""
+    row = 4 * t.columns if t.vector else quant.row_bytes(t.format, t.columns)
+    return row * t.rows * len(t.parts)
+
+
+def _rows(tensors: Sequence[Layout], neurons: int) -> Rows:
+    return Rows(
+        tuple(t.bytes for t in tensors),
+        sum(map(_read, tensors)) / neurons,
+        sum(t.parameters for t in tensors if not t.vector) / neurons,
+    )

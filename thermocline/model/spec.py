@@ -1,0 +1,245 @@
+"""What a model is: `ModelSpec`, the one description every family is reduced to.
+
+Facts only. Who fills it in: `models.py` (from a config.json) and `pack.py` (from a pack.json).
+Nothing here knows a family's name beyond carrying it as a label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from thermocline.errors import BadFile
+from thermocline.files.bounded import quoted
+
+NORMS = ("rms", "layer")
+POSITIONS = ("rope", "learned")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "relu2")
+UP_ACTIVATIONS = ("none", "relu")
+# Exactly zero for gate <= threshold: their neurons can be skipped without changing the answer.
+SPARSE_ACTIVATIONS = ("relu", "fatrelu", "relu2")
+
+
+NORM_ORDERS = ("pre", "post", "sandwich")
+ROPE_SCALINGS = ("linear", "yarn", "llama3", "longrope")
+
+
+def later(default: Any) -> Any:
+    """A field that the first packs of version 2 do not have, and mean `default` by that."""
+    return field(default=default, metadata={"later": True})
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rope's frequencies differ from the plain ones. Llama 3 blends by wavelength, yarn by turns in the
+    original context; longrope divides each frequency by its own factor, chosen by the session's context.
+    """
+
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_context: int = 1
+    kind: str = later("llama3")
+    attention_factor: float = later(1.0)  # yarn and longrope: cos and sin are multiplied by it
+    beta_fast: float = later(32.0)  # yarn
+    beta_slow: float = later(1.0)  # yarn
+    truncate: bool = later(True)  # yarn: blend between whole elements
+    short_factors: tuple[float, ...] = later(())  # longrope: contexts up to the original one
+    long_factors: tuple[float, ...] = later(())  # longrope: longer ones
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One decoder-only transformer. A dense FFN is a mixture with `n_experts == 1`.
+
+    With more, a router picks `n_experts_active` for each token; their answers are added up, weighted by the
+    softmax of the router's logits of those.
+
+    FFN of neuron i (`gated`): h_i = act(gate_i . x + b_i) * up_act(up_i . x);  y = sum_i h_i * down_i + b.
+    Ungated: h_i = act(gate_i . x + b_i): what others call fc1 is the gate here.
+    """
+
+    architecture: str
+    dim: int
+    ffn_dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    norm: str
+    norm_eps: float
+    activation: str
+    activation_threshold: float = 0.0  # fatrelu only: active means gate > threshold
+    up_activation: str = "none"  # "relu" makes it dReLU
+    gated: bool = True
+    position: str = "rope"  # rope is the half-rotation layout (element i pairs with i + head_dim/2)
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None  # attend to the last `sliding_window` positions only
+    tied_head: bool = False
+    n_experts: int = 1
+    n_experts_active: int = 1
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    norm_order: str = later(
+        "pre"
+    )  # x += f(norm(x)); post: x = norm(x + f(x)); sandwich: x += norm'(f(norm(x)))
+    final_norm: bool = later(True)
+    parallel: bool = later(False)  # attention and FFN read the same x
+    embed_dim: int | None = later(None)  # projected to and from dim; None: dim itself
+    embed_scale: float = later(1.0)
+    residual_scale: float = later(1.0)  # x += residual_scale * f(x)
+    logit_scale: float = later(1.0)
+    logit_softcap: float | None = later(None)  # logits become cap * tanh(logits / cap)
+    attention_scale: float | None = later(None)  # of scores; None: head_dim ** -0.5
+    attention_softcap: float | None = later(None)
+    qk_norm: bool = later(False)  # an RMS norm of every head's q and k, before rope
+    sub_norms: bool = later(False)  # of what attn_out and down take
+    rotary_dim: int | None = later(None)  # rope turns the first `rotary_dim` elements of a head; None: all
+    window_layers: tuple[int, ...] | None = later(None)  # those with the sliding window; None: all
+    local_rope_theta: float | None = later(None)  # of the layers with a window, unscaled; None: as the others
+
+    @property
+    def sparse(self) -> bool:
+        """True where skipping inactive neurons is exact."""
+        return self.activation in SPARSE_ACTIVATIONS
+
+    def routed(self, tokens: int) -> float:
+        """Of a mixture's experts, those that some of `tokens` go to where each chooses for itself."""
+        return 1.0 - (1.0 - self.n_experts_active / self.n_experts) ** tokens
+
+    def window(self, layer: int) -> int | None:
+        """How many positions layer `layer` attends to; None: all."""
+        return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
+
+    @property
+    def windowed(self) -> float:
+        """The fraction of layers with the sliding window."""
+        return 1.0 if self.window_layers is None else len(self.window_layers) / self.n_layers
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+
+# The largest model we would believe. Products of any four fit 2^63.
+LIMITS: dict[str, tuple[int, int]] = {
+    "dim": (1, 1 << 16),
+    "ffn_dim": (1, 1 << 20),
+    "n_layers": (1, 1024),
+    "n_heads": (1, 1024),
+    "n_kv_heads": (1, 1024),
+    "head_dim": (1, 1024),
+    "vocab_size": (1, 1 << 22),
+    "max_context": (1, 1 << 24),
+    "n_experts": (1, 1024),
+    "n_experts_active": (1, 1024),
+}
+
+
+def check_spec(spec: ModelSpec, name: str) -> None:
+    """BadFile, naming the field, unless every number is one the engine can index and allocate with.
+
+    Field types are the caller's business (`pack.py` checks them); ranges and cross-checks are here.
+    """
+    for key, (low, high) in LIMITS.items():
+        value = getattr(spec, key)
+        if not low <= value <= high:
+            raise BadFile(f"{name}: {key} is {value}, not within {low}..{high}")
+    for key, known in (
+        ("norm", NORMS),
+        ("position", POSITIONS),
+        ("activation", ACTIVATIONS),
+        ("norm_order", NORM_ORDERS),
+    ):
+        if getattr(spec, key) not in known:
+            raise BadFile(f"{name}: {key} {quoted(getattr(spec, key))} is not one of {', '.join(known)}")
+    for problem, wrong in [*_problems(spec), *_option_problems(spec)]:
+        if wrong:
+            raise BadFile(f"{name}: {problem}")
+
+
+def _problems(s: ModelSpec) -> list[tuple[str, bool]]:
+    r = s.rope_scaling
+    ids = [*s.eos_ids, *([] if s.bos_id is None else [s.bos_id])]
+    return [
+        (
+            f"n_heads {s.n_heads} is not a multiple of n_kv_heads {s.n_kv_heads}",
+            s.n_heads % s.n_kv_heads != 0,
+        ),
+        (f"head_dim {s.head_dim} is odd, and rope turns pairs", s.position == "rope" and s.head_dim % 2 == 1),
+        (f"norm_eps {s.norm_eps} is not within 0..1", not 0.0 <= s.norm_eps <= 1.0),
+        (
+            f"activation_threshold {s.activation_threshold} out of range",
+            not 0.0 <= s.activation_threshold <= 1e3,
+        ),
+        (
+            "activation_threshold is for fatrelu only",
+            s.activation != "fatrelu" and s.activation_threshold != 0.0,
+        ),
+        (f"up_activation {quoted(s.up_activation)} is unknown", s.up_activation not in UP_ACTIVATIONS),
+        ("up_activation needs a gated FFN", s.up_activation != "none" and not s.gated),
+        (f"rope_theta {s.rope_theta} is not within 1..1e12", not 1.0 <= s.rope_theta <= 1e12),
+        (
+            "sliding_window is out of range",
+            s.sliding_window is not None and not 1 <= s.sliding_window <= 1 << 31,
+        ),
+        ("n_experts_active is more than n_experts", s.n_experts_active > s.n_experts),
+        ("sub_norms are for one expert", s.sub_norms and s.n_experts > 1),
+        (
+            f"a token id of {ids} is not below vocab_size {s.vocab_size}",
+            any(not 0 <= i < s.vocab_size for i in ids),
+        ),
+        ("too many eos_ids", len(s.eos_ids) > 256),
+        ("rope_scaling is out of range", r is not None and not _scaling_is_sane(r)),
+    ]
+
+
+def _option_problems(s: ModelSpec) -> list[tuple[str, bool]]:
+    scales = ("embed_scale", "residual_scale", "logit_scale", "attention_scale")
+    caps = ("logit_softcap", "attention_softcap")
+    thetas = s.local_rope_theta is not None and not 1.0 <= s.local_rope_theta <= 1e12
+    layers = s.window_layers or ()
+    rotary = s.rotary_dim
+    return [
+        *((f"{n} is out of range", not _within(getattr(s, n), -1e6, 1e6)) for n in scales),
+        *((f"{n} is out of range", not _within(getattr(s, n), 1e-3, 1e6)) for n in caps),
+        ("embed_dim is out of range", not _within(s.embed_dim, 1, 1 << 16)),
+        (
+            f"rotary_dim is {rotary}: not an even part of a head",
+            rotary is not None and (rotary % 2 == 1 or not 2 <= rotary <= s.head_dim),
+        ),
+        ("rotary_dim needs rope", rotary is not None and s.position != "rope"),
+        (
+            "window_layers are not layers in order",
+            list(layers) != sorted(set(layers)) or any(not 0 <= i < s.n_layers for i in layers),
+        ),
+        ("window_layers needs a sliding_window", s.window_layers is not None and s.sliding_window is None),
+        ("local_rope_theta is not within 1..1e12", thetas),
+        ("local_rope_theta needs rope", s.local_rope_theta is not None and s.position != "rope"),
+        ("parallel halves need norms before them", s.parallel and s.norm_order != "pre"),
+        ("sub_norms needs an RMS norm", s.sub_norms and s.norm != "rms"),
+        ("longrope's factors do not fit", s.rope_scaling is not None and not _factors_fit(s, s.rope_scaling)),
+    ]
+
+
+def _within(value: float | None, low: float, high: float) -> bool:
+    return value is None or low <= value <= high
+
+
+def _factors_fit(s: ModelSpec, r: RopeScaling) -> bool:
+    n = (s.rotary_dim or s.head_dim) // 2 if r.kind == "longrope" else 0
+    both = (*r.short_factors, *r.long_factors)
+    return len(r.short_factors) == len(r.long_factors) == n and all(1e-3 <= f <= 1e6 for f in both)
+
+
+def _scaling_is_sane(r: RopeScaling) -> bool:
+    factors = (r.factor, r.low_freq_factor, r.high_freq_factor, r.attention_factor, r.beta_fast, r.beta_slow)
+    return (
+        r.kind in ROPE_SCALINGS
+        and all(1e-3 <= f <= 1e6 for f in factors)
+        and r.low_freq_factor < r.high_freq_factor
+        and 1 <= r.original_context <= 1 << 31
+    )

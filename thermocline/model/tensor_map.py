@@ -1,0 +1,167 @@
+"""Where a packed tensor's rows come from: pieces of a source's tensors, in any order.
+
+`tensors` makes the whole mapping from the names a family uses. Must not know families, packs or kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from thermocline.model.spec import ModelSpec
+
+HEAD = "lm_head.weight"  # in every family
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a packed tensor: those of a source tensor, which must have `shape`.
+
+    `transposed`: the source's columns are our rows. `pick`: which of the rows, in this order; empty: all. So
+    an interleaved or fused tensor is taken apart by ranges, with steps where that helps: the even rows, then
+    the odd ones, are (range(0, n, 2), range(1, n, 2)). `plus`: added to every value (a norm's weights stored
+    as w - 1). `tensor` None: all ones (a norm without weights). `part`: which matrix of a stack of them,
+    one an expert; `shape` is then [matrices, rows, columns].
+    """
+
+    tensor: str | None
+    shape: tuple[int, ...]
+    pick: tuple[range, ...] = ()
+    transposed: bool = False
+    plus: float = 0.0
+    part: int | None = None
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.pick)) if self.pick else self._all
+
+    @property
+    def _all(self) -> int:
+        return self.shape[-1] if self.transposed else self._height
+
+    @property
+    def _height(self) -> int:
+        return self.shape[0 if self.part is None else 1]
+
+    @property
+    def first_row(self) -> int:
+        """Where the matrix begins among a stack's rows."""
+        return (self.part or 0) * self._height
+
+    @property
+    def last_row(self) -> int:
+        return self.first_row + self._height
+
+    def ranges(self, first: int, last: int) -> Iterator[range]:
+        """The source's rows (`transposed`: columns) that our rows [first, last) are, in order."""
+        begin = 0 if self.transposed else self.first_row
+        for r in self.pick or (range(begin, begin + self._all),):
+            part = r[max(0, first) : max(0, last)]
+            if part:
+                yield part
+            first, last = first - len(r), last - len(r)
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Which source tensors form each packed tensor, stacked by rows, and which others may be left unread.
+
+    Packed names are docs/internals/pack.md's, except that `layers.I.bundle` is given in parts:
+    `layers.I.up` (if gated) and `layers.I.down`, both [n_experts * ffn_dim, dim], one row per neuron. A
+    spec that is not sparse has no bundles.
+    """
+
+    tensors: dict[str, tuple[Piece, ...]]
+    ignored: tuple[str, ...]  # patterns of whole names
+    ternary: frozenset[str] = frozenset()  # source tensors whose values become three as they are read
+    packed: bool = False  # those are stored as such, in bytes
+
+    def may_ignore(self, name: str) -> bool:
+        return any(re.fullmatch(p, name) for p in self.ignored)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a Hugging Face family calls its tensors, without `.weight`. Most are called as here."""
+
+    root: str = "model."
+    embed: str = "embed_tokens"
+    layers: str = "layers"
+    out_norm: str = "norm"
+    attn_norm: str = "input_layernorm"
+    attn_post_norm: str = "post_attention_layernorm"  # sandwich
+    ffn_norm: str = "post_attention_layernorm"
+    ffn_post_norm: str = "post_feedforward_layernorm"  # sandwich
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one name: fused
+    out: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"  # the same as up: fused, gate rows first
+    up: str = "mlp.up_proj"  # ungated: what the spec calls the gate
+    down: str = "mlp.down_proj"
+    router: str = ""  # of mixtures, where gate, up and down have {} for the expert's number
+    norm_plus: float = 0.0  # norms are stored as weights minus this
+    affine: bool = True  # norms have weights
+
+
+def tensors(
+    spec: ModelSpec, names: Names = Names(), biases: Collection[str] = (), pick: tuple[range, ...] = ()
+) -> Mapping:
+    """`biases`: which of norm, qkv, attn_out and ffn have them. `pick`: fused qkv's rows in our order."""
+    d, f, width = spec.dim, spec.ffn_dim, spec.embed_dim or spec.dim
+    q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    out: dict[str, tuple[Piece, ...]] = {}
+
+    def norm(ours: str, theirs: str, size: int = d) -> None:
+        weight = (
+            Piece(f"{theirs}.weight", (size,), plus=names.norm_plus) if names.affine else Piece(None, (size,))
+        )
+        out[f"{ours}.weight"] = (weight,)
+        if "norm" in biases and names.affine:
+            out[f"{ours}.bias"] = (Piece(f"{theirs}.bias", (size,)),)
+
+    def linear(ours: str, kind: str, *theirs: tuple[str, int, tuple[range, ...]], columns: int = d) -> None:
+        out[f"{ours}.weight"] = tuple(Piece(f"{n}.weight", (r, columns), p) for n, r, p in theirs)
+        if kind in biases:
+            out[f"{ours}.bias"] = tuple(Piece(f"{n}.bias", (r,), p) for n, r, p in theirs)
+
+    out["embed.weight"] = (Piece(f"{names.root}{names.embed}.weight", (spec.vocab_size, width)),)
+    if spec.final_norm:
+        norm("out_norm", names.root + names.out_norm)
+    if not spec.tied_head:
+        out["head.weight"] = (Piece(HEAD, (spec.vocab_size, width)),)
+    for i in range(spec.n_layers):
+        a, b = f"layers.{i}", f"{names.root}{names.layers}.{i}."
+        norm(f"{a}.attn_norm", b + names.attn_norm)
+        norm(f"{a}.ffn_norm", b + names.ffn_norm)
+        if spec.norm_order == "sandwich":
+            norm(f"{a}.attn_post_norm", b + names.attn_post_norm)
+            norm(f"{a}.ffn_post_norm", b + names.ffn_post_norm)
+        for part in ("q_norm", "k_norm") if spec.qk_norm else ():
+            norm(f"{a}.{part}", f"{b}self_attn.{part}", spec.head_dim)
+        if spec.sub_norms:
+            norm(f"{a}.attn_sub_norm", f"{b}self_attn.attn_sub_norm", q)
+            norm(f"{a}.ffn_sub_norm", f"{b}mlp.ffn_sub_norm", f)
+        rows = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
+        linear(f"{a}.qkv", "qkv", *((b + n, r, pick) for n, r in zip(names.qkv, rows, strict=True)))
+        linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
+        if spec.n_experts > 1:
+            out[f"{a}.router.weight"] = (Piece(f"{b}{names.router}.weight", (spec.n_experts, d)),)
+        gate, ups, downs = (
+            [b + name.format(e) for e in range(spec.n_experts)]
+            for name in (names.gate if spec.gated else names.up, names.up, names.down)
+        )
+        up = f"{a}.up" if spec.sparse else f"{a}.up.weight"
+        if spec.gated and names.gate == names.up:
+            linear(f"{a}.gate", "ffn", *((n, 2 * f, (range(f),)) for n in gate))
+            out[up] = tuple(Piece(f"{n}.weight", (2 * f, d), (range(f, 2 * f),)) for n in ups)
+        else:
+            linear(f"{a}.gate", "ffn", *((n, f, ()) for n in gate))
+            if spec.gated:
+                out[up] = tuple(Piece(f"{n}.weight", (f, d)) for n in ups)
+        down = f"{a}.down" if spec.sparse else f"{a}.down.weight"
+        out[down] = tuple(Piece(f"{n}.weight", (d, f), transposed=spec.sparse) for n in downs)
+        if "ffn" in biases:
+            out[f"{a}.down.bias"] = (Piece(f"{b}{names.down}.bias", (d,)),)
+    # inv_freq is computed from the config; old checkpoints stored it
+    tied = (re.escape(HEAD),) if spec.tied_head else ()
+    return Mapping(out, (r".*\.rotary_emb\.inv_freq", *tied))

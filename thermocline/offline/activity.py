@@ -1,0 +1,198 @@
+"""Counting which neurons are active: the engine's own prefill over passages, with an eye on every FFN.
+
+A passage is computed on its own, so what is counted in it depends on nothing else: not on threads, workers,
+interruptions or the other passages. Integers are added up. Must not know files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.engine.decoder import bind, for_context, forward
+from thermocline.engine.kv_cache import KVCache, blocks_for
+from thermocline.errors import NumericalError
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.cpu import CpuOps, Matrix
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer, Weights
+from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
+
+UNIT = BUCKETS[-1]  # passages and steps are whole windows, but for a passage's end
+STEP = 256  # tokens computed together: `LLM`'s prefill chunk, and one pass of the native FFN
+_SUM_ROWS = 128  # of 0 and 1, summed in a byte
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Some tokens' samples of one layer, in the pack's order of neurons."""
+
+    layer: int
+    input: F16  # [k, dim]
+    sizes: I64  # [k], active neurons of each
+    index: I32  # their positions, ascending in a token
+    mass: F16
+
+
+@dataclass(frozen=True)
+class Counted:
+    counts: I64  # [layers, buckets, neurons]
+    samples: list[Sampled]  # of a layer in the order of tokens
+
+
+def add_windows(active: NDArray[np.uint8], counts: I64) -> None:
+    """counts[b] += windows of BUCKETS[b] consecutive rows of 0 and 1 [tokens, neurons] that have a 1.
+
+    Windows start at multiples of their size, and the rows of two make the next bucket's one.
+    """
+    for total in counts:
+        for at in range(0, len(active), _SUM_ROWS):
+            total += np.add.reduce(active[at : at + _SUM_ROWS], axis=0, dtype=np.uint8)
+        even = len(active) // 2 * 2
+        active = active[0:even:2] | active[1:even:2]
+
+
+class Recorder(CpuOps):
+    """The native ops; each FFN's activations are counted, and sampled at the wanted rows."""
+
+    def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer], norms: Sequence[F32]) -> None:
+        """`norms`: of each layer's down rows; empty where nothing is sampled."""
+        super().__init__(threads)
+        self._spec, self._layers, self._norms = spec, layers, norms
+        self._skip, self._wanted = 0, np.empty(0, np.int64)
+
+    def begin(self) -> None:
+        s = self._spec
+        self.counts = np.zeros((s.n_layers, len(BUCKETS), s.n_experts * s.ffn_dim), np.int64)
+        self.samples: list[Sampled] = []
+
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
+    ) -> Any:
+        self._layer = 0
+        return super().step(batch, block, cos, sin, window)
+
+    def look_at(self, skip: int, wanted: I64) -> None:
+        """In the next step rows from `skip` on are counted, and the `wanted` ones sampled."""
+        self._skip, self._wanted = skip, wanted
+
+    def ffn_add(
+        self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, record: F32 | None = None
+    ) -> None:
+        layer, self._layer = self._layer, self._layer + 1
+        seen = (
+            self._normed(layer, h[self._wanted]) if len(self._wanted) else None
+        )  # before x, maybe h, changes
+        record = np.empty((len(x), bound.neurons), np.float32) if record is None else record
+        super().ffn_add(x, h, bound, sparsity, stats, record)
+        add_windows((record[self._skip :] != 0).view(np.uint8), self.counts[layer])
+        if seen is not None:
+            self.samples.append(self._sample(layer, seen, record[self._wanted]))
+
+    def _normed(self, layer: int, h: F32) -> F32:
+        norm = self._layers[layer].ffn_norm
+        if norm is None or self._spec.norm_order == "post":  # then `forward` has applied one already
+            return h
+        return self.norm(h, norm.weight, norm.bias, self._spec.norm_eps, self._spec.norm)
+
+    def _sample(self, layer: int, seen: F32, h: F32) -> Sampled:
+        row, index = np.nonzero(h)
+        mass = np.abs(h[row, index]) * self._norms[layer][index]
+        return Sampled(
+            layer,
+            np.clip(seen, -65504, 65504).astype(np.float16),
+            np.bincount(row, minlength=len(h)).astype(np.int64),
+            index.astype(np.int32),
+            np.clip(mass, 0, 65504).astype(np.float16),
+        )
+
+
+def down_norms(spec: ModelSpec, weights: Weights, ops: CpuOps) -> list[F32]:
+    """Of each layer [neurons]: the length of a neuron's down row, times its weight in a sub-norm."""
+    out: list[F32] = []
+    for layer in weights.layers:
+        norms = np.concatenate([_row_norms(f.down, ops) for f in layer.experts])
+        if layer.ffn_sub_norm is not None:
+            norms *= np.abs(layer.ffn_sub_norm.weight)
+        out.append(norms)
+    return out
+
+
+def _row_norms(down: Matrix, ops: CpuOps) -> F32:
+    ids = np.arange(down.shape[0], dtype=np.int32)
+    steps = range(0, len(ids), 1024)  # rows decoded at a time
+    return np.concatenate([np.linalg.norm(ops.embed(down, ids[at : at + 1024]), axis=1) for at in steps])
+
+
+class Worker:
+    """One passage at a time through the decoder, with a thread pool and a KV cache of its own."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, prefix: I32, context: int, threads: int, norms: Sequence[F32]
+    ) -> None:
+        self._prefix = prefix
+        self._ops = Recorder(threads, spec, weights.layers, norms)
+        self._model = bind(for_context(spec, context), weights, self._ops)
+        self._kv = KVCache(spec, blocks_for(context))
+        self._table = np.arange(blocks_for(context), dtype=np.int32)[None]
+
+    def count(self, passage: I32, wanted: I64, stop: threading.Event) -> Counted:
+        """`wanted`: the passage's tokens to sample, ascending."""
+        ops, n_prefix = self._ops, len(self._prefix)
+        ids = np.concatenate([self._prefix, passage])
+        wanted = wanted + n_prefix
+        first = n_prefix + (STEP - n_prefix) // UNIT * UNIT  # later steps begin with a window
+        ops.begin()
+        edges = [0, *range(first, len(ids), STEP), len(ids)]
+        for begin, end in itertools.pairwise(edges):
+            if stop.is_set():
+                raise Stopped
+            inside = wanted[(wanted >= begin) & (wanted < end)]
+            ops.look_at(max(0, n_prefix - begin), inside - begin)
+            self._step(ids, begin, end)
+        return Counted(ops.counts, ops.samples)
+
+    def _step(self, ids: I32, begin: int, end: int) -> None:
+        at = np.arange(begin, end, dtype=np.int32)
+        last = np.array([end - begin - 1], np.int32)  # one row of logits, to see that the model is sane
+        batch = Batch(ids[begin:end], at, np.zeros_like(at), self._table, last)
+        logits = forward(self._model, self._kv, batch, self._ops, sparsity="exact", stats=FFNStats())
+        if not np.isfinite(logits).all():
+            raise NumericalError(
+                "the model gives NaN or infinity: its weights are damaged, or too large for it"
+            )
+
+
+class Stopped(Exception):
+    """A worker was asked to stop."""
+
+
+def count_passages(
+    workers: Sequence[Worker], passages: Sequence[I32], wanted: Sequence[I64]
+) -> Generator[Counted]:
+    """What each passage has, in order. Close the iterator to stop early."""
+    free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+    stop = threading.Event()
+
+    def count(passage: I32, rows: I64) -> Counted:
+        worker = free.get()
+        try:
+            return worker.count(passage, rows, stop)
+        finally:
+            free.put(worker)
+
+    with ThreadPoolExecutor(len(workers)) as pool:
+        found = pool.map(count, passages, wanted)
+        try:
+            yield from found
+        finally:
+            stop.set()

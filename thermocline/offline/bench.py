@@ -1,0 +1,506 @@
+"""`thermocline bench`: prompt and token speed, as llama-bench measures them, beside the run's memory roof.
+
+Owns which tests run, in which order, and their figures; the work is `Engine`'s, as in a user's run.
+Must not know kernels or flags. A row has llama-bench's keys (tools/llama-bench) and then ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thermocline import __version__
+from thermocline.engine.engine import Engine
+from thermocline.engine.kv_cache import BLOCK, blocks_for
+from thermocline.engine.request import Figures, Request, request_for
+from thermocline.engine.request import disk_figures as of_disk
+from thermocline.engine.sampler import Sampler, SamplingParams
+from thermocline.errors import UsageError
+from thermocline.llm import budget_for, room_for
+from thermocline.machine import hardware
+from thermocline.model.spec import ModelSpec
+from thermocline.offline.need_trace import Recorder
+from thermocline.ops.cpu import CpuOps
+from thermocline.pack.pack import Pack, inspect
+from thermocline.pack.predictor import predictors_for
+from thermocline.session import store
+from thermocline.text.tokenizer import FILE, Tokenizer, read_text
+
+Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
+ROOF_SECONDS = 0.3
+CLOCKED_TOKENS = 8  # of a test, run once more to tell Python's time from the kernels'
+
+
+# ---- what is run
+
+
+@dataclass(frozen=True)
+class Test:
+    """`prompt` tokens together, then `gen` one by one, after `depth` tokens that are already there."""
+
+    threads: int
+    depth: int
+    prompt: int
+    gen: int
+
+    @property
+    def name(self) -> str:
+        parts = [f"{what}{n}" for what, n in (("pp", self.prompt), ("tg", self.gen)) if n]
+        return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
+
+    @property
+    def given(self) -> int:
+        """Tokens of context and prompt: at least the one that generation starts from."""
+        return max(1, self.depth + self.prompt)
+
+    @property
+    def context(self) -> int:
+        return self.given + self.gen
+
+
+def tests_of(
+    *,
+    prompts: Iterable[int],
+    gens: Iterable[int],
+    pairs: Iterable[tuple[int, int]],
+    depths: Iterable[int],
+    threads: Iterable[int],
+) -> list[Test]:
+    """In llama-bench's order; 0 leaves a test out."""
+    both = [(p, 0) for p in prompts if p] + [(0, n) for n in gens if n] + [pg for pg in pairs if any(pg)]
+    tests = [Test(t, d, p, n) for t in threads for d in depths for p, n in both]
+    if not tests:
+        raise UsageError("nothing to measure: -p and -n are both 0, and there is no -pg")
+    return list(dict.fromkeys(tests))
+
+
+def check_context(spec: ModelSpec, tests: Iterable[Test]) -> None:
+    for test in tests:
+        if test.context > spec.max_context:
+            raise UsageError(
+                f"{test.name} needs a context of {test.context} tokens; the model's limit is "
+                f"{spec.max_context}"
+            )
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The tokens of every test: of the deepest context first, then of what a test adds to its own."""
+
+    name: str  # where they come from
+    ids: list[int]
+
+
+def feed_of(pack: Pack, tests: Sequence[Test], text: str | None, seed: int) -> Feed:
+    n = max(t.depth for t in tests) + max(t.context - t.depth for t in tests) + 1  # one that ends the test
+    if text is None:
+        return Feed(f"random, seed {seed}", random_tokens(pack.spec, seed, n))
+    return Feed(text, text_tokens(pack, Path(text), n))
+
+
+def random_tokens(spec: ModelSpec, seed: int, n: int) -> list[int]:
+    """None of them ends a text; the first begins one where the model has a token for that."""
+    usable = np.setdiff1d(np.arange(spec.vocab_size), spec.eos_ids)
+    ids = [int(i) for i in np.random.default_rng(seed).choice(usable, n)]
+    return ids if spec.bos_id is None else [spec.bos_id, *ids[1:]]
+
+
+def text_tokens(pack: Pack, path: Path, n: int) -> list[int]:
+    if not (pack.path / FILE).exists():
+        raise UsageError(f"{pack.path}: has no tokenizer for {path}; leave --text out to feed random tokens")
+    found = Tokenizer(pack.path, pack.spec).encode(read_text(path), parse_special=True)
+    ids = [i for i in found if i not in pack.spec.eos_ids]
+    if len(ids) < n:
+        raise UsageError(f"{path}: {len(ids)} tokens, the tests need {n}; give a longer text")
+    return ids[:n]
+
+
+# ---- running it
+
+
+class Script(Sampler):
+    """Samples as a greedy run does, then answers with the next of `tokens`: the text is ours to choose."""
+
+    def __init__(self, spec: ModelSpec, tokens: Iterable[int]) -> None:
+        super().__init__(SamplingParams(temperature=0, seed=0), spec.vocab_size)
+        self._tokens = iter(tokens)
+
+    def sample(self, logits: np.ndarray[Any, np.dtype[np.float32]]) -> int:
+        super().sample(logits)
+        return next(self._tokens)
+
+
+class Clock:
+    """Native calls of an ops object, timed: what is left of a token's time is Python's."""
+
+    def __init__(self, native: Any) -> None:
+        self.native, self.ns = native, 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.native, name)
+
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter_ns()
+            try:
+                return call(*args)
+            finally:
+                self.ns += time.perf_counter_ns() - begin
+
+        return timed
+
+
+@dataclass(frozen=True)
+class Sample:
+    ns: int
+    first_token_s: float  # from the start of the timed part; no sense without a prompt
+    figures: Figures
+
+
+class Bench:
+    """One engine over a loaded pack for all `tests`, with a native context per thread count.
+
+    The deepest context is computed once and held in the KV cache: shallower ones are its beginnings.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        tests: Sequence[Test],
+        feed: Feed,
+        *,
+        sparsity: str,
+        progress: Progress,
+        ram: float | None = None,
+        disable: Sequence[str] = (),
+        told: Callable[[str], None] = lambda line: None,
+        gpu: str = "off",
+        vram: float | None = None,
+    ) -> None:
+        """`ram`, `disable`, `told`, `gpu`, `vram`: as `LLM`'s."""
+
+        def loading(what: str, done: int, total: int) -> None:
+            progress(what, done, total, "B")
+
+        begin = time.perf_counter()
+        self.pack, self.tests, self.feed, self.progress = pack, tests, feed, progress
+        depth, widest = max(t.depth for t in tests), max(t.threads for t in tests)
+        self.context_ids, self.next_ids = feed.ids[:depth], feed.ids[depth:]
+        context = max(t.context for t in tests)
+        kv_blocks = depth // BLOCK + blocks_for(max(t.context - t.depth for t in tests)) + 1
+        predictors = predictors_for(pack, sparsity)
+        kv_blocks *= (
+            1 if pack.spec.sliding_window is None else 2
+        )  # held and running, each with its own window
+        budget, limit = budget_for(ram)
+        room = room_for(
+            pack,
+            predictors,
+            sparsity=sparsity,
+            context=context,
+            max_batch=1,
+            threads=widest,
+            budget=budget,
+            limit=limit,
+            gpu=gpu,
+            vram=vram,
+            disable=disable,
+            told=told,
+            at_least=kv_blocks * BLOCK,
+        )
+        self.gpu, self.disabled, self.memory_bytes = room.gpu, tuple(disable), room.bytes
+        try:
+            if self.gpu is not None and len({t.threads for t in tests}) > 1:
+                raise UsageError("with a GPU one number of threads at a time: its recordings are made for it")
+            opened = store.open_weights(
+                pack,
+                room,
+                threads=widest,
+                predictors=predictors,
+                disable=disable,
+                progress=loading,
+                told=told,
+            )
+            self._load(opened, sparsity=sparsity, context=context, kv_tokens=kv_blocks * BLOCK)
+            self.load_s = time.perf_counter() - begin
+            self._compute_context()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """A GPU's queues end."""
+        if self.gpu is not None:
+            self.gpu.close()
+
+    def _load(self, opened: store.Opened, *, sparsity: str, context: int, kv_tokens: int) -> None:
+        widest = max(t.threads for t in self.tests)
+        self.loaded, self.store = opened.loaded, opened.store
+        loaded = self.loaded
+        self.ops = {t: CpuOps(t) for t in {t.threads for t in self.tests} - {widest}} | {widest: loaded.ops}
+        self.engine = Engine(
+            self.pack.spec,
+            loaded.weights,
+            loaded.ops,
+            context=context,
+            max_batch=1,
+            sparsity=sparsity,
+            kv_tokens=kv_tokens,
+            disk=None if self.store is None else self.store.counts,
+            storage=opened.storage,
+        )
+
+    def _compute_context(self) -> None:
+        if not self.context_ids:
+            return
+        request = self._submit(self.context_ids, self.next_ids[1:2])
+        while request.finish_reason is None:
+            self._step(request)
+            self.progress("computing the context", request.computed, len(self.context_ids), " tokens")
+        self._held = self.engine.kv.open([*self.context_ids, 0])
+
+    def roof(self, threads: int) -> float | None:
+        """GB/s of reading the weights. None where a GPU has a part of them, or they are too few to tell."""
+        return self.loaded.read_gbs(threads, ROOF_SECONDS)
+
+    def warm_up(self) -> None:
+        """Every test once, with one token of its own."""
+        for i, test in enumerate(self.tests):
+            self.progress("warming up", i, len(self.tests), " tests")
+            self.sample(replace(test, gen=min(1, test.gen)))
+        self.progress("warming up", len(self.tests), len(self.tests), " tests")
+
+    def sample(self, test: Test) -> Sample:
+        request = self._start(test)
+        begin = time.perf_counter()
+        ns = self._finish(request, test)
+        return Sample(ns, request.first_s - begin, request.figures())
+
+    def watch(self, test: Test, recorder: Recorder) -> None:
+        """The test once, its generated tokens recorded."""
+        self.ops[test.threads] = recorder
+        request = self._start(test)
+        recorder.begin()
+        for i in range(test.gen):
+            self.progress("recording", i, test.gen, " tokens")
+            self._until(request, i + 2)
+        self.progress("recording", test.gen, test.gen, " tokens")
+
+    def python_share(self, test: Test) -> float | None:
+        """Of the time of a token; None where none is generated one by one."""
+        if test.gen == 0 or self.gpu is not None:  # of a GPU's step the CPU's calls are a part
+            return None
+        test = replace(test, prompt=0, gen=min(test.gen, CLOCKED_TOKENS))
+        request = self._start(test)
+        ops = copy.copy(self.engine.ops)
+        clock = ops.native = Clock(ops.native)
+        self.engine.ops = ops
+        ns = self._finish(request, test)
+        return 1 - clock.ns / ns
+
+    # -- one request
+
+    def _start(self, test: Test) -> Request:
+        """A request with all computed that is not timed: its context and, without a prompt, one token."""
+        engine = self.engine
+        engine.ops = self.ops[test.threads]
+        if test.prompt:  # the roof emptied the caches and let the threads sleep; a token undoes both
+            self._until(self._submit(self.next_ids[:1], self.next_ids[1:2]), 1)
+        own = test.given - test.depth
+        given = self.context_ids[: test.depth] + self.next_ids[:own]
+        given[0] = self.feed.ids[0]  # a BOS where there is one
+        request = self._submit(self._unseen(given, test), self.next_ids[own : own + test.gen + 1])
+        chunk = engine.prefill_chunk
+        engine.prefill_chunk = 0
+        engine.step()  # admits it
+        while request.computed < test.depth and test.prompt:
+            engine.prefill_chunk = min(chunk, test.depth - request.computed)
+            self._step(request)
+        engine.prefill_chunk = chunk
+        if not test.prompt:
+            self._until(request, 1)
+        return request
+
+    def _finish(self, request: Request, test: Test) -> int:
+        """Nanoseconds of the timed part."""
+        begin = time.perf_counter_ns()
+        self._until(request, test.gen + 1)
+        return time.perf_counter_ns() - begin
+
+    def _until(self, request: Request, tokens: int) -> None:
+        while len(request.ids) - request.n_prompt < tokens:
+            self._step(request)
+
+    def _step(self, request: Request) -> None:
+        assert request.finish_reason is None, "a script ends with the last token asked for"
+        self.engine.step()
+        if request.error is not None:
+            raise request.error
+
+    def _submit(self, ids: list[int], answer: list[int]) -> Request:
+        params = SamplingParams(max_tokens=len(answer), temperature=0)
+        request = request_for(self.pack.spec, self.engine.context, None, ids, params)
+        request.sampler = Script(self.pack.spec, answer)
+        return self.engine.queue(request)
+
+    def _unseen(self, ids: list[int], test: Test) -> list[int]:
+        """The prompt's first token is changed until nothing of the prompt is in the cache; a BOS stays."""
+        at = 1 if test.depth == 0 and test.prompt > 1 else test.depth
+        while test.prompt:
+            table = self.engine.kv.open(ids)
+            cached = table.sealed * BLOCK
+            self.engine.kv.close(table)
+            if cached <= test.depth:
+                break
+            ids[at] = (ids[at] + 1) % self.pack.spec.vocab_size
+        return ids
+
+
+# ---- measuring
+
+
+def rows(bench: Bench, repetitions: int) -> Iterator[dict[str, Any]]:
+    """One per test as it is done; roof and test alternate. Ctrl-C: what there is of a test, then no more."""
+    bench.warm_up()
+    shared = LLAMA_BENCH | facts_of(bench) | {"load_s": bench.load_s}
+    for test in bench.tests:
+        test_time = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        what = f"{test.name}, {test.threads} thread{'s' * (test.threads > 1)}"
+        samples: list[Sample] = []
+        roofs: list[float | None] = []
+        python_share, interrupted = None, None
+        try:
+            roofs.append(bench.roof(test.threads))
+            for i in range(repetitions):
+                bench.progress(what, i, repetitions, " runs")
+                samples.append(bench.sample(test))
+                roofs.append(bench.roof(test.threads))
+            python_share = bench.python_share(test)
+        except KeyboardInterrupt as e:
+            interrupted = e
+        bench.progress(what, repetitions, repetitions, " runs")
+        if samples:
+            row = shared | timings(test, samples) | traffic(bench, test, samples, roofs)
+            peak = hardware.peak_rss_bytes()
+            yield row | {"peak_rss_bytes": peak, "python_share": python_share, "test_time": test_time}
+        if interrupted is not None:
+            raise interrupted
+
+
+def timings(test: Test, samples: Sequence[Sample]) -> dict[str, Any]:
+    ns = [s.ns for s in samples]
+    speeds = [1e9 * (test.prompt + test.gen) / s.ns for s in samples]
+    several = len(samples) > 1
+    return {
+        "n_threads": test.threads,
+        "n_prompt": test.prompt,
+        "n_gen": test.gen,
+        "n_depth": test.depth,
+        "avg_ns": round(statistics.fmean(ns)),
+        "stddev_ns": round(statistics.stdev(ns)) if several else 0,
+        "avg_ts": statistics.fmean(speeds),
+        "stddev_ts": statistics.stdev(speeds) if several else 0.0,
+        "samples_ns": ns,
+        "samples_ts": speeds,
+        "test": test.name,
+        "median_ns": round(statistics.median(ns)),
+        "median_ts": statistics.median(speeds),
+        "first_token_s": statistics.median(s.first_token_s for s in samples) if test.prompt else None,
+    }
+
+
+def traffic(
+    bench: Bench, test: Test, samples: Sequence[Sample], roofs: Sequence[float | None]
+) -> dict[str, Any]:
+    """Bytes and their speed, of tests that only generate: a prompt's tokens share what they read."""
+    last, found = samples[-1].figures, [r for r in roofs if r is not None]
+    bytes_per_token = None if test.prompt else last.bytes_per_token  # the same tokens in every sample
+    speeds = [bytes_per_token * test.gen / s.ns for s in samples] if bytes_per_token else []
+    beside = zip(speeds, roofs, roofs[1:], strict=False)  # an interrupted test lacks its last roof
+    shares = [2 * speed / (before + after) for speed, before, after in beside if before and after]
+    share = statistics.median(shares) if shares else None
+    from_cache = hardware.from_cache(bench.pack.weights_bytes, hardware.cache_bytes(), share)
+    bounded = bool(shares) and not from_cache
+    return {
+        "bytes_per_token": bytes_per_token,
+        "gb_per_s": statistics.median(speeds) if speeds else None,
+        "roof_gb_per_s": statistics.median(found) if found else None,
+        "roof_share": share if bounded else None,
+        "roof_share_min": min(shares) if bounded else None,
+        "roof_share_max": max(shares) if bounded else None,
+        "from_cache": from_cache,
+        "active_fraction": last.active_fraction,
+        "rows_fraction": last.rows_fraction,
+        "predicted_fraction": last.predicted_fraction,
+        **disk_figures(test, samples),
+    }
+
+
+def disk_figures(test: Test, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Medians over the runs: what the disk does depends on what the one before left in memory."""
+    every = [{"token_ms_p99": s.figures.token_ms_p99, **of_disk(s.figures, test.threads)} for s in samples]
+    known = {k: [f[k] for f in every if f[k] is not None and not test.prompt] for k in every[0]}
+    return {k: statistics.median(found) if found else None for k, found in known.items()}
+
+
+# llama-bench's keys in its order, with the values that are always true here, or without a GPU.
+LLAMA_BENCH: dict[str, Any] = {
+    "build_commit": __version__, "build_number": 0, "cpu_info": None, "gpu_info": "", "backends": "CPU",
+    "model_filename": None, "model_type": None, "model_size": None, "model_n_params": None, "n_batch": None,
+    "n_ubatch": None, "n_threads": None, "cpu_mask": "0x0", "cpu_strict": False, "poll": 0, "type_k": "f16",
+    "type_v": "f16", "n_gpu_layers": 0, "n_cpu_moe": 0, "split_mode": "none", "main_gpu": 0,
+    "no_kv_offload": False, "flash_attn": 0, "devices": "none", "tensor_split": "0.00",
+    "tensor_buft_overrides": "none", "load_mode": "none", "lazy_mode": "off", "embeddings": False,
+    "no_op_offload": 0, "no_host": False, "repack": False, "fit_target": 0, "fit_min_ctx": 0,
+    "n_prompt": None, "n_gen": None, "n_depth": None, "test_time": None, "avg_ns": None, "stddev_ns": None,
+    "avg_ts": None, "stddev_ts": None, "samples_ns": None, "samples_ts": None,
+}  # fmt: skip
+
+
+def facts_of(bench: Bench) -> dict[str, Any]:
+    """What is the same in every row."""
+    pack = bench.pack
+    parameters = inspect(pack)["parameters"]
+    return {
+        "cpu_info": hardware.cores().name or "",
+        "model_filename": str(pack.path),
+        "model_type": f"{pack.spec.architecture} {_short(parameters)} {pack.weight_format.upper()}",
+        "model_size": sum(t.bytes for t in pack.tensors.values()),
+        "model_n_params": parameters,
+        "n_batch": bench.engine.prefill_chunk,
+        "n_ubatch": bench.engine.prefill_chunk,
+        "tokens": bench.feed.name,
+        "sparsity": bench.engine.sparsity,
+        "isa": hardware.isa().chosen,
+        "memory_bytes": bench.memory_bytes,
+        "disk": None if bench.store is None else bench.store.how,
+        "vram_bytes": None if bench.gpu is None else bench.gpu.vram_bytes,
+        "disabled": ",".join(bench.disabled),
+    } | _gpu_facts(bench.gpu)
+
+
+def _gpu_facts(gpu: Any | None) -> dict[str, Any]:
+    """As llama-bench's: its layers there are whole, ours those whose attention is."""
+    if gpu is None:
+        return {}
+    device = gpu.gpu.device
+    layers = sum(x.attention == "gpu" for x in gpu.plan.layers)
+    return {
+        "gpu_info": device.name,
+        "backends": "CUDA" if device.torch.type == "cuda" else "CPU",
+        "n_gpu_layers": layers,
+        "main_gpu": device.torch.index or 0,
+        "no_kv_offload": layers == 0,
+        "devices": "auto",
+    }
+
+
+def _short(count: int) -> str:
+    """6738415616 -> 6.7B, as models are called."""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"

@@ -1,0 +1,327 @@
+"""How well a model predicts a text (perplexity), and how far two models' predictions are apart (divergence).
+
+Owns windows, scores and their statistics, as llama-perplexity defines them. Must not know flags or where a
+model comes from: a `Reader` holds a loaded one, and several may share its weights.
+
+    texts = windows(tokenizer, text, context)
+    model = bind(for_context(spec, context), loaded.weights, loaded.ops)
+    predict, exact = (Reader(model, loaded.ops, context=context, sparsity=s) for s in ("predict", "exact"))
+    divergence(predict, exact, texts).kld
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.engine.decoder import Model, forward
+from thermocline.engine.kv_cache import BLOCK as KV_BLOCK
+from thermocline.engine.kv_cache import KVCache, blocks_for, bytes_for
+from thermocline.engine.sampler import check_finite
+from thermocline.errors import OutOfBudget, UsageError
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import F32, FEW, I32, Batch, FFNStats
+from thermocline.plan.memory import GIB, runtime_bytes, scratch_bytes
+from thermocline.text.tokenizer import Tokenizer
+
+F64 = NDArray[np.float64]
+Progress = Callable[[int, int], None]  # windows done, windows in all
+PIECE = 256  # tokens of a forward pass, as the engine computes prompts
+LOGITS = 1 << 24  # a reader's logits at a time: 64 MiB
+BLOCK = 1 << 17  # of them in f64 at a time: 1 MiB, which stays in the second-level cache
+SMALLEST = 4  # tokens of a window: one is predicted from the two before it
+
+
+# ---- the text
+
+
+def windows(tokenizer: Tokenizer, text: str, context: int, limit: int | None = None) -> I32:
+    """[windows, context]: the text's tokens, cut; each window begins as a text does, so its first token
+    is lost where texts begin with a token of their own. An incomplete window at the end is left out.
+    """
+    ids = np.array(tokenizer.encode(text), np.int32)
+    count = len(ids) // context
+    if count == 0:
+        raise UsageError(
+            f"the text has {len(ids)} tokens, a window needs {context}; "
+            "give a longer text or a smaller context"
+        )
+    cut = ids[: min(count, limit or count) * context].reshape(-1, context)
+    begin = tokenizer.encode("")[:1]
+    if begin == tokenizer.encode("a")[:1]:  # else there is none, or it ends texts
+        cut[:, 0] = begin
+    return cut
+
+
+def check_context(spec: ModelSpec, context: int) -> None:
+    if not SMALLEST <= context <= spec.max_context:
+        raise UsageError(
+            f"windows of {context} tokens were asked for; this model reads {SMALLEST} to {spec.max_context}"
+        )
+
+
+def check_memory(
+    specs: Sequence[ModelSpec],
+    *,
+    weights_bytes: int,
+    available_bytes: int | None,
+    context: int,
+    threads: int,
+    side: int = 1,
+) -> None:
+    """OutOfBudget where readers of these models will not fit."""
+    cache = sum(bytes_for(s, side * blocks_for(context) * KV_BLOCK) for s in specs)
+    step = sum(scratch_bytes(s, context=context, max_batch=FEW, threads=threads) for s in specs)
+    buffers = step + runtime_bytes(specs[0]) + len(specs) * 4 * LOGITS
+    need = weights_bytes + cache + buffers
+    if available_bytes is not None and need > available_bytes:
+        raise OutOfBudget(
+            f"the evaluation needs {need / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
+            f"{cache / GIB:.2f} keys and values, {buffers / GIB:.2f} buffers), "
+            f"{available_bytes / GIB:.2f} GiB is free; use a smaller weight format (q4_0), context or model"
+        )
+
+
+# ---- the model
+
+
+class Reader:
+    """A loaded model that reads windows by `sparsity` and tells the logits of what comes next.
+
+    A mode that saves work for few tokens only (predict) reads as it generates: token by token. `side`
+    windows, at most 4, are read together, a token of each. That is faster, but neurons predicted for one
+    token are then there for the others, and the mode looks closer to exact than it is for one answer.
+    `stats` are of what was read, without prompts.
+
+    model    of `decoder.bind`, with `for_context`; readers may share it, and `ops`
+    step     tokens of a window in a forward pass; None: what the mode needs
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Any,
+        *,
+        context: int,
+        sparsity: str = "exact",
+        side: int = 1,
+        step: int | None = None,
+    ) -> None:
+        check_context(model.spec, context)
+        assert 1 <= side <= FEW
+        self.model, self.ops, self.context, self.sparsity, self.side = model, ops, context, sparsity, side
+        self.step = step or (1 if sparsity == "predict" else PIECE // side)
+        assert sparsity != "predict" or side * self.step <= FEW, "more tokens are read exactly"
+        self.stats = FFNStats()
+        self._kv = KVCache(model.spec, side * blocks_for(context))
+        self._tables = [self._kv.open([]) for _ in range(side)]
+        for table in self._tables:
+            self._kv.grow(table, context)  # there is room for all of them
+
+    def prompt(self, texts: I32, stop: int) -> None:
+        """Read positions [0, stop) as a prompt is read: never by prediction."""
+        sparsity = "exact" if self.sparsity == "predict" else self.sparsity
+        for ids, at in _cuts(texts, 0, stop, PIECE // self.side):
+            self._forward(ids, at, sparsity, FFNStats(), wanted=False)
+
+    def read(self, texts: I32, start: int, stop: int) -> F32:
+        """-> logits [windows, positions, vocab] after positions [start, stop); the earlier are read."""
+        parts = []
+        for ids, at in _cuts(texts, start, stop, self.step):
+            logits = self._forward(ids, at, self.sparsity, self.stats, wanted=True)
+            parts.append(logits.reshape(*ids.shape, -1))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _forward(self, ids: I32, start: int, sparsity: str, stats: FFNStats, *, wanted: bool) -> F32:
+        """[windows, positions] from `start` on -> [tokens, vocab], or of no tokens."""
+        n, length = ids.shape
+        tokens = np.arange(n * length, dtype=np.int32)
+        tables = self._kv.tables(self._tables[:n], [start + length] * n)
+        batch = Batch(
+            ids=np.ascontiguousarray(ids).ravel(),
+            positions=start + tokens % length,
+            sequence=tokens // length,
+            block_table=tables[0],
+            logit_rows=tokens if wanted else tokens[:0],
+            window_table=tables[-1],
+        )
+        return forward(self.model, self._kv, batch, self.ops, sparsity=sparsity, stats=stats)
+
+
+def _cuts(texts: I32, start: int, stop: int, step: int) -> Iterator[tuple[I32, int]]:
+    for at in range(start, stop, step):
+        yield texts[:, at : min(at + step, stop)], at
+
+
+def _groups(readers: Sequence[Reader], texts: I32, progress: Progress | None) -> Iterator[I32]:
+    """What the readers read together."""
+    side, count = readers[0].side, len(texts)
+    assert all(r.side == side and r.context == texts.shape[1] for r in readers)
+    for first in range(0, count, side):
+        yield texts[first : first + side]
+        if progress is not None:
+            progress(min(first + side, count), count)
+
+
+def _pieces(readers: Sequence[Reader], texts: I32) -> Iterator[tuple[I32, list[F32]]]:
+    """(tokens that are scored, every reader's logits for them), a part of the windows at a time.
+
+    The first half of a window is read as a prompt, the second is scored. Nothing follows its last token.
+    """
+    context, side = readers[0].context, readers[0].side
+    for reader in readers:
+        reader.prompt(texts, context // 2)
+    vocab = max(r.model.spec.vocab_size for r in readers)
+    length = max(1, min(PIECE, LOGITS // vocab) // side)
+    for start in range(context // 2, context - 1, length):
+        stop = min(start + length, context - 1)
+        logits = [r.read(texts, start, stop).reshape(-1, vocab) for r in readers]
+        yield texts[:, start + 1 : stop + 1].ravel(), logits
+
+
+# ---- scores of tokens
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of scored tokens: [tokens] each."""
+
+    nll: F64  # minus the logarithm of the probability that the token had
+    base_nll: F64
+    kld: F64  # sum of base * log(base / own) over the vocabulary
+    same_top: NDArray[np.bool_]  # both find the same token the likeliest
+
+    @staticmethod
+    def join(parts: Sequence[Comparison]) -> Comparison:
+        rows = [(p.nll, p.base_nll, p.kld, p.same_top) for p in parts]
+        return Comparison(*map(np.concatenate, zip(*rows, strict=True)))
+
+
+def nll(logits: F32, targets: I32) -> F64:
+    """[n, vocab] -> [n]. NumericalError where a logit is not finite."""
+    return np.concatenate([-_of(_log_softmax(logits[b]), targets[b]) for b in _blocks(logits)])
+
+
+def compare(logits: F32, base: F32, targets: I32) -> Comparison:
+    """[n, vocab] each. Equal logits have a divergence of exactly 0."""
+    return Comparison.join([_compare(logits[b], base[b], targets[b]) for b in _blocks(logits)])
+
+
+def _compare(logits: F32, base: F32, targets: I32) -> Comparison:
+    q, p = _log_softmax(logits), _log_softmax(base)
+    kld = (np.exp(p) * (p - q)).sum(axis=1)
+    return Comparison(-_of(q, targets), -_of(p, targets), kld, q.argmax(axis=1) == p.argmax(axis=1))
+
+
+def _blocks(logits: F32) -> Iterator[slice]:
+    rows = max(1, BLOCK // logits.shape[1])
+    return (slice(at, at + rows) for at in range(0, len(logits), rows))
+
+
+def _log_softmax(logits: F32) -> F64:
+    for row in logits[~np.isfinite(logits).all(axis=1)]:
+        check_finite(row)
+    x = logits.astype(np.float64)
+    x -= x.max(axis=1, keepdims=True)
+    x -= np.log(np.exp(x).sum(axis=1, keepdims=True))
+    return x
+
+
+def _of(x: F64, targets: I32) -> F64:
+    picked: F64 = x[np.arange(len(x)), targets]
+    return picked
+
+
+def scores(reader: Reader, texts: I32, progress: Progress | None = None) -> Iterator[F64]:
+    """NLLs, of `reader.side` windows at a time."""
+    for group in _groups([reader], texts, progress):
+        yield np.concatenate([nll(own, targets) for targets, (own,) in _pieces([reader], group)])
+
+
+def comparisons(
+    reader: Reader, base: Reader, texts: I32, progress: Progress | None = None
+) -> Iterator[Comparison]:
+    """Of `reader.side` windows at a time, which both read: no more logits than a piece's are ever held."""
+    for group in _groups([reader, base], texts, progress):
+        pieces = _pieces([reader, base], group)
+        yield Comparison.join([compare(own, other, targets) for targets, (own, other) in pieces])
+
+
+# ---- statistics over tokens
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, or what follows from one, and its standard error (NaN for a single token)."""
+
+    value: float
+    error: float
+
+    @staticmethod
+    def mean(x: NDArray[Any]) -> Estimate:
+        error = float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else math.nan
+        return Estimate(float(x.mean(dtype=np.float64)), error)
+
+    @staticmethod
+    def exp_mean(x: F64) -> Estimate:
+        log = Estimate.mean(x)
+        value = math.exp(min(log.value, 700.0))
+        return Estimate(value, value * log.error)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    tokens: int  # scored
+    nll: Estimate
+    perplexity: Estimate
+
+    @staticmethod
+    def of(nll: F64) -> Perplexity:
+        return Perplexity(len(nll), Estimate.mean(nll), Estimate.exp_mean(nll))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A model's predictions against a base's, token by token: errors are of paired differences."""
+
+    own: Perplexity
+    base: Perplexity
+    ratio: Estimate  # of the perplexities, own / base
+    kld: Estimate  # in nats
+    kld_p99: float
+    kld_max: float
+    same_top: Estimate  # fraction of tokens
+    delta_p: Estimate  # of the right token's probability, own - base
+    delta_p_rms: Estimate
+
+    @staticmethod
+    def of(c: Comparison) -> Divergence:
+        delta = np.exp(-c.nll) - np.exp(-c.base_nll)
+        square = Estimate.mean(delta**2)
+        rms = math.sqrt(square.value)
+        return Divergence(
+            own=Perplexity.of(c.nll),
+            base=Perplexity.of(c.base_nll),
+            ratio=Estimate.exp_mean(c.nll - c.base_nll),
+            kld=Estimate.mean(c.kld),
+            kld_p99=float(np.percentile(c.kld, 99)),
+            kld_max=float(c.kld.max()),
+            same_top=Estimate.mean(c.same_top),
+            delta_p=Estimate.mean(delta),
+            delta_p_rms=Estimate(rms, square.error / (2 * rms) if rms else 0.0),
+        )
+
+
+def perplexity(reader: Reader, texts: I32, progress: Progress | None = None) -> Perplexity:
+    """`texts`: of `windows`, as long as the reader's context."""
+    return Perplexity.of(np.concatenate([*scores(reader, texts, progress)]))
+
+
+def divergence(reader: Reader, base: Reader, texts: I32, progress: Progress | None = None) -> Divergence:
+    """`texts`: of `windows`, as long as both readers' context."""
+    return Divergence.of(Comparison.join([*comparisons(reader, base, texts, progress)]))

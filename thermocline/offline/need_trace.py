@@ -1,0 +1,158 @@
+"""Which neurons each token needs, recorded while a model decodes, and the file that keeps it.
+
+A trace is a sidecar of kind `trace` (docs/internals/pack.md): a bit a neuron, layer and token. Must not
+know what it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.errors import BadFile, IOFailure, Unsupported
+from thermocline.files.bounded import quoted
+from thermocline.model.activations import route
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer
+from thermocline.pack import sidecar
+from thermocline.pack.pack import Pack
+
+U8 = NDArray[np.uint8]
+Bool = NDArray[np.bool_]
+KIND = "trace"
+AGAIN = "thermocline bench -m PACK --trace FILE"
+
+
+def check_sparse(spec: ModelSpec) -> None:
+    if not spec.sparse:
+        raise Unsupported(
+            f"{spec.architecture} with {spec.activation}: every token needs every neuron: nothing to "
+            "record; trace a ReLU-family model"
+        )
+
+
+class Recorder(CpuOps):
+    """The native ops; between `begin` and the end every FFN's needed neurons are kept, a bit each."""
+
+    def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer]) -> None:
+        super().__init__(threads)
+        self._spec, self._layers = spec, layers
+        self.neurons, self.experts = spec.n_experts * spec.ffn_dim, spec.n_experts
+        self._rows: list[list[U8]] | None = None
+
+    def begin(self) -> None:
+        self._rows = [[] for _ in self._layers]
+
+    @property
+    def active(self) -> list[U8]:
+        """Of each layer [tokens, bytes], of the tokens that all layers have seen."""
+        assert self._rows is not None
+        n = len(self._rows[-1])
+        width = -(-self.neurons // 8)
+        return [np.array(rows[:n], np.uint8).reshape(n, width) for rows in self._rows]
+
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
+    ) -> Any:
+        self._layer = 0
+        return super().step(batch, block, cos, sin, window)
+
+    def ffn_add(
+        self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, record: F32 | None = None
+    ) -> None:
+        if self._rows is None:
+            return super().ffn_add(x, h, bound, sparsity, stats, record)
+        layer, self._layer = self._layer, self._layer + 1
+        gated = self._gates(layer, h) if self._spec.up_activation == "relu" else None  # before h changes
+        record = np.empty((len(x), bound.neurons), np.float32)
+        super().ffn_add(x, h, bound, sparsity, stats, record)
+        needed = record != 0 if gated is None else gated
+        self._rows[layer].extend(np.packbits(needed, axis=1, bitorder="little"))
+        return None
+
+    def _gates(self, layer: int, h: F32) -> Bool:
+        """Of dReLU: up rows are read where the gate is above zero, whatever comes of the product."""
+        s, own = self._spec, self._layers[layer]
+        if own.ffn_norm is not None and s.norm_order != "post":
+            h = self.norm(h, own.ffn_norm.weight, own.ffn_norm.bias, s.norm_eps, s.norm)
+        gates = np.stack([self.matmul(f.gate.weight, h, f.gate.bias) for f in own.experts], axis=1)
+        needed = gates > s.activation_threshold  # [tokens, n_experts, ffn_dim]
+        if own.router is not None:
+            needed &= route(self.matmul(own.router, h, None), s.n_experts_active)[:, :, None] != 0
+        return needed.reshape(len(h), -1)
+
+
+# ---- the file
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Of a pack's every layer, the needed neurons of consecutive tokens."""
+
+    tokens: int
+    source: str  # where the tokens are from
+    sparsity: str
+    depth: int  # tokens before them
+    neurons: int  # of a layer
+    experts: int  # that they are of
+    active: tuple[U8, ...]  # of each layer [tokens, bytes]: bit i mod 8 of byte i / 8 is neuron i
+
+    @staticmethod
+    def of(recorder: Recorder, source: str, sparsity: str, depth: int) -> Trace:
+        active, neurons = recorder.active, recorder.neurons
+        return Trace(len(active[0]), source, sparsity, depth, neurons, recorder.experts, tuple(active))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.active)
+
+    def layer(self, i: int) -> Bool:
+        """[tokens, neurons]: whether the token needs the neuron."""
+        bits = np.unpackbits(self.active[i], axis=1, count=self.neurons, bitorder="little")
+        return bits.view(np.bool_)
+
+
+def check_target(path: Path) -> None:
+    """Refuse what could not be written, before anything is computed."""
+    if path.is_dir():
+        raise IOFailure(f"--trace {path}: is a directory")
+    if path.exists() and not path.is_file():  # a file in its place: root could do that to /dev/null
+        raise IOFailure(f"--trace {path}: is a device, pipe or socket, not a file")
+    if not path.absolute().parent.is_dir():
+        raise IOFailure(f"--trace {path}: no such directory")
+
+
+def write_trace(path: Path, pack: Pack, trace: Trace) -> None:
+    """In place of what was there, whole or not at all."""
+    facts = {key: getattr(trace, key) for key in ("tokens", "source", "sparsity", "depth")}
+    layout: Any = {f"layers.{i}.active": ("u1", a.shape) for i, a in enumerate(trace.active)}
+    sidecar.replace(path, KIND, sidecar.stamp(pack.path), facts, layout, trace.active)
+
+
+def read_trace(path: Path, pack: Pack) -> Trace:
+    """BadFile: damaged, or another pack's."""
+    found = sidecar.Sidecar.open(path, KIND, sidecar.stamp(pack.path), AGAIN)
+    if found is None:
+        raise IOFailure(f"{path}: no such file; record it with `{AGAIN}`")
+    try:
+        return _read(found, pack.spec)
+    finally:
+        found.close()
+
+
+def _read(found: sidecar.Sidecar, spec: ModelSpec) -> Trace:
+    tokens, source, sparsity, depth = (found.facts.get(k) for k in ("tokens", "source", "sparsity", "depth"))
+    if type(tokens) is not int or tokens < 1 or type(depth) is not int:
+        raise BadFile(f"{found.path}: tokens is {quoted(tokens)} and depth {quoted(depth)}, not numbers")
+    if not isinstance(source, str) or not isinstance(sparsity, str):
+        raise BadFile(f"{found.path}: source or sparsity is missing")
+    neurons = spec.n_experts * spec.ffn_dim
+    shape = (tokens, -(-neurons // 8))
+    active = tuple(found.read(f"layers.{i}.active", "|u1", shape) for i in range(spec.n_layers))
+    return Trace(tokens, source, sparsity, depth, neurons, spec.n_experts, active)

@@ -1,0 +1,213 @@
+"""`thermocline profile`: run a model over text, count what is active, put its pack in order of hotness.
+
+Owns the course of it: what is refused first, what an interruption leaves, what is written.
+Must not know flags.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thermocline import _native
+from thermocline.errors import IOFailure, Unsupported
+from thermocline.machine import hardware
+from thermocline.model.spec import ModelSpec
+from thermocline.offline.activity import STEP, Worker, count_passages, down_norms
+from thermocline.offline.checkpoint import Unfinished
+from thermocline.offline.corpus import Corpus
+from thermocline.pack import sidecar
+from thermocline.pack.activity_profile import (
+    BUCKETS,
+    I32,
+    I64,
+    PROFILE,
+    SAMPLES,
+    Profile,
+    write_profile,
+    write_samples,
+)
+from thermocline.pack.pack import Pack
+from thermocline.pack.reorder import hottest_first, write_reordered
+from thermocline.plan.memory import fit, scratch_bytes
+from thermocline.session import weights
+
+Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
+
+SAMPLE_COUNT, SAMPLES_BYTES = 16384, 2 << 30  # by default: so many, or as many as take this much
+ASSUMED_ACTIVE = 0.25  # of neurons, before anything is known
+SAVE_S, SAVE_BYTES = 30.0, 64 << 20  # what a kill may cost; what is held in memory
+STALE = ("predictors.safetensors",)  # of the old order
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be done. `samples`: tokens to keep for training; `output`: a pack, maybe the same."""
+
+    pack: Pack
+    corpus: Corpus
+    output: Path
+    context: int
+    samples: int
+    threads: int
+    workers: int
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    profile: Profile  # of the written pack
+    samples: int
+    samples_bytes: int
+    tokens_per_s: float | None  # of those counted now; None where all had been
+    resumed_tokens: int
+    dropped: tuple[str, ...]  # files of the old order that are gone
+
+
+def sample_bytes(spec: ModelSpec, active: float = ASSUMED_ACTIVE) -> int:
+    """Of one sampled token, with so many neurons active."""
+    return spec.n_layers * (2 * spec.dim + 8 + int(6 * active * spec.n_experts * spec.ffn_dim))
+
+
+def default_samples(spec: ModelSpec) -> int:
+    return min(SAMPLE_COUNT, SAMPLES_BYTES // sample_bytes(spec))
+
+
+def check_sparse(spec: ModelSpec) -> None:
+    if not spec.sparse:
+        raise Unsupported(
+            f"{spec.architecture} with {spec.activation}: no neuron is exactly zero, so there is none to "
+            "count, and every one is computed; profile a ReLU-family model instead, such as a ReLU "
+            "fine-tune of this one (ProSparse, TurboSparse, ReluLLaMA)"
+        )
+
+
+def sampled_tokens(passages: Sequence[I32], n: int) -> list[I64]:
+    """Of each passage, which of its tokens are sampled: one, drawn, from each n-th part of all tokens."""
+    lengths = np.array([len(p) for p in passages])
+    total = int(lengths.sum())
+    edges = np.arange(n + 1, dtype=np.int64) * total // max(1, n)
+    drawn = np.random.PCG64(0).random_raw(n).astype(np.uint64) if n else np.empty(0, np.uint64)
+    at = edges[:-1] + (drawn % np.diff(edges).astype(np.uint64)).astype(np.int64) if n else edges[:0]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    cuts = np.searchsorted(at, starts)
+    return [at[a:b] - s for a, b, s in zip(cuts, cuts[1:], starts, strict=False)]
+
+
+def profile(r: Request, progress: Progress, note: Callable[[str], None]) -> Done:
+    """Raises Unsupported, UsageError, OutOfBudget, IOFailure before anything is computed, where it can."""
+    check_sparse(r.pack.spec)
+    n = min(r.samples, r.corpus.tokens)
+    _check_disk(r.pack, r.output, n)
+    _check_memory(r)
+    unfinished = _open_unfinished(r, n)
+    with closing(unfinished):
+        if unfinished.replaced:
+            note(f"{unfinished.directory}: was an unfinished profile of something else: starting anew")
+        before = sum(map(len, r.corpus.passages[: unfinished.done]))
+        if before:
+            note(f"going on after {before} of {r.corpus.tokens} tokens")
+        seconds = _count(r, unfinished, n, progress)
+        made, size, dropped = _write(r, unfinished, n, progress)
+        unfinished.remove()
+    speed = (made.tokens - before) / seconds if made.tokens > before else None
+    return Done(made, n, size, speed, before, dropped)
+
+
+def _check_disk(pack: Pack, output: Path, n: int) -> None:
+    parent = next(p for p in Path(os.path.realpath(output)).parents if p.is_dir())
+    neurons = pack.spec.n_layers * pack.spec.n_experts * pack.spec.ffn_dim
+    need = pack.weights_bytes + 3 * neurons * len(BUCKETS) * 8 + 2 * n * sample_bytes(pack.spec)
+    free = shutil.disk_usage(parent).free
+    if free < need:
+        raise IOFailure(
+            f"{parent}: {free / 2**30:.3g} GiB are free; the pack in its new order and {n} samples need "
+            f"{need / 2**30:.3g} GiB: free some, choose fewer --samples, or another disk with -o"
+        )
+
+
+def _check_memory(r: Request) -> None:
+    s = r.pack.spec
+    scratch = scratch_bytes(s, context=r.context, max_batch=1, threads=r.threads // r.workers or 1)
+    fit(
+        s,
+        weights_bytes=r.pack.weights_bytes + r.workers * (scratch + 5 * STEP * s.n_experts * s.ffn_dim),
+        available_bytes=hardware.available_bytes(),
+        context=r.context * r.workers,
+        max_batch=1,
+        threads=r.threads,
+    )
+
+
+def _open_unfinished(r: Request, n: int) -> Unfinished:
+    output = Path(os.path.realpath(r.output))
+    made_for = {"corpus": r.corpus.sha256, "context": r.context, "samples": n, "isa": _native.isa()}
+    directory = output.with_name(f"{output.name}.profile-unfinished")
+    return Unfinished(directory, r.pack.spec, sidecar.stamp(r.pack.path), made_for)
+
+
+def _count(r: Request, unfinished: Unfinished, n: int, progress: Progress) -> float:
+    """Seconds of counting. However it ends, what was counted is saved."""
+    passages, done = r.corpus.passages, unfinished.done
+    if done == len(passages):
+        return 0.0
+    loaded = weights.load(r.pack, threads=r.threads, progress=lambda a, b: progress("loading", a, b, "B"))
+    norms = down_norms(r.pack.spec, loaded.weights, loaded.ops) if n else []
+    threads = max(1, r.threads // r.workers)
+    prefix = r.corpus.prefix
+    workers = [
+        Worker(r.pack.spec, loaded.weights, prefix, r.context, threads, norms) for _ in range(r.workers)
+    ]
+    tokens = sum(map(len, passages[:done]))
+    begin = saved = time.monotonic()
+    progress("counting", tokens, r.corpus.tokens, " tokens")
+    with closing(count_passages(workers, passages[done:], sampled_tokens(passages, n)[done:])) as found:
+        try:
+            for passage, counted in zip(passages[done:], found, strict=True):
+                unfinished.add(counted)
+                tokens += len(passage)
+                progress("counting", tokens, r.corpus.tokens, " tokens")
+                if time.monotonic() - saved > SAVE_S or unfinished.held_bytes > SAVE_BYTES:
+                    unfinished.save()
+                    saved = time.monotonic()
+        finally:
+            unfinished.save()
+    return time.monotonic() - begin
+
+
+def _write(
+    r: Request, unfinished: Unfinished, n: int, progress: Progress
+) -> tuple[Profile, int, tuple[str, ...]]:
+    """The pack in order of hotness with its sidecars -> (its profile, bytes of samples, what is gone)."""
+    s, passages = r.pack.spec, r.corpus.passages
+    shape = (len(BUCKETS), s.n_experts, s.ffn_dim)
+    windows = tuple(sum(len(p) // b for p in passages) for b in BUCKETS)
+    counts = tuple(c.reshape(shape) for c in unfinished.counts)
+    places = [hottest_first(c[0]) for c in counts]
+    found = Profile(BUCKETS, windows, r.corpus.tokens, r.corpus.sha256, counts).reordered(places)
+
+    in_place = os.path.realpath(r.output) == os.path.realpath(r.pack.path)
+    gone = tuple(name for name in STALE if in_place and (r.pack.path / name).exists())
+
+    def finish(directory: Path) -> None:
+        write_profile(directory, found)
+        if n:
+            write_samples(directory, s, n, unfinished.active(), unfinished.rows(places))
+
+    write_reordered(
+        r.pack,
+        r.output,
+        places,
+        finish,
+        drop=(PROFILE, SAMPLES, *STALE),
+        overwrite=r.overwrite,
+        progress=lambda a, b: progress("reordering", a, b, "B"),
+    )
+    return found, (r.output / SAMPLES).stat().st_size if n else 0, gone

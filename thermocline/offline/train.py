@@ -1,0 +1,362 @@
+"""`thermocline train`: fit predictors to a profile's samples, and keep those that read the fewest bytes.
+
+`calibrate.py` says what each fit costs at every price of errors; here one price is found for the whole model:
+the lowest at which predictions are, measured end to end, as near to exact as was asked. Must not know flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from thermocline.errors import Unsupported, UsageError
+from thermocline.files.bounded import Json
+from thermocline.machine import hardware
+from thermocline.model import quant
+from thermocline.model.activations import route
+from thermocline.model.spec import ModelSpec
+from thermocline.offline import calibrate, fit_mlp, fit_svd
+from thermocline.offline.calibrate import PRICES, TYPICAL, Activity, Costs
+from thermocline.offline.trial import Asked, Judge, Layers, Progress, Texts, Verdict, past
+from thermocline.ops.interface import F32
+from thermocline.pack.activity_profile import AGAIN, Rows, Samples, open_profile, open_samples
+from thermocline.pack.pack import Pack, read_tensor
+from thermocline.pack.predictor import LayerPredictor, scores, stored, stored_bytes
+
+KINDS = ("mlp", "svd", "sign")
+CHEAPEST_FIRST = ("sign", "svd", "mlp")  # to fit
+BLOCK = 32  # ranks are whole blocks of int8 weights
+CALIBRATION = 0.5  # of the samples; predictors are fitted to the others
+SVD_RANK = 256  # fitted at first; wider only where ranks up to this still gain
+RANK_SHARE = 0.25  # the rank tried first, of the neurons that are active for a token
+FITTED = 0.75  # of the time, fits are over; in half of it they are as wide as they get
+
+
+@dataclass(frozen=True)
+class Request:
+    pack: Pack
+    kinds: tuple[str, ...]
+    forced: bool  # predict in every layer, even where reading the gate costs less
+    max_kld: float
+    max_ppl: float  # change of perplexity, percent
+    seed: int
+    threads: int
+    minutes: float
+    texts: Texts  # to measure on
+    own: bool  # on what the model itself writes, too
+    context: int
+    limit: int  # windows of a text
+
+
+@dataclass(frozen=True)
+class Trained:
+    layers: Layers
+    report: Json  # the same for equal seeds, if `minutes` cut nothing short
+    worthwhile: bool  # reads less than exact does
+    timing: Json  # of this machine now: kept in no file
+
+
+def check(pack: Pack) -> Samples:
+    """What cannot be trained on is refused, with the command that helps."""
+    if not pack.spec.sparse:
+        raise Unsupported(
+            f"{pack.path}: its {pack.spec.activation} neurons are never exactly zero, so there is nothing to "
+            "predict; it runs densely"
+        )
+    again = AGAIN.replace("PACK", str(pack.path))
+    if open_profile(pack) is None:
+        raise UsageError(f"{pack.path}: has no profile; make one with `{again}`")
+    samples = open_samples(pack)
+    if samples is None:
+        raise UsageError(
+            f"{pack.path}: has no samples to learn from; make them with `{again} --samples 4096`"
+        )
+    return samples
+
+
+def train(r: Request, samples: Samples, progress: Progress) -> Trained:
+    begin = time.monotonic()
+    deadline = begin + 60 * r.minutes
+    found = [*_shortlists(r, samples, deadline, partial(progress, "fitting"))]
+    judge, near, searched = Judge.of(_asked(r), deadline, progress), None, 0
+    if (quick := judge.quick()) is not None and not past(deadline):
+        near, _, searched = search(found, quick, r, quick.deadline)
+    price, verdict, more = search(found, judge, r, deadline, near)
+    layers = [s.best[price] for s in found]
+    report = {
+        "kinds": list(r.kinds),
+        "seed": r.seed,
+        "samples": samples.n,
+        "max_kld": r.max_kld,
+        "max_ppl_percent": r.max_ppl,
+        "met": meets(verdict, r),
+        "price": float(PRICES[price]),
+        "tried": searched + more,
+        **verdict.facts(),
+        "layers": _layer_reports(r, samples, layers, found),
+    }
+    timing = {"seconds": time.monotonic() - begin, "fit_s": [s.seconds for s in found]}
+    timing["predictor_us_at_memory_speed"] = _at_memory_speed(verdict.predictor_bytes, r.threads)
+    return Trained(layers, report, verdict.bytes < verdict.bytes_exact, timing)
+
+
+def _asked(r: Request) -> Asked:
+    return Asked(r.pack, r.threads, r.texts, r.own, r.context, r.limit, r.seed)
+
+
+def _at_memory_speed(nbytes: float, threads: int) -> float | None:
+    """Microseconds of reading them; None where memory is too scarce to measure in."""
+    speed = hardware.read_gbs(threads)
+    return None if speed is None else nbytes / (speed * 1e3)
+
+
+# ---- fitting
+
+
+@dataclass
+class Shortlist:
+    """One layer: at every price the best of what was offered, None for reading the whole gate."""
+
+    spec: ModelSpec
+    gate: int  # bytes of a gate row
+    best: Layers
+    objective: list[float]
+    seconds: float = 0.0
+
+    @staticmethod
+    def of(spec: ModelSpec, gate: int, forced: bool) -> Shortlist:
+        exact = float("inf") if forced else float(gate * spec.n_experts_active * spec.ffn_dim)
+        return Shortlist(spec, gate, [None] * len(PRICES), [exact] * len(PRICES))
+
+    def offer(self, p: LayerPredictor, a: Activity) -> float:
+        """-> what it costs at a typical price. Its thresholds and break-even are found here."""
+        p = stored(p, self.spec).decoded()  # scores of the weights as they will be
+        curves = calibrate.curves(scores(p, a.x), a)
+        costs = self.costs(p)
+        chosen = [calibrate.choose(curves, costs, i) for i in range(len(PRICES))]
+        for i, c in enumerate(chosen):
+            if c.objective < self.objective[i]:
+                self.objective[i] = c.objective
+                self.best[i] = replace(p, threshold=c.threshold, hot=c.hot)
+        return chosen[TYPICAL].objective
+
+    def costs(self, p: LayerPredictor) -> Costs:
+        first, ask = stored_bytes(self.spec, p.kind, 0 if p.first is None else len(p.first))
+        return Costs(self.spec.n_experts_active * first, ask, self.gate)
+
+
+def _shortlists(
+    r: Request, samples: Samples, deadline: float, progress: Callable[[int, int, str], None]
+) -> Iterator[Shortlist]:
+    spec = r.pack.spec
+    for i in range(spec.n_layers):
+        begin = time.monotonic()
+        progress(i, spec.n_layers, " layers")
+        made = Shortlist.of(spec, r.pack.tensors[f"layers.{i}.gate.weight"].stride, r.forced)
+        fitted, kept = split(activity(r.pack, i, samples.layer(i)), r.seed)
+        share = (deadline - begin) / (spec.n_layers - i)
+        late, over = (partial(past, begin + part * share) for part in (0.5, FITTED))  # the rest is for trials
+        for kind in sorted(r.kinds, key=CHEAPEST_FIRST.index):
+            with contextlib.suppress(_Over):
+                _fit(kind, made, gate_rows(r.pack, i), fitted, kept, r, i, late, over)
+        made.seconds = time.monotonic() - begin
+        yield made
+    progress(spec.n_layers, spec.n_layers, " layers")
+
+
+class _Over(Exception):
+    """A fit that would take longer than there is time for it."""
+
+
+def _unless(over: Callable[[], bool]) -> None:
+    if over():
+        raise _Over
+
+
+def _fit(
+    kind: str,
+    made: Shortlist,
+    gate: F32,
+    fitted: Activity,
+    kept: Activity,
+    r: Request,
+    layer: int,
+    late: Callable[[], bool],
+    over: Callable[[], bool],
+) -> None:
+    """Offer fits of a kind, no wider ones when it is `late`; _Over where there is no time for any more."""
+
+    def ranked(first: F32, second: F32) -> float:
+        none = np.zeros(len(second), np.float32)
+        return made.offer(LayerPredictor(kind, first, second, None, none, 0, kept.experts), kept)
+
+    _unless(over)
+    match kind:
+        case "sign":
+            none = np.zeros(len(gate), np.float32)
+            made.offer(LayerPredictor(kind, None, None, fit_svd.signs(gate), none, 0, kept.experts), kept)
+        case "svd":
+            asked = made.spec.n_experts_active * made.spec.ffn_dim
+            ranks = _ranks(made.spec, asked * made.gate, len(fitted.neuron) / fitted.n / asked)
+            _cut(partial(fit_svd.svd, gate, fitted.x, seed=r.seed + layer), ranks, made, ranked, late)
+        case "mlp":
+            step = partial(_unless, over)
+            train_rank = partial(fit_mlp.fit, fitted, seed=r.seed + layer, threads=r.threads, step=step)
+            _widths(lambda rank: ranked(*train_rank(rank)), _first_rank(fitted), made.spec, late)
+
+
+def _cut(
+    svd: Callable[[int], tuple[F32, F32]],
+    ranks: list[int],
+    made: Shortlist,
+    offer: Callable[[F32, F32], float],
+    late: Callable[[], bool],
+) -> None:
+    """Ranks upwards until one is the best at no price. Of `SVD_RANK` at first: a wide fit takes minutes."""
+    first, second = svd(min(SVD_RANK, max(ranks)))
+    for rank in ranks:
+        if rank > len(first):
+            wanted = len(first) < min(second.shape[0], made.spec.dim)
+            first, second = svd(max(ranks)) if wanted else (first, second)
+        rank, before = min(rank, len(first)), [*made.objective]
+        offer(first[:rank], np.ascontiguousarray(second[:, :rank]))
+        if late() or (made.objective == before and any(o < float("inf") for o in before)):
+            break
+
+
+def _ranks(spec: ModelSpec, gate_bytes: int, active: float) -> list[int]:
+    """Ranks whose predictors and the gate rows needed read less than the gate: steps of a half or a third."""
+    steps = [(BLOCK << k) * m // 2 for k in range(12) for m in (2, 3)]
+    ranks = sorted({s for s in steps if s % BLOCK == 0 and s <= spec.dim})
+    return [s for s in ranks if _whole(spec, s) < (1 - active) * gate_bytes] or [BLOCK]
+
+
+def _whole(spec: ModelSpec, rank: int) -> int:
+    first, ask = stored_bytes(spec, "svd", rank)
+    return spec.n_experts_active * (first + spec.ffn_dim * ask)
+
+
+def _first_rank(a: Activity) -> int:
+    """By how many neurons are active for a token; fewer where few neurons do most of the work."""
+    often = np.sort(np.bincount(a.neuron, minlength=a.neurons))[::-1].cumsum()
+    busy = np.searchsorted(often, 0.8 * often[-1]) / a.neurons  # the share that makes 80 % of activations
+    rank = RANK_SHARE * len(a.neuron) / a.n * (0.5 + busy)
+    return max(BLOCK, round(float(rank) / BLOCK) * BLOCK)
+
+
+def _widths(cost: Callable[[int], float], first: int, spec: ModelSpec, late: Callable[[], bool]) -> None:
+    """Double the rank while that costs less in all, else halve it."""
+    start = cost(first)
+    for factor in (2.0, 0.5):
+        rank, best = first, start
+        while not late():
+            rank = int(rank * factor) // BLOCK * BLOCK
+            if not BLOCK <= rank <= spec.dim or (now := cost(rank)) >= best:
+                break
+            best = now
+        if best < start:
+            return
+
+
+# ---- what is fitted to
+
+
+def activity(pack: Pack, layer: int, rows: Rows) -> Activity:
+    x, index, mass = rows[0].astype(np.float32), rows[2].astype(np.int64), rows[3].astype(np.float32)
+    spec = pack.spec
+    a = Activity(x, rows[1], index, mass, spec.n_experts * spec.ffn_dim)
+    if spec.n_experts == 1:
+        return a
+    router = read_tensor(pack, f"layers.{layer}.router.weight").view("<f4")
+    chosen = route(x @ router.T, spec.n_experts_active) != 0
+    chosen[a.token, index // spec.ffn_dim] = True  # inputs in f16 may say otherwise where it is close
+    return replace(a, chosen=chosen)
+
+
+def split(a: Activity, seed: int) -> tuple[Activity, Activity]:
+    """(to fit to, to calibrate with)."""
+    order = np.random.default_rng(seed).permutation(a.n)
+    at = max(1, a.n - round(CALIBRATION * a.n))
+    return a.take(np.sort(order[:at])), a.take(np.sort(order[at:])) if at < a.n else a
+
+
+def gate_rows(pack: Pack, layer: int) -> F32:
+    """[n_experts * ffn_dim, dim]."""
+    name = f"layers.{layer}.gate.weight"
+    info = pack.tensors[name]
+    used = quant.row_bytes(info.format, pack.spec.dim)
+    rows = read_tensor(pack, name).reshape(-1, info.stride)[:, :used]
+    return quant.decode(info.format, np.ascontiguousarray(rows), pack.spec.dim)
+
+
+# ---- end to end
+
+
+def meets(v: Verdict, r: Request) -> bool:
+    """Hold each text to its divergence, and all together to perplexity, which few tokens say too roughly."""
+    return v.worst[1].kld.value <= r.max_kld and 100 * abs(v.divergence.ratio.value - 1) <= r.max_ppl
+
+
+def search(
+    found: Sequence[Shortlist],
+    judge: Callable[[Layers], Verdict],
+    r: Request,
+    deadline: float,
+    near: int | None = None,
+) -> tuple[int, Verdict, int]:
+    """(the lowest price that keeps to what was asked, what it gave, how many were tried); the highest price
+    where none does. Bisection: a higher price misses less. `near` a guess: in steps of 1, 2, 4 … from it.
+
+    After the deadline there is one more trial, if none kept to it yet: of the highest price.
+    """
+    low, high, tried, step = 0, len(PRICES) - 1, 0, 1
+    best: tuple[int, Verdict] | None = None
+    price = TYPICAL if near is None else near
+    while low <= high:
+        if past(deadline):
+            if best is not None:
+                break
+            low = price = high
+        last = (price, judge([s.best[price] for s in found]))
+        tried += 1
+        if meets(last[1], r):
+            best, high, ahead = last, price - 1, price - step
+        else:
+            low, ahead = price + 1, price + step
+        bracketed = near is None or (best is not None and low > 0)
+        price, step = (low + high) // 2 if bracketed else min(max(ahead, low), high), 2 * step
+    return (*(best or last), tried)
+
+
+# ---- the report
+
+
+def _layer_reports(
+    r: Request, samples: Samples, layers: Layers, found: Sequence[Shortlist]
+) -> list[dict[str, Any]]:
+    return [
+        _layer_report(p, split(activity(r.pack, i, samples.layer(i)), r.seed)[1], s)
+        for i, (p, s) in enumerate(zip(layers, found, strict=True))
+    ]
+
+
+def _layer_report(p: LayerPredictor | None, a: Activity, s: Shortlist) -> Json:
+    """On the samples that thresholds were calibrated with. Bytes: of predictor and gate, for a token."""
+    share, places = a.asked, np.arange(a.neurons) % a.per_expert
+    exact = s.gate * float(share.sum())
+    if p is None:
+        about: Json = {"kind": "exact", "rank": 0, "hot": a.per_expert, "bytes": exact}
+        figures = calibrate.Figures.of(np.ones((a.n, a.neurons), bool), a)
+    else:
+        figures, costs = calibrate.Figures.of(p.predicted(a.x), a), s.costs(p)
+        asked = costs.ask * float(share[places >= p.hot].sum())
+        read = costs.first + asked + figures.predicted * a.neurons * s.gate
+        rank = 0 if p.first is None else len(p.first)
+        about = {"kind": p.kind, "rank": rank, "hot": p.hot, "bytes": read}
+    return about | asdict(figures) | {"bytes_exact": exact}

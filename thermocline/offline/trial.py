@@ -1,0 +1,213 @@
+"""A trial of predictors: how near they are to exact on several unlike texts, and what they read.
+
+A bound that holds on one kind of text says little of others: predictors at 0.002 nats on stories were at 0.15
+on an encyclopaedia. Must not know how predictors are made, nor flags.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from thermocline.engine.decoder import bind, for_context
+from thermocline.engine.engine import Engine
+from thermocline.engine.sampler import SamplingParams
+from thermocline.errors import UsageError
+from thermocline.files.bounded import Json
+from thermocline.model import quant
+from thermocline.model.spec import ModelSpec
+from thermocline.offline import evaluate
+from thermocline.ops.interface import I32, FFNStats, Weights
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import LayerPredictor, Predictors
+from thermocline.session import weights
+from thermocline.text.tokenizer import Tokenizer, read_text
+
+MIX = Path(__file__).parents[1] / "mix"
+OWN = "its own"  # the text that a model writes
+Layers = list[LayerPredictor | None]
+Texts = tuple[tuple[str, I32], ...]  # name, [windows, tokens of a window]
+Progress = Callable[[str, int, int, str], None]  # what, done, in all, unit
+
+
+@dataclass(frozen=True)
+class Asked:
+    pack: Pack
+    threads: int
+    texts: Texts  # to measure on
+    own: bool  # on what the model itself writes, too
+    context: int
+    limit: int  # windows of a text
+    seed: int
+
+
+def past(deadline: float) -> bool:
+    return time.monotonic() > deadline
+
+
+def mix(tokenizer: Tokenizer, context: int, limit: int) -> Texts:
+    """Return the package's texts as windows, at most `limit` of each; of a short text one that is shorter."""
+    texts = [(path.stem, read_text(path)) for path in sorted(MIX.glob("*.txt"))]
+    return tuple(
+        (name, evaluate.windows(tokenizer, text, min(context, len(tokenizer.encode(text))), limit))
+        for name, text in texts
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How near to exact, and what an FFN reads for a token."""
+
+    divergence: evaluate.Divergence  # over all texts
+    texts: tuple[tuple[str, evaluate.Divergence], ...]
+    predicted: float  # gate rows read, of all
+    active: float  # neurons that are not zero, exactly computed
+    bytes: float  # per token: predictors, gate, up and down rows
+    bytes_exact: float
+    predictor_bytes: float  # per token, of `bytes`
+
+    @property
+    def worst(self) -> tuple[str, evaluate.Divergence]:
+        """The text whose predictions are furthest from exact."""
+        return max(self.texts, key=lambda text: text[1].kld.value)
+
+    def facts(self) -> Json:
+        d, (name, worst) = self.divergence, self.worst
+        return {
+            "tokens": d.own.tokens,
+            "kld": asdict(worst.kld),
+            "kld_p99": worst.kld_p99,
+            "worst_text": name,
+            "texts": [_text_facts(*text) for text in self.texts],
+            "same_top": asdict(d.same_top),
+            "perplexity": asdict(d.own.perplexity),
+            "perplexity_exact": asdict(d.base.perplexity),
+            "perplexity_change_percent": 100 * (d.ratio.value - 1),
+            "predicted_fraction": self.predicted,
+            "active_fraction": self.active,
+            "ffn_bytes_per_token": self.bytes,
+            "ffn_bytes_per_token_exact": self.bytes_exact,
+            "predictor_bytes_per_token": self.predictor_bytes,
+        }
+
+
+def _text_facts(name: str, d: evaluate.Divergence) -> Json:
+    change = 100 * (d.ratio.value - 1)
+    facts = {"name": name, "tokens": d.own.tokens, "kld": asdict(d.kld), "kld_p99": d.kld_p99}
+    return facts | {"perplexity_change_percent": change}
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The model, loaded once: predictors are tried in it."""
+
+    pack: Pack
+    loaded: weights.LoadedWeights
+    texts: Texts
+    progress: Callable[[int, int, str], None]
+    deadline: float = math.inf
+
+    @staticmethod
+    def of(a: Asked, deadline: float, progress: Progress) -> Judge:
+        loading = partial(progress, "loading")
+        loaded = weights.load(a.pack, threads=a.threads, progress=lambda n, of: loading(n, of, "B"))
+        texts = a.texts
+        if a.own:
+            late = partial(past, _halfway(deadline))
+            own = own_text(a.pack.spec, loaded, a.limit, a.context, a.seed, late, at_least=0 if texts else 1)
+            texts = (((OWN, own),) if len(own) else ()) + texts
+        return Judge(a.pack, loaded, texts, partial(progress, "trying"), deadline)
+
+    def quick(self) -> Judge | None:
+        """Return one with a quarter of the windows and half the time, to look with; None of few windows."""
+        few = tuple((name, windows[: max(1, len(windows) // 4)]) for name, windows in self.texts)
+        many = sum(len(windows) for _, windows in self.texts)
+        small = max(sum(len(windows) for _, windows in few), 4)
+        return replace(self, texts=few, deadline=_halfway(self.deadline)) if many >= 2 * small else None
+
+    def __call__(self, layers: Layers) -> Verdict:
+        trial = weights.with_predictors(self.loaded.weights, Predictors.of(self.pack.spec, layers))
+        found: list[list[evaluate.Comparison]] = [[] for _ in self.texts]
+        sums = FFNStats(), FFNStats()
+        readers = {c: self._readers(trial, c, sums) for c in {w.shape[1] for _, w in self.texts}}
+        turns = [(at, i) for i, (_, w) in enumerate(self.texts) for at in range(len(w))]
+        for done, (at, i) in enumerate(sorted(turns)):  # of every text one before a second of any
+            self.progress(done, len(turns), " windows")
+            if at and past(self.deadline):
+                break
+            window = self.texts[i][1][at : at + 1]
+            found[i] += evaluate.comparisons(*readers[window.shape[1]], window)
+        self.progress(len(turns), len(turns), " windows")
+        joined = [evaluate.Comparison.join(parts) for parts in found]
+        of = tuple((name, evaluate.Divergence.of(j)) for (name, _), j in zip(self.texts, joined, strict=True))
+        return self._verdict(evaluate.Divergence.of(evaluate.Comparison.join(joined)), of, *sums)
+
+    def _readers(
+        self, trial: Weights, context: int, sums: tuple[FFNStats, FFNStats]
+    ) -> tuple[evaluate.Reader, evaluate.Reader]:
+        """Return those of the trial and of exact, which add to `sums`."""
+        spec, ops = for_context(self.pack.spec, context), self.loaded.ops
+        own = evaluate.Reader(bind(spec, trial, ops), ops, context=context, sparsity="predict")
+        base = evaluate.Reader(bind(spec, self.loaded.weights, ops), ops, context=context)
+        own.stats, base.stats = sums
+        return own, base
+
+    def _verdict(
+        self,
+        d: evaluate.Divergence,
+        texts: tuple[tuple[str, evaluate.Divergence], ...],
+        own: FFNStats,
+        base: FFNStats,
+    ) -> Verdict:
+        """Of exact, what its tokens would read one by one: it read them in batches, which share rows."""
+        spec, t = self.pack.spec, self.pack.tensors
+        gate, bundle = t["layers.0.gate.weight"].stride, t["layers.0.bundle"]
+        row = quant.row_bytes(bundle.format, spec.dim)  # up, or down
+        neuron = row * (2 if spec.gated else 1)
+        every = spec.n_layers * spec.n_experts * spec.ffn_dim
+        tokens = own.neurons / every
+        active = base.active / base.neurons
+        read = own.predicted * gate + own.rows * row + own.predictor_bytes
+        gates = spec.n_layers * spec.n_experts_active * spec.ffn_dim
+        exact, predictors = gates * gate + every * active * neuron, own.predictor_bytes / tokens
+        return Verdict(d, texts, own.predicted / own.neurons, active, read / tokens, exact, predictors)
+
+
+def _halfway(deadline: float) -> float:
+    """Half of the time that is left."""
+    now = time.monotonic()
+    return now + (deadline - now) / 2
+
+
+def own_text(
+    spec: ModelSpec,
+    loaded: weights.LoadedWeights,
+    count: int,
+    context: int,
+    seed: int,
+    late: Callable[[], bool] = lambda: False,
+    at_least: int = 0,
+) -> I32:
+    """[count, context]: what the model writes by itself, which no predictor was fitted to.
+
+    Fewer where it gets `late`, but `at_least` so many.
+    """
+    start = spec.bos_id if spec.bos_id is not None else next(iter(spec.eos_ids), None)
+    if start is None:
+        raise UsageError("this model cannot begin a text by itself; give one with --text FILE")
+    engine = Engine(spec, loaded.weights, loaded.ops, context=context, max_batch=4)
+    free = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, ignore_eos=True)
+    asked = [
+        engine.submit([start], replace(free, seed=seed + i, max_tokens=context - 1)) for i in range(count)
+    ]
+    while engine.step():
+        if late() and sum(r.finish_reason is not None for r in asked) >= at_least:
+            break
+    whole = [r.ids[:context] for r in asked if len(r.ids) >= context]
+    return np.array(whole, np.int32).reshape(-1, context)

@@ -1,0 +1,206 @@
+"""One NVIDIA GPU as a `device.Device`: streams, graphs, and the driver's host functions and pinned memory.
+
+Whatever torch, Triton or the driver raise becomes one DeviceFailure. Knows torch and the driver; must not
+know models or kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from thermocline.errors import DeviceFailure, ThermoclineError, Unsupported
+from thermocline.ops.device import Task, Watch
+
+CAPABILITY = (8, 0)  # the least that Triton makes kernels for
+SPIN_S = 0.02  # of a wait, without sleeping: a step takes 5 to 100 ms
+
+
+def _driver() -> ctypes.CDLL:
+    name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    try:
+        library = ctypes.CDLL(name)
+        library.cuLaunchHostFunc.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        library.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        library.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
+    except (OSError, AttributeError) as e:  # not there, or from before CUDA 10
+        raise Unsupported(f"the driver's {name} cannot be used: {e}") from None
+    return library
+
+
+def check(index: int) -> None:
+    """Unsupported where torch sees no such GPU, or the kernels are not made for it."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown} hides others)"
+    try:
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise Unsupported(f"there is no GPU {index}: this process sees {count}{hidden}")
+        capability = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+    except RuntimeError as e:
+        raise DeviceFailure(f"GPU {index}: {_first_line(e)}") from e
+    if capability < CAPABILITY:
+        has, needs = (".".join(map(str, c)) for c in (capability, CAPABILITY))
+        raise Unsupported(
+            f"{name} is too old: its compute capability is {has}, Triton needs "
+            f"{needs} (RTX 30, A100 or later)"
+        )
+
+
+def _first_line(e: BaseException) -> str:
+    lines = str(e).strip().splitlines()
+    return lines[0] if lines else type(e).__name__
+
+
+class Cuda:
+    """One NVIDIA GPU. The CPU's tasks are the driver's host functions: graphs replay them without Python."""
+
+    def __init__(self, index: int = 0) -> None:
+        check(index)
+        self.torch, self.name = torch.device("cuda", index), f"GPU {index}"
+        self._registered: list[int] = []
+        self._watch = Watch()
+        with self._failing():
+            self.name = torch.cuda.get_device_name(index)
+            torch.cuda.set_device(self.torch)
+            self.others = torch.cuda.device_count() - 1
+            self._library = _driver()
+            self._main, self._side = (torch.cuda.Stream(self.torch) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._on = self._main
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What torch, Triton and the driver raise, as DeviceFailure."""
+        try:
+            yield
+        except ThermoclineError:
+            raise
+        except torch.cuda.OutOfMemoryError as e:
+            raise DeviceFailure(self._full()) from e
+        except (
+            Exception
+        ) as e:  # of a kernel that cannot be compiled, Triton's and its compiler's: no common base
+            raise DeviceFailure(f"{self.name}: {_first_line(e)}") from e
+
+    def _full(self) -> str:
+        try:
+            free, total = torch.cuda.mem_get_info(self.torch)
+            room = f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free"
+        except RuntimeError:  # of a driver that is gone
+            room = "its memory is full"
+        return (
+            f"{self.name}: {room}, less than was planned with: end what else uses it, or allow less with "
+            "--vram"
+        )
+
+    def free_bytes(self) -> int:
+        """Of its memory, now: what an earlier session had is given back."""
+        with self._failing():
+            torch.cuda.empty_cache()
+            return int(torch.cuda.mem_get_info(self.torch)[0])
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with self._failing():
+            made = torch.zeros(shape, dtype=dtype, device=self.torch)
+            torch.cuda.synchronize(self.torch)  # other streams may use it at once
+            return made
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as e:
+            raise DeviceFailure(f"{self.name}: no pinned memory: {_first_line(e)}") from e
+
+    def register(self, address: int, nbytes: int) -> None:
+        error = self._library.cuMemHostRegister_v2(address, nbytes, 0)
+        if error:
+            raise DeviceFailure(
+                f"{self.name}: the driver cannot pin {nbytes / 2**30:.2f} GiB of RAM (error {error}): allow "
+                "less with --ram, or lift the limit on locked memory (ulimit -l)"
+            )
+        self._registered.append(address)
+
+    def run(self, kernel: Callable[..., Any], *args: Any) -> None:
+        with self._failing(), torch.cuda.stream(self._on):
+            kernel(*args)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        with self._failing(), torch.cuda.stream(self._on):
+            to.copy_(source, non_blocking=True)
+
+    def put(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        with self._failing():
+            to.copy_(source)
+
+    def call(self, task: Task) -> None:
+        error = self._library.cuLaunchHostFunc(self._on.cuda_stream, task.function, task.argument)
+        if error:
+            raise DeviceFailure(f"{self.name}: the driver refused a host function (error {error})")
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        with self._failing():
+            self._side.wait_stream(self._main)
+        self._on = self._side
+        try:
+            yield
+        finally:
+            self._on = self._main
+
+    def join(self) -> None:
+        with self._failing():
+            self._main.wait_stream(self._side)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        met: BaseException | None = None
+        try:
+            with self._failing():
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=self._main):
+                    try:
+                        work()
+                    except BaseException as e:
+                        met = e
+                        raise
+        except DeviceFailure as e:  # a recording that was broken off ends with an error of its own
+            raise met or e from None
+
+        def replay() -> None:
+            with self._failing(), torch.cuda.stream(self._main):
+                graph.replay()
+
+        return replay
+
+    def wait(self, tasks: Sequence[Task]) -> None:
+        watch, begin = self._watch, time.monotonic()
+        watch.begin(tasks)
+        with self._failing():  # what a kernel did wrong shows here
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._main)
+            while not event.query():
+                if time.monotonic() - begin > SPIN_S:
+                    watch.check()
+                    time.sleep(50e-6)
+        watch.end()
+
+    def release(self) -> None:
+        if self._watch.stuck:
+            return  # it would be waited for without an end
+        with contextlib.suppress(DeviceFailure), self._failing():  # it was said when it was met
+            torch.cuda.synchronize(self.torch)
+        while self._registered:
+            self._library.cuMemHostUnregister(self._registered.pop())
+
+    def close(self) -> None:
+        self.release()
+        self._watch.let_go()
+        with contextlib.suppress(DeviceFailure), self._failing():
+            torch.cuda.empty_cache()

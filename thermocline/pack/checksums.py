@@ -1,0 +1,116 @@
+"""The checksum of every neuron's record and gate row, for reading one at a time: `records.safetensors`.
+
+A sidecar (sidecar.py), made in one pass over weights.bin when a pack first needs it, and again where it is
+another pack's or damaged. Must not know who reads the records.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline import _native
+from thermocline.errors import BadFile, IOFailure
+from thermocline.model.tensors import TensorInfo
+from thermocline.pack import sidecar
+from thermocline.pack.blocks import new_arena, read_blocks
+from thermocline.pack.pack import Pack
+
+U32 = NDArray[np.uint32]
+Progress = Callable[[int, int], None]
+
+FILE, KIND = "records.safetensors", "records"
+WINDOW_BYTES = 64 << 20  # of weights.bin, held at a time; smaller ones would leave the disk idle between two
+
+
+@dataclass(frozen=True)
+class Records:
+    """CRC-32C of each neuron's row with its padding, `stride` bytes: [n_experts * ffn_dim] of each layer."""
+
+    bundle: tuple[U32, ...]
+    gate: tuple[U32, ...]
+
+
+def open_records(
+    pack: Pack, progress: Progress | None = None, told: Callable[[str], None] | None = None
+) -> Records:
+    """The pack's; made now where there are none yet. BadFile or IOFailure: weights.bin is damaged.
+
+    `told` hears of it where they could not be kept: the next run then makes them again.
+    """
+    try:
+        found = _read(pack)
+    except BadFile:
+        found = None
+    if found is None:
+        found = _made(pack, progress)
+        try:
+            _keep(pack, found)
+        except IOFailure as e:
+            if told is not None:
+                told(f"{e}; the checksums of its neurons are made again next time")
+    return found
+
+
+def _names(pack: Pack) -> list[str]:
+    """Every layer's bundle, then every layer's gate."""
+    layers = range(pack.spec.n_layers)
+    return [*(f"layers.{i}.bundle" for i in layers), *(f"layers.{i}.gate.weight" for i in layers)]
+
+
+def _of(pack: Pack, arrays: list[U32]) -> Records:
+    return Records(tuple(arrays[: pack.spec.n_layers]), tuple(arrays[pack.spec.n_layers :]))
+
+
+def _read(pack: Pack) -> Records | None:
+    found = sidecar.Sidecar.open(pack.path / FILE, KIND, sidecar.stamp(pack.path), "thermocline run --ram")
+    if found is None:
+        return None
+    shape = (pack.spec.n_experts * pack.spec.ffn_dim,)
+    try:
+        arrays = [found.read(name, "<u4", shape) for name in _names(pack)]
+    finally:
+        found.close()
+    return _of(pack, arrays)
+
+
+def _keep(pack: Pack, records: Records) -> None:
+    arrays = [*records.bundle, *records.gate]
+    layout: sidecar.Layout = {n: ("u4", a.shape) for n, a in zip(_names(pack), arrays, strict=True)}
+    sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), {}, layout, arrays)
+
+
+def _made(pack: Pack, progress: Progress | None) -> Records:
+    """In the order of weights.bin, every block of which is checked on the way."""
+    by_place = sorted(_names(pack), key=lambda name: pack.tensors[name].offset)
+    tensors = {name: pack.tensors[name] for name in by_place}
+    size = sum(t.bytes for t in tensors.values())
+    longest = max(t.bytes for t in tensors.values())
+    arena = new_arena(min(WINDOW_BYTES, longest) + 2 * pack.block_bytes, "checksums")
+    made: dict[str, U32] = {}
+    done = 0
+    for name, t in tensors.items():
+        made[name] = np.empty(t.bytes // t.stride, np.uint32)
+        for first, last in _windows(t):
+            _checksum(pack, t, arena, first, made[name][first:last])
+            done += (last - first) * t.stride
+            if progress is not None:
+                progress(done, size)
+    return _of(pack, [made[name] for name in _names(pack)])
+
+
+def _windows(t: TensorInfo) -> Iterator[tuple[int, int]]:
+    rows, step = t.bytes // t.stride, max(1, WINDOW_BYTES // t.stride)
+    return itertools.pairwise([*range(0, rows, step), rows])
+
+
+def _checksum(pack: Pack, t: TensorInfo, arena: _native.Arena, first: int, out: U32) -> None:
+    """Of rows from `first` on."""
+    block, begin = pack.block_bytes, t.offset + first * t.stride
+    from_, end = begin // block * block, begin + len(out) * t.stride
+    read_blocks(arena, pack, from_, min(pack.weights_bytes, -(-end // block) * block), 0)
+    arena.checksums(begin - from_, t.stride, out)

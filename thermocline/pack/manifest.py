@@ -1,0 +1,264 @@
+"""pack.json: written one way only, and checked in full against what its spec implies.
+
+The format is docs/internals/pack.md's. Must not know any other file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thermocline import _native
+from thermocline.errors import BadFile, Unsupported
+from thermocline.files.bounded import Json, parse_json, quoted
+from thermocline.model import quant
+from thermocline.model.spec import ModelSpec, RopeScaling, check_spec
+from thermocline.model.tensors import ALIGN, TensorInfo, expected_tensors
+
+KIND, VERSION = "thermocline-pack", 2
+BLOCK_BYTES = 65536
+GENERATION_CONFIG = "generation_config.json"
+COPIED = ("tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG, "chat_template.jinja")
+MAX_WEIGHTS_BYTES = 1 << 48
+MAX_RANK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What a model's predictors of active neurons need besides their weights."""
+
+    ranks: tuple[int, ...]  # of each layer
+    threshold: float  # a neuron is predicted active where its logit is at least this
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """pack.json, checked."""
+
+    spec: ModelSpec
+    weight_format: str
+    tensors: dict[str, TensorInfo]
+    block_bytes: int
+    weights_bytes: int
+    checksums_crc32c: int
+    source: dict[str, str]  # kind, name, hash
+    files: dict[str, int]  # copied file -> its CRC-32C
+    predictor: Predictor | None = None
+
+
+def render_manifest(m: Manifest) -> bytes:
+    """The bytes of pack.json. `parse_manifest` accepts no others, so that every changed byte is noticed."""
+    value: Json = {
+        "format": KIND,
+        "version": VERSION,
+        "block_bytes": m.block_bytes,
+        "weights_bytes": m.weights_bytes,
+        "weight_format": m.weight_format,
+        "spec": dataclasses.asdict(m.spec),
+        "source": m.source,
+        "checksums_crc32c": m.checksums_crc32c,
+        "files": m.files,
+        "tensors": {name: dataclasses.asdict(t) for name, t in m.tensors.items()},
+    }
+    if m.predictor is not None:
+        value["predictor"] = dataclasses.asdict(m.predictor)
+    return _render(value)
+
+
+def _render(value: Json) -> bytes:
+    """`value` and its crc32c as JSON, one tensor a line."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items() if k != "tensors"]
+    tensors = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value["tensors"].items()]
+    lines.append(' "tensors": {\n' + ",\n".join(tensors) + "\n }")
+    lines.append(f' "crc32c": {_native.crc32c(canonical.encode())}')
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+_KEYS = {
+    "format": str,
+    "version": int,
+    "block_bytes": int,
+    "weights_bytes": int,
+    "weight_format": str,
+    "spec": dict,
+    "source": dict,
+    "checksums_crc32c": int,
+    "files": dict,
+    "tensors": dict,
+    "crc32c": int,
+}
+
+
+def parse_manifest(data: bytes, name: str) -> Manifest:
+    """Check all a manifest says against what its spec implies. BadFile or Unsupported names the field."""
+    value = parse_json(data, name)
+    if value.get("format") != KIND:
+        raise BadFile(f"{name}: not a pack: format is {quoted(value.get('format'))}, not {KIND}")
+    if type(value.get("version")) is int and value["version"] > VERSION:
+        raise Unsupported(
+            f"{name}: pack version {quoted(value['version'])}; this build reads {VERSION}: update it"
+        )
+    _check_keys(value, _KEYS | ({"predictor": dict} if "predictor" in value else {}), name)
+    crc = value.pop("crc32c")
+    if _render(value) != data:
+        raise BadFile(
+            f"{name}: checksum mismatch (crc32c says {quoted(crc)}): edited or damaged; pack it again"
+        )
+    if 1 <= value["version"] < VERSION:
+        raise BadFile(
+            f"{name}: pack version {value['version']}; this build reads {VERSION}: pack the model again"
+        )
+    if value["version"] != VERSION or value["block_bytes"] != BLOCK_BYTES:
+        raise BadFile(f"{name}: version or block_bytes is not {VERSION}, {BLOCK_BYTES}")
+    spec = _parse_spec(value["spec"], f"{name}: spec")
+    weights_bytes = _size(value, "weights_bytes", MAX_WEIGHTS_BYTES, name)
+    predictor = _parse_predictor(value["predictor"], spec, name) if "predictor" in value else None
+    return Manifest(
+        spec=spec,
+        weight_format=value["weight_format"],
+        tensors=_parse_tensors(
+            value["tensors"], spec, value["weight_format"], predictor, weights_bytes, name
+        ),
+        block_bytes=BLOCK_BYTES,
+        weights_bytes=weights_bytes,
+        checksums_crc32c=_size(value, "checksums_crc32c", 0xFFFFFFFF, name),
+        source=_parse_source(value["source"], f"{name}: source"),
+        files=_parse_files(value["files"], f"{name}: files"),
+        predictor=predictor,
+    )
+
+
+def _check_keys(value: Json, types: Mapping[str, type], name: str) -> None:
+    """Exactly these keys, with exactly these types."""
+    for key in (*types, *value):
+        if key not in value:
+            raise BadFile(f"{name}: {key} is missing")
+        if key not in types:
+            raise BadFile(f"{name}: unknown key {quoted(key)}")
+        if type(value[key]) is not types[key]:
+            raise BadFile(f"{name}: {key} is {quoted(value[key])}, not of type {types[key].__name__}")
+
+
+def _size(value: Json, key: str, limit: int, name: str) -> int:
+    number = value[key]
+    if type(number) is not int or not 0 <= number <= limit:
+        raise BadFile(f"{name}: {key} is {quoted(number)}, not an integer from 0 to {limit}")
+    return number
+
+
+# The types of ModelSpec's fields, by annotation: what JSON may hold for each.
+_FIELD_TYPES: dict[str, Callable[[Any], bool]] = {
+    "str": lambda v: type(v) is str and len(v) <= 64 and v.isprintable(),
+    "int": lambda v: type(v) is int,
+    "float": lambda v: type(v) is float,
+    "bool": lambda v: type(v) is bool,
+    "int | None": lambda v: v is None or type(v) is int,
+    "float | None": lambda v: v is None or type(v) is float,
+    "tuple[float, ...]": lambda v: type(v) is list and all(type(i) is float for i in v),
+    "tuple[int, ...] | None": lambda v: v is None or _FIELD_TYPES["tuple[int, ...]"](v),
+    "tuple[int, ...]": lambda v: type(v) is list and all(type(i) is int for i in v),
+    "RopeScaling | None": lambda v: v is None or type(v) is dict,
+}
+
+
+def _parse_fields(cls: type[Any], value: Json, name: str) -> Json:
+    fields = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+    value = {f.name: _json(f.default) for f in dataclasses.fields(cls) if "later" in f.metadata} | value
+    for key in (*fields, *value):
+        if key not in value or key not in fields:
+            raise BadFile(f"{name}: {quoted(key)} is {'missing' if key in fields else 'unknown'}")
+        if not _FIELD_TYPES[fields[key]](value[key]):
+            raise BadFile(f"{name}: {key} is {quoted(value[key])}, not {fields[key]}")
+    return {k: tuple(v) if type(v) is list else v for k, v in value.items()}
+
+
+def _json(default: Any) -> Any:
+    return list(default) if type(default) is tuple else default
+
+
+def _parse_spec(value: Json, name: str) -> ModelSpec:
+    fields = _parse_fields(ModelSpec, value, name)
+    if fields["rope_scaling"] is not None:
+        inner = f"{name}: rope_scaling"
+        fields["rope_scaling"] = RopeScaling(**_parse_fields(RopeScaling, fields["rope_scaling"], inner))
+    spec = ModelSpec(**fields)
+    check_spec(spec, name)
+    return spec
+
+
+_TENSOR_KEYS = {"format": str, "shape": list, "offset": int, "bytes": int, "stride": int}
+
+
+def _parse_tensors(
+    value: Json,
+    spec: ModelSpec,
+    weight_format: str,
+    predictor: Predictor | None,
+    weights_bytes: int,
+    name: str,
+) -> dict[str, TensorInfo]:
+    said = {t: f.get("format") for t, f in value.items() if type(f) is dict}
+    formats = {t: f for t, f in said.items() if type(f) is str and f in quant.FORMATS}
+    ranks = predictor.ranks if predictor is not None else ()
+    expected = expected_tensors(spec, weight_format, formats, ranks)
+    missing = [n for n, t in expected.items() if n not in value and not t.optional]
+    if missing:
+        raise BadFile(f"{name}: tensor {missing[0]} is missing")
+    out: dict[str, TensorInfo] = {}
+    for tensor, fields in value.items():
+        where = f"{name}: tensor {quoted(tensor)}"
+        layout = expected.get(tensor)
+        if layout is None:
+            raise BadFile(f"{where} does not belong to this model")
+        if type(fields) is not dict:
+            raise BadFile(f"{where} is not an object")
+        _check_keys(fields, _TENSOR_KEYS, where)
+        offset = _size(fields, "offset", weights_bytes, where)
+        info = TensorInfo(layout.format, layout.shape, offset, layout.bytes, layout.stride)
+        if dataclasses.asdict(info) | {"shape": list(info.shape)} != fields:
+            raise BadFile(
+                f"{where} is {quoted(fields)}, and the model needs {quoted(dataclasses.asdict(info))}"
+            )
+        out[tensor] = info
+    if weight_format not in {out[n].format for n, t in expected.items() if n in out and not t.vector}:
+        raise BadFile(f"{name}: weight_format is {quoted(weight_format)}, which no matrix has")
+    _check_ranges(out, weights_bytes, name)
+    return out
+
+
+def _check_ranges(tensors: Mapping[str, TensorInfo], weights_bytes: int, name: str) -> None:
+    end = 0
+    for tensor, t in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if t.offset % ALIGN or t.offset < end:
+            raise BadFile(f"{name}: tensor {tensor} at {t.offset} is misaligned or overlaps the one before")
+        end = t.offset + t.bytes
+    if weights_bytes != -(-end // ALIGN) * ALIGN:
+        raise BadFile(f"{name}: weights_bytes is {weights_bytes}, and the tensors end at {end}")
+
+
+def _parse_predictor(value: Json, spec: ModelSpec, name: str) -> Predictor:
+    where = f"{name}: predictor"
+    _check_keys(value, {"ranks": list, "threshold": float}, where)
+    ranks = value["ranks"]
+    if len(ranks) != spec.n_layers or any(type(r) is not int or not 1 <= r <= MAX_RANK for r in ranks):
+        raise BadFile(f"{where}: ranks are not one from 1 to {MAX_RANK} for each of {spec.n_layers} layers")
+    if not -1e6 <= value["threshold"] <= 1e6:
+        raise BadFile(f"{where}: threshold is {value['threshold']}")
+    return Predictor(tuple(ranks), value["threshold"])
+
+
+def _parse_source(value: Json, name: str) -> dict[str, str]:
+    _check_keys(value, {"kind": str, "name": str, "hash": str}, name)
+    return dict(value)
+
+
+def _parse_files(value: Json, name: str) -> dict[str, int]:
+    for file in value:
+        if file not in COPIED:
+            raise BadFile(f"{name}: {quoted(file)} is not a file a pack holds")
+        _size(value, file, 0xFFFFFFFF, name)
+    return dict(value)

@@ -1,0 +1,173 @@
+"""Pack directories: open, verify, describe.
+
+Writing one is `pack_writer.py`, making one from a model `importer.py`. Must not know kernels or the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline import _native
+from thermocline.errors import BadFile
+from thermocline.files.bounded import Json, open_regular, read_at, read_small
+from thermocline.model import quant
+from thermocline.model.spec import ModelSpec
+from thermocline.model.tensors import Layout, TensorInfo, expected_tensors
+from thermocline.pack.manifest import VERSION, Manifest, Predictor, parse_manifest
+
+U32 = NDArray[np.uint32]
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+MAX_COPIED_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 4 << 20
+_STEP_BYTES = 4 << 20  # read and checked at a time
+NEURON_ROLES = ("gate", "up", "down", "bundle")
+ROLES = ("embed", "attention", "norm", "router", *NEURON_ROLES, "head", "predictor")
+
+
+@dataclass(frozen=True)
+class Pack:
+    """An opened pack. All but the contents of weights.bin has been checked; those are as they are read."""
+
+    path: Path
+    spec: ModelSpec
+    weight_format: str
+    tensors: dict[str, TensorInfo]
+    block_bytes: int
+    weights_bytes: int
+    checksums: U32  # one per block of weights.bin
+    source: dict[str, str]
+    files: dict[str, int]
+    predictor: Predictor | None = None
+
+    @property
+    def weights_path(self) -> Path:
+        return self.path / "weights.bin"
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> Pack:
+        """Raises BadFile, IOFailure or Unsupported, naming the file and field."""
+        path = Path(directory)
+        m = parse_manifest(read_small(path / "pack.json", MAX_MANIFEST_BYTES), str(path / "pack.json"))
+        fd, size = open_regular(path / "weights.bin")
+        os.close(fd)
+        if size != m.weights_bytes:
+            raise BadFile(
+                f"{path / 'weights.bin'}: {size} bytes, pack.json says {m.weights_bytes}: truncated?"
+            )
+        for file, crc in m.files.items():
+            if _native.crc32c(read_small(path / file, MAX_COPIED_BYTES)) != crc:
+                raise BadFile(f"{path / file}: checksum mismatch: edited or damaged; pack the model again")
+        return cls(
+            path=path,
+            spec=m.spec,
+            weight_format=m.weight_format,
+            tensors=m.tensors,
+            block_bytes=m.block_bytes,
+            weights_bytes=m.weights_bytes,
+            checksums=_read_checksums(path / "checksums.bin", m),
+            source=m.source,
+            files=m.files,
+            predictor=m.predictor,
+        )
+
+
+def _read_checksums(path: Path, m: Manifest) -> U32:
+    expected = 4 * -(-m.weights_bytes // m.block_bytes)
+    data = read_small(path, expected)
+    if len(data) != expected or _native.crc32c(data) != m.checksums_crc32c:
+        raise BadFile(f"{path}: damaged: not the checksums pack.json was written with; pack the model again")
+    return np.frombuffer(data, "<u4")
+
+
+def read_tensor(pack: Pack, name: str) -> NDArray[np.uint8]:
+    """A tensor's bytes [rows, stride] out of weights.bin, checked. Raises BadFile or IOFailure."""
+    info, block = pack.tensors[name], pack.block_bytes
+    first, last = info.offset // block, -(-(info.offset + info.bytes) // block)
+    fd, size = open_regular(pack.weights_path)
+    try:
+        data = read_at(fd, first * block, min(last * block, size) - first * block, pack.weights_path)
+    finally:
+        os.close(fd)
+    for b in range(first, last):
+        part = data[(b - first) * block : (b - first + 1) * block]
+        if _native.crc32c(part) != int(pack.checksums[b]):
+            raise BadFile(_damage(pack, b))
+    return data[info.offset - first * block :][: info.bytes].reshape(-1, info.stride)
+
+
+def verify(pack: Pack, progress: Progress | None = None) -> list[str]:
+    """Read all of weights.bin; one sentence per damaged block, naming the tensors in it."""
+    fd, size = open_regular(pack.weights_path)
+    problems = []
+    try:
+        for start in range(0, size, _STEP_BYTES):
+            data = read_at(fd, start, min(_STEP_BYTES, size - start), pack.weights_path)
+            for at in range(0, len(data), pack.block_bytes):
+                block = (start + at) // pack.block_bytes
+                if _native.crc32c(data[at : at + pack.block_bytes]) != int(pack.checksums[block]):
+                    problems.append(_damage(pack, block))
+            if progress:
+                progress(start + len(data), size)
+    finally:
+        os.close(fd)
+    return problems
+
+
+def _damage(pack: Pack, block: int) -> str:
+    begin, end = block * pack.block_bytes, (block + 1) * pack.block_bytes
+    inside = [n for n, t in pack.tensors.items() if t.offset < end and begin < t.offset + t.bytes]
+    where = ", ".join(inside) or "padding"
+    return f"{pack.weights_path}: block {block} (bytes {begin} to {end}) is damaged: {where}"
+
+
+def inspect(pack: Pack) -> Json:
+    """What is in a pack, ready for JSON: spec, parameters and bytes per part, bytes per token, file sizes."""
+    formats = {n: t.format for n, t in pack.tensors.items()}
+    ranks = pack.predictor.ranks if pack.predictor is not None else ()
+    expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
+    layouts = {n: t for n, t in expected.items() if n in pack.tensors}
+    parts = {
+        role: {
+            "parameters": sum(t.parameters for t in layouts.values() if t.role == role and t.format != "i32"),
+            "bytes": sum(t.bytes for t in layouts.values() if t.role == role),
+        }
+        for role in ROLES
+        if any(t.role == role for t in layouts.values())
+    }
+    files = ("pack.json", "weights.bin", "checksums.bin", *pack.files)
+    return {
+        "path": str(pack.path),
+        "version": VERSION,
+        "weight_format": pack.weight_format,
+        "source": pack.source,
+        "spec": dataclasses.asdict(pack.spec),
+        "predictor": None if pack.predictor is None else dataclasses.asdict(pack.predictor),
+        "parts": parts,
+        "parameters": sum(p["parameters"] for p in parts.values()),
+        "bytes_per_token_dense": _bytes_per_token(pack.spec, layouts),
+        "files": {name: (pack.path / name).stat().st_size for name in files},
+    }
+
+
+def _bytes_per_token(spec: ModelSpec, layouts: Mapping[str, Layout]) -> int:
+    """Weight bytes a decoded token reads when nothing is skipped: all, but of embeddings a row, of
+    experts those that are chosen.
+    """
+    total = 0
+    for name, t in layouts.items():
+        if t.role == "predictor":
+            continue
+        payload = quant.row_bytes(t.format, t.columns) * len(t.parts) if t.format != "i32" else 0
+        rows = t.rows * spec.n_experts_active // spec.n_experts if t.role in NEURON_ROLES else t.rows
+        total += payload if t.role == "embed" else payload * rows
+        if name == "embed.weight" and spec.tied_head:
+            total += payload * t.rows  # as the head
+    return total

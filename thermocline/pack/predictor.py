@@ -1,0 +1,357 @@
+"""Predictors of active neurons: what they compute (numpy, the specification), and the file that holds them.
+
+`PACK/predictors.safetensors` is a sidecar (sidecar.py) with one predictor, or none, for each layer. Must not
+know how they are found; `weights.py` gives them to the native core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline import _native
+from thermocline.errors import BadFile, UsageError
+from thermocline.files.bounded import Json, quoted
+from thermocline.model import quant
+from thermocline.model.quant import F32, U8
+from thermocline.model.spec import ModelSpec
+from thermocline.pack import manifest, sidecar
+from thermocline.pack.pack import Pack, read_tensor
+
+FILE, KIND = "predictors.safetensors", "predictors"
+KINDS = ("mlp", "svd", "sign")
+MAX_RANK = 1 << 16
+BLOCK = 32
+
+
+@dataclass(frozen=True)
+class LayerPredictor:
+    """What one layer's predictor asks of x, the FFN's normed input, and when its answer means active.
+
+    mlp: score = second . relu(first . x); svd: second . (first . x);
+    sign: how many of x's signs agree with the gate row's, less how many do not.
+    Neuron i is predicted active where its score is at least threshold[i]; of each expert, [0, hot) are not
+    asked about. Neurons are those of all experts.
+    """
+
+    kind: str
+    first: F32 | None  # [rank, dim]
+    second: F32 | None  # [neurons, rank]
+    signs: U8 | None  # [neurons, dim / 8], bit i % 8 of byte i / 8: is the gate's weight i above 0
+    threshold: F32  # [neurons]; the neuron's bias is inside
+    hot: int
+    experts: int = 1
+
+    def predicted(self, x: F32) -> NDArray[np.bool_]:
+        """[tokens, dim] -> [tokens, neurons]: which gates are computed. A NaN's are: damage must show."""
+        out: NDArray[np.bool_] = ~(scores(self, x) < self.threshold)
+        out.reshape(len(x), self.experts, -1)[:, :, : self.hot] = True
+        return out
+
+    def expert(self, e: int) -> LayerPredictor:
+        """Of its neurons alone."""
+        n = len(self.threshold) // self.experts
+        own = slice(e * n, (e + 1) * n)
+        second = None if self.second is None else self.second[own]
+        signs = None if self.signs is None else self.signs[own]
+        return LayerPredictor(self.kind, self.first, second, signs, self.threshold[own], self.hot)
+
+
+def scores(p: LayerPredictor, x: F32) -> F32:
+    """[tokens, dim] -> [tokens, neurons]. Matrices' inputs are rounded as the kernels do."""
+    if p.kind == "sign":
+        assert p.signs is not None
+        mine = np.where(x > 0, np.float32(1), np.float32(-1))
+        signs = np.unpackbits(p.signs, axis=1, count=x.shape[1], bitorder="little")
+        return mine @ (2 * signs.astype(np.float32) - 1).T
+    assert p.first is not None and p.second is not None
+    code = _rounded(x) @ p.first.T
+    return _rounded(np.maximum(code, 0) if p.kind == "mlp" else code) @ p.second.T
+
+
+def _rounded(x: F32) -> F32:
+    """To int8 with a scale for each 32 columns, where `_format` says that the matrix is stored so."""
+    if _format(x.shape[1]) != "q8_0":
+        return x
+    blocks = x.reshape(len(x), -1, BLOCK)
+    top = np.abs(blocks).max(axis=2, keepdims=True)
+    with np.errstate(all="ignore"):
+        q = np.where(top > 1e-36, np.rint(blocks * (np.float32(127) / top)), np.float32(0))
+    out: F32 = (q * (top / np.float32(127))).reshape(x.shape).astype(np.float32)
+    return out
+
+
+def _format(columns: int) -> str:
+    return "q8_0" if columns % BLOCK == 0 else "f16"
+
+
+# ---- as stored
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    format: str  # of `quant.FORMATS`, or "signs"
+    columns: int
+    rows: U8  # [rows, row bytes]
+
+
+@dataclass(frozen=True)
+class StoredPredictor:
+    """A `LayerPredictor` in the bytes that are on disk and in memory."""
+
+    kind: str
+    first: StoredMatrix | None
+    second: StoredMatrix
+    threshold: F32
+    hot: int
+    experts: int = 1
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.first is None else len(self.first.rows)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for _, part in _parts(self))
+
+    def decoded(self) -> LayerPredictor:
+        def matrix(m: StoredMatrix) -> F32:
+            return quant.decode(m.format, m.rows, m.columns)
+
+        if self.first is None:
+            signs = self.second.rows
+            return LayerPredictor(self.kind, None, None, signs, self.threshold, self.hot, self.experts)
+        first, second = matrix(self.first), matrix(self.second)
+        return LayerPredictor(self.kind, first, second, None, self.threshold, self.hot, self.experts)
+
+
+def stored(p: LayerPredictor, spec: ModelSpec) -> StoredPredictor:
+    """Matrices as int8; a rank that is no whole number of blocks is filled up with zeros."""
+    neurons, n = spec.n_experts * spec.ffn_dim, spec.n_experts
+    threshold = np.ascontiguousarray(p.threshold, np.float32)
+    assert p.kind in KINDS and threshold.shape == (neurons,)
+    assert 0 <= p.hot <= spec.ffn_dim and p.experts == n
+    if p.signs is not None:
+        assert p.signs.shape == (neurons, -(-spec.dim // 8)) and p.signs.dtype == np.uint8
+        return StoredPredictor(p.kind, None, StoredMatrix("signs", spec.dim, p.signs), threshold, p.hot, n)
+    assert p.first is not None and p.second is not None
+    rank = len(p.first)
+    assert p.first.shape == (rank, spec.dim) and p.second.shape == (neurons, rank)
+    missing = -rank % BLOCK
+    first = _stored(np.pad(p.first, ((0, missing), (0, 0))))
+    second = _stored(np.pad(p.second, ((0, 0), (0, missing))))
+    return StoredPredictor(p.kind, first, second, threshold, p.hot, n)
+
+
+def _stored(w: F32) -> StoredMatrix:
+    format = _format(w.shape[1])
+    return StoredMatrix(format, w.shape[1], quant.encode(format, w))
+
+
+def stored_bytes(spec: ModelSpec, kind: str, rank: int) -> tuple[int, int]:
+    """(bytes of `first`, bytes of `second` and threshold for each neuron) of a predictor of that rank."""
+    if kind == "sign":
+        return 0, -(-spec.dim // 8) + 4
+    rank = -(-rank // BLOCK) * BLOCK
+    return rank * quant.row_bytes(_format(spec.dim), spec.dim), quant.row_bytes("q8_0", rank) + 4
+
+
+# ---- where they are kept
+
+
+class Predictors:
+    """A pack's predictors, read a layer at a time. Close them, or use them in a `with`."""
+
+    def __init__(
+        self,
+        count: int,
+        nbytes: int,
+        read: Callable[[int], StoredPredictor | None],
+        report: Json | None = None,
+        close: Callable[[], None] = lambda: None,
+        kinds: Sequence[str] = (),
+    ) -> None:
+        self.count, self.nbytes, self.report = count, nbytes, report or {}
+        self.kinds = tuple(kinds)  # of the layers that have one, where a file says so
+        self._read, self.close = read, close
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layers: Sequence[LayerPredictor | None]) -> Predictors:
+        """As they would be after `write_predictors`."""
+        made = [None if p is None else stored(p, spec) for p in layers]
+        return cls(len(made), sum(p.nbytes for p in made if p is not None), made.__getitem__)
+
+    def stored(self, i: int) -> StoredPredictor | None:
+        return self._read(i)
+
+    def layer(self, i: int) -> LayerPredictor | None:
+        p = self._read(i)
+        return None if p is None else p.decoded()
+
+    def __enter__(self) -> Predictors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def write_predictors(pack: Pack, layers: Sequence[LayerPredictor | None], report: Json) -> None:
+    """Beside the pack, in place of what was there. `report`: how they were found, kept as it is."""
+    assert len(layers) == pack.spec.n_layers
+    about: list[Json | None] = []
+    tensors: dict[str, NDArray[Any]] = {}
+    for i, given in enumerate(layers):
+        if given is None:
+            about.append(None)
+            continue
+        p = stored(given, pack.spec)
+        about.append({"kind": p.kind, "rank": p.rank, "hot": p.hot, "crc32c": _crc(p)})
+        for name, part in _parts(p):
+            tensors[f"layers.{i}.{name}"] = part
+    layout = {name: (a.dtype, a.shape) for name, a in tensors.items()}
+    facts: Json = {"layers": about, "report": report}
+    sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), facts, layout, tensors.values())
+
+
+def _parts(p: StoredPredictor) -> list[tuple[str, NDArray[Any]]]:
+    if p.first is None:
+        return [("signs", p.second.rows), ("threshold", p.threshold)]
+    return [("first", p.first.rows), ("second", p.second.rows), ("threshold", p.threshold)]
+
+
+def _crc(p: StoredPredictor) -> int:
+    crc = 0
+    for _, part in _parts(p):
+        crc = _native.crc32c(np.ascontiguousarray(part).view(np.uint8).ravel(), crc)
+    return crc
+
+
+def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
+    """What `sparsity` needs beside the weights; UsageError where the pack does not have it."""
+    if sparsity != "predict":
+        return None
+    if not pack.spec.sparse:
+        raise UsageError(
+            f"{pack.path}: its {pack.spec.activation} neurons are never zero: nothing to predict; "
+            "use --sparsity exact"
+        )
+    found = open_predictors(pack)
+    if found is None:
+        raise UsageError(f"{pack.path} has no predictors; make them with `thermocline train {pack.path}`")
+    return found
+
+
+def open_predictors(pack: Pack) -> Predictors | None:
+    """The pack's sidecar; else what its source had (PowerInfer's files); None where there are none.
+
+    Raises BadFile for a damaged file, or one that was made for another pack.
+    """
+    found = sidecar.Sidecar.open(
+        pack.path / FILE, KIND, sidecar.stamp(pack.path), f"thermocline train {pack.path}"
+    )
+    if found is None:
+        return None if pack.predictor is None else _of_source(pack, pack.predictor)
+    try:
+        about = _check_about(found.facts, pack.spec, str(found.path))
+        names = {f"layers.{i}.{name}" for i, a in enumerate(about) if a for name in _names(a)}
+        if set(found.file.tensors) != names:
+            odd = min(set(found.file.tensors) ^ names)
+            raise BadFile(f"{found.path}: tensor {quoted(odd)} is missing or has no place there")
+        nbytes = sum(e.end - e.start for e in found.file.tensors.values())
+        read, kinds = partial(_read, found, pack.spec, about), [a["kind"] for a in about if a]
+        return Predictors(len(about), nbytes, read, found.facts["report"], found.close, kinds)
+    except BaseException:
+        found.close()
+        raise
+
+
+def named_for_active(report: Json) -> float | None:
+    """Of a predictors file: gate rows read for an active neuron, as measured when they were made."""
+    predicted, active = report.get("predicted_fraction"), report.get("active_fraction")
+    if not (isinstance(predicted, float) and isinstance(active, float) and 0 < active <= predicted <= 1):
+        return None
+    return predicted / active
+
+
+def measured_on(report: Json) -> str | None:
+    """Say on which texts a predictors file's bound was measured; None of PowerInfer's, or an older file."""
+    texts, kld = report.get("texts"), report.get("kld")
+    if not (isinstance(texts, list) and texts and isinstance(kld, dict)):
+        return None
+    names, worst = ", ".join(str(t.get("name")) for t in texts), report.get("worst_text")
+    return (
+        f"predictors are within {kld.get('value'):.4f} nats of exact on each text they were measured on "
+        f"({names}; {worst} is the furthest); on unlike text they may be further"
+    )
+
+
+def _names(about: Json) -> tuple[str, ...]:
+    return ("signs", "threshold") if about["kind"] == "sign" else ("first", "second", "threshold")
+
+
+def _check_about(facts: Json, spec: ModelSpec, name: str) -> list[Json | None]:
+    layers, report = facts.get("layers"), facts.get("report")
+    if type(layers) is not list or len(layers) != spec.n_layers or type(report) is not dict:
+        raise BadFile(f"{name}: does not describe the pack's {spec.n_layers} layers")
+    for i, a in enumerate(layers):
+        if a is None:
+            continue
+        fits = type(a) is dict and a.keys() == {"kind", "rank", "hot", "crc32c"} and a["kind"] in KINDS
+        if not fits or any(type(a[k]) is not int for k in ("rank", "hot", "crc32c")):
+            raise BadFile(f"{name}: layer {i} is {quoted(a)}, not a predictor of kind {', '.join(KINDS)}")
+        ranked = (
+            a["rank"] == 0 if a["kind"] == "sign" else 0 < a["rank"] <= MAX_RANK and a["rank"] % BLOCK == 0
+        )
+        if not ranked or not 0 <= a["hot"] <= spec.ffn_dim:
+            raise BadFile(f"{name}: layer {i}: rank {a['rank']} or hot {a['hot']} is out of range")
+    return layers
+
+
+def _read(
+    found: sidecar.Sidecar, spec: ModelSpec, about: list[Json | None], i: int
+) -> StoredPredictor | None:
+    a = about[i]
+    if a is None:
+        return None
+    n, neurons, rank = spec.n_experts, spec.n_experts * spec.ffn_dim, a["rank"]
+
+    def matrix(name: str, format: str, rows: int, columns: int) -> StoredMatrix:
+        width = -(-columns // 8) if format == "signs" else quant.row_bytes(format, columns)
+        return StoredMatrix(format, columns, found.read(f"layers.{i}.{name}", "|u1", (rows, width)))
+
+    threshold = found.read(f"layers.{i}.threshold", "<f4", (neurons,))
+    if a["kind"] == "sign":
+        signs = matrix("signs", "signs", neurons, spec.dim)
+        p = StoredPredictor("sign", None, signs, threshold, a["hot"], n)
+    else:
+        first = matrix("first", _format(spec.dim), rank, spec.dim)
+        second = matrix("second", "q8_0", neurons, rank)
+        p = StoredPredictor(a["kind"], first, second, threshold, a["hot"], n)
+    if _crc(p) != a["crc32c"]:
+        raise BadFile(f"{found.path}: layer {i}: checksum mismatch: damaged; run `thermocline train` again")
+    if np.isnan(threshold).any():
+        raise BadFile(f"{found.path}: layer {i}: a threshold is not a number")
+    return p
+
+
+def _of_source(pack: Pack, about: manifest.Predictor) -> Predictors:
+    """fc1 and fc2 of PowerInfer's files, among the pack's own tensors."""
+    neurons = pack.spec.n_experts * pack.spec.ffn_dim
+
+    def read(i: int) -> StoredPredictor:
+        first, second = (_matrix(pack, f"layers.{i}.predictor.{fc}.weight") for fc in ("fc1", "fc2"))
+        threshold = np.full(neurons, about.threshold, np.float32)
+        return StoredPredictor("mlp", first, second, threshold, 0, pack.spec.n_experts)
+
+    sizes = [t.bytes for name, t in pack.tensors.items() if ".predictor." in name]
+    return Predictors(len(about.ranks), sum(sizes) + 4 * neurons * len(about.ranks), read)
+
+
+def _matrix(pack: Pack, name: str) -> StoredMatrix:
+    info = pack.tensors[name]
+    return StoredMatrix(info.format, info.shape[-1], read_tensor(pack, name))

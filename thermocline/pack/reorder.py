@@ -1,0 +1,130 @@
+"""A pack with its neurons in another order: the same model, written again.
+
+Streams from the old pack, every block of which is checked; keeps one tensor of neurons in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.files.bounded import read_small
+from thermocline.model import quant
+from thermocline.model.tensors import expected_tensors
+from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress, read_tensor
+from thermocline.pack.writer import write_pack
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+
+# What of a layer has a row, or a value, for each neuron.
+NEURON_TENSORS = (
+    "gate.weight",
+    "gate.bias",
+    "bundle",
+    "order",
+    "ffn_sub_norm.weight",
+    "predictor.fc2.weight",
+    "activation_count",
+)
+PACK_FILES = ("pack.json", "weights.bin", "checksums.bin")
+
+
+def hottest_first(counts: I64) -> I64:
+    """[experts, neurons] -> [experts * neurons]: the positions in order of hotness, within each expert."""
+    order = np.argsort(-counts, axis=1, kind="stable")
+    places: I64 = (order + np.arange(len(counts))[:, None] * counts.shape[1]).reshape(-1)
+    return places
+
+
+class Reordered:
+    """An `EncodedSource` over a pack: row i of a layer's neurons is its row `places[layer][i]`."""
+
+    def __init__(self, pack: Pack, places: Sequence[I64]) -> None:
+        self._pack, self._places = pack, places
+        self._held: tuple[str, U8] = ("", np.empty((0, 0), np.uint8))
+
+    def __call__(self, name: str, first: int, last: int, /) -> NDArray[Any]:
+        layer, part = _split(name)
+        if part == "order" and name not in self._pack.tensors:
+            return (self._places[layer] % self._pack.spec.ffn_dim).astype(np.int32)
+        dtype = "<i4" if part == "order" else "<f4"
+        values = read_tensor(self._pack, name).reshape(-1).view(dtype)
+        return values[self._places[layer]] if part in NEURON_TENSORS else values
+
+    def encoded(self, name: str, format: str, first: int, last: int, /) -> U8:
+        layer, part = _split(name)
+        bundled = part in ("up", "down")
+        tensor = f"layers.{layer}.bundle" if bundled else name
+        if self._held[0] != tensor:
+            self._held = ("", np.empty((0, 0), np.uint8))  # let go of one before taking the next
+            self._held = (tensor, read_tensor(self._pack, tensor))
+        rows = self._held[1]
+        if bundled or part in NEURON_TENSORS:
+            rows = rows[self._places[layer][first:last]]
+        else:
+            rows = rows[first:last]
+        width = quant.row_bytes(
+            format, self._pack.spec.dim if bundled else self._pack.tensors[tensor].shape[-1]
+        )
+        begin = width if part == "down" and self._pack.spec.gated else 0
+        return rows[:, begin : begin + width]
+
+
+def _split(name: str) -> tuple[int, str]:
+    """`layers.3.gate.weight` -> (3, `gate.weight`); (-1, name) outside of layers."""
+    if not name.startswith("layers."):
+        return -1, name
+    _, layer, part = name.split(".", 2)
+    return int(layer), part
+
+
+def write_reordered(
+    pack: Pack,
+    dst: Path,
+    places: Sequence[I64],
+    finish: Callable[[Path], None],
+    *,
+    drop: Sequence[str],
+    overwrite: bool,
+    progress: Progress | None = None,
+) -> None:
+    """`finish` adds what belongs to the new pack. Other files of a pack that is replaced stay, but `drop`."""
+    in_place = os.path.realpath(dst) == os.path.realpath(pack.path)
+
+    def complete(directory: Path) -> None:
+        if in_place:
+            _carry(pack, directory, drop)
+        finish(directory)
+
+    formats = {n: t.format for n, t in pack.tensors.items()}
+    ranks = pack.predictor.ranks if pack.predictor is not None else ()
+    layouts = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
+    has = {n for n, t in layouts.items() if t.optional and (n in pack.tensors or n.endswith(".order"))}
+    s = pack.source
+    write_pack(
+        dst,
+        pack.spec,
+        pack.weight_format,
+        Reordered(pack, places),
+        formats=formats,
+        predictor=pack.predictor,
+        optional=has,
+        files={name: read_small(pack.path / name, MAX_COPIED_BYTES) for name in pack.files},
+        origin=(s["kind"], s["name"], s["hash"]),
+        overwrite=overwrite or in_place,
+        finish=complete,
+        progress=progress,
+    )
+
+
+def _carry(pack: Pack, directory: Path, drop: Sequence[str]) -> None:
+    for path in sorted(pack.path.iterdir()):
+        if path.name not in (*PACK_FILES, *pack.files, *drop) and path.is_file():
+            shutil.copy2(path, directory / path.name)

@@ -1,0 +1,176 @@
+"""Files beside a pack that were made for it: safetensors, stamped with the hash of its pack.json.
+
+The metadata key `thermocline` holds canonical JSON: kind, version, pack, and what the kind adds. The key
+`crc32c` holds the CRC-32C of each tensor and of the header. Must not know which kinds there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from thermocline import _native
+from thermocline.errors import BadFile, IOFailure
+from thermocline.files.bounded import Json, parse_json, quoted, read_small
+from thermocline.files.safetensors import SafeTensors
+from thermocline.files.whole import replacing
+
+VERSION = 2  # 1 had no checksums
+KEY, SUMS = "thermocline", "crc32c"
+DIGITS = 8  # of a checksum, in hex: a header is as long before they are known
+MAX_MANIFEST_BYTES = 4 << 20
+_DTYPES = {"<i8": "I64", "<i4": "I32", "<u4": "U32", "|u1": "U8", "|i1": "I8", "<f2": "F16", "<f4": "F32"}
+
+Layout = Mapping[str, tuple[DTypeLike, tuple[int, ...]]]  # name -> dtype, shape
+
+
+def stamp(directory: Path) -> str:
+    """What ties a file to the pack in `directory`: the sha256 of its pack.json."""
+    return hashlib.sha256(read_small(directory / "pack.json", MAX_MANIFEST_BYTES)).hexdigest()
+
+
+def write(path: Path, kind: str, pack: str, facts: Json, layout: Layout, arrays: Iterable[Any]) -> None:
+    """Write `arrays`, one for each tensor of `layout` and in its order, as they come."""
+    dtypes = {name: np.dtype(dtype).newbyteorder("<") for name, (dtype, _) in layout.items()}
+    about = {"kind": kind, "version": VERSION, "pack": pack, **facts}
+    facts_text = json.dumps(about, sort_keys=True, separators=(",", ":"))
+    header: Json = {"__metadata__": {KEY: facts_text, SUMS: "0" * DIGITS * (len(layout) + 1)}}
+    at = 0
+    for name, (_, shape) in layout.items():
+        end = at + dtypes[name].itemsize * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": _DTYPES[dtypes[name].str], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head, sums = len(text).to_bytes(8, "little") + text, ""
+    with open(path, "wb") as out:
+        out.write(head)
+        for (name, (_, shape)), array in zip(layout.items(), arrays, strict=True):
+            assert array.shape == shape, (name, array.shape, shape)
+            data = np.ascontiguousarray(array, dtypes[name]).reshape(-1).view(np.uint8)
+            sums += _hex(_native.crc32c(data))
+            out.write(data.data)
+        out.seek(0)
+        out.write(_signed(head, sums))
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _hex(crc: int) -> str:
+    return f"{crc:0{DIGITS}x}"
+
+
+def _signed(head: bytes, sums: str) -> bytes:
+    """The length and the header with its tensors' checksums and its own, made with zeros in its place."""
+    old, zeros = json.dumps("0" * (len(sums) + DIGITS)).encode(), "0" * DIGITS
+    blank = head.replace(old, json.dumps(sums + zeros).encode(), 1)
+    return head.replace(old, json.dumps(sums + _hex(_native.crc32c(blank))).encode(), 1)
+
+
+def replace(path: Path, kind: str, pack: str, facts: Json, layout: Layout, arrays: Iterable[Any]) -> None:
+    """The same in place of what is at `path`: afterwards that is the old file or the whole new one."""
+    with replacing(path) as tmp:
+        write(tmp, kind, pack, facts, layout, arrays)
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """An opened file of this pack and kind. `read` checks what it gives."""
+
+    path: Path
+    facts: Json
+    file: SafeTensors
+    sums: dict[str, str]  # of each tensor
+    again: str
+
+    @staticmethod
+    def open(path: Path, kind: str | None, pack: str, again: str) -> Sidecar | None:
+        """None: there is none. `kind`: None is any. `pack`: its stamp; `again`: the command that makes it."""
+        if not os.path.lexists(path):
+            return None
+        file = SafeTensors(path)
+        try:
+            facts, sums = _facts(file, kind, again), _sums(file, again)
+            if facts.get("pack") != pack:
+                raise BadFile(f"{path}: made for another pack; run `{again}` again")
+            return Sidecar(path, facts, file, sums, again)
+        except BaseException:
+            file.close()
+            raise
+
+    def close(self) -> None:
+        self.file.close()
+
+    def read(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> NDArray[Any]:
+        """A whole tensor. `shape` None: any number."""
+        entry = self.file.tensors.get(name)
+        if entry is None:
+            raise BadFile(f"{self.path}: tensor {name} is missing")
+        fits = len(entry.shape) == len(shape) and all(
+            want in (None, have) for want, have in zip(shape, entry.shape, strict=True)
+        )
+        if entry.dtype != _DTYPES[dtype] or not fits:
+            have = f"{entry.dtype} {quoted(entry.shape)}"
+            raise BadFile(f"{self.path}: tensor {name} is {have}, not {_DTYPES[dtype]} {shape}")
+        return self._checked(name).view(dtype).reshape(entry.shape)
+
+    def _checked(self, name: str) -> NDArray[np.uint8]:
+        entry = self.file.tensors[name]
+        data = self.file.read_bytes(entry.start, entry.end - entry.start)
+        if _hex(_native.crc32c(data)) != self.sums[name]:
+            raise BadFile(f"{self.path}: checksum mismatch in {name}: damaged; run `{self.again}` again")
+        return data
+
+    def problems(self) -> Iterator[str]:
+        """One sentence for each tensor that is damaged."""
+        for name in self.file.tensors:
+            try:
+                self._checked(name)
+            except (BadFile, IOFailure) as e:
+                yield str(e)
+
+
+def problems(directory: Path) -> Iterator[str]:
+    """One sentence for each thing that is wrong with a pack's sidecars, all bytes of which are read."""
+    pack = stamp(directory)
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            found = Sidecar.open(path, None, pack, "the command that made it")
+        except (BadFile, IOFailure) as e:
+            yield str(e)
+            continue
+        if found is not None:
+            with contextlib.closing(found):
+                yield from found.problems()
+
+
+def _sums(file: SafeTensors, again: str) -> dict[str, str]:
+    """The checksum of each tensor. BadFile: the header's own is wrong."""
+    head = file.read_bytes(0, 8)
+    head = file.read_bytes(0, 8 + int.from_bytes(head.tobytes(), "little"))
+    text, names = file.metadata.get(SUMS, ""), list(file.tensors)
+    own = text[len(names) * DIGITS :]
+    blank = head.tobytes().replace(f'{own}"'.encode(), b"0" * DIGITS + b'"', 1)
+    if len(own) != DIGITS or _hex(_native.crc32c(blank)) != own:
+        raise BadFile(f"{file.path}: checksum mismatch in its header: damaged; run `{again}` again")
+    return {name: text[i * DIGITS : (i + 1) * DIGITS] for i, name in enumerate(names)}
+
+
+def _facts(file: SafeTensors, kind: str | None, again: str) -> Json:
+    text = file.metadata.get(KEY)
+    if text is None:
+        raise BadFile(f"{file.path}: not a {kind or 'sidecar'} file of Thermocline's: no metadata {KEY!r}")
+    facts = parse_json(text.encode(), f"{file.path}: metadata")
+    if (kind is not None and facts.get("kind") != kind) or facts.get("version") != VERSION:
+        have = f"{quoted(facts.get('kind'))} version {quoted(facts.get('version'))}"
+        raise BadFile(f"{file.path}: is {have}, not {kind or ''} version {VERSION}; run `{again}` again")
+    return facts

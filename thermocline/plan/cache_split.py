@@ -1,0 +1,121 @@
+"""A memory budget divided among neurons: how many of each layer have places in memory.
+
+Rows are records of one size, a neuron each, of one layer. Pure numbers: must not know files, tensors or the
+machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+
+STEP = 32  # places that are given at a time
+LEAST = 4  # places of a layer, of a mixture each expert: there are hundreds of these
+SLOT_BYTES = 32  # of the tables, beside a place itself
+ROW_BYTES = 24  # of the tables, for each neuron: its checksum, where it is, how often it was needed
+# What the disk reads in the time that one more read costs it: memory saves more where rows are short.
+OPERATION_BYTES = 32 << 10
+GAP_BYTES = 32 << 10  # csrc/storage/slots.cpp reads over a gap that is not wider
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One layer's (or expert's) rows of one kind. `need`: the probability that a step needs each."""
+
+    stride: int  # bytes of a place
+    need: F64  # the largest first
+    asked: float = 1.0  # of steps, those that need any: of an expert's, those that go there
+
+    @property
+    def place_bytes(self) -> int:
+        return self.stride + SLOT_BYTES
+
+    @property
+    def least(self) -> int:
+        return min(LEAST, len(self.need))
+
+    @property
+    def table_bytes(self) -> int:
+        return ROW_BYTES * len(self.need)
+
+    @property
+    def least_bytes(self) -> int:
+        """Below this they cannot be on disk."""
+        return self.table_bytes + self.least * self.place_bytes
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a layer's rows have of the memory: `hot`, all of them, or `quota` places that they take turns in.
+
+    Part of them pinned would only cost: text has hot neurons of its own (LOG, "Cache policies").
+    """
+
+    hot: int
+    quota: int
+
+    @property
+    def places(self) -> int:
+        return self.hot + self.quota
+
+
+def split(rows: Sequence[Rows], room: int) -> list[Share] | None:
+    """`room` bytes for places and tables; None where that is too little.
+
+    Places go, some at a time, to whoever then misses fewest reads for the bytes. A cache that keeps what it
+    needed most often, beginning with what the profile says, holds about the hottest rows.
+    """
+    room -= sum(x.least_bytes for x in rows)
+    if room < 0:
+        return None
+    value, size, owner = [], [], []
+    for i, x in enumerate(rows):
+        starts = np.arange(x.least, len(x.need), STEP)
+        counts = np.diff(np.append(starts, len(x.need)))
+        saved = np.add.reduceat(x.need, starts) / counts if len(starts) else np.empty(0)
+        value.append(saved * ((x.stride + OPERATION_BYTES) / x.place_bytes))
+        size.append(counts)
+        owner.append(np.full(len(starts), i))
+    counts, owners = np.concatenate(size), np.concatenate(owner)
+    order = np.argsort(-np.concatenate(value), kind="stable")
+    place_bytes = np.array([x.place_bytes for x in rows])[owners[order]]
+    taken = order[np.cumsum(counts[order] * place_bytes) <= room]
+    places = np.bincount(owners[taken], weights=counts[taken], minlength=len(rows)).astype(np.int64)
+    every = ((x.least + int(n), len(x.need)) for x, n in zip(rows, places, strict=True))
+    return [Share(n, 0) if n == neurons else Share(0, n) for n, neurons in every]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """What a step is expected to read from disk, of some rows."""
+
+    rows: float
+    reads: float
+    bytes: float
+
+
+def fetch(x: Rows, share: Share, *, ordered: bool) -> Fetch:
+    """Where steps that ask draw their neurons independently, and the hottest have the places.
+
+    `ordered`: rows lie as `x.need` has them. What lies near each other is read at once, with what is between.
+    """
+    missed = x.need[share.places :] / x.asked
+    if not len(missed):
+        return Fetch(0.0, 0.0, 0.0)
+    p = missed if ordered else np.full(len(x.need), missed.sum() / len(x.need))
+    absent = np.log1p(-np.minimum(p, 1 - 1e-9))
+    between, reads = np.zeros(len(p)), p.copy()
+    nbytes = p * x.stride
+    for gap in range(GAP_BYTES // x.stride + 1):  # the row before that is missed is `gap` rows away
+        if gap + 1 >= len(p):
+            break
+        near = p[gap + 1 :] * p[: -gap - 1] * np.exp(between[gap + 1 :])
+        reads[gap + 1 :] -= near
+        nbytes[gap + 1 :] += near * gap * x.stride
+        between[gap + 1 :] += absent[: -gap - 1]
+    return Fetch(*(x.asked * float(each.sum()) for each in (p, reads, nbytes)))

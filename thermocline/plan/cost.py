@@ -1,0 +1,345 @@
+"""How long a token takes: every placement that a layer can have, with its bytes in each tier and its time.
+
+The only file that knows what is read when, and what overlaps with what. Figures of the CPU, and of a disk
+beside it alone (`stored_times`), follow this engine as it is; the others are predictions of one to come.
+Must not know budgets, files or solvers.
+
+A layer's time is attention, then the predictor, each on its tier, then the FFN on all tiers at once:
+max(GPU, CPU, disk). A layer that uses both processors waits for the slower and pays `sync_us`; one that is
+all on one pays nothing. (Where runs of such layers meet the residual stream crosses over too: `plan.predict`
+has it once a token, since like layers lie together.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.machine.tiers import Disk, Tiers
+from thermocline.model.sizes import LayerSizes, Part, Sizes
+from thermocline.plan.cache_split import Fetch
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+
+# Of a token on the CPU, beside memory (LOG, "Planner"): a half of a layer is a native call with its barriers
+# and the Python between two; sampling and the engine's own work come once.
+CALL_US, TOKEN_US = 22.0, 350.0
+KV_SHARE = 0.55  # of memory speed that attention reaches over keys and values, 1024 to 4096 positions deep
+# Of a large matrix's speed: a layer's matrices in a whole step; bundles, read two rows at a time, all of them
+# or some; gate rows that a predictor names, where they are few (where it names all, they are a matrix again).
+MATRIX_SHARE, BUNDLE_SHARE, NAMED_SHARE = 0.94, 0.8, 0.45
+# Neurons that a predictor names for one that is active, where it does not say; published ones: 1.2 to 1.8.
+EXCESS = 1.5
+PREDICT_TOKENS = 4  # more tokens a step run `exact`
+LAUNCHES = 6  # GPU kernels in a half of a layer
+PAGE = 4096
+IN_FLIGHT = 16  # reads, where a disk's reads a second were measured: each then takes that many times theirs
+MISS_US = 6.0  # of a thread, for a record from disk: asking, its checksum, a copy
+EARLY_SHARE = 0.87  # of attention's time, that reads which a predictor began before it go on beside it
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step is: one token of each of `batch` sequences, `depth` positions in."""
+
+    sparsity: str  # predict, exact or off
+    batch: int = 1
+    depth: int = 0
+    routed: float = 1.0  # of a mixture's experts, those that some token of the step goes to
+    experts: int = 1
+
+    @property
+    def predicts(self) -> bool:
+        return self.sparsity == "predict" and self.batch <= PREDICT_TOKENS
+
+    @property
+    def ffns(self) -> float:
+        """Of a layer, one after the other."""
+        return self.routed * self.experts
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Placements of one layer (or of the head), one an entry: what each is, takes, and costs."""
+
+    attention: Bool  # on the GPU, with its keys and values
+    predictor: Bool  # on the GPU
+    gpu: I64  # neurons [0, gpu) are there
+    disk: I64  # bundles of the last `disk` neurons are on disk
+    gates: Bool  # and so are their gate rows, which else stay in RAM
+    vram_bytes: I64
+    ram_bytes: I64
+    gpu_us: F64  # what each tier adds to the token's time: of what runs side by side the longest counts
+    cpu_us: F64
+    disk_us: F64
+    sync_us: F64
+
+    @property
+    def us(self) -> F64:
+        total: F64 = self.gpu_us + self.cpu_us + self.disk_us + self.sync_us
+        return total
+
+    def __len__(self) -> int:
+        return len(self.gpu)
+
+    def pick(self, index: I64) -> Columns:
+        return Columns(**{f.name: getattr(self, f.name)[index] for f in fields(Columns)})
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Time of a read and its multiplications on either processor, in microseconds."""
+
+    tiers: Tiers
+    format: str
+    batch: int
+
+    def cpu(self, read_bytes: F64 | float, weights: F64 | float, share: float = MATRIX_SHARE) -> F64:
+        k = self.tiers.kernel(self.format)
+        us: F64 = np.maximum(
+            np.asarray(read_bytes) / (k.gbs * share * 1e3), 2.0 * self.batch * weights / (k.gflops * 1e3)
+        )
+        return us
+
+    def gpu(self, read_bytes: F64 | float, weights: F64 | float) -> F64:
+        g = self.tiers.gpu
+        assert g is not None
+        us: F64 = np.maximum(
+            np.asarray(read_bytes) / (g.read_gbs * g.share * 1e3),
+            2.0 * self.batch * weights / (g.gflops * 1e3),
+        )
+        return us
+
+    def sync(self, dim: int) -> float:
+        """The residual stream to the other processor and the result back."""
+        g = self.tiers.gpu
+        return 0.0 if g is None else g.sync_us + 2 * 4 * dim * self.batch / (g.link_gbs * 1e3)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a step needs of a layer's neurons, hottest first: sums over the first k, k = 0 … neurons."""
+
+    gates: F64  # gate rows
+    bundles: F64
+    gate_share: float  # of a large matrix's speed on the CPU
+    bundle_share: float
+
+    @staticmethod
+    def of(hotness: F64, work: Work, *, skips: bool, excess: float = EXCESS) -> Reads:
+        """`hotness`: each neuron's probability that a step needs it, hottest first. `excess`: see `named`."""
+        n = len(hotness)
+        every: F64 = work.routed * np.arange(n + 1, dtype=np.float64)
+        if not skips:
+            return Reads(every, every, MATRIX_SHARE, MATRIX_SHARE)
+        if work.sparsity == "off":
+            return Reads(every, every, MATRIX_SHARE, BUNDLE_SHARE)
+        needed = np.concatenate([[0.0], np.cumsum(hotness)])
+        if not work.predicts:
+            return Reads(every, needed, MATRIX_SHARE, BUNDLE_SHARE)
+        gates = np.concatenate([[0.0], np.cumsum(named(hotness, excess, work.routed))])
+        share = NAMED_SHARE + (MATRIX_SHARE - NAMED_SHARE) * float(gates[-1]) / (n * work.routed)
+        return Reads(gates, needed, share, BUNDLE_SHARE)
+
+
+def named(hotness: F64, excess: float, routed: float = 1.0) -> F64:
+    """How likely a predictor names each neuron. Of `excess` names for a needed one those too many are spread
+    as uncertainty is, p (1 - p): what is always active is no guess. `routed`: as `Work`'s.
+    """
+    unsure = hotness * (1 - hotness / routed)
+    more = (excess - 1) * float(hotness.sum()) / max(float(unsure.sum()), 1e-30)
+    found: F64 = np.minimum(routed, hotness + more * unsure)
+    return found
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer as the planner sees it."""
+
+    sizes: LayerSizes
+    reads: Reads
+    kv_bytes: int  # of its keys and values
+    kv_read_bytes: int
+    dim: int
+    on_gpu: str = "any"  # of its neurons: "any" number of the hottest, "all" or none, "none"
+
+    def same_as(self, other: LayerWork) -> bool:
+        kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
+        alike = self.reads is other.reads and self.on_gpu == other.on_gpu
+        return alike and kv and self.sizes == other.sizes
+
+
+def grid(neurons: int, clusters: int, experts: int = 1) -> I64:
+    """Borders of clusters, 0 to `neurons`: at most `clusters`, all but the last of one multiple of 32 neurons
+    of each expert.
+    """
+    least = 32 * experts
+    size = -(-neurons // clusters // least) * least if neurons >= least * clusters else min(least, neurons)
+    borders: I64 = np.minimum(np.arange(0, neurons + size, size), neurons)
+    return np.unique(borders)
+
+
+def layer_columns(
+    layer: LayerWork, speeds: Speeds, work: Work, *, clusters: int, gpu: bool, disk: bool
+) -> Columns:
+    """Every placement: attention and predictor here or there, any share on the GPU, any on disk.
+
+    Gate rows are on disk only where a predictor says which to fetch.
+    """
+    s = layer.sizes
+    borders = grid(s.neurons, clusters, work.experts)
+    ends = {"any": borders, "all": borders[[0, -1]], "none": borders[:1]}
+    counts = ends[layer.on_gpu] if gpu else borders[:1]
+    tails = s.neurons - borders[::-1] if disk else borders[:1]
+    both = np.array([False, True]) if gpu else np.array([False])
+    asks_there = work.predicts and s.predictor.bytes and layer.on_gpu != "none" and work.experts == 1
+    predictors = both if asks_there else both[:1]
+    fetched = np.array([False, True]) if disk and work.predicts else np.array([False])
+    every = np.meshgrid(both, predictors, counts, tails, fetched, indexing="ij")
+    a, p, g, d, f = (x.ravel() for x in every)
+    fits = (g + d <= s.neurons) & (~f | (d > 0))
+    a, p, g, d, f = a[fits], p[fits], g[fits], d[fits], f[fits]
+    gates, bundles = s.gate_bytes, s.bundle_bytes
+    attention_bytes, predictor_bytes = s.attention.bytes + layer.kv_bytes, s.predictor.bytes
+    vram = a * attention_bytes + p * predictor_bytes + gates(g) + bundles(g)
+    ram = ~a * attention_bytes + ~p * predictor_bytes
+    ram = ram + gates(s.neurons - g - f * d) + bundles(s.neurons - g - d)
+    vram, ram = vram + (~a & (g > 0)) * s.router_bytes, ram + a * s.router_bytes
+    return Columns(a, p, g, d, f, vram, ram, *layer_times(layer, speeds, work, a, p, g, d, f))
+
+
+def attention_us(layer: LayerWork, v: Speeds) -> float:
+    """On the CPU."""
+    kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
+    return float(v.cpu(layer.sizes.attention.read_bytes, layer.sizes.attention.weights)) + kv + CALL_US
+
+
+def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetch]) -> tuple[float, float]:
+    """(CPU, what the disk adds to that) of a layer on the CPU.
+
+    Its reads run beside its own FFN, and those that a predictor named beside its attention.
+    """
+    disk = v.tiers.disk
+    assert disk is not None
+    none, no = np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    cpu = float(layer_times(layer, v, work, no, no, none, none, no)[1][0])
+    attention = attention_us(layer, v)
+    beside = cpu - attention + _early_us(attention, work)
+    rows, reads, nbytes = (sum(x) for x in zip(*((f.rows, f.reads, f.bytes) for f in fetched), strict=True))
+    if not reads:  # in order, in long pieces
+        return cpu, max(0.0, nbytes / (disk.read_gbs * 1e3) - (cpu - attention))
+    work_us = rows * MISS_US / v.tiers.cpu.threads
+    late = work.ffns * (1 - math.exp(-reads / work.ffns))  # those whose last read begins near their end
+    last = late * IN_FLIGHT * 1e6 / disk.reads_per_s
+    return cpu + work_us, max(0.0, float(_reading_us(disk, reads, nbytes)) - beside - work_us) + last
+
+
+def layer_times(
+    layer: LayerWork, v: Speeds, work: Work, a: Bool, p: Bool, g: I64, d: I64, f: Bool
+) -> tuple[F64, F64, F64, F64]:
+    """(gpu_us, cpu_us, disk_us, sync_us) of each placement."""
+    s, gates, bundles = layer.sizes, layer.reads.gates, layer.reads.bundles
+    n, has_gpu = s.neurons, v.tiers.gpu is not None
+    attention = s.attention
+    cpu = np.where(a, 0.0, attention_us(layer, v))
+    predictor = s.predictor if work.predicts else Part()
+    asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
+    cpu += np.where(p | (g == n), 0.0, asked)
+    rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], on_gpu=False)
+    ffn_cpu = rest + np.where(g < n, CALL_US, 0.0)
+    ffn_gpu, gpu, sync = np.zeros(len(g)), np.zeros(len(g)), np.zeros(len(g))
+    if has_gpu:
+        assert v.tiers.gpu is not None
+        launches = LAUNCHES * v.tiers.gpu.launch_us
+        here = v.gpu(attention.read_bytes + layer.kv_read_bytes, attention.weights) + launches
+        gpu += np.where(a, here, 0.0)
+        gpu += np.where(p, v.gpu(work.routed * predictor.read_bytes, work.routed * predictor.weights), 0.0)
+        computed = np.where(p, gates[g], work.routed * g)  # without a predictor all that are there
+        ffn_gpu = np.where(g > 0, _ffn_us(layer, v, computed, bundles[g], on_gpu=True) + launches, 0.0)
+        on_gpu, on_cpu = a | p | (g > 0), ~a | (g < n)
+        sync = np.where(on_gpu & on_cpu, v.sync(layer.dim), 0.0)
+    disk = disk_us(s.record_bytes, v, bundles[n] - bundles[n - d], d)
+    disk += disk_us(s.gate_row_bytes, v, f * (gates[n] - gates[n - d]), d)
+    longest = np.maximum(np.maximum(ffn_gpu, ffn_cpu), disk)
+    of_disk = (disk == longest) & (disk > 0)
+    of_gpu = (ffn_gpu == longest) & ~of_disk & (ffn_gpu > ffn_cpu)
+    gpu += np.where(of_gpu, longest, 0.0)
+    cpu += np.where(of_gpu | of_disk, 0.0, longest)
+    return gpu, cpu, np.where(of_disk, longest, 0.0), sync
+
+
+def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -> tuple[F64, F64]:
+    """`stored_times` of steps whose bundles, and those from disk, were counted: (time, of it waiting)."""
+    s, disk = layer.sizes, v.tiers.disk
+    assert disk is not None
+    predictor = s.predictor if work.predicts else Part()
+    asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
+    attention = attention_us(layer, v)
+    gates = float(layer.reads.gates[-1])
+    ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
+    ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
+    waits = np.minimum(work.ffns, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
+    work_us = missed * (MISS_US / v.tiers.cpu.threads)
+    beside = ffn + work_us + _early_us(attention, work)
+    waited: F64 = np.maximum(0.0, _reading_us(disk, missed, missed * s.record_bytes) - beside) + waits
+    return attention + asked + ffn + work_us + waited, waited
+
+
+def _early_us(attention: float, work: Work) -> float:
+    """Of attention's time, what reads go on beside."""
+    return EARLY_SHARE * attention if work.predicts else 0.0
+
+
+def _reading_us(disk: Disk, reads: F64 | float, nbytes: F64 | float) -> F64:
+    """Many reads at random: an operation each, and the bytes beyond a page of each."""
+    beyond = np.maximum(0.0, np.asarray(nbytes) - reads * PAGE)
+    us: F64 = reads * 1e6 / disk.reads_per_s + beyond / (disk.read_gbs * 1e3)
+    return us
+
+
+def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: bool) -> F64:
+    """That many rows of each kind, on one processor."""
+    gate, bundle, r = layer.sizes.gate, layer.sizes.bundle, layer.reads
+    total = np.zeros(len(gate_rows))
+    for rows, each, share in ((gate_rows, gate, r.gate_share), (bundle_rows, bundle, r.bundle_share)):
+        read, weights = rows * each.read_bytes, rows * each.weights
+        total = total + (v.gpu(read, weights) if on_gpu else v.cpu(read, weights, share))
+    return total
+
+
+def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:
+    """`needed` rows of `of` from disk: each on its own (bound by reads or bytes a second), or in order."""
+    disk = v.tiers.disk
+    if disk is None:
+        return np.zeros(len(needed))
+    pages = -(-row_bytes // PAGE)
+    each = needed * max(1e6 / disk.reads_per_s, pages * PAGE / (disk.read_gbs * 1e3))
+    us: F64 = np.minimum(each, np.where(needed > 0, of * row_bytes / (disk.read_gbs * 1e3), 0.0))
+    return us
+
+
+def head_columns(sizes: Sizes, v: Speeds, *, gpu: bool) -> Columns:
+    """The head in RAM, or on the GPU (a tied one as a copy)."""
+    part = sizes.head + Part(0, sizes.tied.read_bytes, sizes.tied.weights)
+    where = np.array([False, True]) if gpu else np.array([False])
+    none = np.zeros(len(where), np.int64)
+    there = v.gpu(part.read_bytes, part.weights) if gpu else 0.0
+    return Columns(
+        attention=where,
+        predictor=np.zeros(len(where), np.bool_),
+        gpu=none,
+        disk=none,
+        gates=np.zeros(len(where), np.bool_),
+        vram_bytes=where * (sizes.head.bytes + sizes.tied.bytes),
+        ram_bytes=~where * sizes.head.bytes,
+        gpu_us=np.where(where, there, 0.0),
+        cpu_us=np.where(where, 0.0, v.cpu(part.read_bytes, part.weights)),
+        disk_us=np.zeros(len(where)),
+        sync_us=np.zeros(len(where)),
+    )

@@ -1,0 +1,275 @@
+"""A budget of memory divided to the byte among a model's parts: what is resident, how many neurons fit.
+
+`run` and `plan` ask the same function. Must not know how anything is loaded, nor how fast it then is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from thermocline import _native
+from thermocline.engine.engine import PREFILL_CHUNK
+from thermocline.engine.kv_cache import reserved_bytes
+from thermocline.errors import OutOfBudget
+from thermocline.model.sizes import aligned
+from thermocline.model.spec import ModelSpec
+from thermocline.model.tensors import ALIGN, TensorInfo
+from thermocline.pack.manifest import BLOCK_BYTES
+from thermocline.plan.cache_split import F64, OPERATION_BYTES, Fetch, Rows, Share, fetch, split
+from thermocline.plan.cost import EXCESS, PREDICT_TOKENS, named
+from thermocline.plan.hotness import Hotness
+from thermocline.plan.memory import context_for, gib_up, runtime_bytes, scratch_bytes, size_down, size_up
+
+LEAST_CONTEXT = 512
+DEPTH, BUFFER_BYTES = 128, 128 << 10  # reads in flight, and of how many bytes
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What memory is divided for: the weights of a pack, or of a shape that could be one.
+
+    With a GPU beside it, what that does not have: `tensors` lacks those that are there whole, and of each
+    layer every expert's first `on_gpu` neurons are there.
+    """
+
+    spec: ModelSpec
+    tensors: Mapping[str, TensorInfo]
+    predictor_bytes: int | None  # None: there are none
+    sparsity: str
+    hotness: Hotness
+    on_gpu: tuple[int, ...] = ()
+
+    @property
+    def guesses(self) -> bool:
+        return self.sparsity == "predict" and self.predictor_bytes is not None
+
+    def first(self, layer: int) -> int:
+        """Of the neurons of every expert that are not on a GPU."""
+        return self.on_gpu[layer] if self.on_gpu else 0
+
+    def rows(self, kind: str, batch: int = 1) -> list[Rows]:
+        """`bundle` or `gate.weight`, layer by layer and expert by expert, as a step of `batch` tokens needs
+        them.
+        """
+        found = []
+        for i in range(self.spec.n_layers):
+            held, first = self.tensors.get(f"layers.{i}.{kind}"), self.first(i)
+            for need in np.split(self.hotness.at(i, batch), self.spec.n_experts):
+                asked = max(self.spec.routed(batch), float(need[0]))  # some experts are chosen more often
+                needed = self._needed(kind, batch, need, asked)[first:]
+                found.append(Rows(0 if held is None else held.stride, needed, asked))
+        return found
+
+    def of_kind(self, kind: str) -> dict[int, TensorInfo]:
+        """By layer; of layers whose neurons are all on a GPU there is none."""
+        named = ((i, f"layers.{i}.{kind}") for i in range(self.spec.n_layers))
+        return {i: self.tensors[name] for i, name in named if name in self.tensors}
+
+    def held(self, name: str) -> list[tuple[int, int]]:
+        """From byte to byte of weights.bin, what of a tensor is not on a GPU."""
+        t = self.tensors[name]
+        if not name.endswith((".gate.weight", ".bundle")) or not self.on_gpu:
+            return [(t.offset, t.offset + t.bytes)]
+        n, first = self.spec.ffn_dim, self.first(int(name.split(".")[1]))
+        starts = (t.offset + e * n * t.stride for e in range(self.spec.n_experts))
+        return [(at + first * t.stride, at + n * t.stride) for at in starts]
+
+    def held_bytes(self, name: str) -> int:
+        return sum(end - begin for begin, end in self.held(name))
+
+    def _needed(self, kind: str, batch: int, active: F64, asked: float) -> F64:
+        if self.sparsity == "off" or (kind != "bundle" and batch > PREDICT_TOKENS):
+            return np.full_like(active, asked)
+        asked_for = named(active, EXCESS if self.hotness.excess is None else self.hotness.excess, asked)
+        if kind != "bundle":
+            return asked_for
+        if self.spec.up_activation != "relu":
+            return active
+        # A dReLU neuron is active where gate and up are positive, and read where its gate is; profiles
+        # count the former. The two are alike, so about the root; of those that a predictor names.
+        opened: F64 = asked * np.sqrt(active / asked)
+        return np.minimum(opened, asked_for) if self.guesses and batch <= PREDICT_TOKENS else opened
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Who has what of the budget. `parts` add up to all the memory that is ever taken."""
+
+    parts: dict[str, int]
+    bundles: tuple[Share, ...]  # as `Contents.rows`
+    gates: tuple[Share, ...] | None  # None: all gate rows are resident
+    contents: Contents
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def share(self) -> float:
+        """Of all neurons, those that have a place, on a GPU or in RAM."""
+        c = self.contents
+        each = c.spec.n_experts * sum(map(c.first, range(c.spec.n_layers)))
+        every = c.spec.n_layers * c.spec.n_experts * c.spec.ffn_dim
+        return (each + sum(s.places for s in self.bundles)) / every
+
+    @property
+    def kinds(self) -> list[tuple[str, tuple[Share, ...]]]:
+        """The tensors of a layer whose rows take turns, with the places for them."""
+        return [("bundle", self.bundles), *([("gate.weight", self.gates)] if self.gates is not None else [])]
+
+    def places(self, shares: Sequence[Share]) -> list[int]:
+        """Of each layer."""
+        n = self.contents.spec.n_experts
+        return [sum(s.places for s in shares[i : i + n]) for i in range(0, len(shares), n)]
+
+
+# ---- dividing
+
+
+def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list[int]:
+    """What to try in turn: a default context is shorter where the weights do not fit in `budget` beside it.
+
+    The shorter one leaves most of the memory to the weights.
+    """
+    context = context_for(spec, asked)
+    if asked is not None or budget is None or not spec.sparse:
+        return [context]
+    shorter = context
+    while shorter > LEAST_CONTEXT and reserved_bytes(spec, shorter, shorter, PREFILL_CHUNK) > budget // 8:
+        shorter //= 2
+    return list(dict.fromkeys((context, shorter)))
+
+
+def others_of(
+    spec: ModelSpec, *, context: int, kv_tokens: int, max_batch: int, threads: int
+) -> dict[str, int]:
+    """Part -> bytes of what a session takes besides weights."""
+    return {
+        "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK),
+        "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
+        "runtime": runtime_bytes(spec),
+    }
+
+
+def arrange(c: Contents, budget: int, others: Mapping[str, int], *, limit: str = "allowed") -> Arrangement:
+    """Within `budget` bytes, of which `others` are taken. OutOfBudget with what would be enough.
+
+    Gate rows go to disk only where fewer bytes are then read. `limit`: what the budget is, for the error.
+    """
+    made = [_arranged(c, budget, others, gates) for gates in ((False, True) if _gates_can(c) else (False,))]
+    found = [m for m in made if m is not None]
+    if not found:
+        need = least_bytes(c, others)
+        fixed = need - sum(others.values())
+        taken = ", ".join(f"{size_up(size)} {part}" for part, size in others.items())
+        raise OutOfBudget(
+            f"with its cold neurons on disk the model still needs {size_up(need)} of memory "
+            f"({size_up(fixed)} weights, {taken}), {size_down(budget)} is {limit}; use --ram "
+            f"{gib_up(need)}, a shorter context or a smaller weight format"
+        )
+    return min(found, key=disk_bytes) if len(found) > 1 else found[0]
+
+
+def least_bytes(c: Contents, others: Mapping[str, int]) -> int:
+    """The smallest budget that there is an arrangement for."""
+    kinds = [("bundle", "gate.weight")] if _gates_can(c) else []
+    least = []
+    for on in [("bundle",), *kinds]:
+        fixed = sum(_fixed(c, others, len(on) > 1).values())
+        least.append(fixed + sum(x.least_bytes for kind in on for x in c.rows(kind)))
+    return min(least)
+
+
+def _gates_can(c: Contents) -> bool:
+    """Whole cache lines, and a predictor that says which are wanted."""
+    return c.guesses and all(t.stride % 64 == 0 for t in c.of_kind("gate.weight").values())
+
+
+def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) -> Arrangement | None:
+    parts = _fixed(c, others, gates)
+    bundles = c.rows("bundle")
+    n = len(bundles)
+    rows = [*bundles, *(c.rows("gate.weight") if gates else ())]
+    shares = split(rows, budget - sum(parts.values()))
+    if shares is None:
+        return None
+    sizes = [s.places * x.place_bytes + x.table_bytes for s, x in zip(shares, rows, strict=True)]
+    parts["up and down rows"] = sum(sizes[:n])
+    if gates:
+        parts["gate rows"] = parts.get("gate rows", 0) + sum(sizes[n:])
+    return Arrangement(parts, tuple(shares[:n]), tuple(shares[n:]) if gates else None, c)
+
+
+def fetches(a: Arrangement, batch: int = 1) -> list[list[Fetch]]:
+    """Of each layer, what a step of a few tokens is expected to read of each kind."""
+    c = a.contents
+    found: list[list[Fetch]] = [[] for _ in range(c.spec.n_layers)]
+    for kind, shares in a.kinds:
+        for i, (rows, share) in enumerate(zip(c.rows(kind, batch), shares, strict=True)):
+            found[i // c.spec.n_experts].append(fetch(rows, share, ordered=c.hotness.ordered))
+    return found
+
+
+def disk_bytes(a: Arrangement) -> float:
+    """A token's, with what the disk could have read in the time that each read costs beside them."""
+    return sum(f.bytes + f.reads * OPERATION_BYTES for layer in fetches(a) for f in layer)
+
+
+def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int]:
+    """Part -> bytes of all but the places of neurons."""
+    parts: dict[str, int] = dict(others)
+
+    def add(part: str, nbytes: int) -> None:
+        parts[part] = parts.get(part, 0) + nbytes
+
+    for name in resident(c.spec, c.tensors, gates=gates):
+        add(_part(name), aligned(c.held_bytes(name)))
+    for name in looked_up(c.spec, c.tensors):
+        add(_part(name), aligned(c.tensors[name].stride) + BLOCK_BYTES)
+    if c.guesses and c.predictor_bytes:
+        add("predictors", c.predictor_bytes + 2 * c.spec.n_layers * 64)
+    add("disk buffers", _buffers(c, gates))
+    return parts
+
+
+def resident(spec: ModelSpec, tensors: Mapping[str, TensorInfo], *, gates: bool) -> list[str]:
+    """What is in memory whole, in file order. `gates`: their rows come from disk."""
+    left = (".bundle", ".order", ".activation_count", *((".gate.weight",) if gates else ()))
+    tables = looked_up(spec, tensors)
+    names = [n for n in tensors if not n.endswith(left) and ".predictor." not in n and n not in tables]
+    return sorted(names, key=lambda n: tensors[n].offset)
+
+
+def looked_up(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Tables on disk but for a row: a token needs no more of them. A tied head needs all."""
+    names = ("pos_embed.weight",) if spec.tied_head else ("embed.weight", "pos_embed.weight")
+    return [n for n in names if n in tensors]
+
+
+def _part(name: str) -> str:
+    """As `plan` calls it."""
+    if name.startswith("layers."):
+        return "gate rows" if ".gate." in name else "attention"
+    return "embedding" if name in ("embed.weight", "pos_embed.weight") else "head"
+
+
+def _buffers(c: Contents, gates: bool) -> int:
+    """The reader's; the places that prompts pass through; what a call over records takes besides."""
+    strides = pool_strides(c, gates)
+    passing = sum(_native.STREAM_SLOTS * stride + ALIGN for stride in strides)
+    call = 4 * 256 * c.spec.dim + 44 * c.spec.ffn_dim
+    return DEPTH * buffer_bytes(strides) + passing + call
+
+
+def pool_strides(c: Contents, gates: bool) -> list[int]:
+    """Of the pools: layers whose records are equally long share one, gates apart."""
+    kinds = ("bundle", "gate.weight") if gates else ("bundle",)
+    return [stride for k in kinds for stride in sorted({t.stride for t in c.of_kind(k).values()})]
+
+
+def buffer_bytes(strides: Sequence[int]) -> int:
+    """A record with what is read around it, whatever the disk's blocks are."""
+    return max(BUFFER_BYTES, aligned(max(strides)) + ALIGN)

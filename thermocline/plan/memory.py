@@ -1,0 +1,126 @@
+"""The memory plan: what a session needs besides weights, to the byte, and whether it fits.
+
+Must not know files or requests.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+from thermocline.engine.engine import PREFILL_CHUNK
+from thermocline.engine.kv_cache import BLOCK, reserved_bytes
+from thermocline.errors import OutOfBudget, UsageError
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.device_sizes import Limits
+
+GIB = 2**30
+CONTEXT = 4096  # default context where the model can do more: keys and values are reserved before it starts
+KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
+RUNTIME_BYTES = 48 << 20  # 44 MB measured with 512 tokens: 34 here, 10 in the tokenizer's process
+TOKEN_BYTES = 1024
+# model_ops.cpp: tokens in an FFN pass, neurons in a partial sum, tokens that get one each, tile columns.
+NATIVE_TOKENS, NATIVE_CHUNK, NATIVE_FEW, NATIVE_COLUMNS = 256, 256, 4, 128
+NATIVE_FLOATS, NATIVE_SPAN, NATIVE_QUERIES = 2048, 512, 16
+
+
+def context_for(spec: ModelSpec, asked: int | None) -> int:
+    if asked is not None and asked > spec.max_context:
+        raise UsageError(
+            f"a context of {asked} tokens was asked for; the model's limit is {spec.max_context}"
+        )
+    return min(spec.max_context, CONTEXT) if asked is None else asked
+
+
+def scratch_bytes(
+    spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int = PREFILL_CHUNK
+) -> int:
+    """What a step allocates besides keys and values, at most: decoder.py's arrays, model_ops.cpp's."""
+    tokens, dim, heads = max(prefill_chunk, max_batch), spec.dim, spec.n_heads * spec.head_dim
+    ffn, group, threads4 = spec.ffn_dim, spec.n_heads // spec.n_kv_heads, 4 * threads
+    arrays = tokens * (3 * dim + spec.qkv_rows + heads)  # x, twice in between, and its norm; q k v, attention
+    # Inputs of a matrix, at most as f32; of the FFN, what is between its matrices, likewise as its input.
+    inputs = tokens * (max(dim, heads) + 64) + NATIVE_TOKENS * 3 * (ffn + 512)
+    panels = threads * (32 * max(NATIVE_FLOATS, (max(dim, heads, ffn) + 512) * 9 // 32) + 32 * tokens)
+    partial = -(-ffn // NATIVE_CHUNK) * NATIVE_FEW * dim + 2 * ffn  # and neuron ids and counts
+    tiles = threads * (2 * NATIVE_TOKENS * NATIVE_COLUMNS + 16 * NATIVE_COLUMNS + dim // 8 + 4)
+    # A predictor's input, its code (at most as wide), its marks.
+    guess = NATIVE_FEW * 3 * (dim + 512) + ffn // 4
+    queries = max(group, NATIVE_QUERIES) * (spec.head_dim + 2)  # of one head: sums of a span of positions
+    scores = threads * (4 * NATIVE_SPAN + NATIVE_QUERIES * (spec.head_dim + 2) + spec.head_dim)
+    spans = threads4 * (-(-context // NATIVE_SPAN)) * queries
+    # Of a mixture: its input, normed and gathered, an expert's answers, their sum.
+    routed = NATIVE_TOKENS * (4 * dim + 2 * spec.n_experts + 2) if spec.n_experts > 1 else 0
+    logits = (max_batch + 10) * spec.vocab_size  # and the sampler's sort of one request's, in f64 and i64
+    return 4 * (arrays + inputs + panels + partial + tiles + guess + routed + scores + spans + logits)
+
+
+def device_limits(spec: ModelSpec, context: int, max_batch: int, *, predicted: bool) -> Limits:
+    """What a GPU's buffers are made for. `predicted`: with predictors, of which a mixture's are the CPU's."""
+    rank = spec.ffn_dim if predicted and spec.n_experts == 1 else 0  # at most
+    return Limits(PREFILL_CHUNK + max_batch, max_batch, context, BLOCK, rank)
+
+
+def runtime_bytes(spec: ModelSpec) -> int:
+    """Python, numpy, the native core; then the tokenizer, 0.7 to 0.8 KB for a token of the vocabulary."""
+    return RUNTIME_BYTES + TOKEN_BYTES * spec.vocab_size
+
+
+def fit(
+    spec: ModelSpec,
+    *,
+    weights_bytes: int,
+    available_bytes: int | None,
+    context: int,
+    max_batch: int,
+    threads: int,
+    at_least: int | None = None,
+    limit: str = "free",
+) -> int:
+    """Positions for the KV cache: as many full contexts as are cheap, at least one; else OutOfBudget.
+
+    `at_least`: fewer than that many positions will not do; None: `context`. `limit`: what available is.
+    """
+    at_least = context if at_least is None else at_least
+
+    def cache(tokens: int, context: int = context) -> int:
+        return reserved_bytes(spec, tokens, context, PREFILL_CHUNK)
+
+    def others(context: int) -> int:
+        scratch = scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads)
+        return weights_bytes + scratch + runtime_bytes(spec)
+
+    def least(shorter: int) -> int:  # what a session of such a context needs
+        return others(shorter) + cache(-(-at_least * shorter // context), shorter)
+
+    cheap = bisect.bisect_right(range(context * max_batch + 1), KV_POOL_BYTES, key=cache) - 1
+    pool = max(at_least, cheap)
+    if available_bytes is None or others(context) + cache(pool) <= available_bytes:
+        return pool
+    if least(context) <= available_bytes:
+        return at_least
+    tokens = bisect.bisect_right(range(1, context), available_bytes, key=least)
+    change = f"a context of at most {tokens}" if tokens > 0 else "a smaller weight format (q4_0) or model"
+    change = f"--ram {gib_up(least(context))} or {change}" if limit == "allowed" else change
+    raise OutOfBudget(
+        f"the model needs {size_up(least(context))} of memory ({size_up(weights_bytes)} weights, "
+        f"{size_up(cache(at_least))} keys and values at context {context}, "
+        f"{size_up(others(context) - weights_bytes)} buffers), {size_down(available_bytes)} is "
+        f"{limit}; use {change}"
+    )
+
+
+def gib_up(nbytes: int) -> str:
+    """GiB for --ram or --vram: never less than the bytes, and at most 0.1 MiB more below 1 GiB."""
+    digits = 4 if nbytes < GIB else 2
+    return f"{math.ceil(nbytes / GIB * 10**digits) / 10**digits:.{digits}f}"
+
+
+def size_up(nbytes: int) -> str:
+    """What is needed, rounded up: in MiB below 1 GiB."""
+    return f"{math.ceil(nbytes / 2**20 * 10) / 10:.1f} MiB" if nbytes < GIB else f"{gib_up(nbytes)} GiB"
+
+
+def size_down(nbytes: int) -> str:
+    """What there is, rounded down."""
+    return f"{nbytes * 10 // 2**20 / 10:.1f} MiB" if nbytes < GIB else f"{nbytes * 100 // GIB / 100:.2f} GiB"

@@ -1,0 +1,402 @@
+"""`thermocline plan`: which neurons go to the GPU, to RAM, to disk, and how fast a token then is.
+
+Owns the budget, to the byte, and what is said when nothing fits. (model, hotness, machine, budget) -> Plan;
+must not know files or flags. Costs are `cost.py`'s, the choice `placement.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from thermocline.errors import OutOfBudget
+from thermocline.machine.tiers import Tiers
+from thermocline.model.sizes import Sizes
+from thermocline.model.spec import ModelSpec
+from thermocline.plan import cost
+from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
+from thermocline.plan.hotness import Hotness
+from thermocline.plan.memory import GIB, gib_up, size_down, size_up
+from thermocline.plan.problem import Ask, Problem
+from thermocline.plan.solver import Budget, Choice, Group, fits, group, solve, totals
+
+CLUSTERS = 64  # of a layer's neurons: the steps in which they are placed
+DISK_CLUSTERS = 20  # where there are three tiers: columns grow with the square
+BUCKETS = (1, 2, 4, 8)
+TIME_LIMIT_S = 0.6
+MORE = 1.25  # the budget that `alternative` tries
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Where one layer is: its `gpu + ram + disk` neurons, hottest first."""
+
+    attention: str  # gpu or ram; with its keys and values
+    predictor: str | None  # gpu or ram
+    gpu: int
+    ram: int
+    disk: int  # bundles; gate rows of these stay in RAM
+    disk_gates: int  # of neurons whose gate rows are on disk too
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step, `depth` positions into the context, and what its time is spent on."""
+
+    depth: int
+    batch: int
+    tokens_per_s: float
+    gpu_us: float
+    cpu_us: float
+    disk_us: float
+    sync_us: float
+
+    @property
+    def bound(self) -> str:
+        times = {"GPU": self.gpu_us, "CPU": self.cpu_us, "disk": self.disk_us, "sync": self.sync_us}
+        return max(times, key=lambda name: times[name])
+
+
+@dataclass(frozen=True)
+class Plan:
+    layers: tuple[Layer, ...]
+    head: str  # gpu or ram
+    bytes: dict[str, dict[str, int]]  # tier -> part -> bytes
+    budget: Budget
+    predicted: tuple[Prediction, ...]  # with an empty context, half full, full
+    buckets: tuple[Prediction, ...]  # other batches, half full, with the same placement
+    hot: dict[int, tuple[int, ...]]  # batch -> of each layer, neurons computed without asking its predictor
+    share: float  # of the neurons' work that the GPU does
+    objective_us: float
+    greedy_us: float | None  # what greedy made of it
+    notes: tuple[str, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.predicted[0].tokens_per_s
+
+    def used(self, tier: str) -> int:
+        return sum(self.bytes[tier].values())
+
+
+# ---- solving it
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A choice in the order of the layers: each one's columns and which of them; the head's likewise."""
+
+    layers: tuple[tuple[Columns, int], ...]
+    head: tuple[Columns, int]
+    choice: Choice
+    gpu: bool
+    disk: bool
+
+
+def plan(
+    spec: ModelSpec,
+    sizes: Sizes,
+    hotness: Hotness,
+    tiers: Tiers,
+    ask: Ask,
+    stored: Callable[[Problem], Plan] | None = None,
+) -> Plan:
+    """Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.
+
+    `stored`: the plan of a model that is in memory in part, on a machine without a GPU.
+    """
+    problem = Problem(spec, sizes, hotness, tiers, ask)
+    tiers.kernel(sizes.format)
+    if stored is not None and tiers.disk is not None and not problem.vram and not _fits(problem, disk=False):
+        return stored(problem)
+    placed = _best(problem)
+    if placed is None:
+        raise OutOfBudget(refusal(problem))
+    return described(problem, placed)
+
+
+def _best(p: Problem) -> Placed | None:
+    """The fastest; on disk only what fits nowhere else, since that never makes a token faster."""
+    placed = _place(p, disk=False)
+    return _place(p, disk=True) if placed is None and p.tiers.disk is not None else placed
+
+
+def _place(p: Problem, *, disk: bool) -> Placed | None:
+    """The best placement, with a GPU where there is one; None where nothing fits."""
+    room = p.room(disk=disk)
+    groups, of = _groups(p, disk=disk)
+    choice = solve(groups, room, time_limit=TIME_LIMIT_S)
+    if choice is None:
+        return None
+    # Of like layers the first take what has the most on the GPU: like placements lie together.
+    left = [
+        sorted(picks, key=lambda c, x=g.columns: -int(x.vram_bytes[c]))  # type: ignore[misc]
+        for g, picks in zip(groups, choice.picks, strict=True)
+    ]
+    chosen = tuple((groups[i].columns, left[i].pop(0)) for i in of)
+    return Placed(chosen[:-1], chosen[-1], choice, any(c.vram_bytes[i] for c, i in chosen), disk)
+
+
+def _groups(p: Problem, *, disk: bool) -> tuple[list[Group], list[int]]:
+    """(the layers and last the head, as groups, the group of each)."""
+    work, room = p.work(), p.room(disk=disk)
+    gpu = room.vram_bytes > 0
+    v, layers = p.speeds(work), list(p.layers(work))
+    clusters = DISK_CLUSTERS if disk and gpu else CLUSTERS
+    made: list[Columns] = []
+    for i, layer in enumerate(layers):
+        like = next((k for k in range(i) if layers[k].same_as(layer)), None)
+        made.append(
+            made[like]
+            if like is not None
+            else cost.layer_columns(layer, v, work, clusters=clusters, gpu=gpu, disk=disk)
+        )
+    head = cost.head_columns(p.sizes, v, gpu=gpu)
+    if p.ask.objective == "frequency":
+        return _paper_groups(p, layers, made, head, room.vram_bytes)
+    return group([*made, head], [x.us for x in [*made, head]])
+
+
+# ---- PowerInfer's own objective
+
+
+def _paper_groups(
+    p: Problem, layers: Sequence[LayerWork], made: Sequence[Columns], head: Columns, vram: int
+) -> tuple[list[Group], list[int]]:
+    """arXiv 2312.12456, (2) to (8): the most activations on the GPU; a layer has none or at least C there.
+
+    Attention, predictors and head come first, in its loader's order, while they fit. Time breaks ties.
+    """
+    tied, dense = 1e-9, [[False, False] for _ in layers]
+    for part in range(2):
+        for i, x in enumerate(layers):
+            nbytes = x.sizes.predictor.bytes if part else x.sizes.attention.bytes + x.kv_bytes
+            wanted = bool(np.any(made[i].predictor if part else made[i].attention))
+            if wanted and nbytes <= vram:
+                vram -= nbytes
+                dense[i][part] = True
+    on_gpu = len(head) > 1 and int(head.vram_bytes[-1]) <= vram
+    columns, values = [], []
+    for x, all_columns, (attention, predictor) in zip(layers, made, dense, strict=True):
+        least = least_neurons(x, p.speeds(p.work()))
+        keep = (all_columns.attention == attention) & (all_columns.predictor == predictor)
+        keep &= (all_columns.gpu == 0) | (all_columns.gpu >= least)
+        c = all_columns.pick(np.flatnonzero(keep))
+        columns.append(c)
+        values.append(tied * c.us - x.reads.bundles[c.gpu])
+    columns.append(head.pick(np.array([-1 if on_gpu else 0])))
+    return group(columns, [*values, tied * columns[-1].us])
+
+
+def least_neurons(x: LayerWork, v: Speeds) -> float:
+    """(4) and (5): C T_gpu + T_sync <= C T_cpu, with T a neuron's bytes over a memory's speed."""
+    g = v.tiers.gpu
+    if g is None:
+        return math.inf
+    neuron = x.sizes.gate.read_bytes + x.sizes.bundle.read_bytes
+    saved_us = neuron / (v.tiers.cpu.read_gbs * 1e3) - neuron / (g.read_gbs * 1e3)
+    return math.ceil(v.sync(x.dim) / saved_us) if saved_us > 0 else math.inf
+
+
+# ---- what it means
+
+
+def described(p: Problem, x: Placed) -> Plan:
+    parts = _bytes(p, x)
+    budget = Budget(p.vram, p.ram)
+    vram, ram = sum(parts["gpu"].values()), sum(parts["ram"].values())
+    assert vram <= max(0, budget.vram_bytes) and ram <= budget.ram_bytes, (
+        "a plan keeps its budget to the byte"
+    )
+    for (columns, c), sizes in zip(x.layers, p.sizes.layers, strict=True):
+        assert columns.gpu[c] + columns.disk[c] <= sizes.neurons, "a neuron is on one tier"
+    depths = [predict(p, x, p.work(share=share)) for share in (0.0, 0.5, 1.0)]
+    return Plan(
+        layers=tuple(_layer(p, c, i, n.neurons) for (c, i), n in zip(x.layers, p.sizes.layers, strict=True)),
+        head=_tier(x.head[0].attention[x.head[1]]),
+        bytes=parts,
+        budget=budget,
+        predicted=tuple(depths),
+        buckets=tuple(predict(p, x, p.work(batch=b)) for b in BUCKETS),
+        hot={b: tuple(hot_neurons(p, b)) for b in BUCKETS},
+        share=_gpu_share(p, x),
+        objective_us=x.choice.value,
+        greedy_us=x.choice.greedy,
+        notes=tuple(_notes(p, x)),
+    )
+
+
+def _tier(on_gpu: object) -> str:
+    return "gpu" if on_gpu else "ram"
+
+
+def _layer(p: Problem, c: Columns, i: int, neurons: int) -> Layer:
+    gpu, disk = int(c.gpu[i]), int(c.disk[i])
+    predictor = _tier(c.predictor[i]) if p.work().predicts else None
+    return Layer(_tier(c.attention[i]), predictor, gpu, neurons - gpu - disk, disk, disk * bool(c.gates[i]))
+
+
+def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
+    """Tier -> part -> bytes; they add up to what the chosen columns take."""
+    ram = p.fixed_ram(disk=x.disk)
+    tiers = {"gpu": p.fixed_vram() if x.gpu else {}, "ram": ram, "disk": {}}
+
+    def add(tier: str, part: str, nbytes: int) -> None:
+        if nbytes:
+            tiers[tier][part] = tiers[tier].get(part, 0) + nbytes
+
+    for at, ((c, i), s) in enumerate(zip(x.layers, p.sizes.layers, strict=True)):
+        g, d = np.array(int(c.gpu[i])), np.array(int(c.disk[i]))
+        on_disk = d * bool(c.gates[i])
+        add(_tier(c.attention[i]), "attention", s.attention.bytes)
+        add("ram", "routers", s.router_bytes * bool(c.attention[i]))
+        add("gpu", "routers", s.router_bytes * bool(g and not c.attention[i]))
+        add(_tier(c.attention[i]), "keys and values", p.kv_layer_bytes(at))
+        add(_tier(c.predictor[i]), "predictors", s.predictor.bytes)
+        add("gpu", "neurons", int(s.gate_bytes(g) + s.bundle_bytes(g)))
+        add("ram", "gate rows", int(s.gate_bytes(s.neurons - g - on_disk)))
+        add("disk", "gate rows", int(s.gate_bytes(on_disk)))
+        add("ram", "up and down rows", int(s.bundle_bytes(s.neurons - g - d)))
+        add("disk", "up and down rows", int(s.bundle_bytes(d)))
+    columns, i = x.head
+    add("gpu", "head", int(columns.vram_bytes[i]))
+    add("ram", "head", int(columns.ram_bytes[i]))
+    placed = [*x.layers, x.head]
+    fixed = sum(p.fixed_ram(disk=x.disk).values())
+    assert sum(ram.values()) == fixed + sum(int(c.ram_bytes[i]) for c, i in placed)
+    return tiers
+
+
+def predict(p: Problem, x: Placed, work: Work) -> Prediction:
+    """How long a step of this placement takes."""
+    v = p.speeds(work)
+    total = np.zeros(4)
+    for (c, i), layer in zip(x.layers, p.layers(work), strict=True):
+        one = np.array([i])
+        where = (c.attention, c.predictor, c.gpu, c.disk, c.gates)
+        times = cost.layer_times(layer, v, work, *(x[one] for x in where))
+        total += np.concatenate(times)
+    head, i = cost.head_columns(p.sizes, v, gpu=x.gpu), x.head[1]
+    on_gpu = x.head[0].attention[i]
+    total[0] += head.gpu_us[-1] if on_gpu else 0.0
+    total[1] += cost.TOKEN_US + (0.0 if on_gpu else head.cpu_us[0])
+    total[3] += v.sync(p.spec.dim) if x.gpu else 0.0
+    return Prediction(work.depth, work.batch, work.batch * 1e6 / float(total.sum()), *total.tolist())
+
+
+def hot_neurons(p: Problem, batch: int) -> Iterator[int]:
+    """Of each layer, the neurons that cost less to compute than to ask for: 0 where nothing is asked."""
+    work = p.work(batch=batch)
+    for i, s in enumerate(p.sizes.layers):
+        if not (work.predicts and s.predictor.bytes and p.spec.sparse):
+            yield 0
+            continue
+        asking = s.predictor.read_bytes / s.neurons / s.gate.read_bytes
+        gates = np.diff(p.reads(p.hotness.key(i), i, work).gates)
+        yield int(np.count_nonzero(gates / work.routed + asking >= 1.0))
+
+
+def _gpu_share(p: Problem, x: Placed) -> float:
+    done = [
+        (r.reads.bundles[c.gpu[i]], r.reads.bundles[-1])
+        for (c, i), r in zip(x.layers, p.layers(p.work()), strict=True)
+    ]
+    whole = sum(float(w) for _, w in done)
+    return sum(float(on) for on, _ in done) / whole if whole else 0.0
+
+
+def _notes(p: Problem, x: Placed) -> Iterator[str]:
+    """What a reader should know before trusting it."""
+    if p.spec.sparse:
+        yield f"hotness: {p.hotness.source}"
+    elif p.ask.sparsity != "off":
+        yield f"{p.spec.activation} has no inactive neurons: every token computes all of them"
+    if p.work().predicts and not any(s.predictor.bytes for s in p.sizes.layers):
+        yield "there are no predictors: they are taken to cost nothing"
+    if p.work().predicts:
+        known = "name" if p.hotness.excess is not None else "are taken to name"
+        yield f"predictors {known} {p.excess:.3g} neurons for an active one"
+    if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
+        worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
+        yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
+    if x.disk and not p.spec.sparse:
+        yield "predicted only: its neurons cannot be skipped, so this version leaves none on disk"
+    if p.tiers.disk is None:
+        yield "without a disk, of which there are no figures: everything fits in memory"
+    if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:
+        yield "the model fits in the CPU's cache: it will be faster than predicted from memory's speed"
+
+
+# ---- when nothing fits, and when there were more
+
+
+def refusal(p: Problem) -> str:
+    """What it needs, what there is, and the smallest changes that would fit, one memory or the context."""
+    need, vram_need = least_ram(p), least_vram(p)
+    changes = [f"--ram {gib_up(need)}"]
+    if p.tiers.gpu is not None and vram_need is not None:
+        enough = vram_need <= p.tiers.gpu.vram_bytes
+        changes.append(
+            f"{'--vram' if enough else 'a GPU with'} {gib_up(vram_need)}{'' if enough else ' GiB'}"
+        )
+    if context := _largest_context(p):
+        changes.append(f"--ctx {context}")
+    elif p.sizes.format not in ("q4_0",):
+        changes.append("a smaller weight format (--format q4_0)")
+    vram = f" beside {p.vram / GIB:.2f} GiB of VRAM" if p.vram else ""
+    disk = "" if p.tiers.disk is not None else ", and the hardware has no disk to keep cold neurons on"
+    return (
+        f"the model needs {size_up(need)} of RAM{vram}, {size_down(p.ram)} is allowed{disk}; "
+        f"the smallest change that fits: {' or '.join(changes)}"
+    )
+
+
+def least_ram(p: Problem) -> int:
+    """Bytes of RAM below which nothing fits, with this VRAM and with disk where there is one."""
+    disk = p.tiers.disk is not None
+    groups, _ = _groups(p, disk=disk)
+    ram = [Group(g.columns, g.count, g.columns.ram_bytes / 2**20) for g in groups]
+    found = solve(ram, Budget(p.room(disk=disk).vram_bytes, 1 << 62), time_limit=TIME_LIMIT_S, gap=0.0)
+    assert found is not None, "RAM without end holds everything"
+    return totals(groups, found.picks)[2] + sum(p.fixed_ram(disk=disk).values())
+
+
+def least_vram(p: Problem) -> int | None:
+    """Bytes of VRAM below which nothing fits, with this RAM and any disk; None: nothing does."""
+    disk = p.tiers.disk is not None
+    endless = replace(p, ask=replace(p.ask, vram_bytes=1 << 62))
+    groups, _ = _groups(endless, disk=disk)
+    vram = [Group(g.columns, g.count, g.columns.vram_bytes / 2**20) for g in groups]
+    found = solve(vram, endless.room(disk=disk), time_limit=TIME_LIMIT_S, gap=0.0)
+    return None if found is None else totals(groups, found.picks)[1] + sum(p.fixed_vram().values())
+
+
+def _largest_context(p: Problem) -> int:
+    """The longest shorter context with which it fits, in steps of 32 tokens; 0: none."""
+    low, high, disk = 0, p.ask.context // 32, p.tiers.disk is not None
+    while high - low > 1:
+        middle = (low + high) // 2
+        shorter = replace(p, ask=replace(p.ask, context=32 * middle))
+        low, high = (middle, high) if _fits(shorter, disk) else (low, middle)
+    return 32 * low
+
+
+def _fits(p: Problem, disk: bool) -> bool:
+    return fits(_groups(p, disk=disk)[0], p.room(disk=disk))
+
+
+def alternative(
+    spec: ModelSpec,
+    sizes: Sizes,
+    hotness: Hotness,
+    tiers: Tiers,
+    ask: Ask,
+    stored: Callable[[Problem], Plan] | None = None,
+) -> Plan:
+    """The same with `MORE` of both memories."""
+    p = Problem(spec, sizes, hotness, tiers, ask)
+    more = replace(ask, vram_bytes=int(p.vram * MORE), ram_bytes=int(p.ram * MORE))
+    return plan(spec, sizes, hotness, tiers, more, stored)

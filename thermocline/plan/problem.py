@@ -1,0 +1,137 @@
+"""What is to be planned: a model on a machine for a purpose, and the bytes that no placement changes.
+
+The memory arithmetic is `memory.py`'s and `kv.py`'s. Must not know how anything is placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from thermocline.engine.engine import PREFILL_CHUNK
+from thermocline.engine.kv_cache import BLOCK, bytes_for, room_for
+from thermocline.machine.tiers import Tiers
+from thermocline.model.sizes import Sizes
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.device_sizes import Limits, device_bytes, host_bytes
+from thermocline.plan.cost import EXCESS, LayerWork, Reads, Speeds, Work
+from thermocline.plan.hotness import Hotness, in_turn
+from thermocline.plan.memory import device_limits, runtime_bytes, scratch_bytes
+from thermocline.plan.solver import Budget
+
+GPU_RUNTIME_BYTES = 448 << 20  # a GPU library's context, modules and workspace
+# Of RAM, likewise: torch's libraries, the driver's own. An estimate: no card was at hand.
+GPU_RAM_BYTES = 512 << 20
+STAGING_BYTES = 64 << 20  # RAM for reads from disk in flight
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the user allows and wants. `vram_bytes` and `ram_bytes`: None is all the machine has."""
+
+    context: int
+    batch: int = 1
+    sparsity: str = "exact"
+    objective: str = "time"
+    vram_bytes: int | None = None
+    ram_bytes: int | None = None
+    max_batch: int | None = None  # requests that buffers are made for; None: `batch`
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model on a machine for a purpose, before anything is placed."""
+
+    spec: ModelSpec
+    sizes: Sizes
+    hotness: Hotness
+    tiers: Tiers
+    ask: Ask
+    known: dict[tuple[int, int], Reads] = field(default_factory=dict, compare=False)  # by `reads`
+
+    def kv_layer_bytes(self, layer: int) -> int:
+        """Of a layer's keys and values; all layers' are `kv.reserved_bytes`."""
+        context = self.ask.context
+        whole, windowed = room_for(self.spec, context * self.ask.batch, context, PREFILL_CHUNK)
+        blocks = whole if self.spec.window(layer) is None else windowed
+        return bytes_for(self.spec, blocks * BLOCK) // self.spec.n_layers
+
+    @property
+    def scratch(self) -> int:
+        a = self.ask
+        max_batch = a.batch if a.max_batch is None else a.max_batch
+        threads = self.tiers.cpu.threads
+        return scratch_bytes(self.spec, context=a.context, max_batch=max_batch, threads=threads)
+
+    def fixed_ram(self, *, disk: bool) -> dict[str, int]:
+        """What RAM holds wherever the rest is."""
+        twins = host_bytes(self.spec, self.limits) if self.vram else 0
+        parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
+        parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
+        return parts | ({"disk buffers": STAGING_BYTES} if disk else {})
+
+    def fixed_vram(self) -> dict[str, int]:
+        return {"buffers": device_bytes(self.spec, self.limits), "runtime": GPU_RUNTIME_BYTES}
+
+    @property
+    def limits(self) -> Limits:
+        a = self.ask
+        predicted = a.sparsity == "predict" and any(s.predictor.bytes for s in self.sizes.layers)
+        max_batch = a.batch if a.max_batch is None else a.max_batch
+        return device_limits(self.spec, a.context, max_batch, predicted=predicted)
+
+    @property
+    def ram(self) -> int:
+        return self.tiers.cpu.ram_bytes if self.ask.ram_bytes is None else self.ask.ram_bytes
+
+    @property
+    def vram(self) -> int:
+        if self.tiers.gpu is None:
+            return 0
+        return self.tiers.gpu.vram_bytes if self.ask.vram_bytes is None else self.ask.vram_bytes
+
+    def room(self, *, disk: bool) -> Budget:
+        """For what is placed. No VRAM where the fixed parts alone are too much; RAM may be below 0."""
+        vram = max(0, self.vram - sum(self.fixed_vram().values()))
+        return Budget(vram, self.ram - sum(self.fixed_ram(disk=disk).values()))
+
+    def work(self, *, batch: int = 0, share: float = 0.5) -> Work:
+        batch, s = batch or self.ask.batch, self.spec
+        return Work(self.ask.sparsity, batch, round(share * self.ask.context), s.routed(batch), s.n_experts)
+
+    @property
+    def excess(self) -> float:
+        """Gate rows that predictors name for an active neuron."""
+        return EXCESS if self.hotness.excess is None else self.hotness.excess
+
+    def speeds(self, work: Work) -> Speeds:
+        return Speeds(self.tiers, self.sizes.format, work.batch)
+
+    def reads(self, key: int, layer: int, work: Work) -> Reads:
+        known = self.known.get(at := (key, work.batch))
+        if known is None:
+            hot = in_turn(self.hotness.at(layer, work.batch), work.experts)
+            known = self.known[at] = Reads.of(hot, work, skips=True, excess=self.excess)
+        return known
+
+    def layers(self, work: Work) -> Iterator[LayerWork]:
+        dense = Reads.of(np.ones(self.sizes.layers[0].neurons), work, skips=False)
+        for i, sizes in enumerate(self.sizes.layers):
+            reads = self.reads(self.hotness.key(i), i, work) if self.spec.sparse else dense
+            window = self.spec.window(i)
+            depth = work.depth if window is None else min(work.depth, window)
+            kv_read = bytes_for(self.spec, depth * work.batch) // self.spec.n_layers
+            yield LayerWork(sizes, reads, self.kv_layer_bytes(i), kv_read, self.spec.dim, divides(self.spec))
+
+
+def divides(spec: ModelSpec) -> str:
+    """How many neurons of a layer can be on a GPU (`LayerWork.on_gpu`).
+
+    Where down is no row per neuron, or a norm sees all activations, they stay together; a mixture's, with the
+    CPU. Of a mixture "any" number is as many of each expert.
+    """
+    if spec.sparse and not spec.sub_norms:
+        return "any"
+    return "none" if spec.n_experts > 1 else "all"

@@ -1,0 +1,90 @@
+"""What the layers do, for whoever looks on: `GET /activity`'s events. No word of any text is in them.
+
+Owns the route and what its events say. Must not know the engine or its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from thermocline.engine.live_activity import Activity
+from thermocline.server.http import sse
+from thermocline.server.http.refusal import Refusal
+from thermocline.server.process.onlookers import Onlookers, Reports
+
+
+def routes(onlookers: Onlookers, ping_s: float, most: int) -> list[Route]:
+    """At most `most` look on at once: each holds a connection for as long as it likes."""
+
+    async def answer(request: Request) -> Response:
+        if len(onlookers) >= most:
+            raise Refusal(503, "too many look on already; try again")
+        return Look(onlookers, ping_s)
+
+    return [Route("/activity", answer, methods=["GET"])]
+
+
+class Look(StreamingResponse):
+    """One onlooker, from the request on: also where it leaves before its first event was asked for."""
+
+    def __init__(self, onlookers: Onlookers, ping_s: float) -> None:
+        self._onlookers, self._queue = onlookers, onlookers.add()
+        super().__init__(events(self._queue, ping_s), media_type="text/event-stream")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._onlookers.remove(self._queue)
+
+
+async def events(queue: Reports, ping_s: float) -> AsyncIterator[bytes]:
+    """Server-sent events, until there are no more or nobody reads them."""
+    yield sse.SILENCE
+    while True:
+        try:
+            activity = await asyncio.wait_for(queue.get(), ping_s)
+        except TimeoutError:
+            yield sse.SILENCE
+            continue
+        if activity is None:
+            return
+        yield sse.event(report(activity))
+
+
+def report(a: Activity) -> dict[str, Any]:
+    """null is what nobody counts: on a GPU, layers apart, and which memory the bytes came from."""
+    speed = _rounded(a.bytes / a.seconds / 1e9)
+    return {
+        "tokens_per_s": _rounded(a.tokens / a.seconds),
+        "gb_per_s": speed,
+        "layers": None if a.layers is None else [
+            {"active": _rounded(x.active), "computed": _rounded(x.computed), "asked": _rounded(x.asked)}
+            for x in a.layers
+        ],
+        "tiers": {
+            "gpu": {"gb_per_s": None} if a.on_gpu else None,
+            "ram": {"gb_per_s": None if a.on_gpu else speed},
+            "disk": _disk(a),
+        },
+    }  # fmt: skip
+
+
+def _disk(a: Activity) -> dict[str, Any] | None:
+    if a.disk is None:
+        return None
+    found = 1 - a.disk.missed / a.disk.needed if a.disk.needed else None
+    return {
+        "gb_per_s": _rounded(a.disk.bytes / a.seconds / 1e9),
+        "hit_rate": None if found is None else _rounded(found),
+    }
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.4g}")

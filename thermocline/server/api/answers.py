@@ -1,0 +1,292 @@
+"""The bodies of answers: OpenAI's objects with llama.cpp's `timings`. Must not know HTTP or the engine."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thermocline import __version__
+from thermocline.engine.request import Chunk, Figures
+from thermocline.engine.sampler import TokenLogprobs
+from thermocline.server.api.parts import MARKS, Call, Parts, Piece
+from thermocline.server.process.messages import Ended, Token
+from thermocline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all objects of one answer have in common."""
+
+    id: str
+    created: int
+    model: str
+
+    @staticmethod
+    def of(kind: str, number: str, model: str) -> Head:
+        return Head(f"{kind}-{number}", int(time.time()), model)
+
+    def object(self, name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id, "object": name, "created": self.created, "model": self.model,
+            "system_fingerprint": f"thermocline-{__version__}", "choices": list(choices)
+        }  # fmt: skip
+
+
+def usage(ended: Sequence[Ended], n: int) -> dict[str, Any]:
+    """Of all answers, n of them to each prompt."""
+    figures = [e.figures for e in ended]
+    prompt = sum(f.prompt_tokens for f in figures[::n])
+    made = sum(f.tokens for f in figures)
+    cached = sum(f.cached_tokens for f in figures[::n])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def timings(f: Figures) -> dict[str, Any]:
+    """llama.cpp's, of one answer; null where there is nothing to measure."""
+    computed = f.prompt_tokens - f.cached_tokens
+    prompt_ms = _ms(computed, f.prompt_tokens_per_s)
+    decoded = max(0, f.tokens - 1)
+    decode_ms = _ms(decoded, f.tokens_per_s)
+    return {
+        "cache_n": f.cached_tokens,
+        "prompt_n": computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": _each(prompt_ms, computed),
+        "prompt_per_second": f.prompt_tokens_per_s,
+        "predicted_n": f.tokens,
+        "predicted_ms": decode_ms,
+        "predicted_per_token_ms": _each(decode_ms, decoded),
+        "predicted_per_second": f.tokens_per_s,
+    }
+
+
+def _ms(count: int, per_s: float | None) -> float | None:
+    return None if not per_s else 1e3 * count / per_s
+
+
+def _each(ms: float | None, count: int) -> float | None:
+    return None if ms is None or not count else ms / count
+
+
+# ---- log probabilities
+
+
+def spelling(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+    data = tokenizer.spelled(token)
+    return {"token": data.decode("utf-8", "replace"), "bytes": list(data)}
+
+
+def chat_logprobs(tokenizer: Tokenizer, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def one(token: int, found: TokenLogprobs) -> dict[str, Any]:
+        top = [spelling(tokenizer, i) | {"logprob": p} for i, p in found.top]
+        return spelling(tokenizer, token) | {"logprob": found.logprob, "top_logprobs": top}
+
+    content = [one(c.token_id, c.logprobs) for c in chunks if c.logprobs is not None]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[tuple[int, TokenLogprobs | None]], offset: int = 0
+) -> dict[str, Any]:
+    """/v1/completions'. `tokens`: with what is known of each: nothing of a prompt's first one."""
+    texts = [spelling(tokenizer, i)["token"] for i, _ in tokens]
+    offsets = []
+    for text, (token, _) in zip(texts, tokens, strict=True):
+        offsets.append(offset)
+        offset += (
+            len(text) if tokenizer.token_bytes(token) else 0
+        )  # a special token's name is not in the text
+    top = [None if x is None else {spelling(tokenizer, i)["token"]: p for i, p in x.top} for _, x in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if x is None else x.logprob for _, x in tokens],
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+# ---- a kind of request each
+
+
+class Shape:
+    """The objects that answer one request, `count` choices of which grow side by side."""
+
+    kind, streamed = "", ""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, request: Any, count: int) -> None:
+        self.tokenizer, self.request, self.count = tokenizer, request, count
+        self.head = Head.of(self.kind, secrets.token_hex(12), model)
+        self._ended: dict[int, Ended] = {}
+
+    @property
+    def include_usage(self) -> bool:
+        options = self.request.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def take(self, i: int, event: Token | Ended) -> list[dict[str, Any]]:
+        """An event of choice i -> what is sent of it."""
+        return self.add(i, event.chunk) if isinstance(event, Token) else self.end(i, event)
+
+    def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """One token -> what is sent of it."""
+        raise NotImplementedError
+
+    def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def choice(self, i: int, ended: Ended) -> dict[str, Any]:
+        """The whole of one."""
+        raise NotImplementedError
+
+    def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        more = {"usage": None} if self.include_usage else {}
+        return self.head.object(self.streamed, [choice]) | more
+
+    def usage(self) -> dict[str, Any]:
+        return self.head.object(self.streamed, []) | {"usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        return usage([self._ended[i] for i in range(self.count)], self.request.n or 1)
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self.choice(i, self._ended[i]) for i in range(self.count)]
+        more = {"usage": self._usage(), "timings": timings(self._ended[0].figures)}
+        return self.head.object(self.streamed.removesuffix(".chunk"), choices) | more
+
+
+class Said:
+    """One answer of a conversation, as it grows."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: list[Chunk] = []
+
+    def deltas(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, Call):
+                function = {"name": piece.name, "arguments": piece.arguments}
+                call = {"id": piece.id, "type": "function", "function": function}
+                found.append({"tool_calls": [{"index": len(self.calls)} | call]})
+                self.calls.append(call)
+            else:
+                kind, text = piece
+                self.texts[kind].append(text)
+                found.append({kind: text})
+        return found
+
+    def reason(self, ended: Ended) -> str:
+        return "tool_calls" if self.parts.called and ended.finish_reason == "stop" else ended.finish_reason
+
+    @property
+    def message(self) -> dict[str, Any]:
+        text, thought = ("".join(self.texts[kind]) for kind in ("content", "reasoning_content"))
+        made: dict[str, Any] = {"role": "assistant", "content": text or ("" if not self.calls else None)}
+        made["refusal"] = None
+        if thought:
+            made["reasoning_content"] = thought
+        if self.calls:
+            made["tool_calls"] = self.calls
+        return made
+
+
+class Chat(Shape):
+    kind, streamed = "chatcmpl", "chat.completion.chunk"
+
+    def __init__(self, model: str, tokenizer: Tokenizer, request: Any, parts: Callable[[], Parts]) -> None:
+        super().__init__(model, tokenizer, request, request.n or 1)
+        self._said = [Said(parts()) for _ in range(self.count)]
+
+    def begin(self) -> list[dict[str, Any]]:
+        return [self._delta(i, {"role": "assistant", "content": ""}) for i in range(self.count)]
+
+    def _delta(self, i: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return self.chunk({"index": i, "delta": delta, "finish_reason": reason})
+
+    def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
+        said, text = self._said[i], chunk.text
+        if (
+            self.tokenizer.is_special(chunk.token_id)
+            and (name := self.tokenizer.name(chunk.token_id)) in MARKS
+        ):
+            text += name
+        deltas = said.deltas(said.parts.push(text))
+        if chunk.logprobs is None:
+            return [self._delta(i, d) for d in deltas]
+        said.logprobs.append(chunk)
+        made = [self._delta(i, d) for d in deltas or [{}]]
+        made[0]["choices"][0]["logprobs"] = chat_logprobs(self.tokenizer, [chunk])
+        return made
+
+    def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
+        self._ended[i], said = ended, self._said[i]
+        made = [self._delta(i, d) for d in said.deltas(said.parts.flush())]
+        return [*made, self._delta(i, {}, said.reason(ended)) | {"timings": timings(ended.figures)}]
+
+    def choice(self, i: int, ended: Ended) -> dict[str, Any]:
+        said, logprobs = self._said[i], None
+        if self.request.logprobs:
+            logprobs = chat_logprobs(self.tokenizer, said.logprobs)
+        about = {"logprobs": logprobs, "finish_reason": said.reason(ended)}
+        return {"index": i, "message": said.message} | about
+
+
+class Text(Shape):
+    kind, streamed = "cmpl", "text_completion"
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, request: Any, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        super().__init__(model, tokenizer, request, len(prompts))
+        self._prompts = prompts
+        self._texts: list[list[str]] = [[] for _ in prompts]
+        self._chunks: list[list[Chunk]] = [[] for _ in prompts]
+        self._echo = [tokenizer.decode(ids) if request.echo else "" for ids in prompts]
+
+    def _choice(self, i: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def begin(self) -> list[dict[str, Any]]:
+        return [self.chunk(self._choice(i, t, None, None)) for i, t in enumerate(self._echo) if t]
+
+    def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
+        offset, known = len(self._echo[i]) + sum(map(len, self._texts[i])), None
+        self._texts[i].append(chunk.text)
+        if chunk.logprobs is not None:
+            self._chunks[i].append(chunk)
+            known = text_logprobs(self.tokenizer, [(chunk.token_id, chunk.logprobs)], offset)
+        elif not chunk.text:
+            return []
+        return [self.chunk(self._choice(i, chunk.text, None, known))]
+
+    def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
+        self._ended[i] = ended
+        known = text_logprobs(self.tokenizer, self._scores(i, ended)) if ended.prompt_logprobs else None
+        made = self.chunk(self._choice(i, "", ended.finish_reason, known))
+        return [made | {"timings": timings(ended.figures)}]
+
+    def _scores(self, i: int, ended: Ended) -> list[tuple[int, TokenLogprobs | None]]:
+        """Of the prompt's tokens; of the first nothing is known."""
+        found: list[TokenLogprobs | None] = [None, *ended.prompt_logprobs]
+        return list(zip(self._prompts[i], found, strict=True))
+
+    def choice(self, i: int, ended: Ended) -> dict[str, Any]:
+        known = None
+        if self.request.logprobs is not None:
+            tokens = self._scores(i, ended) if self.request.echo else []
+            tokens += [(c.token_id, c.logprobs) for c in self._chunks[i]]
+            known = text_logprobs(self.tokenizer, tokens)
+        return self._choice(i, self._echo[i] + "".join(self._texts[i]), ended.finish_reason, known)

@@ -1,0 +1,82 @@
+"""A conversation as its client sends it, as chat templates take it. Must not know routes or the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from thermocline.server.api import schema
+from thermocline.server.api.parts import THINK
+from thermocline.server.api.tools import Offer
+from thermocline.server.http.body import check_json
+from thermocline.server.http.limits import Limits
+from thermocline.server.http.refusal import Refusal
+from thermocline.text.tokenizer import Tokenizer
+
+
+def messages(given: Sequence[schema.Message], limits: Limits) -> list[dict[str, Any]]:
+    """As chat templates have them: texts, and arguments of calls as objects."""
+    calls = (c.function.arguments.encode() for m in given for c in m.tool_calls or ())
+    check_json(calls, limits, "messages: arguments of calls")
+    found = []
+    for m in given:
+        made = _given(m)
+        if isinstance(m.content, list):
+            made["content"] = "".join(map(_part, m.content))
+        elif m.content is None:
+            made["content"] = ""
+        if m.role == "developer":
+            made["role"] = "system"
+        if m.tool_calls is not None:
+            made["tool_calls"] = [_given(c) | {"function": _called(c.function)} for c in m.tool_calls]
+        found.append(made)
+    return found
+
+
+def texts(given: Sequence[schema.Message]) -> Iterator[str]:
+    """Everything said in it."""
+    for m in given:
+        yield from (p.text or "" for p in m.content) if isinstance(m.content, list) else (m.content or "",)
+
+
+def _given(fields: schema.Request) -> dict[str, Any]:
+    """Without a copy of what is in them, as `model_dump` makes it."""
+    return {name: value for name, value in fields if value is not None}
+
+
+def _called(function: schema.FunctionCall) -> dict[str, Any]:
+    return {"name": function.name, "arguments": _arguments(function.arguments)}
+
+
+def _part(part: schema.TextPart) -> str:
+    if part.type != "text" or part.text is None:
+        raise Refusal(400, f"messages: a part of type {part.type[:40]!r}; only text is understood here",
+                       param="messages")  # fmt: skip
+    return part.text
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def variables(r: schema.ChatRequest, offer: Offer) -> dict[str, Any]:
+    found = dict(r.chat_template_kwargs or {})
+    if found.keys() & {"tools", "documents", "chat_template", "tokenize"}:
+        raise Refusal(
+            400, "chat_template_kwargs: variables of the template alone", param="chat_template_kwargs"
+        )
+    if r.reasoning_effort is not None:
+        found.setdefault("reasoning_effort", r.reasoning_effort)
+    if offer.shown:
+        found["tools"] = [{"type": "function", "function": _given(f)} for f in offer.shown]
+    return found
+
+
+def ends_within_a_thought(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+    """`ids`: the prompt's."""
+    tail = b"".join(map(tokenizer.spelled, ids[-8:])).decode("utf-8", "replace")
+    return tail.rstrip().endswith(THINK[0])

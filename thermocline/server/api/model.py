@@ -1,0 +1,63 @@
+"""What of the model the HTTP side needs: everything but its weights. Must not know routes or the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from thermocline.errors import ThermoclineError
+from thermocline.model.spec import ModelSpec
+from thermocline.pack.pack import Pack
+from thermocline.server.api.parts import Format
+from thermocline.server.http.refusal import Refusal
+from thermocline.server.process.messages import Opened
+from thermocline.text.chat_template import ChatTemplate
+from thermocline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    spec: ModelSpec
+    context: int
+    max_batch: int
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    why_no_template: str
+    format: Format
+    most_bytes: int | None  # of a prompt that its context holds
+
+    @staticmethod
+    def of(opened: Opened, name: str | None) -> Model:
+        path = Path(opened.path)
+        spec = Pack.open(path).spec
+        tokenizer = Tokenizer(path, spec)
+        template, why = None, ""
+        try:
+            template = ChatTemplate(path, tokenizer, opened.template)
+        except ThermoclineError as e:
+            why = str(e)
+        format = Format.of("" if template is None else template.source)
+        about = path.name if name is None else name
+        most = tokenizer.most_bytes(opened.context)
+        return Model(about, spec, opened.context, opened.max_batch, tokenizer, template, why, format, most)
+
+    def close(self) -> None:
+        """End the processes that render and tokenise."""
+        self.tokenizer.close()
+        if self.template is not None:
+            self.template.close()
+
+    def check_length(self, *texts: str) -> None:
+        """Refuse what no context holds before it is split into tokens: 20 MB hold up everybody for 30 s."""
+        if self.most_bytes is None:
+            return
+        size = sum(map(len, texts))  # characters, which are bytes at least
+        if size <= self.most_bytes:
+            size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+        if size > self.most_bytes:
+            raise Refusal(
+                400, f"the prompt has {size} bytes, far more than a context of {self.context} tokens holds",
+                type="exceed_context_size_error", code="context_length_exceeded",
+                extra={"n_ctx": self.context}
+            )  # fmt: skip

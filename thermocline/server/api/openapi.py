@@ -1,0 +1,176 @@
+"""What `/openapi.json` and `/docs` say: made from the request models, so that it cannot differ from them."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from thermocline import __version__
+from thermocline.server.api import schema
+from thermocline.server.http.limits import Limits
+
+EVENTS = "text/event-stream"
+REF = "#/components/schemas/{model}"
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    method: str
+    path: str
+    about: str
+    request: type[BaseModel] | None = None
+    answer: str = "application/json"
+    streams: bool = False
+    open: bool = False  # without a key
+
+
+OPERATIONS = (
+    Operation("get", "/health", "Whether it answers: 200, or 503 while it loads or is stuck.", open=True),
+    Operation("get", "/v1/health", "The same.", open=True),
+    Operation("get", "/v1/models", "The one model."),
+    Operation("get", "/v1/models/{model}", "The same by its name."),
+    Operation("post", "/v1/chat/completions", "Answer a conversation.", schema.ChatRequest, streams=True),
+    Operation("post", "/v1/completions", "Continue a text.", schema.CompletionRequest, streams=True),
+    Operation("post", "/tokenize", "Text to token ids.", schema.TokenizeRequest),
+    Operation("post", "/detokenize", "Token ids to text.", schema.DetokenizeRequest),
+    Operation("get", "/props", "Context, slots, the sampling that requests get by default."),
+    Operation("get", "/activity", "What the layers do while tokens are made.", answer=EVENTS),
+    Operation("get", "/metrics", "Prometheus text.", answer="text/plain"),
+)
+STATUSES = {
+    "400": "the request is wrong", "401": "no key, or a wrong one", "403": "not from there",
+    "404": "no such model", "405": "another method", "413": "the body is too long",
+    "415": "not application/json", "408": "the body came too slowly", "429": "too many wait",
+    "431": "too long headers", "499": "the client has left", "500": "the engine failed",
+    "503": "not ready yet",
+}  # fmt: skip
+
+
+def document(keys: bool, limits: Limits, vocabulary: int | None) -> dict[str, Any]:
+    """OpenAPI 3.1. `keys`: one is needed. `vocabulary`: how many tokens there are, once a model is there."""
+    models = [(o.request, "validation") for o in OPERATIONS if o.request is not None]
+    _, definitions = models_json_schema(models, ref_template=REF)  # type: ignore[arg-type]
+    _bound(definitions["$defs"], limits, vocabulary)
+    paths: dict[str, Any] = {}
+    for o in OPERATIONS:
+        paths.setdefault(o.path, {})[o.method] = _operation(o, keys)
+    components: dict[str, Any] = {"schemas": {**definitions["$defs"], "Error": ERROR}}
+    if keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Thermocline", "version": __version__},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _bound(kinds: dict[str, Any], limits: Limits, vocabulary: int | None) -> None:
+    """What a server was started with; a keyword says nothing of values of other types, such as null."""
+    if vocabulary is not None:
+        kinds["Id"]["maximum"] = vocabulary - 1
+    stop = {"minLength": 1, "maxLength": limits.limit_stop_bytes}
+    for kind in ("ChatRequest", "CompletionRequest"):
+        field = kinds[kind]["properties"]
+        field["n"]["maximum"] = limits.limit_n
+        field["stop"] |= stop | {"maxItems": limits.limit_stop, "items": stop}
+        field["logit_bias"]["maxProperties"] = limits.limit_logit_bias
+    chat = kinds["ChatRequest"]["properties"]
+    chat["chat_template_kwargs"]["maxProperties"] = limits.limit_template_variables
+    chat["messages"]["maxItems"] = limits.limit_messages
+    chat["tools"]["maxItems"] = kinds["Allowed"]["properties"]["tools"]["maxItems"] = limits.limit_tools
+    for field in ("content", "tool_calls"):
+        kinds["Message"]["properties"][field]["maxItems"] = limits.limit_messages
+    kinds["DetokenizeRequest"]["properties"]["tokens"]["maxItems"] = limits.limit_detokenize
+    chat["top_logprobs"]["maximum"] = limits.limit_top_logprobs
+    completion = kinds["CompletionRequest"]["properties"]
+    completion["logprobs"]["maximum"] = limits.limit_top_logprobs
+    for way in completion["prompt"]["anyOf"]:
+        if way.get("items", {}).get("type") in ("string", "array"):
+            way["maxItems"] = limits.limit_choices
+
+
+def _operation(o: Operation, keys: bool) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
+    content: dict[str, Any] = {o.answer: {"schema": {"type": "object" if "json" in o.answer else "string"}}}
+    if o.streams or o.answer == EVENTS:
+        content[EVENTS] = {}  # OpenAPI 3.1 has no word for one event, and readers take a schema to be of one
+    responses = {"200": {"description": "the answer", "content": content}}
+    responses |= {code: {"description": about, "content": error} for code, about in STATUSES.items()}
+    made: dict[str, Any] = {"summary": o.about, "operationId": re.sub(r"[/{}]+", "_", o.path).strip("_")}
+    made["responses"] = responses
+    if names := re.findall(r"{(.+?)}", o.path):
+        made["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if o.request is not None:
+        body = {"schema": {"$ref": REF.format(model=o.request.__name__)}}
+        made["requestBody"] = {"required": True, "content": {"application/json": body}}
+    if keys and not o.open:
+        made["security"] = [{"key": []}]
+    return made
+
+
+def page() -> str:
+    """For a person: every route with its fields. No script, nothing from elsewhere."""
+    parts = []
+    for o in OPERATIONS:
+        parts.append(f"<h2><code>{o.method.upper()} {o.path}</code></h2><p>{html.escape(o.about)}</p>")
+        if o.request is not None:
+            parts.append(_fields(o.request))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>Thermocline: the API</title>'
+        '<link rel="stylesheet" href="/page/style.css"></head><body class="docs"><h1>The API</h1>'
+        '<p>OpenAI\'s shapes; for machines: <a href="/openapi.json">openapi.json</a>.</p>'
+        f"{''.join(parts)}</body></html>"
+    )
+
+
+def _kind(annotation: Any) -> str:
+    """As a person reads it."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(parts[0])
+    if origin is Literal:
+        return " | ".join(map(json.dumps, parts))
+    if origin in (Union, UnionType):
+        return " | ".join(map(_kind, parts))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_kind, parts))}]"
+    return "null" if annotation is type(None) else str(annotation.__name__)
+
+
+def _fields(model: type[BaseModel]) -> str:
+    rows = []
+    for name, f in model.model_fields.items():
+        limits = ", ".join(
+            f"{key} {getattr(m, key)}" for m in f.metadata for key in ("ge", "gt", "le") if hasattr(m, key)
+        )
+        about = "; ".join(filter(None, (f.description, limits)))
+        cells = (f.alias or name, _kind(f.annotation), about)
+        rows.append("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
+    return f"<table><thead><tr><th>field<th>type<th></thead><tbody>{''.join(rows)}</tbody></table>"

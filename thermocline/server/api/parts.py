@@ -1,0 +1,170 @@
+"""An answer's text, as it comes, split into what it says, what it thinks, and the functions it calls.
+
+The marks are those that the model's own chat template writes; what only looks like one stays text. Must not
+know HTTP or engines.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from thermocline.engine.request import overlap
+from thermocline.text.grammar import Calls
+
+THINK = ("<think>", "</think>")
+CALLS = {  # marks around a call, by what templates write: Hermes' and Qwen's, Mistral's
+    "<tool_call>": "</tool_call>",
+    "[TOOL_CALLS]": None,  # to the end
+}
+BARE = '{"name":'  # Llama 3's calls are an answer that is nothing but this object
+OTHERS = (
+    "<function=",
+    "<arg_key>",
+    "[ARGS]",
+)  # calls that are not JSON throughout, though a mark is the same
+MARKS = (*THINK, *CALLS, *filter(None, CALLS.values()), "<|python_tag|>")
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: str  # JSON
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+
+Piece = tuple[str, str] | Call  # ("content" or "reasoning_content", text), or a call
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a template's answers may hold."""
+
+    thinks: bool
+    call: str | None  # of CALLS or BARE; None: no functions
+
+    @staticmethod
+    def of(template: str) -> Format:
+        call = next((mark for mark in CALLS if mark in template), None)
+        if any(other in template for other in OTHERS):
+            call = None
+        elif call is None and "tools" in template and '"parameters"' in template:
+            call = BARE
+        return Format(THINK[0] in template or THINK[1] in template, call)
+
+    def calls(self, functions: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> Calls:
+        """How calls of these are written; each with the JSON schema of its arguments."""
+        assert self.call is not None
+        functions = tuple(functions)
+        if self.call == BARE:  # which is all of an answer: there is no second one
+            return Calls(functions, "", "", "parameters", in_list=False, several=False)
+        closes = CALLS[self.call]
+        return Calls(functions, self.call, closes or "", "arguments", in_list=closes is None, several=several)
+
+
+class Parts:
+    """One answer's. `thinking`: the prompt ends within a thought."""
+
+    def __init__(self, format: Format, *, tools: bool, thinking: bool) -> None:
+        self._mark = format.call if tools else None
+        self._thinks = format.thinks
+        self._state = "think" if thinking else "start"
+        self._held = ""
+        self._fresh = True  # no text yet, or none since the last mark
+        self.called = False
+
+    def push(self, text: str) -> list[Piece]:
+        self._held += text
+        found: list[Piece] = []
+        while self._step(found):
+            pass
+        return found
+
+    def flush(self) -> list[Piece]:
+        """What was held back, at the end."""
+        held, self._held = self._held, ""
+        if self._state in ("call", "bare"):
+            return self._calls(held, held if self._state == "bare" else (self._mark or "") + held)
+        return [] if self.called and self._is_blank(held) else self._said(held)
+
+    def _said(self, text: str) -> list[Piece]:
+        kind = "reasoning_content" if self._state == "think" else "content"
+        return [(kind, text)] if text else []
+
+    def _is_blank(self, text: str) -> bool:
+        """Space before, between or after calls, which is no content."""
+        return self._state == "text" and self._fresh and not text.strip()
+
+    def _step(self, found: list[Piece]) -> bool:
+        """One mark further; False: more text is needed."""
+        match self._state:
+            case "start":
+                return self._start()
+            case "think":
+                return self._until(THINK[1], "start" if self._mark == BARE else "text", found)
+            case "text" if self._mark in CALLS:
+                assert self._mark is not None
+                return self._until(self._mark, "call", found)
+            case "call":
+                end = CALLS[self._mark or ""]
+                if end is None or end not in self._held:
+                    return False
+                call, _, self._held = self._held.partition(end)
+                found += self._calls(call, (self._mark or "") + call + end)
+                self._state = "text"
+                return True
+            case "text":
+                found += self._said(self._held)
+                self._held = ""
+        return False
+
+    def _start(self) -> bool:
+        """An answer begins with a thought, with a bare call, or is text."""
+        begun = self._held.lstrip()
+        if self._thinks and begun.startswith(THINK[0]):
+            self._held, self._state = begun.removeprefix(THINK[0]), "think"
+            return True
+        bare = "".join(begun.removeprefix("<|python_tag|>").split())
+        if self._mark == BARE and bare.startswith(BARE):
+            self._state = "bare"
+            return False
+        may_be = [
+            *([THINK[0]] if self._thinks else []),
+            *([BARE, "<|python_tag|>"] if self._mark == BARE else []),
+        ]
+        if any(mark.startswith(begun if mark != BARE else bare) for mark in may_be):
+            return False
+        self._state = "text"
+        return True
+
+    def _until(self, mark: str, then: str, found: list[Piece]) -> bool:
+        before, met, after = self._held.partition(mark)
+        if met:
+            found += [] if self._is_blank(before) else self._said(before)
+            self._held, self._state, self._fresh = after, then, True
+            return True
+        keep = len(before) - overlap(before, mark)
+        if not self._is_blank(before[:keep]):
+            found += self._said(before[:keep])
+            self._held, self._fresh = before[keep:], False
+        return False
+
+    def _calls(self, text: str, else_: str) -> list[Piece]:
+        """The calls in it; or, where it is something else, that as text: nothing of an answer is lost."""
+        try:
+            given = json.loads(text.strip().removeprefix("<|python_tag|>"))
+            made = [_call(one) for one in (given if isinstance(given, list) else [given])]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return [("content", else_)]
+        self.called = self.called or bool(made)
+        return list(made)
+
+
+def _call(given: Any) -> Call:
+    arguments = given["arguments"] if "arguments" in given else given["parameters"]
+    if not isinstance(given["name"], str):
+        raise TypeError
+    return Call(given["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))

@@ -1,0 +1,92 @@
+"""Which functions an answer may call, or must, and the grammar that makes it so.
+
+Must not know HTTP or engines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thermocline.server.api.parts import THINK, Format
+from thermocline.server.api.schema import AllowedTools, ChatRequest, Function, NamedTool
+from thermocline.server.http.refusal import Refusal
+from thermocline.text.grammar import Grammar, Thought
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The functions that the model is shown, and what is asked of its calls."""
+
+    shown: Sequence[Function] = ()
+    callable: Sequence[Function] = ()
+    must: bool = False  # call one
+    several: bool = True
+    asked: bool = False  # for more than that it may call what it is shown: a grammar is needed
+
+    @staticmethod
+    def of(r: ChatRequest, format: Format) -> Offer:
+        """Refusal where it cannot be kept."""
+        choice, shown = r.tool_choice, [t.function for t in r.tools or ()]
+        if choice == "none" or (not shown and choice in (None, "auto")):
+            return Offer()
+        if not shown:
+            raise Refusal(400, "tool_choice: there are no tools to choose from", param="tool_choice")
+        if format.call is None:
+            about = "this model's chat template has none that are understood"
+            raise Refusal(400, f"tools: {about}", param="tools")
+        must = choice == "required"
+        several = r.parallel_tool_calls is not False
+        names = {f.name for f in shown}
+        match choice:
+            case NamedTool():
+                names, must, several = {choice.function.name}, True, False
+            case AllowedTools():
+                names = {t.function.name for t in choice.allowed_tools.tools}
+                must = choice.allowed_tools.mode == "required"
+        if missing := names - {f.name for f in shown}:
+            about = f"there is no function {min(missing)[:64]!r} among the tools"
+            raise Refusal(400, f"tool_choice: {about}", param="tool_choice")
+        may = [f for f in shown if f.name in names]
+        asked = must or not several or len(may) < len(shown) or any(f.strict for f in may)
+        return Offer(shown, may, must, several, asked)
+
+
+def answer_grammar(offer: Offer, format: Format, thinking: bool, content: Grammar | None) -> Grammar | None:
+    """What an answer has to be; `content`: what its text has to be. `thinking`: the prompt ends in a thought.
+
+    Thoughts stay free: what a model calls, or writes as JSON, is what it has thought out.
+    """
+    if content is not None and content.kind != "json_schema":
+        if offer.asked:
+            about = "it is for the whole answer; it cannot be kept together with what is asked of the calls"
+            raise Refusal(400, f"grammar: {about}", param="grammar")
+        return content
+    tools = offer.asked or (bool(offer.shown) and content is not None)
+    if not tools and (content is None or not format.thinks):
+        return content
+    thought = Thought(*THINK, begun=thinking) if format.thinks else None
+    calls = None
+    if tools:
+        functions = [(f.name, _arguments(f, kept=offer.must or bool(f.strict))) for f in offer.callable]
+        calls = format.calls(functions, several=offer.several)
+    if offer.must:
+        return Grammar.answer(thought, calls, None)
+    return Grammar.answer(thought, calls, "text" if content is None else json.loads(content.text))
+
+
+def _arguments(f: Function, *, kept: bool) -> dict[str, Any]:
+    """The schema that they are held to: of an object, whatever else it says. Without one there are none.
+
+    `kept`: where a call is not asked for, nor strict, what it says is for the model alone, as with OpenAI.
+    """
+    if not kept:
+        return {"type": "object"}
+    if f.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    type_ = f.parameters.get("type", "object")
+    if type_ != "object" and not (isinstance(type_, list) and "object" in type_):
+        raise Refusal(400, f"tools: the parameters of {f.name[:64]!r} have to be an object's", param="tools")
+    return {**f.parameters, "type": "object"}

@@ -1,0 +1,298 @@
+"""The socket, and uvicorn on it with its unsafe defaults closed: time, memory and connections are bounded.
+
+What a client is entitled to is decided in the guard; here is who gets to speak at all, how slowly,
+and how the server stops. Must not know routes, bodies or keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import Any, cast
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from thermocline.errors import ThermoclineError, place_of
+from thermocline.server.http.guard import SURPLUS, Access, App, Guard, Methods
+from thermocline.server.http.limits import Limits
+from thermocline.server.http.listener import Listener, allow_files
+from thermocline.server.http.refusal import SECURITY_HEADERS, Refusal
+
+LAST_WORDS_S = 0.4  # for requests that are cut off to say so, and for the application to end
+_POLL_S = 0.05
+_RESERVED = 8  # connections beyond the limit, which may ask how the server is
+
+
+class _Counted:
+    """A transport that counts what is written: with what is buffered, how much the client has taken."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class Protocol(H11Protocol):
+    """One connection. `check` is called some ten times a second, and ends what takes too long."""
+
+    def __init__(self, limits: Limits, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._limits = limits
+        self._head_since: float | None = None  # since when a request's head is awaited
+        self._drain_since: float | None = None  # since when a body arrives that nobody wants
+        self._taken = 0
+        self._taken_at = 0.0
+        self.is_surplus = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # An answer's pieces are written while less than `high` waits: half, so that a piece more fits.
+        transport.set_write_buffer_limits(high=self._limits.limit_buffer_bytes // 2)
+        self._counted = _Counted(transport)
+        super().connection_made(cast(asyncio.Transport, self._counted))
+        self._head_since = self._taken_at = self.opened = self.loop.time()
+        others = cast("set[Protocol]", self.connections - {self})
+        within = [c for c in others if not c.is_surplus]
+        self.is_surplus = len(within) >= self._limits.limit_connections and not self._makes_room(within)
+        if self.is_surplus:  # the guard answers it: closing before its request was read would reset it
+            self.app_state = {**self.app_state, SURPLUS: True}
+            if len(others) - len(within) >= _RESERVED:
+                self._makes_room([c for c in others if c.is_surplus])
+
+    def _makes_room(self, others: list[Protocol]) -> bool:
+        """The oldest of them without a request is closed for this one, if there is any."""
+        idle = min((c for c in others if c.is_idle), key=lambda c: c.opened, default=None)
+        if idle is None:
+            return False
+        idle.transport.abort()
+        self.connections.discard(idle)  # uvicorn does it in the loop's next round, when others came
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_since is None and self.conn.their_state is h11.IDLE:
+            self._head_since = self.loop.time()
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._head_since = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn while it handles h11's error, which knows a better status."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        too_large = f"headers may be {self._limits.limit_header_bytes} bytes"
+        self.refuse(status, too_large if status == 431 else f"not HTTP: {error}" if error else msg)
+
+    def refuse(self, status: int, message: str) -> None:
+        """Answer, if no answer has begun, and close."""
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            refusal = Refusal(status, message, headers={"connection": "close"})
+            body = refusal.body()
+            headers = [*refusal.http_headers(body), *SECURITY_HEADERS]
+            for event in (
+                h11.Response(status_code=status, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def check(self, now: float) -> None:
+        if self._head_since is not None and now - self._head_since > self._limits.limit_header_s:
+            self.refuse(408, "the request's headers arrived too slowly")
+        drains = self.is_idle and self.conn.their_state is h11.SEND_BODY
+        self._drain_since = (self._drain_since or now) if drains else None
+        too_long = self._drain_since is not None and now - self._drain_since > self._limits.limit_body_s
+        if too_long or self._is_stalled(now):
+            self._reset()
+
+    def _reset(self) -> None:
+        """End it without sending what is buffered, by the kernel neither: its buffer may have megabytes."""
+        no_linger = struct.pack("ii" if os.name == "posix" else "hh", 1, 0)
+        with contextlib.suppress(OSError):
+            self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        self.transport.abort()
+
+    def _is_stalled(self, now: float) -> bool:
+        waiting = self.transport.get_write_buffer_size()
+        taken = self._counted.written - waiting
+        if not waiting or taken != self._taken:
+            self._taken, self._taken_at = taken, now
+        return now - self._taken_at > self._limits.limit_write_stall_s
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, but for how it stops: at once no new connections, a grace for requests, then an end."""
+
+    def __init__(
+        self, config: uvicorn.Config, limits: Limits, trouble: Callable[[str], None] = lambda line: None
+    ) -> None:
+        super().__init__(config)
+        self._limits, self._trouble = limits, trouble
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._troubles: set[str] = set()
+
+    def _mishap(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What asyncio could not tell anybody else, once each and in a line.
+
+        Its own way is a traceback each time: without files left thousands a second, and of a bug its message,
+        which may quote a prompt.
+        """
+        if self.should_exit:  # one that waited for a file accepts on a socket that was closed
+            return
+        error = context.get("exception")
+        where = "" if error is None else place_of(error)
+        what = context["message"] if error is None else type(error).__name__
+        if isinstance(error, OSError):
+            what = error.strerror or what
+        if (line := f"the server: {what}{where}") not in self._troubles:
+            self._troubles.add(line)
+            self._trouble(line)
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._mishap)
+        await super().startup(sockets)
+        if self.should_exit:  # asked to before there was anything to close
+            self._stop_listening()
+
+    async def on_tick(self, counter: int) -> bool:
+        self._check_connections()
+        return await super().on_tick(counter)
+
+    def _check_connections(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for connection in list(self.server_state.connections):
+            cast(Protocol, connection).check(now)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.stop()  # and the signal is not raised again afterwards: a server that was stopped exits with 0
+
+    def stop(self) -> None:
+        """From any thread. The second time: without grace."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has stopped
+                self._loop.call_soon_threadsafe(self._stop_listening)
+
+    def _stop_listening(self) -> None:
+        for server in getattr(self, "servers", []):
+            server.close()
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        loop, state = asyncio.get_running_loop(), self.server_state
+        self._stop_listening()
+        for connection in list(state.connections):
+            with contextlib.suppress(h11.LocalProtocolError):
+                connection.shutdown()
+        until = loop.time() + self._limits.limit_grace_s
+        while (state.connections or state.tasks) and not self.force_exit and loop.time() < until:
+            self._check_connections()
+            await asyncio.sleep(_POLL_S)
+        if tasks := set(state.tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=LAST_WORDS_S)
+        for connection in list(state.connections):
+            cast(Protocol, connection).transport.close()
+        await asyncio.sleep(0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.lifespan.shutdown(), LAST_WORDS_S)
+
+
+def _surviving_failure(app: App, failures: list[Exception]) -> App:
+    """uvicorn forgets what went wrong at startup; ours is for the person who started the server."""
+
+    async def noted(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await app(scope, receive, send)
+        except Exception as e:
+            if scope["type"] == "lifespan":
+                failures.append(e)
+            raise
+
+    return noted
+
+
+def _config(app: App, limits: Limits) -> uvicorn.Config:
+    """uvicorn's, told to do nothing that we have not asked for."""
+    return uvicorn.Config(
+        cast(Any, app),
+        loop="asyncio",
+        http=cast(Any, partial(Protocol, limits)),
+        ws="none",
+        interface="asgi3",
+        workers=1,  # else $WEB_CONCURRENCY is read
+        lifespan="on",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        h11_max_incomplete_event_size=limits.limit_header_bytes,
+        timeout_keep_alive=cast(int, limits.limit_keep_alive_s),
+    )
+
+
+def run(
+    app: App,
+    listener: Listener,
+    *,
+    limits: Limits,
+    keys: Iterable[str] = (),
+    hosts: Iterable[str] = (),
+    origins: Iterable[str] = (),
+    assets: Iterable[str] = (),
+    slots: int = 1,
+    methods: Methods | None = None,
+    log: Callable[[str], None] | None = None,
+    trouble: Callable[[str], None] | None = None,
+    started: Callable[[Server], None] | None = None,
+) -> None:
+    """Serve `app` until SIGINT or SIGTERM. Its lifespan's startup returns at once: models load beside it.
+
+    `hosts`, `origins`: allowed besides our own; `assets`: paths that need no key; `slots`: requests that the
+    application works on at once; `methods`: those of a path; `log`, `trouble`: take lines;
+    `started` gets the server, to stop it.
+    """
+    connections = allow_files(limits.limit_connections)
+    if connections < limits.limit_connections:
+        limits = replace(limits, limit_connections=connections)
+        if trouble is not None:
+            trouble(f"{connections} connections at most: this process may have few open files (ulimit -n)")
+    names = listener.host_names(hosts)
+    access = Access.of(keys, names, origins, assets, addresses=listener.takes_addresses)
+    failures: list[Exception] = []
+    guard = Guard(app, access, limits, slots=slots, methods=methods, log=log, trouble=trouble)
+    app = _surviving_failure(guard, failures)
+    server = Server(_config(app, limits), limits, trouble or (lambda line: None))
+    if started is not None:
+        started(server)
+    try:
+        server.run([listener.socket])
+    except SystemExit:
+        raise (failures or [ThermoclineError("the server could not be started")])[0] from None
+    finally:
+        listener.close()

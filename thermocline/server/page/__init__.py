@@ -1,0 +1,1 @@
+"""The chat page: its files, by an exact table of names."""

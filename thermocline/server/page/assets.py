@@ -1,0 +1,50 @@
+"""The chat page: its files, by an exact table of names. No path of a request ever becomes one of a file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+FOLDER = Path(__file__).parent
+HTML, CSS, SCRIPT, SVG = "text/html", "text/css", "text/javascript", "image/svg+xml"
+FILES = {  # where -> (file, type)
+    "/": ("index.html", HTML),
+    "/page/style.css": ("style.css", CSS),
+    "/page/icon.svg": ("icon.svg", SVG),
+    "/page/theme.js": ("theme.js", SCRIPT),
+    "/page/app.js": ("app.js", SCRIPT),
+    "/page/api.js": ("api.js", SCRIPT),
+    "/page/dom.js": ("dom.js", SCRIPT),
+    "/page/history.js": ("history.js", SCRIPT),
+    "/page/inline.js": ("inline.js", SCRIPT),
+    "/page/markdown.js": ("markdown.js", SCRIPT),
+    "/page/messages.js": ("messages.js", SCRIPT),
+    "/page/settings.js": ("settings.js", SCRIPT),
+    "/page/shelf.js": ("shelf.js", SCRIPT),
+    "/page/strip.js": ("strip.js", SCRIPT),
+}
+PATHS = frozenset(FILES)  # they hold no secret, and who has no key yet needs them to enter it
+
+
+def routes() -> list[Route]:
+    return [Route(where, _asset(*what), methods=["GET"]) for where, what in FILES.items()]
+
+
+def _asset(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    """Asked for anew each time, sent only where it has changed: a newer version's page is there at once."""
+    data = (FOLDER / name).read_bytes()
+    tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}
+
+    async def answer(request: Request) -> Response:
+        known = request.headers.get("if-none-match", "").split(",")
+        if tag in (k.strip().removeprefix("W/") for k in known):
+            return Response(status_code=304, headers=headers)
+        return Response(data, media_type=kind, headers=headers)
+
+    return answer

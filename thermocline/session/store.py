@@ -1,0 +1,375 @@
+"""A pack in less memory than its weights: `arrange.py`'s answer in an arena, and the neurons left on disk.
+
+Owns where in the arena everything is, and what the disk did. Must not know requests or flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from thermocline import _native
+from thermocline.engine.kv_cache import in_ram
+from thermocline.errors import OutOfBudget, UsageError
+from thermocline.model.sizes import aligned
+from thermocline.model.tensors import TensorInfo
+from thermocline.ops.cpu import CpuOps, disk_error
+from thermocline.ops.interface import DiskCounts, Layer, Weights
+from thermocline.pack import blocks
+from thermocline.pack.checksums import Records, open_records
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import Predictors, named_for_active
+from thermocline.plan import hotness
+from thermocline.plan.disk_split import (
+    DEPTH,
+    Arrangement,
+    Contents,
+    arrange,
+    buffer_bytes,
+    contexts_for,
+    least_bytes,
+    looked_up,
+    others_of,
+    resident,
+)
+from thermocline.plan.hotness import Curve
+from thermocline.plan.memory import fit
+from thermocline.session import weights
+from thermocline.session.embedding_rows import Lookup
+from thermocline.session.weights import Filled, LoadedWeights
+
+Progress = Callable[[int, int], None]
+
+SLICE_BYTES = 256 << 20  # read between two looks at Ctrl-C
+
+
+@dataclass(frozen=True)
+class Store:
+    """The neurons of a loaded model that take turns in memory."""
+
+    reader: _native.Reader
+    rows: tuple[_native.DiskRows, ...]  # all experts' bundles, then, where they are here, gate rows
+    arrangement: Arrangement
+
+    @property
+    def how(self) -> str:
+        """How it reads, for a person."""
+        return self.reader.how
+
+    def counts(self) -> DiskCounts:
+        """Since the weights were loaded."""
+        stats = [r.stats() for r in self.rows]
+        return DiskCounts(*(sum(s[key] for s in stats) for key in DiskCounts._fields))
+
+
+# ---- before a weight is read
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory granted to a session."""
+
+    context: int
+    kv_tokens: int  # positions of the cache
+    bytes: int  # all that is ever taken
+    arrangement: Arrangement | None  # None: all weights are in memory
+    gpu: Any | None = None  # gpu.Session: a part of them in a GPU's
+
+
+def room_for(
+    pack: Pack,
+    predictors: Predictors | None,
+    *,
+    sparsity: str,
+    context: int | None,
+    max_batch: int,
+    threads: int,
+    budget: int | None,
+    limit: str = "free",
+    at_least: int | None = None,
+) -> Room:
+    """All weights in memory if they fit in `budget` bytes, else as `arrange` has it; OutOfBudget.
+
+    `context`: None is the default, which is shorter where weights do not fit. The rest: as `memory.fit`.
+    """
+    weights_bytes, spec = blocks.memory_bytes(pack, predictors), pack.spec
+    for asked in contexts_for(spec, context, budget):
+        try:
+            kv_tokens = fit(
+                spec, weights_bytes=weights_bytes, available_bytes=budget, context=asked, max_batch=max_batch,
+                threads=threads, at_least=at_least, limit=limit
+            )  # fmt: skip
+            others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
+            return Room(asked, kv_tokens, weights_bytes + sum(others.values()), None)
+        except OutOfBudget as e:
+            refused = e
+            if budget is None or not spec.sparse:
+                raise
+    assert budget is not None, "without a limit everything fits"
+    kv_tokens = at_least or asked
+    nbytes = None if predictors is None else predictors.nbytes
+    excess = None if predictors is None else named_for_active(predictors.report)
+    heat = hotness.of_pack(pack, Curve(), excess)
+    contents = Contents(spec, pack.tensors, nbytes, sparsity, heat)
+    others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
+    if least_bytes(contents, others) >= weights_bytes + sum(others.values()):
+        raise refused  # a small model: what reads from disk takes more than its neurons
+    found = arrange(contents, budget, others, limit=limit)
+    return Room(asked, kv_tokens, found.bytes, found)
+
+
+def check_switches(room: Room, disable: Sequence[str]) -> None:
+    if disable and room.arrangement is None:
+        raise UsageError(
+            f"--disable {','.join(disable)}: all weights are in memory, so there is nothing to do without; "
+            "give less memory (--ram)"
+        )
+
+
+# ---- places in the arena
+
+
+@dataclass(frozen=True)
+class Map:
+    """Where everything goes. A pool is all places of records of one kind and length."""
+
+    # Resident ones by name; of tables on disk, one row; of neurons there, their whole pool.
+    tensors: dict[str, TensorInfo]
+    runs: tuple[tuple[int, int, int], ...]  # of weights.bin: from byte, to byte, where in the arena
+    pools: dict[tuple[str, int], TensorInfo]  # by kind and stride
+    bytes: int
+
+
+def mapped(pack: Pack, a: Arrangement) -> Map:
+    c = a.contents
+    placed: dict[str, TensorInfo] = {}
+    runs: list[tuple[int, int, int]] = []
+    end = 0
+    for name in resident(c.spec, c.tensors, gates=a.gates is not None):
+        t, size = c.tensors[name], c.held_bytes(name)
+        rows = size // (t.stride * t.shape[0])  # of each expert
+        shape = t.shape if size == t.bytes else (t.shape[0], rows, *t.shape[2:])
+        placed[name] = replace(t, shape=shape, offset=end, bytes=size)
+        for at, (begin, stop) in enumerate(c.held(name)):
+            _run(runs, begin, stop, end + at * size // len(c.held(name)))
+        end += aligned(size)
+    for name in looked_up(c.spec, c.tensors):
+        t = c.tensors[name]
+        placed[name] = TensorInfo(t.format, (1, t.shape[1]), end, t.stride, t.stride)
+        end += aligned(t.stride)
+    pools: dict[tuple[str, int], TensorInfo] = {}
+    for kind, shares in a.kinds:
+        of, places = c.of_kind(kind), a.places(shares)
+        for stride in sorted({t.stride for t in of.values()}):
+            slots = sum(places[i] for i, t in of.items() if t.stride == stride)
+            like = next(t for t in of.values() if t.stride == stride)
+            slots += _native.STREAM_SLOTS
+            shape = (1, slots, *like.shape[2:])
+            pools[kind, stride] = TensorInfo(like.format, shape, end, slots * stride, stride)
+            end += aligned(slots * stride)
+        placed |= {f"layers.{i}.{kind}": pools[kind, t.stride] for i, t in of.items()}
+    return Map(placed, tuple(runs), pools, end)
+
+
+def _run(runs: list[tuple[int, int, int]], begin: int, end: int, to: int) -> None:
+    """One more; or the last one is longer, where both lie alike in file and arena, with what is between."""
+    if runs and begin - runs[-1][0] == to - runs[-1][2]:
+        runs[-1] = (runs[-1][0], end, runs[-1][2])
+    else:
+        runs.append((begin, end, to))
+
+
+# ---- loading
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A session's weights, as there was room for them."""
+
+    loaded: LoadedWeights
+    store: Store | None = None  # where neurons come from disk
+    storage: Callable[[int, tuple[int, ...]], Any] = in_ram  # of keys and values, as `KVCache`'s
+
+
+def open_weights(
+    pack: Pack,
+    room: Room,
+    *,
+    threads: int,
+    predictors: Predictors | None,
+    disable: Sequence[str],
+    progress: Callable[[str, int, int], None],
+    told: Callable[[str], None],
+) -> Opened:
+    """All of them, or with a `Store`, or a part on a GPU. `told`: what a person should know of that."""
+    loading, a = partial(progress, "loading"), room.arrangement
+    records = None if a is None else open_records(pack, partial(progress, "checksumming"), told)
+    if room.gpu is not None:
+        found: Opened = room.gpu.opened(pack, predictors, records, threads=threads, progress=loading)
+    elif a is None or records is None:
+        return Opened(weights.load(pack, threads=threads, predictors=predictors, progress=loading))
+    else:
+        how: dict[str, Any] = {"predictors": predictors, "disable": disable, "progress": loading}
+        found = Opened(*load(pack, a, records, threads=threads, **how))
+    if a is not None and found.store is not None:
+        told(
+            f"{pack.path} is larger than its memory: there is room for {a.share:.0%} of its neurons, "
+            f"the others come from disk when they are needed ({found.store.how})"
+        )
+        if not a.contents.hotness.ordered:
+            told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
+    return found
+
+
+def load(
+    pack: Pack,
+    a: Arrangement,
+    records: Records,
+    *,
+    threads: int,
+    predictors: Predictors | None = None,
+    disable: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> tuple[LoadedWeights, Store]:
+    """Raises as `weights.load` does. `disable`: what the disk tier is to do without."""
+    ops = weights.new_ops(threads)
+    made, store, filled = opened(pack, a, records, ops, disable=disable, progress=progress)
+    if predictors is not None:
+        made = weights.with_predictors(made, predictors)
+    return LoadedWeights(made, ops, a.bytes, filled), store
+
+
+def opened(
+    pack: Pack,
+    a: Arrangement,
+    records: Records,
+    ops: CpuOps,
+    *,
+    elsewhere: Mapping[str, Any] | None = None,
+    disable: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> tuple[Weights, Store, Filled]:
+    """`load`'s, without predictors. `elsewhere`: as `weights.assemble`'s."""
+    m = mapped(pack, a)
+    arena = blocks.new_arena(m.bytes, str(pack.path))
+    fill_runs(arena, pack, m.runs, progress)
+    made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops, elsewhere), pack, m, arena)
+    size = buffer_bytes([stride for _, stride in m.pools])
+    reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
+    rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
+    try:
+        for r in filter(None, rows):
+            r.load()
+    except _native.DiskError as e:
+        raise disk_error(e) from None
+    arena.gather_pages()
+    filled = Filled.of(arena, ((to, to + end - begin) for begin, end, to in m.runs))
+    return _with_disk(made, rows), Store(reader, tuple(filter(None, rows)), a), filled
+
+
+def _rows(
+    pack: Pack,
+    a: Arrangement,
+    records: Records,
+    m: Map,
+    arena: _native.Arena,
+    reader: _native.Reader,
+    switches: int,
+) -> list[_native.DiskRows | None]:
+    """As `Arrangement` has their shares; None where all are on a GPU."""
+    pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[1]) for k, p in m.pools.items()}
+    c, experts, known = a.contents, pack.spec.n_experts, a.contents.hotness.ordered
+    made: list[_native.DiskRows | None] = []
+    for kind, shares in a.kinds:
+        checksums = records.bundle if kind == "bundle" else records.gate
+        for at, (share, x) in enumerate(zip(shares, c.rows(kind), strict=True)):
+            i, expert = divmod(at, experts)
+            neurons = len(x.need)
+            if not neurons:
+                made.append(None)
+                continue
+            first, t = expert * pack.spec.ffn_dim + c.first(i), pack.tensors[f"layers.{i}.{kind}"]
+            name = f"{pack.weights_path}: layers.{i}.{kind}"
+            made.append(
+                _native.DiskRows(
+                    pools[kind, t.stride],
+                    reader,
+                    t.offset + first * t.stride,
+                    neurons,
+                    share.hot,
+                    share.quota,
+                    checksums[i][first : first + neurons],
+                    name + (f", expert {expert}" if experts > 1 else ""),
+                    switches,
+                    x.need.astype(np.float32) if known else None,
+                )
+            )
+    return made
+
+
+def _switches(disable: Sequence[str]) -> int:
+    """`config_shared.SWITCHES` as the core takes them."""
+    bits = {"bundle": _native.NO_BUNDLE, "cache": _native.NO_CACHE, "pipeline": _native.NO_PIPELINE}
+    return sum(bits[name] for name in set(disable))
+
+
+def _with_disk(made: Weights, rows: Sequence[_native.DiskRows | None]) -> Weights:
+    n = sum(len(x.experts) for x in made.layers)
+    gates: Sequence[_native.DiskRows | None] = rows[n:] or [None] * n
+    each = iter(zip(rows[:n], gates, strict=True))
+
+    def placed(layer: Layer) -> Layer:
+        own = [(f, *next(each)) for f in layer.experts]
+        return replace(layer, experts=tuple(replace(f, disk=b, gate_disk=g) for f, b, g in own))
+
+    return replace(made, layers=tuple(map(placed, made.layers)))
+
+
+def _with_lookups(made: Weights, pack: Pack, m: Map, arena: _native.Arena) -> Weights:
+    tables = looked_up(pack.spec, pack.tensors)
+
+    def table(name: str, here: Any) -> Any:
+        return (
+            Lookup(pack, pack.tensors[name], arena, m.tensors[name].offset, here) if name in tables else here
+        )
+
+    embed, pos_embed = table("embed.weight", made.embed), table("pos_embed.weight", made.pos_embed)
+    return replace(made, embed=embed, pos_embed=pos_embed)
+
+
+def fill_runs(
+    arena: _native.Arena, pack: Pack, runs: Sequence[tuple[int, int, int]], progress: Progress | None
+) -> None:
+    """Bytes [begin, end) of weights.bin to byte `to` of the arena, each; checked."""
+    done, size = 0, sum(end - begin for begin, end, _ in runs)
+    edge = blocks.new_arena(pack.block_bytes, "a block")
+    for begin, end, to in runs:
+        for first, last in _pieces(begin, end, pack.block_bytes):
+            block = first // pack.block_bytes * pack.block_bytes
+            if block == first and (last % pack.block_bytes == 0 or last == pack.weights_bytes):
+                blocks.read_blocks(arena, pack, first, last, to + first - begin)
+            else:  # a block is checked whole
+                stop = min(pack.weights_bytes, block + pack.block_bytes)
+                blocks.read_blocks(edge, pack, block, stop, 0)
+                arena.copy(to + first - begin, edge, first - block, last - first)
+            done += last - first
+            if progress is not None:
+                progress(done, size)
+
+
+def _pieces(begin: int, end: int, block: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) cut at its first and its last border of blocks, and between them into slices."""
+    first, last = -(-begin // block) * block, end // block * block
+    if first > last:
+        yield begin, end
+        return
+    if begin < first:
+        yield begin, first
+    for at in range(first, last, SLICE_BYTES):
+        yield at, min(last, at + SLICE_BYTES)
+    if last < end:
+        yield last, end

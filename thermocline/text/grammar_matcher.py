@@ -1,0 +1,222 @@
+"""Grammars enforced: which tokens of a model's vocabulary may come next (the `llguidance` library).
+
+Owns the library's view of a tokenizer, and what was compiled. Must not know models, requests or the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline.errors import Unsupported, UsageError
+from thermocline.text.confined import Confined, Ended, paths_of
+from thermocline.text.grammar import KINDS, Grammar
+from thermocline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+WORKER = "thermocline.text.grammar_worker"
+WAIT_S = 10.0  # for a process that does not get its second of processor time
+VERDICTS = 4096  # of grammars that were tried: about 1 MiB
+KEPT = 32  # compiled grammars, the least recently used leave first
+
+Mask = NDArray[np.bool_]
+
+
+class Grammars:
+    """Constraints for one tokenizer. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def constraint(
+        self, grammar: Grammar, stop_ids: Sequence[int] = (), *, checked: bool = False
+    ) -> Enforced:
+        """For one answer, which the tokenizer's eos and `stop_ids` end. UsageError: it cannot be enforced.
+
+        `checked`: `check` has passed it, here or in another process of this program.
+        """
+        if not checked:
+            check(grammar)
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._tokenizer)
+            matcher = self._compiled.pop(grammar, None) or _compiled(self._vocabulary, grammar)
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            ends = (*self._tokenizer.eos_ids, *stop_ids)
+            named = grammar.kind == "answer"  # by us, and only a template's marks
+            return Enforced(matcher.deep_copy(), self._vocabulary, ends, controls=named)
+
+
+class Vocabulary:
+    """A tokenizer as the library sees it: the bytes of each token that writes text, and one that ends it.
+
+    Control tokens have no bytes there: none is text, and no client's grammar can name one (`controls`: a
+    template's marks may be among them). The end is an id of its own, since a model may have several, or none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        self.size = self.eos_token_id = tokenizer.vocab_size
+        self.bos_token_id = None
+        self.special_token_ids = (self.size,)
+        silent = [tokenizer.is_control(i) or i in tokenizer.eos_ids for i in range(self.size)]
+        self.tokens = [b"" if s else tokenizer.token_bytes(i) for i, s in enumerate(silent)] + [b"<end>"]
+        self.writes: Mask = np.array([len(t) > 0 for t in self.tokens[:-1]], np.bool_)
+        self.controls = {tokenizer.name(i): i for i, s in enumerate(silent) if s}
+        self._encode = tokenizer.encode
+        self.there: LLTokenizer = LLTokenizer(TokenizerWrapper(self))
+
+    def __call__(self, text: str) -> list[int]:
+        """What a text is that the grammar leaves no choice of: the tokenizer's own tokens, if they are it.
+
+        (SentencePiece's begin with a space of their own; a control token's name may have none.)
+        """
+        with contextlib.suppress(UsageError):
+            ids = self._encode(text, add_special=False)
+            if b"".join(self.tokens[i] for i in ids) == text.encode():
+                return ids
+        return list(self.there.greedy_tokenize(text))
+
+
+class Enforced:
+    """A `Constraint`: one answer's place in its grammar."""
+
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: Vocabulary, ends: Sequence[int], *, controls: bool
+    ) -> None:
+        """`controls`: the grammar may name them."""
+        self._matcher, self._vocabulary, self._ends = matcher, vocabulary, list(ends)
+        self._controls = controls
+        self._ended = False
+
+    def allowed(self) -> Mask:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise UsageError(f"the grammar cannot go on here: {_line(self._matcher.get_error())}")
+        there = np.unpackbits(bits, count=self._vocabulary.size + 1, bitorder="little").view(np.bool_)
+        mask: Mask = there[:-1]
+        if not self._controls:  # a client's grammar may name tokens by their numbers
+            mask &= self._vocabulary.writes
+        mask[self._ends] = there[-1]
+        return mask
+
+    def accept(self, token: int) -> None:
+        if token in self._ends:
+            self._ended = True
+        elif not self._matcher.consume_token(token):
+            raise UsageError(f"the grammar cannot go on here: {_line(self._matcher.get_error())}")
+
+    def is_complete(self) -> bool:
+        return self._ended or self._matcher.is_stopped()
+
+
+class _Verdicts:
+    """Remember what was wrong with each grammar that was tried, or "". Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: OrderedDict[bytes, str] = OrderedDict()  # by a hash: texts may have 64 KiB
+
+    def get(self, grammar: Grammar) -> str | None:
+        key = self._key(grammar)
+        with self._lock:
+            if key in self._found:
+                self._found.move_to_end(key)
+            return self._found.get(key)
+
+    def put(self, grammar: Grammar, why: str) -> None:
+        with self._lock:
+            self._found[self._key(grammar)] = why
+            if len(self._found) > VERDICTS:
+                self._found.popitem(last=False)
+
+    @staticmethod
+    def _key(grammar: Grammar) -> bytes:
+        return hashlib.sha256(f"{grammar.kind}\n{grammar.text}".encode()).digest()
+
+
+_verdicts = _Verdicts()
+
+
+def is_tried(grammar: Grammar) -> bool:
+    """Tell whether `check` knows its answer without a trial."""
+    return _verdicts.get(grammar) is not None or _is_ours(grammar)
+
+
+def check(grammar: Grammar) -> None:
+    """UsageError where the grammar cannot be enforced, within about a second; it needs no model.
+
+    In a process that can be killed: a stranger's grammar may take for ever to compile, or end the process.
+    """
+    path = _library()
+    why = _verdicts.get(grammar)
+    if why is None:
+        why = "" if _is_ours(grammar) else _tried(grammar, path)
+    if why:
+        raise UsageError(f"the {KINDS[grammar.kind]} cannot be enforced: {why}")
+
+
+def _is_ours(grammar: Grammar) -> bool:
+    """Nothing in it is a stranger's: any JSON object, maybe after a thought."""
+    if grammar.kind != "answer":
+        return grammar == Grammar.json_object()
+    form = json.loads(grammar.text)
+    return form["calls"] is None and form["content"] == {"type": "object"}
+
+
+def _tried(grammar: Grammar, path: list[str]) -> str:
+    """Say what is wrong with it; a verdict that the next trial might not repeat is not remembered."""
+    process = Confined(WORKER, path)
+    try:
+        why = _line(process.ask(f"{grammar.kind}\n{grammar.text}".encode(), WAIT_S).decode(errors="replace"))
+    except Ended as e:
+        why = f"it {e}"
+        if e.killed:  # the grammar may be blameless
+            return why
+    finally:
+        process.close()
+    _verdicts.put(grammar, why)
+    return why
+
+
+def _compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    from thermocline.text.grammar_worker import limits, source
+
+    text = source(grammar.kind, grammar.text, vocabulary.controls)
+    matcher = LLMatcher(vocabulary.there, text, log_level=0, limits=limits())
+    if matcher.is_error():
+        why = _line(matcher.get_error())
+        raise UsageError(f"the {KINDS[grammar.kind]} cannot be enforced with this model's vocabulary: {why}")
+    return matcher
+
+
+def _library() -> list[str]:
+    """Where it is; Unsupported where it is not installed."""
+    try:
+        return paths_of("llguidance")
+    except LookupError:
+        raise Unsupported(
+            "grammars and JSON schemas need llguidance; install it with `pip install 'thermocline[server]'`"
+        ) from None
+
+
+def _line(text: str) -> str:
+    return " ".join(text.replace("<non-verbose/>", "").split())[:300]

@@ -1,0 +1,50 @@
+"""A chat template's process: what is asked of it, and what its answers mean.
+
+Must not know models. jinja2 is imported there alone (template_worker.py); `confined.py` owns processes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from thermocline.errors import BadFile, Unsupported, UsageError
+from thermocline.text.confined import Confined, Ended, paths_of
+
+WORKER = "thermocline.text.template_worker"
+
+OWN, SPOKEN, ANSWERS = 1, 2, 254  # template_worker.py's
+Span = tuple[
+    int, int, int
+]  # start, stop, who: OWN is the template, SPOKEN + i % ANSWERS the answer messages[i]
+
+
+class Sandbox:
+    """Renders one template. Safe to use from several threads."""
+
+    def __init__(self, source: str, name: str) -> None:
+        """`name` is where the template comes from, for messages."""
+        self._source, self._name = source, name
+        try:
+            self._confined = Confined(WORKER, paths_of("jinja2", "markupsafe"))
+        except LookupError as e:
+            raise Unsupported(f"chat templates need {e}; install it with `pip install {e}`") from None
+
+    def render(
+        self, messages: list[dict[str, Any]], tokens: dict[str, str], variables: dict[str, Any]
+    ) -> tuple[str, list[Span]]:
+        """(the text, who wrote its spans; what is in none came with the messages)."""
+        ask = {"template": self._source, "messages": messages, "tokens": tokens, "variables": variables}
+        try:
+            reply = json.loads(self._confined.ask(json.dumps(ask).encode()))
+        except Ended as e:
+            reply = {"error": "bad", "why": f"it {e}"}
+        if "error" not in reply:
+            return reply["text"], [(start, stop, who) for start, stop, who in reply["spans"]]
+        why = " ".join(str(reply["why"]).split())[:300]
+        if reply["error"] == "refused":
+            raise UsageError(f"the model's chat template refuses this conversation: {why}")
+        raise BadFile(f"{self._name}: not a usable chat template: {why}")
+
+    def close(self) -> None:
+        self._confined.close()

@@ -1,0 +1,334 @@
+"""Renders chat templates: the process that `sandbox.py` asks. One JSON object in, one out.
+
+Must not know anything of ours but its confinement. A template is a stranger's program: jinja2's sandbox keeps
+it from Python, the confinement from the machine.
+
+Says of every character who wrote it: the template (or the model's files), the model in an earlier answer, or
+somebody else.
+"""
+
+from __future__ import annotations
+
+import codecs
+import html  # noqa: F401  filters import it when they are used, which is too late here
+import json
+import pprint  # noqa: F401  likewise
+import re
+import textwrap  # noqa: F401  likewise
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from functools import lru_cache
+from operator import index
+from typing import Any, SupportsIndex
+
+import jinja2.debug  # noqa: F401  what rewrites tracebacks
+from jinja2 import Template, nodes
+from jinja2.compiler import CodeGenerator
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_join
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import pass_eval_context
+
+from thermocline.text.confinement import Bounds, serve
+
+CPU_S = 0.4
+MEMORY_BYTES = 256 << 20  # address space, over what the process and the messages take
+MEMORY_PER_BYTE = 32  # of the messages
+MOST_MEMORY_BYTES = 2 << 30  # 56 MB of messages
+OUTPUT_CHARS = 1 << 20  # and twice what the messages have
+CODECS = (
+    "ascii",
+    "latin-1",
+    "unicode-escape",
+    "utf-8",
+    "utf-16",
+)  # loaded at first use: jinja2's, templates'
+# Roles are part of control tokens in some templates: "<|" + role + "|>". Any other is as foreign as a text.
+ROLES = {"system", "developer", "user", "assistant", "tool", "ipython", "function", "model", "environment"}
+
+FOREIGN, OWN, SPOKEN = 0, 1, 2
+ANSWERS = 256 - SPOKEN  # told apart; the next has the first's mark again
+
+# ---- text that knows its origin
+
+
+class Text(str):
+    """A string with a byte per character: who wrote it, FOREIGN, OWN, or SPOKEN and more for an answer's.
+
+    What is not defined here gives a plain str, which counts as foreign throughout: a control token may be
+    lost that way, but never made.
+    """
+
+    __slots__ = ("_mask",)
+    _mask: bytes
+
+    def __new__(cls, text: str = "", mask: bytes | None = None) -> Text:
+        self = super().__new__(cls, text)
+        self._mask = _mask_of(text) if mask is None else mask
+        return self
+
+    def __str__(self) -> Text:
+        return self
+
+    def __getitem__(self, key: SupportsIndex | slice) -> Text:
+        if isinstance(key, slice):
+            at = key
+        else:
+            i = index(key)  # a TypeError for a name, which jinja2 takes for "undefined"
+            at = slice(i, i + 1 or None)
+        return Text(super().__getitem__(key), self._mask[at])
+
+    def __iter__(self) -> Iterator[Text]:
+        return (self[i] for i in range(len(self)))
+
+    def __add__(self, other: str) -> Text:
+        return Text(super().__add__(other), self._mask + _mask_of(other))
+
+    def __radd__(self, other: str) -> Text:
+        return Text(str.__add__(other, self), _mask_of(other) + self._mask)
+
+    def __mul__(self, n: SupportsIndex) -> Text:
+        return Text(super().__mul__(n), self._mask * int(n))
+
+    __rmul__ = __mul__
+
+    def join(self, parts: Iterable[str]) -> Text:
+        parts = list(parts)
+        return Text(super().join(parts), self._mask.join(map(_mask_of, parts)))
+
+    def strip(self, chars: str | None = None) -> Text:
+        return self.lstrip(chars).rstrip(chars)
+
+    def lstrip(self, chars: str | None = None) -> Text:
+        return self[len(self) - len(super().lstrip(chars)) :]
+
+    def rstrip(self, chars: str | None = None) -> Text:
+        return self[: len(super().rstrip(chars))]
+
+    def removeprefix(self, prefix: str) -> Text:
+        return self[len(prefix) :] if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str) -> Text:
+        return self[: len(self) - len(suffix)] if suffix and self.endswith(suffix) else self
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._located(super().split(sep, maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._located(super().rsplit(sep, maxsplit), sep)
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        return self._located(super().splitlines(keepends), None)
+
+    def partition(self, sep: str) -> tuple[str, str, str]:
+        a, b, c = self._located(list(super().partition(sep)), None)
+        return a, b, c
+
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
+        a, b, _ = super().rpartition(sep)
+        return self[: len(a)], self[len(a) : len(a) + len(b)], self[len(a) + len(b) :]
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
+        if not old:
+            return super().replace(old, new, count)
+        return Text(new).join(self.split(old, count))
+
+    def upper(self) -> str:
+        return self._recased(super().upper())
+
+    def lower(self) -> str:
+        return self._recased(super().lower())
+
+    def title(self) -> str:
+        return self._recased(super().title())
+
+    def capitalize(self) -> str:
+        return self._recased(super().capitalize())
+
+    def _recased(self, text: str) -> str:
+        return Text(text, self._mask) if len(text) == len(self) else text
+
+    def _located(self, parts: list[str], sep: str | None) -> list[str]:
+        """`parts`, found again in order; between them is `sep`, or (None) only what no part begins with."""
+        out: list[str] = []
+        at = 0
+        for part in parts:
+            start = self.find(part, at) if sep is None else at
+            out.append(self[start : start + len(part)])
+            at = start + len(part) + len(sep or "")
+        return out
+
+
+def _mask_of(text: str) -> bytes:
+    return text._mask if isinstance(text, Text) else bytes(len(text))
+
+
+def own(text: str) -> Text:
+    return Text(text, bytes([OWN]) * len(text))
+
+
+def spoken(value: Any, mark: int) -> Any:
+    """All texts in an answer of the model's."""
+    if isinstance(value, str):
+        return Text(value, bytes([mark]) * len(value))
+    if isinstance(value, dict):
+        return {k: spoken(v, mark) for k, v in value.items()}
+    return [spoken(v, mark) for v in value] if isinstance(value, list) else value
+
+
+# ---- the language: what transformers gives templates
+
+
+class Origins(CodeGenerator):
+    """Every string in a template's source is its own."""
+
+    def visit_Const(self, node: nodes.Const, frame: Any) -> None:
+        value = node.as_const(frame.eval_ctx)
+        if isinstance(value, str):
+            self.write(f"environment.own({str(value)!r})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
+        self.write("environment.concat(map(str, (")
+        for arg in node.nodes:
+            self.visit(arg, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.own({''.join(group)!r})"
+
+
+class Generation(Extension):
+    """`{% generation %}`: marks the answers for training; here its body is all there is to it."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's interface
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Macro) -> Any:
+        return caller()
+
+
+class Refused(TemplateError):
+    """The template called raise_exception."""
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = Origins
+    own = staticmethod(own)
+    concat = staticmethod(own("").join)
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+        del self.globals["lipsum"]  # a way to Python in every list of them, and of no use here
+        self.globals |= {"dict": _dict, "raise_exception": _raise, "strftime_now": _strftime_now}
+        self.filters |= {"tojson": _tojson, "safe": lambda text: text, "join": _join}
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """jinja2 would give nothing, and raise where that is used."""
+        raise SecurityError(f"{attribute!r} of a {type(obj).__name__}")
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _raise(message: str) -> None:
+    raise Refused(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own escapes HTML."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@pass_eval_context
+def _join(context: Any, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    joined: str = do_join(context, value, Text(d), attribute)
+    return joined
+
+
+# ---- one request
+
+
+Reply = dict[str, Any]
+
+
+def message_of(message: Reply, i: int) -> Reply:
+    role = message["role"]
+    said = spoken(message, SPOKEN + i % ANSWERS) if role == "assistant" else message
+    return {**said, "role": own(role) if role in ROLES else role}
+
+
+def render(template: Template, ask: dict[str, Any], room: int) -> Reply:
+    messages = [message_of(m, i) for i, m in enumerate(ask["messages"])]
+    tokens = {name: own(text) for name, text in ask["tokens"].items()}
+    pieces: list[str] = []
+    for piece in template.generate({**ask["variables"], **tokens, "messages": messages}):
+        room -= len(piece)
+        if room < 0:
+            return {"error": "bad", "why": "its output has no end"}
+        pieces.append(piece)
+    text = own("").join(pieces)
+    runs = re.finditer(rb"([^\0])\1*", text._mask, re.DOTALL)
+    return {"text": text, "spans": [(*m.span(), m[0][0]) for m in runs]}
+
+
+def answer(compiled: Callable[[str], Template], line: bytes) -> Reply:
+    """What can go wrong while a stranger's program runs is anything, so everything is caught here."""
+    try:
+        ask = json.loads(line)
+        return render(compiled(ask["template"]), ask, OUTPUT_CHARS + 2 * len(line))
+    except Refused as e:
+        return {"error": "refused", "why": e.message}
+    except SecurityError as e:
+        return {"error": "bad", "why": f"it does what no template may: {e}"}
+    except MemoryError:
+        return {"error": "bad", "why": "it takes too much memory"}
+    except RecursionError:
+        return {"error": "bad", "why": "it calls itself without end, or is nested too deeply"}
+    except Exception as e:
+        line_number = getattr(e, "lineno", None) or _line_of(e)
+        return {"error": "bad", "why": f"line {line_number}: {type(e).__name__}: {e}"}
+
+
+def _line_of(e: BaseException) -> int:
+    line, at = 0, e.__traceback__
+    while at is not None:
+        if at.tb_frame.f_code.co_filename == "<template>":
+            line = at.tb_lineno
+        at = at.tb_next
+    return line
+
+
+def bounds(request: bytes) -> Bounds:
+    return Bounds(CPU_S, MEMORY_BYTES + MEMORY_PER_BYTE * len(request))
+
+
+def main() -> None:
+    for name in CODECS:
+        codecs.lookup(name)
+    compiled = lru_cache(maxsize=1)(Environment().from_string)
+
+    def reply(request: bytes) -> bytes:
+        return json.dumps(answer(compiled, request)).encode()
+
+    serve(reply, bounds, most_bytes=MOST_MEMORY_BYTES)

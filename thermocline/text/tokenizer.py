@@ -1,0 +1,227 @@
+"""Text <-> token ids over tokenizer.json, and text from ids as they come.
+
+Ids are made of text in a process of their own (tokenizer_process.py), text of ids here. Must not
+know the engine. A token is worth bytes, not characters: `Detokenizer` gathers bytes and gives out whole
+characters, so no text is decoded twice and a token costs the same however long the text is.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from thermocline.errors import BadFile, Unsupported, UsageError
+from thermocline.model.spec import ModelSpec
+from thermocline.text.tokenizer_process import Added, Library
+
+FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """The tokenizer.json of a pack or Hugging Face directory. `spec` bounds the ids, names the eos tokens."""
+
+    def __init__(self, directory: Path | str, spec: ModelSpec | None = None) -> None:
+        path = Path(directory) / FILE
+        ends = () if spec is None else tuple(i for i in (spec.bos_id, *spec.eos_ids) if i is not None)
+        self._library = found = Library(path, ends)  # whatever the file calls them, these are no text
+        highest = found.size - 1
+        if spec is not None and highest >= spec.vocab_size:
+            found.close()
+            raise BadFile(
+                f"{path}: has the token {highest}, but the model's tokens are 0 to {spec.vocab_size - 1}; "
+                "it belongs to another model"
+            )
+        self.vocab_size: int = spec.vocab_size if spec is not None else found.size
+        self.eos_ids: tuple[int, ...] = spec.eos_ids if spec is not None else ()
+        self._special = {t.id for t in found.added if t.special}
+        self._controls = {i: found.name(i) for i in found.about["controls"]}
+        self._bytes_of, self._trim = _decoder(found.about["decoder"], path)
+
+    @property
+    def added(self) -> Sequence[Added]:
+        return self._library.added
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """`add_special` adds what the model expects around a text, such as a beginning-of-text token.
+
+        `parse_special`: "<s>" in the text is the control token, for text that is trusted (a prompt of the
+        user's own, a chat template). Otherwise it is four characters, and no text becomes a control token.
+        """
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as e:
+            raise UsageError(
+                f"the text is not valid Unicode: a lone surrogate at character {e.start}"
+            ) from None
+        return self._library.encode(data, add_special=add_special, parse_special=parse_special)
+
+    def renamed(self, names: Mapping[str, str], filler: str) -> Callable[[bytes], list[int]]:
+        """`encode` of a twin of this tokenizer, in which added tokens have other names.
+
+        `filler`: ids that nothing has get names that begin with it.
+        """
+        return partial(self._library.encode_as_twin, self._library.twin(names, filler))
+
+    def close(self) -> None:
+        """End its process, until there is a text again."""
+        self._library.close()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, without special tokens. Bytes that are no character become U+FFFD."""
+        detokenizer = Detokenizer(self)
+        return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def name(self, token: int) -> str:
+        """As the vocabulary spells it, control tokens too; nothing for ids without a token."""
+        return self._library.name(token)
+
+    def spelled(self, token: int) -> bytes:
+        """What it adds to a text; its name, where that is nothing."""
+        return self.token_bytes(token) or self.name(token).encode()
+
+    def most_bytes(self, tokens: int) -> int | None:
+        """Of any text of so many tokens, so that longer ones need not be split to know that they are.
+
+        A token spells its bytes, which normalising may have made of four times as many ("𝐀" becomes "A").
+        None: one for whatever is unknown may stand for any text.
+        """
+        about = self._library.about
+        if about["unknown"] is not None and not about["byte_fallback"]:
+            return None
+        return 4 * max(len(self.spelled(i)) for i in range(self.vocab_size)) * tokens
+
+    def is_control(self, token: int) -> bool:
+        """It is no text, but says something about it: where it ends, who speaks."""
+        return token in self._special or token in self._controls
+
+    def token_bytes(self, token: int) -> bytes:
+        """What `token` adds to a text (UTF-8); nothing for special tokens and ids without one."""
+        return b"" if token in self._special else self._bytes_of(self._library.name(token))
+
+
+class Detokenizer:
+    """Text from ids as they come. Never half a character: its bytes wait until they are, or cannot be, whole.
+
+    `continuing`: the text goes on from another, so the space that begins it is real.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, continuing: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = not continuing
+
+    def push(self, token: int) -> str:
+        data = self._tokenizer.token_bytes(token)
+        if self._at_start and data:
+            data = self._tokenizer._trim(data)
+            self._at_start = False
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What waited, at the end of the text; the Detokenizer can be used again for another."""
+        return self._utf8.decode(b"", final=True)
+
+
+def read_text(path: Path) -> str:
+    """A file of plain text, every character as it is; BadFile where it is empty or something else."""
+    data = path.read_bytes()
+    if not data:
+        raise BadFile(f"{path}: is empty")
+    if b"\0" in data:
+        raise BadFile(f"{path}: not text: byte {data.index(0)} is 0x00")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise BadFile(f"{path}: not UTF-8 text: byte {e.start} is 0x{data[e.start]:02x}") from None
+
+
+def _decoder(
+    state: dict[str, Any] | None, path: Path
+) -> tuple[Callable[[str], bytes], Callable[[bytes], bytes]]:
+    """The file's decoder as two functions: a token's text -> its bytes; the first one's bytes -> trimmed."""
+    if state is None:
+        raise Unsupported(f"{path}: has no decoder, so there is no telling how its tokens become text")
+    parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    steps = [_step(part, path) for part in parts]
+
+    def bytes_of(text: str) -> bytes:
+        for step in steps:
+            if (data := step(text)) is not None:
+                if isinstance(data, bytes):
+                    return data
+                text = data
+        return text.encode()
+
+    return bytes_of, _trim(parts, path)
+
+
+Step = Callable[
+    [str], "str | bytes | None"
+]  # new text to go on with, final bytes, or None: nothing to do here
+
+
+def _step(part: dict[str, Any], path: Path) -> Step:
+    match part["type"]:
+        case "ByteLevel":
+            return _byte_level
+        case "ByteFallback":
+            return _byte_fallback
+        case "Metaspace":
+            replacement = part["replacement"]
+            return lambda text: text.replace(replacement, " ")
+        case "Replace" if "String" in part["pattern"]:
+            old, new = part["pattern"]["String"], part["content"]
+            return lambda text: text.replace(old, new)
+        case "Fuse" | "Strip":
+            return lambda text: None
+    raise Unsupported(f"{path}: its decoder has a {part['type']} step, which Thermocline does not know")
+
+
+def _trim(parts: list[dict[str, Any]], path: Path) -> Callable[[bytes], bytes]:
+    """SentencePiece writes a space before the first word; the decoder says how much of it to cut."""
+    for i, part in enumerate(parts):
+        if part["type"] == "Strip":
+            fused = any(p["type"] == "Fuse" for p in parts[:i])
+            if not fused or part["start"] > 1 or part["stop"]:
+                raise Unsupported(
+                    f"{path}: its decoder strips more than one character from the start of the text"
+                )
+            content = part["content"].encode() if part["start"] else b""
+            return lambda data: data.removeprefix(content)
+        if part["type"] == "Metaspace" and part["prepend_scheme"] != "never":
+            return lambda data: data.replace(b" ", b"")  # the library drops every space of the first token
+    return lambda data: data
+
+
+def _byte_fallback(text: str) -> bytes | None:
+    """`<0xE2>` is that byte."""
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        try:
+            return bytes([int(text[3:5], 16)])
+        except ValueError:
+            return None
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for the 256 bytes: printable ones are themselves, the rest go from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def _byte_level(text: str) -> bytes:
+    """GPT-2's alphabet; a token with any other character (an added token) is its own text."""
+    try:
+        return bytes([BYTE_OF[c] for c in text])
+    except KeyError:
+        return text.encode()

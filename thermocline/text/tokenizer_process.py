@@ -1,0 +1,132 @@
+"""The `tokenizers` library in a confined process: a tokenizer.json is a stranger's program, too.
+
+A pattern may never end, a replacement fill all memory, and the library's panics end whoever calls it: here
+they cost one request an error. Tokens' names are fetched once. Must not know what tokens are worth.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
+from thermocline.text.confined import WAIT_S, Ask, Confined, Ended, paths_of
+
+WORKER = "thermocline.text.tokenizer_worker"
+WAIT_S_PER_BYTE = 2e-5
+MAX_BYTES = 256 << 20  # the largest in the field (vocabulary 262144) has 33 MB
+_ERRORS = {e.__name__: e for e in (BadFile, Unsupported, UsageError)}
+
+
+@dataclass(frozen=True)
+class Added:
+    """A token beside the model's own vocabulary, found in a text before that is split."""
+
+    id: int
+    content: str
+    special: bool
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+
+
+class Library:
+    """One tokenizer.json's process. Safe to use from several threads."""
+
+    def __init__(self, path: Path, ends: Sequence[int] = ()) -> None:
+        """`ends`: tokens that begin or end a text; they are control tokens if they look like one."""
+        self._path, self._control_ids = path, array("I", ends).tobytes()
+        self._facts = b""
+        self._twins: list[bytes] = []
+        self._confined = Confined(WORKER, paths_of("tokenizers"), self._begin)
+        try:
+            self._confined.start()
+        except Ended as e:
+            raise BadFile(f"{path}: not a tokenizer: to read it {e}") from None
+        (head,) = struct.unpack_from("=I", self._facts)
+        self.about: dict[str, Any] = json.loads(self._facts[4 : 4 + head])
+        self.size: int = self.about["tokens"]
+        self.added = [Added(*token) for token in self.about["added"]]
+        names = 4 + head + 4 * self.size
+        self._ends = memoryview(self._facts)[4 + head : names].cast("I")
+        self._names = memoryview(self._facts)[names:]
+
+    def _begin(self, ask: Ask) -> None:
+        """In each process: the file, then the twins."""
+        ends = struct.pack("=I", len(self._control_ids)) + self._control_ids
+        facts = self._done(ask(b"L" + ends + _read(self._path)))
+        if self._facts and facts != self._facts:
+            raise BadFile(f"{self._path}: was replaced while it was in use; open the model again")
+        self._facts = facts
+        for twin in self._twins:
+            self._done(ask(twin))
+
+    def _done(self, reply: bytes) -> bytes:
+        if reply[:1] == b"+":
+            return reply[1:]
+        said = json.loads(reply[1:])
+        error, why = _ERRORS[said["error"]], said["why"]
+        raise error(why if error is UsageError else f"{self._path}: {why}")
+
+    def _ask(self, request: bytes) -> bytes:
+        try:
+            return self._done(self._confined.ask(request, WAIT_S + WAIT_S_PER_BYTE * len(request)))
+        except Ended as e:
+            raise BadFile(f"{self._path}: this text {e} to tokenise, for its patterns or pieces") from None
+
+    def name(self, token: int) -> str:
+        """As the vocabulary spells it; nothing for ids without a token."""
+        if not 0 <= token < self.size:
+            return ""
+        begin = self._ends[token - 1] if token else 0
+        return str(self._names[begin : self._ends[token]], "utf-8")
+
+    def encode(self, text: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
+        flags = bytes([add_special | parse_special << 1])
+        return _ids(self._ask(b"E" + flags + text))
+
+    def twin(self, renamed: Mapping[str, str], filler: str) -> int:
+        """Another tokenizer over the same vocabulary, where added tokens have other names: its number.
+
+        `filler`: names for unused ids begin with it.
+        """
+        request = b"T" + json.dumps({"renamed": renamed, "filler": filler}).encode()
+        self._ask(request)
+        self._twins.append(request)
+        return len(self._twins) - 1
+
+    def encode_as_twin(self, twin: int, text: bytes) -> list[int]:
+        """The text's ids, by their numbers in this tokenizer."""
+        return _ids(self._ask(b"G" + struct.pack("=I", twin) + text))
+
+    def canonical(self) -> str:
+        """The whole tokenizer.json, as the library writes it."""
+        return self._ask(b"J").decode()
+
+    def close(self) -> None:
+        """End the process; the next text would start another."""
+        self._confined.close()
+
+
+def _ids(reply: bytes) -> list[int]:
+    return array("I", reply).tolist()
+
+
+def _read(path: Path) -> bytes:
+    if not path.is_file():
+        raise BadFile(
+            f"{path}: not found; the model's directory needs a {path.name} to turn text into tokens"
+        )
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise BadFile(f"{path}: {size} bytes is too long for a tokenizer (limit {MAX_BYTES})")
+        return path.read_bytes()
+    except OSError as e:
+        raise IOFailure(f"{path}: {e.strerror}") from None
