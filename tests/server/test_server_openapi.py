@@ -5,12 +5,16 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from scripted import Scripted, scripted
 from test_server_tools import HERMES, TOOLS, named
+
+from thermocline import server
+from thermocline.server.openapi import STATUSES
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -126,3 +130,10 @@ def test_the_page_names_types_as_a_person_reads_them(puppet: Scripted) -> None:
     assert rows["prompt"] == "str | list[str] | list[Id] | list[list[Id]]"
     assert rows["json_schema"] == "dict[str, Any] | null"
     assert not re.search("0x|Info|typing", str(rows))
+
+
+def test_the_document_names_every_status_of_a_refusal() -> None:
+    """422 and 504 were sent and not described."""
+    sources = Path(server.__file__ or "").parent.rglob("*.py")
+    sent = {n for f in sources for n in re.findall(r"\bRefusal\(\s*(\d{3})", f.read_text(encoding="utf-8"))}
+    assert {"400", "503"} < sent <= STATUSES.keys()

@@ -63,9 +63,9 @@ OPERATIONS = (
 STATUSES = {
     "400": "the request is wrong", "401": "no key, or a wrong one", "403": "not from there",
     "404": "no such model", "405": "another method", "413": "the body is too long",
-    "415": "not application/json", "408": "the body came too slowly", "429": "too many wait",
-    "431": "too long headers", "499": "the client has left", "500": "the engine failed",
-    "503": "not ready yet",
+    "415": "not application/json", "422": "the engine crashes at it", "408": "the body came too slowly",
+    "429": "too many wait", "431": "too long headers", "499": "the client has left",
+    "500": "the engine failed", "503": "not ready yet", "504": "it took too long",
 }  # fmt: skip
 
 
