@@ -1,4 +1,4 @@
-"""README and CONTRIBUTING name what there is: options, parameters, files; the version stands once."""
+"""Documentation and CONTRIBUTING name what there is: options, parameters, files; the version stands once."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ from thermocline.cli import main
 from thermocline.session.options import SPARSITIES
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_and_help_name_every_parameter_of_llm() -> None:
-    section = README.split("\n## Python\n")[1].split("\n## ")[0]
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def test_the_reference_and_help_name_every_parameter_of_llm() -> None:
+    section = page("reference/python.md").split("\n## LLM\n")[1].split("\n```\n")[0]
     for name in list(inspect.signature(LLM.__init__).parameters)[2:]:  # besides self, and the model itself
-        assert f"`{name}`" in section, name
-        assert re.search(rf"^{name} +\S", inspect.getdoc(LLM) or "", re.MULTILINE), name
+        for text in (section, inspect.getdoc(LLM) or ""):
+            assert re.search(rf"^{name} +\S", text, re.MULTILINE), name
 
 
-def test_the_readme_names_every_way_to_skip() -> None:
-    assert "`--sparsity " + "\\|".join(SPARSITIES) + "`" in README
+def test_guide_and_reference_name_every_way_to_skip() -> None:
+    ways = "|".join(SPARSITIES)
+    assert f"`--sparsity {ways}`" in page("guide/run.md")
+    assert (
+        f"`--sparsity` `{ways}`" in page("reference/commands.md").split("\n## `run`\n")[1].split("\n## ")[0]
+    )
 
 
 def test_contributing_names_files_that_are_there() -> None:
@@ -36,7 +43,7 @@ def test_contributing_names_files_that_are_there() -> None:
     assert "kernels.inl" in named
     there = {
         str(f.relative_to(ROOT))
-        for top in ("thermocline", "csrc", "tests", "bench")
+        for top in ("thermocline", "csrc", "tests", "bench", "docs")
         for f in (ROOT / top).rglob("*")
     }
     there |= {f.name for f in ROOT.iterdir()}
