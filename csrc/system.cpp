@@ -31,7 +31,8 @@
 namespace tc {
 
 // ---- memory
-static constexpr size_t kHuge = size_t(2) << 20;  // decode streams gigabytes: with 4-KiB pages it would thrash the TLB
+static constexpr size_t kHuge = size_t(2)
+                                << 20;  // decode streams gigabytes: with 4-KiB pages it would thrash the TLB
 static constexpr size_t kSpare = size_t(64) << 10;  // no page of any system is larger
 
 #ifdef _WIN32
@@ -57,7 +58,8 @@ bool forbid_page(uint8_t* page) {
 
 Pages map_pages(size_t bytes) {
     if (bytes > SIZE_MAX - 3 * kHuge) return {nullptr, nullptr, 0};
-    const size_t mapped = (bytes + kHuge - 1) / kHuge * kHuge + kHuge;  // whole huge pages, wherever the mapping begins
+    const size_t mapped =
+        (bytes + kHuge - 1) / kHuge * kHuge + kHuge;  // whole huge pages, wherever the mapping begins
     void* p = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return {nullptr, nullptr, 0};
     uint8_t* data = static_cast<uint8_t*>(p) + (kHuge - reinterpret_cast<uintptr_t>(p) % kHuge) % kHuge;
@@ -73,7 +75,8 @@ void unmap_pages(const Pages& pages) {
 
 void gather_huge_pages(uint8_t* data, size_t bytes) {
 #ifdef __linux__
-    constexpr int kCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older kernels answer EINVAL, and nothing is lost
+    constexpr int kCollapse =
+        25;  // MADV_COLLAPSE, Linux 6.1; older kernels answer EINVAL, and nothing is lost
     if (bytes >= kHuge) madvise(data, bytes / kHuge * kHuge, kCollapse);
 #else
     (void)data, (void)bytes;
@@ -88,7 +91,8 @@ bool forbid_page(uint8_t* page) { return mprotect(page, 1, PROT_NONE) == 0; }
 #ifdef _WIN32
 
 static std::wstring wide(const char* path) {
-    const int n = MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, nullptr, 0);  // with the final zero
+    const int n =
+        MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, nullptr, 0);  // with the final zero
     std::wstring out(size_t(n > 0 ? n : 1), L'\0');
     MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, &out[0], n);
     return out;
@@ -103,12 +107,14 @@ File::~File() {
     if (fd_ >= 0) _close(fd_);
 }
 
-// An OVERLAPPED gives the position, so that readers share no file pointer; on such a handle ReadFile still waits.
+// An OVERLAPPED gives the position, so that readers share no file pointer; on such a handle ReadFile still
+// waits.
 static int64_t read_some(int fd, uint8_t* to, size_t n, size_t at) {
     OVERLAPPED from = {};
     from.Offset = DWORD(at), from.OffsetHigh = DWORD(uint64_t(at) >> 32);
     DWORD got = 0;
-    if (ReadFile(HANDLE(_get_osfhandle(fd)), to, DWORD(std::min(n, size_t(1) << 30)), &got, &from)) return got;
+    if (ReadFile(HANDLE(_get_osfhandle(fd)), to, DWORD(std::min(n, size_t(1) << 30)), &got, &from))
+        return got;
     if (GetLastError() == ERROR_HANDLE_EOF) return 0;
     errno = EIO;
     return -1;
@@ -118,7 +124,9 @@ bool File::cached(size_t, size_t) const { return false; }
 size_t File::direct_alignment() const { return 0; }
 void File::expect_random_reads() const {}
 
-static FileState state_of(const struct _stat64& s) { return {0, 0, uint64_t(s.st_size), int64_t(s.st_mtime) * 1000000000}; }
+static FileState state_of(const struct _stat64& s) {
+    return {0, 0, uint64_t(s.st_size), int64_t(s.st_mtime) * 1000000000};
+}
 
 bool File::state(FileState& state) const {
     struct _stat64 s;
@@ -138,7 +146,8 @@ File::File(const char* path, Way way) {
 #ifdef O_DIRECT
         flags |= O_DIRECT;
 #else
-        error_ = EINVAL;  // macOS knows only an advice (F_NOCACHE), and then to whom the cache belongs is its affair
+        error_ = EINVAL;  // macOS knows only an advice (F_NOCACHE), and then to whom the cache belongs is its
+                          // affair
         return;
 #endif
     }
@@ -154,8 +163,8 @@ static int64_t read_some(int fd, uint8_t* to, size_t n, size_t at) {
     return pread(fd, to, std::min(n, size_t(1) << 30), off_t(at));  // macOS refuses 2^31 bytes
 }
 
-// Asked of the kernel (cachestat, Linux 6.5) rather than tried: preadv2 with RWF_NOWAIT says no and reads the range into
-// the cache all the same.
+// Asked of the kernel (cachestat, Linux 6.5) rather than tried: preadv2 with RWF_NOWAIT says no and reads the
+// range into the cache all the same.
 bool File::cached(size_t at, size_t n) const {
 #ifdef __linux__
     constexpr long kCachestat = 451;  // <sys/syscall.h> has it only since glibc 2.39
@@ -176,7 +185,8 @@ static FileState state_of(const struct stat& s) {
 #else
     const struct timespec& modified = s.st_mtim;
 #endif
-    return {uint64_t(s.st_dev), uint64_t(s.st_ino), uint64_t(s.st_size), int64_t(modified.tv_sec) * 1000000000 + modified.tv_nsec};
+    return {uint64_t(s.st_dev), uint64_t(s.st_ino), uint64_t(s.st_size),
+            int64_t(modified.tv_sec) * 1000000000 + modified.tv_nsec};
 }
 
 bool File::state(FileState& state) const {
@@ -210,11 +220,14 @@ static size_t tried_alignment(const File& file) {
 
 size_t File::direct_alignment() const {
     struct statfs fs;
-    constexpr unsigned kTmpfs = 0x01021994, kRamfs = 0x858458f6;  // they allow it (Linux 6.6) and are nothing but cache
+    constexpr unsigned kTmpfs = 0x01021994,
+                       kRamfs = 0x858458f6;  // they allow it (Linux 6.6) and are nothing but cache
     if (fstatfs(fd_, &fs) || unsigned(fs.f_type) == kTmpfs || unsigned(fs.f_type) == kRamfs) return 0;
     uint32_t words[64] = {};  // struct statx, whose field for this (Linux 6.1) glibc's headers may lack
-    constexpr unsigned kAlignment = 0x2000;  // STATX_DIOALIGN; words[0]: what was filled in, [38]: memory's, [39]: offsets'
-    if (syscall(SYS_statx, fd_, "", AT_EMPTY_PATH, kAlignment, words) || !(words[0] & kAlignment)) return tried_alignment(*this);
+    constexpr unsigned kAlignment =
+        0x2000;  // STATX_DIOALIGN; words[0]: what was filled in, [38]: memory's, [39]: offsets'
+    if (syscall(SYS_statx, fd_, "", AT_EMPTY_PATH, kAlignment, words) || !(words[0] & kAlignment))
+        return tried_alignment(*this);
     if (!words[39] || words[38] > 4096 || words[39] > 4096) return 0;
     return std::max({size_t(512), size_t(words[38]), size_t(words[39])});
 }
@@ -252,7 +265,9 @@ unsigned forks_so_far() {
 // ---- the CPU
 #if defined(__aarch64__) && defined(__linux__)
 
-bool arm_has_dot_products() { return getauxval(AT_HWCAP) & (1 << 20); }  // HWCAP_ASIMDDP, which old headers lack
+bool arm_has_dot_products() {
+    return getauxval(AT_HWCAP) & (1 << 20);
+}  // HWCAP_ASIMDDP, which old headers lack
 bool arm_has_crc32() { return getauxval(AT_HWCAP) & (1 << 7); }
 
 #elif defined(__aarch64__) && defined(__APPLE__)  // every Mac has both
@@ -263,7 +278,7 @@ bool arm_has_crc32() { return true; }
 #elif defined(_M_ARM64) || (defined(_WIN32) && defined(__aarch64__))
 
 bool arm_has_dot_products() { return IsProcessorFeaturePresent(43); }  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
-bool arm_has_crc32() { return IsProcessorFeaturePresent(31); }         // PF_ARM_V8_CRC32_INSTRUCTIONS_AVAILABLE
+bool arm_has_crc32() { return IsProcessorFeaturePresent(31); }  // PF_ARM_V8_CRC32_INSTRUCTIONS_AVAILABLE
 
 #else
 

@@ -1,5 +1,5 @@
-// Validates what Python passes, releases the GIL, calls. Nothing else. Arrays are never converted (noconvert):
-// a kernel writing into a silent copy would lose its result.
+// Validates what Python passes, releases the GIL, calls. Nothing else. Arrays are never converted
+// (noconvert): a kernel writing into a silent copy would lose its result.
 #include "bindings.h"
 
 #include <string.h>
@@ -19,20 +19,29 @@ bool interrupted_by_python();
 
 static size_t packed_bytes(tc::Format f, size_t cols) {
     switch (f) {
-        case tc::F32: return cols * 4;
-        case tc::F16: case tc::BF16: return cols * 2;
-        case tc::Q8_0: return cols / 32 * 34;
-        case tc::Q4_0: return cols / 32 * 18;
-        case tc::SIGNS: return (cols + 7) / 8;
-        default: return 0;
+        case tc::F32:
+            return cols * 4;
+        case tc::F16:
+        case tc::BF16:
+            return cols * 2;
+        case tc::Q8_0:
+            return cols / 32 * 34;
+        case tc::Q4_0:
+            return cols / 32 * 18;
+        case tc::SIGNS:
+            return (cols + 7) / 8;
+        default:
+            return 0;
     }
 }
 
 // A matrix inside an arena. Everything a kernel will trust is checked here, once.
-static Matrix make_matrix(const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
+static Matrix make_matrix(const Arena& arena, size_t offset, int format, size_t rows, size_t cols,
+                          size_t stride) {
     check(format >= 0 && format < tc::N_FORMATS, "unknown weight format");
     const auto f = tc::Format(format);
-    check(rows > 0 && cols > 0 && rows <= size_t(1) << 40 && cols <= size_t(1) << 31, "matrix dimensions out of range");
+    check(rows > 0 && cols > 0 && rows <= size_t(1) << 40 && cols <= size_t(1) << 31,
+          "matrix dimensions out of range");
     check((f != tc::Q8_0 && f != tc::Q4_0) || cols % 32 == 0, "quantised rows need a multiple of 32 columns");
     const size_t bytes = packed_bytes(f, cols);
     check(stride >= bytes && stride <= size_t(1) << 40, "row stride smaller than a row");
@@ -44,7 +53,8 @@ static Matrix make_matrix(const Arena& arena, size_t offset, int format, size_t 
 }
 
 static void check_ids(const I1& ids, size_t limit, const char* what) {
-    for (size_t i = 0; i < ids.shape(0); i++) check(ids.data()[i] >= 0 && size_t(ids.data()[i]) < limit, what);
+    for (size_t i = 0; i < ids.shape(0); i++)
+        check(ids.data()[i] >= 0 && size_t(ids.data()[i]) < limit, what);
 }
 
 static void check_weights(const Matrix& w) { check(w.format != tc::SIGNS, "signs are no weights"); }
@@ -55,7 +65,10 @@ static tc::Linear make_linear(const Matrix& w, const std::optional<F1>& bias) {
 }
 
 static Norm make_norm(F1 weight, std::optional<F1> bias, float eps, bool layer) {
-    return {{weight.data(), optional_vector(bias, weight.shape(0), "norm bias has the wrong length"), eps, layer}, weight, bias};
+    return {
+        {weight.data(), optional_vector(bias, weight.shape(0), "norm bias has the wrong length"), eps, layer},
+        weight,
+        bias};
 }
 static tc::Norm norm_of(const Norm* norm, size_t dim) {
     if (!norm) return {};
@@ -70,7 +83,10 @@ static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float 
     check(softcap >= 0, "negative soft cap");
     const float* q = optional_vector(q_norm, dim, "q_norm has the wrong length");
     window = std::min(window, size_t(INT32_MAX));  // positions go no further
-    return {{n, n_kv, dim, window, scale, softcap, q, optional_vector(k_norm, dim, "k_norm has the wrong length"), eps}, q_norm, k_norm};
+    return {{n, n_kv, dim, window, scale, softcap, q,
+             optional_vector(k_norm, dim, "k_norm has the wrong length"), eps},
+            q_norm,
+            k_norm};
 }
 
 static Join make_join(const Norm* norm, float scale) {
@@ -80,17 +96,25 @@ static tc::Join join_of(const Join& join, size_t dim) {
     return {norm_of(join.norm ? &*join.norm : nullptr, dim), join.join.scale};
 }
 
-static Attention make_attention(const Norm* norm, const Linear& qkv, const Linear& out, const Heads& h, const Norm* sub_norm,
-                                const Join& join) {
+static Attention make_attention(const Norm* norm, const Linear& qkv, const Linear& out, const Heads& h,
+                                const Norm* sub_norm, const Join& join) {
     const tc::Heads& heads = h.heads;
     const Matrix &in = qkv.linear.weight, &proj = out.linear.weight;
     check(in.rows == (heads.n + 2 * heads.n_kv) * heads.dim, "qkv has the wrong shape");
-    check(proj.rows == in.cols && proj.cols == heads.n * heads.dim, "the output projection has the wrong shape");
-    return {{norm_of(norm, in.cols), qkv.linear, out.linear, heads, norm_of(sub_norm, proj.cols), join_of(join, in.cols)},
-            held(norm), held(sub_norm), qkv, out, h, join};
+    check(proj.rows == in.cols && proj.cols == heads.n * heads.dim,
+          "the output projection has the wrong shape");
+    return {{norm_of(norm, in.cols), qkv.linear, out.linear, heads, norm_of(sub_norm, proj.cols),
+             join_of(join, in.cols)},
+            held(norm),
+            held(sub_norm),
+            qkv,
+            out,
+            h,
+            join};
 }
 
-static Predictor make_predictor(const Matrix* first, const Matrix& second, F1 threshold, size_t hot, bool relu) {
+static Predictor make_predictor(const Matrix* first, const Matrix& second, F1 threshold, size_t hot,
+                                bool relu) {
     check(!first || first->rows == second.cols, "the predictor's matrices do not fit");
     check(!first || (first->format != tc::SIGNS && second.format != tc::SIGNS), "signs are of x itself");
     check(threshold.shape(0) == second.rows, "thresholds have the wrong length");
@@ -101,21 +125,29 @@ static Predictor make_predictor(const Matrix* first, const Matrix& second, F1 th
 // Is row r of w in slot r of the pool?
 static bool over_slots(const Matrix& w, const DiskRows& disk) {
     const tc::SlotPool& pool = disk.pool();
-    return w.rows == pool.slots && w.stride == pool.stride && w.data >= pool.data && w.data + packed_bytes(w.format, w.cols) <= pool.data + pool.stride;
+    return w.rows == pool.slots && w.stride == pool.stride && w.data >= pool.data &&
+           w.data + packed_bytes(w.format, w.cols) <= pool.data + pool.stride;
 }
 
-static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, const Matrix& down, std::optional<F1> down_bias,
-                    int activation, float threshold, bool up_relu, bool bundles, const Norm* sub_norm, const Join& join,
-                    const Predictor* predictor, DiskRows* disk, DiskRows* gate_disk, std::optional<F1> gate_bias) {
-    check(!sub_norm || !bundles || (!sub_norm->norm.layer && !sub_norm->bias), "bundles take an RMS sub-norm without bias");
+static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, const Matrix& down,
+                    std::optional<F1> down_bias, int activation, float threshold, bool up_relu, bool bundles,
+                    const Norm* sub_norm, const Join& join, const Predictor* predictor, DiskRows* disk,
+                    DiskRows* gate_disk, std::optional<F1> gate_bias) {
+    check(!sub_norm || !bundles || (!sub_norm->norm.layer && !sub_norm->bias),
+          "bundles take an RMS sub-norm without bias");
     const Matrix &g = gate.linear.weight, &d = down;
     const size_t dim = g.cols, neurons = disk ? disk->neurons : g.rows;
-    check(bundles ? (disk || d.rows == neurons) && d.cols == dim : d.rows == dim && d.cols == neurons, "down has the wrong shape");
-    check(!up || ((disk || up->rows == neurons) && up->cols == dim && up->format == g.format), "up does not match gate");
+    check(bundles ? (disk || d.rows == neurons) && d.cols == dim : d.rows == dim && d.cols == neurons,
+          "down has the wrong shape");
+    check(!up || ((disk || up->rows == neurons) && up->cols == dim && up->format == g.format),
+          "up does not match gate");
     check(!disk || bundles, "only bundles can be on disk");
-    check(!disk || (over_slots(d, *disk) && (!up || over_slots(*up, *disk))), "up and down are not over the pool's slots");
-    check(gate_disk ? disk && over_slots(g, *gate_disk) && gate_disk->neurons == neurons && &gate_disk->reader == &disk->reader
-                    : g.rows == neurons, "gate does not match the neurons");
+    check(!disk || (over_slots(d, *disk) && (!up || over_slots(*up, *disk))),
+          "up and down are not over the pool's slots");
+    check(gate_disk ? disk && over_slots(g, *gate_disk) && gate_disk->neurons == neurons &&
+                          &gate_disk->reader == &disk->reader
+                    : g.rows == neurons,
+          "gate does not match the neurons");
     check(!gate_disk || !gate.linear.bias, "the bias of gates on disk is gate_bias");
     check(gate_disk || !gate_bias, "gate_bias is for gates on disk");
     check(!bundles || !up || d.format == up->format, "a bundle's parts differ in format");
@@ -123,24 +155,36 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
     check(neurons <= size_t(INT32_MAX), "too many neurons");
     const tc::Predictor guess = predictor ? predictor->predictor : tc::Predictor{};
     const Matrix& taker = guess.first.data ? guess.first : guess.second;
-    check(!predictor || (guess.second.rows == neurons && taker.cols == dim), "the predictor is of another shape");
+    check(!predictor || (guess.second.rows == neurons && taker.cols == dim),
+          "the predictor is of another shape");
     check(!predictor || bundles, "only neurons in bundles can be skipped");
     check(activation >= 0 && activation < tc::N_ACTIVATIONS, "unknown activation");
-    // The kernels skip a neuron when its activation is zero; that is the answer only where zero means "not above".
+    // The kernels skip a neuron when its activation is zero; that is the answer only where zero means "not
+    // above".
     check(threshold >= 0, "negative activation threshold");
     tc::Linear gates = gate.linear;
     if (gate_disk) gates.bias = optional_vector(gate_bias, neurons, "gate_bias has the wrong length");
-    return {{norm_of(norm, dim), gates, up ? *up : Matrix{}, down,
-             optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation), threshold, up_relu, bundles,
-             norm_of(sub_norm, neurons), join_of(join, dim), guess, disk, gate_disk}, held(norm), held(sub_norm), gate, down_bias, join,
-            predictor ? std::optional<Predictor>(*predictor) : std::nullopt, gate_bias};
+    return {
+        {norm_of(norm, dim), gates, up ? *up : Matrix{}, down,
+         optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation),
+         threshold, up_relu, bundles, norm_of(sub_norm, neurons), join_of(join, dim), guess, disk, gate_disk},
+        held(norm),
+        held(sub_norm),
+        gate,
+        down_bias,
+        join,
+        predictor ? std::optional<Predictor>(*predictor) : std::nullopt,
+        gate_bias};
 }
 
 // `experts`: of FFN, kept alive as they are.
-static Mixture make_mixture(const Norm* norm, const Matrix& router, const nb::tuple& experts, size_t active, const Join& join) {
+static Mixture make_mixture(const Norm* norm, const Matrix& router, const nb::tuple& experts, size_t active,
+                            const Join& join) {
     check_weights(router);
-    check(experts.size() == router.rows && active >= 1 && active <= router.rows, "experts and router do not fit");
-    Mixture m = {{norm_of(norm, router.cols), router, {}, active, join_of(join, router.cols)}, held(norm), join};
+    check(experts.size() == router.rows && active >= 1 && active <= router.rows,
+          "experts and router do not fit");
+    Mixture m = {
+        {norm_of(norm, router.cols), router, {}, active, join_of(join, router.cols)}, held(norm), join};
     for (nb::handle item : experts) {
         if (!nb::isinstance<FFN>(item)) throw nb::type_error("an expert is no FFN");
         const tc::FFN& f = nb::cast<const FFN&>(item).layer;
@@ -153,9 +197,10 @@ static Mixture make_mixture(const Norm* norm, const Matrix& router, const nb::tu
     return m;
 }
 
-// Tokens of a sequence are worked on together: from the first page that any of them attends to through its last, all of
-// its pages must be there.
-static size_t check_table(const I1& positions, const I1& sequence, const I2& table, size_t block, size_t window) {
+// Tokens of a sequence are worked on together: from the first page that any of them attends to through its
+// last, all of its pages must be there.
+static size_t check_table(const I1& positions, const I1& sequence, const I2& table, size_t block,
+                          size_t window) {
     struct Range {
         size_t first = SIZE_MAX, last = 0;
     };
@@ -175,26 +220,38 @@ static size_t check_table(const I1& positions, const I1& sequence, const I2& tab
     return size_t(largest + 1);
 }
 
-static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t window, std::optional<F2> cos, std::optional<F2> sin) {
+static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t window, std::optional<F2> cos,
+                      std::optional<F2> sin) {
     const size_t tokens = positions.shape(0);
     check(sequence.shape(0) == tokens, "positions or sequence has the wrong length");
     check(block > 0, "empty blocks");
     check(cos.has_value() == sin.has_value(), "cos without sin");
-    check(!cos || (cos->shape(0) == tokens && sin->shape(0) == tokens && cos->shape(1) == sin->shape(1)), "cos and sin differ in shape");
+    check(!cos || (cos->shape(0) == tokens && sin->shape(0) == tokens && cos->shape(1) == sin->shape(1)),
+          "cos and sin differ in shape");
     check_ids(sequence, table.shape(0), "sequence out of range");
     check_ids(positions, table.shape(1) * block, "position beyond the block table");
     window = std::min(window, size_t(INT32_MAX));  // as the heads'
     const size_t pages = check_table(positions, sequence, table, block, window);
-    return {{positions.data(), sequence.data(), table.data(), cos ? cos->data() : nullptr, sin ? sin->data() : nullptr,
-             tokens, block, table.shape(1), cos ? 2 * cos->shape(1) : 0}, positions, sequence, table, cos, sin, pages, window};
+    return {{positions.data(), sequence.data(), table.data(), cos ? cos->data() : nullptr,
+             sin ? sin->data() : nullptr, tokens, block, table.shape(1), cos ? 2 * cos->shape(1) : 0},
+            positions,
+            sequence,
+            table,
+            cos,
+            sin,
+            pages,
+            window};
 }
 
 static void attention(Context& c, MutF2 qkv, const Heads& h, const Step& s, Half4 k, Half4 v, MutF2 out) {
     const tc::Heads& heads = h.heads;
     check_pages(heads, s, k, v);
-    check(qkv.shape(0) == s.step.tokens && qkv.shape(1) == (heads.n + 2 * heads.n_kv) * heads.dim, "qkv has the wrong shape");
+    check(qkv.shape(0) == s.step.tokens && qkv.shape(1) == (heads.n + 2 * heads.n_kv) * heads.dim,
+          "qkv has the wrong shape");
     check(out.shape(0) == s.step.tokens && out.shape(1) == heads.n * heads.dim, "out has the wrong shape");
-    const tc::AttentionArgs a = {heads, s.step, static_cast<uint16_t*>(k.data()), static_cast<uint16_t*>(v.data()), qkv.data(), out.data()};
+    const tc::AttentionArgs a = {
+        heads,      s.step,    static_cast<uint16_t*>(k.data()), static_cast<uint16_t*>(v.data()),
+        qkv.data(), out.data()};
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
     c.attention(a);
@@ -206,17 +263,27 @@ static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const S
     check_pages(a.layer.heads, s, k, v);
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
-    c.attention_add(x.data(), h.data(), a.layer, s.step, static_cast<uint16_t*>(k.data()), static_cast<uint16_t*>(v.data()));
+    c.attention_add(x.data(), h.data(), a.layer, s.step, static_cast<uint16_t*>(k.data()),
+                    static_cast<uint16_t*>(v.data()));
 }
 
 using Counts = std::tuple<size_t, size_t, size_t, size_t, size_t>;
-static Counts counts_of(const tc::FFNCounts& r) { return {r.active, r.rows, r.rows_dense, r.gates, r.predictor_bytes}; }
+static Counts counts_of(const tc::FFNCounts& r) {
+    return {r.active, r.rows, r.rows_dense, r.gates, r.predictor_bytes};
+}
 
 static Counts ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity, std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, f.layer.gate.weight.cols);
-    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.neurons()), "record has the wrong shape");
-    const tc::FFNArgs a = {f.layer, x.data(), h.data(), x.shape(0), x.shape(1), tc::Sparsity(sparsity), record ? record->data() : nullptr};
+    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.neurons()),
+          "record has the wrong shape");
+    const tc::FFNArgs a = {f.layer,
+                           x.data(),
+                           h.data(),
+                           x.shape(0),
+                           x.shape(1),
+                           tc::Sparsity(sparsity),
+                           record ? record->data() : nullptr};
     tc::FFNCounts r;
     {
         nb::gil_scoped_release release;
@@ -226,12 +293,20 @@ static Counts ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity, std
     return counts_of(r);
 }
 
-static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<MutF2> record) {
+static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity,
+                      std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, m.layer.router.cols);
     const size_t neurons = m.layer.experts.size() * m.layer.neurons();
-    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == neurons), "record has the wrong shape");
-    const tc::MixtureArgs a = {m.layer, x.data(), h.data(), x.shape(0), x.shape(1), tc::Sparsity(sparsity), record ? record->data() : nullptr};
+    check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == neurons),
+          "record has the wrong shape");
+    const tc::MixtureArgs a = {m.layer,
+                               x.data(),
+                               h.data(),
+                               x.shape(0),
+                               x.shape(1),
+                               tc::Sparsity(sparsity),
+                               record ? record->data() : nullptr};
     tc::FFNCounts r;
     {
         nb::gil_scoped_release release;
@@ -251,9 +326,11 @@ static void read_ahead(Context& c, F2 h, const Bound& bound, int sparsity) {
     c.read_ahead(a);
 }
 
-constexpr size_t kChunk = size_t(1) << 20;  // of memory whose speed is measured: what a thread takes at a time
+constexpr size_t kChunk =
+    size_t(1) << 20;  // of memory whose speed is measured: what a thread takes at a time
 
-// Bytes per second of reading `chunks` of 1 MiB over and over for `seconds`, at least once, with every thread of the pool.
+// Bytes per second of reading `chunks` of 1 MiB over and over for `seconds`, at least once, with every thread
+// of the pool.
 static double best_pass(const uint8_t* data, size_t chunks, tc::Pool& pool, double seconds) {
     const tc::Kernels& k = *tc::chosen_kernels();
     std::atomic<size_t> next{0};
@@ -262,13 +339,15 @@ static double best_pass(const uint8_t* data, size_t chunks, tc::Pool& pool, doub
         for (size_t c; (c = next.fetch_add(1)) < chunks;)
             sink.fetch_add(k.read_all(data + c * kChunk, kChunk), std::memory_order_relaxed);
     };
-    double best = 0, elapsed = 0;  // the best pass: the roof is what the memory can do, not what a neighbour left of it
+    double best = 0,
+           elapsed = 0;  // the best pass: the roof is what the memory can do, not what a neighbour left of it
     using clock = std::chrono::steady_clock;
     for (const auto start = clock::now(); elapsed < seconds;) {
         next.store(0);
         const auto t0 = clock::now();
         pool.run(read);
-        best = std::max(best, double(chunks * kChunk) / std::chrono::duration<double>(clock::now() - t0).count());
+        best = std::max(best,
+                        double(chunks * kChunk) / std::chrono::duration<double>(clock::now() - t0).count());
         elapsed = std::chrono::duration<double>(clock::now() - start).count();
     }
     return best;
@@ -276,7 +355,8 @@ static double best_pass(const uint8_t* data, size_t chunks, tc::Pool& pool, doub
 
 // The same over memory of its own.
 static double read_bandwidth(size_t bytes, int threads, double seconds) {
-    check(bytes >= kChunk && bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024, "arguments out of range");
+    check(bytes >= kChunk && bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024,
+          "arguments out of range");
     nb::gil_scoped_release release;
     Arena arena(bytes);
     if (!arena.data) throw std::bad_alloc();
@@ -292,7 +372,8 @@ static double read_bandwidth(size_t bytes, int threads, double seconds) {
 
 // The same over a part of an arena that is in use: it takes no memory.
 static double read_part(const Arena& a, size_t begin, size_t end, int threads, double seconds) {
-    check(begin <= end && end <= a.bytes && end - begin >= kChunk && threads >= 1 && threads <= 1024, "arguments out of range");
+    check(begin <= end && end <= a.bytes && end - begin >= kChunk && threads >= 1 && threads <= 1024,
+          "arguments out of range");
     nb::gil_scoped_release release;
     tc::Pool pool(threads);
     return best_pass(a.data + begin, (end - begin) / kChunk, pool, seconds);
@@ -304,7 +385,8 @@ static std::map<std::string, bool> cpu_features() {
     __builtin_cpu_init();
 #define FEATURE(name) f[name] = __builtin_cpu_supports(name) != 0
     FEATURE("sse4.2"), FEATURE("avx"), FEATURE("avx2"), FEATURE("fma"), FEATURE("f16c"), FEATURE("avx512f"),
-        FEATURE("avx512bw"), FEATURE("avx512vl"), FEATURE("avx512dq"), FEATURE("avx512vnni"), FEATURE("avx512bf16");
+        FEATURE("avx512bw"), FEATURE("avx512vl"), FEATURE("avx512dq"), FEATURE("avx512vnni"),
+        FEATURE("avx512bf16");
 #undef FEATURE
 #endif
 #ifdef THERMOCLINE_ARM
@@ -315,159 +397,220 @@ static std::map<std::string, bool> cpu_features() {
 
 static std::string isa_names() {
     std::string names;
-    for (size_t i = 0; const char* level = tc::isa_level(i); i++) names += (i ? ", " : "") + std::string(level);
+    for (size_t i = 0; const char* level = tc::isa_level(i); i++)
+        names += (i ? ", " : "") + std::string(level);
     return names;
 }
 
 NB_MODULE(_native, m) {
     m.doc() = "Thermocline's native core: kernels, thread pool, weight arena, checksums.";
     if (!tc::chosen_kernels())
-        throw nb::import_error(("THERMOCLINE_ISA names no instruction set of this processor: use " + isa_names()).c_str());
+        throw nb::import_error(
+            ("THERMOCLINE_ISA names no instruction set of this processor: use " + isa_names()).c_str());
 
-    m.def("isa", [] { return std::string(tc::chosen_kernels()->isa); }, "The instruction set the kernels use.");
-    m.def("isa_levels", [] {
-        std::vector<std::string> levels;
-        for (size_t i = 0; const char* level = tc::isa_level(i); i++)
-            if (tc::kernels_named(level)) levels.emplace_back(level);
-        return levels;
-    }, "Instruction sets this CPU supports, best first.");
+    m.def(
+        "isa", [] { return std::string(tc::chosen_kernels()->isa); }, "The instruction set the kernels use.");
+    m.def(
+        "isa_levels",
+        [] {
+            std::vector<std::string> levels;
+            for (size_t i = 0; const char* level = tc::isa_level(i); i++)
+                if (tc::kernels_named(level)) levels.emplace_back(level);
+            return levels;
+        },
+        "Instruction sets this CPU supports, best first.");
     m.def("cpu_features", &cpu_features);
-    m.def("read_bandwidth", [](size_t b, int t, double s) { return read_bandwidth(b, t, s) / 1e9; }, "nbytes"_a,
-          "threads"_a, "seconds"_a, "GB/s of reading memory: the roof.");
-    m.def("crc32c", [](nb::handle buffer, uint32_t seed) {
-        Py_buffer view;
-        if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
-        uint32_t crc;
-        {
-            nb::gil_scoped_release release;
-            crc = tc::crc32c(static_cast<const uint8_t*>(view.buf), size_t(view.len), seed);
-        }
-        PyBuffer_Release(&view);
-        return crc;
-    }, "buffer"_a, "seed"_a = 0, "CRC-32C (Castagnoli); pass the last result as seed to continue.");
+    m.def(
+        "read_bandwidth", [](size_t b, int t, double s) { return read_bandwidth(b, t, s) / 1e9; }, "nbytes"_a,
+        "threads"_a, "seconds"_a, "GB/s of reading memory: the roof.");
+    m.def(
+        "crc32c",
+        [](nb::handle buffer, uint32_t seed) {
+            Py_buffer view;
+            if (PyObject_GetBuffer(buffer.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+            uint32_t crc;
+            {
+                nb::gil_scoped_release release;
+                crc = tc::crc32c(static_cast<const uint8_t*>(view.buf), size_t(view.len), seed);
+            }
+            PyBuffer_Release(&view);
+            return crc;
+        },
+        "buffer"_a, "seed"_a = 0, "CRC-32C (Castagnoli); pass the last result as seed to continue.");
 
     m.attr("ARENA_PADDING") = tc::kArenaPadding;
     m.attr("SIGNS") = int(tc::SIGNS);
     nb::class_<Arena>(m, "Arena")
-        .def("__init__", [](Arena* self, size_t bytes) {
-            new (self) Arena(bytes);
-            if (bytes && !self->data) throw std::bad_alloc();
-        }, "nbytes"_a)
+        .def(
+            "__init__",
+            [](Arena* self, size_t bytes) {
+                new (self) Arena(bytes);
+                if (bytes && !self->data) throw std::bad_alloc();
+            },
+            "nbytes"_a)
         .def_prop_ro("nbytes", [](const Arena& a) { return a.bytes; })
         .def_prop_ro("address", [](const Arena& a) { return reinterpret_cast<uintptr_t>(a.data); })
-        .def("write", [](Arena& a, size_t offset, Array<const uint8_t, 1> data) {
-            check(offset <= a.bytes && data.shape(0) <= a.bytes - offset, "write outside the arena");
-            if (data.shape(0)) memcpy(a.data + offset, data.data(), data.shape(0));
-        }, "offset"_a, "data"_a.noconvert())
-        .def("load", [](Arena& a, const std::string& path, size_t begin, size_t end,
-                        Array<const uint32_t, 1> checksums, size_t block, std::optional<size_t> where) {
-            check(block >= 512 && block <= size_t(1) << 30 && begin % block == 0, "bad block size or begin");
-            const size_t to = where.value_or(begin);
-            check(begin <= end && to <= a.bytes && end - begin <= a.bytes - to, "range outside the arena");
-            check(checksums.shape(0) >= (end + block - 1) / block, "too few checksums");
-            tc::LoadResult r;
-            {
+        .def(
+            "write",
+            [](Arena& a, size_t offset, Array<const uint8_t, 1> data) {
+                check(offset <= a.bytes && data.shape(0) <= a.bytes - offset, "write outside the arena");
+                if (data.shape(0)) memcpy(a.data + offset, data.data(), data.shape(0));
+            },
+            "offset"_a, "data"_a.noconvert())
+        .def(
+            "load",
+            [](Arena& a, const std::string& path, size_t begin, size_t end,
+               Array<const uint32_t, 1> checksums, size_t block, std::optional<size_t> where) {
+                check(block >= 512 && block <= size_t(1) << 30 && begin % block == 0,
+                      "bad block size or begin");
+                const size_t to = where.value_or(begin);
+                check(begin <= end && to <= a.bytes && end - begin <= a.bytes - to,
+                      "range outside the arena");
+                check(checksums.shape(0) >= (end + block - 1) / block, "too few checksums");
+                tc::LoadResult r;
+                {
+                    nb::gil_scoped_release release;
+                    r = tc::load(a, path.c_str(), begin, end, checksums.data(), block, to);
+                }
+                return std::make_tuple(r.error, r.block);
+            },
+            "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a, "to"_a = nb::none(),
+            "Read file bytes [begin, end) to byte `to`, or to the same place, checking each block; see "
+            "store.h")
+        .def(
+            "copy",
+            [](Arena& a, size_t to, const Arena& from, size_t begin, size_t bytes) {
+                check(&a != &from && begin <= from.bytes && bytes <= from.bytes - begin,
+                      "copy from outside the other arena");
+                check(to <= a.bytes && bytes <= a.bytes - to, "copy outside the arena");
+                if (bytes) memcpy(a.data + to, from.data + begin, bytes);
+            },
+            "to"_a, "source"_a, "begin"_a, "nbytes"_a)
+        .def(
+            "checksums",
+            [](const Arena& a, size_t begin, size_t stride, Array<uint32_t, 1> out) {
+                check(stride > 0 && begin <= a.bytes && out.shape(0) <= (a.bytes - begin) / stride,
+                      "records outside the arena");
                 nb::gil_scoped_release release;
-                r = tc::load(a, path.c_str(), begin, end, checksums.data(), block, to);
-            }
-            return std::make_tuple(r.error, r.block);
-        }, "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a, "to"_a = nb::none(),
-             "Read file bytes [begin, end) to byte `to`, or to the same place, checking each block; see store.h")
-        .def("copy", [](Arena& a, size_t to, const Arena& from, size_t begin, size_t bytes) {
-            check(&a != &from && begin <= from.bytes && bytes <= from.bytes - begin, "copy from outside the other arena");
-            check(to <= a.bytes && bytes <= a.bytes - to, "copy outside the arena");
-            if (bytes) memcpy(a.data + to, from.data + begin, bytes);
-        }, "to"_a, "source"_a, "begin"_a, "nbytes"_a)
-        .def("checksums", [](const Arena& a, size_t begin, size_t stride, Array<uint32_t, 1> out) {
-            check(stride > 0 && begin <= a.bytes && out.shape(0) <= (a.bytes - begin) / stride, "records outside the arena");
-            nb::gil_scoped_release release;
-            for (size_t i = 0; i < out.shape(0); i++) out.data()[i] = tc::crc32c(a.data + begin + i * stride, stride, 0);
-        }, "begin"_a, "stride"_a, "out"_a.noconvert(), "The CRC-32C of each record of `stride` bytes from `begin` on.")
-        .def("read_bandwidth", [](const Arena& a, size_t begin, size_t end, int t, double s) { return read_part(a, begin, end, t, s) / 1e9; },
-             "begin"_a, "end"_a, "threads"_a, "seconds"_a, "GB/s of reading these bytes over and over: the roof of weights there.")
-        .def("gather_pages", [](Arena& a) {
-            nb::gil_scoped_release release;
-            a.gather_pages();
-        }, "Once filled: into huge pages what the system did not give as such.")
-        .def("fence", [](Arena& a) { check(a.fence(), "no page begins where the padding ends"); },
-             "Tests: reading past the padding, where a page must begin, ends the process from now on.");
+                for (size_t i = 0; i < out.shape(0); i++)
+                    out.data()[i] = tc::crc32c(a.data + begin + i * stride, stride, 0);
+            },
+            "begin"_a, "stride"_a, "out"_a.noconvert(),
+            "The CRC-32C of each record of `stride` bytes from `begin` on.")
+        .def(
+            "read_bandwidth",
+            [](const Arena& a, size_t begin, size_t end, int t, double s) {
+                return read_part(a, begin, end, t, s) / 1e9;
+            },
+            "begin"_a, "end"_a, "threads"_a, "seconds"_a,
+            "GB/s of reading these bytes over and over: the roof of weights there.")
+        .def(
+            "gather_pages",
+            [](Arena& a) {
+                nb::gil_scoped_release release;
+                a.gather_pages();
+            },
+            "Once filled: into huge pages what the system did not give as such.")
+        .def(
+            "fence", [](Arena& a) { check(a.fence(), "no page begins where the padding ends"); },
+            "Tests: reading past the padding, where a page must begin, ends the process from now on.");
     bind_disk(m);
 
     nb::class_<Matrix>(m, "Matrix")
-        .def(nb::new_([](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
-            return new Matrix(make_matrix(arena, offset, format, rows, cols, stride));
-        }), "arena"_a, "offset"_a, "format"_a, "rows"_a, "cols"_a, "stride"_a, nb::keep_alive<0, 2>())  // argument 1 of __new__ is the class
+        .def(nb::new_(
+                 [](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
+                     return new Matrix(make_matrix(arena, offset, format, rows, cols, stride));
+                 }),
+             "arena"_a, "offset"_a, "format"_a, "rows"_a, "cols"_a, "stride"_a,
+             nb::keep_alive<0, 2>())  // argument 1 of __new__ is the class
         .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.rows, w.cols); })
         .def_prop_ro("row_bytes", [](const Matrix& w) { return packed_bytes(w.format, w.cols); })
         .def_prop_ro("nbytes", [](const Matrix& w) { return w.rows * packed_bytes(w.format, w.cols); });
 
     // nb::new_: argument 1 of __new__ is the class, the result 0
-    nb::class_<Norm>(m, "Norm")
-        .def(nb::new_(&make_norm), "weight"_a.noconvert(), "bias"_a.noconvert().none(), "eps"_a, "layer"_a);
+    nb::class_<Norm>(m, "Norm").def(nb::new_(&make_norm), "weight"_a.noconvert(), "bias"_a.noconvert().none(),
+                                    "eps"_a, "layer"_a);
     nb::class_<Linear>(m, "Linear")
-        .def(nb::new_([](const Matrix& w, std::optional<F1> bias) { return Linear{make_linear(w, bias), bias}; }),
+        .def(nb::new_(
+                 [](const Matrix& w, std::optional<F1> bias) { return Linear{make_linear(w, bias), bias}; }),
              "weight"_a, "bias"_a.noconvert().none(), nb::keep_alive<0, 2>());
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "n"_a, "n_kv"_a, "dim"_a, "window"_a, "scale"_a, "softcap"_a,
              "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a);
     nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a);
     nb::class_<Attention>(m, "Attention")
-        .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(), "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>());
+        .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(),
+             "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>());
     nb::class_<Predictor>(m, "Predictor")
-        .def(nb::new_(&make_predictor), "first"_a.none(), "second"_a, "threshold"_a.noconvert(), "hot"_a, "relu"_a,
-             nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>());
+        .def(nb::new_(&make_predictor), "first"_a.none(), "second"_a, "threshold"_a.noconvert(), "hot"_a,
+             "relu"_a, nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>());
     nb::class_<FFN>(m, "FFN")
-        .def(nb::new_(&make_ffn), "norm"_a.none(), "gate"_a, "up"_a.none(), "down"_a, "down_bias"_a.noconvert().none(), "activation"_a, "threshold"_a,
-             "up_relu"_a, "bundles"_a, "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(),
-             "disk"_a.none() = nb::none(), "gate_disk"_a.none() = nb::none(), "gate_bias"_a.noconvert().none() = nb::none(),
-             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(), nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
+        .def(nb::new_(&make_ffn), "norm"_a.none(), "gate"_a, "up"_a.none(), "down"_a,
+             "down_bias"_a.noconvert().none(), "activation"_a, "threshold"_a, "up_relu"_a, "bundles"_a,
+             "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(), "disk"_a.none() = nb::none(),
+             "gate_disk"_a.none() = nb::none(), "gate_bias"_a.noconvert().none() = nb::none(),
+             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(),
+             nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
         .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); })
         .def_prop_ro("from_disk", [](const FFN& f) { return f.layer.disk != nullptr; });
     nb::class_<Mixture>(m, "Mixture")
-        .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>())
+        .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a,
+             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>())
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })
         .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.experts[0]->disk != nullptr; });
-    nb::class_<Step>(m, "Step")
-        .def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(), "block"_a, "window"_a,
-             "cos"_a.noconvert().none(), "sin"_a.noconvert().none());
+    nb::class_<Step>(m, "Step").def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(),
+                                    "table"_a.noconvert(), "block"_a, "window"_a, "cos"_a.noconvert().none(),
+                                    "sin"_a.noconvert().none());
 
     nb::class_<Context>(m, "Context")
-        .def("__init__", [](Context* self, int threads, const std::string& isa) {
-            check(threads >= 1 && threads <= 1024, "threads out of range");
-            const tc::Kernels* k = isa.empty() ? tc::chosen_kernels() : tc::kernels_named(isa.c_str());
-            check(k != nullptr, "instruction set not supported by this CPU");
-            new (self) Context(threads, k);
-            self->interrupted = &interrupted_by_python;
-        }, "threads"_a, "isa"_a = "")
+        .def(
+            "__init__",
+            [](Context* self, int threads, const std::string& isa) {
+                check(threads >= 1 && threads <= 1024, "threads out of range");
+                const tc::Kernels* k = isa.empty() ? tc::chosen_kernels() : tc::kernels_named(isa.c_str());
+                check(k != nullptr, "instruction set not supported by this CPU");
+                new (self) Context(threads, k);
+                self->interrupted = &interrupted_by_python;
+            },
+            "threads"_a, "isa"_a = "")
         .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
         .def_prop_ro("isa", [](const Context& c) { return std::string(c.k.isa); })
-        .def("embed", [](Context& c, const Matrix& w, I1 ids, MutF2 out) {
-            check_weights(w);
-            check(out.shape(0) == ids.shape(0) && out.shape(1) == w.cols, "out has the wrong shape");
-            check_ids(ids, w.rows, "token id out of range");
-            nb::gil_scoped_release release;
-            std::lock_guard<std::mutex> lock(c.one_call);
-            c.embed(w, ids.data(), ids.shape(0), out.data());
-        }, "w"_a, "ids"_a.noconvert(), "out"_a.noconvert())
-        .def("norm", [](Context& c, F2 x, F1 weight, std::optional<F1> bias, float eps, bool layer, MutF2 out) {
-            check(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), "out has the wrong shape");
-            const Norm made = make_norm(weight, bias, eps, layer);
-            const tc::Norm norm = norm_of(&made, x.shape(1));
-            nb::gil_scoped_release release;
-            std::lock_guard<std::mutex> lock(c.one_call);
-            c.norm(norm, x.data(), x.shape(0), x.shape(1), out.data());
-        }, "x"_a.noconvert(), "weight"_a.noconvert(), "bias"_a.noconvert().none(), "eps"_a, "layer"_a,
-             "out"_a.noconvert())
-        .def("matmul", [](Context& c, const Matrix& w, F2 x, std::optional<F1> bias, MutF2 out, bool add) {
-            check(x.shape(1) == w.cols, "x has the wrong width");
-            check(out.shape(0) == x.shape(0) && out.shape(1) == w.rows, "out has the wrong shape");
-            const tc::Linear linear = make_linear(w, bias);
-            nb::gil_scoped_release release;
-            std::lock_guard<std::mutex> lock(c.one_call);
-            c.matmul(linear, {}, x.data(), x.shape(0), out.data(), add);
-        }, "w"_a, "x"_a.noconvert(), "bias"_a.noconvert().none(), "out"_a.noconvert(), "add"_a)
-        .def("attention", &attention, "qkv"_a.noconvert(), "heads"_a, "step"_a, "k"_a.noconvert(), "v"_a.noconvert(),
-             "out"_a.noconvert())
+        .def(
+            "embed",
+            [](Context& c, const Matrix& w, I1 ids, MutF2 out) {
+                check_weights(w);
+                check(out.shape(0) == ids.shape(0) && out.shape(1) == w.cols, "out has the wrong shape");
+                check_ids(ids, w.rows, "token id out of range");
+                nb::gil_scoped_release release;
+                std::lock_guard<std::mutex> lock(c.one_call);
+                c.embed(w, ids.data(), ids.shape(0), out.data());
+            },
+            "w"_a, "ids"_a.noconvert(), "out"_a.noconvert())
+        .def(
+            "norm",
+            [](Context& c, F2 x, F1 weight, std::optional<F1> bias, float eps, bool layer, MutF2 out) {
+                check(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), "out has the wrong shape");
+                const Norm made = make_norm(weight, bias, eps, layer);
+                const tc::Norm norm = norm_of(&made, x.shape(1));
+                nb::gil_scoped_release release;
+                std::lock_guard<std::mutex> lock(c.one_call);
+                c.norm(norm, x.data(), x.shape(0), x.shape(1), out.data());
+            },
+            "x"_a.noconvert(), "weight"_a.noconvert(), "bias"_a.noconvert().none(), "eps"_a, "layer"_a,
+            "out"_a.noconvert())
+        .def(
+            "matmul",
+            [](Context& c, const Matrix& w, F2 x, std::optional<F1> bias, MutF2 out, bool add) {
+                check(x.shape(1) == w.cols, "x has the wrong width");
+                check(out.shape(0) == x.shape(0) && out.shape(1) == w.rows, "out has the wrong shape");
+                const tc::Linear linear = make_linear(w, bias);
+                nb::gil_scoped_release release;
+                std::lock_guard<std::mutex> lock(c.one_call);
+                c.matmul(linear, {}, x.data(), x.shape(0), out.data(), add);
+            },
+            "w"_a, "x"_a.noconvert(), "bias"_a.noconvert().none(), "out"_a.noconvert(), "add"_a)
+        .def("attention", &attention, "qkv"_a.noconvert(), "heads"_a, "step"_a, "k"_a.noconvert(),
+             "v"_a.noconvert(), "out"_a.noconvert())
         .def("attention_add", &attention_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "step"_a,
              "k"_a.noconvert(), "v"_a.noconvert())
         .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,

@@ -38,8 +38,8 @@ inline const float* optional_vector(const std::optional<F1>& v, size_t n, const 
     return v->data();
 }
 
-// Parts of a layer as Python holds them: validated when made, with the arrays they point into (matrices are kept alive
-// by nb::keep_alive). Calls then have little left to check.
+// Parts of a layer as Python holds them: validated when made, with the arrays they point into (matrices are
+// kept alive by nb::keep_alive). Calls then have little left to check.
 struct Norm {
     tc::Norm norm;
     F1 weight;
@@ -96,11 +96,14 @@ struct Step {
 // That the pages fit these heads and hold what the step's tables name.
 inline void check_pages(const tc::Heads& heads, const Step& s, const Half4& k, const Half4& v) {
     const size_t block = s.step.block, pages = k.shape(0);
-    check(k.shape(1) == heads.n_kv && k.shape(2) == heads.dim && k.shape(3) == block, "k cache has the wrong shape");
-    check(v.shape(0) == pages && v.shape(1) == heads.n_kv && v.shape(2) == block && v.shape(3) == heads.dim, "k and v cache differ in shape");
+    check(k.shape(1) == heads.n_kv && k.shape(2) == heads.dim && k.shape(3) == block,
+          "k cache has the wrong shape");
+    check(v.shape(0) == pages && v.shape(1) == heads.n_kv && v.shape(2) == block && v.shape(3) == heads.dim,
+          "k and v cache differ in shape");
     const nb::dlpack::dtype f16 = {uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
     if (k.dtype() != f16 || v.dtype() != f16) throw nb::type_error("the kv cache must be f16");
-    check(!s.window || (heads.window && heads.window <= s.window), "the heads look further back than the step's pages");
+    check(!s.window || (heads.window && heads.window <= s.window),
+          "the heads look further back than the step's pages");
     check(s.pages <= pages, "block table names a page that does not exist");
     check(s.step.rotary <= heads.dim, "cos is wider than a head");
 }

@@ -1,5 +1,6 @@
-// What Python needs to hand parts of a step to a GPU's driver. As bindings.cpp; but tasks run later, on any thread, so what
-// changes from step to step is checked when they do: what they throw, `HostTask::take` throws.
+// What Python needs to hand parts of a step to a GPU's driver. As bindings.cpp; but tasks run later, on any
+// thread, so what changes from step to step is checked when they do: what they throw, `HostTask::take`
+// throws.
 #include "bindings.h"
 
 #include <string.h>
@@ -39,18 +40,22 @@ static void zero(HostTask& t, MutF2 out) {
 }
 
 // `slot`: the step of this attention's window.
-static void attention(HostTask& t, MutF2 x, F2 h, const Attention& a, const StepSlot& slot, Half4 k, Half4 v) {
+static void attention(HostTask& t, MutF2 x, F2 h, const Attention& a, const StepSlot& slot, Half4 k,
+                      Half4 v) {
     check_rows(x, h, a.layer.qkv.weight.cols);
     t.task.add([&t, x, h, &a, &slot, k, v](Context& c) {
         t.tokens(x.shape(0));
         check_pages(a.layer.heads, slot.step(), k, v);
-        c.attention_add(x.data(), h.data(), a.layer, slot.step().step, static_cast<uint16_t*>(k.data()), static_cast<uint16_t*>(v.data()));
+        c.attention_add(x.data(), h.data(), a.layer, slot.step().step, static_cast<uint16_t*>(k.data()),
+                        static_cast<uint16_t*>(v.data()));
         return tc::FFNCounts{};
     });
 }
 
 static void matmul(HostTask& t, const Linear& w, F2 x, MutF2 out) {
-    check(x.shape(1) == w.linear.weight.cols && out.shape(1) == w.linear.weight.rows && out.shape(0) == x.shape(0), "x or out has the wrong shape");
+    check(x.shape(1) == w.linear.weight.cols && out.shape(1) == w.linear.weight.rows &&
+              out.shape(0) == x.shape(0),
+          "x or out has the wrong shape");
     t.task.add([&w, x, out](Context& c) {
         c.matmul(w.linear, {}, x.data(), x.shape(0), out.data(), false);
         return tc::FFNCounts{};
@@ -60,9 +65,11 @@ static void matmul(HostTask& t, const Linear& w, F2 x, MutF2 out) {
 static void ffn(HostTask& t, MutF2 x, F2 h, const FFN& f, int sparsity, std::optional<Named> named) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, f.layer.gate.weight.cols);
-    check(!named || (named->shape(0) == x.shape(0) && named->shape(1) == (f.layer.neurons() + 7) / 8), "named has the wrong shape");
+    check(!named || (named->shape(0) == x.shape(0) && named->shape(1) == (f.layer.neurons() + 7) / 8),
+          "named has the wrong shape");
     t.task.add([&t, x, h, &f, sparsity, named](Context& c) {
-        tc::FFNArgs a = {f.layer, x.data(), h.data(), t.tokens(x.shape(0)), x.shape(1), tc::Sparsity(sparsity), nullptr};
+        tc::FFNArgs a = {
+            f.layer, x.data(), h.data(), t.tokens(x.shape(0)), x.shape(1), tc::Sparsity(sparsity), nullptr};
         a.named = named ? named->data() : nullptr;
         return c.ffn_add(a);
     });
@@ -71,9 +78,11 @@ static void ffn(HostTask& t, MutF2 x, F2 h, const FFN& f, int sparsity, std::opt
 static void mixture(HostTask& t, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<F2> weights) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, m.layer.router.cols);
-    check(!weights || (weights->shape(0) == x.shape(0) && weights->shape(1) == m.layer.router.rows), "weights has the wrong shape");
+    check(!weights || (weights->shape(0) == x.shape(0) && weights->shape(1) == m.layer.router.rows),
+          "weights has the wrong shape");
     t.task.add([&t, x, h, &m, sparsity, weights](Context& c) {
-        tc::MixtureArgs a = {m.layer, x.data(), h.data(), t.tokens(x.shape(0)), x.shape(1), tc::Sparsity(sparsity), nullptr};
+        tc::MixtureArgs a = {
+            m.layer, x.data(), h.data(), t.tokens(x.shape(0)), x.shape(1), tc::Sparsity(sparsity), nullptr};
         a.weights = weights ? weights->data() : nullptr;
         return c.moe_add(a);
     });
@@ -86,23 +95,29 @@ void bind_host(nb::module_& m) {
     nb::class_<HostTask>(m, "HostTask")
         .def(nb::init<nb::object, nb::object>(), "context"_a, "slot"_a)
         .def("zero", &zero, "out"_a.noconvert(), "The rows of the step's tokens become 0.")
-        .def("attention", &attention, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "slot"_a, "k"_a.noconvert(), "v"_a.noconvert(),
-             nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>())
+        .def("attention", &attention, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "slot"_a,
+             "k"_a.noconvert(), "v"_a.noconvert(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>())
         .def("matmul", &matmul, "w"_a, "x"_a.noconvert(), "out"_a.noconvert(), nb::keep_alive<1, 2>())
-        .def("ffn", &ffn, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a, "named"_a.noconvert().none() = nb::none(),
-             nb::keep_alive<1, 4>())
-        .def("mixture", &mixture, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a, "weights"_a.noconvert().none() = nb::none(),
-             nb::keep_alive<1, 4>())
-        .def("run", [](HostTask& t) {
-            nb::gil_scoped_release release;
-            tc::HostTask::call(&t.task);
-        })
-        .def("take", [](HostTask& t) {
-            const tc::FFNCounts r = t.task.take();
-            return std::make_tuple(r.active, r.rows, r.rows_dense, r.gates, r.predictor_bytes);
-        }, "Counts since the last time; raises what a part raised.")
+        .def("ffn", &ffn, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
+             "named"_a.noconvert().none() = nb::none(), nb::keep_alive<1, 4>())
+        .def("mixture", &mixture, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
+             "weights"_a.noconvert().none() = nb::none(), nb::keep_alive<1, 4>())
+        .def("run",
+             [](HostTask& t) {
+                 nb::gil_scoped_release release;
+                 tc::HostTask::call(&t.task);
+             })
+        .def(
+            "take",
+            [](HostTask& t) {
+                const tc::FFNCounts r = t.task.take();
+                return std::make_tuple(r.active, r.rows, r.rows_dense, r.gates, r.predictor_bytes);
+            },
+            "Counts since the last time; raises what a part raised.")
         .def_prop_ro("begun", [](const HostTask& t) { return t.task.begun(); })
         .def_prop_ro("ended", [](const HostTask& t) { return t.task.ended(); })
-        .def_prop_ro("function", [](const HostTask&) { return reinterpret_cast<uintptr_t>(&tc::HostTask::call); }, "void (*)(void*)")
+        .def_prop_ro(
+            "function", [](const HostTask&) { return reinterpret_cast<uintptr_t>(&tc::HostTask::call); },
+            "void (*)(void*)")
         .def_prop_ro("argument", [](const HostTask& t) { return reinterpret_cast<uintptr_t>(&t.task); });
 }

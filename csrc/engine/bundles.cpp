@@ -27,7 +27,8 @@ Context::Guess Context::guess(const FFNArgs& a, const Input& in) {
     if (a.named) return {p, in, in, nullptr, a.named};
     const Matrix& taker = p.first.data ? p.first : p.second;
     const float* x = a.ffn.norm.weight ? normed_.data() : a.h;
-    const Input own = taker.format == a.ffn.gate.weight.format ? in : input(taker, {}, x, a.tokens, guess_input_);
+    const Input own =
+        taker.format == a.ffn.gate.weight.format ? in : input(taker, {}, x, a.tokens, guess_input_);
     if (!p.first.data) return {p, own, own, nullptr};
     float* values = grown(code_, a.tokens * p.first.rows);
     const bool copy = quantised(p.second);
@@ -37,14 +38,27 @@ Context::Guess Context::guess(const FFNArgs& a, const Input& in) {
 }
 
 static bool skips(const FFNArgs& a) {
-    return a.sparsity != OFF && (a.ffn.activation == RELU || a.ffn.activation == FATRELU || a.ffn.activation == RELU2);
+    return a.sparsity != OFF &&
+           (a.ffn.activation == RELU || a.ffn.activation == FATRELU || a.ffn.activation == RELU2);
 }
-static bool is_guessed(const FFNArgs& a) { return a.sparsity == PREDICT && skips(a) && (a.named || a.ffn.predictor.second.data); }
+static bool is_guessed(const FFNArgs& a) {
+    return a.sparsity == PREDICT && skips(a) && (a.named || a.ffn.predictor.second.data);
+}
 
 Context::Walk::Walk(Context& context, const FFNArgs& args, size_t cell_size)
-    : ctx(context), k(context.k), a(args), n(args.ffn.neurons()), dim(args.dim), tokens(args.tokens), cell(cell_size),
-      cells((n + cell - 1) / cell), chunks((n + kChunk - 1) / kChunk), threads(context.pool.threads()), skip(skips(args)),
-      normed(args.ffn.sub_norm.weight != nullptr), few(tokens <= kFewTokens && !normed && !a.record),
+    : ctx(context),
+      k(context.k),
+      a(args),
+      n(args.ffn.neurons()),
+      dim(args.dim),
+      tokens(args.tokens),
+      cell(cell_size),
+      cells((n + cell - 1) / cell),
+      chunks((n + kChunk - 1) / kChunk),
+      threads(context.pool.threads()),
+      skip(skips(args)),
+      normed(args.ffn.sub_norm.weight != nullptr),
+      few(tokens <= kFewTokens && !normed && !a.record),
       in(context.input(args.ffn.gate.weight, args.ffn.norm, args.h, tokens, context.input_)),
       guessed(is_guessed(args) ? std::optional<Guess>(context.guess(args, in)) : std::nullopt),
       code_rows(guessed ? guessed->rank() : 0, 32, threads) {
@@ -71,7 +85,8 @@ void Context::Walk::encode() {
         for (size_t t = 0; t < tokens; t++) {
             if (g.p.relu) k.activate(g.values + t * rank + begin, end - begin, RELU, 0);
             if (quantised(g.p.second))
-                k.quantize(g.p.second.format, g.values + t * rank, rank, begin, end, false, g.code.row_bytes, t, ctx.code_input_.data());
+                k.quantize(g.p.second.format, g.values + t * rank, rank, begin, end, false, g.code.row_bytes,
+                           t, ctx.code_input_.data());
         }
     }
     ctx.pool.barrier();
@@ -91,7 +106,8 @@ size_t Context::Walk::predicted_neurons(size_t begin, size_t end) {
     const size_t cold = std::clamp(p.hot, begin, end);
     size_t found = 0;
     for (size_t i = begin; i < cold; i++) ids[begin + found++] = int32_t(i);
-    if (cold < end) k.matmul(p.second, nullptr, cold, end, guessed->code, nullptr, false, gate + cold, n, nullptr);
+    if (cold < end)
+        k.matmul(p.second, nullptr, cold, end, guessed->code, nullptr, false, gate + cold, n, nullptr);
     uint8_t* some = marks;  // locals: a store of a byte could change any member
     std::fill(some + cold, some + end, uint8_t(0));
     for (size_t t = 0; t < tokens; t++) {  // a NaN is marked: it must show
@@ -104,12 +120,13 @@ size_t Context::Walk::predicted_neurons(size_t begin, size_t end) {
 void Context::Walk::activations(size_t begin, size_t end, const int32_t* gate_rows, int thread) {
     float* h = guessed ? hidden : gate;
     const bool elsewhere = gate_rows && gate_rows != ids;  // rows are no neurons: their biases are added here
-    k.matmul(a.ffn.gate.weight, gate_rows, begin, end, in, elsewhere ? nullptr : a.ffn.gate.bias, false, h + begin, n,
-             scratch + size_t(thread) * ctx.panel_stride_);
+    k.matmul(a.ffn.gate.weight, gate_rows, begin, end, in, elsewhere ? nullptr : a.ffn.gate.bias, false,
+             h + begin, n, scratch + size_t(thread) * ctx.panel_stride_);
     for (size_t t = 0; t < tokens; t++) {
         for (size_t i = begin; elsewhere && a.ffn.gate.bias && i < end; i++)
             h[t * n + i] += a.ffn.gate.bias[guessed ? size_t(ids[i]) : i];
-        k.activate(h + t * n + begin, end - begin, open_above ? FATRELU : a.ffn.activation, open_above.value_or(a.ffn.threshold));
+        k.activate(h + t * n + begin, end - begin, open_above ? FATRELU : a.ffn.activation,
+                   open_above.value_or(a.ffn.threshold));
     }
     gates.fetch_add(end - begin, std::memory_order_relaxed);
 }
@@ -166,7 +183,8 @@ size_t Context::Walk::list_active(size_t first, size_t last) {
 void Context::Walk::hidden_values(size_t begin, size_t end, int thread) {
     size_t live = 0;
     if (a.ffn.up.data)
-        k.matmul(a.ffn.up, rows, begin, end, in, nullptr, false, hidden + begin, n, scratch + size_t(thread) * ctx.panel_stride_);
+        k.matmul(a.ffn.up, rows, begin, end, in, nullptr, false, hidden + begin, n,
+                 scratch + size_t(thread) * ctx.panel_stride_);
     for (size_t t = 0; t < tokens; t++) {
         for (size_t i = begin; i < end; i++) {
             const float g = gate[t * n + size_t(ids[i])];
@@ -179,8 +197,8 @@ void Context::Walk::hidden_values(size_t begin, size_t end, int thread) {
     active.fetch_add(live, std::memory_order_relaxed);
 }
 
-// An RMS norm is a factor a token, which the sum over neurons can be given at its end, and a weight a neuron. Squares
-// are added in the order of neurons within a cell: skipped ones would have added zero.
+// An RMS norm is a factor a token, which the sum over neurons can be given at its end, and a weight a neuron.
+// Squares are added in the order of neurons within a cell: skipped ones would have added zero.
 void Context::Walk::weigh(size_t c) {
     for (size_t t = 0; t < tokens; t++) {
         float sum = 0;
@@ -203,7 +221,8 @@ void Context::Walk::factors_of_tokens() {
 
 void Context::Walk::add_bundles(size_t at, size_t count, size_t listed, float* y, int thread) {
     const bool apart = surviving_up_apart();  // then gate has up in it already
-    const Bundles w = {apart ? Matrix{} : a.ffn.up, a.ffn.down, ids + at, rows + at, count, listed, a.ffn.up_relu};
+    const Bundles w = {
+        apart ? Matrix{} : a.ffn.up, a.ffn.down, ids + at, rows + at, count, listed, a.ffn.up_relu};
     const size_t live = k.bundles(w, in, gate, n, y, factors + size_t(thread) * 4 * ((dim + 31) / 32));
     if (!apart) active.fetch_add(live, std::memory_order_relaxed);
 }
@@ -230,8 +249,8 @@ void Context::Walk::add_columns(size_t c0, size_t c1, size_t first, size_t last,
             if (!counts[c]) continue;
             if (!some) std::fill(y, y + tokens * width, 0.0f);
             some = true;
-            k.accumulate(a.ffn.down, rows + c * cell, counts[c], hidden + c * cell, n, tokens, c0, c1, y, width,
-                         tiles + size_t(thread) * kTileRows * kTileColumns);
+            k.accumulate(a.ffn.down, rows + c * cell, counts[c], hidden + c * cell, n, tokens, c0, c1, y,
+                         width, tiles + size_t(thread) * kTileRows * kTileColumns);
         }
         for (size_t i = 0; some && i < tokens * width; i++) sum[i] += y[i];
     }
@@ -246,7 +265,8 @@ void Context::Walk::join_columns(size_t c0, size_t c1, const float* sum) {
 }
 
 FFNCounts Context::Walk::totals() const {
-    return {active.load(), rows_read.load(), n * (a.ffn.up.data ? 2 : 1), gates.load(), guessed ? guessed->bytes() : 0};
+    return {active.load(), rows_read.load(), n * (a.ffn.up.data ? 2 : 1), gates.load(),
+            guessed ? guessed->bytes() : 0};
 }
 
 // ---- through memory
@@ -257,7 +277,8 @@ static void few_tokens(Context::Walk& w, Pieces& pieces, int thread) {
     for (size_t first, last; pieces.take(&first, &last);) {
         size_t listed = w.needed_neurons(first, last, thread), ups = w.a.ffn.up.data ? listed : 0;
         size_t at = first * kChunk;
-        // dReLU kills half of what gate leaves: up first, and down rows only of what then lives (a third of the bytes).
+        // dReLU kills half of what gate leaves: up first, and down rows only of what then lives (a third of
+        // the bytes).
         if (ups && w.surviving_up_apart()) {
             w.hidden_values(at, at + listed, thread);
             listed = w.keep_needed(at, listed, w.hidden);
@@ -279,7 +300,8 @@ static void many_tokens(Context::Walk& w, std::atomic<size_t>& next, float* sums
     w.encode();
     for (size_t c; (c = next.fetch_add(1)) < w.chunks;) {
         const size_t begin = c * kChunk, end = std::min(w.n, begin + kChunk);
-        for (size_t t = 0; w.a.record && t < w.tokens; t++) std::fill(w.a.record + t * w.n + begin, w.a.record + t * w.n + end, 0.0f);
+        for (size_t t = 0; w.a.record && t < w.tokens; t++)
+            std::fill(w.a.record + t * w.n + begin, w.a.record + t * w.n + end, 0.0f);
         w.needed_neurons(c, c + 1, thread);
         w.hidden_values(begin, begin + w.counts[c], thread);
         w.rows_read.fetch_add(w.counts[c] * (w.a.ffn.up.data ? 2 : 1), std::memory_order_relaxed);
@@ -301,7 +323,8 @@ static void many_tokens(Context::Walk& w, std::atomic<size_t>& next, float* sums
     }
 }
 
-// Gate first (design 2.3): all gate rows of the chunk, then up and down rows only of the neurons some token needs.
+// Gate first (design 2.3): all gate rows of the chunk, then up and down rows only of the neurons some token
+// needs.
 FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     if (a.ffn.disk) return disk_ffn(a);
     Walk w(*this, a, kChunk);
@@ -310,8 +333,10 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     Pieces pieces(w.chunks, 1, w.threads);
     auto few = [&](int thread) { few_tokens(w, pieces, thread); };
     auto many = [&](int thread) { many_tokens(w, next, sums, thread); };
-    if (w.few) pool.run(few);
-    else pool.run(many);
+    if (w.few)
+        pool.run(few);
+    else
+        pool.run(many);
     return w.totals();
 }
 

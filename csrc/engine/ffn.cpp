@@ -37,18 +37,23 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
     const size_t bytes = copy ? k.input_bytes(f, n) : 4 * n, tile = in.lanes ? k.tile_tokens(f) : 1;
     float* gate = grown(gate_, tokens * n);
     float* up = a.ffn.up.data ? grown(hidden_, tokens * n) : nullptr;
-    uint8_t* hidden = copy ? grown(hidden_input_, bytes * whole(tokens, tile)) : reinterpret_cast<uint8_t*>(gate);
-    uint8_t* scratch = panels(in.lanes ? std::max(k.panel_bytes(a.ffn.gate.weight.format, a.dim, tokens), k.panel_bytes(f, n, tokens)) : 0);
+    uint8_t* hidden =
+        copy ? grown(hidden_input_, bytes * whole(tokens, tile)) : reinterpret_cast<uint8_t*>(gate);
+    uint8_t* scratch = panels(in.lanes ? std::max(k.panel_bytes(a.ffn.gate.weight.format, a.dim, tokens),
+                                                  k.panel_bytes(f, n, tokens))
+                                       : 0);
     const size_t unit = in.lanes ? size_t(k.panel_rows) : 32;  // 32: a block of the next input
     Pieces neurons(n, unit, int(threads)), rows(a.dim, in.lanes ? unit : 16, int(threads));
     std::atomic<size_t> active{0};
-    const bool whole_rows = in.lanes || a.ffn.sub_norm.weight;  // down's input is made when a token's row is complete
+    const bool whole_rows =
+        in.lanes || a.ffn.sub_norm.weight;  // down's input is made when a token's row is complete
 
     auto region = [&](int thread) {
         uint8_t* mine = scratch + size_t(thread) * panel_stride_;
         size_t live = 0;
         for (size_t begin, end; neurons.take(&begin, &end);) {
-            k.matmul(a.ffn.gate.weight, nullptr, begin, end, in, a.ffn.gate.bias, false, gate + begin, n, mine);
+            k.matmul(a.ffn.gate.weight, nullptr, begin, end, in, a.ffn.gate.bias, false, gate + begin, n,
+                     mine);
             if (up) k.matmul(a.ffn.up, nullptr, begin, end, in, nullptr, false, up + begin, n, mine);
             for (size_t t = 0; t < tokens; t++) {
                 float* h = gate + t * n;
@@ -67,7 +72,8 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
         if (whole_rows) {
             own_tokens(tokens, tile, thread, int(threads), [&](size_t t) {
                 const Norm& sub = a.ffn.sub_norm;
-                if (sub.weight) k.norm(gate + t * n, sub.weight, sub.bias, sub.eps, sub.layer, n, gate + t * n);
+                if (sub.weight)
+                    k.norm(gate + t * n, sub.weight, sub.bias, sub.eps, sub.layer, n, gate + t * n);
                 if (copy) k.quantize(f, gate + t * n, n, 0, n, in.lanes, bytes, t, hidden);
             });
             pool.barrier();

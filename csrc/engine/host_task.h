@@ -1,4 +1,5 @@
-// Calls on this processor in the midst of another's queue, without Python: what a GPU's driver runs when it gets there.
+// Calls on this processor in the midst of another's queue, without Python: what a GPU's driver runs when it
+// gets there.
 #pragma once
 #include <atomic>
 #include <exception>
@@ -12,13 +13,14 @@
 namespace tc {
 
 class HostTask {
-public:
+ public:
     using Part = std::function<FFNCounts(Context&)>;
     explicit HostTask(Context& context) : context_(context) {}
     void add(Part part) { parts_.push_back(std::move(part)); }
 
-    // Every part, in order. Nothing is thrown: a driver's thread must not see exceptions. After a failure nothing is
-    // computed until `take` has said so. Nor is Python asked whether to go on: whoever waits for the task may hold its lock.
+    // Every part, in order. Nothing is thrown: a driver's thread must not see exceptions. After a failure
+    // nothing is computed until `take` has said so. Nor is Python asked whether to go on: whoever waits for
+    // the task may hold its lock.
     static void call(void* task) noexcept {
         HostTask& self = *static_cast<HostTask*>(task);
         self.begun_.fetch_add(1);
@@ -48,7 +50,7 @@ public:
     size_t begun() const { return begun_.load(); }
     size_t ended() const { return ended_.load(); }
 
-private:
+ private:
     void add_counts(const FFNCounts& c) {
         total_.active += c.active, total_.rows += c.rows, total_.rows_dense += c.rows_dense;
         total_.gates += c.gates, total_.predictor_bytes += c.predictor_bytes;

@@ -27,10 +27,12 @@ void Context::norm(const Norm& norm, const float* x, size_t tokens, size_t dim, 
 }
 
 // norm(x) in the form w's kernels take, made once for all rows of w.
-Input Context::input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, Scratch<uint8_t>& buffer) {
+Input Context::input(const Matrix& w, const Norm& norm, const float* x, size_t tokens,
+                     Scratch<uint8_t>& buffer) {
     const size_t cols = w.cols;
     const bool lanes = tokens > kFewTokens, copy = quantised(w) || lanes;
-    const size_t bytes = copy ? k.input_bytes(w.format, cols) : 4 * cols, tile = lanes ? k.tile_tokens(w.format) : 1;
+    const size_t bytes = copy ? k.input_bytes(w.format, cols) : 4 * cols,
+                 tile = lanes ? k.tile_tokens(w.format) : 1;
     uint8_t* to = copy ? grown(buffer, bytes * whole(tokens, tile)) : nullptr;
     float* normed = norm.weight ? grown(normed_, tokens * cols) : nullptr;
     each_token(pool, copy || normed ? tokens : 0, tile, [&](size_t t) {
@@ -48,10 +50,12 @@ void Context::linear(const Linear& w, const Input& in, float* out, bool add) {
     const Matrix& m = w.weight;
     uint8_t* scratch = in.lanes ? panels(k.panel_bytes(m.format, m.cols, in.tokens)) : nullptr;
     const std::shared_ptr<Fetches> reads = early_.lock();
-    Pieces pieces(m.rows, in.lanes ? size_t(k.panel_rows) : 16, pool.threads(), reads ? kBetweenReads / m.stride : m.rows);
+    Pieces pieces(m.rows, in.lanes ? size_t(k.panel_rows) : 16, pool.threads(),
+                  reads ? kBetweenReads / m.stride : m.rows);
     auto region = [&](int thread) {
         for (size_t begin, end; pieces.take(&begin, &end);) {
-            k.matmul(m, nullptr, begin, end, in, w.bias, add, out + begin, m.rows, scratch + size_t(thread) * panel_stride_);
+            k.matmul(m, nullptr, begin, end, in, w.bias, add, out + begin, m.rows,
+                     scratch + size_t(thread) * panel_stride_);
             if (reads) reads->take_in_passing();
         }
     };
@@ -74,8 +78,10 @@ std::vector<Context::Queries> Context::queries(const AttentionArgs& a) const {
     const size_t most = std::max<size_t>(1, kQueryRows / (a.heads.n / a.heads.n_kv));
     std::vector<Queries> all;
     for (size_t t = 0; t < a.step.tokens; t++) {
-        const size_t end = size_t(a.step.positions[t]) + 1, begin = a.heads.window && end > a.heads.window ? end - a.heads.window : 0;
-        if (all.empty() || all.back().tokens == most || a.step.sequence[t] != a.step.sequence[t - 1]) all.push_back({t, 0, begin, end});
+        const size_t end = size_t(a.step.positions[t]) + 1,
+                     begin = a.heads.window && end > a.heads.window ? end - a.heads.window : 0;
+        if (all.empty() || all.back().tokens == most || a.step.sequence[t] != a.step.sequence[t - 1])
+            all.push_back({t, 0, begin, end});
         Queries& q = all.back();
         q.tokens++;
         q.begin = std::min(q.begin, begin), q.end = std::max(q.end, end);
@@ -84,12 +90,21 @@ std::vector<Context::Queries> Context::queries(const AttentionArgs& a) const {
 }
 
 // Joins what the queries find at positions [begin, end) into `into`: [tokens * group][head_dim + 2].
-void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end, float* scores,
-                     float* into) {
-    const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv, width = (a.heads.n + 2 * a.heads.n_kv) * hd;
+void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end,
+                     float* scores, float* into) {
+    const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv,
+                 width = (a.heads.n + 2 * a.heads.n_kv) * hd;
     const size_t rows = q.tokens * group, at = head * a.step.block * hd;
-    Span span = {a.k + at, a.v + at, a.step.table + size_t(a.step.sequence[q.first]) * a.step.table_width,
-                 a.heads.n_kv * a.step.block * hd, a.step.block, hd, 0, 0, a.heads.scale, a.heads.softcap};
+    Span span = {a.k + at,
+                 a.v + at,
+                 a.step.table + size_t(a.step.sequence[q.first]) * a.step.table_width,
+                 a.heads.n_kv * a.step.block * hd,
+                 a.step.block,
+                 hd,
+                 0,
+                 0,
+                 a.heads.scale,
+                 a.heads.softcap};
     float* partial = scores + 4 * kSpan;
     for (size_t r = 0; r < rows; r++) into[r * (hd + 2) + hd + 1] = 0;
     for (size_t s = begin / kSpan * kSpan; s < end; s += kSpan) {
@@ -102,7 +117,9 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size
                 const size_t t = q.first + (r0 + r) / group;
                 query[r] = a.qkv + t * width + (head * group + (r0 + r) % group) * hd;
                 last[r] = a.step.positions[t] + 1;
-                first[r] = a.heads.window && last[r] > int32_t(a.heads.window) ? last[r] - int32_t(a.heads.window) : 0;
+                first[r] = a.heads.window && last[r] > int32_t(a.heads.window)
+                               ? last[r] - int32_t(a.heads.window)
+                               : 0;
             }
             k.attend(span, query, first, last, n, scores, partial);
             for (size_t r = 0; r < n; r++) k.merge(into + (r0 + r) * (hd + 2), partial + r * (hd + 2), hd);
@@ -111,7 +128,8 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size
 }
 
 void Context::attention(const AttentionArgs& a) {
-    const size_t hd = a.heads.dim, width = (a.heads.n + 2 * a.heads.n_kv) * hd, group = a.heads.n / a.heads.n_kv;
+    const size_t hd = a.heads.dim, width = (a.heads.n + 2 * a.heads.n_kv) * hd,
+                 group = a.heads.n / a.heads.n_kv;
     const size_t page_stride = a.heads.n_kv * a.step.block * hd, threads = size_t(pool.threads());
     const std::vector<Queries> all = queries(a);
     const size_t tasks = all.size() * a.heads.n_kv;
@@ -125,16 +143,19 @@ void Context::attention(const AttentionArgs& a) {
     std::atomic<size_t> next{0}, next_sum{0};
     const std::shared_ptr<Fetches> reads = early_.lock();
 
-    auto store = [&](size_t t, uint16_t* half) {  // rotate, then write this token's keys and values into its page
+    auto store = [&](size_t t,
+                     uint16_t* half) {  // rotate, then write this token's keys and values into its page
         float *q = a.qkv + t * width, *key = q + a.heads.n * hd, *value = key + a.heads.n_kv * hd;
         const size_t rotary = a.step.rotary;
         for (size_t h = 0; h < a.heads.n + a.heads.n_kv; h++) {
             const float* weight = h < a.heads.n ? a.heads.q_norm : a.heads.k_norm;
             if (weight) k.norm(q + h * hd, weight, nullptr, a.heads.norm_eps, false, hd, q + h * hd);
-            if (rotary) k.rope(q + h * hd, a.step.cos + t * (rotary / 2), a.step.sin + t * (rotary / 2), rotary);
+            if (rotary)
+                k.rope(q + h * hd, a.step.cos + t * (rotary / 2), a.step.sin + t * (rotary / 2), rotary);
         }
         const size_t p = size_t(a.step.positions[t]);
-        const size_t page = size_t(a.step.table[size_t(a.step.sequence[t]) * a.step.table_width + p / a.step.block]);
+        const size_t page =
+            size_t(a.step.table[size_t(a.step.sequence[t]) * a.step.table_width + p / a.step.block]);
         for (size_t h = 0; h < a.heads.n_kv; h++) {
             const size_t at = page * page_stride + h * a.step.block * hd;
             k.to_f16(key + h * hd, hd, half);
@@ -151,15 +172,19 @@ void Context::attention(const AttentionArgs& a) {
     };
     auto region = [&](int thread) {
         float* mine = scores + size_t(thread) * own;
-        for (size_t t = size_t(thread); t < a.step.tokens; t += threads) store(t, reinterpret_cast<uint16_t*>(mine));
+        for (size_t t = size_t(thread); t < a.step.tokens; t += threads)
+            store(t, reinterpret_cast<uint16_t*>(mine));
         pool.barrier();
         for (size_t task; (task = next.fetch_add(1)) < tasks * spans;) {
             const size_t i = all.size() - 1 - task / spans / a.heads.n_kv, head = task / spans % a.heads.n_kv;
             const Queries& q = all[i];  // the last, and longest, first
             const size_t s = q.begin / kSpan + task % spans;
             float* into = partial + (spans > 1 ? task : size_t(thread)) * stride;
-            if (spans == 1) attend(a, q, head, q.begin, q.end, mine, into), finish(q, head, into);
-            else attend(a, q, head, std::max(q.begin, s * kSpan), std::min(q.end, (s + 1) * kSpan), mine, into);
+            if (spans == 1)
+                attend(a, q, head, q.begin, q.end, mine, into), finish(q, head, into);
+            else
+                attend(a, q, head, std::max(q.begin, s * kSpan), std::min(q.end, (s + 1) * kSpan), mine,
+                       into);
             if (reads) reads->take_in_passing();
         }
         if (spans == 1) return;
@@ -176,7 +201,8 @@ void Context::attention(const AttentionArgs& a) {
     pool.run(region);
 }
 
-void Context::attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k, uint16_t* v) {
+void Context::attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k,
+                            uint16_t* v) {
     float* qkv = grown(qkv_, step.tokens * layer.qkv.weight.rows);
     float* out = grown(attended_, step.tokens * layer.out.weight.cols);
     matmul(layer.qkv, layer.norm, h, step.tokens, qkv, false);
@@ -191,7 +217,8 @@ void Context::attention_add(float* x, const float* h, const Attention& layer, co
 void Context::join(const Join& how, float* y, size_t tokens, size_t dim, float* x) {
     each_token(pool, tokens, 1, [&](size_t t) {
         float *from = y + t * dim, *to = x + t * dim;
-        if (how.norm.weight) k.norm(from, how.norm.weight, how.norm.bias, how.norm.eps, how.norm.layer, dim, from);
+        if (how.norm.weight)
+            k.norm(from, how.norm.weight, how.norm.bias, how.norm.eps, how.norm.layer, dim, from);
         for (size_t i = 0; i < dim; i++) to[i] += how.scale * from[i];
     });
 }

@@ -1,7 +1,7 @@
 // A mixture of experts: for each token the router picks some, and each of those is an FFN like any other.
 //
-// A token's bits depend on nothing but the token: its logits are a row of a matmul, an expert computes each token by
-// itself, and what its experts give is added up in ascending order of experts.
+// A token's bits depend on nothing but the token: its logits are a row of a matmul, an expert computes each
+// token by itself, and what its experts give is added up in ascending order of experts.
 #include <math.h>
 
 #include <algorithm>
@@ -12,8 +12,9 @@
 
 namespace tc {
 
-// Of the `active` largest logits (of equals those of lower experts; a NaN is larger than all, so that it shows) the
-// softmax; 0 for the others. A chosen expert whose share is too small for a float is one of the others, too.
+// Of the `active` largest logits (of equals those of lower experts; a NaN is larger than all, so that it
+// shows) the softmax; 0 for the others. A chosen expert whose share is too small for a float is one of the
+// others, too.
 static void route(const float* logits, size_t experts, size_t active, float* weights) {
     auto above = [](float a, float b) { return a > b || (isnan(a) && !isnan(b)); };
     std::fill(weights, weights + experts, 0.0f);
@@ -61,9 +62,11 @@ const float* Context::routed(const MixtureArgs& a, const float** h) {
         *h = normed;
     }
     if (a.weights) return a.weights;
-    float *logits = grown(routed_.logits, a.tokens * experts), *weights = grown(routed_.weights, a.tokens * experts);
+    float *logits = grown(routed_.logits, a.tokens * experts),
+          *weights = grown(routed_.weights, a.tokens * experts);
     matmul({m.router, nullptr}, {}, *h, a.tokens, logits, false);
-    for (size_t t = 0; t < a.tokens; t++) route(logits + t * experts, experts, m.active, weights + t * experts);
+    for (size_t t = 0; t < a.tokens; t++)
+        route(logits + t * experts, experts, m.active, weights + t * experts);
     return weights;
 }
 
@@ -77,8 +80,9 @@ size_t Context::tokens_of(const MixtureArgs& a, size_t e, const float* h, const 
     return n;
 }
 
-// Experts on disk share the reads of a call; when it is over, what was read for those that it did not need is let go. Records of all
-// grow older with each token: how fast a use is forgotten is for the text to say, not for how often an expert is chosen.
+// Experts on disk share the reads of a call; when it is over, what was read for those that it did not need is
+// let go. Records of all grow older with each token: how fast a use is forgotten is for the text to say, not
+// for how often an expert is chosen.
 static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted interrupted) {
     const std::vector<const FFN*>& experts = a.mixture.experts;
     if (!experts[0]->disk) return nullptr;
@@ -95,22 +99,25 @@ void Context::moe_block(const MixtureArgs& a, FFNCounts& total) {
     const std::shared_ptr<Fetches> reads = reads_of(a, interrupted);
     for (size_t e = 0; e < experts; e++) {
         const FFNCounts c = expert_add(a, e, h, weights, sum, reads);
-        total.active += c.active, total.rows += c.rows, total.gates += c.gates, total.predictor_bytes += c.predictor_bytes;
+        total.active += c.active, total.rows += c.rows, total.gates += c.gates,
+            total.predictor_bytes += c.predictor_bytes;
     }
     join(a.mixture.join, sum, a.tokens, a.dim, a.x);
 }
 
 // sum += expert e's part, of the tokens that go to it. h, sum [tokens, dim]; weights [tokens, experts].
-FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum,
-                              const std::shared_ptr<Fetches>& reads) {
-    const size_t experts = a.mixture.experts.size(), neurons = a.mixture.neurons(), dim = a.dim, n = tokens_of(a, e, h, weights);
+FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights,
+                              float* sum, const std::shared_ptr<Fetches>& reads) {
+    const size_t experts = a.mixture.experts.size(), neurons = a.mixture.neurons(), dim = a.dim,
+                 n = tokens_of(a, e, h, weights);
     if (!n) return {};
     const size_t* mine = routed_.tokens.data();
     float* out = grown(routed_.out, a.tokens * dim);
     float* record = a.record ? grown(routed_.record, a.tokens * neurons) : nullptr;
     std::fill(out, out + n * dim, 0.0f);
     const FFN& expert = *a.mixture.experts[e];
-    const FFNCounts c = ffn_add({expert, out, routed_.in.data(), n, dim, a.sparsity, record, reads, e * owners_of(expert)});
+    const FFNCounts c =
+        ffn_add({expert, out, routed_.in.data(), n, dim, a.sparsity, record, reads, e * owners_of(expert)});
     for (size_t k = 0; k < n; k++) {
         const float w = weights[mine[k] * experts + e];
         float *to = sum + mine[k] * dim, *from = out + k * dim;
@@ -124,11 +131,13 @@ void Context::read_ahead(const MixtureArgs& a) {
     const Mixture& m = a.mixture;
     if (!can_read_ahead(*m.experts[0], a.tokens, a.sparsity)) return;
     const float *h, *weights = routed(a, &h);
-    const std::shared_ptr<Fetches> reads = begin_reads(m.experts.data(), m.experts.size(), a.tokens, interrupted);
+    const std::shared_ptr<Fetches> reads =
+        begin_reads(m.experts.data(), m.experts.size(), a.tokens, interrupted);
     early_ = m.experts[0]->disk->reader.early = reads;
     for (size_t e = 0; e < m.experts.size(); e++)
         if (const size_t n = tokens_of(a, e, h, weights))
-            expect({*m.experts[e], nullptr, routed_.in.data(), n, a.dim, a.sparsity, nullptr, reads, e * owners_of(*m.experts[e])});
+            expect({*m.experts[e], nullptr, routed_.in.data(), n, a.dim, a.sparsity, nullptr, reads,
+                    e * owners_of(*m.experts[e])});
 }
 
 }  // namespace tc

@@ -18,8 +18,8 @@
 
 namespace tc {
 
-// Spinning between regions covers the Python time between two calls (a few microseconds); sleeping keeps an idle
-// engine off the CPU. 4000 pauses are 50 to 150 microseconds on current x86.
+// Spinning between regions covers the Python time between two calls (a few microseconds); sleeping keeps an
+// idle engine off the CPU. 4000 pauses are 50 to 150 microseconds on current x86.
 static constexpr int kSpin = 4000;
 
 Pool::Pool(int threads)
@@ -34,8 +34,10 @@ Pool::Pool(int threads)
 }
 
 Pool::~Pool() {
-    if (forks_so_far() == forks_) stop();
-    else for (std::thread& w : workers_) w.detach();  // they are the parent's
+    if (forks_so_far() == forks_)
+        stop();
+    else
+        for (std::thread& w : workers_) w.detach();  // they are the parent's
 }
 
 void Pool::stop() {
@@ -50,8 +52,7 @@ void Pool::stop() {
 }
 
 void Pool::run(void (*fn)(void*, int), void* state) {
-    if (threads_ > 1 && forks_so_far() != forks_)
-        throw std::runtime_error(kForked);
+    if (threads_ > 1 && forks_so_far() != forks_) throw std::runtime_error(kForked);
     std::lock_guard<std::mutex> region(region_);
     if (threads_ == 1) return fn(state, 0);
     fn_ = fn;
@@ -61,13 +62,17 @@ void Pool::run(void (*fn)(void*, int), void* state) {
     // or we see it asleep and wake it.
     epoch_.fetch_add(1);
     if (asleep_.load() > 0) {
-        { std::lock_guard<std::mutex> lock(sleep_); }
+        {
+            std::lock_guard<std::mutex> lock(sleep_);
+        }
         wake_.notify_all();
     }
     fn(state, 0);
     for (int spins = 0; done_.load(std::memory_order_acquire) != threads_ - 1; spins++) {
-        if (spins < kSpin) RELAX();
-        else std::this_thread::yield();  // somebody else has our worker's core
+        if (spins < kSpin)
+            RELAX();
+        else
+            std::this_thread::yield();  // somebody else has our worker's core
     }
 }
 
@@ -80,8 +85,10 @@ void Pool::barrier() {
         return;
     }
     for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-        if (spins < kSpin) RELAX();
-        else std::this_thread::yield();
+        if (spins < kSpin)
+            RELAX();
+        else
+            std::this_thread::yield();
     }
 }
 

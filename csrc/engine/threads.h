@@ -10,16 +10,17 @@
 namespace tc {
 
 class Pool {
-public:
-    explicit Pool(int threads);  // std::system_error where the system has no more threads; then none stays behind
+ public:
+    explicit Pool(
+        int threads);  // std::system_error where the system has no more threads; then none stays behind
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
     int threads() const { return threads_; }
 
-    // Run fn(state, thread) on every thread and wait. One region at a time (callers are serialised). fn does not throw.
-    // std::runtime_error in a process forked since: its copy of the pool has no threads.
+    // Run fn(state, thread) on every thread and wait. One region at a time (callers are serialised). fn does
+    // not throw. std::runtime_error in a process forked since: its copy of the pool has no threads.
     void run(void (*fn)(void* state, int thread), void* state);
     template <class Fn>
     void run(Fn& fn) {
@@ -29,27 +30,30 @@ public:
     // Inside a region, called by every thread equally often: nobody passes before all have arrived.
     void barrier();
 
-private:
+ private:
     void work(int thread);
     void stop();
 
     const int threads_;
     const unsigned forks_;  // this process has been forked from, when the threads were made
-    std::mutex region_;  // one region at a time
-    // Hand-off. The caller writes fn_ and state_, then increments epoch_ (release); a worker that sees the new epoch
-    // (acquire) therefore sees them. Each worker then increments done_ (release); the caller waits for threads_-1
-    // (acquire), so it sees everything the workers wrote, and no worker can still be reading fn_ when it returns.
+    std::mutex region_;     // one region at a time
+    // Hand-off. The caller writes fn_ and state_, then increments epoch_ (release); a worker that sees the
+    // new epoch (acquire) therefore sees them. Each worker then increments done_ (release); the caller waits
+    // for threads_-1 (acquire), so it sees everything the workers wrote, and no worker can still be reading
+    // fn_ when it returns.
     void (*fn_)(void*, int) = nullptr;
     void* state_ = nullptr;
     alignas(64) std::atomic<unsigned> epoch_{0};
     alignas(64) std::atomic<int> done_{0};
-    // Barrier: the last to arrive resets the count and then opens the next phase; the others wait for the phase to move.
+    // Barrier: the last to arrive resets the count and then opens the next phase; the others wait for the
+    // phase to move.
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<unsigned> phase_{0};
     std::atomic<bool> stop_{false};
     std::atomic<int> asleep_{0};
     std::mutex sleep_;
-    std::condition_variable& wake_;  // on the heap: a forked copy has sleepers that never leave, and cannot be destroyed
+    std::condition_variable&
+        wake_;  // on the heap: a forked copy has sleepers that never leave, and cannot be destroyed
     std::vector<std::thread> workers_;
 };
 

@@ -8,7 +8,8 @@
 
 namespace tc {
 
-// n elements. What was there is let go first, so that the two are never held at once, and room is never doubled.
+// n elements. What was there is let go first, so that the two are never held at once, and room is never
+// doubled.
 template <class T>
 T* grown(Scratch<T>& v, size_t n) {
     if (v.size() < n) {
@@ -19,24 +20,29 @@ T* grown(Scratch<T>& v, size_t n) {
 }
 
 inline size_t whole(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
-inline bool quantised(const Matrix& w) { return w.format == Q8_0 || w.format == Q4_0 || w.format == SIGNS; }  // x is, then
+inline bool quantised(const Matrix& w) {
+    return w.format == Q8_0 || w.format == Q4_0 || w.format == SIGNS;
+}  // x is, then
 
-// Work handed out in pieces that shrink: a thread whose core is busy elsewhere simply takes fewer, and the long first
-// pieces let prefetching run on. `unit`: pieces are multiples of it; `most`: none is longer.
+// Work handed out in pieces that shrink: a thread whose core is busy elsewhere simply takes fewer, and the
+// long first pieces let prefetching run on. `unit`: pieces are multiples of it; `most`: none is longer.
 class Pieces {
-public:
-    Pieces(size_t n, size_t unit, int threads, size_t most = SIZE_MAX) : n_(n), unit_(unit), threads_(size_t(threads)), most_(most) {}
+ public:
+    Pieces(size_t n, size_t unit, int threads, size_t most = SIZE_MAX)
+        : n_(n), unit_(unit), threads_(size_t(threads)), most_(most) {}
     bool take(size_t* begin, size_t* end) {
         size_t at = next_.load(std::memory_order_relaxed), size;
         do {
             if (at >= n_) return false;
-            size = std::max<size_t>(1, std::min(most_, (n_ - at) / (threads_ == 1 ? 1 : 2 * threads_)) / unit_) * unit_;
+            size =
+                std::max<size_t>(1, std::min(most_, (n_ - at) / (threads_ == 1 ? 1 : 2 * threads_)) / unit_) *
+                unit_;
         } while (!next_.compare_exchange_weak(at, at + size, std::memory_order_relaxed));
         *begin = at, *end = std::min(n_, at + size);
         return true;
     }
 
-private:
+ private:
     const size_t n_, unit_, threads_, most_;
     std::atomic<size_t> next_{0};
 };
@@ -55,12 +61,15 @@ void own_tokens(size_t tokens, size_t tile, int thread, int threads, Fn f) {
         for (size_t t = t0; t < std::min(tokens, t0 + tile); t++) f(t);
 }
 
-// f(t) for every token, over the threads; one token stays here, where a hand-off would cost more than the work.
+// f(t) for every token, over the threads; one token stays here, where a hand-off would cost more than the
+// work.
 template <class Fn>
 void each_token(Pool& pool, size_t tokens, size_t tile, Fn f) {
     auto some = [&](int thread) { own_tokens(tokens, tile, thread, pool.threads(), f); };
-    if (tokens > 1) pool.run(some);
-    else if (tokens) f(0);
+    if (tokens > 1)
+        pool.run(some);
+    else if (tokens)
+        f(0);
 }
 
 }  // namespace tc

@@ -1,10 +1,11 @@
-// Many tokens: weights go through panels. A panel is kPanelRows rows, unpacked and transposed once so that a vector holds
-// one column (four for int8) of W rows; then a tile of two vectors by kTileTokens tokens needs no horizontal sums.
-// Every element of the result is added up in the order of the row kernels (kernels.inl): lane by lane, and the lanes as
-// the same binary tree. Panels and activations are therefore stored lane by lane, activations of the tokens of a tile side
-// by side: the inner loops follow two pointers.
+// Many tokens: weights go through panels. A panel is kPanelRows rows, unpacked and transposed once so that a
+// vector holds one column (four for int8) of W rows; then a tile of two vectors by kTileTokens tokens needs
+// no horizontal sums. Every element of the result is added up in the order of the row kernels (kernels.inl):
+// lane by lane, and the lanes as the same binary tree. Panels and activations are therefore stored lane by
+// lane, activations of the tokens of a tile side by side: the inner loops follow two pointers.
 //
-// A panel is for one thread and lives in its L2 cache: 32 rows of 4096 columns are 144 KiB for either int format.
+// A panel is for one thread and lives in its L2 cache: 32 rows of 4096 columns are 144 KiB for either int
+// format.
 
 constexpr int kPanelRows = 2 * W;
 
@@ -30,8 +31,9 @@ struct Tree {
     }
 };
 
-// ---------------------------------------------------------------------------------------------- float formats
-// Chunk by chunk of kFloatChunk columns: [lane][step][kPanelRows] as stored, and activations [lane][step][kFloatTileTokens].
+// ---------------------------------------------------------------------------------------------- float
+// formats Chunk by chunk of kFloatChunk columns: [lane][step][kPanelRows] as stored, and activations
+// [lane][step][kFloatTileTokens].
 
 static size_t float_steps(size_t columns) { return (columns + kLanes - 1) / kLanes; }
 // A lane has a step too many: at 4 KiB apart, lanes would share the sets of the L1 cache.
@@ -85,9 +87,11 @@ static void float_panel(const uint8_t* const* rows, size_t k0, size_t n, typenam
     }
 }
 
-// sums[n] [kPanelRows] += the chunk's dot products with token n. Of `next`, `share` bytes are asked for per lane.
+// sums[n] [kPanelRows] += the chunk's dot products with token n. Of `next`, `share` bytes are asked for per
+// lane.
 template <class F, int NT>
-static void float_tile(const typename F::Stored* panel, size_t steps, const float* x, const uint8_t* next, size_t share, float* sums) {
+static void float_tile(const typename F::Stored* panel, size_t steps, const float* x, const uint8_t* next,
+                       size_t share, float* sums) {
     Tree<NT> tree;
     vf lane[2][NT];
     for (int i = 0; i < kLanes; i++) {
@@ -113,9 +117,9 @@ static void float_tile(const typename F::Stored* panel, size_t steps, const floa
         }
 }
 
-// ---------------------------------------------------------------------------------------------- quantised formats
-// Lane l of C chunks (512 columns each) holds blocks l, 16 + l, ...: panel [lane][chunk][8 dwords][kPanelRows], then
-// scales [lane][chunk][kPanelRows] f32. Activations: [lane][chunk] of XTile.
+// ---------------------------------------------------------------------------------------------- quantised
+// formats Lane l of C chunks (512 columns each) holds blocks l, 16 + l, ...: panel [lane][chunk][8
+// dwords][kPanelRows], then scales [lane][chunk][kPanelRows] f32. Activations: [lane][chunk] of XTile.
 
 static size_t int_chunks(size_t cols) { return (cols / 32 + 15) / 16; }
 static size_t lane_slot(size_t block, size_t chunks) { return block % 16 * chunks + block / 16; }
@@ -159,7 +163,7 @@ static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
     }
 }
 
-struct XTile {  // a block of kTileTokens tokens
+struct XTile {                  // a block of kTileTokens tokens
     int32_t q[8][kTileTokens];  // dword k of each
     float d[kTileTokens];
     int32_t offset[kTileTokens];
@@ -167,8 +171,8 @@ struct XTile {  // a block of kTileTokens tokens
 
 // x: the tile's, from its first token of NT on. Of `next`, `share` bytes are asked for per lane.
 template <class DOT, int NT>
-static void int_tile(const uint8_t* panel, size_t chunks, const XTile* x, size_t first, const uint8_t* next, size_t share,
-                     float* sums) {
+static void int_tile(const uint8_t* panel, size_t chunks, const XTile* x, size_t first, const uint8_t* next,
+                     size_t share, float* sums) {
     const float* scales = (const float*)(panel + chunks * 512 * kPanelRows);
     Tree<NT> tree;
     vf lane[2][NT];
@@ -203,27 +207,33 @@ static void int_tile(const uint8_t* panel, size_t chunks, const XTile* x, size_t
         for (int v = 0; v < 2; v++) vstore(sums + n * kPanelRows + v * W, lane[v][n]);
 }
 
-// ---------------------------------------------------------------------------------------------- matrix products
+// ---------------------------------------------------------------------------------------------- matrix
+// products
 
 template <class F>
-struct Gemm;  // run: sums [tokens][kPanelRows] = panel of rows . tokens; `next`: what to ask memory for meanwhile
+struct Gemm;  // run: sums [tokens][kPanelRows] = panel of rows . tokens; `next`: what to ask memory for
+              // meanwhile
 
 template <class T, vf (*LOAD)(const T*), vf (*LOAD_N)(const T*, int)>
 struct Gemm<FormatFloat<T, LOAD, LOAD_N>> {
     using Format = FormatFloat<T, LOAD, LOAD_N>;
-    static size_t bytes(size_t cols) { return sizeof(T) * kLanes * lane_stride(float_steps(smaller(cols, kFloatChunk))); }
-    static void run(const uint8_t* const* rows, size_t cols, const Input& x, const uint8_t* next, uint8_t* panel,
-                    float* sums) {
+    static size_t bytes(size_t cols) {
+        return sizeof(T) * kLanes * lane_stride(float_steps(smaller(cols, kFloatChunk)));
+    }
+    static void run(const uint8_t* const* rows, size_t cols, const Input& x, const uint8_t* next,
+                    uint8_t* panel, float* sums) {
         constexpr size_t G = kFloatTileTokens;
         const size_t chunks = (cols + kFloatChunk - 1) / kFloatChunk;
-        const size_t share = kPanelRows * sizeof(T) * cols / (chunks * x.tokens * kLanes);  // per token and lane
+        const size_t share =
+            kPanelRows * sizeof(T) * cols / (chunks * x.tokens * kLanes);  // per token and lane
         for (size_t i = 0; i < x.tokens * kPanelRows; i++) sums[i] = 0;
         for (size_t k0 = 0; k0 < cols; k0 += kFloatChunk) {
             const size_t n = smaller(kFloatChunk, cols - k0), steps = float_steps(n);
             float_panel<Format>(rows, k0, n, (T*)panel);
             tiles<kFloatTileTokens>(0, x.tokens, [&](size_t t, auto nt) {
                 const float* xs = (const float*)(x.data + t / G * G * x.row_bytes) + k0 * G + t % G;
-                float_tile<Format, nt.value>((const T*)panel, steps, xs, next, nt.value * share, sums + t * kPanelRows);
+                float_tile<Format, nt.value>((const T*)panel, steps, xs, next, nt.value * share,
+                                             sums + t * kPanelRows);
                 next += nt.value * share * kLanes;
             });
         }
@@ -234,14 +244,16 @@ template <int QUANT, void (*UNPACK)(const uint8_t*, vf*)>
 struct Gemm<FormatQ<QUANT, UNPACK>> {
     using Format = FormatQ<QUANT, UNPACK>;
     static size_t bytes(size_t cols) { return int_chunks(cols) * 16 * kPanelRows * (32 + 4); }
-    static void run(const uint8_t* const* rows, size_t cols, const Input& x, const uint8_t* next, uint8_t* panel,
-                    float* sums) {
+    static void run(const uint8_t* const* rows, size_t cols, const Input& x, const uint8_t* next,
+                    uint8_t* panel, float* sums) {
         constexpr size_t G = kTileTokens;
-        const size_t chunks = int_chunks(cols), share = kPanelRows * Format::row_bytes(cols) / (x.tokens * 16);
+        const size_t chunks = int_chunks(cols),
+                     share = kPanelRows * Format::row_bytes(cols) / (x.tokens * 16);
         int_panel<Format>(rows, cols, panel);
         tiles<kTileTokens>(0, x.tokens, [&](size_t t, auto nt) {
             const XTile* xs = (const XTile*)(x.data + t / G * G * x.row_bytes);
-            int_tile<Dot<QUANT>, nt.value>(panel, chunks, xs, t % G, next, nt.value * share, sums + t * kPanelRows);
+            int_tile<Dot<QUANT>, nt.value>(panel, chunks, xs, t % G, next, nt.value * share,
+                                           sums + t * kPanelRows);
             next += nt.value * share * 16;
         });
     }
@@ -254,7 +266,8 @@ static void matmul_panels(const Matrix& w, const int32_t* ids, size_t begin, siz
     uint8_t* panel = scratch + 4 * kPanelRows * x.tokens;
     const uint8_t* rows[kPanelRows];
     for (size_t r = begin; r < end; r += kPanelRows) {
-        for (size_t i = 0; i < size_t(kPanelRows); i++) {  // past the end: the last row again, and nobody looks
+        for (size_t i = 0; i < size_t(kPanelRows);
+             i++) {  // past the end: the last row again, and nobody looks
             const size_t at = smaller(r + i, end - 1);
             rows[i] = w.data + (ids ? size_t(ids[at]) : at) * w.stride;
         }
@@ -272,8 +285,8 @@ static void matmul_panels(const Matrix& w, const int32_t* ids, size_t begin, siz
     }
 }
 
-static void matmul(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x, const float* bias,
-                   bool add, float* y, size_t ldy, uint8_t* scratch) {
+static void matmul(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
+                   const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch) {
     if (x.lanes) {
         FOR_FORMAT(w.format, matmul_panels<F>(w, ids, begin, end, x, bias, add, y, ldy, scratch))
     } else if (w.format == SIGNS) {
@@ -296,10 +309,12 @@ static size_t input_bytes(Format format, size_t cols) {
     return quantised(format) ? int_chunks(cols) * sizeof(XChunk) : 4 * (cols + kLanes);
 }
 
-static size_t tile_tokens(Format format) { return size_t(quantised(format) ? kTileTokens : kFloatTileTokens); }
+static size_t tile_tokens(Format format) {
+    return size_t(quantised(format) ? kTileTokens : kFloatTileTokens);
+}
 
-static void quantize(Format format, const float* x, size_t cols, size_t begin, size_t end, bool lanes, size_t row_bytes,
-                     size_t t, uint8_t* out) {
+static void quantize(Format format, const float* x, size_t cols, size_t begin, size_t end, bool lanes,
+                     size_t row_bytes, size_t t, uint8_t* out) {
     const size_t tile = lanes ? tile_tokens(format) : 1, n = t % tile;
     out += (t - n) * row_bytes;
     if (format == SIGNS) {
@@ -311,8 +326,10 @@ static void quantize(Format format, const float* x, size_t cols, size_t begin, s
         return;
     }
     if (!quantised(format)) {  // [begin, end) is the whole row here
-        if (lanes) float_lanes(x, cols, (float*)out + n);
-        else memcpy(out, x, 4 * cols);
+        if (lanes)
+            float_lanes(x, cols, (float*)out + n);
+        else
+            memcpy(out, x, 4 * cols);
         return;
     }
     const size_t chunks = int_chunks(cols), last = cols / 32;

@@ -13,23 +13,32 @@
 namespace tc {
 
 enum Format : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3, Q4_0 = 4, SIGNS = 5, N_FORMATS = 6 };
-enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, FATRELU = 4, RELU2 = 5, N_ACTIVATIONS = 6 };
+enum Activation : int32_t {
+    SILU = 0,
+    GELU = 1,
+    GELU_TANH = 2,
+    RELU = 3,
+    FATRELU = 4,
+    RELU2 = 5,
+    N_ACTIVATIONS = 6
+};
 
-// A stored matrix: `rows` rows of `cols` weights, row r at data + r*stride. Rows of q8_0 and q4_0 are planar: the quants
-// of all blocks of 32 (q8_0: 32 int8; q4_0: 16 bytes, weight j < 16 in the low nibble of byte j, weight j + 16 in the
-// high one), then an f16 scale for each. w = d * q, and d * (nibble - 8). numpy's side is thermocline/quant.py.
-// SIGNS is for predictors, which only `matmul` of few tokens reads: bit i % 8 of byte i / 8 says that weight i is positive,
-// and the product with the signs of x is +1 for each pair that agrees, -1 for the others.
+// A stored matrix: `rows` rows of `cols` weights, row r at data + r*stride. Rows of q8_0 and q4_0 are planar:
+// the quants of all blocks of 32 (q8_0: 32 int8; q4_0: 16 bytes, weight j < 16 in the low nibble of byte j,
+// weight j + 16 in the high one), then an f16 scale for each. w = d * q, and d * (nibble - 8). numpy's side
+// is thermocline/quant.py. SIGNS is for predictors, which only `matmul` of few tokens reads: bit i % 8 of
+// byte i / 8 says that weight i is positive, and the product with the signs of x is +1 for each pair that
+// agrees, -1 for the others.
 struct Matrix {
     const uint8_t* data;
     Format format;
     size_t rows, cols, stride;
 };
 
-// Activations as matmul wants them, made by `quantize`: `row_bytes` per token. Two arrangements: rows for few tokens
-// (kernels.inl; for float formats the f32 row itself), and for many `lanes` (gemm.inl), tile_tokens of them interleaved,
-// so that memory for whole tiles is needed. The results are the same bits.
-// Up to kFewTokens a row is multiplied with all of them as it is stored; from more on, unpacking rows into panels pays.
+// Activations as matmul wants them, made by `quantize`: `row_bytes` per token. Two arrangements: rows for few
+// tokens (kernels.inl; for float formats the f32 row itself), and for many `lanes` (gemm.inl), tile_tokens of
+// them interleaved, so that memory for whole tiles is needed. The results are the same bits. Up to kFewTokens
+// a row is multiplied with all of them as it is stored; from more on, unpacking rows into panels pays.
 constexpr size_t kFewTokens = 4;
 struct Input {
     const uint8_t* data;
@@ -37,8 +46,8 @@ struct Input {
     bool lanes;
 };
 
-// The neurons of one FFN that a call works on, ids[0..n): rows rows[0..n) of up (data null when ungated) and down. Later
-// calls work on rows[n..listed).
+// The neurons of one FFN that a call works on, ids[0..n): rows rows[0..n) of up (data null when ungated) and
+// down. Later calls work on rows[n..listed).
 struct Bundles {
     Matrix up, down;
     const int32_t *ids, *rows;
@@ -63,46 +72,52 @@ struct Kernels {
     // Bytes of one activation row for weights of this format, in either arrangement.
     size_t (*input_bytes)(Format format, size_t cols);
     size_t (*tile_tokens)(Format format);
-    // Columns [begin, end) of token t's x [cols] into their places in all tokens' `out`. For q8_0 and q4_0: int8 blocks of 32 with f32 scales
-    // (max|x|/127); begin and end multiples of 32. Else all of the row.
-    void (*quantize)(Format format, const float* x, size_t cols, size_t begin, size_t end, bool lanes, size_t row_bytes,
-                     size_t t, uint8_t* out);
+    // Columns [begin, end) of token t's x [cols] into their places in all tokens' `out`. For q8_0 and q4_0:
+    // int8 blocks of 32 with f32 scales (max|x|/127); begin and end multiples of 32. Else all of the row.
+    void (*quantize)(Format format, const float* x, size_t cols, size_t begin, size_t end, bool lanes,
+                     size_t row_bytes, size_t t, uint8_t* out);
 
     // Scratch of a matmul in the lanes arrangement.
     size_t (*panel_bytes)(Format format, size_t cols, size_t tokens);
-    // y[t*ldy + (r - begin)] = dot(w row, x_t) + bias, for r in [begin, end), or += with `add`; the row is ids[r] where
-    // ids is given, else r. bias: [rows of w], or null; null with ids.
-    void (*matmul)(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x, const float* bias,
-                   bool add, float* y, size_t ldy, uint8_t* scratch);
+    // y[t*ldy + (r - begin)] = dot(w row, x_t) + bias, for r in [begin, end), or += with `add`; the row is
+    // ids[r] where ids is given, else r. bias: [rows of w], or null; null with ids.
+    void (*matmul)(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
+                   const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch);
 
     // Up and down rows of the listed neurons, for the few tokens of x:
-    //   h = gate[t*ldg + id] * up_act(up row . x_t);  y[t*cols + c] += h * down row[c], neurons in list order.
+    //   h = gate[t*ldg + id] * up_act(up row . x_t);  y[t*cols + c] += h * down row[c], neurons in list
+    //   order.
     // Returns the number of (token, neuron) pairs with h != 0. factors: scratch of 4 * ceil(cols/32) floats.
-    size_t (*bundles)(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y, float* factors);
+    size_t (*bundles)(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y,
+                      float* factors);
     // The down half alone, for many tokens and some columns:
-    //   y[t*ldy + (c - begin)] += sum over k in [0, n), ascending, of h[t*ldh + k] * w[ids[k]][c], c in [begin, end).
-    // begin is a multiple of 32; end too, or end == cols; end - begin <= kTileColumns. tile: scratch of kTileRows *
-    // kTileColumns floats. The same bits as `bundles` for the same h.
-    void (*accumulate)(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh, size_t tokens,
-                       size_t begin, size_t end, float* y, size_t ldy, float* tile);
+    //   y[t*ldy + (c - begin)] += sum over k in [0, n), ascending, of h[t*ldh + k] * w[ids[k]][c], c in
+    //   [begin, end).
+    // begin is a multiple of 32; end too, or end == cols; end - begin <= kTileColumns. tile: scratch of
+    // kTileRows * kTileColumns floats. The same bits as `bundles` for the same h.
+    void (*accumulate)(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh,
+                       size_t tokens, size_t begin, size_t end, float* y, size_t ldy, float* tile);
 
     void (*decode_row)(const Matrix& w, size_t row, float* out);
     // layer: subtract the mean first. bias may be null.
-    void (*norm)(const float* x, const float* weight, const float* bias, float eps, bool layer, size_t n, float* y);
+    void (*norm)(const float* x, const float* weight, const float* bias, float eps, bool layer, size_t n,
+                 float* y);
     void (*activate)(float* x, size_t n, Activation kind, float threshold);
 
     // Half-rotation RoPE in place on one head: pairs (i, i + head_dim/2).
     void (*rope)(float* x, const float* cos, const float* sin, size_t head_dim);
     void (*to_f16)(const float* x, size_t n, uint16_t* out);
 
-    // For each query q[r] [head_dim], over the positions of the span in [first[r], last[r]): partial[r], head_dim + 2
-    // floats: the sum of e^(s - top) * value, top = max s, the sum of e^(s - top). scores: scratch of 4 * kSpan floats.
-    void (*attend)(const Span& a, const float* const* q, const int32_t* first, const int32_t* last, size_t rows,
-                   float* scores, float* partial);
+    // For each query q[r] [head_dim], over the positions of the span in [first[r], last[r]): partial[r],
+    // head_dim + 2 floats: the sum of e^(s - top) * value, top = max s, the sum of e^(s - top). scores:
+    // scratch of 4 * kSpan floats.
+    void (*attend)(const Span& a, const float* const* q, const int32_t* first, const int32_t* last,
+                   size_t rows, float* scores, float* partial);
     // into := into joined with the partial of a later span. A total of 0 means no positions.
     void (*merge)(float* into, const float* partial, size_t head_dim);
 
-    // Read every byte, do next to nothing with it: the memory roof. Returns something that depends on all of it.
+    // Read every byte, do next to nothing with it: the memory roof. Returns something that depends on all of
+    // it.
     uint64_t (*read_all)(const uint8_t* p, size_t n);
 };
 
@@ -112,7 +127,7 @@ constexpr size_t kTileRows = 16, kTileColumns = 128;
 // What this CPU supports; THERMOCLINE_ISA can only lower the choice.
 const Kernels* chosen_kernels();                // null if THERMOCLINE_ISA names no level
 const Kernels* kernels_named(const char* isa);  // null if unknown or unsupported here
-const char* isa_level(size_t i);                // the names there are for this kind of CPU, best first, then null
+const char* isa_level(size_t i);  // the names there are for this kind of CPU, best first, then null
 
 const Kernels* scalar_kernels();
 #ifdef THERMOCLINE_X86

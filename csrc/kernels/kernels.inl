@@ -1,13 +1,14 @@
-// Rows of weights times activations, and sums of rows: the kernels of decode, once. Included by each isa_*.cpp after its
-// simd_*.h, inside its own namespace, then gemm.inl and ops.inl; no STL, no exceptions (an inline STL function compiled
-// with AVX flags here could be the copy the linker keeps for everyone).
+// Rows of weights times activations, and sums of rows: the kernels of decode, once. Included by each
+// isa_*.cpp after its simd_*.h, inside its own namespace, then gemm.inl and ops.inl; no STL, no exceptions
+// (an inline STL function compiled with AVX flags here could be the copy the linker keeps for everyone).
 //
-// A format is a struct of: row_bytes, dot (one row, one token), unpack (weights as floats without their scale), scales
-// (of every 32 columns; 1 for float formats) and, in gemm.inl, a panel.
+// A format is a struct of: row_bytes, dot (one row, one token), unpack (weights as floats without their
+// scale), scales (of every 32 columns; 1 for float formats) and, in gemm.inl, a panel.
 //
-// The order of additions is the format's: a dot product of a float format adds up chunks of kFloatChunk columns; in a
-// chunk, column k goes to lane k mod 32. Of a quantised format, block b (32 columns, an exact integer) goes to lane
-// b mod 16. Lanes are added as a binary tree of halves. gemm.inl adds in the same order: the same bits.
+// The order of additions is the format's: a dot product of a float format adds up chunks of kFloatChunk
+// columns; in a chunk, column k goes to lane k mod 32. Of a quantised format, block b (32 columns, an exact
+// integer) goes to lane b mod 16. Lanes are added as a binary tree of halves. gemm.inl adds in the same
+// order: the same bits.
 
 constexpr size_t kFloatChunk = 2048;
 constexpr int kLanes = 32;
@@ -18,8 +19,9 @@ constexpr size_t kAhead = 8192;
 static inline void prefetch_span(const uint8_t* p, size_t n) {
     for (size_t k = 0; k < n; k += 64) prefetch(p + k);
 }
-// The next part of a row: the lines that begin in it. (The first line of a row is asked for by itself.) Every line once: asking
-// for every second, fourth or eighth and leaving the rest to the hardware halves the speed of gathered rows.
+// The next part of a row: the lines that begin in it. (The first line of a row is asked for by itself.) Every
+// line once: asking for every second, fourth or eighth and leaving the rest to the hardware halves the speed
+// of gathered rows.
 static inline void prefetch_on(const uint8_t* p, size_t n) {
     for (size_t k = (0 - (size_t)p) % 64; k < n; k += 64) prefetch(p + k);
 }
@@ -54,11 +56,14 @@ struct FormatFloat {
     using Stored = T;
     static size_t row_bytes(size_t n) { return sizeof(T) * n; }
     static vf load(const uint8_t* row, size_t c) { return LOAD((const T*)row + c); }
-    static vf load_some(const uint8_t* row, size_t c, int n) { return n >= W ? load(row, c) : LOAD_N((const T*)row + c, n); }
+    static vf load_some(const uint8_t* row, size_t c, int n) {
+        return n >= W ? load(row, c) : LOAD_N((const T*)row + c, n);
+    }
     static constexpr int row_tokens = kFloatRowTokens;
     // Of NT tokens, `stride` bytes apart. `next`: a row to ask memory for meanwhile.
     template <int NT>
-    static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t stride, size_t cols, float* out) {
+    static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t stride, size_t cols,
+                    float* out) {
         const T* w = (const T*)row;
         auto x = [&](int n, size_t k) { return (const float*)(input + size_t(n) * stride) + k; };
         for (int n = 0; n < NT; n++) out[n] = 0;
@@ -96,9 +101,11 @@ using FormatF32 = FormatFloat<float, vload, vload_n>;
 using FormatF16 = FormatFloat<uint16_t, vload_f16, vload_f16_n>;
 using FormatBF16 = FormatFloat<uint16_t, vload_bf16, vload_bf16_n>;
 
-// One token's activations for the row kernels: chunks of 16 blocks. Blocks past the end are zero, scale and all.
+// One token's activations for the row kernels: chunks of 16 blocks. Blocks past the end are zero, scale and
+// all.
 struct XChunk {
-    int8_t q[512];  // q4_0: low halves of kQ4Group blocks, then their high halves, as the nibbles lie in a vector
+    int8_t q[512];  // q4_0: low halves of kQ4Group blocks, then their high halves, as the nibbles lie in a
+                    // vector
     float d[16];
     int32_t offset[16];  // - (what was added to the weights) * (sum of q)
 };
@@ -108,16 +115,22 @@ template <int QUANT, void (*UNPACK)(const uint8_t*, vf*)>
 struct FormatQ {
     static constexpr int quant_bytes = QUANT, row_tokens = kRowTokens;
     static size_t row_bytes(size_t n) { return n / 32 * (QUANT + 2); }
-    static const uint16_t* row_scales(const uint8_t* row, size_t cols) { return (const uint16_t*)(row + cols / 32 * QUANT); }
+    static const uint16_t* row_scales(const uint8_t* row, size_t cols) {
+        return (const uint16_t*)(row + cols / 32 * QUANT);
+    }
     template <int NT>
-    static inline void add_chunk(const uint8_t* q, const uint16_t* d, const XChunk* first, size_t stride, int blocks,
-                                 vf (*acc)[16 / W]) {
+    static inline void add_chunk(const uint8_t* q, const uint16_t* d, const XChunk* first, size_t stride,
+                                 int blocks, vf (*acc)[16 / W]) {
         vi sums[NT][16 / W];
-        if constexpr (QUANT == 32) q8_sums<NT>(q, first->q, stride, blocks, sums);
-        else q4_sums<NT>(q, first->q, stride, blocks, sums);
+        if constexpr (QUANT == 32)
+            q8_sums<NT>(q, first->q, stride, blocks, sums);
+        else
+            q4_sums<NT>(q, first->q, stride, blocks, sums);
         for (int v = 0; v < 16 / W; v++) {
             const int left = blocks - v * W;
-            const vf scale = left >= W ? vload_f16(d + v * W) : left > 0 ? vload_f16_n(d + v * W, left) : vzero();
+            const vf scale = left >= W  ? vload_f16(d + v * W)
+                             : left > 0 ? vload_f16_n(d + v * W, left)
+                                        : vzero();
             for (int n = 0; n < NT; n++) {
                 const XChunk* x = (const XChunk*)((const uint8_t*)first + size_t(n) * stride);
                 const vf s = vi_f32(vi_add(sums[n][v], vi_load(x->offset + v * W)));
@@ -126,7 +139,8 @@ struct FormatQ {
         }
     }
     template <int NT>
-    static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t stride, size_t cols, float* out) {
+    static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t stride, size_t cols,
+                    float* out) {
         const XChunk* x = (const XChunk*)input;
         const uint16_t* d = row_scales(row, cols);
         const size_t blocks = cols / 32;
@@ -166,28 +180,52 @@ struct FormatSigns {
     static size_t row_bytes(size_t n) { return sign_bytes(n); }
     static constexpr int row_tokens = 1;
     template <int NT>
-    static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t, size_t cols, float* out) {
+    static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t, size_t cols,
+                    float* out) {
         prefetch_span(next, sign_bytes(cols));
         *out = float(int64_t(cols) - 2 * int64_t(bits_that_differ(row, input, sign_bytes(cols))));
     }
 };
 
-#define FOR_FORMAT(format, CALL)                 \
-    switch (format) {                            \
-        case F32: { using F = FormatF32; CALL; break; }   \
-        case F16: { using F = FormatF16; CALL; break; }   \
-        case BF16: { using F = FormatBF16; CALL; break; } \
-        case Q8_0: { using F = FormatQ8_0; CALL; break; } \
-        case Q4_0: { using F = FormatQ4_0; CALL; break; } \
-        default: break;                          \
+#define FOR_FORMAT(format, CALL)  \
+    switch (format) {             \
+        case F32: {               \
+            using F = FormatF32;  \
+            CALL;                 \
+            break;                \
+        }                         \
+        case F16: {               \
+            using F = FormatF16;  \
+            CALL;                 \
+            break;                \
+        }                         \
+        case BF16: {              \
+            using F = FormatBF16; \
+            CALL;                 \
+            break;                \
+        }                         \
+        case Q8_0: {              \
+            using F = FormatQ8_0; \
+            CALL;                 \
+            break;                \
+        }                         \
+        case Q4_0: {              \
+            using F = FormatQ4_0; \
+            CALL;                 \
+            break;                \
+        }                         \
+        default:                  \
+            break;                \
     }
 
 // ---------------------------------------------------------------------------------------------- dot products
 
-// Rows of at most 8 blocks of q8_0, as a predictor's second half has: as many as fill a chunk are multiplied at once. One by
-// one they cost three times what memory takes for them. The same bits: a row's lanes are added as in `dot`.
+// Rows of at most 8 blocks of q8_0, as a predictor's second half has: as many as fill a chunk are multiplied
+// at once. One by one they cost three times what memory takes for them. The same bits: a row's lanes are
+// added as in `dot`.
 constexpr size_t kShortBlocks = 8;
-static void short_rows(const Matrix& w, size_t begin, size_t end, const Input& x, const float* bias, bool add, float* y, size_t ldy) {
+static void short_rows(const Matrix& w, size_t begin, size_t end, const Input& x, const float* bias, bool add,
+                       float* y, size_t ldy) {
     const size_t blocks = w.cols / 32;
     size_t lanes = 1;  // of a row: its blocks, and zeros up to a power of two
     while (lanes < blocks) lanes *= 2;
@@ -238,7 +276,8 @@ static void matmul_rows(const Matrix& w, const int32_t* ids, size_t begin, size_
         const uint8_t* next = w.data + (ids ? size_t(ids[later]) : later) * w.stride;
         tiles<F::row_tokens>(0, x.tokens, [&](size_t t, auto nt) {
             float sums[nt.value];
-            F::template dot<nt.value>(w.data + id * w.stride, next, x.data + t * x.row_bytes, x.row_bytes, w.cols, sums);
+            F::template dot<nt.value>(w.data + id * w.stride, next, x.data + t * x.row_bytes, x.row_bytes,
+                                      w.cols, sums);
             for (size_t n = 0; n < nt.value; n++) {
                 float* out = y + (t + n) * ldy + (r - begin);
                 const float v = sums[n] + (bias ? bias[id] : 0.0f);
@@ -248,12 +287,15 @@ static void matmul_rows(const Matrix& w, const int32_t* ids, size_t begin, size_
     }
 }
 
-// ---------------------------------------------------------------------------------------------- weighted row sums
+// ---------------------------------------------------------------------------------------------- weighted row
+// sums
 //
-// y += h_i * row_i, as fma(q, h_i * scale, y) with the product of h and the scale rounded once: the same in all paths.
+// y += h_i * row_i, as fma(q, h_i * scale, y) with the product of h and the scale rounded once: the same in
+// all paths.
 
-// One token: G rows at a time straight from the stored format, y loaded and stored once per group; meanwhile the G
-// rows at `next` are asked for, one after the other. factors: G * blocks floats of scratch, h * scale of 32 columns.
+// One token: G rows at a time straight from the stored format, y loaded and stored once per group; meanwhile
+// the G rows at `next` are asked for, one after the other. factors: G * blocks floats of scratch, h * scale
+// of 32 columns.
 template <class F, int G>
 static void accumulate_group(const uint8_t* const* rows, const float* h, size_t cols, float* y,
                              const uint8_t* const* next, float* factors) {
@@ -292,13 +334,15 @@ static void accumulate_group(const uint8_t* const* rows, const float* h, size_t 
 // Several tokens: a tile of rows is unpacked once (8 KiB, in L1), then added to every token, NT at a time.
 // factor[n][g] = h * scale of the tile's block; columns [c, c + left) of the block.
 template <int NT>
-static void accumulate_block(const float (*factor)[kTileRows], const float* tile, size_t rows, int left, float* y,
-                             size_t ldy) {
+static void accumulate_block(const float (*factor)[kTileRows], const float* tile, size_t rows, int left,
+                             float* y, size_t ldy) {
     constexpr int U = 32 / W;
     vf acc[NT][U];
     for (int n = 0; n < NT; n++)
         for (int u = 0; u < U; u++)
-            acc[n][u] = left >= (u + 1) * W ? vload(y + n * ldy + u * W) : left > u * W ? vload_n(y + n * ldy + u * W, left - u * W) : vzero();
+            acc[n][u] = left >= (u + 1) * W ? vload(y + n * ldy + u * W)
+                        : left > u * W      ? vload_n(y + n * ldy + u * W, left - u * W)
+                                            : vzero();
     for (size_t g = 0; g < rows; g++)
         for (int u = 0; u < U; u++) {
             const vf w = vload(tile + g * kTileColumns + u * W);
@@ -306,14 +350,16 @@ static void accumulate_block(const float (*factor)[kTileRows], const float* tile
         }
     for (int n = 0; n < NT; n++)
         for (int u = 0; u < U; u++) {
-            if (left >= (u + 1) * W) vstore(y + n * ldy + u * W, acc[n][u]);
-            else if (left > u * W) vstore_n(y + n * ldy + u * W, acc[n][u], left - u * W);
+            if (left >= (u + 1) * W)
+                vstore(y + n * ldy + u * W, acc[n][u]);
+            else if (left > u * W)
+                vstore_n(y + n * ldy + u * W, acc[n][u], left - u * W);
         }
 }
 
 template <class F>
-static void accumulate_format(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh, size_t tokens,
-                              size_t begin, size_t end, float* y, size_t ldy, float* tile) {
+static void accumulate_format(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh,
+                              size_t tokens, size_t begin, size_t end, float* y, size_t ldy, float* tile) {
     constexpr size_t G = kTileRows, C = kTileColumns, B = C / 32;
     const size_t width = end - begin, blocks = (width + 31) / 32;
     for (size_t k0 = 0; k0 < n; k0 += G) {
@@ -330,7 +376,8 @@ static void accumulate_format(const Matrix& w, const int32_t* ids, size_t n, con
                 F::unpack(row, begin + c, u);
                 for (int k = 0; k < 32 / W; k++) vstore(tile + g * C + c + k * W, u[k]);
             }
-            for (; c < width; c += W) vstore(tile + g * C + c, F::unpack_n(row, begin + c, int(smaller(W, width - c))));
+            for (; c < width; c += W)
+                vstore(tile + g * C + c, F::unpack_n(row, begin + c, int(smaller(W, width - c))));
         }
         for (size_t t = 0; t < tokens;) {
             const size_t nt = tokens - t >= 4 ? 4 : 1;
@@ -338,19 +385,22 @@ static void accumulate_format(const Matrix& w, const int32_t* ids, size_t n, con
                 for (size_t i = 0; i < nt; i++)
                     for (size_t g = 0; g < rows; g++) factor[i][g] = scale[b][g] * h[(t + i) * ldh + k0 + g];
                 const int left = int(smaller(32, width - 32 * b));
-                if (nt == 4) accumulate_block<4>(factor, tile + 32 * b, rows, left, y + t * ldy + 32 * b, ldy);
-                else accumulate_block<1>(factor, tile + 32 * b, rows, left, y + t * ldy + 32 * b, ldy);
+                if (nt == 4)
+                    accumulate_block<4>(factor, tile + 32 * b, rows, left, y + t * ldy + 32 * b, ldy);
+                else
+                    accumulate_block<1>(factor, tile + 32 * b, rows, left, y + t * ldy + 32 * b, ldy);
             }
             t += nt;
         }
     }
 }
 
-// A few tokens, all columns: the group's up rows, then its down rows. Meanwhile the next group's records are asked for
-// in the order they lie in memory, at the rate at which this group's are used up: memory sees one stream.
+// A few tokens, all columns: the group's up rows, then its down rows. Meanwhile the next group's records are
+// asked for in the order they lie in memory, at the rate at which this group's are used up: memory sees one
+// stream.
 template <class F, int G>
-static size_t bundle_group(const Bundles& w, size_t k, const Input& x, const float* gate, size_t ldg, float* y,
-                           float* factors) {
+static size_t bundle_group(const Bundles& w, size_t k, const Input& x, const float* gate, size_t ldg,
+                           float* y, float* factors) {
     constexpr int rows = 2;  // of a record
     const uint8_t *up[G] = {}, *down[G], *next[rows * G];
     const size_t dim = w.down.cols;
@@ -411,11 +461,12 @@ static void decode_row_format(const uint8_t* row, size_t cols, float* out) {
     }
 }
 
-static void accumulate(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh, size_t tokens,
-                       size_t begin, size_t end, float* y, size_t ldy, float* scratch) {
+static void accumulate(const Matrix& w, const int32_t* ids, size_t n, const float* h, size_t ldh,
+                       size_t tokens, size_t begin, size_t end, float* y, size_t ldy, float* scratch) {
     FOR_FORMAT(w.format, accumulate_format<F>(w, ids, n, h, ldh, tokens, begin, end, y, ldy, scratch))
 }
-static size_t bundles(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y, float* factors) {
+static size_t bundles(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y,
+                      float* factors) {
     size_t live = 0;
     FOR_FORMAT(w.down.format, live = bundles_format<F>(w, x, gate, ldg, y, factors))
     return live;

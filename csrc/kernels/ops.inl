@@ -30,7 +30,9 @@ static vf sigmoid(vf x) { return vdiv(vset1(1), vadd(vset1(1), vexp(vsub(vzero()
 
 static void activate(float* x, size_t n, Activation kind, float threshold) {
     switch (kind) {
-        case SILU: map(x, n, [](vf g) { return vmul(g, sigmoid(g)); }); break;
+        case SILU:
+            map(x, n, [](vf g) { return vmul(g, sigmoid(g)); });
+            break;
         case GELU:
             for (size_t i = 0; i < n; i++) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
             break;
@@ -40,14 +42,25 @@ static void activate(float* x, size_t n, Activation kind, float threshold) {
                 return vmul(g, sigmoid(vadd(z, z)));
             });
             break;
-        case RELU: map(x, n, [](vf g) { return vgate(g, vzero()); }); break;
-        case FATRELU: map(x, n, [=](vf g) { return vgate(g, vset1(threshold)); }); break;
-        case RELU2: map(x, n, [](vf g) { g = vgate(g, vzero()); return vmul(g, g); }); break;
-        default: break;
+        case RELU:
+            map(x, n, [](vf g) { return vgate(g, vzero()); });
+            break;
+        case FATRELU:
+            map(x, n, [=](vf g) { return vgate(g, vset1(threshold)); });
+            break;
+        case RELU2:
+            map(x, n, [](vf g) {
+                g = vgate(g, vzero());
+                return vmul(g, g);
+            });
+            break;
+        default:
+            break;
     }
 }
 
-static void norm(const float* x, const float* weight, const float* bias, float eps, bool layer, size_t n, float* y) {
+static void norm(const float* x, const float* weight, const float* bias, float eps, bool layer, size_t n,
+                 float* y) {
     vf s = vzero();
     size_t i = 0;
     float mean = 0;
@@ -77,7 +90,8 @@ static void rope(float* x, const float* cos, const float* sin, size_t head_dim) 
     const size_t half = head_dim / 2;
     for (size_t i = 0; i < half; i += W) {
         const int k = int(half - i < size_t(W) ? half - i : size_t(W));
-        const vf a = vload_n(x + i, k), b = vload_n(x + half + i, k), c = vload_n(cos + i, k), s = vload_n(sin + i, k);
+        const vf a = vload_n(x + i, k), b = vload_n(x + half + i, k), c = vload_n(cos + i, k),
+                 s = vload_n(sin + i, k);
         vstore_n(x + i, vsub(vmul(a, c), vmul(b, s)), k);
         vstore_n(x + half + i, vadd(vmul(b, c), vmul(a, s)), k);
     }
@@ -92,15 +106,15 @@ static void to_f16(const float* x, size_t n, uint16_t* out) {
 
 // ---------------------------------------------------------------------------------------------- attention
 //
-// Scores of W positions at a time (keys lie [head_dim][block] in their page), even and odd elements of the head apart;
-// positions in spans of kSpan, whose softmax parts are merged in order (the rule of flash attention, arXiv 2205.14135).
-// Nothing here depends on which queries or spans a call works on.
+// Scores of W positions at a time (keys lie [head_dim][block] in their page), even and odd elements of the
+// head apart; positions in spans of kSpan, whose softmax parts are merged in order (the rule of flash
+// attention, arXiv 2205.14135). Nothing here depends on which queries or spans a call works on.
 
-// Queries times the keys of n <= 2W positions. `ahead`: the page that will be read next, asked for line by line: all of
-// it at once would fill the queue to memory and then leave it empty (16 GB/s instead of 30).
+// Queries times the keys of n <= 2W positions. `ahead`: the page that will be read next, asked for line by
+// line: all of it at once would fill the queue to memory and then leave it empty (16 GB/s instead of 30).
 template <int NR, bool FULL>
-static void score_tile(const uint16_t* k, size_t block, size_t head_dim, int n, const float* const* q, float scale,
-                       const uint16_t* ahead, float* const* out) {
+static void score_tile(const uint16_t* k, size_t block, size_t head_dim, int n, const float* const* q,
+                       float scale, const uint16_t* ahead, float* const* out) {
     vf sum[2][NR][2];
     for (int odd = 0; odd < 2; odd++)
         for (int r = 0; r < NR; r++) sum[odd][r][0] = sum[odd][r][1] = vzero();
@@ -142,8 +156,10 @@ static void value_tile(const uint16_t* v, size_t head_dim, size_t count, int n, 
     }
     for (int r = 0; r < NR; r++)
         for (int u = 0; u < U; u++) {
-            if (U > 1) vstore(out[r] + u * W, acc[r][u]);
-            else vstore_n(out[r], acc[r][u], n);
+            if (U > 1)
+                vstore(out[r] + u * W, acc[r][u]);
+            else
+                vstore_n(out[r], acc[r][u], n);
         }
 }
 
@@ -160,8 +176,8 @@ static void span_softmax(float* s, size_t lo, size_t hi, size_t n, float* top_to
 }
 
 template <int NR>
-static void attend_rows(const Span& a, const float* const* q, const int32_t* first, const int32_t* last, float* scores,
-                        float* partial) {
+static void attend_rows(const Span& a, const float* const* q, const int32_t* first, const int32_t* last,
+                        float* scores, float* partial) {
     const size_t n = a.end - a.begin, hd = a.head_dim;
     float *s[NR], *out[NR];
     size_t lo[NR], hi[NR], lowest = n, highest = 0;  // what each query attends to, and any of them
@@ -173,19 +189,23 @@ static void attend_rows(const Span& a, const float* const* q, const int32_t* fir
         hi[r] = size_t(last[r]) > a.begin ? smaller(size_t(last[r]) - a.begin, n) : 0;
         if (hi[r] > lo[r]) lowest = smaller(lowest, lo[r]), highest = hi[r] > highest ? hi[r] : highest;
     }
-    // Pages before the queries' windows are not touched: they may be gone. Scores not written here are never used.
+    // Pages before the queries' windows are not touched: they may be gone. Scores not written here are never
+    // used.
     const size_t touched = (a.begin + lowest) / a.block * a.block, until = a.begin + highest;
     for (size_t p = touched > a.begin ? touched : a.begin; p < until;) {
         const size_t page = p / a.block, stop = smaller((page + 1) * a.block, until);
         const uint16_t* k = a.k + size_t(a.table[page]) * a.page_stride + p % a.block;
-        const uint16_t* ahead = stop < until ? a.k + size_t(a.table[page + 1]) * a.page_stride
-                                             : a.v + size_t(a.table[(a.begin + lowest) / a.block]) * a.page_stride;
+        const uint16_t* ahead = stop < until
+                                    ? a.k + size_t(a.table[page + 1]) * a.page_stride
+                                    : a.v + size_t(a.table[(a.begin + lowest) / a.block]) * a.page_stride;
         for (size_t i = p; i < stop; i += 2 * W, k += 2 * W) {
             const int count = int(smaller(2 * W, stop - i));
             float* to[NR];
             for (int r = 0; r < NR; r++) to[r] = s[r] + (i - a.begin);
-            if (count == 2 * W) score_tile<NR, true>(k, a.block, hd, count, q, a.scale, ahead, to);
-            else score_tile<NR, false>(k, a.block, hd, count, q, a.scale, ahead, to);
+            if (count == 2 * W)
+                score_tile<NR, true>(k, a.block, hd, count, q, a.scale, ahead, to);
+            else
+                score_tile<NR, false>(k, a.block, hd, count, q, a.scale, ahead, to);
         }
         p = stop;
     }
@@ -216,12 +236,14 @@ static void attend_rows(const Span& a, const float* const* q, const int32_t* fir
     }
 }
 
-static void attend(const Span& a, const float* const* q, const int32_t* first, const int32_t* last, size_t rows,
-                   float* scores, float* partial) {
+static void attend(const Span& a, const float* const* q, const int32_t* first, const int32_t* last,
+                   size_t rows, float* scores, float* partial) {
     constexpr int NR = W / 4;  // 4 queries times 2 vectors, even and odd: half of the registers
     size_t r = 0;
-    for (; r + NR <= rows; r += NR) attend_rows<NR>(a, q + r, first + r, last + r, scores, partial + r * (a.head_dim + 2));
-    for (; r < rows; r++) attend_rows<1>(a, q + r, first + r, last + r, scores, partial + r * (a.head_dim + 2));
+    for (; r + NR <= rows; r += NR)
+        attend_rows<NR>(a, q + r, first + r, last + r, scores, partial + r * (a.head_dim + 2));
+    for (; r < rows; r++)
+        attend_rows<1>(a, q + r, first + r, last + r, scores, partial + r * (a.head_dim + 2));
 }
 
 static void merge(float* into, const float* partial, size_t n) {
@@ -254,5 +276,6 @@ static uint64_t read_all(const uint8_t* p, size_t n) {
     return bits;
 }
 
-static const Kernels table = {ISA_NAME, kPanelRows, input_bytes, tile_tokens, quantize, panel_bytes, matmul, bundles, accumulate,
-                              decode_row, norm, activate, rope, to_f16, attend, merge, read_all};
+static const Kernels table = {ISA_NAME, kPanelRows, input_bytes, tile_tokens, quantize, panel_bytes,
+                              matmul,   bundles,    accumulate,  decode_row,  norm,     activate,
+                              rope,     to_f16,     attend,      merge,       read_all};

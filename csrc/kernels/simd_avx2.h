@@ -30,7 +30,8 @@ static inline void vstore_f16_n(uint16_t* p, vf a, int n) {
     memcpy(p, t, size_t(n) * 2);
 }
 static inline vf vload_bf16(const uint16_t* p) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 static inline vf vload_bf16_n(const uint16_t* p, int n) {
     uint16_t t[8] = {0};
@@ -47,10 +48,15 @@ static inline vf vabs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a);
 static inline vf vfma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vf vround(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 static inline vf vpow2(vf a) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(a), _mm256_set1_epi32(127)), 23));
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(a), _mm256_set1_epi32(127)), 23));
 }
-static inline vf vgate(vf x, vf threshold) { return _mm256_and_ps(x, _mm256_cmp_ps(x, threshold, _CMP_NLE_UQ)); }
-static inline uint32_t vpositive(vf a) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, vzero(), _CMP_GT_OQ))); }
+static inline vf vgate(vf x, vf threshold) {
+    return _mm256_and_ps(x, _mm256_cmp_ps(x, threshold, _CMP_NLE_UQ));
+}
+static inline uint32_t vpositive(vf a) {
+    return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, vzero(), _CMP_GT_OQ)));
+}
 static inline float vsum(vf a) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -76,14 +82,16 @@ static inline vi vi_shr4(vi a) { return _mm256_srli_epi32(a, 4); }
 static inline vf vi_f32(vi a) { return _mm256_cvtepi32_ps(a); }
 static inline vi vf_bits(vf a) { return _mm256_castps_si256(a); }
 
-// Without this GCC moves additions about until it runs out of registers: half the accumulators went through memory.
+// Without this GCC moves additions about until it runs out of registers: half the accumulators went through
+// memory.
 static inline vi in_register(vi a) {
 #ifdef __GNUC__
     asm("" : "+x"(a));
 #endif
     return a;
 }
-#ifdef AVXVNNI  // vpdpbusd: unsigned weights (q8_0 is offset by 128, and corrected with the sums of x), signed x
+#ifdef AVXVNNI  // vpdpbusd: unsigned weights (q8_0 is offset by 128, and corrected with the sums of x),
+                // signed x
 constexpr int kOffsetQ8 = 128;
 template <int QUANT>
 struct Dot {
@@ -106,8 +114,12 @@ struct Dot {  // q8_0: |w| <= 128, |x| <= 127: two products fit
 template <>
 struct Dot<16> {  // q4_0: a step adds two products of at most 15 * 127; after eight steps they still fit
     static vi begin(int32_t) { return _mm256_setzero_si256(); }
-    static vi step(vi acc, vi w, vi x) { return in_register(_mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x))); }
-    static vi end(vi acc, int32_t offset) { return vi_add(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), vi_set1(offset)); }
+    static vi step(vi acc, vi w, vi x) {
+        return in_register(_mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x)));
+    }
+    static vi end(vi acc, int32_t offset) {
+        return vi_add(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), vi_set1(offset));
+    }
 };
 #endif
 
@@ -118,7 +130,8 @@ static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum)
         m = vmax(m, vabs(vload(x + i)));
         finite = vadd(finite, vsub(vload(x + i), vload(x + i)));
     }
-    const float nan = vsum(finite), top = nan == 0 ? vmaximum(m) : 0, inverse = top > 1e-36f ? 127.0f / top : 0;
+    const float nan = vsum(finite), top = nan == 0 ? vmaximum(m) : 0,
+                inverse = top > 1e-36f ? 127.0f / top : 0;
     *d = top / 127.0f + nan;
     *sum = 0;
     for (int i = 0; i < 32; i += W) {
@@ -131,11 +144,13 @@ static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum)
 // Per 128 bits: a0+a1, a2+a3, b0+b1, b2+b3.
 static inline vi add_pairs(vi a, vi b) {
     const vf fa = _mm256_castsi256_ps(a), fb = _mm256_castsi256_ps(b);
-    return vi_add(_mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0xdd)));
+    return vi_add(_mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0x88)),
+                  _mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0xdd)));
 }
-constexpr int kQ4Group = 2;  // blocks whose low nibbles fill one vector
+constexpr int kQ4Group = 2;                         // blocks whose low nibbles fill one vector
 constexpr int kRowTokens = 2, kFloatRowTokens = 2;  // of a row as it is stored
-// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes apart.
+// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes
+// apart.
 template <int NT>
 static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
     const vi flip = _mm256_set1_epi8(char(kOffsetQ8));
@@ -147,9 +162,11 @@ static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int
             for (int n = 0; n < NT; n++) s[n][i] = _mm256_setzero_si256();
             if (b >= blocks) continue;
             const vi a = vi_xor(vi_load(w + 32 * b), flip);
-            for (int n = 0; n < NT; n++) s[n][i] = Dot<32>::step(s[n][i], a, vi_load(x + size_t(n) * stride + 32 * b));
+            for (int n = 0; n < NT; n++)
+                s[n][i] = Dot<32>::step(s[n][i], a, vi_load(x + size_t(n) * stride + 32 * b));
         }
-        for (int n = 0; n < NT; n++) quarter[n][g] = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
+        for (int n = 0; n < NT; n++)
+            quarter[n][g] = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
     }
     for (int n = 0; n < NT; n++)
         for (int h = 0; h < 2; h++) {
@@ -159,10 +176,13 @@ static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int
 }
 #ifndef AVXVNNI
 // Per 128 bits of i16, and added in them: a0+a4, .., a3+a7, b0+b4, .., b3+b7.
-static inline vi add_halves(vi a, vi b) { return _mm256_add_epi16(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b)); }
+static inline vi add_halves(vi a, vi b) {
+    return _mm256_add_epi16(_mm256_unpacklo_epi64(a, b), _mm256_unpackhi_epi64(a, b));
+}
 static inline vi add_pairs16(vi a, vi b) {
     const vf fa = _mm256_castsi256_ps(a), fb = _mm256_castsi256_ps(b);
-    return _mm256_add_epi16(_mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0x88)), _mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0xdd)));
+    return _mm256_add_epi16(_mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0x88)),
+                            _mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0xdd)));
 }
 #endif
 template <int NT>
@@ -216,7 +236,8 @@ static inline void transpose(vi* t) {
 static inline void split_words(vi a, vi b, vi* low, vi* high) {
     const vi word = vi_set1(0xffff);
     *low = _mm256_permute4x64_epi64(_mm256_packus_epi32(vi_and(a, word), vi_and(b, word)), 0xd8);
-    *high = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16)), 0xd8);
+    *high = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16)),
+                                     0xd8);
 }
 
 // 32 weights of one block as floats, without the scale.
@@ -232,12 +253,15 @@ static inline void q4_unpack(const uint8_t* q, vf* out) {
     out[2] = bytes_f32(hi), out[3] = bytes_f32(_mm_srli_si128(hi, 8));
 }
 static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
-    const vi table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4)), low = _mm256_set1_epi8(15);
+    const vi table =
+                 _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4)),
+             low = _mm256_set1_epi8(15);
     vi sum = _mm256_setzero_si256();
     size_t i = 0;
     for (; i + 32 <= n; i += 32) {
         const vi x = vi_xor(vi_load(a + i), vi_load(b + i));
-        const vi counts = _mm256_add_epi8(_mm256_shuffle_epi8(table, vi_and(x, low)), _mm256_shuffle_epi8(table, vi_and(vi_shr4(x), low)));
+        const vi counts = _mm256_add_epi8(_mm256_shuffle_epi8(table, vi_and(x, low)),
+                                          _mm256_shuffle_epi8(table, vi_and(vi_shr4(x), low)));
         sum = _mm256_add_epi64(sum, _mm256_sad_epu8(counts, _mm256_setzero_si256()));
     }
     uint64_t parts[4];
@@ -245,5 +269,6 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
     for (; i < n; i++) parts[0] += size_t(_mm_popcnt_u32(uint32_t(a[i] ^ b[i])));
     return size_t(parts[0] + parts[1] + parts[2] + parts[3]);
 }
-constexpr int kTileTokens = 4;  // a matrix tile: 2 vectors of rows times this many tokens of accumulators, of 16 registers
+constexpr int kTileTokens =
+    4;  // a matrix tile: 2 vectors of rows times this many tokens of accumulators, of 16 registers
 constexpr int kFloatTileTokens = 6;

@@ -16,14 +16,18 @@ static inline vf vload(const float* p) { return _mm512_loadu_ps(p); }
 static inline vf vload_n(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
 static inline void vstore(float* p, vf a) { _mm512_storeu_ps(p, a); }
 static inline void vstore_n(float* p, vf a, int n) { _mm512_mask_storeu_ps(p, lanes_below(n), a); }
-static inline vf vload_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline vf vload_f16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
 static inline vf vload_f16_n(const uint16_t* p, int n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes_below(n), p));
 }
 static inline void vstore_f16_n(uint16_t* p, vf a, int n) {
     _mm256_mask_storeu_epi16(p, lanes_below(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
-static inline vf widen_bf16(__m256i h) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)); }
+static inline vf widen_bf16(__m256i h) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
 static inline vf vload_bf16(const uint16_t* p) { return widen_bf16(_mm256_loadu_si256((const __m256i*)p)); }
 static inline vf vload_bf16_n(const uint16_t* p, int n) {
     return widen_bf16(_mm256_maskz_loadu_epi16(lanes_below(n), p));
@@ -36,14 +40,19 @@ static inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 static inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 static inline vf vabs(vf a) { return _mm512_abs_ps(a); }
 static inline vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-static inline vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+static inline vf vround(vf a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 static inline vf vpow2(vf a) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a), _mm512_set1_epi32(127)), 23));
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a), _mm512_set1_epi32(127)), 23));
 }
 static inline vf vgate(vf x, vf threshold) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, threshold, _CMP_NLE_UQ), x);
 }
-static inline uint32_t vpositive(vf a) { return _mm512_cmp_ps_mask(a, vzero(), _CMP_GT_OQ); }  // bit i: a[i] > 0
+static inline uint32_t vpositive(vf a) {
+    return _mm512_cmp_ps_mask(a, vzero(), _CMP_GT_OQ);
+}  // bit i: a[i] > 0
 static inline float vsum(vf a) {
     const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
@@ -66,7 +75,8 @@ static inline vi vi_shr4(vi a) { return _mm512_srli_epi32(a, 4); }
 static inline vf vi_f32(vi a) { return _mm512_cvtepi32_ps(a); }
 static inline vi vf_bits(vf a) { return _mm512_castps_si512(a); }
 
-// vpdpbusd multiplies unsigned weights with signed activations: q8_0 is offset by 128 (and corrected with the sums of x).
+// vpdpbusd multiplies unsigned weights with signed activations: q8_0 is offset by 128 (and corrected with the
+// sums of x).
 constexpr int kOffsetQ8 = 128;
 template <int QUANT>
 struct Dot {
@@ -79,8 +89,10 @@ struct Dot {
 static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum) {
     const vf lo = vload(x), hi = vload(x + 16);
     const float nan = vsum(vadd(vsub(lo, lo), vsub(hi, hi)));
-    const float top = nan == 0 ? vmaximum(vmax(vabs(lo), vabs(hi))) : 0, inverse = top > 1e-36f ? 127.0f / top : 0;
-    const vi qlo = _mm512_cvtps_epi32(vmul(lo, vset1(inverse))), qhi = _mm512_cvtps_epi32(vmul(hi, vset1(inverse)));
+    const float top = nan == 0 ? vmaximum(vmax(vabs(lo), vabs(hi))) : 0,
+                inverse = top > 1e-36f ? 127.0f / top : 0;
+    const vi qlo = _mm512_cvtps_epi32(vmul(lo, vset1(inverse))),
+             qhi = _mm512_cvtps_epi32(vmul(hi, vset1(inverse)));
     _mm_storeu_si128((__m128i*)q, _mm512_cvtepi32_epi8(qlo));
     _mm_storeu_si128((__m128i*)(q + 16), _mm512_cvtepi32_epi8(qhi));
     *d = top / 127.0f + nan;
@@ -93,10 +105,11 @@ static inline vi add_pairs(vi a, vi b) {
     return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(fa, fb, 0x88)),
                             _mm512_castps_si512(_mm512_shuffle_ps(fa, fb, 0xdd)));
 }
-constexpr int kQ4Group = 4;  // blocks whose low nibbles fill one vector
+constexpr int kQ4Group = 4;                         // blocks whose low nibbles fill one vector
 constexpr int kRowTokens = 4, kFloatRowTokens = 4;  // of a row as it is stored
-// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes apart. A vector
-// holds two blocks of q8_0 or four of q4_0; its partial sums are added in a tree, 21 (6) instructions for 512 weights.
+// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes
+// apart. A vector holds two blocks of q8_0 or four of q4_0; its partial sums are added in a tree, 21 (6)
+// instructions for 512 weights.
 template <int NT>
 static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
     const vi flip = _mm512_set1_epi8(char(0x80));
@@ -107,17 +120,23 @@ static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int
             for (int n = 0; n < NT; n++) s[n][i] = _mm512_setzero_si512();
             if (2 * (4 * h + i) >= blocks) continue;
             const vi a = vi_xor(vi_load(w + 64 * (4 * h + i)), flip);
-            for (int n = 0; n < NT; n++) s[n][i] = _mm512_dpbusd_epi32(s[n][i], a, vi_load(x + size_t(n) * stride + 64 * (4 * h + i)));
+            for (int n = 0; n < NT; n++)
+                s[n][i] = _mm512_dpbusd_epi32(s[n][i], a, vi_load(x + size_t(n) * stride + 64 * (4 * h + i)));
         }
-        for (int n = 0; n < NT; n++) half[n][h] = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
+        for (int n = 0; n < NT; n++)
+            half[n][h] = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
     }
     for (int n = 0; n < NT; n++) {
-        const vi t = vi_add(_mm512_shuffle_i32x4(half[n][0], half[n][1], 0x88), _mm512_shuffle_i32x4(half[n][0], half[n][1], 0xdd));
-        out[n][0] = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), t);
+        const vi t = vi_add(_mm512_shuffle_i32x4(half[n][0], half[n][1], 0x88),
+                            _mm512_shuffle_i32x4(half[n][0], half[n][1], 0xdd));
+        out[n][0] = _mm512_permutexvar_epi32(
+            _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), t);
     }
 }
 // As add_pairs, for sums that fit an i16: the multiplier adds, and half the shuffles are left.
-static inline vi add_pairs16(vi a, vi b) { return _mm512_madd_epi16(_mm512_packs_epi32(a, b), _mm512_set1_epi16(1)); }
+static inline vi add_pairs16(vi a, vi b) {
+    return _mm512_madd_epi16(_mm512_packs_epi32(a, b), _mm512_set1_epi16(1));
+}
 template <int NT>
 static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
     const vi low = _mm512_set1_epi8(15);
@@ -133,7 +152,8 @@ static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int
     }
     for (int n = 0; n < NT; n++) {  // at most 16 products of 15 * 127 at the second level
         const vi t = add_pairs16(add_pairs16(s[n][0], s[n][1]), add_pairs16(s[n][2], s[n][3]));
-        out[n][0] = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), t);
+        out[n][0] = _mm512_permutexvar_epi32(
+            _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), t);
     }
 }
 
@@ -151,8 +171,10 @@ static inline void transpose(vi* t) {
         t[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
     }
     for (int c = 0; c < 4; c++) {
-        const vi p = _mm512_shuffle_i32x4(t[c], t[c + 4], 0x44), q = _mm512_shuffle_i32x4(t[c], t[c + 4], 0xee);
-        const vi r = _mm512_shuffle_i32x4(t[c + 8], t[c + 12], 0x44), s = _mm512_shuffle_i32x4(t[c + 8], t[c + 12], 0xee);
+        const vi p = _mm512_shuffle_i32x4(t[c], t[c + 4], 0x44),
+                 q = _mm512_shuffle_i32x4(t[c], t[c + 4], 0xee);
+        const vi r = _mm512_shuffle_i32x4(t[c + 8], t[c + 12], 0x44),
+                 s = _mm512_shuffle_i32x4(t[c + 8], t[c + 12], 0xee);
         a[c] = _mm512_shuffle_i32x4(p, r, 0x88), a[c + 4] = _mm512_shuffle_i32x4(p, r, 0xdd);
         a[c + 8] = _mm512_shuffle_i32x4(q, s, 0x88), a[c + 12] = _mm512_shuffle_i32x4(q, s, 0xdd);
     }
@@ -161,8 +183,9 @@ static inline void transpose(vi* t) {
 
 // Words of a's dwords, then of b's: the low ones, the high ones.
 static inline void split_words(vi a, vi b, vi* low, vi* high) {
-    alignas(64) static const uint16_t even[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
-                                                  32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+    alignas(64) static const uint16_t even[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
+                                                  22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
+                                                  44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
     const vi i = vi_load(even);
     *low = _mm512_permutex2var_epi16(a, i, b);
     *high = _mm512_permutex2var_epi16(a, _mm512_add_epi16(i, _mm512_set1_epi16(1)), b);
@@ -174,7 +197,8 @@ static inline void q8_unpack(const uint8_t* q, vf* out) {
     out[0] = bytes_f32(_mm_loadu_si128((const __m128i*)q));
     out[1] = bytes_f32(_mm_loadu_si128((const __m128i*)(q + 16)));
 }
-// vpermps reads the low four bits of each index: a table look-up turns a nibble into its float, no conversion needed.
+// vpermps reads the low four bits of each index: a table look-up turns a nibble into its float, no conversion
+// needed.
 static inline void q4_unpack(const uint8_t* q, vf* out) {
     const vf values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     const __m512i n = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)q));
@@ -183,25 +207,30 @@ static inline void q4_unpack(const uint8_t* q, vf* out) {
 }
 
 // popcount(a ^ b) over n bytes.
-static inline __m512i differing(const uint8_t* a, const uint8_t* b, size_t n) {  // 64 bytes, fewer where n says so
+static inline __m512i differing(const uint8_t* a, const uint8_t* b,
+                                size_t n) {  // 64 bytes, fewer where n says so
     if (n >= 64) return vi_xor(vi_load(a), vi_load(b));
     const __mmask64 some = (uint64_t(1) << n) - 1;
     return vi_xor(_mm512_maskz_loadu_epi8(some, a), _mm512_maskz_loadu_epi8(some, b));
 }
 static inline size_t differ_by_table(const uint8_t* a, const uint8_t* b, size_t n) {
-    const vi table = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4)), low = _mm512_set1_epi8(15);
+    const vi table = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4)),
+             low = _mm512_set1_epi8(15);
     vi sum = _mm512_setzero_si512();
     for (size_t i = 0; i < n; i += 64) {
         const vi x = differing(a + i, b + i, n - i);
-        const vi counts = _mm512_add_epi8(_mm512_shuffle_epi8(table, vi_and(x, low)), _mm512_shuffle_epi8(table, vi_and(vi_shr4(x), low)));
+        const vi counts = _mm512_add_epi8(_mm512_shuffle_epi8(table, vi_and(x, low)),
+                                          _mm512_shuffle_epi8(table, vi_and(vi_shr4(x), low)));
         sum = _mm512_add_epi64(sum, _mm512_sad_epu8(counts, _mm512_setzero_si512()));
     }
     return size_t(_mm512_reduce_add_epi64(sum));
 }
 #if defined(__GNUC__)  // vpopcntq came a generation after the rest of this file's instructions
-__attribute__((target("avx512vpopcntdq"))) static size_t differ_by_popcount(const uint8_t* a, const uint8_t* b, size_t n) {
+__attribute__((target("avx512vpopcntdq"))) static size_t differ_by_popcount(const uint8_t* a,
+                                                                            const uint8_t* b, size_t n) {
     vi sum = _mm512_setzero_si512();
-    for (size_t i = 0; i < n; i += 64) sum = _mm512_add_epi64(sum, _mm512_popcnt_epi64(differing(a + i, b + i, n - i)));
+    for (size_t i = 0; i < n; i += 64)
+        sum = _mm512_add_epi64(sum, _mm512_popcnt_epi64(differing(a + i, b + i, n - i)));
     return size_t(_mm512_reduce_add_epi64(sum));
 }
 static const bool has_popcount = __builtin_cpu_supports("avx512vpopcntdq");
@@ -209,8 +238,10 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
     return has_popcount ? differ_by_popcount(a, b, n) : differ_by_table(a, b, n);
 }
 #else
-static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) { return differ_by_table(a, b, n); }
+static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
+    return differ_by_table(a, b, n);
+}
 #endif
-// Tokens of a matrix tile, times 2 vectors of rows. Int: a sum of a block and one of a lane for each, of 32 registers
-// (8 tokens spill: 600 against 630 GFLOP/s). Float: one sum, of 24.
+// Tokens of a matrix tile, times 2 vectors of rows. Int: a sum of a block and one of a lane for each, of 32
+// registers (8 tokens spill: 600 against 630 GFLOP/s). Float: one sum, of 24.
 constexpr int kTileTokens = 6, kFloatTileTokens = 12;

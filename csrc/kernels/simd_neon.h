@@ -1,5 +1,5 @@
-// The vector vocabulary for 64-bit ARM with dot products. simd_scalar.h says what each does. A vector is two registers:
-// eight floats, as with AVX2, of which 32 registers hold as many as AVX2's 16 do.
+// The vector vocabulary for 64-bit ARM with dot products. simd_scalar.h says what each does. A vector is two
+// registers: eight floats, as with AVX2, of which 32 registers hold as many as AVX2's 16 do.
 #pragma once
 #include <arm_neon.h>
 #include <math.h>
@@ -22,7 +22,8 @@ static inline vf vload_f16(const uint16_t* p) {
 }
 static inline vf vload_bf16(const uint16_t* p) {
     const uint16x8_t h = vld1q_u16(p);
-    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)), vreinterpretq_f32_u32(vshll_high_n_u16(h, 16))};
+    return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
+            vreinterpretq_f32_u32(vshll_high_n_u16(h, 16))};
 }
 // Whole vectors come this way too (norms, rope), and are no copies.
 template <class T, vf (*LOAD)(const T*)>
@@ -70,7 +71,8 @@ static inline float32x4_t gate(float32x4_t x, float32x4_t threshold) {
 static inline vf vgate(vf x, vf threshold) { return {gate(x.lo, threshold.lo), gate(x.hi, threshold.hi)}; }
 static inline uint32_t vpositive(vf a) {
     static const uint32_t kBits[8] = {1, 2, 4, 8, 16, 32, 64, 128};
-    const uint32x4_t lo = vandq_u32(vcgtzq_f32(a.lo), vld1q_u32(kBits)), hi = vandq_u32(vcgtzq_f32(a.hi), vld1q_u32(kBits + 4));
+    const uint32x4_t lo = vandq_u32(vcgtzq_f32(a.lo), vld1q_u32(kBits)),
+                     hi = vandq_u32(vcgtzq_f32(a.hi), vld1q_u32(kBits + 4));
     return vaddvq_u32(vorrq_u32(lo, hi));
 }
 static inline float vsum(vf a) {
@@ -89,7 +91,8 @@ struct vi {
     int32x4_t lo, hi;
 };
 static inline vi vi_load(const void* p) {
-    return {vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)), vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p + 16))};
+    return {vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)),
+            vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p + 16))};
 }
 static inline void vi_store(void* p, vi a) {
     vst1q_u8((uint8_t*)p, vreinterpretq_u8_s32(a.lo)), vst1q_u8((uint8_t*)p + 16, vreinterpretq_u8_s32(a.hi));
@@ -98,7 +101,9 @@ static inline vi vi_set1(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
 static inline vi vi_add(vi a, vi b) { return {vaddq_s32(a.lo, b.lo), vaddq_s32(a.hi, b.hi)}; }
 static inline vi vi_and(vi a, vi b) { return {vandq_s32(a.lo, b.lo), vandq_s32(a.hi, b.hi)}; }
 static inline vi vi_xor(vi a, vi b) { return {veorq_s32(a.lo, b.lo), veorq_s32(a.hi, b.hi)}; }
-static inline int32x4_t shift_4(int32x4_t a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 4)); }
+static inline int32x4_t shift_4(int32x4_t a) {
+    return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 4));
+}
 static inline vi vi_shr4(vi a) { return {shift_4(a.lo), shift_4(a.hi)}; }
 static inline vf vi_f32(vi a) { return {vcvtq_f32_s32(a.lo), vcvtq_f32_s32(a.hi)}; }
 static inline vi vf_bits(vf a) { return {vreinterpretq_s32_f32(a.lo), vreinterpretq_s32_f32(a.hi)}; }
@@ -114,14 +119,16 @@ struct Dot {
     static vi end(vi acc, int32_t) { return acc; }
 };
 
-// 32 floats -> int8, their scale and their sum. An infinity or NaN times 0 is a NaN, and that is 0 as an integer.
+// 32 floats -> int8, their scale and their sum. An infinity or NaN times 0 is a NaN, and that is 0 as an
+// integer.
 static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum) {
     float32x4_t m = vdupq_n_f32(0), finite = m;
     for (int i = 0; i < 32; i += 4) {
         const float32x4_t v = vld1q_f32(x + i);
         m = vmaxq_f32(m, vabsq_f32(v)), finite = vaddq_f32(finite, vsubq_f32(v, v));
     }
-    const float nan = vaddvq_f32(finite), top = nan == 0 ? vmaxvq_f32(m) : 0, inverse = top > 1e-36f ? 127.0f / top : 0;
+    const float nan = vaddvq_f32(finite), top = nan == 0 ? vmaxvq_f32(m) : 0,
+                inverse = top > 1e-36f ? 127.0f / top : 0;
     *d = top / 127.0f + nan;
     *sum = 0;
     for (int i = 0; i < 32; i += 8) {
@@ -132,10 +139,10 @@ static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum)
     }
 }
 
-constexpr int kQ4Group = 1;  // blocks whose low nibbles fill one vector
+constexpr int kQ4Group = 1;                         // blocks whose low nibbles fill one vector
 constexpr int kRowTokens = 4, kFloatRowTokens = 2;  // of a row as it is stored
-// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes apart. BLOCK: the
-// four sums of one.
+// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes
+// apart. BLOCK: the four sums of one.
 template <int32x4_t (*BLOCK)(const uint8_t*, const int8_t*), int QUANT, int NT>
 static inline void block_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
     int32x4_t s[NT][4];
@@ -146,7 +153,8 @@ static inline void block_sums(const uint8_t* w, const int8_t* x, size_t stride, 
             for (int n = 0; n < NT; n++)
                 t[n][i] = b < blocks ? BLOCK(w + QUANT * b, x + size_t(n) * stride + 32 * b) : vdupq_n_s32(0);
         }
-        for (int n = 0; n < NT; n++) s[n][g] = vpaddq_s32(vpaddq_s32(t[n][0], t[n][1]), vpaddq_s32(t[n][2], t[n][3]));
+        for (int n = 0; n < NT; n++)
+            s[n][g] = vpaddq_s32(vpaddq_s32(t[n][0], t[n][1]), vpaddq_s32(t[n][2], t[n][3]));
     }
     for (int n = 0; n < NT; n++) out[n][0] = {s[n][0], s[n][1]}, out[n][1] = {s[n][2], s[n][3]};
 }
@@ -170,8 +178,10 @@ static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int
 
 // 8 rows of 8 dwords -> 8 columns: quarters of 4 by 4.
 static inline void transpose_4(int32x4_t* a) {
-    const int64x2_t p = vreinterpretq_s64_s32(vtrn1q_s32(a[0], a[1])), q = vreinterpretq_s64_s32(vtrn2q_s32(a[0], a[1]));
-    const int64x2_t r = vreinterpretq_s64_s32(vtrn1q_s32(a[2], a[3])), s = vreinterpretq_s64_s32(vtrn2q_s32(a[2], a[3]));
+    const int64x2_t p = vreinterpretq_s64_s32(vtrn1q_s32(a[0], a[1])),
+                    q = vreinterpretq_s64_s32(vtrn2q_s32(a[0], a[1]));
+    const int64x2_t r = vreinterpretq_s64_s32(vtrn1q_s32(a[2], a[3])),
+                    s = vreinterpretq_s64_s32(vtrn2q_s32(a[2], a[3]));
     a[0] = vreinterpretq_s32_s64(vtrn1q_s64(p, r)), a[1] = vreinterpretq_s32_s64(vtrn1q_s64(q, s));
     a[2] = vreinterpretq_s32_s64(vtrn2q_s64(p, r)), a[3] = vreinterpretq_s32_s64(vtrn2q_s64(q, s));
 }
@@ -208,8 +218,9 @@ static inline void q4_unpack(const uint8_t* q, vf* out) {
     bytes_f32(vsubq_s8(vreinterpretq_s8_u8(vandq_u8(raw, vdupq_n_u8(15))), eight), out);
     bytes_f32(vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(raw, 4)), eight), out + 2);
 }
-// A matrix tile: 2 vectors of rows times 6 tokens of accumulators are 24 of 32 registers; 4 hold weights, one a token. The
-// float loop needs more beside them: with 6 tokens GCC keeps 12 registers in memory, with 4 none.
+// A matrix tile: 2 vectors of rows times 6 tokens of accumulators are 24 of 32 registers; 4 hold weights, one
+// a token. The float loop needs more beside them: with 6 tokens GCC keeps 12 registers in memory, with 4
+// none.
 static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
     size_t i = 0, count = 0;
     for (; i + 16 <= n; i += 16) count += vaddlvq_u8(vcntq_u8(veorq_u8(vld1q_u8(a + i), vld1q_u8(b + i))));

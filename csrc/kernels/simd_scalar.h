@@ -14,8 +14,10 @@ struct vf {
 static inline float f16_to_f32(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
     uint32_t bits;
-    if (exponent == 31) bits = sign | 0x7f800000 | (mantissa << 13);
-    else if (exponent) bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
+    if (exponent == 31)
+        bits = sign | 0x7f800000 | (mantissa << 13);
+    else if (exponent)
+        bits = sign | ((exponent + 112) << 23) | (mantissa << 13);
     else {  // zero or subnormal: exact in f32
         const float f = float(mantissa) * (1.0f / 16777216.0f);
         memcpy(&bits, &f, 4);
@@ -33,7 +35,7 @@ static inline uint16_t f32_to_f16(float f) {  // round to nearest, ties to even
     x &= 0x7fffffff;
     if (x > 0x7f800000) return uint16_t(sign | 0x7e00);
     if (x >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds past 65504
-    if (x < 0x38800000) {                                 // subnormal in f16: scale so that the integer is the mantissa
+    if (x < 0x38800000) {  // subnormal in f16: scale so that the integer is the mantissa
         float a;
         memcpy(&a, &x, 4);
         return uint16_t(sign | uint32_t(nearbyintf(a * 16777216.0f)));
@@ -43,28 +45,92 @@ static inline uint16_t f32_to_f16(float f) {  // round to nearest, ties to even
 }
 
 #define EACH for (int i = 0; i < W; i++)
-static inline vf vset1(float x) { vf r; EACH r.v[i] = x; return r; }
+static inline vf vset1(float x) {
+    vf r;
+    EACH r.v[i] = x;
+    return r;
+}
 static inline vf vzero() { return vset1(0); }
-static inline vf vload(const float* p) { vf r; EACH r.v[i] = p[i]; return r; }
-static inline vf vload_n(const float* p, int n) { vf r; EACH r.v[i] = i < n ? p[i] : 0; return r; }
+static inline vf vload(const float* p) {
+    vf r;
+    EACH r.v[i] = p[i];
+    return r;
+}
+static inline vf vload_n(const float* p, int n) {
+    vf r;
+    EACH r.v[i] = i < n ? p[i] : 0;
+    return r;
+}
 static inline void vstore(float* p, vf a) { EACH p[i] = a.v[i]; }
-static inline void vstore_n(float* p, vf a, int n) { for (int i = 0; i < n; i++) p[i] = a.v[i]; }
-static inline vf vload_f16(const uint16_t* p) { vf r; EACH r.v[i] = f16_to_f32(p[i]); return r; }
-static inline vf vload_f16_n(const uint16_t* p, int n) { vf r; EACH r.v[i] = i < n ? f16_to_f32(p[i]) : 0; return r; }
-static inline void vstore_f16_n(uint16_t* p, vf a, int n) { for (int i = 0; i < n; i++) p[i] = f32_to_f16(a.v[i]); }
-static inline float bf16_to_f32(uint16_t h) { uint32_t b = uint32_t(h) << 16; float f; memcpy(&f, &b, 4); return f; }
-static inline vf vload_bf16(const uint16_t* p) { vf r; EACH r.v[i] = bf16_to_f32(p[i]); return r; }
-static inline vf vload_bf16_n(const uint16_t* p, int n) { vf r; EACH r.v[i] = i < n ? bf16_to_f32(p[i]) : 0; return r; }
-static inline vf vadd(vf a, vf b) { EACH a.v[i] += b.v[i]; return a; }
-static inline vf vsub(vf a, vf b) { EACH a.v[i] -= b.v[i]; return a; }
-static inline vf vmul(vf a, vf b) { EACH a.v[i] *= b.v[i]; return a; }
-static inline vf vdiv(vf a, vf b) { EACH a.v[i] /= b.v[i]; return a; }
+static inline void vstore_n(float* p, vf a, int n) {
+    for (int i = 0; i < n; i++) p[i] = a.v[i];
+}
+static inline vf vload_f16(const uint16_t* p) {
+    vf r;
+    EACH r.v[i] = f16_to_f32(p[i]);
+    return r;
+}
+static inline vf vload_f16_n(const uint16_t* p, int n) {
+    vf r;
+    EACH r.v[i] = i < n ? f16_to_f32(p[i]) : 0;
+    return r;
+}
+static inline void vstore_f16_n(uint16_t* p, vf a, int n) {
+    for (int i = 0; i < n; i++) p[i] = f32_to_f16(a.v[i]);
+}
+static inline float bf16_to_f32(uint16_t h) {
+    uint32_t b = uint32_t(h) << 16;
+    float f;
+    memcpy(&f, &b, 4);
+    return f;
+}
+static inline vf vload_bf16(const uint16_t* p) {
+    vf r;
+    EACH r.v[i] = bf16_to_f32(p[i]);
+    return r;
+}
+static inline vf vload_bf16_n(const uint16_t* p, int n) {
+    vf r;
+    EACH r.v[i] = i < n ? bf16_to_f32(p[i]) : 0;
+    return r;
+}
+static inline vf vadd(vf a, vf b) {
+    EACH a.v[i] += b.v[i];
+    return a;
+}
+static inline vf vsub(vf a, vf b) {
+    EACH a.v[i] -= b.v[i];
+    return a;
+}
+static inline vf vmul(vf a, vf b) {
+    EACH a.v[i] *= b.v[i];
+    return a;
+}
+static inline vf vdiv(vf a, vf b) {
+    EACH a.v[i] /= b.v[i];
+    return a;
+}
 // the second operand where either is NaN, as on x86
-static inline vf vmax(vf a, vf b) { EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
-static inline vf vmin(vf a, vf b) { EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
-static inline vf vabs(vf a) { EACH a.v[i] = fabsf(a.v[i]); return a; }
-static inline vf vfma(vf a, vf b, vf c) { EACH c.v[i] += a.v[i] * b.v[i]; return c; }
-static inline vf vround(vf a) { EACH a.v[i] = nearbyintf(a.v[i]); return a; }
+static inline vf vmax(vf a, vf b) {
+    EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+static inline vf vmin(vf a, vf b) {
+    EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+static inline vf vabs(vf a) {
+    EACH a.v[i] = fabsf(a.v[i]);
+    return a;
+}
+static inline vf vfma(vf a, vf b, vf c) {
+    EACH c.v[i] += a.v[i] * b.v[i];
+    return c;
+}
+static inline vf vround(vf a) {
+    EACH a.v[i] = nearbyintf(a.v[i]);
+    return a;
+}
 static inline vf vpow2(vf a) {  // 2^a for integral a in [-126, 127]
     EACH {
         const uint32_t bits = uint32_t(int32_t(a.v[i]) + 127) << 23;
@@ -73,57 +139,100 @@ static inline vf vpow2(vf a) {  // 2^a for integral a in [-126, 127]
     return a;
 }
 // 0 where x is at most the threshold, else x: a NaN stays one
-static inline vf vgate(vf x, vf threshold) { EACH x.v[i] = x.v[i] <= threshold.v[i] ? 0 : x.v[i]; return x; }
-static inline uint32_t vpositive(vf a) { uint32_t bits = 0; EACH bits |= uint32_t(a.v[i] > 0) << i; return bits; }  // bit i: a[i] > 0
+static inline vf vgate(vf x, vf threshold) {
+    EACH x.v[i] = x.v[i] <= threshold.v[i] ? 0 : x.v[i];
+    return x;
+}
+static inline uint32_t vpositive(vf a) {
+    uint32_t bits = 0;
+    EACH bits |= uint32_t(a.v[i] > 0) << i;
+    return bits;
+}  // bit i: a[i] > 0
 static inline float vsum(vf a) {
     return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
 }
-static inline float vmaximum(vf a) { float m = a.v[0]; EACH m = m > a.v[i] ? m : a.v[i]; return m; }
+static inline float vmaximum(vf a) {
+    float m = a.v[0];
+    EACH m = m > a.v[i] ? m : a.v[i];
+    return m;
+}
 static inline void prefetch(const void*) {}
 
 // ---- int32 vectors and quantised weights
 struct vi {
     int32_t v[W];
 };
-static inline vi vi_load(const void* p) { vi r; memcpy(&r, p, sizeof r); return r; }
+static inline vi vi_load(const void* p) {
+    vi r;
+    memcpy(&r, p, sizeof r);
+    return r;
+}
 static inline void vi_store(void* p, vi a) { memcpy(p, &a, sizeof a); }
-static inline vi vi_set1(int32_t x) { vi r; EACH r.v[i] = x; return r; }
-static inline vi vi_add(vi a, vi b) { EACH a.v[i] += b.v[i]; return a; }
-static inline vi vi_and(vi a, vi b) { EACH a.v[i] &= b.v[i]; return a; }
-static inline vi vi_xor(vi a, vi b) { EACH a.v[i] ^= b.v[i]; return a; }
-static inline vi vi_shr4(vi a) { EACH a.v[i] = int32_t(uint32_t(a.v[i]) >> 4); return a; }
-static inline vf vi_f32(vi a) { vf r; EACH r.v[i] = float(a.v[i]); return r; }
-static inline vi vf_bits(vf a) { vi r; memcpy(&r, &a, sizeof r); return r; }
+static inline vi vi_set1(int32_t x) {
+    vi r;
+    EACH r.v[i] = x;
+    return r;
+}
+static inline vi vi_add(vi a, vi b) {
+    EACH a.v[i] += b.v[i];
+    return a;
+}
+static inline vi vi_and(vi a, vi b) {
+    EACH a.v[i] &= b.v[i];
+    return a;
+}
+static inline vi vi_xor(vi a, vi b) {
+    EACH a.v[i] ^= b.v[i];
+    return a;
+}
+static inline vi vi_shr4(vi a) {
+    EACH a.v[i] = int32_t(uint32_t(a.v[i]) >> 4);
+    return a;
+}
+static inline vf vi_f32(vi a) {
+    vf r;
+    EACH r.v[i] = float(a.v[i]);
+    return r;
+}
+static inline vi vf_bits(vf a) {
+    vi r;
+    memcpy(&r, &a, sizeof r);
+    return r;
+}
 
 // What is added to stored q8_0 weights before they are multiplied (mod 256): nothing here.
 constexpr int kOffsetQ8 = 0;
-// The dot products of a block of weights of a format of QUANT bytes a block (q4_0: nibbles) with x, plus the offset: eight steps of four.
+// The dot products of a block of weights of a format of QUANT bytes a block (q4_0: nibbles) with x, plus the
+// offset: eight steps of four.
 template <int QUANT>
 struct Dot {
     static vi begin(int32_t offset) { return vi_set1(offset); }
     static vi step(vi acc, vi w, vi x) {  // acc[i] += the four int8 products of dword i
         const int8_t *a = (const int8_t*)w.v, *b = (const int8_t*)x.v;
-        EACH acc.v[i] += a[4 * i] * b[4 * i] + a[4 * i + 1] * b[4 * i + 1] + a[4 * i + 2] * b[4 * i + 2] + a[4 * i + 3] * b[4 * i + 3];
+        EACH acc.v[i] += a[4 * i] * b[4 * i] + a[4 * i + 1] * b[4 * i + 1] + a[4 * i + 2] * b[4 * i + 2] +
+                         a[4 * i + 3] * b[4 * i + 3];
         return acc;
     }
     static vi end(vi acc, int32_t) { return acc; }
 };
 
-// 32 floats -> int8, their scale and their sum. An infinity or NaN makes the block's scale NaN, so that it shows in the
-// result instead of vanishing in a rounding. Below 1e-36, 127/max would be infinite; such a block is zero.
+// 32 floats -> int8, their scale and their sum. An infinity or NaN makes the block's scale NaN, so that it
+// shows in the result instead of vanishing in a rounding. Below 1e-36, 127/max would be infinite; such a
+// block is zero.
 static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum) {
     float m = 0, nan = 0;
     for (int i = 0; i < 32; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m, nan += x[i] - x[i];
     const bool some = nan == 0 && m > 1e-36f;
     *d = nan == 0 ? m / 127.0f : nan;
     *sum = 0;
-    for (int i = 0; i < 32; i++) q[i] = some ? int8_t(nearbyintf(x[i] * (127.0f / m))) : int8_t(0), *sum += q[i];
+    for (int i = 0; i < 32; i++)
+        q[i] = some ? int8_t(nearbyintf(x[i] * (127.0f / m))) : int8_t(0), *sum += q[i];
 }
 
-constexpr int kQ4Group = 1;  // blocks whose low nibbles fill one vector
+constexpr int kQ4Group = 1;                         // blocks whose low nibbles fill one vector
 constexpr int kRowTokens = 1, kFloatRowTokens = 1;  // of a row as it is stored, to be multiplied at once
-// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), as 16/W vectors, for NT tokens whose x are
-// `stride` bytes apart.
+// The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), as 16/W vectors, for NT
+// tokens whose x are `stride` bytes apart.
 template <int NT>
 static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[16 / W]) {
     for (int n = 0; n < NT; n++, x += stride)
@@ -152,7 +261,8 @@ static inline void transpose(vi* t) {  // W rows of W dwords -> W columns
 }
 static inline void split_words(vi a, vi b, vi* low, vi* high) {  // words of a's dwords, then of b's
     uint16_t *l = (uint16_t*)low->v, *h = (uint16_t*)high->v;
-    EACH l[i] = uint16_t(a.v[i]), l[W + i] = uint16_t(b.v[i]), h[i] = uint16_t(a.v[i] >> 16), h[W + i] = uint16_t(b.v[i] >> 16);
+    EACH l[i] = uint16_t(a.v[i]), l[W + i] = uint16_t(b.v[i]), h[i] = uint16_t(a.v[i] >> 16),
+         h[W + i] = uint16_t(b.v[i] >> 16);
 }
 static inline void q8_unpack(const uint8_t* q, vf* out) {  // 32 weights as 32/W vectors, without the scale
     for (int k = 0; k < 32; k++) out[k / W].v[k % W] = float(int8_t(q[k]));
@@ -163,7 +273,8 @@ static inline void q4_unpack(const uint8_t* q, vf* out) {
         out[(k + 16) / W].v[(k + 16) % W] = float((q[k] >> 4) - 8);
     }
 }
-static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {  // popcount(a ^ b) over n bytes
+static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b,
+                                      size_t n) {  // popcount(a ^ b) over n bytes
     size_t count = 0;
     for (size_t i = 0; i < n; i++)
         for (uint32_t x = uint32_t(a[i] ^ b[i]); x; x &= x - 1) count++;

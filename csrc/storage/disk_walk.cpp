@@ -5,23 +5,29 @@
 
 namespace tc {
 
-// Of a chunk, what threads take when they work on it together. A sub-norm's squares are added up chunk by chunk.
+// Of a chunk, what threads take when they work on it together. A sub-norm's squares are added up chunk by
+// chunk.
 static constexpr size_t kCell = 32;
 static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
-// Tokens up to which gates are computed before bundles are asked for. Of 8 tokens with a tenth of their neurons active half is needed. A longer
-// prompt needs most, and its gates are better computed while the disk reads.
+// Tokens up to which gates are computed before bundles are asked for. Of 8 tokens with a tenth of their
+// neurons active half is needed. A longer prompt needs most, and its gates are better computed while the disk
+// reads.
 static constexpr size_t kListed = 64;
 
-static bool takes_few(const FFNArgs& a) { return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record; }
+static bool takes_few(const FFNArgs& a) {
+    return a.tokens <= kFewTokens && !a.ffn.sub_norm.weight && !a.record;
+}
 
 size_t owners_of(const FFN& ffn) { return 2 * ((ffn.neurons() + kChunk - 1) / kChunk); }
 
-std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens, Interrupted interrupted) {
+std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens,
+                                     Interrupted interrupted) {
     std::vector<DiskRows*> all;
     for (size_t i = 0; i < n; i++)
         for (DiskRows* rows : {ffns[i]->disk, ffns[i]->gate_disk})
             if (rows) all.push_back(rows);
-    auto reads = std::make_shared<Fetches>(ffns[0]->disk->reader, std::move(all), n * owners_of(*ffns[0]), interrupted);
+    auto reads = std::make_shared<Fetches>(ffns[0]->disk->reader, std::move(all), n * owners_of(*ffns[0]),
+                                           interrupted);
     for (DiskRows* rows : reads->rows) rows->begin(tokens > kFewTokens ? tokens : 1);
     return reads;
 }
@@ -41,10 +47,21 @@ static std::shared_ptr<Fetches> reads_of(const FFNArgs& a, Interrupted interrupt
 }
 
 Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
-    : w(context, args, takes_few(args) || args.ffn.sub_norm.weight ? kChunk : kCell), bundles(*args.ffn.disk),
-      gates(args.ffn.gate_disk), reads(reads_of(args, context.interrupted)), fetches(*reads), owner(args.owner), tasks(w.chunks), fresh(w.chunks),
-      by_list(!w.few && w.skip && w.tokens <= kListed), group(w.threads > int(kChunk / kCell) ? 2 : 1), groups((w.chunks + group - 1) / group),
-      ahead(kStreamChunks / group), listing(by_list), bundle_bytes(bundles.stats.bytes), gate_bytes(gates ? gates->stats.bytes : 0) {
+    : w(context, args, takes_few(args) || args.ffn.sub_norm.weight ? kChunk : kCell),
+      bundles(*args.ffn.disk),
+      gates(args.ffn.gate_disk),
+      reads(reads_of(args, context.interrupted)),
+      fetches(*reads),
+      owner(args.owner),
+      tasks(w.chunks),
+      fresh(w.chunks),
+      by_list(!w.few && w.skip && w.tokens <= kListed),
+      group(w.threads > int(kChunk / kCell) ? 2 : 1),
+      groups((w.chunks + group - 1) / group),
+      ahead(kStreamChunks / group),
+      listing(by_list),
+      bundle_bytes(bundles.stats.bytes),
+      gate_bytes(gates ? gates->stats.bytes : 0) {
     w.rows = slots = grown(context.slots_, w.n);
     entries = grown(context.entries_, w.n);
     wanted = grown(context.wanted_, w.n);
@@ -55,20 +72,24 @@ Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
         gate_wanted = grown(context.gate_wanted_, w.n);
     }
     sums = w.few ? nullptr : grown(context.sums_, w.tokens * w.dim);
-    for (size_t t = w.tokens; !w.few && t-- > 0;) age.push_back(DiskRows::aged(w.tokens > kFewTokens ? t : 0));
-    if (!w.few) places = grown(context.places_, w.n), std::fill_n(fetches.left.begin() + std::ptrdiff_t(owner), 2 * w.chunks, size_t(1));
+    for (size_t t = w.tokens; !w.few && t-- > 0;)
+        age.push_back(DiskRows::aged(w.tokens > kFewTokens ? t : 0));
+    if (!w.few)
+        places = grown(context.places_, w.n),
+        std::fill_n(fetches.left.begin() + std::ptrdiff_t(owner), 2 * w.chunks, size_t(1));
 }
 
 void Context::DiskWalk::end() {
     for (DiskRows* rows : {&bundles, gates})
-        if (rows && !w.few) rows->stats.streamed += rows->stats.bytes - (rows == gates ? gate_bytes : bundle_bytes);
+        if (rows && !w.few)
+            rows->stats.streamed += rows->stats.bytes - (rows == gates ? gate_bytes : bundle_bytes);
     bundles.settle();
     if (gates) gates->settle();
     if (fetches.failed) throw fetches.error;
 }
 
-// Holding the lock: until something has changed. One thread at a time sleeps in the reader, the others for it; all wake
-// every 100 ms, and look whether somebody wants the call to end.
+// Holding the lock: until something has changed. One thread at a time sleeps in the reader, the others for
+// it; all wake every 100 ms, and look whether somebody wants the call to end.
 void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held, int thread) {
     const auto begin = std::chrono::steady_clock::now();
     if (thread == 0 && fetches.busy() && w.ctx.interrupted && begin - asked > kAsk) {
@@ -91,7 +112,9 @@ void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held, int thread) {
     } else {
         fetches.changed.wait(held);
     }
-    if (reading) bundles.stats.waited_ns += uint64_t(std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count());
+    if (reading)
+        bundles.stats.waited_ns +=
+            uint64_t(std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count());
 }
 
 bool Context::DiskWalk::pending() const {
@@ -112,11 +135,13 @@ void Context::DiskWalk::drain(int thread) {
 
 // ---- few tokens
 //
-// A chunk is computed when all it needs is in memory, else put aside while its reads are under way. It holds slots only while it
-// waits for reads or computes, never while it waits for slots; so some chunk can always go on, with any number of them.
+// A chunk is computed when all it needs is in memory, else put aside while its reads are under way. It holds
+// slots only while it waits for reads or computes, never while it waits for slots; so some chunk can always
+// go on, with any number of them.
 
-// A chunk to work on. First those nobody has begun, the coldest (last) first: their reads go out early and the hot chunks'
-// work hides them. Then those whose records have come, or for which slots may have become free. false: there is no more.
+// A chunk to work on. First those nobody has begun, the coldest (last) first: their reads go out early and
+// the hot chunks' work hides them. Then those whose records have come, or for which slots may have become
+// free. false: there is no more.
 bool Context::DiskWalk::next(size_t* chunk, int thread) {
     const bool serial = bundles.disabled(DiskRows::NO_PIPELINE);
     fetches.take_in_passing();
@@ -154,16 +179,18 @@ void Context::DiskWalk::list(size_t chunk, int thread) {
     if (t.listed || !chunk) std::fill(w.partial_of(chunk), w.partial_of(chunk + 1), 0.0f);
 }
 
-// Slots for as much of the rest of the list as there is room for. false: the chunk is another's from now on; it will be
-// `ready` when its reads are done, or when slots become free.
+// Slots for as much of the rest of the list as there is room for. false: the chunk is another's from now on;
+// it will be `ready` when its reads are done, or when slots become free.
 bool Context::DiskWalk::fetch(size_t chunk) {
     Task& t = tasks[chunk];
     DiskRows& rows = t.stage == Task::GATES ? *gates : bundles;
-    const size_t at = chunk * kChunk + t.begin, mine = owner + (t.stage == Task::GATES ? 0 : w.chunks) + chunk;
+    const size_t at = chunk * kChunk + t.begin,
+                 mine = owner + (t.stage == Task::GATES ? 0 : w.chunks) + chunk;
     size_t misses;
     std::lock_guard<std::mutex> held(fetches.lock);
     if (fetches.failed) return false;
-    t.end = t.begin + rows.pin(w.ids + at, t.listed - t.begin, slots + at, entries + at, wanted + at, &misses);
+    t.end =
+        t.begin + rows.pin(w.ids + at, t.listed - t.begin, slots + at, entries + at, wanted + at, &misses);
     if (t.end == t.begin) return starved.push_back(chunk), false;
     fetches.want(rows, wanted + at, misses, mine, true);
     if (!fetches.left[mine]) return true;
@@ -223,11 +250,13 @@ void Context::DiskWalk::few_tokens(int thread) {
 
 // ---- many tokens
 //
-// Chunks pass through the pool's stream slots, read ahead of the work, hot and cached ones where they are: whole ones or, `by_list`, what is
-// needed of them, after a pass over all gates. One barrier a group: behind it everybody has left the group before, whose slots
-// the next reads fill, and activations are complete.
+// Chunks pass through the pool's stream slots, read ahead of the work, hot and cached ones where they are:
+// whole ones or, `by_list`, what is needed of them, after a pass over all gates. One barrier a group: behind
+// it everybody has left the group before, whose slots the next reads fill, and activations are complete.
 
-size_t Context::DiskWalk::last_cell(size_t g) const { return std::min(w.cells, (g + 1) * group * (kChunk / w.cell)); }
+size_t Context::DiskWalk::last_cell(size_t g) const {
+    return std::min(w.cells, (g + 1) * group * (kChunk / w.cell));
+}
 
 // Holding the lock: the reads of a group's chunks.
 void Context::DiskWalk::request(size_t g) {
@@ -259,7 +288,8 @@ void Context::DiskWalk::want_bundles(size_t chunk, size_t ring) {
 void Context::DiskWalk::want_gates(size_t chunk, size_t ring) {
     const size_t begin = chunk * kChunk, end = std::min(w.n, begin + kChunk);
     const int32_t free = int32_t(gates->pool().lent + ring);
-    const size_t n = gates->stream(begin, end, free, gate_slots + begin, gate_entries + begin, gate_wanted + begin);
+    const size_t n =
+        gates->stream(begin, end, free, gate_slots + begin, gate_entries + begin, gate_wanted + begin);
     fetches.want(*gates, gate_wanted + begin, n, owner_of(chunk / group));
 }
 
@@ -281,7 +311,8 @@ bool Context::DiskWalk::wait_for(size_t g, int thread) {
 
 void Context::DiskWalk::list_cell(size_t c, int thread) {
     const size_t begin = c * w.cell, end = std::min(w.n, begin + w.cell);
-    for (size_t t = 0; w.a.record && t < w.tokens; t++) std::fill(w.a.record + t * w.n + begin, w.a.record + t * w.n + end, 0.0f);
+    for (size_t t = 0; w.a.record && t < w.tokens; t++)
+        std::fill(w.a.record + t * w.n + begin, w.a.record + t * w.n + end, 0.0f);
     w.needed_neurons(c, c + 1, thread);
     note(c);
 }
@@ -295,7 +326,8 @@ void Context::DiskWalk::first_half(size_t c, int thread) {
     if (w.normed) w.weigh(c);
 }
 
-// A prompt says which neurons its continuation is likely to need: its tokens count as if they had come one by one.
+// A prompt says which neurons its continuation is likely to need: its tokens count as if they had come one by
+// one.
 void Context::DiskWalk::note(size_t c) {
     for (size_t i = c * w.cell; i < c * w.cell + w.counts[c]; i++) {
         const size_t id = size_t(w.ids[i]);
@@ -314,7 +346,8 @@ bool Context::DiskWalk::take_cell(size_t end, size_t* c) {
     return false;
 }
 
-// The gates of all chunks; then bundles are asked for, and not before all threads are here: lists are complete.
+// The gates of all chunks; then bundles are asked for, and not before all threads are here: lists are
+// complete.
 bool Context::DiskWalk::list_all(int thread) {
     for (size_t g = 0; gates && g < groups; g++) {
         if (!wait_for(g, thread)) return false;  // the same for all threads
@@ -341,7 +374,8 @@ bool Context::DiskWalk::work_through(size_t begin, size_t end, int thread) {
             request(g - 1 + ahead);
         }
         for (size_t c0 = begin; c0 < end; c0 += kTileColumns)
-            w.add_columns(c0, std::min(end, c0 + kTileColumns), g * group, std::min(w.chunks, (g + 1) * group), sums + c0 * w.tokens, thread);
+            w.add_columns(c0, std::min(end, c0 + kTileColumns), g * group,
+                          std::min(w.chunks, (g + 1) * group), sums + c0 * w.tokens, thread);
     }
     return true;
 }
@@ -367,8 +401,10 @@ FFNCounts Context::disk_ffn(const FFNArgs& a) {
     DiskWalk walk(*this, a);
     auto few = [&](int thread) { walk.few_tokens(thread); };
     auto many = [&](int thread) { walk.many_tokens(thread); };
-    if (walk.w.few) pool.run(few);
-    else pool.run(many);
+    if (walk.w.few)
+        pool.run(few);
+    else
+        pool.run(many);
     walk.end();
     return walk.w.totals();
 }

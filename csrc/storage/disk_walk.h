@@ -1,4 +1,5 @@
-// One call of an FFN whose bundles (and perhaps gate rows) are on disk: who works on which chunk, and who waits.
+// One call of an FFN whose bundles (and perhaps gate rows) are on disk: who works on which chunk, and who
+// waits.
 #pragma once
 #include <chrono>
 #include <deque>
@@ -10,9 +11,12 @@
 
 namespace tc {
 
-// The reads of one call over some FFNs of a layer, of which there are none yet; each FFN has `owners_of` owners there.
-std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens, Interrupted interrupted);
-std::shared_ptr<Fetches> begun_reads(const FFN& first);  // for a call of few tokens over these FFNs, which has come; or null
+// The reads of one call over some FFNs of a layer, of which there are none yet; each FFN has `owners_of`
+// owners there.
+std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens,
+                                     Interrupted interrupted);
+std::shared_ptr<Fetches> begun_reads(
+    const FFN& first);  // for a call of few tokens over these FFNs, which has come; or null
 size_t owners_of(const FFN& ffn);
 bool can_read_ahead(const FFN& ffn, size_t tokens, Sparsity sparsity);
 
@@ -55,23 +59,26 @@ struct Context::DiskWalk {
     Walk w;
     DiskRows &bundles, *const gates;
     const std::shared_ptr<Fetches> reads;
-    Fetches& fetches;  // its lock guards all below, and the DiskRows
+    Fetches& fetches;    // its lock guards all below, and the DiskRows
     const size_t owner;  // from there on: chunks for their gate rows, then for their bundles; or groups
     std::vector<Task> tasks;
     std::deque<size_t> starved;  // chunks that found no slots
     size_t fresh, done = 0;
-    // [n] each. Of list entries: slots, entries (in the cache) of few tokens, and what is wanted of them. Of neurons: the rest.
+    // [n] each. Of list entries: slots, entries (in the cache) of few tokens, and what is wanted of them. Of
+    // neurons: the rest.
     int32_t *slots, *entries, *places, *gate_slots, *gate_entries;
     Wanted *wanted, *gate_wanted;
 
-    const bool by_list;  // many tokens: of no bundle but those some token needs, all of which are listed first
-    const size_t group;  // chunks that many tokens work on together
+    const bool
+        by_list;  // many tokens: of no bundle but those some token needs, all of which are listed first
+    const size_t group;          // chunks that many tokens work on together
     const size_t groups, ahead;  // of those: there are, and slots are for
-    bool listing;        // the first of two passes over them: gates alone
+    bool listing;                // the first of two passes over them: gates alone
     std::atomic<size_t> next_cell{0};
-    std::chrono::steady_clock::time_point asked = std::chrono::steady_clock::now();  // whether to go on: thread 0's
-    float* sums;  // [dim / tile][tokens][tile]
-    std::vector<float> age;  // [tokens]
+    std::chrono::steady_clock::time_point asked =
+        std::chrono::steady_clock::now();     // whether to go on: thread 0's
+    float* sums;                              // [dim / tile][tokens][tile]
+    std::vector<float> age;                   // [tokens]
     const uint64_t bundle_bytes, gate_bytes;  // read before this call
 };
 

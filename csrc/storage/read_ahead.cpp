@@ -1,8 +1,8 @@
 // Reads of an FFN that begin before its call.
 //
-// What the predictor says of the residual stream before attention, it mostly says again after it: of planted neurons but for one in
-// fifty, of trained ones for one in four (DESIGN). So reads begin early, and the disk works while attention does. Nothing depends on it:
-// the call asks again.
+// What the predictor says of the residual stream before attention, it mostly says again after it: of planted
+// neurons but for one in fifty, of trained ones for one in four (DESIGN). So reads begin early, and the disk
+// works while attention does. Nothing depends on it: the call asks again.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -80,8 +80,8 @@ float Ahead::mean_gate() const {
 }  // namespace
 
 bool can_read_ahead(const FFN& ffn, size_t tokens, Sparsity sparsity) {
-    return ffn.disk && ffn.predictor.second.data && !ffn.sub_norm.weight && sparsity == PREDICT && tokens <= kFewTokens &&
-           !ffn.disk->disabled(DiskRows::NO_PIPELINE);
+    return ffn.disk && ffn.predictor.second.data && !ffn.sub_norm.weight && sparsity == PREDICT &&
+           tokens <= kFewTokens && !ffn.disk->disabled(DiskRows::NO_PIPELINE);
 }
 
 void Context::read_ahead(const FFNArgs& a) {
@@ -106,7 +106,9 @@ void Context::expect(const FFNArgs& a) {
     ahead.keep_judgeable();
     w.open_above = (a.ffn.activation == FATRELU ? a.ffn.threshold : 0) - ahead.bundles.slack();
     pool.run(judge);
-    if (!ahead.gates) ahead.bundles.adapt(ahead.mean_gate());  // else a gate that is not there is late, wherever the threshold is
+    if (!ahead.gates)
+        ahead.bundles.adapt(
+            ahead.mean_gate());  // else a gate that is not there is late, wherever the threshold is
     ahead.expect(ahead.bundles, a.owner + w.chunks);
 }
 

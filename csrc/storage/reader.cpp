@@ -22,11 +22,13 @@ static constexpr unsigned kThreads = 32;  // each waits for one read at a time
 
 // ---- threads: each takes a request, waits for the disk, and says so
 class ReadThreads {
-public:
+ public:
     ReadThreads(const File& file, unsigned depth) : file_(file), depth_(depth) {
         try {
-            for (unsigned i = 0; i < std::min(depth, kThreads); i++) threads_.emplace_back([this] { work(); });
-        } catch (const std::exception&) {}  // the system has no more threads for us: those there are do the work
+            for (unsigned i = 0; i < std::min(depth, kThreads); i++)
+                threads_.emplace_back([this] { work(); });
+        } catch (const std::exception&) {
+        }  // the system has no more threads for us: those there are do the work
     }
 
     ~ReadThreads() {
@@ -61,7 +63,7 @@ public:
         return n;
     }
 
-private:
+ private:
     void work() {
         for (std::unique_lock<std::mutex> lock(mutex_);;) {
             requested_.wait(lock, [this] { return stop_ || !queue_.empty(); });
@@ -91,28 +93,45 @@ private:
 // ---- the reader
 static std::string name_of(int error) {
     switch (error) {
-#define NAME(e) case e: return #e
-        NAME(EPERM); NAME(EACCES); NAME(EAGAIN); NAME(EINVAL); NAME(EMFILE); NAME(ENFILE); NAME(ENOMEM); NAME(ENOSYS); NAME(EIO);
+#define NAME(e) \
+    case e:     \
+        return #e
+        NAME(EPERM);
+        NAME(EACCES);
+        NAME(EAGAIN);
+        NAME(EINVAL);
+        NAME(EMFILE);
+        NAME(ENFILE);
+        NAME(ENOMEM);
+        NAME(ENOSYS);
+        NAME(EIO);
 #undef NAME
-        default: return error == EOPNOTSUPP ? "EOPNOTSUPP" : "errno " + std::to_string(error);
+        default:
+            return error == EOPNOTSUPP ? "EOPNOTSUPP" : "errno " + std::to_string(error);
     }
 }
 
 Reader::Reader(const char* path, unsigned depth, size_t buffer_bytes, Method method, bool direct)
-    : path_(path), depth_(depth), buffer_bytes_(buffer_bytes),
-      buffer_stride_((buffer_bytes + kPage - 1) / kPage * kPage), forks_(forks_so_far()) {
+    : path_(path),
+      depth_(depth),
+      buffer_bytes_(buffer_bytes),
+      buffer_stride_((buffer_bytes + kPage - 1) / kPage * kPage),
+      forks_(forks_so_far()) {
     error_ = open(path, direct);
     if (error_) return;
     buffers_ = map_pages(depth * buffer_stride_);
     error_ = buffers_.data ? begin(method) : ENOMEM;
 }
 
-// Reads that were left behind write into the buffers, which stay for as long as they take, but nobody waits: a program that
-// is told to end does so, however slow the disk is.
+// Reads that were left behind write into the buffers, which stay for as long as they take, but nobody waits:
+// a program that is told to end does so, however slow the disk is.
 Reader::~Reader() {
     const bool forked = this->forked();
-    if (forked) threads_.release(), file_.release();  // the parent's: there is none to join here, and locks are never given back
-    auto close = [forked, buffers = buffers_, file = std::move(file_), ring = std::move(ring_), threads = std::move(threads_)]() mutable {
+    if (forked)
+        threads_.release(),
+            file_.release();  // the parent's: there is none to join here, and locks are never given back
+    auto close = [forked, buffers = buffers_, file = std::move(file_), ring = std::move(ring_),
+                  threads = std::move(threads_)]() mutable {
         if (ring && !ring->error() && !forked) ring->drain();
         threads.reset();
         ring.reset();
@@ -143,7 +162,8 @@ int Reader::open(const char* path, bool direct) {
         file_ = std::make_unique<File>(path, File::THROUGH_CACHE);
         if (!file_->open()) return file_->error();
         file_->expect_random_reads();
-        how_ = ", through the page cache" + (refused ? " (direct I/O refused: " + name_of(refused) + ")" : "");
+        how_ =
+            ", through the page cache" + (refused ? " (direct I/O refused: " + name_of(refused) + ")" : "");
     }
     return file_->state(state_) ? 0 : EIO;
 }
@@ -155,7 +175,8 @@ int Reader::begin(Method method) {
         refused = ring_->error();
         if (!refused) {
             how_ = "io_uring" + how_;
-            if (const int e = ring_->not_registered()) how_ += " (buffers not registered: " + name_of(e) + ")";
+            if (const int e = ring_->not_registered())
+                how_ += " (buffers not registered: " + name_of(e) + ")";
             return 0;
         }
         ring_.reset();
@@ -169,7 +190,8 @@ int Reader::begin(Method method) {
 
 bool Reader::changed() const {
     FileState there, opened;
-    return !file_state(path_.c_str(), there) || !file_->state(opened) || !(there == state_) || !(opened == state_);
+    return !file_state(path_.c_str(), there) || !file_->state(opened) || !(there == state_) ||
+           !(opened == state_);
 }
 
 bool Reader::submit(const ReadRequest* requests, size_t n) {
@@ -200,8 +222,10 @@ size_t Reader::measure(const uint64_t* offsets, size_t n, uint32_t bytes, double
         }
         if (idle.size() == depth_) return read;
         for (size_t i = take(done.data(), depth_, true); i--; idle.push_back(unsigned(done[i].tag))) {
-            if (!done[i].error) read++;
-            else if (!error) error = done[i].error;
+            if (!done[i].error)
+                read++;
+            else if (!error)
+                error = done[i].error;
         }
     }
 }

@@ -1,5 +1,6 @@
-// Asynchronous reads of one file by position, past the page cache where that is possible: by io_uring, or by threads
-// where the system has none. It knows offsets and bytes; what they mean, and whether they are right, is its caller's.
+// Asynchronous reads of one file by position, past the page cache where that is possible: by io_uring, or by
+// threads where the system has none. It knows offsets and bytes; what they mean, and whether they are right,
+// is its caller's.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,14 +30,17 @@ class ReadThreads;  // reader.cpp
 class Fetches;      // slots.h
 
 // Thread-safe. Interrupted and short reads go on inside. Whoever waits holds no lock that a taker needs:
-//   one mutex around { take, then publish what came } is enough for many threads. A thread that needs a record locks it,
-//   looks again, and only then waits inside; a thread that only looks in passing uses try_lock. So no wake-up is lost: all
-//   that others took is published by the time one looks.
+//   one mutex around { take, then publish what came } is enough for many threads. A thread that needs a
+//   record locks it, looks again, and only then waits inside; a thread that only looks in passing uses
+//   try_lock. So no wake-up is lost: all that others took is published by the time one looks.
 class Reader {
-public:
-    // `depth`: reads in flight at most, 1 to 4096; as many buffers of `buffer_bytes`, each from a page's begin on.
-    Reader(const char* path, unsigned depth, size_t buffer_bytes, Method method = Method::AUTO, bool direct = true);
-    ~Reader();  // waits for the reads in flight: they write into the caller's memory. Not for those left behind, in the buffers
+ public:
+    // `depth`: reads in flight at most, 1 to 4096; as many buffers of `buffer_bytes`, each from a page's
+    // begin on.
+    Reader(const char* path, unsigned depth, size_t buffer_bytes, Method method = Method::AUTO,
+           bool direct = true);
+    ~Reader();  // waits for the reads in flight: they write into the caller's memory. Not for those left
+                // behind, in the buffers
     Reader(const Reader&) = delete;
     Reader& operator=(const Reader&) = delete;
 
@@ -44,28 +48,35 @@ public:
     unsigned depth() const { return depth_; }
     size_t buffer_bytes() const { return buffer_bytes_; }
     uint8_t* buffer(unsigned i) const { return buffers_.data + i * buffer_stride_; }
-    size_t alignment() const { return alignment_; }  // of `offset`, `bytes` and `to`: 512 to 4096 direct, 1 through the cache
+    size_t alignment() const {
+        return alignment_;
+    }  // of `offset`, `bytes` and `to`: 512 to 4096 direct, 1 through the cache
     const char* how() const { return how_.c_str(); }  // for people: "io_uring, direct"
-    bool forked() const { return forks_ != forks_so_far(); }  // this process, from the reader's: there is nothing to wait for
-    bool changed() const;  // another file has the path now, or this one another size or time than when it was opened
+    bool forked() const {
+        return forks_ != forks_so_far();
+    }  // this process, from the reader's: there is nothing to wait for
+    bool changed()
+        const;  // another file has the path now, or this one another size or time than when it was opened
 
-    // Begin n reads, all or none. false: more than `depth` would be in flight, or this process was forked from the one
-    // that made the reader. Never waits for the disk.
+    // Begin n reads, all or none. false: more than `depth` would be in flight, or this process was forked
+    // from the one that made the reader. Never waits for the disk.
     bool submit(const ReadRequest* requests, size_t n);
-    // Reads that are done, in any order, at most `max`. `wait`: sleep until there is one, but not for ever: 0 after 100 ms,
-    // a signal or a part of a read, and at once when nothing is in flight.
+    // Reads that are done, in any order, at most `max`. `wait`: sleep until there is one, but not for ever: 0
+    // after 100 ms, a signal or a part of a read, and at once when nothing is in flight.
     size_t take(ReadDone* out, size_t max, bool wait);
-    // Reads in flight, into the buffers, that nobody is interested in any more: whoever comes next takes them first.
+    // Reads in flight, into the buffers, that nobody is interested in any more: whoever comes next takes them
+    // first.
     size_t left_behind = 0;
-    // Reads begun for a call that has not come yet, which takes them over. One call at a time has the buffers: if another
-    // comes first, they are left behind.
+    // Reads begun for a call that has not come yet, which takes them over. One call at a time has the
+    // buffers: if another comes first, they are left behind.
     std::shared_ptr<Fetches> early;
 
-    // To measure a disk: read `bytes` at each of n offsets into the buffers, `depth` at a time, as long as `seconds` last.
+    // To measure a disk: read `bytes` at each of n offsets into the buffers, `depth` at a time, as long as
+    // `seconds` last.
     // -> how many were read; `error`: the first failure, which ends it.
     size_t measure(const uint64_t* offsets, size_t n, uint32_t bytes, double seconds, int& error);
 
-private:
+ private:
     int open(const char* path, bool direct);
     int begin(Method method);
 
@@ -77,7 +88,7 @@ private:
     FileState state_{};
     size_t alignment_ = 1;
     Pages buffers_{};
-    std::unique_ptr<Ring> ring_;            // one of these two
+    std::unique_ptr<Ring> ring_;  // one of these two
     std::unique_ptr<ReadThreads> threads_;
     std::string how_;
     int error_ = 0;

@@ -12,7 +12,8 @@
 namespace tc {
 
 static constexpr float kPrior = 16, kHalfLife = 64;
-// Two reads are one where at most this many bytes lie between: an operation costs as much as 40 KiB (45,000 a second, 2.2 GB/s).
+// Two reads are one where at most this many bytes lie between: an operation costs as much as 40 KiB (45,000 a
+// second, 2.2 GB/s).
 static constexpr uint64_t kGap = 32 << 10;
 
 // ---- slots
@@ -36,11 +37,20 @@ int32_t SlotPool::take_one() {
 }
 
 // ---- one layer's records
-DiskRows::DiskRows(SlotPool& pool, Reader& reader, uint64_t file_offset, size_t neurons, size_t hot, size_t quota,
-                   const uint32_t* crc, const float* likely, std::string name, int disabled)
-    : reader(reader), file_offset(file_offset), neurons(neurons), hot(hot), first_slot(pool.take(hot)),
-      crc(crc, crc + neurons), pool_(pool), name_(std::move(name)), disabled_(disabled), prior_(neurons - hot),
-      uses_(neurons - hot), where_(neurons - hot, -1) {
+DiskRows::DiskRows(SlotPool& pool, Reader& reader, uint64_t file_offset, size_t neurons, size_t hot,
+                   size_t quota, const uint32_t* crc, const float* likely, std::string name, int disabled)
+    : reader(reader),
+      file_offset(file_offset),
+      neurons(neurons),
+      hot(hot),
+      first_slot(pool.take(hot)),
+      crc(crc, crc + neurons),
+      pool_(pool),
+      name_(std::move(name)),
+      disabled_(disabled),
+      prior_(neurons - hot),
+      uses_(neurons - hot),
+      where_(neurons - hot, -1) {
     if (first_slot < 0) throw std::length_error("the pool has too few slots");
     for (size_t i = hot; likely && i < neurons; i++) prior_[i - hot] = kPrior * likely[i];
     if (quota > pool_.free()) {
@@ -77,7 +87,9 @@ void DiskRows::list_worst() {
     worst_.clear();
     for (size_t i = 0; i < cold_.size(); i++)
         if (!cold_[i].pinned) worst_.push_back(int32_t(i));
-    auto value = [this](int32_t at) { return cold_[size_t(at)].neuron < 0 ? -1.0f : score(cold_[size_t(at)].neuron); };
+    auto value = [this](int32_t at) {
+        return cold_[size_t(at)].neuron < 0 ? -1.0f : score(cold_[size_t(at)].neuron);
+    };
     auto better = [&](int32_t a, int32_t b) {  // of equals the hotter one, which has the lower number
         const float va = value(a), vb = value(b);
         return va != vb ? va > vb : cold_[size_t(a)].neuron < cold_[size_t(b)].neuron;
@@ -131,7 +143,8 @@ void DiskRows::begin(size_t steps) {
     worst_.clear();
 }
 
-size_t DiskRows::pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entries, Wanted* wanted, size_t* n_wanted) {
+size_t DiskRows::pin(const int32_t* ids, size_t n, int32_t* slots, int32_t* entries, Wanted* wanted,
+                     size_t* n_wanted) {
     size_t reads = 0, i = 0;
     for (; i < n; i++) {
         const size_t id = size_t(ids[i]);
@@ -195,7 +208,9 @@ size_t DiskRows::expect(const int32_t* ids, size_t n, Wanted* wanted) {
     return reads;
 }
 
-void DiskRows::adapt(float unit) { step_ = unit < 1e30f ? 0.05f * unit : 0, late_ = vain_ = 0; }  // damaged gates have none
+void DiskRows::adapt(float unit) {
+    step_ = unit < 1e30f ? 0.05f * unit : 0, late_ = vain_ = 0;
+}  // damaged gates have none
 
 bool DiskRows::hold(int32_t id) {
     if (size_t(id) < hot) return true;
@@ -210,7 +225,8 @@ int32_t DiskRows::slot_of(int32_t id) const {
     return at >= 0 && entry_at(at).ready ? entry_at(at).slot : -1;
 }
 
-size_t DiskRows::stream(size_t begin, size_t end, int32_t free, int32_t* slots, int32_t* entries, Wanted* wanted) {
+size_t DiskRows::stream(size_t begin, size_t end, int32_t free, int32_t* slots, int32_t* entries,
+                        Wanted* wanted) {
     size_t misses = 0;
     for (size_t id = begin; id < end; id++, slots++, entries++) {
         const int32_t at = *entries = id < hot ? kHot : where_[id - hot];
@@ -251,7 +267,8 @@ void DiskRows::settle() {
         if (e.owner == this) release(e);
     }
     const float late = kLate * float(late_), vain = float(vain_), far = 40 * step_;
-    if (step_ > 0 && late + vain > 0) slack_ = std::clamp(slack_ + step_ * (late - vain) / (late + vain), -far, far);
+    if (step_ > 0 && late + vain > 0)
+        slack_ = std::clamp(slack_ + step_ * (late - vain) / (late + vain), -far, far);
     step_ = 0;
 }
 
@@ -278,7 +295,12 @@ void DiskRows::load(Interrupted interrupted) {
 
 // ---- reads on their way
 Fetches::Fetches(Reader& reader, std::vector<DiskRows*> rows, size_t owners, Interrupted interrupted)
-    : left(owners, 0), bad(owners, 0), awaited(owners, 0), rows(std::move(rows)), reader_(reader), reads_(reader.depth()) {
+    : left(owners, 0),
+      bad(owners, 0),
+      awaited(owners, 0),
+      rows(std::move(rows)),
+      reader_(reader),
+      reads_(reader.depth()) {
     if (reader.forked()) throw std::runtime_error(kForked);
     reader.early.reset();
     for (unsigned i = reader.depth(); i-- > 0;) buffers_.push_back(i);
@@ -302,7 +324,9 @@ void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner,
         const uint64_t begin = offset(wanted[i]) / align * align;
         for (next = i + 1; next < n && !halves; next++) {
             const uint64_t end = (offset(wanted[next]) + stride + align - 1) / align * align;
-            if (offset(wanted[next]) - offset(wanted[next - 1]) - stride > kGap || end - begin > reader_.buffer_bytes()) break;
+            if (offset(wanted[next]) - offset(wanted[next - 1]) - stride > kGap ||
+                end - begin > reader_.buffer_bytes())
+                break;
         }
         made_.push_back({&rows, wanted + i, next - i, owner, begin, halves ? 2u : 1u, 0});
     }
@@ -310,7 +334,8 @@ void Fetches::want(DiskRows& rows, const Wanted* wanted, size_t n, size_t owner,
     queue_.insert(urgent ? queue_.begin() : queue_.end(), made_.begin(), made_.end());
 }
 
-// What to ask the reader for: the bytes of a read, or of each half of a record, in whole units of its alignment.
+// What to ask the reader for: the bytes of a read, or of each half of a record, in whole units of its
+// alignment.
 size_t Fetches::requests_of(Read& r, unsigned buffer, ReadRequest* out) const {
     const uint64_t stride = r.rows->pool().stride, align = reader_.alignment();
     const uint64_t first = r.rows->file_offset + uint64_t(r.wanted[0].neuron) * stride;
@@ -320,7 +345,9 @@ size_t Fetches::requests_of(Read& r, unsigned buffer, ReadRequest* out) const {
     r.requests = 0;
     for (unsigned i = 0; i < parts; i++) {
         const uint64_t to = (first + (end - first) * (i + 1) / parts + align - 1) / align * align;
-        if (to > from) out[r.requests++] = {from, uint32_t(to - from), reader_.buffer(buffer) + (from - r.begin), buffer};
+        if (to > from)
+            out[r.requests++] = {from, uint32_t(to - from), reader_.buffer(buffer) + (from - r.begin),
+                                 buffer};
         from = std::max(from, to);
     }
     return r.requests;
@@ -378,10 +405,10 @@ void Fetches::take(bool wait) {
         if (r.error) bad[r.owner] = 1;
         if (r.error && !failed) {
             failed = true;
-            error = {r.error == INT32_MAX ? 0 : r.error, r.rows->name(), r.wanted[0].neuron, reader_.changed()};
+            error = {r.error == INT32_MAX ? 0 : r.error, r.rows->name(), r.wanted[0].neuron,
+                     reader_.changed()};
         }
-        for (size_t w = 0; !r.error && w < r.n; w++)
-            r.rows->arrived(r.wanted[w].entry);
+        for (size_t w = 0; !r.error && w < r.n; w++) r.rows->arrived(r.wanted[w].entry);
         if (!gave_up && !--left[r.owner] && awaited[r.owner]) ready.push_back(r.owner);
         buffers_.push_back(buffer);
     }

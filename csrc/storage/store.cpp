@@ -33,8 +33,9 @@ static uint32_t crc_table(uint32_t crc, const uint8_t* p, size_t n) {
 }
 
 #if defined(THERMOCLINE_X86) && defined(__GNUC__)
-// The instruction answers after 3 cycles, and another can begin in each of them: three streams of so many bytes at a time, the
-// later two begun at 0. To join them the first must be what it would be after as many zeros, which is linear in its bits.
+// The instruction answers after 3 cycles, and another can begin in each of them: three streams of so many
+// bytes at a time, the later two begun at 0. To join them the first must be what it would be after as many
+// zeros, which is linear in its bits.
 constexpr size_t kStream = 512;
 static uint32_t after_zeros(uint32_t crc) {
     static const struct Table {
@@ -48,7 +49,8 @@ static uint32_t after_zeros(uint32_t crc) {
             }
         }
     } table;
-    return table.t[0][crc & 255] ^ table.t[1][crc >> 8 & 255] ^ table.t[2][crc >> 16 & 255] ^ table.t[3][crc >> 24];
+    return table.t[0][crc & 255] ^ table.t[1][crc >> 8 & 255] ^ table.t[2][crc >> 16 & 255] ^
+           table.t[3][crc >> 24];
 }
 
 __attribute__((target("sse4.2"))) static uint32_t crc_sse(uint32_t crc, const uint8_t* p, size_t n) {
@@ -109,16 +111,19 @@ void Arena::gather_pages() { gather_huge_pages(data, bytes); }
 bool Arena::fence() { return forbid_page(data + bytes + kArenaPadding); }
 
 // ---- loading
-// Readers wait for the disk more than they compute: while some wait, others check. So there are more than cores. On two
-// busy cores 4 readers with 2 MiB each get 2.8 GB/s of the disk's 3.4, 8 3.1, 16 3.2, 32 3.3 (LOG 2026-11-21).
+// Readers wait for the disk more than they compute: while some wait, others check. So there are more than
+// cores. On two busy cores 4 readers with 2 MiB each get 2.8 GB/s of the disk's 3.4, 8 3.1, 16 3.2, 32 3.3
+// (LOG 2026-11-21).
 static constexpr size_t kReaders = 32;
-static constexpr size_t kChunk = size_t(2) << 20;       // a huge page: one segment of a disk request, not 512
-static constexpr size_t kDirectFrom = size_t(64) << 20;  // smaller files are worth their place in the page cache
+static constexpr size_t kChunk = size_t(2) << 20;  // a huge page: one segment of a disk request, not 512
+static constexpr size_t kDirectFrom = size_t(64)
+                                      << 20;  // smaller files are worth their place in the page cache
 
 namespace {
 
-// Readers claim chunks in ascending order and finish every chunk below the lowest failure known, so the failure that
-// remains is the lowest of all, whoever met it: chunks below it were claimed before, and none of them failed.
+// Readers claim chunks in ascending order and finish every chunk below the lowest failure known, so the
+// failure that remains is the lowest of all, whoever met it: chunks below it were claimed before, and none of
+// them failed.
 struct Loading {
     uint8_t* const to;  // where file byte `begin` goes
     const size_t begin;
@@ -150,7 +155,8 @@ struct Loading {
         return done + through_cache.read(place(at + done), n - done, at + done, why);
     }
 
-    // A read that fails may give nothing of what it covers. Block by block, the first that cannot be read is known.
+    // A read that fails may give nothing of what it covers. Block by block, the first that cannot be read is
+    // known.
     size_t read_to_the_failure(size_t at, size_t n, int& why) const {
         size_t done = read(at, n, why);
         if (!why) return done;
@@ -169,9 +175,12 @@ struct Loading {
             const size_t done = read_to_the_failure(at, n, why);
             for (size_t b = 0; b < n; b += block) {
                 const size_t size = std::min(block, n - b);
-                if (b + size > done) fail(at + b, why ? why : -1);
-                else if (crc32c(place(at + b), size, 0) != checksums[(at + b) / block]) fail(at + b, 0);
-                else continue;
+                if (b + size > done)
+                    fail(at + b, why ? why : -1);
+                else if (crc32c(place(at + b), size, 0) != checksums[(at + b) / block])
+                    fail(at + b, 0);
+                else
+                    continue;
                 break;
             }
         }
@@ -180,17 +189,22 @@ struct Loading {
 
 }  // namespace
 
-LoadResult load(Arena& arena, const char* path, size_t begin, size_t end, const uint32_t* checksums, size_t block, size_t to) {
+LoadResult load(Arena& arena, const char* path, size_t begin, size_t end, const uint32_t* checksums,
+                size_t block, size_t to) {
     const File through_cache(path, File::THROUGH_CACHE);
     if (!through_cache.open()) return {through_cache.error(), int64_t(begin / block)};
     std::optional<File> direct;
     if (arena.bytes >= kDirectFrom) direct.emplace(path, File::DIRECT);
     const size_t chunk = std::max(block, kChunk / block * block), chunks = (end - begin + chunk - 1) / chunk;
-    Loading l{arena.data + to, begin, through_cache, direct && direct->open() ? &*direct : nullptr, end, chunk, block, checksums, {begin}};
+    Loading l{
+        arena.data + to, begin,     through_cache, direct && direct->open() ? &*direct : nullptr, end, chunk,
+        block,           checksums, {begin}};
     std::thread others[kReaders - 1];
     try {
-        for (size_t i = 1; i < kReaders && i < chunks; i++) others[i - 1] = std::thread([&l] { l.read_and_check(); });
-    } catch (const std::exception&) {}  // the system has no more threads for us: those there are do the work
+        for (size_t i = 1; i < kReaders && i < chunks; i++)
+            others[i - 1] = std::thread([&l] { l.read_and_check(); });
+    } catch (const std::exception&) {
+    }  // the system has no more threads for us: those there are do the work
     l.read_and_check();
     for (std::thread& t : others)
         if (t.joinable()) t.join();

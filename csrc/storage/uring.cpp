@@ -16,7 +16,8 @@
 
 namespace tc {
 
-// ---- the kernel's interface (io_uring_setup(2)), said here: building must not depend on how old <linux/io_uring.h> is
+// ---- the kernel's interface (io_uring_setup(2)), said here: building must not depend on how old
+// <linux/io_uring.h> is
 namespace {
 
 constexpr long kSetup = 425, kEnter = 426, kRegister = 427;  // of every architecture but Alpha
@@ -56,9 +57,12 @@ struct WaitArgument {
     uint32_t signals_bytes, unused;
     uint64_t timeout;  // address of seconds and nanoseconds
 };
-static_assert(sizeof(Parameters) == 120 && sizeof(Entry) == 64 && sizeof(Completion) == 16 && sizeof(WaitArgument) == 24, "the kernel's");
+static_assert(sizeof(Parameters) == 120 && sizeof(Entry) == 64 && sizeof(Completion) == 16 &&
+                  sizeof(WaitArgument) == 24,
+              "the kernel's");
 
-constexpr int64_t kWait[2] = {0, 100000000};  // a signal's handler may be another thread's: look up ten times a second
+constexpr int64_t kWait[2] = {
+    0, 100000000};  // a signal's handler may be another thread's: look up ten times a second
 
 template <class T>
 T* at(void* base, uint32_t offset) {
@@ -94,9 +98,11 @@ int Ring::begin(const File& file, unsigned entries) {
         void* m = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, where);
         return m == MAP_FAILED ? nullptr : m;
     };
-    rings_bytes_ = std::max(p.sq_array + p.sq_entries * sizeof(uint32_t), p.cq_entries_at + p.cq_entries * sizeof(Completion));
+    rings_bytes_ = std::max(p.sq_array + p.sq_entries * sizeof(uint32_t),
+                            p.cq_entries_at + p.cq_entries * sizeof(Completion));
     entries_bytes_ = p.sq_entries * sizeof(Entry);
-    if (!(rings_ = map(rings_bytes_, kRingsAt)) || !(entries_ = map(entries_bytes_, kEntriesAt))) return errno;
+    if (!(rings_ = map(rings_bytes_, kRingsAt)) || !(entries_ = map(entries_bytes_, kEntriesAt)))
+        return errno;
     sq_head_ = at<uint32_t>(rings_, p.sq_head), sq_tail_ = at<uint32_t>(rings_, p.sq_tail);
     cq_head_ = at<uint32_t>(rings_, p.cq_head), cq_tail_ = at<uint32_t>(rings_, p.cq_tail);
     sq_mask_ = p.sq_entries - 1, cq_mask_ = p.cq_entries - 1;
@@ -105,7 +111,8 @@ int Ring::begin(const File& file, unsigned entries) {
     const int fd = file.descriptor();
     if (syscall(kRegister, fd_, kRegisterFiles, &fd, 1)) return errno;
     const iovec memory = {fixed_, fixed_bytes_};
-    if (syscall(kRegister, fd_, kRegisterBuffers, &memory, 1)) not_registered_ = errno;  // RLIMIT_MEMLOCK, mostly
+    if (syscall(kRegister, fd_, kRegisterBuffers, &memory, 1))
+        not_registered_ = errno;  // RLIMIT_MEMLOCK, mostly
     return 0;
 }
 
@@ -121,7 +128,8 @@ int Ring::answers() {
 
 int Ring::enter(unsigned submit, unsigned wait_for) const {
     const WaitArgument wait = {0, 0, 0, reinterpret_cast<uintptr_t>(kWait)};
-    return int(syscall(kEnter, fd_, submit, wait_for, wait_for ? kGetEvents | kWithArg : 0, &wait, sizeof wait));
+    return int(
+        syscall(kEnter, fd_, submit, wait_for, wait_for ? kGetEvents | kWithArg : 0, &wait, sizeof wait));
 }
 
 // ---- submission
@@ -136,7 +144,8 @@ void Ring::push(uint32_t flight) {
     e.address = reinterpret_cast<uintptr_t>(f.request.to + f.done);
     e.bytes = f.request.bytes - f.done;
     e.user_data = flight;
-    const size_t in_fixed = size_t(e.address - reinterpret_cast<uintptr_t>(fixed_));  // huge where it is before
+    const size_t in_fixed =
+        size_t(e.address - reinterpret_cast<uintptr_t>(fixed_));  // huge where it is before
     const bool fixed = !not_registered_ && in_fixed < fixed_bytes_ && e.bytes <= fixed_bytes_ - in_fixed;
     e.operation = fixed ? kReadFixed : kRead;
     static_cast<Entry*>(entries_)[tail & sq_mask_] = e;
@@ -159,8 +168,8 @@ bool Ring::submit(const ReadRequest* requests, size_t n) {
     return true;
 }
 
-// Tell the kernel of all that has been pushed, by whomever. Two threads may do so at once: it takes each entry once, in
-// order. false: it has no memory for more at the moment; the next take tries again.
+// Tell the kernel of all that has been pushed, by whomever. Two threads may do so at once: it takes each
+// entry once, in order. false: it has no memory for more at the moment; the next take tries again.
 bool Ring::flush() {
     for (;;) {
         unsigned n;
@@ -187,15 +196,18 @@ void Ring::give_up(int error) {
 }
 
 // ---- completion
-// Is it over? Else it has been pushed again: what is missing, or all of it, to be done by waiting. ECANCELED: the thread
-// that submitted it is gone.
+// Is it over? Else it has been pushed again: what is missing, or all of it, to be done by waiting. ECANCELED:
+// the thread that submitted it is gone.
 bool Ring::finished(uint32_t flight, int result, ReadDone& done) {
     Flight& f = flights_[flight];
     int error = 0;
     if (result > 0) f.done += uint32_t(result);
-    if (result == 0 || f.done % alignment_) error = f.done < f.request.bytes ? -1 : 0;  // within a sector files end
-    else if (result == -EAGAIN && !f.blocking) f.blocking = true;
-    else if (result < 0 && result != -EINTR && result != -ECANCELED) error = -result;
+    if (result == 0 || f.done % alignment_)
+        error = f.done < f.request.bytes ? -1 : 0;  // within a sector files end
+    else if (result == -EAGAIN && !f.blocking)
+        f.blocking = true;
+    else if (result < 0 && result != -EINTR && result != -ECANCELED)
+        error = -result;
     if (!error && f.done < f.request.bytes) return push(flight), false;
     done = {f.request.tag, error};
     free_.push_back(flight);
@@ -223,8 +235,10 @@ size_t Ring::take(ReadDone* out, size_t max, bool wait) {
         std::lock_guard<std::mutex> lock(mutex_);
         if (free_.size() == flights_.size() && failed_.empty()) return 0;
     }
-    if (all_submitted) enter(0, 1);
-    else std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (all_submitted)
+        enter(0, 1);
+    else
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     n = reap(out, max);
     flush();
     return n;

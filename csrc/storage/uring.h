@@ -10,20 +10,21 @@
 namespace tc {
 
 class Ring {
-public:
-    // `fixed`, of fixed_bytes: memory that most reads go to. Offsets in the file are multiples of `alignment`.
+ public:
+    // `fixed`, of fixed_bytes: memory that most reads go to. Offsets in the file are multiples of
+    // `alignment`.
     Ring(const File& file, unsigned depth, uint8_t* fixed, size_t fixed_bytes, size_t alignment);
     ~Ring();
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    int error() const { return error_; }                  // an errno: why there is none; then nothing else may be called
+    int error() const { return error_; }  // an errno: why there is none; then nothing else may be called
     int not_registered() const { return not_registered_; }  // an errno: why `fixed` is memory like any other
     bool submit(const ReadRequest* requests, size_t n);
     size_t take(ReadDone* out, size_t max, bool wait);
     void drain();  // wait for all that is in flight, and forget it
 
-private:
+ private:
     struct Flight {
         ReadRequest request;
         uint32_t done;  // bytes, from the start
