@@ -435,6 +435,7 @@ def site(out: Path) -> list[str]:
 
 def check() -> int:
     problems = [*drift(), *markdown_links.sizes(), *markdown_links.dead_links()]
+    problems += markdown_links.unnamed_files()
     if importlib.util.find_spec("thermocline._native") is not None:
         problems += key_problems()
     with tempfile.TemporaryDirectory() as out:

@@ -11,6 +11,22 @@ DOCS = ROOT / "docs"
 MOST_BYTES = {"README.md": 8192, "DESIGN.md": 12288}
 
 
+def unnamed_files() -> list[str]:
+    """List files of a room that its page does not name, and files that a page names and that are gone."""
+    found = []
+    for page in sorted((DOCS / "internals").glob("*.md")):
+        room, text = ROOT / "thermocline" / page.stem, page.read_text(encoding="utf-8")
+        if not room.is_dir():
+            continue
+        files = {f.name for f in room.rglob("*.py")} - {"__init__.py"}
+        first = [row.split("|")[1:3] for row in text.splitlines() if row.startswith("|")]
+        named = {n for cells in first for n in re.findall(r"`(?:\w+/)*(\w+\.py)`", " ".join(cells))}
+        gone = named - files - {"llm.py", "options.py"}
+        found += [f"docs/internals/{page.name}: lacks {n}" for n in sorted(files - named)]
+        found += [f"docs/internals/{page.name}: {n} is gone" for n in sorted(gone)]
+    return found
+
+
 def sizes() -> list[str]:
     lengths = {name: (ROOT / name).stat().st_size for name in MOST_BYTES}
     return [

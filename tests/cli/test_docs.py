@@ -38,6 +38,23 @@ def test_markdown_has_no_dead_links_and_pages_keep_to_their_sizes() -> None:
     assert markdown_links.dead_links() == [] and markdown_links.sizes() == []
 
 
+def test_each_room_s_page_names_its_files_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert markdown_links.unnamed_files() == []
+    room, docs = tmp_path / "thermocline" / "hub", tmp_path / "internals"
+    room.mkdir(parents=True)
+    docs.mkdir()
+    (room / "new.py").touch()
+    (docs / "hub.md").write_text("| file | owns |\n|---|---|\n| `old.py` | names |\n")
+    monkeypatch.setattr(markdown_links, "ROOT", tmp_path)
+    monkeypatch.setattr(markdown_links, "DOCS", tmp_path)
+    assert markdown_links.unnamed_files() == [
+        "docs/internals/hub.md: lacks new.py",
+        "docs/internals/hub.md: old.py is gone",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -14,7 +14,7 @@ from scripted import Scripted, scripted
 from test_server_tools import HERMES, TOOLS, named
 
 from thermocline import server
-from thermocline.server.openapi import STATUSES
+from thermocline.server.api.openapi import STATUSES
 
 jsonschema = pytest.importorskip("jsonschema")
 
