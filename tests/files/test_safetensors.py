@@ -221,10 +221,10 @@ BAD: dict[str, tuple[bytes, str]] = {
 def test_a_bad_file_is_refused_in_a_line_at_once(case: str, tmp_path: Path) -> None:
     data, message = BAD[case]
     (tmp_path / "model.safetensors").write_bytes(data)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(BadFile, match=message) as caught:
         st.Checkpoint(tmp_path)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert "model.safetensors: " in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -261,10 +261,10 @@ def test_a_special_file_is_never_opened(tmp_path: Path) -> None:
         "directory": lambda p: p.mkdir(),
     }.items():
         make(tmp_path / name)
-        started = time.perf_counter()
+        started = time.process_time()
         with pytest.raises(BadFile, match="not a file"):
             st.SafeTensors(tmp_path / name)
-        assert time.perf_counter() - started < 1
+        assert time.process_time() - started < 1
     with pytest.raises(IOFailure, match="no such file"):
         st.SafeTensors(tmp_path / "absent")
     with pytest.raises(IOFailure, match="cannot open"):
@@ -307,10 +307,10 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 def test_parsing_keeps_at_most_four_times_the_header_and_16_mib(bomb: str) -> None:
     header = BOMBS[bomb]()
     assert peak_of(lambda: st.parse_header(header, 8 + len(header), "file")) <= 4 * len(header) + 16 * MIB
-    started = time.perf_counter()  # again: tracing makes it five times slower
+    started = time.process_time()  # again: tracing makes it five times slower
     with pytest.raises(BadFile):
         st.parse_header(header, 8 + len(header), "file")
-    assert time.perf_counter() - started < 5  # about 0.5 s where nothing else runs
+    assert time.process_time() - started < 5  # about 0.5 s where nothing else runs
 
 
 def many_tensors(n: int) -> bytes:

@@ -474,11 +474,11 @@ BAD: dict[str, Case] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_config_we_do_not_fully_understand_is_refused_naming_the_key(case: str) -> None:
     base, change, error, message = BAD[case]
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(error, match=message) as caught:
         spec_of(base | change)
     text = str(caught.value)
-    assert time.perf_counter() - started < 1 and text.startswith("config.json: ")
+    assert time.process_time() - started < 1 and text.startswith("config.json: ")
     assert "\n" not in text and len(text) < 400
 
 
@@ -539,8 +539,8 @@ def test_a_file_that_is_no_config_is_said_in_a_line_at_once(file: str, kind: str
     if (file, kind) == ("generation_config.json", "absent"):
         families.read_config(tmp_path)
         return
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(error, match=message) as caught:
         families.read_config(tmp_path)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert file in str(caught.value) and "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from thermocline.errors import DeviceFailure
+from thermocline.machine import tiers
 from thermocline.ops import torch_kernels
 from thermocline.ops.device import StandIn
 from thermocline.pack.pack import Pack
@@ -231,7 +232,7 @@ def measured() -> dict[tuple[int, str], Any]:
 
 @pytest.fixture
 def measured_once(measured: dict[tuple[int, str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine: seconds each time."""
+    """A CPU as fast as an idle one, since a busy machine's figures make another plan; a GPU measured once."""
     true = tier.tiers_of
 
     def tiers_of(g: tier.Gpu, weight_format: str, threads: int) -> Any:
@@ -239,7 +240,14 @@ def measured_once(measured: dict[tuple[int, str], Any], monkeypatch: pytest.Monk
             measured[key] = true(g, weight_format, threads)
         return measured[key]
 
+    def tiers_here(threads: int = 0, *, formats: Iterable[str] = (), **_: Any) -> tiers.Tiers:
+        kernels = {f: tiers.Kernel(15.0, 60.0) for f in formats}
+        return tiers.Tiers(
+            "this machine", "a test", tiers.Cpu(8 << 30, 20.0, 1, 32 << 20, kernels), None, None
+        )
+
     monkeypatch.setattr(tier, "tiers_of", tiers_of)
+    monkeypatch.setattr(tier.this_machine, "tiers_here", tiers_here)
 
 
 @pytest.fixture

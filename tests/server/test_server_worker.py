@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +18,7 @@ from thermocline.server.process import worker
 from thermocline.server.process.messages import (
     Beat,
     Ended,
+    FromEngine,
     Opened,
     Pulse,
     Ready,
@@ -109,14 +110,23 @@ def test_what_ends_it_is_said_in_a_line(error: Exception, line: str, monkeypatch
 def test_a_long_step_is_a_sign_of_life_while_it_gets_further(
     further: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pulsed, send = threading.Event(), worker.Worker._send
+
+    def sending(self: worker.Worker, message: FromEngine) -> None:
+        send(self, message)
+        if isinstance(message, Pulse):
+            pulsed.set()
+
     def long(self: Engine) -> bool:
         self.stats = FFNStats()
-        for _ in range(40):
+        for _ in range(2000 if further else 40):  # 10 s are enough for one pulse on any machine
             self.stats.neurons += further
-            time.sleep(0.005)
+            if pulsed.wait(0.005):
+                break
         raise EOFError
 
     monkeypatch.setattr(Engine, "step", long)
+    monkeypatch.setattr(worker.Worker, "_send", sending)
     monkeypatch.setattr(worker, "PULSE_S", 0.02)
     found = said(Submit(1, [1, 2], SamplingParams()), exits=True)
     assert any(isinstance(m, Pulse) for m in found) == bool(further)
