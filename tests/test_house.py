@@ -39,7 +39,7 @@ def test_every_room_says_what_it_owns_and_has_at_most_16_files() -> None:
     for room in rooms:
         code = ast.parse((room / "__init__.py").read_text(encoding="utf-8"))
         assert ast.get_docstring(code) and len(code.body) == 1, f"{room}: a docstring and nothing else"
-        assert len(list(room.glob("*.py"))) <= 17, f"{room}: 16 files and __init__.py are the most"
+        assert len(list(room.glob("*.py"))) <= 16, f"{room}: 16 files are the most"
     assert {p.name for p in PACKAGE.glob("*.py")} == {
         "__init__.py", "__main__.py", "errors.py", "llm.py", "options.py"
     }  # fmt: skip
@@ -92,9 +92,8 @@ print('torch' in sys.modules)"""
 
 def run_python(code: str) -> str:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=env, check=True
-    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
