@@ -54,7 +54,7 @@ def pack(
     """Pack a Hugging Face directory or a GGUF file; of that, what it cost.
 
     `weight_format` None: a GGUF's own, tensor by tensor; else `DEFAULT_FORMAT`. `activation`: of
-    `config_shared.ACTIVATIONS`, what the source leaves open. Raises BadFile, IOFailure, Unsupported,
+    `options.ACTIVATIONS`, what the source leaves open. Raises BadFile, IOFailure, Unsupported,
     UsageError; see `write_pack`.
     """
     src = Path(src)

@@ -1,7 +1,7 @@
 """Model families: a Hugging Face config.json -> `ModelSpec` and where each tensor goes.
 
 The only file with family names. Every key of a config is read, or ignored or required to have one value in
-`config_keys.py`; anything else is refused by name. Must not know packs or kernels.
+`hf_config.py`; anything else is refused by name. Must not know packs or kernels.
 Adding a family: one reader function and its line in `FAMILIES`.
 """
 

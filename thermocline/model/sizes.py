@@ -1,7 +1,7 @@
 """What a model weighs, part by part: bytes in memory, bytes that a token reads, numbers that it multiplies.
 
 A part is what goes to one tier as a whole: a layer's attention, its predictor, the head; of the FFN, any run
-of neurons. Everything comes from `layout.py`'s tensors. Must not know tiers, speeds or files.
+of neurons. Everything comes from `tensors.py`'s tensors. Must not know tiers, speeds or files.
 """
 
 from __future__ import annotations

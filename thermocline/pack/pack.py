@@ -1,6 +1,6 @@
 """Pack directories: open, verify, describe.
 
-Writing one is `pack_writer.py`, making one from a model `importer.py`. Must not know kernels or the engine.
+Writing one is `writer.py`, making one from a model `importer.py`. Must not know kernels or the engine.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Hotness:
 
 @dataclass(frozen=True)
 class Curve:
-    """The assumed activity of a model without a profile (planted.py has the words)."""
+    """The assumed activity of a model without a profile (synthetic_weights.py has the words)."""
 
     active: float | None = None
     skew: float = 0.26

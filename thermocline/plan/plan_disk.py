@@ -1,4 +1,4 @@
-"""A plan where memory is too small and there is no GPU: `arrange.py`'s split, and how fast a token then is.
+"""A plan where memory is too small and there is no GPU: `disk_split.py`'s split, and a token's time.
 
 What `run --ram` then does, said before. Must not know files or flags.
 """

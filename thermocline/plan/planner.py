@@ -1,7 +1,7 @@
 """`thermocline plan`: which neurons go to the GPU, to RAM, to disk, and how fast a token then is.
 
 Owns the budget, to the byte, and what is said when nothing fits. (model, hotness, machine, budget) -> Plan;
-must not know files or flags. Costs are `cost.py`'s, the choice `placement.py`'s.
+must not know files or flags. Costs are `cost.py`'s, the choice `solver.py`'s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is to be planned: a model on a machine for a purpose, and the bytes that no placement changes.
 
-The memory arithmetic is `memory.py`'s and `kv.py`'s. Must not know how anything is placed.
+The memory arithmetic is `memory.py`'s and `kv_cache.py`'s. Must not know how anything is placed.
 """
 
 from __future__ import annotations

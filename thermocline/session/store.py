@@ -1,4 +1,4 @@
-"""A pack in less memory than its weights: `arrange.py`'s answer in an arena, and the neurons left on disk.
+"""A pack in less memory than its weights: `disk_split.py`'s answer in an arena, and the neurons left on disk.
 
 Owns where in the arena everything is, and what the disk did. Must not know requests or flags.
 """
@@ -312,7 +312,7 @@ def _rows(
 
 
 def _switches(disable: Sequence[str]) -> int:
-    """`config_shared.SWITCHES` as the core takes them."""
+    """`options.SWITCHES` as the core takes them."""
     bits = {"bundle": _native.NO_BUNDLE, "cache": _native.NO_CACHE, "pipeline": _native.NO_PIPELINE}
     return sum(bits[name] for name in set(disable))
 

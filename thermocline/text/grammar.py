@@ -1,6 +1,6 @@
 """What an answer has to be: `Grammar`, as a request says it, and `Constraint`, as the sampler obeys it.
 
-Must not know how a grammar is enforced (`grammar.py`), models or requests.
+Must not know how a grammar is enforced (`grammar_matcher.py`), models or requests.
 """
 
 from __future__ import annotations

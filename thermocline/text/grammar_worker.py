@@ -1,6 +1,7 @@
 """Grammars as llguidance has them; tries one out, in a process that may be killed: it may take for ever.
 
-Asked by grammar.py: the kind and the text; what is wrong with it is the answer, nothing if it can be used.
+Asked by grammar_matcher.py: the kind and the text; what is wrong with it is the answer, nothing if it is
+usable.
 Must not know anything of ours but its confinement: the process starts in milliseconds.
 """
 

@@ -1,4 +1,4 @@
-"""Renders chat templates: the process that `sandbox.py` asks. One JSON object in, one out.
+"""Renders chat templates: the process that `template_process.py` asks. One JSON object in, one out.
 
 Must not know anything of ours but its confinement. A template is a stranger's program: jinja2's sandbox keeps
 it from Python, the confinement from the machine.
