@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from thermocline.engine.engine import Engine
-from thermocline.engine.live_activity import Activity, Watch
+from thermocline.engine.live_activity import ActivityMeter, ActivityReport
 from thermocline.engine.request import Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError, raised_at
@@ -171,7 +171,7 @@ class EngineWorker:
                         self._engine.cancel(request)
                         self._send(Cancelled(job))
                 case Subscribe(on):
-                    self._engine.watch = Watch(on_gpu=self._llm.plan is not None) if on else None
+                    self._engine.watch = ActivityMeter(on_gpu=self._llm.plan is not None) if on else None
                 case Stop():
                     return False
 
@@ -214,7 +214,7 @@ class EngineWorker:
         counts, activity = self._engine.counts(), self._activity(now)
         self._send(Heartbeat(counts, self._steps, self._longest, self._tiers(), activity))
 
-    def _activity(self, now: float) -> Activity | None:
+    def _activity(self, now: float) -> ActivityReport | None:
         if self._engine.watch is None or now - self._reported_at < ACTIVITY_S:
             return None
         self._reported_at = now
