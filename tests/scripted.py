@@ -33,7 +33,7 @@ class ScriptedEngine(EngineProcess):
     """`answer` is what every request gets, piece by piece; without an end where `endless`."""
 
     def __init__(self) -> None:
-        super().__init__({}, told=print, progress=lambda *_: None, opened=lambda _: None)
+        super().__init__({}, progress=lambda *_: None, opened=lambda _: None)
         self.answer: Sequence[str] = ()
         self.endless = self.failing = False
         self.asked: list[SamplingParams] = []
@@ -93,7 +93,6 @@ def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> It
     server = Api(
         engine,
         ServerLimits(),
-        print,
         defaults=SamplingParams(temperature=0.7, max_tokens=None),
         keys=bool(keys),
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from thermocline.convert.from_gguf import gguf_hash, gguf_shards, is_gguf
@@ -20,6 +20,8 @@ from thermocline.model import quant
 from thermocline.model.families import check_activation
 from thermocline.pack.pack import Pack, Progress
 from thermocline.text.tokenizer import FILE as TOKENIZER
+
+log = logging.getLogger(__name__)
 
 
 def source_hash(src: str | os.PathLike[str]) -> str:
@@ -48,15 +50,14 @@ def resolve(
     progress: Progress | None = None,
     *,
     text: bool = False,
-    told: Callable[[str], None] | None = None,
     activation: str | None = None,
 ) -> Path:
     """Return the directory of the pack for a model that a user named.
 
     A pack is used as it is. A Hugging Face directory or a GGUF is packed once into
     cache_dir/NAME-FORMAT-HASH and found there later. `text` refuses a model without a tokenizer before it is
-    packed. `activation` is that of `pack`; a pack must have the same. `told` gets a line about what packing
-    changed, and one if a large model looks like that of another pack but its files are not the same.
+    packed. `activation` is that of `pack`; a pack must have the same. The log gets a line about what packing
+    changed, and a warning if a large model looks like that of another pack but its files are not the same.
     Raises BadFile, IOFailure, Unsupported, UsageError.
     """
     path = Path(model)
@@ -78,18 +79,18 @@ def resolve(
             f"{missing}, so text cannot become tokens; `thermocline bench` measures such a model without text"
         )
     if found is None:
-        if told is not None and files is not None:
-            _warn_of_others(path, packed, like, told)
+        if files is not None:
+            _warn_of_others(path, packed, like)
         cost = pack(path, packed, weight_format, overwrite=True, progress=progress, activation=activation)
-        if cost is not None and told is not None:
-            told(f"{path}: {cost}")
+        if cost is not None:
+            log.info(f"{path}: {cost}")
     return packed
 
 
-def _warn_of_others(path: Path, packed: Path, like: str, told: Callable[[str], None]) -> None:
+def _warn_of_others(path: Path, packed: Path, like: str) -> None:
     others = sorted(p.name for p in packed.parent.glob(f"{glob.escape(like)}-*") if p != packed)
     if others:
-        told(
+        log.warning(
             f"{path}: looks like what {others[0]} was made of, but was written or copied since, and may "
             f"differ: it is packed again; `thermocline rm {others[0]}` removes the other pack"
         )

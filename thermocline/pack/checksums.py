@@ -7,6 +7,7 @@ needs it, and made again if it is damaged or belongs to another pack.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.pack import sidecar
 from thermocline.pack.blocks import new_arena, read_blocks
 from thermocline.pack.pack import Pack
+
+log = logging.getLogger(__name__)
 
 U32 = NDArray[np.uint32]
 Progress = Callable[[int, int], None]
@@ -37,12 +40,10 @@ class NeuronChecksums:
     gate: tuple[U32, ...]
 
 
-def open_checksums(
-    pack: Pack, progress: Progress | None = None, told: Callable[[str], None] | None = None
-) -> NeuronChecksums:
+def open_checksums(pack: Pack, progress: Progress | None = None) -> NeuronChecksums:
     """Read the pack's checksums, or make them now. BadFile or IOFailure if weights.bin is damaged.
 
-    `told` gets a line if they could not be saved: the next run then makes them again.
+    A warning is logged if they could not be saved: the next run then makes them again.
     """
     try:
         found = _read(pack)
@@ -53,8 +54,7 @@ def open_checksums(
         try:
             _keep(pack, found)
         except IOFailure as e:
-            if told is not None:
-                told(f"{e}; the checksums of its neurons will be made again by the next run")
+            log.warning(f"{e}; the checksums of its neurons will be made again by the next run")
     return found
 
 

@@ -34,6 +34,7 @@ class ServerOptions:
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    access_log: bool = False  # log a line for each request
 
 
 def serve(
@@ -41,15 +42,13 @@ def serve(
     listener: Listener,
     settings: ServerOptions,
     *,
-    note: Callable[[str], None],
-    log: Callable[[str], None] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     started: Callable[[http.HttpServer], None] | None = None,
 ) -> None:
     """Serve until the process is told to stop. Raise the error of an engine that cannot be started.
 
     `options`: LLM's. `settings.sampling` fills in options that a request leaves open; options missing there
-    come from the model's recommendation. `log`: takes a line for each request.
+    come from the model's recommendation.
     """
     listening: list[http.HttpServer] = []
     return_memory()
@@ -57,7 +56,7 @@ def serve(
     def opened(found: ModelOpened) -> None:
         if server.model is not None:
             return
-        server.defaults = completed(settings.sampling, found.recommended, note)
+        server.defaults = completed(settings.sampling, found.recommended)
         server.model = ServedModel.of(found, settings.name)
 
     def shown(what: str, done: int, size: int) -> None:
@@ -84,10 +83,8 @@ def serve(
             watching.cancel()
             await engine.stop(STOP_S)
 
-    engine = EngineProcess(
-        options, told=note, progress=shown, opened=opened, silence_s=settings.limits.limit_silence_s
-    )
-    server = Api(engine, settings.limits, note, defaults=SamplingParams(), keys=bool(settings.keys))
+    engine = EngineProcess(options, progress=shown, opened=opened, silence_s=settings.limits.limit_silence_s)
+    server = Api(engine, settings.limits, defaults=SamplingParams(), keys=bool(settings.keys))
     app = application(server, lifespan)
     admission = Admission(
         settings.keys,
@@ -103,8 +100,7 @@ def serve(
             listener,
             limits=settings.limits,
             admission=admission,
-            log=log,
-            trouble=note,
+            access_log=settings.access_log,
             started=begun,
         )
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,8 @@ from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.engine_process import EngineProcess, Jobs
 from thermocline.text.grammar import depth
 
+log = logging.getLogger(__name__)
+
 Body = TypeVar("Body", bound=BaseModel)
 RETRY_LOADING_S = 2
 _MOST_IGNORED = 100  # log lines about ignored fields: clients make up the names, so there is no end of them
@@ -39,14 +42,13 @@ class Api:
         self,
         engine: EngineProcess,
         limits: ServerLimits,
-        note: Callable[[str], None],
         *,
         defaults: SamplingParams,
         keys: bool,
     ) -> None:
         """`defaults`: sampling options that a request leaves open. `keys`: clients need a key."""
         self.keys, self.defaults = keys, defaults
-        self.engine, self.limits, self._note = engine, limits, note
+        self.engine, self.limits = engine, limits
         self.metrics = Metrics(engine)
         engine.observe = self.metrics.observe
         self.model: ServedModel | None = None
@@ -71,7 +73,7 @@ class Api:
         """Log each line once: a client that sends an unknown field sends it with every request."""
         if line not in self._reported and len(self._reported) < _MOST_IGNORED:
             self._reported.add(line)
-            self._note(line)
+            log.warning(line)
 
     def ready_model(self, asked: str | None = None) -> ServedModel:
         """Return the model. Refuse with 503 until the engine is ready, with 404 for another model."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import struct
@@ -27,6 +28,8 @@ from thermocline.server.http.guard import SURPLUS, Access, Admission, App, Guard
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import Listener, allow_files
 from thermocline.server.http.refusal import SECURITY_HEADERS, Refusal
+
+log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.4  # for requests that are cut off to say so, and for the application to end
 _POLL_S = 0.05
@@ -144,11 +147,9 @@ class Protocol(H11Protocol):
 class HttpServer(uvicorn.Server):
     """uvicorn's, but for how it stops: at once no new connections, a grace for requests, then an end."""
 
-    def __init__(
-        self, config: uvicorn.Config, limits: ServerLimits, trouble: Callable[[str], None] = lambda line: None
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ServerLimits) -> None:
         super().__init__(config)
-        self._limits, self._trouble = limits, trouble
+        self._limits = limits
         self._loop: asyncio.AbstractEventLoop | None = None
         self._troubles: set[str] = set()
 
@@ -167,7 +168,7 @@ class HttpServer(uvicorn.Server):
             what = error.strerror or what
         if (line := f"the server: {what}{where}") not in self._troubles:
             self._troubles.add(line)
-            self._trouble(line)
+            log.warning(line)
 
     async def startup(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -262,25 +263,23 @@ def run(
     *,
     limits: ServerLimits,
     admission: Admission,
-    log: Callable[[str], None] | None = None,
-    trouble: Callable[[str], None] | None = None,
+    access_log: bool = False,
     started: Callable[[HttpServer], None] | None = None,
 ) -> None:
     """Serve `app` until SIGINT or SIGTERM. The app's lifespan startup must not wait for the model to load.
 
-    `log`, `trouble`: take lines; `started` gets the server, to stop it.
+    `access_log`: log a line for each request. `started` gets the server, to stop it.
     """
     connections = allow_files(limits.limit_connections)
     if connections < limits.limit_connections:
         limits = replace(limits, limit_connections=connections)
-        if trouble is not None:
-            trouble(f"{connections} connections at most: this process may have few open files (ulimit -n)")
+        log.warning(f"{connections} connections at most: this process may have few open files (ulimit -n)")
     a, names = admission, listener.host_names(admission.hosts)
     access = Access.of(a.keys, names, a.origins, a.public, addresses=listener.takes_addresses)
     failures: list[Exception] = []
-    guard = Guard(app, access, limits, slots=a.slots, methods=a.methods, log=log, trouble=trouble)
+    guard = Guard(app, access, limits, slots=a.slots, methods=a.methods, access_log=access_log)
     app = _surviving_failure(guard, failures)
-    server = HttpServer(_config(app, limits), limits, trouble or (lambda line: None))
+    server = HttpServer(_config(app, limits), limits)
     if started is not None:
         started(server)
     try:

@@ -55,8 +55,10 @@ class LoadProgress:
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line for whoever runs the server."""
+    """A record of the engine's log, for the server's loggers."""
 
+    name: str  # of the logger
+    level: int
     line: str
 
 
