@@ -92,4 +92,4 @@ def test_a_full_disk_is_said_and_does_not_stop_a_run(
     made = checksums.open_checksums(own_pack)
     assert made.bundle[0].tolist() == expected(own_pack, "layers.0.bundle")
     (line,) = caplog.messages
-    assert "No space left" in line and "next run" in line
+    assert "No space left" in line and "next time" in line
