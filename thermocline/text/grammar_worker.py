@@ -205,7 +205,7 @@ def _walk(matcher: LLMatcher, draw: random.Random) -> str:
 
 
 def _lets_zero_in(schema: Any) -> bool:
-    """Tell whether llguidance 1.9 wrongly allows 0: exclusiveMinimum 0 with a maximum below 1, or mirrored."""
+    """Tell whether llguidance 1.9 wrongly allows 0: exclusiveMinimum 0, maximum below 1, or mirrored."""
     if isinstance(schema, list):
         return any(map(_lets_zero_in, schema))
     if not isinstance(schema, dict):

@@ -51,7 +51,7 @@ class UnusableTokenizer(Exception):
 
 
 def check(kind: str, state: Part | None) -> None:
-    """Raise UnusableTokenizer for a part that no family needs. `kind`: a key of PARTS; `state`: the file's."""
+    """Raise UnusableTokenizer for a part that no family needs. `kind`: a key of PARTS."""
     parts = [] if state is None else list(_flat(kind, state))
     if len(parts) > MOST_PARTS:
         raise UnusableTokenizer(f"its {kind} has {len(parts)} steps (limit {MOST_PARTS})")
