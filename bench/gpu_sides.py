@@ -16,7 +16,7 @@ from typing import Any
 import gpu_llama
 import numpy as np
 import torch
-from build_llamacpp import PACKAGE, VERSION, note
+from build_llamacpp import PACKAGE, VERSION
 from gpu_models import Model, Shape, made, write_gguf
 from gpu_report import LLAMA, OURS, key_of
 from gpu_results import Results
@@ -100,7 +100,7 @@ class Machine:
         free = hardware.available_bytes()
         session = gpu.planned_of(
             g, model.subject, found, sparsity=self.sparsity_of(model), context=self.context(model),
-            max_batch=1, ram=free, told=note
+            max_batch=1, ram=free
         )  # fmt: skip
         if session is None:
             raise OutOfBudget("the plan is to leave the GPU alone")

@@ -76,7 +76,7 @@ def record(pack: Pack, tokens: int, seed: int, ram: float | None) -> list[tuple[
         budget=None if ram is None else int(ram * 2**30)
     )  # fmt: skip
     loaded = store.open_weights(
-        pack, room, threads=threads, predictors=None, disable=(), progress=lambda *_: None, told=print
+        pack, room, threads=threads, predictors=None, disable=(), progress=lambda *_: None
     ).loaded
     ops = Recorder(loaded.ops, pack, [layer.ffn_norm for layer in loaded.weights.layers])
     texts = np.array([random_tokens(pack.spec, seed, tokens)], np.int32)

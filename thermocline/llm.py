@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -42,6 +43,8 @@ from thermocline.text.chat_template import ChatTemplate, Message
 from thermocline.text.grammar import Constraint
 from thermocline.text.grammar_matcher import Grammars
 from thermocline.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
 BUNDLED = Path(__file__).with_name("bundled")
@@ -106,7 +109,6 @@ class LLM:
     progress   called with ("downloading", "packing" or "loading", bytes done, bytes in all)
     lazy       read the weights at the first request that can be answered: a bad one is refused at once
     chat_template  Jinja, in place of the model's own
-    told       called with a line for a person: what packing a GGUF cost, or that neurons come from disk
     ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
                are larger, those of the neurons that are needed least stay on disk
     disable    of "bundle", "cache" and "pipeline": what the disk tier is to do without, to measure its parts
@@ -116,7 +118,8 @@ class LLM:
     generation_config  "auto": where no `SamplingParams` are given, they are as the model's
                generation_config.json recommends; "off": that is not read
 
-    Safe to use from several threads.
+    Safe to use from several threads. A line for a person, such as what packing a GGUF cost or that neurons
+    come from disk, goes to `logging`'s logger "thermocline".
     """
 
     def __init__(
@@ -133,7 +136,6 @@ class LLM:
         progress: Progress | None = None,
         lazy: bool = False,
         chat_template: str | None = None,
-        told: Callable[[str], None] | None = None,
         ram: float | None = None,
         disable: Sequence[str] = (),
         gpu: str = "off",
@@ -151,19 +153,18 @@ class LLM:
         _check_count("max_batch", max_batch)
         begin = time.perf_counter()
         self._progress = progress or (lambda what, done, total: None)
-        self._told = told or (lambda line: None)
         self._template_source = chat_template
         self._generation_config = generation_config
         cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
         packing = partial(self._progress, "packing")
         path = BUNDLED if model is None else locate(model, self._progress)
-        path = resolve(path, cache_dir, format, packing, text=True, told=told, activation=activation)
+        path = resolve(path, cache_dir, format, packing, text=True, activation=activation)
         self._pack = Pack.open(path)
         self.path, self.spec = self._pack.path, self._pack.spec
         self.sparsity, self.weight_format = sparsity, self._pack.weight_format
         self._predictors = predictors_for(self._pack, sparsity)
         if self._predictors is not None and (measured := measured_on(self._predictors.report)):
-            self._told(measured)
+            log.info(measured)
         self.threads = hardware.default_threads() if threads is None else threads
         self._max_batch, self._disable = max_batch, tuple(disable)
         self.budget, limit = budget_for(ram)
@@ -179,7 +180,6 @@ class LLM:
             gpu=gpu,
             vram=vram,
             disable=self._disable,
-            told=self._told,
         )
         self.plan = None if self._room.gpu is None else self._room.gpu.plan  # what a GPU is given
         self.context, self.arrangement = self._room.context, self._room.arrangement
@@ -376,11 +376,10 @@ class LLM:
             predictors=self._predictors,
             disable=self._disable,
             progress=self._progress,
-            told=self._told,
         )
         self.store, self._loaded_weights = opened.store, opened.loaded
         if self.store is not None and self._max_batch > 1:
-            self._told(
+            log.info(
                 f"up to {self._max_batch} answers are computed together, as long as all of them fit in "
                 f"{self._room.kv_tokens} positions of keys and values; more wait"
             )
@@ -466,7 +465,6 @@ def room_for(
     gpu: str,
     vram: float | None,
     disable: Sequence[str],
-    told: Callable[[str], None],
     at_least: int | None = None,
 ) -> Room:
     """What a session takes and where, before a weight is read: on a GPU what helps there, else as the store
@@ -483,7 +481,7 @@ def room_for(
 
         divided = tier.chosen(
             gpu, vram, pack, sparsity=sparsity, context=at_least or context, max_batch=max_batch,
-            threads=threads, ram=budget, told=told, predictors=predictors
+            threads=threads, ram=budget, predictors=predictors
         )  # fmt: skip
         if divided is not None:
             return divided.room

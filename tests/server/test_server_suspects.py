@@ -26,8 +26,7 @@ class Engine(EngineProcess):
     """Without a process: `inside` is what one would have; the test says what becomes of it."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
-        super().__init__({}, told=self.said.append, progress=lambda *_: None, opened=lambda _: None)
+        super().__init__({}, progress=lambda *_: None, opened=lambda _: None)
         self.inside: dict[int, list[int]] = {}
         self.start()
         self._heard(Ready(0.1, 1000))
@@ -70,7 +69,7 @@ def told(story: Callable[[Engine], Awaitable[None]]) -> None:
 POISON = 666
 
 
-def test_a_request_that_crashes_the_engine_costs_itself_only() -> None:
+def test_a_request_that_crashes_the_engine_costs_itself_only(caplog: pytest.LogCaptureFixture) -> None:
     """Three crashes on one request ended the server; clients send what failed again, so one was enough."""
 
     async def story(engine: Engine) -> None:
@@ -95,7 +94,7 @@ def test_a_request_that_crashes_the_engine_costs_itself_only() -> None:
             engine.ask(prompt)
         assert engine.computed() == [[1], [2]], "they are cleared, and computed together again"
         assert engine.error is None and engine.restarts == 2
-        assert "which is not computed again" in engine.said[-1]
+        assert "which is not computed again" in caplog.messages[-1]
 
     told(story)
 
@@ -170,7 +169,7 @@ def test_an_engine_that_cannot_be_started_is_given_up_in_words(monkeypatch: pyte
 
     async def main() -> None:
         monkeypatch.setattr(engine_process, "_spawned", spawned)
-        engine = EngineProcess({}, told=print, progress=lambda *_: None, opened=lambda _: None)
+        engine = EngineProcess({}, progress=lambda *_: None, opened=lambda _: None)
         engine.start()
         await asyncio.wait_for(engine.over.wait(), 20)
         assert isinstance(engine.error, EngineCrashed) and engine.state == "failed"

@@ -179,11 +179,10 @@ class Bench:
         progress: Progress,
         ram: float | None = None,
         disable: Sequence[str] = (),
-        told: Callable[[str], None] = lambda line: None,
         gpu: str = "off",
         vram: float | None = None,
     ) -> None:
-        """`ram`, `disable`, `told`, `gpu`, `vram`: as `LLM`'s."""
+        """`ram`, `disable`, `gpu`, `vram`: as `LLM`'s."""
 
         def loading(what: str, done: int, total: int) -> None:
             progress(what, done, total, "B")
@@ -211,7 +210,6 @@ class Bench:
             gpu=gpu,
             vram=vram,
             disable=disable,
-            told=told,
             at_least=kv_blocks * BLOCK,
         )
         self.gpu, self.disabled, self.memory_bytes = room.gpu, tuple(disable), room.bytes
@@ -225,7 +223,6 @@ class Bench:
                 predictors=predictors,
                 disable=disable,
                 progress=loading,
-                told=told,
             )
             self._load(opened, sparsity=sparsity, context=context, kv_tokens=kv_blocks * BLOCK)
             self.load_s = time.perf_counter() - begin

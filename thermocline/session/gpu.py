@@ -5,6 +5,7 @@ torch is imported when a GPU is asked for or there is one, never before. Must no
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from thermocline.session.weights import LoadedWeights
 if TYPE_CHECKING:
     from thermocline.ops.device import Device
     from thermocline.session.gpu_weights import Places
+
+log = logging.getLogger(__name__)
 
 STAND_IN = "stand-in"  # a device in RAM: to see what a GPU would be given, and to test with
 STAND_IN_GIB = 1.0  # of it, unless --vram says
@@ -129,13 +132,11 @@ def places_of(plan: Plan) -> Places:
     return Places(layers, plan.head == "gpu")
 
 
-def find(
-    asked: str, vram: float | None = None, told: Callable[[str], None] = lambda line: None
-) -> Gpu | None:
+def find(asked: str, vram: float | None = None) -> Gpu | None:
     """`asked`: "off", "auto" (None where none can be used), a GPU's number, or STAND_IN.
 
-    Raises Unsupported where one is asked for by number and cannot be used, and says why. `told`: why one that
-    is there is not used.
+    Raises Unsupported where one is asked for by number and cannot be used, and says why. A warning
+    says why one that is there is not used.
     """
     if asked == "off":
         return None
@@ -152,7 +153,7 @@ def find(
         if asked != "auto":
             raise Unsupported(f"--gpu {asked}: {why}")
         if board.found:  # else nobody misses it
-            told(f"the GPU is not used: {why}")
+            log.warning(f"the GPU is not used: {why}")
         return None
     return _cuda(index, vram)
 
@@ -194,24 +195,22 @@ def _cuda(index: int, vram: float | None) -> Gpu:
     return Gpu(device, triton_kernels, free if vram is None else min(free, int(vram * GIB)), device.others)
 
 
-def chosen(
-    asked: str, vram: float | None, pack: Pack, *, told: Callable[[str], None], **how: Any
-) -> Session | None:
+def chosen(asked: str, vram: float | None, pack: Pack, **how: Any) -> Session | None:
     """`find` and `planned`. With "auto", what a GPU cannot hold or compute is the CPU's."""
     found, made = None, None
     try:
-        found = find(asked, vram, told)
+        found = find(asked, vram)
         if found is not None:
-            made = planned(found, pack, told=told, **how)
+            made = planned(found, pack, **how)
     except (OutOfBudget, Unsupported, DeviceFailure) as e:
         if asked != "auto":
             raise
-        told(f"the GPU is not used: {e}")
+        log.warning(f"the GPU is not used: {e}")
     finally:
         if found is not None and made is None:
             found.device.close()
     if made is not None and made.gpu.others:
-        told(f"one of {made.gpu.others + 1} GPUs is used, the others stay idle; --gpu N says which")
+        log.warning(f"one of {made.gpu.others + 1} GPUs is used, the others stay idle; --gpu N says which")
     return made
 
 
@@ -231,7 +230,6 @@ def planned(
     max_batch: int,
     threads: int,
     ram: int | None,
-    told: Callable[[str], None],
     predictors: Predictors | None = None,
 ) -> Session | None:
     """The planner's placement; None where the GPU would not make a token faster.
@@ -243,7 +241,7 @@ def planned(
     subject = plan_file.of_pack(pack.path, sparsity, plan_file.Curve())
     found = tiers_of(gpu, pack.weight_format, threads)
     how: dict[str, Any] = {"sparsity": sparsity, "context": context, "max_batch": max_batch, "ram": ram}
-    how |= {"told": told, "predictors": predictors}
+    how["predictors"] = predictors
     try:
         return planned_of(gpu, subject, found, **how)
     except OutOfBudget:
@@ -272,7 +270,6 @@ def planned_of(
     context: int | None,
     max_batch: int,
     ram: int | None,
-    told: Callable[[str], None],
     predictors: Predictors | None = None,
 ) -> Session | None:
     """`planned`, of a model that need not be a pack's, on a machine that is measured already."""
@@ -285,7 +282,7 @@ def planned_of(
     )
     made = planning.plan(subject.spec, subject.sizes, subject.hotness, found, asked)
     if not made.bytes["gpu"]:
-        told(f"the GPU is not used: {' '.join(n for n in made.notes if 'GPU' in n)}")
+        log.warning(f"the GPU is not used: {' '.join(n for n in made.notes if 'GPU' in n)}")
         return None
     rest = None
     if any(x.disk for x in made.layers):
@@ -293,7 +290,7 @@ def planned_of(
                         predictors)  # fmt: skip
     session = Session(gpu, made, asked.context, max_batch, send_from(found, subject), rest)
     on_gpu, most = made.used("gpu") / GIB, gpu.free_bytes / GIB
-    told(
+    log.info(
         f"{gpu.device.name}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
         f"{session.ram_bytes / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
     )

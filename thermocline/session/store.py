@@ -5,6 +5,7 @@ Owns where in the arena everything is, and what the disk did. Must not know requ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,8 @@ from thermocline.plan.memory import fit
 from thermocline.session import weights
 from thermocline.session.embedding_rows import Lookup
 from thermocline.session.weights import Filled, LoadedWeights
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -203,11 +206,10 @@ def open_weights(
     predictors: Predictors | None,
     disable: Sequence[str],
     progress: Callable[[str, int, int], None],
-    told: Callable[[str], None],
 ) -> Opened:
-    """All of them, or with a `Store`, or a part on a GPU. `told`: what a person should know of that."""
+    """All of them, or with a `Store`, or a part on a GPU."""
     loading, a = partial(progress, "loading"), room.arrangement
-    records = None if a is None else open_records(pack, partial(progress, "checksumming"), told)
+    records = None if a is None else open_records(pack, partial(progress, "checksumming"))
     if room.gpu is not None:
         found: Opened = room.gpu.opened(pack, predictors, records, threads=threads, progress=loading)
     elif a is None or records is None:
@@ -216,12 +218,14 @@ def open_weights(
         how: dict[str, Any] = {"predictors": predictors, "disable": disable, "progress": loading}
         found = Opened(*load(pack, a, records, threads=threads, **how))
     if a is not None and found.store is not None:
-        told(
+        log.warning(
             f"{pack.path} is larger than its memory: there is room for {a.share:.0%} of its neurons, "
             f"the others come from disk when they are needed ({found.store.how})"
         )
         if not a.contents.hotness.ordered:
-            told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
+            log.warning(
+                f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster"
+            )
     return found
 
 
