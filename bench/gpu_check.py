@@ -30,7 +30,7 @@ from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Linear, 
 from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.session import gpu_weights
-from thermocline.session.gpu import Gpu
+from thermocline.session.gpu import OpenGpu
 from thermocline.session.gpu_weights import LayerPlace, Places
 
 MAX_NMSE = 1e-4
@@ -242,7 +242,11 @@ def generous(pack: Pack) -> Predictors:
 
 
 def check(
-    gpu: Gpu, directory: Path, size: str, formats: Sequence[str], progress: Callable[[str, int, int], None]
+    gpu: OpenGpu,
+    directory: Path,
+    size: str,
+    formats: Sequence[str],
+    progress: Callable[[str, int, int], None],
 ) -> list[Result]:
     """Every combination."""
     z, found = SIZES[size], list[Result]()
@@ -255,7 +259,7 @@ def check(
     return found
 
 
-def of_pack(gpu: Gpu, pack: Pack, z: Size, kind: str) -> Iterator[Result]:
+def of_pack(gpu: OpenGpu, pack: Pack, z: Size, kind: str) -> Iterator[Result]:
     truth, f = decoded(pack), pack.weight_format
     shapes = [(n, 0) for n in z.sequences] + [(0, z.prompt)]
     exact = "exact" if pack.spec.sparse else "off"
@@ -278,7 +282,7 @@ def _agree(spec: ModelSpec, format: str, placement: str) -> bool:
 
 
 def _on(
-    gpu: Gpu,
+    gpu: OpenGpu,
     pack: Pack,
     places: Places,
     predictors: Predictors | None,

@@ -441,8 +441,8 @@ def test_buffers_are_what_the_planner_counts() -> None:
 def answers(pack: Path, **how: Any) -> tuple[list[int], Any]:
     with LLM(pack, context=64, max_batch=2, threads=2, **how) as llm:
         done = llm.generate("Once upon a time", SamplingParams(max_tokens=24, temperature=0))
-        assert isinstance(llm._open().ops, GpuOps) == (llm.plan is not None)
-        return done.token_ids, llm.plan
+        assert isinstance(llm._open().ops, GpuOps) == (llm.session.plan is not None)
+        return done.token_ids, llm.session.plan
 
 
 def test_a_session_divides_a_model_and_says_the_same(tiny_pack: Path) -> None:
@@ -494,7 +494,7 @@ def test_a_gpu_without_its_libraries_is_explained(
     assert gpu.find("auto") is None
     told: list[str] = []
     with LLM(tiny_pack, context=64, gpu="auto", told=told.append) as llm:
-        assert llm.plan is None
+        assert llm.session.plan is None
     assert told == [f"the GPU is not used: {missing} is not installed: pip install 'thermocline[gpu]'"]
 
 

@@ -376,7 +376,7 @@ def test_a_session_divides_a_mixture_and_takes_what_its_plan_says(
             done = llm.generate("Once upon a time", params)
             device = getattr(llm._open().ops, "device", None)
             taken.append(getattr(device, "taken", 0))
-            return done.token_ids, llm.plan
+            return done.token_ids, llm.session.plan
 
     alone, _ = answers(gpu="off")
     whole, plan = answers(gpu="stand-in", vram=1.0)
@@ -396,7 +396,7 @@ def test_a_session_has_experts_on_three_tiers(tiny_mixture: Path) -> None:
         want = test_gpu_disk.said(llm)
     vram, ram = test_gpu_disk.budgets(tiny_mixture)
     with test_gpu_disk.opened(tiny_mixture, gpu="stand-in", vram=vram, ram=ram - 0.001) as llm:
-        assert llm.plan is not None and any(x.gpu for x in llm.plan.layers)
+        assert llm.session.plan is not None and any(x.gpu for x in llm.session.plan.layers)
         assert llm.memory_bytes <= (ram - 0.001) * 2**30
         assert test_gpu_disk.said(llm) == want
-        assert llm.store is not None and llm.store.counts().missed > 0
+        assert llm.session.store is not None and llm.session.store.counts().missed > 0

@@ -20,6 +20,7 @@ from thermocline.server.process import engine_process
 from thermocline.server.process.engine_process import EngineCrashed, EngineProcess, Work
 from thermocline.server.process.messages import Cancel, Dropped, Ended, Ready, Submit, Token
 from thermocline.server.process.suspects import CrashesEngine
+from thermocline.session.options import EngineOptions, ModelOptions
 
 
 class Engine(EngineProcess):
@@ -27,7 +28,10 @@ class Engine(EngineProcess):
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        super().__init__({}, told=self.said.append, progress=lambda *_: None, opened=lambda _: None)
+        super().__init__(
+            ModelOptions(), EngineOptions(), told=self.said.append, progress=lambda *_: None,
+            opened=lambda _: None
+        )  # fmt: skip
         self.inside: dict[int, list[int]] = {}
         self.start()
         self._heard(Ready(0.1, 1000))
@@ -170,7 +174,9 @@ def test_an_engine_that_cannot_be_started_is_given_up_in_words(monkeypatch: pyte
 
     async def main() -> None:
         monkeypatch.setattr(engine_process, "_spawned", spawned)
-        engine = EngineProcess({}, told=print, progress=lambda *_: None, opened=lambda _: None)
+        engine = EngineProcess(
+            ModelOptions(), EngineOptions(), told=print, progress=lambda *_: None, opened=lambda _: None
+        )
         engine.start()
         await asyncio.wait_for(engine.over.wait(), 20)
         assert isinstance(engine.error, EngineCrashed) and engine.state == "failed"

@@ -144,11 +144,11 @@ def said(llm: LLM) -> list[int]:
 def budgets(pack: Path) -> tuple[float, float]:
     """(GiB of VRAM for half of the neurons, of RAM for the other half)"""
     with opened(pack, gpu="stand-in", vram=2.0, lazy=True) as llm:
-        assert llm.plan is not None
-        parts = llm.plan.bytes
-        vram = llm.plan.used("gpu") - parts["gpu"]["neurons"] // 2
+        assert llm.session.plan is not None
+        parts = llm.session.plan.bytes
+        vram = llm.session.plan.used("gpu") - parts["gpu"]["neurons"] // 2
     with opened(pack, gpu="stand-in", vram=vram / GIB, lazy=True) as llm:
-        assert llm.plan is not None and llm.arrangement is None
+        assert llm.session.plan is not None and llm.session.arrangement is None
         return vram / GIB, llm.memory_bytes / GIB
 
 
@@ -159,11 +159,11 @@ def test_a_session_has_neurons_on_three_tiers(wide_pack: Path) -> None:
     told: list[str] = []
     for less in (0.001, 0.0025):
         with opened(wide_pack, gpu="stand-in", vram=vram, ram=ram - less, told=told.append) as llm:
-            assert llm.plan is not None and llm.arrangement is not None
+            assert llm.session.plan is not None and llm.session.arrangement is not None
             assert llm.memory_bytes <= (ram - less) * GIB
-            assert 0.4 < llm.arrangement.share < 1
+            assert 0.4 < llm.session.arrangement.share < 1
             assert said(llm) == want
-            assert llm.store is not None and llm.store.counts().missed > 0
+            assert llm.session.store is not None and llm.session.store.counts().missed > 0
     assert any("the others come from disk" in line for line in told)
 
 

@@ -273,8 +273,8 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     from thermocline.machine import hardware
     from thermocline.offline import bench as benchmark
     from thermocline.pack.pack import Pack
+    from thermocline.session.options import EngineOptions
 
-    told = (lambda line: None) if o.quiet else note
     pack = Pack.open(trace.packed(o, progress))
     tests = benchmark.tests_of(
         prompts=o.n_prompt,
@@ -285,18 +285,8 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
     )
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
-    return benchmark.Bench(
-        pack,
-        tests,
-        feed,
-        sparsity=o.sparsity,
-        progress=progress.at,
-        ram=o.ram,
-        disable=o.disable,
-        told=told,
-        gpu=o.gpu,
-        vram=o.vram,
-    )
+    options = EngineOptions(sparsity=o.sparsity, ram=o.ram, disable=o.disable, gpu=o.gpu, vram=o.vram)
+    return benchmark.Bench(pack, tests, feed, options, progress.at)
 
 
 # ---- doctor

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from thermocline.cli import commands, report
 from thermocline.cli.console import INTERRUPTED, CtrlC, Progress, emit, emit_json, note, remark
 from thermocline.errors import BadFile, IOFailure, ThermoclineError, UsageError
+from thermocline.session.options import EngineOptions, ModelOptions
 
 if TYPE_CHECKING:
     from thermocline.cli.conversation import Chat
@@ -63,28 +64,34 @@ def open_llm(
     """Everything but the weights: those are read once the prompt is known to fit."""
     from thermocline.llm import LLM
 
-    told = None if o.quiet else note
-    return LLM(**llm_options(o, chat_template, max_batch), progress=progress.at, lazy=True, told=told)
+    files, options = model_options(o, chat_template), engine_options(o, max_batch)
+    return LLM(files=files, options=options, progress=progress.at, lazy=True)
 
 
-def llm_options(o: commands.Generation, chat_template: str | None, max_batch: int) -> dict[str, Any]:
-    """Map command-line options to `LLM`'s keyword arguments."""
-    return {
-        "model": o.model,
-        "threads": o.threads if o.threads > 0 else None,
-        "context": o.ctx_size or None,
-        "format": o.format,
-        "activation": o.activation,
-        "sparsity": o.sparsity,
-        "max_batch": max_batch,
-        "cache_dir": commands.cache_dir(o.cache_dir),
-        "chat_template": chat_template,
-        "ram": o.ram,
-        "gpu": o.gpu,
-        "vram": o.vram,
-        "disable": o.disable,
-        "generation_config": o.generation_config,
-    }
+def model_options(o: commands.Generation, chat_template: str | None) -> ModelOptions:
+    """Return which model the command line names, and how its files are read."""
+    return ModelOptions(
+        model=o.model,
+        format=o.format,
+        activation=o.activation,
+        cache_dir=commands.cache_dir(o.cache_dir),
+        chat_template=chat_template,
+        generation_config=o.generation_config,
+    )
+
+
+def engine_options(o: commands.Generation, max_batch: int) -> EngineOptions:
+    """Return what the command line says of a session."""
+    return EngineOptions(
+        sparsity=o.sparsity,
+        context=o.ctx_size or None,
+        max_batch=max_batch,
+        threads=o.threads if o.threads > 0 else None,
+        ram=o.ram,
+        gpu=o.gpu,
+        vram=o.vram,
+        disable=o.disable,
+    )
 
 
 def sampling(o: commands.Generation) -> dict[str, Any]:

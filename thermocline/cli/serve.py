@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from thermocline.cli import report
 from thermocline.cli.console import Progress, emit, emit_json, note, unfailing
-from thermocline.cli.run import llm_options, sampling
+from thermocline.cli.run import engine_options, model_options, sampling
 from thermocline.cli.serve_options import ServeOptions
 from thermocline.errors import Unsupported
 from thermocline.server.http.limits import Limits, described
@@ -35,7 +35,7 @@ def serve(o: ServeOptions) -> int:
         from thermocline.server import serve as server
 
         template = None if o.template is None else text_of(Path(o.template))
-        options = llm_options(o, template, o.parallel)
+        files, options = model_options(o, template), engine_options(o, o.parallel)
         gc.freeze()  # what is there by now stays: to look through it again took 60 ms, within one large body
     except BaseException:
         listener.close()
@@ -45,6 +45,7 @@ def serve(o: ServeOptions) -> int:
     told(f"listening on {listener.url}")
     with Progress(quiet=o.quiet) as progress:
         server.serve(
+            files,
             options,
             listener,
             limits_of(o),

@@ -21,12 +21,14 @@ from thermocline.server.http.posted import return_memory
 from thermocline.server.page import assets
 from thermocline.server.process.engine_process import EngineProcess
 from thermocline.server.process.messages import Opened
+from thermocline.session.options import EngineOptions, ModelOptions
 
 STOP_S = 0.3  # for the engine to end by itself: then its process is ended
 
 
 def serve(
-    options: dict[str, Any],
+    files: ModelOptions,
+    options: EngineOptions,
     listener: Listener,
     limits: Limits,
     *,
@@ -42,8 +44,8 @@ def serve(
 ) -> None:
     """Until it is told to stop. Raises what the engine was refused for, or crashed of.
 
-    `options`: LLM's; `sampling`: for what requests leave open, by `SamplingParams`' names, before what the
-    model's makers recommend; `log`: takes a line for each request.
+    `files` and `options`: `LLM`'s; `sampling`: for what requests leave open, by `SamplingParams`' names,
+    before what the model's makers recommend; `log`: takes a line for each request.
     """
     listening: list[http.Server] = []
     return_memory()
@@ -79,7 +81,7 @@ def serve(
             await engine.stop(STOP_S)
 
     engine = EngineProcess(
-        options, told=note, progress=shown, opened=opened, silence_s=limits.limit_silence_s
+        files, options, told=note, progress=shown, opened=opened, silence_s=limits.limit_silence_s
     )
     keys = tuple(keys)
     server = Server(engine, limits, note, defaults=SamplingParams(), keys=bool(keys))
@@ -92,7 +94,7 @@ def serve(
             hosts=hosts,
             origins=origins,
             assets=assets.PATHS,
-            slots=options.get("max_batch", 8),
+            slots=options.max_batch,
             methods=server.methods,
             log=log,
             trouble=note,

@@ -7,37 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from thermocline import _native
 from thermocline.engine.kv_cache import in_ram
-from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.interface import DiskCounts, Layer, Weights
 from thermocline.pack import blocks
-from thermocline.pack.checksums import Records, open_records
+from thermocline.pack.checksums import Records
 from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors, named_for_active
-from thermocline.plan import hotness
+from thermocline.pack.predictor import Predictors
 from thermocline.plan.disk_split import (
     DEPTH,
     Arrangement,
-    Contents,
-    arrange,
     buffer_bytes,
-    contexts_for,
-    least_bytes,
     looked_up,
-    others_of,
     resident,
 )
-from thermocline.plan.hotness import Curve
-from thermocline.plan.memory import fit
 from thermocline.session import weights
 from thermocline.session.embedding_rows import Lookup
 from thermocline.session.weights import Filled, LoadedWeights
@@ -64,70 +54,6 @@ class Store:
         """Since the weights were loaded."""
         stats = [r.stats() for r in self.rows]
         return DiskCounts(*(sum(s[key] for s in stats) for key in DiskCounts._fields))
-
-
-# ---- before a weight is read
-
-
-@dataclass(frozen=True)
-class Room:
-    """Memory granted to a session."""
-
-    context: int
-    kv_tokens: int  # positions of the cache
-    bytes: int  # all that is ever taken
-    arrangement: Arrangement | None  # None: all weights are in memory
-    gpu: Any | None = None  # gpu.Session: a part of them in a GPU's
-
-
-def room_for(
-    pack: Pack,
-    predictors: Predictors | None,
-    *,
-    sparsity: str,
-    context: int | None,
-    max_batch: int,
-    threads: int,
-    budget: int | None,
-    limit: str = "free",
-    at_least: int | None = None,
-) -> Room:
-    """All weights in memory if they fit in `budget` bytes, else as `arrange` has it; OutOfBudget.
-
-    `context`: None is the default, which is shorter where weights do not fit. The rest: as `memory.fit`.
-    """
-    weights_bytes, spec = blocks.memory_bytes(pack, predictors), pack.spec
-    for asked in contexts_for(spec, context, budget):
-        try:
-            kv_tokens = fit(
-                spec, weights_bytes=weights_bytes, available_bytes=budget, context=asked, max_batch=max_batch,
-                threads=threads, at_least=at_least, limit=limit
-            )  # fmt: skip
-            others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
-            return Room(asked, kv_tokens, weights_bytes + sum(others.values()), None)
-        except OutOfBudget as e:
-            refused = e
-            if budget is None or not spec.sparse:
-                raise
-    assert budget is not None, "without a limit everything fits"
-    kv_tokens = at_least or asked
-    nbytes = None if predictors is None else predictors.nbytes
-    excess = None if predictors is None else named_for_active(predictors.report)
-    heat = hotness.of_pack(pack, Curve(), excess)
-    contents = Contents(spec, pack.tensors, nbytes, sparsity, heat)
-    others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
-    if least_bytes(contents, others) >= weights_bytes + sum(others.values()):
-        raise refused  # a small model: what reads from disk takes more than its neurons
-    found = arrange(contents, budget, others, limit=limit)
-    return Room(asked, kv_tokens, found.bytes, found)
-
-
-def check_switches(room: Room, disable: Sequence[str]) -> None:
-    if disable and room.arrangement is None:
-        raise UsageError(
-            f"--disable {','.join(disable)}: all weights are in memory, so there is nothing to do without; "
-            "give less memory (--ram)"
-        )
 
 
 # ---- places in the arena
@@ -193,36 +119,6 @@ class Opened:
     loaded: LoadedWeights
     store: Store | None = None  # where neurons come from disk
     storage: Callable[[int, tuple[int, ...]], Any] = in_ram  # of keys and values, as `KVCache`'s
-
-
-def open_weights(
-    pack: Pack,
-    room: Room,
-    *,
-    threads: int,
-    predictors: Predictors | None,
-    disable: Sequence[str],
-    progress: Callable[[str, int, int], None],
-    told: Callable[[str], None],
-) -> Opened:
-    """All of them, or with a `Store`, or a part on a GPU. `told`: what a person should know of that."""
-    loading, a = partial(progress, "loading"), room.arrangement
-    records = None if a is None else open_records(pack, partial(progress, "checksumming"), told)
-    if room.gpu is not None:
-        found: Opened = room.gpu.opened(pack, predictors, records, threads=threads, progress=loading)
-    elif a is None or records is None:
-        return Opened(weights.load(pack, threads=threads, predictors=predictors, progress=loading))
-    else:
-        how: dict[str, Any] = {"predictors": predictors, "disable": disable, "progress": loading}
-        found = Opened(*load(pack, a, records, threads=threads, **how))
-    if a is not None and found.store is not None:
-        told(
-            f"{pack.path} is larger than its memory: there is room for {a.share:.0%} of its neurons, "
-            f"the others come from disk when they are needed ({found.store.how})"
-        )
-        if not a.contents.hotness.ordered:
-            told(f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster")
-    return found
 
 
 def load(

@@ -42,6 +42,7 @@ from thermocline.server.process.messages import (
 )
 from thermocline.server.process.onlookers import Onlookers
 from thermocline.server.process.suspects import CrashesEngine, Job, Suspects
+from thermocline.session.options import EngineOptions, ModelOptions
 
 STALE_S = 10.0  # without a beat the engine is not ready any more, unless its steps are known to take longer
 WATCH_S = 1.0  # between two looks at whether it is silent
@@ -123,7 +124,8 @@ class EngineProcess:
 
     def __init__(
         self,
-        options: dict[str, Any],
+        files: ModelOptions,
+        options: EngineOptions,
         *,
         told: Callable[[str], None],
         progress: Callable[[str, int, int], None],
@@ -131,11 +133,12 @@ class EngineProcess:
         silence_s: float = 60.0,
         observe: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """`options`: LLM's. `opened` is called on another thread, before the weights are read.
+        """`files` and `options`: `LLM`'s. `opened` is called on another thread, before the weights are read.
 
         `silence_s`: without a sign of it the process is ended. `observe` sees every event, wanted or not.
         """
-        self._options, self._told, self._progress, self._on_opened = options, told, progress, opened
+        self._options = files, options
+        self._told, self._progress, self._on_opened = told, progress, opened
         self._jobs: dict[int, Work] = {}  # that clients wait for
         self._held: dict[int, Job] = {}  # of them, those that the engine does not have yet, in their order
         self._inside: dict[int, Job] = {}  # that the engine has, also where no client waits any more
@@ -184,7 +187,7 @@ class EngineProcess:
     def _serve(self) -> None:
         """On a thread of its own: a process from its start to its end."""
         try:
-            process, here = _spawned(self._options)
+            process, here = _spawned(*self._options)
         except OSError as e:  # no process or file is left: as an engine that ended at once
             return self._call(self._ended, e.errno)
         outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
@@ -374,13 +377,14 @@ class EngineProcess:
             self._outbox.put(command)
 
 
-def _spawned(options: dict[str, Any]) -> tuple[Any, Connection]:
+def _spawned(files: ModelOptions, options: EngineOptions) -> tuple[Any, Connection]:
     """The engine's process and this end of its pipe."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with there:  # the process has its own
         try:
-            process = context.Process(target=worker.main, args=(there, options), name="engine", daemon=True)
+            given = there, files, options
+            process = context.Process(target=worker.main, args=given, name="engine", daemon=True)
             process.start()
         except OSError:
             here.close()

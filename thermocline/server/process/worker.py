@@ -13,7 +13,6 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from thermocline.engine.engine import Engine
 from thermocline.engine.live_activity import Activity, Watch
@@ -41,6 +40,7 @@ from thermocline.server.process.messages import (
     Token,
     Told,
 )
+from thermocline.session.options import EngineOptions, ModelOptions
 from thermocline.text.grammar import Grammar
 
 BEAT_S = 0.1  # between two beats, at most while idle
@@ -49,13 +49,13 @@ GATHER_S = 0.004  # tokens of steps that are quicker go together: a message cost
 PULSE_S = 1.0  # between two looks at a step that takes longer
 
 
-def main(connection: Connection, options: dict[str, Any]) -> None:
-    """`options`: LLM's. Ends with the connection, or when it is told to."""
+def main(connection: Connection, files: ModelOptions, options: EngineOptions) -> None:
+    """Open an LLM and run it. Ends with the connection, or when it is told to."""
     for one in (signal.SIGINT, signal.SIGTERM):  # these reach whole groups: the other process says when
         signal.signal(one, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionError):  # nobody is there any more
         try:
-            llm = _opened(connection, options)
+            llm = _opened(connection, files, options)
             llm.load()
         except ThermoclineError as e:
             connection.send(Refused(type(e).__name__, str(e)))
@@ -68,7 +68,7 @@ def main(connection: Connection, options: dict[str, Any]) -> None:
                 sys.exit(1)
 
 
-def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
+def _opened(connection: Connection, files: ModelOptions, options: EngineOptions) -> LLM:
     last = 0.0
 
     def progress(what: str, done: int, size: int) -> None:
@@ -77,10 +77,9 @@ def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
             last = time.monotonic()
             connection.send(Progress(what, done, size))
 
-    llm = LLM(**options, lazy=True, progress=progress, told=lambda line: connection.send(Told(line)))
-    template = options.get("chat_template")
+    llm = LLM(files=files, options=options, lazy=True, progress=progress)
     connection.send(
-        Opened(str(llm.path), llm.context, options.get("max_batch", 8), template, llm.recommended)
+        Opened(str(llm.path), llm.context, options.max_batch, files.chat_template, llm.recommended)
     )
     return llm
 
@@ -171,7 +170,7 @@ class Worker:
                         self._engine.cancel(request)
                         self._send(Dropped(job))
                 case Look(on):
-                    self._engine.watch = Watch(on_gpu=self._llm.plan is not None) if on else None
+                    self._engine.watch = Watch(on_gpu=self._llm.session.plan is not None) if on else None
                 case Stop():
                     return False
 
@@ -221,7 +220,7 @@ class Worker:
         return self._engine.watch.take()
 
     def _tiers(self) -> dict[str, float] | None:
-        if self._llm.store is None:
+        if self._llm.session.store is None:
             return None
-        c = self._llm.store.counts()
+        c = self._llm.session.store.counts()
         return {"needed": c.needed, "missed": c.missed, "bytes": c.bytes, "waited_s": c.waited_ns / 1e9}
