@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,9 @@ async def _lifespan(receive: Any, send: Any) -> None:
         await send({"type": f"lifespan.{step}.complete"})
 
 
-def trouble(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main(told: dict[str, Any]) -> int:
     keys = told.pop("keys", [])
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         if "unix" in told:
             opened = listener.listen_unix(Path(told.pop("unix")))
@@ -109,8 +107,7 @@ def main(told: dict[str, Any]) -> int:
             import resource  # POSIX alone has it
 
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-        log = trouble if told.pop("log", False) else None
-        server.run(Dummy(), opened, limits=limits, keys=keys, log=log, trouble=trouble, **told)
+        server.run(Dummy(), opened, limits=limits, keys=keys, **told)
     except ThermoclineError as e:
         print(f"thermocline: {e}", file=sys.stderr)
         return e.exit_code

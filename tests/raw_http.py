@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dummy_app import Dummy
+from logged import logged
 
 from thermocline.server.http import listener, server
 from thermocline.server.http.limits import Limits
@@ -63,7 +64,7 @@ def post(path: str, body: bytes, *headers: str, host: str = "localhost") -> byte
     return head(f"POST {path} HTTP/1.1", *about, host=host) + body
 
 
-@dataclass(frozen=True)
+@dataclass
 class Running:
     app: Dummy
     port: int
@@ -89,19 +90,24 @@ class Running:
 def serving(limits: Limits | None = None, **options: Any) -> Iterator[Running]:
     opened = listener.listen("127.0.0.1", 0, has_keys=False)
     running = Running(Dummy(), opened.port, [], [], [])
-    about = {"log": running.log.append, "trouble": running.trouble.append, "started": running.servers.append}
     thread = threading.Thread(
         target=server.run,
         args=(running.app, opened),
-        kwargs={"limits": limits or Limits(limit_grace_s=0), **about, **options},
+        kwargs={
+            "limits": limits or Limits(limit_grace_s=0),
+            "access_log": True,
+            "started": running.servers.append,
+            **options,
+        },
     )
-    thread.start()
-    try:
-        yield running
-    finally:
-        running.servers[0].stop()
-        thread.join(5)
-        assert not thread.is_alive()
+    with logged("thermocline.access") as running.log, logged("thermocline.server") as running.trouble:
+        thread.start()
+        try:
+            yield running
+        finally:
+            running.servers[0].stop()
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 def wait_until(true: Any, at_most_s: float = 5) -> float:

@@ -32,9 +32,7 @@ class ScriptedEngine(EngineProcess):
     """`answer` is what every request gets, piece by piece; without an end where `endless`."""
 
     def __init__(self) -> None:
-        super().__init__(
-            ModelOptions(), EngineOptions(), told=print, progress=lambda *_: None, opened=lambda _: None
-        )
+        super().__init__(ModelOptions(), EngineOptions(), progress=lambda *_: None, opened=lambda _: None)
         self.answer: Sequence[str] = ()
         self.endless = self.failing = False
         self.asked: list[SamplingParams] = []
@@ -92,7 +90,7 @@ class Scripted:
 def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> Iterator[Scripted]:
     engine = ScriptedEngine()
     server = Server(
-        engine, Limits(), print, defaults=SamplingParams(temperature=0.7, max_tokens=None), keys=bool(keys)
+        engine, Limits(), defaults=SamplingParams(temperature=0.7, max_tokens=None), keys=bool(keys)
     )
     server.model = Model.of(Opened(str(BUNDLED), 1 << 20, 4, template), "scripted")
     listener = listen("127.0.0.1", 0, has_keys=bool(keys))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
+from logged import logged
 
 from thermocline.server.http import server as http
 from thermocline.server.http.limits import Limits
@@ -84,7 +85,6 @@ def served(
                 listener,
                 limits or Limits(),
                 sampling=sampling or {},
-                note=found.notes.append,
                 started=began.append,
                 **own,
             )
@@ -92,17 +92,18 @@ def served(
             errors.append(e)
 
     thread = found.thread = threading.Thread(target=run, name="server")
-    thread.start()
-    try:
-        if wait:
-            found.until()
-        yield found
-    finally:
-        while not began and thread.is_alive():
-            time.sleep(0.01)
-        for server in began:
-            server.stop()
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
+    with logged() as found.notes:
+        thread.start()
+        try:
+            if wait:
+                found.until()
+            yield found
+        finally:
+            while not began and thread.is_alive():
+                time.sleep(0.01)
+            for server in began:
+                server.stop()
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
     if errors:
         raise errors[0]

@@ -8,6 +8,7 @@ Importing this costs nothing: names are looked up, and what they need is importe
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from thermocline.llm import LLM as LLM
     from thermocline.llm import Stream as Stream
     from thermocline.text.grammar import Grammar as Grammar
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # a program that wants the lines adds its own
 
 __version__ = "0.1.0"
 

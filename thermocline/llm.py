@@ -49,7 +49,7 @@ def opened_pack(files: ModelOptions, progress: Progress) -> Pack:
     packing = partial(progress, "packing")
     return Pack.open(
         resolve(
-            path, cache_dir, files.format, packing, text=True, told=log.info, activation=files.activation
+            path, cache_dir, files.format, packing, text=True, activation=files.activation
         )
     )  # fmt: skip
 
@@ -123,9 +123,8 @@ class LLM:
                generation_config.json recommends; "off": that is not read
     options, files  the same as values: keywords change fields of theirs
 
-    What a person should know is logged under "thermocline": what packing a GGUF cost, or that neurons come
-    from disk.
-    Safe to use from several threads.
+    Safe to use from several threads. A line for a person, such as what packing a GGUF cost or that neurons
+    come from disk, goes to `logging`'s logger "thermocline".
     """
 
     def __init__(
@@ -134,15 +133,15 @@ class LLM:
         *,
         options: EngineOptions | None = None,
         files: ModelOptions | None = None,
-        progress: Progress = silent,
+        progress: Progress | None = None,
         lazy: bool = False,
         **keywords: Unpack[Keywords],
     ) -> None:
         check_keywords(keywords)
         options = changed(options or EngineOptions(), keywords)
         files = changed(files or ModelOptions(), keywords)
-        begin = time.perf_counter()
-        self._progress, self._files = progress, files
+        begin, progress = time.perf_counter(), progress or silent
+        self._files = files
         self._pack = opened_pack(files if model is None else replace(files, model=model), progress)
         self.path, self.spec = self._pack.path, self._pack.spec
         self.sparsity, self.weight_format = options.sparsity, self._pack.weight_format

@@ -49,8 +49,8 @@ def first_bytes_of(path: Path) -> list[int]:
         return [t.start for t in opened.tensors.values() if t.end - t.start > 8192]
 
 
-def resolved(path: Path, cache: Path, told: Any = None) -> Path:
-    return importer.resolve(path, cache, None, told=told)
+def resolved(path: Path, cache: Path) -> Path:
+    return importer.resolve(path, cache, None)
 
 
 def test_a_damaged_gguf_does_not_answer_for_the_good_one_that_took_its_place(
@@ -81,23 +81,23 @@ def test_a_copy_of_a_small_gguf_is_the_same_model(gguf: Path, tmp_path: Path) ->
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("kind", ["gguf", "directory"])
 def test_a_large_model_that_was_replaced_is_packed_again_and_a_line_says_why(
-    kind: str, gguf: Path, hf: Path, tmp_path: Path
+    kind: str, gguf: Path, hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, file, cache, said = gguf, gguf, tmp_path / "cache", list[str]()
+    source, file, cache = gguf, gguf, tmp_path / "cache"
     if kind == "directory":
         source = shutil.copytree(hf, tmp_path / "hf")
         file = source / "model.safetensors"
-    first = resolved(source, cache, said.append)
-    assert resolved(source, cache, said.append) == first and not any("looks like" in s for s in said)
+    first = resolved(source, cache)
+    assert resolved(source, cache) == first and not any("looks like" in s for s in caplog.messages)
     content = importer.source_hash(source)
     new = Path(shutil.copyfile(file, tmp_path / "new"))
     damage(new, file.stat().st_size - 2)  # where no sample looks
     os.utime(new, ns=(0, file.stat().st_mtime_ns))
     os.replace(new, file)  # the same size, the same time of writing: another inode
     assert importer.source_hash(source) == content, "the content is only sampled: this cannot tell"
-    second = resolved(source, cache, said.append)
+    second = resolved(source, cache)
     assert second != first
-    doubts = [s for s in said if "looks like" in s]
+    doubts = [s for s in caplog.messages if "looks like" in s]
     assert len(doubts) == 1 and f"`thermocline rm {first.name}`" in doubts[0] and "\n" not in doubts[0]
     os.utime(file, ns=(0, 1))
     assert resolved(source, cache) not in (first, second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -95,7 +96,7 @@ def quietly(*_: Any) -> None:
 
 
 def run(r: profiler.Request) -> profiler.Done:
-    return profiler.profile(r, quietly, quietly)
+    return profiler.profile(r, quietly)
 
 
 # ---- counting
@@ -525,7 +526,7 @@ def test_a_failure_while_writing_loses_neither_the_pack_nor_the_counts(
 
 @pytest.mark.parametrize("after", [1, 3])
 def test_an_interrupted_profile_goes_on_and_ends_in_the_same_bytes(
-    own: Pack, text: Path, tmp_path: Path, after: int
+    own: Pack, text: Path, tmp_path: Path, after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(own.path, tmp_path / "alone")
     run(request_for(Pack.open(tmp_path / "alone"), text))
@@ -539,10 +540,11 @@ def test_an_interrupted_profile_goes_on_and_ends_in_the_same_bytes(
     for _ in range(2):
         seen = 0  # the second time the first call says where it goes on from
         with pytest.raises(KeyboardInterrupt):
-            profiler.profile(request_for(own, text), ctrl_c, quietly)
-    said: list[str] = []
-    result = profiler.profile(request_for(own, text, threads=1, workers=2), quietly, said.append)
-    assert result.resumed_tokens == (2 * after - 1) * 96 and "going on after" in said[0]
+            profiler.profile(request_for(own, text), ctrl_c)
+    caplog.clear()
+    caplog.set_level(logging.INFO, "thermocline")
+    result = profiler.profile(request_for(own, text, threads=1, workers=2), quietly)
+    assert result.resumed_tokens == (2 * after - 1) * 96 and "going on after" in caplog.messages[0]
     assert contents(own.path) == contents(tmp_path / "alone")
 
 
@@ -561,7 +563,7 @@ text = dataclasses.replace(text, prefix=np.array([{tiny.BYTES}], np.int32))
 def progress(what, done, total, unit):
     if what == "counting": print(done, flush=True)
 r = profiler.Request(pack, text, pack.path, {CONTEXT}, 50, 2, 1)
-profiler.profile(r, progress, lambda text: None)
+profiler.profile(r, progress)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     for lines in (2, 4):
@@ -576,20 +578,22 @@ profiler.profile(r, progress, lambda text: None)
 
 
 @pytest.mark.parametrize("file", ["state.safetensors", "samples.bin"])
-def test_a_damaged_unfinished_profile_is_begun_anew(own: Pack, text: Path, file: str) -> None:
+def test_a_damaged_unfinished_profile_is_begun_anew(
+    own: Pack, text: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def ctrl_c(what: str, done: int, total: int, unit: str) -> None:
         if what == "counting" and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        profiler.profile(request_for(own, text), ctrl_c, quietly)
+        profiler.profile(request_for(own, text), ctrl_c)
     path = own.path.with_name("pack.profile-unfinished") / file
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 255
     path.write_bytes(data if file == "samples.bin" else data[:-9])
-    said: list[str] = []
-    result = profiler.profile(request_for(own, text), quietly, said.append)
-    assert result.resumed_tokens == 0 and "starting anew" in said[0]
+    caplog.clear()
+    result = profiler.profile(request_for(own, text), quietly)
+    assert result.resumed_tokens == 0 and "starting anew" in caplog.messages[0]
 
 
 def test_an_unfinished_profile_of_another_text_is_not_gone_on_from(
@@ -600,7 +604,7 @@ def test_an_unfinished_profile_of_another_text_is_not_gone_on_from(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        profiler.profile(request_for(own, text), ctrl_c, quietly)
+        profiler.profile(request_for(own, text), ctrl_c)
     (tmp_path / "other.txt").write_text("Another text altogether. " * 10)
     assert run(request_for(own, tmp_path / "other.txt")).resumed_tokens == 0
 

@@ -445,7 +445,9 @@ def answers(pack: Path, **how: Any) -> tuple[list[int], Any]:
         return done.token_ids, llm.session.plan
 
 
-def test_a_session_divides_a_model_and_says_the_same(tiny_pack: Path) -> None:
+def test_a_session_divides_a_model_and_says_the_same(
+    tiny_pack: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """All of it on the GPU; then as much as there is room for beside the buffers; then nothing."""
     alone, nothing = answers(tiny_pack, gpu="off")
     assert nothing is None
@@ -456,9 +458,9 @@ def test_a_session_divides_a_model_and_says_the_same(tiny_pack: Path) -> None:
     in_part, plan = answers(tiny_pack, gpu="stand-in", vram=less / 2**30)
     assert in_part == alone
     assert plan.used("gpu") <= less and {"attention", "head", "neurons"} & set(plan.bytes["gpu"])
-    told: list[str] = []
-    assert answers(tiny_pack, gpu="stand-in", vram=0.1, told=told.append) == (alone, None)
-    assert any("the GPU is not used" in line for line in told)
+    caplog.clear()
+    assert answers(tiny_pack, gpu="stand-in", vram=0.1) == (alone, None)
+    assert any("the GPU is not used" in line for line in caplog.messages)
 
 
 def test_run_takes_a_gpus_options_and_says_what_it_is_used_for(
@@ -486,16 +488,18 @@ def test_a_gpu_that_is_not_there_is_refused_by_number_and_left_out_by_auto(
 
 @pytest.mark.parametrize("missing", ["torch", "triton"])
 def test_a_gpu_without_its_libraries_is_explained(
-    missing: str, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(True, ["NVIDIA X"], [1 << 30], ""))
     monkeypatch.setitem(sys.modules, missing, None)
     assert gpu.unusable(hardware.gpu()) == f"{missing} is not installed: pip install 'thermocline[gpu]'"
     assert gpu.find("auto") is None
-    told: list[str] = []
-    with LLM(tiny_pack, context=64, gpu="auto", told=told.append) as llm:
+    caplog.clear()
+    with LLM(tiny_pack, context=64, gpu="auto") as llm:
         assert llm.session.plan is None
-    assert told == [f"the GPU is not used: {missing} is not installed: pip install 'thermocline[gpu]'"]
+    assert caplog.messages == [
+        f"the GPU is not used: {missing} is not installed: pip install 'thermocline[gpu]'"
+    ]
 
 
 def test_a_gpu_under_a_torch_for_cpus_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

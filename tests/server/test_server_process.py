@@ -154,7 +154,7 @@ def test_without_a_key_a_host_is_an_address_or_a_name_that_is_ours() -> None:
 
 def test_the_log_goes_to_stderr_when_it_is_asked_for() -> None:
     """B13, and no key in what `ps` or stderr show beyond what was typed."""
-    with Process(port=0, log=True, keys=["sk-secret"]) as server:
+    with Process(port=0, access_log=True, keys=["sk-secret"]) as server:
         assert server.ask(head("GET /v1/models?sk-secret HTTP/1.1", "X-Api-Key: sk-secret")).status == 200
         assert server.ask(head("GET /v1/models HTTP/1.1")).status == 401
         server.stop()

@@ -27,9 +27,8 @@ class Engine(EngineProcess):
     """Without a process: `inside` is what one would have; the test says what becomes of it."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
         super().__init__(
-            ModelOptions(), EngineOptions(), told=self.said.append, progress=lambda *_: None,
+            ModelOptions(), EngineOptions(), progress=lambda *_: None,
             opened=lambda _: None
         )  # fmt: skip
         self.inside: dict[int, list[int]] = {}
@@ -74,7 +73,7 @@ def told(story: Callable[[Engine], Awaitable[None]]) -> None:
 POISON = 666
 
 
-def test_a_request_that_crashes_the_engine_costs_itself_only() -> None:
+def test_a_request_that_crashes_the_engine_costs_itself_only(caplog: pytest.LogCaptureFixture) -> None:
     """Three crashes on one request ended the server; clients send what failed again, so one was enough."""
 
     async def story(engine: Engine) -> None:
@@ -99,7 +98,7 @@ def test_a_request_that_crashes_the_engine_costs_itself_only() -> None:
             engine.ask(prompt)
         assert engine.computed() == [[1], [2]], "they are cleared, and computed together again"
         assert engine.error is None and engine.restarts == 2
-        assert "which is not computed again" in engine.said[-1]
+        assert "which is not computed again" in caplog.messages[-1]
 
     told(story)
 
@@ -175,7 +174,7 @@ def test_an_engine_that_cannot_be_started_is_given_up_in_words(monkeypatch: pyte
     async def main() -> None:
         monkeypatch.setattr(engine_process, "_spawned", spawned)
         engine = EngineProcess(
-            ModelOptions(), EngineOptions(), told=print, progress=lambda *_: None, opened=lambda _: None
+            ModelOptions(), EngineOptions(), progress=lambda *_: None, opened=lambda _: None
         )
         engine.start()
         await asyncio.wait_for(engine.over.wait(), 20)

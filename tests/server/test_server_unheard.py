@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from thermocline.cli.console import note, unfailing
+from thermocline.cli.console import log_lines, unfailing
 
 if sys.platform == "win32":
     pytest.skip("needs UNIX sockets and signals", allow_module_level=True)
@@ -102,7 +103,8 @@ def test_without_a_stderr_notes_do_not_end_up_among_the_data(
 ) -> None:
     """`2>&-`: print's file=None is stdout."""
     monkeypatch.setattr(sys, "stderr", None)
-    note("for a person")
+    with log_lines():
+        logging.getLogger("thermocline.cli").error("for a person")
     assert capsys.readouterr().out == ""
 
 

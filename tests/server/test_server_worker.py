@@ -19,6 +19,7 @@ from thermocline.server.process.messages import (
     Beat,
     Ended,
     FromEngine,
+    Logged,
     Opened,
     Pulse,
     Ready,
@@ -26,7 +27,6 @@ from thermocline.server.process.messages import (
     Stop,
     Submit,
     Token,
-    Told,
 )
 from thermocline.session.options import EngineOptions, ModelOptions, changed
 
@@ -105,7 +105,7 @@ def test_what_ends_it_is_said_in_a_line(error: Exception, line: str, monkeypatch
 
     monkeypatch.setattr(Engine, "step", failing)
     found = said(Submit(1, [1, 2], SamplingParams()), exits=True)
-    (told,) = (m.line for m in found if isinstance(m, Told))
+    (told,) = (m.line for m in found if isinstance(m, Logged))
     assert told.startswith(line) and "secret" not in told and "\n" not in told
 
 

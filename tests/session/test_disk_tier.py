@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -153,17 +154,18 @@ def test_the_least_that_a_refusal_names_is_enough_and_less_is_not(wide_pack: Pat
         opened(wide_pack, enough - 0.011)
 
 
-def test_a_pack_without_a_profile_runs_too_and_says_what_would_help(wide_pack: Path, tmp_path: Path) -> None:
+def test_a_pack_without_a_profile_runs_too_and_says_what_would_help(
+    wide_pack: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opened(wide_pack) as llm:
         want = llm.generate(PROMPT, GREEDY).figures.logits_hash
     pack = shutil.copytree(wide_pack, tmp_path / "pack")
     (pack / "profile.safetensors").unlink()
-    told: list[str] = []
-    with opened(pack, budgets(wide_pack)[1], told=told.append) as llm:
+    with opened(pack, budgets(wide_pack)[1]) as llm:
         assert llm.generate(PROMPT, GREEDY).figures.logits_hash == want
         assert llm.session.arrangement is not None
-    assert any("larger than its memory" in line for line in told)
-    assert any("thermocline profile" in line for line in told)
+    assert any("larger than its memory" in line for line in caplog.messages)
+    assert any("thermocline profile" in line for line in caplog.messages)
 
 
 def test_gates_with_biases_come_from_disk_too(tmp_path: Path) -> None:
@@ -251,11 +253,16 @@ def test_the_promise_is_kept_in_a_process_of_its_own(tmp_path: Path, thermocline
     assert rows[1]["cache_hit_rate"] > 0.5 and rows[1]["disk_bytes_per_token"] > 0
 
 
-def test_it_is_said_what_answers_together_have_to_share(wide_pack: Path) -> None:
-    told: list[str] = []
-    with opened(wide_pack, budgets(wide_pack)[2], told=told.append, max_batch=8) as llm:
+def test_it_is_said_what_answers_together_have_to_share(
+    wide_pack: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "thermocline")
+    with opened(wide_pack, budgets(wide_pack)[2], max_batch=8) as llm:
         assert llm.session.store is not None
-    assert "up to 8 answers are computed together, as long as all of them fit in 512 positions" in told[-1]
+    assert (
+        "up to 8 answers are computed together, as long as all of them fit in 512 positions"
+        in caplog.messages[-1]
+    )
 
 
 def test_eight_sequences_at_once_read_what_their_neurons_need(tmp_path: Path, thermocline: Run) -> None:

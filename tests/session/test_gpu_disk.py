@@ -152,19 +152,18 @@ def budgets(pack: Path) -> tuple[float, float]:
         return vram / GIB, llm.memory_bytes / GIB
 
 
-def test_a_session_has_neurons_on_three_tiers(wide_pack: Path) -> None:
+def test_a_session_has_neurons_on_three_tiers(wide_pack: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(wide_pack, gpu="off") as llm:
         want = said(llm)
     vram, ram = budgets(wide_pack)
-    told: list[str] = []
     for less in (0.001, 0.0025):
-        with opened(wide_pack, gpu="stand-in", vram=vram, ram=ram - less, told=told.append) as llm:
+        with opened(wide_pack, gpu="stand-in", vram=vram, ram=ram - less) as llm:
             assert llm.session.plan is not None and llm.session.arrangement is not None
             assert llm.memory_bytes <= (ram - less) * GIB
             assert 0.4 < llm.session.arrangement.share < 1
             assert said(llm) == want
             assert llm.session.store is not None and llm.session.store.counts().missed > 0
-    assert any("the others come from disk" in line for line in told)
+    assert any("the others come from disk" in line for line in caplog.messages)
 
 
 def test_less_than_the_least_is_refused_with_what_would_be_enough(wide_pack: Path) -> None:

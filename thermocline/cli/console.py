@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, ParamSpec, Self
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, ParamSpec, Self
 
 from thermocline.cli import report
 from thermocline.errors import IOFailure
 
 P = ParamSpec("P")
+ACCESS_LOG = "thermocline.access"
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\t\n"}  # U+2400: pictures of control characters
 
@@ -37,31 +39,60 @@ def emit_json(value: dict[str, Any]) -> None:
     emit(json.dumps(report.finite(value)) + "\n")
 
 
-def note(text: str) -> None:
-    """Everything that is not data: one line on stderr."""
-    if sys.stderr is None:
-        return
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    print(f"thermocline: {line}", file=sys.stderr, flush=True)
-
-
-def unfailing(tell: Callable[P, None]) -> Callable[P, None]:
-    """Make `tell` safe for a server, which outlives its stderr: a pipe without a reader, a full disk.
+def unfailing(show: Callable[P, None]) -> Callable[P, None]:
+    """Make `show` safe for a server, which outlives its stderr: a pipe without a reader, a full disk.
 
     A dead stream raises OSError, a closed one ValueError. There is nobody left to report either to.
     """
 
-    def told(*args: P.args, **kwargs: P.kwargs) -> None:
+    def shown(*args: P.args, **kwargs: P.kwargs) -> None:
         with contextlib.suppress(OSError, ValueError):
-            tell(*args, **kwargs)
+            show(*args, **kwargs)
 
-    return told
+    return shown
+
+
+def _on_one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class LogLines(logging.Handler):
+    """Writes each log record as one line on stderr. A dead stderr ends no command and no server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quiet = False  # show errors alone, and the access log, which has an option of its own
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        asked = not self.quiet or record.levelno >= logging.ERROR or record.name == ACCESS_LOG
+        return asked and bool(super().filter(record))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is None:
+            return
+        line = f"thermocline: {_on_one_line(record.getMessage())}"
+        unfailing(Progress.write_above)(line)
+
+
+@contextlib.contextmanager
+def log_lines() -> Iterator[LogLines]:
+    """Show on stderr what the package logs meanwhile."""
+    ours, lines = logging.getLogger("thermocline"), LogLines()
+    before = ours.level
+    ours.addHandler(lines)
+    ours.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        ours.setLevel(before)
+        ours.removeHandler(lines)
 
 
 class Progress:
     """A bar on stderr where that is a terminal and the work takes longer than a moment; nothing elsewhere."""
 
     PATIENCE_S = 0.5
+    _on_screen: ClassVar[Any] = None
 
     def __init__(self, *, quiet: bool) -> None:
         self._live = not quiet and sys.stderr is not None and sys.stderr.isatty()
@@ -81,6 +112,7 @@ class Progress:
             self._bar = tqdm(
                 desc=what, total=total, unit=unit, unit_scale=unit == "B", unit_divisor=1024, leave=False
             )
+            Progress._on_screen = self._bar
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
         if done >= total:
@@ -89,7 +121,16 @@ class Progress:
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-            self._bar = None
+            self._bar = Progress._on_screen = None
+
+    @classmethod
+    def write_above(cls, line: str) -> None:
+        """Write a line on stderr; a bar that stands there makes way, and comes back below it."""
+        if (bar := cls._on_screen) is not None:
+            bar.clear()
+        print(line, file=sys.stderr, flush=True)
+        if bar is not None:
+            bar.refresh()
 
     def __enter__(self) -> Progress:
         return self
@@ -98,12 +139,12 @@ class Progress:
         self._close()
 
 
-def remark(text: str) -> None:
-    """What is neither the model's nor an error, for a person: dim where stderr is a terminal."""
+def show_dim(text: str) -> None:
+    """Write to stderr for a person who chats: dim on a terminal, to stand back behind the answers."""
     if sys.stderr is None:
         return
     dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    lines = "\n".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in t) for t in text.split("\n"))
+    lines = "\n".join(map(_on_one_line, text.split("\n")))
     print(f"\x1b[2m{lines}\x1b[0m" if dim else lines, file=sys.stderr, flush=True)
 
 

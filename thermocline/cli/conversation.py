@@ -52,14 +52,14 @@ class Chat:
         llm: LLM,
         params: SamplingParams,
         speak: Speak,
-        remark: Callable[[str], None],
+        show: Callable[[str], None],
         *,
         system: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`remark` is told what is not the model's: figures, what a command did."""
+        """`show` displays what is not the model's: figures, what a command did."""
         self.llm, self.params, self.system, self.variables = llm, params, system, variables
-        self._speak, self._remark = speak, remark
+        self._speak, self._show = speak, show
         self.turns: list[Turn] = []
         self._unanswered: str | None = None  # interrupted before the first token
         self._read: list[str] = []
@@ -122,14 +122,14 @@ class Chat:
             raise self._full(messages) or e from None
         if done is None:
             self.turns, self._unanswered = before, question
-            self._remark("interrupted; /regen asks again")
+            self._show("interrupted; /regen asks again")
             return
         self.turns = [*before, Turn(question, done.text, self._ids_of(done))]
         self._unanswered = None
-        self._remark(report.chat_line(done))
+        self._show(report.chat_line(done))
         used = done.figures.prompt_tokens + done.figures.tokens
         if done.finish_reason == "length" and used > self.llm.context:
-            self._remark(f"the context of {self.llm.context} tokens is full: {self._way_out()}")
+            self._show(f"the context of {self.llm.context} tokens is full: {self._way_out()}")
 
     def _ids_of(self, done: Completion) -> tuple[int, ...]:
         ends = {*self.llm.spec.eos_ids, *self.llm.chat_template.stop_ids}
@@ -163,15 +163,15 @@ class Chat:
             case "/exit" | "/quit" | "/bye":
                 return False
             case "/help" | "/?":
-                self._remark(report.table(HELP).rstrip("\n"))
+                self._show(report.table(HELP).rstrip("\n"))
             case "/regen":
                 self.regenerate()
             case "/clear":
                 self.clear()
-                self._remark("a new conversation")
+                self._show("a new conversation")
             case "/system":
                 self.system = rest or None
-                self._remark("the system prompt is set" if rest else "no system prompt")
+                self._show("the system prompt is set" if rest else "no system prompt")
             case "/read" | "/save" | "/load":
                 self._with_file(name, _path(name, rest))
             case _:
@@ -182,14 +182,14 @@ class Chat:
         match name:
             case "/read":
                 self._read.append(text_of(path))
-                self._remark(f"{len(self._read[-1])} characters go before your next message")
+                self._show(f"{len(self._read[-1])} characters go before your next message")
             case "/save":
                 self.save(path)
-                self._remark(f"saved to {path}")
+                self._show(f"saved to {path}")
             case "/load":
                 self.load(path)
                 turns = len(self.turns)
-                self._remark(f"{turns} turn{'s' * (turns != 1)}")
+                self._show(f"{turns} turn{'s' * (turns != 1)}")
 
 
 def _path(command: str, text: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import logging
 import os
 import sys
 import traceback
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from thermocline import __version__
 from thermocline.cli import commands as config
 from thermocline.cli import offline, offline_options, plan, report, serve, trace
-from thermocline.cli.console import INTERRUPTED, Progress, emit, emit_json, note
+from thermocline.cli.console import INTERRUPTED, LogLines, Progress, emit, emit_json, log_lines
 from thermocline.cli.run import chat, run
 from thermocline.errors import BadFile, DeviceFailure, IOFailure, OutOfBudget, ThermoclineError, UsageError
 from thermocline.options import add_arguments, read_options
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from thermocline.machine import hardware
     from thermocline.offline.bench import Bench
     from thermocline.pack.pack import Pack
+
+log = logging.getLogger(__name__)
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXIT_CODES = (
@@ -69,7 +72,7 @@ def parser() -> Parser:
     return top
 
 
-def command(argv: Sequence[str]) -> int:
+def command(argv: Sequence[str], lines: LogLines) -> int:
     found, rest = parser().parse_known_args(argv)
     given = vars(found)
     name = given.pop("command")
@@ -79,8 +82,9 @@ def command(argv: Sequence[str]) -> int:
     if name is None:
         raise UsageError('no command; try `thermocline run "Once upon a time"` or `thermocline --help`')
     for variable in config.check_environment(os.environ):
-        note(f"warning: {variable} is not an option")
+        log.warning(f"warning: {variable} is not an option")
     options = read_options(config.COMMANDS[name], given, os.environ)
+    lines.quiet = getattr(options, "quiet", False)
     match options:
         case config.RunOptions():
             return run(options)
@@ -136,11 +140,10 @@ def pack(o: config.PackOptions) -> int:
     about = packs.inspect(packs.Pack.open(o.output))
     if o.json:
         emit_json(about)
-    if not o.quiet:
-        size, how = report.size(sum(about["files"].values())), about["weight_format"]
-        note(f"packed {o.source} as {how} into {o.output}, {size}")
-        if cost is not None:
-            note(str(cost))
+    size, how = report.size(sum(about["files"].values())), about["weight_format"]
+    log.info(f"packed {o.source} as {how} into {o.output}, {size}")
+    if cost is not None:
+        log.info(str(cost))
     return 0
 
 
@@ -159,12 +162,8 @@ def export(o: config.PackOptions) -> int:
     about = from_gguf.inspect_gguf(Path(o.output))
     if o.json:
         emit_json(about)
-    if not o.quiet:
-        size, layout = (
-            report.size(about["file_bytes"]),
-            "PowerInfer's" if opened.spec.sparse else "llama.cpp's",
-        )
-        note(f"wrote {o.source} as {opened.weight_format} into {o.output}, {size}, in {layout} layout")
+    size, layout = report.size(about["file_bytes"]), "PowerInfer's" if opened.spec.sparse else "llama.cpp's"
+    log.info(f"wrote {o.source} as {opened.weight_format} into {o.output}, {size}, in {layout} layout")
     return 0
 
 
@@ -184,11 +183,10 @@ def synth(o: config.SynthOptions) -> int:
     about = packs.inspect(made)
     if o.json:
         emit_json(about)
-    if not o.quiet:
-        layout = " (PowerInfer's layout)" if made.spec.sparse else ""
-        too = f" and {o.gguf}{layout}" if o.gguf is not None else ""
-        size = report.size(sum(about["files"].values()))
-        note(f"wrote random weights ({made.source['name']}) as {o.format} into {o.output}{too}, {size}")
+    layout = " (PowerInfer's layout)" if made.spec.sparse else ""
+    too = f" and {o.gguf}{layout}" if o.gguf is not None else ""
+    size = report.size(sum(about["files"].values()))
+    log.info(f"wrote random weights ({made.source['name']}) as {o.format} into {o.output}{too}, {size}")
     return 0
 
 
@@ -380,10 +378,10 @@ def rm(o: config.RmOptions) -> int:
             raise UsageError(f"this would remove {what}; -y confirms it")
         print(f"remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            note("nothing was removed")
+            log.info("nothing was removed")
             return 0
     shelf.remove(item, cache)
-    note(f"removed {what}")
+    log.info(f"removed {what}")
     return 0
 
 
@@ -399,7 +397,7 @@ def _silence_stdout() -> None:
 def _failed(message: str, code: int) -> int:
     if config.debugging(os.environ):
         traceback.print_exc()
-    note(message)
+    log.error(message)
     return code
 
 
@@ -411,9 +409,15 @@ def _os_error(e: OSError) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    with log_lines() as lines:
+        return exit_code(sys.argv[1:] if argv is None else argv, lines)
+
+
+def exit_code(argv: Sequence[str], lines: LogLines) -> int:
+    """Run a command. An error becomes a line on stderr and its exit code."""
     try:
         try:
-            code = command(sys.argv[1:] if argv is None else argv)
+            code = command(argv, lines)
         except SystemExit as e:  # --help and --version
             code = int(e.code or 0)
         if sys.stdout is not None:

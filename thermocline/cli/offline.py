@@ -5,6 +5,7 @@ Must not know kernels, tensors or scheduling. What is heavy is imported when a c
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from thermocline.cli import commands, offline_options, report
-from thermocline.cli.console import INTERRUPTED, Progress, emit, emit_json, note
+from thermocline.cli.console import INTERRUPTED, Progress, emit, emit_json
 from thermocline.errors import UsageError
 from thermocline.session import options
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from thermocline.pack.activity_profile import Samples
     from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -41,16 +44,15 @@ def profile(o: offline_options.ProfileOptions) -> int:
     plot = Path(o.plot) if o.plot is not None else None
     if plot is not None:
         profile_plot.check(plot)
-    remark = (lambda text: None) if o.quiet else note
     with Progress(quiet=o.quiet) as progress:
         request = profile_request(o)
         n, text = request.samples, request.corpus
         size = report.size(n * profiler.sample_bytes(request.pack.spec))
-        remark(f"{text.tokens:,} tokens of {text.name}; {n:,} samples for training, about {size}")
+        log.info(f"{text.tokens:,} tokens of {text.name}; {n:,} samples for training, about {size}")
         try:
-            done = profiler.profile(request, progress.at, remark)
+            done = profiler.profile(request, progress.at)
         except KeyboardInterrupt:
-            remark("interrupted: the same command goes on from here")
+            log.info("interrupted: the same command goes on from here")
             return INTERRUPTED
     if plot is not None:
         profile_plot.draw(done.profile, plot, request.pack.path.name)
@@ -60,7 +62,9 @@ def profile(o: offline_options.ProfileOptions) -> int:
     else:
         emit(report.table(report.profile_rows(about)))
     for name in done.dropped:
-        remark(f"{name} was made for the old order of neurons and is gone: run `thermocline train` again")
+        log.warning(
+            f"{name} was made for the old order of neurons and is gone: run `thermocline train` again"
+        )
     return 0
 
 
@@ -315,10 +319,9 @@ def train(o: offline_options.TrainOptions) -> int:
     from thermocline.pack.predictor import write_predictors
 
     request, samples = train_request(o)
-    remark = (lambda text: None) if o.quiet else note
     with Progress(quiet=o.quiet) as progress, samples:
         if "mlp" not in request.kinds and o.kind == "auto":
-            remark("without PyTorch no predictor is trained; pip install 'thermocline[train]'")
+            log.warning("without PyTorch no predictor is trained; pip install 'thermocline[train]'")
         done = training.train(request, samples, progress.at)
     forced, met = o.kind != "auto", done.report["met"]
     if forced and all(layer is None for layer in done.layers):
@@ -343,7 +346,7 @@ def train(o: offline_options.TrainOptions) -> int:
     if not (met and done.worthwhile):
         why = "it reads fewer bytes" if met else f"no predictor is near enough to it ({far})"
         what = "written all the same, as asked" if wanted else "nothing was written"
-        remark(f"--sparsity exact is the better choice for this model: {why}; {what}")
+        log.info(f"--sparsity exact is the better choice for this model: {why}; {what}")
     return 0
 
 

@@ -5,6 +5,7 @@ Must not know how a plan is found. What is heavy is imported when the command ru
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thermocline.cli import offline_options
-from thermocline.cli.console import emit, emit_json, note
+from thermocline.cli.console import emit, emit_json
 from thermocline.cli.report import size, table
 from thermocline.errors import OutOfBudget
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from thermocline.plan.planner import Plan, Prediction
     from thermocline.plan.problem import Ask
     from thermocline.plan.subject import Subject
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -94,8 +97,8 @@ def plan_tiers(o: offline_options.PlanOptions, weight_format: str) -> Tiers:
     if o.hardware is not None:
         return read_tiers(o.hardware)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > 0.3 and not o.quiet:
-        note(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
+    if load > 0.3:
+        log.warning(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
     return this_machine.tiers_here(o.threads, formats=[weight_format])
 
 
@@ -107,9 +110,8 @@ def measured(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> 
     found = (
         disk_speed.measure_file(pack / "weights.bin") if pack.is_dir() else disk_speed.measure_disk(Path())
     )
-    if not o.quiet:
-        why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
-        note(f"it does not fit in memory; the disk of {found.path} was {why}")
+    why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
+    log.info(f"it does not fit in memory; the disk of {found.path} was {why}")
     return replace(tiers, disk=this_machine.disk_tier(found))
 
 

@@ -6,6 +6,7 @@ Must not know kernels, tensors or scheduling. What is heavy is imported when a c
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from thermocline.cli import commands, report
-from thermocline.cli.console import INTERRUPTED, CtrlC, Progress, emit, emit_json, note, remark
+from thermocline.cli.console import INTERRUPTED, CtrlC, Progress, emit, emit_json, show_dim
 from thermocline.errors import BadFile, IOFailure, ThermoclineError, UsageError
 from thermocline.session.options import EngineOptions, ModelOptions
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from thermocline.engine.sampler import SamplingParams
     from thermocline.llm import LLM, Stream
     from thermocline.text.grammar import Grammar
+
+log = logging.getLogger(__name__)
 
 MAX_PROMPT_BYTES = 64 << 20
 
@@ -115,8 +118,7 @@ def sampling(o: commands.Generation) -> dict[str, Any]:
 def params_for(llm: LLM, o: commands.Generation, form: Grammar | None) -> SamplingParams:
     from thermocline.engine.generation_config import completed
 
-    told = (lambda line: None) if o.quiet else note
-    return replace(completed(sampling(o), llm.recommended, told), grammar=form)
+    return replace(completed(sampling(o), llm.recommended), grammar=form)
 
 
 def form_of(o: commands.Form) -> Grammar | None:
@@ -162,7 +164,7 @@ def run(o: commands.RunOptions) -> int:
             if o.json:
                 emit_json(figures)
             if not o.quiet:
-                note(report.line_of(figures))
+                log.info(report.line_of(figures))
     return INTERRUPTED if done.finish_reason == "cancelled" else 0
 
 
@@ -214,18 +216,18 @@ def chat(o: commands.ChatOptions) -> int:
         params = params_for(llm, o, form)
         _ = llm.chat_template.stop_ids  # refuses a model without a template early, and starts its process
         llm.load()
-        told = (lambda text: None) if o.quiet else remark
+        show: Callable[[str], None] = (lambda text: None) if o.quiet else show_dim
         alone = not repl.is_terminal()
-        say = speak_or_leave if alone else speak
-        talk = chats.Chat(llm, params, say, told, system=o.system, variables=o.template_vars)
+        answering = speak_or_leave if alone else speak
+        talk = chats.Chat(llm, params, answering, show, system=o.system, variables=o.template_vars)
         if alone:
             lines = repl.Lines(stdin_bytes())
             while (entry := repl.entry(lines)) is not None and talk.take(*entry):
                 pass
         else:
-            told("type a message; /help lists what else there is")
+            show("type a message; /help lists what else there is")
             history = commands.default_state_dir(os.environ) / "chat_history"
-            converse(talk, repl.Terminal(history, remark))
+            converse(talk, repl.Terminal(history, show_dim))
     return 0
 
 
@@ -244,9 +246,9 @@ def converse(talk: Chat, terminal: Terminal) -> None:
             if leaving:
                 return
             leaving = True
-            remark("Ctrl-C again, or Ctrl-D, leaves")
+            show_dim("Ctrl-C again, or Ctrl-D, leaves")
         except ThermoclineError as e:
-            note(str(e))
+            log.error(str(e))
 
 
 class AnswerStopped(KeyboardInterrupt):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.util
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thermocline.cli import report
-from thermocline.cli.console import Progress, emit, emit_json, note, unfailing
+from thermocline.cli.console import Progress, emit, emit_json, unfailing
 from thermocline.cli.run import engine_options, model_options, sampling
 from thermocline.cli.serve_options import ServeOptions
 from thermocline.errors import Unsupported
@@ -18,6 +18,8 @@ from thermocline.server.http.limits import Limits, described
 
 if TYPE_CHECKING:
     from thermocline.server.http.listener import Listener
+
+log = logging.getLogger(__name__)
 
 
 def serve(o: ServeOptions) -> int:
@@ -40,9 +42,7 @@ def serve(o: ServeOptions) -> int:
     except BaseException:
         listener.close()
         raise
-    heard = unfailing(note)
-    told: Callable[[str], None] = (lambda line: None) if o.quiet else heard
-    told(f"listening on {listener.url}")
+    log.info(f"listening on {listener.url}")
     with Progress(quiet=o.quiet) as progress:
         server.serve(
             files,
@@ -54,8 +54,7 @@ def serve(o: ServeOptions) -> int:
             keys=keys,
             hosts=o.allow_host,
             origins=o.allow_origin,
-            note=told,
-            log=heard if o.access_log else None,
+            access_log=o.access_log,
             progress=unfailing(progress.at),
         )
     return 0

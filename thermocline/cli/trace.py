@@ -5,6 +5,7 @@ Must not know kernels or policies. What is heavy is imported when a command runs
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli import commands, report
-from thermocline.cli.console import INTERRUPTED, Progress, emit, note
+from thermocline.cli.console import INTERRUPTED, Progress, emit
 from thermocline.errors import UsageError
 from thermocline.session.options import EngineOptions
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from thermocline.plan.problem import Problem
     from thermocline.plan.subject import Subject
 
+log = logging.getLogger(__name__)
+
 SWEEP = tuple(range(10, 100, 10))  # percent of the neurons
 
 
@@ -34,9 +37,9 @@ def packed(o: commands.BenchOptions, progress: Progress) -> Path:
     from thermocline.llm import BUNDLED
 
     given = BUNDLED if o.model is None else locate(o.model, progress.at)
-    packing, told = partial(progress.at, "packing"), None if o.quiet else note
+    packing = partial(progress.at, "packing")
     cache = commands.cache_dir(o.cache_dir)
-    return resolve(given, cache, o.format, packing, told=told, activation=o.activation)
+    return resolve(given, cache, o.format, packing, activation=o.activation)
 
 
 # ---- record
@@ -74,8 +77,7 @@ def record(o: commands.BenchOptions) -> int:
         if made.tokens == 0:
             raise KeyboardInterrupt
         need_trace.write_trace(target, pack, made)
-    if not o.quiet:
-        note(f"recorded {made.tokens} tokens of {made.source} into {target}, {report.size(made.nbytes)}")
+    log.info(f"recorded {made.tokens} tokens of {made.source} into {target}, {report.size(made.nbytes)}")
     return INTERRUPTED if interrupted else 0
 
 
@@ -130,8 +132,10 @@ def _problem(o: commands.BenchOptions, pack: Pack, found: Trace) -> tuple[Proble
     tiers = _tiers(o, pack, subject)
     problem = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask)
     heat = subject.hotness
-    if not heat.ordered and not o.quiet:
-        note(f"{pack.path}: has no profile, so its neurons are in no order; run `thermocline profile` first")
+    if not heat.ordered:
+        log.warning(
+            f"{pack.path}: has no profile, so its neurons are in no order; run `thermocline profile` first"
+        )
     nothing = np.zeros(found.neurons)
     return problem, [heat.at(i, 1) if heat.ordered else nothing for i in range(pack.spec.n_layers)]
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,8 @@ from thermocline.pack.manifest import COPIED, KIND, VERSION
 from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
 from thermocline.pack.writer import check_target, write_pack
 from thermocline.text.tokenizer import FILE as TOKENIZER
+
+log = logging.getLogger(__name__)
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -191,14 +194,13 @@ def resolve(
     progress: Progress | None = None,
     *,
     text: bool = False,
-    told: Callable[[str], None] | None = None,
     activation: str | None = None,
 ) -> Path:
     """The pack directory for what a user named: a pack is itself; a Hugging Face directory or GGUF is packed
     once, into cache_dir/NAME-FORMAT-HASH, and found there again. Else an error says what it is.
 
     `text`: refuse, before packing, a model without a tokenizer. `activation`: as in `pack`; of a pack it is
-    held against what that says. `told` is called with what packing cost, and
+    held against what that says. The log gets what packing cost, and a warning
     where a large model's content looks like that of another pack but its files are not the ones packed.
     """
     path = Path(model)
@@ -220,18 +222,18 @@ def resolve(
             f"{lacking}, so text cannot become tokens; `thermocline bench` measures such a model without text"
         )
     if found is None:
-        if told is not None and files is not None:
-            _say_if_in_doubt(path, packed, like, told)
+        if files is not None:
+            _warn_if_in_doubt(path, packed, like)
         cost = pack(path, packed, weight_format, overwrite=True, progress=progress, activation=activation)
-        if cost is not None and told is not None:
-            told(f"{path}: {cost}")
+        if cost is not None:
+            log.info(f"{path}: {cost}")
     return packed
 
 
-def _say_if_in_doubt(path: Path, packed: Path, like: str, told: Callable[[str], None]) -> None:
+def _warn_if_in_doubt(path: Path, packed: Path, like: str) -> None:
     others = sorted(p.name for p in packed.parent.glob(f"{glob.escape(like)}-*") if p != packed)
     if others:
-        told(
+        log.warning(
             f"{path}: looks like what {others[0]} was made of, but was written or copied since, and may "
             f"differ: it is packed again; `thermocline rm {others[0]}` removes the other pack"
         )

@@ -6,7 +6,8 @@ Must not know who asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from thermocline.engine.sampler import SamplingParams
@@ -14,6 +15,8 @@ from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, quoted, read_small
 from thermocline.pack.manifest import GENERATION_CONFIG
 from thermocline.pack.pack import Pack
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
 READ = {
@@ -62,14 +65,12 @@ def recommended(pack: Pack) -> dict[str, Any]:
     return parsed(parse_json(read_small(path, MAX_BYTES), str(path)), str(path))
 
 
-def completed(
-    said: Mapping[str, Any], recommended: Mapping[str, Any], told: Callable[[str], None]
-) -> SamplingParams:
-    """What somebody said, then what is recommended. `told`: a line of what nobody asked for."""
+def completed(said: Mapping[str, Any], recommended: Mapping[str, Any]) -> SamplingParams:
+    """Return the parameters that somebody set, with the recommended ones for the rest, which are logged."""
     theirs = {name: value for name, value in recommended.items() if name not in said}
     if theirs:
         values = ", ".join(f"{name} {value}" for name, value in theirs.items())
-        told(f"as the model's generation_config.json recommends: {values} (--generation-config off: not)")
+        log.info(f"as the model's generation_config.json recommends: {values} (--generation-config off: not)")
     return SamplingParams(**{"max_tokens": None, **theirs, **said})
 
 

@@ -6,6 +6,7 @@ Must not know flags.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -39,6 +40,8 @@ from thermocline.pack.reorder import hottest_first, write_reordered
 from thermocline.plan.memory import fit, scratch_bytes
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 
@@ -102,7 +105,7 @@ def sampled_tokens(passages: Sequence[I32], n: int) -> list[I64]:
     return [at[a:b] - s for a, b, s in zip(cuts, cuts[1:], starts, strict=False)]
 
 
-def profile(r: Request, progress: Progress, note: Callable[[str], None]) -> Done:
+def profile(r: Request, progress: Progress) -> Done:
     """Raises Unsupported, UsageError, OutOfBudget, IOFailure before anything is computed, where it can."""
     check_sparse(r.pack.spec)
     n = min(r.samples, r.corpus.tokens)
@@ -111,10 +114,10 @@ def profile(r: Request, progress: Progress, note: Callable[[str], None]) -> Done
     unfinished = _open_unfinished(r, n)
     with closing(unfinished):
         if unfinished.replaced:
-            note(f"{unfinished.directory}: was an unfinished profile of something else: starting anew")
+            log.warning(f"{unfinished.directory}: was an unfinished profile of something else: starting anew")
         before = sum(map(len, r.corpus.passages[: unfinished.done]))
         if before:
-            note(f"going on after {before} of {r.corpus.tokens} tokens")
+            log.info(f"going on after {before} of {r.corpus.tokens} tokens")
         seconds = _count(r, unfinished, n, progress)
         made, size, dropped = _write(r, unfinished, n, progress)
         unfinished.remove()

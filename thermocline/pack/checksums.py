@@ -7,6 +7,7 @@ another pack's or damaged. Must not know who reads the records.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.pack import sidecar
 from thermocline.pack.blocks import new_arena, read_blocks
 from thermocline.pack.pack import Pack
+
+log = logging.getLogger(__name__)
 
 U32 = NDArray[np.uint32]
 Progress = Callable[[int, int], None]
@@ -35,12 +38,10 @@ class Records:
     gate: tuple[U32, ...]
 
 
-def open_records(
-    pack: Pack, progress: Progress | None = None, told: Callable[[str], None] | None = None
-) -> Records:
+def open_records(pack: Pack, progress: Progress | None = None) -> Records:
     """The pack's; made now where there are none yet. BadFile or IOFailure: weights.bin is damaged.
 
-    `told` hears of it where they could not be kept: the next run then makes them again.
+    A warning is logged where they could not be kept: the next run then makes them again.
     """
     try:
         found = _read(pack)
@@ -51,8 +52,7 @@ def open_records(
         try:
             _keep(pack, found)
         except IOFailure as e:
-            if told is not None:
-                told(f"{e}; the checksums of its neurons are made again next time")
+            log.warning(f"{e}; the checksums of its neurons are made again next time")
     return found
 
 

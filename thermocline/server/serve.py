@@ -37,15 +37,14 @@ def serve(
     keys: Iterable[str] = (),
     hosts: Iterable[str] = (),
     origins: Iterable[str] = (),
-    note: Callable[[str], None],
-    log: Callable[[str], None] | None = None,
+    access_log: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
     started: Callable[[http.Server], None] | None = None,
 ) -> None:
     """Until it is told to stop. Raises what the engine was refused for, or crashed of.
 
     `files` and `options`: `LLM`'s; `sampling`: for what requests leave open, by `SamplingParams`' names,
-    before what the model's makers recommend; `log`: takes a line for each request.
+    before what the model's makers recommend; `access_log`: log a line for each request.
     """
     listening: list[http.Server] = []
     return_memory()
@@ -53,7 +52,7 @@ def serve(
     def opened(found: Opened) -> None:
         if server.model is not None:
             return
-        server.defaults = completed(sampling, found.recommended, note)
+        server.defaults = completed(sampling, found.recommended)
         server.model = Model.of(found, name)
 
     def shown(what: str, done: int, size: int) -> None:
@@ -80,11 +79,9 @@ def serve(
             watching.cancel()
             await engine.stop(STOP_S)
 
-    engine = EngineProcess(
-        files, options, told=note, progress=shown, opened=opened, silence_s=limits.limit_silence_s
-    )
+    engine = EngineProcess(files, options, progress=shown, opened=opened, silence_s=limits.limit_silence_s)
     keys = tuple(keys)
-    server = Server(engine, limits, note, defaults=SamplingParams(), keys=bool(keys))
+    server = Server(engine, limits, defaults=SamplingParams(), keys=bool(keys))
     try:
         http.run(
             application(server, lifespan),
@@ -96,8 +93,7 @@ def serve(
             assets=assets.PATHS,
             slots=options.max_batch,
             methods=server.methods,
-            log=log,
-            trouble=note,
+            access_log=access_log,
             started=begun,
         )
     finally:

@@ -56,7 +56,7 @@ def find(asked: str, vram: float | None = None) -> OpenGpu | None:
         if asked != "auto":
             raise Unsupported(f"--gpu {asked}: {why}")
         if board.found:  # else nobody misses it
-            log.info("the GPU is not used: %s", why)
+            log.warning(f"the GPU is not used: {why}")
         return None
     return _cuda(index, vram)
 

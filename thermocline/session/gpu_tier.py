@@ -57,12 +57,12 @@ def chosen(pack: Pack, needs: Needs, asked: str, vram: float | None) -> tuple[De
     except (OutOfBudget, Unsupported, DeviceFailure) as e:
         if asked != "auto":
             raise
-        log.info("the GPU is not used: %s", e)
+        log.warning(f"the GPU is not used: {e}")
     finally:
         if found is not None and made is None:
             found.device.close()
     if found is not None and made is not None and found.others:
-        log.info("one of %d GPUs is used, the others stay idle; --gpu N says which", found.others + 1)
+        log.warning(f"one of {found.others + 1} GPUs is used, the others stay idle; --gpu N says which")
     return made
 
 
@@ -97,7 +97,7 @@ def planned_of(found: OpenGpu, subject: Subject, here: Tiers, needs: Needs) -> t
     """Do as `planned`, for a model that need not be a pack's, on a machine that is measured already."""
     made = place.plan(subject, here, asked(subject.spec, needs, found.free_bytes))
     if not made.placement.devices:
-        log.info("the GPU is not used: %s", " ".join(n for n in made.notes if "GPU" in n))
+        log.warning(f"the GPU is not used: {' '.join(n for n in made.notes if 'GPU' in n)}")
         return None
     _report(found, made)
     contents = subject.contents if made.placement.from_disk else None
@@ -116,11 +116,11 @@ def asked(spec: ModelSpec, needs: Needs, vram_bytes: int) -> Ask:
 
 
 def _report(found: OpenGpu, made: Plan) -> None:
+    on_gpu, most = made.used("gpu") / GIB, found.free_bytes / GIB
     log.info(
-        "%s: %.3g of %.3g GiB, %s of the neurons' work; %.3g GiB of RAM; %.3g tok/s predicted",
-        found.device.name, made.used("gpu") / GIB, found.free_bytes / GIB, f"{made.share:.0%}",
-        made.placement.used(CPU) / GIB, made.tokens_per_s
-    )  # fmt: skip
+        f"{found.device.name}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
+        f"{made.placement.used(CPU) / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
+    )
 
 
 def send_from(here: Tiers, subject: Subject) -> int:

@@ -170,7 +170,7 @@ class Session:
         predictors, threads = self._predictors, self.threads
         records = None
         if a is not None:
-            records = open_records(self.pack, partial(self._progress, "checksumming"), log.warning)
+            records = open_records(self.pack, partial(self._progress, "checksumming"))
         if self._gpus is not None:
             from thermocline.session import gpu_loading
 
@@ -192,18 +192,20 @@ class Session:
         a = self.arrangement
         if a is None or opened.store is None:
             return
-        path, batch = self.pack.path, self.options.max_batch
-        log.info(
-            "%s is larger than its memory: there is room for %s of its neurons, the others come from disk "
-            "when they are needed (%s)", path, f"{a.share:.0%}", opened.store.how
-        )  # fmt: skip
+        log.warning(
+            f"{self.pack.path} is larger than its memory: there is room for {a.share:.0%} of its neurons, "
+            f"the others come from disk when they are needed ({opened.store.how})"
+        )
         if not a.contents.hotness.ordered:
-            log.info("they are in no order of hotness: `thermocline profile %s` makes this much faster", path)
-        if batch > 1:
+            log.warning(
+                "they are in no order of hotness: "
+                f"`thermocline profile {self.pack.path}` makes this much faster"
+            )
+        if (batch := self.options.max_batch) > 1:
             log.info(
-                "up to %d answers are computed together, as long as all of them fit in %d positions of keys "
-                "and values; more wait", batch, self.placement.kv_tokens
-            )  # fmt: skip
+                f"up to {batch} answers are computed together, as long as all of them fit in "
+                f"{self.placement.kv_tokens} positions of keys and values; more wait"
+            )
 
     # ---- the end
 

@@ -5,6 +5,7 @@ Owns where in the arena everything is, and what the disk did. Must not know requ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,8 @@ from thermocline.plan.disk_split import (
 from thermocline.session import weights
 from thermocline.session.embedding_rows import Lookup
 from thermocline.session.weights import Filled, LoadedWeights
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 

@@ -6,6 +6,7 @@ Owns what each route does. Must not know sockets (`http.py`), who may call (`gua
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ from thermocline.server.process.engine_process import EngineProcess, Work
 from thermocline.server.process.messages import Ended, Token
 from thermocline.text.grammar import depth
 
+log = logging.getLogger(__name__)
+
 Body = TypeVar("Body", bound=BaseModel)
 RETRY_LOADING_S = 2
 _MOST_IGNORED = 100  # lines about fields that are left out: names are the clients' to make up
@@ -54,14 +57,13 @@ class Server:
         self,
         engine: EngineProcess,
         limits: Limits,
-        note: Callable[[str], None],
         *,
         defaults: SamplingParams,
         keys: bool,
     ) -> None:
         """`defaults`: of what a request leaves open. `keys`: clients need one, which the guard asks for."""
         self.keys, self.defaults = keys, defaults
-        self.engine, self.limits, self._note = engine, limits, note
+        self.engine, self.limits = engine, limits
         self.metrics = Metrics(engine)
         engine.observe = self.metrics.observe
         self.model: Model | None = None
@@ -89,7 +91,7 @@ class Server:
         """Once each: a client that sends a field sends it always."""
         if line not in self._said_ignored and len(self._said_ignored) < _MOST_IGNORED:
             self._said_ignored.add(line)
-            self._note(line)
+            log.warning(line)
 
     def ready_model(self, asked: str | None = None) -> Model:
         """Raises 503 until it can answer, 404 for another model than the one there is."""

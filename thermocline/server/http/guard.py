@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
@@ -26,6 +27,9 @@ from thermocline.server.http.body import Allowance, Share
 from thermocline.server.http.limits import Limits
 from thermocline.server.http.posted import BODY, Posted
 from thermocline.server.http.refusal import SECURITY_HEADERS, Gone, Refusal
+
+log = logging.getLogger(__name__)
+access = logging.getLogger("thermocline.access")  # a line for each request, where that is asked for
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -255,7 +259,7 @@ class Exchange:
 
 
 class Guard:
-    """ASGI middleware. `slots`: requests that the application works on at once; `log` gets the access log."""
+    """ASGI middleware. `slots`: requests that the application works on at once; `access_log`: log each."""
 
     def __init__(
         self,
@@ -265,11 +269,10 @@ class Guard:
         *,
         slots: int,
         methods: Methods | None = None,
-        log: Callable[[str], None] | None = None,
-        trouble: Callable[[str], None] | None = None,
+        access_log: bool = False,
     ) -> None:
         self._app, self._access, self._limits = app, access, limits
-        self._log, self._trouble = log, trouble
+        self._logs_access = access_log
         self._methods = methods or (lambda path: None)
         self._places = slots + limits.limit_queue
         self._bodies = Allowance(limits.limit_bodies_bytes)
@@ -289,8 +292,8 @@ class Guard:
         except Gone:
             pass
         finally:
-            if self._log is not None:
-                self._log(exchange.line(time.monotonic() - began))
+            if self._logs_access:
+                access.info(exchange.line(time.monotonic() - began))
 
     async def _answer(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
         check_connection(scope)
@@ -356,8 +359,8 @@ class Guard:
         error = None if task.cancelled() else task.exception()
         if error is None or isinstance(error, Refusal):
             return error
-        if self._trouble is not None:  # its message may quote a prompt: only what it is and where
-            self._trouble(f"a request failed: {type(error).__name__}{place_of(error)}")
+        # Its message may quote a prompt: only what it is and where.
+        log.warning(f"a request failed: {type(error).__name__}{place_of(error)}")
         return Refusal(500, "the server failed at this request; its log says where")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import struct
@@ -27,6 +28,8 @@ from thermocline.server.http.guard import SURPLUS, Access, App, Guard, Methods
 from thermocline.server.http.limits import Limits
 from thermocline.server.http.listener import Listener, allow_files
 from thermocline.server.http.refusal import SECURITY_HEADERS, Refusal
+
+log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.4  # for requests that are cut off to say so, and for the application to end
 _POLL_S = 0.05
@@ -144,11 +147,9 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn's, but for how it stops: at once no new connections, a grace for requests, then an end."""
 
-    def __init__(
-        self, config: uvicorn.Config, limits: Limits, trouble: Callable[[str], None] = lambda line: None
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
         super().__init__(config)
-        self._limits, self._trouble = limits, trouble
+        self._limits = limits
         self._loop: asyncio.AbstractEventLoop | None = None
         self._troubles: set[str] = set()
 
@@ -167,7 +168,7 @@ class Server(uvicorn.Server):
             what = error.strerror or what
         if (line := f"the server: {what}{where}") not in self._troubles:
             self._troubles.add(line)
-            self._trouble(line)
+            log.warning(line)
 
     async def startup(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -267,27 +268,25 @@ def run(
     assets: Iterable[str] = (),
     slots: int = 1,
     methods: Methods | None = None,
-    log: Callable[[str], None] | None = None,
-    trouble: Callable[[str], None] | None = None,
+    access_log: bool = False,
     started: Callable[[Server], None] | None = None,
 ) -> None:
     """Serve `app` until SIGINT or SIGTERM. Its lifespan's startup returns at once: models load beside it.
 
     `hosts`, `origins`: allowed besides our own; `assets`: paths that need no key; `slots`: requests that the
-    application works on at once; `methods`: those of a path; `log`, `trouble`: take lines;
+    application works on at once; `methods`: those of a path; `access_log`: log each request;
     `started` gets the server, to stop it.
     """
     connections = allow_files(limits.limit_connections)
     if connections < limits.limit_connections:
         limits = replace(limits, limit_connections=connections)
-        if trouble is not None:
-            trouble(f"{connections} connections at most: this process may have few open files (ulimit -n)")
+        log.warning(f"{connections} connections at most: this process may have few open files (ulimit -n)")
     names = listener.host_names(hosts)
     access = Access.of(keys, names, origins, assets, addresses=listener.takes_addresses)
     failures: list[Exception] = []
-    guard = Guard(app, access, limits, slots=slots, methods=methods, log=log, trouble=trouble)
+    guard = Guard(app, access, limits, slots=slots, methods=methods, access_log=access_log)
     app = _surviving_failure(guard, failures)
-    server = Server(_config(app, limits), limits, trouble or (lambda line: None))
+    server = Server(_config(app, limits), limits)
     if started is not None:
         started(server)
     try:

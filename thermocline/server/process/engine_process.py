@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import multiprocessing
 import threading
 import time
@@ -28,6 +29,7 @@ from thermocline.server.process.messages import (
     Event,
     Failed,
     FromEngine,
+    Logged,
     Look,
     Opened,
     Progress,
@@ -38,11 +40,12 @@ from thermocline.server.process.messages import (
     Submit,
     ToEngine,
     Token,
-    Told,
 )
 from thermocline.server.process.onlookers import Onlookers
 from thermocline.server.process.suspects import CrashesEngine, Job, Suspects
 from thermocline.session.options import EngineOptions, ModelOptions
+
+log = logging.getLogger(__name__)
 
 STALE_S = 10.0  # without a beat the engine is not ready any more, unless its steps are known to take longer
 WATCH_S = 1.0  # between two looks at whether it is silent
@@ -127,7 +130,6 @@ class EngineProcess:
         files: ModelOptions,
         options: EngineOptions,
         *,
-        told: Callable[[str], None],
         progress: Callable[[str, int, int], None],
         opened: Callable[[Opened], None],
         silence_s: float = 60.0,
@@ -138,7 +140,7 @@ class EngineProcess:
         `silence_s`: without a sign of it the process is ended. `observe` sees every event, wanted or not.
         """
         self._options = files, options
-        self._told, self._progress, self._on_opened = told, progress, opened
+        self._progress, self._on_opened = progress, opened
         self._jobs: dict[int, Work] = {}  # that clients wait for
         self._held: dict[int, Job] = {}  # of them, those that the engine does not have yet, in their order
         self._inside: dict[int, Job] = {}  # that the engine has, also where no client waits any more
@@ -181,7 +183,7 @@ class EngineProcess:
             silent = silent + WATCH_S if self.state == "ready" and self._beaten == beaten else 0.0
             if silent >= max(self._silence_s, 3 * self.beat.longest_step_s):
                 self.kill()
-                self._told(f"the engine has not been heard of for {silent:.0f} s; it is ended")
+                log.warning(f"the engine has not been heard of for {silent:.0f} s; it is ended")
                 silent = 0.0
 
     def _serve(self) -> None:
@@ -245,8 +247,8 @@ class EngineProcess:
                     self.onlookers.show(message.activity)
             case Progress(what, done, size):
                 self._progress(what, done, size)
-            case Told(line):
-                self._told(line)
+            case Logged(name, level, line):
+                logging.getLogger(name).log(level, line)
             case Pulse():
                 pass  # it is alive
             case Opened():
@@ -281,9 +283,9 @@ class EngineProcess:
         condemned = self._suspects.crashed(inside.values())
         self.restarts += 1
         self.start()
-        self._told(f"the engine crashed (exit {code}); it is started again")
+        log.warning(f"the engine crashed (exit {code}); it is started again")
         for each in condemned:
-            self._told(f"the engine crashed twice at the request {each}, which is not computed again")
+            log.warning(f"the engine crashed twice at the request {each}, which is not computed again")
 
     def _fail(self, job: int, e: ThermoclineError) -> None:
         self._held.pop(job, None)

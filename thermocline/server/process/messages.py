@@ -54,9 +54,11 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A line for whoever runs the server."""
+class Logged:
+    """A record of its log, for the other process's loggers."""
 
+    name: str  # of the logger
+    level: int
     line: str
 
 
@@ -133,5 +135,5 @@ class Pulse:
 
 
 Event = Token | Ended | Failed
-FromEngine = Progress | Told | Opened | Ready | Refused | Dropped | Beat | Pulse | list[Event]
+FromEngine = Progress | Logged | Opened | Ready | Refused | Dropped | Beat | Pulse | list[Event]
 ToEngine = Submit | Cancel | Look | Stop

@@ -6,10 +6,12 @@ A crash here is one process's: whoever speaks HTTP goes on, says so and starts a
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -28,6 +30,7 @@ from thermocline.server.process.messages import (
     Event,
     Failed,
     FromEngine,
+    Logged,
     Look,
     Opened,
     Progress,
@@ -38,22 +41,27 @@ from thermocline.server.process.messages import (
     Submit,
     ToEngine,
     Token,
-    Told,
 )
 from thermocline.session.options import EngineOptions, ModelOptions
 from thermocline.text.grammar import Grammar
+
+log = logging.getLogger(__name__)
 
 BEAT_S = 0.1  # between two beats, at most while idle
 LOOK_S = 0.25  # between two reports of activity
 GATHER_S = 0.004  # tokens of steps that are quicker go together: a message costs both processes about 0.1 ms
 PULSE_S = 1.0  # between two looks at a step that takes longer
+_SENDING = threading.Lock()  # the pipe is one writer's at a time
 
 
 def main(connection: Connection, files: ModelOptions, options: EngineOptions) -> None:
     """Open an LLM and run it. Ends with the connection, or when it is told to."""
     for one in (signal.SIGINT, signal.SIGTERM):  # these reach whole groups: the other process says when
         signal.signal(one, signal.SIG_IGN)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionError):  # nobody is there any more
+    with (
+        contextlib.suppress(EOFError, BrokenPipeError, ConnectionError),  # nobody is there any more
+        _relayed(connection),
+    ):
         try:
             llm = _opened(connection, files, options)
             llm.load()
@@ -64,8 +72,33 @@ def main(connection: Connection, files: ModelOptions, options: EngineOptions) ->
             try:
                 Worker(connection, llm).run()
             except Exception as e:
-                connection.send(Told(f"the engine failed: {_where(e)}"))
+                log.warning(f"the engine failed: {_where(e)}")
                 sys.exit(1)
+
+
+class Relay(logging.Handler):
+    """Sends what this process logs to the one that started it, which has somewhere to write it."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(logging.INFO)
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError), _SENDING:  # nobody is there any more
+            self._connection.send(Logged(record.name, record.levelno, record.getMessage()))
+
+
+@contextlib.contextmanager
+def _relayed(connection: Connection) -> Iterator[None]:
+    ours, relay = logging.getLogger("thermocline"), Relay(connection)
+    before = ours.level
+    ours.addHandler(relay)
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+        ours.removeHandler(relay)
 
 
 def _opened(connection: Connection, files: ModelOptions, options: EngineOptions) -> LLM:
@@ -104,7 +137,6 @@ def _listen(connection: Connection, commands: SimpleQueue[ToEngine]) -> None:
 class Worker:
     def __init__(self, connection: Connection, llm: LLM) -> None:
         self._connection, self._llm = connection, llm
-        self._sending = threading.Lock()  # a pipe is one writer's at a time
         self._over = threading.Event()
         self._engine: Engine = llm.engine
         self._jobs: dict[int, Request] = {}
@@ -135,7 +167,7 @@ class Worker:
             pulse.join()  # it holds the engine, which has to go before the interpreter does
 
     def _send(self, message: FromEngine) -> None:
-        with self._sending:
+        with _SENDING:
             self._connection.send(message)
 
     def _pulse(self) -> None:
