@@ -108,6 +108,7 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "token_ms_p99": f.token_ms_p99,
         "memory_bytes": llm.memory_bytes,
         "disk": None if llm.session.store is None else llm.session.store.how,
+        "placement": llm.session.placement.json(),
         "gpu": None if llm.session.plan is None else gpu_figures(llm.session.plan),
         **disk_figures(f, llm.threads),
     }

@@ -30,6 +30,7 @@ def plan_json(subject: Subject, tiers: Tiers, ask: Ask, plan: Plan) -> Json:
         "hotness": {"source": subject.hotness.source, "measured": subject.hotness.measured},
         "ask": dataclasses.asdict(ask),
         "budget": dataclasses.asdict(plan.budget),
+        "placement": plan.placement.json(),
         "bytes": plan.bytes,
         "head": plan.head,
         "layers": [dataclasses.asdict(layer) for layer in plan.layers],
