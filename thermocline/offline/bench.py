@@ -298,7 +298,7 @@ class Bench:
             return None
         test = replace(test, prompt=0, gen=min(test.gen, CLOCKED_TOKENS))
         request = self._start(test)
-        ops = copy.copy(self.engine.ops)
+        ops = copy.copy(self.ops[test.threads])
         clock = ops.native = Clock(ops.native)
         self.engine.ops = ops
         ns = self._finish(request, test)

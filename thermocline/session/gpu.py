@@ -16,6 +16,7 @@ from thermocline.errors import DeviceFailure, OutOfBudget, Unsupported, UsageErr
 from thermocline.machine import disk_speed, hardware, this_machine, tiers
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import CPU
 from thermocline.pack.checksums import Records
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
@@ -24,7 +25,7 @@ from thermocline.plan import planner as planning
 from thermocline.plan.disk_split import Arrangement, arrange
 from thermocline.plan.memory import GIB, context_for, device_limits
 from thermocline.plan.plan_file import Subject
-from thermocline.plan.planner import Plan
+from thermocline.plan.planner import Layer, Plan
 from thermocline.plan.problem import Ask, Problem
 from thermocline.session import weights
 from thermocline.session.store import Opened, Room, Store
@@ -32,7 +33,7 @@ from thermocline.session.weights import LoadedWeights
 
 if TYPE_CHECKING:
     from thermocline.ops.device import Device
-    from thermocline.session.gpu_weights import Places
+    from thermocline.plan.placement import Placement
 
 STAND_IN = "stand-in"  # a device in RAM: to see what a GPU would be given, and to test with
 STAND_IN_GIB = 1.0  # of it, unless --vram says
@@ -82,9 +83,8 @@ class Session:
         """When nothing uses it any more."""
         self.gpu.device.close()
 
-    @property
-    def places(self) -> Places:
-        return places_of(self.plan)
+    def placement(self, spec: ModelSpec) -> Placement:
+        return placement_of(self.plan, spec)
 
     def opened(
         self,
@@ -101,32 +101,39 @@ class Session:
         from thermocline.ops.gpu import GpuOps
         from thermocline.session.gpu_weights import load, load_in_part
 
-        device, places = self.gpu.device, self.places
+        device, places = self.gpu.device, self.placement(pack.spec)
         ops = GpuOps(
-            device, self.gpu.kernels, weights.new_ops(threads), pack.spec,
+            (device,), self.gpu.kernels, weights.new_ops(threads), pack.spec,
             device_limits(pack.spec, self.context, self.max_batch, predicted=predictors is not None),
             self.send_from
         )  # fmt: skip
         how: dict[str, Any] = {"predictors": predictors, "progress": progress}
         store: Store | None = None
         if self.arrangement is None:
-            made = load(pack, places, device, ops.cpu, **how)
+            made = load(pack, places, (device,), ops.cpu, **how)
         else:
             assert records is not None
-            made, store = load_in_part(pack, places, self.arrangement, records, device, ops.cpu, **how)
+            made, store = load_in_part(pack, places, self.arrangement, records, (device,), ops.cpu, **how)
 
         def storage(layer: int, shape: tuple[int, ...]) -> Any:
-            on_device = places.layers[layer].attention
+            on_device = places.layers[layer].attention != CPU
             return device.zeros(shape, torch.float16) if on_device else in_ram(layer, shape)
 
         return Opened(LoadedWeights(made, ops, self.ram_bytes), store, storage)
 
 
-def places_of(plan: Plan) -> Places:
-    from thermocline.session.gpu_weights import LayerPlace, Places
+def placement_of(plan: Plan, spec: ModelSpec) -> Placement:
+    from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
 
-    layers = tuple(LayerPlace(x.attention == "gpu", x.predictor == "gpu", x.gpu) for x in plan.layers)
-    return Places(layers, plan.head == "gpu")
+    names = {"gpu": gpu(0), "cpu": CPU, "ram": CPU}
+
+    def layer(x: Layer) -> LayerPlacement:
+        here = x.gpu // spec.n_experts
+        ranges = NeuronRange(gpu(0), here), NeuronRange(CPU, spec.ffn_dim - here)
+        attention, predictor = names[x.attention], names.get(x.predictor or "")
+        return LayerPlacement(attention, predictor, tuple(r for r in ranges if r.neurons))
+
+    return Placement(tuple(map(layer, plan.layers)), names[plan.head])
 
 
 def find(
@@ -302,24 +309,26 @@ def planned_of(
 
 def arranged(p: Problem, subject: Subject, made: Plan, predictors: Predictors | None) -> Arrangement:
     """RAM divided among what the plan does not have on the GPU: as without one, for fewer neurons."""
-    from thermocline.session.gpu_weights import cut, splits
+    from thermocline.session.gpu_weights import cut, gpu_neurons, splits
 
-    places = places_of(made)
+    places = placement_of(made, p.spec)
     held = {s.name for s in splits(p.spec, subject.contents.tensors, places) if s.kept}
     others = p.fixed_ram(disk=False)
     others.pop("embedding")  # one row of it
-    on_cpu = [i for i, x in enumerate(places.layers) if not x.attention]
+    on_cpu = [i for i, x in enumerate(places.layers) if x.attention == CPU]
     others["keys and values"] = sum(map(p.kv_layer_bytes, on_cpu))
     nbytes: int | None = None
     if predictors is not None:
-        stored = ((predictors.stored(i), x) for i, x in enumerate(places.layers) if not x.predictor)
-        cold = (cut(s, x.neurons // s.experts) for s, x in stored if s is not None)
+        stored = (
+            (predictors.stored(i), x) for i, x in enumerate(places.layers) if x.predictor in (CPU, None)
+        )
+        cold = (cut(s, gpu_neurons(x)) for s, x in stored if s is not None)
         nbytes = sum(s.nbytes for s in cold if s is not None)
     c = replace(
         subject.contents,
         tensors={n: t for n, t in subject.contents.tensors.items() if n in held},
         predictor_bytes=nbytes,
-        on_gpu=tuple(x.neurons // p.spec.n_experts for x in places.layers),
+        on_gpu=tuple(map(gpu_neurons, places.layers)),
     )
     return arrange(c, p.ram, others)
 
