@@ -82,9 +82,7 @@ def test_what_is_planned_is_what_runs(
 
 
 @pytest.mark.parametrize("where", ["RAM and disk", "GPU and disk"])
-def test_the_shares_of_memory_are_those_of_the_placement(
-    where: str, wide_pack: Path, machine: Tiers
-) -> None:
+def test_the_shares_of_memory_are_those_of_the_placement(where: str, wide_pack: Path, machine: Tiers) -> None:
     """A session has nothing but its placement to load from: slots there and back are the same shares."""
     how: dict[str, Any] = {**OPEN, **budgets(wide_pack, where), "lazy": True}
     with LLM(wide_pack, **how, gpu="stand-in" if "GPU" in where else "off") as llm:

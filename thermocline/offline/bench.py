@@ -197,7 +197,7 @@ class Bench:
                 raise UsageError("with a GPU one number of threads at a time: its recordings are made for it")
             self.engine = self.session.load()
             every = {t.threads for t in tests}
-            self.ops = {t: CpuOps(t) for t in every - {widest}} | {widest: self.engine.ops}
+            self.ops = {t: CpuOps(t) for t in every - {widest}} | {widest: self.session.loaded.ops}
             self.load_s = time.perf_counter() - begin
             self._compute_context()
         except BaseException:
@@ -250,7 +250,7 @@ class Bench:
             return None
         test = replace(test, prompt=0, gen=min(test.gen, CLOCKED_TOKENS))
         request = self._start(test)
-        ops = copy.copy(self.engine.ops)
+        ops = copy.copy(self.ops[test.threads])
         clock = ops.native = Clock(ops.native)
         self.engine.ops = ops
         ns = self._finish(request, test)

@@ -5,10 +5,9 @@ Owns where in the arena everything is, and what the disk did. Must not know requ
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from thermocline.engine.kv_cache import in_ram
 from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
-from thermocline.ops.interface import DiskCounts, Layer, Weights
+from thermocline.ops.interface import CPU, FFN, DiskCounts, Layer, NeuronCache, Weights
 from thermocline.pack import blocks
 from thermocline.pack.checksums import Records
 from thermocline.pack.pack import Pack
@@ -33,7 +32,8 @@ from thermocline.session import weights
 from thermocline.session.embedding_rows import Lookup
 from thermocline.session.weights import Filled, LoadedWeights
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from thermocline.ops.device_rows import Rows
 
 Progress = Callable[[int, int], None]
 
@@ -148,15 +148,15 @@ def opened(
     records: Records,
     ops: CpuOps,
     *,
-    elsewhere: Mapping[str, Any] | None = None,
+    on_gpus: Mapping[str, Mapping[str, Rows]] | None = None,
     disable: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[Weights, Store, Filled]:
-    """`load`'s, without predictors. `elsewhere`: as `weights.assemble`'s."""
+    """`load`'s, without predictors. `on_gpus`: as `weights.assemble`'s."""
     m = mapped(pack, a)
     arena = blocks.new_arena(m.bytes, str(pack.path))
     fill_runs(arena, pack, m.runs, progress)
-    made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops, elsewhere), pack, m, arena)
+    made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops, on_gpus), pack, m, arena)
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
     rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
@@ -221,9 +221,14 @@ def _with_disk(made: Weights, rows: Sequence[_native.DiskRows | None]) -> Weight
     gates: Sequence[_native.DiskRows | None] = rows[n:] or [None] * n
     each = iter(zip(rows[:n], gates, strict=True))
 
+    def cached(f: FFN, bundles: _native.DiskRows | None, of_gates: _native.DiskRows | None) -> FFN:
+        part = f.on(CPU)
+        if part is None or bundles is None:
+            return f
+        return f.with_part(replace(part, cache=NeuronCache(bundles, of_gates)))
+
     def placed(layer: Layer) -> Layer:
-        own = [(f, *next(each)) for f in layer.experts]
-        return replace(layer, experts=tuple(replace(f, disk=b, gate_disk=g) for f, b, g in own))
+        return replace(layer, experts=tuple(cached(f, *next(each)) for f in layer.experts))
 
     return replace(made, layers=tuple(map(placed, made.layers)))
 
