@@ -20,12 +20,12 @@ import numpy as np
 import vs_llamacpp as vs
 from build_llamacpp import build, build_driver, source_tree
 
-from thermocline.engine.engine import Engine
 from thermocline.engine.sampler import SamplingParams
 from thermocline.machine import hardware
 from thermocline.offline.bench import Test, random_tokens
 from thermocline.pack.pack import Pack
-from thermocline.session import weights
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 
 
 def arguments() -> argparse.Namespace:
@@ -43,8 +43,8 @@ def arguments() -> argparse.Namespace:
 def answers(pack: Pack, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     """Prompts and their greedy continuations."""
     threads = hardware.cores().usable_physical
-    loaded = weights.load(pack, threads=threads)
-    engine = Engine(pack.spec, loaded.weights, loaded.ops, context=vs.LOGITS_PROMPT + tokens)
+    options = EngineOptions(threads=threads, context=vs.LOGITS_PROMPT + tokens)
+    engine = Session.open(pack, options).load()
     out = []
     for ids in prompts:
         request = engine.submit(ids, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))

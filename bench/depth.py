@@ -13,13 +13,13 @@ import time
 
 import numpy as np
 
-from thermocline.engine.engine import Engine
 from thermocline.engine.sampler import SamplingParams
 from thermocline.llm import BUNDLED
 from thermocline.machine import hardware
 from thermocline.model.spec import RopeScaling
 from thermocline.pack.pack import Pack
-from thermocline.session import weights
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 
 GENERATED = 32
 
@@ -35,8 +35,8 @@ def main() -> None:
     spec = dataclasses.replace(
         pack.spec, max_context=args.tokens, rope_scaling=scaling, sliding_window=args.window
     )
-    loaded = weights.load(pack, threads=args.threads, progress=lambda done, total: None)
-    engine = Engine(spec, loaded.weights, loaded.ops, context=args.tokens, max_batch=1)
+    options = EngineOptions(threads=args.threads, context=args.tokens, max_batch=1)
+    engine = Session.open(dataclasses.replace(pack, spec=spec), options).load()
     rng = np.random.default_rng(0)
     print(f"cache {engine.kv.nbytes / 2**20:.1f} MiB reserved")
     depth = 1024

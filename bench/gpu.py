@@ -59,6 +59,7 @@ from thermocline.errors import (
 )
 from thermocline.machine import hardware
 from thermocline.session import gpu
+from thermocline.session.session import Session
 
 SPARE_BYTES = 4 << 30  # of RAM, for both runtimes
 PACE_GBS, START_S = 1.0, 30.0  # of what is written or loaded, at least; of an engine
@@ -109,7 +110,7 @@ def measure_ours(m: Machine, model: Model, vram: str, ours: str, theirs: str | N
         session = m.session_of(model, vram)
         both = theirs is not None and fits_both(m, model, session)
         with ExitStack() as stack:
-            x = Loaded(model, session, m.sparsity_of(model), m.args.threads)
+            x = Loaded(model, session)
             stack.callback(x.close)
             rival = rival_of(m, model, vram, theirs) if both and theirs else None
             if rival:
@@ -168,13 +169,14 @@ def rival_of(m: Machine, model: Model, vram: str, key: str) -> Rival | None:
     return None
 
 
-def fits_both(m: Machine, model: Model, session: gpu.Session) -> bool:
+def fits_both(m: Machine, model: Model, session: Session) -> bool:
     room = min(hardware.available_bytes() or 0, shutil.disk_usage(m.directory).free)
-    return session.plan.used("ram") + model.weights_bytes + m.args.spare < room
+    return session.memory_bytes + model.weights_bytes + m.args.spare < room
 
 
 def record_of(m: Machine, x: Loaded, side: Side) -> dict[str, Any]:
     plan, said = x.session.plan, speeds(side, m.args)
+    assert plan is not None, "a session of this bench has a GPU"
     figures = x.decode(m.args.gen)[1]
     moved = figures.bytes_per_token or 0
     whole = all(p.attention == "gpu" and p.ram == 0 for p in plan.layers) and plan.head == "gpu"
@@ -320,7 +322,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def device_of(args: argparse.Namespace) -> gpu.Gpu:
+def device_of(args: argparse.Namespace) -> gpu.OpenGpu:
     found = gpu.find(args.gpu)
     if found is None:
         note(f"no GPU: {gpu.unusable(hardware.gpu())}")
@@ -340,7 +342,7 @@ def device_of(args: argparse.Namespace) -> gpu.Gpu:
     return found
 
 
-def facts_of(device: gpu.Gpu) -> dict[str, Any]:
+def facts_of(device: gpu.OpenGpu) -> dict[str, Any]:
     versions = {"thermocline": __version__, "torch": torch.__version__, "python": platform.python_version()}
     kernels = device.kernels.__name__.rsplit(".", 1)[-1]
     return {

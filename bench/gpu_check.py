@@ -29,9 +29,9 @@ from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Linear, Norm, Weights
 from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, Predictors
+from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.session import gpu_weights
-from thermocline.session.gpu import Gpu
-from thermocline.session.gpu_weights import LayerPlace, Places
+from thermocline.session.gpu import OpenGpu
 
 MAX_NMSE = 1e-4
 INT8_NMSE = 2e-4  # where the CPU has a part of a quantised model: it rounds activations to int8
@@ -88,16 +88,21 @@ def kinds(z: Size) -> dict[str, dict[str, Any]]:
     return {"gated": llama, "ungated": opt, "dense": llama | {"hidden_act": "silu"}, "mixture": mixture}
 
 
-def placements(spec: ModelSpec) -> dict[str, Places]:
+def placements(spec: ModelSpec) -> dict[str, Placement]:
     """Where what is: all there, all but some neurons, attention alone, FFNs alone, layers in turn."""
     neurons, sparse, least = spec.n_experts * spec.ffn_dim, spec.sparse, 32 * spec.n_experts
     some = max(least, neurons // 4 // least * least) if sparse else 0
 
-    def of(*layers: tuple[bool, int], head: bool = True) -> Places:
-        return Places(tuple(LayerPlace(a, a, n) for a, n in layers), head)
+    def layer(there: bool, n: int) -> LayerPlacement:
+        each, where = n // spec.n_experts, gpu(0) if there else CPU
+        ranges = NeuronRange(gpu(0), each), NeuronRange(CPU, spec.ffn_dim - each)
+        return LayerPlacement(where, where, tuple(r for r in ranges if r.neurons))
+
+    def of(*layers: tuple[bool, int], head: bool = True) -> Placement:
+        return Placement(tuple(layer(*x) for x in layers), gpu(0) if head else CPU)
 
     made = {
-        "all": Places.all_of(LAYERS, neurons),
+        "all": of(*[(True, neurons)] * LAYERS),
         "attention": of(*[(True, 0)] * LAYERS),
         "FFNs": of(*[(False, neurons)] * LAYERS, head=False),
         "layers in turn": of((True, neurons), (False, 0), (True, neurons), head=False),
@@ -132,7 +137,7 @@ def decoded(pack: Pack) -> Weights:
     def experts(name: str) -> Iterator[FFN]:
         gate, bias = linear(f"{name}.gate"), vector(f"{name}.down.bias")
         if not spec.sparse:
-            yield FFN(gate, rows(f"{name}.up.weight"), rows(f"{name}.down.weight"), bias, bundles=False)
+            yield FFN.whole(gate, rows(f"{name}.up.weight"), rows(f"{name}.down.weight"), bias, bundles=False)
             return
         t, records = pack.tensors[f"{name}.bundle"], read_tensor(pack, f"{name}.bundle")
         size = quant.row_bytes(t.format, spec.dim)
@@ -143,7 +148,7 @@ def decoded(pack: Pack) -> Weights:
         n = spec.ffn_dim
         for own in (slice(e * n, (e + 1) * n) for e in range(spec.n_experts)):
             mine = Linear(gate.weight[own], None if gate.bias is None else gate.bias[own])
-            yield FFN(mine, parts[0][own] if spec.gated else None, parts[-1][own], bias, bundles=True)
+            yield FFN.whole(mine, parts[0][own] if spec.gated else None, parts[-1][own], bias, bundles=True)
 
     def layer(i: int) -> Layer:
         a = f"layers.{i}"
@@ -242,7 +247,11 @@ def generous(pack: Pack) -> Predictors:
 
 
 def check(
-    gpu: Gpu, directory: Path, size: str, formats: Sequence[str], progress: Callable[[str, int, int], None]
+    gpu: OpenGpu,
+    directory: Path,
+    size: str,
+    formats: Sequence[str],
+    progress: Callable[[str, int, int], None],
 ) -> list[Result]:
     """Every combination."""
     z, found = SIZES[size], list[Result]()
@@ -255,7 +264,7 @@ def check(
     return found
 
 
-def of_pack(gpu: Gpu, pack: Pack, z: Size, kind: str) -> Iterator[Result]:
+def of_pack(gpu: OpenGpu, pack: Pack, z: Size, kind: str) -> Iterator[Result]:
     truth, f = decoded(pack), pack.weight_format
     shapes = [(n, 0) for n in z.sequences] + [(0, z.prompt)]
     exact = "exact" if pack.spec.sparse else "off"
@@ -278,9 +287,9 @@ def _agree(spec: ModelSpec, format: str, placement: str) -> bool:
 
 
 def _on(
-    gpu: Gpu,
+    gpu: OpenGpu,
     pack: Pack,
-    places: Places,
+    places: Placement,
     predictors: Predictors | None,
     shapes: Sequence[tuple[int, int]],
 ) -> Iterator[F32]:
@@ -288,11 +297,11 @@ def _on(
     device, largest = gpu.device, max(map(max, shapes))
     asked = predictors is not None and pack.spec.n_experts == 1
     limits = Limits(largest, largest, 2 * BLOCK, BLOCK, pack.spec.ffn_dim if asked else 0)
-    ops = GpuOps(device, gpu.kernels, CpuOps(2), pack.spec, limits)
-    made = gpu_weights.load(pack, places, device, ops.cpu, predictors=predictors)
+    ops = GpuOps((device,), gpu.kernels, CpuOps(2), pack.spec, limits)
+    made = gpu_weights.load(pack, places, (device,), ops.cpu, predictors=predictors)
 
     def storage(layer: int, room: tuple[int, ...]) -> Any:
-        on_device = places.layers[layer].attention
+        on_device = places.layers[layer].attention != CPU
         return device.zeros(room, torch.float16) if on_device else in_ram(layer, room)
 
     sparsity = "off" if not pack.spec.sparse else "exact" if predictors is None else "predict"

@@ -24,7 +24,8 @@ from thermocline.model.spec import ModelSpec
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, named_for_active
 from thermocline.pack.writer import PackExtras, write_pack
-from thermocline.plan import plan_file
+from thermocline.plan import subject as subjects
+from thermocline.plan.hotness import Curve
 
 LAYERS = 2  # on disk
 DEPTH = 10_000
@@ -65,7 +66,7 @@ class Model:
 
     shape: Shape
     pack: Pack
-    subject: plan_file.Subject
+    subject: subjects.Subject
     predictors: Predictors | None
 
     @property
@@ -123,8 +124,8 @@ def made(shape: Shape, sparsity: str, directory: Path) -> Model:
     pack = repeated(few, layers)
     described = directory / "sparse" / "config.json"
     described.write_text(json.dumps(config))
-    curve = plan_file.Curve(shape.active, shape.skew)
-    subject = plan_file.of_shape(str(described.parent), shape.format, sparsity, 0.0, curve)
+    curve = Curve(shape.active, shape.skew)
+    subject = subjects.of_shape(str(described.parent), shape.format, sparsity, 0.0, curve)
     if sparsity != "predict" or not pack.spec.sparse:
         return Model(shape, pack, subject, None)
     predictors = predictors_of(few, pack.spec, rank_for(config))

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from gpu_models import Model
 
-from thermocline.engine.engine import Engine
 from thermocline.engine.request import Figures, Request, request_for
 from thermocline.engine.sampler import SamplingParams
 from thermocline.offline.bench import Script, random_tokens
 from thermocline.ops.device import CPU_TASK, Span, StandIn
-from thermocline.session.gpu import Session
+from thermocline.session.session import Session
 
 WARM = 3  # tokens: queued, recorded, replayed
 
@@ -30,31 +29,21 @@ WARM = 3  # tokens: queued, recorded, replayed
 class Loaded:
     """A session's weights and engine; `close` gives the memory back."""
 
-    def __init__(self, model: Model, session: Session, sparsity: str, threads: int) -> None:
-        self.model, self.session, self.sparsity = model, session, sparsity
+    def __init__(self, model: Model, session: Session) -> None:
+        self.model, self.session, self.sparsity = model, session, session.options.sparsity
         begin = time.perf_counter()
-        self.loaded: Any = None
         self.engine: Any = None
         try:
-            self._load(threads)
+            self.engine = session.load()
         except BaseException:
             self.close()
             raise
         self.load_s = time.perf_counter() - begin
         self.seed = 0
 
-    def _load(self, threads: int) -> None:
-        pack, context = self.model.pack, self.session.context
-        opened = self.session.opened(pack, self.model.predictors, threads=threads, progress=None)
-        self.loaded = opened.loaded
-        self.engine = Engine(
-            pack.spec, self.loaded.weights, self.loaded.ops, storage=opened.storage, context=context,
-            max_batch=1, sparsity=self.sparsity, kv_tokens=context
-        )  # fmt: skip
-
     @property
     def ops(self) -> Any:
-        return self.loaded.ops
+        return self.engine.ops
 
     def request(self, prompt: int, tokens: int) -> Request:
         """Random tokens, never the same twice: nothing of a prompt is in the cache."""
@@ -88,8 +77,8 @@ class Loaded:
         return time.perf_counter_ns() - begin
 
     def close(self) -> None:
-        self.session.release()
-        self.engine = self.loaded = None
+        self.session.unload()
+        self.engine = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

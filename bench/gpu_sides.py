@@ -26,7 +26,9 @@ from thermocline.errors import DeviceFailure, OutOfBudget
 from thermocline.machine import hardware
 from thermocline.offline.bench import random_tokens
 from thermocline.plan.memory import GIB
-from thermocline.session import gpu
+from thermocline.session import gpu, gpu_tier
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session, needs_of
 
 SLACK_S = 20.0  # that llama.cpp may go on for when the time is over
 
@@ -45,7 +47,7 @@ class Machine:
     """What is measured on, and with what."""
 
     args: argparse.Namespace
-    device: gpu.Gpu
+    device: gpu.OpenGpu
     results: Results
     clock: Clock
     directory: Path
@@ -91,22 +93,23 @@ class Machine:
             self.model = made(shape, sparsity, self.directory)
         return self.model
 
-    def session_of(self, model: Model, vram: str) -> gpu.Session:
+    def session_of(self, model: Model, vram: str) -> Session:
         """Raises OutOfBudget."""
         g = self.device
         if vram != "all":
             g = replace(g, free_bytes=min(g.free_bytes, int(float(vram) * GIB)))
         found = gpu.tiers_of(g, model.shape.format, self.args.threads)
-        free = hardware.available_bytes()
-        session = gpu.planned_of(
-            g, model.subject, found, sparsity=self.sparsity_of(model), context=self.context(model),
-            max_batch=1, ram=free
+        options = EngineOptions(
+            sparsity=self.sparsity_of(model), context=self.context(model), max_batch=1,
+            threads=self.args.threads
         )  # fmt: skip
-        if session is None:
+        planned = gpu_tier.planned_of(g, model.subject, found, needs_of(options))
+        if planned is None:
             raise OutOfBudget("the plan is to leave the GPU alone")
-        if vram == "all" and any(x.gpu < model.pack.spec.ffn_dim for x in session.plan.layers):
+        decision, gpus = planned
+        if vram == "all" and any(x.on_gpus < model.pack.spec.ffn_dim for x in decision.placement.layers):
             raise OutOfBudget("not all of it fits in the GPU's memory")
-        return session
+        return Session(model.pack, options, decision, predictors=model.predictors, gpus=gpus)
 
     def sparsity_of(self, model: Model) -> str:
         if not model.pack.spec.sparse:

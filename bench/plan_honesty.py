@@ -32,10 +32,11 @@ from thermocline.offline.bench import Bench, feed_of, tests_of
 from thermocline.offline.corpus import CONTEXT, random_corpus
 from thermocline.pack.activity_profile import BUCKETS, Profile
 from thermocline.pack.pack import Pack
-from thermocline.plan import plan_file
-from thermocline.plan.hotness import profiled
+from thermocline.plan import subject as subjects
+from thermocline.plan.hotness import Curve, profiled
 from thermocline.plan.planner import plan
 from thermocline.plan.problem import Ask
+from thermocline.session.options import EngineOptions
 
 OTHERS, UNSTEADY = 0.05, 1.15
 
@@ -81,7 +82,7 @@ class Subjects:
 
     pack: Pack
     bench: Bench
-    by_mode: dict[str, plan_file.Subject]
+    by_mode: dict[str, subjects.Subject]
 
     @staticmethod
     def of(path: Path, threads: int, tokens: int, modes: Sequence[str], counted: int) -> Subjects:
@@ -89,8 +90,8 @@ class Subjects:
         tests = tests_of(prompts=[], gens=[tokens], pairs=[], depths=[0], threads=[threads])
         most = "predict" if "predict" in modes else modes[0]
         feed = feed_of(pack, tests, None, 1)
-        bench = Bench(pack, tests, feed, sparsity=most, progress=lambda *_: None)
-        by_mode = {m: plan_file.of_pack(path, m, plan_file.Curve(None, 0.26)) for m in modes}
+        bench = Bench(pack, tests, feed, EngineOptions(sparsity=most), lambda *_: None)
+        by_mode = {m: subjects.of_pack(path, m, Curve(None, 0.26)) for m in modes}
         if pack.spec.sparse and not by_mode[modes[0]].hotness.measured:
             found = profile_of(pack, bench, threads, counted)
             by_mode = {

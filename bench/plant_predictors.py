@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from thermocline.convert.synthetic import TRUTH
 from thermocline.engine.decoder import bind
-from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.offline.bench import random_tokens
 from thermocline.offline.evaluate import Reader
@@ -42,7 +41,8 @@ from thermocline.pack.predictor import (
     write_predictors,
 )
 from thermocline.pack.reorder import hottest_first, write_reordered
-from thermocline.session import store
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 
 SEED = 7
 COUNTED = 65536  # tokens that `intended` speaks of: as many as `thermocline profile` is advised to count
@@ -70,14 +70,8 @@ class Recorder:
 
 def record(pack: Pack, tokens: int, seed: int, ram: float | None) -> list[tuple[F32, F16]]:
     """For each layer: inputs [tokens, dim], activations [tokens, neurons]."""
-    threads = hardware.default_threads()
-    room = store.room_for(
-        pack, None, sparsity="exact", context=tokens, max_batch=1, threads=threads,
-        budget=None if ram is None else int(ram * 2**30)
-    )  # fmt: skip
-    loaded = store.open_weights(
-        pack, room, threads=threads, predictors=None, disable=(), progress=lambda *_: None
-    ).loaded
+    options = EngineOptions(context=tokens, max_batch=1, ram=ram)
+    loaded = Session.open(pack, options, fits=ram is None).loaded
     ops = Recorder(loaded.ops, pack, [layer.ffn_norm for layer in loaded.weights.layers])
     texts = np.array([random_tokens(pack.spec, seed, tokens)], np.int32)
     Reader(bind(pack.spec, loaded.weights, ops), ops, context=tokens).prompt(texts, tokens)

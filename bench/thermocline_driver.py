@@ -21,6 +21,7 @@ from thermocline.machine import hardware
 from thermocline.offline.bench import Bench, Feed, Script, Test
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, open_predictors
+from thermocline.session.options import EngineOptions
 from thermocline.session.weights import with_predictors
 
 
@@ -75,7 +76,7 @@ def main() -> None:
     tokens = Feed("given", np.fromfile(sys.argv[2], np.int32).tolist())
     tests = [Test(*map(int, text.split(","))) for text in sys.argv[3:]]
     sparsity = "exact" if open_predictors(pack) is None else "predict"
-    b = Bench(pack, tests, tokens, sparsity=sparsity, progress=lambda *_: None)
+    b = Bench(pack, tests, tokens, EngineOptions(sparsity=sparsity), lambda *_: None)
     models = models_of(b)
     print(json.dumps({"load_s": b.load_s, "system": hardware.isa().chosen}), flush=True)
     for line in sys.stdin:

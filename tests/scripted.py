@@ -25,6 +25,7 @@ from thermocline.server.http.listener import listen
 from thermocline.server.page import assets
 from thermocline.server.process.engine_process import EngineProcess, Jobs
 from thermocline.server.process.messages import Event, Failed, Finished, ModelOpened, Token
+from thermocline.session.options import EngineOptions, ModelOptions
 
 FIGURES = Figures(3, 0, 5, 0.1, 30.0, 50.0, 0.05, 0.05, 1.0, 1000, "0")
 
@@ -33,7 +34,7 @@ class ScriptedEngine(EngineProcess):
     """`answer` is what every request gets, piece by piece; without an end where `endless`."""
 
     def __init__(self) -> None:
-        super().__init__({}, progress=lambda *_: None, opened=lambda _: None)
+        super().__init__(ModelOptions(), EngineOptions(), progress=lambda *_: None, opened=lambda _: None)
         self.answer: Sequence[str] = ()
         self.endless = self.failing = False
         self.asked: list[SamplingParams] = []

@@ -16,6 +16,7 @@ from thermocline.server.http import server as http
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import listen
 from thermocline.server.serve import ServerOptions, serve
+from thermocline.session.options import EngineOptions, ModelOptions, changed
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the bundled model tells stories
 DEADLINE_S = 60.0
@@ -69,7 +70,8 @@ def served(
 ) -> Iterator[Served]:
     """`options`: LLM's, and of `serve` its keys, hosts, origins and name."""
     own = {k: options.pop(k) for k in ("keys", "hosts", "origins", "name") if k in options}
-    asked = {"model": None, "threads": 1, "max_batch": 4, "gpu": "off", "chat_template": TEMPLATE} | options
+    files = changed(ModelOptions(model=options.pop("model", None), chat_template=TEMPLATE), options)
+    asked = changed(EngineOptions(threads=1, max_batch=4), options)
     listener = listen("127.0.0.1", 0, has_keys=False)
     found = Served(listener.url)
     began: list[http.HttpServer] = []
@@ -78,6 +80,7 @@ def served(
     def run() -> None:
         try:
             serve(
+                files,
                 asked,
                 listener,
                 ServerOptions(limits or ServerLimits(), sampling=sampling or {}, **own),

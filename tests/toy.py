@@ -46,7 +46,7 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> Weights:
             attn_out=Linear(matrix(spec.dim, spec.n_heads * spec.head_dim), None),
             ffn_norm=norm(),
             experts=(
-                FFN(
+                FFN.whole(
                     gate=Linear(matrix(spec.ffn_dim, spec.dim), None),
                     up=matrix(spec.ffn_dim, spec.dim),
                     down=matrix(*((spec.ffn_dim, spec.dim) if spec.sparse else (spec.dim, spec.ffn_dim))),

@@ -1,7 +1,6 @@
 """`LLM`, the public way in: a model's files in, an engine that fits in memory, its text out.
 
-Owns what is decided before a weight is read (context, threads, the memory plan), and the lock around the
-engine.
+`LLM` opens a `Session` and owns the lock around its engine.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from thermocline.convert.pack_cache import resolve
 from thermocline.engine.engine import Engine
@@ -24,30 +23,35 @@ from thermocline.engine.request import Chunk, Completion, Request, request_for
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
 from thermocline.hub.download import locate
-from thermocline.machine import hardware
-from thermocline.pack import blocks
 from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors, measured_on, predictors_for
-from thermocline.plan.memory import GIB
-from thermocline.session import store
 from thermocline.session.options import (
-    ACTIVATIONS,
-    GENERATION_CONFIGS,
-    SPARSITIES,
-    SWITCHES,
+    EngineOptions,
+    Keywords,
+    ModelOptions,
+    changed,
+    check_keywords,
     default_cache_dir,
 )
-from thermocline.session.store import Room, Store
-from thermocline.session.weights import LoadedWeights
+from thermocline.session.session import Progress, Session, silent
 from thermocline.text.chat_template import ChatTemplate, Message
 from thermocline.text.grammar import Constraint
 from thermocline.text.grammar_matcher import Grammars
 from thermocline.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]  # ("packing" or "loading", bytes done, bytes in all)
 BUNDLED = Path(__file__).with_name("bundled")
+
+
+def opened_pack(files: ModelOptions, progress: Progress) -> Pack:
+    """Open the pack of a model; fetch the model and pack it, where that was not done before."""
+    cache_dir = default_cache_dir(os.environ) if files.cache_dir is None else files.cache_dir
+    path = BUNDLED if files.model is None else locate(files.model, progress)
+    packing = partial(progress, "packing")
+    return Pack.open(
+        resolve(
+            path, cache_dir, files.format, packing, text=True, activation=files.activation
+        )
+    )  # fmt: skip
 
 
 class Stream(Iterator[Chunk]):
@@ -117,6 +121,7 @@ class LLM:
     vram       GiB of its memory that may be taken; None: what is free
     generation_config  "auto": where no `SamplingParams` are given, they are as the model's
                generation_config.json recommends; "off": that is not read
+    options, files  the same as values: keywords change fields of theirs
 
     Safe to use from several threads. A line for a person, such as what packing a GGUF cost or that neurons
     come from disk, goes to `logging`'s logger "thermocline".
@@ -126,71 +131,25 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        threads: int | None = None,
-        context: int | None = None,
-        format: str | None = None,
-        activation: str | None = None,
-        sparsity: str = "exact",
-        max_batch: int = 8,
-        cache_dir: str | Path | None = None,
+        options: EngineOptions | None = None,
+        files: ModelOptions | None = None,
         progress: Progress | None = None,
         lazy: bool = False,
-        chat_template: str | None = None,
-        ram: float | None = None,
-        disable: Sequence[str] = (),
-        gpu: str = "off",
-        vram: float | None = None,
-        generation_config: str = "auto",
+        **keywords: Unpack[Keywords],
     ) -> None:
-        _check_choice("sparsity", sparsity, SPARSITIES)
-        if activation is not None:
-            _check_choice("activation", activation, ACTIVATIONS)
-        _check_choice("generation_config", generation_config, GENERATION_CONFIGS)
-        for part in disable:
-            _check_choice("disable", part, SWITCHES)
-        _check_count("threads", threads)
-        _check_count("context", context)
-        _check_count("max_batch", max_batch)
-        begin = time.perf_counter()
-        self._progress = progress or (lambda what, done, total: None)
-        self._template_source = chat_template
-        self._generation_config = generation_config
-        cache_dir = default_cache_dir(os.environ) if cache_dir is None else cache_dir
-        packing = partial(self._progress, "packing")
-        path = BUNDLED if model is None else locate(model, self._progress)
-        path = resolve(path, cache_dir, format, packing, text=True, activation=activation)
-        self._pack = Pack.open(path)
+        check_keywords(keywords)
+        options = changed(options or EngineOptions(), keywords)
+        files = changed(files or ModelOptions(), keywords)
+        begin, progress = time.perf_counter(), progress or silent
+        self._files = files
+        self._pack = opened_pack(files if model is None else replace(files, model=model), progress)
         self.path, self.spec = self._pack.path, self._pack.spec
-        self.sparsity, self.weight_format = sparsity, self._pack.weight_format
-        self._predictors = predictors_for(self._pack, sparsity)
-        if self._predictors is not None and (measured := measured_on(self._predictors.report)):
-            log.info(measured)
-        self.threads = hardware.default_threads() if threads is None else threads
-        self._max_batch, self._disable = max_batch, tuple(disable)
-        self.budget, limit = budget_for(ram)
-        self._room = room_for(
-            self._pack,
-            self._predictors,
-            sparsity=sparsity,
-            context=context,
-            max_batch=max_batch,
-            threads=self.threads,
-            budget=self.budget,
-            limit=limit,
-            gpu=gpu,
-            vram=vram,
-            disable=self._disable,
-        )
-        self.plan = None if self._room.gpu is None else self._room.gpu.plan  # what a GPU is given
-        self.context, self.arrangement = self._room.context, self._room.arrangement
-        self.memory_bytes = self._room.bytes  # all that this process takes at most
-        self.weights_bytes = blocks.memory_bytes(self._pack, self._predictors)
-        self.store: Store | None = None  # once loaded, where neurons come from disk
+        self.sparsity, self.weight_format = options.sparsity, self._pack.weight_format
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()
-        self._engine: Engine | None = None
-        self._loaded_weights: LoadedWeights | None = None
         self._closed = False
+        self.session = Session.open(self._pack, options, progress=progress)
+        self.threads = self.session.threads
         try:
             self.tokenizer = Tokenizer(self.path, self.spec)
             self._grammars = Grammars(self.tokenizer)
@@ -200,6 +159,16 @@ class LLM:
         except BaseException:
             self.close()  # nobody else can
             raise
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self.session.context
+
+    @property
+    def memory_bytes(self) -> int:
+        """All the RAM that this process takes at most."""
+        return self.session.memory_bytes
 
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
@@ -284,7 +253,7 @@ class LLM:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's, or the one given; UsageError where there is none."""
-        return ChatTemplate(self.path, self.tokenizer, self._template_source)
+        return ChatTemplate(self.path, self.tokenizer, self._files.chat_template)
 
     @cached_property
     def recommended(self) -> dict[str, Any]:
@@ -292,7 +261,7 @@ class LLM:
 
         For `SamplingParams(**llm.recommended, seed=1)`. BadFile, Unsupported: a key is not understood.
         """
-        return recommended(self._pack) if self._generation_config == "auto" else {}
+        return recommended(self._pack) if self._files.generation_config == "auto" else {}
 
     @property
     def _default_params(self) -> SamplingParams:
@@ -315,7 +284,7 @@ class LLM:
         None before they are loaded, and where a GPU has a part of them.
         """
         with self._lock:
-            return None if self._loaded_weights is None else self._loaded_weights.read_gbs(self.threads)
+            return self.session.read_gbs(self.threads)
 
     def constraint(self, params: SamplingParams, *, checked: bool = False) -> Constraint | None:
         """What holds one request to `params.grammar`, for `Engine.submit`. `checked`: by `grammar.check`."""
@@ -336,15 +305,11 @@ class LLM:
         if "tokenizer" in self.__dict__:
             self.tokenizer.close()
         with self._lock:
-            if self._engine is not None:
-                self._leaving.extend([*self._engine.waiting, *self._engine.running])
+            if (engine := self.session.engine) is not None:
+                self._leaving.extend([*engine.waiting, *engine.running])
             self._let_go()
-            gpu = self._room.gpu
-            if gpu is not None:
-                gpu.release()  # a step that was given up may still be computed with what goes now
-            self._engine, self._loaded_weights, self._closed = None, None, True
-            if gpu is not None:
-                gpu.close()
+            self._closed = True
+            self.session.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -355,46 +320,10 @@ class LLM:
     def _open(self) -> Engine:
         if self._closed:
             raise UsageError("this LLM is closed")
-        if self._engine is None:
-            self._engine = self._load()
-        return self._engine
-
-    def _load(self) -> Engine:
-        try:
-            return self._loaded()
-        except BaseException:
-            if self._room.gpu is not None:
-                self._room.gpu.release()
-            raise
-
-    def _loaded(self) -> Engine:
+        if (engine := self.session.engine) is not None:
+            return engine
         begin = time.perf_counter()
-        opened = store.open_weights(
-            self._pack,
-            self._room,
-            threads=self.threads,
-            predictors=self._predictors,
-            disable=self._disable,
-            progress=self._progress,
-        )
-        self.store, self._loaded_weights = opened.store, opened.loaded
-        if self.store is not None and self._max_batch > 1:
-            log.info(
-                f"up to {self._max_batch} answers are computed together, as long as all of them fit in "
-                f"{self._room.kv_tokens} positions of keys and values; more wait"
-            )
-        engine = Engine(
-            self.spec,
-            opened.loaded.weights,
-            opened.loaded.ops,
-            storage=opened.storage,
-            context=self.context,
-            tokenizer=self.tokenizer,
-            max_batch=self._max_batch,
-            sparsity=self.sparsity,
-            kv_tokens=self._room.kv_tokens,
-            disk=None if self.store is None else self.store.counts,
-        )
+        engine = self.session.load(self.tokenizer)
         self.load_s += time.perf_counter() - begin
         return engine
 
@@ -412,7 +341,8 @@ class LLM:
 
     @property
     def _computing(self) -> bool:
-        return self._engine is not None and self._engine.computing
+        engine = self.session.engine
+        return engine is not None and engine.computing
 
     def _cancel(self, request: Request, wait: bool = True) -> None:
         """Now, or before the next step where the lock is taken and `wait` is not."""
@@ -427,67 +357,5 @@ class LLM:
         while self._leaving:
             request = self._leaving.popleft()
             request.chunks.clear()
-            if self._engine is not None:
-                self._engine.cancel(request)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
-
-
-def _check_count(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise UsageError(f"{name} is {value}; it must be at least 1")
-
-
-def budget_for(ram: float | None) -> tuple[int | None, str]:
-    """(bytes that may be taken, None: nobody knows; whether they are what is "free" or what is "allowed")."""
-    free = hardware.available_bytes()
-    allowed = None if ram is None else int(ram * GIB)
-    return (
-        min((n, why) for n, why in ((free, "free"), (allowed, "allowed")) if n is not None)
-        if (free is not None or allowed is not None)
-        else (None, "free")
-    )
-
-
-def room_for(
-    pack: Pack,
-    predictors: Predictors | None,
-    *,
-    sparsity: str,
-    context: int | None,
-    max_batch: int,
-    threads: int,
-    budget: int | None,
-    limit: str,
-    gpu: str,
-    vram: float | None,
-    disable: Sequence[str],
-    at_least: int | None = None,
-) -> Room:
-    """What a session takes and where, before a weight is read: on a GPU what helps there, else as the store
-    has it. Raises as `gpu.chosen`, `store.room_for` and `store.check_switches` do; UsageError for a GPU with
-    parts of the disk tier switched off.
-    """
-    if gpu != "off" and disable:
-        raise UsageError(
-            f"--gpu {gpu} with --disable {','.join(disable)}: the disk tier's parts are measured without a "
-            "GPU; leave one of them out"
-        )
-    if gpu != "off":
-        from thermocline.session import gpu as tier
-
-        divided = tier.chosen(
-            gpu, vram, pack, sparsity=sparsity, context=at_least or context, max_batch=max_batch,
-            threads=threads, ram=budget, predictors=predictors
-        )  # fmt: skip
-        if divided is not None:
-            return divided.room
-    room = store.room_for(
-        pack, predictors, sparsity=sparsity, context=context, max_batch=max_batch, threads=threads,
-        budget=budget, limit=limit, at_least=at_least
-    )  # fmt: skip
-    store.check_switches(room, disable)
-    return room
+            if (engine := self.session.engine) is not None:
+                engine.cancel(request)

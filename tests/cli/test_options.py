@@ -115,7 +115,7 @@ def random_weights(spec: ModelSpec) -> Weights:
             attn_out=Linear(matrix(a + "out", d, q), values(a + "ob", d)),
             ffn_norm=norm(a + "fn"),
             experts=(
-                FFN(
+                FFN.whole(
                     gate=Linear(matrix(a + "gate", f, d), None),
                     up=matrix(a + "up", f, d) if s.gated else None,
                     down=down if s.sparse else np.ascontiguousarray(down.T),

@@ -90,7 +90,7 @@ class Watched:
 
     def ffn_add(self, x: Any, h: Any, bound: Any, sparsity: str, stats: FFNStats) -> None:
         spec, layer, inner = bound
-        norm, f = layer.ffn_norm, layer.experts[0]
+        norm, f = layer.ffn_norm, layer.experts[0].part
         normed = self._ops.norm(h, norm.weight, norm.bias, spec.norm_eps, spec.norm)
         active = self._ops.matmul(f.gate.weight, normed, f.gate.bias) > spec.activation_threshold
         if spec.up_activation == "relu":

@@ -88,7 +88,8 @@ def native_lab(format: str = "f32", spec: ModelSpec = SPEC, w: Weights = WEIGHTS
         return Linear(matrix(x.weight), x.bias)
 
     def ffn(f: FFN) -> FFN:
-        return FFN(linear(f.gate), matrix(f.up), matrix(f.down), f.down_bias, f.bundles)
+        p = f.part
+        return FFN.whole(linear(p.gate), matrix(p.up), matrix(p.down), f.down_bias, f.bundles)
 
     layers = (
         Layer(x.attn_norm, linear(x.qkv), linear(x.attn_out), x.ffn_norm, (ffn(x.experts[0]),))

@@ -167,7 +167,7 @@ def test_samples_are_what_the_gate_saw_and_what_came_of_it(tiny_pack: Path, text
         assert [s.layer for s in samples] == list(range(pack.spec.n_layers))
         for s in samples:
             h, x = hidden[passage][s.layer][skip:], inputs[passage][s.layer][skip:]
-            down = loaded.weights.layers[s.layer].experts[0].down
+            down = loaded.weights.layers[s.layer].experts[0].part.down
             norms = np.linalg.norm(
                 loaded.ops.embed(down, np.arange(pack.spec.ffn_dim, dtype=np.int32)), axis=1
             )

@@ -21,8 +21,8 @@ from thermocline.offline.replay import ReplayCounts, even_shares, replay, times
 from thermocline.plan import cost, planner
 from thermocline.plan.cache_split import Fetch, Share
 from thermocline.plan.hotness import Curve
-from thermocline.plan.plan_file import of_pack
 from thermocline.plan.problem import Ask, Problem
+from thermocline.plan.subject import of_pack
 
 Run = Callable[..., Any]
 Sets = list[set[int]]

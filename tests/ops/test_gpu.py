@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import placements
 import pytest
 import torch
 from test_options import PAIRS, SPEC, TOKENS, natively, nmse, random_weights
@@ -34,11 +35,11 @@ from thermocline.ops.device import StandIn
 from thermocline.ops.device_rows import Rows
 from thermocline.ops.device_sizes import Limits, device_bytes, host_bytes
 from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Linear, Weights
+from thermocline.ops.interface import F32, FFN, Batch, FFNPart, FFNStats, Layer, Linear, Weights
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
+from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 from thermocline.session import gpu, gpu_weights, weights
-from thermocline.session.gpu_weights import LayerPlace, Places
 
 ALL = 10**6  # neurons
 
@@ -53,12 +54,12 @@ def stand_in() -> Iterator[StandIn]:
 
 def gpu_ops(stand_in: StandIn, spec: ModelSpec, *, sequences: int = 4, rank: int = 0) -> GpuOps:
     limits = Limits(TOKENS + 8, max(sequences, TOKENS), spec.max_context, BLOCK, rank)
-    return GpuOps(stand_in, torch_kernels, CpuOps(2), spec, limits)
+    return GpuOps((stand_in,), torch_kernels, CpuOps(2), spec, limits)
 
 
-def storage(places: Places) -> Callable[[int, tuple[int, ...]], Any]:
+def storage(places: Placement) -> Callable[[int, tuple[int, ...]], Any]:
     def made(layer: int, shape: tuple[int, ...]) -> Any:
-        on_device = places.layers[layer].attention
+        on_device = places.layers[layer].attention != "cpu"
         return torch.zeros(shape, dtype=torch.float16) if on_device else in_ram(layer, shape)
 
     return made
@@ -72,50 +73,58 @@ def rows(w: F32) -> Rows:
     return Rows(data.clone(), "f32", w.shape[1])
 
 
-def placed(w: Weights, places: Places) -> Weights:
+def side_by_side(each: Sequence[F32]) -> list[Rows]:
+    whole = rows(np.concatenate(each))
+    return [whole.part(e, len(each)) for e in range(len(each))]
+
+
+def parted(each: tuple[FFN, ...], ranges: Sequence[NeuronRange]) -> Any:
+    """Experts whose neurons are on several devices."""
+
+    def part(f: FFN, which: slice) -> FFNPart:
+        p = f.part
+        bias = None if p.gate.bias is None else p.gate.bias[which].copy()
+        up = None if p.up is None else p.up[which]  # type: ignore[index]
+        down = p.down[which] if f.bundles else p.down  # type: ignore[index]
+        return FFNPart(Linear(p.gate.weight[which], bias), up, down)  # type: ignore[index]
+
+    parts: list[list[FFNPart]] = [[] for _ in each]
+    first = 0
+    for r in ranges:
+        own = [part(f, slice(first, first + r.neurons)) for f in each]
+        first += r.neurons
+        if r.device == "cpu":
+            own = list(natively(tuple(own)))
+        else:
+            gates, downs = side_by_side([p.gate.weight for p in own]), side_by_side([p.down for p in own])
+            ups = [None] * len(own) if own[0].up is None else side_by_side([p.up for p in own])  # type: ignore[misc]
+            lists = zip(own, gates, ups, downs, strict=True)
+            own = [FFNPart(Linear(gate, p.gate.bias), up, down, r.device) for p, gate, up, down in lists]
+        for mine, p in zip(parts, own, strict=True):
+            mine.append(p)
+    return tuple(replace(f, parts=tuple(mine)) for f, mine in zip(each, parts, strict=True))
+
+
+def placed(w: Weights, places: Placement) -> Weights:
     """Some matrices on the device, the others native."""
 
     def linear(x: Linear) -> Linear:
         return Linear(rows(x.weight), x.bias)
 
-    def part(f: FFN, which: slice) -> FFN:
-        bias = None if f.gate.bias is None else f.gate.bias[which].copy()
-        up = None if f.up is None else f.up[which]
-        return replace(f, gate=Linear(f.gate.weight[which], bias), up=up, down=f.down[which])
-
-    def side_by_side(each: Sequence[FFN]) -> tuple[FFN, ...]:
-        def joined(w: Sequence[F32]) -> list[Rows]:
-            whole = rows(np.concatenate(w))
-            return [whole.part(e, len(w)) for e in range(len(w))]
-
-        gates, downs = joined([f.gate.weight for f in each]), joined([f.down for f in each])
-        ups = [None] * len(each) if each[0].up is None else joined([f.up for f in each])
-        return tuple(
-            replace(f, gate=Linear(gate, f.gate.bias), up=up, down=down)
-            for f, gate, up, down in zip(each, gates, ups, downs, strict=True)
-        )
-
-    def experts(each: tuple[FFN, ...], n: int) -> Any:
-        if not n or n >= len(each[0].gate.weight):
-            return side_by_side(each) if n else natively(each)
-        hot = side_by_side([part(f, slice(0, n)) for f in each])
-        cold = natively(tuple(part(f, slice(n, None)) for f in each))
-        return tuple(replace(c, hot=h) for c, h in zip(cold, hot, strict=True))
-
-    def layer(x: Layer, p: LayerPlace) -> Layer:
-        own = experts(x.experts, p.neurons // len(x.experts))
-        y: Layer = replace(natively(replace(x, experts=())), experts=own)
-        if x.router is not None and p.neurons:
-            y = replace(y, router_there=rows(x.router))
-        return replace(y, qkv=linear(x.qkv), attn_out=linear(x.attn_out)) if p.attention else y
+    def layer(x: Layer, p: LayerPlacement) -> Layer:
+        y: Layer = replace(natively(replace(x, experts=())), experts=parted(x.experts, p.ranges))
+        if x.router is not None and p.ranges[0].device != "cpu":
+            y = replace(y, router_copies={"gpu:0": rows(x.router)})
+        on_gpu = p.attention == "gpu:0"
+        return replace(y, qkv=linear(x.qkv), attn_out=linear(x.attn_out)) if on_gpu else y
 
     layers = tuple(layer(x, p) for x, p in zip(w.layers, places.layers, strict=True))
-    head = linear(w.head) if places.head else natively(w.head)
+    head = linear(w.head) if places.head == "gpu:0" else natively(w.head)
     return replace(natively(replace(w, layers=())), layers=layers, head=head)
 
 
 def logits(
-    spec: ModelSpec, w: Weights, ops: Any, places: Places | None = None, chunk: int = TOKENS, **how: Any
+    spec: ModelSpec, w: Weights, ops: Any, places: Placement | None = None, chunk: int = TOKENS, **how: Any
 ) -> F32:
     """As test_options', with keys and values where their layers are."""
     ids = np.random.default_rng(1).integers(0, spec.vocab_size, TOKENS).astype(np.int32)
@@ -130,15 +139,15 @@ def logits(
     return np.concatenate(out)
 
 
-def some_places(spec: ModelSpec, seed: int) -> Places:
+def some_places(spec: ModelSpec, seed: int) -> Placement:
     rng = np.random.default_rng(seed)
     split = spec.sparse and not spec.sub_norms
     counts = [0, 32, 96, 256, ALL] if split else [0, ALL]
     made = tuple(
-        LayerPlace(bool(rng.integers(2)), False, spec.n_experts * int(rng.choice(counts)))
+        placements.layer(spec, bool(rng.integers(2)), False, int(rng.choice(counts)))
         for _ in range(spec.n_layers)
     )
-    return Places(made, bool(rng.integers(2)))
+    return Placement(made, "gpu:0" if rng.integers(2) else "cpu")
 
 
 @pytest.mark.parametrize("name", [n for n in PAIRS if n != "embed_dim"])  # refused: no such model needs it
@@ -147,7 +156,7 @@ def test_an_option_is_the_same_wherever_its_layers_are(name: str, stand_in: Stan
     spec = PAIRS[name][1]
     random = random_weights(spec)
     truth = logits(spec, natively(random), CpuOps(2))
-    for at, places in enumerate([Places.all_of(spec.n_layers, ALL), *(some_places(spec, s) for s in (1, 2))]):
+    for at, places in enumerate([placements.whole(spec), *(some_places(spec, s) for s in (1, 2))]):
         y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, (TOKENS, 5, 1)[at])
         assert nmse(y, truth) < 1e-6, places
 
@@ -217,10 +226,9 @@ def test_a_pack_is_split_as_its_places_say(format: str, tmp_path: Path, stand_in
     whole = weights.load(pack, threads=2)
     truth = logits(pack.spec, whole.weights, whole.ops)
     for seed in range(6):
-        places = some_places(pack.spec, seed) if seed else Places.all_of(3, pack.spec.ffn_dim)
-        places = replace(places, layers=tuple(replace(x, neurons=min(x.neurons, 512)) for x in places.layers))
+        places = some_places(pack.spec, seed) if seed else placements.whole(pack.spec)
         ops = gpu_ops(stand_in, pack.spec)
-        made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+        made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
         y = logits(pack.spec, made, ops, places, chunk=(40, 1, 3)[seed % 3])
         assert nmse(y, truth) < (1e-9 if format == "f32" else 2e-4), places  # the CPU's int8 activations
 
@@ -238,10 +246,10 @@ def test_neurons_are_sent_for_prompts_piece_by_piece(
     gate, bundle = (pack.tensors[f"layers.0.{part}"].stride for part in ("gate.weight", "bundle"))
     for neurons in (64, 416):
         monkeypatch.setattr(device_sizes, "PIECE_BYTES", 64 * (gate + bundle))  # in 7 pieces, and in 2
-        places = Places(tuple(LayerPlace(True, False, neurons) for _ in range(3)), True)
+        places = placements.every(pack.spec, True, False, neurons)
         limits, stats = Limits(TOKENS, TOKENS, 64, BLOCK), FFNStats()
-        ops = GpuOps(stand_in, torch_kernels, CpuOps(2), pack.spec, limits, send_from=7)
-        made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+        ops = GpuOps((stand_in,), torch_kernels, CpuOps(2), pack.spec, limits, send_from=7)
+        made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
         asked: list[int] = []
         call = StandIn.call
 
@@ -272,9 +280,11 @@ def test_predictors_name_the_same_neurons_on_either_side(
     exact = logits(pack.spec, whole.weights, whole.ops, None, 1)
     assert nmse(truth, exact) > 0.1  # these predictors are bad: what they say matters
     for neurons in ((0, 96, 512), (512, 0, 32), (96, 96, 96)):
-        places = Places(tuple(LayerPlace(i != 1, asked_there, n) for i, n in enumerate(neurons)), True)
+        places = Placement(
+            tuple(placements.layer(pack.spec, i != 1, asked_there, n) for i, n in enumerate(neurons)), "gpu:0"
+        )
         ops, stats = gpu_ops(stand_in, pack.spec, rank=32), FFNStats()
-        made = gpu_weights.load(pack, places, stand_in, ops.cpu, predictors=found)
+        made = gpu_weights.load(pack, places, (stand_in,), ops.cpu, predictors=found)
         y = logits(pack.spec, made, ops, places, 1, sparsity="predict", stats=stats)
         if not asked_there:  # hot neurons are then computed unasked: nearer to exact
             assert nmse(y, exact) < nmse(truth, exact), neurons
@@ -297,10 +307,12 @@ def test_requests_in_company_get_the_tokens_of_the_cpu(
     whole = weights.load(pack, threads=2)
     truth = generated(pack, whole.weights, whole.ops, "exact")
     neurons = (512, 96, 0) if pack.spec.sparse else (512, 0, 512)
-    places = Places(tuple(LayerPlace(i < 2, False, n) for i, n in enumerate(neurons)), True)
+    places = Placement(
+        tuple(placements.layer(pack.spec, i < 2, False, n) for i, n in enumerate(neurons)), "gpu:0"
+    )
     for _ in range(2):
         ops = gpu_ops(stand_in, pack.spec)
-        made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+        made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
         assert generated(pack, made, ops, "exact", storage=storage(places)) == truth
 
 
@@ -392,9 +404,11 @@ def test_named_neurons_stand_for_a_predictor(tmp_path: Path) -> None:
         p = found.layer(i)
         assert p is not None
         bits = np.packbits(p.predicted(x), axis=1, bitorder="little")
+        f = layer.experts[0]
+        unasked = f.with_part(replace(f.part, predictor=None))
         task = _native.HostTask(loaded.ops.native, slot)
         task.zero(z)
-        task.ffn(z, x, loaded.ops.bind_part(pack.spec, replace(layer.experts[0], predictor=None)), 2, bits)
+        task.ffn(z, x, loaded.ops.bind_part(pack.spec, unasked), 2, bits)
         task.run()
         assert task.take()[:4] == counts[:4]
         assert np.array_equal(y, z)
@@ -422,10 +436,10 @@ def test_buffers_are_what_the_planner_counts() -> None:
     windowed = replace(SPEC, sliding_window=9, window_layers=(1,))
     for spec in (SPEC, replace(SPEC, activation="silu"), windowed, replace(SPEC, n_experts=40)):
         counting, limits = Counting(), Limits(40, 3, 64, BLOCK, 32)
-        ops = GpuOps(counting, torch_kernels, CpuOps(1), spec, limits)
+        ops = GpuOps((counting,), torch_kernels, CpuOps(1), spec, limits)
         assert counting.there == device_bytes(spec, limits)
         assert counting.here == host_bytes(spec, limits)
-        places = Places.all_of(spec.n_layers, ALL)
+        places = placements.whole(spec)
         w = placed(random_weights(replace(spec, n_experts=1)), places)
         before = counting.there
         bind(spec, w, ops)
@@ -441,8 +455,8 @@ def test_buffers_are_what_the_planner_counts() -> None:
 def answers(pack: Path, **how: Any) -> tuple[list[int], Any]:
     with LLM(pack, context=64, max_batch=2, threads=2, **how) as llm:
         done = llm.generate("Once upon a time", SamplingParams(max_tokens=24, temperature=0))
-        assert isinstance(llm._open().ops, GpuOps) == (llm.plan is not None)
-        return done.token_ids, llm.plan
+        assert isinstance(llm._open().ops, GpuOps) == (llm.session.plan is not None)
+        return done.token_ids, llm.session.plan
 
 
 def test_a_session_divides_a_model_and_says_the_same(
@@ -496,7 +510,7 @@ def test_a_gpu_without_its_libraries_is_explained(
     assert gpu.find("auto") is None
     caplog.clear()
     with LLM(tiny_pack, context=64, gpu="auto") as llm:
-        assert llm.plan is None
+        assert llm.session.plan is None
     assert caplog.messages == [
         f"the GPU is not used: {missing} is not installed: pip install 'thermocline[gpu]'"
     ]
@@ -537,9 +551,10 @@ def test_a_step_that_was_given_up_does_not_disturb_the_next(
     it counted is nobody's.
     """
     pack = pack_of(tmp_path, "f32")
-    places = Places(tuple(LayerPlace(True, False, n) for n in (96, 512, 0)), True)
+    each = tuple(placements.layer(pack.spec, True, False, n) for n in (96, 512, 0))
+    places = Placement(each, "gpu:0")
     ops = gpu_ops(stand_in, pack.spec)
-    made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+    made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
     first, again = FFNStats(), FFNStats()
     truth = logits(pack.spec, made, ops, places, 1)
     assert np.array_equal(logits(pack.spec, made, ops, places, 1, stats=first), truth)

@@ -46,7 +46,7 @@ def bench() -> Iterator[Any]:
 
 
 @pytest.fixture
-def stand_in() -> tier.Gpu:
+def stand_in() -> tier.OpenGpu:
     found = tier.find("stand-in")
     assert found is not None
     return found
@@ -56,7 +56,7 @@ def stand_in() -> tier.Gpu:
 
 
 def test_every_placement_and_number_of_tokens_is_right(
-    bench: Any, stand_in: tier.Gpu, tmp_path: Path
+    bench: Any, stand_in: tier.OpenGpu, tmp_path: Path
 ) -> None:
     found = bench.gpu_check.check(stand_in, tmp_path, "tiny", ["q4_0"], lambda *_: None)
     said = bench.gpu_check.summary(found)
@@ -71,7 +71,7 @@ def test_every_placement_and_number_of_tokens_is_right(
 
 
 def test_a_mixture_is_right_wherever_its_experts_are(
-    bench: Any, stand_in: tier.Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, stand_in: tier.OpenGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And found wrong where tokens go elsewhere."""
     z = bench.gpu_check.SIZES["tiny"]
@@ -88,7 +88,7 @@ def test_a_mixture_is_right_wherever_its_experts_are(
 
 @pytest.mark.parametrize("broken", ["down", "attention", "predict"])
 def test_a_kernel_that_is_wrong_is_found(
-    bench: Any, stand_in: tier.Gpu, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, stand_in: tier.OpenGpu, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true = getattr(torch_kernels, broken)
 
@@ -104,15 +104,17 @@ def test_a_kernel_that_is_wrong_is_found(
     assert asked and not any(r.right for r in asked)
 
 
-def test_ungated_and_wide_bundles_go_to_the_device(bench: Any, stand_in: tier.Gpu, tmp_path: Path) -> None:
+def test_ungated_and_wide_bundles_go_to_the_device(
+    bench: Any, stand_in: tier.OpenGpu, tmp_path: Path
+) -> None:
     """Their records are shorter than a row as long as the layer: taken for the columns, it was refused."""
     config = bench.gpu_check.kinds(bench.gpu_check.SIZES["tiny"])["ungated"]
     pack = bench.gpu_check.written(config, "f32", tmp_path)
-    places = gpu_weights.Places.all_of(3, 512)
+    places = gpu_weights.everywhere(3, 512)
     from thermocline.ops.cpu import CpuOps
 
-    made = gpu_weights.load(pack, places, stand_in.device, CpuOps(1))
-    down = made.layers[0].experts[0].down
+    made = gpu_weights.load(pack, places, (stand_in.device,), CpuOps(1))
+    down = made.layers[0].experts[0].part.down
     assert (down.rows, down.columns, down.skip) == (512, 256, 0)
 
 
@@ -235,7 +237,7 @@ def measured_once(measured: dict[tuple[int, str], Any], monkeypatch: pytest.Monk
     """A CPU as fast as an idle one, since a busy machine's figures make another plan; a GPU measured once."""
     true = tier.tiers_of
 
-    def tiers_of(g: tier.Gpu, weight_format: str, threads: int) -> Any:
+    def tiers_of(g: tier.OpenGpu, weight_format: str, threads: int) -> Any:
         if (key := (g.free_bytes, weight_format)) not in measured:
             measured[key] = true(g, weight_format, threads)
         return measured[key]

@@ -106,7 +106,7 @@ def part(tiny_pack: Path, here: tiers.Tiers) -> float:
             here, gpu=gpu.replace(gpu.PRETENDED, vram_bytes=g.free_bytes)
         ))  # fmt: skip
         with LLM(tiny_pack, gpu="stand-in", context=64, max_batch=2, threads=3, lazy=True) as llm:
-            plan = llm.plan
+            plan = llm.session.plan
             assert plan is not None
             least = plan.used("gpu") - plan.bytes["gpu"]["neurons"] * 3 // 4
     return least / 2**30

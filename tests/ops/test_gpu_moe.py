@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import placements
 import pytest
 import test_gpu_disk
 import test_moe_disk
@@ -22,7 +23,7 @@ import tiny
 import torch
 from safetensors.numpy import save_file
 from test_disk_tier import small_buffers
-from test_gpu import ALL, generated, gpu_ops, logits, placed, some_places, stand_in, storage
+from test_gpu import generated, gpu_ops, logits, placed, some_places, stand_in, storage
 from test_gpu_disk import small_staging
 from test_moe_disk import EXPERTS, FFN
 from test_options import PAIRS, SPEC, TOKENS, natively, nmse, random_weights
@@ -42,9 +43,9 @@ from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan import hotness
 from thermocline.plan.memory import device_limits
+from thermocline.plan.placement import Placement
 from thermocline.plan.planner import Plan
 from thermocline.session import gpu, gpu_weights, weights
-from thermocline.session.gpu_weights import LayerPlace, Places
 
 __all__ = ["small_buffers", "small_staging", "stand_in"]  # fixtures
 ACTIVE = 2
@@ -71,7 +72,7 @@ def random_mixture(spec: ModelSpec, *, biased: bool = False) -> Weights:
             n = spec.ffn_dim
             bias = rng.standard_normal(n, dtype=np.float32) if biased else None
             up = matrix(n) if spec.gated else None
-            return interface.FFN(Linear(matrix(n), bias), up, matrix(n) / 2, None, bundles=True)
+            return interface.FFN.whole(Linear(matrix(n), bias), up, matrix(n) / 2, None, bundles=True)
 
         return replace(x, experts=tuple(expert() for _ in range(EXPERTS)), router=4 * matrix(EXPERTS))
 
@@ -86,7 +87,7 @@ def test_a_mixture_is_the_same_wherever_its_experts_are(name: str, stand_in: Sta
     random = random_mixture(spec, biased=not spec.gated)
     truth = logits(spec, natively(random), CpuOps(2))
     assert nmse(truth, logits(spec, random, reference)) < 1e-6
-    every = Places.all_of(spec.n_layers, ALL)
+    every = placements.whole(spec)
     for at, places in enumerate([every, *(some_places(spec, s) for s in (1, 2, 3))]):
         y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, (TOKENS, 16, 5, 1)[at])
         assert nmse(y, truth) < 1e-6, places
@@ -102,7 +103,7 @@ def test_counts_are_those_of_the_cpu_whoever_goes_where(up: str, stand_in: Stand
         counted = FFNStats()
         truth = logits(spec, native, CpuOps(2), None, tokens, stats=counted)
         for neurons in (96, 288):
-            places = Places.all_of(spec.n_layers, EXPERTS * neurons)
+            places = placements.every(spec, True, True, neurons)
             stats = FFNStats()
             y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, tokens, stats=stats)
             assert nmse(y, truth) < 1e-9
@@ -158,9 +159,10 @@ def pack_of(path: Path, format: str, **changes: Any) -> Pack:
     return test_synth.make(path, "turbosparse-mixtral", format, active=0.15, skew=0.3, rank=32, **small)
 
 
-def each(neurons: Sequence[int]) -> Places:
+def each(pack: Pack, neurons: Sequence[int]) -> Placement:
     """That many of each expert's."""
-    return Places(tuple(LayerPlace(i != 1, False, EXPERTS * n) for i, n in enumerate(neurons)), True)
+    layers = tuple(placements.layer(pack.spec, i != 1, False, n) for i, n in enumerate(neurons))
+    return Placement(layers, "gpu:0")
 
 
 @pytest.mark.parametrize("format", ["f32", "f16", "q8_0", "q4_0"])
@@ -173,8 +175,8 @@ def test_a_pack_is_split_as_its_places_say(format: str, tmp_path: Path, stand_in
     truth = logits(pack.spec, whole.weights, whole.ops)
     for at, neurons in enumerate([(352, 352, 352), (352, 96, 0), (32, 320, 352), (0, 64, 32)]):
         ops = gpu_ops(stand_in, pack.spec)
-        made = gpu_weights.load(pack, each(neurons), stand_in, ops.cpu)
-        y = logits(pack.spec, made, ops, each(neurons), chunk=(40, 5, 3, 16)[at])
+        made = gpu_weights.load(pack, each(pack, neurons), (stand_in,), ops.cpu)
+        y = logits(pack.spec, made, ops, each(pack, neurons), chunk=(40, 5, 3, 16)[at])
         off = ((y - truth) ** 2).sum(axis=1) / (truth**2).sum(axis=1)
         if format in ("f32", "f16"):
             assert off.max() < 1e-6, neurons
@@ -190,17 +192,17 @@ def test_experts_are_sent_for_prompts_piece_by_piece(
     pack = pack_of(tmp_path, format)
     chunk = 7 if format == "f32" else 20
     ops = gpu_ops(stand_in, pack.spec)
-    every = gpu_weights.load(pack, each((352,) * 3), stand_in, ops.cpu)
+    every = gpu_weights.load(pack, each(pack, (352,) * 3), (stand_in,), ops.cpu)
     counted, stats = FFNStats(), FFNStats()
-    truth = logits(pack.spec, every, ops, each((352,) * 3), chunk, stats=counted)
+    truth = logits(pack.spec, every, ops, each(pack, (352,) * 3), chunk, stats=counted)
     gate, bundle = (pack.tensors[f"layers.0.{part}"].stride for part in ("gate.weight", "bundle"))
     for neurons in (32, 288):
         monkeypatch.setattr(device_sizes, "PIECE_BYTES", 96 * (gate + bundle))  # an expert in 4 pieces; in 1
         limits = Limits(TOKENS, TOKENS, 64, BLOCK)
-        sender = GpuOps(stand_in, torch_kernels, CpuOps(2), pack.spec, limits, send_from=7)
-        made = gpu_weights.load(pack, each((neurons,) * 3), stand_in, sender.cpu)
+        sender = GpuOps((stand_in,), torch_kernels, CpuOps(2), pack.spec, limits, send_from=7)
+        made = gpu_weights.load(pack, each(pack, (neurons,) * 3), (stand_in,), sender.cpu)
         stats = FFNStats()
-        y = logits(pack.spec, made, sender, each((neurons,) * 3), chunk, stats=stats)
+        y = logits(pack.spec, made, sender, each(pack, (neurons,) * 3), chunk, stats=stats)
         assert nmse(y, truth) < 1e-9
         if format == "f32":
             assert replace(stats, rows=0) == replace(counted, rows=0)
@@ -227,10 +229,12 @@ def test_predictors_stay_with_the_cpus_neurons(kind: str, tmp_path: Path, stand_
         counted, stats = FFNStats(), FFNStats()
         truth = logits(s, whole.weights, whole.ops, None, 1, sparsity="predict", stats=counted)
         assert nmse(truth, sure) > 0.01  # what these say matters
-        places = each(neurons)
-        places = replace(places, layers=tuple(replace(x, predictor=there) for x in places.layers))
+        places = each(pack, neurons)
+        places = replace(
+            places, layers=tuple(replace(x, predictor="gpu:0" if there else "cpu") for x in places.layers)
+        )
         ops = gpu_ops(stand_in, s)
-        made = gpu_weights.load(pack, places, stand_in, ops.cpu, predictors=predictors((0, 0, 0)))
+        made = gpu_weights.load(pack, places, (stand_in,), ops.cpu, predictors=predictors((0, 0, 0)))
         y = logits(s, made, ops, places, 1, sparsity="predict", stats=stats)
         assert nmse(y, truth) < 1e-9
         for name in ("neurons", "rows_dense", "gates_dense", "predicted"):
@@ -243,9 +247,9 @@ def test_requests_in_company_get_the_tokens_of_the_cpu(tmp_path: Path, stand_in:
     pack = pack_of(tmp_path, "f32")
     whole = weights.load(pack, threads=2)
     truth = generated(pack, whole.weights, whole.ops, "exact")
-    places = each((352, 96, 0))
+    places = each(pack, (352, 96, 0))
     ops = gpu_ops(stand_in, pack.spec)
-    made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+    made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
     assert generated(pack, made, ops, "exact", storage=storage(places)) == truth
 
 
@@ -254,9 +258,9 @@ def test_experts_that_cannot_be_skipped_stay_on_the_cpu(tmp_path: Path, stand_in
     small = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 96}
     pack = test_synth.make(tmp_path, "mixtral-8x7b", "f32", **small)
     whole = weights.load(pack, threads=2)
-    places = Places((LayerPlace(True, False, 0),) * 2, True)
+    places = placements.every(pack.spec, True, False)
     ops = gpu_ops(stand_in, pack.spec)
-    made = gpu_weights.load(pack, places, stand_in, ops.cpu)
+    made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
     counted, stats = FFNStats(), FFNStats()
     truth = logits(pack.spec, whole.weights, whole.ops, None, 7, stats=counted)
     assert nmse(logits(pack.spec, made, ops, places, 7, stats=stats), truth) < 1e-9 and stats == counted
@@ -272,11 +276,11 @@ def test_experts_that_come_from_disk_change_no_bit(
     bits = rng.integers(0, 256, (n, pack.spec.dim // 8), dtype=np.uint8)
     signs = LayerPredictor("sign", None, None, bits, np.zeros(n, np.float32), 40, EXPERTS)
     found = Predictors.of(pack.spec, [signs] * 3) if predicted else None
-    how, places = {"sparsity": "predict" if predicted else "exact"}, each((1024, 96, 0))
+    how, places = {"sparsity": "predict" if predicted else "exact"}, each(pack, (1024, 96, 0))
     for chunk in (1, 3, 20):
         want_stats, stats = FFNStats(), FFNStats()
         ops = gpu_ops(stand_in, pack.spec)
-        whole = gpu_weights.load(pack, places, stand_in, ops.cpu, predictors=found)
+        whole = gpu_weights.load(pack, places, (stand_in,), ops.cpu, predictors=found)
         want = logits(pack.spec, whole, ops, places, chunk, **how, stats=want_stats)
         ops = gpu_ops(stand_in, pack.spec)
         some, disk = test_gpu_disk.in_part(pack, places, ops, found)
@@ -376,7 +380,7 @@ def test_a_session_divides_a_mixture_and_takes_what_its_plan_says(
             done = llm.generate("Once upon a time", params)
             device = getattr(llm._open().ops, "device", None)
             taken.append(getattr(device, "taken", 0))
-            return done.token_ids, llm.plan
+            return done.token_ids, llm.session.plan
 
     alone, _ = answers(gpu="off")
     whole, plan = answers(gpu="stand-in", vram=1.0)
@@ -396,7 +400,7 @@ def test_a_session_has_experts_on_three_tiers(tiny_mixture: Path) -> None:
         want = test_gpu_disk.said(llm)
     vram, ram = test_gpu_disk.budgets(tiny_mixture)
     with test_gpu_disk.opened(tiny_mixture, gpu="stand-in", vram=vram, ram=ram - 0.001) as llm:
-        assert llm.plan is not None and any(x.gpu for x in llm.plan.layers)
+        assert llm.session.plan is not None and any(x.gpu for x in llm.session.plan.layers)
         assert llm.memory_bytes <= (ram - 0.001) * 2**30
         assert test_gpu_disk.said(llm) == want
-        assert llm.store is not None and llm.store.counts().missed > 0
+        assert llm.session.store is not None and llm.session.store.counts().missed > 0

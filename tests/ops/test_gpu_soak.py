@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import placements
 import pytest
 import torch
 from test_gpu import opt_pack, pack_of, storage
@@ -41,8 +42,8 @@ from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import Weights
 from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, Predictors
+from thermocline.plan.placement import Placement
 from thermocline.session import gpu_weights
-from thermocline.session.gpu_weights import LayerPlace, Places
 
 SECONDS = float(os.environ.get("SOAK_S", "6"))
 CONTEXT, BATCH = 64, 4
@@ -114,14 +115,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Model]:
     return [*(Model(p, lossless(p)) for p in sparse[:1]), *(Model(p, None) for p in [*sparse, *dense])]
 
 
-def random_places(pack: Pack, rng: np.random.Generator) -> Places:
+def random_places(pack: Pack, rng: np.random.Generator) -> Placement:
     s = pack.spec
     counts = [0, 32, 96, 256, s.ffn_dim] if s.sparse else [0, s.ffn_dim]
     layers = tuple(
-        LayerPlace(bool(rng.integers(2)), bool(rng.integers(2)), int(rng.choice(counts)))
+        placements.layer(s, bool(rng.integers(2)), bool(rng.integers(2)), int(rng.choice(counts)))
         for _ in range(s.n_layers)
     )
-    return Places(layers, bool(rng.integers(2)))
+    return Placement(layers, "gpu:0" if rng.integers(2) else "cpu")
 
 
 @dataclass
@@ -129,7 +130,7 @@ class Session:
     """An engine over one placement, and one that serves a request at a time."""
 
     model: Model
-    places: Places
+    places: Placement
     sparsity: str
     send_from: int
     rng: np.random.Generator
@@ -141,7 +142,7 @@ class Session:
         self.ops, self.other = self._ops(), self._ops()
         predictors = self.model.predictors if self.sparsity == "predict" else None
         self.weights = gpu_weights.load(
-            self.model.pack, self.places, self.device, self.ops.cpu, predictors=predictors
+            self.model.pack, self.places, (self.device,), self.ops.cpu, predictors=predictors
         )
         tokens = int(self.rng.integers(CONTEXT, BATCH * CONTEXT + 1))
         self.engine = self._engine(self.ops, tokens, BATCH, int(self.rng.choice([7, 16, 64])))
@@ -149,7 +150,7 @@ class Session:
     def _ops(self) -> GpuOps:
         s = self.model.pack.spec
         limits = Limits(CONTEXT + BATCH, BATCH, CONTEXT, BLOCK, s.ffn_dim)
-        return GpuOps(self.device, torch_kernels, CpuOps(1), s, limits, self.send_from)
+        return GpuOps((self.device,), torch_kernels, CpuOps(1), s, limits, self.send_from)
 
     def _engine(self, ops: GpuOps, tokens: int, batch: int, chunk: int) -> Engine:
         return Engine(

@@ -388,8 +388,8 @@ def ffn(
     return Ffn(
         spec,
         format,
-        FFN(Linear(gate, bias), up, down, after, bundles),
-        FFN(Linear(gate_values, bias), up_values, down_values, after, bundles),
+        FFN.whole(Linear(gate, bias), up, down, after, bundles),
+        FFN.whole(Linear(gate_values, bias), up_values, down_values, after, bundles),
     )
 
 
@@ -644,7 +644,7 @@ def activated(isa: str, activation: str, values: F32, threshold: float = 0.0) ->
     eye, _ = stored("f32", np.eye(n, dtype=np.float32))
     spec = replace(SPEC, dim=n, ffn_dim=n, activation=activation, activation_threshold=threshold, gated=False)
     y = np.zeros_like(values)
-    bound = bound_ffn(cpu(isa), spec, FFN(Linear(eye, None), None, eye, None, True))
+    bound = bound_ffn(cpu(isa), spec, FFN.whole(Linear(eye, None), None, eye, None, True))
     cpu(isa).ffn_add(y, values, bound, "off", FFNStats())
     return y
 

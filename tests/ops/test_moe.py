@@ -64,8 +64,8 @@ class Mix:
         else:
             up, up_values = stored(format, wanted)
             down, down_values = stored(format, normal(300 + e, DIM, NEURONS))
-        native = FFN(Linear(gate, bias), up, down, after, bundles)
-        return native, FFN(Linear(gate_values, bias), up_values, down_values, after, bundles)
+        native = FFN.whole(Linear(gate, bias), up, down, after, bundles)
+        return native, FFN.whole(Linear(gate_values, bias), up_values, down_values, after, bundles)
 
     @staticmethod
     def layer(norm: Norm, experts: list[FFN], router: Any) -> Layer:
@@ -194,7 +194,7 @@ def predicting(mix: Mix, hot: int) -> None:
     spec = replace(mix.spec, n_layers=1, dim=DIM, ffn_dim=NEURONS)
     stored_weights = weights.Weights(None, None, (mix.native,), None, None)  # type: ignore[arg-type]
     mix.native = weights.with_predictors(stored_weights, Predictors.of(spec, [p])).layers[0]
-    each = tuple(replace(f, predictor=p.expert(e)) for e, f in enumerate(mix.numpy.experts))
+    each = tuple(f.with_part(replace(f.part, predictor=p.expert(e))) for e, f in enumerate(mix.numpy.experts))
     mix.numpy = replace(mix.numpy, experts=each)
 
 

@@ -80,7 +80,7 @@ def given(p: LayerPredictor | None, f: kernels.Ffn) -> kernels.Ffn:
     layer = Layer(None, None, None, None, (f.native,))  # type: ignore[arg-type]
     some = Weights(None, None, (layer,), None, Linear(None, None))
     native = weights.with_predictors(some, Predictors.of(spec, [p])).layers[0].experts[0]
-    return replace(f, native=native, numpy=replace(f.numpy, predictor=p))
+    return replace(f, native=native, numpy=f.numpy.with_part(replace(f.numpy.part, predictor=p)))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -371,7 +371,7 @@ def test_powerinfers_predictors_work_and_are_read_only_then(tmp_path: Path) -> N
     assert held[0] < pack.weights_bytes and held[1] - held[0] == found.nbytes
     loaded = weights.load(pack, threads=1, predictors=found)
     for i, (layer, p) in enumerate(zip(loaded.weights.layers, layers, strict=True)):
-        assert p is not None and layer.experts[0].predictor is not None
+        assert p is not None and layer.experts[0].part.predictor is not None
         x, h = normal(i, 2, pack.spec.dim), normal(i + 9, 2, pack.spec.dim)
         stats = FFNStats()
         bound = loaded.ops.bind_ffn(pack.spec, replace(layer, ffn_norm=None))

@@ -28,7 +28,7 @@ from thermocline.plan.disk_split import (
     resident,
 )
 from thermocline.plan.memory import GIB, gib_up, size_down, size_up
-from thermocline.session.store import room_for
+from thermocline.plan.place import Needs, without_gpu
 
 # ---- places
 
@@ -211,8 +211,7 @@ def test_the_figure_of_a_refusal_is_the_least_that_works() -> None:
     bundled = Pack.open(BUNDLED)
 
     def fits(budget: int) -> bool:
-        asked = {"sparsity": "exact", "context": 512, "max_batch": 1, "threads": 2, "limit": "allowed"}
-        room_for(bundled, None, budget=budget, **asked)  # type: ignore[arg-type]
+        without_gpu(bundled, None, Needs("exact", 512, 1, 2, budget, "allowed"))
         return True
 
     with pytest.raises(OutOfBudget) as refused:

@@ -28,11 +28,13 @@ from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack import predictor
 from thermocline.pack.activity_profile import Profile
 from thermocline.pack.pack import Pack
-from thermocline.plan import cost, hotness, plan_file
-from thermocline.plan.hotness import Hotness
+from thermocline.plan import cost, hotness
+from thermocline.plan import subject as subjects
+from thermocline.plan.hotness import Curve, Hotness
 from thermocline.plan.memory import GIB, fit
-from thermocline.plan.planner import Plan, alternative, plan
-from thermocline.plan.problem import Ask
+from thermocline.plan.place import larger
+from thermocline.plan.planner import Plan, plan
+from thermocline.plan.problem import Ask, Problem
 
 Run = Callable[..., Any]
 HIGH, LOW = read_tiers("rtx4090-i9-13900k"), read_tiers("rtx2080ti-i7-12700k")
@@ -74,7 +76,7 @@ def test_sizes_add_up_to_the_packs_file(shape: str, format: str) -> None:
 
 def test_a_real_pack_is_planned_with_its_own_bytes(tiny_pack: Path) -> None:
     pack = Pack.open(tiny_pack)
-    subject = plan_file.of_pack(tiny_pack, "exact", plan_file.Curve(None, 0.26))
+    subject = subjects.of_pack(tiny_pack, "exact", Curve(None, 0.26))
     assert subject.sizes.weights_bytes == pack.weights_bytes
     assert not subject.hotness.measured
 
@@ -268,7 +270,8 @@ def test_neurons_never_seen_share_what_those_seen_once_have() -> None:
 def test_the_alternative_has_a_quarter_more() -> None:
     spec, sizes, heat = relu()
     ask = Ask(512, vram_bytes=768 << 20, ram_bytes=8 * GIB)
-    was, more = plan(spec, sizes, heat, NO_DISK, ask), alternative(spec, sizes, heat, NO_DISK, ask)
+    asked = ask, larger(Problem(spec, sizes, heat, NO_DISK, ask))
+    was, more = (plan(spec, sizes, heat, NO_DISK, each) for each in asked)
     assert (more.budget.vram_bytes, more.budget.ram_bytes) == (960 << 20, 10 * GIB)
     assert more.tokens_per_s > 1.05 * was.tokens_per_s
 

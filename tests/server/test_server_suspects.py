@@ -20,13 +20,17 @@ from thermocline.server.process import engine_process
 from thermocline.server.process.engine_process import EngineCrashed, EngineProcess, Jobs
 from thermocline.server.process.messages import Cancel, Cancelled, Finished, Ready, Submit, Token
 from thermocline.server.process.suspects import CrashesEngine
+from thermocline.session.options import EngineOptions, ModelOptions
 
 
 class Engine(EngineProcess):
     """Without a process: `inside` is what one would have; the test says what becomes of it."""
 
     def __init__(self) -> None:
-        super().__init__({}, progress=lambda *_: None, opened=lambda _: None)
+        super().__init__(
+            ModelOptions(), EngineOptions(), progress=lambda *_: None,
+            opened=lambda _: None
+        )  # fmt: skip
         self.inside: dict[int, list[int]] = {}
         self.start()
         self._heard(Ready(0.1, 1000))
@@ -169,7 +173,9 @@ def test_an_engine_that_cannot_be_started_is_given_up_in_words(monkeypatch: pyte
 
     async def main() -> None:
         monkeypatch.setattr(engine_process, "_spawned", spawned)
-        engine = EngineProcess({}, progress=lambda *_: None, opened=lambda _: None)
+        engine = EngineProcess(
+            ModelOptions(), EngineOptions(), progress=lambda *_: None, opened=lambda _: None
+        )
         engine.start()
         await asyncio.wait_for(engine.over.wait(), 20)
         assert isinstance(engine.error, EngineCrashed) and engine.state == "failed"

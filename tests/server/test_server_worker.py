@@ -28,8 +28,9 @@ from thermocline.server.process.messages import (
     Submit,
     Token,
 )
+from thermocline.session.options import EngineOptions, ModelOptions, changed
 
-OPTIONS: dict[str, Any] = {"model": None, "threads": 1, "gpu": "off", "max_batch": 2}
+OPTIONS = EngineOptions(threads=1, max_batch=2)
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +46,14 @@ def said(*commands: Any, exits: bool = False, **options: Any) -> list[Any]:
     here, there = multiprocessing.Pipe()
     for command in commands:
         here.send(command)
+    files = changed(ModelOptions(model=options.pop("model", None)), options)  # type: ignore[arg-type]
+    asked = files, changed(OPTIONS, options)  # type: ignore[arg-type]
     if exits:
         with pytest.raises(SystemExit) as ended:
-            worker.main(there, OPTIONS | options)
+            worker.main(there, *asked)
         assert ended.value.code == 1
     else:
-        worker.main(there, OPTIONS | options)
+        worker.main(there, *asked)
     there.close()
     found: list[Any] = []
     while here.poll():

@@ -35,6 +35,8 @@ from thermocline.plan import disk_split, hotness
 from thermocline.plan.disk_split import others_of
 from thermocline.plan.memory import GIB
 from thermocline.session import store, weights
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 
 Run = Callable[..., Any]
 FFN = 8192  # neurons of a layer, with 4 MiB of bundles
@@ -92,9 +94,9 @@ def least(pack: Path, **asked: Any) -> float:
 def budgets(pack: Path) -> list[float]:
     """From what holds a few neurons of a layer to what lacks a few."""
     with opened(pack, lazy=True) as llm:
-        assert llm.arrangement is None
+        assert llm.session.arrangement is None
         others = others_of(llm.spec, context=512, kv_tokens=512, max_batch=2, threads=2)
-        most = (llm.weights_bytes + sum(others.values())) / GIB
+        most = (llm.session.weights_bytes + sum(others.values())) / GIB
     low = least(pack)
     return [low + (most - low) * part for part in (0.0, 0.1, 0.3, 0.6, 0.98)]
 
@@ -105,7 +107,7 @@ def test_no_budget_changes_a_bit(wide_pack: Path, sparsity: str) -> None:
         want = llm.generate([PROMPT, "Cold"], GREEDY)
     for ram in budgets(wide_pack):
         with opened(wide_pack, ram, sparsity=sparsity) as llm:
-            assert llm.arrangement is not None and llm.arrangement.bytes <= ram * GIB
+            assert llm.session.arrangement is not None and llm.session.arrangement.bytes <= ram * GIB
             got = llm.generate([PROMPT, "Cold"], GREEDY)
         for a, b in zip(got, want, strict=True):
             assert (a.token_ids, a.figures.logits_hash) == (b.token_ids, b.figures.logits_hash), ram
@@ -161,7 +163,7 @@ def test_a_pack_without_a_profile_runs_too_and_says_what_would_help(
     (pack / "profile.safetensors").unlink()
     with opened(pack, budgets(wide_pack)[1]) as llm:
         assert llm.generate(PROMPT, GREEDY).figures.logits_hash == want
-        assert llm.arrangement is not None
+        assert llm.session.arrangement is not None
     assert any("larger than its memory" in line for line in caplog.messages)
     assert any("thermocline profile" in line for line in caplog.messages)
 
@@ -223,9 +225,9 @@ def test_plan_says_before_what_run_does(wide_pack: Path, thermocline: Run) -> No
     assert plan.code == 0, plan.err
     told = json.loads(plan.out)
     with LLM(wide_pack, threads=2, context=512, max_batch=1, ram=float(ram), lazy=True) as llm:
-        assert llm.arrangement is not None
-        assert told["bytes"]["ram"] == llm.arrangement.parts
-        assert [x["ram"] for x in told["layers"]] == [s.places for s in llm.arrangement.bundles]
+        assert llm.session.arrangement is not None
+        assert told["bytes"]["ram"] == llm.session.arrangement.parts
+        assert [x["ram"] for x in told["layers"]] == [s.places for s in llm.session.arrangement.bundles]
     assert told["bytes"]["disk"]["up and down rows"] > 0
     assert any("expected in memory" in note for note in told["notes"])
 
@@ -258,7 +260,7 @@ def test_it_is_said_what_answers_together_have_to_share(
 ) -> None:
     caplog.set_level(logging.INFO, "thermocline")
     with opened(wide_pack, budgets(wide_pack)[2], max_batch=8) as llm:
-        assert llm.store is not None
+        assert llm.session.store is not None
     assert (
         "up to 8 answers are computed together, as long as all of them fit in 512 positions"
         in caplog.messages[-1]
@@ -280,17 +282,11 @@ def test_eight_sequences_at_once_read_what_their_neurons_need(tmp_path: Path, th
 
 def bytes_per_step(pack: Pack, sequences: int) -> float:
     """Of the disk, by steps of so many answers to random prompts, in memory for 40 % of the neurons."""
-    room = store.room_for(
-        pack, None, sparsity="exact", context=128, max_batch=8, threads=1,
-        budget=int(0.11 * GIB), at_least=1024
-    )  # fmt: skip
-    how: dict[str, Any] = {"disable": (), "progress": lambda *_: None}
-    with_disk = store.open_weights(pack, room, threads=1, predictors=None, **how)
-    assert room.arrangement is not None and with_disk.store is not None
-    counts, loaded = with_disk.store.counts, with_disk.loaded
-    engine = Engine(
-        pack.spec, loaded.weights, loaded.ops, context=128, max_batch=8, kv_tokens=1024, disk=counts
-    )  # fmt: skip
+    options = EngineOptions(context=128, max_batch=8, kv_tokens=1024, threads=1, ram=0.11)
+    session = Session.open(pack, options)
+    engine = session.load()
+    assert session.arrangement is not None and session.store is not None
+    counts = session.store.counts
     for i in range(sequences):
         ids = [int(x) for x in np.random.default_rng(i).integers(3, pack.spec.vocab_size, 4)]
         params = SamplingParams(max_tokens=40, temperature=1, seed=i, ignore_eos=True)
@@ -309,7 +305,7 @@ def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
     feed, heat = bench.feed_of(pack, [test], None, 1), hotness.of_pack(pack, hotness.Curve())
 
     def loaded(ram: float | None) -> Bench:
-        return Bench(pack, [test], feed, sparsity="exact", progress=lambda *_: None, ram=ram)
+        return Bench(pack, [test], feed, EngineOptions(ram=ram), lambda *_: None)
 
     whole = loaded(None)
     recorder = TraceRecorder(2, pack.spec, whole.engine.model.weights.layers)

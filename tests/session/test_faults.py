@@ -152,8 +152,8 @@ def outcome(stream: Stream) -> tuple[list[int], str] | ThermoclineError:
 def outcomes(llm: LLM, prompts: list[str]) -> list[tuple[list[int], str] | ThermoclineError]:
     streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
     got = [outcome(stream) for stream in streams]
-    assert llm._engine is not None
-    llm._engine.check_integrity()
+    assert llm.session.engine is not None
+    llm.session.engine.check_integrity()
     return got
 
 
@@ -164,8 +164,8 @@ def test_predicted_neurons_and_their_gates_may_be_on_disk(pack: Path) -> None:
     gates = set()
     for part in (0.0, 0.3, 0.5, 0.8, 0.95):
         with opened(pack, budget(pack, part, "predict"), "predict") as llm:
-            assert llm.arrangement is not None
-            gates.add(llm.arrangement.gates is not None)
+            assert llm.session.arrangement is not None
+            gates.add(llm.session.arrangement.gates is not None)
             assert outcomes(llm, PROMPTS) == want
     assert gates == {False, True}
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import placements
 import pytest
 from test_disk_tier import PROMPT, small_buffers, wide_pack
-from test_gpu import gpu_ops, logits, opt_pack, pack_of, predictors_of, stand_in
+from test_gpu import SPEC, gpu_ops, logits, opt_pack, pack_of, predictors_of, stand_in
 
 from thermocline import LLM, SamplingParams
 from thermocline.errors import BadFile, OutOfBudget
@@ -25,8 +26,8 @@ from thermocline.pack.predictor import Predictors
 from thermocline.plan import disk_split, hotness, problem
 from thermocline.plan.disk_split import Arrangement, Contents
 from thermocline.plan.memory import GIB
+from thermocline.plan.placement import Placement
 from thermocline.session import gpu_weights
-from thermocline.session.gpu_weights import LayerPlace, Places
 from thermocline.session.store import Store
 
 __all__ = ["small_buffers", "stand_in", "wide_pack"]  # fixtures
@@ -40,7 +41,7 @@ def small_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problem, "STAGING_BYTES", 1 << 20)
 
 
-def arranged(pack: Pack, places: Places, predictors: Predictors | None, more: int = 0) -> Arrangement:
+def arranged(pack: Pack, places: Placement, predictors: Predictors | None, more: int = 0) -> Arrangement:
     """The least memory there can be for what is not on the device, and `more`."""
     held = {s.name for s in gpu_weights.splits(pack.spec, pack.tensors, places) if s.kept}
     contents = Contents(
@@ -49,27 +50,28 @@ def arranged(pack: Pack, places: Places, predictors: Predictors | None, more: in
         None if predictors is None else predictors.nbytes,
         "exact" if predictors is None else "predict",
         hotness.of_pack(pack, hotness.Curve()),
-        tuple(x.neurons // pack.spec.n_experts for x in places.layers),
+        tuple(map(gpu_weights.gpu_neurons, places.layers)),
     )
     return disk_split.arrange(contents, disk_split.least_bytes(contents, {}) + more, {})
 
 
 def in_part(
-    pack: Pack, places: Places, ops: GpuOps, predictors: Predictors | None = None, more: int = 0
+    pack: Pack, places: Placement, ops: GpuOps, predictors: Predictors | None = None, more: int = 0
 ) -> tuple[Weights, Store]:
     a, records = arranged(pack, places, predictors, more), open_checksums(pack)
-    return gpu_weights.load_in_part(pack, places, a, records, ops.device, ops.cpu, predictors=predictors)
+    return gpu_weights.load_in_part(pack, places, a, records, (ops.device,), ops.cpu, predictors=predictors)
 
 
-def places(*neurons: int, attention: bool = True, predictor: bool = False) -> Places:
-    return Places(tuple(LayerPlace(attention, predictor, n) for n in neurons), True)
+def places(*neurons: int, attention: bool = True, predictor: bool = False) -> Placement:
+    spec = replace(SPEC, n_layers=3, ffn_dim=NEURONS)
+    return Placement(tuple(placements.layer(spec, attention, predictor, n) for n in neurons), "gpu:0")
 
 
 PLACED = [
     places(NEURONS, 96, 0),
     places(32, 1024, 2016, predictor=True),
     places(0, 0, 0, attention=False),
-    replace(places(64, 64, NEURONS, attention=False, predictor=True), head=False),
+    replace(places(64, 64, NEURONS, attention=False, predictor=True), head="cpu"),
 ]
 
 
@@ -87,7 +89,7 @@ def test_what_comes_from_disk_changes_no_bit(
     how = {"sparsity": "predict" if predicted else "exact"}
     for chunk in (1, 3, 12):
         ops = gpu_ops(stand_in, pack.spec, rank=NEURONS)
-        whole = gpu_weights.load(pack, PLACED[where], stand_in, ops.cpu, predictors=found)
+        whole = gpu_weights.load(pack, PLACED[where], (stand_in,), ops.cpu, predictors=found)
         want_stats, stats = FFNStats(), FFNStats()
         want = logits(pack.spec, whole, ops, PLACED[where], chunk, **how, stats=want_stats)
         ops = gpu_ops(stand_in, pack.spec, rank=NEURONS)
@@ -95,7 +97,7 @@ def test_what_comes_from_disk_changes_no_bit(
         got = logits(pack.spec, some, ops, PLACED[where], chunk, **how, stats=stats)
         assert np.array_equal(got, want) and stats == want_stats
         missed = disk.counts().missed
-        assert missed > 0 or all(x.neurons == NEURONS for x in PLACED[where].layers)
+        assert missed > 0 or all(gpu_weights.gpu_neurons(x) == NEURONS for x in PLACED[where].layers)
 
 
 def test_rows_on_the_gpu_take_no_memory_beside_it(tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_a_damaged_neuron_is_named_from_within_a_step(tmp_path: Path, stand_in: 
         f.seek(t.offset + 64 * t.stride)
         f.write(was)
     fresh = gpu_ops(stand_in, pack.spec)
-    truth = gpu_weights.load(pack, where, stand_in, fresh.cpu)
+    truth = gpu_weights.load(pack, where, (stand_in,), fresh.cpu)
     assert np.array_equal(logits(pack.spec, made, ops, where, 1), logits(pack.spec, truth, fresh, where, 1))
 
 
@@ -144,11 +146,11 @@ def said(llm: LLM) -> list[int]:
 def budgets(pack: Path) -> tuple[float, float]:
     """(GiB of VRAM for half of the neurons, of RAM for the other half)"""
     with opened(pack, gpu="stand-in", vram=2.0, lazy=True) as llm:
-        assert llm.plan is not None
-        parts = llm.plan.bytes
-        vram = llm.plan.used("gpu") - parts["gpu"]["neurons"] // 2
+        assert llm.session.plan is not None
+        parts = llm.session.plan.bytes
+        vram = llm.session.plan.used("gpu") - parts["gpu"]["neurons"] // 2
     with opened(pack, gpu="stand-in", vram=vram / GIB, lazy=True) as llm:
-        assert llm.plan is not None and llm.arrangement is None
+        assert llm.session.plan is not None and llm.session.arrangement is None
         return vram / GIB, llm.memory_bytes / GIB
 
 
@@ -158,11 +160,11 @@ def test_a_session_has_neurons_on_three_tiers(wide_pack: Path, caplog: pytest.Lo
     vram, ram = budgets(wide_pack)
     for less in (0.001, 0.0025):
         with opened(wide_pack, gpu="stand-in", vram=vram, ram=ram - less) as llm:
-            assert llm.plan is not None and llm.arrangement is not None
+            assert llm.session.plan is not None and llm.session.arrangement is not None
             assert llm.memory_bytes <= (ram - less) * GIB
-            assert 0.4 < llm.arrangement.share < 1
+            assert 0.4 < llm.session.arrangement.share < 1
             assert said(llm) == want
-            assert llm.store is not None and llm.store.counts().missed > 0
+            assert llm.session.store is not None and llm.session.store.counts().missed > 0
     assert any("the others come from disk" in line for line in caplog.messages)
 
 

@@ -37,7 +37,8 @@ from thermocline.plan.memory import (
     scratch_bytes,
 )
 from thermocline.session import weights
-from thermocline.session.store import Room
+from thermocline.session.options import EngineOptions, ModelOptions
+from thermocline.session.session import Session
 
 # ---- memory, said before it is taken
 
@@ -132,7 +133,7 @@ from thermocline.engine.kv_cache import bytes_for
 with LLM({str(tiny_pack)!r}, threads=2, context=2048, max_batch=2) as llm:
     llm.generate(["a" * 1000] * 2, SamplingParams(max_tokens=2, top_k=0))
     scratch = scratch_bytes(llm.spec, context=2048, max_batch=2, threads=2) + runtime_bytes(llm.spec)
-    print(llm.weights_bytes + bytes_for(llm.spec, 4096) + scratch, hardware.peak_rss_bytes())"""
+    print(llm.session.weights_bytes + bytes_for(llm.spec, 4096) + scratch, hardware.peak_rss_bytes())"""
     run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     need, peak = map(int, run.stdout.split())
     assert 0.5 * need < peak <= need
@@ -160,11 +161,12 @@ def llm() -> LLM:
     """An LLM over the test model; only the loading is left out."""
     llm = LLM.__new__(LLM)
     letters: Any = Letters()
-    llm.spec, llm.context, llm.tokenizer = SPEC, 256, letters
+    llm.spec, llm.tokenizer = SPEC, letters
     llm._lock, llm._leaving, llm._closed = threading.Lock(), deque(), False
-    llm._generation_config = "off"
-    llm._room = Room(256, 256, 0, None)
-    llm._engine = Engine(SPEC, WEIGHTS, reference, context=256, tokenizer=letters)
+    llm._files = ModelOptions(generation_config="off")
+    llm.session = Session.__new__(Session)
+    llm.session.options, llm.session._gpus, llm.session._predictors = EngineOptions(context=256), None, None
+    llm.session._engine = Engine(SPEC, WEIGHTS, reference, context=256, tokenizer=letters)
     return llm
 
 
@@ -188,9 +190,9 @@ def test_two_streams_can_be_read_in_turns(llm: LLM) -> None:
 
 
 def idle(llm: LLM) -> bool:
-    assert llm._engine is not None
-    llm._engine.check_integrity()
-    return llm._engine.kv.used == 0 and not llm._engine.running
+    assert llm.session.engine is not None
+    llm.session.engine.check_integrity()
+    return llm.session.engine.kv.used == 0 and not llm.session.engine.running
 
 
 def test_a_closed_stream_frees_its_memory_and_keeps_its_figures(llm: LLM) -> None:
@@ -336,7 +338,7 @@ def test_packing_and_loading_tell_how_far_they_are(tiny_hf: Path, tmp_path: Path
     with LLM(tiny_hf, cache_dir=tmp_path, lazy=True, progress=lambda *at: told.append(at)) as llm:
         assert {what for what, _, _ in told} == {"packing"}
         llm.generate("Once", GREEDY)
-    assert told[-1] == ("loading", llm.weights_bytes, llm.weights_bytes)
+    assert told[-1] == ("loading", llm.session.weights_bytes, llm.session.weights_bytes)
     assert all(done <= total for _, done, total in told)
 
 

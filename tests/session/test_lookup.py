@@ -240,7 +240,7 @@ def test_a_table_takes_a_row_and_a_block_of_the_budget(model: Callable[[str], Pa
     pack = model(name)
     assert looked_up(pack.spec, pack.tensors) == [f"{table}.weight" for table in TABLES[name]]
     with opened(pack.path, least(pack.path), lazy=True) as llm:
-        assert llm.arrangement is not None
-        part = llm.arrangement.parts["embedding"]
+        assert llm.session.arrangement is not None
+        part = llm.session.arrangement.parts["embedding"]
     whole = aligned(pack.tensors["embed.weight"].bytes) if pack.spec.tied_head else 0
     assert part == whole + len(TABLES[name]) * (4096 + BLOCK)

@@ -40,6 +40,7 @@ from thermocline.plan.cost import IN_FLIGHT, LayerWork, Reads, Speeds, Work, ste
 from thermocline.plan.disk_split import Arrangement, Contents, others_of
 from thermocline.plan.memory import GIB
 from thermocline.plan.problem import Ask, Problem
+from thermocline.session.options import EngineOptions
 
 Run = Callable[..., Any]
 EXPERTS, FFN = 4, 4096
@@ -115,7 +116,7 @@ def budgets(pack: Path, **asked: Any) -> list[float]:
     """From what holds a few neurons of each expert to what lacks a few."""
     with opened(pack, lazy=True, **asked) as llm:
         others = others_of(llm.spec, context=256, kv_tokens=256, max_batch=4, threads=2)
-        most = (llm.weights_bytes + sum(others.values())) / GIB
+        most = (llm.session.weights_bytes + sum(others.values())) / GIB
     low = least(pack, **asked)
     return [low + (most - low) * part for part in (0.0, 0.3, 0.98)]
 
@@ -134,8 +135,8 @@ def test_no_budget_changes_a_bit(mixture: Path, sparsity: str) -> None:
     gates_left = []
     for ram in budgets(mixture, sparsity=sparsity):
         with opened(mixture, ram, sparsity=sparsity) as llm:
-            assert llm.arrangement is not None and llm.arrangement.bytes <= ram * GIB
-            gates_left.append(llm.arrangement.gates is not None)
+            assert llm.session.arrangement is not None and llm.session.arrangement.bytes <= ram * GIB
+            gates_left.append(llm.session.arrangement.gates is not None)
             assert answers(llm) == wanted, ram
     assert gates_left[0] == (sparsity == "predict")
 
@@ -212,7 +213,7 @@ def test_plan_says_before_what_run_does(mixture: Path, sparsity: str, thermoclin
     told = json.loads(plan.out)
     asked: Any = {"context": 256, "max_batch": 1, "sparsity": sparsity}
     with LLM(mixture, threads=2, ram=float(ram), lazy=True, **asked) as llm:
-        a = llm.arrangement
+        a = llm.session.arrangement
     assert a is not None and told["bytes"]["ram"] == a.parts
     assert [x["ram"] for x in told["layers"]] == a.places(a.bundles)
     on_disk = [] if a.gates is None else [EXPERTS * FFN - n for n in a.places(a.gates)]
@@ -247,7 +248,7 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
     feed, heat = bench.feed_of(pack, [test], None, 1), hotness.of_pack(pack, hotness.Curve())
 
     def loaded(ram: float | None) -> Bench:
-        return Bench(pack, [test], feed, sparsity="exact", progress=lambda *_: None, ram=ram)
+        return Bench(pack, [test], feed, EngineOptions(ram=ram), lambda *_: None)
 
     whole = loaded(None)
     recorder = TraceRecorder(2, pack.spec, whole.engine.model.weights.layers)

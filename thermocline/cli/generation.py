@@ -23,7 +23,7 @@ from thermocline.cli.shared_options import (
 )
 from thermocline.errors import UsageError
 from thermocline.options import bias, count_or_all, nonempty, one_of, opt, real, switch, whole
-from thermocline.session.options import GENERATION_CONFIGS
+from thermocline.session.options import GENERATION_CONFIGS, EngineOptions, ModelOptions
 
 if TYPE_CHECKING:
     from thermocline.engine.sampler import SamplingParams
@@ -142,27 +142,34 @@ def open_llm(
     """Open everything but the weights: those are read once the prompt is known to fit."""
     from thermocline.llm import LLM
 
-    return LLM(**llm_options(o, chat_template, max_batch), progress=progress.at, lazy=True)
+    files, options = model_options(o, chat_template), engine_options(o, max_batch)
+    return LLM(files=files, options=options, progress=progress.at, lazy=True)
 
 
-def llm_options(o: GenerationOptions, chat_template: str | None, max_batch: int) -> dict[str, Any]:
-    """Map command-line options to `LLM`'s keyword arguments."""
-    return {
-        "model": o.model,
-        "threads": o.threads if o.threads > 0 else None,
-        "context": o.ctx_size or None,
-        "format": o.format,
-        "activation": o.activation,
-        "sparsity": o.sparsity,
-        "max_batch": max_batch,
-        "cache_dir": cache_dir(o.cache_dir),
-        "chat_template": chat_template,
-        "ram": o.ram,
-        "gpu": o.gpu,
-        "vram": o.vram,
-        "disable": o.disable,
-        "generation_config": o.generation_config,
-    }
+def model_options(o: GenerationOptions, chat_template: str | None) -> ModelOptions:
+    """Return which model the command line names, and how its files are read."""
+    return ModelOptions(
+        model=o.model,
+        format=o.format,
+        activation=o.activation,
+        cache_dir=cache_dir(o.cache_dir),
+        chat_template=chat_template,
+        generation_config=o.generation_config,
+    )
+
+
+def engine_options(o: GenerationOptions, max_batch: int) -> EngineOptions:
+    """Return the session's options that the command line names."""
+    return EngineOptions(
+        sparsity=o.sparsity,
+        context=o.ctx_size or None,
+        max_batch=max_batch,
+        threads=o.threads if o.threads > 0 else None,
+        ram=o.ram,
+        gpu=o.gpu,
+        vram=o.vram,
+        disable=o.disable,
+    )
 
 
 def sampling(o: GenerationOptions) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The one decoder: token ids -> logits, as plain functions over a table of ops.
 
-Knows `ModelSpec`, the weights' shape and the KV cache's layout; must not know requests, files or families.
-`ops` is `ops.reference` (numpy, the specification) or `ops.cpu` (native): same functions, same signatures.
-`bind` once, then `forward` for every step.
+`ops` is `ops.reference` (numpy, the specification), `CpuOps` (native) or `GpuOps`. `bind` once, then
+`forward` for every step.
 """
 
 from __future__ import annotations
@@ -11,31 +10,52 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from thermocline.engine.kv_cache import KVCache
 from thermocline.model.spec import ModelSpec, RopeScaling
-from thermocline.ops.interface import F32, I32, Batch, FFNStats, Heads, Norm, Weights
+from thermocline.ops.interface import (
+    F32,
+    I32,
+    A,
+    Batch,
+    BoundAttention,
+    BoundFFN,
+    F,
+    FFNStats,
+    H,
+    Heads,
+    L,
+    Logits,
+    Norm,
+    OpaqueOps,
+    Ops,
+    S,
+    StepHandle,
+    Stream,
+    Weights,
+    opaque,
+)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What `forward` runs: the weights, and every layer's two halves as `ops` wants them, made once."""
+    """The weights, and every layer's two halves as `ops` wants them, made once."""
 
     spec: ModelSpec
     weights: Weights
-    attention: tuple[Any, ...]  # of ops.bind_attention
-    ffn: tuple[Any, ...]  # of ops.bind_ffn
+    attention: tuple[BoundAttention, ...]
+    ffn: tuple[BoundFFN, ...]
 
 
-def bind(spec: ModelSpec, weights: Weights, ops: Any) -> Model:
-    layers = weights.layers
+def bind(spec: ModelSpec, weights: Weights, ops: Ops[H, S, A, F, L]) -> Model:
+    """Return a model that `forward` runs with these ops."""
+    layers, table = weights.layers, opaque(ops)
     if spec.norm_order == "post":  # then `forward` applies the norms
         layers = tuple(replace(x, attn_norm=None, ffn_norm=None) for x in layers)
-    attention = (ops.bind_attention(spec, Heads.of(spec, i, x), x) for i, x in enumerate(layers))
-    return Model(spec, weights, tuple(attention), tuple(ops.bind_ffn(spec, x) for x in layers))
+    attention = (table.bind_attention(spec, Heads.of(spec, i, x), x) for i, x in enumerate(layers))
+    return Model(spec, weights, tuple(attention), tuple(table.bind_ffn(spec, x) for x in layers))
 
 
 @functools.lru_cache(maxsize=8)
@@ -52,7 +72,7 @@ def _inverse_frequencies(spec: ModelSpec, local: bool) -> F32:
         frequency = (frequency / np.array(s.short_factors, np.float32)).astype(np.float32)
         return frequency
     if s.kind == "linear":
-        blend: Any = np.float32(0)
+        blend: F32 | np.float32 = np.float32(0)
     elif s.kind == "yarn":
         blend = _yarn_blend(s, n, theta)
     else:
@@ -97,27 +117,30 @@ def rope_tables(spec: ModelSpec, positions: I32, local: bool = False) -> tuple[F
     return np.cos(angle) * factor, np.sin(angle) * factor
 
 
-def forward(model: Model, kv: KVCache, batch: Batch, ops: Any, *, sparsity: str, stats: FFNStats) -> F32:
-    """One step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size].
+def forward(
+    model: Model, kv: KVCache, batch: Batch, ops: Ops[H, S, A, F, L], *, sparsity: str, stats: FFNStats
+) -> F32:
+    """Compute one step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size].
 
     `sparsity`: of `SPARSITIES`; a layer without predictor, or a batch of more than `FEW`, is not guessed.
     """
-    x, steps = _embedded(model, batch, ops), _steps(model.spec, batch, kv, ops)
-    body = partial(_layers, model, kv, steps, ops, sparsity, stats)
-    return _scaled(model.spec, ops.run(x, batch.logit_rows, sparsity, stats, body))
+    table = opaque(ops)
+    x, steps = _embedded(model, batch, table), _steps(model.spec, batch, kv, table)
+    body = partial(_layers, model, kv, steps, table, sparsity, stats)
+    return _scaled(model.spec, table.run(x, batch.logit_rows, sparsity, stats, body))
 
 
 def _layers(
     model: Model,
     kv: KVCache,
-    steps: dict[int | None, Any],
-    ops: Any,
+    steps: dict[int | None, StepHandle],
+    ops: OpaqueOps,
     sparsity: str,
     stats: FFNStats,
-    x: Any,
+    x: Stream,
     rows: I32,
-) -> Any:
-    """The residual stream [tokens, dim], where `ops` keeps it, -> the head's logits of `rows`."""
+) -> Logits:
+    """Run the residual stream [tokens, dim] through the layers; -> the head's logits of `rows`."""
     spec, layers = model.spec, model.weights.layers
 
     for i, (attention, ffn) in enumerate(zip(model.attention, model.ffn, strict=True)):
@@ -133,10 +156,10 @@ def _layers(
     return _logits(model, ops.rows(x, rows), ops)
 
 
-def _embedded(model: Model, batch: Batch, ops: Any) -> F32:
-    """[tokens, dim], the residual stream."""
+def _embedded(model: Model, batch: Batch, ops: OpaqueOps) -> F32:
+    """Return the residual stream [tokens, dim] of a batch."""
     spec, weights = model.spec, model.weights
-    x: F32 = ops.embed(weights.embed, batch.ids)
+    x = ops.embed(weights.embed, batch.ids)
     if spec.embed_scale != 1:
         x *= np.float32(spec.embed_scale)
     if weights.project_in is not None:
@@ -146,9 +169,9 @@ def _embedded(model: Model, batch: Batch, ops: Any) -> F32:
     return x
 
 
-def _steps(spec: ModelSpec, batch: Batch, kv: KVCache, ops: Any) -> dict[int | None, Any]:
-    """What the layers of each window have in common: where their keys and values are, and their angles."""
-    steps: dict[int | None, Any] = {}
+def _steps(spec: ModelSpec, batch: Batch, kv: KVCache, ops: OpaqueOps) -> dict[int | None, StepHandle]:
+    """Return, for the layers of each window, where their keys and values are, and their angles."""
+    steps: dict[int | None, StepHandle] = {}
     angles: dict[bool, tuple[F32 | None, F32 | None]] = {}
     for window in kv.windows:
         local = window is not None and spec.local_rope_theta is not None
@@ -159,17 +182,14 @@ def _steps(spec: ModelSpec, batch: Batch, kv: KVCache, ops: Any) -> dict[int | N
     return steps
 
 
-def _norm(spec: ModelSpec, norm: Norm | None, x: Any, ops: Any) -> Any:
+def _norm(spec: ModelSpec, norm: Norm | None, x: Stream, ops: OpaqueOps) -> Stream:
     return x if norm is None else ops.norm(x, norm.weight, norm.bias, spec.norm_eps, spec.norm)
 
 
-def _logits(model: Model, x: Any, ops: Any) -> Any:
+def _logits(model: Model, x: Stream, ops: OpaqueOps) -> Logits:
     """[rows, dim] -> [rows, vocab_size]."""
     weights = model.weights
-    h = _norm(model.spec, weights.out_norm, x, ops)
-    if weights.project_out is not None:
-        h = ops.matmul(weights.project_out, h, None)
-    return ops.matmul(weights.head.weight, h, weights.head.bias)
+    return ops.head(_norm(model.spec, weights.out_norm, x, ops), weights.head, weights.project_out)
 
 
 def _scaled(spec: ModelSpec, logits: F32) -> F32:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import eq
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,21 @@ from thermocline.engine.sampler import SamplingParams, TokenLogprobs
 from thermocline.engine.traffic import Traffic
 from thermocline.errors import BadFile, IOFailure, ThermoclineError
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import F32, Batch, DiskCounts, FFNStats, Weights
+from thermocline.ops.interface import (
+    F16,
+    F32,
+    A,
+    Batch,
+    DiskCounts,
+    F,
+    FFNStats,
+    H,
+    L,
+    Ops,
+    S,
+    Weights,
+    opaque,
+)
 from thermocline.text.grammar import Constraint
 from thermocline.text.tokenizer import Tokenizer
 
@@ -82,7 +95,7 @@ class Engine:
         self,
         spec: ModelSpec,
         weights: Weights,
-        ops: Any,
+        ops: Ops[H, S, A, F, L],
         *,
         context: int,
         tokenizer: Tokenizer | None = None,
@@ -91,7 +104,7 @@ class Engine:
         prefill_chunk: int = PREFILL_CHUNK,
         kv_tokens: int | None = None,
         disk: Callable[[], DiskCounts] | None = None,
-        storage: Callable[[int, tuple[int, ...]], Any] = in_ram,
+        storage: Callable[[int, tuple[int, ...]], F16] = in_ram,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`kv_tokens`: positions the cache holds for all requests; default: `max_batch` full contexts.
@@ -101,7 +114,7 @@ class Engine:
         """
         kv_tokens = context * max_batch if kv_tokens is None else kv_tokens
         assert kv_tokens >= context, "one request must always fit"
-        self.spec, self.ops = spec, ops
+        self.spec, self.ops = spec, opaque(ops)
         self.model = bind(for_context(spec, context), weights, ops)
         self.context, self.max_batch, self.prefill_chunk = context, max_batch, prefill_chunk
         self.sparsity = sparsity
@@ -334,14 +347,7 @@ class Engine:
         for s in spans:
             if s.start < s.request.n_prompt:
                 continue
-            d = s.request.decode
-            d.active += stats.active
-            d.neurons += stats.neurons
-            d.rows += stats.rows
-            d.rows_dense += stats.rows_dense
-            d.gates_dense += stats.gates_dense
-            d.predicted += stats.predicted
-            d.predictor_bytes += stats.predictor_bytes
+            s.request.decode += stats
             if before is not None and disk is not None:
                 known = s.request.disk or DiskCounts()
                 shares = ((b - a) // len(spans) for a, b in zip(before, disk, strict=True))

@@ -1,21 +1,17 @@
-"""What one decode step reads from memory.
-
-Owns how many bytes each part of a model is. Must not know requests.
-"""
+"""Bytes that one decode step reads from memory, part by part of a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from thermocline.engine.kv_cache import bytes_for
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import Norm, Weights
+from thermocline.ops.interface import F32, Matrix, Norm, Weights
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one decode step reads from memory."""
+    """Bytes that one decode step reads from memory."""
 
     fixed_bytes: int  # every matrix but gate, up and down, norms and biases, once per step
     gate_bytes: float  # one gate row
@@ -32,15 +28,17 @@ class Traffic:
             fixed += _nbytes(layer.router)
             for f in layer.experts:
                 fixed += _nbytes(f.down_bias)
-                gates += _nbytes(f.gate.weight) / f.gate.weight.shape[0]
-                gates += _nbytes(f.gate.bias) / spec.ffn_dim
+                row = f.parts[-1].gate.weight  # on disk, gate rows take turns in slots
+                gates += _nbytes(row) / row.shape[0]
+                gates += _nbytes(*(p.gate.bias for p in f.parts)) / spec.ffn_dim
         ffn = weights.layers[0].experts[0]
-        places = ffn.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk neurons take turns in them
-        row = _nbytes(ffn.up, ffn.down) / (places * (2 if ffn.up is not None else 1))
-        return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row, bytes_for(spec, 1))
+        part = ffn.parts[-1]
+        slots = part.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk, rows take turns in them
+        row_bytes = _nbytes(part.up, part.down) / (slots * (2 if part.up is not None else 1))
+        return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row_bytes, bytes_for(spec, 1))
 
 
-def _nbytes(*arrays: Any) -> int:
+def _nbytes(*arrays: Matrix | F32 | None) -> int:
     return sum(a.nbytes for a in arrays if a is not None)
 
 

@@ -21,8 +21,8 @@ from thermocline.engine.decoder import bind, for_context, forward
 from thermocline.engine.kv_cache import KVCache, blocks_for
 from thermocline.errors import NumericalError
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.cpu import CpuOps, Matrix
-from thermocline.ops.interface import F32, Batch, FFNStats, Layer, Weights
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer, Matrix, Weights
 from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
 
 UNIT = BUCKETS[-1]  # passages and steps are whole windows, but for a passage's end
@@ -118,7 +118,7 @@ def down_norms(spec: ModelSpec, weights: Weights, ops: CpuOps) -> list[F32]:
     """Of each layer [neurons]: the length of a neuron's down row, times its weight in a sub-norm."""
     out: list[F32] = []
     for layer in weights.layers:
-        norms = np.concatenate([_row_norms(f.down, ops) for f in layer.experts])
+        norms = np.concatenate([_row_norms(f.part.down, ops) for f in layer.experts])
         if layer.ffn_sub_norm is not None:
             norms *= np.abs(layer.ffn_sub_norm.weight)
         out.append(norms)

@@ -17,20 +17,19 @@ from typing import Any
 import numpy as np
 
 from thermocline import __version__
-from thermocline.engine.engine import Engine
 from thermocline.engine.kv_cache import BLOCK, blocks_for
 from thermocline.engine.request import Figures, Request, request_for
 from thermocline.engine.request import disk_figures as of_disk
 from thermocline.engine.sampler import Sampler, SamplingParams
 from thermocline.errors import UsageError
-from thermocline.llm import budget_for, room_for
 from thermocline.machine import hardware
 from thermocline.model.spec import ModelSpec
 from thermocline.offline.need_trace import TraceRecorder
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack.pack import Pack, inspect
-from thermocline.pack.predictor import predictors_for
-from thermocline.session import store
+from thermocline.plan.placement import CPU
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 from thermocline.text.tokenizer import FILE, Tokenizer, read_text
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
@@ -174,15 +173,10 @@ class Bench:
         pack: Pack,
         tests: Sequence[Test],
         feed: Feed,
-        *,
-        sparsity: str,
+        options: EngineOptions,
         progress: Progress,
-        ram: float | None = None,
-        disable: Sequence[str] = (),
-        gpu: str = "off",
-        vram: float | None = None,
     ) -> None:
-        """`ram`, `disable`, `gpu`, `vram`: as `LLM`'s."""
+        """`options`: but for the context, threads and requests together, which are the tests'."""
 
         def loading(what: str, done: int, total: int) -> None:
             progress(what, done, total, "B")
@@ -193,38 +187,17 @@ class Bench:
         self.context_ids, self.next_ids = feed.ids[:depth], feed.ids[depth:]
         context = max(t.context for t in tests)
         kv_blocks = depth // BLOCK + blocks_for(max(t.context - t.depth for t in tests)) + 1
-        predictors = predictors_for(pack, sparsity)
         kv_blocks *= (
             1 if pack.spec.sliding_window is None else 2
         )  # held and running, each with its own window
-        budget, limit = budget_for(ram)
-        room = room_for(
-            pack,
-            predictors,
-            sparsity=sparsity,
-            context=context,
-            max_batch=1,
-            threads=widest,
-            budget=budget,
-            limit=limit,
-            gpu=gpu,
-            vram=vram,
-            disable=disable,
-            at_least=kv_blocks * BLOCK,
-        )
-        self.gpu, self.disabled, self.memory_bytes = room.gpu, tuple(disable), room.bytes
+        options = replace(options, context=context, max_batch=1, threads=widest, kv_tokens=kv_blocks * BLOCK)
+        self.session = Session.open(pack, options, progress=loading)
         try:
-            if self.gpu is not None and len({t.threads for t in tests}) > 1:
+            if self.session.gpus is not None and len({t.threads for t in tests}) > 1:
                 raise UsageError("with a GPU one number of threads at a time: its recordings are made for it")
-            opened = store.open_weights(
-                pack,
-                room,
-                threads=widest,
-                predictors=predictors,
-                disable=disable,
-                progress=loading,
-            )
-            self._load(opened, sparsity=sparsity, context=context, kv_tokens=kv_blocks * BLOCK)
+            self.engine = self.session.load()
+            every = {t.threads for t in tests}
+            self.ops = {t: CpuOps(t) for t in every - {widest}} | {widest: self.session.loaded.ops}
             self.load_s = time.perf_counter() - begin
             self._compute_context()
         except BaseException:
@@ -232,26 +205,8 @@ class Bench:
             raise
 
     def close(self) -> None:
-        """A GPU's queues end."""
-        if self.gpu is not None:
-            self.gpu.close()
-
-    def _load(self, opened: store.Opened, *, sparsity: str, context: int, kv_tokens: int) -> None:
-        widest = max(t.threads for t in self.tests)
-        self.loaded, self.store = opened.loaded, opened.store
-        loaded = self.loaded
-        self.ops = {t: CpuOps(t) for t in {t.threads for t in self.tests} - {widest}} | {widest: loaded.ops}
-        self.engine = Engine(
-            self.pack.spec,
-            loaded.weights,
-            loaded.ops,
-            context=context,
-            max_batch=1,
-            sparsity=sparsity,
-            kv_tokens=kv_tokens,
-            disk=None if self.store is None else self.store.counts,
-            storage=opened.storage,
-        )
+        """Free the weights; a GPU's queues end."""
+        self.session.close()
 
     def _compute_context(self) -> None:
         if not self.context_ids:
@@ -264,7 +219,7 @@ class Bench:
 
     def roof(self, threads: int) -> float | None:
         """GB/s of reading the weights. None where a GPU has a part of them, or they are too few to tell."""
-        return self.loaded.read_gbs(threads, ROOF_SECONDS)
+        return self.session.read_gbs(threads, ROOF_SECONDS)
 
     def warm_up(self) -> None:
         """Every test once, with one token of its own."""
@@ -291,11 +246,11 @@ class Bench:
 
     def python_share(self, test: Test) -> float | None:
         """Of the time of a token; None where none is generated one by one."""
-        if test.gen == 0 or self.gpu is not None:  # of a GPU's step the CPU's calls are a part
+        if test.gen == 0 or self.session.gpus is not None:  # of a GPU's step the CPU's calls are a part
             return None
         test = replace(test, prompt=0, gen=min(test.gen, CLOCKED_TOKENS))
         request = self._start(test)
-        ops = copy.copy(self.engine.ops)
+        ops = copy.copy(self.ops[test.threads])
         clock = ops.native = Clock(ops.native)
         self.engine.ops = ops
         ns = self._finish(request, test)
@@ -462,7 +417,7 @@ LLAMA_BENCH: dict[str, Any] = {
 
 def facts_of(bench: Bench) -> dict[str, Any]:
     """What is the same in every row."""
-    pack = bench.pack
+    pack, session, plan = bench.pack, bench.session, bench.session.plan
     parameters = inspect(pack)["parameters"]
     return {
         "cpu_info": hardware.cores().name or "",
@@ -475,19 +430,19 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "tokens": bench.feed.name,
         "sparsity": bench.engine.sparsity,
         "isa": hardware.isa().chosen,
-        "memory_bytes": bench.memory_bytes,
-        "disk": None if bench.store is None else bench.store.how,
-        "vram_bytes": None if bench.gpu is None else bench.gpu.vram_bytes,
-        "disabled": ",".join(bench.disabled),
-    } | _gpu_facts(bench.gpu)
+        "memory_bytes": session.memory_bytes,
+        "disk": None if session.store is None else session.store.how,
+        "vram_bytes": None if plan is None else plan.used("gpu"),
+        "disabled": ",".join(session.options.disable),
+    } | _gpu_facts(session)
 
 
-def _gpu_facts(gpu: Any | None) -> dict[str, Any]:
-    """As llama-bench's: its layers there are whole, ours those whose attention is."""
-    if gpu is None:
+def _gpu_facts(session: Session) -> dict[str, Any]:
+    """Describe a GPU as llama-bench does: its layers there are whole, ours those whose attention is."""
+    if session.gpus is None:
         return {}
-    device = gpu.gpu.device
-    layers = sum(x.attention == "gpu" for x in gpu.plan.layers)
+    device = session.gpus.opened[0].device
+    layers = sum(x.attention != CPU for x in session.placement.layers)
     return {
         "gpu_info": device.name,
         "backends": "CUDA" if device.torch.type == "cuda" else "CPU",

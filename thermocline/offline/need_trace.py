@@ -81,7 +81,9 @@ class TraceRecorder(CpuOps):
         s, own = self._spec, self._layers[layer]
         if own.ffn_norm is not None and s.norm_order != "post":
             h = self.norm(h, own.ffn_norm.weight, own.ffn_norm.bias, s.norm_eps, s.norm)
-        gates = np.stack([self.matmul(f.gate.weight, h, f.gate.bias) for f in own.experts], axis=1)
+        gates = np.stack(
+            [self.matmul(g.weight, h, g.bias) for g in (f.part.gate for f in own.experts)], axis=1
+        )
         needed = gates > s.activation_threshold  # [tokens, n_experts, ffn_dim]
         if own.router is not None:
             needed &= route(self.matmul(own.router, h, None), s.n_experts_active)[:, :, None] != 0

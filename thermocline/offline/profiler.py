@@ -38,7 +38,8 @@ from thermocline.pack.activity_profile import (
 from thermocline.pack.pack import Pack
 from thermocline.pack.reorder import hottest_first, write_reordered
 from thermocline.plan.memory import fit, scratch_bytes
-from thermocline.session import weights
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,14 @@ def _count(r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progr
     passages, done = r.corpus.passages, unfinished.done
     if done == len(passages):
         return 0.0
-    loaded = weights.load(r.pack, threads=r.threads, progress=lambda a, b: progress("loading", a, b, "B"))
+    options = EngineOptions(threads=r.threads, context=r.context, max_batch=1)
+    session = Session.open(
+        r.pack,
+        options,
+        progress=lambda what, done, size: progress(what, done, size, "B"),
+        fits=True,
+    )
+    loaded = session.loaded
     norms = down_norms(r.pack.spec, loaded.weights, loaded.ops) if n else []
     threads = max(1, r.threads // r.workers)
     prefix = r.corpus.prefix

@@ -16,21 +16,22 @@ from pathlib import Path
 import numpy as np
 
 from thermocline.engine.decoder import bind, for_context
-from thermocline.engine.engine import Engine
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
 from thermocline.files.bounded import Json
 from thermocline.model import quant
-from thermocline.model.spec import ModelSpec
 from thermocline.offline import evaluate
 from thermocline.ops.interface import I32, FFNStats, Weights
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.session import weights
+from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 from thermocline.text.tokenizer import Tokenizer, read_text
 
 MIX = Path(__file__).parents[1] / "mix"
 OWN = "its own"  # the text that a model writes
+OWN_TOGETHER = 4  # of them, computed together
 Layers = list[LayerPredictor | None]
 Texts = tuple[tuple[str, I32], ...]  # name, [windows, tokens of a window]
 Progress = Callable[[str, int, int, str], None]  # what, done, in all, unit
@@ -107,22 +108,26 @@ def _text_facts(name: str, d: evaluate.Divergence) -> Json:
 class Judge:
     """The model, loaded once: predictors are tried in it."""
 
-    pack: Pack
-    loaded: weights.LoadedWeights
+    session: Session
     texts: Texts
     progress: Callable[[int, int, str], None]
     deadline: float = math.inf
 
     @staticmethod
     def of(a: TrialJob, deadline: float, progress: Progress) -> Judge:
-        loading = partial(progress, "loading")
-        loaded = weights.load(a.pack, threads=a.threads, progress=lambda n, of: loading(n, of, "B"))
+        options = EngineOptions(threads=a.threads, context=a.context, max_batch=OWN_TOGETHER)
+        session = Session.open(
+            a.pack,
+            options,
+            progress=lambda what, done, size: progress(what, done, size, "B"),
+            fits=True,
+        )
         texts = a.texts
         if a.own:
             late = partial(past, _halfway(deadline))
-            own = own_text(a.pack.spec, loaded, a.limit, a.context, a.seed, late, at_least=0 if texts else 1)
+            own = own_text(session, a.limit, a.context, a.seed, late, at_least=0 if texts else 1)
             texts = (((OWN, own),) if len(own) else ()) + texts
-        return Judge(a.pack, loaded, texts, partial(progress, "trying"), deadline)
+        return Judge(session, texts, partial(progress, "trying"), deadline)
 
     def quick(self) -> Judge | None:
         """Return one with a quarter of the windows and half the time, to look with; None of few windows."""
@@ -132,7 +137,8 @@ class Judge:
         return replace(self, texts=few, deadline=_halfway(self.deadline)) if many >= 2 * small else None
 
     def __call__(self, layers: Layers) -> Verdict:
-        trial = weights.with_predictors(self.loaded.weights, Predictors.of(self.pack.spec, layers))
+        predictors = Predictors.of(self.session.pack.spec, layers)
+        trial = weights.with_predictors(self.session.loaded.weights, predictors)
         found: list[list[evaluate.Comparison]] = [[] for _ in self.texts]
         sums = FFNStats(), FFNStats()
         readers = {c: self._readers(trial, c, sums) for c in {w.shape[1] for _, w in self.texts}}
@@ -152,9 +158,10 @@ class Judge:
         self, trial: Weights, context: int, sums: tuple[FFNStats, FFNStats]
     ) -> tuple[evaluate.Reader, evaluate.Reader]:
         """Return those of the trial and of exact, which add to `sums`."""
-        spec, ops = for_context(self.pack.spec, context), self.loaded.ops
+        loaded = self.session.loaded
+        spec, ops = for_context(self.session.pack.spec, context), loaded.ops
         own = evaluate.Reader(bind(spec, trial, ops), ops, context=context, sparsity="predict")
-        base = evaluate.Reader(bind(spec, self.loaded.weights, ops), ops, context=context)
+        base = evaluate.Reader(bind(spec, loaded.weights, ops), ops, context=context)
         own.stats, base.stats = sums
         return own, base
 
@@ -166,7 +173,7 @@ class Judge:
         base: FFNStats,
     ) -> Verdict:
         """Of exact, what its tokens would read one by one: it read them in batches, which share rows."""
-        spec, t = self.pack.spec, self.pack.tensors
+        spec, t = self.session.pack.spec, self.session.pack.tensors
         gate, bundle = t["layers.0.gate.weight"].stride, t["layers.0.bundle"]
         row = quant.row_bytes(bundle.format, spec.dim)  # up, or down
         neuron = row * (2 if spec.gated else 1)
@@ -186,8 +193,7 @@ def _halfway(deadline: float) -> float:
 
 
 def own_text(
-    spec: ModelSpec,
-    loaded: weights.LoadedWeights,
+    session: Session,
     count: int,
     context: int,
     seed: int,
@@ -198,10 +204,11 @@ def own_text(
 
     Fewer where it gets `late`, but `at_least` so many.
     """
+    spec = session.pack.spec
     start = spec.bos_id if spec.bos_id is not None else next(iter(spec.eos_ids), None)
     if start is None:
         raise UsageError("this model cannot begin a text by itself; give one with --text FILE")
-    engine = Engine(spec, loaded.weights, loaded.ops, context=context, max_batch=4)
+    engine = session.load()
     free = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, ignore_eos=True)
     asked = [
         engine.submit([start], replace(free, seed=seed + i, max_tokens=context - 1)) for i in range(count)

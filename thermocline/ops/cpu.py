@@ -7,26 +7,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
 from thermocline.model.spec import ACTIVATIONS, ModelSpec
-from thermocline.ops.interface import F32, FFN, I32, SPARSITIES, Batch, FFNStats, Heads, KVLayer, Layer, Norm
+from thermocline.ops.interface import (
+    CPU,
+    F32,
+    FFN,
+    I32,
+    SPARSITIES,
+    Batch,
+    FFNStats,
+    Heads,
+    KVLayer,
+    Layer,
+    Linear,
+    Matrix,
+    NeuronCache,
+    Norm,
+)
 
-Matrix = _native.Matrix
 FIRST = np.zeros(1, np.int32)
+NO_CACHE = NeuronCache(None, None)
 
 
-class Rows(Protocol):
+@runtime_checkable
+class RowTable(Protocol):
     """A table that is not in memory."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
-    def row(self, i: int) -> Matrix:
-        """That row, as the only one of a matrix, until the next is asked for."""
+    def row(self, i: int) -> _native.Matrix:
+        """Return row i, as the only one of a matrix, until the next is asked for."""
 
 
 class CpuOps:
@@ -35,15 +51,16 @@ class CpuOps:
     def __init__(self, threads: int, isa: str = "") -> None:
         self.native = _native.Context(threads, isa)
 
-    def embed(self, table: Matrix | Rows, ids: I32) -> F32:
-        if not isinstance(table, Matrix):
+    def embed(self, table: Matrix | RowTable, ids: I32) -> F32:
+        if not isinstance(table, _native.Matrix):
+            assert isinstance(table, RowTable), "neither in memory nor a table of rows"
             return self._embed_one_by_one(table, ids)
         out = np.empty((len(ids), table.shape[1]), np.float32)
         self.native.embed(table, ids, out)
         return out
 
-    def _embed_one_by_one(self, table: Rows, ids: I32) -> F32:
-        """Each row once, neighbours after each other."""
+    def _embed_one_by_one(self, table: RowTable, ids: I32) -> F32:
+        """Read each row once, neighbours after each other."""
         rows, places = np.unique(ids, return_inverse=True)
         found = np.empty((len(rows), table.shape[1]), np.float32)
         for i, row in enumerate(rows):
@@ -57,11 +74,15 @@ class CpuOps:
 
     def matmul(self, w: Matrix, x: F32, bias: F32 | None) -> F32:
         out = np.empty((len(x), w.shape[0]), np.float32)
-        self.native.matmul(w, x, bias, out, False)
+        self.native.matmul(_native_matrix(w), x, bias, out, False)
         return out
 
+    def head(self, x: F32, rows: Linear, project: Matrix | None) -> F32:
+        h = x if project is None else self.matmul(project, x, None)
+        return self.matmul(rows.weight, h, rows.bias)
+
     def matmul_add(self, x: F32, w: Matrix, h: F32, bias: F32 | None) -> None:
-        self.native.matmul(w, h, bias, x, True)
+        self.native.matmul(_native_matrix(w), h, bias, x, True)
 
     def step(
         self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
@@ -70,7 +91,7 @@ class CpuOps:
         return _native.Step(batch.positions, batch.sequence, table, block, window or 0, cos, sin)
 
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> _native.Attention:
-        qkv, out = (_native.Linear(x.weight, x.bias) for x in (layer.qkv, layer.attn_out))
+        qkv, out = (_linear(x.weight, x.bias) for x in (layer.qkv, layer.attn_out))
         sub_norm, join = _norm(spec, layer.attn_sub_norm), _join(spec, layer.attn_post_norm)
         return _native.Attention(_norm(spec, layer.attn_norm), qkv, out, _heads(heads), sub_norm, join)
 
@@ -81,7 +102,7 @@ class CpuOps:
         return self._mixture(spec, layer, norm, join)
 
     def bind_experts(self, spec: ModelSpec, layer: Layer) -> _native.Mixture:
-        """As `bind_part`, of a mixture."""
+        """Return the CPU's neurons of a mixture's experts, as `bind_part` does."""
         return self._mixture(spec, layer, None, _native.Join(None, 1.0))
 
     def _mixture(
@@ -89,10 +110,10 @@ class CpuOps:
     ) -> _native.Mixture:
         assert layer.router is not None
         experts = tuple(self.bind_part(spec, f) for f in layer.experts)
-        return _native.Mixture(norm, layer.router, experts, spec.n_experts_active, join)
+        return _native.Mixture(norm, _native_matrix(layer.router), experts, spec.n_experts_active, join)
 
     def bind_part(self, spec: ModelSpec, f: FFN) -> _native.FFN:
-        """What others share, a norm before and the way back, is theirs."""
+        """Return the CPU's neurons of an FFN, without the norm before and the norm of the sum."""
         return self._expert(spec, f, None, _native.Join(None, 1.0), None)
 
     def _expert(
@@ -103,12 +124,16 @@ class CpuOps:
         join: _native.Join,
         sub_norm: _native.Norm | None,
     ) -> _native.FFN:
-        on_disk = f.gate_disk is not None  # then the gate's rows are places, of which there are fewer
+        part = f.on(CPU)
+        assert part is not None, "no neurons in RAM"
+        cache, predictor = part.cache or NO_CACHE, part.predictor
+        assert predictor is None or isinstance(predictor, _native.Predictor)
+        gates_on_disk = cache.gates is not None  # then the gate's rows are slots, of which there are fewer
         return _native.FFN(
             norm=norm,
-            gate=_native.Linear(f.gate.weight, None if on_disk else f.gate.bias),
-            up=f.up,
-            down=f.down,
+            gate=_linear(part.gate.weight, None if gates_on_disk else part.gate.bias),
+            up=None if part.up is None else _native_matrix(part.up),
+            down=_native_matrix(part.down),
             down_bias=f.down_bias,
             activation=ACTIVATIONS.index(spec.activation),
             threshold=spec.activation_threshold,
@@ -116,14 +141,14 @@ class CpuOps:
             bundles=f.bundles,
             sub_norm=sub_norm,
             join=join,
-            predictor=f.predictor,
-            disk=f.disk,
-            gate_disk=f.gate_disk,
-            gate_bias=f.gate.bias if on_disk else None,
+            predictor=predictor,
+            disk=cache.bundles,
+            gate_disk=cache.gates,
+            gate_bias=part.gate.bias if gates_on_disk else None,
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
-        """As the reference; rotates q and k inside `qkv`."""
+        """Compute what the reference does, and rotate q and k inside `qkv`."""
         out = np.empty((len(qkv), heads.n * heads.dim), np.float32)
         self.native.attention(qkv, _heads(heads), step, kv.k, kv.v, out)
         return out
@@ -160,20 +185,15 @@ class CpuOps:
                 counts = self.native.moe_add(x, h, bound, mode, record)
         except _native.DiskError as e:
             raise disk_error(e) from None
-        active, rows, rows_dense, gates, asked = counts
-        stats.active += active
         stats.neurons += len(x) * bound.neurons
-        stats.rows += rows
-        stats.rows_dense += rows_dense
         stats.gates_dense += bound.neurons
-        stats.predicted += gates
-        stats.predictor_bytes += asked
+        stats.count(counts)
         if stats.layers is not None:
-            stats.layers += active, rows, gates
+            stats.layers += counts[0], counts[1], counts[3]
 
 
 def disk_error(e: _native.DiskError) -> BadFile | IOFailure:
-    """Of a record that could not be read, or is not what was packed."""
+    """Return the error of a record that could not be read, or is not what was packed."""
     error, name, neuron, changed = e.args
     where, since = (
         f"{name}: neuron {neuron}",
@@ -185,6 +205,15 @@ def disk_error(e: _native.DiskError) -> BadFile | IOFailure:
     if error < 0:
         return IOFailure(f"{where}: the file ends early" + (f"; {since}" if changed else ""))
     return IOFailure(f"{where}: {os.strerror(error)}")
+
+
+def _native_matrix(w: Matrix) -> _native.Matrix:
+    assert isinstance(w, _native.Matrix), "the CPU computes with matrices in an arena"
+    return w
+
+
+def _linear(w: Matrix, bias: F32 | None) -> _native.Linear:
+    return _native.Linear(_native_matrix(w), bias)
 
 
 def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:

@@ -159,6 +159,17 @@ class Cuda:
         with self._failing():
             self._main.wait_stream(self._side)
 
+    def mark(self) -> object:
+        with self._failing():
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._on)
+            return event
+
+    def after(self, mark: object) -> None:
+        with self._failing():
+            assert isinstance(mark, torch.cuda.Event)
+            self._on.wait_event(mark)
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         met: BaseException | None = None
         try:

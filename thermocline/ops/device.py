@@ -66,6 +66,15 @@ class Device(Protocol):
     def join(self) -> None:
         """The main queue waits for what was queued beside it."""
 
+    def mark(self) -> object:
+        """Return a point of the present queue, reached once all that is in it now has ended.
+
+        Neither `mark` nor `after` can be recorded.
+        """
+
+    def after(self, mark: object) -> None:
+        """Let what is queued next wait for a mark, of this device or of another of its kind."""
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """-> what queues again all that `work` queues, which is not run now."""
 
@@ -203,6 +212,21 @@ class StandIn:
         if self._beside_done is not None:
             self._await(self._beside_done)
             self._beside_done = None
+
+    def mark(self) -> object:
+        assert self._recorded is None, "a mark is of one step alone"
+        reached = threading.Event()
+        self._put(lambda _: reached.set())
+        return reached
+
+    def after(self, mark: object) -> None:
+        assert isinstance(mark, threading.Event) and self._recorded is None
+        reached = mark
+
+        def wait(_: Signals) -> None:
+            reached.wait()
+
+        self._put(wait)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self._recorded, begin = [], self._signals

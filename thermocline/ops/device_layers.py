@@ -1,13 +1,9 @@
-"""A layer as a step on a device wants it, bound once: matrices there, vectors' copies, the CPU's part.
-
-Must not know how anything is queued or computed.
-"""
+"""A layer as a step on GPUs wants it, bound once: matrices there, vectors' copies, the CPU's part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +13,21 @@ from thermocline import _native
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import Device
+from thermocline.ops.device_kernels import Vector
 from thermocline.ops.device_rows import Rows, joined
-from thermocline.ops.interface import F32, FFN, Heads, Layer, Norm
+from thermocline.ops.interface import (
+    CPU,
+    F32,
+    FFNPart,
+    Heads,
+    Layer,
+    Linear,
+    Matrix,
+    Norm,
+    gpu_index,
+)
 
-Vector = Tensor | None
+FIRST_GPU = "gpu:0"  # has the residual stream, if not RAM
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class DeviceAttention:
 
 @dataclass(frozen=True)
 class Activation:
-    """What makes a gate's value an activation."""
+    """The function that makes a gate's value an activation."""
 
     kind: str
     threshold: float
@@ -79,106 +86,160 @@ class Activation:
 
 @dataclass(frozen=True)
 class DeviceRoute:
-    """Where tokens go."""
+    """Chooses the experts of a token."""
 
     router: DeviceLinear
     active: int
 
 
 @dataclass(frozen=True)
-class Sent:
-    """The CPU's neurons of an expert: gate rows and bundles, in RAM; the gates' biases."""
+class DevicePart:
+    """Neurons of a layer on one GPU; of a mixture as many of each expert, side by side."""
 
-    gate: Rows
-    bundle: Rows
-    bias: Vector
+    gpu: int  # the number of that GPU
+    first: int  # of an expert's neurons, the first that is here
+    experts: int
+    gate: DeviceLinear
+    up: Rows | None
+    down: Rows
+    bundles: bool
+    activation: Activation
+    sub_norm: DeviceNorm | None
+
+    @property
+    def neurons(self) -> int:
+        return self.gate.weight.rows
+
+    def expert(self, e: int) -> DevicePart:
+        """Return one expert's neurons."""
+        n = self.neurons // self.experts
+        return replace(self.cut(slice(e * n, (e + 1) * n)), experts=1)
+
+    def cut(self, which: slice) -> DevicePart:
+        """Return some of the neurons."""
+
+        def rows(w: Rows) -> Rows:
+            return replace(w, data=w.data[which])
+
+        bias = None if self.gate.bias is None else self.gate.bias[which]
+        up = None if self.up is None else rows(self.up)
+        return replace(self, gate=DeviceLinear(rows(self.gate.weight), bias), up=up, down=rows(self.down))
 
 
 @dataclass(frozen=True)
 class DeviceFFN:
-    """The first neurons of a layer, or all; with `cold`, the others. Of a mixture: those of each expert, as
-    many, side by side.
-    """
+    """A layer's FFN that the first GPU begins and ends: parts on GPUs, then the CPU's neurons."""
 
     norm: DeviceNorm | None
     route: DeviceRoute | None
-    experts: int
-    gate: DeviceLinear | None  # None: no neuron is here, only the predictor
-    up: Rows | None
-    down: Rows | None
+    parts: tuple[DevicePart, ...]
+    cold: _native.FFN | _native.Mixture | None  # the CPU's neurons
+    pinned: tuple[
+        DevicePart, ...
+    ]  # the same, of each expert, as GPUs read them in RAM; none: they are not sent
     down_bias: Vector
-    bundles: bool
-    activation: Activation
-    sub_norm: DeviceNorm | None
     join: DeviceJoin
     predictor: DevicePredictor | None
-    cold: _native.FFN | _native.Mixture | None
     neurons: int  # of the layer
-    sent: tuple[Sent, ...]  # the cold ones, of each expert; none: they are not sent
 
     @property
-    def here(self) -> int:
-        return 0 if self.gate is None else self.gate.weight.rows
+    def own(self) -> DevicePart | None:
+        """Return the part on the first GPU."""
+        return next((p for p in self.parts if p.gpu == 0), None)
 
-    def expert(self, e: int) -> DeviceFFN:
-        """Its neurons alone."""
-        assert self.gate is not None and self.down is not None
-        gate, bias, up = self.gate.weight.part(e, self.experts), self.gate.bias, self.up
-        return replace(
-            self,
-            gate=DeviceLinear(gate, None if bias is None else bias.view(self.experts, -1)[e]),
-            up=None if up is None else up.part(e, self.experts),
-            down=self.down.part(e, self.experts),
-        )
+    @property
+    def others(self) -> tuple[DevicePart, ...]:
+        """Return the parts on further GPUs."""
+        return tuple(p for p in self.parts if p.gpu)
+
+
+class DeviceVectors:
+    """Copies on a device of the model's vectors, each made once."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._known: dict[int, tuple[list[F32], Tensor]] = {}  # by the first's id, which they keep alive
+
+    def of(self, *vectors: F32 | None) -> Vector:
+        """Return the copy of a vector, or of several in a row; None if there is none."""
+        given = [v for v in vectors if v is not None]
+        if not given:
+            return None
+        known = self._known.get(id(given[0]))
+        if known is None:
+            there = self._device.zeros((sum(map(len, given)),), torch.float32)
+            self._device.put(there, torch.from_numpy(np.concatenate(given)))
+            known = self._known[id(given[0])] = given, there
+        return known[1]
 
 
 class Binder:
-    """Of one model's layers. What is not on the device at all is bound by the CPU's ops."""
+    """Binds the layers of one model; those that no GPU has a part of are bound by the CPU's ops."""
 
-    def __init__(self, device: Device, cpu: CpuOps, spec: ModelSpec) -> None:
-        self._device, self._cpu, self._spec = device, cpu, spec
-        self._vectors: dict[int, tuple[list[F32], Tensor]] = {}  # by the first's id, which they keep alive
+    def __init__(self, devices: Sequence[Device], cpu: CpuOps, spec: ModelSpec) -> None:
+        self._cpu, self._spec = cpu, spec
+        self._vectors = tuple(map(DeviceVectors, devices))
+        self.vector = self._vectors[0].of
 
-    def attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> Any:
+    def attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> DeviceAttention | _native.Attention:
         if not isinstance(layer.qkv.weight, Rows):
             return self._cpu.bind_attention(spec, heads, layer)
         q, k = (self.vector(v) for v in (heads.q_norm, heads.k_norm))
         return DeviceAttention(
             norm=self._norm(layer.attn_norm),
-            qkv=DeviceLinear(layer.qkv.weight, self.vector(layer.qkv.bias)),
-            out=DeviceLinear(layer.attn_out.weight, self.vector(layer.attn_out.bias)),
+            qkv=self._linear(layer.qkv),
+            out=self._linear(layer.attn_out),
             heads=replace(heads, q_norm=q, k_norm=k),  # type: ignore[arg-type]
             sub_norm=self._norm(layer.attn_sub_norm),
             join=DeviceJoin(self._norm(layer.attn_post_norm), spec.residual_scale),
         )
 
-    def ffn(self, spec: ModelSpec, layer: Layer) -> Any:
+    def ffn(self, spec: ModelSpec, layer: Layer) -> DeviceFFN | _native.FFN | _native.Mixture:
         f = layer.experts[0]
-        whole = isinstance(f.gate.weight, Rows)
-        here = [x for x in (x if whole else x.hot for x in layer.experts) if x is not None]
-        if not here:
+        if f.predictor is None and all(p.device == CPU for p in f.parts):
             return self._cpu.bind_ffn(spec, layer)
         assert layer.router is None or (f.bundles and f.down_bias is None), "no pack has such a mixture"
-        gate, up, down = _side_by_side(here)
+        in_ram = [(x, p) for x in layer.experts if (p := x.on(CPU)) is not None]
+        pinned = [replace(p.pinned, gate=replace(p.pinned.gate, bias=p.gate.bias))
+                  for _, p in in_ram if p.pinned is not None]  # fmt: skip
         return DeviceFFN(
             norm=self._norm(layer.ffn_norm),
             route=self._route(spec, layer),
-            experts=len(here),
-            gate=None if gate is None else DeviceLinear(gate, self.vector(*(x.gate.bias for x in here))),
-            up=up,
-            down=down,
+            parts=tuple(self._part(spec, layer, i) for i, p in enumerate(f.parts) if p.device != CPU),
+            cold=self._cold(spec, layer) if in_ram else None,
+            pinned=tuple(self._part_of(spec, layer, [p], 0, 0) for p in pinned),
             down_bias=self.vector(f.down_bias),
-            bundles=f.bundles,
-            activation=Activation(spec.activation, spec.activation_threshold, spec.up_activation == "relu"),
-            sub_norm=self._norm(layer.ffn_sub_norm),
             join=DeviceJoin(self._norm(layer.ffn_post_norm), spec.residual_scale),
-            predictor=here[0].predictor,
-            cold=None if whole else self._cold_part(spec, layer),
+            predictor=f.predictor,
             neurons=spec.n_experts * spec.ffn_dim,
-            sent=tuple(Sent(*x.sent, self.vector(x.gate.bias)) for x in layer.experts if x.sent is not None),
         )
 
-    def _cold_part(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
+    def _part(self, spec: ModelSpec, layer: Layer, at: int) -> DevicePart:
+        """Return part `at` of all experts."""
+        before, each = layer.experts[0].parts[:at], [x.parts[at] for x in layer.experts]
+        first = sum(p.gate.weight.shape[0] for p in before)
+        return self._part_of(spec, layer, each, first, gpu_index(each[0].device))
+
+    def _part_of(
+        self, spec: ModelSpec, layer: Layer, each: Sequence[FFNPart], first: int, gpu: int
+    ) -> DevicePart:
+        vector = self._vectors[gpu].of
+        ups = [_rows(p.up) for p in each if p.up is not None]
+        return DevicePart(
+            gpu=gpu,
+            first=first,
+            experts=len(each),
+            gate=DeviceLinear(
+                joined([_rows(p.gate.weight) for p in each]), vector(*(p.gate.bias for p in each))
+            ),
+            up=joined(ups) if ups else None,
+            down=joined([_rows(p.down) for p in each]),
+            bundles=layer.experts[0].bundles,
+            activation=Activation(spec.activation, spec.activation_threshold, spec.up_activation == "relu"),
+            sub_norm=self._norm(layer.ffn_sub_norm, gpu),
+        )
+
+    def _cold(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
         if layer.router is not None:
             return self._cpu.bind_experts(spec, layer)
         return self._cpu.bind_part(spec, replace(layer.experts[0], down_bias=None))
@@ -186,33 +247,20 @@ class Binder:
     def _route(self, spec: ModelSpec, layer: Layer) -> DeviceRoute | None:
         if layer.router is None:
             return None
-        assert layer.router_there is not None
-        return DeviceRoute(DeviceLinear(layer.router_there, None), spec.n_experts_active)
+        return DeviceRoute(DeviceLinear(_rows(layer.router_copies[FIRST_GPU]), None), spec.n_experts_active)
 
-    def _norm(self, norm: Norm | None) -> DeviceNorm | None:
+    def _linear(self, x: Linear) -> DeviceLinear:
+        return DeviceLinear(_rows(x.weight), self.vector(x.bias))
+
+    def _norm(self, norm: Norm | None, gpu: int = 0) -> DeviceNorm | None:
         if norm is None:
             return None
-        weight = self.vector(norm.weight)
+        vector = self._vectors[gpu].of
+        weight = vector(norm.weight)
         assert weight is not None
-        return DeviceNorm(weight, self.vector(norm.bias), self._spec.norm_eps, self._spec.norm == "layer")
-
-    def vector(self, *parts: F32 | None) -> Vector:
-        """Its copy on the device, or that of several in a row: made once, for vectors of the model's."""
-        given = [v for v in parts if v is not None]
-        if not given:
-            return None
-        known = self._vectors.get(id(given[0]))
-        if known is None:
-            there = self._device.zeros((sum(map(len, given)),), torch.float32)
-            self._device.put(there, torch.from_numpy(np.concatenate(given)))
-            known = self._vectors[id(given[0])] = given, there
-        return known[1]
+        return DeviceNorm(weight, vector(norm.bias), self._spec.norm_eps, self._spec.norm == "layer")
 
 
-def _side_by_side(parts: Sequence[FFN]) -> tuple[Rows | None, Rows | None, Rows | None]:
-    """Gates, ups and downs of a layer's experts; None where there are none."""
-    if parts[0].gate is None:
-        return None, None, None
-    ups = [x.up for x in parts if x.up is not None]
-    gates, downs = [x.gate.weight for x in parts], [x.down for x in parts]
-    return joined(gates), joined(ups) if ups else None, joined(downs)
+def _rows(w: Matrix) -> Rows:
+    assert isinstance(w, Rows), "a GPU computes with rows in its memory"
+    return w

@@ -83,8 +83,8 @@ class Buffer:
         return prod(self.shape) * BYTES[self.kind]
 
 
-def buffers(spec: ModelSpec, s: Limits) -> dict[str, Buffer]:
-    """All that `GpuOps` makes, but for the model's own vectors."""
+def buffers(spec: ModelSpec, s: Limits, gpus: int = 1) -> dict[str, Buffer]:
+    """Return all that `GpuOps` makes on the first of its GPUs, but for the model's own vectors."""
     wide, inner = (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim, spec.n_heads * spec.head_dim
     stream = Buffer((s.tokens, spec.dim))
     marks = Buffer((GUESSED * -(-spec.ffn_dim // 8),), "u8")
@@ -100,7 +100,9 @@ def buffers(spec: ModelSpec, s: Limits) -> dict[str, Buffer]:
     if spec.n_experts > 1:
         routes = Buffer((s.tokens, spec.n_experts))
         made |= {"routed": replace(routes, here=False), "weights": routes}
-    made["named"] = Buffer(marks.shape, "u8", here=False)
+    made["named"] = Buffer(marks.shape, "u8", here=gpus > 1)
+    if gpus > 1:
+        made["returned"] = replace(stream, here=False)  # another GPU's sum
     made["named cold"] = marks
     made["counts"] = Buffer((4,), "i32")
     made["rows"] = Buffer((s.sequences,), "i32")
@@ -118,11 +120,39 @@ def buffers(spec: ModelSpec, s: Limits) -> dict[str, Buffer]:
     return made
 
 
-def device_bytes(spec: ModelSpec, s: Limits) -> int:
-    """In the device's memory."""
-    return sum(b.nbytes for b in buffers(spec, s).values())
+def side_buffers(spec: ModelSpec, s: Limits) -> dict[str, Buffer]:
+    """Return all that `GpuOps` makes on another GPU than the first, which has neurons alone."""
+    first = buffers(spec, s)
+    made = {name: replace(first[name], here=False) for name in ("normed", "named")}
+    made |= {name: replace(first[name], here=False) for name in ("weights", "gate", "up") if name in first}
+    made |= {name: first[name] for name in ("sum", "counts")}
+    made["scratch"] = Buffer((side_sizes(spec, s).scratch_bytes // 4,), here=False)
+    return made
 
 
-def host_bytes(spec: ModelSpec, s: Limits) -> int:
-    """Of their twins in RAM."""
-    return sum(b.nbytes for b in buffers(spec, s).values() if b.here)
+def side_sizes(spec: ModelSpec, s: Limits) -> Sizes:
+    return replace(s.sizes(spec), heads=0)  # no attention
+
+
+def device_bytes(spec: ModelSpec, s: Limits, gpus: int = 1) -> int:
+    """Return what `buffers` take of the first GPU's memory."""
+    return _there(buffers(spec, s, gpus))
+
+
+def host_bytes(spec: ModelSpec, s: Limits, gpus: int = 1) -> int:
+    """Return what all GPUs' buffers take of RAM."""
+    side = _here(side_buffers(spec, s)) if gpus > 1 else 0
+    return _here(buffers(spec, s, gpus)) + (gpus - 1) * side
+
+
+def side_device_bytes(spec: ModelSpec, s: Limits) -> int:
+    """Return what `side_buffers` take of another GPU's memory."""
+    return _there(side_buffers(spec, s))
+
+
+def _there(made: dict[str, Buffer]) -> int:
+    return sum(b.nbytes for b in made.values())
+
+
+def _here(made: dict[str, Buffer]) -> int:
+    return sum(b.nbytes for b in made.values() if b.here)

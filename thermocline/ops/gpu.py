@@ -1,18 +1,17 @@
-"""The ops of a step that is computed on a GPU, on the CPU, or on both: where what lies decides.
+"""The ops of a step that is computed on GPUs, on the CPU, or on both, wherever the weights lie.
 
 The residual stream (`Hidden`) is in one memory or the other and goes where it is wanted. A layer whose
-neurons are on both sides is computed on both at once: the CPU is sent the normed stream and returns one sum
-(PowerInfer, arXiv 2312.12456, section 5.3). Calls only queue work (`device.py`), so that a step is recorded
-once for each size of batch and replayed. Owns the buffers of a step; must not know requests or plans.
+neurons are divided is computed on all its devices at once: the CPU and further GPUs are sent the normed
+stream and return one sum each (PowerInfer, arXiv 2312.12456, section 5.3). Calls only queue work
+(`device.py`), so that a step is recorded once for each size of batch and replayed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,6 +22,8 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.device import Device
+from thermocline.ops.device_ffn import Handed, PartQueue, SideGpu, pairs_of, parts
+from thermocline.ops.device_kernels import Kernels, Vector
 from thermocline.ops.device_layers import (
     Binder,
     DeviceAttention,
@@ -30,13 +31,26 @@ from thermocline.ops.device_layers import (
     DeviceJoin,
     DeviceLinear,
     DeviceNorm,
-    Sent,
-    Vector,
 )
 from thermocline.ops.device_rows import Rows, Scratch
-from thermocline.ops.device_sizes import STREAMS, Buffer, Limits, buffers
-from thermocline.ops.interface import F32, FEW, I32, SPARSITIES, Batch, FFNStats, Heads, KVLayer, Layer
+from thermocline.ops.device_sizes import STREAMS, Limits
+from thermocline.ops.interface import (
+    F32,
+    FEW,
+    I32,
+    SPARSITIES,
+    Batch,
+    FFNStats,
+    Heads,
+    KVLayer,
+    Layer,
+    Linear,
+    Matrix,
+)
 
+BoundAttention = DeviceAttention | _native.Attention
+BoundFFN = DeviceFFN | _native.FFN | _native.Mixture
+ProgramKey = tuple[int, int, str]  # tokens, logits, sparsity
 RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
 
 
@@ -83,55 +97,71 @@ class Program:
 
 
 class GpuOps:
-    """Ops over a device and the CPU beside it, for one model and one KV cache: recordings are of theirs.
+    """Ops over GPUs and the CPU beside them, for one model and one KV cache: recordings are of theirs.
+
+    `devices`: "gpu:0" of a placement, "gpu:1" ...; the residual stream is on the first or in RAM. A step that
+    several compute is queued anew each time: a recording is of one device's queues.
 
     `kernels`: ops.triton_kernels or ops.torch_kernels.
 
     `limits`: what its buffers are made for. `send_from`: tokens of a step for which the CPU's neurons are
-    sent to the device rather than computed beside it.
+    sent to the first GPU rather than computed beside it.
     """
 
     def __init__(
         self,
-        device: Device,
-        kernels: Any,
+        devices: Sequence[Device],
+        kernels: Kernels,
         cpu: CpuOps,
         spec: ModelSpec,
         limits: Limits,
         send_from: int = 1 << 31,
     ) -> None:
-        self.device, self.kernels, self.cpu, self.spec = device, kernels, cpu, spec
-        self._pairs = {name: self._made(b) for name, b in buffers(spec, limits).items()}
+        device = devices[0]
+        self.kernels, self.cpu, self.spec = kernels, cpu, spec
+        self._pairs = pairs_of(device, device_sizes.buffers(spec, limits, len(devices)))
         self.streams = [self._pairs[f"stream {i}"] for i in range(STREAMS)]
         self.free: list[int] = []  # a heap
         self._normed, self._sum, self._cold = (self._pairs[n] for n in ("normed", "sum", "cold"))
         self._qkv, self._attended = (self._pairs[n][0] for n in ("qkv", "attended"))
-        self._hidden = [self._pairs[n][0] for n in ("gate", "up") if n in self._pairs]
-        self._logits, self._rows, self._counts = (self._pairs[n] for n in ("logits", "rows", "counts"))
+        self._logits, self._rows = (self._pairs[n] for n in ("logits", "rows"))
         self._routed, self._weights = (self._pairs.get(n) for n in ("routed", "weights"))
-        self._named, self._named_cold = self._pairs["named"][0], self._pairs["named cold"]
-        self._scratch = Scratch(self._pairs["scratch"][0], limits.sizes(spec))
-        self._pieces = [self._pairs[f"piece {i}"][0] for i in range(2 if spec.sparse else 0)]
+        self._named, self._named_cold = self._pairs["named"], self._pairs["named cold"]
+        scratch = Scratch(self._pairs["scratch"][0], limits.sizes(spec))
+        self._queue = PartQueue(device, kernels, spec, self._pairs, scratch)
+        self._side = tuple(SideGpu(d, kernels, spec, limits) for d in devices[1:])
         self.send_from = send_from
         self._slots: dict[int | None, _native.StepSlot] = {}
-        self._binder = Binder(device, cpu, spec)
-        self._programs: dict[tuple[Any, ...], Program | None] = {}
+        self._binder = Binder(devices, cpu, spec)
+        self._programs: dict[ProgramKey, Program | None] = {}
         self._now = Program()
         self._under_way: Program | None = None
         self._task: _native.HostTask | None = None
         self._slot = _native.StepSlot()
 
+    @property
+    def device(self) -> Device:
+        """The first GPU."""
+        return self._queue.device
+
+    @device.setter
+    def device(self, device: Device) -> None:
+        self._queue.device = device
+
     # ---- what does not run on the device
 
-    def embed(self, table: Any, ids: I32) -> F32:
+    def embed(self, table: Matrix, ids: I32) -> F32:
         return self.cpu.embed(table, ids)
+
+    def matmul(self, w: Matrix, x: F32, bias: F32 | None) -> F32:
+        return self.cpu.matmul(w, x, bias)
 
     # ---- bound once
 
-    def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> Any:
+    def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> BoundAttention:
         return self._binder.attention(spec, heads, layer)
 
-    def bind_ffn(self, spec: ModelSpec, layer: Layer) -> Any:
+    def bind_ffn(self, spec: ModelSpec, layer: Layer) -> BoundFFN:
         return self._binder.ffn(spec, layer)
 
     def _vector(self, v: F32 | None) -> Vector:
@@ -175,7 +205,7 @@ class GpuOps:
         rows: I32,
         sparsity: str,
         stats: FFNStats,
-        body: Callable[[Any, Any], Any],
+        body: Callable[[Hidden, I32], Tensor],
     ) -> F32:
         """`body` over the residual stream x -> its logits, of `rows`. The second step of a size is recorded.
 
@@ -191,10 +221,11 @@ class GpuOps:
         def work() -> None:
             self._body(Hidden(self, tokens, on_device=False), rows, body)
 
-        if tokens > RECORDED or key not in self._programs:
+        recorded = tokens <= RECORDED and not self._side
+        if not recorded or key not in self._programs:
             program = self._now = self._under_way = Program()  # also where `work` is broken off half-way
             work()
-            if tokens <= RECORDED:
+            if recorded:
                 self._programs[key] = None
         else:
             known = self._programs[key]
@@ -203,7 +234,7 @@ class GpuOps:
             assert program.replay is not None
             self._under_way = program
             program.replay()
-        self.device.wait(program.tasks)
+        self._wait(program)
         self._under_way = None
         self._tell(program, stats)
         assert program.logits is not None
@@ -213,14 +244,23 @@ class GpuOps:
     def _settle(self) -> None:
         """A step that was given up, as by Ctrl-C, ends before its buffers are written to."""
         if self._under_way is not None:
-            self.device.wait(self._under_way.tasks)
+            self._wait(self._under_way)
             for task in self._under_way.tasks:
                 with contextlib.suppress(Exception):  # what it met is nobody's any more
                     task.take()
             self._under_way = None
 
+    def _wait(self, program: Program) -> None:
+        self.device.wait(program.tasks)
+        for side in self._side:
+            side.device.wait([])
+
     @property
-    def recorded(self) -> dict[tuple[Any, ...], Program]:
+    def _queues(self) -> list[PartQueue]:
+        return [self._queue, *(side.queue for side in self._side)]
+
+    @property
+    def recorded(self) -> dict[ProgramKey, Program]:
         """Steps that are replayed, by (tokens, logits, sparsity)."""
         return {key: p for key, p in self._programs.items() if p is not None}
 
@@ -233,34 +273,29 @@ class GpuOps:
         program.replay = self.device.record(work)
         return program
 
-    def _body(self, x: Hidden, rows: I32, body: Callable[[Any, Any], Any]) -> None:
-        self.device.run(self._counts[0].zero_)
+    def _body(self, x: Hidden, rows: I32, body: Callable[[Hidden, I32], Tensor]) -> None:
+        for queue in self._queues:
+            queue.begin()
         logits = body(x, rows)
         self._close_task()
-        self.device.copy(self._counts[1], self._counts[0])
+        for queue in self._queues:
+            queue.end()
         self._now.logits = logits
 
     def _tell(self, program: Program, stats: FFNStats) -> None:
         """What the step did, into `stats`; raises what a task of the CPU's met."""
-        k = program.known
-        for name in ("neurons", "rows_dense", "gates_dense", "predictor_bytes"):
-            setattr(stats, name, getattr(stats, name) + getattr(k, name))
-        active, ups, gates, downs = self._counts[1].tolist()
-        stats.active += active + k.active
-        stats.rows += (ups if self.spec.gated else 0) + downs + k.rows
-        stats.predicted += gates + k.predicted
+        stats += program.known
+        for queue in self._queues:
+            active, ups, gates, downs = queue.counts[1].tolist()
+            stats.active += active
+            stats.rows += (ups if self.spec.gated else 0) + downs
+            stats.predicted += gates
         met: list[Exception] = []
         for task in program.tasks:  # all of them: what is not taken now would be the next step's
             try:
-                active, rows, rows_dense, gates, asked = task.take()
+                stats.count(task.take())
             except Exception as e:
                 met.append(disk_error(e) if isinstance(e, _native.DiskError) else e)
-                continue
-            stats.active += active
-            stats.rows += rows
-            stats.rows_dense += rows_dense
-            stats.predicted += gates
-            stats.predictor_bytes += asked
         if met:
             raise met[0]
 
@@ -282,34 +317,31 @@ class GpuOps:
         self.device.run(_select, made.device, x.device, self._rows[0][: len(rows)])
         return made
 
-    def norm(self, x: Any, weight: F32, bias: F32 | None, eps: float, kind: str) -> Any:
-        if not isinstance(x, Hidden):
-            return self.cpu.norm(x, weight, bias, eps, kind)
+    def norm(self, x: Hidden, weight: F32, bias: F32 | None, eps: float, kind: str) -> Hidden:
         self._to_device(x)
         made = self._hidden_of(x.tokens)
         vectors = self._vector(weight), self._vector(bias)
         self.device.run(self.kernels.norm, made.device, x.device, *vectors, eps, kind == "layer")
         return made
 
-    def matmul(self, w: Any, x: Any, bias: F32 | None) -> Any:
-        """Of a Hidden: the head, whose answer is wanted in RAM."""
-        if not isinstance(x, Hidden):
-            return self.cpu.matmul(w, x, bias)
+    def head(self, x: Hidden, rows: Linear, project: Matrix | None) -> Tensor:
+        """Return the logits' place in RAM."""
+        assert project is None, "a session refuses such a model"
         there, here = (part[: x.tokens] for part in self._logits)
-        if isinstance(w, Rows):
+        if isinstance(rows.weight, Rows):
             self._to_device(x)
-            self._times(there, DeviceLinear(w, self._vector(bias)), x.device)
+            self._queue.times(there, DeviceLinear(rows.weight, self._vector(rows.bias)), x.device)
             self.device.copy(here, there)
         else:
             self._to_host(x)
-            linear = _native.Linear(w, bias)
-            self._host().matmul(linear, x.array, here.numpy())
+            assert isinstance(rows.weight, _native.Matrix)
+            self._host().matmul(_native.Linear(rows.weight, rows.bias), x.array, here.numpy())
         return here
 
-    def read_ahead(self, h: Hidden, bound: Any, sparsity: str) -> None:
-        """Nothing: the CPU's part comes when its task does."""
+    def read_ahead(self, h: Hidden, bound: BoundFFN, sparsity: str) -> None:
+        """Do nothing: the CPU's part comes when its task does."""
 
-    def attention_add(self, x: Hidden, h: Hidden, b: Any, step: DeviceStep, kv: KVLayer) -> None:
+    def attention_add(self, x: Hidden, h: Hidden, b: BoundAttention, step: DeviceStep, kv: KVLayer) -> None:
         if not isinstance(b, DeviceAttention):
             self._to_host(x)
             self._to_host(h)
@@ -319,43 +351,50 @@ class GpuOps:
         self._to_device(h)
         n, run, k = x.tokens, self.device.run, self.kernels
         qkv, attended = self._qkv[:n], self._attended[:n]
-        self._times(qkv, b.qkv, self._normalised(b.norm, h))
+        self._queue.times(qkv, b.qkv, self._normalised(b.norm, h))
         where = (step.positions, step.sequence, step.table, kv.k, kv.v)
         run(k.rope_store, qkv, b.heads, step.cos, step.sin, *where)
-        run(k.attention, attended, qkv, b.heads, *where, self._scratch)
+        run(k.attention, attended, qkv, b.heads, *where, self._queue.scratch)
         if b.sub_norm is not None:
-            run(k.norm, attended, attended, *_parts(b.sub_norm))
-        self._join(x, b.join, lambda y, add: self._times(y, b.out, attended, add))
+            run(k.norm, attended, attended, *parts(b.sub_norm))
+        self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, attended, add))
 
-    def ffn_add(self, x: Hidden, h: Hidden, b: Any, sparsity: str, stats: FFNStats) -> None:
+    def ffn_add(self, x: Hidden, h: Hidden, b: BoundFFN, sparsity: str, stats: FFNStats) -> None:
+        """x += the FFN's parts: the first GPU's, the other GPUs' in their order, the CPU's."""
         if not isinstance(b, DeviceFFN):
             self._cpu_ffn(x, h, b, sparsity)
             return
         self._to_device(x)
         self._to_device(h)
-        normed = self._normalised(b.norm, h, apart=b.cold is not None or b.route is not None)
+        elsewhere = b.cold is not None or bool(b.others)
+        normed = self._normalised(b.norm, h, apart=elsewhere or b.route is not None)
         named, weights = self._guess(b, normed, sparsity), self._weigh(b, normed)
-        sends = bool(b.sent) and x.tokens >= self.send_from
-        if b.cold is not None and not sends:
-            self._begin_cold(b, b.cold, normed, sparsity, named)
+        sends = bool(b.pinned) and x.tokens >= self.send_from
+        if b.others or (b.cold is not None and not sends):
+            self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, named)
         self._count(b, x.tokens)
 
         def neurons(y: Tensor, add: bool) -> None:
-            if b.gate is not None:
-                self._neurons(b, normed, named, weights, y, add)
+            if b.own is not None:
+                self._queue.add(b.own, normed, named, weights, y, add)
             elif not add:
                 self.device.run(y.zero_)
             if b.down_bias is not None:
                 self.device.run(y.add_, b.down_bias)
+            for part in b.others:
+                returned = self._pairs["returned"][0][: len(y)]
+                self._side[part.gpu - 1].finish(self.device, returned)
+                self.device.run(y.add_, returned)
             if sends:
-                self._send(b, normed, weights, y)
-            elif b.cold is not None:
+                self._now.known.rows_dense += self._queue.send(b.pinned, normed, weights, y)
+            elif elsewhere:
                 self.device.join()
+            if b.cold is not None and not sends:
                 self.device.run(y.add_, self._cold[0][: len(y)])
 
         self._join(x, b.join, neurons)
 
-    def _cpu_ffn(self, x: Hidden, h: Hidden, b: Any, sparsity: str) -> None:
+    def _cpu_ffn(self, x: Hidden, h: Hidden, b: _native.FFN | _native.Mixture, sparsity: str) -> None:
         self._to_host(x)
         self._to_host(h)
         mode, task = SPARSITIES.index(sparsity), self._host()
@@ -372,9 +411,17 @@ class GpuOps:
         if p is None or sparsity != "predict" or n > FEW:
             return None
         width = -(-b.neurons // 8)
-        named: Tensor = self._named[: n * width].view(n, width)
+        named: Tensor = self._named[0][: n * width].view(n, width)
         self.device.run(
-            self.kernels.predict, named, p.first, p.second, p.threshold, p.hot, p.relu, normed, self._scratch
+            self.kernels.predict,
+            named,
+            p.first,
+            p.second,
+            p.threshold,
+            p.hot,
+            p.relu,
+            normed,
+            self._queue.scratch,
         )
         size = 0 if p.first is None else p.first.rows * p.first.row_bytes
         self._now.known.predictor_bytes += size + (b.neurons - p.hot) * (p.second.row_bytes + 4)
@@ -385,136 +432,80 @@ class GpuOps:
         if b.route is None or self._routed is None or self._weights is None:
             return None
         logits, weights = (part[0][: len(normed)] for part in (self._routed, self._weights))
-        self._times(logits, b.route.router, normed)
+        self._queue.times(logits, b.route.router, normed)
         self.device.run(self.kernels.route, weights, logits, b.route.active)
         return weights
 
-    def _begin_cold(
+    def _begin_elsewhere(
         self,
         b: DeviceFFN,
-        cold: _native.FFN | _native.Mixture,
+        cold: _native.FFN | _native.Mixture | None,
         normed: Tensor,
         sparsity: str,
-        named: Tensor | None,
+        named: Vector,
     ) -> None:
-        """The CPU's neurons, beside what the device does next: the normed stream there, one sum back."""
-        n, device, task = len(normed), self.device, self._new_task()
-        to_host = [(self._normed[1][:n], normed)]
+        """Queue the CPU's neurons and other GPUs', beside what the first one does next.
+
+        Each is sent the normed stream, and returns one sum.
+        """
+        n, device = len(normed), self.device
+        task, to_host = None, [(self._normed[1][:n], normed)]
+        shares = None if self._weights is None else self._weights[1][:n]
+        if self._weights is not None:
+            to_host.append((self._weights[1][:n], self._weights[0][:n]))
+        if cold is not None:
+            names = self._names_of(cold, b.neurons, named)
+            if names is not None:
+                to_host.append(names)
+            task = self._cold_task(cold, n, sparsity, None if names is None else names[0])
+        everyone = None
+        if b.others and named is not None:
+            everyone = self._named[1][: named.numel()].view(named.shape)
+            to_host.append((everyone, named))
+        with device.beside():
+            for to, source in to_host:
+                device.copy(to, source)
+            handed = device.mark() if b.others else None
+            for part in b.others:
+                self._side[part.gpu - 1].start(part, Handed(self._normed[1][:n], everyone, shares), handed)
+            if task is not None:
+                device.call(task)
+                device.copy(self._cold[0][:n], self._cold[1][:n])
+
+    def _names_of(
+        self, cold: _native.FFN | _native.Mixture, neurons: int, named: Vector
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return (in RAM, here) the bits of the CPU's neurons, which are the layer's last."""
+        if named is None:
+            return None
+        n, width = len(named), -(-cold.neurons // 8)
+        there, here = (part[: n * width].view(n, width) for part in self._named_cold)
+        self.device.run(there.copy_, named[:, (neurons - cold.neurons) // 8 :])
+        return here, there
+
+    def _cold_task(
+        self, cold: _native.FFN | _native.Mixture, n: int, sparsity: str, names: Vector
+    ) -> _native.HostTask:
+        task, mode = self._new_task(), SPARSITIES.index(sparsity)
         rows = (self._cold[1][:n].numpy(), self._normed[1][:n].numpy())
         task.zero(self._cold[1].numpy())
         if isinstance(cold, _native.Mixture):
             assert self._weights is not None
-            there, here = (part[:n] for part in self._weights)
-            task.mixture(*rows, cold, SPARSITIES.index(sparsity), here.numpy())
-            to_host.append((here, there))
+            task.mixture(*rows, cold, mode, self._weights[1][:n].numpy())
         else:
-            names = None
-            if named is not None:
-                width = -(-cold.neurons // 8)
-                there, here = (part[: n * width].view(n, width) for part in self._named_cold)
-                device.run(there.copy_, named[:, b.here // 8 :])
-                to_host.append((here, there))
-                names = here.numpy()
-            task.ffn(*rows, cold, SPARSITIES.index(sparsity), names)
-        with device.beside():
-            for to, source in to_host:
-                device.copy(to, source)
-            device.call(task)
-            device.copy(self._cold[0][:n], self._cold[1][:n])
-
-    def _neurons(
-        self,
-        b: DeviceFFN,
-        normed: Tensor,
-        named: Tensor | None,
-        weights: Tensor | None,
-        y: Tensor,
-        add: bool,
-    ) -> None:
-        if not b.bundles:
-            self._dense(b, normed, y, add)
-        elif weights is None or len(normed) <= device_sizes.FEW:
-            mine = None if named is None else named[:, : -(-b.here // 8)]
-            self._bundles(b, normed, mine, weights, y, add)
-        else:  # all tokens through each expert: of so many, some go to every one
-            for e in range(b.experts):
-                self._bundles(b.expert(e), normed, None, weights[:, e : e + 1], y, add or e > 0)
-
-    def _dense(self, b: DeviceFFN, normed: Tensor, y: Tensor, add: bool) -> None:
-        n, k, run, a = len(normed), self.kernels, self.device.run, b.activation
-        assert b.gate is not None and b.down is not None
-        h, up = self._hidden[0][: n * b.here].view(n, b.here), None
-        self._times(h, b.gate, normed)
-        if b.up is not None:
-            up = self._hidden[1][: n * b.here].view(n, b.here)
-            self._times(up, DeviceLinear(b.up, None), normed)
-        run(k.activate, h, h, up, a.kind, a.threshold, a.up_relu)
-        if b.sub_norm is not None:
-            run(k.norm, h, h, *_parts(b.sub_norm))
-        self._times(y, DeviceLinear(b.down, None), h, add)
-
-    def _bundles(
-        self,
-        b: DeviceFFN,
-        normed: Tensor,
-        named: Tensor | None,
-        weights: Tensor | None,
-        y: Tensor,
-        add: bool,
-    ) -> None:
-        n, k, run, a = len(normed), self.kernels, self.device.run, b.activation
-        assert b.gate is not None and b.down is not None
-        h = self._hidden[0][: n * b.here].view(n, b.here)
-        what = (b.gate.weight, b.gate.bias, b.up, normed, a.kind, a.threshold, a.up_relu)
-        run(k.gate_up, h, *what, named, weights, self._counts[0], self._scratch)
-        if b.sub_norm is not None:
-            run(k.norm, h, h, *_parts(b.sub_norm))
-        run(k.down, y, b.down, h, add, self._scratch)
-
-    def _send(self, b: DeviceFFN, normed: Tensor, weights: Tensor | None, y: Tensor) -> None:
-        """y += the cold neurons' part, computed here: a piece comes while the one before is computed."""
-        pieces = [(e, piece) for e, s in enumerate(b.sent) for piece in self._cut(s)]
-
-        def room(i: int) -> tuple[Tensor, Tensor]:
-            (_, s), buffer = pieces[i], self._pieces[i % 2]
-            gates, all_ = s.gate.rows * s.gate.stride, s.gate.rows * (s.gate.stride + s.bundle.stride)
-            return buffer[:gates].view(s.gate.rows, -1), buffer[gates:all_].view(s.gate.rows, -1)
-
-        def come(i: int) -> None:
-            with self.device.beside():
-                for to, source in zip(room(i), (pieces[i][1].gate, pieces[i][1].bundle), strict=True):
-                    self.device.copy(to, source.data)
-
-        come(0)
-        for i, (e, s) in enumerate(pieces):
-            self.device.join()
-            if i + 1 < len(pieces):
-                come(i + 1)  # to where the piece before this one was: it has been computed by then
-            gate, bundle = (replace(x, data=at) for x, at in zip((s.gate, s.bundle), room(i), strict=True))
-            down = replace(bundle, skip=bundle.row_bytes) if self.spec.gated else bundle
-            up = bundle if self.spec.gated else None
-            own = replace(b, gate=DeviceLinear(gate, s.bias), up=up, down=down)
-            self._bundles(own, normed, None, None if weights is None else weights[:, e : e + 1], y, True)
-            self._now.known.rows_dense += (2 if self.spec.gated else 1) * gate.rows
-
-    def _cut(self, s: Sent) -> Iterator[Sent]:
-        """Into pieces that a buffer has room for."""
-        size = len(self._pieces[0]) // (s.gate.stride + s.bundle.stride) // 32 * 32
-        assert size, "a piece holds no 32 neurons"
-        for first in range(0, s.gate.rows, size):
-            which = slice(first, first + size)
-            gate, bundle = (replace(x, data=x.data[which]) for x in (s.gate, s.bundle))
-            yield Sent(gate, bundle, None if s.bias is None else s.bias[which])
+            task.ffn(*rows, cold, mode, None if names is None else names.numpy())
+        return task
 
     def _count(self, b: DeviceFFN, tokens: int) -> None:
         known, rows = self._now.known, 2 if self.spec.gated else 1
         known.neurons += tokens * b.neurons
-        known.rows_dense += rows * b.here
         known.gates_dense += b.neurons
-        if not b.bundles:
-            known.active += tokens * b.here
-            known.rows += rows * b.here
-            known.predicted += b.here
+        for part in b.parts:
+            known.rows_dense += rows * part.neurons
+            if not part.bundles:
+                known.active += tokens * part.neurons
+                known.rows += rows * part.neurons
+                known.predicted += part.neurons
 
     # ---- helpers
 
@@ -524,15 +515,12 @@ class GpuOps:
         """
         made = self._normed[0][: h.tokens]
         if norm is not None:
-            self.device.run(self.kernels.norm, made, h.device, *_parts(norm))
+            self.device.run(self.kernels.norm, made, h.device, *parts(norm))
         elif apart:
             self.device.run(made.copy_, h.device)
         else:
             return h.device
         return made
-
-    def _times(self, y: Tensor, w: DeviceLinear, x: Tensor, add: bool = False) -> None:
-        self.device.run(self.kernels.matmul, y, w.weight, x, w.bias, add, self._scratch)
 
     def _join(self, x: Hidden, how: DeviceJoin, half: Callable[[Tensor, bool], None]) -> None:
         if how.plain:
@@ -541,8 +529,8 @@ class GpuOps:
         y = self._sum[0][: x.tokens]
         half(y, False)
         none = (None, None, 0.0, False)
-        parts = none if how.norm is None else _parts(how.norm)
-        self.device.run(self.kernels.add_normed, x.device, y, *parts, how.scale)
+        norm = none if how.norm is None else parts(how.norm)
+        self.device.run(self.kernels.add_normed, x.device, y, *norm, how.scale)
 
     def _to_device(self, x: Hidden) -> None:
         if not x.on_device:
@@ -574,16 +562,6 @@ class GpuOps:
 
     def _hidden_of(self, tokens: int) -> Hidden:
         return Hidden(self, tokens, on_device=True)
-
-    def _made(self, b: Buffer) -> tuple[Tensor, Tensor]:
-        """On the device and, where it has a twin, in RAM."""
-        kind = {"f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}[b.kind]
-        there = self.device.zeros(b.shape, kind)
-        return there, self.device.pinned(b.shape, kind) if b.here else there
-
-
-def _parts(n: DeviceNorm) -> tuple[Tensor, Vector, float, bool]:
-    return n.weight, n.bias, n.eps, n.layer
 
 
 def _select(to: Tensor, x: Tensor, rows: Tensor) -> None:

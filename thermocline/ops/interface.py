@@ -1,22 +1,42 @@
-"""What the decoder and every table of ops share: weights, batches, statistics.
-
-Owns the types that cross that door. Must not know how anything is computed."""
+"""`Ops`, and the types that the decoder and every table of ops share: weights, batches, statistics."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.model.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from thermocline import _native
+    from thermocline.ops.device_layers import DevicePredictor
+    from thermocline.pack.predictor import LayerPredictor
+
+F16 = NDArray[np.float16]
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 # Neurons an FFN computes: all; those whose gate is not zero (the same answer); of the predicted ones, those.
 SPARSITIES = ("off", "exact", "predict")
 FEW = 4  # tokens that `predict` guesses for; more share too many neurons, and are computed exactly
+CPU = "cpu"  # a device's name, as in a placement; the GPUs of a session are "gpu:0", "gpu:1"
+
+
+def gpu_index(device: str) -> int:
+    """Return N of "gpu:N"."""
+    return int(device.removeprefix("gpu:"))
+
+
+class Matrix(Protocol):
+    """A matrix of weights, wherever and however it is stored; ops know their own kinds."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -27,27 +47,65 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    weight: Any  # an ops matrix, [out, in]
+    weight: Matrix  # [out, in]
     bias: F32 | None
 
 
 @dataclass(frozen=True)
-class FFN:
-    """One expert; `gate` and `up` (None if ungated) are [ffn_dim, dim], `down` is [dim, ffn_dim].
+class NeuronCache:
+    """The slots in memory in which the rows of neurons that lie on disk take turns."""
 
-    With `bundles`, `down` is transposed, [ffn_dim, dim]: a row per neuron, so that a neuron can be skipped.
+    bundles: _native.DiskRows | None  # None: they are all in memory
+    gates: _native.DiskRows | None  # None: all gate rows are in memory
+
+
+@dataclass(frozen=True)
+class FFNPart:
+    """Consecutive neurons of an FFN on one device; `gate` and `up` (None if ungated) have a row for each.
+
+    With a cache the rows of `up` and `down`, and perhaps of `gate`, are its slots.
     """
 
     gate: Linear
-    up: Any | None
-    down: Any
+    up: Matrix | None
+    down: Matrix
+    device: str = CPU
+    predictor: _native.Predictor | LayerPredictor | None = None  # guesses which of these neurons are active
+    cache: NeuronCache | None = None
+    pinned: FFNPart | None = None  # the same rows of RAM as GPUs read them, so that they can be sent to one
+
+
+@dataclass(frozen=True)
+class FFN:
+    """One expert: the sum of its parts, whose neurons follow each other, hottest first; the CPU's are last.
+
+    With `bundles`, `down` is transposed, [neurons, dim]: a row per neuron, so that a neuron can be skipped.
+    Else it is [dim, neurons], and there is one part.
+    """
+
+    parts: tuple[FFNPart, ...]
     down_bias: F32 | None
     bundles: bool
-    predictor: Any | None = None  # of ops' own, with bundles: guesses which neurons are active
-    disk: Any | None = None  # of ops' own: up and down are places that neurons take turns in
-    gate_disk: Any | None = None  # likewise of gate, with a predictor
-    hot: FFN | None = None  # on a GPU: the neurons before these
-    sent: tuple[Any, Any] | None = None  # of ops' own: gate rows and bundles in RAM, to be sent to a GPU
+    predictor: DevicePredictor | None = None  # on the first GPU, for the neurons of all parts
+
+    @staticmethod
+    def whole(gate: Linear, up: Matrix | None, down: Matrix, down_bias: F32 | None, bundles: bool) -> FFN:
+        """Return an FFN whose neurons are all in RAM."""
+        return FFN((FFNPart(gate, up, down),), down_bias, bundles)
+
+    @property
+    def part(self) -> FFNPart:
+        """Return the only part."""
+        (only,) = self.parts
+        return only
+
+    def on(self, device: str) -> FFNPart | None:
+        """Return the part on a device, if there is one."""
+        return next((p for p in self.parts if p.device == device), None)
+
+    def with_part(self, part: FFNPart) -> FFN:
+        """Return this FFN with another part in place of the one on the same device."""
+        return replace(self, parts=tuple(part if p.device == part.device else p for p in self.parts))
 
 
 @dataclass(frozen=True)
@@ -56,26 +114,26 @@ class Layer:
     qkv: Linear  # rows: all q heads, all k heads, all v heads
     attn_out: Linear
     ffn_norm: Norm | None
-    experts: tuple[FFN, ...]  # one where there is no router
+    experts: tuple[FFN, ...]  # one where there is no router; all have the same parts
     q_norm: F32 | None = None  # [head_dim]
     k_norm: F32 | None = None
     attn_sub_norm: Norm | None = None  # of attention's output, before attn_out
     ffn_sub_norm: Norm | None = None  # of the activations, before down
     attn_post_norm: Norm | None = None  # of a half's result, before it joins the residual stream
     ffn_post_norm: Norm | None = None
-    router: Any | None = None  # of a mixture: a matrix [n_experts, dim]
-    router_there: Any | None = None  # on a GPU that has neurons of its experts: the same
+    router: Matrix | None = None  # of a mixture: [n_experts, dim]
+    router_copies: Mapping[str, Matrix] = field(default_factory=dict)  # on GPUs, by device
 
 
 @dataclass(frozen=True)
 class Weights:
-    embed: Any  # matrix [vocab_size, dim]
-    pos_embed: Any | None  # matrix [max_context, dim], learned positions only
+    embed: Matrix  # [vocab_size, dim]
+    pos_embed: Matrix | None  # [max_context, dim], learned positions only
     layers: tuple[Layer, ...]
     out_norm: Norm | None
     head: Linear  # [vocab_size, dim]; the embedding again when tied
-    project_in: Any | None = None  # matrix [dim, embed_dim], where embeddings are narrower
-    project_out: Any | None = None  # matrix [embed_dim, dim]
+    project_in: Matrix | None = None  # [dim, embed_dim], where embeddings are narrower
+    project_out: Matrix | None = None  # [embed_dim, dim]
 
 
 @dataclass(frozen=True)
@@ -141,6 +199,24 @@ class FFNStats:
     # Where somebody asks and the ops know: active, rows and predicted of each layer, one after the other.
     layers: list[int] | None = None
 
+    def __iadd__(self, other: FFNStats) -> FFNStats:
+        """Add another step's sums, but not its layers."""
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+    def count(self, counted: tuple[int, int, int, int, int]) -> None:
+        """Add what the native core returns of an FFN."""
+        active, rows, rows_dense, gates, asked = counted
+        self.active += active
+        self.rows += rows
+        self.rows_dense += rows_dense
+        self.predicted += gates
+        self.predictor_bytes += asked
+
+
+SUMS = tuple(f.name for f in fields(FFNStats) if f.name != "layers")
+
 
 class DiskCounts(NamedTuple):
     """What the disk did for neurons that are not all in memory."""
@@ -155,12 +231,62 @@ class DiskCounts(NamedTuple):
         return DiskCounts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
-F16 = NDArray[np.float16]
-
-
 @dataclass(frozen=True)
 class KVLayer:
     """One layer's view of the storage, written and read in place."""
 
     k: F16  # [n_blocks, n_kv_heads, head_dim, block]: a vector holds one element of many positions' keys
     v: F16  # [n_blocks, n_kv_heads, block, head_dim]
+
+
+# ---- the ops
+
+
+class Stream(Protocol):
+    """The residual stream of a step, [tokens, dim], where its ops keep it."""
+
+    def copy(self) -> Self: ...
+    def __len__(self) -> int: ...
+
+
+H = TypeVar("H", bound=Stream)
+S = TypeVar("S")  # made of a step's batch
+A = TypeVar("A")  # a bound attention
+F = TypeVar("F")  # a bound FFN
+L = TypeVar("L")  # logits, where they are computed
+
+
+class Ops(Protocol[H, S, A, F, L]):
+    """Everything that the decoder asks of a table of ops, whose own types go back to it.
+
+    `ops.reference` says what each computes.
+    """
+
+    def embed(self, table: Matrix, ids: I32, /) -> F32: ...
+    def matmul(self, w: Matrix, x: F32, bias: F32 | None, /) -> F32: ...
+    def step(
+        self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None, /
+    ) -> S: ...
+    def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer, /) -> A: ...
+    def bind_ffn(self, spec: ModelSpec, layer: Layer, /) -> F: ...
+    def run(
+        self, x: F32, rows: I32, sparsity: str, stats: FFNStats, body: Callable[[H, I32], L], /
+    ) -> F32: ...
+    def norm(self, x: H, weight: F32, bias: F32 | None, eps: float, kind: str, /) -> H: ...
+    def rows(self, x: H, rows: I32, /) -> H: ...
+    def head(self, x: H, rows: Linear, project: Matrix | None, /) -> L: ...
+    def read_ahead(self, h: H, bound: F, sparsity: str, /) -> None: ...
+    def attention_add(self, x: H, h: H, bound: A, step: S, kv: KVLayer, /) -> None: ...
+    def ffn_add(self, x: H, h: H, bound: F, sparsity: str, stats: FFNStats, /) -> None: ...
+
+
+StepHandle = NewType("StepHandle", object)
+BoundAttention = NewType("BoundAttention", object)
+BoundFFN = NewType("BoundFFN", object)
+Logits = NewType("Logits", object)
+OpaqueOps = Ops[Stream, StepHandle, BoundAttention, BoundFFN, Logits]
+
+
+def opaque(ops: Ops[H, S, A, F, L]) -> OpaqueOps:
+    """Return the same ops with their own types hidden: a caller gives back to them what they made."""
+    return cast(OpaqueOps, ops)

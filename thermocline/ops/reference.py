@@ -9,15 +9,30 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thermocline.model.activations import activate, route
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import F32, FEW, FFN, I32, Batch, FFNStats, Heads, KVLayer, Layer, Norm
+from thermocline.ops.interface import (
+    F32,
+    FEW,
+    FFN,
+    I32,
+    Batch,
+    FFNStats,
+    Heads,
+    KVLayer,
+    Layer,
+    Linear,
+    Matrix,
+    Norm,
+)
+from thermocline.pack.predictor import LayerPredictor
 
 
-def embed(table: F32, ids: I32) -> F32:
+def embed(table: Matrix, ids: I32) -> F32:
     """[rows, dim], [tokens] -> [tokens, dim]."""
-    return table[ids].astype(np.float32)
+    return _values(table)[ids].astype(np.float32)
 
 
 def norm(x: F32, weight: F32, bias: F32 | None, eps: float, kind: str) -> F32:
@@ -28,13 +43,19 @@ def norm(x: F32, weight: F32, bias: F32 | None, eps: float, kind: str) -> F32:
     return y if bias is None else y + bias
 
 
-def matmul(w: F32, x: F32, bias: F32 | None) -> F32:
+def matmul(w: Matrix, x: F32, bias: F32 | None) -> F32:
     """[out, in], [tokens, in] -> [tokens, out]."""
-    y = x @ w.T
+    y = x @ _values(w).T
     return y if bias is None else y + bias
 
 
-def matmul_add(x: F32, w: F32, h: F32, bias: F32 | None) -> None:
+def head(x: F32, rows: Linear, project: Matrix | None) -> F32:
+    """Return the logits of x; `project`: where embeddings are narrower than the stream."""
+    h = x if project is None else matmul(project, x, None)
+    return matmul(rows.weight, h, rows.bias)
+
+
+def matmul_add(x: F32, w: Matrix, h: F32, bias: F32 | None) -> None:
     """x += matmul(w, h, bias), in place: the residual."""
     x += matmul(w, h, bias)
 
@@ -193,27 +214,32 @@ def _mixture(bound: Bound, h: F32, sparsity: str, stats: FFNStats, record: F32) 
 
 def _expert(bound: Bound, f: FFN, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:
     """One FFN of normed h, and what it read."""
-    spec = bound.spec
-    a = activate(
-        matmul(f.gate.weight, h, f.gate.bias), spec.activation, spec.activation_threshold
-    )  # [tokens, ffn_dim]
-    computed = np.ones(spec.ffn_dim, bool)
-    if sparsity == "predict" and spec.sparse and f.predictor is not None:
-        computed = f.predictor.predicted(h).any(axis=0)
+    spec, part = bound.spec, f.part
+    down = _values(part.down)
+    gated = matmul(part.gate.weight, h, part.gate.bias)
+    a = activate(gated, spec.activation, spec.activation_threshold)  # [tokens, ffn_dim]
+    computed: NDArray[np.bool_] = np.ones(spec.ffn_dim, bool)
+    if sparsity == "predict" and spec.sparse and part.predictor is not None:
+        assert isinstance(part.predictor, LayerPredictor)
+        computed = np.asarray(part.predictor.predicted(h).any(axis=0))
         a = np.where(computed, a, np.float32(0))
     skip = sparsity != "off" and spec.sparse
     needed = np.flatnonzero((a != 0).any(axis=0)) if skip else np.arange(spec.ffn_dim)
-    if f.up is not None:
-        u = matmul(f.up[needed], h, None)
+    if part.up is not None:
+        u = matmul(_values(part.up)[needed], h, None)
         a = a.copy()
         a[:, needed] *= np.maximum(u, 0) if spec.up_activation == "relu" else u
     stats.active += int((a != 0).sum())
     lives = skip and spec.up_activation == "relu" and len(h) <= FEW  # of few tokens, up is read before down
     downs = int((a != 0).any(axis=0).sum()) if lives else len(needed)
-    stats.rows += downs + (len(needed) if f.up is not None else 0)
+    stats.rows += downs + (len(needed) if part.up is not None else 0)
     stats.predicted += int(computed.sum())
     record[:] = a
     a = _normed(spec, bound.layer.ffn_sub_norm, a)
-    down = f.down if f.bundles else f.down.T
-    y: F32 = a[:, needed] @ down[needed]
+    y: F32 = a[:, needed] @ (down if f.bundles else down.T)[needed]
     return y if f.down_bias is None else y + f.down_bias
+
+
+def _values(w: Matrix) -> F32:
+    assert isinstance(w, np.ndarray), "the reference computes with arrays"
+    return w

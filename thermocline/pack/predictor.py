@@ -126,6 +126,11 @@ class StoredPredictor:
     def nbytes(self) -> int:
         return sum(part.nbytes for _, part in _parts(self))
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of rows and thresholds that neurons have, of all neurons."""
+        return self.second.rows.nbytes + self.threshold.nbytes
+
     def decoded(self) -> LayerPredictor:
         def matrix(m: StoredMatrix) -> F32:
             return quant.decode(m.format, m.rows, m.columns)

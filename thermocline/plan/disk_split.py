@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from thermocline.plan.cache_split import F64, OPERATION_BYTES, Fetch, Rows, Shar
 from thermocline.plan.cost import EXCESS, PREDICT_TOKENS, named
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import context_for, gib_up, runtime_bytes, scratch_bytes, size_down, size_up
+from thermocline.plan.placement import CPU, DISK, LayerPlacement, NeuronRange, Placement
 
 LEAST_CONTEXT = 512
 DEPTH, BUFFER_BYTES = 128, 128 << 10  # reads in flight, and of how many bytes
@@ -124,6 +125,97 @@ class Arrangement:
         """Of each layer."""
         n = self.contents.spec.n_experts
         return [sum(s.places for s in shares[i : i + n]) for i in range(0, len(shares), n)]
+
+
+# ---- as a placement
+
+
+def in_part(a: Arrangement, context: int, kv_tokens: int, beside_gpu: Placement | None = None) -> Placement:
+    """Place a model with the slots that its neurons have in RAM. `beside_gpu`: what a GPU has of it."""
+    c, n = a.contents, a.contents.spec.n_experts
+
+    def slots(shares: tuple[Share, ...] | None, layer: int) -> tuple[int, ...] | None:
+        return None if shares is None else tuple(s.places for s in shares[n * layer : n * layer + n])
+
+    def ranges(i: int) -> tuple[NeuronRange, ...]:
+        there = () if beside_gpu is None else (r for r in beside_gpu.layers[i].ranges if r.device != CPU)
+        left = c.spec.ffn_dim - c.first(i)
+        here = NeuronRange(CPU, left, slots(a.bundles, i), slots(a.gates, i))
+        return (*there, here) if left else tuple(there)
+
+    if beside_gpu is None:
+        predictor = CPU if c.guesses else None
+        layers = tuple(LayerPlacement(CPU, predictor, ranges(i)) for i in range(c.spec.n_layers))
+        nbytes = {CPU: a.parts, DISK: left_on_disk(a)}
+        return Placement(layers, CPU, context, kv_tokens, nbytes)
+    layers = tuple(replace(x, ranges=ranges(i)) for i, x in enumerate(beside_gpu.layers))
+    taken = {**beside_gpu.bytes, CPU: a.parts, DISK: left_on_disk(a)}
+    return Placement(layers, beside_gpu.head, context, kv_tokens, taken)
+
+
+def arrangement_of(c: Contents, placement: Placement) -> Arrangement:
+    """Return the shares that a placement gives to neurons. `c`: what is not on a GPU."""
+
+    def shares(gates: bool) -> Iterator[Share]:
+        for x in placement.layers:
+            r = x.rest
+            slots = None if r is None else r.gate_slots if gates else r.slots
+            for n in (0,) * c.spec.n_experts if r is None or slots is None else slots:
+                whole = r is None or n == r.neurons
+                yield Share(n, 0) if whole else Share(0, n)
+
+    gates = any(r.gate_slots is not None for x in placement.layers for r in x.ranges)
+    parts = dict(placement.bytes[CPU])
+    return Arrangement(parts, tuple(shares(False)), tuple(shares(True)) if gates else None, c)
+
+
+def beside(c: Contents, placement: Placement, predictor_parts: Sequence[tuple[int, int]] = ()) -> Contents:
+    """Return what RAM and disk hold beside GPUs.
+
+    `predictor_parts`: of each layer's predictor, the bytes that all neurons share and those of their rows.
+    """
+    layers = placement.layers
+    first = tuple(x.on_gpus for x in layers)
+    if not placement.devices:
+        return c
+    left = {n: t for n, t in c.tensors.items() if _has_rows_beside(n, c.spec, placement)}
+    nbytes = c.predictor_bytes
+    if predictor_parts:
+        here = zip(predictor_parts, layers, first, strict=True)
+        nbytes = sum(
+            shared + rows * (c.spec.ffn_dim - n) // c.spec.ffn_dim
+            for (shared, rows), x, n in here
+            if x.predictor in (CPU, None) and n < c.spec.ffn_dim
+        )
+    return replace(c, tensors=left, predictor_bytes=nbytes, on_gpu=first)
+
+
+def _has_rows_beside(name: str, spec: ModelSpec, placement: Placement) -> bool:
+    """Whether RAM or disk hold a part of a tensor."""
+    if ".predictor." in name or name.endswith((".activation_count", ".order")):
+        return False
+    if not name.startswith("layers."):
+        return not (name == "head.weight" and placement.head != CPU)
+    _, layer, part = name.split(".", 2)
+    x = placement.layers[int(layer)]
+    if part in ("qkv.weight", "attn_out.weight"):
+        return x.attention == CPU
+    if part in ("gate.weight", "bundle", "up.weight", "down.weight"):
+        return x.on_gpus < spec.ffn_dim
+    return True
+
+
+def left_on_disk(a: Arrangement) -> dict[str, int]:
+    """Part -> bytes that are not in memory at a time."""
+    c = a.contents
+    tables = [c.tensors[name] for name in looked_up(c.spec, c.tensors)]
+    parts = {"embedding": sum(t.bytes - t.stride for t in tables)} if tables else {}
+    for kind, shares in a.kinds:
+        part, places = "up and down rows" if kind == "bundle" else "gate rows", a.places(shares)
+        for i, t in c.of_kind(kind).items():
+            held = c.held_bytes(f"layers.{i}.{kind}")
+            parts[part] = parts.get(part, 0) + held - places[i] * t.stride
+    return parts
 
 
 # ---- dividing

@@ -6,9 +6,12 @@ repeats it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
-CPU = "cpu"
+from thermocline.files.bounded import Json
+
+CPU, DISK = "cpu", "disk"
 
 
 def gpu(index: int) -> str:
@@ -22,6 +25,9 @@ class NeuronRange:
 
     device: str  # CPU, or `gpu(index)`
     neurons: int  # of one expert
+    # Up and down rows in memory at a time, of each expert, where the others are on disk; None: all of them.
+    slots: tuple[int, ...] | None = None
+    gate_slots: tuple[int, ...] | None = None  # likewise of gate rows
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,41 @@ class LayerPlacement:
         """Return how many neurons of each expert are on a device."""
         return sum(r.neurons for r in self.ranges if r.device == device)
 
+    @property
+    def on_gpus(self) -> int:
+        """Neurons of each expert that are on any GPU: the hottest."""
+        return sum(r.neurons for r in self.ranges if r.device != CPU)
+
+    @property
+    def rest(self) -> NeuronRange | None:
+        """The range on the CPU, the coldest neurons; None where all are on GPUs."""
+        return next((r for r in self.ranges if r.device == CPU), None)
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every layer of a model and its head are."""
+    """Where every layer of a model and its head are, and what that takes of each memory."""
 
     layers: tuple[LayerPlacement, ...]
     head: str  # a device
+    context: int = 0  # tokens of one request
+    kv_tokens: int = 0  # positions of the cache, for all requests
+    bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # device or DISK -> part -> bytes
+
+    @property
+    def from_disk(self) -> bool:
+        """Whether rows of neurons are read from disk when a token needs them."""
+        return any(r.slots is not None for x in self.layers for r in x.ranges)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The GPUs that have a part of it."""
+        return tuple(sorted(name for name in self.bytes if name not in (CPU, DISK)))
+
+    def used(self, device: str) -> int:
+        """Return the bytes that are taken of a device's memory, or left on disk."""
+        return sum(self.bytes.get(device, {}).values())
+
+    def json(self) -> Json:
+        """Return it as `plan --json` and `run --json` print it (docs/reference/keys.toml)."""
+        return asdict(self)

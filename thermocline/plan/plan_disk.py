@@ -8,7 +8,7 @@ from __future__ import annotations
 from thermocline.plan import cost
 from thermocline.plan.cache_split import Fetch
 from thermocline.plan.cost import Work
-from thermocline.plan.disk_split import Arrangement, Contents, arrange, fetches, looked_up
+from thermocline.plan.disk_split import Arrangement, Contents, arrange, fetches, in_part, left_on_disk
 from thermocline.plan.planner import BUCKETS, Layer, Plan, Prediction, hot_neurons
 from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
@@ -28,7 +28,7 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
             for i in range(p.spec.n_layers)
         ),
         head="ram",
-        bytes={"gpu": {}, "ram": a.parts, "disk": _on_disk(c, a)},
+        bytes={"gpu": {}, "ram": a.parts, "disk": left_on_disk(a)},
         budget=Budget(p.vram, p.ram),
         predicted=predicted,
         buckets=tuple(predict(p, c, a, p.work(batch=b)) for b in BUCKETS),
@@ -37,6 +37,7 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
         objective_us=1e6 / predicted[0].tokens_per_s,
         greedy_us=None,
         notes=tuple(_notes(p, c, a)),
+        placement=in_part(a, p.ask.context, p.ask.context * p.ask.batch),
     )
 
 
@@ -44,18 +45,6 @@ def _layer(c: Contents, neurons: int, bundles: int, gates: int | None = None) ->
     """That many neurons' bundles and, unless they all are there, gate rows have places."""
     predictor = "ram" if c.guesses else None
     return Layer("ram", predictor, 0, bundles, neurons - bundles, 0 if gates is None else neurons - gates)
-
-
-def _on_disk(c: Contents, a: Arrangement) -> dict[str, int]:
-    """Part -> bytes that are not in memory at a time."""
-    tables = [c.tensors[name] for name in looked_up(c.spec, c.tensors)]
-    parts = {"embedding": sum(t.bytes - t.stride for t in tables)} if tables else {}
-    for kind, shares in a.kinds:
-        part = "up and down rows" if kind == "bundle" else "gate rows"
-        for i, places in enumerate(a.places(shares)):
-            t = c.tensors[f"layers.{i}.{kind}"]
-            parts[part] = parts.get(part, 0) + t.bytes - places * t.stride
-    return parts
 
 
 def _passing(c: Contents, a: Arrangement, batch: int) -> list[list[Fetch]]:

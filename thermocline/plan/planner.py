@@ -7,7 +7,7 @@ must not know files or flags. Costs are `cost.py`'s, the choice `solver.py`'s.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from thermocline.plan import cost
 from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import GIB, gib_up, size_down, size_up
+from thermocline.plan.placement import CPU, DISK, LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.plan.problem import Ask, Problem
 from thermocline.plan.solver import Budget, Choice, Group, fits, group, solve, totals
 
@@ -27,7 +28,6 @@ CLUSTERS = 64  # of a layer's neurons: the steps in which they are placed
 DISK_CLUSTERS = 20  # where there are three tiers: columns grow with the square
 BUCKETS = (1, 2, 4, 8)
 TIME_LIMIT_S = 0.6
-MORE = 1.25  # the budget that `alternative` tries
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Plan:
     objective_us: float
     greedy_us: float | None  # what greedy made of it
     notes: tuple[str, ...]
+    placement: Placement  # the same, as a session loads it
 
     @property
     def tokens_per_s(self) -> float:
@@ -80,6 +81,30 @@ class Plan:
 
     def used(self, tier: str) -> int:
         return sum(self.bytes[tier].values())
+
+
+def placement_of(
+    p: Problem, layers: Sequence[Layer], head: str, nbytes: Mapping[str, Mapping[str, int]]
+) -> Placement:
+    """Return a plan's layers as a session loads them. Of neurons on disk each expert has as many."""
+    where, experts = {"gpu": gpu(0), "ram": CPU, "disk": DISK}, p.spec.n_experts
+
+    def shared(neurons: int) -> tuple[int, ...]:
+        each, more = divmod(neurons, experts)
+        return tuple(each + (e < more) for e in range(experts))
+
+    def layer(x: Layer) -> LayerPlacement:
+        ranges = [NeuronRange(gpu(0), x.gpu // experts)] if x.gpu else []
+        if rest := x.ram + x.disk:
+            slots = shared(x.ram) if x.disk else None
+            gates = shared(rest - x.disk_gates) if x.disk_gates else None
+            ranges.append(NeuronRange(CPU, rest // experts, slots, gates))
+        predictor = None if x.predictor is None else where[x.predictor]
+        return LayerPlacement(where[x.attention], predictor, tuple(ranges))
+
+    taken = {where[tier]: dict(parts) for tier, parts in nbytes.items() if parts}
+    kv_tokens = p.ask.context * p.ask.batch
+    return Placement(tuple(map(layer, layers)), where[head], p.ask.context, kv_tokens, taken)
 
 
 # ---- solving it
@@ -96,22 +121,13 @@ class Placed:
     disk: bool
 
 
-def plan(
-    spec: ModelSpec,
-    sizes: ModelSizes,
-    hotness: Hotness,
-    tiers: Tiers,
-    ask: Ask,
-    stored: Callable[[Problem], Plan] | None = None,
-) -> Plan:
-    """Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.
+def plan(spec: ModelSpec, sizes: ModelSizes, hotness: Hotness, tiers: Tiers, ask: Ask) -> Plan:
+    """Solve the placement, as if every tier were there to the byte: `place.plan` is what a session does.
 
-    `stored`: the plan of a model that is in memory in part, on a machine without a GPU.
+    Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.
     """
     problem = Problem(spec, sizes, hotness, tiers, ask)
     tiers.kernel(sizes.format)
-    if stored is not None and tiers.disk is not None and not problem.vram and not _fits(problem, disk=False):
-        return stored(problem)
     placed = _best(problem)
     if placed is None:
         raise OutOfBudget(refusal(problem))
@@ -214,9 +230,11 @@ def described(p: Problem, x: Placed) -> Plan:
     for (columns, c), sizes in zip(x.layers, p.sizes.layers, strict=True):
         assert columns.gpu[c] + columns.disk[c] <= sizes.neurons, "a neuron is on one tier"
     depths = [predict(p, x, p.work(share=share)) for share in (0.0, 0.5, 1.0)]
+    layers = tuple(_layer(p, c, i, n.neurons) for (c, i), n in zip(x.layers, p.sizes.layers, strict=True))
+    head = _tier(x.head[0].attention[x.head[1]])
     return Plan(
-        layers=tuple(_layer(p, c, i, n.neurons) for (c, i), n in zip(x.layers, p.sizes.layers, strict=True)),
-        head=_tier(x.head[0].attention[x.head[1]]),
+        layers=layers,
+        head=head,
         bytes=parts,
         budget=budget,
         predicted=tuple(depths),
@@ -226,6 +244,7 @@ def described(p: Problem, x: Placed) -> Plan:
         objective_us=x.choice.value,
         greedy_us=x.choice.greedy,
         notes=tuple(_notes(p, x)),
+        placement=placement_of(p, layers, head, parts),
     )
 
 
@@ -380,23 +399,9 @@ def _largest_context(p: Problem) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         shorter = replace(p, ask=replace(p.ask, context=32 * middle))
-        low, high = (middle, high) if _fits(shorter, disk) else (low, middle)
+        low, high = (middle, high) if fits_in(shorter, disk) else (low, middle)
     return 32 * low
 
 
-def _fits(p: Problem, disk: bool) -> bool:
+def fits_in(p: Problem, disk: bool) -> bool:
     return fits(_groups(p, disk=disk)[0], p.room(disk=disk))
-
-
-def alternative(
-    spec: ModelSpec,
-    sizes: ModelSizes,
-    hotness: Hotness,
-    tiers: Tiers,
-    ask: Ask,
-    stored: Callable[[Problem], Plan] | None = None,
-) -> Plan:
-    """The same with `MORE` of both memories."""
-    p = Problem(spec, sizes, hotness, tiers, ask)
-    more = replace(ask, vram_bytes=int(p.vram * MORE), ram_bytes=int(p.ram * MORE))
-    return plan(spec, sizes, hotness, tiers, more, stored)

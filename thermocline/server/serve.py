@@ -20,6 +20,7 @@ from thermocline.server.http.listener import Listener
 from thermocline.server.http.posted import return_memory
 from thermocline.server.process.engine_process import EngineProcess
 from thermocline.server.process.messages import ModelOpened
+from thermocline.session.options import EngineOptions, ModelOptions
 
 STOP_S = 0.3  # time for the engine to end by itself before its process is killed
 
@@ -38,7 +39,8 @@ class ServerOptions:
 
 
 def serve(
-    options: dict[str, Any],
+    files: ModelOptions,
+    options: EngineOptions,
     listener: Listener,
     settings: ServerOptions,
     *,
@@ -47,8 +49,8 @@ def serve(
 ) -> None:
     """Serve until the process is told to stop. Raise the error of an engine that cannot be started.
 
-    `options`: LLM's. `settings.sampling` fills in options that a request leaves open; options missing there
-    come from the model's recommendation.
+    `files` and `options`: `LLM`'s. `settings.sampling` fills in options that a request
+    leaves open; options missing there come from the model's recommendation.
     """
     listening: list[http.HttpServer] = []
     return_memory()
@@ -83,7 +85,9 @@ def serve(
             watching.cancel()
             await engine.stop(STOP_S)
 
-    engine = EngineProcess(options, progress=shown, opened=opened, silence_s=settings.limits.limit_silence_s)
+    engine = EngineProcess(
+        files, options, progress=shown, opened=opened, silence_s=settings.limits.limit_silence_s
+    )
     server = Api(engine, settings.limits, defaults=SamplingParams(), keys=bool(settings.keys))
     app = application(server, lifespan)
     admission = Admission(
@@ -91,7 +95,7 @@ def serve(
         settings.hosts,
         settings.origins,
         public=PUBLIC,
-        slots=options.get("max_batch", 8),
+        slots=options.max_batch,
         methods=methods_of(app),
     )
     try:

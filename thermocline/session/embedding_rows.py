@@ -32,6 +32,11 @@ class Lookup:
         rows, columns = self._tensor.shape
         return rows, columns
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all rows, as they are stored."""
+        return self._tensor.bytes
+
     def row(self, i: int) -> _native.Matrix:
         """Row i, until the next is asked for. A block that two rows share, one after the other, is read once.
 

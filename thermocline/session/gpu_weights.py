@@ -1,7 +1,4 @@
-"""A pack in two memories: what the GPU computes in its own, the rest in an arena.
-
-Owns which bytes go where. Knows torch; must not know requests, flags or how placements are found.
-"""
+"""A pack in several memories: GPUs have their rows in their own, the rest is in an arena."""
 
 from __future__ import annotations
 
@@ -20,156 +17,182 @@ from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import Device
-from thermocline.ops.device_layers import DevicePredictor
+from thermocline.ops.device_layers import FIRST_GPU, DevicePredictor
 from thermocline.ops.device_rows import Rows
-from thermocline.ops.interface import FFN, Layer, Weights
+from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights, gpu_index
 from thermocline.pack import blocks
 from thermocline.pack.checksums import NeuronChecksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.plan.disk_split import Arrangement
+from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 from thermocline.session import weights
 from thermocline.session.store import Progress, Store, fill_runs, opened
 
+OnGpus = Mapping[str, Mapping[str, Rows]]  # by name and device
 STAGED_BYTES = 64 << 20  # on their way from the file to the device
 
 
 @dataclass(frozen=True)
-class LayerPlace:
-    """What of a layer is on the GPU."""
-
-    attention: bool
-    predictor: bool  # a mixture's stays beside the neurons in RAM
-    neurons: int  # the first; of a mixture's all, the first of each expert, as many
-
-
-@dataclass(frozen=True)
-class Places:
-    layers: tuple[LayerPlace, ...]
-    head: bool
-
-    @staticmethod
-    def all_of(n_layers: int, neurons: int) -> Places:
-        return Places((LayerPlace(True, True, neurons),) * n_layers, True)
-
-
-@dataclass(frozen=True)
 class Split:
-    """Of each of a tensor's equal parts: rows [0, there) go to the device; the others, if `kept`, are in the
-    arena.
-    """
+    """The rows of each of a tensor's equal parts: the first ones go to GPUs, the others to the arena."""
 
     name: str
-    there: int
-    kept: bool
+    there: tuple[tuple[str, int], ...]  # (device, rows of each part), one behind the other
+    kept: bool  # whether the others are in the arena
     parts: int = 1
 
+    @property
+    def rows(self) -> int:
+        """Return the rows of each part that go to GPUs."""
+        return sum(rows for _, rows in self.there)
 
-def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], places: Places) -> Iterator[Split]:
+
+def everywhere(n_layers: int, neurons: int, device: str = FIRST_GPU) -> Placement:
+    """Return the placement of a whole model on one GPU; `neurons`: of an expert."""
+    layer = LayerPlacement(device, device, (NeuronRange(device, neurons),))
+    return Placement((layer,) * n_layers, device)
+
+
+def gpu_ranges(p: LayerPlacement) -> list[NeuronRange]:
+    return [r for r in p.ranges if r.device != CPU and r.neurons]
+
+
+def gpu_neurons(p: LayerPlacement) -> int:
+    """Return how many neurons of each expert are on GPUs."""
+    return sum(r.neurons for r in gpu_ranges(p))
+
+
+def check(spec: ModelSpec, placement: Placement, gpus: int) -> None:
+    """Assert that a placement is one that `load` can carry out."""
+    beside = (CPU, FIRST_GPU)
+    assert placement.head in beside, "the head is on the first GPU or in RAM"
+    for p in placement.layers:
+        assert p.attention in beside and p.predictor in (*beside, None), "only neurons are on further GPUs"
+        on = [r.device for r in p.ranges if r.neurons]
+        assert len(set(on)) == len(on) and CPU not in on[:-1], "a range for each device, the CPU's last"
+        assert all(gpu_index(r.device) < gpus for r in gpu_ranges(p)), "a GPU that this session does not have"
+        assert spec.sparse or len(on) == 1, "only neurons that can be skipped are divided"
+        assert sum(r.neurons for r in p.ranges) == spec.ffn_dim, "ranges add up to the FFN's neurons"
+
+
+def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placement) -> Iterator[Split]:
     for name, t in tensors.items():
         if ".predictor." in name or name.endswith((".activation_count", ".order")):
             continue
         rows = t.bytes // t.stride
         if not name.startswith("layers."):
-            on_device = name == "head.weight" and places.head
+            device = placement.head if name == "head.weight" else CPU
+            yield _whole(name, rows, device)
             # Of a tied head there are two: embeddings are looked up in RAM.
-            yield Split(name, rows * on_device, kept=not on_device)
-            if name == "embed.weight" and spec.tied_head and places.head:
-                yield Split(name, rows, kept=False)
+            if name == "embed.weight" and spec.tied_head and placement.head != CPU:
+                yield _whole(name, rows, placement.head)
             continue
         _, layer, part = name.split(".", 2)
-        here, experts = places.layers[int(layer)], spec.n_experts
+        here = placement.layers[int(layer)]
+        ranges = gpu_ranges(here)
         if part in ("qkv.weight", "attn_out.weight"):
-            yield Split(name, rows * here.attention, kept=not here.attention)
+            yield _whole(name, rows, here.attention)
         elif part in ("gate.weight", "bundle"):
-            each = here.neurons // experts
-            parts = experts if 0 < each < spec.ffn_dim else 1  # else it goes as a whole
-            yield Split(name, here.neurons // parts, kept=each < spec.ffn_dim, parts=parts)
+            alone = [r.neurons for r in ranges] == [spec.ffn_dim]  # then it goes as a whole
+            parts = spec.n_experts if ranges and not alone else 1
+            there = tuple((r.device, r.neurons * spec.n_experts // parts) for r in ranges)
+            yield Split(name, there, kept=gpu_neurons(here) < spec.ffn_dim, parts=parts)
         elif part in ("up.weight", "down.weight"):  # without bundles: all or nothing
-            on_device = here.neurons == experts * spec.ffn_dim
-            yield Split(name, rows * on_device, kept=not on_device)
+            yield _whole(name, rows, ranges[0].device if ranges else CPU)
         else:
-            yield Split(name, 0, kept=True)
-            if part == "router.weight" and here.neurons:  # it is used there; the CPU's experts know its shape
-                yield Split(name, rows, kept=False)
+            yield _whole(name, rows, CPU)
+            if part == "router.weight" and ranges:  # it is used there; the CPU's experts know its shape
+                yield _whole(name, rows, FIRST_GPU)
+
+
+def _whole(name: str, rows: int, device: str) -> Split:
+    return Split(name, () if device == CPU else ((device, rows),), kept=device == CPU)
 
 
 def load(
     pack: Pack,
-    places: Places,
-    device: Device,
+    placement: Placement,
+    devices: Sequence[Device],
     cpu: CpuOps,
     *,
     predictors: Predictors | None = None,
     progress: Progress | None = None,
 ) -> Weights:
-    """Read and checked. Raises as `weights.load` does, and DeviceFailure."""
-    found = list(splits(pack.spec, pack.tensors, places))
-    kept_bytes = sum(_kept_bytes(pack, s) for s in found)
-    there = _all_sent(pack, found, device, kept_bytes, progress)
+    """Read and check a pack. Raises as `weights.load` does, and DeviceFailure."""
+    check(pack.spec, placement, len(devices))
+    found = list(splits(pack.spec, pack.tensors, placement))
+    there = _all_sent(pack, found, devices, sum(_kept_bytes(pack, s) for s in found), progress)
     kept: dict[str, TensorInfo] = {}
     runs: list[tuple[int, int, int]] = []
     end = 0
     for s in found:
         t = pack.tensors[s.name]
         if s.kept:
-            shape = t.shape if not s.there else (t.shape[0], t.shape[1] - s.there, *t.shape[2:])
+            shape = t.shape if not s.rows else (t.shape[0], t.shape[1] - s.rows, *t.shape[2:])
             at, part = end, t.bytes // s.parts
             for begin in range(t.offset, t.offset + t.bytes, part):
-                first = begin + s.there * t.stride
+                first = begin + s.rows * t.stride
                 runs.append((first, begin + part, at))
                 at += begin + part - first
             kept[s.name] = replace(t, shape=shape, offset=end, bytes=at - end)
             end += aligned(at - end)
     arena = blocks.new_arena(end, str(pack.path))
-    fill_runs(arena, pack, runs, _after(sum(r.data.numel() for r in there.values()), progress))
+    sent = sum(r.data.numel() for each in there.values() for r in each.values())
+    fill_runs(arena, pack, runs, _after(sent, progress))
     arena.gather_pages()
-    made = _with_senders(weights.assemble(pack.spec, kept, arena, cpu, there), kept, arena, device)
-    return _completed(made, pack.spec, places, there, predictors, device)
+    made = weights.assemble(pack.spec, kept, arena, cpu, there)
+    made = _with_pinned(made, pack.spec, kept, arena, devices[0])
+    return _completed(made, pack.spec, placement, there, predictors, devices)
 
 
 def load_in_part(
     pack: Pack,
-    places: Places,
+    placement: Placement,
     a: Arrangement,
     records: NeuronChecksums,
-    device: Device,
+    devices: Sequence[Device],
     cpu: CpuOps,
     *,
     predictors: Predictors | None = None,
     progress: Progress | None = None,
 ) -> tuple[Weights, Store]:
-    """`load` where what is not on the device is larger than RAM: neurons that `a` has no places for come from
-    disk when they are needed.
+    """Do what `load` does where the rest is larger than RAM: neurons that `a` has no slots for come from disk
+    when they are needed.
     """
-    there = _all_sent(pack, list(splits(pack.spec, pack.tensors, places)), device, 0, progress)
-    made, store, _ = opened(pack, a, records, cpu, elsewhere=there, progress=progress)
-    return _completed(made, pack.spec, places, there, predictors, device), store
+    check(pack.spec, placement, len(devices))
+    there = _all_sent(pack, list(splits(pack.spec, pack.tensors, placement)), devices, 0, progress)
+    made, store, _ = opened(pack, a, records, cpu, on_gpus=there, progress=progress)
+    return _completed(made, pack.spec, placement, there, predictors, devices), store
 
 
 def _completed(
     made: Weights,
     spec: ModelSpec,
-    places: Places,
-    there: Mapping[str, Rows],
+    placement: Placement,
+    there: OnGpus,
     predictors: Predictors | None,
-    device: Device,
+    devices: Sequence[Device],
 ) -> Weights:
-    if spec.tied_head and places.head:
-        made = replace(made, head=replace(made.head, weight=there["embed.weight"]))
-    return made if predictors is None else _with_predictors(made, places, predictors, device)
+    if spec.tied_head and placement.head != CPU:
+        made = replace(made, head=replace(made.head, weight=there["embed.weight"][placement.head]))
+    return made if predictors is None else _with_predictors(made, spec, placement, predictors, devices[0])
 
 
 def _after(begun: int, progress: Progress | None) -> Progress | None:
-    """Of what follows `begun` bytes."""
+    """Return the progress of a read that follows `begun` bytes."""
     return None if progress is None else lambda done, size: progress(begun + done, begun + size)
 
 
 def _all_sent(
-    pack: Pack, found: Sequence[Split], device: Device, more_bytes: int, progress: Progress | None
-) -> dict[str, Rows]:
-    """What of the tensors is to be on the device. `more_bytes`: what is read after them."""
-    sizes = [(s.parts, s.there * pack.tensors[s.name].stride) for s in found if s.there]
+    pack: Pack,
+    found: Sequence[Split],
+    devices: Sequence[Device],
+    more_bytes: int,
+    progress: Progress | None,
+) -> dict[str, dict[str, Rows]]:
+    """Send the GPUs their rows; -> these, by name and device. `more_bytes`: read after them."""
+    sizes = [(s.parts, rows * pack.tensors[s.name].stride) for s in found for _, rows in s.there]
     most = max((part for _, part in sizes), default=0)
     staging = blocks.new_arena(min(most, STAGED_BYTES), "weights on their way")
     done, size = 0, sum(parts * part for parts, part in sizes) + more_bytes
@@ -180,92 +203,118 @@ def _all_sent(
         if progress is not None:
             progress(done, size)
 
-    there: dict[str, Rows] = {}
+    there: dict[str, dict[str, Rows]] = {}
     for s in found:
-        if s.there:
-            there[s.name] = _sent(pack, pack.tensors[s.name], s, device, staging, more)
+        first = 0
+        for name, rows in s.there:
+            which = _Which(pack.tensors[s.name], s.parts, first, rows)
+            columns = pack.spec.dim if s.name.endswith(".bundle") else which.tensor.shape[-1]
+            sent = _sent(pack, which, devices[gpu_index(name)], staging, more)
+            there.setdefault(s.name, {})[name] = Rows(sent, which.tensor.format, columns)
+            first += rows
     return there
 
 
-def _with_senders(
-    made: Weights, kept: Mapping[str, TensorInfo], arena: _native.Arena, device: Device
+def _with_pinned(
+    made: Weights, spec: ModelSpec, kept: Mapping[str, TensorInfo], arena: _native.Arena, device: Device
 ) -> Weights:
-    """Layers that are divided can send their other neurons to the device, too: for prompts."""
-    if not any(x.experts[0].hot is not None for x in made.layers):
+    """Let layers that are divided send their other neurons to the first GPU, too: for prompts."""
+
+    def divided(layer: Layer) -> bool:
+        f = layer.experts[0]
+        return len(f.parts) > 1 and f.on(CPU) is not None
+
+    if not any(map(divided, made.layers)):
         return made
     device.register(arena.address, arena.nbytes)
     here = _bytes_at(arena)
 
-    def rows(name: str, columns: int) -> Rows:
+    def rows(name: str) -> Rows:
         t = kept[name]
-        return Rows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), t.format, columns)
+        return Rows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), t.format, spec.dim)
 
-    def senders(i: int, experts: tuple[FFN, ...]) -> Iterator[FFN]:
-        if experts[0].hot is None:
-            yield from experts
-            return
-        dim = experts[0].gate.weight.shape[1]
-        both = rows(f"layers.{i}.gate.weight", dim), rows(f"layers.{i}.bundle", dim)
+    def pinned(i: int, experts: tuple[FFN, ...]) -> Iterator[FFN]:
+        gates, bundles = rows(f"layers.{i}.gate.weight"), rows(f"layers.{i}.bundle")
         for e, f in enumerate(experts):
-            gate, bundle = (x.part(e, len(experts)) for x in both)
-            yield replace(f, sent=(gate, bundle))
+            gate, bundle = (x.part(e, len(experts)) for x in (gates, bundles))
+            part = f.on(CPU)
+            assert part is not None
+            again = FFNPart(Linear(gate, None), *weights.records(spec, bundle))
+            yield f.with_part(replace(part, pinned=again))
 
-    layers = (replace(x, experts=tuple(senders(i, x.experts))) for i, x in enumerate(made.layers))
+    layers = (
+        replace(x, experts=tuple(pinned(i, x.experts))) if divided(x) else x
+        for i, x in enumerate(made.layers)
+    )
     return replace(made, layers=tuple(layers))
 
 
 def _bytes_at(arena: _native.Arena) -> torch.Tensor:
-    """The arena as a tensor, which does not keep it: its matrices do."""
+    """Return the arena as a tensor, which does not keep it: its matrices do."""
     window = (ctypes.c_uint8 * arena.nbytes).from_address(arena.address)
     return torch.from_numpy(np.ctypeslib.as_array(window))
 
 
 def _kept_bytes(pack: Pack, s: Split) -> int:
     t = pack.tensors[s.name]
-    return t.bytes - s.parts * s.there * t.stride if s.kept else 0
+    return t.bytes - s.parts * s.rows * t.stride if s.kept else 0
+
+
+@dataclass(frozen=True)
+class _Which:
+    """Rows [first, first + rows) of each of a tensor's equal parts."""
+
+    tensor: TensorInfo
+    parts: int
+    first: int
+    rows: int
 
 
 def _sent(
-    pack: Pack, t: TensorInfo, s: Split, device: Device, staging: _native.Arena, more: Callable[[int], None]
-) -> Rows:
-    """The first rows of each part, on the device; of a bundle, as rows of what is first in its records."""
-    nbytes = s.there * t.stride
-    made = device.zeros((s.parts * s.there, t.stride), torch.uint8)
+    pack: Pack, which: _Which, device: Device, staging: _native.Arena, more: Callable[[int], None]
+) -> torch.Tensor:
+    """Send rows to a device; -> these there, [parts * rows, stride]."""
+    t, nbytes = which.tensor, which.rows * which.tensor.stride
+    made: torch.Tensor = device.zeros((which.parts * which.rows, t.stride), torch.uint8)
     here = _bytes_at(staging)
-    for part, flat in enumerate(made.view(s.parts, -1)):
-        first = t.offset + part * (t.bytes // s.parts)
+    for part, flat in enumerate(made.view(which.parts, -1)):
+        first = t.offset + part * (t.bytes // which.parts) + which.first * t.stride
         for begin in range(0, nbytes, STAGED_BYTES):
             size = min(STAGED_BYTES, nbytes - begin)
             fill_runs(staging, pack, [(first + begin, first + begin + size, 0)], None)
             device.put(flat[begin : begin + size], here[:size])
             more(size)
-    return Rows(made, t.format, pack.spec.dim if s.name.endswith(".bundle") else t.shape[-1])
+    return made
 
 
 # ---- predictors
 
 
-def _with_predictors(made: Weights, places: Places, predictors: Predictors, device: Device) -> Weights:
-    """Those of layers that have them on the device there, of all neurons; others of the neurons in RAM."""
+def _with_predictors(
+    made: Weights, spec: ModelSpec, placement: Placement, predictors: Predictors, device: Device
+) -> Weights:
+    """Give layers that have theirs on the first GPU those of all neurons, others those of neurons in RAM.
+
+    A mixture's are in RAM.
+    """
     stored = [predictors.stored(i) for i in range(predictors.count)]
-    there = [
-        x.predictor and layer.router is None for x, layer in zip(places.layers, made.layers, strict=True)
-    ]
+    there = [p.predictor == FIRST_GPU and spec.n_experts == 1 for p in placement.layers]
     on_cpu = [
-        None if p is None or asked else cut(p, x.neurons // p.experts)
-        for p, x, asked in zip(stored, places.layers, there, strict=True)
+        None if p is None or asked else cut(p, gpu_neurons(x))
+        for p, x, asked in zip(stored, placement.layers, there, strict=True)
     ]
     made = weights.with_stored(made, on_cpu)
     layers = []
     for layer, asked, p in zip(made.layers, there, stored, strict=True):
         if p is not None and asked:
-            layer = _asked_there(layer, _on_device(p, device))
+            (f,) = layer.experts
+            layer = replace(layer, experts=(replace(f, predictor=_on_device(p, device)),))
         layers.append(layer)
     return replace(made, layers=tuple(layers))
 
 
 def cut(p: StoredPredictor, first: int) -> StoredPredictor | None:
-    """For each expert's neurons from `first` on."""
+    """Return a predictor of each expert's neurons from `first` on; None if there are none."""
     if first * p.experts == len(p.threshold):
         return None
 
@@ -287,11 +336,3 @@ def _on_device(p: StoredPredictor, device: Device) -> DevicePredictor:
     device.put(threshold, torch.from_numpy(p.threshold))
     first = None if p.first is None else rows(p.first)
     return DevicePredictor(first, rows(p.second), threshold, p.hot, p.kind == "mlp")
-
-
-def _asked_there(layer: Layer, p: DevicePredictor) -> Layer:
-    f = layer.experts[0]
-    if isinstance(f.gate.weight, Rows):
-        return replace(layer, experts=(replace(f, predictor=p),))
-    hot = f.hot or FFN(None, None, None, None, bundles=True)  # type: ignore[arg-type]
-    return replace(layer, experts=(replace(f, hot=replace(hot, predictor=p)),))

@@ -1,10 +1,109 @@
-"""Choices and paths that a session takes, with the words for them."""
+"""Options of a session, with the words for their choices, and the system's cache directory."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TypedDict, TypeVar
+
+from thermocline.errors import UsageError
+
+FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+SPARSITIES = ("exact", "predict", "off")
+GENERATION_CONFIGS = ("auto", "off")
+ACTIVATIONS = ("drelu", "relu")
+SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options that a session is opened with. Making one checks them: UsageError names the wrong one."""
+
+    sparsity: str = "exact"
+    context: int | None = None  # tokens of prompt and answer; None: the model's limit, but at most 4096
+    max_batch: int = 8  # requests computed together
+    kv_tokens: int | None = None  # positions of the cache; None: as many full contexts as are cheap
+    threads: int | None = None  # None: the physical cores this process may use
+    ram: float | None = None  # GiB that all of it may take; None: what is free
+    gpu: str = "off"  # "off", "auto", a GPU's number, several with commas, or "stand-in"
+    vram: float | None = None  # GiB of a GPU's memory that may be taken; None: what is free
+    disable: Sequence[str] = ()  # parts of the disk tier to do without
+
+    def __post_init__(self) -> None:
+        _check_choice("sparsity", self.sparsity, SPARSITIES)
+        for part in self.disable:
+            _check_choice("disable", part, SWITCHES)
+        for name in ("threads", "context", "max_batch", "kv_tokens"):
+            _check_count(name, getattr(self, name))
+        if self.gpu != "off" and self.disable:
+            raise UsageError(
+                f"--gpu {self.gpu} with --disable {','.join(self.disable)}: the disk tier's parts are "
+                "measured without a GPU; leave one of them out"
+            )
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model that is opened, and how its files are read. Making one checks them, as `EngineOptions`."""
+
+    model: str | Path | None = None  # a directory, a GGUF file, a name on the hub; None: the bundled model
+    format: str | None = None  # of weights that have to be packed; None: a GGUF's own, else q8_0
+    activation: str | None = None  # where the model leaves it open
+    cache_dir: str | Path | None = None  # of packed models; None: the system's cache directory
+    chat_template: str | None = None  # Jinja, in place of the model's own
+    generation_config: str = "auto"  # "off": the file with recommended sampling is not read
+
+    def __post_init__(self) -> None:
+        if self.activation is not None:
+            _check_choice("activation", self.activation, ACTIVATIONS)
+        _check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
+
+
+class Keywords(TypedDict, total=False):
+    """Fields of `EngineOptions` and `ModelOptions` that `LLM` takes as keywords."""
+
+    sparsity: str
+    context: int | None
+    max_batch: int
+    kv_tokens: int | None
+    threads: int | None
+    ram: float | None
+    gpu: str
+    vram: float | None
+    disable: Sequence[str]
+    format: str | None
+    activation: str | None
+    cache_dir: str | Path | None
+    chat_template: str | None
+    generation_config: str
+
+
+Options = TypeVar("Options", EngineOptions, ModelOptions)
+
+
+def changed(options: Options, keywords: Keywords) -> Options:
+    """Return the options with the keywords that are fields of theirs."""
+    own: Mapping[str, object] = {f.name: keywords[f.name] for f in fields(options) if f.name in keywords}  # type: ignore[literal-required]
+    return replace(options, **own)  # type: ignore[arg-type]
+
+
+def check_keywords(keywords: Keywords) -> None:
+    """Raise TypeError for a keyword that is no option, as Python does for a parameter."""
+    unknown = keywords.keys() - Keywords.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"LLM() got an unexpected keyword argument {min(unknown)!r}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UsageError(f"{name} is {value}; it must be at least 1")
 
 
 def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
@@ -18,10 +117,3 @@ def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) 
     if platform == "darwin":
         return Path.home() / "Library" / "Caches" / "thermocline"
     return Path.home() / ".cache" / "thermocline"
-
-
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-SPARSITIES = ("exact", "predict", "off")
-GENERATION_CONFIGS = ("auto", "off")
-ACTIVATIONS = ("drelu", "relu")
-SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier

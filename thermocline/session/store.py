@@ -5,45 +5,35 @@ Owns where in the arena everything is, and what the disk did. Must not know requ
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from thermocline import _native
 from thermocline.engine.kv_cache import in_ram
-from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
-from thermocline.ops.interface import DiskCounts, Layer, Weights
+from thermocline.ops.interface import CPU, FFN, DiskCounts, Layer, NeuronCache, Weights
 from thermocline.pack import blocks
-from thermocline.pack.checksums import NeuronChecksums, open_checksums
+from thermocline.pack.checksums import NeuronChecksums
 from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors, named_for_active
-from thermocline.plan import hotness
+from thermocline.pack.predictor import Predictors
 from thermocline.plan.disk_split import (
     DEPTH,
     Arrangement,
-    Contents,
-    arrange,
     buffer_bytes,
-    contexts_for,
-    least_bytes,
     looked_up,
-    others_of,
     resident,
 )
-from thermocline.plan.hotness import Curve
-from thermocline.plan.memory import fit
 from thermocline.session import weights
 from thermocline.session.embedding_rows import Lookup
 from thermocline.session.weights import Filled, LoadedWeights
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from thermocline.ops.device_rows import Rows
 
 Progress = Callable[[int, int], None]
 
@@ -67,70 +57,6 @@ class Store:
         """Since the weights were loaded."""
         stats = [r.stats() for r in self.rows]
         return DiskCounts(*(sum(s[key] for s in stats) for key in DiskCounts._fields))
-
-
-# ---- before a weight is read
-
-
-@dataclass(frozen=True)
-class Room:
-    """Memory granted to a session."""
-
-    context: int
-    kv_tokens: int  # positions of the cache
-    bytes: int  # all that is ever taken
-    arrangement: Arrangement | None  # None: all weights are in memory
-    gpu: Any | None = None  # gpu.Session: a part of them in a GPU's
-
-
-def room_for(
-    pack: Pack,
-    predictors: Predictors | None,
-    *,
-    sparsity: str,
-    context: int | None,
-    max_batch: int,
-    threads: int,
-    budget: int | None,
-    limit: str = "free",
-    at_least: int | None = None,
-) -> Room:
-    """All weights in memory if they fit in `budget` bytes, else as `arrange` has it; OutOfBudget.
-
-    `context`: None is the default, which is shorter where weights do not fit. The rest: as `memory.fit`.
-    """
-    weights_bytes, spec = blocks.memory_bytes(pack, predictors), pack.spec
-    for asked in contexts_for(spec, context, budget):
-        try:
-            kv_tokens = fit(
-                spec, weights_bytes=weights_bytes, available_bytes=budget, context=asked, max_batch=max_batch,
-                threads=threads, at_least=at_least, limit=limit
-            )  # fmt: skip
-            others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
-            return Room(asked, kv_tokens, weights_bytes + sum(others.values()), None)
-        except OutOfBudget as e:
-            refused = e
-            if budget is None or not spec.sparse:
-                raise
-    assert budget is not None, "without a limit everything fits"
-    kv_tokens = at_least or asked
-    nbytes = None if predictors is None else predictors.nbytes
-    excess = None if predictors is None else named_for_active(predictors.report)
-    heat = hotness.of_pack(pack, Curve(), excess)
-    contents = Contents(spec, pack.tensors, nbytes, sparsity, heat)
-    others = others_of(spec, context=asked, kv_tokens=kv_tokens, max_batch=max_batch, threads=threads)
-    if least_bytes(contents, others) >= weights_bytes + sum(others.values()):
-        raise refused  # a small model: what reads from disk takes more than its neurons
-    found = arrange(contents, budget, others, limit=limit)
-    return Room(asked, kv_tokens, found.bytes, found)
-
-
-def check_switches(room: Room, disable: Sequence[str]) -> None:
-    if disable and room.arrangement is None:
-        raise UsageError(
-            f"--disable {','.join(disable)}: all weights are in memory, so there is nothing to do without; "
-            "give less memory (--ram)"
-        )
 
 
 # ---- places in the arena
@@ -198,37 +124,6 @@ class Opened:
     storage: Callable[[int, tuple[int, ...]], Any] = in_ram  # of keys and values, as `KVCache`'s
 
 
-def open_weights(
-    pack: Pack,
-    room: Room,
-    *,
-    threads: int,
-    predictors: Predictors | None,
-    disable: Sequence[str],
-    progress: Callable[[str, int, int], None],
-) -> Opened:
-    """All of them, or with a `Store`, or a part on a GPU."""
-    loading, a = partial(progress, "loading"), room.arrangement
-    records = None if a is None else open_checksums(pack, partial(progress, "checksumming"))
-    if room.gpu is not None:
-        found: Opened = room.gpu.opened(pack, predictors, records, threads=threads, progress=loading)
-    elif a is None or records is None:
-        return Opened(weights.load(pack, threads=threads, predictors=predictors, progress=loading))
-    else:
-        how: dict[str, Any] = {"predictors": predictors, "disable": disable, "progress": loading}
-        found = Opened(*load(pack, a, records, threads=threads, **how))
-    if a is not None and found.store is not None:
-        log.warning(
-            f"{pack.path} is larger than its memory: there is room for {a.share:.0%} of its neurons, "
-            f"the others come from disk when they are needed ({found.store.how})"
-        )
-        if not a.contents.hotness.ordered:
-            log.warning(
-                f"they are in no order of hotness: `thermocline profile {pack.path}` makes this much faster"
-            )
-    return found
-
-
 def load(
     pack: Pack,
     a: Arrangement,
@@ -253,15 +148,15 @@ def opened(
     records: NeuronChecksums,
     ops: CpuOps,
     *,
-    elsewhere: Mapping[str, Any] | None = None,
+    on_gpus: Mapping[str, Mapping[str, Rows]] | None = None,
     disable: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[Weights, Store, Filled]:
-    """`load`'s, without predictors. `elsewhere`: as `weights.assemble`'s."""
+    """`load`'s, without predictors. `on_gpus`: as `weights.assemble`'s."""
     m = mapped(pack, a)
     arena = blocks.new_arena(m.bytes, str(pack.path))
     fill_runs(arena, pack, m.runs, progress)
-    made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops, elsewhere), pack, m, arena)
+    made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops, on_gpus), pack, m, arena)
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
     rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
@@ -326,9 +221,14 @@ def _with_disk(made: Weights, rows: Sequence[_native.DiskRows | None]) -> Weight
     gates: Sequence[_native.DiskRows | None] = rows[n:] or [None] * n
     each = iter(zip(rows[:n], gates, strict=True))
 
+    def cached(f: FFN, bundles: _native.DiskRows | None, of_gates: _native.DiskRows | None) -> FFN:
+        part = f.on(CPU)
+        if part is None or bundles is None:
+            return f
+        return f.with_part(replace(part, cache=NeuronCache(bundles, of_gates)))
+
     def placed(layer: Layer) -> Layer:
-        own = [(f, *next(each)) for f in layer.experts]
-        return replace(layer, experts=tuple(replace(f, disk=b, gate_disk=g) for f, b, g in own))
+        return replace(layer, experts=tuple(cached(f, *next(each)) for f in layer.experts))
 
     return replace(made, layers=tuple(map(placed, made.layers)))
 

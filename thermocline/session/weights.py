@@ -10,8 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,10 +21,13 @@ from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, FFN, Layer, Linear, Norm, Weights
+from thermocline.ops.interface import CPU, F32, FFN, FFNPart, Layer, Linear, Matrix, Norm, Weights
 from thermocline.pack.blocks import block_ranges, memory_bytes, new_arena, read_blocks
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
+
+if TYPE_CHECKING:
+    from thermocline.ops.device_rows import Rows
 
 # Between two looks at the progress bar and Ctrl-C. The readers run dry at the end of a slice (of 256 MiB: 4 %
 # lost), so slices double until one takes SLICE_S. A multiple of every block size.
@@ -111,7 +113,12 @@ def with_stored(weights: Weights, stored: Sequence[StoredPredictor | None]) -> W
 
 def _predicted(layer: Layer, predictors: Sequence[_native.Predictor | None]) -> Layer:
     each = zip(layer.experts, predictors, strict=True)
-    return replace(layer, experts=tuple(replace(f, predictor=p) for f, p in each))
+    return replace(layer, experts=tuple(_asked(f, p) for f, p in each))
+
+
+def _asked(f: FFN, predictor: _native.Predictor | None) -> FFN:
+    part = f.on(CPU)
+    return f if part is None else f.with_part(replace(part, predictor=predictor))
 
 
 def _placed(
@@ -154,110 +161,135 @@ def _slices(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             begin, step = begin + step, step if time.monotonic() - start > SLICE_S else 2 * step
 
 
-def assemble(
-    spec: ModelSpec,
-    tensors: Mapping[str, TensorInfo],
-    arena: _native.Arena,
-    ops: CpuOps,
-    elsewhere: Mapping[str, Any] | None = None,
-) -> Weights:
-    """`tensors`: where they are in the arena. `elsewhere`: those of other ops, in another memory; of neurons
-    the first of each expert may be there, side by side, and the others in the arena. A router may be in both.
-    """
-    there = elsewhere or {}
+@dataclass(frozen=True)
+class PackInMemory:
+    """A pack's tensors: where they are in an arena, and the rows that GPUs have."""
 
-    def beyond(
-        name: str, *, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
-    ) -> Any:
-        """As `matrix`, of what is elsewhere."""
-        rows = there[name] if expert is None else there[name].part(expert, spec.n_experts)
-        return rows if columns is None else replace(rows, columns=columns, skip=skip_bytes)
+    spec: ModelSpec
+    tensors: Mapping[str, TensorInfo]  # with their offsets in the arena
+    arena: _native.Arena
+    ops: CpuOps
+    on_gpus: Mapping[str, Mapping[str, Rows]]  # by name and device: whole, or the first rows of each expert
 
-    def matrix(
-        name: str, *, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
-    ) -> Any:
-        """All rows of a tensor as one matrix, or one expert's; of a bundle, the part `skip_bytes` into each
-        record. Where rows on disk take turns, the places are the same for all experts.
+    def matrix(self, name: str) -> Matrix:
+        """Return all rows of a tensor: those in RAM, if it is there, or those of the one GPU that has it."""
+        if name in self.tensors:
+            return self._in_ram(name)
+        (rows,) = self.on_gpus[name].values()
+        return rows
+
+    def _in_ram(
+        self, name: str, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
+    ) -> _native.Matrix:
+        """Return a tensor's rows, or one expert's; of a bundle, the part `skip_bytes` into each record.
+
+        Slots in which rows from disk take turns are the same for all experts.
         """
-        if name not in tensors:
-            return beyond(name, expert=expert, skip_bytes=skip_bytes, columns=columns)
-        info = tensors[name]
+        info = self.tensors[name]
         lead, last = (info.shape[:-1], info.shape[-1]) if columns is None else (info.shape, columns)
         rows, first = math.prod(lead), 0
         if expert is not None:
             rows //= info.shape[0]
             first = expert % info.shape[0] * rows
         offset = info.offset + first * info.stride + skip_bytes
-        return _native.Matrix(arena, offset, quant.FORMATS[info.format].id, rows, last, info.stride)
+        return _native.Matrix(self.arena, offset, quant.FORMATS[info.format].id, rows, last, info.stride)
 
-    def vector(name: str) -> F32 | None:
-        if name not in tensors:
+    def vector(self, name: str) -> F32 | None:
+        if name not in self.tensors:
             return None
-        info = tensors[name]
+        info = self.tensors[name]
         n = math.prod(info.shape)
-        row = _native.Matrix(arena, info.offset, quant.FORMATS["f32"].id, 1, n, 4 * n)
-        only: F32 = ops.embed(row, np.zeros(1, np.int32))[0]
+        row = _native.Matrix(self.arena, info.offset, quant.FORMATS["f32"].id, 1, n, 4 * n)
+        only: F32 = self.ops.embed(row, np.zeros(1, np.int32))[0]
         return only
 
-    def norm(name: str) -> Norm:
-        weight = vector(f"{name}.weight")
-        assert weight is not None, "Pack.open checked that it is there"
-        return Norm(weight, vector(f"{name}.bias"))
+    def norm(self, name: str) -> Norm | None:
+        weight = self.vector(f"{name}.weight")
+        return None if weight is None else Norm(weight, self.vector(f"{name}.bias"))
 
-    def linear(name: str) -> Linear:
-        return Linear(matrix(f"{name}.weight"), vector(f"{name}.bias"))
+    def linear(self, name: str) -> Linear:
+        return Linear(self.matrix(f"{name}.weight"), self.vector(f"{name}.bias"))
 
-    def ffn(layer: str, expert: int) -> FFN:
-        part = partial(matrix, expert=expert)
-        biases, down_bias = vector(f"{layer}.gate.bias"), vector(f"{layer}.down.bias")
-        bias = None if biases is None else np.split(biases, spec.n_experts)[expert]
-        if f"{layer}.gate.weight" not in there or f"{layer}.gate.weight" not in tensors:
-            return neurons(part, layer, bias, down_bias)
-        first = partial(beyond, expert=expert)
-        n = first(f"{layer}.gate.weight").rows
-        here, others = (None, None) if bias is None else (bias[:n].copy(), bias[n:].copy())
-        return replace(neurons(part, layer, others, down_bias), hot=neurons(first, layer, here, None))
+    def ffn(self, layer: str, expert: int) -> FFN:
+        biases = self.vector(f"{layer}.gate.bias")
+        bias = None if biases is None else np.split(biases, self.spec.n_experts)[expert]
+        gate = f"{layer}.gate.weight"
+        gpus, in_ram = self.on_gpus.get(gate, {}), gate in self.tensors
+        divided = len(gpus) + in_ram > 1
+        parts, first = [], 0
+        for device, rows in gpus.items():
+            n = rows.rows // self.spec.n_experts
+            own = bias[first : first + n].copy() if bias is not None and divided else bias
+            parts.append(self._gpu_part(layer, expert, device, own))
+            first += n
+        if in_ram:
+            own = bias[first:].copy() if bias is not None and divided else bias
+            parts.append(self._cpu_part(layer, expert, own))
+        return FFN(tuple(parts), self.vector(f"{layer}.down.bias"), self.spec.sparse)
 
-    def neurons(part: Callable[..., Any], layer: str, bias: F32 | None, down_bias: F32 | None) -> FFN:
-        gate = Linear(part(f"{layer}.gate.weight"), bias)
+    def _cpu_part(self, layer: str, expert: int, bias: F32 | None) -> FFNPart:
+        spec, bundle = self.spec, f"{layer}.bundle"
+        gate = Linear(self._in_ram(f"{layer}.gate.weight", expert), bias)
         if not spec.sparse:
-            up = part(f"{layer}.up.weight") if spec.gated else None
-            return FFN(gate, up, part(f"{layer}.down.weight"), down_bias, bundles=False)
-        row_bytes = quant.row_bytes(
-            (tensors.get(f"{layer}.bundle") or there[f"{layer}.bundle"]).format, spec.dim
-        )
-        up = part(f"{layer}.bundle", columns=spec.dim) if spec.gated else None
-        down = part(f"{layer}.bundle", columns=spec.dim, skip_bytes=row_bytes if spec.gated else 0)
-        return FFN(gate, up, down, down_bias, bundles=True)
+            up = self._in_ram(f"{layer}.up.weight", expert) if spec.gated else None
+            return FFNPart(gate, up, self._in_ram(f"{layer}.down.weight", expert))
+        up = self._in_ram(bundle, expert, columns=spec.dim) if spec.gated else None
+        row_bytes = quant.row_bytes(self.tensors[bundle].format, spec.dim)
+        skip_bytes = row_bytes if spec.gated else 0
+        return FFNPart(gate, up, self._in_ram(bundle, expert, skip_bytes, spec.dim))
 
-    def maybe_norm(name: str) -> Norm | None:
-        return norm(name) if f"{name}.weight" in tensors else None
+    def _gpu_part(self, layer: str, expert: int, device: str, bias: F32 | None) -> FFNPart:
+        spec = self.spec
 
-    def decoder_layer(i: int) -> Layer:
-        a = f"layers.{i}"
+        def rows(name: str) -> Rows:
+            return self.on_gpus[f"{layer}.{name}"][device].part(expert, spec.n_experts)
+
+        gate = Linear(rows("gate.weight"), bias)
+        if not spec.sparse:
+            return FFNPart(gate, rows("up.weight") if spec.gated else None, rows("down.weight"), device)
+        return FFNPart(gate, *records(spec, rows("bundle")), device)
+
+    def layer(self, i: int) -> Layer:
+        a, router = f"layers.{i}", f"layers.{i}.router.weight"
         return Layer(
-            attn_norm=norm(f"{a}.attn_norm"),
-            qkv=linear(f"{a}.qkv"),
-            attn_out=linear(f"{a}.attn_out"),
-            ffn_norm=norm(f"{a}.ffn_norm"),
-            experts=tuple(ffn(a, e) for e in range(spec.n_experts)),
-            q_norm=vector(f"{a}.q_norm.weight"),
-            k_norm=vector(f"{a}.k_norm.weight"),
-            attn_sub_norm=maybe_norm(f"{a}.attn_sub_norm"),
-            ffn_sub_norm=maybe_norm(f"{a}.ffn_sub_norm"),
-            attn_post_norm=maybe_norm(f"{a}.attn_post_norm"),
-            ffn_post_norm=maybe_norm(f"{a}.ffn_post_norm"),
-            router=matrix(f"{a}.router.weight") if spec.n_experts > 1 else None,
-            router_there=there.get(f"{a}.router.weight"),
+            attn_norm=self.norm(f"{a}.attn_norm"),
+            qkv=self.linear(f"{a}.qkv"),
+            attn_out=self.linear(f"{a}.attn_out"),
+            ffn_norm=self.norm(f"{a}.ffn_norm"),
+            experts=tuple(self.ffn(a, e) for e in range(self.spec.n_experts)),
+            q_norm=self.vector(f"{a}.q_norm.weight"),
+            k_norm=self.vector(f"{a}.k_norm.weight"),
+            attn_sub_norm=self.norm(f"{a}.attn_sub_norm"),
+            ffn_sub_norm=self.norm(f"{a}.ffn_sub_norm"),
+            attn_post_norm=self.norm(f"{a}.attn_post_norm"),
+            ffn_post_norm=self.norm(f"{a}.ffn_post_norm"),
+            router=self.matrix(router) if self.spec.n_experts > 1 else None,
+            router_copies=self.on_gpus.get(router, {}),
         )
 
-    embed = matrix("embed.weight")
+
+def records(spec: ModelSpec, bundle: Rows) -> tuple[Rows | None, Rows]:
+    """Return up (None: ungated) and down of a bundle, whose records have one behind the other."""
+    rows = replace(bundle, columns=spec.dim, skip=0)
+    return (rows, replace(rows, skip=rows.row_bytes)) if spec.gated else (None, rows)
+
+
+def assemble(
+    spec: ModelSpec,
+    tensors: Mapping[str, TensorInfo],
+    arena: _native.Arena,
+    ops: CpuOps,
+    on_gpus: Mapping[str, Mapping[str, Rows]] | None = None,
+) -> Weights:
+    """Return the weights of a pack. `tensors`, `on_gpus`: as `PackInMemory`'s."""
+    made = PackInMemory(spec, tensors, arena, ops, on_gpus or {})
+    embed = made.matrix("embed.weight")
     return Weights(
         embed=embed,
-        pos_embed=matrix("pos_embed.weight") if spec.position == "learned" else None,
-        layers=tuple(decoder_layer(i) for i in range(spec.n_layers)),
-        out_norm=maybe_norm("out_norm"),
-        head=Linear(embed, None) if spec.tied_head else linear("head"),
-        project_in=matrix("project_in.weight") if spec.embed_dim is not None else None,
-        project_out=matrix("project_out.weight") if spec.embed_dim is not None else None,
+        pos_embed=made.matrix("pos_embed.weight") if spec.position == "learned" else None,
+        layers=tuple(made.layer(i) for i in range(spec.n_layers)),
+        out_norm=made.norm("out_norm"),
+        head=Linear(embed, None) if spec.tied_head else made.linear("head"),
+        project_in=made.matrix("project_in.weight") if spec.embed_dim is not None else None,
+        project_out=made.matrix("project_out.weight") if spec.embed_dim is not None else None,
     )

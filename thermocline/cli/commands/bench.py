@@ -143,6 +143,7 @@ def open_bench(o: BenchOptions, progress: ProgressBar) -> Bench:
     from thermocline.machine import hardware
     from thermocline.offline import bench as benchmark
     from thermocline.pack.pack import Pack
+    from thermocline.session.options import EngineOptions
 
     pack = Pack.open(
         find_pack(o.model, progress, activation=o.activation, format=o.format, cache=o.cache_dir)
@@ -156,17 +157,8 @@ def open_bench(o: BenchOptions, progress: ProgressBar) -> Bench:
     )
     benchmark.check_context(pack.spec, tests)
     feed = benchmark.feed_of(pack, tests, o.text, o.seed)
-    return benchmark.Bench(
-        pack,
-        tests,
-        feed,
-        sparsity=o.sparsity,
-        progress=progress.at,
-        ram=o.ram,
-        disable=o.disable,
-        gpu=o.gpu,
-        vram=o.vram,
-    )
+    options = EngineOptions(sparsity=o.sparsity, ram=o.ram, disable=o.disable, gpu=o.gpu, vram=o.vram)
+    return benchmark.Bench(pack, tests, feed, options, progress.at)
 
 
 # ---- rows in, text as llama-bench prints it out, each row as it comes

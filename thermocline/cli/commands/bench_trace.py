@@ -13,14 +13,15 @@ from thermocline.cli.console import INTERRUPTED, ProgressBar, emit
 from thermocline.cli.packs import find_pack
 from thermocline.cli.table import markdown_row, size
 from thermocline.errors import UsageError
+from thermocline.session.options import EngineOptions
 
 if TYPE_CHECKING:
     from thermocline.offline.need_trace import Trace
     from thermocline.offline.replay import ReplayCounts
     from thermocline.pack.pack import Pack
     from thermocline.plan.cache_split import Share
-    from thermocline.plan.plan_file import Subject
     from thermocline.plan.problem import Problem
+    from thermocline.plan.subject import Subject
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def record(o: BenchOptions) -> int:
         test = benchmark.Test(o.threads[0] or hardware.default_threads(), o.n_depth[0], 0, o.n_gen[0])
         benchmark.check_context(pack.spec, [test])
         feed = benchmark.feed_of(pack, [test], o.text, o.seed)
-        bench = benchmark.Bench(pack, [test], feed, sparsity=o.sparsity, progress=progress.at)
+        bench = benchmark.Bench(pack, [test], feed, EngineOptions(sparsity=o.sparsity), progress.at)
         recorder = need_trace.TraceRecorder(test.threads, pack.spec, bench.engine.model.weights.layers)
         interrupted = False
         try:
@@ -106,11 +107,11 @@ def _problem(o: BenchOptions, pack: Pack, found: Trace) -> tuple[Problem, list[A
     """Return (the problem that gives a step's time, each layer's frequencies by the profile, in order)."""
     import numpy as np
 
-    from thermocline.plan import plan_file
+    from thermocline.plan import subject as subjects
     from thermocline.plan.hotness import Curve
     from thermocline.plan.problem import Ask, Problem
 
-    subject = plan_file.of_pack(pack.path, found.sparsity, Curve())
+    subject = subjects.of_pack(pack.path, found.sparsity, Curve())
     ask = Ask(found.depth + found.tokens, batch=o.batch, sparsity=found.sparsity)
     tiers = _tiers(o, pack, subject)
     problem = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask)
@@ -145,7 +146,7 @@ def _cases(o: BenchOptions, pack: Pack, found: Trace) -> list[Case]:
     from thermocline.pack.predictor import predictors_for
     from thermocline.plan.cache_split import Share
     from thermocline.plan.memory import GIB
-    from thermocline.session import store
+    from thermocline.plan.place import Needs, without_gpu
 
     parts, neurons = pack.spec.n_layers * found.experts, pack.spec.ffn_dim
     if not o.budgets:
@@ -153,18 +154,16 @@ def _cases(o: BenchOptions, pack: Pack, found: Trace) -> list[Case]:
     predictors = predictors_for(pack, found.sparsity)
     cases = []
     for gib in o.budgets:
-        room = store.room_for(
-            pack,
-            predictors,
-            sparsity=found.sparsity,
+        needs = Needs(
+            found.sparsity,
             context=found.depth + found.tokens,
             max_batch=o.batch,
             threads=o.threads[0] or hardware.default_threads(),
             budget=int(gib * GIB),
             limit="allowed",
         )
-        whole = [Share(neurons, 0)] * parts
-        cases.append(Case(gib, whole if room.arrangement is None else room.arrangement.bundles))
+        a = without_gpu(pack, predictors, needs).arrangement
+        cases.append(Case(gib, [Share(neurons, 0)] * parts if a is None else a.bundles))
     return cases
 
 

@@ -182,7 +182,8 @@ def _readers(sides: Sequence[Side], context: int, threads: int, progress: Progre
     from thermocline.machine import hardware
     from thermocline.offline import evaluate
     from thermocline.pack import blocks
-    from thermocline.session import weights
+    from thermocline.session.options import EngineOptions
+    from thermocline.session.session import Session
 
     packs = {side.pack.path: side.pack for side in sides}
     predictors = {side.pack.path: side.predictors for side in sides if side.predictors is not None}
@@ -193,11 +194,11 @@ def _readers(sides: Sequence[Side], context: int, threads: int, progress: Progre
         context=context,
         threads=threads,
     )
-    bar = partial(progress.at, "loading")
-    loaded = {
-        path: weights.load(pack, threads=threads, predictors=predictors.get(path), progress=bar)
-        for path, pack in packs.items()
-    }
+    loaded = {}
+    for path, pack in packs.items():
+        sparsity = "predict" if path in predictors else "exact"
+        options = EngineOptions(sparsity=sparsity, threads=threads, context=context, max_batch=1)
+        loaded[path] = Session.open(pack, options, progress=progress.at, fits=True).loaded
     for one in predictors.values():
         one.close()
     ops = loaded[sides[0].pack.path].ops

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +25,9 @@ from thermocline.session.options import FORMATS
 
 if TYPE_CHECKING:
     from thermocline.machine.tiers import Tiers
-    from thermocline.plan.plan_file import Subject
     from thermocline.plan.planner import Plan, Prediction
-    from thermocline.plan.problem import Ask, Problem
+    from thermocline.plan.problem import Ask
+    from thermocline.plan.subject import Subject
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +95,7 @@ class PlanOptions:
 
 
 def plan(o: PlanOptions) -> int:
-    from thermocline.plan import plan_file
-    from thermocline.plan import planner as planning
+    from thermocline.plan import place, plan_file
 
     subject = plan_subject(o)
     tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.format))
@@ -108,8 +105,7 @@ def plan(o: PlanOptions) -> int:
     if o.json:
         emit_json(about)
     else:
-        same_way = (subject.spec, subject.sizes, subject.hotness, tiers, ask, stored(subject))
-        more = planning.alternative(*same_way)
+        more = place.alternative(subject, tiers, ask)
         same = more.layers == made.layers and more.head == made.head
         emit(plan_text(subject.name, tiers.name, made, None if same else more))
     return 0
@@ -117,29 +113,20 @@ def plan(o: PlanOptions) -> int:
 
 def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask, Plan]:
     """Plan for the first context to try that leaves nothing on disk, else for the last."""
-    from thermocline.plan import planner as planning
+    from thermocline.plan import place
     from thermocline.plan.disk_split import contexts_for
 
     ram = tiers.cpu.ram_bytes if o.ram is None else int(o.ram * GIB)
     contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None)
     for context in contexts:
         ask, last = ask_of(o, subject, context), context == contexts[-1]
-        in_part = stored(subject) if last else nothing
         try:
-            return (
-                tiers,
-                ask,
-                planning.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask, in_part),
-            )
+            return tiers, ask, place.plan(subject, tiers, ask, whole=not last)
         except OutOfBudget:
             if last and (tiers.disk is not None or o.hardware is not None):
                 raise
     tiers = measured(o, subject, tiers)
-    return tiers, ask, planning.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask, in_part)
-
-
-def nothing(problem: Problem) -> Plan:
-    raise OutOfBudget("a shorter context leaves more to the weights")
+    return tiers, ask, place.plan(subject, tiers, ask)
 
 
 def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
@@ -155,24 +142,18 @@ def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
     )
 
 
-def stored(subject: Subject) -> Callable[[Problem], Plan] | None:
-    """Return how to plan for a model that is in memory in part; None where that cannot be."""
-    from thermocline.plan import plan_disk
-
-    return partial(plan_disk.stored_plan, c=subject.contents) if subject.spec.sparse else None
-
-
 def plan_subject(o: PlanOptions) -> Subject:
     from thermocline.convert.pack_cache import resolve
     from thermocline.llm import BUNDLED
-    from thermocline.plan import plan_file
+    from thermocline.plan import subject as subjects
+    from thermocline.plan.hotness import Curve
 
-    curve = plan_file.Curve(o.active, o.skew)
+    curve = Curve(o.active, o.skew)
     path = BUNDLED if o.model is None else Path(o.model)
     if (path / "pack.json").exists():
-        return plan_file.of_pack(resolve(path, "", None, activation=o.activation), o.sparsity, curve)
+        return subjects.of_pack(resolve(path, "", None, activation=o.activation), o.sparsity, curve)
     share = o.predictor_share if o.sparsity == "predict" else 0.0
-    return plan_file.of_shape(str(o.model), o.format, o.sparsity, share, curve, o.activation)
+    return subjects.of_shape(str(o.model), o.format, o.sparsity, share, curve, o.activation)
 
 
 def plan_tiers(o: PlanOptions, weight_format: str) -> Tiers:

@@ -157,11 +157,11 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
     # Memory speed bounds nothing where the weights fit in the cache: a run is not kept waiting for it.
     roof = (
         llm.read_gbs()
-        if speed is not None and not hardware.from_cache(llm.weights_bytes, cache, None)
+        if speed is not None and not hardware.from_cache(llm.session.weights_bytes, cache, None)
         else None
     )
     share = speed / roof if speed and roof else None
-    in_cache = hardware.from_cache(llm.weights_bytes, cache, share)
+    in_cache = hardware.from_cache(llm.session.weights_bytes, cache, share)
     figures: dict[str, Any] = {
         "model": model,
         "format": llm.weight_format,
@@ -192,8 +192,9 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "logits_hash": f.logits_hash,
         "token_ms_p99": f.token_ms_p99,
         "memory_bytes": llm.memory_bytes,
-        "disk": None if llm.store is None else llm.store.how,
-        "gpu": None if llm.plan is None else gpu_figures(llm.plan),
+        "disk": None if llm.session.store is None else llm.session.store.how,
+        "placement": llm.session.placement.json(),
+        "gpu": None if llm.session.plan is None else gpu_figures(llm.session.plan),
         **disk_figures(f, llm.threads),
     }
     if done.logprobs is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thermocline.cli.console import ProgressBar, emit, emit_json, unfailing
-from thermocline.cli.generation import GenerationOptions, llm_options, sampling
+from thermocline.cli.generation import GenerationOptions, engine_options, model_options, sampling
 from thermocline.cli.shared_options import json_output
 from thermocline.cli.table import table
 from thermocline.errors import Unsupported
@@ -81,7 +81,7 @@ def serve(o: ServeOptions) -> int:
         from thermocline.server import serve as server
 
         template = None if o.template is None else text_of(Path(o.template))
-        options = llm_options(o, template, o.parallel)
+        files, options = model_options(o, template), engine_options(o, o.parallel)
         gc.freeze()  # what is there by now stays: to look through it again took 60 ms, within one large body
     except BaseException:
         listener.close()
@@ -89,6 +89,7 @@ def serve(o: ServeOptions) -> int:
     log.info(f"listening on {listener.url}")
     with ProgressBar(quiet=o.quiet) as progress:
         server.serve(
+            files,
             options,
             listener,
             server.ServerOptions(

@@ -43,6 +43,7 @@ from thermocline.server.process.messages import (
 )
 from thermocline.server.process.subscribers import Subscribers
 from thermocline.server.process.suspects import CrashesEngine, Job, Suspects
+from thermocline.session.options import EngineOptions, ModelOptions
 
 log = logging.getLogger(__name__)
 
@@ -126,18 +127,20 @@ class EngineProcess:
 
     def __init__(
         self,
-        options: dict[str, Any],
+        files: ModelOptions,
+        options: EngineOptions,
         *,
         progress: Callable[[str, int, int], None],
         opened: Callable[[ModelOpened], None],
         silence_s: float = 60.0,
         observe: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """`options`: LLM's. `opened` is called on another thread, before the weights are read.
+        """`files` and `options`: `LLM`'s. `opened` is called on another thread, before the weights are read.
 
         `silence_s`: the process is killed after so long a silence. `observe` gets every event.
         """
-        self._options, self._progress, self._on_opened = options, progress, opened
+        self._options = files, options
+        self._progress, self._on_opened = progress, opened
         self._jobs: dict[int, Jobs] = {}  # jobs that clients wait for
         self._held: dict[int, Job] = {}  # those that the engine does not have yet, in order
         self._inside: dict[int, Job] = {}  # jobs that the engine has, even if no client waits
@@ -186,7 +189,7 @@ class EngineProcess:
     def _serve(self) -> None:
         """Run one process from its start to its end, on a thread of its own."""
         try:
-            process, here = _spawned(self._options)
+            process, here = _spawned(*self._options)
         except OSError as e:  # no process or file is left: treat it as a crash
             return self._call(self._ended, e.errno)
         outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
@@ -378,13 +381,14 @@ class EngineProcess:
             self._outbox.put(command)
 
 
-def _spawned(options: dict[str, Any]) -> tuple[Any, Connection]:
+def _spawned(files: ModelOptions, options: EngineOptions) -> tuple[Any, Connection]:
     """Start the engine's process; return it and this end of its pipe."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with there:  # the process has its own copy
         try:
-            process = context.Process(target=worker.main, args=(there, options), name="engine", daemon=True)
+            given = there, files, options
+            process = context.Process(target=worker.main, args=given, name="engine", daemon=True)
             process.start()
         except OSError:
             here.close()

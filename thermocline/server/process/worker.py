@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from thermocline.engine.engine import Engine
 from thermocline.engine.live_activity import ActivityMeter, ActivityReport
@@ -43,6 +42,7 @@ from thermocline.server.process.messages import (
     ToEngine,
     Token,
 )
+from thermocline.session.options import EngineOptions, ModelOptions
 from thermocline.text.grammar import Grammar
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,8 @@ BUSY_S = 1.0  # between two checks of a step that takes longer
 _SENDING = threading.Lock()  # the pipe has one writer at a time
 
 
-def main(connection: Connection, options: dict[str, Any]) -> None:
-    """Run the engine until the connection ends or Stop comes. `options`: LLM's."""
+def main(connection: Connection, files: ModelOptions, options: EngineOptions) -> None:
+    """Open an LLM and run its engine until the connection ends or Stop comes."""
     for one in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -66,7 +66,7 @@ def main(connection: Connection, options: dict[str, Any]) -> None:
         _relayed(connection),
     ):
         try:
-            llm = _opened(connection, options)
+            llm = _opened(connection, files, options)
             llm.load()
         except ThermoclineError as e:
             connection.send(EngineError(type(e).__name__, str(e)))
@@ -104,7 +104,7 @@ def _relayed(connection: Connection) -> Iterator[None]:
         ours.removeHandler(relay)
 
 
-def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
+def _opened(connection: Connection, files: ModelOptions, options: EngineOptions) -> LLM:
     last = 0.0
 
     def progress(what: str, done: int, size: int) -> None:
@@ -113,10 +113,9 @@ def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
             last = time.monotonic()
             connection.send(LoadProgress(what, done, size))
 
-    llm = LLM(**options, lazy=True, progress=progress)
-    template = options.get("chat_template")
+    llm = LLM(files=files, options=options, lazy=True, progress=progress)
     connection.send(
-        ModelOpened(str(llm.path), llm.context, options.get("max_batch", 8), template, llm.recommended)
+        ModelOpened(str(llm.path), llm.context, options.max_batch, files.chat_template, llm.recommended)
     )
     return llm
 
@@ -206,7 +205,9 @@ class EngineWorker:
                         self._engine.cancel(request)
                         self._send(Cancelled(job))
                 case Subscribe(on):
-                    self._engine.watch = ActivityMeter(on_gpu=self._llm.plan is not None) if on else None
+                    self._engine.watch = (
+                        ActivityMeter(on_gpu=self._llm.session.plan is not None) if on else None
+                    )
                 case Stop():
                     return False
 
@@ -256,7 +257,7 @@ class EngineWorker:
         return self._engine.watch.take()
 
     def _tiers(self) -> dict[str, float] | None:
-        if self._llm.store is None:
+        if self._llm.session.store is None:
             return None
-        c = self._llm.store.counts()
+        c = self._llm.session.store.counts()
         return {"needed": c.needed, "missed": c.missed, "bytes": c.bytes, "waited_s": c.waited_ns / 1e9}

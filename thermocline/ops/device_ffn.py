@@ -1,0 +1,190 @@
+"""The neurons of FFNs on GPUs: `PartQueue` queues a part's on one device, `SideGpu` those of a further GPU.
+
+A step's residual stream is on the first GPU or in RAM. A further GPU is sent the normed stream through RAM,
+computes its part beside the first one and the CPU, and returns one sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thermocline.model.spec import ModelSpec
+from thermocline.ops import device_sizes
+from thermocline.ops.device import Device
+from thermocline.ops.device_kernels import Kernels, Vector
+from thermocline.ops.device_layers import DeviceLinear, DeviceNorm, DevicePart
+from thermocline.ops.device_rows import Scratch
+from thermocline.ops.device_sizes import Buffer, Limits
+
+Pair = tuple[Tensor, Tensor]  # on the device and, where it has a twin, in RAM
+KINDS = {"f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
+
+
+def pairs_of(device: Device, made: Mapping[str, Buffer]) -> dict[str, Pair]:
+    """Return new buffers."""
+
+    def pair(b: Buffer) -> Pair:
+        there = device.zeros(b.shape, KINDS[b.kind])
+        return there, device.pinned(b.shape, KINDS[b.kind]) if b.here else there
+
+    return {name: pair(b) for name, b in made.items()}
+
+
+def parts(n: DeviceNorm) -> tuple[Tensor, Vector, float, bool]:
+    """Return a norm as kernels take it."""
+    return n.weight, n.bias, n.eps, n.layer
+
+
+class PartQueue:
+    """Queues the neurons of parts on one device, in buffers of its own."""
+
+    def __init__(
+        self, device: Device, kernels: Kernels, spec: ModelSpec, pairs: Mapping[str, Pair], scratch: Scratch
+    ) -> None:
+        self.device, self.kernels, self.spec, self.scratch = device, kernels, spec, scratch
+        self.counts = pairs["counts"]
+        self._hidden = [pairs[n][0] for n in ("gate", "up") if n in pairs]
+        self._pieces = [pairs[name][0] for name in ("piece 0", "piece 1") if name in pairs]
+
+    def begin(self) -> None:
+        """Begin to count a step."""
+        self.device.run(self.counts[0].zero_)
+
+    def end(self) -> None:
+        """Return a step's counts to RAM."""
+        self.device.copy(self.counts[1], self.counts[0])
+
+    def times(self, y: Tensor, w: DeviceLinear, x: Tensor, add: bool = False) -> None:
+        self.device.run(self.kernels.matmul, y, w.weight, x, w.bias, add, self.scratch)
+
+    def add(
+        self, p: DevicePart, normed: Tensor, named: Vector, weights: Vector, y: Tensor, add: bool
+    ) -> None:
+        """y (+)= the part's neurons. `named`: bits of the neurons of all parts."""
+        if not p.bundles:
+            self._dense(p, normed, y, add)
+        elif weights is None or len(normed) <= device_sizes.FEW:
+            mine = None if named is None else named[:, p.first // 8 : p.first // 8 + -(-p.neurons // 8)]
+            self._bundles(p, normed, mine, weights, y, add)
+        else:  # all tokens through each expert: of so many, some go to every one
+            for e in range(p.experts):
+                self._bundles(p.expert(e), normed, None, weights[:, e : e + 1], y, add or e > 0)
+
+    def _dense(self, p: DevicePart, normed: Tensor, y: Tensor, add: bool) -> None:
+        n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
+        h, up = self._hidden[0][: n * p.neurons].view(n, p.neurons), None
+        self.times(h, p.gate, normed)
+        if p.up is not None:
+            up = self._hidden[1][: n * p.neurons].view(n, p.neurons)
+            self.times(up, DeviceLinear(p.up, None), normed)
+        run(k.activate, h, h, up, a.kind, a.threshold, a.up_relu)
+        if p.sub_norm is not None:
+            run(k.norm, h, h, *parts(p.sub_norm))
+        self.times(y, DeviceLinear(p.down, None), h, add)
+
+    def _bundles(
+        self, p: DevicePart, normed: Tensor, named: Vector, weights: Vector, y: Tensor, add: bool
+    ) -> None:
+        n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
+        h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
+        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.threshold, a.up_relu)
+        run(k.gate_up, h, *what, named, weights, self.counts[0], self.scratch)
+        if p.sub_norm is not None:
+            run(k.norm, h, h, *parts(p.sub_norm))
+        run(k.down, y, p.down, h, add, self.scratch)
+
+    # ---- neurons that lie in RAM
+
+    def send(self, pinned: Sequence[DevicePart], normed: Tensor, weights: Vector, y: Tensor) -> int:
+        """y += the neurons of parts in RAM, one for each expert, piece by piece; -> the up and down rows.
+
+        A piece comes while the one before it is computed.
+        """
+        pieces = [(e, piece) for e, p in enumerate(pinned) for piece in self._cut(p)]
+        self._come(pieces[0][1], 0)
+        for i, (e, piece) in enumerate(pieces):
+            self.device.join()
+            if i + 1 < len(pieces):  # to where the piece before this one was: it has been computed by then
+                self._come(pieces[i + 1][1], i + 1)
+            here = self._arrived(piece, i)
+            self._bundles(here, normed, None, None if weights is None else weights[:, e : e + 1], y, True)
+        return sum((2 if p.up is not None else 1) * p.neurons for p in pinned)
+
+    def _room(self, p: DevicePart, i: int) -> tuple[Tensor, Tensor]:
+        """Return where the gate rows and the bundles of piece i go."""
+        buffer, gate = self._pieces[i % 2], p.gate.weight
+        gates, both = gate.rows * gate.stride, gate.rows * (gate.stride + p.down.stride)
+        return buffer[:gates].view(gate.rows, -1), buffer[gates:both].view(gate.rows, -1)
+
+    def _come(self, p: DevicePart, i: int) -> None:
+        with self.device.beside():
+            for to, source in zip(self._room(p, i), (p.gate.weight, p.down), strict=True):
+                self.device.copy(to, source.data)
+
+    def _arrived(self, p: DevicePart, i: int) -> DevicePart:
+        gates, bundles = self._room(p, i)
+        return replace(
+            p,
+            gate=replace(p.gate, weight=replace(p.gate.weight, data=gates)),
+            up=None if p.up is None else replace(p.up, data=bundles),
+            down=replace(p.down, data=bundles),
+        )
+
+    def _cut(self, p: DevicePart) -> Iterator[DevicePart]:
+        """Cut a part into pieces that a buffer has room for."""
+        size = len(self._pieces[0]) // (p.gate.weight.stride + p.down.stride) // 32 * 32
+        assert size, "a piece holds no 32 neurons"
+        for first in range(0, p.neurons, size):
+            yield p.cut(slice(first, first + size))
+
+
+@dataclass(frozen=True)
+class Handed:
+    """Tensors in RAM that the first GPU hands to the others: of a layer's FFN, one row a token."""
+
+    normed: Tensor
+    named: Vector
+    weights: Vector
+
+
+class SideGpu:
+    """A further GPU: it computes its parts beside the first one."""
+
+    def __init__(self, device: Device, kernels: Kernels, spec: ModelSpec, limits: Limits) -> None:
+        pairs = pairs_of(device, device_sizes.side_buffers(spec, limits))
+        self._normed, self._named = pairs["normed"][0], pairs["named"][0]
+        self._weights = pairs["weights"][0] if "weights" in pairs else None
+        self._sum = pairs["sum"]
+        scratch = Scratch(pairs["scratch"][0], device_sizes.side_sizes(spec, limits))
+        self.queue = PartQueue(device, kernels, spec, pairs, scratch)
+        self._done: object = None
+
+    @property
+    def device(self) -> Device:
+        return self.queue.device
+
+    def start(self, p: DevicePart, given: Handed, handed: object) -> None:
+        """Queue a part, to begin at the mark `handed`."""
+        device, n = self.device, len(given.normed)
+        device.after(handed)
+        normed, named, weights = self._normed[:n], None, None
+        device.copy(normed, given.normed)
+        if given.named is not None:
+            named = self._named[: given.named.numel()].view(given.named.shape)
+            device.copy(named, given.named)
+        if given.weights is not None:
+            assert self._weights is not None
+            weights = self._weights[:n]
+            device.copy(weights, given.weights)
+        self.queue.add(p, normed, named, weights, self._sum[0][:n], add=False)
+        device.copy(self._sum[1][:n], self._sum[0][:n])
+        self._done = device.mark()
+
+    def finish(self, first: Device, into: Tensor) -> None:
+        """Queue on the first GPU: wait for the sum, and copy it there."""
+        first.after(self._done)
+        first.copy(into, self._sum[1][: len(into)])

@@ -1,0 +1,122 @@
+"""A model to plan for, a pack or a shape that could be one: its sizes, its hotness, its contents."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from thermocline.convert import synthetic
+from thermocline.model.sizes import ModelSizes, sizes_of
+from thermocline.model.spec import ModelSpec
+from thermocline.model.tensors import expected_tensors, place
+from thermocline.pack import blocks
+from thermocline.pack.activity_profile import PROFILE
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import Predictors, named_for_active, open_predictors
+from thermocline.pack.sidecar import stamp
+from thermocline.plan import hotness
+from thermocline.plan.disk_split import Contents
+from thermocline.plan.hotness import Curve, Hotness
+
+# Of each layer's predictor: bytes that all neurons share, and bytes of the rows that neurons have.
+PredictorParts = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to plan for. `made_from`: sha256 of what says so, by name."""
+
+    name: str
+    spec: ModelSpec
+    sizes: ModelSizes
+    hotness: Hotness
+    made_from: dict[str, str]
+    contents: Contents
+    predictor_parts: Callable[[], PredictorParts] = tuple  # reads the predictors
+
+
+def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
+    """Return a pack's subject, with its predictors where `sparsity` needs them."""
+    pack = Pack.open(path)
+    made_from = {"pack": stamp(path)}
+    if (path / PROFILE).exists():
+        made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
+    predictors = open_predictors(pack) if sparsity == "predict" and pack.spec.sparse else None
+    sizes, contents = pack_sizes(pack, predictors), contents_of(pack, predictors, sparsity, curve)
+    if predictors is None:
+        return Subject(str(path), pack.spec, sizes, contents.hotness, made_from, contents)
+    predictors.close()
+    parts = partial(parts_of, pack)
+    return Subject(str(path), pack.spec, sizes, contents.hotness, made_from, contents, parts)
+
+
+def parts_of(pack: Pack) -> PredictorParts:
+    """Read a pack's predictors, and return what each layer's takes."""
+    found = open_predictors(pack)
+    assert found is not None, "they were there when the subject was made"
+    with found:
+        stored = [found.stored(i) for i in range(found.count)]
+    return tuple((0, 0) if p is None else (p.nbytes - p.row_bytes, p.row_bytes) for p in stored)
+
+
+def pack_sizes(pack: Pack, predictors: Predictors | None) -> ModelSizes:
+    """Return the sizes of a pack's parts. Whole blocks are read around tensors that are left out.
+
+    The bytes that those blocks add count as the embedding's.
+    """
+    formats = {n: t.format for n, t in pack.tensors.items()}
+    ranks = pack.predictor.ranks if pack.predictor is not None else ()
+    expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
+    held = {n: t for n, t in expected.items() if n in pack.tensors and ".predictor." not in n}
+    sizes = sizes_of(pack.spec, held, pack.weight_format)
+    more = max(0, blocks.memory_bytes(pack) - sizes.weights_bytes)
+    sizes = dataclasses.replace(sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + more))
+    if predictors is not None:
+        each, rest = divmod(predictors.nbytes, predictors.count)
+        sizes = sizes.with_predictors([each + (i < rest) for i in range(predictors.count)])
+    return sizes
+
+
+def contents_of(
+    pack: Pack, predictors: Predictors | None, sparsity: str, curve: Curve | None = None
+) -> Contents:
+    """Return what memory is divided for, with the pack's hotness, or `curve`'s where that says so."""
+    excess = None if predictors is None else named_for_active(predictors.report)
+    heat = hotness.of_pack(pack, curve or Curve(), excess)
+    nbytes = None if predictors is None else predictors.nbytes
+    return Contents(pack.spec, pack.tensors, nbytes, sparsity, heat)
+
+
+def of_shape(
+    shape: str,
+    weight_format: str,
+    sparsity: str,
+    predictor_share: float,
+    curve: Curve,
+    activation: str | None = None,
+) -> Subject:
+    """Return the subject of a known shape or a config.json.
+
+    `predictor_share`: predictors' numbers, of the model's.
+    """
+    name, spec, mapping = synthetic.read_shape(shape, activation)
+    if curve.active is not None and not spec.sparse:
+        spec = dataclasses.replace(spec, activation="relu")
+    expected = expected_tensors(spec, weight_format)
+    held = {n: t for n, t in expected.items() if not t.optional or n in mapping.tensors}
+    sizes = sizes_of(spec, held, weight_format)
+    nbytes, parts = None, PredictorParts()
+    if predictor_share and spec.sparse and sparsity == "predict":
+        numbers = predictor_share * sum(t.parameters for t in held.values() if not t.vector)
+        each = round(numbers / spec.n_layers) * 34 // 32  # int8, a scale for each 32
+        nbytes, parts = each * spec.n_layers, ((0, each),) * spec.n_layers
+        sizes = sizes.with_predictors([each] * spec.n_layers)
+    digest = hashlib.sha256(repr((spec, sorted(held))).encode()).hexdigest()
+    heat = curve.hotness(spec)
+    contents = Contents(spec, place(held)[0], nbytes, sparsity, heat)
+    made_from = {"shape": digest}
+    return Subject(f"{name} {weight_format}", spec, sizes, heat, made_from, contents, lambda: parts)

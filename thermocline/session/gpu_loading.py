@@ -1,0 +1,56 @@
+"""A session's weights and ops over GPUs and the CPU beside them. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from thermocline.engine.kv_cache import in_ram
+from thermocline.ops.gpu import GpuOps
+from thermocline.pack.checksums import NeuronChecksums
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import Predictors
+from thermocline.plan.memory import device_limits
+from thermocline.plan.place import Decision
+from thermocline.plan.placement import CPU
+from thermocline.session.gpu_tier import Gpus
+from thermocline.session.gpu_weights import load, load_in_part
+from thermocline.session.store import Opened
+from thermocline.session.weights import LoadedWeights, new_ops
+
+
+def opened(
+    pack: Pack,
+    decision: Decision,
+    gpus: Gpus,
+    predictors: Predictors | None,
+    records: NeuronChecksums | None,
+    *,
+    threads: int,
+    max_batch: int,
+    progress: Callable[[int, int], None] | None,
+) -> Opened:
+    """Take all that is ever taken. `records`: checksums of neurons, where some come from disk."""
+    placement, a = decision.placement, decision.arrangement
+    devices = tuple(one.device for one in gpus.opened)
+    ops = GpuOps(
+        devices, gpus.opened[0].kernels, new_ops(threads), pack.spec,
+        device_limits(pack.spec, placement.context, max_batch, predicted=predictors is not None),
+        gpus.send_from
+    )  # fmt: skip
+    store = None
+    if a is None:
+        made = load(pack, placement, devices, ops.cpu, predictors=predictors, progress=progress)
+    else:
+        assert records is not None
+        made, store = load_in_part(
+            pack, placement, a, records, devices, ops.cpu, predictors=predictors, progress=progress
+        )
+
+    def storage(layer: int, shape: tuple[int, ...]) -> Any:
+        on_device = placement.layers[layer].attention != CPU
+        return devices[0].zeros(shape, torch.float16) if on_device else in_ram(layer, shape)
+
+    return Opened(LoadedWeights(made, ops, placement.used(CPU)), store, storage)

@@ -1,0 +1,134 @@
+"""A session with GPUs: whether they make a token faster, and its weights and ops over them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+
+from thermocline.errors import DeviceFailure, OutOfBudget, Unsupported
+from thermocline.machine import disk_speed, this_machine
+from thermocline.machine.tiers import Tiers
+from thermocline.model import quant
+from thermocline.model.spec import ModelSpec
+from thermocline.pack.pack import Pack
+from thermocline.plan import place
+from thermocline.plan.hotness import Curve
+from thermocline.plan.memory import GIB, context_for
+from thermocline.plan.place import Decision, Needs
+from thermocline.plan.placement import CPU
+from thermocline.plan.planner import Plan
+from thermocline.plan.problem import Ask
+from thermocline.plan.subject import Subject, of_pack
+from thermocline.session import gpu
+from thermocline.session.gpu import OpenGpu
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """A session's GPUs, in the order of their names in a placement."""
+
+    opened: tuple[OpenGpu, ...]
+    send_from: int  # tokens of a step for which neurons are sent to a GPU
+
+    def release(self) -> None:
+        """Finish what is computed with weights, before they are freed."""
+        for one in self.opened:
+            one.device.release()
+
+    def close(self) -> None:
+        """Close the devices, when nothing uses them any more."""
+        for one in self.opened:
+            one.device.close()
+
+
+def chosen(pack: Pack, needs: Needs, asked: str, vram: float | None) -> tuple[Decision, Gpus] | None:
+    """Return the placement and the GPUs; None where they would not help.
+
+    With "auto", what a GPU cannot hold or compute is the CPU's.
+    """
+    found, made = None, None
+    try:
+        found = gpu.find(asked, vram)
+        if found is not None:
+            made = planned(found, pack, needs)
+    except (OutOfBudget, Unsupported, DeviceFailure) as e:
+        if asked != "auto":
+            raise
+        log.warning(f"the GPU is not used: {e}")
+    finally:
+        if found is not None and made is None:
+            found.device.close()
+    if found is not None and made is not None and found.others:
+        log.warning(f"one of {found.others + 1} GPUs is used, the others stay idle; --gpu N says which")
+    return made
+
+
+def check(spec: ModelSpec) -> None:
+    if spec.embed_dim is not None:
+        raise Unsupported(
+            f"{spec.architecture}: embeddings of another width than its layers have no GPU ops; use --gpu off"
+        )
+
+
+def planned(found: OpenGpu, pack: Pack, needs: Needs) -> tuple[Decision, Gpus] | None:
+    """Return the planner's placement; None where the GPU would not make a token faster.
+
+    Neurons are left on disk where GPU and RAM together are too small. Raises OutOfBudget where that is not
+    enough, or where the model has no neurons that could be skipped.
+    """
+    check(pack.spec)
+    subject = of_pack(pack.path, needs.sparsity, Curve())
+    here = gpu.tiers_of(found, pack.weight_format, needs.threads)
+    try:
+        return planned_of(found, subject, here, needs)
+    except OutOfBudget:
+        measured = (
+            this_machine.disk_tier(disk_speed.measure_file(pack.weights_path)) if pack.spec.sparse else None
+        )
+        if measured is None:
+            raise
+    return planned_of(found, subject, replace(here, disk=measured), needs)
+
+
+def planned_of(found: OpenGpu, subject: Subject, here: Tiers, needs: Needs) -> tuple[Decision, Gpus] | None:
+    """Do as `planned`, for a model that need not be a pack's, on a machine that is measured already."""
+    made = place.plan(subject, here, asked(subject.spec, needs, found.free_bytes))
+    if not made.placement.devices:
+        log.warning(f"the GPU is not used: {' '.join(n for n in made.notes if 'GPU' in n)}")
+        return None
+    _report(found, made)
+    contents = subject.contents if made.placement.from_disk else None
+    return Decision(made.placement, contents, made), Gpus((found,), send_from(here, subject))
+
+
+def asked(spec: ModelSpec, needs: Needs, vram_bytes: int) -> Ask:
+    """Return what the planner is asked for a session."""
+    return Ask(
+        context=context_for(spec, needs.kv_tokens or needs.context),
+        sparsity=needs.sparsity if spec.sparse else "off",
+        vram_bytes=vram_bytes,
+        ram_bytes=needs.budget,
+        max_batch=needs.max_batch,
+    )
+
+
+def _report(found: OpenGpu, made: Plan) -> None:
+    on_gpu, most = made.used("gpu") / GIB, found.free_bytes / GIB
+    log.info(
+        f"{found.device.name}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
+        f"{made.placement.used(CPU) / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
+    )
+
+
+def send_from(here: Tiers, subject: Subject) -> int:
+    """Return how many tokens it takes until a weight is sent faster than the CPU multiplies by it.
+
+    Both were measured. In a mixture only some of the tokens need it.
+    """
+    assert here.gpu is not None
+    weight_format, share = subject.sizes.format, subject.spec.routed(1)
+    weight_bytes = quant.row_bytes(weight_format, 4096) / 4096
+    return math.ceil(here.kernel(weight_format).gflops * weight_bytes / (2 * share * here.gpu.link_gbs))

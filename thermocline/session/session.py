@@ -1,0 +1,279 @@
+"""`Session`, the one way from a pack to an engine: choose the placement, read the weights, own the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from thermocline.engine.engine import Engine
+from thermocline.errors import UsageError
+from thermocline.machine import hardware
+from thermocline.pack import blocks
+from thermocline.pack.checksums import open_checksums
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import Predictors, measured_on, predictors_for
+from thermocline.plan.memory import GIB
+from thermocline.plan.place import Decision, Needs, all_in_ram, without_gpu
+from thermocline.session import store, weights
+from thermocline.session.options import EngineOptions
+from thermocline.session.store import Opened, Store
+from thermocline.session.weights import LoadedWeights
+
+if TYPE_CHECKING:
+    from thermocline.plan.disk_split import Arrangement
+    from thermocline.plan.placement import Placement
+    from thermocline.plan.planner import Plan
+    from thermocline.session.gpu_tier import Gpus
+    from thermocline.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+Progress = Callable[[str, int, int], None]  # what is done, such as "loading"; bytes done, bytes in all
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A `Progress` that shows nothing."""
+
+
+class Session:
+    """A pack, where its weights lie, and once they are read the engine over them. Close it.
+
+    Opening decides the placement. `load` reads the weights, `engine` does so at its first use.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        options: EngineOptions,
+        decision: Decision,
+        *,
+        predictors: Predictors | None = None,
+        gpus: Gpus | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        self.pack, self.options, self.decision = pack, options, decision
+        self.threads = threads_of(options)
+        self.weights_bytes = blocks.memory_bytes(pack, predictors)
+        self._predictors, self._gpus, self._progress = predictors, gpus, progress
+        self._opened: Opened | None = None
+        self._engine: Engine | None = None
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls, pack: Pack, options: EngineOptions, *, progress: Progress = silent, fits: bool = False
+    ) -> Session:
+        """Choose where the weights go; read none. `fits`: all of them in RAM, since the caller made sure.
+
+        Raises UsageError, OutOfBudget, Unsupported and DeviceFailure, before a weight is read.
+        """
+        predictors = predictors_for(pack, options.sparsity)
+        if predictors is not None and (measured := measured_on(predictors.report)):
+            log.info(measured)
+        needs, gpus = needs_of(options), None
+        if fits:
+            decision = all_in_ram(pack, predictors, needs)
+        else:
+            decision, gpus = _chosen(pack, predictors, options, needs)
+        return cls(pack, options, decision, predictors=predictors, gpus=gpus, progress=progress)
+
+    # ---- what was decided
+
+    @property
+    def placement(self) -> Placement:
+        return self.decision.placement
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was planned and predicted, where a GPU has a part."""
+        return self.decision.plan
+
+    @cached_property
+    def arrangement(self) -> Arrangement | None:
+        """The shares of RAM that neurons have; None where none are on disk."""
+        return self.decision.arrangement
+
+    @property
+    def context(self) -> int:
+        """Tokens of one request."""
+        return self.options.context or self.placement.context
+
+    @property
+    def memory_bytes(self) -> int:
+        """All the RAM that is ever taken."""
+        return self.placement.used("cpu")
+
+    @property
+    def gpus(self) -> Gpus | None:
+        return self._gpus
+
+    # ---- what is read
+
+    @property
+    def loaded(self) -> LoadedWeights:
+        """The weights, and the ops over them; read at the first use."""
+        return self._open().loaded
+
+    @property
+    def store(self) -> Store | None:
+        """Neurons that come from disk; None before the weights are read, and where all are in memory."""
+        return None if self._opened is None else self._opened.store
+
+    def load(self, tokenizer: Tokenizer | None = None) -> Engine:
+        """Return the engine; read the weights where that was not done yet. `tokenizer`: for texts."""
+        if self._engine is None:
+            opened, o = self._open(), self.options
+            self._engine = Engine(
+                self.pack.spec,
+                opened.loaded.weights,
+                opened.loaded.ops,
+                storage=opened.storage,
+                context=self.context,
+                tokenizer=tokenizer,
+                max_batch=o.max_batch,
+                sparsity=o.sparsity,
+                kv_tokens=self.placement.kv_tokens,
+                disk=None if opened.store is None else opened.store.counts,
+            )
+        return self._engine
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine; None before `load`."""
+        return self._engine
+
+    def read_gbs(self, threads: int, seconds: float = hardware.ROOF_SECONDS) -> float | None:
+        """Measure GB/s of reading the weights over and over: the roof of a token's speed.
+
+        None before they are read, and where a GPU has a part of them.
+        """
+        return None if self._opened is None else self._opened.loaded.read_gbs(threads, seconds)
+
+    def _open(self) -> Opened:
+        if self._closed:
+            raise UsageError("this session is closed")
+        if self._opened is None:
+            try:
+                self._opened = self._read()
+            except BaseException:
+                if self._gpus is not None:
+                    self._gpus.release()
+                raise
+            self._close_predictors()  # they are copied
+            self._report(self._opened)
+        return self._opened
+
+    def _read(self) -> Opened:
+        """All weights in RAM, or some neurons on disk, or a part on GPUs."""
+        loading, a = partial(self._progress, "loading"), self.arrangement
+        predictors, threads = self._predictors, self.threads
+        records = None
+        if a is not None:
+            records = open_checksums(self.pack, partial(self._progress, "checksumming"))
+        if self._gpus is not None:
+            from thermocline.session import gpu_loading
+
+            return gpu_loading.opened(
+                self.pack, self.decision, self._gpus, predictors, records,
+                threads=threads, max_batch=self.options.max_batch, progress=loading
+            )  # fmt: skip
+        if a is None or records is None:
+            return Opened(weights.load(self.pack, threads=threads, predictors=predictors, progress=loading))
+        disable = self.options.disable
+        return Opened(
+            *store.load(
+                self.pack, a, records, threads=threads, predictors=predictors, disable=disable,
+                progress=loading
+            )
+        )  # fmt: skip
+
+    def _report(self, opened: Opened) -> None:
+        a = self.arrangement
+        if a is None or opened.store is None:
+            return
+        log.warning(
+            f"{self.pack.path} is larger than its memory: there is room for {a.share:.0%} of its neurons, "
+            f"the others come from disk when they are needed ({opened.store.how})"
+        )
+        if not a.contents.hotness.ordered:
+            log.warning(
+                "they are in no order of hotness: "
+                f"`thermocline profile {self.pack.path}` makes this much faster"
+            )
+        if (batch := self.options.max_batch) > 1:
+            log.info(
+                f"up to {batch} answers are computed together, as long as all of them fit in "
+                f"{self.placement.kv_tokens} positions of keys and values; more wait"
+            )
+
+    # ---- the end
+
+    def unload(self) -> None:
+        """Free the weights and the cache; GPUs stay open."""
+        if self._gpus is not None:
+            self._gpus.release()  # a step that was given up may still be computed with what goes now
+        self._engine = self._opened = None
+
+    def close(self) -> None:
+        """Free all that is held. Requests of the engine have to be over."""
+        self.unload()
+        self._close_predictors()
+        self._closed = True
+        if self._gpus is not None:
+            self._gpus.close()
+
+    def _close_predictors(self) -> None:
+        if self._predictors is not None:
+            self._predictors.close()
+            self._predictors = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ---- choosing
+
+
+def threads_of(options: EngineOptions) -> int:
+    return hardware.default_threads() if options.threads is None else options.threads
+
+
+def needs_of(options: EngineOptions) -> Needs:
+    """Return what a session asks of RAM: of what is free, or allowed where that is less."""
+    budget, limit = budget_for(options.ram)
+    threads, kv_tokens = threads_of(options), options.kv_tokens
+    return Needs(options.sparsity, options.context, options.max_batch, threads, budget, limit, kv_tokens)
+
+
+def budget_for(ram: float | None) -> tuple[int | None, str]:
+    """(bytes that may be taken, None: nobody knows; whether they are what is "free" or what is "allowed")."""
+    free = hardware.available_bytes()
+    allowed = None if ram is None else int(ram * GIB)
+    return (
+        min((n, why) for n, why in ((free, "free"), (allowed, "allowed")) if n is not None)
+        if (free is not None or allowed is not None)
+        else (None, "free")
+    )
+
+
+def _chosen(
+    pack: Pack, predictors: Predictors | None, options: EngineOptions, needs: Needs
+) -> tuple[Decision, Gpus | None]:
+    """On a GPU what helps there, else as `without_gpu` has it."""
+    if options.gpu != "off":
+        from thermocline.session import gpu_tier
+
+        divided = gpu_tier.chosen(pack, needs, options.gpu, options.vram)
+        if divided is not None:
+            return divided
+    decision = without_gpu(pack, predictors, needs)
+    if options.disable and not decision.placement.from_disk:
+        raise UsageError(
+            f"--disable {','.join(options.disable)}: all weights are in memory, so there is nothing to do "
+            "without; give less memory (--ram)"
+        )
+    return decision, None
