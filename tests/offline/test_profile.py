@@ -624,7 +624,7 @@ def test_two_profiles_of_one_pack_at_once_are_refused(own: Pack, text: Path) -> 
             entered.set()
             leave.wait(10)
 
-    first = threading.Thread(target=profiler.profile, args=(request_for(own, text), wait, quietly))
+    first = threading.Thread(target=profiler.profile, args=(request_for(own, text), wait))
     first.start()
     try:
         assert entered.wait(10)
