@@ -261,7 +261,7 @@ def test_a_bar_shows_only_on_a_terminal_and_only_where_it_takes_long(monkeypatch
         clock = itertools.count(0, seconds)
         monkeypatch.setattr(console.time, "perf_counter", lambda: next(clock))
         monkeypatch.setattr(sys, "stderr", stderr)
-        with console.Progress(quiet=quiet) as progress:
+        with console.ProgressBar(quiet=quiet) as progress:
             for done in range(5):
                 progress.at("packing", done, 4)
             progress.at("loading", 4, 4)

@@ -23,7 +23,7 @@ import pytest
 
 import thermocline
 from thermocline import LLM, SamplingParams, _native
-from thermocline.cli import commands, main
+from thermocline.cli import main
 from thermocline.errors import OutOfBudget
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
@@ -164,7 +164,7 @@ def test_a_plan_says_what_it_did(shape: str, thermocline: Callable[..., Any]) ->
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="each Python's argparse lays help out differently"
 )
-@pytest.mark.parametrize("command", ["", *commands.COMMANDS])
+@pytest.mark.parametrize("command", ["", *main.COMMANDS])
 def test_help_says_what_it_did(
     command: str, thermocline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

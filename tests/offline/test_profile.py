@@ -24,7 +24,7 @@ from test_synth import config_file
 from test_twins import Model, in_numpy
 
 from thermocline import LLM, SamplingParams
-from thermocline.cli.report import finite
+from thermocline.cli.table import finite
 from thermocline.convert import synthetic
 from thermocline.convert.importer import pack as pack_model
 from thermocline.engine.decoder import bind, forward
@@ -834,9 +834,7 @@ def test_without_matplotlib_the_extra_is_named_before_any_work(
 
 
 def test_nothing_else_imports_matplotlib() -> None:
-    code = (
-        "import sys, thermocline.cli.offline, thermocline.offline.profiler, thermocline.offline.profile_plot;"
-    )
+    code = "import sys, thermocline.cli.main, thermocline.offline.profiler, thermocline.offline.profile_plot;"
     code += "print('matplotlib' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     ran = subprocess.run(

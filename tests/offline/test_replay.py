@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thermocline.cli import commands
+from thermocline.cli.commands.bench import CACHE_POLICIES
 from thermocline.machine.tiers import BUNDLED, read_tiers
 from thermocline.offline.cache_policies import HALF_LIFE, POLICIES, next_uses
 from thermocline.offline.need_trace import Trace
@@ -47,7 +47,7 @@ def total(found: list[list[int]]) -> int:
 
 
 def test_every_policy_the_options_name_is_there() -> None:
-    assert tuple(POLICIES) == commands.CACHE_POLICIES
+    assert tuple(POLICIES) == CACHE_POLICIES
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,7 +1,4 @@
-"""`thermocline plan`.
-
-Must not know how a plan is found. What is heavy is imported when the command runs.
-"""
+"""`thermocline plan`: which neurons belong on the GPU, in RAM and on disk, and how fast a token then is."""
 
 from __future__ import annotations
 
@@ -9,15 +6,24 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thermocline.cli import offline_options
 from thermocline.cli.console import emit, emit_json
-from thermocline.cli.report import size, table
+from thermocline.cli.shared_options import (
+    json_output,
+    memory_limit,
+    quiet_output,
+    sparsity_mode,
+    thread_count,
+    which_activation,
+)
+from thermocline.cli.table import size, table
 from thermocline.errors import OutOfBudget
+from thermocline.options import nonempty, one_of, opt, real, switch, whole
+from thermocline.session.options import FORMATS
 
 if TYPE_CHECKING:
     from thermocline.machine.tiers import Tiers
@@ -28,9 +34,69 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+TIERS = ("gpu", "ram", "disk")
+PARTS = (
+    "embedding", "attention", "keys and values", "predictors", "neurons", "gate rows", "up and down rows",
+    "head", "buffers", "disk buffers", "runtime",
+)  # fmt: skip
 
 
-def plan(o: offline_options.PlanOptions) -> int:
+@dataclass(frozen=True)
+class PlanOptions:
+    """Say which neurons go to the GPU, to RAM and to disk, and how fast a token then is."""
+
+    model: str | None = opt(
+        None, str, "PACK|SHAPE", "Model",
+        "A pack; or a known shape, such as opt-30b (a wrong one lists them all), or a config.json.",
+        flags="-m", shown="the bundled model", positional=True
+    )  # fmt: skip
+    format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format of a shape.")
+    activation: str | None = which_activation()
+    sparsity: str = sparsity_mode()
+    active: float | None = opt(
+        None, real(0.001, 0.9), "X", "Model",
+        "Mean fraction of neurons active for a token, instead of a profile; makes dense shapes ReLU models.",
+        shown="the pack's profile, else 0.1"
+    )  # fmt: skip
+    skew: float = opt(
+        0.26, real(0.001, 0.8), "X", "Model",
+        "Without a profile: fraction of a layer's neurons that makes 80% of the activations."
+    )  # fmt: skip
+    predictor_share: float = opt(
+        0.06, real(0, 0.5), "X", "Model",
+        "Of a shape, with --sparsity predict: its predictors' size, of the model's."
+    )  # fmt: skip
+
+    vram: float | None = memory_limit("Memory of the GPU that may be used.", "all the hardware has", "Budget")
+    ram: float | None = memory_limit(
+        "Memory that may be used.", "all the hardware has; here, all that is free", "Budget"
+    )
+    ctx: int = opt(
+        0, whole(0), "N", "Budget", "Context length in tokens, of each sequence of the batch.",
+        shown="0 = the model's limit, but at most 4096"
+    )  # fmt: skip
+    batch: int = opt(1, whole(1, 1024), "N", "Budget", "Sequences that are computed together.")
+
+    hardware: str | None = opt(
+        None, nonempty, "FILE|NAME", "Hardware",
+        "What `thermocline doctor -o FILE` wrote, or a known machine (a wrong name lists them all).",
+        shown="this machine, measured now"
+    )  # fmt: skip
+    threads: int = thread_count("Threads to measure this machine with.", "Hardware")
+    objective: str = opt(
+        "time", one_of("time", "frequency"), "time|frequency", "Hardware",
+        "time: the shortest token; frequency: the most activations on the GPU, as PowerInfer's solver."
+    )  # fmt: skip
+
+    output: str | None = opt(
+        None, nonempty, "FILE", "Output", "Write the plan as JSON.", flags="-o", shown="none"
+    )
+    force: bool = opt(False, switch, None, "Output", "Replace an existing file at -o.")
+    json: bool = json_output()
+    quiet: bool = quiet_output("no remarks")
+
+
+def plan(o: PlanOptions) -> int:
     from thermocline.plan import plan_file
     from thermocline.plan import planner as planning
 
@@ -49,8 +115,8 @@ def plan(o: offline_options.PlanOptions) -> int:
     return 0
 
 
-def planned(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask, Plan]:
-    """For the first context to try that leaves nothing on disk, else for the last."""
+def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask, Plan]:
+    """Plan for the first context to try that leaves nothing on disk, else for the last."""
     from thermocline.plan import planner as planning
     from thermocline.plan.disk_split import contexts_for
 
@@ -76,7 +142,7 @@ def nothing(problem: Problem) -> Plan:
     raise OutOfBudget("a shorter context leaves more to the weights")
 
 
-def ask_of(o: offline_options.PlanOptions, subject: Subject, context: int) -> Ask:
+def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
     from thermocline.plan.problem import Ask
 
     return Ask(
@@ -90,13 +156,13 @@ def ask_of(o: offline_options.PlanOptions, subject: Subject, context: int) -> As
 
 
 def stored(subject: Subject) -> Callable[[Problem], Plan] | None:
-    """Its plan where it is in memory in part; None where that cannot be."""
+    """Return how to plan for a model that is in memory in part; None where that cannot be."""
     from thermocline.plan import plan_disk
 
     return partial(plan_disk.stored_plan, c=subject.contents) if subject.spec.sparse else None
 
 
-def plan_subject(o: offline_options.PlanOptions) -> Subject:
+def plan_subject(o: PlanOptions) -> Subject:
     from thermocline.convert.pack_cache import resolve
     from thermocline.llm import BUNDLED
     from thermocline.plan import plan_file
@@ -109,7 +175,7 @@ def plan_subject(o: offline_options.PlanOptions) -> Subject:
     return plan_file.of_shape(str(o.model), o.format, o.sparsity, share, curve, o.activation)
 
 
-def plan_tiers(o: offline_options.PlanOptions, weight_format: str) -> Tiers:
+def plan_tiers(o: PlanOptions, weight_format: str) -> Tiers:
     from thermocline.machine import this_machine
     from thermocline.machine.tiers import read_tiers
 
@@ -121,8 +187,8 @@ def plan_tiers(o: offline_options.PlanOptions, weight_format: str) -> Tiers:
     return this_machine.tiers_here(o.threads, formats=[weight_format])
 
 
-def measured(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
-    """With this machine's disk, which is measured only where memory is too small: that takes seconds."""
+def measured(o: PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
+    """Add this machine's disk, which is measured only where memory is too small: that takes seconds."""
     from thermocline.machine import disk_speed, this_machine
 
     pack = Path(subject.name)
@@ -132,13 +198,6 @@ def measured(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> 
     why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
     log.info(f"it does not fit in memory; the disk of {found.path} was {why}")
     return replace(tiers, disk=this_machine.disk_tier(found))
-
-
-TIERS = ("gpu", "ram", "disk")
-PARTS = (
-    "embedding", "attention", "keys and values", "predictors", "neurons", "gate rows", "up and down rows",
-    "head", "buffers", "disk buffers", "runtime",
-)  # fmt: skip
 
 
 def plan_text(model: str, hardware: str, plan: Plan, more: Plan | None) -> str:
@@ -169,7 +228,7 @@ def _byte_table(plan: Plan) -> str:
 
 
 def _layers(plan: Plan) -> list[str]:
-    """Like layers in one line: `0-17  attention gpu · 4096 neurons gpu, 6912 ram`."""
+    """Return like layers as one line: `0-17  attention gpu · 4096 neurons gpu, 6912 ram`."""
     lines, first = [], 0
     for i, layer in enumerate(plan.layers):
         if i + 1 < len(plan.layers) and plan.layers[i + 1] == layer:
