@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from thermocline.model import sparsity
+
 
 def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
     """Where this system keeps caches: XDG_CACHE_HOME wins everywhere."""
@@ -21,7 +23,7 @@ def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) 
 
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-SPARSITIES = ("exact", "predict", "off")
+SPARSITIES = tuple(sparsity.SPARSITIES)
 GENERATION_CONFIGS = ("auto", "off")
 ACTIVATIONS = ("drelu", "relu")
 SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
