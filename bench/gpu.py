@@ -48,7 +48,7 @@ from gpu_sides import Clock, Lost, Machine, Rival, Side, alternate, speeds
 from vs_llamacpp import HERE, commit
 
 from thermocline import __version__
-from thermocline.cli.console import INTERRUPTED, Progress
+from thermocline.cli.console import INTERRUPTED, ProgressBar
 from thermocline.errors import (
     DeviceFailure,
     IOFailure,
@@ -377,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
         name = re.sub("[^a-z0-9]+", "-", device.device.name.lower())
         path = args.results or HERE / "results" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        bar = Progress(quiet=False)
+        bar = ProgressBar(quiet=False)
         with scratch_in(args.dir) as scratch:
             private = (Path(scratch), args.build_dir, HERE.parent, Path.home())
             results = Results.of(path, facts_of(device), tuple(d for d in private if len(str(d)) > 1))

@@ -29,11 +29,11 @@ import markdown_links
 import thermocline
 from thermocline import errors
 from thermocline.cli import main as cli
-from thermocline.cli.commands import COMMANDS, OTHER_VARIABLES
+from thermocline.cli.environment import OTHER_VARIABLES
 from thermocline.options import Option, flag, options_of, switch, variable
 from thermocline.server.api import schema
 from thermocline.server.api.openapi import STATUSES, document
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -55,10 +55,10 @@ COMMANDS_HEAD = """\
 
 def commands() -> str:
     parts = [NOTE.format("the option dataclasses"), COMMANDS_HEAD]
-    for name, cls in COMMANDS.items():
-        parts.append(f"\n## `{name}`\n\n{cls.__doc__}\n")
+    for name, command in cli.COMMANDS.items():
+        parts.append(f"\n## `{name}`\n\n{command.options.__doc__}\n")
         groups: dict[str, list[str]] = {}
-        for f, o in options_of(cls):
+        for f, o in options_of(command.options):
             groups.setdefault(o.group, []).append(_flag_line(f, o))
         parts += [f"\n**{group}**\n\n" + "".join(lines) for group, lines in groups.items()]
     return "".join(parts)
@@ -113,9 +113,9 @@ Variables of other programs that Thermocline honours:
 
 def environment() -> str:
     readers: dict[str, list[str]] = {}
-    for command, cls in COMMANDS.items():
-        for f, _ in options_of(cls):
-            readers.setdefault(f.name, []).append(command)
+    for name, command in cli.COMMANDS.items():
+        for f, _ in options_of(command.options):
+            readers.setdefault(f.name, []).append(name)
     assert set(OTHERS) == set(OTHER_VARIABLES), "a variable without a description"
     rows = "".join(
         f"| `{variable(name)}` | `{flag(name)}` | {', '.join(used) if len(used) < 9 else 'most commands'} |\n"
@@ -292,7 +292,7 @@ An error's body is OpenAI's: `error` with `message`, `type`, `param` and `code`.
 
 
 def http() -> str:
-    about = document(False, Limits(), None)
+    about = document(False, ServerLimits(), None)
     kinds: dict[str, Any] = about["components"]["schemas"]
     parts = [NOTE.format("thermocline/server's schema"), HTTP_HEAD]
     for path, methods in about["paths"].items():

@@ -1,5 +1,5 @@
 """An application for the server's shell: JSON, streams, a page, and one that fails. As a program it serves
-itself, told by a JSON object: `{"unix": PATH}` or `{"port": N}`, `limits`, and what `http.run` takes.
+itself, told by a JSON object: `{"unix": PATH}` or `{"port": N}`, `limits`, and an `Admission`'s fields.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from thermocline.errors import ThermoclineError
 from thermocline.server.http import listener, server
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.guard import Admission
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import posted
 from thermocline.server.http.refusal import Refusal
 
@@ -102,12 +103,13 @@ def main(told: dict[str, Any]) -> int:
             where = told.pop("host", "127.0.0.1"), told.pop("port", 0)
             opened = listener.listen(*where, has_keys=bool(keys), insecure=told.pop("insecure", False))
         print(opened.url, flush=True)
-        limits = Limits(**told.pop("limits", {}))
+        limits = ServerLimits(**told.pop("limits", {}))
         if (files := told.pop("files", None)) is not None:
             import resource  # POSIX alone has it
 
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-        server.run(Dummy(), opened, limits=limits, keys=keys, **told)
+        access_log = told.pop("access_log", False)
+        server.run(Dummy(), opened, limits=limits, admission=Admission(keys, **told), access_log=access_log)
     except ThermoclineError as e:
         print(f"thermocline: {e}", file=sys.stderr)
         return e.exit_code

@@ -20,7 +20,8 @@ from dummy_app import Dummy
 from logged import logged
 
 from thermocline.server.http import listener, server
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.guard import Admission
+from thermocline.server.http.limits import ServerLimits
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Running:
     port: int
     log: list[str]
     trouble: list[str]
-    servers: list[server.Server]
+    servers: list[server.HttpServer]
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port))
@@ -87,17 +88,17 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(limits: Limits | None = None, **options: Any) -> Iterator[Running]:
+def serving(limits: ServerLimits | None = None, **options: Any) -> Iterator[Running]:
     opened = listener.listen("127.0.0.1", 0, has_keys=False)
     running = Running(Dummy(), opened.port, [], [], [])
     thread = threading.Thread(
         target=server.run,
         args=(running.app, opened),
         kwargs={
-            "limits": limits or Limits(limit_grace_s=0),
+            "limits": limits or ServerLimits(limit_grace_s=0),
+            "admission": Admission(**options),
             "access_log": True,
             "started": running.servers.append,
-            **options,
         },
     )
     with logged("thermocline.access") as running.log, logged("thermocline.server") as running.trouble:

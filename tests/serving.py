@@ -13,9 +13,9 @@ import httpx2
 from logged import logged
 
 from thermocline.server.http import server as http
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import listen
-from thermocline.server.serve import serve
+from thermocline.server.serve import ServerOptions, serve
 from thermocline.session.options import EngineOptions, ModelOptions, changed
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the bundled model tells stories
@@ -62,7 +62,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     *,
     wait: bool = True,
     sampling: Mapping[str, Any] | None = None,
@@ -74,7 +74,7 @@ def served(
     asked = changed(EngineOptions(threads=1, max_batch=4), options)
     listener = listen("127.0.0.1", 0, has_keys=False)
     found = Served(listener.url)
-    began: list[http.Server] = []
+    began: list[http.HttpServer] = []
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -83,10 +83,8 @@ def served(
                 files,
                 asked,
                 listener,
-                limits or Limits(),
-                sampling=sampling or {},
+                ServerOptions(limits or ServerLimits(), sampling=sampling or {}, **own),
                 started=began.append,
-                **own,
             )
         except BaseException as e:
             errors.append(e)

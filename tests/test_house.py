@@ -74,7 +74,7 @@ def test_family_names_stay_in_the_readers(name: str) -> None:
     assert not values & FAMILIES
 
 
-@pytest.mark.parametrize("name", ["cli.main", "cli.commands", "errors"])
+@pytest.mark.parametrize("name", ["cli.main", "cli.commands.serve", "errors"])
 def test_the_command_line_starts_without_numpy(name: str) -> None:
     """Nothing heavy at module level: `--help` and `--version` answer at once."""
     assert run_python(f"import sys, thermocline.{name}; print('numpy' in sys.modules)") == "False"

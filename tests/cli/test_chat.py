@@ -81,7 +81,7 @@ def test_an_answer_ends_at_the_templates_end_of_turn(llm: LLM) -> None:
 
 def test_a_turn_computes_only_what_is_new(llm: LLM) -> None:
     """However long the conversation: all but the last block of what was there is known."""
-    from thermocline.cli.conversation import Chat
+    from thermocline.cli.conversation import Conversation
 
     done: list[Any] = []
 
@@ -92,7 +92,7 @@ def test_a_turn_computes_only_what_is_new(llm: LLM) -> None:
         done.append(stream.completion)
         return done[-1]
 
-    chat = Chat(llm, GREEDY, speak, lambda text: None)
+    chat = Conversation(llm, GREEDY, speak, lambda text: None)
     for i in range(6):
         chat.take(f"message {i}")
     for before, after in pairwise(done):

@@ -261,7 +261,7 @@ def test_a_bar_shows_only_on_a_terminal_and_only_where_it_takes_long(monkeypatch
         clock = itertools.count(0, seconds)
         monkeypatch.setattr(console.time, "perf_counter", lambda: next(clock))
         monkeypatch.setattr(sys, "stderr", stderr)
-        with console.Progress(quiet=quiet) as progress:
+        with console.ProgressBar(quiet=quiet) as progress:
             for done in range(5):
                 progress.at("packing", done, 4)
             progress.at("loading", 4, 4)
@@ -405,7 +405,7 @@ def test_pack_inspect_verify(tiny_hf: Path, tmp_path: Path, thermocline: Run) ->
 
 
 def test_doctor_tells_a_person_and_a_program(monkeypatch: pytest.MonkeyPatch, thermocline: Run) -> None:
-    unmeasured = hardware.Disk("/here", 1 << 30, why="not now")
+    unmeasured = hardware.DiskSpeed("/here", 1 << 30, why="not now")
     monkeypatch.setattr(hardware, "measure_disk", lambda path: unmeasured)
     told = json.loads(thermocline("doctor", "--json").out)
     assert difference("doctor", told) == []

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 
 from thermocline import options as opts
-from thermocline.cli import commands
+from thermocline.cli import environment, main
+from thermocline.cli.commands.pack import PackOptions
+from thermocline.cli.commands.profile_pack import ProfileOptions
+from thermocline.cli.commands.run import RunOptions
 from thermocline.errors import UsageError
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.session import options
 
-ALL = [(cls, f, o) for cls in commands.COMMANDS.values() for f, o in opts.options_of(cls)]
+OPTIONS = [command.options for command in main.COMMANDS.values()]
+ALL = [(cls, f, o) for cls in OPTIONS for f, o in opts.options_of(cls)]
 IDS = [f"{cls.__name__}.{f.name}" for cls, f, _ in ALL]
 
 # What one may type for a field, and what it must become; a command's own meaning has its name in front.
@@ -114,7 +118,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "limit_header_bytes": ("300", 300),
     "limit_buffer_bytes": ("4096", 4096),
 }
-EXAMPLES |= {f.name: ("9", 9) for f, _ in opts.options_of(Limits) if f.name not in EXAMPLES}
+EXAMPLES |= {f.name: ("9", 9) for f, _ in opts.options_of(ServerLimits) if f.name not in EXAMPLES}
 
 
 def example(cls: type[Any], field: str) -> tuple[str, Any]:
@@ -172,36 +176,34 @@ def test_an_invalid_variable_is_refused_by_name(cls: Any, f: Any, o: opts.Option
     ["-n 5", "-n5", "--predict 5", "--n-predict 5", "--max-tokens 5", "--n-predict=5"],
 )
 def test_llama_cpp_spellings_of_the_token_count(spelling: str) -> None:
-    assert read(commands.RunOptions, spelling.split()).n_predict == 5
+    assert read(RunOptions, spelling.split()).n_predict == 5
 
 
 @pytest.mark.parametrize("spelling", ["-c 9", "--ctx-size 9", "--context-length 9", "--max-model-len 9"])
 def test_llama_cpp_spellings_of_the_context(spelling: str) -> None:
-    assert read(commands.RunOptions, spelling.split()).ctx_size == 9
+    assert read(RunOptions, spelling.split()).ctx_size == 9
 
 
 def test_several_files_may_follow_one_flag() -> None:
     argv = ["a pack", "--corpus", "a.txt", "b.txt", "--tokens", "9", "--corpus", "c.txt"]
-    found = read(commands.ProfileOptions, argv)
+    found = read(ProfileOptions, argv)
     assert (found.model, found.corpus, found.tokens) == ("a pack", ("a.txt", "b.txt", "c.txt"), 9)
 
 
 def test_the_last_of_two_wins_and_repeated_options_gather() -> None:
-    o = read(
-        commands.RunOptions, ["-s", "1", "--seed", "-1", "--stop", "a", "-r", "b", "-l", "1-2", "-l", "3-inf"]
-    )
+    o = read(RunOptions, ["-s", "1", "--seed", "-1", "--stop", "a", "-r", "b", "-l", "1-2", "-l", "3-inf"])
     assert (o.seed, o.stop, o.logit_bias) == (-1, ("a", "b"), ((1, -2.0), (3, -math.inf)))
 
 
 def test_a_repeated_options_variable_is_one_value_or_a_json_list() -> None:
-    assert read(commands.RunOptions, [], {"THERMOCLINE_STOP": '["a", "[b"]'}).stop == ("a", "[b")
-    assert read(commands.RunOptions, [], {"THERMOCLINE_STOP": "[INST]"}).stop == ("[INST]",)
+    assert read(RunOptions, [], {"THERMOCLINE_STOP": '["a", "[b"]'}).stop == ("a", "[b")
+    assert read(RunOptions, [], {"THERMOCLINE_STOP": "[INST]"}).stop == ("[INST]",)
 
 
 def test_a_prompt_given_twice_is_refused() -> None:
-    assert read(commands.RunOptions, ["Once upon a time"]).prompt == "Once upon a time"
+    assert read(RunOptions, ["Once upon a time"]).prompt == "Once upon a time"
     with pytest.raises(UsageError, match="given twice"):
-        read(commands.RunOptions, ["Once", "-p", "upon"])
+        read(RunOptions, ["Once", "-p", "upon"])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_a_prompt_given_twice_is_refused() -> None:
 )
 def test_values_out_of_range_name_the_flag_and_the_value(argv: list[str]) -> None:
     with pytest.raises(UsageError, match=argv[1]):
-        read(commands.RunOptions, argv)
+        read(RunOptions, argv)
 
 
 @pytest.mark.parametrize("text", ["", "5", "+1", "5+", "5+nan", "5+inf", "x-1", "99999999999+1", "5-1-1"])
@@ -242,14 +244,14 @@ def test_lists_that_are_none_or_have_no_end_are_refused(text: str) -> None:
 
 def test_a_missing_source_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="THERMOCLINE_SOURCE"):
-        read(commands.PackOptions, ["-o", "x"])
+        read(PackOptions, ["-o", "x"])
 
 
 def test_unknown_variables_are_reported_and_a_bad_isa_is_refused() -> None:
     environ = {"THERMOCLINE_TMEP": "1", "THERMOCLINE_TEMP": "1", "THERMOCLINE_ISA": "avx2", "HOME": "/"}
-    assert commands.check_environment(environ) == ["THERMOCLINE_TMEP"]
+    assert environment.check_environment(environ, OPTIONS) == ["THERMOCLINE_TMEP"]
     with pytest.raises(UsageError, match="THERMOCLINE_ISA"):
-        commands.check_environment({"THERMOCLINE_ISA": "mmx"})
+        environment.check_environment({"THERMOCLINE_ISA": "mmx"}, OPTIONS)
 
 
 @pytest.mark.parametrize(

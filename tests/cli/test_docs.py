@@ -9,7 +9,7 @@ import build_docs
 import markdown_links
 import pytest
 
-from thermocline.cli.commands import RunOptions
+from thermocline.cli.commands.run import RunOptions
 
 
 def test_the_reference_is_what_the_code_says_now() -> None:

@@ -44,7 +44,7 @@ def test_a_line_does_not_tear_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0, 1.0)
     monkeypatch.setattr(console.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(sys, "stderr", stderr := Terminal())
-    with console.log_lines(), console.Progress(quiet=False) as progress:
+    with console.log_lines(), console.ProgressBar(quiet=False) as progress:
         progress.at("packing", 0, 4)
         progress.at("packing", 1, 4)
         log.info("a fact")

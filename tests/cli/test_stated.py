@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from thermocline import LLM
-from thermocline.cli import commands as config
 from thermocline.cli import main
 from thermocline.session.options import SPARSITIES
 
@@ -51,7 +50,7 @@ def test_contributing_names_files_that_are_there() -> None:
         assert any(f == name or f.endswith(f"/{name}") for f in there), name
 
 
-@pytest.mark.parametrize("command", config.COMMANDS)
+@pytest.mark.parametrize("command", main.COMMANDS)
 def test_help_lists_a_flag_once(command: str) -> None:
     (commands,) = (a for a in main.parser()._actions if isinstance(a, argparse._SubParsersAction))
     for action in commands.choices[command]._actions:
@@ -71,5 +70,5 @@ def test_the_version_stands_once() -> None:
 def test_no_gpu_is_used_unasked() -> None:
     """No card has run its kernels yet: answers must not depend on one that happens to be there."""
     assert inspect.signature(LLM.__init__).parameters["gpu"].default == "off"
-    for options in (config.RunOptions, config.ChatOptions, config.ServeOptions, config.BenchOptions):
+    for options in (main.COMMANDS[name].options for name in ("run", "chat", "serve", "bench")):
         assert options.__dataclass_fields__["gpu"].default == "off"

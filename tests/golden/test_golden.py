@@ -23,12 +23,12 @@ import pytest
 
 import thermocline
 from thermocline import LLM, SamplingParams, _native
-from thermocline.cli import commands, main
+from thermocline.cli import main
 from thermocline.errors import OutOfBudget
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
 from thermocline.plan import disk_split
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.session import store
 
 HERE = Path(__file__).parent
@@ -164,7 +164,7 @@ def test_a_plan_says_what_it_did(shape: str, thermocline: Callable[..., Any]) ->
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="each Python's argparse lays help out differently"
 )
-@pytest.mark.parametrize("command", ["", *commands.COMMANDS])
+@pytest.mark.parametrize("command", ["", *main.COMMANDS])
 def test_help_says_what_it_did(
     command: str, thermocline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def test_help_says_what_it_did(
 
 def test_the_api_is_described_as_it_was() -> None:
     openapi = pytest.importorskip("thermocline.server.api.openapi", reason="needs the extra server")
-    found = openapi.document(False, Limits(), 512)
+    found = openapi.document(False, ServerLimits(), 512)
     agrees("openapi.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import toy
 
-from thermocline.cli import report
+from thermocline.cli.commands import bench as command
 from thermocline.engine import decoder, engine
 from thermocline.engine.kv_cache import bytes_for
 from thermocline.errors import NumericalError, UsageError
@@ -400,9 +400,7 @@ def test_the_reference_lists_the_keys_as_they_are() -> None:
 
 
 def test_every_output_has_its_printer() -> None:
-    from thermocline.cli import commands
-
-    assert tuple(report.BENCH_FORMATS) == commands.BENCH_OUTPUTS
+    assert tuple(command.BENCH_FORMATS) == command.BENCH_OUTPUTS
 
 
 def test_tests_of_refuses_nothing_to_do() -> None:

@@ -384,7 +384,7 @@ def test_a_trace_that_finds_no_room_is_one_line_and_leaves_no_file(pack: Path, t
 
 STOPPED = """
 import signal
-from thermocline.cli import run as cli_text
+from thermocline.cli.commands import run as cli_text
 store._native.Reader = functools.partial(store._native.Reader, method="threads")
 pressed = []
 

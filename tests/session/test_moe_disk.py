@@ -29,7 +29,7 @@ from thermocline.model.tensors import expected_tensors, place
 from thermocline.offline import bench, fit_svd, train
 from thermocline.offline.bench import Bench
 from thermocline.offline.bench import Test as BenchTest
-from thermocline.offline.need_trace import Recorder, Trace
+from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import needs_of, replay
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack.pack import Pack
@@ -251,7 +251,7 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
         return Bench(pack, [test], feed, EngineOptions(ram=ram), lambda *_: None)
 
     whole = loaded(None)
-    recorder = Recorder(2, pack.spec, whole.engine.model.weights.layers)
+    recorder = TraceRecorder(2, pack.spec, whole.engine.model.weights.layers)
     whole.watch(test, recorder)
     trace = Trace.of(recorder, feed.name, "exact", 0)
     chosen = needs_of(trace, 0, 1).reshape(64, EXPERTS, FFN).any(axis=2)
@@ -271,9 +271,9 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
 
 def disk_us(spec: ModelSpec, tokens: int) -> float:
     """Of a step of so many tokens, with half of each expert's bundles in memory."""
-    layouts, heat = expected_tensors(spec, "q4_0"), hotness.Curve(0.1).hotness(spec)
-    p = Problem(spec, sizes_of(spec, layouts, "q4_0"), heat, test_plan.HIGH, Ask(64, vram_bytes=0))
-    c = Contents(spec, place(layouts)[0], None, "exact", heat)
+    tensor_specs, heat = expected_tensors(spec, "q4_0"), hotness.Curve(0.1).hotness(spec)
+    p = Problem(spec, sizes_of(spec, tensor_specs, "q4_0"), heat, test_plan.HIGH, Ask(64, vram_bytes=0))
+    c = Contents(spec, place(tensor_specs)[0], None, "exact", heat)
     shares = (Share(0, spec.ffn_dim // 2),) * (spec.n_layers * spec.n_experts)
     return plan_disk.predict(p, c, Arrangement({}, shares, None, c), p.work(batch=tokens)).disk_us
 

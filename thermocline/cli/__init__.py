@@ -1,1 +1,1 @@
-"""Commands: their options, what they do, what they print. Must not know kernels or tensors."""
+"""The command line: `main` dispatches to `commands`; the other files are what commands share."""

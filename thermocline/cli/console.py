@@ -1,7 +1,4 @@
-"""What a command shows and when it stops: data on stdout, everything else on stderr, progress, Ctrl-C.
-
-Must not know models or options.
-"""
+"""Data on stdout, log lines and progress on stderr, Ctrl-C: how every command speaks and stops."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, ParamSpec, Self
+from typing import Any, BinaryIO, ClassVar, ParamSpec, Self
 
-from thermocline.cli import report
+from thermocline.cli.table import finite
 from thermocline.errors import IOFailure
 
 P = ParamSpec("P")
@@ -25,7 +22,7 @@ VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\t\n"}  # U+2400: 
 
 
 def emit(text: str) -> None:
-    """Data, at once. A terminal is shown control characters, not made to obey them: models write anything."""
+    """Write data, at once. A terminal shows control characters, which models may write, and does not obey."""
     if sys.stdout is None:
         raise IOFailure("standard output is closed")
     if sys.stdout.isatty():
@@ -35,8 +32,14 @@ def emit(text: str) -> None:
 
 
 def emit_json(value: dict[str, Any]) -> None:
-    """ASCII, so that it is JSON in every locale; what is not finite is null."""
-    emit(json.dumps(report.finite(value)) + "\n")
+    """Write an object as ASCII, so that it is JSON in every locale; a number that is not finite is null."""
+    emit(json.dumps(finite(value)) + "\n")
+
+
+def stdin_bytes() -> BinaryIO:
+    if sys.stdin is None:
+        raise IOFailure("standard input is closed")
+    return sys.stdin.buffer
 
 
 def unfailing(show: Callable[P, None]) -> Callable[P, None]:
@@ -71,7 +74,7 @@ class LogLines(logging.Handler):
         if sys.stderr is None:
             return
         line = f"thermocline: {_on_one_line(record.getMessage())}"
-        unfailing(Progress.write_above)(line)
+        unfailing(ProgressBar.write_above)(line)
 
 
 @contextlib.contextmanager
@@ -88,7 +91,7 @@ def log_lines() -> Iterator[LogLines]:
         ours.removeHandler(lines)
 
 
-class Progress:
+class ProgressBar:
     """A bar on stderr where that is a terminal and the work takes longer than a moment; nothing elsewhere."""
 
     PATIENCE_S = 0.5
@@ -112,7 +115,7 @@ class Progress:
             self._bar = tqdm(
                 desc=what, total=total, unit=unit, unit_scale=unit == "B", unit_divisor=1024, leave=False
             )
-            Progress._on_screen = self._bar
+            ProgressBar._on_screen = self._bar
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
         if done >= total:
@@ -121,7 +124,7 @@ class Progress:
     def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-            self._bar = Progress._on_screen = None
+            self._bar = ProgressBar._on_screen = None
 
     @classmethod
     def write_above(cls, line: str) -> None:
@@ -132,7 +135,7 @@ class Progress:
         if bar is not None:
             bar.refresh()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,6 +1,6 @@
 """A conversation as a person has it: messages, commands that begin with a slash, saving and loading.
 
-Must not know terminals or flags. Each turn sends the whole conversation; the engine finds what it has already
+Each turn sends the whole conversation; the engine finds what it has already
 computed. Nothing is ever forgotten in silence: a conversation that no longer fits is said to be full.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline.cli import report
+from thermocline.cli.table import table
 from thermocline.errors import BadFile, UsageError
 from thermocline.files.bounded import parse_json, quoted, read_small
 from thermocline.files.whole import replacing
@@ -46,7 +46,7 @@ class Turn:
     ids: tuple[int, ...] = ()  # the answer's, as generated; none where its text is not exactly theirs
 
 
-class Chat:
+class Conversation:
     def __init__(
         self,
         llm: LLM,
@@ -126,7 +126,7 @@ class Chat:
             return
         self.turns = [*before, Turn(question, done.text, self._ids_of(done))]
         self._unanswered = None
-        self._show(report.chat_line(done))
+        self._show(figures_line(done))
         used = done.figures.prompt_tokens + done.figures.tokens
         if done.finish_reason == "length" and used > self.llm.context:
             self._show(f"the context of {self.llm.context} tokens is full: {self._way_out()}")
@@ -163,7 +163,7 @@ class Chat:
             case "/exit" | "/quit" | "/bye":
                 return False
             case "/help" | "/?":
-                self._show(report.table(HELP).rstrip("\n"))
+                self._show(table(HELP).rstrip("\n"))
             case "/regen":
                 self.regenerate()
             case "/clear":
@@ -220,3 +220,16 @@ def load(path: Path) -> tuple[str | None, list[Turn]]:
         raise BadFile(f"{path}: its messages are not those of a user and an assistant in turn")
     texts = [m["content"] for m in found]
     return system, [Turn(q, a) for q, a in zip(texts[::2], texts[1::2], strict=True)]
+
+
+def figures_line(done: Completion) -> str:
+    """Return one turn's figures for a person."""
+    f = done.figures
+    parts = [f"{f.tokens} token{'s' * (f.tokens != 1)}"]
+    if done.finish_reason == "cancelled":
+        parts.append("stopped")
+    if f.tokens_per_s:
+        parts.append(f"{f.tokens_per_s:.1f} tok/s")
+    speed = f", {f.prompt_tokens_per_s:.0f} tok/s" if f.prompt_tokens_per_s else ""
+    parts.append(f"prompt {f.prompt_tokens} ({f.cached_tokens} known{speed})")
+    return " · ".join(parts)

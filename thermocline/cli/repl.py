@@ -1,6 +1,6 @@
-"""Where a person's messages come from: a terminal with line editing and history, or lines of a pipe.
+"""Read a person's messages: from a terminal with line editing and history, or from the lines of a pipe.
 
-The only user of prompt_toolkit (60 ms to import, so only for a terminal). Must not know models.
+prompt_toolkit takes 60 ms to import, so only a terminal does it.
 """
 
 from __future__ import annotations

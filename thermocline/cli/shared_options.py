@@ -5,7 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from thermocline.options import nonempty, one_of, opt, real, some_of, switch, whole
-from thermocline.session.options import ACTIVATIONS, SPARSITIES, SWITCHES
+from thermocline.session.options import ACTIVATIONS, FORMATS, SPARSITIES, SWITCHES
+
+MODEL_HELP = "A pack, or a Hugging Face directory or GGUF file, packed once into the cache."
+HUB_HELP = f"{MODEL_HELP} Or org/name[@revision][:file or quant] from the hub, fetched once."
+
+
+def which_model(*, positional: bool) -> Any:
+    help = MODEL_HELP if positional else HUB_HELP
+    return opt(None, str, "PATH", "Model", help, flags="-m", shown="the bundled model", positional=positional)
+
+
+def weight_format(help: str) -> Any:
+    return opt(None, one_of(*FORMATS), "|".join(FORMATS), "Model", help, shown="a GGUF's own, else q8_0")
+
+
+def cache_directory() -> Any:
+    shown = "the system's cache directory"
+    return opt(None, nonempty, "DIR", "Model", "Where those packs are kept.", shown=shown)
 
 
 def sparsity_mode() -> Any:
@@ -61,3 +78,8 @@ def switched_off() -> Any:
         "cache (neurons stay in memory), pipeline (computing while reading)."
     )
     return opt((), some_of(*SWITCHES), ",".join(SWITCHES), "Model", help, shown="nothing")
+
+
+def ram_limit() -> Any:
+    help = "Memory that all of it may take. Of a larger ReLU model, neurons needed least stay on disk."
+    return memory_limit(help, "what is free")

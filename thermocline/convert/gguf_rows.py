@@ -1,39 +1,35 @@
-"""A GGUF as a source of a pack's rows: formats a pack has are copied, others converted and measured.
-
-Must not know families.
-"""
+"""Read a pack's rows from a GGUF. Formats that packs have are copied; others are converted and measured."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping as MappingOf
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.convert.rows import MappedSource
+from thermocline.convert.rows import TensorMapSource
 from thermocline.errors import Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
 from thermocline.model import gguf_blocks, quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import Mapping
+from thermocline.model.tensor_map import TensorMap
 from thermocline.model.tensors import expected_tensors
 from thermocline.pack.writer import check_range
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
-CONVERTED = "q8_0"  # what rows of a format that packs do not have become, unless asked otherwise
-_MEASURED = 8  # the error of one conversion in so many is measured
+CONVERTED = "q8_0"  # the default format for rows whose own format packs do not have
+_MEASURED = 8  # one conversion in this many has its error measured
 
 
-class _Rows:
-    """A GGUF's tensors with the interface of a checkpoint's: rows along the first axis, as f32."""
+class _GGUFReader:
+    """Read a GGUF's tensors through the interface of a checkpoint: rows along the first axis, as f32."""
 
     def __init__(self, gguf: GGUF) -> None:
         self.gguf, self.name = gguf, str(gguf.path)
@@ -55,13 +51,13 @@ class _Rows:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an import changed: weights copied and converted, bits a weight before and after, added error."""
+    """The effect of an import: weights copied and converted, bits a weight before and after, added error."""
 
     copied: int
     converted: int
     bits_before: float
     bits_after: float
-    rms_error: float  # of the converted weights, relative to their own RMS
+    rms_error: float  # of the converted weights, as a share of their RMS
 
     def __str__(self) -> str:
         if not self.converted:
@@ -73,15 +69,15 @@ class Cost:
         )
 
 
-class GGUFSource(MappedSource):
+class GGUFSource(TensorMapSource):
     """An `EncodedSource` over a GGUF."""
 
-    def __init__(self, gguf: GGUF, mapping: Mapping, vectors: MappingOf[str, F32]) -> None:
-        """`vectors`: more of the packed tensors, from elsewhere."""
+    def __init__(self, gguf: GGUF, tensor_map: TensorMap, vectors: Mapping[str, F32]) -> None:
+        """`vectors`: packed tensors that do not come from the GGUF, by name."""
         self._vectors = vectors
-        rows = _Rows(gguf)
+        rows = _GGUFReader(gguf)
         super().__init__(
-            str(gguf.path), gguf.tensors, dict.fromkeys(gguf.tensors, rows), mapping, "its metadata"
+            str(gguf.path), gguf.tensors, dict.fromkeys(gguf.tensors, rows), tensor_map, "its metadata"
         )
         self._gguf, self._calls, self._noise, self._power = gguf, 0, 0.0, 0.0
         self._weights = {True: 0, False: 0}  # copied, converted
@@ -92,8 +88,8 @@ class GGUFSource(MappedSource):
         return super().__call__(name, first, last) if found is None else found[first:last]
 
     def stored(self, part: str) -> list[Tensor]:
-        """The file's tensors behind one part of a packed tensor."""
-        pieces = self._mapping.tensors[part]
+        """Return the GGUF's tensors that one part of a packed tensor is made of."""
+        pieces = self._tensor_map.tensors[part]
         return [self._gguf.tensors[self._names[p.tensor]] for p in pieces if p.tensor is not None]
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8 | None:
@@ -111,7 +107,7 @@ class GGUFSource(MappedSource):
         return rows
 
     def _copy(self, name: str, format: str, first: int, last: int) -> U8 | None:
-        """Rows as they are in the file, where they can be copied."""
+        """Return rows as the file has them, or None if they cannot be copied."""
         spans = list(self.spans(name, first, last))
         if any(p.tensor is None or p.transposed or p.plus for p, _, _ in spans):
             return None
@@ -145,23 +141,24 @@ class GGUFSource(MappedSource):
 
 
 def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -> tuple[str, dict[str, str]]:
-    """(the format most weights keep, {packed tensor: its own}): the file's own where packs have it.
+    """Choose formats for packing a GGUF: (the format of most weights, {packed tensor: its format}).
 
-    A packed tensor has one format: of parts that differ the finest; `CONVERTED` for what packs do not have.
+    A tensor keeps the file's format if packs have it; else it gets `CONVERTED`. A packed tensor whose parts
+    differ gets the finest of their formats.
     """
     chosen, weights = dict[str, str](), Counter[str]()
     every = expected_tensors(spec, "f32", None, ranks)
-    layouts = {
+    tensor_specs = {
         n: t for n, t in every.items() if not t.vector and n != "pos_embed.weight" and t.role != "router"
     }
-    for name, layout in layouts.items():
-        parts = list(layout.parts)
-        if layout.role == "gate":  # one format with the rows that are computed beside it
+    for name, tensor_spec in tensor_specs.items():
+        parts = list(tensor_spec.parts)
+        if tensor_spec.role == "gate":  # one format with the rows that are computed beside it
             beside = (name.replace("gate", "up"), name.replace("gate.weight", "bundle"))
-            parts += [p for n in beside if n in layouts for p in layouts[n].parts]
+            parts += [p for n in beside if n in tensor_specs for p in tensor_specs[n].parts]
         types = {t.type if t.type in quant.FORMATS else CONVERTED for p in parts for t in source.stored(p)}
-        chosen[name] = _finest(types, layout.columns)
-        weights[chosen[name]] += layout.parameters
+        chosen[name] = _finest(types, tensor_spec.columns)
+        weights[chosen[name]] += tensor_spec.parameters
     main = weights.most_common(1)[0][0]
     return main, chosen
 

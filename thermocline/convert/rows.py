@@ -1,13 +1,9 @@
-"""Named tensors in files -> rows of a pack's tensors, as a `Mapping` says.
-
-Must not know file formats or families.
-"""
+"""Read rows of a pack's tensors out of the tensors of other files, as a `TensorMap` describes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
-from collections.abc import Mapping as MappingOf
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,10 +14,10 @@ from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.files.safetensors import as_f32
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import HEAD, Mapping, Piece
+from thermocline.model.tensor_map import HEAD, SourceSlice, TensorMap
 
 F32 = NDArray[np.float32]
-COMPARED = 1 << 20  # numbers at a time
+COMPARED = 1 << 20  # numbers compared at a time
 
 
 class Shaped(Protocol):
@@ -29,34 +25,34 @@ class Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class Shard(Protocol):
-    """Rows [first, last) of a tensor along its first axis, as stored (bf16 as u16) or as f32."""
+class RowReader(Protocol):
+    """A reader of rows [first, last) along a tensor's first axis, as stored (bf16 as u16) or as f32."""
 
     def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]: ...
     def read_rows(self, name: str, first: int, last: int) -> F32: ...
 
 
 def _found(name: str, tensors: Container[str]) -> str | None:
-    """The tensor's name in the files: checkpoints saved from the bare model lack the `model.` prefix."""
+    """Return the tensor's name in the files. Checkpoints of the bare model lack the `model.` prefix."""
     return next((n for n in (name, name.removeprefix("model.")) if n in tensors), None)
 
 
 def with_own_head(
-    spec: ModelSpec, mapping: Mapping, tensors: MappingOf[str, Shaped], where: MappingOf[str, Shard]
-) -> tuple[ModelSpec, Mapping]:
-    """Believe the tensors where the config says `tie_word_embeddings` and a head that differs is there.
+    spec: ModelSpec, tensor_map: TensorMap, tensors: Mapping[str, Shaped], where: Mapping[str, RowReader]
+) -> tuple[ModelSpec, TensorMap]:
+    """Untie the head if the config says `tie_word_embeddings` but the files hold a different head.
 
-    So do transformers and llama.cpp's converter. A head that is the embeddings again is left out.
+    transformers and llama.cpp's converter do the same. A head that repeats the embeddings is left out.
     """
-    (piece,) = mapping.tensors["embed.weight"]
+    (piece,) = tensor_map.tensors["embed.weight"]
     embed = _found(str(piece.tensor), tensors)
     if not spec.tied_head or HEAD not in tensors or embed is None or _equal(embed, HEAD, tensors, where):
-        return spec, mapping
+        return spec, tensor_map
     head = {"head.weight": (replace(piece, tensor=HEAD),)}
-    return replace(spec, tied_head=False), replace(mapping, tensors=mapping.tensors | head)
+    return replace(spec, tied_head=False), replace(tensor_map, tensors=tensor_map.tensors | head)
 
 
-def _equal(a: str, b: str, tensors: MappingOf[str, Shaped], where: MappingOf[str, Shard]) -> bool:
+def _equal(a: str, b: str, tensors: Mapping[str, Shaped], where: Mapping[str, RowReader]) -> bool:
     if tensors[a].shape != tensors[b].shape:
         return False
     rows, step = tensors[a].shape[0], max(1, COMPARED // math.prod(tensors[a].shape[1:]))
@@ -68,24 +64,24 @@ def _equal(a: str, b: str, tensors: MappingOf[str, Shaped], where: MappingOf[str
     )
 
 
-class MappedSource:
-    """A `TensorSource` over shards. Keeps at most one matrix: a down projection, read by columns."""
+class TensorMapSource:
+    """A `TensorSource` over shards. It keeps at most one matrix: a down projection, read by columns."""
 
     def __init__(
         self,
         name: str,
-        tensors: MappingOf[str, Shaped],
-        where: MappingOf[str, Shard],
-        mapping: Mapping,
+        tensors: Mapping[str, Shaped],
+        where: Mapping[str, RowReader],
+        tensor_map: TensorMap,
         said_by: str = "config.json",
     ) -> None:
-        self._name, self._tensors, self._where, self._mapping = name, tensors, where, mapping
+        self._name, self._tensors, self._where, self._tensor_map = name, tensors, where, tensor_map
         self._held: tuple[str, NDArray[Any]] = ("", np.empty(0))
-        wanted = [p for pieces in mapping.tensors.values() for p in pieces if p.tensor is not None]
+        wanted = [p for pieces in tensor_map.tensors.values() for p in pieces if p.tensor is not None]
         self._names = {str(p.tensor): self._locate(p, said_by) for p in wanted}
         self._check_all_used()
 
-    def _locate(self, piece: Piece, said_by: str) -> str:
+    def _locate(self, piece: SourceSlice, said_by: str) -> str:
         name = str(piece.tensor)
         found = _found(name, self._tensors)
         if found is None:
@@ -98,23 +94,23 @@ class MappedSource:
     def _check_all_used(self) -> None:
         used = set(self._names.values())
         for name in self._tensors:
-            if name not in used and not self._mapping.may_ignore(name):
+            if name not in used and not self._tensor_map.may_ignore(name):
                 raise Unsupported(f"{self._name}: tensor {quoted(name)} does not belong to this model")
 
     def __call__(self, name: str, first: int, last: int, /) -> F32:
         parts = [self._read(*span) for span in self.spans(name, first, last)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def spans(self, name: str, first: int, last: int) -> Iterator[tuple[Piece, int, int]]:
-        """The pieces that rows [first, last) come from, and which of their rows."""
+    def spans(self, name: str, first: int, last: int) -> Iterator[tuple[SourceSlice, int, int]]:
+        """Yield (source slice, first, last) for the parts of rows [first, last) of a packed tensor."""
         start = 0
-        for piece in self._mapping.tensors[name]:
+        for piece in self._tensor_map.tensors[name]:
             a, b = max(first, start), min(last, start + piece.rows)
             if a < b:
                 yield piece, a - start, b - start
             start += piece.rows
 
-    def _read(self, piece: Piece, first: int, last: int) -> F32:
+    def _read(self, piece: SourceSlice, first: int, last: int) -> F32:
         if piece.tensor is None:
             return np.ones((last - first, *piece.shape[1:]), np.float32)
         name = self._names[piece.tensor]
@@ -122,13 +118,13 @@ class MappedSource:
         x = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return x + np.float32(piece.plus) if piece.plus else x
 
-    def _rows(self, name: str, piece: Piece, rows: range) -> F32:
-        """Rows of a source tensor as they are ordered there, or backwards, or with a step."""
+    def _rows(self, name: str, piece: SourceSlice, rows: range) -> F32:
+        """Return rows of a source tensor: in the source's order, backwards, or with a step."""
         low, high = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
         if not piece.transposed:
             return self._where[name].read_rows(name, low, high)[:: rows.step]
         key = f"{name} {piece.first_row}"
         if self._held[0] != key:
-            self._held = ("", np.empty(0))  # let go of one before taking the next
+            self._held = ("", np.empty(0))  # free one matrix before reading the next
             self._held = (key, self._where[name].read_stored(name, piece.first_row, piece.last_row))
         return as_f32(np.ascontiguousarray(self._held[1][:, low:high][:, :: rows.step].T))

@@ -1,7 +1,7 @@
-"""A vocabulary in a GGUF or in a SentencePiece model -> tokenizer.json, once, at import.
+"""Convert a GGUF's vocabulary or a SentencePiece model to tokenizer.json, once, at import.
 
-So every pack has the same thing, and one library (`tokenizers`) tokenises. Input is untrusted: everything is
-checked here, and failures are BadFile or Unsupported, naming file and field. Must not know models or packs.
+Every pack then has a tokenizer.json, and one library (`tokenizers`) reads it. Input is untrusted and checked
+in full. Failures are BadFile or Unsupported and name file and field.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import numpy as np
 
 from thermocline.convert import pretokenizers as names
 from thermocline.convert.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from thermocline.convert.tokenizer_json import MAX_TOKENS, SPACE, Kind, Vocabulary, byte_level, sentencepiece
+from thermocline.convert.tokenizer_json import (
+    MAX_TOKENS,
+    SPACE,
+    Kind,
+    SourceVocabulary,
+    byte_level,
+    sentencepiece,
+)
 from thermocline.errors import BadFile, Unsupported
 from thermocline.files import sentencepiece as sentencepiece_model
 from thermocline.files.bounded import parse_json, quoted, read_small
@@ -25,19 +32,19 @@ from thermocline.files.bounded import parse_json, quoted, read_small
 MAX_JSON_BYTES = 64 << 20
 MAX_MERGES = 1 << 22
 MAX_TOKEN_CHARS = 4096
-WHOLE = "tokenizer.huggingface.json"  # a tokenizer.json as it is, where `tokenizer.ggml.model` is none
+WHOLE = "tokenizer.huggingface.json"  # a whole tokenizer.json, used if `tokenizer.ggml.model` is none
 
 
 # ---- from GGUF
 
 
 def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
-    """tokenizer.json of a GGUF's `tokenizer.ggml.*`. `name` is the file, for messages.
+    """Return the tokenizer.json for a GGUF's `tokenizer.ggml.*` keys. `name` is the file, for messages.
 
-    Raises BadFile, and Unsupported for a kind of vocabulary or a pre-tokenizer that is not known here.
+    Raises BadFile, and Unsupported for an unknown kind of vocabulary or pre-tokenizer.
     """
     m = _Metadata(metadata, name)
-    if WHOLE in metadata and not _is_said(metadata):
+    if WHOLE in metadata and not _has_vocabulary(metadata):
         return m.whole()
     model = m.text("model")
     if model not in (names.SENTENCEPIECE, names.BYTE_LEVEL):
@@ -50,12 +57,12 @@ def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
     if model == names.BYTE_LEVEL:
         pre = _pre_tokenizer(m)
         bos, eos = m.around(len(tokens), pre.bos)
-        vocabulary = Vocabulary(name, tokens, kinds, bos=bos, eos=eos)
+        vocabulary = SourceVocabulary(name, tokens, kinds, bos=bos, eos=eos)
         return byte_level(vocabulary, m.strings("merges", MAX_MERGES, 2 * MAX_TOKEN_CHARS + 1), pre)
     if m.flag("remove_extra_whitespaces", False):
         raise Unsupported(f"{name}: tokenizer.ggml.remove_extra_whitespaces is not supported")
     bos, eos = m.around(len(tokens), True, defaults=(1, 2))
-    vocabulary = Vocabulary(name, tokens, kinds, m.scores(len(tokens)), bos=bos, eos=eos)
+    vocabulary = SourceVocabulary(name, tokens, kinds, m.scores(len(tokens)), bos=bos, eos=eos)
     called = f"{metadata.get('general.architecture')} {metadata.get('general.name')}".lower()
     if any(part in called for part in names.STRIPPING):
         vocabulary.strips_right = frozenset(
@@ -66,10 +73,10 @@ def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
 
 
 def has_tokenizer(metadata: Mapping[str, Any]) -> bool:
-    return _is_said(metadata) or WHOLE in metadata
+    return _has_vocabulary(metadata) or WHOLE in metadata
 
 
-def _is_said(metadata: Mapping[str, Any]) -> bool:
+def _has_vocabulary(metadata: Mapping[str, Any]) -> bool:
     model = metadata.get("tokenizer.ggml.model")
     return model is not None and not (isinstance(model, str) and model in ("none", "no_vocab"))
 
@@ -82,7 +89,7 @@ def _pre_tokenizer(m: _Metadata) -> PreTokenizer:
         architecture = m.metadata.get("general.architecture")
         pre = names.BEFORE_NAMES.get(str(architecture), "")
         if not pre:
-            raise Unsupported(f"{m.name}: has no {key}, so there is no telling how text is cut into words; "
+            raise Unsupported(f"{m.name}: has no {key}, which says how text is cut into words; "
                               "convert the model again with a newer llama.cpp")  # fmt: skip
     if pre not in PRE_TOKENIZERS:
         raise Unsupported(
@@ -93,7 +100,7 @@ def _pre_tokenizer(m: _Metadata) -> PreTokenizer:
 
 @dataclass(frozen=True)
 class _Metadata:
-    """Typed access to `tokenizer.ggml.*`."""
+    """Typed access to the `tokenizer.ggml.*` keys. `name` is the file, for messages."""
 
     metadata: Mapping[str, Any]
     name: str
@@ -153,7 +160,7 @@ class _Metadata:
     def around(
         self, size: int, bos: bool, defaults: tuple[int | None, int | None] = (None, None)
     ) -> tuple[int | None, int | None]:
-        """The ids to put before and after a text."""
+        """Return the ids to put before and after a text."""
         out = []
         for which, default, added in zip(("bos", "eos"), defaults, (bos, False), strict=True):
             default = default if default is not None and default < size else None
@@ -190,7 +197,10 @@ SENTENCEPIECE, ADDED_TOKENS, CONFIG = "tokenizer.model", "added_tokens.json", "t
 
 
 def from_directory(directory: Path) -> bytes:
-    """tokenizer.json of a Hugging Face directory with a tokenizer.model, and tokens added to that or not."""
+    """Return the tokenizer.json for a Hugging Face directory with a tokenizer.model and maybe added tokens.
+
+    Raises BadFile, IOFailure, Unsupported.
+    """
     added: dict[int, tuple[str, bool]] = {}
     path = directory / ADDED_TOKENS
     if path.exists():
@@ -212,7 +222,7 @@ def from_directory(directory: Path) -> bytes:
 
 def _id(value: object, path: Path) -> int:
     if not re.fullmatch("[0-9]{1,7}", str(value)):
-        raise BadFile(f"{path}: {quoted(value)} is no token id")
+        raise BadFile(f"{path}: {quoted(value)} is not a token id")
     return int(str(value))
 
 
@@ -223,9 +233,9 @@ def from_sentencepiece(
     bos: bool = True,
     eos: bool = False,
 ) -> bytes:
-    """tokenizer.json of a SentencePiece model. `added`: more tokens by id, with whether they are special.
+    """Return the tokenizer.json for a SentencePiece model.
 
-    Raises BadFile, IOFailure, Unsupported.
+    `added` holds more tokens by id: (text, whether it is special). Raises BadFile, IOFailure, Unsupported.
     """
     name = str(path)
     model = sentencepiece_model.parse(read_small(Path(path), sentencepiece_model.MAX_BYTES), name)
@@ -242,7 +252,7 @@ def from_sentencepiece(
         t.replace(SPACE, " ") if k == Kind.USER_DEFINED else t
         for t, k in zip(model.pieces, model.kinds, strict=True)
     ]
-    vocabulary = Vocabulary(name, tokens, model.kinds, model.scores)
+    vocabulary = SourceVocabulary(name, tokens, model.kinds, model.scores)
     if bos:
         vocabulary.bos = vocabulary.ids.get("<s>", vocabulary.ids.get("<bos>"))
     if eos:

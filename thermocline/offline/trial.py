@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int, str], None]  # what, done, in all, unit
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrialJob:
     pack: Pack
     threads: int
     texts: Texts  # to measure on
@@ -114,7 +114,7 @@ class Judge:
     deadline: float = math.inf
 
     @staticmethod
-    def of(a: Asked, deadline: float, progress: Progress) -> Judge:
+    def of(a: TrialJob, deadline: float, progress: Progress) -> Judge:
         options = EngineOptions(threads=a.threads, context=a.context, max_batch=OWN_TOGETHER)
         session = Session.open(
             a.pack,

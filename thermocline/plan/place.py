@@ -11,7 +11,7 @@ import numpy as np
 
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers
-from thermocline.model.sizes import Sizes
+from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
@@ -109,7 +109,7 @@ def _others(spec: ModelSpec, needs: Needs, context: int, kv_tokens: int) -> dict
 
 
 def in_ram(
-    spec: ModelSpec, sizes: Sizes, needs: Needs, context: int, kv_tokens: int | None = None
+    spec: ModelSpec, sizes: ModelSizes, needs: Needs, context: int, kv_tokens: int | None = None
 ) -> Placement:
     """Place all of a model in RAM, whatever is free there."""
     kv_tokens = kv_tokens or context

@@ -14,7 +14,7 @@ import numpy as np
 
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers
-from thermocline.model.sizes import Sizes
+from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.plan import cost
 from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
@@ -121,7 +121,7 @@ class Placed:
     disk: bool
 
 
-def plan(spec: ModelSpec, sizes: Sizes, hotness: Hotness, tiers: Tiers, ask: Ask) -> Plan:
+def plan(spec: ModelSpec, sizes: ModelSizes, hotness: Hotness, tiers: Tiers, ask: Ask) -> Plan:
     """Solve the placement, as if every tier were there to the byte: `place.plan` is what a session does.
 
     Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.

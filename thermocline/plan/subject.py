@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from thermocline.convert import synthetic
-from thermocline.model.sizes import Sizes, sizes_of
+from thermocline.model.sizes import ModelSizes, sizes_of
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack import blocks
@@ -32,7 +32,7 @@ class Subject:
 
     name: str
     spec: ModelSpec
-    sizes: Sizes
+    sizes: ModelSizes
     hotness: Hotness
     made_from: dict[str, str]
     contents: Contents
@@ -63,7 +63,7 @@ def parts_of(pack: Pack) -> PredictorParts:
     return tuple((0, 0) if p is None else (p.nbytes - p.row_bytes, p.row_bytes) for p in stored)
 
 
-def pack_sizes(pack: Pack, predictors: Predictors | None) -> Sizes:
+def pack_sizes(pack: Pack, predictors: Predictors | None) -> ModelSizes:
     """Return the sizes of a pack's parts. Whole blocks are read around tensors that are left out.
 
     The bytes that those blocks add count as the embedding's.
@@ -103,11 +103,11 @@ def of_shape(
 
     `predictor_share`: predictors' numbers, of the model's.
     """
-    name, spec, mapping = synthetic.read_shape(shape, activation)
+    name, spec, tensor_map = synthetic.read_shape(shape, activation)
     if curve.active is not None and not spec.sparse:
         spec = dataclasses.replace(spec, activation="relu")
     expected = expected_tensors(spec, weight_format)
-    held = {n: t for n, t in expected.items() if not t.optional or n in mapping.tensors}
+    held = {n: t for n, t in expected.items() if not t.optional or n in tensor_map.tensors}
     sizes = sizes_of(spec, held, weight_format)
     nbytes, parts = None, PredictorParts()
     if predictor_share and spec.sparse and sparsity == "predict":

@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 
 STAND_IN = "stand-in"  # a device in RAM: to see what a GPU would be given, and to test with
 STAND_IN_GIB = 1.0  # of it, unless --vram says
-PRETENDED = tiers.Gpu(1 << 30, 1000.0, 0.8, 80000.0, 0.0, 0.0, 25.0)  # its speeds: all goes there that fits
+PRETENDED = tiers.GpuTier(
+    1 << 30, 1000.0, 0.8, 80000.0, 0.0, 0.0, 25.0
+)  # its speeds: all goes there that fits
 RESERVE_BYTES = 256 << 20  # of free VRAM, left to whoever else draws on the screen
 
 
@@ -61,7 +63,7 @@ def find(asked: str, vram: float | None = None) -> OpenGpu | None:
     return _cuda(index, vram)
 
 
-def unusable(board: hardware.Gpu, index: int = 0) -> str | None:
+def unusable(board: hardware.GpuInfo, index: int = 0) -> str | None:
     """Return why that GPU cannot be used here, or None; DeviceFailure where it does not answer.
 
     Loads torch only where there is a driver.

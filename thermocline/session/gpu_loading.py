@@ -9,7 +9,7 @@ import torch
 
 from thermocline.engine.kv_cache import in_ram
 from thermocline.ops.gpu import GpuOps
-from thermocline.pack.checksums import Records
+from thermocline.pack.checksums import NeuronChecksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
 from thermocline.plan.memory import device_limits
@@ -26,7 +26,7 @@ def opened(
     decision: Decision,
     gpus: Gpus,
     predictors: Predictors | None,
-    records: Records | None,
+    records: NeuronChecksums | None,
     *,
     threads: int,
     max_batch: int,

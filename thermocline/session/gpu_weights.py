@@ -21,7 +21,7 @@ from thermocline.ops.device_layers import FIRST_GPU, DevicePredictor
 from thermocline.ops.device_rows import Rows
 from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights, gpu_index
 from thermocline.pack import blocks
-from thermocline.pack.checksums import Records
+from thermocline.pack.checksums import NeuronChecksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.plan.disk_split import Arrangement
@@ -150,7 +150,7 @@ def load_in_part(
     pack: Pack,
     placement: Placement,
     a: Arrangement,
-    records: Records,
+    records: NeuronChecksums,
     devices: Sequence[Device],
     cpu: CpuOps,
     *,

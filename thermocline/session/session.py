@@ -11,7 +11,7 @@ from thermocline.engine.engine import Engine
 from thermocline.errors import UsageError
 from thermocline.machine import hardware
 from thermocline.pack import blocks
-from thermocline.pack.checksums import open_records
+from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
 from thermocline.plan.memory import GIB
@@ -170,7 +170,7 @@ class Session:
         predictors, threads = self._predictors, self.threads
         records = None
         if a is not None:
-            records = open_records(self.pack, partial(self._progress, "checksumming"))
+            records = open_checksums(self.pack, partial(self._progress, "checksumming"))
         if self._gpus is not None:
             from thermocline.session import gpu_loading
 

@@ -18,7 +18,7 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.interface import CPU, FFN, DiskCounts, Layer, NeuronCache, Weights
 from thermocline.pack import blocks
-from thermocline.pack.checksums import Records
+from thermocline.pack.checksums import NeuronChecksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
 from thermocline.plan.disk_split import (
@@ -127,7 +127,7 @@ class Opened:
 def load(
     pack: Pack,
     a: Arrangement,
-    records: Records,
+    records: NeuronChecksums,
     *,
     threads: int,
     predictors: Predictors | None = None,
@@ -145,7 +145,7 @@ def load(
 def opened(
     pack: Pack,
     a: Arrangement,
-    records: Records,
+    records: NeuronChecksums,
     ops: CpuOps,
     *,
     on_gpus: Mapping[str, Mapping[str, Rows]] | None = None,
@@ -173,7 +173,7 @@ def opened(
 def _rows(
     pack: Pack,
     a: Arrangement,
-    records: Records,
+    records: NeuronChecksums,
     m: Map,
     arena: _native.Arena,
     reader: _native.Reader,

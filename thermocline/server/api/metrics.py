@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from thermocline.engine.engine import Counts
 from thermocline.server.process.engine_process import EngineProcess
-from thermocline.server.process.messages import Ended, Event, Failed, Token
+from thermocline.server.process.messages import Event, Failed, Finished, Token
 
+TEXT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' format
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -47,7 +51,7 @@ class Metrics:
                 self.tokens.inc()
             case Failed(error=error):
                 self.failed.labels(error).inc()
-            case Ended(figures=f):
+            case Finished(figures=f):
                 self.prompt_tokens.inc(f.prompt_tokens)
                 self.cached_tokens.inc(f.cached_tokens)
                 if f.bytes_per_token is not None:
@@ -64,6 +68,13 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+def routes(metrics: Metrics) -> list[Route]:
+    async def answer(request: Request) -> Response:
+        return Response(metrics.text(), media_type=TEXT)
+
+    return [Route("/metrics", answer, methods=["GET"])]
+
+
 class _Engine(Collector):
     """What is so at the moment of asking."""
 
@@ -72,7 +83,7 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         m, e = self._metrics, self._metrics.engine
-        b = e.beat
+        b = e.heartbeat
         c = b.counts or Counts(0, e.slots, 0, 0, 0, 0, 0, 0, 0)
         waiting = max(0, e.active - c.running)
 

@@ -23,8 +23,8 @@ from http import HTTPStatus
 from typing import Any
 
 from thermocline.errors import place_of
-from thermocline.server.http.body import Allowance, Share
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.body import MemoryBudget, Reservation
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import BODY, Posted
 from thermocline.server.http.refusal import SECURITY_HEADERS, Gone, Refusal
 
@@ -37,7 +37,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = dict[bytes, bytes]
-Methods = Callable[[str], Collection[str] | None]  # of a path of the application's; of others it decides
+Methods = Callable[[str], Collection[str] | None]  # of a path; None if the application has no such path
 
 ALWAYS_PUBLIC = ("/health", "/v1/health")
 ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length"}
@@ -47,6 +47,18 @@ _HOST = re.compile(
     r"(\[([0-9a-f:.]+)\]|[^\[\]:]+)(?::\d{1,5})?"
 )  # a name, or an address of version 6, and a port
 _LONGEST_LOG_LINE = 1000
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Who may call the server and what it takes at once: the guard's settings, apart from the limits."""
+
+    keys: Iterable[str] = ()  # none: no key is needed
+    hosts: Iterable[str] = ()  # names in Host, besides the server's own
+    origins: Iterable[str] = ()  # web pages of these may call it, besides its own
+    public: Iterable[str] = ()  # paths that need no key, besides /health
+    slots: int = 1  # requests that the application works on at once
+    methods: Methods = lambda path: None
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class Access:
         keys: Iterable[str] = (),
         hosts: Iterable[str] | None = None,
         origins: Iterable[str] = (),
-        assets: Iterable[str] = (),
+        public: Iterable[str] = (),
         *,
         addresses: bool = False,
     ) -> Access:
@@ -75,7 +87,7 @@ class Access:
             tuple(hashlib.sha256(key.encode()).digest() for key in keys),
             None if hosts is None else frozenset(host.lower() for host in hosts),
             frozenset(origin.lower() for origin in origins),
-            frozenset((*ALWAYS_PUBLIC, *assets)),
+            frozenset((*ALWAYS_PUBLIC, *public)),
             addresses,
         )
 
@@ -98,7 +110,7 @@ class Access:
 # ---- what the request's head has to satisfy: each check returns, or raises a Refusal
 
 
-def check_size(scope: Scope, limits: Limits) -> Headers:
+def check_size(scope: Scope, limits: ServerLimits) -> Headers:
     """The headers as a dictionary. Those that decide something may be there once."""
     pairs: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(n) + len(v) + 4 for n, v in pairs)
@@ -173,7 +185,7 @@ def check_method(scope: Scope, methods: Methods) -> None:
         raise Refusal(405, "no such method here", headers={"allow": ", ".join(sorted(allowed))})
 
 
-def check_content(scope: Scope, headers: Headers, limits: Limits) -> None:
+def check_content(scope: Scope, headers: Headers, limits: ServerLimits) -> None:
     """JSON is all that is taken, and only by POST: a form of a foreign page can send neither."""
     if scope["method"] not in METHODS:
         raise Refusal(405, "no such method here", headers={"allow": ", ".join(METHODS)})
@@ -265,17 +277,17 @@ class Guard:
         self,
         app: App,
         access: Access,
-        limits: Limits,
+        limits: ServerLimits,
         *,
         slots: int,
-        methods: Methods | None = None,
+        methods: Methods,
         access_log: bool = False,
     ) -> None:
         self._app, self._access, self._limits = app, access, limits
         self._logs_access = access_log
-        self._methods = methods or (lambda path: None)
+        self._methods = methods
         self._places = slots + limits.limit_queue
-        self._bodies = Allowance(limits.limit_bodies_bytes)
+        self._bodies = MemoryBudget(limits.limit_bodies_bytes)
         # Large bodies are read one after the other: 13 threads at it would keep the event loop from its turn.
         self._reader = ThreadPoolExecutor(1, "bodies")
 
@@ -309,7 +321,7 @@ class Guard:
         scope = {**scope, "headers": [(n, v) for n, v in scope["headers"] if n not in secret]}
         if scope["method"] != "POST":
             return await self._run(scope, receive, exchange)
-        posted = Posted(Share(self._bodies), self._reader)
+        posted = Posted(Reservation(self._bodies), self._reader)
         try:
             await posted.receive(receive, self._limits)
             if self._places == 0:

@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -24,8 +24,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from thermocline.errors import ThermoclineError, place_of
-from thermocline.server.http.guard import SURPLUS, Access, App, Guard, Methods
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.guard import SURPLUS, Access, Admission, App, Guard
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import Listener, allow_files
 from thermocline.server.http.refusal import SECURITY_HEADERS, Refusal
 
@@ -54,7 +54,7 @@ class _Counted:
 class Protocol(H11Protocol):
     """One connection. `check` is called some ten times a second, and ends what takes too long."""
 
-    def __init__(self, limits: Limits, **uvicorns: Any) -> None:
+    def __init__(self, limits: ServerLimits, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._limits = limits
         self._head_since: float | None = None  # since when a request's head is awaited
@@ -144,10 +144,10 @@ class Protocol(H11Protocol):
         return now - self._taken_at > self._limits.limit_write_stall_s
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's, but for how it stops: at once no new connections, a grace for requests, then an end."""
 
-    def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ServerLimits) -> None:
         super().__init__(config)
         self._limits = limits
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -236,7 +236,7 @@ def _surviving_failure(app: App, failures: list[Exception]) -> App:
     return noted
 
 
-def _config(app: App, limits: Limits) -> uvicorn.Config:
+def _config(app: App, limits: ServerLimits) -> uvicorn.Config:
     """uvicorn's, told to do nothing that we have not asked for."""
     return uvicorn.Config(
         cast(Any, app),
@@ -261,32 +261,25 @@ def run(
     app: App,
     listener: Listener,
     *,
-    limits: Limits,
-    keys: Iterable[str] = (),
-    hosts: Iterable[str] = (),
-    origins: Iterable[str] = (),
-    assets: Iterable[str] = (),
-    slots: int = 1,
-    methods: Methods | None = None,
+    limits: ServerLimits,
+    admission: Admission,
     access_log: bool = False,
-    started: Callable[[Server], None] | None = None,
+    started: Callable[[HttpServer], None] | None = None,
 ) -> None:
-    """Serve `app` until SIGINT or SIGTERM. Its lifespan's startup returns at once: models load beside it.
+    """Serve `app` until SIGINT or SIGTERM. The app's lifespan startup must not wait for the model to load.
 
-    `hosts`, `origins`: allowed besides our own; `assets`: paths that need no key; `slots`: requests that the
-    application works on at once; `methods`: those of a path; `access_log`: log each request;
-    `started` gets the server, to stop it.
+    `access_log`: log a line for each request. `started` gets the server, to stop it.
     """
     connections = allow_files(limits.limit_connections)
     if connections < limits.limit_connections:
         limits = replace(limits, limit_connections=connections)
         log.warning(f"{connections} connections at most: this process may have few open files (ulimit -n)")
-    names = listener.host_names(hosts)
-    access = Access.of(keys, names, origins, assets, addresses=listener.takes_addresses)
+    a, names = admission, listener.host_names(admission.hosts)
+    access = Access.of(a.keys, names, a.origins, a.public, addresses=listener.takes_addresses)
     failures: list[Exception] = []
-    guard = Guard(app, access, limits, slots=slots, methods=methods, access_log=access_log)
+    guard = Guard(app, access, limits, slots=a.slots, methods=a.methods, access_log=access_log)
     app = _surviving_failure(guard, failures)
-    server = Server(_config(app, limits), limits)
+    server = HttpServer(_config(app, limits), limits)
     if started is not None:
         started(server)
     try:

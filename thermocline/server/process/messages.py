@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thermocline.engine.engine import Counts
-from thermocline.engine.live_activity import Activity
+from thermocline.engine.live_activity import ActivityReport
 from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
 
@@ -30,7 +30,7 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Look:
+class Subscribe:
     """Somebody wants to see what the layers do, or nobody does any more."""
 
     on: bool
@@ -45,7 +45,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Progress:
+class LoadProgress:
     """Before it is ready."""
 
     what: str  # downloading, packing, loading
@@ -54,8 +54,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Logged:
-    """A record of its log, for the other process's loggers."""
+class LogLine:
+    """A record of the engine's log, for the server's loggers."""
 
     name: str  # of the logger
     level: int
@@ -63,7 +63,7 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Opened:
+class ModelOpened:
     """The model's files are known, its weights are still to be read: requests can be checked."""
 
     path: str  # of the pack
@@ -80,7 +80,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Refused:
+class EngineError:
     """It will never be ready. `error`: of thermocline.errors."""
 
     error: str
@@ -94,7 +94,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Finished:
     job: int
     finish_reason: str
     seed: int
@@ -112,28 +112,30 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class Cancelled:
     """A cancelled job has left the engine."""
 
     job: int
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Sent between two steps, and while idle: what the engine holds."""
 
     counts: Counts | None = None
     steps: int = 0
     longest_step_s: float = 0.0
     tiers: dict[str, float] | None = None  # what the disk did: needed, missed, bytes, waited_s
-    activity: Activity | None = None  # now and then, while somebody looks and tokens are made
+    activity: ActivityReport | None = None  # now and then, while somebody looks and tokens are made
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Busy:
     """Sent within a step that takes long: it has got further."""
 
 
-Event = Token | Ended | Failed
-FromEngine = Progress | Logged | Opened | Ready | Refused | Dropped | Beat | Pulse | list[Event]
-ToEngine = Submit | Cancel | Look | Stop
+Event = Token | Finished | Failed
+FromEngine = (
+    LoadProgress | LogLine | ModelOpened | Ready | EngineError | Cancelled | Heartbeat | Busy | list[Event]
+)
+ToEngine = Submit | Cancel | Subscribe | Stop

@@ -17,28 +17,28 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from thermocline.engine.engine import Engine
-from thermocline.engine.live_activity import Activity, Watch
+from thermocline.engine.live_activity import ActivityMeter, ActivityReport
 from thermocline.engine.request import Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError, raised_at
 from thermocline.llm import LLM
 from thermocline.server.process.messages import (
-    Beat,
+    Busy,
     Cancel,
-    Dropped,
-    Ended,
+    Cancelled,
+    EngineError,
     Event,
     Failed,
+    Finished,
     FromEngine,
-    Logged,
-    Look,
-    Opened,
-    Progress,
-    Pulse,
+    Heartbeat,
+    LoadProgress,
+    LogLine,
+    ModelOpened,
     Ready,
-    Refused,
     Stop,
     Submit,
+    Subscribe,
     ToEngine,
     Token,
 )
@@ -47,8 +47,8 @@ from thermocline.text.grammar import Grammar
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.1  # between two beats, at most while idle
-LOOK_S = 0.25  # between two reports of activity
+HEARTBEAT_S = 0.1  # between two beats, at most while idle
+ACTIVITY_S = 0.25  # between two reports of activity
 GATHER_S = 0.004  # tokens of steps that are quicker go together: a message costs both processes about 0.1 ms
 PULSE_S = 1.0  # between two looks at a step that takes longer
 _SENDING = threading.Lock()  # the pipe is one writer's at a time
@@ -66,11 +66,11 @@ def main(connection: Connection, files: ModelOptions, options: EngineOptions) ->
             llm = _opened(connection, files, options)
             llm.load()
         except ThermoclineError as e:
-            connection.send(Refused(type(e).__name__, str(e)))
+            connection.send(EngineError(type(e).__name__, str(e)))
             return
         with llm:
             try:
-                Worker(connection, llm).run()
+                EngineWorker(connection, llm).run()
             except Exception as e:
                 log.warning(f"the engine failed: {_where(e)}")
                 sys.exit(1)
@@ -85,7 +85,7 @@ class Relay(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError), _SENDING:  # nobody is there any more
-            self._connection.send(Logged(record.name, record.levelno, record.getMessage()))
+            self._connection.send(LogLine(record.name, record.levelno, record.getMessage()))
 
 
 @contextlib.contextmanager
@@ -106,13 +106,13 @@ def _opened(connection: Connection, files: ModelOptions, options: EngineOptions)
 
     def progress(what: str, done: int, size: int) -> None:
         nonlocal last
-        if time.monotonic() - last >= BEAT_S or done == size:
+        if time.monotonic() - last >= HEARTBEAT_S or done == size:
             last = time.monotonic()
-            connection.send(Progress(what, done, size))
+            connection.send(LoadProgress(what, done, size))
 
     llm = LLM(files=files, options=options, lazy=True, progress=progress)
     connection.send(
-        Opened(str(llm.path), llm.context, options.max_batch, files.chat_template, llm.recommended)
+        ModelOpened(str(llm.path), llm.context, options.max_batch, files.chat_template, llm.recommended)
     )
     return llm
 
@@ -134,7 +134,7 @@ def _listen(connection: Connection, commands: SimpleQueue[ToEngine]) -> None:
     commands.put(Stop())  # nobody is there any more
 
 
-class Worker:
+class EngineWorker:
     def __init__(self, connection: Connection, llm: LLM) -> None:
         self._connection, self._llm = connection, llm
         self._over = threading.Event()
@@ -142,7 +142,7 @@ class Worker:
         self._jobs: dict[int, Request] = {}
         self._commands: SimpleQueue[ToEngine] = SimpleQueue()
         self._gathered: list[Event] = []
-        self._beaten = self._looked = self._sent = 0.0
+        self._heartbeat_sent_at = self._reported_at = self._tokens_sent_at = 0.0
         self._steps, self._longest = 0, 0.0
 
     def run(self) -> None:
@@ -161,7 +161,7 @@ class Worker:
                     self._steps += 1
                     self._longest = max(self._longest, time.monotonic() - begin)
                 self._tell(at_once=not busy)
-                self._beat()
+                self._send_heartbeat()
         finally:
             self._over.set()
             pulse.join()  # it holds the engine, which has to go before the interpreter does
@@ -177,7 +177,7 @@ class Worker:
             while not self._over.wait(PULSE_S):
                 now = self._engine.stats
                 if now is step and now.neurons > neurons:
-                    self._send(Pulse())
+                    self._send(Busy())
                 step, neurons = now, now.neurons
 
     def _prepare(self) -> None:
@@ -190,7 +190,7 @@ class Worker:
         """What was asked for meanwhile. False: to stop."""
         while True:
             try:
-                command = self._commands.get(wait, BEAT_S)
+                command = self._commands.get(wait, HEARTBEAT_S)
             except Empty:
                 return True
             wait = False
@@ -200,9 +200,10 @@ class Worker:
                 case Cancel(job):
                     if (request := self._jobs.pop(job, None)) is not None:
                         self._engine.cancel(request)
-                        self._send(Dropped(job))
-                case Look(on):
-                    self._engine.watch = Watch(on_gpu=self._llm.session.plan is not None) if on else None
+                        self._send(Cancelled(job))
+                case Subscribe(on):
+                    on_gpu = self._llm.session.plan is not None
+                    self._engine.watch = ActivityMeter(on_gpu=on_gpu) if on else None
                 case Stop():
                     return False
 
@@ -217,8 +218,8 @@ class Worker:
         self._gathered += self._events()
         now = time.monotonic()
         over = any(not isinstance(event, Token) for event in self._gathered)
-        if self._gathered and (at_once or over or now - self._sent >= GATHER_S):
-            self._sent = now
+        if self._gathered and (at_once or over or now - self._tokens_sent_at >= GATHER_S):
+            self._tokens_sent_at = now
             self._send(self._gathered)
             self._gathered = []
 
@@ -231,24 +232,24 @@ class Worker:
                 found.append(Failed(job, type(request.error).__name__, str(request.error)))
             elif request.finish_reason is not None:
                 figures, scores = request.figures(), tuple(request.prompt_logprobs)
-                found.append(Ended(job, request.finish_reason, request.sampler.seed, figures, scores))
+                found.append(Finished(job, request.finish_reason, request.sampler.seed, figures, scores))
             else:
                 continue
             del self._jobs[job]
         return found
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         now = time.monotonic()
-        if now - self._beaten < BEAT_S:
+        if now - self._heartbeat_sent_at < HEARTBEAT_S:
             return
-        self._beaten = now
+        self._heartbeat_sent_at = now
         counts, activity = self._engine.counts(), self._activity(now)
-        self._send(Beat(counts, self._steps, self._longest, self._tiers(), activity))
+        self._send(Heartbeat(counts, self._steps, self._longest, self._tiers(), activity))
 
-    def _activity(self, now: float) -> Activity | None:
-        if self._engine.watch is None or now - self._looked < LOOK_S:
+    def _activity(self, now: float) -> ActivityReport | None:
+        if self._engine.watch is None or now - self._reported_at < ACTIVITY_S:
             return None
-        self._looked = now
+        self._reported_at = now
         return self._engine.watch.take()
 
     def _tiers(self) -> dict[str, float] | None:

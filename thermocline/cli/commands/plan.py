@@ -1,21 +1,27 @@
-"""`thermocline plan`.
-
-Must not know how a plan is found. What is heavy is imported when the command runs.
-"""
+"""`thermocline plan`: which neurons belong on the GPU, in RAM and on disk, and how fast a token then is."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thermocline.cli import offline_options
 from thermocline.cli.console import emit, emit_json
-from thermocline.cli.report import size, table
+from thermocline.cli.shared_options import (
+    json_output,
+    memory_limit,
+    quiet_output,
+    sparsity_mode,
+    thread_count,
+    which_activation,
+)
+from thermocline.cli.table import size, table
 from thermocline.errors import OutOfBudget
+from thermocline.options import nonempty, one_of, opt, real, switch, whole
+from thermocline.session.options import FORMATS
 
 if TYPE_CHECKING:
     from thermocline.machine.tiers import Tiers
@@ -26,9 +32,69 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+TIERS = ("gpu", "ram", "disk")
+PARTS = (
+    "embedding", "attention", "keys and values", "predictors", "neurons", "gate rows", "up and down rows",
+    "head", "buffers", "disk buffers", "runtime",
+)  # fmt: skip
 
 
-def plan(o: offline_options.PlanOptions) -> int:
+@dataclass(frozen=True)
+class PlanOptions:
+    """Say which neurons go to the GPU, to RAM and to disk, and how fast a token then is."""
+
+    model: str | None = opt(
+        None, str, "PACK|SHAPE", "Model",
+        "A pack; or a known shape, such as opt-30b (a wrong one lists them all), or a config.json.",
+        flags="-m", shown="the bundled model", positional=True
+    )  # fmt: skip
+    format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format of a shape.")
+    activation: str | None = which_activation()
+    sparsity: str = sparsity_mode()
+    active: float | None = opt(
+        None, real(0.001, 0.9), "X", "Model",
+        "Mean fraction of neurons active for a token, instead of a profile; makes dense shapes ReLU models.",
+        shown="the pack's profile, else 0.1"
+    )  # fmt: skip
+    skew: float = opt(
+        0.26, real(0.001, 0.8), "X", "Model",
+        "Without a profile: fraction of a layer's neurons that makes 80% of the activations."
+    )  # fmt: skip
+    predictor_share: float = opt(
+        0.06, real(0, 0.5), "X", "Model",
+        "Of a shape, with --sparsity predict: its predictors' size, of the model's."
+    )  # fmt: skip
+
+    vram: float | None = memory_limit("Memory of the GPU that may be used.", "all the hardware has", "Budget")
+    ram: float | None = memory_limit(
+        "Memory that may be used.", "all the hardware has; here, all that is free", "Budget"
+    )
+    ctx: int = opt(
+        0, whole(0), "N", "Budget", "Context length in tokens, of each sequence of the batch.",
+        shown="0 = the model's limit, but at most 4096"
+    )  # fmt: skip
+    batch: int = opt(1, whole(1, 1024), "N", "Budget", "Sequences that are computed together.")
+
+    hardware: str | None = opt(
+        None, nonempty, "FILE|NAME", "Hardware",
+        "What `thermocline doctor -o FILE` wrote, or a known machine (a wrong name lists them all).",
+        shown="this machine, measured now"
+    )  # fmt: skip
+    threads: int = thread_count("Threads to measure this machine with.", "Hardware")
+    objective: str = opt(
+        "time", one_of("time", "frequency"), "time|frequency", "Hardware",
+        "time: the shortest token; frequency: the most activations on the GPU, as PowerInfer's solver."
+    )  # fmt: skip
+
+    output: str | None = opt(
+        None, nonempty, "FILE", "Output", "Write the plan as JSON.", flags="-o", shown="none"
+    )
+    force: bool = opt(False, switch, None, "Output", "Replace an existing file at -o.")
+    json: bool = json_output()
+    quiet: bool = quiet_output("no remarks")
+
+
+def plan(o: PlanOptions) -> int:
     from thermocline.plan import place, plan_file
 
     subject = plan_subject(o)
@@ -45,8 +111,8 @@ def plan(o: offline_options.PlanOptions) -> int:
     return 0
 
 
-def planned(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask, Plan]:
-    """For the first context to try that leaves nothing on disk, else for the last."""
+def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask, Plan]:
+    """Plan for the first context to try that leaves nothing on disk, else for the last."""
     from thermocline.plan import place
     from thermocline.plan.disk_split import contexts_for
 
@@ -63,7 +129,7 @@ def planned(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> t
     return tiers, ask, place.plan(subject, tiers, ask)
 
 
-def ask_of(o: offline_options.PlanOptions, subject: Subject, context: int) -> Ask:
+def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
     from thermocline.plan.problem import Ask
 
     return Ask(
@@ -76,8 +142,8 @@ def ask_of(o: offline_options.PlanOptions, subject: Subject, context: int) -> As
     )
 
 
-def plan_subject(o: offline_options.PlanOptions) -> Subject:
-    from thermocline.convert.importer import resolve
+def plan_subject(o: PlanOptions) -> Subject:
+    from thermocline.convert.pack_cache import resolve
     from thermocline.llm import BUNDLED
     from thermocline.plan import subject as subjects
     from thermocline.plan.hotness import Curve
@@ -90,7 +156,7 @@ def plan_subject(o: offline_options.PlanOptions) -> Subject:
     return subjects.of_shape(str(o.model), o.format, o.sparsity, share, curve, o.activation)
 
 
-def plan_tiers(o: offline_options.PlanOptions, weight_format: str) -> Tiers:
+def plan_tiers(o: PlanOptions, weight_format: str) -> Tiers:
     from thermocline.machine import this_machine
     from thermocline.machine.tiers import read_tiers
 
@@ -102,8 +168,8 @@ def plan_tiers(o: offline_options.PlanOptions, weight_format: str) -> Tiers:
     return this_machine.tiers_here(o.threads, formats=[weight_format])
 
 
-def measured(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
-    """With this machine's disk, which is measured only where memory is too small: that takes seconds."""
+def measured(o: PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
+    """Add this machine's disk, which is measured only where memory is too small: that takes seconds."""
     from thermocline.machine import disk_speed, this_machine
 
     pack = Path(subject.name)
@@ -113,13 +179,6 @@ def measured(o: offline_options.PlanOptions, subject: Subject, tiers: Tiers) -> 
     why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
     log.info(f"it does not fit in memory; the disk of {found.path} was {why}")
     return replace(tiers, disk=this_machine.disk_tier(found))
-
-
-TIERS = ("gpu", "ram", "disk")
-PARTS = (
-    "embedding", "attention", "keys and values", "predictors", "neurons", "gate rows", "up and down rows",
-    "head", "buffers", "disk buffers", "runtime",
-)  # fmt: skip
 
 
 def plan_text(model: str, hardware: str, plan: Plan, more: Plan | None) -> str:
@@ -150,7 +209,7 @@ def _byte_table(plan: Plan) -> str:
 
 
 def _layers(plan: Plan) -> list[str]:
-    """Like layers in one line: `0-17  attention gpu · 4096 neurons gpu, 6912 ram`."""
+    """Return like layers as one line: `0-17  attention gpu · 4096 neurons gpu, 6912 ram`."""
     lines, first = [], 0
     for i, layer in enumerate(plan.layers):
         if i + 1 < len(plan.layers) and plan.layers[i + 1] == layer:

@@ -1,50 +1,41 @@
-"""What every command that generates text can be told. Must not know what the options do."""
+"""The options of commands that generate text, and the model and parameters that they ask for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from thermocline.cli.console import ProgressBar
+from thermocline.cli.environment import cache_dir
 from thermocline.cli.shared_options import (
+    cache_directory,
     gpu_memory,
-    memory_limit,
     quiet_output,
+    ram_limit,
     sparsity_mode,
     switched_off,
     thread_count,
+    weight_format,
     which_activation,
     which_gpu,
+    which_model,
 )
+from thermocline.errors import UsageError
 from thermocline.options import bias, count_or_all, nonempty, one_of, opt, real, switch, whole
-from thermocline.session.options import FORMATS, GENERATION_CONFIGS
+from thermocline.session.options import GENERATION_CONFIGS, EngineOptions, ModelOptions
 
-MODEL_HELP = "A pack, or a Hugging Face directory or GGUF file, packed once into the cache."
+if TYPE_CHECKING:
+    from thermocline.engine.sampler import SamplingParams
+    from thermocline.llm import LLM
+    from thermocline.text.grammar import Grammar
+
 MODELS_OR = "the model's, else {}"
-HUB_HELP = f"{MODEL_HELP} Or org/name[@revision][:file or quant] from the hub, fetched once."
-
-
-def which_model(*, positional: bool) -> Any:
-    help = MODEL_HELP if positional else HUB_HELP
-    return opt(None, str, "PATH", "Model", help, flags="-m", shown="the bundled model", positional=positional)
-
-
-def weight_format(help: str) -> Any:
-    return opt(None, one_of(*FORMATS), "|".join(FORMATS), "Model", help, shown="a GGUF's own, else q8_0")
-
-
-def ram_limit() -> Any:
-    help = "Memory that all of it may take. Of a larger ReLU model, neurons needed least stay on disk."
-    return memory_limit(help, "what is free")
-
-
-def cache_directory() -> Any:
-    shown = "the system's cache directory"
-    return opt(None, nonempty, "DIR", "Model", "Where those packs are kept.", shown=shown)
 
 
 @dataclass(frozen=True)
-class Generation:
-    """What every command that generates text can be told."""
+class GenerationOptions:
+    """The options of every command that generates text."""
 
     model: str | None = which_model(positional=False)
     format: str | None = weight_format("Weight format of what is packed into the cache.")
@@ -126,8 +117,8 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Form:
-    """What an answer has to be, whole: one of these at most. (A server is told by each request.)"""
+class GrammarOptions:
+    """A schema or a grammar that answers are held to: one at most. A server's requests have their own."""
 
     json_schema: str | None = opt(
         None, nonempty, "SCHEMA", "Generation", "The answer has to be JSON of this schema; {} is any.",
@@ -143,3 +134,85 @@ class Form:
     grammar_file: str | None = opt(
         None, nonempty, "FILE", "Generation", "The grammar is in this file.", shown="none"
     )
+
+
+def open_llm(
+    o: GenerationOptions, progress: ProgressBar, chat_template: str | None = None, max_batch: int = 1
+) -> LLM:
+    """Open everything but the weights: those are read once the prompt is known to fit."""
+    from thermocline.llm import LLM
+
+    files, options = model_options(o, chat_template), engine_options(o, max_batch)
+    return LLM(files=files, options=options, progress=progress.at, lazy=True)
+
+
+def model_options(o: GenerationOptions, chat_template: str | None) -> ModelOptions:
+    """Return which model the command line names, and how its files are read."""
+    return ModelOptions(
+        model=o.model,
+        format=o.format,
+        activation=o.activation,
+        cache_dir=cache_dir(o.cache_dir),
+        chat_template=chat_template,
+        generation_config=o.generation_config,
+    )
+
+
+def engine_options(o: GenerationOptions, max_batch: int) -> EngineOptions:
+    """Return what the command line says of a session."""
+    return EngineOptions(
+        sparsity=o.sparsity,
+        context=o.ctx_size or None,
+        max_batch=max_batch,
+        threads=o.threads if o.threads > 0 else None,
+        ram=o.ram,
+        gpu=o.gpu,
+        vram=o.vram,
+        disable=o.disable,
+    )
+
+
+def sampling(o: GenerationOptions) -> dict[str, Any]:
+    """Return the parameters that are given, by `SamplingParams`' names: the rest is the model's own."""
+    free = {
+        "temperature": o.temp, "top_k": o.top_k, "top_p": o.top_p, "min_p": o.min_p,
+        "repeat_penalty": o.repeat_penalty, "repeat_last_n": o.repeat_last_n
+    }  # fmt: skip
+    return {
+        **{name: value for name, value in free.items() if value is not None},
+        **({} if o.n_predict is None else {"max_tokens": o.n_predict if o.n_predict > 0 else None}),
+        "presence_penalty": o.presence_penalty,
+        "frequency_penalty": o.frequency_penalty,
+        "seed": o.seed if o.seed >= 0 else None,
+        "stop": o.stop,
+        "logit_bias": dict(o.logit_bias),
+        "ignore_eos": o.ignore_eos,
+    }
+
+
+def params_for(llm: LLM, o: GenerationOptions, grammar: Grammar | None) -> SamplingParams:
+    from thermocline.engine.generation_config import completed
+
+    return replace(completed(sampling(o), llm.recommended), grammar=grammar)
+
+
+def grammar_of(o: GrammarOptions) -> Grammar | None:
+    """Return the grammar that answers are held to. A bad one is refused before a model is opened."""
+    given = {
+        "--json-schema": o.json_schema, "--json-schema-file": o.json_schema_file,
+        "--grammar": o.grammar, "--grammar-file": o.grammar_file
+    }  # fmt: skip
+    asked = [(flag, text) for flag, text in given.items() if text is not None]
+    if not asked:
+        return None
+    from thermocline.cli.conversation import text_of
+    from thermocline.text import grammar_matcher
+    from thermocline.text.grammar import Grammar
+
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(flag for flag, _ in asked)}: only one of them can be kept to")
+    flag, text = asked[0]
+    text = text_of(Path(text)) if flag.endswith("-file") else text
+    found = Grammar.json_schema(text) if flag.startswith("--json") else Grammar.lark(text)
+    grammar_matcher.check(found)
+    return found

@@ -1,25 +1,23 @@
-"""`bench --trace` and `bench --replay`: which neurons tokens need, and what caches would make of it.
-
-Must not know kernels or policies. What is heavy is imported when a command runs.
-"""
+"""`bench --trace` and `bench --replay`: which neurons tokens need, and the hits of caches for them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thermocline.cli import commands, report
-from thermocline.cli.console import INTERRUPTED, Progress, emit
+from thermocline.cli.commands.bench import BENCH_FORMATS, CACHE_POLICIES, BenchOptions
+from thermocline.cli.console import INTERRUPTED, ProgressBar, emit
+from thermocline.cli.packs import find_pack
+from thermocline.cli.table import markdown_row, size
 from thermocline.errors import UsageError
 from thermocline.session.options import EngineOptions
 
 if TYPE_CHECKING:
     from thermocline.offline.need_trace import Trace
-    from thermocline.offline.replay import Counts
+    from thermocline.offline.replay import ReplayCounts
     from thermocline.pack.pack import Pack
     from thermocline.plan.cache_split import Share
     from thermocline.plan.problem import Problem
@@ -30,35 +28,19 @@ log = logging.getLogger(__name__)
 SWEEP = tuple(range(10, 100, 10))  # percent of the neurons
 
 
-def packed(o: commands.BenchOptions, progress: Progress) -> Path:
-    """The pack that is meant, made where there is none yet."""
-    from thermocline.convert.importer import resolve
-    from thermocline.hub.download import locate
-    from thermocline.llm import BUNDLED
-
-    given = BUNDLED if o.model is None else locate(o.model, progress.at)
-    packing = partial(progress.at, "packing")
-    cache = commands.cache_dir(o.cache_dir)
-    return resolve(given, cache, o.format, packing, activation=o.activation)
-
-
-# ---- record
-
-
-def record(o: commands.BenchOptions) -> int:
-    """What is recorded when Ctrl-C comes is written like the whole."""
+def record(o: BenchOptions) -> int:
+    """Write the tokens that are recorded when Ctrl-C comes like the whole."""
     from thermocline.machine import hardware
     from thermocline.offline import bench as benchmark
     from thermocline.offline import need_trace
-    from thermocline.pack.pack import Pack
 
     if o.replay is not None:
         raise UsageError("--trace and --replay are both given: record first, then replay the file")
     assert o.trace is not None
     target = Path(o.trace)
     need_trace.check_target(target)
-    with Progress(quiet=o.quiet) as progress:
-        pack = Pack.open(packed(o, progress))
+    with ProgressBar(quiet=o.quiet) as progress:
+        pack = _packed(o, progress)
         need_trace.check_sparse(pack.spec)
         if o.n_gen[0] == 0:
             raise UsageError("-n is 0: no token to record")
@@ -67,7 +49,7 @@ def record(o: commands.BenchOptions) -> int:
         feed = benchmark.feed_of(pack, [test], o.text, o.seed)
         options = EngineOptions(sparsity=o.sparsity)
         bench = benchmark.Bench(pack, [test], feed, options, progress.at)
-        recorder = need_trace.Recorder(test.threads, pack.spec, bench.engine.model.weights.layers)
+        recorder = need_trace.TraceRecorder(test.threads, pack.spec, bench.engine.model.weights.layers)
         interrupted = False
         try:
             bench.watch(test, recorder)
@@ -77,8 +59,16 @@ def record(o: commands.BenchOptions) -> int:
         if made.tokens == 0:
             raise KeyboardInterrupt
         need_trace.write_trace(target, pack, made)
-    log.info(f"recorded {made.tokens} tokens of {made.source} into {target}, {report.size(made.nbytes)}")
+    log.info(f"recorded {made.tokens} tokens of {made.source} into {target}, {size(made.nbytes)}")
     return INTERRUPTED if interrupted else 0
+
+
+def _packed(o: BenchOptions, progress: ProgressBar) -> Pack:
+    from thermocline.pack.pack import Pack
+
+    return Pack.open(
+        find_pack(o.model, progress, activation=o.activation, format=o.format, cache=o.cache_dir)
+    )
 
 
 # ---- replay
@@ -92,15 +82,14 @@ class Case:
     shares: Sequence[Share]
 
 
-def replay(o: commands.BenchOptions) -> int:
+def replay(o: BenchOptions) -> int:
     from thermocline.offline import need_trace, profile_plot
-    from thermocline.pack.pack import Pack
 
     assert o.replay is not None
     if o.plot is not None:
         profile_plot.check(Path(o.plot))
-    with Progress(quiet=o.quiet) as progress:
-        pack = Pack.open(packed(o, progress))
+    with ProgressBar(quiet=o.quiet) as progress:
+        pack = _packed(o, progress)
         need_trace.check_sparse(pack.spec)
         found = need_trace.read_trace(Path(o.replay), pack)
         if o.batch > found.tokens:
@@ -110,17 +99,13 @@ def replay(o: commands.BenchOptions) -> int:
         rows = list(_rows(o, found, problem, frequency, cases, progress))
     if o.plot is not None:
         profile_plot.draw_replay(rows, Path(o.plot), pack.path.name, found.source)
-    text = (
-        report.replay_text(rows)
-        if o.output_format == "md"
-        else "".join(report.BENCH_FORMATS[o.output_format](rows))
-    )
+    text = replay_text(rows) if o.output_format == "md" else "".join(BENCH_FORMATS[o.output_format](rows))
     emit(text)
     return 0
 
 
-def _problem(o: commands.BenchOptions, pack: Pack, found: Trace) -> tuple[Problem, list[Any]]:
-    """(what tells a step's time, each layer's frequencies by the profile, in the pack's order)."""
+def _problem(o: BenchOptions, pack: Pack, found: Trace) -> tuple[Problem, list[Any]]:
+    """Return (the problem that gives a step's time, each layer's frequencies by the profile, in order)."""
     import numpy as np
 
     from thermocline.plan import subject as subjects
@@ -140,7 +125,7 @@ def _problem(o: commands.BenchOptions, pack: Pack, found: Trace) -> tuple[Proble
     return problem, [heat.at(i, 1) if heat.ordered else nothing for i in range(pack.spec.n_layers)]
 
 
-def _tiers(o: commands.BenchOptions, pack: Pack, subject: Subject) -> Any:
+def _tiers(o: BenchOptions, pack: Pack, subject: Subject) -> Any:
     from thermocline.machine import disk_speed, this_machine
     from thermocline.machine.tiers import read_tiers
 
@@ -156,7 +141,7 @@ def _tiers(o: commands.BenchOptions, pack: Pack, subject: Subject) -> Any:
     return tiers
 
 
-def _cases(o: commands.BenchOptions, pack: Pack, found: Trace) -> list[Case]:
+def _cases(o: BenchOptions, pack: Pack, found: Trace) -> list[Case]:
     from thermocline.machine import hardware
     from thermocline.offline.replay import even_shares
     from thermocline.pack.predictor import predictors_for
@@ -184,17 +169,17 @@ def _cases(o: commands.BenchOptions, pack: Pack, found: Trace) -> list[Case]:
 
 
 def _rows(
-    o: commands.BenchOptions,
+    o: BenchOptions,
     found: Trace,
     problem: Problem,
     frequency: Sequence[Any],
     cases: Sequence[Case],
-    progress: Progress,
+    progress: ProgressBar,
 ) -> Iterator[dict[str, Any]]:
     from thermocline.offline.replay import replay as play
     from thermocline.plan.cache_split import Share
 
-    policies = o.policy or commands.CACHE_POLICIES
+    policies = o.policy or CACHE_POLICIES
     total = len(cases) * len(policies)
     for i, (case, policy) in enumerate((c, p) for c in cases for p in policies):
         progress.at("replaying", i, total, " caches")
@@ -207,7 +192,7 @@ def _rows(
 
 
 def _row(
-    case: Case, policy: str, found: Trace, batch: int, problem: Problem, counts: Counts
+    case: Case, policy: str, found: Trace, batch: int, problem: Problem, counts: ReplayCounts
 ) -> dict[str, Any]:
     import numpy as np
 
@@ -233,3 +218,26 @@ def _row(
         "source": found.source,
         "hardware": problem.tiers.name,
     }
+
+
+def replay_text(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table for a person: a row for each policy and size of the cache."""
+    first = rows[0]
+    titles = ["budget", "in memory", "pinned", "policy", "hits", "unpinned", "MB/token"]
+    lines = [[*titles, "tok/s", "mean ms", "P99 ms", "waiting"]]
+    for r in rows:
+        budget = "" if r["budget_gib"] is None else f"{r['budget_gib']:g} GiB"
+        shares = [f"{r[key]:.1%}" for key in ("places", "pinned")]
+        hits = [f"{r['hit_rate']:.1%}", f"{r['hit_rate_unpinned']:.1%}"]
+        speed = [f"{r['disk_bytes_per_token'] / 1e6:.3g}", f"{r['tokens_per_s']:.2f}"]
+        speed += [f"{r['mean_ms']:.1f}", f"{r['p99_ms']:.1f}", f"{r['waiting_share']:.0%}"]
+        lines.append([budget, *shares, r["policy"], *hits, *speed])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = "".join(markdown_row(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)) for line in lines[:1])
+    text += markdown_row("-" * (w - 1) + ":" for w in widths)
+    text += "".join(
+        markdown_row(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)) for line in lines[1:]
+    )
+    facts = [f"{first['tokens']} tokens of {first['source']}", f"batch {first['batch']}"]
+    facts += [f"{first['active_fraction']:.1%} of neurons needed", f"times predicted for {first['hardware']}"]
+    return f"{text}\n{' · '.join(facts)}\n"

@@ -1,0 +1,276 @@
+"""`thermocline eval`: the perplexity of a text, and the divergence from another model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
+from thermocline.cli.packs import find_pack
+from thermocline.cli.shared_options import (
+    json_output,
+    quiet_output,
+    sparsity_mode,
+    thread_count,
+    which_activation,
+)
+from thermocline.cli.table import percent, table
+from thermocline.errors import UsageError
+from thermocline.options import nonempty, opt, whole
+from thermocline.session.options import SPARSITIES
+
+if TYPE_CHECKING:
+    from thermocline.offline.evaluate import Reader
+    from thermocline.ops.interface import I32
+    from thermocline.pack.pack import Pack
+    from thermocline.pack.predictor import Predictors
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Measure how well a model predicts a text: its perplexity; and how far it is from another."""
+
+    model: str | None = opt(
+        None, str, "PATH", "Model",
+        "A pack, or a Hugging Face directory or GGUF file, packed once into the cache. "
+        "Or org/name[@revision][:file or quant] from the hub, fetched once.",
+        flags="-m", shown="the bundled model", positional=True
+    )  # fmt: skip
+    activation: str | None = which_activation()
+    sparsity: str = sparsity_mode()
+    threads: int = thread_count()
+
+    text: str = opt(
+        "", nonempty, "FILE", "Text", "The text to predict, UTF-8, such as WikiText-2's raw test split.",
+        flags="-f --file", required=True
+    )  # fmt: skip
+    ctx: int = opt(
+        512, whole(4), "N", "Text",
+        "Tokens of a window; the second half of each is scored. Perplexities compare at equal windows only.",
+        flags="-c --ctx-size"
+    )  # fmt: skip
+    limit: int | None = opt(
+        None, whole(1), "N", "Text", "Score the first N windows only.", flags="--chunks",
+        shown="the whole text"
+    )  # fmt: skip
+
+    against: str | None = opt(
+        None, nonempty, "exact|off|PATH", "Comparison",
+        "Compare predictions with those of this sparsity, or of another model with the same tokens.",
+        shown="none"
+    )  # fmt: skip
+
+    json: bool = json_output()
+    quiet: bool = quiet_output("no remarks")
+
+
+def evaluate(o: EvalOptions) -> int:
+    """Print the windows that are done when Ctrl-C comes like the whole text."""
+    from thermocline.machine import hardware
+
+    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    with ProgressBar(quiet=o.quiet) as progress:
+        sides = _sides(o, progress)
+        texts = _texts(o, sides)
+        readers = _readers(sides, o.ctx, threads, progress)
+        begin = time.perf_counter()
+        bar = partial(progress.at, "evaluating", unit=" windows")
+        about, windows, interrupted = _measured(readers, texts, bar)
+    if not windows:
+        raise KeyboardInterrupt
+    facts: dict[str, Any] = {
+        "model": str(sides[0].pack.path),
+        "format": sides[0].pack.weight_format,
+        "sparsity": sides[0].sparsity,
+        "text": o.text,
+        "context": o.ctx,
+        "windows": windows,
+    } | about
+    if len(sides) == 2:
+        facts["against"] |= {"model": str(sides[1].pack.path), "sparsity": sides[1].sparsity}
+    seconds = time.perf_counter() - begin
+    facts |= {"seconds": seconds, "tokens_per_s": windows * o.ctx / seconds}
+    facts |= {"isa": hardware.isa().chosen, "threads": threads}
+    if o.json:
+        emit_json(facts)
+    else:
+        emit(table(evaluation_rows(facts)))
+    return INTERRUPTED if interrupted else 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model with its sparsity, which is compared with another."""
+
+    pack: Pack
+    sparsity: str
+    predictors: Predictors | None  # what `predict` needs
+
+    @staticmethod
+    def of(pack: Pack, sparsity: str) -> Side:
+        from thermocline.pack.predictor import predictors_for
+
+        return Side(pack, sparsity, predictors_for(pack, sparsity))
+
+
+def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
+    """Return (the items until Ctrl-C or the end, whether it was Ctrl-C)."""
+    found: list[T] = []
+    try:
+        for item in items:
+            found.append(item)
+    except KeyboardInterrupt:
+        return found, True
+    return found, False
+
+
+def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
+    own = Side.of(_opened(o.model, progress, o.activation), o.sparsity)
+    if o.against is None:
+        return [own]
+    if o.against not in SPARSITIES:
+        return [own, Side.of(_opened(o.against, progress, None), "exact")]
+    if not own.pack.spec.sparse:
+        raise UsageError(
+            f"{own.pack.path}: its activation ({own.pack.spec.activation}) is never zero, so there is "
+            f"nothing to skip and {o.against} is the same model; --against takes another pack"
+        )
+    if o.against == o.sparsity:
+        raise UsageError(f"--sparsity and --against are both {o.against}: nothing to compare")
+    return [own, Side.of(own.pack, o.against)]
+
+
+def _opened(model: str | None, progress: ProgressBar, activation: str | None) -> Pack:
+    from thermocline.pack.pack import Pack
+
+    return Pack.open(find_pack(model, progress, activation=activation))
+
+
+def _texts(o: EvalOptions, sides: Sequence[Side]) -> I32:
+    """Return the windows, which are the same for both sides."""
+    import numpy as np
+
+    from thermocline.offline import evaluate
+    from thermocline.text.tokenizer import FILE, Tokenizer, read_text
+
+    for side in sides:
+        evaluate.check_context(side.pack.spec, o.ctx)
+        if not (side.pack.path / FILE).exists():
+            raise UsageError(f"{side.pack.path}: has no tokenizer; its text would be noise")
+    text = read_text(Path(o.text)).removesuffix("\n")  # as llama-perplexity does
+    found = []
+    for pack in {side.pack.path: side.pack for side in sides}.values():
+        found.append(evaluate.windows(Tokenizer(pack.path, pack.spec), text, o.ctx, o.limit))
+    sizes = {side.pack.spec.vocab_size for side in sides}
+    if len(sizes) > 1 or not all(np.array_equal(found[0], other) for other in found):
+        raise UsageError(
+            f"{sides[1].pack.path}: has another tokenizer than {sides[0].pack.path}; "
+            "only models with the same tokens can be compared"
+        )
+    return found[0]
+
+
+def _readers(sides: Sequence[Side], context: int, threads: int, progress: ProgressBar) -> list[Reader]:
+    """Return a reader for each side; sides of one pack share its weights."""
+    from thermocline.engine.decoder import bind, for_context
+    from thermocline.machine import hardware
+    from thermocline.offline import evaluate
+    from thermocline.pack import blocks
+    from thermocline.session.options import EngineOptions
+    from thermocline.session.session import Session
+
+    packs = {side.pack.path: side.pack for side in sides}
+    predictors = {side.pack.path: side.predictors for side in sides if side.predictors is not None}
+    evaluate.check_memory(
+        [side.pack.spec for side in sides],
+        weights_bytes=sum(blocks.memory_bytes(pack, predictors.get(path)) for path, pack in packs.items()),
+        available_bytes=hardware.available_bytes(),
+        context=context,
+        threads=threads,
+    )
+    loaded = {}
+    for path, pack in packs.items():
+        sparsity = "predict" if path in predictors else "exact"
+        options = EngineOptions(sparsity=sparsity, threads=threads, context=context, max_batch=1)
+        loaded[path] = Session.open(pack, options, progress=progress.at, fits=True).loaded
+    for one in predictors.values():
+        one.close()
+    ops = loaded[sides[0].pack.path].ops
+    models = {
+        path: bind(for_context(packs[path].spec, context), one.weights, ops) for path, one in loaded.items()
+    }
+    return [
+        evaluate.Reader(models[side.pack.path], ops, context=context, sparsity=side.sparsity)
+        for side in sides
+    ]
+
+
+def _measured(
+    readers: Sequence[Reader], texts: I32, progress: Callable[[int, int], None]
+) -> tuple[dict[str, Any], int, bool]:
+    """Return (results, the number of their windows, whether Ctrl-C came)."""
+    import numpy as np
+
+    from thermocline.offline import evaluate
+
+    if len(readers) == 1:
+        scores, interrupted = until_interrupted(evaluate.scores(readers[0], texts, progress))
+        about = asdict(evaluate.Perplexity.of(np.concatenate(scores))) if scores else {}
+        return about | _active(readers[0]), len(scores), interrupted
+    pairs, interrupted = until_interrupted(evaluate.comparisons(readers[0], readers[1], texts, progress))
+    if not pairs:
+        return {}, 0, interrupted
+    found = asdict(evaluate.Divergence.of(evaluate.Comparison.join(pairs)))
+    own, base = found.pop("own"), found.pop("base")
+    return own | _active(readers[0]) | {"against": base | found}, len(pairs), interrupted
+
+
+def _active(reader: Reader) -> dict[str, Any]:
+    """Return the shares of neurons; null where none is ever inactive, or none is predicted."""
+    s, sparse = reader.stats, reader.model.spec.sparse
+    return {
+        "active_fraction": s.active / max(1, s.neurons) if sparse else None,
+        "predicted_fraction": s.predicted / max(1, s.gates_dense) if reader.sparsity == "predict" else None,
+    }
+
+
+def evaluation_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("model", f"{f['model']} ({f['format']}, {f['sparsity']})"),
+        ("text", f"{f['text']}, {f['windows']} windows of {f['context']}, {f['tokens']:,} tokens scored"),
+        ("perplexity", _estimate(f["perplexity"])),
+    ]
+    if f["active_fraction"] is not None:
+        guessed = f["predicted_fraction"]
+        more = "" if guessed is None else f"; {percent(guessed)} predicted and their gates computed"
+        rows.append(("active", f"{percent(f['active_fraction'])} of neurons{more}"))
+    several = "s" * (f["threads"] > 1)
+    rows.append(("speed", f"{f['tokens_per_s']:.0f} tok/s, {f['isa']}, {f['threads']} thread{several}"))
+    if "against" not in f:
+        return rows
+    a = f["against"]
+    return [
+        *rows,
+        ("", ""),
+        ("against", f"{a['model']} ({a['sparsity']})"),
+        ("its perplexity", _estimate(a["perplexity"])),
+        ("change", _estimate({"value": a["ratio"]["value"] - 1, "error": a["ratio"]["error"]}, percent=True)),
+        ("mean KLD", f"{_estimate(a['kld'], digits=6)} (99 %: {a['kld_p99']:.6f}, most: {a['kld_max']:.6f})"),
+        ("same top token", _estimate(a["same_top"], percent=True)),
+        (
+            "mean Δp",
+            f"{_estimate(a['delta_p'], percent=True)} (RMS: {_estimate(a['delta_p_rms'], percent=True)})",
+        ),
+    ]
+
+
+def _estimate(e: dict[str, float], digits: int = 4, *, percent: bool = False) -> str:
+    if percent:
+        return f"{100 * e['value']:.3f} ± {100 * e['error']:.3f} %"
+    return f"{e['value']:.{digits}f} ± {e['error']:.{digits}f}"

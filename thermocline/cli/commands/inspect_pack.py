@@ -1,0 +1,170 @@
+"""`thermocline inspect` and `verify`: what is in a pack, and whether all of it is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thermocline.cli.console import ProgressBar, emit, emit_json
+from thermocline.cli.packs import open_pack
+from thermocline.cli.predictor_table import fidelity_rows
+from thermocline.cli.shared_options import json_output, quiet_output, which_model
+from thermocline.cli.table import size, table
+from thermocline.errors import BadFile
+
+if TYPE_CHECKING:
+    from thermocline.pack.pack import Pack
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Say what is in a pack: the model, sizes per part, bytes per token."""
+
+    model: str | None = which_model(positional=True)
+    json: bool = json_output()
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Check every byte of a pack, and of what was made for it, against their checksums."""
+
+    model: str | None = which_model(positional=True)
+    json: bool = json_output()
+    quiet: bool = quiet_output()
+
+
+def inspect(o: InspectOptions) -> int:
+    from thermocline.convert import from_gguf
+    from thermocline.pack import pack as packs
+
+    if o.model is not None and from_gguf.is_gguf(Path(o.model)):
+        about, rows_of = from_gguf.inspect_gguf(Path(o.model)), gguf_rows
+    else:
+        opened = open_pack(o.model)
+        about, rows_of = packs.inspect(opened) | prepared(opened), pack_rows
+    if o.json:
+        emit_json(about)
+    else:
+        emit(table(rows_of(about)))
+    return 0
+
+
+def prepared(pack: Pack) -> dict[str, Any]:
+    """Return what `profile` and `train` left in a pack; null where they did not."""
+    return {"profile": _profiled(pack), "predictors": _trained(pack)}
+
+
+def _profiled(pack: Pack) -> dict[str, Any] | None:
+    from thermocline.pack.activity_profile import PROFILE, SAMPLES, open_profile, open_samples, summary
+
+    if (found := open_profile(pack)) is None:
+        return None
+    keys = ("tokens", "corpus", "active_fraction", "hot_share", "never_active")
+    about = {key: value for key, value in summary(found).items() if key in keys}
+    about |= {"bytes": (pack.path / PROFILE).stat().st_size, "samples": 0, "samples_bytes": 0}
+    samples = open_samples(pack)
+    if samples is not None:
+        with samples:
+            about |= {"samples": samples.n, "samples_bytes": (pack.path / SAMPLES).stat().st_size}
+    return about
+
+
+def _trained(pack: Pack) -> dict[str, Any] | None:
+    from thermocline.pack.predictor import FILE, open_predictors
+
+    if not (pack.path / FILE).exists():
+        return None
+    found = open_predictors(pack)
+    assert found is not None, "it exists"
+    with found:
+        layers = {kind: found.kinds.count(kind) for kind in sorted(set(found.kinds))}
+        return {"bytes": found.nbytes, "layers_by_kind": layers, **found.report}
+
+
+def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+    source = about["source"]
+    rows = [
+        ("pack", f"{about['path']} (version {about['version']})"),
+        ("source", f"{source['name']} ({source['kind']}, {source['hash']})"),
+        ("weights", f"{about['weight_format']}, {about['parameters'] / 1e6:,.2f} M parameters"),
+        ("size", size(sum(about["files"].values()))),
+        ("per token", f"{about['bytes_per_token_dense'] / 1e6:,.2f} MB, dense"),
+        ("", ""),
+    ]
+    parts = about["parts"].items()
+    rows += [(name, f"{size(p['bytes']):>10}  {p['parameters']:>14,} parameters") for name, p in parts]
+    rows.append(("", ""))
+    if about["predictor"] is not None:
+        ranks, threshold = about["predictor"]["ranks"], about["predictor"]["threshold"]
+        rows.append(("predictor", f"ranks {min(ranks)} to {max(ranks)}, threshold {threshold:g}"))
+    if sidecars := [*_profile_rows(about.get("profile")), *_predictor_rows(about.get("predictors"))]:
+        rows += [*sidecars, ("", "")]
+    rows += [(name, _plain(value)) for name, value in about["spec"].items()]
+    return rows
+
+
+def _profile_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if p is None:
+        return []
+    hot = f"{p['hot_share']:.1%} of the neurons make 80 % of the activations"
+    rows = [("profile", f"{p['tokens']:,} tokens, {p['active_fraction']:.2%} active for one; {hot}")]
+    rows.append(("corpus", p["corpus"]))
+    if p["samples"]:
+        rows.append(("samples", f"{p['samples']:,} tokens, {size(p['samples_bytes'])}"))
+    return rows
+
+
+def _predictor_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if p is None:
+        return []
+    layers = ", ".join(f"{kind} in {n} layers" for kind, n in p["layers_by_kind"].items())
+    return [
+        ("trained", f"{size(p['bytes'])} of predictors: {layers}"),
+        *(fidelity_rows(p) if "kld" in p else []),
+    ]
+
+
+def gguf_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        (about["kind"], f"{about['path']} ({about['parts']} file{'s' * (about['parts'] > 1)})"),
+        *((k, _plain(about[k])) for k in ("name", "architecture", "tokenizer")),
+        ("size", f"{size(about['file_bytes'])}, {about['parameters'] / 1e6:,.2f} M parameters"),
+        ("predictors", f"{about['predictors']} layers, threshold {_plain(about['sparse_threshold'])}"),
+        ("", ""),
+    ]
+    types = about["types"].items()
+    return rows + [(name, f"{size(t['bytes']):>10}  {t['parameters']:>14,} parameters") for name, t in types]
+
+
+def _plain(value: Any) -> str:
+    match value:
+        case None | () | []:
+            return "none"
+        case list() | tuple():
+            return ", ".join(map(str, value))
+        case dict():
+            return ", ".join(f"{k} {v}" for k, v in value.items())
+    return str(value)
+
+
+def verify(o: VerifyOptions) -> int:
+    from thermocline.pack import pack as packs
+    from thermocline.pack import sidecar
+
+    opened = open_pack(o.model)
+    with ProgressBar(quiet=o.quiet) as progress:
+        blocks = packs.verify(opened, partial(progress.at, "verifying"))
+    problems = blocks + (beside := list(sidecar.problems(opened.path)))
+    if o.json:
+        emit_json({"path": str(opened.path), "ok": not problems, "problems": problems})
+    else:
+        emit(
+            "".join(f"{line}\n" for line in problems) or f"{opened.path}: ok, {size(opened.weights_bytes)}\n"
+        )
+    if blocks:
+        raise BadFile(f"{opened.path}: {len(blocks)} damaged block{'s' * (len(blocks) > 1)}; pack it again")
+    if beside:
+        raise BadFile(f"{opened.path}: what was made for it is damaged; remove it, or make it again")
+    return 0

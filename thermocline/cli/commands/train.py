@@ -1,0 +1,185 @@
+"""`thermocline train`: predictors of active neurons, where they are worth their reading."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thermocline.cli.console import ProgressBar, emit, emit_json
+from thermocline.cli.packs import pack_directory
+from thermocline.cli.predictor_table import fidelity_rows
+from thermocline.cli.shared_options import json_output, quiet_output, thread_count
+from thermocline.cli.table import columns, table
+from thermocline.errors import UsageError
+from thermocline.options import nonempty, one_of, opt, real, whole
+
+if TYPE_CHECKING:
+    from thermocline.offline.train import TrainJob
+    from thermocline.offline.trial import Texts
+    from thermocline.pack.activity_profile import Samples
+    from thermocline.pack.pack import Pack
+
+log = logging.getLogger(__name__)
+
+TRAIN_KINDS = ("auto", "mlp", "svd", "sign")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Make predictors of active neurons from a profiled pack's samples, for --sparsity predict."""
+
+    model: str | None = opt(
+        None, str, "PACK", "Model", "The pack, after `thermocline profile`.", flags="-m", positional=True,
+        required=True
+    )  # fmt: skip
+    kind: str = opt(
+        "auto", one_of(*TRAIN_KINDS), "|".join(TRAIN_KINDS), "Model",
+        "mlp: trained, needs PyTorch; svd: the gate at low rank; sign: its signs. auto: for each layer what "
+        "reads the fewest bytes, none where that is exact."
+    )  # fmt: skip
+    max_kld: float = opt(
+        0.005,
+        real(0),
+        "NATS",
+        "Fidelity",
+        "Mean KL divergence from exact that is allowed, per token, on each text it is measured on.",
+    )
+    max_ppl: float = opt(
+        0.5,
+        real(0),
+        "PERCENT",
+        "Fidelity",
+        "Change of perplexity from exact that is allowed over all of them, in percent.",
+    )
+    text: str | None = opt(
+        None, nonempty, "FILE", "Fidelity", "The text (UTF-8) both are measured on; none of the profile's.",
+        flags="-f --file",
+        shown="what the model itself writes, and five unlike ones: prose, French, an encyclopaedia, code"
+    )  # fmt: skip
+    ctx: int = opt(
+        0, whole(0), "N", "Fidelity", "Tokens of a window of it, the second half of which is scored.",
+        flags="-c --ctx-size", shown="0 = 512, or the model's limit"
+    )  # fmt: skip
+    limit: int = opt(16, whole(1), "N", "Fidelity", "Windows of a text at most.", flags="--chunks")
+    minutes: float = opt(
+        30.0, real(0), "M", "Fitting",
+        "After half of this no wider predictors are trained, after three quarters none; after all of it "
+        "the best found so far is taken, once it has read a window of each text."
+    )  # fmt: skip
+    seed: int = opt(0, whole(0, 2**31), "N", "Fitting", "Equal seeds give equal predictors.", flags="-s")
+    threads: int = thread_count()
+    json: bool = json_output()
+    quiet: bool = quiet_output("no remarks")
+
+
+def train(o: TrainOptions) -> int:
+    """Write nothing where exact reads less and no kind was asked for, nor where fidelity was not reached."""
+    from thermocline.offline import train as training
+    from thermocline.pack.predictor import write_predictors
+
+    request, samples = train_request(o)
+    with ProgressBar(quiet=o.quiet) as progress, samples:
+        if "mlp" not in request.kinds and o.kind == "auto":
+            log.warning("without PyTorch no predictor is trained; pip install 'thermocline[train]'")
+        done = training.train(request, samples, progress.at)
+    forced, met = o.kind != "auto", done.report["met"]
+    if forced and all(layer is None for layer in done.layers):
+        raise UsageError(
+            f"{request.pack.path}: no predictor of kind {o.kind} was done in time; give it more --minutes"
+        )
+    wanted = met and (done.worthwhile or forced)
+    if wanted:
+        write_predictors(request.pack, done.layers, done.report)
+    about = {"path": str(request.pack.path), "written": wanted, **done.report, **done.timing}
+    if o.json:
+        emit_json(about)
+    else:
+        emit(table(train_rows(about)) + train_layers(about["layers"], about["fit_s"]))
+    far = f"{done.report['kld']['value']:.3g} nats from it on {done.report['worst_text']}"
+    if forced and not met:
+        raise UsageError(
+            f"{request.pack.path}: no predictor of kind {o.kind} is within --max-kld {o.max_kld:g} and "
+            f"--max-ppl {o.max_ppl:g} of exact: {far}; nothing was written; profile text like that too, "
+            "allow more, or measure on a --text of your own"
+        )
+    if not (met and done.worthwhile):
+        why = "it reads fewer bytes" if met else f"no predictor is near enough to it ({far})"
+        what = "written all the same, as asked" if wanted else "nothing was written"
+        log.info(f"--sparsity exact is the better choice for this model: {why}; {what}")
+    return 0
+
+
+def train_request(o: TrainOptions) -> tuple[TrainJob, Samples]:
+    """Return the options as a request. A pack that cannot be trained for is refused at once."""
+    from thermocline.machine import hardware
+    from thermocline.offline import evaluate, fit_mlp
+    from thermocline.offline import train as training
+    from thermocline.pack.pack import Pack
+
+    pack = Pack.open(pack_directory(o.model))
+    samples = training.check(pack)
+    if o.kind == "mlp":
+        fit_mlp.require()
+    every = tuple(k for k in training.KINDS if k != "mlp" or fit_mlp.available())
+    context = o.ctx or min(512, pack.spec.max_context)
+    evaluate.check_context(pack.spec, context)
+    threads = o.threads if o.threads > 0 else hardware.default_threads()
+    evaluate.check_memory(
+        [pack.spec, pack.spec],
+        weights_bytes=pack.weights_bytes,
+        available_bytes=hardware.available_bytes(),
+        context=context,
+        threads=threads,
+    )
+    request = training.TrainJob(
+        pack=pack,
+        kinds=every if o.kind == "auto" else (o.kind,),
+        forced=o.kind != "auto",
+        max_kld=o.max_kld,
+        max_ppl=o.max_ppl,
+        seed=o.seed,
+        threads=threads,
+        minutes=o.minutes,
+        texts=_to_measure_on(pack, o.text, context, o.limit),
+        own=o.text is None,
+        context=context,
+        limit=o.limit,
+    )
+    return request, samples
+
+
+def _to_measure_on(pack: Pack, text: str | None, context: int, limit: int) -> Texts:
+    """Return the given text, or the package's mix; none for a pack without a tokenizer."""
+    from thermocline.offline import evaluate
+    from thermocline.offline.trial import mix
+    from thermocline.text.tokenizer import FILE, Tokenizer, read_text
+
+    if not (pack.path / FILE).exists():
+        if text is None:
+            return ()
+        raise UsageError(f"{pack.path}: has no tokenizer, so --text cannot be read; leave it out")
+    tokenizer = Tokenizer(pack.path, pack.spec)
+    if text is None:
+        return mix(tokenizer, context, limit)
+    return ((Path(text).name, evaluate.windows(tokenizer, read_text(Path(text)), context, limit)),)
+
+
+def train_rows(r: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the figures of the whole model."""
+    samples = f"{r['samples']:,}, seed {r['seed']}, {r['seconds']:.0f} s, {r['tried']} trials"
+    where = r["path"] if r["written"] else "nothing written"
+    return [("pack", where), ("samples", samples), *fidelity_rows(r), ("", "")]
+
+
+def train_layers(layers: Sequence[dict[str, Any]], fit_s: Sequence[float]) -> str:
+    rows = [
+        ("layer", "kind", "rank", "hot", "active", "predicted", "recall", "missed mass", "bytes", "fit s")
+    ]
+    for i, (x, seconds) in enumerate(zip(layers, fit_s, strict=True)):
+        shares = (f"{x[k]:.2%}" for k in ("active", "predicted", "recall", "missed_mass"))
+        bytes_ = f"{x['bytes'] / x['bytes_exact']:.0%} of gate"
+        rows.append((str(i), x["kind"], str(x["rank"]), str(x["hot"]), *shares, bytes_, f"{seconds:.1f}"))
+    return columns(rows, ">")
