@@ -257,11 +257,11 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
     chosen = needs_of(trace, 0, 1).reshape(64, EXPERTS, FFN).any(axis=2)
     assert (chosen.sum(axis=1) == 2).all()
     engine = loaded(budgets(mixture)[2])
-    assert engine.store is not None
+    assert engine.session.store is not None
     done = engine.sample(test).figures.disk
     assert done is not None
     frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]
-    counts = replay(trace, engine.store.arrangement.bundles, frequency, "lfu")
+    counts = replay(trace, engine.session.store.arrangement.bundles, frequency, "lfu")
     assert counts.needed.sum() == done.needed
     assert counts.hit_rate == pytest.approx(1 - done.missed / done.needed, abs=0.01)
 
