@@ -315,11 +315,11 @@ def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
     low, *_, high = budgets(wide_pack)
     for part in (0.95, 0.98, 1.0):
         engine = loaded(low + (high - low) * part)
-        assert engine.store is not None
+        assert engine.session.store is not None
         done = engine.sample(test).figures.disk
         assert done is not None
         frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]
-        counts = replay(trace, engine.store.arrangement.bundles, frequency, "lfu")
+        counts = replay(trace, engine.session.store.arrangement.bundles, frequency, "lfu")
         assert counts.needed.sum() == done.needed
         compared.append((counts.hit_rate, 1 - done.missed / done.needed))
         assert counts.missed.mean() < _native.STREAM_SLOTS

@@ -23,6 +23,7 @@ from thermocline.cli import main
 from thermocline.convert.synthetic import read_shape
 from thermocline.errors import BadFile, OutOfBudget
 from thermocline.model.sizes import sizes_of
+from thermocline.model.sparsity import SPARSITIES
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.offline import bench, fit_svd, train
@@ -31,7 +32,6 @@ from thermocline.offline.bench import Test as BenchTest
 from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import needs_of, replay
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import SPARSITIES
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
 from thermocline.plan import hotness, plan_disk
@@ -257,11 +257,11 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
     chosen = needs_of(trace, 0, 1).reshape(64, EXPERTS, FFN).any(axis=2)
     assert (chosen.sum(axis=1) == 2).all()
     engine = loaded(budgets(mixture)[2])
-    assert engine.store is not None
+    assert engine.session.store is not None
     done = engine.sample(test).figures.disk
     assert done is not None
     frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]
-    counts = replay(trace, engine.store.arrangement.bundles, frequency, "lfu")
+    counts = replay(trace, engine.session.store.arrangement.bundles, frequency, "lfu")
     assert counts.needed.sum() == done.needed
     assert counts.hit_rate == pytest.approx(1 - done.missed / done.needed, abs=0.01)
 
@@ -313,13 +313,13 @@ def test_uses_of_an_expert_are_forgotten_while_others_are_chosen(tmp_path: Path)
     context, rng = _native.Context(1), np.random.default_rng(1)
     old, new = (np.abs(rng.standard_normal((1, DIM))).astype(np.float32) for _ in range(2))
     for _ in range(20):
-        context.moe_add(np.zeros_like(old), -old, mixture, SPARSITIES.index("exact"))
+        context.moe_add(np.zeros_like(old), -old, mixture, SPARSITIES["exact"])
     assert rows.stats()["needed"] > 0 == near[1].stats()["needed"]
     for _ in range(640):
-        context.moe_add(np.zeros_like(old), old, mixture, SPARSITIES.index("exact"))
+        context.moe_add(np.zeros_like(old), old, mixture, SPARSITIES["exact"])
     missed = []
     for _ in range(2):
         before = rows.stats()["missed"]
-        context.moe_add(np.zeros_like(new), -new, mixture, SPARSITIES.index("exact"))
+        context.moe_add(np.zeros_like(new), -new, mixture, SPARSITIES["exact"])
         missed.append(rows.stats()["missed"] - before)
     assert missed[0] > 50 and missed[1] == 0
