@@ -33,7 +33,7 @@ from thermocline.cli.commands import COMMANDS, OTHER_VARIABLES
 from thermocline.options import Option, flag, options_of, switch, variable
 from thermocline.server.api import schema
 from thermocline.server.api.openapi import STATUSES, document
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -292,7 +292,7 @@ An error's body is OpenAI's: `error` with `message`, `type`, `param` and `code`.
 
 
 def http() -> str:
-    about = document(False, Limits(), None)
+    about = document(False, ServerLimits(), None)
     kinds: dict[str, Any] = about["components"]["schemas"]
     parts = [NOTE.format("thermocline/server's schema"), HTTP_HEAD]
     for path, methods in about["paths"].items():

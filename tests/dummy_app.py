@@ -12,7 +12,7 @@ from typing import Any
 
 from thermocline.errors import ThermoclineError
 from thermocline.server.http import listener, server
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import posted
 from thermocline.server.http.refusal import Refusal
 
@@ -104,7 +104,7 @@ def main(told: dict[str, Any]) -> int:
             where = told.pop("host", "127.0.0.1"), told.pop("port", 0)
             opened = listener.listen(*where, has_keys=bool(keys), insecure=told.pop("insecure", False))
         print(opened.url, flush=True)
-        limits = Limits(**told.pop("limits", {}))
+        limits = ServerLimits(**told.pop("limits", {}))
         if (files := told.pop("files", None)) is not None:
             import resource  # POSIX alone has it
 

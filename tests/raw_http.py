@@ -19,7 +19,7 @@ from typing import Any
 from dummy_app import Dummy
 
 from thermocline.server.http import listener, server
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Running:
     port: int
     log: list[str]
     trouble: list[str]
-    servers: list[server.Server]
+    servers: list[server.HttpServer]
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port))
@@ -86,14 +86,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(limits: Limits | None = None, **options: Any) -> Iterator[Running]:
+def serving(limits: ServerLimits | None = None, **options: Any) -> Iterator[Running]:
     opened = listener.listen("127.0.0.1", 0, has_keys=False)
     running = Running(Dummy(), opened.port, [], [], [])
     about = {"log": running.log.append, "trouble": running.trouble.append, "started": running.servers.append}
     thread = threading.Thread(
         target=server.run,
         args=(running.app, opened),
-        kwargs={"limits": limits or Limits(limit_grace_s=0), **about, **options},
+        kwargs={"limits": limits or ServerLimits(limit_grace_s=0), **about, **options},
     )
     thread.start()
     try:

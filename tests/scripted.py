@@ -15,14 +15,14 @@ from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import IOFailure
 from thermocline.llm import BUNDLED
-from thermocline.server.api.app import Server, application
-from thermocline.server.api.model import Model
+from thermocline.server.api.app import Api, application
+from thermocline.server.api.model import ServedModel
 from thermocline.server.http import server as http
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import listen
 from thermocline.server.page import assets
-from thermocline.server.process.engine_process import EngineProcess, Work
-from thermocline.server.process.messages import Ended, Event, Failed, Opened, Token
+from thermocline.server.process.engine_process import EngineProcess, Jobs
+from thermocline.server.process.messages import Event, Failed, Finished, ModelOpened, Token
 
 FIGURES = Figures(3, 0, 5, 0.1, 30.0, 50.0, 0.05, 0.05, 1.0, 1000, "0")
 
@@ -43,9 +43,9 @@ class ScriptedEngine(EngineProcess):
     def start(self) -> None:
         self.state, self.slots = "ready", 4
 
-    def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Work:
+    def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Jobs:
         jobs = [next(self._numbers) for _ in prompts]
-        work = Work(self, jobs)
+        work = Jobs(self, jobs)
         self._jobs |= dict.fromkeys(jobs, work)
         self.prompts.append(list(prompts[0][0]))
         self.asked.append(prompts[0][1])
@@ -61,7 +61,7 @@ class ScriptedEngine(EngineProcess):
         if self.failing:
             self._tell(Failed(job, IOFailure.__name__, "the disk is on fire"))
         else:
-            self._tell(Ended(job, "stop", 1, FIGURES, prompt_logprobs=()))
+            self._tell(Finished(job, "stop", 1, FIGURES, prompt_logprobs=()))
 
     def _tell(self, event: Event) -> None:
         if (work := self._jobs.get(event.job)) is not None:
@@ -81,20 +81,24 @@ class ScriptedEngine(EngineProcess):
 class Scripted:
     url: str
     engine: ScriptedEngine
-    server: Server
+    server: Api
     in_bytes: bool = False  # answers are sent one byte at a time
 
 
 @contextlib.contextmanager
 def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> Iterator[Scripted]:
     engine = ScriptedEngine()
-    server = Server(
-        engine, Limits(), print, defaults=SamplingParams(temperature=0.7, max_tokens=None), keys=bool(keys)
+    server = Api(
+        engine,
+        ServerLimits(),
+        print,
+        defaults=SamplingParams(temperature=0.7, max_tokens=None),
+        keys=bool(keys),
     )
-    server.model = Model.of(Opened(str(BUNDLED), 1 << 20, 4, template), "scripted")
+    server.model = ServedModel.of(ModelOpened(str(BUNDLED), 1 << 20, 4, template), "scripted")
     listener = listen("127.0.0.1", 0, has_keys=bool(keys))
     made = Scripted(listener.url, engine, server)
-    began: list[http.Server] = []
+    began: list[http.HttpServer] = []
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -115,7 +119,13 @@ def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> It
 
         await app(scope, receive, drip)
 
-    how = {"limits": Limits(), "keys": keys, "assets": assets.PATHS, "slots": 4, "started": began.append}
+    how = {
+        "limits": ServerLimits(),
+        "keys": keys,
+        "assets": assets.PATHS,
+        "slots": 4,
+        "started": began.append,
+    }
     thread = threading.Thread(target=http.run, args=(dripping, listener), kwargs=how, name="scripted")
     thread.start()
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 from thermocline.server.http import server as http
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import listen
 from thermocline.server.serve import serve
 
@@ -60,7 +60,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     *,
     wait: bool = True,
     sampling: Mapping[str, Any] | None = None,
@@ -71,7 +71,7 @@ def served(
     asked = {"model": None, "threads": 1, "max_batch": 4, "gpu": "off", "chat_template": TEMPLATE} | options
     listener = listen("127.0.0.1", 0, has_keys=False)
     found = Served(listener.url)
-    began: list[http.Server] = []
+    began: list[http.HttpServer] = []
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -79,7 +79,7 @@ def served(
             serve(
                 asked,
                 listener,
-                limits or Limits(),
+                limits or ServerLimits(),
                 sampling=sampling or {},
                 note=found.notes.append,
                 started=began.append,

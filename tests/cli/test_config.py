@@ -12,7 +12,7 @@ import pytest
 from thermocline import options as opts
 from thermocline.cli import commands
 from thermocline.errors import UsageError
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.session import options
 
 ALL = [(cls, f, o) for cls in commands.COMMANDS.values() for f, o in opts.options_of(cls)]
@@ -114,7 +114,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "limit_header_bytes": ("300", 300),
     "limit_buffer_bytes": ("4096", 4096),
 }
-EXAMPLES |= {f.name: ("9", 9) for f, _ in opts.options_of(Limits) if f.name not in EXAMPLES}
+EXAMPLES |= {f.name: ("9", 9) for f, _ in opts.options_of(ServerLimits) if f.name not in EXAMPLES}
 
 
 def example(cls: type[Any], field: str) -> tuple[str, Any]:

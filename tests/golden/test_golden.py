@@ -28,7 +28,7 @@ from thermocline.errors import OutOfBudget
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
 from thermocline.plan import disk_split
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.session import store
 
 HERE = Path(__file__).parent
@@ -175,7 +175,7 @@ def test_help_says_what_it_did(
 
 def test_the_api_is_described_as_it_was() -> None:
     openapi = pytest.importorskip("thermocline.server.api.openapi", reason="needs the extra server")
-    found = openapi.document(False, Limits(), 512)
+    found = openapi.document(False, ServerLimits(), 512)
     agrees("openapi.json", json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 

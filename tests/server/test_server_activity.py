@@ -21,8 +21,8 @@ from thermocline.llm import LLM
 from thermocline.ops import reference
 from thermocline.ops.interface import DiskCounts, FFNStats
 from thermocline.server.api.activity import events, report
-from thermocline.server.http.limits import Limits
-from thermocline.server.process.onlookers import Onlookers
+from thermocline.server.http.limits import ServerLimits
+from thermocline.server.process.subscribers import Subscribers
 
 PROMPT = "Once upon a time there was a xylophone"
 N = 24
@@ -117,19 +117,19 @@ def test_onlookers_come_and_go_and_a_slow_one_gets_the_newest() -> None:
     looked: list[bool] = []
 
     async def look() -> list[bytes]:
-        onlookers = Onlookers(looked.append)
-        first, second = onlookers.add(), onlookers.add()
-        onlookers.remove(first)
+        subscribers = Subscribers(looked.append)
+        first, second = subscribers.add(), subscribers.add()
+        subscribers.remove(first)
         assert looked == [True], "one is still there"
-        stream = events(queue := onlookers.add(), ping_s=0.01)
+        stream = events(queue := subscribers.add(), ping_s=0.01)
         found = [await anext(stream), await anext(stream)]  # a beginning, and a sign of life
         for tokens in (1, 2, 3):
-            onlookers.show(Activity(tokens, 1.0, 1e9, None, None, on_gpu=False))
+            subscribers.show(Activity(tokens, 1.0, 1e9, None, None, on_gpu=False))
         found.append(await anext(stream))
-        onlookers.show(None)
+        subscribers.show(None)
         found += [x async for x in stream]
-        onlookers.remove(second)
-        onlookers.remove(queue)
+        subscribers.remove(second)
+        subscribers.remove(queue)
         return found
 
     begin, ping, *told = asyncio.run(look())
@@ -169,7 +169,7 @@ def test_the_server_tells_what_the_engine_does_and_no_word_of_any_text() -> None
 
 def test_onlookers_are_bounded_and_one_that_leaves_makes_room() -> None:
     """1,100 of them held every connection for as long as they liked, and nobody else was answered."""
-    with served(Limits(limit_onlookers=2)) as s, contextlib.ExitStack() as stack:
+    with served(ServerLimits(limit_onlookers=2)) as s, contextlib.ExitStack() as stack:
         client = stack.enter_context(s.client())
         streams = [stack.enter_context(contextlib.ExitStack()) for _ in range(2)]
         for one in streams:

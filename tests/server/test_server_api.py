@@ -19,7 +19,7 @@ from serving import TEMPLATE, Served, served
 from thermocline import LLM, SamplingParams, __version__
 from thermocline.engine.kv_cache import BLOCK
 from thermocline.errors import BadFile, OutOfBudget
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 
 STORY = "Once upon a time, there was a"
 
@@ -442,7 +442,7 @@ def test_an_engine_that_stays_silent_is_started_again(monkeypatch: pytest.Monkey
     """It would have kept its clients waiting for an hour, with 503 for all others."""
     monkeypatch.setattr("thermocline.server.process.engine_process.WATCH_S", 0.1)
     before = set(children())
-    with served(limits=Limits(limit_silence_s=1)) as server:
+    with served(limits=ServerLimits(limit_silence_s=1)) as server:
         engine = next(iter(_engines(set(children()) - before)))
         error = _last_word(server, engine, signal.SIGSTOP)
         assert error["code"] == "engine_crashed"

@@ -28,7 +28,7 @@ from scripted import Scripted, scripted
 
 from thermocline.server.api import app, conversation, rendered, schema
 from thermocline.server.http import body, posted
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.refusal import Refusal
 
 BENCH = str(Path(__file__).parents[2] / "bench")
@@ -64,10 +64,10 @@ def costs(posted: Any) -> tuple[int, int]:
     errors = 0
     tracemalloc.start()
     try:
-        value, _ = body.parse_json(arrived, Limits())
+        value, _ = body.parse_json(arrived, ServerLimits())
         kind = KINDS[posted.path]
-        assert issubclass(kind, schema.Request)
-        kind.model_validate(value, context=Limits())
+        assert issubclass(kind, schema.ApiObject)
+        kind.model_validate(value, context=ServerLimits())
     except Refusal:
         pass
     except ValidationError as e:
@@ -123,7 +123,7 @@ def test_values_are_counted_across_pieces(monkeypatch: pytest.MonkeyPatch) -> No
 
 def fits(text: bytes, values: int) -> bool:
     try:
-        body.parse_json(bytearray(text), Limits(limit_json_values=values))
+        body.parse_json(bytearray(text), ServerLimits(limit_json_values=values))
     except Refusal:
         return False
     return True
@@ -131,7 +131,7 @@ def fits(text: bytes, values: int) -> bool:
 
 def test_what_text_takes_in_memory_is_bounded_too() -> None:
     """Escapes are one character each; an emoji, escaped or not, makes every character take four bytes."""
-    limits = Limits(limit_body_bytes=1000)
+    limits = ServerLimits(limit_body_bytes=1000)
     for fits in ("a" * 900, "\\u00e9" * 160, "\\ud83d\\ude00" * 80, "\U0001f600" * 240):
         body.parse_json(bytearray(json.dumps({"a": 0})[:-2].encode() + f'"{fits}"}}'.encode()), limits)
     for wide in ("a" * 600 + "\U0001f600", "a" * 600 + "\\ud83d\\ude00"):
@@ -239,7 +239,7 @@ def test_a_long_answer_is_sent_in_pieces() -> None:
 
 def test_a_body_counts_while_its_request_is_worked_on() -> None:
     """They counted while they arrived: thirty of 19 MiB took the server from 69 to 1,765 MiB."""
-    limits = Limits(limit_body_bytes=4000, limit_bodies_bytes=7000, limit_grace_s=0, limit_queue=8)
+    limits = ServerLimits(limit_body_bytes=4000, limit_bodies_bytes=7000, limit_grace_s=0, limit_queue=8)
     text = json.dumps({"say": "x" * 2500}).encode()
     with serving(limits) as running:
         hanging = [running.connect() for _ in range(2)]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from thermocline.server.http import body
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.refusal import Refusal
 
 NESTED = b'{"a":' * 64 + b"[" * 64 + b"]" * 64 + b"}" * 64
@@ -54,11 +54,11 @@ def test_json_is_read_strictly(text: bytes, problem: str | None) -> None:
     """B5, B14: depth, Unicode, numbers, keys; never a crash of the parser."""
     if problem is None:
         arrived = bytearray(text)
-        assert body.parse_json(arrived, Limits())[0] == json.loads(text)
+        assert body.parse_json(arrived, ServerLimits())[0] == json.loads(text)
         assert not arrived, "its bytes are not kept beside what was read from them"
         return
     with pytest.raises(Refusal, match=problem) as caught:
-        body.parse_json(bytearray(text), Limits())
+        body.parse_json(bytearray(text), ServerLimits())
     assert caught.value.status == 400
     caught.value.body().decode("ascii")
 
@@ -72,7 +72,7 @@ def test_depth_is_exact() -> None:
 
 def test_values_are_counted_before_they_are_made() -> None:
     """20 MiB of empty lists are 650 MB of Python's."""
-    limits = Limits(limit_json_values=100)
+    limits = ServerLimits(limit_json_values=100)
     for fits in (b'{"a":[' + b"1," * 97 + b"1]}", b'{"a":"' + b"[{,}]" * 1000 + b'"}'):
         body.parse_json(bytearray(fits), limits)
     for text in (b'{"a":[' + b"1," * 98 + b"1]}", b'{"a":[' + b"[],[]," * 40 + b"1]}"):
@@ -88,7 +88,7 @@ def test_large_bodies_are_checked_in_time_that_grows_with_their_size() -> None:
     for text in worst:
         began = time.process_time()
         with pytest.raises(Refusal):
-            body.parse_json(bytearray(text), Limits())
+            body.parse_json(bytearray(text), ServerLimits())
         assert (
             time.process_time() - began < 5
         )  # measured: 0.1 s, 1 s late in a long run; quadratic ones took minutes

@@ -17,11 +17,11 @@ from raw_http import Answer, Running, head, post, read_answer, serving, wait_unt
 from thermocline.errors import IOFailure, UsageError
 from thermocline.options import Option, options_of, read_options
 from thermocline.server.http.guard import Access
-from thermocline.server.http.limits import Limits, described
+from thermocline.server.http.limits import ServerLimits, described
 from thermocline.server.http.listener import api_keys
 
 KEY, CANARY = "sk-7f3a9c-secret", "canary-5d1e"
-SMALL = Limits(
+SMALL = ServerLimits(
     limit_body_bytes=2000, limit_header_bytes=4096, limit_headers=20, limit_queue=1, limit_grace_s=0
 )
 
@@ -285,7 +285,7 @@ def test_what_was_refused_unread_is_not_taken_for_a_request(open_server: Running
 
 def test_all_bodies_together_are_bounded() -> None:
     """A thousand connections with 20 MiB each would be 20 GiB."""
-    limits = Limits(limit_bodies_bytes=3000, limit_grace_s=0)
+    limits = ServerLimits(limit_bodies_bytes=3000, limit_grace_s=0)
     with serving(limits) as server, server.connect() as slow:
         slow.sendall(post("/v1/echo", b" " * 2000)[:-1])
         wait_until(lambda: server.ask(post("/v1/echo", b" " * 2000 + b"{}")).status == 503)
@@ -378,22 +378,22 @@ def test_the_log_has_one_short_line_a_request_without_secrets(locked: Running) -
 
 
 def test_every_limit_is_a_flag_with_a_unit_and_is_printed() -> None:
-    printed = described(Limits(limit_n=3))
-    assert set(printed) == {f.name for f in dataclasses.fields(Limits)}
+    printed = described(ServerLimits(limit_n=3))
+    assert set(printed) == {f.name for f in dataclasses.fields(ServerLimits)}
     assert printed["limit_n"] == {**printed["limit_n"], "value": 3, "default": 8, "flag": "--limit-n"}
     assert all(p["unit"] in ("bytes", "bytes/s", "seconds", "n") and p["help"] for p in printed.values())
     json.dumps(printed)
 
 
 def test_limits_are_read_like_all_options() -> None:
-    read = read_options(Limits, {"limit_header_s": "2.5"}, {"THERMOCLINE_LIMIT_BODY_BYTES": "1000"})
+    read = read_options(ServerLimits, {"limit_header_s": "2.5"}, {"THERMOCLINE_LIMIT_BODY_BYTES": "1000"})
     assert (read.limit_header_s, read.limit_body_bytes, read.limit_queue) == (2.5, 1000, 64)
     with pytest.raises(UsageError, match="--limit-json-depth"):
-        read_options(Limits, {"limit_json_depth": "501"}, {})
+        read_options(ServerLimits, {"limit_json_depth": "501"}, {})
 
 
 def test_defaults_of_limits_are_values_their_own_flags_would_take() -> None:
-    for f, o in options_of(Limits):
+    for f, o in options_of(ServerLimits):
         assert isinstance(o, Option) and o.parse(str(f.default)) == f.default
 
 

@@ -17,9 +17,9 @@ from raw_http import Process, Running, head, post, read_answer, serving, wait_un
 
 from thermocline.server.http import listener
 from thermocline.server.http import server as http
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 
-QUICK = Limits(
+QUICK = ServerLimits(
     limit_header_s=0.4,
     limit_keep_alive_s=0.4,
     limit_body_s=0.8,
@@ -226,7 +226,7 @@ def health_times(server: Process, stop: threading.Event) -> list[float]:
 
 def test_connections_are_bounded_and_idle_ones_make_room() -> None:
     """More than the limit at work: 503 with Retry-After. Waiting for nothing: closed for who comes."""
-    limits = Limits(limit_connections=4, limit_grace_s=0)
+    limits = ServerLimits(limit_connections=4, limit_grace_s=0)
     with serving(limits, slots=9) as server, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(server.connect()) for _ in range(4)]
         time.sleep(0.1)
@@ -247,7 +247,7 @@ def test_connections_are_bounded_and_idle_ones_make_room() -> None:
 
 def test_however_many_connections_are_held_health_is_told() -> None:
     """They shut out whoever watches over the server, too. Nothing else comes in behind such a request."""
-    limits = Limits(limit_connections=3, limit_grace_s=0)
+    limits = ServerLimits(limit_connections=3, limit_grace_s=0)
     with serving(limits, slots=9) as server, contextlib.ExitStack() as stack:
         for n in range(3):
             stack.enter_context(server.connect()).sendall(post("/v1/hang", b"{}"))
@@ -264,11 +264,11 @@ def test_however_many_connections_are_held_health_is_told() -> None:
 
 
 def test_listening_ends_with_the_signal_not_with_the_next_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def slow_tick(server: http.Server) -> None:
+    async def slow_tick(server: http.HttpServer) -> None:
         while not server.should_exit:
             await asyncio.sleep(1)
 
-    monkeypatch.setattr(http.Server, "main_loop", slow_tick)
+    monkeypatch.setattr(http.HttpServer, "main_loop", slow_tick)
     with serving(QUICK) as server:
         wait_until(lambda: server.get("/health").status == 200)
         server.servers[0].stop()

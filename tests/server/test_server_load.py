@@ -15,7 +15,7 @@ import pytest
 from serving import TEMPLATE, Served, served
 
 from thermocline import LLM
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -85,7 +85,7 @@ def test_whoever_leaves_takes_nothing_along(bench: Any, server: Served, port: in
 
 
 def test_who_finds_no_room_is_told_at_once(bench: Any) -> None:
-    with served(Limits(limit_queue=4), max_batch=2) as server:
+    with served(ServerLimits(limit_queue=4), max_batch=2) as server:
         found = bench.serve_figures.overload(int(server.url.rpartition(":")[2]), seconds=2, room=6)
     assert found["refusals"] > 10
     assert found["refused_p50_ms"] < 1000, "0.1 s, were the machine ours alone"

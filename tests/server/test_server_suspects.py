@@ -17,8 +17,8 @@ from serving import Served, served
 from thermocline.engine.request import Chunk
 from thermocline.engine.sampler import SamplingParams
 from thermocline.server.process import engine_process
-from thermocline.server.process.engine_process import EngineCrashed, EngineProcess, Work
-from thermocline.server.process.messages import Cancel, Dropped, Ended, Ready, Submit, Token
+from thermocline.server.process.engine_process import EngineCrashed, EngineProcess, Jobs
+from thermocline.server.process.messages import Cancel, Cancelled, Finished, Ready, Submit, Token
 from thermocline.server.process.suspects import CrashesEngine
 
 
@@ -42,7 +42,7 @@ class Engine(EngineProcess):
             case Cancel(job):
                 self._cancelled = job
 
-    def ask(self, *prompts: int, seed: int | None = None) -> Work:
+    def ask(self, *prompts: int, seed: int | None = None) -> Jobs:
         return self.submit([([p], SamplingParams(seed=seed)) for p in prompts])
 
     def computed(self) -> list[list[int]]:
@@ -57,7 +57,7 @@ class Engine(EngineProcess):
     def finish(self) -> None:
         for job in list(self.inside):
             del self.inside[job]
-            self._heard([Token(job, Chunk("a", 1)), Ended(job, "stop", 1, FIGURES, prompt_logprobs=())])
+            self._heard([Token(job, Chunk("a", 1)), Finished(job, "stop", 1, FIGURES, prompt_logprobs=())])
 
 
 def told(story: Callable[[Engine], Awaitable[None]]) -> None:
@@ -137,7 +137,7 @@ def test_one_that_was_cancelled_is_awaited_until_it_has_left_the_engine() -> Non
         engine.ask(1)
         alone.close()
         assert engine.computed() == [[POISON]], "a step of it may still be under way"
-        engine._heard(Dropped(engine._cancelled))
+        engine._heard(Cancelled(engine._cancelled))
         assert engine.computed() == [[POISON], [1]]
 
     told(story)

@@ -11,7 +11,7 @@ import pytest
 from scripted import Scripted, scripted
 from serving import Served, served
 
-from thermocline.server.api.parts import Format
+from thermocline.server.api.answer_parser import AnswerFormat
 from thermocline.server.api.schema import ChatRequest
 from thermocline.server.api.tools import Offer, answer_grammar
 from thermocline.server.http.refusal import Refusal
@@ -131,13 +131,13 @@ def test_each_of_several_answers_is_a_call(client: openai.OpenAI) -> None:
 # ---- what may come: grammars, a character at a time
 
 CALL = '<tool_call>\n{"name": "move", "arguments": {"x": 1, "y": 2}}\n</tool_call>'
-THINKS, PLAIN = Format.of("<tool_call> <think>"), Format.of("<tool_call>")
-LISTED, BARE = Format.of("[TOOL_CALLS]"), Format.of('{{ tools }} "parameters"')
+THINKS, PLAIN = AnswerFormat.of("<tool_call> <think>"), AnswerFormat.of("<tool_call>")
+LISTED, BARE = AnswerFormat.of("[TOOL_CALLS]"), AnswerFormat.of('{{ tools }} "parameters"')
 POINTS = '{"name": "move", "arguments": {"x": 1, "y": 2}}'
 OBJECT = {"type": "json_schema", "json_schema": {"schema": POINT}}
 
 
-def takes(format: Format, text: str, *, thinking: bool = False, **asked: Any) -> bool:
+def takes(format: AnswerFormat, text: str, *, thinking: bool = False, **asked: Any) -> bool:
     """Whether the grammar of a request takes this answer, to its end."""
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -155,7 +155,7 @@ def takes(format: Format, text: str, *, thinking: bool = False, **asked: Any) ->
 
 STRICT: Any = [{"type": "function", "function": {"name": "move", "parameters": POINT, "strict": True}}]
 MUST, ONE = {"tool_choice": "required"}, {"parallel_tool_calls": False}
-ANSWERS: list[tuple[Format, dict[str, Any], str, bool]] = [
+ANSWERS: list[tuple[AnswerFormat, dict[str, Any], str, bool]] = [
     (PLAIN, MUST, CALL, True),
     (PLAIN, MUST, f"\n{CALL}\n{CALL}", True),
     (PLAIN, MUST | ONE, f"{CALL}\n{CALL}", False),
@@ -289,4 +289,4 @@ def test_a_template_whose_calls_nobody_knows_has_none() -> None:
     for choice in ("auto", "required", named("move")):
         r = ChatRequest.model_validate({"messages": STORY, "tools": TOOLS, "tool_choice": choice})
         with pytest.raises(Refusal, match="chat template has none that are understood"):
-            Offer.of(r, Format.of("{{ messages }}"))
+            Offer.of(r, AnswerFormat.of("{{ messages }}"))

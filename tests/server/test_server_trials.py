@@ -14,7 +14,7 @@ from thermocline.server.api import trials
 from thermocline.server.api.trials import Trials
 from thermocline.server.http.refusal import Refusal
 from thermocline.text import grammar_matcher
-from thermocline.text.confined import Confined, Ended
+from thermocline.text.confined_process import ConfinedProcess, ProcessEnded
 from thermocline.text.grammar import Grammar, Thought
 
 
@@ -155,15 +155,15 @@ def test_a_verdict_is_remembered_but_for_one_by_the_clock_or_a_kill(monkeypatch:
     """A bad grammar cost a second of a processor each time that it was sent."""
     monkeypatch.setattr(grammar_matcher, "_verdicts", grammar_matcher._Verdicts())
     begun: list[str] = []
-    real = grammar_matcher.Confined.ask
+    real = grammar_matcher.ConfinedProcess.ask
 
-    def counted(self: Confined, request: bytes, wait_s: float) -> bytes:
+    def counted(self: ConfinedProcess, request: bytes, wait_s: float) -> bytes:
         begun.append(request.decode())
         if b"killed" in request:
-            raise Ended("takes too long", killed=True)
+            raise ProcessEnded("takes too long", killed=True)
         return real(self, request, wait_s)
 
-    monkeypatch.setattr(grammar_matcher.Confined, "ask", counted)
+    monkeypatch.setattr(grammar_matcher.ConfinedProcess, "ask", counted)
     for _ in range(3):
         grammar_matcher.check(Grammar.json_object())
         grammar_matcher.check(Grammar.regex("fine"))

@@ -19,21 +19,21 @@ from thermocline.engine.request import Chunk
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import IOFailure
 from thermocline.llm import LLM
-from thermocline.server.api.app import Server
+from thermocline.server.api.app import Api
 from thermocline.server.http import sse
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.process import worker
-from thermocline.server.process.engine_process import Work
-from thermocline.server.process.messages import Ended, Failed, Stop, Submit, Token
-from thermocline.server.process.worker import Worker
+from thermocline.server.process.engine_process import Jobs
+from thermocline.server.process.messages import Failed, Finished, Stop, Submit, Token
+from thermocline.server.process.worker import EngineWorker
 
 
 def token(job: int, text: str) -> Token:
     return Token(job, Chunk(text, 1))
 
 
-def ended(job: int) -> Ended:
-    return Ended(job, "stop", 1, FIGURES, prompt_logprobs=())
+def ended(job: int) -> Finished:
+    return Finished(job, "stop", 1, FIGURES, prompt_logprobs=())
 
 
 # ---- the engine's side
@@ -47,7 +47,7 @@ def working(*commands: Any) -> Iterator[Connection]:
         llm.load()
         for command in commands:
             here.send(command)
-        run = threading.Thread(target=Worker(there, llm).run)
+        run = threading.Thread(target=EngineWorker(there, llm).run)
         run.start()
         yield here
         here.send(Stop())
@@ -76,10 +76,10 @@ def test_tokens_of_quick_steps_go_together_and_an_end_waits_for_nothing(
     with working(asked(7, 12)) as here:
         for events in batches(here):
             found.append(events)
-            if any(isinstance(e, Ended) for e in events):
+            if any(isinstance(e, Finished) for e in events):
                 break
     assert len(found) == messages
-    assert [type(e) for events in found for e in events] == [Token] * 12 + [Ended]
+    assert [type(e) for events in found for e in events] == [Token] * 12 + [Finished]
 
 
 def test_an_end_is_told_at_once_beside_another_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_an_end_is_told_at_once_beside_another_answer(monkeypatch: pytest.Monkey
     ends: list[list[int]] = []
     with working(asked(7, 3), asked(8, 40)) as here:
         for events in batches(here):
-            ends.append([e.job for e in events if isinstance(e, Ended)])
+            ends.append([e.job for e in events if isinstance(e, Finished)])
             if [job for jobs in ends for job in jobs] == [7, 8]:
                 break
     assert ends == [[7], [8]]
@@ -105,7 +105,7 @@ def test_a_token_after_a_pause_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_has_come_is_taken_at_once_and_a_failure_after_what_came_before_it() -> None:
     async def run() -> None:
-        work = Work(ScriptedEngine(), [10, 11])
+        work = Jobs(ScriptedEngine(), [10, 11])
         work.put(token(10, "a"))
         work.put(token(11, "b"))
         work.put(ended(10))
@@ -120,7 +120,7 @@ def test_what_has_come_is_taken_at_once_and_a_failure_after_what_came_before_it(
         assert await work.next() == [(1, token(11, "d"))]
         with pytest.raises(IOFailure, match="on fire"):
             await work.next()
-        work = Work(ScriptedEngine(), [12])
+        work = Jobs(ScriptedEngine(), [12])
         work.put(ended(12))
         assert await work.next() == [(0, ended(12))]
         assert await work.next() is None
@@ -133,8 +133,8 @@ def streamed(shape: Any, play: Any, ping_s: float) -> list[bytes]:
 
     async def run() -> list[bytes]:
         engine = ScriptedEngine()
-        server = Server(engine, Limits(limit_ping_s=ping_s), print, defaults=SamplingParams(), keys=False)
-        work = Work(engine, [5])
+        server = Api(engine, ServerLimits(limit_ping_s=ping_s), print, defaults=SamplingParams(), keys=False)
+        work = Jobs(engine, [5])
         playing = asyncio.get_running_loop().create_task(play(work))
         pieces: AsyncIterator[bytes] = server._events(work, shape)
         found = [piece async for piece in pieces]
@@ -148,7 +148,7 @@ def streamed(shape: Any, play: Any, ping_s: float) -> list[bytes]:
 def test_a_stream_whose_tokens_say_nothing_is_kept_alive() -> None:
     """The text of a call is held back until it is whole: minutes, of a slow model."""
 
-    async def play(work: Work) -> None:
+    async def play(work: Jobs) -> None:
         for _ in range(30):
             work.put(token(5, ""))
             await asyncio.sleep(0.01)
@@ -162,7 +162,7 @@ def test_a_stream_whose_tokens_say_nothing_is_kept_alive() -> None:
 
 
 def test_events_that_come_together_are_one_piece() -> None:
-    async def play(work: Work) -> None:
+    async def play(work: Jobs) -> None:
         for text in "abc":
             work.put(token(5, text))
         work.put(ended(5))

@@ -16,17 +16,17 @@ from thermocline.errors import DeviceFailure
 from thermocline.ops.interface import FFNStats
 from thermocline.server.process import worker
 from thermocline.server.process.messages import (
-    Beat,
-    Ended,
+    Busy,
+    EngineError,
+    Finished,
     FromEngine,
-    Opened,
-    Pulse,
+    Heartbeat,
+    LogLine,
+    ModelOpened,
     Ready,
-    Refused,
     Stop,
     Submit,
     Token,
-    Told,
 )
 
 OPTIONS: dict[str, Any] = {"model": None, "threads": 1, "gpu": "off", "max_batch": 2}
@@ -66,7 +66,7 @@ def test_it_opens_loads_answers_and_stops() -> None:
     params = SamplingParams(temperature=0, max_tokens=3)
     found = said(Submit(7, [1, 5, 9], params), Submit(8, [10**9], params), Stop())
     kinds = [type(m) for m in found]
-    assert kinds.index(Opened) < kinds.index(Ready)
+    assert kinds.index(ModelOpened) < kinds.index(Ready)
     assert any("10" in m.message for m in found if getattr(m, "job", None) == 8), "a bad one is refused alone"
 
 
@@ -81,12 +81,12 @@ def test_a_job_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
         return step(self)
 
     monkeypatch.setattr(Engine, "step", counted)
-    monkeypatch.setattr(worker, "BEAT_S", 0.01)
+    monkeypatch.setattr(worker, "HEARTBEAT_S", 0.01)
     found = said(Submit(7, [1, 5, 9], SamplingParams(temperature=0, max_tokens=3)), exits=True)
     assert [m.chunk.token_id for m in found if isinstance(m, Token)] != []
-    (ended,) = (m for m in found if isinstance(m, Ended))
+    (ended,) = (m for m in found if isinstance(m, Finished))
     assert (ended.job, ended.finish_reason, ended.figures.tokens) == (7, "length", 3)
-    assert any(isinstance(m, Beat) and m.counts is not None and m.counts.slots == 2 for m in found)
+    assert any(isinstance(m, Heartbeat) and m.counts is not None and m.counts.slots == 2 for m in found)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_ends_it_is_said_in_a_line(error: Exception, line: str, monkeypatch
 
     monkeypatch.setattr(Engine, "step", failing)
     found = said(Submit(1, [1, 2], SamplingParams()), exits=True)
-    (told,) = (m.line for m in found if isinstance(m, Told))
+    (told,) = (m.line for m in found if isinstance(m, LogLine))
     assert told.startswith(line) and "secret" not in told and "\n" not in told
 
 
@@ -110,11 +110,11 @@ def test_what_ends_it_is_said_in_a_line(error: Exception, line: str, monkeypatch
 def test_a_long_step_is_a_sign_of_life_while_it_gets_further(
     further: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pulsed, send = threading.Event(), worker.Worker._send
+    pulsed, send = threading.Event(), worker.EngineWorker._send
 
-    def sending(self: worker.Worker, message: FromEngine) -> None:
+    def sending(self: worker.EngineWorker, message: FromEngine) -> None:
         send(self, message)
-        if isinstance(message, Pulse):
+        if isinstance(message, Busy):
             pulsed.set()
 
     def long(self: Engine) -> bool:
@@ -126,13 +126,13 @@ def test_a_long_step_is_a_sign_of_life_while_it_gets_further(
         raise EOFError
 
     monkeypatch.setattr(Engine, "step", long)
-    monkeypatch.setattr(worker.Worker, "_send", sending)
+    monkeypatch.setattr(worker.EngineWorker, "_send", sending)
     monkeypatch.setattr(worker, "PULSE_S", 0.02)
     found = said(Submit(1, [1, 2], SamplingParams()), exits=True)
-    assert any(isinstance(m, Pulse) for m in found) == bool(further)
+    assert any(isinstance(m, Busy) for m in found) == bool(further)
 
 
 def test_what_cannot_be_opened_is_refused_with_its_kind() -> None:
     (refused,) = said(model="/nowhere/at/all")
-    assert isinstance(refused, Refused) and refused.error in ("BadFile", "IOFailure", "UsageError")
+    assert isinstance(refused, EngineError) and refused.error in ("BadFile", "IOFailure", "UsageError")
     assert "/nowhere/at/all" in refused.message

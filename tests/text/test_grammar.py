@@ -20,7 +20,7 @@ from test_tokenizer import KINDS, SPEC
 from thermocline import LLM, Completion, Grammar, SamplingParams, Unsupported, UsageError
 from thermocline.text import grammar_matcher
 from thermocline.text.grammar import MAX_BYTES, Calls, Thought
-from thermocline.text.grammar_matcher import Enforced, Grammars, check
+from thermocline.text.grammar_matcher import GrammarConstraint, Grammars, check
 from thermocline.text.tokenizer import Tokenizer
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -354,7 +354,7 @@ def test_a_grammar_travels_between_processes_and_compares_by_what_it_says() -> N
 def test_compiled_grammars_are_few_however_many_are_asked_for(tmp_path: Path) -> None:
     made = Grammars(Tokenizer(KINDS["byte_level"](tmp_path), SPEC))
     for i in range(grammar_matcher.KEPT + 20):
-        assert isinstance(made.constraint(Grammar.regex(f"a{{{i}}}"), checked=True), Enforced)
+        assert isinstance(made.constraint(Grammar.regex(f"a{{{i}}}"), checked=True), GrammarConstraint)
     assert len(made._compiled) == grammar_matcher.KEPT
 
 

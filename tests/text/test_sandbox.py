@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thermocline.errors import BadFile
-from thermocline.text.template_process import Sandbox
-from thermocline.text.template_worker import Environment, Text, own
+from thermocline.text.template_process import TemplateProcess
+from thermocline.text.template_worker import Environment, TracedText, own
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ESCAPES = [
@@ -80,7 +80,7 @@ BOMBS = [
 @pytest.mark.parametrize("source", ESCAPES + BOMBS, ids=lambda s: s[:40])
 def test_an_attack_is_refused_within_a_second_of_work(source: str) -> None:
     """Of processor time: how long that takes is a busy machine's affair."""
-    sandbox = Sandbox(source, "the template")
+    sandbox = TemplateProcess(source, "the template")
     before = os.times()
     with pytest.raises(BadFile, match="the template: not a usable chat template: "):
         sandbox.render(MESSAGES, {}, {})
@@ -90,7 +90,7 @@ def test_an_attack_is_refused_within_a_second_of_work(source: str) -> None:
 
 
 def test_the_next_conversation_is_served_after_a_bomb() -> None:
-    sandbox = Sandbox(
+    sandbox = TemplateProcess(
         "{% if messages[0].content == 'bomb' %}{{ (messages[0].content|length + 5)**(9**9) }}{% endif %}ok",
         "t",
     )
@@ -101,7 +101,7 @@ def test_the_next_conversation_is_served_after_a_bomb() -> None:
 
 
 def test_the_process_is_started_once_and_ends_with_the_sandbox() -> None:
-    sandbox = Sandbox("ok", "t")
+    sandbox = TemplateProcess("ok", "t")
     assert sandbox._confined._process is None, "started at the first use"
     sandbox.render(MESSAGES, {}, {})
     process = sandbox._confined._process
@@ -123,7 +123,7 @@ USES = {"map": "('upper')", "select": "('string')", "reject": "('string')", "sel
 
 def test_every_filter_of_the_language_works_where_nothing_can_be_opened() -> None:
     """jinja2 imports some of what it needs when that is first used, and codecs are imported like that, too."""
-    sandbox, works = Sandbox("", "t"), set[str]()
+    sandbox, works = TemplateProcess("", "t"), set[str]()
     for name in sorted(Environment().filters):
         for value in ("'a b'", "[1, 2]", "{'a': 1}", "messages", "1.5", "'%s'"):
             sandbox._source = f"{{{{ ({value} | {name}{USES.get(name, '')}) | string }}}}"
@@ -138,7 +138,7 @@ def test_every_filter_of_the_language_works_where_nothing_can_be_opened() -> Non
 
 
 def test_a_long_conversation_is_no_bomb() -> None:
-    sandbox = Sandbox("{% for m in messages %}{{ m.content | trim }}{% endfor %}", "t")
+    sandbox = TemplateProcess("{% for m in messages %}{{ m.content | trim }}{% endfor %}", "t")
     long = "word " * 400_000
     assert sandbox.render([{"role": "user", "content": long}], {}, {})[0] == long.strip()
     sandbox.close()
@@ -152,7 +152,7 @@ CHARS = st.text("aA b\n\tß", max_size=12)
 @given(a=CHARS, b=CHARS, c=st.text("aA b", min_size=1, max_size=2), n=st.integers(-3, 8))
 def test_text_is_a_str_that_remembers(a: str, b: str, c: str, n: int) -> None:
     """Own text is given capital letters here in thought: mark which characters of a + b are b's."""
-    text = Text(a) + own(b)
+    text = TracedText(a) + own(b)
     for name, args in {
         "strip": (), "lstrip": (c,), "rstrip": (c,), "split": (c, n), "rsplit": (c, n), "splitlines": (True,),
         "partition": (c,), "rpartition": (c,), "replace": (c, "xx", n), "upper": (), "title": (),
@@ -161,7 +161,7 @@ def test_text_is_a_str_that_remembers(a: str, b: str, c: str, n: int) -> None:
         got, plain = getattr(text, name)(*args), getattr(a + b, name)(*args)
         assert got == plain, name
         for part in [got] if isinstance(got, str) else got:
-            assert not isinstance(part, Text) or len(part._mask) == len(part), name
+            assert not isinstance(part, TracedText) or len(part._mask) == len(part), name
     assert list(map(str, text)) == list(a + b)
 
 

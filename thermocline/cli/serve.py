@@ -14,7 +14,7 @@ from thermocline.cli.console import Progress, emit, emit_json, note, unfailing
 from thermocline.cli.run import llm_options, sampling
 from thermocline.cli.serve_options import ServeOptions
 from thermocline.errors import Unsupported
-from thermocline.server.http.limits import Limits, described
+from thermocline.server.http.limits import ServerLimits, described
 
 if TYPE_CHECKING:
     from thermocline.server.http.listener import Listener
@@ -68,8 +68,8 @@ def listening(o: ServeOptions, has_keys: bool) -> Listener:
     return listen(o.host, o.port, has_keys=has_keys, insecure=o.insecure)
 
 
-def limits_of(o: ServeOptions) -> Limits:
-    return Limits(**{f.name: getattr(o, f.name) for f in dataclasses.fields(Limits)})
+def limits_of(o: ServeOptions) -> ServerLimits:
+    return ServerLimits(**{f.name: getattr(o, f.name) for f in dataclasses.fields(ServerLimits)})
 
 
 def print_limits(o: ServeOptions) -> int:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from thermocline.cli.generation_options import Generation
 from thermocline.cli.shared_options import json_output
 from thermocline.options import nonempty, opt, switch, whole
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 
 
 @dataclass(frozen=True)
-class ServeOptions(Limits, Generation):
+class ServeOptions(ServerLimits, Generation):
     """Serve a model over HTTP, as OpenAI's API, with a page to chat at."""
 
     host: str = opt("127.0.0.1", nonempty, "HOST", "Server", "Address to listen on.")

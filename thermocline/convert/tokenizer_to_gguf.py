@@ -16,7 +16,7 @@ from thermocline.convert.pretokenizers import PRE_TOKENIZERS
 from thermocline.convert.tokenizer_json import WORDS, Kind
 from thermocline.convert.tokenizers import WHOLE, from_gguf
 from thermocline.errors import BadFile, Unsupported
-from thermocline.text.tokenizer_process import Library
+from thermocline.text.tokenizer_process import TokenizerProcess
 
 Json = dict[str, Any]
 
@@ -29,7 +29,7 @@ def to_gguf(path: Path, bos: int | None, eos: int | None, vocab_size: int) -> Js
     llama.cpp wants as many tokens as the model has: those that the tokenizer lacks are unused ones.
     A tokenizer that the keys cannot say is kept whole under a key that llama.cpp and PowerInfer do not read.
     """
-    library = Library(path)
+    library = TokenizerProcess(path)
     original: Json = json.loads(library.canonical())
     library.close()
     keys = {f"tokenizer.ggml.{k}": v for k, v in _keys(original, bos, eos).items()}

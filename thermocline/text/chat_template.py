@@ -16,7 +16,7 @@ from typing import Any
 
 from thermocline.errors import BadFile, UsageError
 from thermocline.files.bounded import parse_json, quoted, read_small
-from thermocline.text.template_process import ANSWERS, OWN, SPOKEN, Sandbox, Span
+from thermocline.text.template_process import ANSWERS, OWN, SPOKEN, Span, TemplateProcess
 from thermocline.text.tokenizer import Tokenizer
 from thermocline.text.tokenizer_parts import MARKER
 from thermocline.text.tokenizer_process import Added
@@ -52,7 +52,7 @@ class ChatTemplate:
             )
         self.source = source
         self._tokens = _special_tokens(config, directory / CONFIG_FILE)
-        self._sandbox = Sandbox(source, name)
+        self._process = TemplateProcess(source, name)
         self._encoder = GuardedEncoder(tokenizer, source)
         self._stop_ids: tuple[int, ...] | None = None
 
@@ -70,7 +70,7 @@ class ChatTemplate:
         if not messages:
             raise UsageError("a conversation needs at least one message")
         variables["add_generation_prompt"] = add_generation_prompt
-        return self._sandbox.render([_plain(m) for m in messages], self._tokens, variables)
+        return self._process.render([_plain(m) for m in messages], self._tokens, variables)
 
     def encode(
         self,
@@ -121,7 +121,7 @@ class ChatTemplate:
         return () if token is None else (token,)
 
     def close(self) -> None:
-        self._sandbox.close()
+        self._process.close()
 
 
 def _plain(message: Message) -> dict[str, Any]:

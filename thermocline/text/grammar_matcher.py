@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import Unsupported, UsageError
-from thermocline.text.confined import Confined, Ended, paths_of
+from thermocline.text.confined_process import ConfinedProcess, ProcessEnded, paths_of
 from thermocline.text.grammar import KINDS, Grammar
 from thermocline.text.tokenizer import Tokenizer
 
@@ -38,12 +38,12 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: GrammarVocabulary | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def constraint(
         self, grammar: Grammar, stop_ids: Sequence[int] = (), *, checked: bool = False
-    ) -> Enforced:
+    ) -> GrammarConstraint:
         """For one answer, which the tokenizer's eos and `stop_ids` end. UsageError: it cannot be enforced.
 
         `checked`: `check` has passed it, here or in another process of this program.
@@ -52,17 +52,17 @@ class Grammars:
             check(grammar)
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._tokenizer)
+                self._vocabulary = GrammarVocabulary(self._tokenizer)
             matcher = self._compiled.pop(grammar, None) or _compiled(self._vocabulary, grammar)
             self._compiled[grammar] = matcher
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             ends = (*self._tokenizer.eos_ids, *stop_ids)
             named = grammar.kind == "answer"  # by us, and only a template's marks
-            return Enforced(matcher.deep_copy(), self._vocabulary, ends, controls=named)
+            return GrammarConstraint(matcher.deep_copy(), self._vocabulary, ends, controls=named)
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """A tokenizer as the library sees it: the bytes of each token that writes text, and one that ends it.
 
     Control tokens have no bytes there: none is text, and no client's grammar can name one (`controls`: a
@@ -94,11 +94,11 @@ class Vocabulary:
         return list(self.there.greedy_tokenize(text))
 
 
-class Enforced:
+class GrammarConstraint:
     """A `Constraint`: one answer's place in its grammar."""
 
     def __init__(
-        self, matcher: LLMatcher, vocabulary: Vocabulary, ends: Sequence[int], *, controls: bool
+        self, matcher: LLMatcher, vocabulary: GrammarVocabulary, ends: Sequence[int], *, controls: bool
     ) -> None:
         """`controls`: the grammar may name them."""
         self._matcher, self._vocabulary, self._ends = matcher, vocabulary, list(ends)
@@ -182,10 +182,10 @@ def _is_ours(grammar: Grammar) -> bool:
 
 def _tried(grammar: Grammar, path: list[str]) -> str:
     """Say what is wrong with it; a verdict that the next trial might not repeat is not remembered."""
-    process = Confined(WORKER, path)
+    process = ConfinedProcess(WORKER, path)
     try:
         why = _line(process.ask(f"{grammar.kind}\n{grammar.text}".encode(), WAIT_S).decode(errors="replace"))
-    except Ended as e:
+    except ProcessEnded as e:
         why = f"it {e}"
         if e.killed:  # the grammar may be blameless
             return why
@@ -195,7 +195,7 @@ def _tried(grammar: Grammar, path: list[str]) -> str:
     return why
 
 
-def _compiled(vocabulary: Vocabulary, grammar: Grammar) -> LLMatcher:
+def _compiled(vocabulary: GrammarVocabulary, grammar: Grammar) -> LLMatcher:
     from llguidance import LLMatcher
 
     from thermocline.text.grammar_worker import limits, source

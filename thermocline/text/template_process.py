@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from thermocline.errors import BadFile, Unsupported, UsageError
-from thermocline.text.confined import Confined, Ended, paths_of
+from thermocline.text.confined_process import ConfinedProcess, ProcessEnded, paths_of
 
 WORKER = "thermocline.text.template_worker"
 
@@ -19,14 +19,14 @@ Span = tuple[
 ]  # start, stop, who: OWN is the template, SPOKEN + i % ANSWERS the answer messages[i]
 
 
-class Sandbox:
+class TemplateProcess:
     """Renders one template. Safe to use from several threads."""
 
     def __init__(self, source: str, name: str) -> None:
         """`name` is where the template comes from, for messages."""
         self._source, self._name = source, name
         try:
-            self._confined = Confined(WORKER, paths_of("jinja2", "markupsafe"))
+            self._confined = ConfinedProcess(WORKER, paths_of("jinja2", "markupsafe"))
         except LookupError as e:
             raise Unsupported(f"chat templates need {e}; install it with `pip install {e}`") from None
 
@@ -37,7 +37,7 @@ class Sandbox:
         ask = {"template": self._source, "messages": messages, "tokens": tokens, "variables": variables}
         try:
             reply = json.loads(self._confined.ask(json.dumps(ask).encode()))
-        except Ended as e:
+        except ProcessEnded as e:
             reply = {"error": "bad", "why": f"it {e}"}
         if "error" not in reply:
             return reply["text"], [(start, stop, who) for start, stop, who in reply["spans"]]

@@ -55,7 +55,7 @@ ANSWERS = 256 - SPOKEN  # told apart; the next has the first's mark again
 # ---- text that knows its origin
 
 
-class Text(str):
+class TracedText(str):
     """A string with a byte per character: who wrote it, FOREIGN, OWN, or SPOKEN and more for an answer's.
 
     What is not defined here gives a plain str, which counts as foreign throughout: a control token may be
@@ -65,53 +65,53 @@ class Text(str):
     __slots__ = ("_mask",)
     _mask: bytes
 
-    def __new__(cls, text: str = "", mask: bytes | None = None) -> Text:
+    def __new__(cls, text: str = "", mask: bytes | None = None) -> TracedText:
         self = super().__new__(cls, text)
         self._mask = _mask_of(text) if mask is None else mask
         return self
 
-    def __str__(self) -> Text:
+    def __str__(self) -> TracedText:
         return self
 
-    def __getitem__(self, key: SupportsIndex | slice) -> Text:
+    def __getitem__(self, key: SupportsIndex | slice) -> TracedText:
         if isinstance(key, slice):
             at = key
         else:
             i = index(key)  # a TypeError for a name, which jinja2 takes for "undefined"
             at = slice(i, i + 1 or None)
-        return Text(super().__getitem__(key), self._mask[at])
+        return TracedText(super().__getitem__(key), self._mask[at])
 
-    def __iter__(self) -> Iterator[Text]:
+    def __iter__(self) -> Iterator[TracedText]:
         return (self[i] for i in range(len(self)))
 
-    def __add__(self, other: str) -> Text:
-        return Text(super().__add__(other), self._mask + _mask_of(other))
+    def __add__(self, other: str) -> TracedText:
+        return TracedText(super().__add__(other), self._mask + _mask_of(other))
 
-    def __radd__(self, other: str) -> Text:
-        return Text(str.__add__(other, self), _mask_of(other) + self._mask)
+    def __radd__(self, other: str) -> TracedText:
+        return TracedText(str.__add__(other, self), _mask_of(other) + self._mask)
 
-    def __mul__(self, n: SupportsIndex) -> Text:
-        return Text(super().__mul__(n), self._mask * int(n))
+    def __mul__(self, n: SupportsIndex) -> TracedText:
+        return TracedText(super().__mul__(n), self._mask * int(n))
 
     __rmul__ = __mul__
 
-    def join(self, parts: Iterable[str]) -> Text:
+    def join(self, parts: Iterable[str]) -> TracedText:
         parts = list(parts)
-        return Text(super().join(parts), self._mask.join(map(_mask_of, parts)))
+        return TracedText(super().join(parts), self._mask.join(map(_mask_of, parts)))
 
-    def strip(self, chars: str | None = None) -> Text:
+    def strip(self, chars: str | None = None) -> TracedText:
         return self.lstrip(chars).rstrip(chars)
 
-    def lstrip(self, chars: str | None = None) -> Text:
+    def lstrip(self, chars: str | None = None) -> TracedText:
         return self[len(self) - len(super().lstrip(chars)) :]
 
-    def rstrip(self, chars: str | None = None) -> Text:
+    def rstrip(self, chars: str | None = None) -> TracedText:
         return self[: len(super().rstrip(chars))]
 
-    def removeprefix(self, prefix: str) -> Text:
+    def removeprefix(self, prefix: str) -> TracedText:
         return self[len(prefix) :] if self.startswith(prefix) else self
 
-    def removesuffix(self, suffix: str) -> Text:
+    def removesuffix(self, suffix: str) -> TracedText:
         return self[: len(self) - len(suffix)] if suffix and self.endswith(suffix) else self
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
@@ -134,7 +134,7 @@ class Text(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
         if not old:
             return super().replace(old, new, count)
-        return Text(new).join(self.split(old, count))
+        return TracedText(new).join(self.split(old, count))
 
     def upper(self) -> str:
         return self._recased(super().upper())
@@ -149,7 +149,7 @@ class Text(str):
         return self._recased(super().capitalize())
 
     def _recased(self, text: str) -> str:
-        return Text(text, self._mask) if len(text) == len(self) else text
+        return TracedText(text, self._mask) if len(text) == len(self) else text
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
         """`parts`, found again in order; between them is `sep`, or (None) only what no part begins with."""
@@ -163,17 +163,17 @@ class Text(str):
 
 
 def _mask_of(text: str) -> bytes:
-    return text._mask if isinstance(text, Text) else bytes(len(text))
+    return text._mask if isinstance(text, TracedText) else bytes(len(text))
 
 
-def own(text: str) -> Text:
-    return Text(text, bytes([OWN]) * len(text))
+def own(text: str) -> TracedText:
+    return TracedText(text, bytes([OWN]) * len(text))
 
 
 def spoken(value: Any, mark: int) -> Any:
     """All texts in an answer of the model's."""
     if isinstance(value, str):
-        return Text(value, bytes([mark]) * len(value))
+        return TracedText(value, bytes([mark]) * len(value))
     if isinstance(value, dict):
         return {k: spoken(v, mark) for k, v in value.items()}
     return [spoken(v, mark) for v in value] if isinstance(value, list) else value
@@ -203,7 +203,7 @@ class Origins(CodeGenerator):
         return f"environment.own({''.join(group)!r})"
 
 
-class Generation(Extension):
+class GenerationBlock(Extension):
     """`{% generation %}`: marks the answers for training; here its body is all there is to it."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's interface
@@ -217,7 +217,7 @@ class Generation(Extension):
         return caller()
 
 
-class Refused(TemplateError):
+class RaisedByTemplate(TemplateError):
     """The template called raise_exception."""
 
 
@@ -227,7 +227,7 @@ class Environment(ImmutableSandboxedEnvironment):
     concat = staticmethod(own("").join)
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
         del self.globals["lipsum"]  # a way to Python in every list of them, and of no use here
         self.globals |= {"dict": _dict, "raise_exception": _raise, "strftime_now": _strftime_now}
         self.filters |= {"tojson": _tojson, "safe": lambda text: text, "join": _join}
@@ -242,7 +242,7 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 
 def _raise(message: str) -> None:
-    raise Refused(str(message))
+    raise RaisedByTemplate(str(message))
 
 
 def _strftime_now(form: str) -> str:
@@ -262,7 +262,7 @@ def _tojson(
 
 @pass_eval_context
 def _join(context: Any, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    joined: str = do_join(context, value, Text(d), attribute)
+    joined: str = do_join(context, value, TracedText(d), attribute)
     return joined
 
 
@@ -297,7 +297,7 @@ def answer(compiled: Callable[[str], Template], line: bytes) -> Reply:
     try:
         ask = json.loads(line)
         return render(compiled(ask["template"]), ask, OUTPUT_CHARS + 2 * len(line))
-    except Refused as e:
+    except RaisedByTemplate as e:
         return {"error": "refused", "why": e.message}
     except SecurityError as e:
         return {"error": "bad", "why": f"it does what no template may: {e}"}

@@ -15,7 +15,7 @@ from typing import Any
 
 from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.model.spec import ModelSpec
-from thermocline.text.tokenizer_process import Added, Library
+from thermocline.text.tokenizer_process import Added, TokenizerProcess
 
 FILE = "tokenizer.json"
 
@@ -26,7 +26,9 @@ class Tokenizer:
     def __init__(self, directory: Path | str, spec: ModelSpec | None = None) -> None:
         path = Path(directory) / FILE
         ends = () if spec is None else tuple(i for i in (spec.bos_id, *spec.eos_ids) if i is not None)
-        self._library = found = Library(path, ends)  # whatever the file calls them, these are no text
+        self._process = found = TokenizerProcess(
+            path, ends
+        )  # whatever the file calls them, these are no text
         highest = found.size - 1
         if spec is not None and highest >= spec.vocab_size:
             found.close()
@@ -42,7 +44,7 @@ class Tokenizer:
 
     @property
     def added(self) -> Sequence[Added]:
-        return self._library.added
+        return self._process.added
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """`add_special` adds what the model expects around a text, such as a beginning-of-text token.
@@ -56,18 +58,18 @@ class Tokenizer:
             raise UsageError(
                 f"the text is not valid Unicode: a lone surrogate at character {e.start}"
             ) from None
-        return self._library.encode(data, add_special=add_special, parse_special=parse_special)
+        return self._process.encode(data, add_special=add_special, parse_special=parse_special)
 
     def renamed(self, names: Mapping[str, str], filler: str) -> Callable[[bytes], list[int]]:
         """`encode` of a twin of this tokenizer, in which added tokens have other names.
 
         `filler`: ids that nothing has get names that begin with it.
         """
-        return partial(self._library.encode_as_twin, self._library.twin(names, filler))
+        return partial(self._process.encode_as_twin, self._process.twin(names, filler))
 
     def close(self) -> None:
         """End its process, until there is a text again."""
-        self._library.close()
+        self._process.close()
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens. Bytes that are no character become U+FFFD."""
@@ -79,7 +81,7 @@ class Tokenizer:
 
     def name(self, token: int) -> str:
         """As the vocabulary spells it, control tokens too; nothing for ids without a token."""
-        return self._library.name(token)
+        return self._process.name(token)
 
     def spelled(self, token: int) -> bytes:
         """What it adds to a text; its name, where that is nothing."""
@@ -91,7 +93,7 @@ class Tokenizer:
         A token spells its bytes, which normalising may have made of four times as many ("𝐀" becomes "A").
         None: one for whatever is unknown may stand for any text.
         """
-        about = self._library.about
+        about = self._process.about
         if about["unknown"] is not None and not about["byte_fallback"]:
             return None
         return 4 * max(len(self.spelled(i)) for i in range(self.vocab_size)) * tokens
@@ -102,7 +104,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """What `token` adds to a text (UTF-8); nothing for special tokens and ids without one."""
-        return b"" if token in self._special else self._bytes_of(self._library.name(token))
+        return b"" if token in self._special else self._bytes_of(self._process.name(token))
 
 
 class Detokenizer:

@@ -40,7 +40,7 @@ MOST_ID = 1 << 21
 MOST_CHARSMAP = 1 << 20  # characters of Precompiled's table; 320 thousand in the field
 
 
-class Refused(Exception):
+class UnusableTokenizer(Exception):
     """`unsupported`: it is no family's; else a part that families have, beyond its bounds."""
 
     def __init__(self, why: str, *, unsupported: bool = False) -> None:
@@ -52,18 +52,18 @@ def check(kind: str, state: Part | None) -> None:
     """Raise Refused where no family needs it. `kind`: one of PARTS; `state`: as tokenizer.json has it."""
     parts = [] if state is None else list(_flat(kind, state))
     if len(parts) > MOST_PARTS:
-        raise Refused(f"its {kind} has {len(parts)} steps (limit {MOST_PARTS})")
+        raise UnusableTokenizer(f"its {kind} has {len(parts)} steps (limit {MOST_PARTS})")
     growth = 1.0
     for part in parts:
         name = str(part.get("type"))
         if name not in PARTS[kind]:
-            raise Refused(f"its {kind} has a {name[:40]} step, which Thermocline does not know",
+            raise UnusableTokenizer(f"its {kind} has a {name[:40]} step, which Thermocline does not know",
                           unsupported=True)  # fmt: skip
         if why := _excess(part):
-            raise Refused(f"its {kind}'s {name} {why}")
+            raise UnusableTokenizer(f"its {kind}'s {name} {why}")
         growth *= _growth(part)
     if growth > MOST_GROWTH:
-        raise Refused(f"its {kind} makes a text {growth:.0f} times as long (limit {MOST_GROWTH})")
+        raise UnusableTokenizer(f"its {kind} makes a text {growth:.0f} times as long (limit {MOST_GROWTH})")
 
 
 def _flat(kind: str, state: Part) -> Iterator[Part]:
@@ -118,8 +118,8 @@ def check_tokens(vocabulary: dict[str, int]) -> int:
     """Return the highest id; raise Refused where a token is longer than any, or numbered beyond all."""
     longest = max(map(len, vocabulary), default=0)
     if longest > MOST_TOKEN:
-        raise Refused(f"has a token of {longest} characters (limit {MOST_TOKEN})")
+        raise UnusableTokenizer(f"has a token of {longest} characters (limit {MOST_TOKEN})")
     highest = max(vocabulary.values(), default=-1)
     if highest > MOST_ID:
-        raise Refused(f"has the token {highest} (limit {MOST_ID})")
+        raise UnusableTokenizer(f"has the token {highest} (limit {MOST_ID})")
     return highest

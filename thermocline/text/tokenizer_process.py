@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
-from thermocline.text.confined import WAIT_S, Ask, Confined, Ended, paths_of
+from thermocline.text.confined_process import WAIT_S, Ask, ConfinedProcess, ProcessEnded, paths_of
 
 WORKER = "thermocline.text.tokenizer_worker"
 WAIT_S_PER_BYTE = 2e-5
@@ -36,7 +36,7 @@ class Added:
     normalized: bool
 
 
-class Library:
+class TokenizerProcess:
     """One tokenizer.json's process. Safe to use from several threads."""
 
     def __init__(self, path: Path, ends: Sequence[int] = ()) -> None:
@@ -44,10 +44,10 @@ class Library:
         self._path, self._control_ids = path, array("I", ends).tobytes()
         self._facts = b""
         self._twins: list[bytes] = []
-        self._confined = Confined(WORKER, paths_of("tokenizers"), self._begin)
+        self._confined = ConfinedProcess(WORKER, paths_of("tokenizers"), self._begin)
         try:
             self._confined.start()
-        except Ended as e:
+        except ProcessEnded as e:
             raise BadFile(f"{path}: not a tokenizer: to read it {e}") from None
         (head,) = struct.unpack_from("=I", self._facts)
         self.about: dict[str, Any] = json.loads(self._facts[4 : 4 + head])
@@ -77,7 +77,7 @@ class Library:
     def _ask(self, request: bytes) -> bytes:
         try:
             return self._done(self._confined.ask(request, WAIT_S + WAIT_S_PER_BYTE * len(request)))
-        except Ended as e:
+        except ProcessEnded as e:
             raise BadFile(f"{self._path}: this text {e} to tokenise, for its patterns or pieces") from None
 
     def name(self, token: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from thermocline.text.confinement import Bounds, serve
-from thermocline.text.tokenizer_parts import CONTROL, MARKER, PARTS, Refused, check, check_tokens
+from thermocline.text.tokenizer_parts import CONTROL, MARKER, PARTS, UnusableTokenizer, check, check_tokens
 
 # Measured with 262,144 tokens and with GPT-NeoX's: 0.03 us and 22 bytes for a byte of the file, 0.6 us and
 # 210 bytes for one of a text. Each with a margin: for slow machines, and for what normalising makes longer.
@@ -143,7 +143,7 @@ def _library(data: bytes) -> Any:
     try:
         tok = Tokenizer.from_buffer(data)
     except ValueError as e:
-        raise Refused(f"not a tokenizer: {e}") from None
+        raise UnusableTokenizer(f"not a tokenizer: {e}") from None
     tok.no_truncation()  # some files ask for prompts to be cut or filled up; that would be done in silence
     tok.no_padding()
     check("model", {"type": type(tok.model).__name__})
@@ -160,14 +160,16 @@ def _gaps(tok: Any) -> int:
     ids = tok.get_vocab(with_added_tokens=False).values()
     gaps: int = max(ids, default=-1) + 1 - len(ids)
     if gaps > MAX_GAPS:
-        raise Refused(f"its {len(ids)} tokens leave out {gaps} ids up to {max(ids)}; the most is {MAX_GAPS}")
+        raise UnusableTokenizer(
+            f"its {len(ids)} tokens leave out {gaps} ids up to {max(ids)}; the most is {MAX_GAPS}"
+        )
     return gaps
 
 
 # ---- requests
 
 
-class Worker:
+class TokenizerWorker:
     def __init__(self) -> None:
         self._loaded: Loaded | None = None
         self._memory = MEMORY_BYTES
@@ -181,7 +183,7 @@ class Worker:
     def answer(self, request: bytes) -> bytes:
         try:
             return b"+" + self._answer(request[:1], request[1:])
-        except Refused as e:
+        except UnusableTokenizer as e:
             return _no("Unsupported" if e.unsupported else "BadFile", str(e))
         except Unwritable as e:
             return _no("UsageError", str(e))
@@ -221,5 +223,5 @@ def _no(error: str, why: str) -> bytes:
 
 
 def main() -> None:
-    worker = Worker()
+    worker = TokenizerWorker()
     serve(worker.answer, worker.bounds, most_bytes=MOST_MEMORY_BYTES)

@@ -16,25 +16,25 @@ from starlette.routing import Route
 from thermocline.engine.live_activity import Activity
 from thermocline.server.http import sse
 from thermocline.server.http.refusal import Refusal
-from thermocline.server.process.onlookers import Onlookers, Reports
+from thermocline.server.process.subscribers import Reports, Subscribers
 
 
-def routes(onlookers: Onlookers, ping_s: float, most: int) -> list[Route]:
+def routes(subscribers: Subscribers, ping_s: float, most: int) -> list[Route]:
     """At most `most` look on at once: each holds a connection for as long as it likes."""
 
     async def answer(request: Request) -> Response:
-        if len(onlookers) >= most:
+        if len(subscribers) >= most:
             raise Refusal(503, "too many look on already; try again")
-        return Look(onlookers, ping_s)
+        return ActivityStream(subscribers, ping_s)
 
     return [Route("/activity", answer, methods=["GET"])]
 
 
-class Look(StreamingResponse):
+class ActivityStream(StreamingResponse):
     """One onlooker, from the request on: also where it leaves before its first event was asked for."""
 
-    def __init__(self, onlookers: Onlookers, ping_s: float) -> None:
-        self._onlookers, self._queue = onlookers, onlookers.add()
+    def __init__(self, subscribers: Subscribers, ping_s: float) -> None:
+        self._onlookers, self._queue = subscribers, subscribers.add()
         super().__init__(events(self._queue, ping_s), media_type="text/event-stream")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from thermocline import __version__
 from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import TokenLogprobs
-from thermocline.server.api.parts import MARKS, Call, Parts, Piece
-from thermocline.server.process.messages import Ended, Token
+from thermocline.server.api.answer_parser import MARKS, AnswerParser, Call, Piece
+from thermocline.server.process.messages import Finished, Token
 from thermocline.text.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class Head:
         }  # fmt: skip
 
 
-def usage(ended: Sequence[Ended], n: int) -> dict[str, Any]:
+def usage(ended: Sequence[Finished], n: int) -> dict[str, Any]:
     """Of all answers, n of them to each prompt."""
     figures = [e.figures for e in ended]
     prompt = sum(f.prompt_tokens for f in figures[::n])
@@ -116,7 +116,7 @@ def text_logprobs(
 # ---- a kind of request each
 
 
-class Shape:
+class Answer:
     """The objects that answer one request, `count` choices of which grow side by side."""
 
     kind, streamed = "", ""
@@ -124,7 +124,7 @@ class Shape:
     def __init__(self, model: str, tokenizer: Tokenizer, request: Any, count: int) -> None:
         self.tokenizer, self.request, self.count = tokenizer, request, count
         self.head = Head.of(self.kind, secrets.token_hex(12), model)
-        self._ended: dict[int, Ended] = {}
+        self._ended: dict[int, Finished] = {}
 
     @property
     def include_usage(self) -> bool:
@@ -134,7 +134,7 @@ class Shape:
     def begin(self) -> list[dict[str, Any]]:
         return []
 
-    def take(self, i: int, event: Token | Ended) -> list[dict[str, Any]]:
+    def take(self, i: int, event: Token | Finished) -> list[dict[str, Any]]:
         """An event of choice i -> what is sent of it."""
         return self.add(i, event.chunk) if isinstance(event, Token) else self.end(i, event)
 
@@ -142,10 +142,10 @@ class Shape:
         """One token -> what is sent of it."""
         raise NotImplementedError
 
-    def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
+    def end(self, i: int, ended: Finished) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def choice(self, i: int, ended: Ended) -> dict[str, Any]:
+    def choice(self, i: int, ended: Finished) -> dict[str, Any]:
         """The whole of one."""
         raise NotImplementedError
 
@@ -165,10 +165,10 @@ class Shape:
         return self.head.object(self.streamed.removesuffix(".chunk"), choices) | more
 
 
-class Said:
+class GrowingMessage:
     """One answer of a conversation, as it grows."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: AnswerParser) -> None:
         self.parts = parts
         self.texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         self.calls: list[dict[str, Any]] = []
@@ -188,7 +188,7 @@ class Said:
                 found.append({kind: text})
         return found
 
-    def reason(self, ended: Ended) -> str:
+    def reason(self, ended: Finished) -> str:
         return "tool_calls" if self.parts.called and ended.finish_reason == "stop" else ended.finish_reason
 
     @property
@@ -203,12 +203,14 @@ class Said:
         return made
 
 
-class Chat(Shape):
+class ChatAnswer(Answer):
     kind, streamed = "chatcmpl", "chat.completion.chunk"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, request: Any, parts: Callable[[], Parts]) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, request: Any, parts: Callable[[], AnswerParser]
+    ) -> None:
         super().__init__(model, tokenizer, request, request.n or 1)
-        self._said = [Said(parts()) for _ in range(self.count)]
+        self._said = [GrowingMessage(parts()) for _ in range(self.count)]
 
     def begin(self) -> list[dict[str, Any]]:
         return [self._delta(i, {"role": "assistant", "content": ""}) for i in range(self.count)]
@@ -231,12 +233,12 @@ class Chat(Shape):
         made[0]["choices"][0]["logprobs"] = chat_logprobs(self.tokenizer, [chunk])
         return made
 
-    def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
+    def end(self, i: int, ended: Finished) -> list[dict[str, Any]]:
         self._ended[i], said = ended, self._said[i]
         made = [self._delta(i, d) for d in said.deltas(said.parts.flush())]
         return [*made, self._delta(i, {}, said.reason(ended)) | {"timings": timings(ended.figures)}]
 
-    def choice(self, i: int, ended: Ended) -> dict[str, Any]:
+    def choice(self, i: int, ended: Finished) -> dict[str, Any]:
         said, logprobs = self._said[i], None
         if self.request.logprobs:
             logprobs = chat_logprobs(self.tokenizer, said.logprobs)
@@ -244,7 +246,7 @@ class Chat(Shape):
         return {"index": i, "message": said.message} | about
 
 
-class Text(Shape):
+class CompletionAnswer(Answer):
     kind, streamed = "cmpl", "text_completion"
 
     def __init__(
@@ -272,18 +274,18 @@ class Text(Shape):
             return []
         return [self.chunk(self._choice(i, chunk.text, None, known))]
 
-    def end(self, i: int, ended: Ended) -> list[dict[str, Any]]:
+    def end(self, i: int, ended: Finished) -> list[dict[str, Any]]:
         self._ended[i] = ended
         known = text_logprobs(self.tokenizer, self._scores(i, ended)) if ended.prompt_logprobs else None
         made = self.chunk(self._choice(i, "", ended.finish_reason, known))
         return [made | {"timings": timings(ended.figures)}]
 
-    def _scores(self, i: int, ended: Ended) -> list[tuple[int, TokenLogprobs | None]]:
+    def _scores(self, i: int, ended: Finished) -> list[tuple[int, TokenLogprobs | None]]:
         """Of the prompt's tokens; of the first nothing is known."""
         found: list[TokenLogprobs | None] = [None, *ended.prompt_logprobs]
         return list(zip(self._prompts[i], found, strict=True))
 
-    def choice(self, i: int, ended: Ended) -> dict[str, Any]:
+    def choice(self, i: int, ended: Finished) -> dict[str, Any]:
         known = None
         if self.request.logprobs is not None:
             tokens = self._scores(i, ended) if self.request.echo else []

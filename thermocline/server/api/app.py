@@ -24,21 +24,21 @@ from thermocline.engine.request import request_for
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import BadFile, ThermoclineError, UsageError
 from thermocline.server.api import activity, conversation, openapi, schema
-from thermocline.server.api.answers import Chat, Shape, Text
+from thermocline.server.api.answer_parser import AnswerParser
+from thermocline.server.api.answers import Answer, ChatAnswer, CompletionAnswer
 from thermocline.server.api.errors import of_engine, of_validation
 from thermocline.server.api.metrics import Metrics
-from thermocline.server.api.model import Model
-from thermocline.server.api.parts import Parts
+from thermocline.server.api.model import ServedModel
 from thermocline.server.api.rendered import json_bytes, pieces, rendered
 from thermocline.server.api.tools import Offer, answer_grammar
 from thermocline.server.api.trials import Trials
 from thermocline.server.http import sse
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import Posted, posted
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.page import assets
-from thermocline.server.process.engine_process import EngineProcess, Work
-from thermocline.server.process.messages import Ended, Token
+from thermocline.server.process.engine_process import EngineProcess, Jobs
+from thermocline.server.process.messages import Finished, Token
 from thermocline.text.grammar import depth
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -47,13 +47,13 @@ _MOST_IGNORED = 100  # lines about fields that are left out: names are the clien
 _MOST_NAMED = 20  # in one of them
 
 
-class Server:
+class Api:
     """The application's state, on the event loop's thread; tokenising, which may take long, is on another."""
 
     def __init__(
         self,
         engine: EngineProcess,
-        limits: Limits,
+        limits: ServerLimits,
         note: Callable[[str], None],
         *,
         defaults: SamplingParams,
@@ -64,7 +64,7 @@ class Server:
         self.engine, self.limits, self._note = engine, limits, note
         self.metrics = Metrics(engine)
         engine.observe = self.metrics.observe
-        self.model: Model | None = None
+        self.model: ServedModel | None = None
         self.progress: tuple[str, int, int] | None = None
         self._said_ignored: set[str] = set()
         self._began = int(time.time())
@@ -91,7 +91,7 @@ class Server:
             self._said_ignored.add(line)
             self._note(line)
 
-    def ready_model(self, asked: str | None = None) -> Model:
+    def ready_model(self, asked: str | None = None) -> ServedModel:
         """Raises 503 until it can answer, 404 for another model than the one there is."""
         if self.model is None or not self.engine.ready:
             what = (
@@ -105,7 +105,7 @@ class Server:
             )  # fmt: skip
         return self.model
 
-    def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Work:
+    def submit(self, prompts: Sequence[tuple[list[int], SamplingParams]]) -> Jobs:
         """Raises 503 where too many wait: one HTTP request may ask for many answers."""
         model = self.model
         assert model is not None
@@ -137,7 +137,7 @@ class Server:
             return await asyncio.to_thread(what)
 
     def jobs(
-        self, model: Model, ids: list[int], params: SamplingParams, n: int
+        self, model: ServedModel, ids: list[int], params: SamplingParams, n: int
     ) -> list[tuple[list[int], SamplingParams]]:
         """n answers to a prompt, seeds one apart. Raises 400 before anything is queued."""
         if len(ids) > model.context:
@@ -164,7 +164,7 @@ class Server:
         given.done()
         return await self._answered(work, shape)
 
-    async def _chat(self, request: Request, given: Posted) -> tuple[Work, Shape]:
+    async def _chat(self, request: Request, given: Posted) -> tuple[Jobs, Answer]:
         r = await self.body(given, schema.ChatRequest, request.url.path)
         model = self.ready_model(r.model)
         self.check(r)
@@ -193,8 +193,8 @@ class Server:
         how = await given.apart(params)
         await self.enforceable(request, how, [*schema.grammar_fields(r), *["tools"] * offer.asked])
         work = self.submit(self.jobs(model, ids, how, r.n or 1))
-        parts = partial(Parts, model.format, tools=bool(offer.shown), thinking=thinking)
-        return work, Chat(model.name, model.tokenizer, schema.settings(r), parts)
+        parts = partial(AnswerParser, model.format, tools=bool(offer.shown), thinking=thinking)
+        return work, ChatAnswer(model.name, model.tokenizer, schema.settings(r), parts)
 
     # ---- /v1/completions
 
@@ -204,7 +204,7 @@ class Server:
         given.done()
         return await self._answered(work, shape)
 
-    async def _complete(self, request: Request, given: Posted) -> tuple[Work, Shape]:
+    async def _complete(self, request: Request, given: Posted) -> tuple[Jobs, Answer]:
         r = await self.body(given, schema.CompletionRequest, request.url.path)
         model = self.ready_model(r.model)
         prompts = _prompts(r.prompt)
@@ -227,13 +227,13 @@ class Server:
             ids = await self.apart(partial(encode, prompt)) if isinstance(prompt, str) else prompt
             jobs += self.jobs(model, ids, params, r.n or 1)
         each = [ids for ids, _ in jobs]
-        shape = partial(Text, model.name, model.tokenizer, schema.settings(r), each)
+        shape = partial(CompletionAnswer, model.name, model.tokenizer, schema.settings(r), each)
         made = await self.apart(shape) if r.echo else shape()
         return self.submit(jobs), made
 
     # ---- both
 
-    async def _answered(self, work: Work, shape: Shape) -> Response:
+    async def _answered(self, work: Jobs, shape: Answer) -> Response:
         if shape.request.stream:
             return Events(self._events(work, shape), work)
         try:  # the guard cancels this where nobody is there to read it any more
@@ -244,8 +244,8 @@ class Server:
         finally:
             work.close()
 
-    async def _events(self, work: Work, shape: Shape) -> AsyncIterator[bytes]:
-        """Server-sent events. A comment now and then while there is nothing to say."""
+    async def _events(self, work: Jobs, shape: Answer) -> AsyncIterator[bytes]:
+        """Api-sent events. A comment now and then while there is nothing to say."""
         loop = asyncio.get_running_loop()
         try:
             for opening in shape.begin():
@@ -253,7 +253,7 @@ class Server:
             spoke = loop.time()
             while (events := await work.next(self.limits.limit_ping_s)) is not None:
                 known = any(
-                    isinstance(e, Ended) and e.prompt_logprobs for _, e in events
+                    isinstance(e, Finished) and e.prompt_logprobs for _, e in events
                 )  # of a whole prompt
                 said = await asyncio.to_thread(_said, shape, events) if known else _said(shape, events)
                 now = loop.time()
@@ -275,7 +275,7 @@ class Server:
     async def one_model(self, request: Request) -> Response:
         return JSONResponse(self._about(self.ready_model(request.path_params["model"])))
 
-    def _about(self, model: Model) -> dict[str, Any]:
+    def _about(self, model: ServedModel) -> dict[str, Any]:
         return {
             "id": model.name, "object": "model", "created": self._began, "owned_by": "thermocline",
             "meta": {"n_vocab": model.spec.vocab_size, "n_ctx": model.context,
@@ -359,7 +359,7 @@ class Server:
             Route("/metrics", self.scraped, methods=get),
             Route("/openapi.json", self.described, methods=get),
             Route("/docs", self.docs, methods=get),
-            *activity.routes(self.engine.onlookers, self.limits.limit_ping_s, self.limits.limit_onlookers),
+            *activity.routes(self.engine.subscribers, self.limits.limit_ping_s, self.limits.limit_onlookers),
             *assets.routes(),
         ]
 
@@ -367,7 +367,7 @@ class Server:
 class Events(StreamingResponse):
     """A stream whose work ends with it, also where it is given up before its first event was asked for."""
 
-    def __init__(self, events: AsyncIterator[bytes], work: Work) -> None:
+    def __init__(self, events: AsyncIterator[bytes], work: Jobs) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._work = work
@@ -382,20 +382,20 @@ class Events(StreamingResponse):
 # ---- parts
 
 
-def _validated(kind: type[Body], given: dict[str, Any], limits: Limits) -> tuple[Body, list[str]]:
+def _validated(kind: type[Body], given: dict[str, Any], limits: ServerLimits) -> tuple[Body, list[str]]:
     """(the request, names of what is left out: the first few)."""
     try:
         made = kind.model_validate(given, context=limits)
     except ValidationError as e:
         raise of_validation(e, given) from None
-    for name in sorted(schema.UNKEPT.keys() & given):
+    for name in sorted(schema.UNSUPPORTED.keys() & given):
         if given[name]:
-            raise Refusal(400, f"{name}: not taken here; {schema.UNKEPT[name]}", param=name)
+            raise Refusal(400, f"{name}: not taken here; {schema.UNSUPPORTED[name]}", param=name)
     known = _fields(kind)
     return made, sorted(islice((name[:64] for name in given if name not in known), _MOST_NAMED))
 
 
-def _said(shape: Shape, events: Sequence[tuple[int, Token | Ended]]) -> bytes:
+def _said(shape: Answer, events: Sequence[tuple[int, Token | Finished]]) -> bytes:
     return b"".join(sse.event(body) for event in events for body in shape.take(*event))
 
 
@@ -434,7 +434,7 @@ async def _wrong_method(request: Request, e: Any) -> Response:
     return made
 
 
-def application(server: Server, lifespan: Any = None) -> Starlette:
+def application(server: Api, lifespan: Any = None) -> Starlette:
     handlers: dict[Any, Any] = {
         Refusal: _refused,
         ThermoclineError: _engine_error,

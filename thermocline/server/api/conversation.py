@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thermocline.server.api import schema
-from thermocline.server.api.parts import THINK
+from thermocline.server.api.answer_parser import THINK
 from thermocline.server.api.tools import Offer
 from thermocline.server.http.body import check_json
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.refusal import Refusal
 from thermocline.text.tokenizer import Tokenizer
 
 
-def messages(given: Sequence[schema.Message], limits: Limits) -> list[dict[str, Any]]:
+def messages(given: Sequence[schema.Message], limits: ServerLimits) -> list[dict[str, Any]]:
     """As chat templates have them: texts, and arguments of calls as objects."""
     calls = (c.function.arguments.encode() for m in given for c in m.tool_calls or ())
     check_json(calls, limits, "messages: arguments of calls")
@@ -40,7 +40,7 @@ def texts(given: Sequence[schema.Message]) -> Iterator[str]:
         yield from (p.text or "" for p in m.content) if isinstance(m.content, list) else (m.content or "",)
 
 
-def _given(fields: schema.Request) -> dict[str, Any]:
+def _given(fields: schema.ApiObject) -> dict[str, Any]:
     """Without a copy of what is in them, as `model_dump` makes it."""
     return {name: value for name, value in fields if value is not None}
 

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from thermocline.engine.engine import Counts
 from thermocline.server.process.engine_process import EngineProcess
-from thermocline.server.process.messages import Ended, Event, Failed, Token
+from thermocline.server.process.messages import Event, Failed, Finished, Token
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -47,7 +47,7 @@ class Metrics:
                 self.tokens.inc()
             case Failed(error=error):
                 self.failed.labels(error).inc()
-            case Ended(figures=f):
+            case Finished(figures=f):
                 self.prompt_tokens.inc(f.prompt_tokens)
                 self.cached_tokens.inc(f.cached_tokens)
                 if f.bytes_per_token is not None:
@@ -72,7 +72,7 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         m, e = self._metrics, self._metrics.engine
-        b = e.beat
+        b = e.heartbeat
         c = b.counts or Counts(0, e.slots, 0, 0, 0, 0, 0, 0, 0)
         waiting = max(0, e.active - c.running)
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from thermocline.errors import ThermoclineError
 from thermocline.model.spec import ModelSpec
 from thermocline.pack.pack import Pack
-from thermocline.server.api.parts import Format
+from thermocline.server.api.answer_parser import AnswerFormat
 from thermocline.server.http.refusal import Refusal
-from thermocline.server.process.messages import Opened
+from thermocline.server.process.messages import ModelOpened
 from thermocline.text.chat_template import ChatTemplate
 from thermocline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     name: str
     spec: ModelSpec
     context: int
@@ -24,11 +24,11 @@ class Model:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     why_no_template: str
-    format: Format
+    format: AnswerFormat
     most_bytes: int | None  # of a prompt that its context holds
 
     @staticmethod
-    def of(opened: Opened, name: str | None) -> Model:
+    def of(opened: ModelOpened, name: str | None) -> ServedModel:
         path = Path(opened.path)
         spec = Pack.open(path).spec
         tokenizer = Tokenizer(path, spec)
@@ -37,10 +37,12 @@ class Model:
             template = ChatTemplate(path, tokenizer, opened.template)
         except ThermoclineError as e:
             why = str(e)
-        format = Format.of("" if template is None else template.source)
+        format = AnswerFormat.of("" if template is None else template.source)
         about = path.name if name is None else name
         most = tokenizer.most_bytes(opened.context)
-        return Model(about, spec, opened.context, opened.max_batch, tokenizer, template, why, format, most)
+        return ServedModel(
+            about, spec, opened.context, opened.max_batch, tokenizer, template, why, format, most
+        )
 
     def close(self) -> None:
         """End the processes that render and tokenise."""

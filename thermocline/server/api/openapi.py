@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from thermocline import __version__
 from thermocline.server.api import schema
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 
 EVENTS = "text/event-stream"
 REF = "#/components/schemas/{model}"
@@ -69,7 +69,7 @@ STATUSES = {
 }  # fmt: skip
 
 
-def document(keys: bool, limits: Limits, vocabulary: int | None) -> dict[str, Any]:
+def document(keys: bool, limits: ServerLimits, vocabulary: int | None) -> dict[str, Any]:
     """OpenAPI 3.1. `keys`: one is needed. `vocabulary`: how many tokens there are, once a model is there."""
     models = [(o.request, "validation") for o in OPERATIONS if o.request is not None]
     _, definitions = models_json_schema(models, ref_template=REF)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def document(keys: bool, limits: Limits, vocabulary: int | None) -> dict[str, An
     }
 
 
-def _bound(kinds: dict[str, Any], limits: Limits, vocabulary: int | None) -> None:
+def _bound(kinds: dict[str, Any], limits: ServerLimits, vocabulary: int | None) -> None:
     """What a server was started with; a keyword says nothing of values of other types, such as null."""
     if vocabulary is not None:
         kinds["Id"]["maximum"] = vocabulary - 1

@@ -24,10 +24,9 @@ from typing_extensions import TypeAliasType
 
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.text.grammar import Grammar
 
-Text = Annotated[str, Field(max_length=256)]
 Id = TypeAliasType("Id", Annotated[int, Field(ge=0, le=2**31 - 1)])  # a name: its bound depends on the model
 SINGLE = 2**31 - 1
 Asked = TypeVar("Asked", bound="Sampling")
@@ -35,7 +34,7 @@ COMPLETION_TOKENS = 16  # of /v1/completions where a client says nothing, as Ope
 
 
 @dataclass(frozen=True)
-class Most:
+class AtMost:
     """Bound a list or object by one of the server's limits, and end a list at its first error.
 
     Without that, 1.3 MB of nulls made 780,001 errors in 770 MiB, to report one. The items are not looked at
@@ -53,7 +52,7 @@ class Most:
 
     def _bounded(self, given: Any, info: ValidationInfo) -> Any:
         if self.limit is not None and isinstance(given, list | dict):
-            most: int = getattr(info.context or Limits(), self.limit)
+            most: int = getattr(info.context or ServerLimits(), self.limit)
             if (n := self.count(given)) > most:
                 raise PydanticCustomError("too_many", "at most {most}, not {n}", {"most": most, "n": n})
         return given
@@ -65,31 +64,31 @@ def _form(given: Any) -> str:
 
 # A union's kinds are told apart first: pydantic's own way is to try all, and to collect each one's errors.
 Texts = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[str], Most("limit_stop"), Tag("list")],
+    Annotated[str, Tag("text")] | Annotated[list[str], AtMost("limit_stop"), Tag("list")],
     Discriminator(_form),
 ]
 
 
-class Request(BaseModel):
+class ApiObject(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class StreamOptions(Request):
+class StreamOptions(ApiObject):
     include_usage: bool = False
 
 
-class JsonSchema(Request):
+class JsonSchema(ApiObject):
     name: str = "schema"
     description: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema", default=True)
     strict: bool | None = None
 
 
-class AnyFormat(Request):
+class AnyFormat(ApiObject):
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(Request):
+class SchemaFormat(ApiObject):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -97,7 +96,7 @@ class SchemaFormat(Request):
 ResponseFormat = Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class Sampling(Request):
+class Sampling(ApiObject):
     """What both ways to generate take. null is as if the field were not there."""
 
     model: str | None = None
@@ -112,7 +111,7 @@ class Sampling(Request):
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     repeat_penalty: float | None = Field(None, gt=0, le=100)
     repeat_last_n: int | None = Field(None, ge=-1, le=SINGLE)
-    logit_bias: Annotated[dict[str, float], Most("limit_logit_bias")] | None = Field(
+    logit_bias: Annotated[dict[str, float], AtMost("limit_logit_bias")] | None = Field(
         None,
         description="token id -> added to its logit; -100 bans",
         json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}},
@@ -129,66 +128,66 @@ class Sampling(Request):
     user: str | None = None
 
 
-class TextPart(Request):
+class TextPart(ApiObject):
     # Parsed more widely than it says: `conversation._part` can then name the type that is not understood.
     model_config = ConfigDict(json_schema_extra={"required": ["type", "text"]})
     type: str = Field(json_schema_extra={"const": "text"})
     text: str | None = Field(None, json_schema_extra={"type": "string"})
 
 
-class FunctionCall(Request):
+class FunctionCall(ApiObject):
     name: str
     arguments: str
 
 
-class ToolCall(Request):
+class ToolCall(ApiObject):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Request):
+class Message(ApiObject):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
         Annotated[
-            Annotated[str, Tag("text")] | Annotated[list[TextPart], Most("limit_messages"), Tag("list")],
+            Annotated[str, Tag("text")] | Annotated[list[TextPart], AtMost("limit_messages"), Tag("list")],
             Discriminator(_form),
         ]
         | None
     ) = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Most("limit_messages")] | None = None
+    tool_calls: Annotated[list[ToolCall], AtMost("limit_messages")] | None = None
     tool_call_id: str | None = None
 
 
-class Function(Request):
+class Function(ApiObject):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Request):
+class Tool(ApiObject):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Request):
+class FunctionName(ApiObject):
     name: str
 
 
-class NamedTool(Request):
+class NamedTool(ApiObject):
     type: Literal["function"]
     function: FunctionName
 
 
-class Allowed(Request):
+class Allowed(ApiObject):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Most("limit_tools"), Field(min_length=1)]
+    tools: Annotated[list[NamedTool], AtMost("limit_tools"), Field(min_length=1)]
 
 
-class AllowedTools(Request):
+class AllowedTools(ApiObject):
     type: Literal["allowed_tools"]
     allowed_tools: Allowed
 
@@ -218,16 +217,16 @@ def _objects(messages: Any) -> int:
 
 
 class ChatRequest(Sampling):
-    messages: Annotated[list[Message], Most("limit_messages", _objects), Field(min_length=1)]
+    messages: Annotated[list[Message], AtMost("limit_messages", _objects), Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=-1, le=SINGLE)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-    tools: Annotated[list[Tool], Most("limit_tools")] | None = None
+    tools: Annotated[list[Tool], AtMost("limit_tools")] | None = None
     tool_choice: ToolChoice | None = Field(
         None, description='"none", "auto", "required", or {"type": "function", "function": {"name": ...}}'
     )
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most")
-    chat_template_kwargs: Annotated[dict[str, Any], Most("limit_template_variables")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AtMost("limit_template_variables")] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
 
 
@@ -244,12 +243,12 @@ def _any_of(schema: dict[str, Any]) -> None:
     schema["anyOf"] = schema.pop("oneOf")
 
 
-Ids = Annotated[list[Id], Most()]
+Ids = Annotated[list[Id], AtMost()]
 Prompt = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[str], Most("limit_choices"), Tag("texts")]
+    | Annotated[list[str], AtMost("limit_choices"), Tag("texts")]
     | Annotated[Ids, Tag("ids")]
-    | Annotated[list[Ids], Most("limit_choices"), Tag("lists")],
+    | Annotated[list[Ids], AtMost("limit_choices"), Tag("lists")],
     Discriminator(_prompts),
 ]
 
@@ -264,21 +263,21 @@ class CompletionRequest(Sampling):
     best_of: int | None = Field(None, ge=1, description="what n says")
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(ApiObject):
     content: str
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
 
 
-class DetokenizeRequest(Request):
-    tokens: Annotated[list[Id], Most("limit_detokenize")]
+class DetokenizeRequest(ApiObject):
+    tokens: Annotated[list[Id], AtMost("limit_detokenize")]
 
 
 # ---- what is not taken
 
 # Other servers' fields. Without them an answer would be a different one than was asked for, and nobody told.
-UNKEPT = {
+UNSUPPORTED = {
     "chat_template": "a template is the server's to choose (--template)",
     "documents": "put them into a message",
     "functions": "give tools",
@@ -297,7 +296,7 @@ UNKEPT = {
 # ---- what is bounded by the server's limits
 
 
-def excesses(r: Sampling, most: Limits, prompts: int) -> Iterator[tuple[str, str]]:
+def excesses(r: Sampling, most: ServerLimits, prompts: int) -> Iterator[tuple[str, str]]:
     """(field, what it may be) of those beyond a limit."""
     n, stops, biases = r.n or 1, _texts(r.stop) or (), r.logit_bias or {}
     if n > most.limit_n:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thermocline.server.api.parts import THINK, Format
+from thermocline.server.api.answer_parser import THINK, AnswerFormat
 from thermocline.server.api.schema import AllowedTools, ChatRequest, Function, NamedTool
 from thermocline.server.http.refusal import Refusal
 from thermocline.text.grammar import Grammar, Thought
@@ -27,7 +27,7 @@ class Offer:
     asked: bool = False  # for more than that it may call what it is shown: a grammar is needed
 
     @staticmethod
-    def of(r: ChatRequest, format: Format) -> Offer:
+    def of(r: ChatRequest, format: AnswerFormat) -> Offer:
         """Refusal where it cannot be kept."""
         choice, shown = r.tool_choice, [t.function for t in r.tools or ()]
         if choice == "none" or (not shown and choice in (None, "auto")):
@@ -54,7 +54,9 @@ class Offer:
         return Offer(shown, may, must, several, asked)
 
 
-def answer_grammar(offer: Offer, format: Format, thinking: bool, content: Grammar | None) -> Grammar | None:
+def answer_grammar(
+    offer: Offer, format: AnswerFormat, thinking: bool, content: Grammar | None
+) -> Grammar | None:
     """What an answer has to be; `content`: what its text has to be. `thinking`: the prompt ends in a thought.
 
     Thoughts stay free: what a model calls, or writes as JSON, is what it has thought out.

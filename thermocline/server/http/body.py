@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapp
 from dataclasses import dataclass
 from typing import Any
 
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.refusal import Gone, Refusal
 
 _OPEN_CLOSE = bytes.maketrans(b"{}", b"[]")
@@ -26,17 +26,17 @@ _PIECE = 64 << 10  # looked at in 0.2 ms, between which other threads get their 
 _VALUE_BYTES = 100  # of Python's memory, a short text or a pair of an object
 
 
-class Allowance:
+class MemoryBudget:
     """Bytes that the bodies of all requests in hand may have together."""
 
     def __init__(self, total: int) -> None:
         self.left = total
 
 
-class Share:
+class Reservation:
     """One request's part of an allowance: its body while it arrives, then what was read from it."""
 
-    def __init__(self, of: Allowance) -> None:
+    def __init__(self, of: MemoryBudget) -> None:
         self._of, self._taken = of, 0
 
     def set(self, n: int) -> None:
@@ -50,7 +50,7 @@ class Share:
 
 
 async def read_body(
-    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], limits: Limits, share: Share
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], limits: ServerLimits, share: Reservation
 ) -> bytearray:
     """Receive all of it. Refuse one that is too large (413), or too slow on the whole or on average (408)."""
     body, more = bytearray(), True
@@ -75,7 +75,7 @@ async def read_body(
 # ---- bytes -> a JSON object
 
 
-def parse_json(body: bytearray, limits: Limits) -> tuple[dict[str, Any], int]:
+def parse_json(body: bytearray, limits: ServerLimits) -> tuple[dict[str, Any], int]:
     """Read `body` as (an object, the bytes it takes in memory), and empty it as soon as it is text.
 
     Strictly: UTF-8, no half surrogate pairs, no NaN, infinities or numbers beyond floats, no key twice.
@@ -101,7 +101,7 @@ def parse_json(body: bytearray, limits: Limits) -> tuple[dict[str, Any], int]:
     return value, scan.memory
 
 
-def check_json(texts: Iterable[bytes], limits: Limits, what: str) -> None:
+def check_json(texts: Iterable[bytes], limits: ServerLimits, what: str) -> None:
     """Refuse what is nested too deep, or has too many values together, before anything is made of it."""
     scan = Scan(limits, what)
     for text in texts:
@@ -115,7 +115,7 @@ class Scan:
     took one call of `re.sub` 2.4 s and 755 MiB, and every other thread waited for it.
     """
 
-    def __init__(self, limits: Limits, what: str) -> None:
+    def __init__(self, limits: ServerLimits, what: str) -> None:
         self._limits, self._what = limits, what
         self._values = 0
         self._text, self._made = _Characters(), _Characters()  # as they came, as values have them

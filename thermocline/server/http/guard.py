@@ -22,8 +22,8 @@ from http import HTTPStatus
 from typing import Any
 
 from thermocline.errors import place_of
-from thermocline.server.http.body import Allowance, Share
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.body import MemoryBudget, Reservation
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import BODY, Posted
 from thermocline.server.http.refusal import SECURITY_HEADERS, Gone, Refusal
 
@@ -94,7 +94,7 @@ class Access:
 # ---- what the request's head has to satisfy: each check returns, or raises a Refusal
 
 
-def check_size(scope: Scope, limits: Limits) -> Headers:
+def check_size(scope: Scope, limits: ServerLimits) -> Headers:
     """The headers as a dictionary. Those that decide something may be there once."""
     pairs: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(n) + len(v) + 4 for n, v in pairs)
@@ -169,7 +169,7 @@ def check_method(scope: Scope, methods: Methods) -> None:
         raise Refusal(405, "no such method here", headers={"allow": ", ".join(sorted(allowed))})
 
 
-def check_content(scope: Scope, headers: Headers, limits: Limits) -> None:
+def check_content(scope: Scope, headers: Headers, limits: ServerLimits) -> None:
     """JSON is all that is taken, and only by POST: a form of a foreign page can send neither."""
     if scope["method"] not in METHODS:
         raise Refusal(405, "no such method here", headers={"allow": ", ".join(METHODS)})
@@ -261,7 +261,7 @@ class Guard:
         self,
         app: App,
         access: Access,
-        limits: Limits,
+        limits: ServerLimits,
         *,
         slots: int,
         methods: Methods | None = None,
@@ -272,7 +272,7 @@ class Guard:
         self._log, self._trouble = log, trouble
         self._methods = methods or (lambda path: None)
         self._places = slots + limits.limit_queue
-        self._bodies = Allowance(limits.limit_bodies_bytes)
+        self._bodies = MemoryBudget(limits.limit_bodies_bytes)
         # Large bodies are read one after the other: 13 threads at it would keep the event loop from its turn.
         self._reader = ThreadPoolExecutor(1, "bodies")
 
@@ -306,7 +306,7 @@ class Guard:
         scope = {**scope, "headers": [(n, v) for n, v in scope["headers"] if n not in secret]}
         if scope["method"] != "POST":
             return await self._run(scope, receive, exchange)
-        posted = Posted(Share(self._bodies), self._reader)
+        posted = Posted(Reservation(self._bodies), self._reader)
         try:
             await posted.receive(receive, self._limits)
             if self._places == 0:

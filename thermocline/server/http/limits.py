@@ -26,7 +26,7 @@ def _count(default: int, help: str, least: int = 1, most: int = 1_000_000) -> An
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What a client can make the server hold, wait for or compute. All are printed by `--print-limits`."""
 
     limit_connections: int = _count(
@@ -81,7 +81,7 @@ class Limits:
     limit_schema_depth: int = _count(64, "Lists and objects inside each other in a schema.", most=64)
 
 
-def described(limits: Limits) -> dict[str, dict[str, object]]:
+def described(limits: ServerLimits) -> dict[str, dict[str, object]]:
     """What `serve --print-limits --json` prints."""
     return {
         f.name: {
@@ -91,5 +91,5 @@ def described(limits: Limits) -> dict[str, dict[str, object]]:
             "flag": flag(f.name),
             "help": o.help,
         }
-        for f, o in options_of(Limits)
+        for f, o in options_of(ServerLimits)
     }

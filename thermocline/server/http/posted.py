@@ -13,8 +13,8 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any, TypeVar
 
-from thermocline.server.http.body import Share, parse_json, read_body
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.body import Reservation, parse_json, read_body
+from thermocline.server.http.limits import ServerLimits
 
 BODY = "thermocline.json"  # where in the scope the application finds it
 Made = TypeVar("Made")
@@ -26,19 +26,19 @@ _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 class Posted:
     """A request's body: bytes, then a JSON object, then nothing but its answer."""
 
-    def __init__(self, share: Share, reader: Executor) -> None:
+    def __init__(self, share: Reservation, reader: Executor) -> None:
         self._share, self._reader = share, reader
         self._body = bytearray()
         self._is_large = False
         self.value: dict[str, Any] = {}
 
     async def receive(
-        self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]], limits: Limits
+        self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]], limits: ServerLimits
     ) -> None:
         self._body = await read_body(receive, limits, self._share)
         self._is_large = len(self._body) >= _THREAD_FROM_BYTES
 
-    async def parse(self, limits: Limits) -> None:
+    async def parse(self, limits: ServerLimits) -> None:
         self.value, memory = await self.apart(partial(parse_json, self._body, limits))
         self._share.set(memory)
 

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from thermocline.errors import ThermoclineError, place_of
 from thermocline.server.http.guard import SURPLUS, Access, App, Guard, Methods
-from thermocline.server.http.limits import Limits
+from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import Listener, allow_files
 from thermocline.server.http.refusal import SECURITY_HEADERS, Refusal
 
@@ -51,7 +51,7 @@ class _Counted:
 class Protocol(H11Protocol):
     """One connection. `check` is called some ten times a second, and ends what takes too long."""
 
-    def __init__(self, limits: Limits, **uvicorns: Any) -> None:
+    def __init__(self, limits: ServerLimits, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._limits = limits
         self._head_since: float | None = None  # since when a request's head is awaited
@@ -141,11 +141,11 @@ class Protocol(H11Protocol):
         return now - self._taken_at > self._limits.limit_write_stall_s
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's, but for how it stops: at once no new connections, a grace for requests, then an end."""
 
     def __init__(
-        self, config: uvicorn.Config, limits: Limits, trouble: Callable[[str], None] = lambda line: None
+        self, config: uvicorn.Config, limits: ServerLimits, trouble: Callable[[str], None] = lambda line: None
     ) -> None:
         super().__init__(config)
         self._limits, self._trouble = limits, trouble
@@ -235,7 +235,7 @@ def _surviving_failure(app: App, failures: list[Exception]) -> App:
     return noted
 
 
-def _config(app: App, limits: Limits) -> uvicorn.Config:
+def _config(app: App, limits: ServerLimits) -> uvicorn.Config:
     """uvicorn's, told to do nothing that we have not asked for."""
     return uvicorn.Config(
         cast(Any, app),
@@ -260,7 +260,7 @@ def run(
     app: App,
     listener: Listener,
     *,
-    limits: Limits,
+    limits: ServerLimits,
     keys: Iterable[str] = (),
     hosts: Iterable[str] = (),
     origins: Iterable[str] = (),
@@ -269,7 +269,7 @@ def run(
     methods: Methods | None = None,
     log: Callable[[str], None] | None = None,
     trouble: Callable[[str], None] | None = None,
-    started: Callable[[Server], None] | None = None,
+    started: Callable[[HttpServer], None] | None = None,
 ) -> None:
     """Serve `app` until SIGINT or SIGTERM. Its lifespan's startup returns at once: models load beside it.
 
@@ -287,7 +287,7 @@ def run(
     failures: list[Exception] = []
     guard = Guard(app, access, limits, slots=slots, methods=methods, log=log, trouble=trouble)
     app = _surviving_failure(guard, failures)
-    server = Server(_config(app, limits), limits, trouble or (lambda line: None))
+    server = HttpServer(_config(app, limits), limits, trouble or (lambda line: None))
     if started is not None:
         started(server)
     try:

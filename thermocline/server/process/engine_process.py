@@ -21,26 +21,26 @@ from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError
 from thermocline.server.process import worker
 from thermocline.server.process.messages import (
-    Beat,
+    Busy,
     Cancel,
-    Dropped,
-    Ended,
+    Cancelled,
+    EngineError,
     Event,
     Failed,
+    Finished,
     FromEngine,
-    Look,
-    Opened,
-    Progress,
-    Pulse,
+    Heartbeat,
+    LoadProgress,
+    LogLine,
+    ModelOpened,
     Ready,
-    Refused,
     Stop,
     Submit,
+    Subscribe,
     ToEngine,
     Token,
-    Told,
 )
-from thermocline.server.process.onlookers import Onlookers
+from thermocline.server.process.subscribers import Subscribers
 from thermocline.server.process.suspects import CrashesEngine, Job, Suspects
 
 STALE_S = 10.0  # without a beat the engine is not ready any more, unless its steps are known to take longer
@@ -55,7 +55,7 @@ class EngineCrashed(ThermoclineError):
 _OWN = {kind.__name__: kind for kind in (EngineCrashed, CrashesEngine)}
 
 
-class Work:
+class Jobs:
     """What one HTTP request has the engine do: several jobs, whose events come in one stream."""
 
     def __init__(self, engine: EngineProcess, jobs: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class Work:
         if self._comes is not None:
             _done(self._comes)
 
-    async def next(self, wait_s: float | None = None) -> list[tuple[int, Token | Ended]] | None:
+    async def next(self, wait_s: float | None = None) -> list[tuple[int, Token | Finished]] | None:
         """What has come: (which job, what of it); None after the last. Raises what ended one of them early.
 
         Waits for one event at least, `wait_s` at most: then nothing has come. One task at a time may ask.
@@ -83,7 +83,7 @@ class Work:
             await self._some(wait_s)
         if not self._events and not self._left:
             return None
-        found: list[tuple[int, Token | Ended]] = []
+        found: list[tuple[int, Token | Finished]] = []
         for event in self._events:
             if isinstance(event, Failed):
                 if found:
@@ -127,7 +127,7 @@ class EngineProcess:
         *,
         told: Callable[[str], None],
         progress: Callable[[str, int, int], None],
-        opened: Callable[[Opened], None],
+        opened: Callable[[ModelOpened], None],
         silence_s: float = 60.0,
         observe: Callable[[Event], None] = lambda event: None,
     ) -> None:
@@ -136,7 +136,7 @@ class EngineProcess:
         `silence_s`: without a sign of it the process is ended. `observe` sees every event, wanted or not.
         """
         self._options, self._told, self._progress, self._on_opened = options, told, progress, opened
-        self._jobs: dict[int, Work] = {}  # that clients wait for
+        self._jobs: dict[int, Jobs] = {}  # that clients wait for
         self._held: dict[int, Job] = {}  # of them, those that the engine does not have yet, in their order
         self._inside: dict[int, Job] = {}  # that the engine has, also where no client waits any more
         self._suspects = Suspects()
@@ -146,11 +146,11 @@ class EngineProcess:
         self._numbers = itertools.count()
         self._process: Any = None
         self._outbox: SimpleQueue[ToEngine | None] | None = None  # while there is a process
-        self._beaten = 0.0
+        self._heard_at = 0.0
         self._crashes = 0
         self.state = "starting"  # loading, ready, stopping, failed
-        self.beat = Beat()
-        self.onlookers = Onlookers(lambda on: self._send(Look(on)))
+        self.heartbeat = Heartbeat()
+        self.subscribers = Subscribers(lambda on: self._send(Subscribe(on)))
         self.slots = 0  # jobs that are computed together
         self.loaded: Ready | None = None
         self.restarts = self.cancelled = 0
@@ -161,7 +161,7 @@ class EngineProcess:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.state, self._beaten = "loading", time.monotonic()
+        self.state, self._heard_at = "loading", time.monotonic()
         threading.Thread(target=self._serve, name="engine's events", daemon=True).start()
         if self._watching is None:
             self._watching = self._loop.create_task(self._watch())
@@ -173,10 +173,10 @@ class EngineProcess:
         """
         silent = 0.0
         while True:
-            beaten = self._beaten
+            beaten = self._heard_at
             await asyncio.sleep(WATCH_S)
-            silent = silent + WATCH_S if self.state == "ready" and self._beaten == beaten else 0.0
-            if silent >= max(self._silence_s, 3 * self.beat.longest_step_s):
+            silent = silent + WATCH_S if self.state == "ready" and self._heard_at == beaten else 0.0
+            if silent >= max(self._silence_s, 3 * self.heartbeat.longest_step_s):
                 self.kill()
                 self._told(f"the engine has not been heard of for {silent:.0f} s; it is ended")
                 silent = 0.0
@@ -194,7 +194,9 @@ class EngineProcess:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message: FromEngine = here.recv()
-                if isinstance(message, Opened):  # it may read files for a while, which nobody should wait for
+                if isinstance(
+                    message, ModelOpened
+                ):  # it may read files for a while, which nobody should wait for
                     message = self._prepared(message)
                 self._call(self._heard, message)
         process.join()
@@ -203,11 +205,11 @@ class EngineProcess:
         here.close()
         self._call(self._ended, process.exitcode)
 
-    def _prepared(self, message: Opened) -> Opened | Refused:
+    def _prepared(self, message: ModelOpened) -> ModelOpened | EngineError:
         try:
             self._on_opened(message)
         except ThermoclineError as e:
-            return Refused(type(e).__name__, str(e))
+            return EngineError(type(e).__name__, str(e))
         return message
 
     def _call(self, what: Callable[..., None], *args: Any) -> None:
@@ -216,13 +218,13 @@ class EngineProcess:
 
     def _begun(self, process: Any, outbox: SimpleQueue[ToEngine | None]) -> None:
         self._process, self._outbox = process, outbox
-        if self.onlookers:
-            self._send(Look(True))
+        if self.subscribers:
+            self._send(Subscribe(True))
         if self.state == "stopping":
             self.kill()
 
     def _heard(self, message: FromEngine) -> None:
-        self._beaten = time.monotonic()
+        self._heard_at = time.monotonic()
         match message:
             case list():
                 for event in message:
@@ -233,27 +235,27 @@ class EngineProcess:
                     if work is not None:
                         work.put(event)
                     if over:
-                        self._left(event.job, clear=isinstance(event, Ended))
-            case Dropped(job):
+                        self._left(event.job, clear=isinstance(event, Finished))
+            case Cancelled(job):
                 self._left(job)
-            case Beat():
-                self.beat = message
+            case Heartbeat():
+                self.heartbeat = message
                 if message.activity is not None:
-                    self.onlookers.show(message.activity)
-            case Progress(what, done, size):
+                    self.subscribers.show(message.activity)
+            case LoadProgress(what, done, size):
                 self._progress(what, done, size)
-            case Told(line):
+            case LogLine(line):
                 self._told(line)
-            case Pulse():
+            case Busy():
                 pass  # it is alive
-            case Opened():
+            case ModelOpened():
                 self.slots = message.max_batch
             case Ready():
                 self.loaded = message
                 if self.state == "loading":
                     self.state = "ready"
                 self._admit()
-            case Refused(error, text):
+            case EngineError(error, text):
                 self.error = getattr(errors, error)(text)
                 self.kill()
 
@@ -270,7 +272,7 @@ class EngineProcess:
         lost = [*inside, *self._held] if is_end else list(inside)
         for job in lost:
             self._fail(job, EngineCrashed("the engine stopped in the midst of this request"))
-        self.beat = Beat()
+        self.heartbeat = Heartbeat()
         if is_end:
             self.state = self.state if self.state == "stopping" else "failed"
             self.over.set()
@@ -294,7 +296,7 @@ class EngineProcess:
         self.state = "stopping"
         if self._watching is not None:
             self._watching.cancel()
-        self.onlookers.show(None)
+        self.subscribers.show(None)
         self._send(Stop())
         try:
             await asyncio.wait_for(self.over.wait(), grace_s)
@@ -310,12 +312,12 @@ class EngineProcess:
 
     @property
     def heartbeat_age_s(self) -> float:
-        return time.monotonic() - self._beaten
+        return time.monotonic() - self._heard_at
 
     @property
     def alive(self) -> bool:
         """Has it been heard of lately? A step that takes long is no silence where others took as long."""
-        return self.heartbeat_age_s < max(STALE_S, 3 * self.beat.longest_step_s)
+        return self.heartbeat_age_s < max(STALE_S, 3 * self.heartbeat.longest_step_s)
 
     @property
     def ready(self) -> bool:
@@ -328,13 +330,13 @@ class EngineProcess:
 
     # ---- jobs
 
-    def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Work:
+    def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Jobs:
         """Raises CrashesEngine for what the engine crashed at before."""
         numbers = list(itertools.islice(self._numbers, len(prompts)))
         jobs = {n: Job(Submit(n, ids, params)) for n, (ids, params) in zip(numbers, prompts, strict=True)}
         for job in jobs.values():
             self._suspects.check(job)
-        work = Work(self, numbers)
+        work = Jobs(self, numbers)
         self._jobs |= dict.fromkeys(numbers, work)
         self._held |= jobs
         self._admit()

@@ -30,7 +30,7 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Look:
+class Subscribe:
     """Somebody wants to see what the layers do, or nobody does any more."""
 
     on: bool
@@ -45,7 +45,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Progress:
+class LoadProgress:
     """Before it is ready."""
 
     what: str  # downloading, packing, loading
@@ -54,14 +54,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Told:
+class LogLine:
     """A line for whoever runs the server."""
 
     line: str
 
 
 @dataclass(frozen=True)
-class Opened:
+class ModelOpened:
     """The model's files are known, its weights are still to be read: requests can be checked."""
 
     path: str  # of the pack
@@ -78,7 +78,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Refused:
+class EngineError:
     """It will never be ready. `error`: of thermocline.errors."""
 
     error: str
@@ -92,7 +92,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Finished:
     job: int
     finish_reason: str
     seed: int
@@ -110,14 +110,14 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class Cancelled:
     """A cancelled job has left the engine."""
 
     job: int
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Sent between two steps, and while idle: what the engine holds."""
 
     counts: Counts | None = None
@@ -128,10 +128,12 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Busy:
     """Sent within a step that takes long: it has got further."""
 
 
-Event = Token | Ended | Failed
-FromEngine = Progress | Told | Opened | Ready | Refused | Dropped | Beat | Pulse | list[Event]
-ToEngine = Submit | Cancel | Look | Stop
+Event = Token | Finished | Failed
+FromEngine = (
+    LoadProgress | LogLine | ModelOpened | Ready | EngineError | Cancelled | Heartbeat | Busy | list[Event]
+)
+ToEngine = Submit | Cancel | Subscribe | Stop

@@ -22,29 +22,29 @@ from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError, raised_at
 from thermocline.llm import LLM
 from thermocline.server.process.messages import (
-    Beat,
+    Busy,
     Cancel,
-    Dropped,
-    Ended,
+    Cancelled,
+    EngineError,
     Event,
     Failed,
+    Finished,
     FromEngine,
-    Look,
-    Opened,
-    Progress,
-    Pulse,
+    Heartbeat,
+    LoadProgress,
+    LogLine,
+    ModelOpened,
     Ready,
-    Refused,
     Stop,
     Submit,
+    Subscribe,
     ToEngine,
     Token,
-    Told,
 )
 from thermocline.text.grammar import Grammar
 
-BEAT_S = 0.1  # between two beats, at most while idle
-LOOK_S = 0.25  # between two reports of activity
+HEARTBEAT_S = 0.1  # between two beats, at most while idle
+ACTIVITY_S = 0.25  # between two reports of activity
 GATHER_S = 0.004  # tokens of steps that are quicker go together: a message costs both processes about 0.1 ms
 PULSE_S = 1.0  # between two looks at a step that takes longer
 
@@ -58,13 +58,13 @@ def main(connection: Connection, options: dict[str, Any]) -> None:
             llm = _opened(connection, options)
             llm.load()
         except ThermoclineError as e:
-            connection.send(Refused(type(e).__name__, str(e)))
+            connection.send(EngineError(type(e).__name__, str(e)))
             return
         with llm:
             try:
-                Worker(connection, llm).run()
+                EngineWorker(connection, llm).run()
             except Exception as e:
-                connection.send(Told(f"the engine failed: {_where(e)}"))
+                connection.send(LogLine(f"the engine failed: {_where(e)}"))
                 sys.exit(1)
 
 
@@ -73,14 +73,14 @@ def _opened(connection: Connection, options: dict[str, Any]) -> LLM:
 
     def progress(what: str, done: int, size: int) -> None:
         nonlocal last
-        if time.monotonic() - last >= BEAT_S or done == size:
+        if time.monotonic() - last >= HEARTBEAT_S or done == size:
             last = time.monotonic()
-            connection.send(Progress(what, done, size))
+            connection.send(LoadProgress(what, done, size))
 
-    llm = LLM(**options, lazy=True, progress=progress, told=lambda line: connection.send(Told(line)))
+    llm = LLM(**options, lazy=True, progress=progress, told=lambda line: connection.send(LogLine(line)))
     template = options.get("chat_template")
     connection.send(
-        Opened(str(llm.path), llm.context, options.get("max_batch", 8), template, llm.recommended)
+        ModelOpened(str(llm.path), llm.context, options.get("max_batch", 8), template, llm.recommended)
     )
     return llm
 
@@ -102,7 +102,7 @@ def _listen(connection: Connection, commands: SimpleQueue[ToEngine]) -> None:
     commands.put(Stop())  # nobody is there any more
 
 
-class Worker:
+class EngineWorker:
     def __init__(self, connection: Connection, llm: LLM) -> None:
         self._connection, self._llm = connection, llm
         self._sending = threading.Lock()  # a pipe is one writer's at a time
@@ -111,7 +111,7 @@ class Worker:
         self._jobs: dict[int, Request] = {}
         self._commands: SimpleQueue[ToEngine] = SimpleQueue()
         self._gathered: list[Event] = []
-        self._beaten = self._looked = self._sent = 0.0
+        self._heartbeat_sent_at = self._reported_at = self._tokens_sent_at = 0.0
         self._steps, self._longest = 0, 0.0
 
     def run(self) -> None:
@@ -130,7 +130,7 @@ class Worker:
                     self._steps += 1
                     self._longest = max(self._longest, time.monotonic() - begin)
                 self._tell(at_once=not busy)
-                self._beat()
+                self._send_heartbeat()
         finally:
             self._over.set()
             pulse.join()  # it holds the engine, which has to go before the interpreter does
@@ -146,7 +146,7 @@ class Worker:
             while not self._over.wait(PULSE_S):
                 now = self._engine.stats
                 if now is step and now.neurons > neurons:
-                    self._send(Pulse())
+                    self._send(Busy())
                 step, neurons = now, now.neurons
 
     def _prepare(self) -> None:
@@ -159,7 +159,7 @@ class Worker:
         """What was asked for meanwhile. False: to stop."""
         while True:
             try:
-                command = self._commands.get(wait, BEAT_S)
+                command = self._commands.get(wait, HEARTBEAT_S)
             except Empty:
                 return True
             wait = False
@@ -169,8 +169,8 @@ class Worker:
                 case Cancel(job):
                     if (request := self._jobs.pop(job, None)) is not None:
                         self._engine.cancel(request)
-                        self._send(Dropped(job))
-                case Look(on):
+                        self._send(Cancelled(job))
+                case Subscribe(on):
                     self._engine.watch = Watch(on_gpu=self._llm.plan is not None) if on else None
                 case Stop():
                     return False
@@ -186,8 +186,8 @@ class Worker:
         self._gathered += self._events()
         now = time.monotonic()
         over = any(not isinstance(event, Token) for event in self._gathered)
-        if self._gathered and (at_once or over or now - self._sent >= GATHER_S):
-            self._sent = now
+        if self._gathered and (at_once or over or now - self._tokens_sent_at >= GATHER_S):
+            self._tokens_sent_at = now
             self._send(self._gathered)
             self._gathered = []
 
@@ -200,24 +200,24 @@ class Worker:
                 found.append(Failed(job, type(request.error).__name__, str(request.error)))
             elif request.finish_reason is not None:
                 figures, scores = request.figures(), tuple(request.prompt_logprobs)
-                found.append(Ended(job, request.finish_reason, request.sampler.seed, figures, scores))
+                found.append(Finished(job, request.finish_reason, request.sampler.seed, figures, scores))
             else:
                 continue
             del self._jobs[job]
         return found
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         now = time.monotonic()
-        if now - self._beaten < BEAT_S:
+        if now - self._heartbeat_sent_at < HEARTBEAT_S:
             return
-        self._beaten = now
+        self._heartbeat_sent_at = now
         counts, activity = self._engine.counts(), self._activity(now)
-        self._send(Beat(counts, self._steps, self._longest, self._tiers(), activity))
+        self._send(Heartbeat(counts, self._steps, self._longest, self._tiers(), activity))
 
     def _activity(self, now: float) -> Activity | None:
-        if self._engine.watch is None or now - self._looked < LOOK_S:
+        if self._engine.watch is None or now - self._reported_at < ACTIVITY_S:
             return None
-        self._looked = now
+        self._reported_at = now
         return self._engine.watch.take()
 
     def _tiers(self) -> dict[str, float] | None:

@@ -6,19 +6,21 @@ import json
 
 import pytest
 
-from thermocline.server.api.parts import BARE, Call, Format, Parts, Piece
+from thermocline.server.api.answer_parser import BARE, AnswerFormat, AnswerParser, Call, Piece
 
-HERMES = Format.of("{% if tools %}<tool_call>{% endif %}<think>")
-MISTRAL = Format.of("{{ tools }}[TOOL_CALLS]")
-LLAMA = Format.of('{% if tools %} {"name": function, "parameters": {}} {% endif %}')
-LLAMA_THINKS = Format.of('{% if tools %} {"name": function, "parameters": {}} {% endif %}<think>')
-PLAIN = Format.of("{{ messages }}")
+HERMES = AnswerFormat.of("{% if tools %}<tool_call>{% endif %}<think>")
+MISTRAL = AnswerFormat.of("{{ tools }}[TOOL_CALLS]")
+LLAMA = AnswerFormat.of('{% if tools %} {"name": function, "parameters": {}} {% endif %}')
+LLAMA_THINKS = AnswerFormat.of('{% if tools %} {"name": function, "parameters": {}} {% endif %}<think>')
+PLAIN = AnswerFormat.of("{{ messages }}")
 SUM = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 
 
-def split(format: Format, text: str, size: int, *, tools: bool = True, thinking: bool = False) -> list[Piece]:
+def split(
+    format: AnswerFormat, text: str, size: int, *, tools: bool = True, thinking: bool = False
+) -> list[Piece]:
     """Neighbours of a kind joined."""
-    parts = Parts(format, tools=tools, thinking=thinking)
+    parts = AnswerParser(format, tools=tools, thinking=thinking)
     found: list[Piece] = []
     for at in range(0, len(text), size):
         found += parts.push(text[at : at + size])
@@ -89,4 +91,4 @@ def test_calls_have_names_of_their_own() -> None:
 )
 def test_calls_in_another_syntax_are_not_taken_for_json(other: str) -> None:
     """Qwen3-Coder's, GLM's and Mistral's newer ones share a mark with what is understood."""
-    assert Format.of("{{ tools }}" + other).call is None
+    assert AnswerFormat.of("{{ tools }}" + other).call is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thermocline.text.confined import Confined, Ended
+from thermocline.text.confined_process import ConfinedProcess, ProcessEnded
 
 ALL = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 WORKER = """
@@ -64,23 +64,23 @@ def main():
 
 
 @pytest.fixture
-def confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Confined]:
+def confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ConfinedProcess]:
     (tmp_path / "prober.py").write_text(WORKER)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("THERMOCLINE_API_KEY", "secret")
-    made = Confined("prober", [str(tmp_path)])
+    made = ConfinedProcess("prober", [str(tmp_path)])
     yield made
     made.close()
 
 
-def ask(confined: Confined, what: str) -> str:
+def ask(confined: ConfinedProcess, what: str) -> str:
     return confined.ask(what.encode()).decode()
 
 
 # ---- what it knows, and what it can do
 
 
-def test_it_inherits_nothing_of_the_environment(confined: Confined) -> None:
+def test_it_inherits_nothing_of_the_environment(confined: ConfinedProcess) -> None:
     """A stranger's template could write a token of the hub's into an answer."""
     assert "secret" not in ask(confined, "environment")
     process = confined._process
@@ -94,12 +94,12 @@ def test_it_inherits_nothing_of_the_environment(confined: Confined) -> None:
     "what",
     ["open", "write", "socket", "pipe", "fork", "exec", "kill", "others' limits", "privileges", "unlink"],
 )
-def test_the_kernel_refuses_what_a_worker_does_not_need(confined: Confined, what: str) -> None:
+def test_the_kernel_refuses_what_a_worker_does_not_need(confined: ConfinedProcess, what: str) -> None:
     assert ask(confined, what) == "EPERM"
 
 
 @pytest.mark.skipif(not ALL, reason="no seccomp here, or no table of this machine's system calls")
-def test_it_starts_no_thread_and_gains_no_privileges(confined: Confined) -> None:
+def test_it_starts_no_thread_and_gains_no_privileges(confined: ConfinedProcess) -> None:
     assert ask(confined, "thread") == "no thread"
     process = confined._process
     assert process is not None
@@ -108,7 +108,7 @@ def test_it_starts_no_thread_and_gains_no_privileges(confined: Confined) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limits")
-def test_its_limits_are_hard(confined: Confined) -> None:
+def test_its_limits_are_hard(confined: ConfinedProcess) -> None:
     assert ask(confined, "limits") == repr([(0, 0)] * 4)
     assert ask(confined, "memory") == "MemoryError"
 
@@ -121,30 +121,34 @@ def test_its_limits_are_hard(confined: Confined) -> None:
     ("what", "why"),
     [("loop", "takes too long"), ("abort", "takes too much memory"), ("overflow", "nested too deeply")],
 )
-def test_a_request_that_ends_the_process_costs_itself_alone(confined: Confined, what: str, why: str) -> None:
+def test_a_request_that_ends_the_process_costs_itself_alone(
+    confined: ConfinedProcess, what: str, why: str
+) -> None:
     first = ask(confined, "pid")
-    with pytest.raises(Ended, match=why):
+    with pytest.raises(ProcessEnded, match=why):
         ask(confined, what)
     assert ask(confined, "pid") != first, "another process serves the next request"
 
 
-def test_a_process_that_stands_still_is_ended(confined: Confined) -> None:
+def test_a_process_that_stands_still_is_ended(confined: ConfinedProcess) -> None:
     """A sleeping process takes no processor time: the clock is ours."""
-    with pytest.raises(Ended, match="takes too long"):
+    with pytest.raises(ProcessEnded, match="takes too long"):
         confined.ask(b"sleep", 0.1)
     assert ask(confined, "pid")
 
 
-def test_requests_of_many_threads_each_have_their_own_answer(confined: Confined) -> None:
+def test_requests_of_many_threads_each_have_their_own_answer(confined: ConfinedProcess) -> None:
     expected = {what: ask(confined, what) for what in ("pid", "limits", "environment")}
     with ThreadPoolExecutor(8) as pool:
         asked = list(expected) * 100
         assert list(pool.map(lambda what: ask(confined, what), asked)) == [expected[what] for what in asked]
 
 
-def test_what_has_to_be_asked_first_is_asked_of_each_process(tmp_path: Path, confined: Confined) -> None:
+def test_what_has_to_be_asked_first_is_asked_of_each_process(
+    tmp_path: Path, confined: ConfinedProcess
+) -> None:
     begun: list[bytes] = []
-    again = Confined("prober", [str(tmp_path)], lambda first: begun.append(first(b"pid")))
+    again = ConfinedProcess("prober", [str(tmp_path)], lambda first: begun.append(first(b"pid")))
     for _ in range(2):
         assert again.ask(b"pid") == again.ask(b"pid") == begun[-1]
         again.close()

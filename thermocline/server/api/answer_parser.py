@@ -40,20 +40,20 @@ Piece = tuple[str, str] | Call  # ("content" or "reasoning_content", text), or a
 
 
 @dataclass(frozen=True)
-class Format:
+class AnswerFormat:
     """What a template's answers may hold."""
 
     thinks: bool
     call: str | None  # of CALLS or BARE; None: no functions
 
     @staticmethod
-    def of(template: str) -> Format:
+    def of(template: str) -> AnswerFormat:
         call = next((mark for mark in CALLS if mark in template), None)
         if any(other in template for other in OTHERS):
             call = None
         elif call is None and "tools" in template and '"parameters"' in template:
             call = BARE
-        return Format(THINK[0] in template or THINK[1] in template, call)
+        return AnswerFormat(THINK[0] in template or THINK[1] in template, call)
 
     def calls(self, functions: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> Calls:
         """How calls of these are written; each with the JSON schema of its arguments."""
@@ -65,10 +65,10 @@ class Format:
         return Calls(functions, self.call, closes or "", "arguments", in_list=closes is None, several=several)
 
 
-class Parts:
+class AnswerParser:
     """One answer's. `thinking`: the prompt ends within a thought."""
 
-    def __init__(self, format: Format, *, tools: bool, thinking: bool) -> None:
+    def __init__(self, format: AnswerFormat, *, tools: bool, thinking: bool) -> None:
         self._mark = format.call if tools else None
         self._thinks = format.thinks
         self._state = "think" if thinking else "start"

@@ -10,7 +10,7 @@ from thermocline.engine.live_activity import Activity
 Reports = asyncio.Queue[Activity | None]
 
 
-class Onlookers:
+class Subscribers:
     """Each gets the newest report: a slow one misses some, and holds up nobody."""
 
     def __init__(self, look: Callable[[bool], None]) -> None:

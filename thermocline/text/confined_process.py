@@ -32,7 +32,7 @@ Ask = Callable[[bytes], bytes]
 _Asked = SimpleQueue[tuple[threading.Event, int] | None]
 
 
-class Ended(Exception):
+class ProcessEnded(Exception):
     """The process ended before it had answered; the message says why, after "it".
 
     `killed`: from outside, by the clock, the system or a person, so that the next try may end otherwise.
@@ -43,7 +43,7 @@ class Ended(Exception):
         self.killed = killed
 
 
-class Confined:
+class ConfinedProcess:
     """One worker's process. Safe to use from several threads; each request has an answer of its own.
 
     After a request that ended it, the next one starts another.
@@ -93,7 +93,7 @@ class Confined:
     def _ask(self, request: bytes, wait_s: float) -> bytes:
         process = self._process
         if process is None:
-            raise Ended("stopped")
+            raise ProcessEnded("stopped")
         assert process.stdin is not None and process.stdout is not None
         done = threading.Event()
         self._asked.put((done, max(1, round(wait_s / SLICE_S))))
@@ -115,7 +115,7 @@ class Confined:
             with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe has ended, and so does it
                 process.wait(DYING_S)
             code = self._stop()
-            raise Ended(_why(code), killed=code == -KILLED)
+            raise ProcessEnded(_why(code), killed=code == -KILLED)
         return reply
 
     def _stop(self) -> int:
