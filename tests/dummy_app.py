@@ -1,5 +1,5 @@
 """An application for the server's shell: JSON, streams, a page, and one that fails. As a program it serves
-itself, told by a JSON object: `{"unix": PATH}` or `{"port": N}`, `limits`, and what `http.run` takes.
+itself, told by a JSON object: `{"unix": PATH}` or `{"port": N}`, `limits`, and an `Admission`'s fields.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from thermocline.errors import ThermoclineError
 from thermocline.server.http import listener, server
+from thermocline.server.http.guard import Admission
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.posted import posted
 from thermocline.server.http.refusal import Refusal
@@ -110,7 +111,8 @@ def main(told: dict[str, Any]) -> int:
 
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
         log = trouble if told.pop("log", False) else None
-        server.run(Dummy(), opened, limits=limits, keys=keys, log=log, trouble=trouble, **told)
+        admission = Admission(keys, **told)
+        server.run(Dummy(), opened, limits=limits, admission=admission, log=log, trouble=trouble)
     except ThermoclineError as e:
         print(f"thermocline: {e}", file=sys.stderr)
         return e.exit_code

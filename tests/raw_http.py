@@ -19,6 +19,7 @@ from typing import Any
 from dummy_app import Dummy
 
 from thermocline.server.http import listener, server
+from thermocline.server.http.guard import Admission
 from thermocline.server.http.limits import ServerLimits
 
 
@@ -93,7 +94,11 @@ def serving(limits: ServerLimits | None = None, **options: Any) -> Iterator[Runn
     thread = threading.Thread(
         target=server.run,
         args=(running.app, opened),
-        kwargs={"limits": limits or ServerLimits(limit_grace_s=0), **about, **options},
+        kwargs={
+            "limits": limits or ServerLimits(limit_grace_s=0),
+            "admission": Admission(**options),
+            **about,
+        },
     )
     thread.start()
     try:

@@ -15,9 +15,11 @@ from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import IOFailure
 from thermocline.llm import BUNDLED
-from thermocline.server.api.app import Api, application
+from thermocline.server.api.app import application
 from thermocline.server.api.model import ServedModel
+from thermocline.server.api.state import Api
 from thermocline.server.http import server as http
+from thermocline.server.http.guard import Admission
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import listen
 from thermocline.server.page import assets
@@ -121,9 +123,7 @@ def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> It
 
     how = {
         "limits": ServerLimits(),
-        "keys": keys,
-        "assets": assets.PATHS,
-        "slots": 4,
+        "admission": Admission(keys, public=assets.PATHS, slots=4),
         "started": began.append,
     }
     thread = threading.Thread(target=http.run, args=(dripping, listener), kwargs=how, name="scripted")

@@ -14,7 +14,7 @@ import httpx2
 from thermocline.server.http import server as http
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import listen
-from thermocline.server.serve import serve
+from thermocline.server.serve import ServerOptions, serve
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the bundled model tells stories
 DEADLINE_S = 60.0
@@ -79,11 +79,9 @@ def served(
             serve(
                 asked,
                 listener,
-                limits or ServerLimits(),
-                sampling=sampling or {},
+                ServerOptions(limits or ServerLimits(), sampling=sampling or {}, **own),
                 note=found.notes.append,
                 started=began.append,
-                **own,
             )
         except BaseException as e:
             errors.append(e)

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from raw_http import post, serving, wait_until
 from scripted import Scripted, scripted
 
-from thermocline.server.api import app, conversation, rendered, schema
+from thermocline.server.api import conversation, model_routes, responses, schema, state
 from thermocline.server.http import body, posted
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.refusal import Refusal
@@ -164,7 +164,8 @@ def test_large_bodies_are_read_checked_and_answered_on_another_thread(
         monkeypatch.setattr(module, name, watched)
 
     for module, name in (
-        (posted, "parse_json"), (app, "_validated"), (app, "json_bytes"), (app, "pieces"),
+        (posted, "parse_json"), (state, "_validated"), (responses, "json_bytes"),
+        (model_routes, "json_bytes"), (model_routes, "token_pieces"),
         (conversation, "messages"), (schema, "sampling_params"),
     ):  # fmt: skip
         watch(module, name)
@@ -189,8 +190,8 @@ def test_a_token_s_text_is_written_once_however_often_it_is_there(
 ) -> None:
     """A text of 1 MB took 24 s, on the event loop."""
     asked: list[int] = []
-    piece = rendered._piece
-    monkeypatch.setattr(rendered, "_piece", lambda tokenizer, i: asked.append(i) or piece(tokenizer, i))
+    piece = responses._piece
+    monkeypatch.setattr(responses, "_piece", lambda tokenizer, i: asked.append(i) or piece(tokenizer, i))
     got = httpx2.post(
         f"{puppet.url}/tokenize", json={"content": "the cat \x01é" * 2000, "with_pieces": True}
     ).json()["tokens"]
@@ -227,7 +228,7 @@ def test_a_long_answer_is_sent_in_pieces() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    whole = rendered.Whole(bytes(range(256)) * 1000)
+    whole = responses.InPieces(bytes(range(256)) * 1000)
     asyncio.run(whole({}, None, send))
     assert [len(m["body"]) for m in sent[1:]] == [65536, 65536, 65536, 59392]
     assert [m["more_body"] for m in sent[1:]] == [True, True, True, False]

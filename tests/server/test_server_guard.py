@@ -34,7 +34,7 @@ def open_server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Running]:
-    with serving(SMALL, keys=["another", KEY], assets=["/"]) as running:
+    with serving(SMALL, keys=["another", KEY], public=["/"]) as running:
         yield running
 
 

@@ -20,6 +20,7 @@ from raw_http import Process, head, post, read_answer, wait_until
 from thermocline.errors import BadFile, IOFailure, UsageError
 from thermocline.server.http import listener
 from thermocline.server.http import server as http
+from thermocline.server.http.guard import Admission
 from thermocline.server.http.limits import ServerLimits
 
 FOREVER = b'{"n":1000000000,"event_bytes":4000}'
@@ -189,6 +190,6 @@ def test_why_an_application_cannot_start_is_not_lost(
 
     opened = listener.listen("127.0.0.1", 0, has_keys=False)
     with pytest.raises(seen, match=str(raised)):
-        http.run(Broken(), opened, limits=ServerLimits())
+        http.run(Broken(), opened, limits=ServerLimits(), admission=Admission())
     assert opened.socket.fileno() == -1
     assert capsys.readouterr().err == ""

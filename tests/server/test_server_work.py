@@ -19,9 +19,8 @@ from thermocline.engine.request import Chunk
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import IOFailure
 from thermocline.llm import LLM
-from thermocline.server.api.app import Api
+from thermocline.server.api.responses import events as stream_events
 from thermocline.server.http import sse
-from thermocline.server.http.limits import ServerLimits
 from thermocline.server.process import worker
 from thermocline.server.process.engine_process import Jobs
 from thermocline.server.process.messages import Failed, Finished, Stop, Submit, Token
@@ -133,13 +132,11 @@ def streamed(shape: Any, play: Any, ping_s: float) -> list[bytes]:
 
     async def run() -> list[bytes]:
         engine = ScriptedEngine()
-        server = Api(engine, ServerLimits(limit_ping_s=ping_s), print, defaults=SamplingParams(), keys=False)
         work = Jobs(engine, [5])
         playing = asyncio.get_running_loop().create_task(play(work))
-        pieces: AsyncIterator[bytes] = server._events(work, shape)
+        pieces: AsyncIterator[bytes] = stream_events(work, shape, ping_s)
         found = [piece async for piece in pieces]
         await playing
-        server.close()
         return found
 
     return asyncio.run(run())

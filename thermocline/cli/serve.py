@@ -47,12 +47,7 @@ def serve(o: ServeOptions) -> int:
         server.serve(
             options,
             listener,
-            limits_of(o),
-            name=o.alias,
-            sampling=sampling(o),
-            keys=keys,
-            hosts=o.allow_host,
-            origins=o.allow_origin,
+            server.ServerOptions(limits_of(o), o.alias, sampling(o), keys, o.allow_host, o.allow_origin),
             note=told,
             log=heard if o.access_log else None,
             progress=unfailing(progress.at),

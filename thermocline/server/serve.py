@@ -1,49 +1,55 @@
-"""`thermocline serve`, put together: an engine's process, the application over it, and what listens.
-
-Must not know flags.
-"""
+"""Put `thermocline serve` together: the engine's process, the application and the socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from thermocline.engine.generation_config import completed
 from thermocline.engine.sampler import SamplingParams
-from thermocline.server.api.app import Api, application
+from thermocline.server.api.app import PUBLIC, application, methods_of
 from thermocline.server.api.model import ServedModel
+from thermocline.server.api.state import Api
 from thermocline.server.http import server as http
+from thermocline.server.http.guard import Admission
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import Listener
 from thermocline.server.http.posted import return_memory
-from thermocline.server.page import assets
 from thermocline.server.process.engine_process import EngineProcess
 from thermocline.server.process.messages import ModelOpened
 
-STOP_S = 0.3  # for the engine to end by itself: then its process is ended
+STOP_S = 0.3  # time for the engine to end by itself before its process is killed
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of one server, apart from the engine's."""
+
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    name: str | None = None  # of the model, for clients; None: its file's
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # by `SamplingParams`' names
+    keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
 
 
 def serve(
     options: dict[str, Any],
     listener: Listener,
-    limits: ServerLimits,
+    settings: ServerOptions,
     *,
-    sampling: Mapping[str, Any],
-    name: str | None = None,
-    keys: Iterable[str] = (),
-    hosts: Iterable[str] = (),
-    origins: Iterable[str] = (),
     note: Callable[[str], None],
     log: Callable[[str], None] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     started: Callable[[http.HttpServer], None] | None = None,
 ) -> None:
-    """Until it is told to stop. Raises what the engine was refused for, or crashed of.
+    """Serve until the process is told to stop. Raise the error of an engine that cannot be started.
 
-    `options`: LLM's; `sampling`: for what requests leave open, by `SamplingParams`' names, before what the
-    model's makers recommend; `log`: takes a line for each request.
+    `options`: LLM's. `settings.sampling` fills in options that a request leaves open; options missing there
+    come from the model's recommendation. `log`: takes a line for each request.
     """
     listening: list[http.HttpServer] = []
     return_memory()
@@ -51,8 +57,8 @@ def serve(
     def opened(found: ModelOpened) -> None:
         if server.model is not None:
             return
-        server.defaults = completed(sampling, found.recommended, note)
-        server.model = ServedModel.of(found, name)
+        server.defaults = completed(settings.sampling, found.recommended, note)
+        server.model = ServedModel.of(found, settings.name)
 
     def shown(what: str, done: int, size: int) -> None:
         server.progress = what, done, size
@@ -79,21 +85,24 @@ def serve(
             await engine.stop(STOP_S)
 
     engine = EngineProcess(
-        options, told=note, progress=shown, opened=opened, silence_s=limits.limit_silence_s
+        options, told=note, progress=shown, opened=opened, silence_s=settings.limits.limit_silence_s
     )
-    keys = tuple(keys)
-    server = Api(engine, limits, note, defaults=SamplingParams(), keys=bool(keys))
+    server = Api(engine, settings.limits, note, defaults=SamplingParams(), keys=bool(settings.keys))
+    app = application(server, lifespan)
+    admission = Admission(
+        settings.keys,
+        settings.hosts,
+        settings.origins,
+        public=PUBLIC,
+        slots=options.get("max_batch", 8),
+        methods=methods_of(app),
+    )
     try:
         http.run(
-            application(server, lifespan),
+            app,
             listener,
-            limits=limits,
-            keys=keys,
-            hosts=hosts,
-            origins=origins,
-            assets=assets.PATHS,
-            slots=options.get("max_batch", 8),
-            methods=server.methods,
+            limits=settings.limits,
+            admission=admission,
             log=log,
             trouble=note,
             started=begun,

@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from thermocline.engine.engine import Counts
 from thermocline.server.process.engine_process import EngineProcess
 from thermocline.server.process.messages import Event, Failed, Finished, Token
 
+TEXT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' format
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -62,6 +66,13 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def routes(metrics: Metrics) -> list[Route]:
+    async def answer(request: Request) -> Response:
+        return Response(metrics.text(), media_type=TEXT)
+
+    return [Route("/metrics", answer, methods=["GET"])]
 
 
 class _Engine(Collector):

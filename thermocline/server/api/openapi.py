@@ -5,12 +5,16 @@ from __future__ import annotations
 import html
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
 
 from thermocline import __version__
 from thermocline.server.api import schema
@@ -67,6 +71,18 @@ STATUSES = {
     "429": "too many wait", "431": "too long headers", "499": "the client has left",
     "500": "the engine failed", "503": "not ready yet", "504": "it took too long",
 }  # fmt: skip
+
+
+def routes(keys: bool, limits: ServerLimits, vocabulary: Callable[[], int | None]) -> list[Route]:
+    """`vocabulary` returns the number of tokens, or None before the model is known."""
+
+    async def described(request: Request) -> Response:
+        return JSONResponse(document(keys, limits, vocabulary()))
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(page())
+
+    return [Route("/openapi.json", described, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
 
 
 def document(keys: bool, limits: ServerLimits, vocabulary: int | None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = dict[bytes, bytes]
-Methods = Callable[[str], Collection[str] | None]  # of a path of the application's; of others it decides
+Methods = Callable[[str], Collection[str] | None]  # of a path; None if the application has no such path
 
 ALWAYS_PUBLIC = ("/health", "/v1/health")
 ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length"}
@@ -43,6 +43,18 @@ _HOST = re.compile(
     r"(\[([0-9a-f:.]+)\]|[^\[\]:]+)(?::\d{1,5})?"
 )  # a name, or an address of version 6, and a port
 _LONGEST_LOG_LINE = 1000
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Who may call the server and what it takes at once: the guard's settings, apart from the limits."""
+
+    keys: Iterable[str] = ()  # none: no key is needed
+    hosts: Iterable[str] = ()  # names in Host, besides the server's own
+    origins: Iterable[str] = ()  # web pages of these may call it, besides its own
+    public: Iterable[str] = ()  # paths that need no key, besides /health
+    slots: int = 1  # requests that the application works on at once
+    methods: Methods = lambda path: None
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ class Access:
         keys: Iterable[str] = (),
         hosts: Iterable[str] | None = None,
         origins: Iterable[str] = (),
-        assets: Iterable[str] = (),
+        public: Iterable[str] = (),
         *,
         addresses: bool = False,
     ) -> Access:
@@ -71,7 +83,7 @@ class Access:
             tuple(hashlib.sha256(key.encode()).digest() for key in keys),
             None if hosts is None else frozenset(host.lower() for host in hosts),
             frozenset(origin.lower() for origin in origins),
-            frozenset((*ALWAYS_PUBLIC, *assets)),
+            frozenset((*ALWAYS_PUBLIC, *public)),
             addresses,
         )
 
@@ -264,13 +276,13 @@ class Guard:
         limits: ServerLimits,
         *,
         slots: int,
-        methods: Methods | None = None,
+        methods: Methods,
         log: Callable[[str], None] | None = None,
         trouble: Callable[[str], None] | None = None,
     ) -> None:
         self._app, self._access, self._limits = app, access, limits
         self._log, self._trouble = log, trouble
-        self._methods = methods or (lambda path: None)
+        self._methods = methods
         self._places = slots + limits.limit_queue
         self._bodies = MemoryBudget(limits.limit_bodies_bytes)
         # Large bodies are read one after the other: 13 threads at it would keep the event loop from its turn.

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -23,7 +23,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from thermocline.errors import ThermoclineError, place_of
-from thermocline.server.http.guard import SURPLUS, Access, App, Guard, Methods
+from thermocline.server.http.guard import SURPLUS, Access, Admission, App, Guard
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import Listener, allow_files
 from thermocline.server.http.refusal import SECURITY_HEADERS, Refusal
@@ -261,31 +261,24 @@ def run(
     listener: Listener,
     *,
     limits: ServerLimits,
-    keys: Iterable[str] = (),
-    hosts: Iterable[str] = (),
-    origins: Iterable[str] = (),
-    assets: Iterable[str] = (),
-    slots: int = 1,
-    methods: Methods | None = None,
+    admission: Admission,
     log: Callable[[str], None] | None = None,
     trouble: Callable[[str], None] | None = None,
     started: Callable[[HttpServer], None] | None = None,
 ) -> None:
-    """Serve `app` until SIGINT or SIGTERM. Its lifespan's startup returns at once: models load beside it.
+    """Serve `app` until SIGINT or SIGTERM. The app's lifespan startup must not wait for the model to load.
 
-    `hosts`, `origins`: allowed besides our own; `assets`: paths that need no key; `slots`: requests that the
-    application works on at once; `methods`: those of a path; `log`, `trouble`: take lines;
-    `started` gets the server, to stop it.
+    `log`, `trouble`: take lines; `started` gets the server, to stop it.
     """
     connections = allow_files(limits.limit_connections)
     if connections < limits.limit_connections:
         limits = replace(limits, limit_connections=connections)
         if trouble is not None:
             trouble(f"{connections} connections at most: this process may have few open files (ulimit -n)")
-    names = listener.host_names(hosts)
-    access = Access.of(keys, names, origins, assets, addresses=listener.takes_addresses)
+    a, names = admission, listener.host_names(admission.hosts)
+    access = Access.of(a.keys, names, a.origins, a.public, addresses=listener.takes_addresses)
     failures: list[Exception] = []
-    guard = Guard(app, access, limits, slots=slots, methods=methods, log=log, trouble=trouble)
+    guard = Guard(app, access, limits, slots=a.slots, methods=a.methods, log=log, trouble=trouble)
     app = _surviving_failure(guard, failures)
     server = HttpServer(_config(app, limits), limits, trouble or (lambda line: None))
     if started is not None:
