@@ -63,7 +63,9 @@ def answer_grammar(
     """
     if content is not None and content.kind != "json_schema":
         if offer.asked:
-            about = "it is for the whole answer and cannot be combined with conditions on calls; leave one of them out"
+            about = (
+                "it is for the whole answer and cannot be combined with conditions on calls; leave one out"
+            )
             raise Refusal(400, f"grammar: {about}", param="grammar")
         return content
     tools = offer.asked or (bool(offer.shown) and content is not None)
