@@ -223,7 +223,7 @@ def written(config: dict[str, Any], format: str, directory: Path) -> Pack:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     sparse = "silu" not in config.values()
-    model = synthetic.Model.of(str(directory), 0, 0.1 if sparse else None, 0.26, 32)
+    model = synthetic.SyntheticModel.of(str(directory), 0, 0.1 if sparse else None, 0.26, 32)
     model.write(directory / "pack", format, overwrite=True)
     return Pack.open(directory / "pack")
 

@@ -19,7 +19,7 @@ import numpy as np
 from plant_predictors import SEED, hot_neurons, predictor_of, record, shifted
 
 from thermocline.convert import synthetic, to_gguf
-from thermocline.convert.synthetic_weights import Plan
+from thermocline.convert.synthetic_weights import WeightStatistics
 from thermocline.model.spec import ModelSpec
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, named_for_active
@@ -85,10 +85,10 @@ def written(shape: Shape, config: dict[str, Any], directory: Path, name: str) ->
     layers = config["num_hidden_layers"]
     few = config | {"num_hidden_layers": min(LAYERS, layers)}
     (where / "config.json").write_text(json.dumps(few))
-    model = synthetic.Model.of(str(where), 0, shape.active, shape.skew, rank_for(few), True)
+    model = synthetic.SyntheticModel.of(str(where), 0, shape.active, shape.skew, rank_for(few), True)
     plan, key = model.plan, hashlib.blake2b(repr((shape, few)).encode(), digest_size=16).hexdigest()
     deep = replace(plan.spec, n_layers=DEPTH if plan.spec.sparse else layers)
-    source = synthetic.RandomWeights(Plan.of(deep, plan.seed, plan.planting, not plan.constant))
+    source = synthetic.RandomWeights(WeightStatistics.of(deep, plan.seed, plan.planting, not plan.constant))
     write_pack(
         where / "pack",
         plan.spec,

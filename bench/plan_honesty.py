@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from thermocline.machine import hardware, this_machine
-from thermocline.machine.tiers import Cpu, Kernel, Tiers
-from thermocline.offline.activity import UNIT, Worker, count_passages
+from thermocline.machine.tiers import CpuTier, Kernel, Tiers
+from thermocline.offline.activity import UNIT, ProfileWorker, count_passages
 from thermocline.offline.bench import Bench, feed_of, tests_of
 from thermocline.offline.corpus import CONTEXT, random_corpus
 from thermocline.pack.activity_profile import BUCKETS, Profile
@@ -42,7 +42,7 @@ OTHERS, UNSTEADY = 0.05, 1.15
 
 def tiers_between(before: Kernel, after: Kernel, roof: float, weight_format: str, threads: int) -> Tiers:
     gbs, gflops = (before.gbs + after.gbs) / 2, (before.gflops + after.gflops) / 2
-    cpu = Cpu(1 << 40, roof, threads, hardware.cache_bytes() or 1, {weight_format: Kernel(gbs, gflops)})
+    cpu = CpuTier(1 << 40, roof, threads, hardware.cache_bytes() or 1, {weight_format: Kernel(gbs, gflops)})
     return Tiers("this machine", "bench/plan_honesty.py", cpu, None, None)
 
 
@@ -67,7 +67,7 @@ class Others:
 def profile_of(pack: Pack, bench: Bench, threads: int, tokens: int) -> Profile:
     """What `thermocline profile --tokens` would count, of the weights that are loaded already."""
     corpus = random_corpus(pack, tokens, CONTEXT, UNIT)
-    worker = Worker(pack.spec, bench.engine.model.weights, corpus.prefix, CONTEXT, threads, [])
+    worker = ProfileWorker(pack.spec, bench.engine.model.weights, corpus.prefix, CONTEXT, threads, [])
     none = [np.empty(0, np.int64)] * len(corpus.passages)
     counts = sum(found.counts for found in count_passages([worker], corpus.passages, none))
     shape = (len(BUCKETS), pack.spec.n_experts, pack.spec.ffn_dim)

@@ -270,5 +270,5 @@ def install(patch: pytest.MonkeyPatch, card: Card) -> None:
     patch.setattr(cuda, "Cuda", device_of(card))
     patch.setattr(ops, "triton_kernels", torch_kernels, raising=False)
     patch.setattr(
-        hardware, "gpu", lambda: hardware.Gpu(True, [NAME] * card.count, [2 * GIB] * card.count, "")
+        hardware, "gpu", lambda: hardware.GpuInfo(True, [NAME] * card.count, [2 * GIB] * card.count, "")
     )

@@ -20,7 +20,7 @@ import twins
 from thermocline.convert.importer import pack
 from thermocline.engine.decoder import bind, for_context, forward
 from thermocline.engine.engine import Engine
-from thermocline.engine.kv_cache import KVCache, room_for
+from thermocline.engine.kv_cache import KVCache, block_counts
 from thermocline.engine.sampler import SamplingParams
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
@@ -61,7 +61,7 @@ class Model:
 
     def logits(self, ids: list[int], chunk: int) -> F32:
         """Of every position, the prompt given `chunk` tokens at a time."""
-        kv = KVCache(self.spec, *room_for(self.spec, len(ids), len(ids), chunk), chunk=chunk)
+        kv = KVCache(self.spec, *block_counts(self.spec, len(ids), len(ids), chunk), chunk=chunk)
         table = kv.open(ids)
         assert kv.grow(table, len(ids))
         model, out = bind(for_context(self.spec, twins.CONTEXT), self.weights, self.ops), []

@@ -12,7 +12,7 @@ from toy import GREEDY, SPEC
 
 from thermocline.engine import engine as engine_module
 from thermocline.engine.engine import Engine
-from thermocline.engine.prefill_budget import LEAST, Pace
+from thermocline.engine.prefill_budget import LEAST, PrefillBudget
 from thermocline.engine.request import Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.ops.interface import Batch
@@ -111,7 +111,7 @@ def test_a_chunk_is_whole_again_when_the_last_answer_ends(monkeypatch: pytest.Mo
 
 
 def test_a_hiccup_makes_no_long_chunk() -> None:
-    pace = Pace()
+    pace = PrefillBudget()
     for seconds in (0.1, 0.1, 9.0):
         pace.answered(seconds)
     pace.prompted(0.01, 1)
@@ -120,7 +120,7 @@ def test_a_hiccup_makes_no_long_chunk() -> None:
 
 def test_caches_that_a_chunk_left_cold_do_not_make_the_next_one_longer() -> None:
     """Measured on the bundled model: beside chunks answers take 1.4 times as long, the gap grew to 6.7."""
-    pace = Pace()
+    pace = PrefillBudget()
     pace.answered(1.0)
     for _ in range(20):
         pace.prompted(0.1, 1)
@@ -132,7 +132,7 @@ def test_caches_that_a_chunk_left_cold_do_not_make_the_next_one_longer() -> None
 
 
 def test_the_first_chunk_beside_answers_is_short_whatever_was_measured_without() -> None:
-    pace = Pace()
+    pace = PrefillBudget()
     assert pace.chunk(256) == LEAST
     pace.answered(1.0)
     assert pace.chunk(256) == LEAST and pace.chunk(2) == 2 and pace.chunk(0) == 0
@@ -141,7 +141,7 @@ def test_the_first_chunk_beside_answers_is_short_whatever_was_measured_without()
 # ---- no answer depends on it
 
 
-class Forced(Pace):
+class Forced(PrefillBudget):
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self._tokens = tokens

@@ -79,7 +79,7 @@ MEMINFO = "MemTotal:  16777216 kB\nMemFree: 1 kB\nMemAvailable:  8388608 kB\n"
 
 
 def test_free_memory_is_the_systems_without_a_cgroup(tmp_path: Path) -> None:
-    assert hardware.memory_room(tree(tmp_path, {"proc/meminfo": MEMINFO})) == (8 * GIB, None)
+    assert hardware.available_memory(tree(tmp_path, {"proc/meminfo": MEMINFO})) == (8 * GIB, None)
 
 
 def test_a_cgroup_limit_counts_inactive_file_pages_as_free(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_cgroup_limit_counts_inactive_file_pages_as_free(tmp_path: Path) -> No
     }
     files = {f"sys/fs/cgroup/a/{k}": v for k, v in group.items()}
     root = tree(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/a\n", **files})
-    room, why = hardware.memory_room(root)
+    room, why = hardware.available_memory(root)
     assert room == 2 * GIB
     assert why is not None and "cgroup" in why
 
@@ -100,11 +100,11 @@ def test_a_version_1_group_without_a_limit_changes_nothing(tmp_path: Path) -> No
     group = {"memory.limit_in_bytes": "9223372036854771712", "memory.usage_in_bytes": "5"}
     files = {f"sys/fs/cgroup/memory/{k}": v for k, v in group.items()}
     root = tree(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "4:memory:/x\n", **files})
-    assert hardware.memory_room(root) == (8 * GIB, None)
+    assert hardware.available_memory(root) == (8 * GIB, None)
 
 
 def test_a_system_without_proc_is_unknown_not_an_error(tmp_path: Path) -> None:
-    assert hardware.memory_room(tmp_path) == (None, None)
+    assert hardware.available_memory(tmp_path) == (None, None)
     found = hardware.cores(tmp_path, frozenset({0, 1}))
     assert found.threads >= 1
     assert hardware.cpu_quota(tmp_path) is None
@@ -123,7 +123,7 @@ def test_a_limit_of_data_is_a_limit_of_memory() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_DATA, (300 << 20,) * 2)\n"
         "from thermocline.machine import hardware\nfrom thermocline.cli import main as cli\n"
-        "room, why = hardware.memory_room()\n"
+        "room, why = hardware.available_memory()\n"
         "assert room is not None and room < 300 << 20 and why == 'data limit (ulimit -d)', (room, why)\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (100 << 20,) * 2)\n"
         "raise SystemExit(cli.main(['run', 'Once', '-n', '3', '-q', '-t', '1']))"
@@ -212,7 +212,7 @@ def test_advice_names_what_holds_the_machine_back() -> None:
     isa = hardware.Isa("avx2", ["avx512", "avx2", "scalar"], {"avx2": True})
     memory = hardware.Memory(GIB, GIB, None, None, 10.0, 20.0, 2)
     quiet = hardware.Hardware(
-        0.0, cores, isa, None, memory, disk_speed.Disk("/", None), hardware.Gpu(False, [], [], "")
+        0.0, cores, isa, None, memory, disk_speed.DiskSpeed("/", None), hardware.GpuInfo(False, [], [], "")
     )
     lines = hardware.advice(quiet, "avx2")
     assert any("2 of 8 CPUs usable: affinity" in line for line in lines)

@@ -14,7 +14,7 @@ import pytest
 from thermocline.errors import BadFile, IOFailure, ThermoclineError, Unsupported, UsageError
 from thermocline.model import families, hf_config
 from thermocline.model.spec import ModelSpec, RopeScaling
-from thermocline.model.tensor_map import Mapping, Piece
+from thermocline.model.tensor_map import SourceSlice, TensorMap
 
 Json = dict[str, Any]
 
@@ -92,7 +92,7 @@ def spec_of(config: Json, generation: Json | None = None) -> ModelSpec:
     return families.parse_config(config, generation, "config.json")[0]
 
 
-def mapping_of(config: Json) -> Mapping:
+def mapping_of(config: Json) -> TensorMap:
     return families.parse_config(config, None, "config.json")[1]
 
 
@@ -218,7 +218,7 @@ def test_generation_configs_end_tokens_win() -> None:
 
 def test_a_model_without_norm_weights_gets_ones() -> None:
     tensors = mapping_of(OPT | {"layer_norm_elementwise_affine": False, "enable_bias": False}).tensors
-    assert tensors["out_norm.weight"] == (Piece(None, (64,)),)
+    assert tensors["out_norm.weight"] == (SourceSlice(None, (64,)),)
     assert not any(name.endswith(".bias") for name in tensors)
 
 

@@ -31,7 +31,7 @@ from thermocline.engine.kv_cache import KVCache, blocks_for
 from thermocline.errors import BadFile, IOFailure, NumericalError, Unsupported, UsageError
 from thermocline.llm import BUNDLED
 from thermocline.offline import profile_plot, profiler
-from thermocline.offline.activity import STEP, UNIT, Worker, add_windows, count_passages, down_norms
+from thermocline.offline.activity import STEP, UNIT, ProfileWorker, add_windows, count_passages, down_norms
 from thermocline.offline.corpus import Corpus, random_corpus, read_corpus
 from thermocline.ops import reference
 from thermocline.ops.interface import F32, Batch, FFNStats
@@ -85,8 +85,8 @@ def corpus_of(pack: Pack, text: Path, tokens: int = 700) -> Corpus:
     return replace(corpus, prefix=np.array([tiny.BYTES], np.int32))
 
 
-def request_for(pack: Pack, text: Path, **changes: Any) -> profiler.Request:
-    r = profiler.Request(pack, corpus_of(pack, text), pack.path, CONTEXT, samples=50, threads=2, workers=1)
+def request_for(pack: Pack, text: Path, **changes: Any) -> profiler.ProfileJob:
+    r = profiler.ProfileJob(pack, corpus_of(pack, text), pack.path, CONTEXT, samples=50, threads=2, workers=1)
     return replace(r, **changes)
 
 
@@ -94,7 +94,7 @@ def quietly(*_: Any) -> None:
     pass
 
 
-def run(r: profiler.Request) -> profiler.Done:
+def run(r: profiler.ProfileJob) -> profiler.ProfileResult:
     return profiler.profile(r, quietly, quietly)
 
 
@@ -138,7 +138,10 @@ def truth(pack: Pack, corpus: Corpus) -> tuple[I64, list[list[F32]], list[list[F
 def found(pack: Pack, corpus: Corpus, threads: int = 2, workers: int = 1) -> tuple[I64, list[Any]]:
     loaded = weights.load(pack, threads=1)
     norms = down_norms(pack.spec, loaded.weights, loaded.ops)
-    made = [Worker(pack.spec, loaded.weights, corpus.prefix, CONTEXT, threads, norms) for _ in range(workers)]
+    made = [
+        ProfileWorker(pack.spec, loaded.weights, corpus.prefix, CONTEXT, threads, norms)
+        for _ in range(workers)
+    ]
     all_rows = [np.arange(len(p), dtype=np.int64) for p in corpus.passages]
     counted = list(count_passages(made, corpus.passages, all_rows))
     return sum((c.counts for c in counted), np.int64(0)), [c.samples for c in counted]
@@ -425,7 +428,7 @@ def test_a_damaged_block_is_not_written_again_with_a_good_checksum(own: Pack, tm
 
 
 @pytest.fixture
-def done(own: Pack, text: Path) -> tuple[Pack, Pack, profiler.Done]:
+def done(own: Pack, text: Path) -> tuple[Pack, Pack, profiler.ProfileResult]:
     """(the pack before, in a copy; after; what was done)."""
     before = own.path.with_name("before")
     shutil.copytree(own.path, before)
@@ -434,7 +437,7 @@ def done(own: Pack, text: Path) -> tuple[Pack, Pack, profiler.Done]:
 
 
 def test_a_profiled_pack_is_hottest_first_and_is_the_same_model(
-    done: tuple[Pack, Pack, profiler.Done], text: Path, logits: Callable[..., F32]
+    done: tuple[Pack, Pack, profiler.ProfileResult], text: Path, logits: Callable[..., F32]
 ) -> None:
     before, after, _ = done
     want, _ = found(before, corpus_of(before, text))
@@ -452,7 +455,9 @@ def test_a_profiled_pack_is_hottest_first_and_is_the_same_model(
     assert sorted(p.name for p in after.path.parent.iterdir()) == ["before", "pack"], "nothing is left over"
 
 
-def test_profiled_again_the_order_is_composed(done: tuple[Pack, Pack, profiler.Done], tmp_path: Path) -> None:
+def test_profiled_again_the_order_is_composed(
+    done: tuple[Pack, Pack, profiler.ProfileResult], tmp_path: Path
+) -> None:
     before, after, _ = done
     (tmp_path / "other.txt").write_text("".join(chr(33 + i * i % 90) for i in range(900)))
     run(request_for(after, tmp_path / "other.txt"))
@@ -466,7 +471,9 @@ def test_profiled_again_the_order_is_composed(done: tuple[Pack, Pack, profiler.D
     assert made is not None and (np.diff(made.counts[0][0, 0]) <= 0).all()
 
 
-def test_samples_are_kept_in_the_new_order(done: tuple[Pack, Pack, profiler.Done], text: Path) -> None:
+def test_samples_are_kept_in_the_new_order(
+    done: tuple[Pack, Pack, profiler.ProfileResult], text: Path
+) -> None:
     before, after, result = done
     corpus = corpus_of(before, text)
     rows, per_passage = profiler.sampled_tokens(corpus.passages, 50), found(before, corpus)[1]
@@ -560,7 +567,7 @@ text = corpus.read_corpus(pack, [{str(text)!r}], 700, {CONTEXT}, 32)
 text = dataclasses.replace(text, prefix=np.array([{tiny.BYTES}], np.int32))
 def progress(what, done, total, unit):
     if what == "counting": print(done, flush=True)
-r = profiler.Request(pack, text, pack.path, {CONTEXT}, 50, 2, 1)
+r = profiler.ProfileJob(pack, text, pack.path, {CONTEXT}, 50, 2, 1)
 profiler.profile(r, progress, lambda text: None)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -639,10 +646,12 @@ def test_too_small_a_disk_is_said_before_anything_is_computed(
 
 @pytest.mark.parametrize("shape", ["llama-2-7b", "opt-6.7b"])
 def test_what_is_measured_is_what_was_planted(tmp_path: Path, shape: str) -> None:
-    synthetic.Model.of(str(config_file(tmp_path, shape)), 1, 0.11, 0.26, 64).write(tmp_path / "pack", "q8_0")
+    synthetic.SyntheticModel.of(str(config_file(tmp_path, shape)), 1, 0.11, 0.26, 64).write(
+        tmp_path / "pack", "q8_0"
+    )
     pack = Pack.open(tmp_path / "pack")
     corpus = random_corpus(pack, 4096, 512, UNIT)
-    r = profiler.Request(pack, corpus, pack.path, 512, samples=0, threads=2, workers=1)
+    r = profiler.ProfileJob(pack, corpus, pack.path, 512, samples=0, threads=2, workers=1)
     truth = np.load(tmp_path / "pack" / "synth.npz")["activity"]
     result = run(r)
     after = Pack.open(pack.path)
@@ -657,7 +666,7 @@ def test_what_is_measured_is_what_was_planted(tmp_path: Path, shape: str) -> Non
 
 
 def test_a_profile_or_samples_of_another_pack_are_refused(
-    done: tuple[Pack, Pack, profiler.Done],
+    done: tuple[Pack, Pack, profiler.ProfileResult],
 ) -> None:
     before, after, _ = done
     for name, opened in ((PROFILE, open_profile), (SAMPLES, open_samples)):
@@ -668,7 +677,7 @@ def test_a_profile_or_samples_of_another_pack_are_refused(
 
 
 def test_a_damaged_sidecar_is_understood_or_refused_never_worse(
-    done: tuple[Pack, Pack, profiler.Done],
+    done: tuple[Pack, Pack, profiler.ProfileResult],
 ) -> None:
     _, after, _ = done
     rng = np.random.default_rng(0)
@@ -704,7 +713,7 @@ def test_a_damaged_sidecar_is_understood_or_refused_never_worse(
     ],
 )
 def test_facts_that_cannot_be_are_refused(
-    done: tuple[Pack, Pack, profiler.Done], key: str, value: object
+    done: tuple[Pack, Pack, profiler.ProfileResult], key: str, value: object
 ) -> None:
     _, after, result = done
     p = result.profile
@@ -802,7 +811,9 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("kind", profile_plot.KINDS)
-def test_a_picture_is_drawn(done: tuple[Pack, Pack, profiler.Done], tmp_path: Path, kind: str) -> None:
+def test_a_picture_is_drawn(
+    done: tuple[Pack, Pack, profiler.ProfileResult], tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / f"picture{kind}"
     profile_plot.check(path)
     profile_plot.draw(done[2].profile, path, "tiny")

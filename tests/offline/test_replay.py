@@ -17,7 +17,7 @@ from thermocline.cli import commands
 from thermocline.machine.tiers import BUNDLED, read_tiers
 from thermocline.offline.cache_policies import HALF_LIFE, POLICIES, next_uses
 from thermocline.offline.need_trace import Trace
-from thermocline.offline.replay import Counts, even_shares, replay, times
+from thermocline.offline.replay import ReplayCounts, even_shares, replay, times
 from thermocline.plan import cost, planner
 from thermocline.plan.cache_split import Fetch, Share
 from thermocline.plan.hotness import Curve
@@ -198,7 +198,7 @@ def test_without_misses_a_step_takes_what_plan_says(problem: Problem) -> None:
     work = p.work()
     needed = np.array([[float(x.reads.bundles[-1]) for x in p.layers(work)]])
     said = planner.plan(p.spec, p.sizes, p.hotness, p.tiers, p.ask).predicted[1]
-    took = times(p, Counts(needed, np.zeros_like(needed)))
+    took = times(p, ReplayCounts(needed, np.zeros_like(needed)))
     assert took.us[0] == pytest.approx(1e6 / said.tokens_per_s, rel=1e-6)
     assert took.waited_us[0] == 0
 

@@ -16,7 +16,7 @@ import tiny
 
 from thermocline.errors import BadFile, IOFailure
 from thermocline.offline import bench, need_trace
-from thermocline.offline.activity import Worker, down_norms
+from thermocline.offline.activity import ProfileWorker, down_norms
 from thermocline.offline.need_trace import read_trace, write_trace
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import FFNStats
@@ -46,7 +46,7 @@ def test_a_trace_has_the_neurons_that_a_prompt_of_the_same_tokens_activates(
     ids = np.array(bench.random_tokens(pack.spec, 1, DEPTH + TOKENS), np.int32)
     loaded = weights.load(pack, threads=1)
     norms = down_norms(pack.spec, loaded.weights, loaded.ops)
-    worker = Worker(pack.spec, loaded.weights, ids[:1], 64, 1, norms)
+    worker = ProfileWorker(pack.spec, loaded.weights, ids[:1], 64, 1, norms)
     counted = worker.count(ids[1:], np.arange(len(ids) - 1), threading.Event())
     for i in range(pack.spec.n_layers):
         samples = [s for s in counted.samples if s.layer == i]
@@ -68,7 +68,7 @@ def test_of_drelu_a_neuron_is_needed_where_its_gate_is_open(
     pack, path = test_synth.make(tmp_path, shape, "f32"), tmp_path / "a.trace"
     seen: list[int] = []
 
-    class Spy(need_trace.Recorder):
+    class Spy(need_trace.TraceRecorder):
         def ffn_add(
             self, x: Any, h: Any, bound: Any, sparsity: str, stats: FFNStats, record: Any = None
         ) -> None:
@@ -79,7 +79,7 @@ def test_of_drelu_a_neuron_is_needed_where_its_gate_is_open(
                 seen.append(own.rows - own.active)  # up rows and down rows, less down rows
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(need_trace, "Recorder", Spy)
+        patch.setattr(need_trace, "TraceRecorder", Spy)
         ran = thermocline("bench", "-m", pack.path, "--trace", path, "-n", 4, "-t", 1, "-q")
     assert ran.code == 0, ran.err
     assert pack.spec.up_activation == "relu"
@@ -93,7 +93,7 @@ def test_ctrl_c_keeps_the_tokens_that_were_recorded(
 ) -> None:
     steps = 0
 
-    class Interrupted(need_trace.Recorder):
+    class Interrupted(need_trace.TraceRecorder):
         def ffn_add(self, *args: Any, **more: Any) -> None:
             nonlocal steps
             steps += self._rows is not None
@@ -101,7 +101,7 @@ def test_ctrl_c_keeps_the_tokens_that_were_recorded(
                 raise KeyboardInterrupt
             super().ffn_add(*args, **more)
 
-    monkeypatch.setattr(need_trace, "Recorder", Interrupted)
+    monkeypatch.setattr(need_trace, "TraceRecorder", Interrupted)
     path = tmp_path / "a.trace"
     ran = thermocline("bench", "-m", tiny_pack, "--trace", path, "-n", TOKENS, "-q")
     assert ran.code == 130

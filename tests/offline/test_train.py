@@ -15,7 +15,7 @@ from conftest import Ran
 
 from thermocline.cli import main
 from thermocline.offline import calibrate, fit_mlp, fit_svd, train, trial
-from thermocline.offline.calibrate import PRICES, Activity, Costs, Curves
+from thermocline.offline.calibrate import PRICES, Costs, Curves, LayerSamples
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import FILE, LayerPredictor, open_predictors
 
@@ -23,14 +23,14 @@ Thermocline = Callable[..., Ran]
 SEED = np.random.default_rng(0)
 
 
-def activity(n: int = 60, neurons: int = 5, dim: int = 8, seed: int = 0) -> tuple[Activity, np.ndarray]:
+def activity(n: int = 60, neurons: int = 5, dim: int = 8, seed: int = 0) -> tuple[LayerSamples, np.ndarray]:
     """Random, with the masses as a dense array too."""
     rng = np.random.default_rng(seed)
     mass = np.maximum(rng.standard_normal((n, neurons)), 0).astype(np.float32)
     token, neuron = np.nonzero(mass)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(token, minlength=n))])
     x = rng.standard_normal((n, dim)).astype(np.float32)
-    return Activity(x, indptr, neuron, mass[token, neuron], neurons), mass
+    return LayerSamples(x, indptr, neuron, mass[token, neuron], neurons), mass
 
 
 def test_samples_are_taken_with_what_belongs_to_them() -> None:
@@ -80,7 +80,7 @@ def test_neurons_are_hot_as_far_as_asking_costs_more() -> None:
     costs = Costs(first=500, ask=36, gate=100)
     for price in range(len(PRICES)):
         totals = [500 + h * 100 + float((36 + 100 * predicted[price, h:]).sum()) for h in range(41)]
-        found = calibrate.choose(c, costs, price)
+        found = calibrate.choose_operating_point(c, costs, price)
         assert found.hot == int(np.argmin(totals))
         assert found.bytes == pytest.approx(min(totals))
 
@@ -88,7 +88,7 @@ def test_neurons_are_hot_as_far_as_asking_costs_more() -> None:
 def test_figures_are_counted_from_the_missed() -> None:
     a, mass = activity()
     on = SEED.random(mass.shape) < 0.7
-    found = calibrate.Figures.of(on, a)
+    found = calibrate.PredictionQuality.of(on, a)
     assert found.recall == pytest.approx((on & (mass > 0)).sum() / (mass > 0).sum())
     assert found.missed_mass == pytest.approx(mass[~on].sum() / mass.sum(), rel=1e-5)
     assert found.predicted == pytest.approx(on.mean()) and found.active == pytest.approx((mass > 0).mean())
@@ -120,7 +120,7 @@ def test_a_trained_predictor_learns_what_no_linear_one_can(monkeypatch: pytest.M
     mass = np.repeat(np.maximum(np.abs(x[:, :1]) - 1, 0), 4, axis=1)
     token, neuron = np.nonzero(mass)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(token, minlength=len(x)))])
-    a = Activity(x, indptr, neuron, mass[token, neuron], 4)
+    a = LayerSamples(x, indptr, neuron, mass[token, neuron], 4)
     first, second = fit_mlp.fit(a, 32, seed=0, threads=1)
     score = (np.maximum(x @ first.T, 0) @ second.T)[:, 0]
     active = mass[:, 0] > 0
@@ -220,7 +220,7 @@ def test_a_fit_that_takes_too_long_is_given_up_and_the_cheap_ones_stay(
     begun = []
 
     def slow(
-        a: Activity, rank: int, seed: int, threads: int, step: Callable[[], None] = lambda: None
+        a: LayerSamples, rank: int, seed: int, threads: int, step: Callable[[], None] = lambda: None
     ) -> None:
         begun.append(rank)
         for _ in range(100):

@@ -167,7 +167,7 @@ def pack_of(path: Path, format: str, **changes: Any) -> Pack:
     (path / "config.json").write_text(json.dumps(CONFIG | changes))
     sparse = (CONFIG | changes)["hidden_act"] == "relu"
     active = 0.1 if sparse else None
-    synthetic.Model.of(str(path / "config.json"), 0, active, 0.26, 64).write(path / "pack", format)
+    synthetic.SyntheticModel.of(str(path / "config.json"), 0, active, 0.26, 64).write(path / "pack", format)
     return Pack.open(path / "pack")
 
 
@@ -178,7 +178,7 @@ def opt_pack(path: Path, format: str, **changes: Any) -> Pack:
         "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(shape | changes))
-    synthetic.Model.of(str(path / "config.json"), 0, 0.1, 0.26, 64).write(path / "pack", format)
+    synthetic.SyntheticModel.of(str(path / "config.json"), 0, 0.1, 0.26, 64).write(path / "pack", format)
     return Pack.open(path / "pack")
 
 
@@ -477,7 +477,7 @@ def test_run_takes_a_gpus_options_and_says_what_it_is_used_for(
 def test_a_gpu_that_is_not_there_is_refused_by_number_and_left_out_by_auto(
     tiny_pack: Path, thermocline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(False, [], [], "no NVIDIA driver found"))
+    monkeypatch.setattr(hardware, "gpu", lambda: hardware.GpuInfo(False, [], [], "no NVIDIA driver found"))
     argv = ["run", "-m", str(tiny_pack), "-c", "64", "-n", "2", "Once"]
     ran = thermocline(*argv, "--gpu", "0")
     assert (ran.code, ran.err) == (6, "thermocline: --gpu 0: no NVIDIA driver found\n")
@@ -488,7 +488,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_number_and_left_out_by_auto(
 def test_a_gpu_without_its_libraries_is_explained(
     missing: str, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(True, ["NVIDIA X"], [1 << 30], ""))
+    monkeypatch.setattr(hardware, "gpu", lambda: hardware.GpuInfo(True, ["NVIDIA X"], [1 << 30], ""))
     monkeypatch.setitem(sys.modules, missing, None)
     assert gpu.unusable(hardware.gpu()) == f"{missing} is not installed: pip install 'thermocline[gpu]'"
     assert gpu.find("auto") is None
@@ -501,7 +501,7 @@ def test_a_gpu_without_its_libraries_is_explained(
 def test_a_gpu_under_a_torch_for_cpus_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch has CUDA")
-    monkeypatch.setattr(hardware, "gpu", lambda: hardware.Gpu(True, ["NVIDIA X"], [1 << 30], ""))
+    monkeypatch.setattr(hardware, "gpu", lambda: hardware.GpuInfo(True, ["NVIDIA X"], [1 << 30], ""))
     assert "is built without CUDA" in (gpu.unusable(hardware.gpu()) or "")
 
 

@@ -243,7 +243,7 @@ def measured_once(measured: dict[tuple[int, str], Any], monkeypatch: pytest.Monk
     def tiers_here(threads: int = 0, *, formats: Iterable[str] = (), **_: Any) -> tiers.Tiers:
         kernels = {f: tiers.Kernel(15.0, 60.0) for f in formats}
         return tiers.Tiers(
-            "this machine", "a test", tiers.Cpu(8 << 30, 20.0, 1, 32 << 20, kernels), None, None
+            "this machine", "a test", tiers.CpuTier(8 << 30, 20.0, 1, 32 << 20, kernels), None, None
         )
 
     monkeypatch.setattr(tier, "tiers_of", tiers_of)

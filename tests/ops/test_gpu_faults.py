@@ -72,7 +72,7 @@ def quick_collections() -> Iterator[None]:
 def here() -> tiers.Tiers:
     """A CPU as fast as an idle one: measured on a busy machine, another plan would be made of it."""
     torch.set_num_threads(1)
-    cpu = tiers.Cpu(8 << 30, 20.0, 1, 32 << 20, {"f32": tiers.Kernel(15.0, 60.0)})
+    cpu = tiers.CpuTier(8 << 30, 20.0, 1, 32 << 20, {"f32": tiers.Kernel(15.0, 60.0)})
     return tiers.Tiers("this machine", "a test", cpu, None, None)
 
 
@@ -482,7 +482,7 @@ def test_numbers_are_of_the_cards_that_are_visible(
     card: Card, tiny_pack: Path, thermocline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of two, as the only one: it is 0, and there is no 1."""
-    listed = hardware.Gpu(True, [fake_cuda.NAME] * 2, [2 << 30] * 2, "")
+    listed = hardware.GpuInfo(True, [fake_cuda.NAME] * 2, [2 << 30] * 2, "")
     monkeypatch.setattr(hardware, "gpu", lambda: listed)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert refused(tiny_pack, thermocline, "--gpu", "0").code == 0

@@ -28,8 +28,8 @@ from thermocline.model import activations, families
 from thermocline.model.sizes import sizes_of
 from thermocline.model.tensors import expected_tensors
 from thermocline.offline import calibrate, train
-from thermocline.offline.activity import Worker
-from thermocline.offline.calibrate import Activity
+from thermocline.offline.activity import ProfileWorker
+from thermocline.offline.calibrate import LayerSamples
 from thermocline.ops import reference
 from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Linear, Norm
 from thermocline.pack.activity_profile import BUCKETS, open_profile, open_samples
@@ -319,7 +319,7 @@ def test_planted_neurons_are_active_within_the_chosen_experts(shape: str, tmp_pa
     assert truth.shape == (s.n_layers, s.n_experts, s.ffn_dim)
     assert truth.mean() == pytest.approx(0.15 * s.n_experts_active / s.n_experts, rel=1e-3)
     ids = np.random.default_rng(5).integers(0, s.vocab_size, 512).astype(np.int32)
-    worker = Worker(s, loaded.weights, ids[:0], 512, 2, [])
+    worker = ProfileWorker(s, loaded.weights, ids[:0], 512, 2, [])
     counts = worker.count(ids, np.empty(0, np.int64), threading.Event()).counts[:, 0] / 512
     assert counts.mean() == pytest.approx(truth.mean(), rel=0.12)
     for layer in range(s.n_layers):
@@ -389,7 +389,7 @@ def test_thresholds_are_found_among_the_tokens_that_ask() -> None:
     token, neuron = np.nonzero(mass)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(token, minlength=n))])
     x = rng.standard_normal((n, 8)).astype(np.float32)
-    a = Activity(x, indptr, neuron, mass[token, neuron], experts * each, chosen)
+    a = LayerSamples(x, indptr, neuron, mass[token, neuron], experts * each, chosen)
     scores = (mass + rng.standard_normal(mass.shape)).astype(np.float32)
     scores[~np.repeat(chosen, each, axis=1)] = 1e6  # of others: must not matter
     found = calibrate.curves(scores, a)
@@ -402,7 +402,9 @@ def test_thresholds_are_found_among_the_tokens_that_ask() -> None:
             assert found.predicted[price, i] == pytest.approx(on.mean())
             missed = (mass[~on, i].astype(np.float64) ** 2).sum() / energy
             assert found.missed[price, i] == pytest.approx(missed, abs=1e-6)
-    best = calibrate.choose(found, calibrate.Costs(first=10, ask=3, gate=100), calibrate.TYPICAL)
+    best = calibrate.choose_operating_point(
+        found, calibrate.Costs(first=10, ask=3, gate=100), calibrate.TYPICAL
+    )
     share, places = np.repeat(chosen.mean(axis=0), each), np.tile(np.arange(each), experts)
     hot = places < best.hot
     read = 10 + (share * 100)[hot].sum() + (share * 3 + found.predicted[calibrate.TYPICAL] * 100)[~hot].sum()

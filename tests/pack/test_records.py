@@ -28,7 +28,7 @@ def test_every_row_has_its_checksum(own_pack: Pack, monkeypatch: pytest.MonkeyPa
     """Windows of a few rows, which neither begin nor end with a block."""
     monkeypatch.setattr(checksums, "WINDOW_BYTES", 7000)
     seen: list[tuple[int, int]] = []
-    made = checksums.open_records(own_pack, lambda done, total: seen.append((done, total)))
+    made = checksums.open_checksums(own_pack, lambda done, total: seen.append((done, total)))
     for i in range(own_pack.spec.n_layers):
         assert made.bundle[i].tolist() == expected(own_pack, f"layers.{i}.bundle")
         assert made.gate[i].tolist() == expected(own_pack, f"layers.{i}.gate.weight")
@@ -36,9 +36,9 @@ def test_every_row_has_its_checksum(own_pack: Pack, monkeypatch: pytest.MonkeyPa
 
 
 def test_they_are_made_once(own_pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = checksums.open_records(own_pack)
+    first = checksums.open_checksums(own_pack)
     monkeypatch.setattr(checksums, "_made", lambda pack, progress: pytest.fail("made again"))
-    again = checksums.open_records(own_pack)
+    again = checksums.open_checksums(own_pack)
     for a, b in zip(first.bundle + first.gate, again.bundle + again.gate, strict=True):
         assert np.array_equal(a, b)
     assert not list(own_pack.path.glob("*.tmp-*"))
@@ -64,12 +64,12 @@ def short(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [stale, damaged, short])
 def test_what_is_another_packs_or_damaged_is_made_again(harm: object, own_pack: Pack) -> None:
-    right = checksums.open_records(own_pack)
+    right = checksums.open_checksums(own_pack)
     path = own_pack.path / checksums.FILE
     good = path.read_bytes()
     harm(path)  # type: ignore[operator]
     assert path.read_bytes() != good
-    again = checksums.open_records(own_pack)
+    again = checksums.open_checksums(own_pack)
     assert np.array_equal(again.bundle[1], right.bundle[1]) and path.read_bytes() == good
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_weight_file_is_not_given_checksums(own_pack: Pack) -> None:
         f.seek(own_pack.tensors["layers.1.bundle"].offset + 5)
         f.write(b"\xff\xfe")
     with pytest.raises(BadFile, match="checksum mismatch"):
-        checksums.open_records(own_pack)
+        checksums.open_checksums(own_pack)
     assert not (own_pack.path / checksums.FILE).exists()
 
 
@@ -88,6 +88,6 @@ def test_a_full_disk_is_said_and_does_not_stop_a_run(own_pack: Pack, monkeypatch
 
     monkeypatch.setattr(checksums.sidecar, "replace", full)
     told: list[str] = []
-    made = checksums.open_records(own_pack, told=told.append)
+    made = checksums.open_checksums(own_pack, told=told.append)
     assert made.bundle[0].tolist() == expected(own_pack, "layers.0.bundle")
     assert len(told) == 1 and "No space left" in told[0] and "next time" in told[0]

@@ -22,7 +22,7 @@ from thermocline.engine.engine import PREFILL_CHUNK
 from thermocline.engine.kv_cache import bytes_for, reserved_bytes
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers, read_tiers, render
-from thermocline.model.sizes import Sizes, sizes_of
+from thermocline.model.sizes import ModelSizes, sizes_of
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack import predictor
@@ -40,19 +40,19 @@ CPU_ONLY = dataclasses.replace(HIGH, gpu=None, disk=None)
 NO_DISK = dataclasses.replace(HIGH, disk=None)
 
 
-def model(shape: str, format: str = "q4_0", **changes: Any) -> tuple[ModelSpec, Sizes]:
+def model(shape: str, format: str = "q4_0", **changes: Any) -> tuple[ModelSpec, ModelSizes]:
     spec = dataclasses.replace(read_shape(shape)[1], **changes)
     held = {n: t for n, t in expected_tensors(spec, format).items() if not t.optional}
     return spec, sizes_of(spec, held, format)
 
 
-def relu(layers: int = 8, format: str = "q4_0") -> tuple[ModelSpec, Sizes, Hotness]:
+def relu(layers: int = 8, format: str = "q4_0") -> tuple[ModelSpec, ModelSizes, Hotness]:
     """Some layers of a ReGLU 7B: enough for three tiers."""
     spec, sizes = model("llama-2-7b", format, activation="relu", n_layers=layers)
     return spec, sizes, hotness.assumed(layers, spec.ffn_dim, 0.15, 0.35)
 
 
-def made(spec: ModelSpec, sizes: Sizes, heat: Hotness, tiers: Tiers, **ask: Any) -> Plan:
+def made(spec: ModelSpec, sizes: ModelSizes, heat: Hotness, tiers: Tiers, **ask: Any) -> Plan:
     vram, ram = (None if (g := ask.pop(k, None)) is None else int(g * GIB) for k in ("vram", "ram"))
     return plan(spec, sizes, heat, tiers, Ask(ask.pop("context", 512), vram_bytes=vram, ram_bytes=ram, **ask))
 
@@ -394,7 +394,7 @@ def test_a_disk_is_measured_where_memory_is_too_small(
     monkeypatch.setattr(
         disk_speed,
         "measure_disk",
-        lambda path: measured.append(path) or disk_speed.Disk(str(path), 1 << 40, 2.0, 1e5),
+        lambda path: measured.append(path) or disk_speed.DiskSpeed(str(path), 1 << 40, 2.0, 1e5),
     )
     args = ("plan", "tinyllama-1.1b", "--active", "0.1", "--format", "f16", "--json")
     ran = thermocline(*args)
@@ -446,7 +446,7 @@ def test_doctor_writes_what_plan_reads(
 ) -> None:
     from thermocline.machine import hardware, this_machine
 
-    monkeypatch.setattr(hardware, "measure_disk", lambda path: hardware.Disk("/here", 1 << 30, 2.0, 1e5))
+    monkeypatch.setattr(hardware, "measure_disk", lambda path: hardware.DiskSpeed("/here", 1 << 30, 2.0, 1e5))
     monkeypatch.setattr(this_machine, "SECONDS", 0.02)
     hw = tmp_path / "hw.json"
     assert thermocline("doctor", "-o", hw).code == 0

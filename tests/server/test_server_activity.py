@@ -15,7 +15,7 @@ from serving import DEADLINE_S, served
 from toy import GREEDY, SPEC, WEIGHTS, Letters
 
 from thermocline.engine.engine import Engine
-from thermocline.engine.live_activity import Activity, LayerActivity, Watch
+from thermocline.engine.live_activity import ActivityMeter, ActivityReport, LayerActivity
 from thermocline.engine.sampler import SamplingParams
 from thermocline.llm import LLM
 from thermocline.ops import reference
@@ -28,10 +28,10 @@ PROMPT = "Once upon a time there was a xylophone"
 N = 24
 
 
-def watched(sparsity: str, prompts: int = 1) -> tuple[Activity, list[Any]]:
+def watched(sparsity: str, prompts: int = 1) -> tuple[ActivityReport, list[Any]]:
     """What a watch of the bundled model says of all answers' steps, and what the requests say."""
     with LLM(threads=1, gpu="off", sparsity=sparsity) as llm:
-        llm.engine.watch = Watch()
+        llm.engine.watch = ActivityMeter()
         params = SamplingParams(max_tokens=N, temperature=0, ignore_eos=True)
         found = [c.figures for c in llm.generate([PROMPT] * prompts, params)]
         activity = llm.engine.watch.take()
@@ -40,7 +40,7 @@ def watched(sparsity: str, prompts: int = 1) -> tuple[Activity, list[Any]]:
     return activity, found
 
 
-def mean(activity: Activity, share: str) -> float:
+def mean(activity: ActivityReport, share: str) -> float:
     assert activity.layers is not None
     return sum(getattr(layer, share) for layer in activity.layers) / len(activity.layers)
 
@@ -72,7 +72,7 @@ def test_answers_computed_together_count_each_token_and_read_weights_once() -> N
 
 def test_the_specification_counts_layers_as_its_sums_say() -> None:
     e = Engine(SPEC, WEIGHTS, reference, context=64, tokenizer=Letters())
-    e.watch = Watch()
+    e.watch = ActivityMeter()
     request = e.submit([1, 2, 3], GREEDY)
     while e.step():
         pass
@@ -86,7 +86,7 @@ def test_nothing_is_counted_by_layer_unless_somebody_watches() -> None:
 
 
 def test_what_a_gpu_does_not_count_is_null_and_the_disk_is_told() -> None:
-    watch, disk = Watch(on_gpu=True), DiskCounts(needed=8, missed=2, bytes=10**9)
+    watch, disk = ActivityMeter(on_gpu=True), DiskCounts(needed=8, missed=2, bytes=10**9)
     for _ in range(2):
         watch.add(FFNStats(layers=[]), tokens=1, seconds=0.5, bytes=2e9, disk=disk)
     found = watch.take()
@@ -103,7 +103,7 @@ def test_what_a_gpu_does_not_count_is_null_and_the_disk_is_told() -> None:
 
 
 def test_shares_are_of_the_neurons() -> None:
-    watch = Watch()
+    watch = ActivityMeter()
     stats = FFNStats(neurons=200, rows_dense=400, gates_dense=100, layers=[5, 20, 25, 10, 40, 50])
     watch.add(stats, tokens=2, seconds=1, bytes=1, disk=None)
     found = watch.take()
@@ -124,7 +124,7 @@ def test_onlookers_come_and_go_and_a_slow_one_gets_the_newest() -> None:
         stream = events(queue := onlookers.add(), ping_s=0.01)
         found = [await anext(stream), await anext(stream)]  # a beginning, and a sign of life
         for tokens in (1, 2, 3):
-            onlookers.show(Activity(tokens, 1.0, 1e9, None, None, on_gpu=False))
+            onlookers.show(ActivityReport(tokens, 1.0, 1e9, None, None, on_gpu=False))
         found.append(await anext(stream))
         onlookers.show(None)
         found += [x async for x in stream]

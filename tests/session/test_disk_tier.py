@@ -25,9 +25,9 @@ from thermocline.errors import OutOfBudget, UsageError
 from thermocline.offline import bench
 from thermocline.offline.bench import Bench
 from thermocline.offline.bench import Test as BenchTest
-from thermocline.offline.need_trace import Recorder, Trace
+from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import replay
-from thermocline.pack.checksums import open_records
+from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan import disk_split, hotness
@@ -171,7 +171,9 @@ def test_gates_with_biases_come_from_disk_too(tmp_path: Path) -> None:
         "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    synthetic.Model.of(str(tmp_path / "config.json"), 0, 0.1, 0.26, 64).write(tmp_path / "pack", "f16")
+    synthetic.SyntheticModel.of(str(tmp_path / "config.json"), 0, 0.1, 0.26, 64).write(
+        tmp_path / "pack", "f16"
+    )
     pack, rng = Pack.open(tmp_path / "pack"), np.random.default_rng(3)
     spec = pack.spec
     bits = rng.integers(0, 256, (spec.n_layers, spec.ffn_dim, spec.dim // 8), dtype=np.uint8)
@@ -182,7 +184,7 @@ def test_gates_with_biases_come_from_disk_too(tmp_path: Path) -> None:
     )
     made = disk_split.arrange(contents, disk_split.least_bytes(contents, {}), {})
     assert made.gates is not None
-    loaded, _ = store.load(pack, made, open_records(pack), threads=2, predictors=predictors)
+    loaded, _ = store.load(pack, made, open_checksums(pack), threads=2, predictors=predictors)
     whole = weights.load(pack, threads=2, predictors=predictors)
     got, want = (
         Engine(spec, x.weights, x.ops, context=64, max_batch=1, sparsity="predict") for x in (loaded, whole)
@@ -303,7 +305,7 @@ def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
         return Bench(pack, [test], feed, sparsity="exact", progress=lambda *_: None, ram=ram)
 
     whole = loaded(None)
-    recorder = Recorder(2, pack.spec, whole.engine.model.weights.layers)
+    recorder = TraceRecorder(2, pack.spec, whole.engine.model.weights.layers)
     whole.watch(test, recorder)
     trace = Trace.of(recorder, feed.name, "exact", 0)
     compared = []

@@ -19,7 +19,7 @@ from thermocline.errors import BadFile, OutOfBudget
 from thermocline.ops.device import StandIn
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import FFNStats, Weights
-from thermocline.pack.checksums import open_records
+from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
 from thermocline.plan import disk_split, hotness, problem
@@ -57,7 +57,7 @@ def arranged(pack: Pack, places: Places, predictors: Predictors | None, more: in
 def in_part(
     pack: Pack, places: Places, ops: GpuOps, predictors: Predictors | None = None, more: int = 0
 ) -> tuple[Weights, Store]:
-    a, records = arranged(pack, places, predictors, more), open_records(pack)
+    a, records = arranged(pack, places, predictors, more), open_checksums(pack)
     return gpu_weights.load_in_part(pack, places, a, records, ops.device, ops.cpu, predictors=predictors)
 
 

@@ -28,7 +28,7 @@ from thermocline.model.tensors import expected_tensors, place
 from thermocline.offline import bench, fit_svd, train
 from thermocline.offline.bench import Bench
 from thermocline.offline.bench import Test as BenchTest
-from thermocline.offline.need_trace import Recorder, Trace
+from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import needs_of, replay
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import SPARSITIES
@@ -250,7 +250,7 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
         return Bench(pack, [test], feed, sparsity="exact", progress=lambda *_: None, ram=ram)
 
     whole = loaded(None)
-    recorder = Recorder(2, pack.spec, whole.engine.model.weights.layers)
+    recorder = TraceRecorder(2, pack.spec, whole.engine.model.weights.layers)
     whole.watch(test, recorder)
     trace = Trace.of(recorder, feed.name, "exact", 0)
     chosen = needs_of(trace, 0, 1).reshape(64, EXPERTS, FFN).any(axis=2)

@@ -172,7 +172,9 @@ def synth(o: config.SynthOptions) -> int:
     from thermocline.convert import synthetic, to_gguf
     from thermocline.pack import pack as packs
 
-    model = synthetic.Model.of(o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation)
+    model = synthetic.SyntheticModel.of(
+        o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation
+    )
     if o.gguf is not None:
         to_gguf.check(model.plan.spec, model.optional, o.gguf, o.force)
     with Progress(quiet=o.quiet) as progress:
@@ -302,7 +304,7 @@ def open_bench(o: config.BenchOptions, progress: Progress) -> Bench:
 # ---- doctor
 
 
-def _why_unused(board: hardware.Gpu) -> str:
+def _why_unused(board: hardware.GpuInfo) -> str:
     """Empty: it is used."""
     from thermocline.session import gpu
 

@@ -20,8 +20,8 @@ from thermocline.session import options
 
 if TYPE_CHECKING:
     from thermocline.offline.evaluate import Reader
-    from thermocline.offline.profiler import Done, Request
-    from thermocline.offline.train import Request as TrainRequest
+    from thermocline.offline.profiler import ProfileJob, ProfileResult
+    from thermocline.offline.train import TrainJob as TrainRequest
     from thermocline.offline.trial import Texts
     from thermocline.ops.interface import I32
     from thermocline.pack.activity_profile import Samples
@@ -64,12 +64,12 @@ def profile(o: offline_options.ProfileOptions) -> int:
     return 0
 
 
-def _done_keys(done: Done) -> dict[str, Any]:
+def _done_keys(done: ProfileResult) -> dict[str, Any]:
     found = {k: v for k, v in vars(done).items() if k != "profile"}
     return {**found, "dropped": list(done.dropped)}
 
 
-def profile_request(o: offline_options.ProfileOptions) -> Request:
+def profile_request(o: offline_options.ProfileOptions) -> ProfileJob:
     """What cannot be profiled is refused before the text is read."""
     from thermocline.llm import BUNDLED
     from thermocline.machine import hardware
@@ -103,7 +103,7 @@ def profile_request(o: offline_options.ProfileOptions) -> Request:
         text = corpus.random_corpus(pack, max(UNIT, o.tokens), context, UNIT)
     samples = profiler.default_samples(pack.spec) if o.samples < 0 else o.samples
     threads = o.threads if o.threads > 0 else hardware.default_threads()
-    return profiler.Request(
+    return profiler.ProfileJob(
         pack=pack,
         corpus=text,
         output=output,
@@ -368,7 +368,7 @@ def train_request(o: offline_options.TrainOptions) -> tuple[TrainRequest, Sample
         context=context,
         threads=threads,
     )
-    request = training.Request(
+    request = training.TrainJob(
         pack=pack,
         kinds=every if o.kind == "auto" else (o.kind,),
         forced=o.kind != "auto",

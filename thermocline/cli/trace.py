@@ -17,7 +17,7 @@ from thermocline.errors import UsageError
 
 if TYPE_CHECKING:
     from thermocline.offline.need_trace import Trace
-    from thermocline.offline.replay import Counts
+    from thermocline.offline.replay import ReplayCounts
     from thermocline.pack.pack import Pack
     from thermocline.plan.cache_split import Share
     from thermocline.plan.plan_file import Subject
@@ -62,7 +62,7 @@ def record(o: commands.BenchOptions) -> int:
         benchmark.check_context(pack.spec, [test])
         feed = benchmark.feed_of(pack, [test], o.text, o.seed)
         bench = benchmark.Bench(pack, [test], feed, sparsity=o.sparsity, progress=progress.at)
-        recorder = need_trace.Recorder(test.threads, pack.spec, bench.engine.model.weights.layers)
+        recorder = need_trace.TraceRecorder(test.threads, pack.spec, bench.engine.model.weights.layers)
         interrupted = False
         try:
             bench.watch(test, recorder)
@@ -203,7 +203,7 @@ def _rows(
 
 
 def _row(
-    case: Case, policy: str, found: Trace, batch: int, problem: Problem, counts: Counts
+    case: Case, policy: str, found: Trace, batch: int, problem: Problem, counts: ReplayCounts
 ) -> dict[str, Any]:
     import numpy as np
 

@@ -23,7 +23,7 @@ from thermocline.files.gguf import GGUF
 from thermocline.files.torch_zip import read_flat_tensor
 from thermocline.model.gguf_families import read_model
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import Mapping, Piece
+from thermocline.model.tensor_map import SourceSlice, TensorMap
 from thermocline.model.tensors import optional_among
 from thermocline.pack.manifest import KIND, MAX_RANK, VERSION, Predictor
 from thermocline.pack.pack import Progress
@@ -67,7 +67,7 @@ def pack_gguf(
         return source.cost
 
 
-def with_predictor(gguf: GGUF, spec: ModelSpec, mapping: Mapping) -> Predictor | None:
+def with_predictor(gguf: GGUF, spec: ModelSpec, mapping: TensorMap) -> Predictor | None:
     """PowerInfer's predictors of active neurons, fc2 relu(fc1 x) in each layer, added to `mapping`."""
     first = [gguf.tensors.get(f"blk.{i}.fc1.weight") for i in range(spec.n_layers)]
     if not any(first):
@@ -81,8 +81,8 @@ def with_predictor(gguf: GGUF, spec: ModelSpec, mapping: Mapping) -> Predictor |
         raise BadFile(f"{gguf.path}: a predictor of rank {max(ranks)}, more than {MAX_RANK}")
     for i, rank in enumerate(ranks):
         a = f"layers.{i}.predictor"
-        mapping.tensors[f"{a}.fc1.weight"] = (Piece(f"blk.{i}.fc1.weight", (rank, spec.dim)),)
-        mapping.tensors[f"{a}.fc2.weight"] = (Piece(f"blk.{i}.fc2.weight", (spec.ffn_dim, rank)),)
+        mapping.tensors[f"{a}.fc1.weight"] = (SourceSlice(f"blk.{i}.fc1.weight", (rank, spec.dim)),)
+        mapping.tensors[f"{a}.fc2.weight"] = (SourceSlice(f"blk.{i}.fc2.weight", (spec.ffn_dim, rank)),)
     return Predictor(ranks, threshold)
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.convert.rows import MappedSource
+from thermocline.convert.rows import TensorMapSource
 from thermocline.errors import Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
 from thermocline.model import gguf_blocks, quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import Mapping
+from thermocline.model.tensor_map import TensorMap
 from thermocline.model.tensors import expected_tensors
 from thermocline.pack.writer import check_range
 
@@ -32,7 +32,7 @@ CONVERTED = "q8_0"  # what rows of a format that packs do not have become, unles
 _MEASURED = 8  # the error of one conversion in so many is measured
 
 
-class _Rows:
+class _GGUFReader:
     """A GGUF's tensors with the interface of a checkpoint's: rows along the first axis, as f32."""
 
     def __init__(self, gguf: GGUF) -> None:
@@ -73,13 +73,13 @@ class Cost:
         )
 
 
-class GGUFSource(MappedSource):
+class GGUFSource(TensorMapSource):
     """An `EncodedSource` over a GGUF."""
 
-    def __init__(self, gguf: GGUF, mapping: Mapping, vectors: MappingOf[str, F32]) -> None:
+    def __init__(self, gguf: GGUF, mapping: TensorMap, vectors: MappingOf[str, F32]) -> None:
         """`vectors`: more of the packed tensors, from elsewhere."""
         self._vectors = vectors
-        rows = _Rows(gguf)
+        rows = _GGUFReader(gguf)
         super().__init__(
             str(gguf.path), gguf.tensors, dict.fromkeys(gguf.tensors, rows), mapping, "its metadata"
         )

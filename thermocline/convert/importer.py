@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from thermocline.convert import ternary
 from thermocline.convert.from_gguf import gguf_hash, gguf_shards, is_gguf, pack_gguf
 from thermocline.convert.gguf_rows import Cost
-from thermocline.convert.rows import MappedSource, with_own_head
+from thermocline.convert.rows import TensorMapSource, with_own_head
 from thermocline.convert.source_key import READING, Shard, add_content, identity
 from thermocline.convert.tokenizers import ADDED_TOKENS, SENTENCEPIECE, from_directory, has_tokenizer
 from thermocline.errors import BadFile, IOFailure
@@ -29,7 +29,7 @@ from thermocline.hub import names
 from thermocline.model import quant
 from thermocline.model.families import check_activation, read_config
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import Mapping
+from thermocline.model.tensor_map import TensorMap
 from thermocline.model.tensors import optional_among
 from thermocline.pack.manifest import COPIED, KIND, VERSION
 from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
@@ -75,13 +75,13 @@ def _pack_directory(
     src: Path,
     dst: Path,
     weight_format: str,
-    read: tuple[ModelSpec, Mapping],
+    read: tuple[ModelSpec, TensorMap],
     overwrite: bool,
     progress: Progress | None,
 ) -> None:
     with Checkpoint(src) as checkpoint:
         spec, mapping = with_own_head(*read, checkpoint.tensors, checkpoint.where)
-        source = MappedSource(str(src), *ternary.seen(checkpoint, mapping), mapping)
+        source = TensorMapSource(str(src), *ternary.seen(checkpoint, mapping), mapping)
         write_pack(
             dst,
             spec,

@@ -1,4 +1,4 @@
-"""Named tensors in files -> rows of a pack's tensors, as a `Mapping` says.
+"""Named tensors in files -> rows of a pack's tensors, as a `TensorMap` says.
 
 Must not know file formats or families.
 """
@@ -18,7 +18,7 @@ from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.files.safetensors import as_f32
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import HEAD, Mapping, Piece
+from thermocline.model.tensor_map import HEAD, SourceSlice, TensorMap
 
 F32 = NDArray[np.float32]
 COMPARED = 1 << 20  # numbers at a time
@@ -29,7 +29,7 @@ class Shaped(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class Shard(Protocol):
+class RowReader(Protocol):
     """Rows [first, last) of a tensor along its first axis, as stored (bf16 as u16) or as f32."""
 
     def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]: ...
@@ -42,8 +42,8 @@ def _found(name: str, tensors: Container[str]) -> str | None:
 
 
 def with_own_head(
-    spec: ModelSpec, mapping: Mapping, tensors: MappingOf[str, Shaped], where: MappingOf[str, Shard]
-) -> tuple[ModelSpec, Mapping]:
+    spec: ModelSpec, mapping: TensorMap, tensors: MappingOf[str, Shaped], where: MappingOf[str, RowReader]
+) -> tuple[ModelSpec, TensorMap]:
     """Believe the tensors where the config says `tie_word_embeddings` and a head that differs is there.
 
     So do transformers and llama.cpp's converter. A head that is the embeddings again is left out.
@@ -56,7 +56,7 @@ def with_own_head(
     return replace(spec, tied_head=False), replace(mapping, tensors=mapping.tensors | head)
 
 
-def _equal(a: str, b: str, tensors: MappingOf[str, Shaped], where: MappingOf[str, Shard]) -> bool:
+def _equal(a: str, b: str, tensors: MappingOf[str, Shaped], where: MappingOf[str, RowReader]) -> bool:
     if tensors[a].shape != tensors[b].shape:
         return False
     rows, step = tensors[a].shape[0], max(1, COMPARED // math.prod(tensors[a].shape[1:]))
@@ -68,15 +68,15 @@ def _equal(a: str, b: str, tensors: MappingOf[str, Shaped], where: MappingOf[str
     )
 
 
-class MappedSource:
+class TensorMapSource:
     """A `TensorSource` over shards. Keeps at most one matrix: a down projection, read by columns."""
 
     def __init__(
         self,
         name: str,
         tensors: MappingOf[str, Shaped],
-        where: MappingOf[str, Shard],
-        mapping: Mapping,
+        where: MappingOf[str, RowReader],
+        mapping: TensorMap,
         said_by: str = "config.json",
     ) -> None:
         self._name, self._tensors, self._where, self._mapping = name, tensors, where, mapping
@@ -85,7 +85,7 @@ class MappedSource:
         self._names = {str(p.tensor): self._locate(p, said_by) for p in wanted}
         self._check_all_used()
 
-    def _locate(self, piece: Piece, said_by: str) -> str:
+    def _locate(self, piece: SourceSlice, said_by: str) -> str:
         name = str(piece.tensor)
         found = _found(name, self._tensors)
         if found is None:
@@ -105,7 +105,7 @@ class MappedSource:
         parts = [self._read(*span) for span in self.spans(name, first, last)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def spans(self, name: str, first: int, last: int) -> Iterator[tuple[Piece, int, int]]:
+    def spans(self, name: str, first: int, last: int) -> Iterator[tuple[SourceSlice, int, int]]:
         """The pieces that rows [first, last) come from, and which of their rows."""
         start = 0
         for piece in self._mapping.tensors[name]:
@@ -114,7 +114,7 @@ class MappedSource:
                 yield piece, a - start, b - start
             start += piece.rows
 
-    def _read(self, piece: Piece, first: int, last: int) -> F32:
+    def _read(self, piece: SourceSlice, first: int, last: int) -> F32:
         if piece.tensor is None:
             return np.ones((last - first, *piece.shape[1:]), np.float32)
         name = self._names[piece.tensor]
@@ -122,7 +122,7 @@ class MappedSource:
         x = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return x + np.float32(piece.plus) if piece.plus else x
 
-    def _rows(self, name: str, piece: Piece, rows: range) -> F32:
+    def _rows(self, name: str, piece: SourceSlice, rows: range) -> F32:
         """Rows of a source tensor as they are ordered there, or backwards, or with a step."""
         low, high = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
         if not piece.transposed:

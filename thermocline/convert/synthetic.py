@@ -19,13 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.convert.synthetic_weights import ACTIVE, BLOCK, F32, LOGIT_SD, Plan, Planting
+from thermocline.convert.synthetic_weights import (
+    ACTIVE,
+    BLOCK,
+    F32,
+    LOGIT_SD,
+    SyntheticSparsity,
+    WeightStatistics,
+)
 from thermocline.errors import Unsupported, UsageError
 from thermocline.files.bounded import parse_json, read_small
 from thermocline.model import quant
 from thermocline.model.families import MAX_CONFIG_BYTES, parse_config, read_config_json
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import Mapping
+from thermocline.model.tensor_map import TensorMap
 from thermocline.model.tensors import expected_tensors
 from thermocline.pack.pack import Progress
 from thermocline.pack.writer import write_pack
@@ -43,7 +50,7 @@ def shapes() -> dict[str, Any]:
     return parse_json(read_small(SHAPES, MAX_CONFIG_BYTES), str(SHAPES))
 
 
-def read_shape(shape: str, activation: str | None = None) -> tuple[str, ModelSpec, Mapping]:
+def read_shape(shape: str, activation: str | None = None) -> tuple[str, ModelSpec, TensorMap]:
     """(name, spec, tensors) of a known shape or a config.json. Raises the reader's errors, or UsageError."""
     known = shapes()
     if shape in known:
@@ -58,11 +65,11 @@ def read_shape(shape: str, activation: str | None = None) -> tuple[str, ModelSpe
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class SyntheticModel:
     """A random model, all but written: what it is called, its plan, which optional tensors it has."""
 
     label: str
-    plan: Plan
+    plan: WeightStatistics
     optional: tuple[str, ...]
 
     @classmethod
@@ -75,10 +82,10 @@ class Model:
         rank: int,
         hottest_first: bool = False,
         activation: str | None = None,
-    ) -> Model:
+    ) -> SyntheticModel:
         """`active` None: `ACTIVE` for ReLU models, none for others; a number makes any model a ReLU model.
 
-        Raises what `read_shape` and `Plan.of` raise.
+        Raises what `read_shape` and `WeightStatistics.of` raise.
         """
         name, spec, mapping = read_shape(shape, activation)
         if spec.embed_dim is not None:
@@ -86,14 +93,16 @@ class Model:
         if active is not None and not spec.sparse:
             spec = dataclasses.replace(spec, activation="relu")
         chosen = ACTIVE if active is None else active
-        planting = Planting(chosen, skew, rank, hottest_first) if spec.sparse else None
+        planting = SyntheticSparsity(chosen, skew, rank, hottest_first) if spec.sparse else None
         known = expected_tensors(spec, "f32")
         optional = tuple(n for n in mapping.tensors if n in known and known[n].optional)
         said = {"seed": seed, **(dataclasses.asdict(planting) if planting else {})}
         if not said.get("hottest_first"):
             said.pop("hottest_first", None)
         label = " ".join([name, *(f"{k} {v}" for k, v in said.items())])
-        return cls(label, Plan.of(spec, seed, planting, "layers.0.gate.bias" in optional), optional)
+        return cls(
+            label, WeightStatistics.of(spec, seed, planting, "layers.0.gate.bias" in optional), optional
+        )
 
     def write(
         self,
@@ -144,7 +153,7 @@ class Matrix:
 class RandomWeights:
     """An `EncodedSource` whose rows depend on (seed, tensor, row) alone, however they are asked for."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: WeightStatistics) -> None:
         self._plan = plan
         self._matrix = functools.lru_cache(maxsize=2)(self._make)  # a bundle's are up's and down's
 

@@ -81,7 +81,7 @@ def random_order(n: int, seed: int, *name: int) -> I64:
 
 
 @dataclass(frozen=True)
-class Planting:
+class SyntheticSparsity:
     """What is asked for: the mean active fraction (of a mixture's chosen experts), its skew (see
     `activities`), the rank of the gates, and whether neurons lie as in a profiled pack.
     """
@@ -93,14 +93,14 @@ class Planting:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WeightStatistics:
     """Standard deviations of the weights of each kind, and what is planted."""
 
     spec: ModelSpec
     seed: int
     embed_sd: float
     down_sd: float
-    planting: Planting | None
+    planting: SyntheticSparsity | None
     constant: bool  # the first BLOCK columns of the residual stream are constant
     # Where neurons' values are never negative (ungated, dReLU), 2 i and 2 i + 1 are about equally hot, with
     # opposite down rows. Without this the hot neurons' mean, the same for every token, is nearly all
@@ -111,7 +111,9 @@ class Plan:
     quantiles: F64  # [neurons] offsets of gates in deviations, hottest first; one 0 where nothing is planted
 
     @classmethod
-    def of(cls, spec: ModelSpec, seed: int, planting: Planting | None, gate_bias: bool) -> Plan:
+    def of(
+        cls, spec: ModelSpec, seed: int, planting: SyntheticSparsity | None, gate_bias: bool
+    ) -> WeightStatistics:
         """Raises UsageError or Unsupported where the planting does not fit the model."""
         drelu = spec.up_activation == "relu"
         p, quantiles = np.empty(0), np.zeros(1)
@@ -197,7 +199,7 @@ class Plan:
         return np.array(rows, np.float32) * np.float32(s.n_experts_active / s.n_experts)
 
 
-def _check(spec: ModelSpec, planting: Planting, gate_bias: bool) -> None:
+def _check(spec: ModelSpec, planting: SyntheticSparsity, gate_bias: bool) -> None:
     room = spec.dim // BLOCK * BLOCK - BLOCK * (MOODS + (0 if gate_bias else 1))
     if spec.dim % BLOCK or room < BLOCK:
         raise Unsupported(

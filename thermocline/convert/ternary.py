@@ -11,11 +11,11 @@ from collections.abc import Mapping as MappingOf
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.convert.rows import Shaped, Shard
+from thermocline.convert.rows import RowReader, Shaped
 from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.files.safetensors import Checkpoint, Entry, SafeTensors
-from thermocline.model.tensor_map import Mapping
+from thermocline.model.tensor_map import TensorMap
 
 F32 = NDArray[np.float32]
 
@@ -24,10 +24,12 @@ _PER_BYTE = 4
 _STEP_BYTES = 4 << 20
 
 
-def seen(checkpoint: Checkpoint, mapping: Mapping) -> tuple[MappingOf[str, Shaped], MappingOf[str, Shard]]:
+def seen(
+    checkpoint: Checkpoint, mapping: TensorMap
+) -> tuple[MappingOf[str, Shaped], MappingOf[str, RowReader]]:
     """A checkpoint's tensors and where their rows are, those of `mapping.ternary` made ternary."""
     tensors: dict[str, Shaped] = dict(checkpoint.tensors)
-    where: dict[str, Shard] = dict(checkpoint.where)
+    where: dict[str, RowReader] = dict(checkpoint.where)
     for name, entry in checkpoint.tensors.items():
         if name in mapping.ternary or f"model.{name}" in mapping.ternary:
             matrix = Packed(checkpoint, name) if mapping.packed else Rounded(checkpoint.where[name], entry)

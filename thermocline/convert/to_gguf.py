@@ -57,7 +57,7 @@ _FILE_TYPES = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """Rows [first, first + rows) of a pack's tensor, as one of GGUF's: `name`, [rows, columns].
 
     `head_dim` > 0: llama.cpp's RoPE turns neighbours (2i, 2i + 1) where ours turns (i, i + head_dim/2), so
@@ -118,7 +118,7 @@ def write_gguf(
         os.close(fd)
 
 
-def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[Piece], progress: Progress | None) -> None:
+def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[TensorSlice], progress: Progress | None) -> None:
     writer = _header(pack, path)
     total, done = sum(p.nbytes for p in pieces), 0
 
@@ -129,7 +129,7 @@ def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[Piece], progress: P
             progress(done, total)
 
     for p in pieces:
-        _add(writer, p, _Rows(fd, pack.weights_path, p, advance))
+        _add(writer, p, _StreamedSlice(fd, pack.weights_path, p, advance))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -203,7 +203,7 @@ def _chat_template(pack: Pack) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _pieces(pack: Pack, name: str) -> Iterator[Piece]:
+def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
     info, s = pack.tensors[name], pack.spec
     prefix, part = "", name
     if name.startswith("layers."):
@@ -213,24 +213,24 @@ def _pieces(pack: Pack, name: str) -> Iterator[Piece]:
         first = 0
         for letter, heads in (("q", s.n_heads), ("k", s.n_kv_heads), ("v", s.n_kv_heads)):
             turned = s.head_dim if letter != "v" else 0
-            yield Piece(f"{prefix}attn_{letter}.weight", info, first, heads * s.head_dim, s.dim, turned)
+            yield TensorSlice(f"{prefix}attn_{letter}.weight", info, first, heads * s.head_dim, s.dim, turned)
             first += heads * s.head_dim
     elif part == _BUNDLE:
         row = quant.row_bytes(info.format, s.dim)
-        yield Piece(f"{prefix}ffn_up.weight", info, 0, s.ffn_dim, s.dim)
-        yield Piece(f"{prefix}ffn_down_t.weight", info, 0, s.ffn_dim, s.dim, at=row)
+        yield TensorSlice(f"{prefix}ffn_up.weight", info, 0, s.ffn_dim, s.dim)
+        yield TensorSlice(f"{prefix}ffn_down_t.weight", info, 0, s.ffn_dim, s.dim, at=row)
     elif part in _LEFT_OUT:
         return
     elif len(info.shape) == 1:
-        yield Piece(f"{prefix}{_NAMES[part]}", info, 0, 1, info.shape[0])
+        yield TensorSlice(f"{prefix}{_NAMES[part]}", info, 0, 1, info.shape[0])
     elif s.n_experts > 1 and part in _EXPERTS:
         rows = s.n_experts * info.shape[-2]
-        yield Piece(f"{prefix}{_EXPERTS[part]}", info, 0, rows, info.shape[-1], stack=s.n_experts)
+        yield TensorSlice(f"{prefix}{_EXPERTS[part]}", info, 0, rows, info.shape[-1], stack=s.n_experts)
     else:
-        yield Piece(f"{prefix}{_NAMES[part]}", info, 0, info.shape[-2], info.shape[-1])
+        yield TensorSlice(f"{prefix}{_NAMES[part]}", info, 0, info.shape[-2], info.shape[-1])
 
 
-def _add(writer: Any, p: Piece, rows: _Rows) -> None:
+def _add(writer: Any, p: TensorSlice, rows: _StreamedSlice) -> None:
     vector = len(p.tensor.shape) == 1
     stacked = (p.stack,) if p.stack > 1 else ()
     shape = (p.columns,) if vector else (*stacked, p.rows // p.stack, p.columns)
@@ -238,12 +238,12 @@ def _add(writer: Any, p: Piece, rows: _Rows) -> None:
     writer.add_tensor(p.name, rows, raw_shape=shape, raw_dtype=kind)
 
 
-class _Rows:
+class _StreamedSlice:
     """What GGUFWriter asks of a tensor (`dtype`, `nbytes`, `tofile`), a few MiB in memory at a time."""
 
     dtype = np.dtype(np.int8)  # not uint8: shapes are then in weights, not bytes
 
-    def __init__(self, fd: int, path: Path, piece: Piece, advance: Callable[[int], None]) -> None:
+    def __init__(self, fd: int, path: Path, piece: TensorSlice, advance: Callable[[int], None]) -> None:
         self._fd, self._path, self._piece, self._advance = fd, path, piece, advance
 
     @property

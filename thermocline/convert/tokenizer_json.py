@@ -46,7 +46,7 @@ class Kind(IntEnum):
 
 
 @dataclass
-class Vocabulary:
+class SourceVocabulary:
     """What both sources have. `name` is the file, for messages."""
 
     name: str
@@ -84,7 +84,7 @@ def _encoded(tokenizer: Json) -> bytes:
     return json.dumps(tokenizer, ensure_ascii=False).encode()
 
 
-def byte_level(v: Vocabulary, merges: list[str], pre: PreTokenizer) -> bytes:
+def byte_level(v: SourceVocabulary, merges: list[str], pre: PreTokenizer) -> bytes:
     """GPT-2's kind: bytes in an alphabet of 256 characters, merges as given."""
     absent = [b for c, b in BYTE_OF.items() if c not in v.ids and b in _EVERYDAY]
     if absent:
@@ -116,7 +116,7 @@ def byte_level(v: Vocabulary, merges: list[str], pre: PreTokenizer) -> bytes:
 _EVERYDAY = (0x0A, *range(0x20, 0x7F))  # Falcon has no tokens for most control characters, nor for 0xF2
 
 
-def sentencepiece(v: Vocabulary, space_prefix: bool) -> bytes:
+def sentencepiece(v: SourceVocabulary, space_prefix: bool) -> bytes:
     """Llama's kind: ▁ for a space, bytes for what has no piece, merges in the order of scores."""
     unknown = next((t for t, k in zip(v.tokens, v.kinds, strict=True) if k == Kind.UNKNOWN), None)
     unknown = "<unk>" if unknown is None and "<unk>" in v.ids else unknown
@@ -147,12 +147,12 @@ def sentencepiece(v: Vocabulary, space_prefix: bool) -> bytes:
     )
 
 
-def _cut_by_spaces(v: Vocabulary) -> bool:
+def _cut_by_spaces(v: SourceVocabulary) -> bool:
     """Merging words apart takes 0.6 of the time. Unknown characters would join across: there must be none."""
     return not v.missing_bytes() and SPACE in v.ids and not any(map(_INNER_SPACE.search, v.tokens))
 
 
-def _merges(v: Vocabulary) -> list[tuple[str, str]]:
+def _merges(v: SourceVocabulary) -> list[tuple[str, str]]:
     """All pairs of pieces that make a piece, best score first: SentencePiece's order as a list of merges.
 
     Between equal scores SentencePiece takes the leftmost in the text, which no list can say; trained models
@@ -178,7 +178,7 @@ def _merges(v: Vocabulary) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in pairs]
 
 
-def _bpe(v: Vocabulary, merges: Sequence[tuple[str, str]]) -> Json:
+def _bpe(v: SourceVocabulary, merges: Sequence[tuple[str, str]]) -> Json:
     return {
         "type": "BPE",
         "dropout": None,
@@ -193,7 +193,7 @@ def _bpe(v: Vocabulary, merges: Sequence[tuple[str, str]]) -> Json:
     }
 
 
-def _frame(v: Vocabulary) -> Json:
+def _frame(v: SourceVocabulary) -> Json:
     """What is the same for both kinds: added tokens, and what goes around a text."""
     added = [
         {
@@ -217,7 +217,7 @@ def _frame(v: Vocabulary) -> Json:
     }
 
 
-def _around(v: Vocabulary) -> Json:
+def _around(v: SourceVocabulary) -> Json:
     def special(token: int | None, sequence: int) -> list[Json]:
         return [] if token is None else [{"SpecialToken": {"id": v.tokens[token], "type_id": sequence}}]
 

@@ -17,7 +17,14 @@ import numpy as np
 
 from thermocline.convert import pretokenizers as names
 from thermocline.convert.pretokenizers import PRE_TOKENIZERS, PreTokenizer
-from thermocline.convert.tokenizer_json import MAX_TOKENS, SPACE, Kind, Vocabulary, byte_level, sentencepiece
+from thermocline.convert.tokenizer_json import (
+    MAX_TOKENS,
+    SPACE,
+    Kind,
+    SourceVocabulary,
+    byte_level,
+    sentencepiece,
+)
 from thermocline.errors import BadFile, Unsupported
 from thermocline.files import sentencepiece as sentencepiece_model
 from thermocline.files.bounded import parse_json, quoted, read_small
@@ -50,12 +57,12 @@ def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
     if model == names.BYTE_LEVEL:
         pre = _pre_tokenizer(m)
         bos, eos = m.around(len(tokens), pre.bos)
-        vocabulary = Vocabulary(name, tokens, kinds, bos=bos, eos=eos)
+        vocabulary = SourceVocabulary(name, tokens, kinds, bos=bos, eos=eos)
         return byte_level(vocabulary, m.strings("merges", MAX_MERGES, 2 * MAX_TOKEN_CHARS + 1), pre)
     if m.flag("remove_extra_whitespaces", False):
         raise Unsupported(f"{name}: tokenizer.ggml.remove_extra_whitespaces is not supported")
     bos, eos = m.around(len(tokens), True, defaults=(1, 2))
-    vocabulary = Vocabulary(name, tokens, kinds, m.scores(len(tokens)), bos=bos, eos=eos)
+    vocabulary = SourceVocabulary(name, tokens, kinds, m.scores(len(tokens)), bos=bos, eos=eos)
     called = f"{metadata.get('general.architecture')} {metadata.get('general.name')}".lower()
     if any(part in called for part in names.STRIPPING):
         vocabulary.strips_right = frozenset(
@@ -242,7 +249,7 @@ def from_sentencepiece(
         t.replace(SPACE, " ") if k == Kind.USER_DEFINED else t
         for t, k in zip(model.pieces, model.kinds, strict=True)
     ]
-    vocabulary = Vocabulary(name, tokens, model.kinds, model.scores)
+    vocabulary = SourceVocabulary(name, tokens, model.kinds, model.scores)
     if bos:
         vocabulary.bos = vocabulary.ids.get("<s>", vocabulary.ids.get("<bos>"))
     if eos:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from thermocline.engine.decoder import bind, for_context, forward
-from thermocline.engine.kv_cache import KVCache, in_ram, room_for
-from thermocline.engine.live_activity import Watch
-from thermocline.engine.prefill_budget import Pace
+from thermocline.engine.kv_cache import KVCache, block_counts, in_ram
+from thermocline.engine.live_activity import ActivityMeter
+from thermocline.engine.prefill_budget import PrefillBudget
 from thermocline.engine.request import Chunk, Request, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
 from thermocline.engine.traffic import Traffic
@@ -106,13 +106,13 @@ class Engine:
         self.context, self.max_batch, self.prefill_chunk = context, max_batch, prefill_chunk
         self.sparsity = sparsity
         self.tokenizer = tokenizer
-        room = room_for(spec, kv_tokens, context, prefill_chunk)
+        room = block_counts(spec, kv_tokens, context, prefill_chunk)
         self.kv = KVCache(spec, *room, chunk=prefill_chunk, storage=storage)
         self.traffic = Traffic.of(spec, weights)
         self._disk, self._clock = disk, clock
-        self.pace = Pace()
+        self.pace = PrefillBudget()
         self._prompt_tokens = self._cached_tokens = self._tokens = 0
-        self.watch: Watch | None = None  # gets what answers' steps did, while there is one
+        self.watch: ActivityMeter | None = None  # gets what answers' steps did, while there is one
         self.stats = FFNStats()  # the present step's: they grow with each layer, where the ops know it
         self.computing = False  # in `forward`: an exception there costs the step and nothing else
         self.waiting: deque[Request] = deque()
@@ -137,7 +137,7 @@ class Engine:
         """One turn: schedule, forward, sample, emit; first a token for each answer, then a chunk of prompts.
 
         They go through `forward` apart: an answer does not read a long prompt's neurons. Beside answers the
-        chunk is as short as keeps their tokens coming (`Pace`). False when there is nothing left to do.
+        chunk is as short as keeps their tokens coming (`PrefillBudget`). False when nothing is left to do.
         """
         self._admit()
         for schedule in (self._answer_spans, self._prompt_spans):

@@ -63,7 +63,7 @@ def blocks_at_once(tokens: int, window: int | None, chunk: int, block: int = BLO
     return whole if window is None else min(whole, blocks_for(window + chunk - 2, block) + 1)
 
 
-def room_for(spec: ModelSpec, tokens: int, context: int, chunk: int) -> tuple[int, int]:
+def block_counts(spec: ModelSpec, tokens: int, context: int, chunk: int) -> tuple[int, int]:
     """Blocks for `tokens` positions of sequences of up to `context`: in layers without a window, and with."""
     blocks = blocks_for(tokens)
     one = blocks_at_once(context, spec.sliding_window, chunk)
@@ -72,7 +72,7 @@ def room_for(spec: ModelSpec, tokens: int, context: int, chunk: int) -> tuple[in
 
 def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int) -> int:
     """What a cache of that room takes."""
-    blocks, window_blocks = room_for(spec, tokens, context, chunk)
+    blocks, window_blocks = block_counts(spec, tokens, context, chunk)
     windowed = sum(spec.window(i) is not None for i in range(spec.n_layers))
     layers = blocks * (spec.n_layers - windowed) + window_blocks * windowed
     return layers * BLOCK * _layer_bytes(spec)

@@ -22,7 +22,7 @@ class LayerActivity:
 
 
 @dataclass(frozen=True)
-class Activity:
+class ActivityReport:
     """Of the steps since the last report. Prompts are not in it: they are computed whole."""
 
     tokens: int
@@ -33,7 +33,7 @@ class Activity:
     on_gpu: bool  # at least a part of it
 
 
-class Watch:
+class ActivityMeter:
     """Adding a step is appending to lists; sums are made when they are asked for."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
@@ -65,12 +65,12 @@ class Watch:
             known = self._disk or DiskCounts()
             self._disk = DiskCounts(*(a + b for a, b in zip(known, disk, strict=True)))
 
-    def take(self) -> Activity | None:
+    def take(self) -> ActivityReport | None:
         """What there was since the last time; None: nothing."""
         if not self._tokens:
             return None
         layers = self._shares() if self._layers else None
-        found = Activity(self._tokens, self._seconds, self._bytes, layers, self._disk, self._on_gpu)
+        found = ActivityReport(self._tokens, self._seconds, self._bytes, layers, self._disk, self._on_gpu)
         self._clear()
         return found
 

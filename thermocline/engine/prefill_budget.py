@@ -15,7 +15,7 @@ WEIGHT = 0.3  # of the newest measurement in an estimate
 LEAP = 1.25
 
 
-class Pace:
+class PrefillBudget:
     """Chunks of prompts that keep answers flowing. Without answers nobody asks it: a chunk is then whole.
 
     A prompt's token is dearest in a short chunk, which reads the same weights for fewer tokens. So estimates

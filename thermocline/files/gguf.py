@@ -24,7 +24,7 @@ MAX_PARTS = 4096
 _FIRST_READ = 1 << 20
 
 
-class Part:
+class GGUFPart:
     """One open GGUF file. Close it."""
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class GGUF:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.parts: list[Part] = []
+        self.parts: list[GGUFPart] = []
         try:
             self._open()
         except BaseException:
@@ -73,20 +73,20 @@ class GGUF:
         self.powerinfer = self.parts[0].header.powerinfer
 
     def _open(self) -> None:
-        given = Part(self.path)
+        given = GGUFPart(self.path)
         self.parts = [given]
         count = _split(given, "split.count", 1)
         if count > 1:
             given.close()
             self.parts = []
             for path in _part_paths(self.path, count):
-                self.parts.append(Part(path))
+                self.parts.append(GGUFPart(path))
             self._check_parts(count)
         self.where = {name: part for part in self.parts for name in part.header.tensors}
         self.tensors = {name: part.header.tensors[name] for name, part in self.where.items()}
 
     def _check_parts(self, count: int) -> None:
-        seen: dict[str, Part] = {}
+        seen: dict[str, GGUFPart] = {}
         for i, part in enumerate(self.parts):
             no, said = _split(part, "split.no", -1), _split(part, "split.count", 1)
             if (no, said) != (i, count) or part.header.powerinfer != self.parts[0].header.powerinfer:
@@ -121,7 +121,7 @@ class GGUF:
         return data.reshape(last - first, row)
 
 
-def _split(part: Part, key: str, default: int) -> int:
+def _split(part: GGUFPart, key: str, default: int) -> int:
     value = part.header.metadata.get(key, default)
     if type(value) is not int or not (-1 if key == "split.no" else 0) <= value <= 1 << 31:
         raise BadFile(f"{part.path}: {key} is {quoted(value)}, not a number of parts")

@@ -26,7 +26,7 @@ SEQUENTIAL_DEPTH, RANDOM_DEPTH = 4, 128  # more is not faster on the disks measu
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskSpeed:
     path: str
     free_bytes: int | None
     sequential_gbs: float | None = None  # 2 MiB blocks, 4 in flight
@@ -74,30 +74,30 @@ def _random_iops(path: Path, nbytes: int) -> float:
     return _measure(path, pages * np.uint64(PAGE), PAGE, RANDOM_DEPTH, RANDOM_S)[0]
 
 
-def measure_file(path: Path) -> Disk:
+def measure_file(path: Path) -> DiskSpeed:
     """As `measure_disk`, over a large file that is there: nothing is written."""
     try:
         size = path.stat().st_size // BLOCK * BLOCK
         if not size:
-            return Disk(str(path), None, why="too small a file to measure with")
+            return DiskSpeed(str(path), None, why="too small a file to measure with")
         sequential, direct = sequential_gbs(path, size)
-        return Disk(str(path), None, sequential, _random_iops(path, size), direct)
+        return DiskSpeed(str(path), None, sequential, _random_iops(path, size), direct)
     except OSError as e:
-        return Disk(str(path), None, why=f"not measurable: {e.strerror or e}")
+        return DiskSpeed(str(path), None, why=f"not measurable: {e.strerror or e}")
 
 
 def _existing(path: Path) -> Path:
     return next((p for p in (path, *path.parents) if p.is_dir()), Path("."))
 
 
-def measure_disk(directory: Path) -> Disk:
+def measure_disk(directory: Path) -> DiskSpeed:
     """Write a temporary file into `directory` (or its nearest existing parent), read it cold, remove it."""
     where = _existing(directory.absolute())
     free: int | None = None
     try:
         free = shutil.disk_usage(where).free
         if free < 4 * SMALLEST:
-            return Disk(str(where), free, why="too little free space to measure")
+            return DiskSpeed(str(where), free, why="too little free space to measure")
         handle, name = tempfile.mkstemp(prefix=".thermocline-disk-", dir=where)
         try:
             with os.fdopen(handle, "wb", buffering=0):
@@ -105,7 +105,7 @@ def measure_disk(directory: Path) -> Disk:
                 if hasattr(os, "posix_fadvise"):  # where direct reads are refused
                     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             if size < SMALLEST:
-                return Disk(
+                return DiskSpeed(
                     str(where), free, why=f"writes too slowly to measure ({size >> 20} MiB in {WRITE_S} s)"
                 )
             sequential, direct = sequential_gbs(Path(name), size)
@@ -113,8 +113,8 @@ def measure_disk(directory: Path) -> Disk:
         finally:
             os.unlink(name)
     except OSError as e:
-        return Disk(str(where), free, why=f"not measurable: {e.strerror or e}")
+        return DiskSpeed(str(where), free, why=f"not measurable: {e.strerror or e}")
     except ImportError as e:
-        return Disk(str(where), free, why=f"not measurable: {e}")
+        return DiskSpeed(str(where), free, why=f"not measurable: {e}")
     why = None if direct else "direct I/O refused here: through the page cache, so an upper bound"
-    return Disk(str(where), free, sequential, random_iops, direct, why)
+    return DiskSpeed(str(where), free, sequential, random_iops, direct, why)

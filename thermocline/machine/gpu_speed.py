@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from thermocline import _native
-from thermocline.machine.tiers import Gpu
+from thermocline.machine.tiers import GpuTier
 from thermocline.model import quant
 from thermocline.ops.device import Device
 from thermocline.ops.device_rows import Rows, Scratch
@@ -25,12 +25,14 @@ LAUNCHES, HANDOVERS = 200, 50  # queued at once
 SHARE_OF_FREE = 4  # of the memory that is free, a part of that many is measured with
 
 
-def gpu_tier(device: Device, kernels: Any, free_bytes: int, format: str, *, largest: int = 1 << 30) -> Gpu:
+def gpu_tier(
+    device: Device, kernels: Any, free_bytes: int, format: str, *, largest: int = 1 << 30
+) -> GpuTier:
     """`free_bytes`: of its memory. `format`: of the weights that its kernels are measured with."""
     size = min(largest, free_bytes // SHARE_OF_FREE) // (1 << 20) * (1 << 20)
     data = device.zeros((size,), torch.uint8)
     read = size / _seconds(device, lambda: device.run(_sum, data.view(torch.float32))) / 1e9
-    return Gpu(
+    return GpuTier(
         vram_bytes=free_bytes,
         read_gbs=read,
         share=min(1.0, _kernel_gbs(device, kernels, data, format) / read),

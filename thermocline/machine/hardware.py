@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thermocline.errors import ThermoclineError
-from thermocline.machine.disk_speed import Disk, measure_disk
+from thermocline.machine.disk_speed import DiskSpeed, measure_disk
 
 if TYPE_CHECKING:
     from thermocline import _native
@@ -61,7 +61,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuInfo:
     found: bool
     names: list[str]
     memory_bytes: list[int]
@@ -75,8 +75,8 @@ class Hardware:
     isa: Isa | None
     native_error: str | None  # why the native module does not load
     memory: Memory
-    disk: Disk
-    gpu: Gpu
+    disk: DiskSpeed
+    gpu: GpuInfo
 
 
 # ---- small files
@@ -276,7 +276,7 @@ def _limit_room(root: Path, limit_name: str, used_name: str) -> int | None:
     return max(0, limit - used)
 
 
-def memory_room(root: Path = ROOT) -> tuple[int | None, str | None]:
+def available_memory(root: Path = ROOT) -> tuple[int | None, str | None]:
     """(bytes that can still be allocated, what limits them if not the system)."""
     _, available = _system_memory(root)
     rooms: list[tuple[int | None, str | None]] = [(available, None)]
@@ -289,7 +289,7 @@ def memory_room(root: Path = ROOT) -> tuple[int | None, str | None]:
 
 def available_bytes() -> int | None:
     """Memory this process can still take; None where the system does not say."""
-    return memory_room()[0]
+    return available_memory()[0]
 
 
 def peak_rss_bytes() -> int | None:
@@ -354,7 +354,7 @@ def read_gbs_of(
 
 def measure_memory(threads: int) -> Memory:
     total, _ = _system_memory(ROOT)
-    available, why = memory_room()
+    available, why = available_memory()
     seconds = 0.3
     one = read_gbs(1, seconds)
     several = one if threads == 1 else read_gbs(threads, seconds)
@@ -364,24 +364,24 @@ def measure_memory(threads: int) -> Memory:
 # ---- GPU
 
 
-def gpu(root: Path = ROOT) -> Gpu:
+def gpu(root: Path = ROOT) -> GpuInfo:
     """NVIDIA's driver answers without loading a GPU library."""
     smi = shutil.which("nvidia-smi")
     driver = (root / "proc/driver/nvidia/version").exists()
     if smi is None:
         why = "driver loaded, but nvidia-smi is missing" if driver else "no NVIDIA driver found"
-        return Gpu(False, [], [], why)
+        return GpuInfo(False, [], [], why)
     query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as e:
-        return Gpu(False, [], [], f"nvidia-smi does not answer ({e})")
+        return GpuInfo(False, [], [], f"nvidia-smi does not answer ({e})")
     rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
     if done.returncode != 0 or not rows:
         said = (done.stdout + done.stderr).strip().splitlines()
-        return Gpu(False, [], [], f"nvidia-smi: {said[0] if said else 'no GPU listed'}")
+        return GpuInfo(False, [], [], f"nvidia-smi: {said[0] if said else 'no GPU listed'}")
     sizes = [(_int(mib.strip()) or 0) << 20 for _, mib in rows]
-    return Gpu(True, [name.strip() for name, _ in rows], sizes, "")
+    return GpuInfo(True, [name.strip() for name, _ in rows], sizes, "")
 
 
 # ---- all of it
@@ -399,7 +399,7 @@ def measure(disk_dir: Path, threads: int = 0) -> Hardware:
     except (ImportError, ThermoclineError) as e:
         native_error = str(e)
         total, _ = _system_memory(ROOT)
-        memory = Memory(total, *memory_room(), cache_bytes(), None, None, threads)
+        memory = Memory(total, *available_memory(), cache_bytes(), None, None, threads)
     return Hardware(load, machine, levels, native_error, memory, measure_disk(disk_dir), gpu())
 
 

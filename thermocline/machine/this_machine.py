@@ -16,8 +16,8 @@ import numpy as np
 from thermocline import _native
 from thermocline.errors import OutOfBudget, Unsupported
 from thermocline.machine import hardware
-from thermocline.machine.disk_speed import Disk as MeasuredDisk
-from thermocline.machine.tiers import Cpu, Disk, Kernel, Tiers
+from thermocline.machine.disk_speed import DiskSpeed as MeasuredDisk
+from thermocline.machine.tiers import CpuTier, DiskTier, Kernel, Tiers
 from thermocline.model import quant
 
 COLUMNS, TOKENS, ROWS = 4096, 64, 2048  # of the matrix of the measurement with many tokens: 1 GFLOP
@@ -31,14 +31,14 @@ def tiers_here(
     """Measured now: a second, and a quarter of one for each format."""
     cores = hardware.cores()
     threads = threads if threads > 0 else cores.threads
-    ram, _ = hardware.memory_room()
+    ram, _ = hardware.available_memory()
     roof = hardware.read_gbs(threads, 0.3)
     if ram is None or roof is None:
         raise Unsupported("this machine cannot be measured (see `thermocline doctor`); give --hardware FILE")
     cache = hardware.cache_bytes() or DEFAULT_CACHE_BYTES
     kernels = measure_kernels(threads, formats, kernel_arena(cache, ram))
     source = time.strftime("measured by thermocline doctor, %Y-%m-%d", time.gmtime())
-    cpu = Cpu(ram, roof, threads, cache, kernels)
+    cpu = CpuTier(ram, roof, threads, cache, kernels)
     return Tiers(cores.name or "this machine", source, cpu, None, None if disk is None else disk_tier(disk))
 
 
@@ -50,10 +50,10 @@ def with_gpu(tiers: Tiers, device: Any, kernels: Any, free_bytes: int, format: s
     return replace(tiers, name=f"{device.name}, {tiers.name}", gpu=found)
 
 
-def disk_tier(found: MeasuredDisk) -> Disk | None:
+def disk_tier(found: MeasuredDisk) -> DiskTier | None:
     if found.sequential_gbs is None or found.random_iops is None:
         return None
-    return Disk(found.sequential_gbs, found.random_iops)
+    return DiskTier(found.sequential_gbs, found.random_iops)
 
 
 def kernel_arena(cache: int, ram: int) -> _native.Arena:

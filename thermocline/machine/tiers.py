@@ -32,7 +32,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Cpu:
+class CpuTier:
     ram_bytes: int
     read_gbs: float  # memory read speed with `threads`: the roof
     threads: int
@@ -41,7 +41,7 @@ class Cpu:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuTier:
     vram_bytes: int
     read_gbs: float
     share: float  # of read_gbs that kernels reach
@@ -52,7 +52,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskTier:
     read_gbs: float  # large reads
     reads_per_s: float  # of 4 KiB, many in flight
 
@@ -63,9 +63,9 @@ class Tiers:
 
     name: str
     source: str  # where the figures come from
-    cpu: Cpu
-    gpu: Gpu | None
-    disk: Disk | None
+    cpu: CpuTier
+    gpu: GpuTier | None
+    disk: DiskTier | None
 
     def kernel(self, weight_format: str) -> Kernel:
         """UsageError where the file has no figures for the format."""

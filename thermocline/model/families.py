@@ -17,12 +17,12 @@ from typing import Any
 
 from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, quoted, read_small
-from thermocline.model.hf_config import Keys, bos, eos, rope, windows
+from thermocline.model.hf_config import ConfigKeys, bos, eos, rope, windows
 from thermocline.model.spec import ACTIVATIONS, ModelSpec, check_spec
-from thermocline.model.tensor_map import Mapping, Names, Piece, tensors
+from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, tensors
 
 MAX_CONFIG_BYTES = 512 << 10  # parsing one keeps at most 33 bytes a byte: 4 x metadata + 16 MiB holds
-Read = tuple[ModelSpec, Mapping]
+Read = tuple[ModelSpec, TensorMap]
 # What transformers documents for keys that a config may leave out. Any other missing key is an error.
 _DEFAULTS: Json = {
     "num_key_value_heads": None,  # n_heads
@@ -68,7 +68,7 @@ def parse_config(
     `activation`: "relu" or "drelu", where the config leaves it open. `sure` False: its activation is a guess.
     """
     family = _family(config, name)
-    keys = Keys(config, name).with_defaults({**_DEFAULTS, "model_type": family.model_type})
+    keys = ConfigKeys(config, name).with_defaults({**_DEFAULTS, "model_type": family.model_type})
     if keys.raw("model_type") != family.model_type:
         raise keys.bad("model_type", f"contradicts architectures, which imply {family.model_type!r}")
     keys.raw("architectures")
@@ -128,7 +128,7 @@ _PLAIN = tuple(a for a in ACTIVATIONS if a != "fatrelu")
 
 
 def _spec(
-    keys: Keys, stop: Any, architecture: str, *, partial: float | None = None, **more: Any
+    keys: ConfigKeys, stop: Any, architecture: str, *, partial: float | None = None, **more: Any
 ) -> ModelSpec:
     """What most configs say in the same words; `more` is what they say otherwise."""
     dim, n_heads = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
@@ -166,24 +166,24 @@ def _spec(
     )
 
 
-def _biases(keys: Keys, *more: str) -> tuple[str, ...]:
+def _biases(keys: ConfigKeys, *more: str) -> tuple[str, ...]:
     both = ("qkv", "attn_out") if keys.flag("attention_bias") else ()
     return (*both, *more)
 
 
-def _llama(keys: Keys, stop: Any) -> Read:
+def _llama(keys: ConfigKeys, stop: Any) -> Read:
     """Llama 1-3 and everything shaped like it, ReluLLaMA too."""
     spec = _spec(keys, stop, "llama")
     return spec, tensors(spec, biases=_biases(keys))
 
 
-def _sparse_llama(keys: Keys, stop: Any) -> Read:
+def _sparse_llama(keys: ConfigKeys, stop: Any) -> Read:
     """ProSparse (arXiv 2402.13516): a Llama with ReLU, or FATReLU and its threshold in `hidden_act_param`."""
     spec = _spec(keys, stop, "llama", **_fatrelu(keys))
     return spec, tensors(spec, biases=_biases(keys))
 
 
-def _fatrelu(keys: Keys) -> Json:
+def _fatrelu(keys: ConfigKeys) -> Json:
     keys.with_defaults({"hidden_act_param": None})
     activation, threshold = keys.activation("hidden_act"), 0.0
     if activation == "fatrelu":
@@ -193,7 +193,7 @@ def _fatrelu(keys: Keys) -> Json:
     return {"activation": activation, "activation_threshold": threshold}
 
 
-def _minicpm(keys: Keys, stop: Any) -> Read:
+def _minicpm(keys: ConfigKeys, stop: Any) -> Read:
     """MiniCPM and MiniCPM-S: a Llama whose embeddings, residuals and logits are scaled (arXiv 2404.06395)."""
     keys.with_defaults({"scale_emb": 1, "dim_model_base": 1, "scale_depth": 1, "tie_word_embeddings": True})
     layers, dim = keys.size("num_hidden_layers", "n_layers"), keys.size("hidden_size", "dim")
@@ -209,7 +209,7 @@ def _minicpm(keys: Keys, stop: Any) -> Read:
     return spec, tensors(spec, biases=_biases(keys))
 
 
-def _mistral(keys: Keys, stop: Any) -> Read:
+def _mistral(keys: ConfigKeys, stop: Any) -> Read:
     """Mistral 7B and its relatives: a Llama with an optional sliding window."""
     keys.with_defaults({"sliding_window": 4096})
     if keys.flag("attention_bias"):
@@ -218,13 +218,13 @@ def _mistral(keys: Keys, stop: Any) -> Read:
     return spec, tensors(spec)
 
 
-def _bamboo(keys: Keys, stop: Any) -> Read:
+def _bamboo(keys: ConfigKeys, stop: Any) -> Read:
     """Bamboo 7B, TurboSparse-Mistral: a Mistral with dReLU (arXiv 2406.05955), ReLU on gate and up."""
     spec, mapping = _mistral(keys, stop)
     return _drelu(keys, spec, "bamboo"), mapping
 
 
-def _drelu(keys: Keys, spec: ModelSpec, architecture: str) -> ModelSpec:
+def _drelu(keys: ConfigKeys, spec: ModelSpec, architecture: str) -> ModelSpec:
     if spec.activation != "relu":
         raise keys.unsupported(
             "hidden_act", f"is not supported for {architecture}, whose code has relu twice"
@@ -240,7 +240,7 @@ _MIXTRAL = Names(
 )
 
 
-def _mixtral(keys: Keys, stop: Any) -> Read:
+def _mixtral(keys: ConfigKeys, stop: Any) -> Read:
     """Mixtral (arXiv 2401.04088): a Mistral whose FFNs are mixtures of experts."""
     if keys.flag("attention_bias"):
         raise keys.unsupported("attention_bias", "is not supported for Mixtral")
@@ -256,13 +256,13 @@ def _mixtral(keys: Keys, stop: Any) -> Read:
     return spec, tensors(spec, _MIXTRAL)
 
 
-def _turbosparse_mixtral(keys: Keys, stop: Any) -> Read:
+def _turbosparse_mixtral(keys: ConfigKeys, stop: Any) -> Read:
     """TurboSparse-Mixtral: dReLU in every expert (arXiv 2406.05955), as Bamboo has it."""
     spec, mapping = _mixtral(keys, stop)
     return _drelu(keys, spec, "turbosparse-mixtral"), mapping
 
 
-def _qwen_window(keys: Keys) -> Json:
+def _qwen_window(keys: ConfigKeys) -> Json:
     keys.with_defaults({"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28})
     n, first = keys.size("num_hidden_layers", "n_layers"), keys.integer("max_window_layers", 0)
     window = keys.integer_or_none("sliding_window")
@@ -270,21 +270,21 @@ def _qwen_window(keys: Keys) -> Json:
     return {} if window is None or layers == () else {"sliding_window": window, "window_layers": layers}
 
 
-def _qwen2(keys: Keys, stop: Any) -> Read:
+def _qwen2(keys: ConfigKeys, stop: Any) -> Read:
     """Qwen 2 and 2.5: a Llama with biases on q, k and v, and windows in the later layers."""
     keys.with_defaults({"bos_token_id": None, "eos_token_id": None})
     spec = _spec(keys, stop, "qwen2", **_qwen_window(keys))
     return spec, tensors(spec, biases=("qkv",))
 
 
-def _qwen3(keys: Keys, stop: Any) -> Read:
+def _qwen3(keys: ConfigKeys, stop: Any) -> Read:
     """Qwen 3: norms on every head's q and k instead of the biases."""
     keys.with_defaults({"head_dim": 128, "bos_token_id": None, "eos_token_id": None})
     spec = _spec(keys, stop, "qwen3", qk_norm=True, **_qwen_window(keys))
     return spec, tensors(spec, biases=_biases(keys))
 
 
-def _gemma(keys: Keys, stop: Any, architecture: str, pattern: int, **more: Any) -> Read:
+def _gemma(keys: ConfigKeys, stop: Any, architecture: str, pattern: int, **more: Any) -> Read:
     """Gemma 2 and 3: norms around each half, stored as w - 1; embeddings scaled; some layers see a window."""
     keys.with_defaults(
         {
@@ -316,14 +316,14 @@ def _gemma(keys: Keys, stop: Any, architecture: str, pattern: int, **more: Any) 
     return spec, tensors(spec, names, _biases(keys))
 
 
-def _gemma2(keys: Keys, stop: Any) -> Read:
+def _gemma2(keys: ConfigKeys, stop: Any) -> Read:
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     keys.with_defaults({"sliding_window": 4096, "query_pre_attn_scalar": 256, **caps, "hidden_act": None})
     keys.raw("hidden_act")  # an older name, which transformers ignores too
     return _gemma(keys, stop, "gemma2", 2)
 
 
-def _gemma3(keys: Keys, stop: Any) -> Read:
+def _gemma3(keys: ConfigKeys, stop: Any) -> Read:
     """Gemma 3's text model: qk-norm, five windows to one full layer, and a rope of its own for windows."""
     caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "_sliding_window_pattern"))
     keys.with_defaults({"sliding_window": 4096, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6})
@@ -334,7 +334,7 @@ def _gemma3(keys: Keys, stop: Any) -> Read:
     keys.default_theta = 1e6
     local, nested = keys.number("rope_local_base_freq", 1.0, 1e12), keys.raw("rope_parameters")
     if isinstance(nested, dict) and "full_attention" in nested:  # transformers 5: one rope a kind of layer
-        both = Keys(nested, f"{keys.name}: rope_parameters").with_defaults({"sliding_attention": None})
+        both = ConfigKeys(nested, f"{keys.name}: rope_parameters").with_defaults({"sliding_attention": None})
         near = both.group("sliding_attention")
         if near is not None:
             near.with_defaults({"rope_theta": 10000.0, "rope_type": "default"})
@@ -347,7 +347,7 @@ def _gemma3(keys: Keys, stop: Any) -> Read:
     return _gemma(keys, stop, "gemma3", pattern, qk_norm=True, local_rope_theta=local)
 
 
-def _phi3(keys: Keys, stop: Any) -> Read:
+def _phi3(keys: ConfigKeys, stop: Any) -> Read:
     """Phi-3 and 4: q, k, v in one tensor, gate and up in another; longrope in the long-context ones."""
     keys.with_defaults({"partial_rotary_factor": None, "eos_token_id": 32000})
     keys.with_defaults({"original_max_position_embeddings": None})
@@ -359,7 +359,7 @@ def _phi3(keys: Keys, stop: Any) -> Read:
     return spec, tensors(spec, names)
 
 
-def _nemotron(keys: Keys, stop: Any) -> Read:
+def _nemotron(keys: ConfigKeys, stop: Any) -> Read:
     """Nemotron, Minitron: ungated squared ReLU, LayerNorm stored as w - 1, half of each head turned."""
     keys.with_defaults({"partial_rotary_factor": None, "hidden_act": "relu2"})
     keys.with_defaults({"bos_token_id": 2, "eos_token_id": 3})
@@ -369,14 +369,14 @@ def _nemotron(keys: Keys, stop: Any) -> Read:
     return spec, tensors(spec, Names(norm_plus=1.0), _biases(keys, "norm", *ffn))
 
 
-def _arcee(keys: Keys, stop: Any) -> Read:
+def _arcee(keys: ConfigKeys, stop: Any) -> Read:
     """AFM: a Llama with an ungated squared ReLU."""
     keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
     spec = _spec(keys, stop, "arcee", gated=False)
     return spec, tensors(spec, biases=_biases(keys, *(("ffn",) if keys.flag("mlp_bias") else ())))
 
 
-def _bitnet(keys: Keys, stop: Any) -> Read:
+def _bitnet(keys: ConfigKeys, stop: Any) -> Read:
     """BitNet b1.58 2B: gated squared ReLU, norms before out and down; ternary weights if so configured."""
     keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
     keys.default_theta = 500000.0
@@ -394,7 +394,7 @@ def _bitnet(keys: Keys, stop: Any) -> Read:
     return spec, replace(mapping, ternary=matrices, packed=packed, ignored=ignored)
 
 
-def _ternary_mode(keys: Keys) -> str | None:
+def _ternary_mode(keys: ConfigKeys) -> str | None:
     """ "online": from float weights; "offline": stored so; None: float weights as they are."""
     group = keys.with_defaults({"quantization_config": None}).group("quantization_config")
     if group is None:
@@ -418,7 +418,7 @@ _TERNARY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _falcon(keys: Keys, stop: Any) -> Read:
+def _falcon(keys: ConfigKeys, stop: Any) -> Read:
     """Falcon: attention and FFN side by side. 7B: one k and v head, one norm; 40B: groups, two norms."""
     keys.with_defaults(_FALCON_DEFAULTS)
     dim, n = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
@@ -495,7 +495,7 @@ _OPT_DEFAULTS: Json = {
 }
 
 
-def _opt(keys: Keys, stop: Any) -> Read:
+def _opt(keys: ConfigKeys, stop: Any) -> Read:
     """OPT: learned positions, LayerNorm, biases, an ungated FFN. 350m norms after and projects embeddings."""
     keys.with_defaults(_OPT_DEFAULTS)
     dim, n_heads = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
@@ -521,10 +521,12 @@ def _opt(keys: Keys, stop: Any) -> Read:
     names = replace(_OPT, affine=keys.flag("layer_norm_elementwise_affine"))
     mapping, rows = tensors(spec, names, biases), spec.max_context + _OPT_FIRST_POSITION
     seen = (range(_OPT_FIRST_POSITION, rows),)
-    mapping.tensors["pos_embed.weight"] = (Piece(f"{_OPT.root}embed_positions.weight", (rows, dim), seen),)
+    mapping.tensors["pos_embed.weight"] = (
+        SourceSlice(f"{_OPT.root}embed_positions.weight", (rows, dim), seen),
+    )
     if spec.embed_dim is not None:
-        mapping.tensors["project_in.weight"] = (Piece(f"{_OPT.root}project_in.weight", (dim, width)),)
-        mapping.tensors["project_out.weight"] = (Piece(f"{_OPT.root}project_out.weight", (width, dim)),)
+        mapping.tensors["project_in.weight"] = (SourceSlice(f"{_OPT.root}project_in.weight", (dim, width)),)
+        mapping.tensors["project_out.weight"] = (SourceSlice(f"{_OPT.root}project_out.weight", (width, dim)),)
     return spec, mapping
 
 
@@ -542,7 +544,7 @@ _OPT = Names(
 @dataclass(frozen=True)
 class Family:
     model_type: str  # what a config of this architecture says, if it says one
-    read: Callable[[Keys, Any], Read]
+    read: Callable[[ConfigKeys, Any], Read]
     reglu: bool = False  # `relu` is on the gate alone in all that is published; else a config does not tell
 
 

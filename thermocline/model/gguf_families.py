@@ -18,13 +18,13 @@ from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json, quoted
 from thermocline.files.gguf import GGUF
 from thermocline.model.families import parse_config
-from thermocline.model.gguf_metadata import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, Keys, common, rope
+from thermocline.model.gguf_metadata import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, GGUFKeys, common, rope
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import Mapping, Piece
+from thermocline.model.tensor_map import SourceSlice, TensorMap
 
 
 def _like_llama(
-    k: Keys,
+    k: GGUFKeys,
     architecture: str,
     activation: str = "silu",
     *,
@@ -42,7 +42,7 @@ def _like_llama(
     }
 
 
-def _llama(k: Keys) -> Json:
+def _llama(k: GGUFKeys) -> Json:
     """Llama, with a window Mistral, with experts Mixtral."""
     window = _window(k)
     if k.integer(".expert_count", default=0) and not k.gguf.powerinfer:
@@ -53,34 +53,34 @@ def _llama(k: Keys) -> Json:
     return _like_llama(k, "LlamaForCausalLM", "relu" if k.gguf.powerinfer else "silu") | more
 
 
-def _experts(k: Keys) -> Json:
+def _experts(k: GGUFKeys) -> Json:
     return {
         "num_local_experts": k.integer(".expert_count"),
         "num_experts_per_tok": k.integer(".expert_used_count", low=1),
     }
 
 
-def _window(k: Keys) -> Json:
+def _window(k: GGUFKeys) -> Json:
     return {"sliding_window": k.integer(".attention.sliding_window", default=0) or None}
 
 
-def _qwen2(k: Keys) -> Json:
+def _qwen2(k: GGUFKeys) -> Json:
     return _like_llama(k, "Qwen2ForCausalLM")
 
 
-def _qwen3(k: Keys) -> Json:
+def _qwen3(k: GGUFKeys) -> Json:
     return _like_llama(k, "Qwen3ForCausalLM") | _biased(k, "attention_bias")
 
 
-def _arcee(k: Keys) -> Json:
+def _arcee(k: GGUFKeys) -> Json:
     return _like_llama(k, "ArceeForCausalLM", "relu2") | _biased(k)
 
 
-def _phi3(k: Keys) -> Json:
+def _phi3(k: GGUFKeys) -> Json:
     return _like_llama(k, "Phi3ForCausalLM", partial=True) | _window(k)
 
 
-def _minicpm(k: Keys) -> Json:
+def _minicpm(k: GGUFKeys) -> Json:
     """Its three scales stand in the file, or it is refused: what older files left out cannot be told."""
     config, logits = _like_llama(k, "MiniCPMForCausalLM"), k.number(".logit_scale", low=1e-6)
     return {
@@ -91,7 +91,7 @@ def _minicpm(k: Keys) -> Json:
     }
 
 
-def _nemotron(k: Keys) -> Json:
+def _nemotron(k: GGUFKeys) -> Json:
     config = common(k)
     k.raw(".attention.layer_norm_rms_epsilon")  # the converter writes the one epsilon under both names
     return {
@@ -103,13 +103,13 @@ def _nemotron(k: Keys) -> Json:
     }
 
 
-def _biased(k: Keys, *kinds: str) -> Json:
+def _biased(k: GGUFKeys, *kinds: str) -> Json:
     """Which biases the tensors have: no key says it."""
     where = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
     return {key: f"blk.0.{where[key]}.bias" in k.gguf.tensors for key in kinds or where}
 
 
-def _falcon(k: Keys) -> Json:
+def _falcon(k: GGUFKeys) -> Json:
     """One norm, or two: 40B. Rows of fused q, k, v lie in our order already."""
     config, two = common(k), "blk.0.attn_norm_2.weight" in k.gguf.tensors
     grouped = two or config["num_key_value_heads"] > 1
@@ -129,7 +129,7 @@ def _falcon(k: Keys) -> Json:
     }
 
 
-def _gemma(k: Keys, architecture: str, layers_of_27b: int, period: int) -> Json:
+def _gemma(k: GGUFKeys, architecture: str, layers_of_27b: int, period: int) -> Json:
     """Which layers have a window, and the scale of 27B's scores, llama.cpp knows by heart."""
     config = _like_llama(k, architecture)
     del config["hidden_act"]
@@ -152,20 +152,20 @@ def _gemma(k: Keys, architecture: str, layers_of_27b: int, period: int) -> Json:
     }
 
 
-def _cap(k: Keys, key: str) -> float | None:
+def _cap(k: GGUFKeys, key: str) -> float | None:
     return None if k.raw(key) is None else k.number(key)
 
 
-def _gemma2(k: Keys) -> Json:
+def _gemma2(k: GGUFKeys) -> Json:
     return _gemma(k, "Gemma2ForCausalLM", 46, 2)
 
 
-def _gemma3(k: Keys) -> Json:
+def _gemma3(k: GGUFKeys) -> Json:
     local = k.number(".rope.freq_base_swa", default=10000.0)
     return _gemma(k, "Gemma3ForCausalLM", 62, 6) | {"rope_local_base_freq": local}
 
 
-def _bamboo(k: Keys) -> Json:
+def _bamboo(k: GGUFKeys) -> Json:
     """dReLU; PowerInfer's own, and in its files Mistral-shaped."""
     return {
         **_llama(k),
@@ -175,7 +175,7 @@ def _bamboo(k: Keys) -> Json:
     }
 
 
-def _opt(k: Keys) -> Json:
+def _opt(k: GGUFKeys) -> Json:
     """OPT: PowerInfer's own, as llama.cpp never had it."""
     config = common(k)
     k.raw(".attention.layer_norm_epsilon")
@@ -245,7 +245,7 @@ _OPT_NAMES = {
 
 @dataclass(frozen=True)
 class Architecture:
-    config: Callable[[Keys], Json]
+    config: Callable[[GGUFKeys], Json]
     names: dict[str, str]  # Hugging Face's -> GGUF's, without `layers.N.` and the last part
     turned: tuple[str, ...] = ()  # whose rows llama.cpp stores in pairs (i, i + head_dim/2) for its RoPE
 
@@ -269,13 +269,13 @@ _RELU_NAMES = re.compile("relu|prosparse|turbosparse|sparseqwen", re.IGNORECASE)
 _LAYER = re.compile(r".*(?:layers|h)\.(\d+)\.(.+)")
 
 
-def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Mapping]:
+def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, TensorMap]:
     """The model in a GGUF, and where each packed tensor's rows are in it.
 
     No key says an activation: llama.cpp takes a family's SiLU. It is ReLU where `activation` says so, and
     where the file is PowerInfer's or is called so; which ReLU, only `activation` can tell.
     """
-    k = Keys(gguf)
+    k = GGUFKeys(gguf)
     found = ARCHITECTURES.get(k.architecture)
     if found is None:
         raise Unsupported(
@@ -293,15 +293,15 @@ def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Ma
         for ours, pieces in mapping.tensors.items()
     }
     factors = map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
-    return spec, Mapping(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight"))
+    return spec, TensorMap(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight"))
 
 
-def _called_relu(k: Keys) -> bool:
+def _called_relu(k: GGUFKeys) -> bool:
     names = (k.raw(f"general.{part}") for part in ("name", "basename", "finetune"))
     return any(_RELU_NAMES.search(n) for n in (k.gguf.path.name, *names) if isinstance(n, str))
 
 
-def _translated(piece: Piece, a: Architecture, spec: ModelSpec, gguf: GGUF) -> Piece:
+def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF) -> SourceSlice:
     if piece.tensor is None:
         return piece
     m = _LAYER.fullmatch(piece.tensor)
@@ -324,7 +324,7 @@ def _translated(piece: Piece, a: Architecture, spec: ModelSpec, gguf: GGUF) -> P
     return piece
 
 
-def _expert(piece: Piece, name: str, expert: int, spec: ModelSpec, gguf: GGUF) -> Piece:
+def _expert(piece: SourceSlice, name: str, expert: int, spec: ModelSpec, gguf: GGUF) -> SourceSlice:
     """One matrix of a stack, or as in the first files of Mixtral a tensor of its own."""
     stack = f"{name}_exps.weight"
     if stack not in gguf.tensors and f"{name}.{expert}.weight" in gguf.tensors:
@@ -332,7 +332,7 @@ def _expert(piece: Piece, name: str, expert: int, spec: ModelSpec, gguf: GGUF) -
     return replace(piece, tensor=stack, shape=(spec.n_experts, *piece.shape), part=expert)
 
 
-def _transposed_down(piece: Piece) -> Piece:
+def _transposed_down(piece: SourceSlice) -> SourceSlice:
     """PowerInfer's `ffn_down_t`: a neuron a row."""
     name = str(piece.tensor).replace("ffn_down", "ffn_down_t")
     if len(piece.shape) == 1:
@@ -345,7 +345,7 @@ def _pairs(rows: int, head_dim: int) -> tuple[range, ...]:
     return tuple(range(head + odd, head + head_dim, 2) for head in range(0, rows, head_dim) for odd in (0, 1))
 
 
-def _positions(piece: Piece, gguf: GGUF) -> Piece:
+def _positions(piece: SourceSlice, gguf: GGUF) -> SourceSlice:
     """A table of positions with or without the rows that no token uses."""
     found = gguf.tensors.get(str(piece.tensor))
     if found is not None and found.shape == (piece.rows, piece.shape[1]):

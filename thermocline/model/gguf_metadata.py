@@ -18,7 +18,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
-class Keys:
+class GGUFKeys:
     """The keys of one architecture, each fetched with its type and range; `finish` refuses the others."""
 
     def __init__(self, gguf: GGUF) -> None:
@@ -71,7 +71,7 @@ class Keys:
 # --- metadata -> config.json --------------------------------------------------------------------------------
 
 
-def common(k: Keys, *, mixture: bool = False) -> Json:
+def common(k: GGUFKeys, *, mixture: bool = False) -> Json:
     """What nearly every architecture has, under Llama's names. `mixture`: the family may have experts."""
     dim, heads = k.integer(".embedding_length", low=1), k.integer(".attention.head_count", low=1)
     head_dim = k.integer(".attention.key_length", default=dim // heads, low=1)
@@ -95,19 +95,19 @@ def common(k: Keys, *, mixture: bool = False) -> Json:
     }
 
 
-def _rows_of(k: Keys, tensor: str) -> int:
+def _rows_of(k: GGUFKeys, tensor: str) -> int:
     found = k.gguf.tensors.get(tensor)
     if found is None:
         raise BadFile(f"{k.name}: tensor {tensor} is missing: a vocabulary without a model?")
     return found.rows
 
 
-def _token(k: Keys, which: str) -> int | None:
+def _token(k: GGUFKeys, which: str) -> int | None:
     key = f"tokenizer.ggml.{which}_token_id"
     return None if k.raw(key) is None else k.integer(key)
 
 
-def rope(k: Keys, head_dim: int, *, partial: bool = False) -> Json:
+def rope(k: GGUFKeys, head_dim: int, *, partial: bool = False) -> Json:
     """Theta and scaling, under Llama's names. `partial`: the family may turn a part of each head."""
     turned = k.integer(".rope.dimension_count", default=head_dim, low=2, high=head_dim)
     if turned != head_dim and not partial:
@@ -127,7 +127,7 @@ def rope(k: Keys, head_dim: int, *, partial: bool = False) -> Json:
     return out if scaling is None else {**out, "rope_scaling": scaling}
 
 
-def _scaling(k: Keys) -> Json:
+def _scaling(k: GGUFKeys) -> Json:
     out: Json = {"rope_type": k.text(".rope.scaling.type"), "factor": k.number(".rope.scaling.factor")}
     if out["rope_type"] == "yarn":
         out["original_max_position_embeddings"] = k.integer(".rope.scaling.original_context_length")
@@ -143,7 +143,7 @@ def _scaling(k: Keys) -> Json:
 _YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
 
 
-def _longrope(k: Keys, turned: int) -> Json:
+def _longrope(k: GGUFKeys, turned: int) -> Json:
     """Factors for contexts up to the original one and for longer ones, each a tensor."""
     if k.text(".rope.scaling.type", "none") not in ("none", "longrope"):
         raise Unsupported(f"{k.name}: {LONG_FACTORS} beside another rope scaling is not supported")
@@ -156,7 +156,7 @@ def _longrope(k: Keys, turned: int) -> Json:
     return out
 
 
-def _factors(k: Keys, name: str, count: int) -> Any:
+def _factors(k: GGUFKeys, name: str, count: int) -> Any:
     t = k.gguf.tensors.get(name)
     if t is None:
         raise BadFile(f"{k.name}: tensor {name} is missing")
@@ -168,7 +168,7 @@ def _factors(k: Keys, name: str, count: int) -> Any:
     return factors
 
 
-def _llama3_scaling(k: Keys, theta: float, head_dim: int) -> Json:
+def _llama3_scaling(k: GGUFKeys, theta: float, head_dim: int) -> Json:
     """The parameters that give a file's factors: GGUF keeps Llama-3's result, not what it was made from.
 
     Any that give these factors are the same model. Those of Llama 3 itself are tried first.

@@ -72,7 +72,7 @@ _ACTIVATION_NAMES = {
 }
 
 
-class Keys:
+class ConfigKeys:
     """A config's keys, each fetched with its type and range; `finish` refuses those nobody asked for."""
 
     def __init__(self, config: Json, name: str, defaults: Json | None = None) -> None:
@@ -80,7 +80,7 @@ class Keys:
         self.default_theta = _DEFAULT_ROPE_THETA
         self._defaults = defaults or {}
 
-    def with_defaults(self, defaults: Json) -> Keys:
+    def with_defaults(self, defaults: Json) -> ConfigKeys:
         self._defaults = {**self._defaults, **defaults}
         return self
 
@@ -138,14 +138,14 @@ class Keys:
             raise self.bad(key, "must be true or false")
         return value
 
-    def group(self, key: str) -> Keys | None:
+    def group(self, key: str) -> ConfigKeys | None:
         """An object inside the config, or None where it is null."""
         value = self.raw(key)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.bad(key, "must be an object or null")
-        return Keys(value, f"{self._name}: {key}")
+        return ConfigKeys(value, f"{self._name}: {key}")
 
     def activation(self, key: str, allowed: Collection[str] = ACTIVATIONS) -> str:
         value = self.raw(key)
@@ -175,7 +175,7 @@ class Keys:
 # --- rope ---------------------------------------------------------------------------------------------------
 
 
-def rope(keys: Keys, *, partial: float | None = None) -> Json:
+def rope(keys: ConfigKeys, *, partial: float | None = None) -> Json:
     """`ModelSpec`'s rope fields, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
 
     `partial`: the family may turn a part of each head, this one where the config does not say.
@@ -196,7 +196,7 @@ def rope(keys: Keys, *, partial: float | None = None) -> Json:
     return {"rope_theta": inner or theta or keys.default_theta, "rope_scaling": kind, "share": share or 1}
 
 
-def _rope_group(keys: Keys, group: Keys, theta: float | None, part: Any) -> tuple[Any, Any, Any]:
+def _rope_group(keys: ConfigKeys, group: ConfigKeys, theta: float | None, part: Any) -> tuple[Any, Any, Any]:
     group.with_defaults(dict.fromkeys(("rope_theta", "type", "rope_type", "partial_rotary_factor")))
     inner = theta
     if group.raw("rope_theta") is not None:
@@ -212,7 +212,7 @@ def _rope_group(keys: Keys, group: Keys, theta: float | None, part: Any) -> tupl
     return inner, result, part if inner_part is None else inner_part
 
 
-def _scaling(keys: Keys, group: Keys, kind: Any) -> RopeScaling | None:
+def _scaling(keys: ConfigKeys, group: ConfigKeys, kind: Any) -> RopeScaling | None:
     match kind:
         case "default":
             return None
@@ -233,7 +233,7 @@ def _scaling(keys: Keys, group: Keys, kind: Any) -> RopeScaling | None:
     )
 
 
-def _original_context(keys: Keys, group: Keys, low: int = 1) -> int:
+def _original_context(keys: ConfigKeys, group: ConfigKeys, low: int = 1) -> int:
     """The context before it was stretched: the group's, else the config's; both must agree."""
     key = "original_max_position_embeddings"
     own, outer = (k.with_defaults({key: None}).raw(key) for k in (group, keys))
@@ -244,7 +244,7 @@ def _original_context(keys: Keys, group: Keys, low: int = 1) -> int:
     return (keys if own is None else group).integer(key, low)
 
 
-def _llama3(keys: Keys, group: Keys) -> RopeScaling:
+def _llama3(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
     low, high = group.number("low_freq_factor", 1e-3, 1e6), group.number("high_freq_factor", 1e-3, 1e6)
     if low >= high:
         raise group.bad("low_freq_factor", f"must be below high_freq_factor ({high:g})")
@@ -252,7 +252,7 @@ def _llama3(keys: Keys, group: Keys) -> RopeScaling:
     return RopeScaling(group.number("factor", 1e-3, 1e6), low, high, original)
 
 
-def _yarn(keys: Keys, group: Keys) -> RopeScaling:
+def _yarn(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
     """YaRN (arXiv 2309.00071); cos and sin grow by 0.1 ln(factor) + 1 unless the config says otherwise."""
     optional = ("attention_factor", "mscale", "mscale_all_dim")
     group.with_defaults({"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **dict.fromkeys(optional)})
@@ -271,7 +271,7 @@ def _yarn(keys: Keys, group: Keys) -> RopeScaling:
     )
 
 
-def _longrope(keys: Keys, group: Keys) -> RopeScaling:
+def _longrope(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
     """LongRoPE (arXiv 2402.13753): factors for contexts up to the original one, and for longer ones."""
     group.with_defaults(dict.fromkeys(("attention_factor", "factor")))
     original = _original_context(keys, group, 2)
@@ -293,7 +293,7 @@ def _longrope(keys: Keys, group: Keys) -> RopeScaling:
 # --- what else families share -------------------------------------------------------------------------------
 
 
-def windows(keys: Keys, n_layers: int, default: Sequence[int]) -> tuple[int, ...] | None:
+def windows(keys: ConfigKeys, n_layers: int, default: Sequence[int]) -> tuple[int, ...] | None:
     """The layers with the sliding window, from `layer_types`, else `default`; None: all."""
     types = keys.raw("layer_types")
     layers = tuple(default)
@@ -305,11 +305,11 @@ def windows(keys: Keys, n_layers: int, default: Sequence[int]) -> tuple[int, ...
     return None if len(layers) == n_layers else layers
 
 
-def bos(keys: Keys) -> int | None:
+def bos(keys: ConfigKeys) -> int | None:
     return keys.integer_or_none("bos_token_id", low=0)
 
 
-def eos(keys: Keys, stop: Any) -> tuple[int, ...]:
+def eos(keys: ConfigKeys, stop: Any) -> tuple[int, ...]:
     """End tokens: an id, a list of ids or null. `stop` (generation_config.json's) wins unless null."""
     own = keys.raw("eos_token_id")
     ids: list[int] = []

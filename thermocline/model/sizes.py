@@ -22,19 +22,19 @@ ATTENTION_ROLES = ("attention", "norm", "router")
 
 
 @dataclass(frozen=True)
-class Part:
+class PartSize:
     bytes: int = 0  # in memory: each tensor from an ALIGN boundary to the next
     read_bytes: int = 0  # of them, what a token reads
     weights: int = 0  # numbers it multiplies
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
+    def __add__(self, other: PartSize) -> PartSize:
+        return PartSize(
             self.bytes + other.bytes, self.read_bytes + other.read_bytes, self.weights + other.weights
         )
 
 
 @dataclass(frozen=True)
-class Rows:
+class NeuronTensors:
     """Tensors that have something of each neuron. `tensors`: the bytes of each, of all neurons."""
 
     tensors: tuple[int, ...]
@@ -44,11 +44,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    attention: Part  # with norms, biases, and what is kept but not read
-    predictor: Part  # none: zeros
+    attention: PartSize  # with norms, biases, and what is kept but not read
+    predictor: PartSize  # none: zeros
     neurons: int
-    gate: Rows
-    bundle: Rows  # up and down
+    gate: NeuronTensors
+    bundle: NeuronTensors  # up and down
     router_bytes: int = 0  # of `attention`: a mixture's is in RAM, and on a GPU that has neurons
 
     def gate_bytes(self, neurons: I64) -> I64:
@@ -69,11 +69,13 @@ class LayerSizes:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     format: str
-    embed: Part  # one row of it is read, or, tied, all of it as the head
-    head: Part  # where it is not the embedding
-    tied: Part  # the embedding as the head; its bytes are `embed`'s, once more where the head is elsewhere
+    embed: PartSize  # one row of it is read, or, tied, all of it as the head
+    head: PartSize  # where it is not the embedding
+    tied: (
+        PartSize  # the embedding as the head; its bytes are `embed`'s, once more where the head is elsewhere
+    )
     layers: tuple[LayerSizes, ...]
 
     @property
@@ -86,9 +88,9 @@ class Sizes:
             total += int(x.gate_bytes(all_neurons) + x.bundle_bytes(all_neurons))
         return total
 
-    def with_predictors(self, layer_bytes: Sequence[int]) -> Sizes:
+    def with_predictors(self, layer_bytes: Sequence[int]) -> ModelSizes:
         """Predictors beside the weights, of int8: a byte a number."""
-        parts = [Part(aligned(b), b, b) for b in layer_bytes]
+        parts = [PartSize(aligned(b), b, b) for b in layer_bytes]
         layers = [replace(x, predictor=x.predictor + p) for x, p in zip(self.layers, parts, strict=True)]
         return replace(self, layers=tuple(layers))
 
@@ -106,47 +108,47 @@ def _slices(tensors: Sequence[int], neurons: I64, of: int) -> I64:
     return total
 
 
-def sizes_of(spec: ModelSpec, layouts: Mapping[str, Layout], weight_format: str) -> Sizes:
+def sizes_of(spec: ModelSpec, layouts: Mapping[str, Layout], weight_format: str) -> ModelSizes:
     """Of a model that has exactly these tensors."""
     by_layer: list[dict[str, Layout]] = [{} for _ in range(spec.n_layers)]
-    embed = head = tied = Part()
+    embed = head = tied = PartSize()
     for name, t in layouts.items():
         if found := re.match(r"layers\.(\d+)\.", name):
             by_layer[int(found[1])][name] = t
         elif name == "embed.weight":
-            embed += Part(aligned(t.bytes), 0, 0)
+            embed += PartSize(aligned(t.bytes), 0, 0)
             tied = _part(t) if spec.tied_head else tied
         elif t.role == "embed":
-            embed += Part(aligned(t.bytes), 0, 0)
+            embed += PartSize(aligned(t.bytes), 0, 0)
         else:
             head += _part(t)
     layers = tuple(_layer(spec, own) for own in by_layer)
-    return Sizes(weight_format, embed, head, tied, layers)
+    return ModelSizes(weight_format, embed, head, tied, layers)
 
 
 def _layer(spec: ModelSpec, own: Mapping[str, Layout]) -> LayerSizes:
-    attention = predictor = router = Part()
+    attention = predictor = router = PartSize()
     gate: list[Layout] = []
     bundle: list[Layout] = []
     neurons = spec.n_experts * spec.ffn_dim
     for name, t in own.items():
         if name.endswith((".order", ".activation_count")):
-            attention += Part(aligned(t.bytes), 0, 0)
+            attention += PartSize(aligned(t.bytes), 0, 0)
         elif t.role == "predictor":
             predictor += _part(t)
         elif t.role == "gate":
             gate.append(t)
         elif t.role in ATTENTION_ROLES or name.endswith("down.bias"):
             attention += _part(t)
-            router += _part(t) if t.role == "router" else Part()
+            router += _part(t) if t.role == "router" else PartSize()
         else:
             bundle.append(t)
     rows = _rows(gate, neurons), _rows(bundle, neurons)
     return LayerSizes(attention, predictor, neurons, *rows, router.bytes)
 
 
-def _part(t: Layout) -> Part:
-    return Part(aligned(t.bytes), _read(t), 0 if t.vector else t.parameters)
+def _part(t: Layout) -> PartSize:
+    return PartSize(aligned(t.bytes), _read(t), 0 if t.vector else t.parameters)
 
 
 def _read(t: Layout) -> int:
@@ -155,8 +157,8 @@ def _read(t: Layout) -> int:
     return row * t.rows * len(t.parts)
 
 
-def _rows(tensors: Sequence[Layout], neurons: int) -> Rows:
-    return Rows(
+def _rows(tensors: Sequence[Layout], neurons: int) -> NeuronTensors:
+    return NeuronTensors(
         tuple(t.bytes for t in tensors),
         sum(map(_read, tensors)) / neurons,
         sum(t.parameters for t in tensors if not t.vector) / neurons,

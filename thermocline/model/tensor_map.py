@@ -15,7 +15,7 @@ HEAD = "lm_head.weight"  # in every family
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourceSlice:
     """Rows of a packed tensor: those of a source tensor, which must have `shape`.
 
     `transposed`: the source's columns are our rows. `pick`: which of the rows, in this order; empty: all. So
@@ -64,7 +64,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Mapping:
+class TensorMap:
     """Which source tensors form each packed tensor, stacked by rows, and which others may be left unread.
 
     Packed names are docs/internals/pack.md's, except that `layers.I.bundle` is given in parts:
@@ -72,7 +72,7 @@ class Mapping:
     spec that is not sparse has no bundles.
     """
 
-    tensors: dict[str, tuple[Piece, ...]]
+    tensors: dict[str, tuple[SourceSlice, ...]]
     ignored: tuple[str, ...]  # patterns of whole names
     ternary: frozenset[str] = frozenset()  # source tensors whose values become three as they are read
     packed: bool = False  # those are stored as such, in bytes
@@ -105,30 +105,32 @@ class Names:
 
 def tensors(
     spec: ModelSpec, names: Names = Names(), biases: Collection[str] = (), pick: tuple[range, ...] = ()
-) -> Mapping:
+) -> TensorMap:
     """`biases`: which of norm, qkv, attn_out and ffn have them. `pick`: fused qkv's rows in our order."""
     d, f, width = spec.dim, spec.ffn_dim, spec.embed_dim or spec.dim
     q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    out: dict[str, tuple[Piece, ...]] = {}
+    out: dict[str, tuple[SourceSlice, ...]] = {}
 
     def norm(ours: str, theirs: str, size: int = d) -> None:
         weight = (
-            Piece(f"{theirs}.weight", (size,), plus=names.norm_plus) if names.affine else Piece(None, (size,))
+            SourceSlice(f"{theirs}.weight", (size,), plus=names.norm_plus)
+            if names.affine
+            else SourceSlice(None, (size,))
         )
         out[f"{ours}.weight"] = (weight,)
         if "norm" in biases and names.affine:
-            out[f"{ours}.bias"] = (Piece(f"{theirs}.bias", (size,)),)
+            out[f"{ours}.bias"] = (SourceSlice(f"{theirs}.bias", (size,)),)
 
     def linear(ours: str, kind: str, *theirs: tuple[str, int, tuple[range, ...]], columns: int = d) -> None:
-        out[f"{ours}.weight"] = tuple(Piece(f"{n}.weight", (r, columns), p) for n, r, p in theirs)
+        out[f"{ours}.weight"] = tuple(SourceSlice(f"{n}.weight", (r, columns), p) for n, r, p in theirs)
         if kind in biases:
-            out[f"{ours}.bias"] = tuple(Piece(f"{n}.bias", (r,), p) for n, r, p in theirs)
+            out[f"{ours}.bias"] = tuple(SourceSlice(f"{n}.bias", (r,), p) for n, r, p in theirs)
 
-    out["embed.weight"] = (Piece(f"{names.root}{names.embed}.weight", (spec.vocab_size, width)),)
+    out["embed.weight"] = (SourceSlice(f"{names.root}{names.embed}.weight", (spec.vocab_size, width)),)
     if spec.final_norm:
         norm("out_norm", names.root + names.out_norm)
     if not spec.tied_head:
-        out["head.weight"] = (Piece(HEAD, (spec.vocab_size, width)),)
+        out["head.weight"] = (SourceSlice(HEAD, (spec.vocab_size, width)),)
     for i in range(spec.n_layers):
         a, b = f"layers.{i}", f"{names.root}{names.layers}.{i}."
         norm(f"{a}.attn_norm", b + names.attn_norm)
@@ -145,7 +147,7 @@ def tensors(
         linear(f"{a}.qkv", "qkv", *((b + n, r, pick) for n, r in zip(names.qkv, rows, strict=True)))
         linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
         if spec.n_experts > 1:
-            out[f"{a}.router.weight"] = (Piece(f"{b}{names.router}.weight", (spec.n_experts, d)),)
+            out[f"{a}.router.weight"] = (SourceSlice(f"{b}{names.router}.weight", (spec.n_experts, d)),)
         gate, ups, downs = (
             [b + name.format(e) for e in range(spec.n_experts)]
             for name in (names.gate if spec.gated else names.up, names.up, names.down)
@@ -153,15 +155,15 @@ def tensors(
         up = f"{a}.up" if spec.sparse else f"{a}.up.weight"
         if spec.gated and names.gate == names.up:
             linear(f"{a}.gate", "ffn", *((n, 2 * f, (range(f),)) for n in gate))
-            out[up] = tuple(Piece(f"{n}.weight", (2 * f, d), (range(f, 2 * f),)) for n in ups)
+            out[up] = tuple(SourceSlice(f"{n}.weight", (2 * f, d), (range(f, 2 * f),)) for n in ups)
         else:
             linear(f"{a}.gate", "ffn", *((n, f, ()) for n in gate))
             if spec.gated:
-                out[up] = tuple(Piece(f"{n}.weight", (f, d)) for n in ups)
+                out[up] = tuple(SourceSlice(f"{n}.weight", (f, d)) for n in ups)
         down = f"{a}.down" if spec.sparse else f"{a}.down.weight"
-        out[down] = tuple(Piece(f"{n}.weight", (d, f), transposed=spec.sparse) for n in downs)
+        out[down] = tuple(SourceSlice(f"{n}.weight", (d, f), transposed=spec.sparse) for n in downs)
         if "ffn" in biases:
-            out[f"{a}.down.bias"] = (Piece(f"{b}{names.down}.bias", (d,)),)
+            out[f"{a}.down.bias"] = (SourceSlice(f"{b}{names.down}.bias", (d,)),)
     # inv_freq is computed from the config; old checkpoints stored it
     tied = (re.escape(HEAD),) if spec.tied_head else ()
-    return Mapping(out, (r".*\.rotary_emb\.inv_freq", *tied))
+    return TensorMap(out, (r".*\.rotary_emb\.inv_freq", *tied))

@@ -59,7 +59,7 @@ def add_windows(active: NDArray[np.uint8], counts: I64) -> None:
         active = active[0:even:2] | active[1:even:2]
 
 
-class Recorder(CpuOps):
+class ActivityRecorder(CpuOps):
     """The native ops; each FFN's activations are counted, and sampled at the wanted rows."""
 
     def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer], norms: Sequence[F32]) -> None:
@@ -131,14 +131,14 @@ def _row_norms(down: Matrix, ops: CpuOps) -> F32:
     return np.concatenate([np.linalg.norm(ops.embed(down, ids[at : at + 1024]), axis=1) for at in steps])
 
 
-class Worker:
+class ProfileWorker:
     """One passage at a time through the decoder, with a thread pool and a KV cache of its own."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, prefix: I32, context: int, threads: int, norms: Sequence[F32]
     ) -> None:
         self._prefix = prefix
-        self._ops = Recorder(threads, spec, weights.layers, norms)
+        self._ops = ActivityRecorder(threads, spec, weights.layers, norms)
         self._model = bind(for_context(spec, context), weights, self._ops)
         self._kv = KVCache(spec, blocks_for(context))
         self._table = np.arange(blocks_for(context), dtype=np.int32)[None]
@@ -175,10 +175,10 @@ class Stopped(Exception):
 
 
 def count_passages(
-    workers: Sequence[Worker], passages: Sequence[I32], wanted: Sequence[I64]
+    workers: Sequence[ProfileWorker], passages: Sequence[I32], wanted: Sequence[I64]
 ) -> Generator[Counted]:
     """What each passage has, in order. Close the iterator to stop early."""
-    free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    free: queue.SimpleQueue[ProfileWorker] = queue.SimpleQueue()
     for worker in workers:
         free.put(worker)
     stop = threading.Event()

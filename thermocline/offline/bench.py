@@ -26,7 +26,7 @@ from thermocline.errors import UsageError
 from thermocline.llm import budget_for, room_for
 from thermocline.machine import hardware
 from thermocline.model.spec import ModelSpec
-from thermocline.offline.need_trace import Recorder
+from thermocline.offline.need_trace import TraceRecorder
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack.pack import Pack, inspect
 from thermocline.pack.predictor import predictors_for
@@ -282,7 +282,7 @@ class Bench:
         ns = self._finish(request, test)
         return Sample(ns, request.first_s - begin, request.figures())
 
-    def watch(self, test: Test, recorder: Recorder) -> None:
+    def watch(self, test: Test, recorder: TraceRecorder) -> None:
         """The test once, its generated tokens recorded."""
         self.ops[test.threads] = recorder
         request = self._start(test)

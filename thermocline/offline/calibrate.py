@@ -26,7 +26,7 @@ TYPICAL = int(np.abs(PRICES - 50).argmin())
 
 
 @dataclass(frozen=True)
-class Activity:
+class LayerSamples:
     """Tokens of one layer: what the gate saw, and which neurons were active, ordered by token."""
 
     x: F32  # [n, dim]
@@ -74,13 +74,13 @@ class Activity:
     def energy(self) -> float:
         return float((self.mass.astype(np.float64) ** 2).sum())
 
-    def take(self, tokens: I64) -> Activity:
+    def take(self, tokens: I64) -> LayerSamples:
         """Of these tokens, in this order."""
         counts = np.diff(self.indptr)[tokens]
         indptr = np.concatenate([[0], np.cumsum(counts)])
         at = np.arange(indptr[-1]) + np.repeat(self.indptr[tokens] - indptr[:-1], counts)
         chosen = None if self.chosen is None else self.chosen[tokens]
-        return Activity(self.x[tokens], indptr, self.neuron[at], self.mass[at], self.neurons, chosen)
+        return LayerSamples(self.x[tokens], indptr, self.neuron[at], self.mass[at], self.neurons, chosen)
 
     def dense(self) -> F32:
         """[n, neurons]: mass."""
@@ -108,7 +108,7 @@ class Curves:
     experts: int = 1
 
 
-def curves(scores: F32, a: Activity) -> Curves:
+def curves(scores: F32, a: LayerSamples) -> Curves:
     """scores [n, neurons] of the same tokens."""
     shape = (len(PRICES), a.neurons)
     threshold, predicted_share, missed = (np.empty(shape, np.float32) for _ in range(3))
@@ -155,7 +155,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Choice:
+class OperatingPoint:
     """One layer at one price."""
 
     threshold: F32  # [neurons]
@@ -164,7 +164,7 @@ class Choice:
     objective: float  # with the errors, in bytes
 
 
-def choose(c: Curves, costs: Costs, price: int) -> Choice:
+def choose_operating_point(c: Curves, costs: Costs, price: int) -> OperatingPoint:
     """The best of a layer's thresholds and break-even at `PRICES[price]`."""
     share = c.asked.astype(np.float64)
 
@@ -180,11 +180,11 @@ def choose(c: Curves, costs: Costs, price: int) -> Choice:
     done = np.concatenate([[0.0], np.cumsum(gate - (asked + error))])
     hot = int(done.argmin())
     read = costs.first + float(gate[:hot].sum()) + float(asked[hot:].sum())
-    return Choice(c.threshold[price], hot, read, read + float(error[hot:].sum()))
+    return OperatingPoint(c.threshold[price], hot, read, read + float(error[hot:].sum()))
 
 
 @dataclass(frozen=True)
-class Figures:
+class PredictionQuality:
     """What predictions did on samples."""
 
     active: float  # fraction of neurons
@@ -194,13 +194,13 @@ class Figures:
     missed_energy: float  # share of all squares of mass
 
     @staticmethod
-    def of(predicted: NDArray[np.bool_], a: Activity) -> Figures:
+    def of(predicted: NDArray[np.bool_], a: LayerSamples) -> PredictionQuality:
         """predicted [n, neurons], of which those of the chosen experts count."""
         predicted = predicted & a.asks()
         missed = ~predicted[a.token, a.neuron]
         mass = a.mass.astype(np.float64)
         size = a.n * a.neurons
-        return Figures(
+        return PredictionQuality(
             active=len(a.neuron) / size,
             predicted=float(predicted.mean()),
             recall=1.0 - float(missed.mean()) if len(missed) else 1.0,

@@ -29,7 +29,7 @@ _STEP_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class At:
+class CheckpointState:
     """Replaced as a whole, so that a Ctrl-C finds it as it was before a passage or after."""
 
     done: int  # passages
@@ -39,13 +39,13 @@ class At:
     saved_crc: int
 
 
-class Unfinished:
+class ProfileCheckpoint:
     """One process at a time. `made_for`: what a state must agree with to be gone on from."""
 
     def __init__(self, directory: Path, spec: ModelSpec, pack: str, made_for: Json) -> None:
         self.directory, self._spec, self._pack, self._made_for = directory, spec, pack, made_for
         neurons = spec.n_experts * spec.ffn_dim
-        self._at = At(0, np.zeros((spec.n_layers, len(BUCKETS), neurons), np.int64), (), 0, 0)
+        self._at = CheckpointState(0, np.zeros((spec.n_layers, len(BUCKETS), neurons), np.int64), (), 0, 0)
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
@@ -94,7 +94,7 @@ class Unfinished:
             raise IOFailure(f"{self.directory}: cannot keep what is counted: {e.strerror or e}") from None
         self._at = saved
 
-    def _write_state(self, at: At) -> None:
+    def _write_state(self, at: CheckpointState) -> None:
         new = self.directory / f"{STATE}.tmp"
         facts = {**self._made_for, "done": at.done, "bytes": at.saved_bytes, "crc32c": at.saved_crc}
         layout = {"counts": ("i8", at.counts.shape)}
@@ -117,7 +117,7 @@ class Unfinished:
                 return False
         except (BadFile, IOFailure):
             return False
-        self._at = At(f["done"], counts, (), f["bytes"], f["crc32c"])
+        self._at = CheckpointState(f["done"], counts, (), f["bytes"], f["crc32c"])
         return True
 
     def _checksum(self, size: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import Unsupported
-from thermocline.offline.calibrate import Activity
+from thermocline.offline.calibrate import LayerSamples
 
 F32 = NDArray[np.float32]
 
@@ -33,7 +33,7 @@ def require() -> None:
 
 
 def fit(
-    a: Activity, rank: int, seed: int, threads: int, step: Callable[[], None] = lambda: None
+    a: LayerSamples, rank: int, seed: int, threads: int, step: Callable[[], None] = lambda: None
 ) -> tuple[F32, F32]:
     """(first [rank, dim], second [neurons, rank]). `step` is called after each of `STEPS`.
 
@@ -72,7 +72,7 @@ def fit(
     return first.detach().numpy(), second.detach().numpy()
 
 
-def _rarity(a: Activity) -> tuple[float, F32]:
+def _rarity(a: LayerSamples) -> tuple[float, F32]:
     """(the root of inactive / active, each neuron's bias where scores say nothing)."""
     active = np.bincount(a.neuron, minlength=a.neurons) / np.maximum(1, a.n * a.asked)  # of those that ask
     mean = max(float(active.mean()), 1e-6)

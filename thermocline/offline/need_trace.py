@@ -37,7 +37,7 @@ def check_sparse(spec: ModelSpec) -> None:
         )
 
 
-class Recorder(CpuOps):
+class TraceRecorder(CpuOps):
     """The native ops; between `begin` and the end every FFN's needed neurons are kept, a bit each."""
 
     def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer]) -> None:
@@ -104,7 +104,7 @@ class Trace:
     active: tuple[U8, ...]  # of each layer [tokens, bytes]: bit i mod 8 of byte i / 8 is neuron i
 
     @staticmethod
-    def of(recorder: Recorder, source: str, sparsity: str, depth: int) -> Trace:
+    def of(recorder: TraceRecorder, source: str, sparsity: str, depth: int) -> Trace:
         active, neurons = recorder.active, recorder.neurons
         return Trace(len(active[0]), source, sparsity, depth, neurons, recorder.experts, tuple(active))
 

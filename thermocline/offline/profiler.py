@@ -20,8 +20,8 @@ from thermocline import _native
 from thermocline.errors import IOFailure, Unsupported
 from thermocline.machine import hardware
 from thermocline.model.spec import ModelSpec
-from thermocline.offline.activity import STEP, Worker, count_passages, down_norms
-from thermocline.offline.checkpoint import Unfinished
+from thermocline.offline.activity import STEP, ProfileWorker, count_passages, down_norms
+from thermocline.offline.checkpoint import ProfileCheckpoint
 from thermocline.offline.corpus import Corpus
 from thermocline.pack import sidecar
 from thermocline.pack.activity_profile import (
@@ -48,7 +48,7 @@ STALE = ("predictors.safetensors",)  # of the old order
 
 
 @dataclass(frozen=True)
-class Request:
+class ProfileJob:
     """What is to be done. `samples`: tokens to keep for training; `output`: a pack, maybe the same."""
 
     pack: Pack
@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Done:
+class ProfileResult:
     profile: Profile  # of the written pack
     samples: int
     samples_bytes: int
@@ -101,7 +101,7 @@ def sampled_tokens(passages: Sequence[I32], n: int) -> list[I64]:
     return [at[a:b] - s for a, b, s in zip(cuts, cuts[1:], starts, strict=False)]
 
 
-def profile(r: Request, progress: Progress, note: Callable[[str], None]) -> Done:
+def profile(r: ProfileJob, progress: Progress, note: Callable[[str], None]) -> ProfileResult:
     """Raises Unsupported, UsageError, OutOfBudget, IOFailure before anything is computed, where it can."""
     check_sparse(r.pack.spec)
     n = min(r.samples, r.corpus.tokens)
@@ -118,7 +118,7 @@ def profile(r: Request, progress: Progress, note: Callable[[str], None]) -> Done
         made, size, dropped = _write(r, unfinished, n, progress)
         unfinished.remove()
     speed = (made.tokens - before) / seconds if made.tokens > before else None
-    return Done(made, n, size, speed, before, dropped)
+    return ProfileResult(made, n, size, speed, before, dropped)
 
 
 def _check_disk(pack: Pack, output: Path, n: int) -> None:
@@ -133,7 +133,7 @@ def _check_disk(pack: Pack, output: Path, n: int) -> None:
         )
 
 
-def _check_memory(r: Request) -> None:
+def _check_memory(r: ProfileJob) -> None:
     s = r.pack.spec
     scratch = scratch_bytes(s, context=r.context, max_batch=1, threads=r.threads // r.workers or 1)
     fit(
@@ -146,14 +146,14 @@ def _check_memory(r: Request) -> None:
     )
 
 
-def _open_unfinished(r: Request, n: int) -> Unfinished:
+def _open_unfinished(r: ProfileJob, n: int) -> ProfileCheckpoint:
     output = Path(os.path.realpath(r.output))
     made_for = {"corpus": r.corpus.sha256, "context": r.context, "samples": n, "isa": _native.isa()}
     directory = output.with_name(f"{output.name}.profile-unfinished")
-    return Unfinished(directory, r.pack.spec, sidecar.stamp(r.pack.path), made_for)
+    return ProfileCheckpoint(directory, r.pack.spec, sidecar.stamp(r.pack.path), made_for)
 
 
-def _count(r: Request, unfinished: Unfinished, n: int, progress: Progress) -> float:
+def _count(r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progress) -> float:
     """Seconds of counting. However it ends, what was counted is saved."""
     passages, done = r.corpus.passages, unfinished.done
     if done == len(passages):
@@ -163,7 +163,8 @@ def _count(r: Request, unfinished: Unfinished, n: int, progress: Progress) -> fl
     threads = max(1, r.threads // r.workers)
     prefix = r.corpus.prefix
     workers = [
-        Worker(r.pack.spec, loaded.weights, prefix, r.context, threads, norms) for _ in range(r.workers)
+        ProfileWorker(r.pack.spec, loaded.weights, prefix, r.context, threads, norms)
+        for _ in range(r.workers)
     ]
     tokens = sum(map(len, passages[:done]))
     begin = saved = time.monotonic()
@@ -183,7 +184,7 @@ def _count(r: Request, unfinished: Unfinished, n: int, progress: Progress) -> fl
 
 
 def _write(
-    r: Request, unfinished: Unfinished, n: int, progress: Progress
+    r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progress
 ) -> tuple[Profile, int, tuple[str, ...]]:
     """The pack in order of hotness with its sidecars -> (its profile, bytes of samples, what is gone)."""
     s, passages = r.pack.spec, r.corpus.passages

@@ -19,7 +19,7 @@ from thermocline.plan.problem import Problem
 
 
 @dataclass(frozen=True)
-class Counts:
+class ReplayCounts:
     """Of each step and layer, the neurons that are needed, and those that are read from disk."""
 
     needed: F64  # [steps, layers]
@@ -41,7 +41,7 @@ def needs_of(trace: Trace, layer: int, batch: int) -> Bool:
 
 def replay(
     trace: Trace, shares: Sequence[Share], frequency: Sequence[F64], policy: str, batch: int = 1
-) -> Counts:
+) -> ReplayCounts:
     """`shares`: of each layer, of a mixture of each of its experts, how many of the first are pinned, and how
     many places the others have. `frequency`: of each layer.
     """
@@ -53,7 +53,7 @@ def replay(
         )
         needed.append(np.count_nonzero(needs, axis=1).astype(np.float64))
         missed.append(sum((_missed(*part, policy) for part in parts), np.zeros(len(needs))))
-    return Counts(np.stack(needed, axis=1), np.stack(missed, axis=1))
+    return ReplayCounts(np.stack(needed, axis=1), np.stack(missed, axis=1))
 
 
 def _missed(needs: Bool, share: Share, frequency: F64, policy: str) -> F64:
@@ -85,7 +85,7 @@ class Times:
         return 1e6 / float(self.us.mean())
 
 
-def times(p: Problem, counts: Counts) -> Times:
+def times(p: Problem, counts: ReplayCounts) -> Times:
     """A layer's reads run beside its own FFN, as the pipeline has them; nothing runs ahead of its layer."""
     work = p.work()
     v = p.speeds(work)

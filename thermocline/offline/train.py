@@ -22,8 +22,8 @@ from thermocline.model import quant
 from thermocline.model.activations import route
 from thermocline.model.spec import ModelSpec
 from thermocline.offline import calibrate, fit_mlp, fit_svd
-from thermocline.offline.calibrate import PRICES, TYPICAL, Activity, Costs
-from thermocline.offline.trial import Asked, Judge, Layers, Progress, Texts, Verdict, past
+from thermocline.offline.calibrate import PRICES, TYPICAL, Costs, LayerSamples
+from thermocline.offline.trial import Judge, Layers, Progress, Texts, TrialJob, Verdict, past
 from thermocline.ops.interface import F32
 from thermocline.pack.activity_profile import AGAIN, Rows, Samples, open_profile, open_samples
 from thermocline.pack.pack import Pack, read_tensor
@@ -39,7 +39,7 @@ FITTED = 0.75  # of the time, fits are over; in half of it they are as wide as t
 
 
 @dataclass(frozen=True)
-class Request:
+class TrainJob:
     pack: Pack
     kinds: tuple[str, ...]
     forced: bool  # predict in every layer, even where reading the gate costs less
@@ -55,7 +55,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainResult:
     layers: Layers
     report: Json  # the same for equal seeds, if `minutes` cut nothing short
     worthwhile: bool  # reads less than exact does
@@ -80,7 +80,7 @@ def check(pack: Pack) -> Samples:
     return samples
 
 
-def train(r: Request, samples: Samples, progress: Progress) -> Trained:
+def train(r: TrainJob, samples: Samples, progress: Progress) -> TrainResult:
     begin = time.monotonic()
     deadline = begin + 60 * r.minutes
     found = [*_shortlists(r, samples, deadline, partial(progress, "fitting"))]
@@ -103,11 +103,11 @@ def train(r: Request, samples: Samples, progress: Progress) -> Trained:
     }
     timing = {"seconds": time.monotonic() - begin, "fit_s": [s.seconds for s in found]}
     timing["predictor_us_at_memory_speed"] = _at_memory_speed(verdict.predictor_bytes, r.threads)
-    return Trained(layers, report, verdict.bytes < verdict.bytes_exact, timing)
+    return TrainResult(layers, report, verdict.bytes < verdict.bytes_exact, timing)
 
 
-def _asked(r: Request) -> Asked:
-    return Asked(r.pack, r.threads, r.texts, r.own, r.context, r.limit, r.seed)
+def _asked(r: TrainJob) -> TrialJob:
+    return TrialJob(r.pack, r.threads, r.texts, r.own, r.context, r.limit, r.seed)
 
 
 def _at_memory_speed(nbytes: float, threads: int) -> float | None:
@@ -134,12 +134,12 @@ class Shortlist:
         exact = float("inf") if forced else float(gate * spec.n_experts_active * spec.ffn_dim)
         return Shortlist(spec, gate, [None] * len(PRICES), [exact] * len(PRICES))
 
-    def offer(self, p: LayerPredictor, a: Activity) -> float:
+    def offer(self, p: LayerPredictor, a: LayerSamples) -> float:
         """-> what it costs at a typical price. Its thresholds and break-even are found here."""
         p = stored(p, self.spec).decoded()  # scores of the weights as they will be
         curves = calibrate.curves(scores(p, a.x), a)
         costs = self.costs(p)
-        chosen = [calibrate.choose(curves, costs, i) for i in range(len(PRICES))]
+        chosen = [calibrate.choose_operating_point(curves, costs, i) for i in range(len(PRICES))]
         for i, c in enumerate(chosen):
             if c.objective < self.objective[i]:
                 self.objective[i] = c.objective
@@ -152,7 +152,7 @@ class Shortlist:
 
 
 def _shortlists(
-    r: Request, samples: Samples, deadline: float, progress: Callable[[int, int, str], None]
+    r: TrainJob, samples: Samples, deadline: float, progress: Callable[[int, int, str], None]
 ) -> Iterator[Shortlist]:
     spec = r.pack.spec
     for i in range(spec.n_layers):
@@ -183,9 +183,9 @@ def _fit(
     kind: str,
     made: Shortlist,
     gate: F32,
-    fitted: Activity,
-    kept: Activity,
-    r: Request,
+    fitted: LayerSamples,
+    kept: LayerSamples,
+    r: TrainJob,
     layer: int,
     late: Callable[[], bool],
     over: Callable[[], bool],
@@ -242,7 +242,7 @@ def _whole(spec: ModelSpec, rank: int) -> int:
     return spec.n_experts_active * (first + spec.ffn_dim * ask)
 
 
-def _first_rank(a: Activity) -> int:
+def _first_rank(a: LayerSamples) -> int:
     """By how many neurons are active for a token; fewer where few neurons do most of the work."""
     often = np.sort(np.bincount(a.neuron, minlength=a.neurons))[::-1].cumsum()
     busy = np.searchsorted(often, 0.8 * often[-1]) / a.neurons  # the share that makes 80 % of activations
@@ -267,10 +267,10 @@ def _widths(cost: Callable[[int], float], first: int, spec: ModelSpec, late: Cal
 # ---- what is fitted to
 
 
-def activity(pack: Pack, layer: int, rows: Rows) -> Activity:
+def activity(pack: Pack, layer: int, rows: Rows) -> LayerSamples:
     x, index, mass = rows[0].astype(np.float32), rows[2].astype(np.int64), rows[3].astype(np.float32)
     spec = pack.spec
-    a = Activity(x, rows[1], index, mass, spec.n_experts * spec.ffn_dim)
+    a = LayerSamples(x, rows[1], index, mass, spec.n_experts * spec.ffn_dim)
     if spec.n_experts == 1:
         return a
     router = read_tensor(pack, f"layers.{layer}.router.weight").view("<f4")
@@ -279,7 +279,7 @@ def activity(pack: Pack, layer: int, rows: Rows) -> Activity:
     return replace(a, chosen=chosen)
 
 
-def split(a: Activity, seed: int) -> tuple[Activity, Activity]:
+def split(a: LayerSamples, seed: int) -> tuple[LayerSamples, LayerSamples]:
     """(to fit to, to calibrate with)."""
     order = np.random.default_rng(seed).permutation(a.n)
     at = max(1, a.n - round(CALIBRATION * a.n))
@@ -298,7 +298,7 @@ def gate_rows(pack: Pack, layer: int) -> F32:
 # ---- end to end
 
 
-def meets(v: Verdict, r: Request) -> bool:
+def meets(v: Verdict, r: TrainJob) -> bool:
     """Hold each text to its divergence, and all together to perplexity, which few tokens say too roughly."""
     return v.worst[1].kld.value <= r.max_kld and 100 * abs(v.divergence.ratio.value - 1) <= r.max_ppl
 
@@ -306,7 +306,7 @@ def meets(v: Verdict, r: Request) -> bool:
 def search(
     found: Sequence[Shortlist],
     judge: Callable[[Layers], Verdict],
-    r: Request,
+    r: TrainJob,
     deadline: float,
     near: int | None = None,
 ) -> tuple[int, Verdict, int]:
@@ -338,7 +338,7 @@ def search(
 
 
 def _layer_reports(
-    r: Request, samples: Samples, layers: Layers, found: Sequence[Shortlist]
+    r: TrainJob, samples: Samples, layers: Layers, found: Sequence[Shortlist]
 ) -> list[dict[str, Any]]:
     return [
         _layer_report(p, split(activity(r.pack, i, samples.layer(i)), r.seed)[1], s)
@@ -346,15 +346,15 @@ def _layer_reports(
     ]
 
 
-def _layer_report(p: LayerPredictor | None, a: Activity, s: Shortlist) -> Json:
+def _layer_report(p: LayerPredictor | None, a: LayerSamples, s: Shortlist) -> Json:
     """On the samples that thresholds were calibrated with. Bytes: of predictor and gate, for a token."""
     share, places = a.asked, np.arange(a.neurons) % a.per_expert
     exact = s.gate * float(share.sum())
     if p is None:
         about: Json = {"kind": "exact", "rank": 0, "hot": a.per_expert, "bytes": exact}
-        figures = calibrate.Figures.of(np.ones((a.n, a.neurons), bool), a)
+        figures = calibrate.PredictionQuality.of(np.ones((a.n, a.neurons), bool), a)
     else:
-        figures, costs = calibrate.Figures.of(p.predicted(a.x), a), s.costs(p)
+        figures, costs = calibrate.PredictionQuality.of(p.predicted(a.x), a), s.costs(p)
         asked = costs.ask * float(share[places >= p.hot].sum())
         read = costs.first + asked + figures.predicted * a.neurons * s.gate
         rank = 0 if p.first is None else len(p.first)

@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int, str], None]  # what, done, in all, unit
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrialJob:
     pack: Pack
     threads: int
     texts: Texts  # to measure on
@@ -114,7 +114,7 @@ class Judge:
     deadline: float = math.inf
 
     @staticmethod
-    def of(a: Asked, deadline: float, progress: Progress) -> Judge:
+    def of(a: TrialJob, deadline: float, progress: Progress) -> Judge:
         loading = partial(progress, "loading")
         loaded = weights.load(a.pack, threads=a.threads, progress=lambda n, of: loading(n, of, "B"))
         texts = a.texts

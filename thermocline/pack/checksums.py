@@ -28,16 +28,16 @@ WINDOW_BYTES = 64 << 20  # of weights.bin, held at a time; smaller ones would le
 
 
 @dataclass(frozen=True)
-class Records:
+class NeuronChecksums:
     """CRC-32C of each neuron's row with its padding, `stride` bytes: [n_experts * ffn_dim] of each layer."""
 
     bundle: tuple[U32, ...]
     gate: tuple[U32, ...]
 
 
-def open_records(
+def open_checksums(
     pack: Pack, progress: Progress | None = None, told: Callable[[str], None] | None = None
-) -> Records:
+) -> NeuronChecksums:
     """The pack's; made now where there are none yet. BadFile or IOFailure: weights.bin is damaged.
 
     `told` hears of it where they could not be kept: the next run then makes them again.
@@ -62,11 +62,11 @@ def _names(pack: Pack) -> list[str]:
     return [*(f"layers.{i}.bundle" for i in layers), *(f"layers.{i}.gate.weight" for i in layers)]
 
 
-def _of(pack: Pack, arrays: list[U32]) -> Records:
-    return Records(tuple(arrays[: pack.spec.n_layers]), tuple(arrays[pack.spec.n_layers :]))
+def _of(pack: Pack, arrays: list[U32]) -> NeuronChecksums:
+    return NeuronChecksums(tuple(arrays[: pack.spec.n_layers]), tuple(arrays[pack.spec.n_layers :]))
 
 
-def _read(pack: Pack) -> Records | None:
+def _read(pack: Pack) -> NeuronChecksums | None:
     found = sidecar.Sidecar.open(pack.path / FILE, KIND, sidecar.stamp(pack.path), "thermocline run --ram")
     if found is None:
         return None
@@ -78,13 +78,13 @@ def _read(pack: Pack) -> Records | None:
     return _of(pack, arrays)
 
 
-def _keep(pack: Pack, records: Records) -> None:
+def _keep(pack: Pack, records: NeuronChecksums) -> None:
     arrays = [*records.bundle, *records.gate]
     layout: sidecar.Layout = {n: ("u4", a.shape) for n, a in zip(_names(pack), arrays, strict=True)}
     sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), {}, layout, arrays)
 
 
-def _made(pack: Pack, progress: Progress | None) -> Records:
+def _made(pack: Pack, progress: Progress | None) -> NeuronChecksums:
     """In the order of weights.bin, every block of which is checked on the way."""
     by_place = sorted(_names(pack), key=lambda name: pack.tensors[name].offset)
     tensors = {name: pack.tensors[name] for name in by_place}

@@ -19,8 +19,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.machine.tiers import Disk, Tiers
-from thermocline.model.sizes import LayerSizes, Part, Sizes
+from thermocline.machine.tiers import DiskTier, Tiers
+from thermocline.model.sizes import LayerSizes, ModelSizes, PartSize
 from thermocline.plan.cache_split import Fetch
 
 F64 = NDArray[np.float64]
@@ -248,7 +248,7 @@ def layer_times(
     n, has_gpu = s.neurons, v.tiers.gpu is not None
     attention = s.attention
     cpu = np.where(a, 0.0, attention_us(layer, v))
-    predictor = s.predictor if work.predicts else Part()
+    predictor = s.predictor if work.predicts else PartSize()
     asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
     cpu += np.where(p | (g == n), 0.0, asked)
     rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], on_gpu=False)
@@ -278,7 +278,7 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
     """`stored_times` of steps whose bundles, and those from disk, were counted: (time, of it waiting)."""
     s, disk = layer.sizes, v.tiers.disk
     assert disk is not None
-    predictor = s.predictor if work.predicts else Part()
+    predictor = s.predictor if work.predicts else PartSize()
     asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
     attention = attention_us(layer, v)
     gates = float(layer.reads.gates[-1])
@@ -296,7 +296,7 @@ def _early_us(attention: float, work: Work) -> float:
     return EARLY_SHARE * attention if work.predicts else 0.0
 
 
-def _reading_us(disk: Disk, reads: F64 | float, nbytes: F64 | float) -> F64:
+def _reading_us(disk: DiskTier, reads: F64 | float, nbytes: F64 | float) -> F64:
     """Many reads at random: an operation each, and the bytes beyond a page of each."""
     beyond = np.maximum(0.0, np.asarray(nbytes) - reads * PAGE)
     us: F64 = reads * 1e6 / disk.reads_per_s + beyond / (disk.read_gbs * 1e3)
@@ -324,9 +324,9 @@ def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:
     return us
 
 
-def head_columns(sizes: Sizes, v: Speeds, *, gpu: bool) -> Columns:
+def head_columns(sizes: ModelSizes, v: Speeds, *, gpu: bool) -> Columns:
     """The head in RAM, or on the GPU (a tied one as a copy)."""
-    part = sizes.head + Part(0, sizes.tied.read_bytes, sizes.tied.weights)
+    part = sizes.head + PartSize(0, sizes.tied.read_bytes, sizes.tied.weights)
     where = np.array([False, True]) if gpu else np.array([False])
     none = np.zeros(len(where), np.int64)
     there = v.gpu(part.read_bytes, part.weights) if gpu else 0.0

@@ -16,7 +16,7 @@ from thermocline.errors import UsageError
 from thermocline.files.bounded import Json
 from thermocline.files.whole import replacing
 from thermocline.machine.tiers import Tiers, render
-from thermocline.model.sizes import Sizes, sizes_of
+from thermocline.model.sizes import ModelSizes, sizes_of
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack import blocks
@@ -40,7 +40,7 @@ class Subject:
 
     name: str
     spec: ModelSpec
-    sizes: Sizes
+    sizes: ModelSizes
     hotness: Hotness
     made_from: dict[str, str]
     contents: Contents

@@ -14,7 +14,7 @@ import numpy as np
 
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers
-from thermocline.model.sizes import Sizes
+from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.plan import cost
 from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
@@ -98,7 +98,7 @@ class Placed:
 
 def plan(
     spec: ModelSpec,
-    sizes: Sizes,
+    sizes: ModelSizes,
     hotness: Hotness,
     tiers: Tiers,
     ask: Ask,
@@ -390,7 +390,7 @@ def _fits(p: Problem, disk: bool) -> bool:
 
 def alternative(
     spec: ModelSpec,
-    sizes: Sizes,
+    sizes: ModelSizes,
     hotness: Hotness,
     tiers: Tiers,
     ask: Ask,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from thermocline.engine.engine import PREFILL_CHUNK
-from thermocline.engine.kv_cache import BLOCK, bytes_for, room_for
+from thermocline.engine.kv_cache import BLOCK, block_counts, bytes_for
 from thermocline.machine.tiers import Tiers
-from thermocline.model.sizes import Sizes
+from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import Limits, device_bytes, host_bytes
 from thermocline.plan.cost import EXCESS, LayerWork, Reads, Speeds, Work
@@ -45,7 +45,7 @@ class Problem:
     """A model on a machine for a purpose, before anything is placed."""
 
     spec: ModelSpec
-    sizes: Sizes
+    sizes: ModelSizes
     hotness: Hotness
     tiers: Tiers
     ask: Ask
@@ -54,7 +54,7 @@ class Problem:
     def kv_layer_bytes(self, layer: int) -> int:
         """Of a layer's keys and values; all layers' are `kv.reserved_bytes`."""
         context = self.ask.context
-        whole, windowed = room_for(self.spec, context * self.ask.batch, context, PREFILL_CHUNK)
+        whole, windowed = block_counts(self.spec, context * self.ask.batch, context, PREFILL_CHUNK)
         blocks = whole if self.spec.window(layer) is None else windowed
         return bytes_for(self.spec, blocks * BLOCK) // self.spec.n_layers
 

@@ -16,7 +16,7 @@ from thermocline.errors import DeviceFailure, OutOfBudget, Unsupported, UsageErr
 from thermocline.machine import disk_speed, hardware, this_machine, tiers
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
-from thermocline.pack.checksums import Records
+from thermocline.pack.checksums import NeuronChecksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
 from thermocline.plan import plan_file
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 STAND_IN = "stand-in"  # a device in RAM: to see what a GPU would be given, and to test with
 STAND_IN_GIB = 1.0  # of it, unless --vram says
-PRETENDED = tiers.Gpu(1 << 30, 1000.0, 0.8, 80000.0, 0.0, 0.0, 25.0)  # its speeds: all goes there that fits
+PRETENDED = tiers.GpuTier(
+    1 << 30, 1000.0, 0.8, 80000.0, 0.0, 0.0, 25.0
+)  # its speeds: all goes there that fits
 RESERVE_BYTES = 256 << 20  # of free VRAM, left to whoever else draws on the screen
 
 
@@ -90,7 +92,7 @@ class Session:
         self,
         pack: Pack,
         predictors: Predictors | None,
-        records: Records | None = None,
+        records: NeuronChecksums | None = None,
         *,
         threads: int,
         progress: Callable[[int, int], None] | None,
@@ -157,7 +159,7 @@ def find(
     return _cuda(index, vram)
 
 
-def unusable(board: hardware.Gpu, index: int = 0) -> str | None:
+def unusable(board: hardware.GpuInfo, index: int = 0) -> str | None:
     """Why that GPU cannot be used here, or None; DeviceFailure where it does not answer.
 
     Loads torch only where there is a driver.

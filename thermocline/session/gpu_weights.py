@@ -24,7 +24,7 @@ from thermocline.ops.device_layers import DevicePredictor
 from thermocline.ops.device_rows import Rows
 from thermocline.ops.interface import FFN, Layer, Weights
 from thermocline.pack import blocks
-from thermocline.pack.checksums import Records
+from thermocline.pack.checksums import NeuronChecksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.plan.disk_split import Arrangement
@@ -132,7 +132,7 @@ def load_in_part(
     pack: Pack,
     places: Places,
     a: Arrangement,
-    records: Records,
+    records: NeuronChecksums,
     device: Device,
     cpu: CpuOps,
     *,

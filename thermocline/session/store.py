@@ -20,7 +20,7 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.interface import DiskCounts, Layer, Weights
 from thermocline.pack import blocks
-from thermocline.pack.checksums import Records, open_records
+from thermocline.pack.checksums import NeuronChecksums, open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, named_for_active
 from thermocline.plan import hotness
@@ -207,7 +207,7 @@ def open_weights(
 ) -> Opened:
     """All of them, or with a `Store`, or a part on a GPU. `told`: what a person should know of that."""
     loading, a = partial(progress, "loading"), room.arrangement
-    records = None if a is None else open_records(pack, partial(progress, "checksumming"), told)
+    records = None if a is None else open_checksums(pack, partial(progress, "checksumming"), told)
     if room.gpu is not None:
         found: Opened = room.gpu.opened(pack, predictors, records, threads=threads, progress=loading)
     elif a is None or records is None:
@@ -228,7 +228,7 @@ def open_weights(
 def load(
     pack: Pack,
     a: Arrangement,
-    records: Records,
+    records: NeuronChecksums,
     *,
     threads: int,
     predictors: Predictors | None = None,
@@ -246,7 +246,7 @@ def load(
 def opened(
     pack: Pack,
     a: Arrangement,
-    records: Records,
+    records: NeuronChecksums,
     ops: CpuOps,
     *,
     elsewhere: Mapping[str, Any] | None = None,
@@ -274,7 +274,7 @@ def opened(
 def _rows(
     pack: Pack,
     a: Arrangement,
-    records: Records,
+    records: NeuronChecksums,
     m: Map,
     arena: _native.Arena,
     reader: _native.Reader,

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from thermocline.engine.live_activity import Activity
+from thermocline.engine.live_activity import ActivityReport
 from thermocline.server.http import sse
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.onlookers import Onlookers, Reports
@@ -58,7 +58,7 @@ async def events(queue: Reports, ping_s: float) -> AsyncIterator[bytes]:
         yield sse.event(report(activity))
 
 
-def report(a: Activity) -> dict[str, Any]:
+def report(a: ActivityReport) -> dict[str, Any]:
     """null is what nobody counts: on a GPU, layers apart, and which memory the bytes came from."""
     speed = _rounded(a.bytes / a.seconds / 1e9)
     return {
@@ -76,7 +76,7 @@ def report(a: Activity) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _disk(a: Activity) -> dict[str, Any] | None:
+def _disk(a: ActivityReport) -> dict[str, Any] | None:
     if a.disk is None:
         return None
     found = 1 - a.disk.missed / a.disk.needed if a.disk.needed else None

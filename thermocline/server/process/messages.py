@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thermocline.engine.engine import Counts
-from thermocline.engine.live_activity import Activity
+from thermocline.engine.live_activity import ActivityReport
 from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
 
@@ -124,7 +124,7 @@ class Beat:
     steps: int = 0
     longest_step_s: float = 0.0
     tiers: dict[str, float] | None = None  # what the disk did: needed, missed, bytes, waited_s
-    activity: Activity | None = None  # now and then, while somebody looks and tokens are made
+    activity: ActivityReport | None = None  # now and then, while somebody looks and tokens are made
 
 
 @dataclass(frozen=True)

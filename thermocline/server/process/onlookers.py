@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from thermocline.engine.live_activity import Activity
+from thermocline.engine.live_activity import ActivityReport
 
-Reports = asyncio.Queue[Activity | None]
+Reports = asyncio.Queue[ActivityReport | None]
 
 
 class Onlookers:
@@ -33,7 +33,7 @@ class Onlookers:
         if not self._queues:
             self._look(False)
 
-    def show(self, activity: Activity | None) -> None:
+    def show(self, activity: ActivityReport | None) -> None:
         """None: there will be no more."""
         for queue in self._queues:
             if queue.full():

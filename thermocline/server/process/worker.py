@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from thermocline.engine.engine import Engine
-from thermocline.engine.live_activity import Activity, Watch
+from thermocline.engine.live_activity import ActivityMeter, ActivityReport
 from thermocline.engine.request import Request
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import ThermoclineError, raised_at
@@ -171,7 +171,7 @@ class Worker:
                         self._engine.cancel(request)
                         self._send(Dropped(job))
                 case Look(on):
-                    self._engine.watch = Watch(on_gpu=self._llm.plan is not None) if on else None
+                    self._engine.watch = ActivityMeter(on_gpu=self._llm.plan is not None) if on else None
                 case Stop():
                     return False
 
@@ -214,7 +214,7 @@ class Worker:
         counts, activity = self._engine.counts(), self._activity(now)
         self._send(Beat(counts, self._steps, self._longest, self._tiers(), activity))
 
-    def _activity(self, now: float) -> Activity | None:
+    def _activity(self, now: float) -> ActivityReport | None:
         if self._engine.watch is None or now - self._looked < LOOK_S:
             return None
         self._looked = now
