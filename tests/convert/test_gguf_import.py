@@ -592,7 +592,7 @@ def test_sizes_are_read_as_they_are_or_refused_in_a_line(
     expected = as_spec(said)
     try:
         with GGUF(path) as opened:
-            spec, mapping = read_model(opened)
+            spec, tensor_map = read_model(opened)
     except (BadFile, Unsupported) as e:
         assert expected is None, f"refused what is in range: {e}"
         assert "\n" not in str(e) and str(path) in str(e) and len(str(e)) < 400
@@ -603,4 +603,4 @@ def test_sizes_are_read_as_they_are_or_refused_in_a_line(
     assert spec.rope_scaling is not None and spec.rope_scaling.factor == pytest.approx(
         said["rope.scaling.factor"]
     )
-    assert len(mapping.tensors) >= 5 * spec.n_layers
+    assert len(tensor_map.tensors) >= 5 * spec.n_layers

@@ -133,9 +133,9 @@ def test_shapes_have_their_models_sizes() -> None:
     billions = {"llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "tinyllama-1.1b": 1.10}
     billions |= {"mistral-7b": 7.24, "bamboo-7b": 7.24, "opt-6.7b": 6.66, "opt-13b": 12.85, "opt-30b": 29.97}
     for name, expected in billions.items():
-        _, spec, mapping = synthetic.read_shape(name)
-        layouts = expected_tensors(spec, "q4_0")
-        got = sum(t.parameters for n, t in layouts.items() if not t.optional or n in mapping.tensors)
+        _, spec, tensor_map = synthetic.read_shape(name)
+        tensor_specs = expected_tensors(spec, "q4_0")
+        got = sum(t.parameters for n, t in tensor_specs.items() if not t.optional or n in tensor_map.tensors)
         assert got / 1e9 == pytest.approx(expected, rel=0.005), name
 
 
@@ -159,13 +159,13 @@ def test_equal_seeds_give_equal_packs_and_others_do_not(format: str, tmp_path: P
 def test_rows_do_not_depend_on_how_they_are_asked_for(shape: str, format: str, tmp_path: Path) -> None:
     model = synthetic.SyntheticModel.of(str(config_file(tmp_path, shape)), 0, 0.1, 0.26, 64)
     source = synthetic.RandomWeights(model.plan)
-    for layout in expected_tensors(model.plan.spec, format).values():
-        for part in layout.parts:
-            if layout.vector:
+    for tensor_spec in expected_tensors(model.plan.spec, format).values():
+        for part in tensor_spec.parts:
+            if tensor_spec.vector:
                 continue
-            whole = source.encoded(part, layout.format, 0, layout.rows)
-            cuts = sorted({0, 1, min(40, layout.rows), layout.rows // 2 + 3, layout.rows})
-            pieces = [source.encoded(part, layout.format, a, b) for a, b in pairwise(cuts)]
+            whole = source.encoded(part, tensor_spec.format, 0, tensor_spec.rows)
+            cuts = sorted({0, 1, min(40, tensor_spec.rows), tensor_spec.rows // 2 + 3, tensor_spec.rows})
+            pieces = [source.encoded(part, tensor_spec.format, a, b) for a, b in pairwise(cuts)]
             assert np.array_equal(whole, np.concatenate(pieces)), part
 
 

@@ -20,7 +20,7 @@ from thermocline.pack.pack import Pack
 Run = Callable[..., Any]
 STAMP = "0" * 64
 FACTS = {"tokens": 12, "note": "two words"}
-LAYOUT: sidecar.Layout = {
+LAYOUT: sidecar.TensorShapes = {
     "layers.0.counts": ("i8", (2, 5)),
     "layers.0.none": ("u1", (0,)),
     "layers.1.input": ("f2", (7,)),

@@ -68,8 +68,8 @@ def used(p: Plan, tier: str, *but: str) -> int:
 @pytest.mark.parametrize("shape", ["llama-2-7b", "opt-6.7b", "tinyllama-1.1b", "bamboo-7b", "qwen3-8b"])
 def test_sizes_add_up_to_the_packs_file(shape: str, format: str) -> None:
     spec = read_shape(shape)[1]
-    layouts = expected_tensors(spec, format)
-    assert sizes_of(spec, layouts, format).weights_bytes == place(layouts)[1]
+    tensor_specs = expected_tensors(spec, format)
+    assert sizes_of(spec, tensor_specs, format).weights_bytes == place(tensor_specs)[1]
 
 
 def test_a_real_pack_is_planned_with_its_own_bytes(tiny_pack: Path) -> None:

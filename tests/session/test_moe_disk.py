@@ -270,9 +270,9 @@ def test_a_replay_finds_what_the_engine_finds(mixture: Path) -> None:
 
 def disk_us(spec: ModelSpec, tokens: int) -> float:
     """Of a step of so many tokens, with half of each expert's bundles in memory."""
-    layouts, heat = expected_tensors(spec, "q4_0"), hotness.Curve(0.1).hotness(spec)
-    p = Problem(spec, sizes_of(spec, layouts, "q4_0"), heat, test_plan.HIGH, Ask(64, vram_bytes=0))
-    c = Contents(spec, place(layouts)[0], None, "exact", heat)
+    tensor_specs, heat = expected_tensors(spec, "q4_0"), hotness.Curve(0.1).hotness(spec)
+    p = Problem(spec, sizes_of(spec, tensor_specs, "q4_0"), heat, test_plan.HIGH, Ask(64, vram_bytes=0))
+    c = Contents(spec, place(tensor_specs)[0], None, "exact", heat)
     shares = (Share(0, spec.ffn_dim // 2),) * (spec.n_layers * spec.n_experts)
     return plan_disk.predict(p, c, Arrangement({}, shares, None, c), p.work(batch=tokens)).disk_us
 

@@ -43,11 +43,11 @@ def pack_gguf(
 ) -> Cost:
     """Pack a GGUF, all parts of a split one. `weight_format` None: the file's own, tensor by tensor."""
     with GGUF(src) as gguf:
-        spec, mapping = read_model(gguf, activation)
-        predictor = with_predictor(gguf, spec, mapping)
+        spec, tensor_map = read_model(gguf, activation)
+        predictor = with_predictor(gguf, spec, tensor_map)
         counts = activation_counts(src, spec) if gguf.powerinfer else {}
         ranks = predictor.ranks if predictor is not None else ()
-        source = GGUFSource(gguf, mapping, counts)
+        source = GGUFSource(gguf, tensor_map, counts)
         formats: dict[str, str] = {}
         if weight_format is None:
             weight_format, formats = formats_of(source, spec, ranks)
@@ -58,7 +58,7 @@ def pack_gguf(
             source,
             formats=formats,
             predictor=predictor,
-            optional=optional_among((*mapping.tensors, *counts), spec),
+            optional=optional_among((*tensor_map.tensors, *counts), spec),
             files=tokenizer_files(gguf),
             origin=("gguf", src.name, gguf_hash(gguf)),
             overwrite=overwrite,
@@ -67,8 +67,8 @@ def pack_gguf(
         return source.cost
 
 
-def with_predictor(gguf: GGUF, spec: ModelSpec, mapping: TensorMap) -> Predictor | None:
-    """PowerInfer's predictors of active neurons, fc2 relu(fc1 x) in each layer, added to `mapping`."""
+def with_predictor(gguf: GGUF, spec: ModelSpec, tensor_map: TensorMap) -> Predictor | None:
+    """PowerInfer's predictors of active neurons, fc2 relu(fc1 x) in each layer, added to `tensor_map`."""
     first = [gguf.tensors.get(f"blk.{i}.fc1.weight") for i in range(spec.n_layers)]
     if not any(first):
         return None
@@ -81,8 +81,8 @@ def with_predictor(gguf: GGUF, spec: ModelSpec, mapping: TensorMap) -> Predictor
         raise BadFile(f"{gguf.path}: a predictor of rank {max(ranks)}, more than {MAX_RANK}")
     for i, rank in enumerate(ranks):
         a = f"layers.{i}.predictor"
-        mapping.tensors[f"{a}.fc1.weight"] = (SourceSlice(f"blk.{i}.fc1.weight", (rank, spec.dim)),)
-        mapping.tensors[f"{a}.fc2.weight"] = (SourceSlice(f"blk.{i}.fc2.weight", (spec.ffn_dim, rank)),)
+        tensor_map.tensors[f"{a}.fc1.weight"] = (SourceSlice(f"blk.{i}.fc1.weight", (rank, spec.dim)),)
+        tensor_map.tensors[f"{a}.fc2.weight"] = (SourceSlice(f"blk.{i}.fc2.weight", (spec.ffn_dim, rank)),)
     return Predictor(ranks, threshold)
 
 

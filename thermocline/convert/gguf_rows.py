@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping as MappingOf
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,12 +75,12 @@ class Cost:
 class GGUFSource(TensorMapSource):
     """An `EncodedSource` over a GGUF."""
 
-    def __init__(self, gguf: GGUF, mapping: TensorMap, vectors: MappingOf[str, F32]) -> None:
+    def __init__(self, gguf: GGUF, tensor_map: TensorMap, vectors: Mapping[str, F32]) -> None:
         """`vectors`: more of the packed tensors, from elsewhere."""
         self._vectors = vectors
         rows = _GGUFReader(gguf)
         super().__init__(
-            str(gguf.path), gguf.tensors, dict.fromkeys(gguf.tensors, rows), mapping, "its metadata"
+            str(gguf.path), gguf.tensors, dict.fromkeys(gguf.tensors, rows), tensor_map, "its metadata"
         )
         self._gguf, self._calls, self._noise, self._power = gguf, 0, 0.0, 0.0
         self._weights = {True: 0, False: 0}  # copied, converted
@@ -93,7 +92,7 @@ class GGUFSource(TensorMapSource):
 
     def stored(self, part: str) -> list[Tensor]:
         """The file's tensors behind one part of a packed tensor."""
-        pieces = self._mapping.tensors[part]
+        pieces = self._tensor_map.tensors[part]
         return [self._gguf.tensors[self._names[p.tensor]] for p in pieces if p.tensor is not None]
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8 | None:
@@ -151,17 +150,17 @@ def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -
     """
     chosen, weights = dict[str, str](), Counter[str]()
     every = expected_tensors(spec, "f32", None, ranks)
-    layouts = {
+    tensor_specs = {
         n: t for n, t in every.items() if not t.vector and n != "pos_embed.weight" and t.role != "router"
     }
-    for name, layout in layouts.items():
-        parts = list(layout.parts)
-        if layout.role == "gate":  # one format with the rows that are computed beside it
+    for name, tensor_spec in tensor_specs.items():
+        parts = list(tensor_spec.parts)
+        if tensor_spec.role == "gate":  # one format with the rows that are computed beside it
             beside = (name.replace("gate", "up"), name.replace("gate.weight", "bundle"))
-            parts += [p for n in beside if n in layouts for p in layouts[n].parts]
+            parts += [p for n in beside if n in tensor_specs for p in tensor_specs[n].parts]
         types = {t.type if t.type in quant.FORMATS else CONVERTED for p in parts for t in source.stored(p)}
-        chosen[name] = _finest(types, layout.columns)
-        weights[chosen[name]] += layout.parameters
+        chosen[name] = _finest(types, tensor_spec.columns)
+        weights[chosen[name]] += tensor_spec.parameters
     main = weights.most_common(1)[0][0]
     return main, chosen
 

@@ -80,14 +80,14 @@ def _pack_directory(
     progress: Progress | None,
 ) -> None:
     with Checkpoint(src) as checkpoint:
-        spec, mapping = with_own_head(*read, checkpoint.tensors, checkpoint.where)
-        source = TensorMapSource(str(src), *ternary.seen(checkpoint, mapping), mapping)
+        spec, tensor_map = with_own_head(*read, checkpoint.tensors, checkpoint.where)
+        source = TensorMapSource(str(src), *ternary.seen(checkpoint, tensor_map), tensor_map)
         write_pack(
             dst,
             spec,
             weight_format,
             source,
-            optional=optional_among(mapping.tensors, spec),
+            optional=optional_among(tensor_map.tensors, spec),
             files=_copied(src),
             origin=("huggingface", _label(src), _hash(src, checkpoint.shards)),
             overwrite=overwrite,

@@ -6,8 +6,7 @@ Must not know file formats or families.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
-from collections.abc import Mapping as MappingOf
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -42,21 +41,21 @@ def _found(name: str, tensors: Container[str]) -> str | None:
 
 
 def with_own_head(
-    spec: ModelSpec, mapping: TensorMap, tensors: MappingOf[str, Shaped], where: MappingOf[str, RowReader]
+    spec: ModelSpec, tensor_map: TensorMap, tensors: Mapping[str, Shaped], where: Mapping[str, RowReader]
 ) -> tuple[ModelSpec, TensorMap]:
     """Believe the tensors where the config says `tie_word_embeddings` and a head that differs is there.
 
     So do transformers and llama.cpp's converter. A head that is the embeddings again is left out.
     """
-    (piece,) = mapping.tensors["embed.weight"]
+    (piece,) = tensor_map.tensors["embed.weight"]
     embed = _found(str(piece.tensor), tensors)
     if not spec.tied_head or HEAD not in tensors or embed is None or _equal(embed, HEAD, tensors, where):
-        return spec, mapping
+        return spec, tensor_map
     head = {"head.weight": (replace(piece, tensor=HEAD),)}
-    return replace(spec, tied_head=False), replace(mapping, tensors=mapping.tensors | head)
+    return replace(spec, tied_head=False), replace(tensor_map, tensors=tensor_map.tensors | head)
 
 
-def _equal(a: str, b: str, tensors: MappingOf[str, Shaped], where: MappingOf[str, RowReader]) -> bool:
+def _equal(a: str, b: str, tensors: Mapping[str, Shaped], where: Mapping[str, RowReader]) -> bool:
     if tensors[a].shape != tensors[b].shape:
         return False
     rows, step = tensors[a].shape[0], max(1, COMPARED // math.prod(tensors[a].shape[1:]))
@@ -74,14 +73,14 @@ class TensorMapSource:
     def __init__(
         self,
         name: str,
-        tensors: MappingOf[str, Shaped],
-        where: MappingOf[str, RowReader],
-        mapping: TensorMap,
+        tensors: Mapping[str, Shaped],
+        where: Mapping[str, RowReader],
+        tensor_map: TensorMap,
         said_by: str = "config.json",
     ) -> None:
-        self._name, self._tensors, self._where, self._mapping = name, tensors, where, mapping
+        self._name, self._tensors, self._where, self._tensor_map = name, tensors, where, tensor_map
         self._held: tuple[str, NDArray[Any]] = ("", np.empty(0))
-        wanted = [p for pieces in mapping.tensors.values() for p in pieces if p.tensor is not None]
+        wanted = [p for pieces in tensor_map.tensors.values() for p in pieces if p.tensor is not None]
         self._names = {str(p.tensor): self._locate(p, said_by) for p in wanted}
         self._check_all_used()
 
@@ -98,7 +97,7 @@ class TensorMapSource:
     def _check_all_used(self) -> None:
         used = set(self._names.values())
         for name in self._tensors:
-            if name not in used and not self._mapping.may_ignore(name):
+            if name not in used and not self._tensor_map.may_ignore(name):
                 raise Unsupported(f"{self._name}: tensor {quoted(name)} does not belong to this model")
 
     def __call__(self, name: str, first: int, last: int, /) -> F32:
@@ -108,7 +107,7 @@ class TensorMapSource:
     def spans(self, name: str, first: int, last: int) -> Iterator[tuple[SourceSlice, int, int]]:
         """The pieces that rows [first, last) come from, and which of their rows."""
         start = 0
-        for piece in self._mapping.tensors[name]:
+        for piece in self._tensor_map.tensors[name]:
             a, b = max(first, start), min(last, start + piece.rows)
             if a < b:
                 yield piece, a - start, b - start

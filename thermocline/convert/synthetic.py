@@ -87,7 +87,7 @@ class SyntheticModel:
 
         Raises what `read_shape` and `WeightStatistics.of` raise.
         """
-        name, spec, mapping = read_shape(shape, activation)
+        name, spec, tensor_map = read_shape(shape, activation)
         if spec.embed_dim is not None:
             raise Unsupported(f"{name}: random models have embeddings as wide as themselves")
         if active is not None and not spec.sparse:
@@ -95,7 +95,7 @@ class SyntheticModel:
         chosen = ACTIVE if active is None else active
         planting = SyntheticSparsity(chosen, skew, rank, hottest_first) if spec.sparse else None
         known = expected_tensors(spec, "f32")
-        optional = tuple(n for n in mapping.tensors if n in known and known[n].optional)
+        optional = tuple(n for n in tensor_map.tensors if n in known and known[n].optional)
         said = {"seed": seed, **(dataclasses.asdict(planting) if planting else {})}
         if not said.get("hottest_first"):
             said.pop("hottest_first", None)

@@ -6,7 +6,7 @@ mean|w|), or as four values a byte beside their number. Must not know families o
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingOf
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,14 @@ _STEP_BYTES = 4 << 20
 
 
 def seen(
-    checkpoint: Checkpoint, mapping: TensorMap
-) -> tuple[MappingOf[str, Shaped], MappingOf[str, RowReader]]:
-    """A checkpoint's tensors and where their rows are, those of `mapping.ternary` made ternary."""
+    checkpoint: Checkpoint, tensor_map: TensorMap
+) -> tuple[Mapping[str, Shaped], Mapping[str, RowReader]]:
+    """A checkpoint's tensors and where their rows are, those of `tensor_map.ternary` made ternary."""
     tensors: dict[str, Shaped] = dict(checkpoint.tensors)
     where: dict[str, RowReader] = dict(checkpoint.where)
     for name, entry in checkpoint.tensors.items():
-        if name in mapping.ternary or f"model.{name}" in mapping.ternary:
-            matrix = Packed(checkpoint, name) if mapping.packed else Rounded(checkpoint.where[name], entry)
+        if name in tensor_map.ternary or f"model.{name}" in tensor_map.ternary:
+            matrix = Packed(checkpoint, name) if tensor_map.packed else Rounded(checkpoint.where[name], entry)
             tensors[name] = where[name] = matrix
     return tensors, where
 

@@ -72,7 +72,7 @@ def parse_config(
     if keys.raw("model_type") != family.model_type:
         raise keys.bad("model_type", f"contradicts architectures, which imply {family.model_type!r}")
     keys.raw("architectures")
-    spec, mapping = family.read(keys, keys.stop_ids(generation))
+    spec, tensor_map = family.read(keys, keys.stop_ids(generation))
     keys.finish()
     check_spec(spec, name)
     if (
@@ -80,9 +80,9 @@ def parse_config(
         and spec.gated
         and not (sure and (family.reglu or spec.up_activation != "none"))
     ):
-        return _with_relu(spec, activation, name), mapping
+        return _with_relu(spec, activation, name), tensor_map
     check_activation(spec, activation, name)
-    return spec, mapping
+    return spec, tensor_map
 
 
 def _family(config: Json, name: str) -> Family:
@@ -220,8 +220,8 @@ def _mistral(keys: ConfigKeys, stop: Any) -> Read:
 
 def _bamboo(keys: ConfigKeys, stop: Any) -> Read:
     """Bamboo 7B, TurboSparse-Mistral: a Mistral with dReLU (arXiv 2406.05955), ReLU on gate and up."""
-    spec, mapping = _mistral(keys, stop)
-    return _drelu(keys, spec, "bamboo"), mapping
+    spec, tensor_map = _mistral(keys, stop)
+    return _drelu(keys, spec, "bamboo"), tensor_map
 
 
 def _drelu(keys: ConfigKeys, spec: ModelSpec, architecture: str) -> ModelSpec:
@@ -258,8 +258,8 @@ def _mixtral(keys: ConfigKeys, stop: Any) -> Read:
 
 def _turbosparse_mixtral(keys: ConfigKeys, stop: Any) -> Read:
     """TurboSparse-Mixtral: dReLU in every expert (arXiv 2406.05955), as Bamboo has it."""
-    spec, mapping = _mixtral(keys, stop)
-    return _drelu(keys, spec, "turbosparse-mixtral"), mapping
+    spec, tensor_map = _mixtral(keys, stop)
+    return _drelu(keys, spec, "turbosparse-mixtral"), tensor_map
 
 
 def _qwen_window(keys: ConfigKeys) -> Json:
@@ -381,17 +381,17 @@ def _bitnet(keys: ConfigKeys, stop: Any) -> Read:
     keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
     keys.default_theta = 500000.0
     spec = _spec(keys, stop, "bitnet", sub_norms=True)
-    mapping, mode = tensors(spec, biases=_biases(keys)), _ternary_mode(keys)
+    tensor_map, mode = tensors(spec, biases=_biases(keys)), _ternary_mode(keys)
     if mode is None:
-        return spec, mapping
+        return spec, tensor_map
     if keys.flag("attention_bias"):
         raise keys.unsupported("attention_bias", "is not supported beside ternary weights")
-    layers = [p for name, pieces in mapping.tensors.items() if name.startswith("layers.") for p in pieces]
+    layers = [p for name, pieces in tensor_map.tensors.items() if name.startswith("layers.") for p in pieces]
     matrices = frozenset(str(p.tensor) for p in layers if len(p.shape) == 2)
     packed = mode == "offline"
     scales = (r".*\.weight_scale",) if packed else ()
-    ignored = (*mapping.ignored, *scales)
-    return spec, replace(mapping, ternary=matrices, packed=packed, ignored=ignored)
+    ignored = (*tensor_map.ignored, *scales)
+    return spec, replace(tensor_map, ternary=matrices, packed=packed, ignored=ignored)
 
 
 def _ternary_mode(keys: ConfigKeys) -> str | None:
@@ -519,15 +519,19 @@ def _opt(keys: ConfigKeys, stop: Any) -> Read:
     )
     biases = ("norm", "qkv", "attn_out", "ffn") if keys.flag("enable_bias") else ("norm",)
     names = replace(_OPT, affine=keys.flag("layer_norm_elementwise_affine"))
-    mapping, rows = tensors(spec, names, biases), spec.max_context + _OPT_FIRST_POSITION
+    tensor_map, rows = tensors(spec, names, biases), spec.max_context + _OPT_FIRST_POSITION
     seen = (range(_OPT_FIRST_POSITION, rows),)
-    mapping.tensors["pos_embed.weight"] = (
+    tensor_map.tensors["pos_embed.weight"] = (
         SourceSlice(f"{_OPT.root}embed_positions.weight", (rows, dim), seen),
     )
     if spec.embed_dim is not None:
-        mapping.tensors["project_in.weight"] = (SourceSlice(f"{_OPT.root}project_in.weight", (dim, width)),)
-        mapping.tensors["project_out.weight"] = (SourceSlice(f"{_OPT.root}project_out.weight", (width, dim)),)
-    return spec, mapping
+        tensor_map.tensors["project_in.weight"] = (
+            SourceSlice(f"{_OPT.root}project_in.weight", (dim, width)),
+        )
+        tensor_map.tensors["project_out.weight"] = (
+            SourceSlice(f"{_OPT.root}project_out.weight", (width, dim)),
+        )
+    return spec, tensor_map
 
 
 _OPT = Names(

@@ -287,10 +287,10 @@ def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Te
     assumed = config.get("hidden_act") == "silu"
     if assumed and (activation is not None or gguf.powerinfer or _called_relu(k)):
         config["hidden_act"] = "relu"
-    spec, mapping = parse_config(config, None, k.name, activation, sure=not assumed)
+    spec, tensor_map = parse_config(config, None, k.name, activation, sure=not assumed)
     tensors = {
         ours: tuple(_translated(p, found, spec, gguf) for p in pieces)
-        for ours, pieces in mapping.tensors.items()
+        for ours, pieces in tensor_map.tensors.items()
     }
     factors = map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
     return spec, TensorMap(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight"))

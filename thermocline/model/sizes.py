@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import ALIGN, Layout
+from thermocline.model.tensors import ALIGN, TensorSpec
 
 I64 = NDArray[np.int64]
 ATTENTION_ROLES = ("attention", "norm", "router")
@@ -108,11 +108,11 @@ def _slices(tensors: Sequence[int], neurons: I64, of: int) -> I64:
     return total
 
 
-def sizes_of(spec: ModelSpec, layouts: Mapping[str, Layout], weight_format: str) -> ModelSizes:
+def sizes_of(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec], weight_format: str) -> ModelSizes:
     """Of a model that has exactly these tensors."""
-    by_layer: list[dict[str, Layout]] = [{} for _ in range(spec.n_layers)]
+    by_layer: list[dict[str, TensorSpec]] = [{} for _ in range(spec.n_layers)]
     embed = head = tied = PartSize()
-    for name, t in layouts.items():
+    for name, t in tensor_specs.items():
         if found := re.match(r"layers\.(\d+)\.", name):
             by_layer[int(found[1])][name] = t
         elif name == "embed.weight":
@@ -126,10 +126,10 @@ def sizes_of(spec: ModelSpec, layouts: Mapping[str, Layout], weight_format: str)
     return ModelSizes(weight_format, embed, head, tied, layers)
 
 
-def _layer(spec: ModelSpec, own: Mapping[str, Layout]) -> LayerSizes:
+def _layer(spec: ModelSpec, own: Mapping[str, TensorSpec]) -> LayerSizes:
     attention = predictor = router = PartSize()
-    gate: list[Layout] = []
-    bundle: list[Layout] = []
+    gate: list[TensorSpec] = []
+    bundle: list[TensorSpec] = []
     neurons = spec.n_experts * spec.ffn_dim
     for name, t in own.items():
         if name.endswith((".order", ".activation_count")):
@@ -147,17 +147,17 @@ def _layer(spec: ModelSpec, own: Mapping[str, Layout]) -> LayerSizes:
     return LayerSizes(attention, predictor, neurons, *rows, router.bytes)
 
 
-def _part(t: Layout) -> PartSize:
+def _part(t: TensorSpec) -> PartSize:
     return PartSize(aligned(t.bytes), _read(t), 0 if t.vector else t.parameters)
 
 
-def _read(t: Layout) -> int:
+def _read(t: TensorSpec) -> int:
     """Bytes that a dense pass reads: rows without the padding between bundle records."""
     row = 4 * t.columns if t.vector else quant.row_bytes(t.format, t.columns)
     return row * t.rows * len(t.parts)
 
 
-def _rows(tensors: Sequence[Layout], neurons: int) -> NeuronTensors:
+def _rows(tensors: Sequence[TensorSpec], neurons: int) -> NeuronTensors:
     return NeuronTensors(
         tuple(t.bytes for t in tensors),
         sum(map(_read, tensors)) / neurons,

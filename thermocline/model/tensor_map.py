@@ -1,6 +1,6 @@
 """Where a packed tensor's rows come from: pieces of a source's tensors, in any order.
 
-`tensors` makes the whole mapping from the names a family uses. Must not know families, packs or kernels.
+`tensors` makes the whole tensor_map from the names a family uses. Must not know families, packs or kernels.
 """
 
 from __future__ import annotations

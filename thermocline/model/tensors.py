@@ -29,7 +29,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorSpec:
     """What a spec says of one tensor: `rows` of `parts` encoded one after the other, each `columns` wide."""
 
     format: str
@@ -62,23 +62,23 @@ def expected_tensors(
     weight_format: str,
     formats: Mapping[str, str] | None = None,
     ranks: Sequence[int] = (),
-) -> dict[str, Layout]:
+) -> dict[str, TensorSpec]:
     """Every tensor a pack of `spec` has or may have, in file order. Unsupported: rows that fit no blocks.
 
     `formats`: of matrices and bundles that have one of their own; other names mean nothing.
     `ranks`: of each layer's predictor of active neurons, where the model has them.
     """
-    out: dict[str, Layout] = {}
+    out: dict[str, TensorSpec] = {}
     own = formats or {}
 
     def matrix(name: str, role: str, *shape: int, format: str = "") -> None:
         format = format or own.get(name, weight_format)
         rows, stride = math.prod(shape[:-1]), _row_bytes(name, format, shape[-1])
-        out[name] = Layout(format, shape, rows, shape[-1], stride, (name,), role)
+        out[name] = TensorSpec(format, shape, rows, shape[-1], stride, (name,), role)
 
     def vector(name: str, role: str, *shape: int, format: str = "f32", optional: bool = True) -> None:
         rows, stride = math.prod(shape[:-1]), 4 * shape[-1]
-        out[name] = Layout(format, shape, rows, shape[-1], stride, (name,), role, True, optional)
+        out[name] = TensorSpec(format, shape, rows, shape[-1], stride, (name,), role, True, optional)
 
     def norm(name: str, size: int = spec.dim) -> None:
         vector(f"{name}.weight", "norm", size, optional=False)
@@ -145,11 +145,11 @@ def optional_among(names: Iterable[str], spec: ModelSpec) -> list[str]:
     return [n for n in names if n in known and known[n].optional]
 
 
-def _bundle(layer: str, spec: ModelSpec, weight_format: str) -> Layout:
+def _bundle(layer: str, spec: ModelSpec, weight_format: str) -> TensorSpec:
     parts = (f"{layer}.up", f"{layer}.down") if spec.gated else (f"{layer}.down",)
     stride = bundle_stride(len(parts) * _row_bytes(f"{layer}.bundle", weight_format, spec.dim))
     shape = (spec.n_experts, spec.ffn_dim)
-    return Layout(weight_format, shape, math.prod(shape), spec.dim, stride, parts, "bundle")
+    return TensorSpec(weight_format, shape, math.prod(shape), spec.dim, stride, parts, "bundle")
 
 
 def _row_bytes(name: str, format: str, columns: int) -> int:
@@ -159,10 +159,10 @@ def _row_bytes(name: str, format: str, columns: int) -> int:
         raise Unsupported(f"{name}: {e}") from None
 
 
-def place(layouts: Mapping[str, Layout]) -> tuple[dict[str, TensorInfo], int]:
+def place(tensor_specs: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorInfo], int]:
     """({name: where it goes}, bytes of weights.bin): in order, each on an `ALIGN` boundary."""
     out, offset = {}, 0
-    for name, t in layouts.items():
+    for name, t in tensor_specs.items():
         out[name] = TensorInfo(t.format, t.shape, offset, t.bytes, t.stride)
         offset = -(-(offset + t.bytes) // ALIGN) * ALIGN
     return out, offset

@@ -97,8 +97,8 @@ class ProfileCheckpoint:
     def _write_state(self, at: CheckpointState) -> None:
         new = self.directory / f"{STATE}.tmp"
         facts = {**self._made_for, "done": at.done, "bytes": at.saved_bytes, "crc32c": at.saved_crc}
-        layout = {"counts": ("i8", at.counts.shape)}
-        sidecar.write(new, "unfinished", self._pack, facts, layout, [at.counts])
+        shapes = {"counts": ("i8", at.counts.shape)}
+        sidecar.write(new, "unfinished", self._pack, facts, shapes, [at.counts])
         os.replace(new, self.directory / STATE)
 
     def _load(self) -> bool:

@@ -131,8 +131,8 @@ def check_target(path: Path) -> None:
 def write_trace(path: Path, pack: Pack, trace: Trace) -> None:
     """In place of what was there, whole or not at all."""
     facts = {key: getattr(trace, key) for key in ("tokens", "source", "sparsity", "depth")}
-    layout: Any = {f"layers.{i}.active": ("u1", a.shape) for i, a in enumerate(trace.active)}
-    sidecar.replace(path, KIND, sidecar.stamp(pack.path), facts, layout, trace.active)
+    shapes: Any = {f"layers.{i}.active": ("u1", a.shape) for i, a in enumerate(trace.active)}
+    sidecar.replace(path, KIND, sidecar.stamp(pack.path), facts, shapes, trace.active)
 
 
 def read_trace(path: Path, pack: Pack) -> Trace:

@@ -72,8 +72,8 @@ def write_profile(directory: Path, profile: Profile) -> None:
         "tokens": profile.tokens,
         "corpus": profile.corpus,
     }
-    layout: Any = {f"layers.{i}.counts": ("i8", c.shape) for i, c in enumerate(profile.counts)}
-    sidecar.write(directory / PROFILE, "profile", sidecar.stamp(directory), facts, layout, profile.counts)
+    shapes: Any = {f"layers.{i}.counts": ("i8", c.shape) for i, c in enumerate(profile.counts)}
+    sidecar.write(directory / PROFILE, "profile", sidecar.stamp(directory), facts, shapes, profile.counts)
 
 
 def open_profile(pack: Pack) -> Profile | None:
@@ -154,13 +154,13 @@ def write_samples(
     directory: Path, spec: ModelSpec, n: int, active: Sequence[int], layers: Iterator[Rows]
 ) -> None:
     """`active`: of each layer, the length of `index` that `layers` will give."""
-    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for i, nnz in enumerate(active):
         a = f"layers.{i}"
-        layout |= {f"{a}.input": ("f2", (n, spec.dim)), f"{a}.indptr": ("i8", (n + 1,))}
-        layout |= {f"{a}.index": ("i4", (nnz,)), f"{a}.mass": ("f2", (nnz,))}
+        shapes |= {f"{a}.input": ("f2", (n, spec.dim)), f"{a}.indptr": ("i8", (n + 1,))}
+        shapes |= {f"{a}.index": ("i4", (nnz,)), f"{a}.mass": ("f2", (nnz,))}
     arrays = (array for rows in layers for array in rows)
-    sidecar.write(directory / SAMPLES, "samples", sidecar.stamp(directory), {"samples": n}, layout, arrays)
+    sidecar.write(directory / SAMPLES, "samples", sidecar.stamp(directory), {"samples": n}, shapes, arrays)
 
 
 def open_samples(pack: Pack) -> Samples | None:

@@ -80,8 +80,8 @@ def _read(pack: Pack) -> NeuronChecksums | None:
 
 def _keep(pack: Pack, records: NeuronChecksums) -> None:
     arrays = [*records.bundle, *records.gate]
-    layout: sidecar.Layout = {n: ("u4", a.shape) for n, a in zip(_names(pack), arrays, strict=True)}
-    sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), {}, layout, arrays)
+    shapes: sidecar.TensorShapes = {n: ("u4", a.shape) for n, a in zip(_names(pack), arrays, strict=True)}
+    sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), {}, shapes, arrays)
 
 
 def _made(pack: Pack, progress: Progress | None) -> NeuronChecksums:

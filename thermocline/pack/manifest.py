@@ -211,14 +211,16 @@ def _parse_tensors(
     out: dict[str, TensorInfo] = {}
     for tensor, fields in value.items():
         where = f"{name}: tensor {quoted(tensor)}"
-        layout = expected.get(tensor)
-        if layout is None:
+        tensor_spec = expected.get(tensor)
+        if tensor_spec is None:
             raise BadFile(f"{where} does not belong to this model")
         if type(fields) is not dict:
             raise BadFile(f"{where} is not an object")
         _check_keys(fields, _TENSOR_KEYS, where)
         offset = _size(fields, "offset", weights_bytes, where)
-        info = TensorInfo(layout.format, layout.shape, offset, layout.bytes, layout.stride)
+        info = TensorInfo(
+            tensor_spec.format, tensor_spec.shape, offset, tensor_spec.bytes, tensor_spec.stride
+        )
         if dataclasses.asdict(info) | {"shape": list(info.shape)} != fields:
             raise BadFile(
                 f"{where} is {quoted(fields)}, and the model needs {quoted(dataclasses.asdict(info))}"

@@ -19,7 +19,7 @@ from thermocline.errors import BadFile
 from thermocline.files.bounded import Json, open_regular, read_at, read_small
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import Layout, TensorInfo, expected_tensors
+from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors
 from thermocline.pack.manifest import VERSION, Manifest, Predictor, parse_manifest
 
 U32 = NDArray[np.uint32]
@@ -133,14 +133,16 @@ def inspect(pack: Pack) -> Json:
     formats = {n: t.format for n, t in pack.tensors.items()}
     ranks = pack.predictor.ranks if pack.predictor is not None else ()
     expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
-    layouts = {n: t for n, t in expected.items() if n in pack.tensors}
+    tensor_specs = {n: t for n, t in expected.items() if n in pack.tensors}
     parts = {
         role: {
-            "parameters": sum(t.parameters for t in layouts.values() if t.role == role and t.format != "i32"),
-            "bytes": sum(t.bytes for t in layouts.values() if t.role == role),
+            "parameters": sum(
+                t.parameters for t in tensor_specs.values() if t.role == role and t.format != "i32"
+            ),
+            "bytes": sum(t.bytes for t in tensor_specs.values() if t.role == role),
         }
         for role in ROLES
-        if any(t.role == role for t in layouts.values())
+        if any(t.role == role for t in tensor_specs.values())
     }
     files = ("pack.json", "weights.bin", "checksums.bin", *pack.files)
     return {
@@ -152,17 +154,17 @@ def inspect(pack: Pack) -> Json:
         "predictor": None if pack.predictor is None else dataclasses.asdict(pack.predictor),
         "parts": parts,
         "parameters": sum(p["parameters"] for p in parts.values()),
-        "bytes_per_token_dense": _bytes_per_token(pack.spec, layouts),
+        "bytes_per_token_dense": _bytes_per_token(pack.spec, tensor_specs),
         "files": {name: (pack.path / name).stat().st_size for name in files},
     }
 
 
-def _bytes_per_token(spec: ModelSpec, layouts: Mapping[str, Layout]) -> int:
+def _bytes_per_token(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec]) -> int:
     """Weight bytes a decoded token reads when nothing is skipped: all, but of embeddings a row, of
     experts those that are chosen.
     """
     total = 0
-    for name, t in layouts.items():
+    for name, t in tensor_specs.items():
         if t.role == "predictor":
             continue
         payload = quant.row_bytes(t.format, t.columns) * len(t.parts) if t.format != "i32" else 0

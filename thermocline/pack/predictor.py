@@ -213,9 +213,9 @@ def write_predictors(pack: Pack, layers: Sequence[LayerPredictor | None], report
         about.append({"kind": p.kind, "rank": p.rank, "hot": p.hot, "crc32c": _crc(p)})
         for name, part in _parts(p):
             tensors[f"layers.{i}.{name}"] = part
-    layout = {name: (a.dtype, a.shape) for name, a in tensors.items()}
+    shapes = {name: (a.dtype, a.shape) for name, a in tensors.items()}
     facts: Json = {"layers": about, "report": report}
-    sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), facts, layout, tensors.values())
+    sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), facts, shapes, tensors.values())
 
 
 def _parts(p: StoredPredictor) -> list[tuple[str, NDArray[Any]]]:

@@ -105,8 +105,8 @@ def write_reordered(
 
     formats = {n: t.format for n, t in pack.tensors.items()}
     ranks = pack.predictor.ranks if pack.predictor is not None else ()
-    layouts = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
-    has = {n for n, t in layouts.items() if t.optional and (n in pack.tensors or n.endswith(".order"))}
+    tensor_specs = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
+    has = {n for n, t in tensor_specs.items() if t.optional and (n in pack.tensors or n.endswith(".order"))}
     s = pack.source
     write_pack(
         dst,

@@ -30,7 +30,7 @@ DIGITS = 8  # of a checksum, in hex: a header is as long before they are known
 MAX_MANIFEST_BYTES = 4 << 20
 _DTYPES = {"<i8": "I64", "<i4": "I32", "<u4": "U32", "|u1": "U8", "|i1": "I8", "<f2": "F16", "<f4": "F32"}
 
-Layout = Mapping[str, tuple[DTypeLike, tuple[int, ...]]]  # name -> dtype, shape
+TensorShapes = Mapping[str, tuple[DTypeLike, tuple[int, ...]]]  # name -> dtype, shape
 
 
 def stamp(directory: Path) -> str:
@@ -38,14 +38,14 @@ def stamp(directory: Path) -> str:
     return hashlib.sha256(read_small(directory / "pack.json", MAX_MANIFEST_BYTES)).hexdigest()
 
 
-def write(path: Path, kind: str, pack: str, facts: Json, layout: Layout, arrays: Iterable[Any]) -> None:
-    """Write `arrays`, one for each tensor of `layout` and in its order, as they come."""
-    dtypes = {name: np.dtype(dtype).newbyteorder("<") for name, (dtype, _) in layout.items()}
+def write(path: Path, kind: str, pack: str, facts: Json, shapes: TensorShapes, arrays: Iterable[Any]) -> None:
+    """Write `arrays`, one for each tensor of `shapes` and in its order, as they come."""
+    dtypes = {name: np.dtype(dtype).newbyteorder("<") for name, (dtype, _) in shapes.items()}
     about = {"kind": kind, "version": VERSION, "pack": pack, **facts}
     facts_text = json.dumps(about, sort_keys=True, separators=(",", ":"))
-    header: Json = {"__metadata__": {KEY: facts_text, SUMS: "0" * DIGITS * (len(layout) + 1)}}
+    header: Json = {"__metadata__": {KEY: facts_text, SUMS: "0" * DIGITS * (len(shapes) + 1)}}
     at = 0
-    for name, (_, shape) in layout.items():
+    for name, (_, shape) in shapes.items():
         end = at + dtypes[name].itemsize * int(np.prod(shape, dtype=np.int64))
         header[name] = {"dtype": _DTYPES[dtypes[name].str], "shape": list(shape), "data_offsets": [at, end]}
         at = end
@@ -54,7 +54,7 @@ def write(path: Path, kind: str, pack: str, facts: Json, layout: Layout, arrays:
     head, sums = len(text).to_bytes(8, "little") + text, ""
     with open(path, "wb") as out:
         out.write(head)
-        for (name, (_, shape)), array in zip(layout.items(), arrays, strict=True):
+        for (name, (_, shape)), array in zip(shapes.items(), arrays, strict=True):
             assert array.shape == shape, (name, array.shape, shape)
             data = np.ascontiguousarray(array, dtypes[name]).reshape(-1).view(np.uint8)
             sums += _hex(_native.crc32c(data))
@@ -76,10 +76,12 @@ def _signed(head: bytes, sums: str) -> bytes:
     return head.replace(old, json.dumps(sums + _hex(_native.crc32c(blank))).encode(), 1)
 
 
-def replace(path: Path, kind: str, pack: str, facts: Json, layout: Layout, arrays: Iterable[Any]) -> None:
+def replace(
+    path: Path, kind: str, pack: str, facts: Json, shapes: TensorShapes, arrays: Iterable[Any]
+) -> None:
     """The same in place of what is at `path`: afterwards that is the old file or the whole new one."""
     with replacing(path) as tmp:
-        write(tmp, kind, pack, facts, layout, arrays)
+        write(tmp, kind, pack, facts, shapes, arrays)
 
 
 @dataclass(frozen=True)

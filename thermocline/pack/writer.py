@@ -25,7 +25,7 @@ from thermocline.errors import IOFailure, Unsupported, UsageError
 from thermocline.files.whole import alive
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec, check_spec
-from thermocline.model.tensors import Layout, TensorInfo, expected_tensors, place
+from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, place
 from thermocline.pack.manifest import BLOCK_BYTES, Manifest, Predictor, render_manifest
 from thermocline.pack.pack import Progress
 
@@ -88,15 +88,17 @@ def write_pack(
     """
     check_spec(spec, "spec")
     ranks = predictor.ranks if predictor is not None else ()
-    layouts = expected_tensors(spec, weight_format, formats, ranks)
-    unknown = set(optional) - {n for n, t in layouts.items() if t.optional}
+    tensor_specs = expected_tensors(spec, weight_format, formats, ranks)
+    unknown = set(optional) - {n for n, t in tensor_specs.items() if t.optional}
     if unknown:
         raise ValueError(f"not optional tensors of this model: {sorted(unknown)}")
-    layouts = {n: t for n, t in layouts.items() if not t.optional or n in optional}
-    tensors, weights_bytes = place(layouts)
+    tensor_specs = {n: t for n, t in tensor_specs.items() if not t.optional or n in optional}
+    tensors, weights_bytes = place(tensor_specs)
     files = files or {}
     with _replacing(Path(dst), weights_bytes + sum(map(len, files.values())), overwrite) as tmp:
-        checksums = _write_weights(tmp / "weights.bin", layouts, tensors, weights_bytes, source, progress)
+        checksums = _write_weights(
+            tmp / "weights.bin", tensor_specs, tensors, weights_bytes, source, progress
+        )
         manifest = Manifest(
             spec=spec,
             weight_format=weight_format,
@@ -121,7 +123,7 @@ def write_pack(
 
 def _write_weights(
     path: Path,
-    layouts: Mapping[str, Layout],
+    tensor_specs: Mapping[str, TensorSpec],
     tensors: Mapping[str, TensorInfo],
     weights_bytes: int,
     source: TensorSource,
@@ -129,9 +131,9 @@ def _write_weights(
 ) -> bytes:
     """Write weights.bin; returns the bytes of checksums.bin."""
     with _Output(path) as out:
-        for name, layout in layouts.items():
+        for name, tensor_spec in tensor_specs.items():
             out.append(bytes(tensors[name].offset - out.size))
-            for rows in _encoded(layout, source):
+            for rows in _encoded(tensor_spec, source):
                 out.append(rows)
                 if progress:
                     progress(out.size, weights_bytes)
@@ -141,33 +143,35 @@ def _write_weights(
         return out.checksums()
 
 
-def _encoded(layout: Layout, source: TensorSource) -> Iterator[U8]:
+def _encoded(tensor_spec: TensorSpec, source: TensorSource) -> Iterator[U8]:
     """The tensor's bytes, a few MiB of rows at a time: [rows, stride]."""
-    if layout.vector:
-        n = layout.rows * layout.columns
-        values = np.asarray(source(layout.parts[0], 0, n)).reshape(n)
-        yield values.astype("<i4" if layout.format == "i32" else "<f4").view(np.uint8)
+    if tensor_spec.vector:
+        n = tensor_spec.rows * tensor_spec.columns
+        values = np.asarray(source(tensor_spec.parts[0], 0, n)).reshape(n)
+        yield values.astype("<i4" if tensor_spec.format == "i32" else "<f4").view(np.uint8)
         return
-    step = max(1, _ROWS_BYTES // (4 * layout.columns * len(layout.parts)))
-    row = quant.row_bytes(layout.format, layout.columns)
-    for first in range(0, layout.rows, step):
-        last = min(layout.rows, first + step)
-        out = np.zeros((last - first, layout.stride), np.uint8)
-        for i, part in enumerate(layout.parts):
-            out[:, i * row : (i + 1) * row] = _rows(layout, part, first, last, source)
+    step = max(1, _ROWS_BYTES // (4 * tensor_spec.columns * len(tensor_spec.parts)))
+    row = quant.row_bytes(tensor_spec.format, tensor_spec.columns)
+    for first in range(0, tensor_spec.rows, step):
+        last = min(tensor_spec.rows, first + step)
+        out = np.zeros((last - first, tensor_spec.stride), np.uint8)
+        for i, part in enumerate(tensor_spec.parts):
+            out[:, i * row : (i + 1) * row] = _rows(tensor_spec, part, first, last, source)
         yield out.reshape(-1)
 
 
-def _rows(layout: Layout, part: str, first: int, last: int, source: TensorSource | EncodedSource) -> U8:
+def _rows(
+    tensor_spec: TensorSpec, part: str, first: int, last: int, source: TensorSource | EncodedSource
+) -> U8:
     if isinstance(source, EncodedSource):
-        rows = source.encoded(part, layout.format, first, last)
+        rows = source.encoded(part, tensor_spec.format, first, last)
         if rows is not None:
-            _check_shape(part, rows, last - first, quant.row_bytes(layout.format, layout.columns))
+            _check_shape(part, rows, last - first, quant.row_bytes(tensor_spec.format, tensor_spec.columns))
             return rows
     x = source(part, first, last)
-    _check_shape(part, x, last - first, layout.columns)
-    check_range(x, layout.format, part)
-    return quant.encode(layout.format, x)
+    _check_shape(part, x, last - first, tensor_spec.columns)
+    check_range(x, tensor_spec.format, part)
+    return quant.encode(tensor_spec.format, x)
 
 
 def _check_shape(name: str, x: NDArray[Any], rows: int, columns: int) -> None:
