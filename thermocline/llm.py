@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, overload
 
-from thermocline.convert.importer import resolve
+from thermocline.convert.pack_cache import resolve
 from thermocline.engine.engine import Engine
 from thermocline.engine.generation_config import recommended
 from thermocline.engine.request import Chunk, Completion, Request, request_for

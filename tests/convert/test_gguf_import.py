@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from test_twins import nmse
 
 from thermocline.convert import to_gguf
-from thermocline.convert.importer import pack, resolve
+from thermocline.convert.importer import pack
+from thermocline.convert.pack_cache import resolve
 from thermocline.engine import decoder
 from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
 from thermocline.files.gguf import GGUF

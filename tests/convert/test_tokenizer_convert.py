@@ -18,7 +18,7 @@ import twins
 from random_text import DATA, REAL, TOKENIZERS
 
 from thermocline import LLM, SamplingParams
-from thermocline.convert import importer
+from thermocline.convert import importer, pack_cache
 from thermocline.convert.from_gguf import tokenizer_files
 from thermocline.convert.pretokenizers import PRE_TOKENIZERS
 from thermocline.convert.tokenizers import from_directory, from_gguf, from_sentencepiece
@@ -401,12 +401,12 @@ def test_added_tokens_that_do_not_fit_are_refused(added: dict[str, Any], tmp_pat
 def test_a_packed_directory_with_only_a_model_file_tokenises(tmp_path: Path) -> None:
     twins.TWINS["llama"](tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.model").write_bytes(model_file())
-    before = importer.source_hash(tmp_path / "hf")
+    before = pack_cache.source_hash(tmp_path / "hf")
     importer.pack(tmp_path / "hf", tmp_path / "pack", "f32")
     tok = Tokenizer(tmp_path / "pack")
     assert tok.decode(tok.encode("ab é")) == "ab é"
     (tmp_path / "hf" / "tokenizer.model").write_bytes(model_file(normalizer=_field(3, 0) + _field(4, 0)))
-    assert importer.source_hash(tmp_path / "hf") != before, "another tokenizer is another pack in the cache"
+    assert pack_cache.source_hash(tmp_path / "hf") != before, "another tokenizer is another pack in the cache"
 
 
 def test_a_prompt_may_write_control_tokens_and_text_may_not(tiny_pack: Path) -> None:

@@ -13,7 +13,7 @@ import transformers
 import twins
 from safetensors.numpy import load_file, save_file
 
-from thermocline.convert import importer
+from thermocline.convert import importer, pack_cache
 from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.model import families
 from thermocline.pack.pack import Pack
@@ -62,12 +62,12 @@ def test_the_activation_that_a_user_chose_is_in_the_pack_and_in_the_caches_key(
     refused = thermocline(*bench)
     assert refused.code == 6 and refused.err.count("\n") == 1 and "--activation drelu" in refused.err
     assert thermocline(*bench, "--activation", "drelu").code == 0
-    packs = [importer.resolve(src, cache, None, activation=a) for a in ("drelu", "relu")]
+    packs = [pack_cache.resolve(src, cache, None, activation=a) for a in ("drelu", "relu")]
     assert [Pack.open(p).spec.up_activation for p in packs] == ["relu", "none"]
     assert len(list(cache.iterdir())) == 2
-    assert importer.resolve(packs[0], cache, None, activation="drelu") == packs[0]
+    assert pack_cache.resolve(packs[0], cache, None, activation="drelu") == packs[0]
     with pytest.raises(UsageError, match="its activation is drelu, not relu"):
-        importer.resolve(packs[0], cache, None, activation="relu")
+        pack_cache.resolve(packs[0], cache, None, activation="relu")
     out = tmp_path / "out"
     assert thermocline("pack", src, "-o", out, "--activation", "relu").code == 0
     assert Pack.open(out).spec.up_activation == "none"

@@ -22,7 +22,7 @@ import twins
 from numpy.typing import NDArray
 
 from thermocline import _native
-from thermocline.convert import importer
+from thermocline.convert import importer, pack_cache
 from thermocline.errors import BadFile, IOFailure, ThermoclineError, Unsupported, UsageError
 from thermocline.model import quant, tensors
 from thermocline.model.spec import ModelSpec, RopeScaling
@@ -662,7 +662,7 @@ def test_a_pack_from_before_the_later_fields_opens_and_means_their_defaults(smal
 
 
 def test_a_pack_resolves_to_itself(small: Path, tmp_path: Path) -> None:
-    assert importer.resolve(str(small), tmp_path / "cache", "q8_0") == small
+    assert pack_cache.resolve(str(small), tmp_path / "cache", "q8_0") == small
     assert not (tmp_path / "cache").exists()
 
 
@@ -670,27 +670,27 @@ def test_a_hugging_face_directory_is_packed_once_and_found_again(
     twin: Callable[[str], Path], tmp_path: Path
 ) -> None:
     cache, src = tmp_path / "cache", shutil.copytree(twin("llama"), tmp_path / "src")
-    first = importer.resolve(src, cache, "q8_0")
+    first = pack_cache.resolve(src, cache, "q8_0")
     stamp = (first / "weights.bin").stat().st_mtime_ns
     shutil.copytree(src, tmp_path / "elsewhere" / "src")  # same content and name, another place and time
-    assert importer.resolve(tmp_path / "elsewhere" / "src", cache, "q8_0") == first
+    assert pack_cache.resolve(tmp_path / "elsewhere" / "src", cache, "q8_0") == first
     assert (first / "weights.bin").stat().st_mtime_ns == stamp
-    assert importer.resolve(src, cache, "q4_0") != first
+    assert pack_cache.resolve(src, cache, "q4_0") != first
 
 
 def test_one_changed_weight_is_another_model(twin: Callable[[str], Path], tmp_path: Path) -> None:
     src = shutil.copytree(twin("llama"), tmp_path / "src")
-    before = importer.source_hash(src)
+    before = pack_cache.source_hash(src)
     with open(src / "model.safetensors", "r+b") as f:
         f.seek(-100, os.SEEK_END)
         f.write(b"\x00\x00\x80\x3f")
-    assert importer.source_hash(src) != before
+    assert pack_cache.source_hash(src) != before
 
 
 def test_a_damaged_cache_is_packed_again(twin: Callable[[str], Path], tmp_path: Path) -> None:
-    packed = importer.resolve(twin("opt"), tmp_path, "q8_0")
+    packed = pack_cache.resolve(twin("opt"), tmp_path, "q8_0")
     (packed / "checksums.bin").write_bytes(b"")
-    assert importer.resolve(twin("opt"), tmp_path, "q8_0") == packed
+    assert pack_cache.resolve(twin("opt"), tmp_path, "q8_0") == packed
     assert pack.verify(Pack.open(packed)) == []
 
 
@@ -698,7 +698,7 @@ def test_the_hash_of_a_large_model_reads_little(tmp_path: Path) -> None:
     write_sparse_model(tmp_path / "big", vocab=32000, dim=4096, ffn=11008, layers=40)
     assert sum(f.stat().st_size for f in (tmp_path / "big").iterdir()) > 15 << 30  # sparse: no blocks on disk
     started = time.process_time()
-    importer.source_hash(tmp_path / "big")
+    pack_cache.source_hash(tmp_path / "big")
     assert time.process_time() - started < 1.0
 
 
@@ -823,7 +823,7 @@ def test_what_is_not_a_model_is_said_in_a_line_at_once(kind: str, tmp_path: Path
     make(model)
     started = time.process_time()
     with pytest.raises(error, match=message) as caught:
-        importer.resolve(model, tmp_path / "cache", "q8_0")
+        pack_cache.resolve(model, tmp_path / "cache", "q8_0")
     assert time.process_time() - started < 1 and "\n" not in str(caught.value)
     with pytest.raises(error, match=message):
         importer.pack(model, tmp_path / "out", "q8_0")
@@ -832,7 +832,7 @@ def test_what_is_not_a_model_is_said_in_a_line_at_once(kind: str, tmp_path: Path
 
 def test_a_hub_name_is_told_to_be_downloaded_first(tmp_path: Path) -> None:
     with pytest.raises(IOFailure, match="thermocline pull someone/some-model-7b"):
-        importer.resolve("someone/some-model-7b", tmp_path, "q8_0")
+        pack_cache.resolve("someone/some-model-7b", tmp_path, "q8_0")
 
 
 def test_an_unknown_format_is_refused_before_anything_is_read(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ import twins
 from test_fuzz_readers import _graft
 from test_tokenizer_convert import byte_level, opened, sentencepiece_like
 
-from thermocline.convert.from_gguf import inspect_gguf, tokenizer_files, with_predictor
+from thermocline.convert.from_gguf import inspect_gguf, tokenizer_files
+from thermocline.convert.powerinfer import with_predictor
 from thermocline.convert.tokenizers import from_gguf
 from thermocline.errors import BadFile, ThermoclineError
 from thermocline.files.gguf import GGUF

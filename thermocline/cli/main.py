@@ -195,7 +195,7 @@ def synth(o: config.SynthOptions) -> int:
 
 
 def open_pack(model: str | None, activation: str | None = None) -> Pack:
-    from thermocline.convert.importer import resolve
+    from thermocline.convert.pack_cache import resolve
     from thermocline.llm import BUNDLED
     from thermocline.pack.pack import Pack
 

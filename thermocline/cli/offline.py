@@ -117,7 +117,7 @@ def profile_request(o: offline_options.ProfileOptions) -> ProfileJob:
 
 def pack_directory(model: str | None) -> Path:
     """A pack named on the command line; what it is instead, and how to make one of it."""
-    from thermocline.convert.importer import resolve
+    from thermocline.convert.pack_cache import resolve
     from thermocline.llm import BUNDLED
 
     path = BUNDLED if model is None else Path(model)
@@ -208,7 +208,7 @@ def _sides(o: offline_options.EvalOptions, progress: Progress) -> list[Side]:
 
 
 def _opened(model: str | None, progress: Progress, activation: str | None) -> Pack:
-    from thermocline.convert.importer import resolve
+    from thermocline.convert.pack_cache import resolve
     from thermocline.hub.download import locate
     from thermocline.llm import BUNDLED
     from thermocline.pack.pack import Pack

@@ -94,7 +94,7 @@ def stored(subject: Subject) -> Callable[[Problem], Plan] | None:
 
 
 def plan_subject(o: offline_options.PlanOptions) -> Subject:
-    from thermocline.convert.importer import resolve
+    from thermocline.convert.pack_cache import resolve
     from thermocline.llm import BUNDLED
     from thermocline.plan import plan_file
 

@@ -28,7 +28,7 @@ SWEEP = tuple(range(10, 100, 10))  # percent of the neurons
 
 def packed(o: commands.BenchOptions, progress: Progress) -> Path:
     """The pack that is meant, made where there is none yet."""
-    from thermocline.convert.importer import resolve
+    from thermocline.convert.pack_cache import resolve
     from thermocline.hub.download import locate
     from thermocline.llm import BUNDLED
 

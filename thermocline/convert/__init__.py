@@ -1,1 +1,1 @@
-"""Other people's models into packs, and packs into theirs; synthetic models. Must not know engines."""
+"""Conversion: Hugging Face and GGUF models into packs, packs into GGUF, and synthetic models."""

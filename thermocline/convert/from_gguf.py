@@ -1,4 +1,4 @@
-"""A GGUF file -> a pack: its weights, its tokenizer and chat template. Must not know families or kernels."""
+"""Convert a GGUF file into a pack: weights, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from thermocline.convert.gguf_rows import Cost, GGUFSource, formats_of
-from thermocline.convert.source_key import READING, Shard, add_content
+from thermocline.convert.powerinfer import activation_counts, with_predictor
 from thermocline.convert.tokenizers import from_gguf, has_tokenizer
 from thermocline.errors import BadFile
 from thermocline.files.bounded import quoted
 from thermocline.files.gguf import GGUF
-from thermocline.files.torch_zip import read_flat_tensor
+from thermocline.files.source_key import READING, Shard, add_content
 from thermocline.model.gguf_families import read_model
-from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import SourceSlice, TensorMap
 from thermocline.model.tensors import optional_among
-from thermocline.pack.manifest import KIND, MAX_RANK, VERSION, Predictor
+from thermocline.pack.manifest import KIND, VERSION
 from thermocline.pack.pack import Progress
 from thermocline.pack.writer import write_pack
 
@@ -41,7 +36,10 @@ def pack_gguf(
     progress: Progress | None,
     activation: str | None = None,
 ) -> Cost:
-    """Pack a GGUF, all parts of a split one. `weight_format` None: the file's own, tensor by tensor."""
+    """Pack a GGUF file, with all parts if it is split. Return what the conversion changed.
+
+    `weight_format` None keeps each tensor's own format. Raises BadFile, IOFailure, Unsupported, UsageError.
+    """
     with GGUF(src) as gguf:
         spec, tensor_map = read_model(gguf, activation)
         predictor = with_predictor(gguf, spec, tensor_map)
@@ -67,42 +65,8 @@ def pack_gguf(
         return source.cost
 
 
-def with_predictor(gguf: GGUF, spec: ModelSpec, tensor_map: TensorMap) -> Predictor | None:
-    """PowerInfer's predictors of active neurons, fc2 relu(fc1 x) in each layer, added to `tensor_map`."""
-    first = [gguf.tensors.get(f"blk.{i}.fc1.weight") for i in range(spec.n_layers)]
-    if not any(first):
-        return None
-    key = "powerinfer.sparse_threshold"
-    threshold = gguf.metadata.get(key, 0.0)
-    if type(threshold) is not float or not -1e6 <= threshold <= 1e6:
-        raise BadFile(f"{gguf.path}: {key} is {quoted(threshold)}, not a number")
-    ranks = tuple(t.rows if t is not None else 1 for t in first)
-    if max(ranks) > MAX_RANK:
-        raise BadFile(f"{gguf.path}: a predictor of rank {max(ranks)}, more than {MAX_RANK}")
-    for i, rank in enumerate(ranks):
-        a = f"layers.{i}.predictor"
-        tensor_map.tensors[f"{a}.fc1.weight"] = (SourceSlice(f"blk.{i}.fc1.weight", (rank, spec.dim)),)
-        tensor_map.tensors[f"{a}.fc2.weight"] = (SourceSlice(f"blk.{i}.fc2.weight", (spec.ffn_dim, rank)),)
-    return Predictor(ranks, threshold)
-
-
-def activation_counts(src: Path, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
-    """How often each neuron was active, from the directory `activation` beside one of PowerInfer's files."""
-    directory = src.parent / "activation"
-    if not os.path.isdir(directory):
-        return {}
-    out = {}
-    for i in range(spec.n_layers):
-        path = directory / f"activation_{i}.pt"
-        counts = read_flat_tensor(path)
-        if len(counts) != spec.ffn_dim or not (np.isfinite(counts) & (counts >= 0)).all():
-            raise BadFile(f"{path}: {len(counts)} numbers, not {spec.ffn_dim} counts: another model's?")
-        out[f"layers.{i}.activation_count"] = counts.astype(np.float32)
-    return out
-
-
 def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json, as far as the metadata has what they need."""
+    """Return tokenizer.json and tokenizer_config.json, each if the metadata has what it needs."""
     m = gguf.metadata
     out: dict[str, bytes] = {}
     if has_tokenizer(m):
@@ -124,7 +88,7 @@ def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
 
 
 def gguf_shards(gguf: GGUF) -> list[Shard]:
-    """The parts of a GGUF, as the key of its content takes them."""
+    """Return the parts of a GGUF as shards, for the key of its content."""
     return [Shard(p, [(t.start, t.end) for t in p.header.tensors.values()]) for p in gguf.parts]
 
 
@@ -136,7 +100,7 @@ def gguf_hash(gguf: GGUF) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """True for a regular file that begins as a GGUF, llama.cpp's or PowerInfer's, or is named as one."""
+    """Return whether a path is a regular file that begins like a GGUF (or PowerInfer's) or ends in .gguf."""
     if not os.path.isfile(path):
         return False
     if path.suffix == ".gguf":
@@ -146,15 +110,15 @@ def is_gguf(path: Path) -> bool:
 
 
 def inspect_gguf(path: Path) -> dict[str, Any]:
-    """What a GGUF says of itself, ready for JSON: nothing is converted, and any architecture will do."""
+    """Describe a GGUF, ready for JSON. Nothing is converted, so any architecture will do."""
     with GGUF(path) as gguf:
         types: dict[str, dict[str, int]] = {}
         for t in gguf.tensors.values():
-            told = types.setdefault(t.type, {"tensors": 0, "parameters": 0, "bytes": 0})
-            told["tensors"] += 1
-            told["parameters"] += math.prod(t.shape)
-            told["bytes"] += t.end - t.start
-        text, number = partial(_said, gguf, str, "a text"), partial(_said, gguf, float, "a number")
+            sums = types.setdefault(t.type, {"tensors": 0, "parameters": 0, "bytes": 0})
+            sums["tensors"] += 1
+            sums["parameters"] += math.prod(t.shape)
+            sums["bytes"] += t.end - t.start
+        text, number = partial(_value, gguf, str, "a text"), partial(_value, gguf, float, "a number")
         return {
             "path": str(path),
             "kind": "PowerInfer" if gguf.powerinfer else "GGUF",
@@ -170,7 +134,7 @@ def inspect_gguf(path: Path) -> dict[str, Any]:
         }
 
 
-def _said(gguf: GGUF, kind: type, wanted: str, key: str) -> Any:
+def _value(gguf: GGUF, kind: type, wanted: str, key: str) -> Any:
     value = gguf.metadata.get(key)
     if value is not None and type(value) is not kind:
         raise BadFile(f"{gguf.path}: {key} is {quoted(value)}, not {wanted}")

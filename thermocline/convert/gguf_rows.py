@@ -1,7 +1,4 @@
-"""A GGUF as a source of a pack's rows: formats a pack has are copied, others converted and measured.
-
-Must not know families.
-"""
+"""Read a pack's rows from a GGUF. Formats that packs have are copied; others are converted and measured."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ from thermocline.pack.writer import check_range
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
-CONVERTED = "q8_0"  # what rows of a format that packs do not have become, unless asked otherwise
-_MEASURED = 8  # the error of one conversion in so many is measured
+CONVERTED = "q8_0"  # the default format for rows whose own format packs do not have
+_MEASURED = 8  # one conversion in this many has its error measured
 
 
 class _GGUFReader:
-    """A GGUF's tensors with the interface of a checkpoint's: rows along the first axis, as f32."""
+    """Read a GGUF's tensors through the interface of a checkpoint: rows along the first axis, as f32."""
 
     def __init__(self, gguf: GGUF) -> None:
         self.gguf, self.name = gguf, str(gguf.path)
@@ -54,13 +51,13 @@ class _GGUFReader:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an import changed: weights copied and converted, bits a weight before and after, added error."""
+    """The effect of an import: weights copied and converted, bits a weight before and after, added error."""
 
     copied: int
     converted: int
     bits_before: float
     bits_after: float
-    rms_error: float  # of the converted weights, relative to their own RMS
+    rms_error: float  # of the converted weights, as a share of their RMS
 
     def __str__(self) -> str:
         if not self.converted:
@@ -76,7 +73,7 @@ class GGUFSource(TensorMapSource):
     """An `EncodedSource` over a GGUF."""
 
     def __init__(self, gguf: GGUF, tensor_map: TensorMap, vectors: Mapping[str, F32]) -> None:
-        """`vectors`: more of the packed tensors, from elsewhere."""
+        """`vectors`: packed tensors that do not come from the GGUF, by name."""
         self._vectors = vectors
         rows = _GGUFReader(gguf)
         super().__init__(
@@ -91,7 +88,7 @@ class GGUFSource(TensorMapSource):
         return super().__call__(name, first, last) if found is None else found[first:last]
 
     def stored(self, part: str) -> list[Tensor]:
-        """The file's tensors behind one part of a packed tensor."""
+        """Return the GGUF's tensors that one part of a packed tensor is made of."""
         pieces = self._tensor_map.tensors[part]
         return [self._gguf.tensors[self._names[p.tensor]] for p in pieces if p.tensor is not None]
 
@@ -110,7 +107,7 @@ class GGUFSource(TensorMapSource):
         return rows
 
     def _copy(self, name: str, format: str, first: int, last: int) -> U8 | None:
-        """Rows as they are in the file, where they can be copied."""
+        """Return rows as the file has them, or None if they cannot be copied."""
         spans = list(self.spans(name, first, last))
         if any(p.tensor is None or p.transposed or p.plus for p, _, _ in spans):
             return None
@@ -144,9 +141,10 @@ class GGUFSource(TensorMapSource):
 
 
 def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -> tuple[str, dict[str, str]]:
-    """(the format most weights keep, {packed tensor: its own}): the file's own where packs have it.
+    """Choose formats for packing a GGUF: (the format of most weights, {packed tensor: its format}).
 
-    A packed tensor has one format: of parts that differ the finest; `CONVERTED` for what packs do not have.
+    A tensor keeps the file's format if packs have it; else it gets `CONVERTED`. A packed tensor whose parts
+    differ gets the finest of their formats.
     """
     chosen, weights = dict[str, str](), Counter[str]()
     every = expected_tensors(spec, "f32", None, ranks)

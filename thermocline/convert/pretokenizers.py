@@ -1,8 +1,8 @@
-"""GGUF's names for ways to tokenise, which are often a family's, as data: the one place for them.
+"""Pre-tokenizers by GGUF's names for them, as data.
 
-A pre-tokenizer (`tokenizer.ggml.pre`) is how a byte-level vocabulary cuts text into words before merging: a
-list of patterns, applied one after the other. A pattern's matches, and what is between them, become pieces
-that the next one cuts further. Nothing else is known here.
+A pre-tokenizer (`tokenizer.ggml.pre`) cuts text into words before a byte-level vocabulary merges bytes. It is
+a list of patterns, applied in turn. A pattern's matches and the text between them become the pieces that
+the next pattern cuts further.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """`whole_words`: a word that is a token is that token, whatever merges say. `bos`: one is the default."""
+    """One way to cut text into words.
+
+    `whole_words`: a word that is a token stays whole, whatever the merges say. `bos`: a beginning-of-text
+    token goes before the text by default.
+    """
 
     patterns: tuple[str, ...]
     whole_words: bool = False
     bos: bool = False
-    nfc: bool = False  # the text is composed first
+    nfc: bool = False  # the text is normalised to NFC first
 
     def steps(self) -> list[dict[str, Any]]:
-        """tokenizer.json's pre-tokenizers: the cuts, then bytes as GPT-2's characters."""
+        """Return tokenizer.json's pre-tokenizers: the cuts, then bytes as GPT-2's characters."""
         cuts = [{"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
                 for p in self.patterns]  # fmt: skip
         return [
@@ -30,7 +34,7 @@ class PreTokenizer:
         ]
 
 
-# The parts the patterns share. Each alternative begins where the others end, so a cut is found in one pass.
+# Parts that several patterns share. Alternatives begin with different characters, so one pass finds a cut.
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -105,10 +109,10 @@ PRE_TOKENIZERS = {
 # `tokenizer.ggml.model`
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 
-# Files of 2023, PowerInfer's among them, do not say how to cut words: architecture -> name.
+# Files of 2023, PowerInfer's among them, do not name a pre-tokenizer. Architecture -> name.
 BEFORE_NAMES = {"falcon": "falcon", "gpt2": "gpt-2", "opt": "gpt-2"}
 
-# Models whose control tokens swallow the whitespace after them, by a part of their architecture or name: GGUF
-# does not say it.
+# Models whose control tokens swallow the whitespace after them, by a part of their architecture or name.
+# GGUF has no key for this.
 STRIPPING = ("phi-3", "phi3")
 STRIPPING_TOO, NOT_STRIPPING = {"</s>"}, {"<unk>", "<s>", "<|endoftext|>"}

@@ -1,7 +1,4 @@
-"""Named tensors in files -> rows of a pack's tensors, as a `TensorMap` says.
-
-Must not know file formats or families.
-"""
+"""Read rows of a pack's tensors out of the tensors of other files, as a `TensorMap` describes."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import HEAD, SourceSlice, TensorMap
 
 F32 = NDArray[np.float32]
-COMPARED = 1 << 20  # numbers at a time
+COMPARED = 1 << 20  # numbers compared at a time
 
 
 class Shaped(Protocol):
@@ -29,23 +26,23 @@ class Shaped(Protocol):
 
 
 class RowReader(Protocol):
-    """Rows [first, last) of a tensor along its first axis, as stored (bf16 as u16) or as f32."""
+    """A reader of rows [first, last) along a tensor's first axis, as stored (bf16 as u16) or as f32."""
 
     def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]: ...
     def read_rows(self, name: str, first: int, last: int) -> F32: ...
 
 
 def _found(name: str, tensors: Container[str]) -> str | None:
-    """The tensor's name in the files: checkpoints saved from the bare model lack the `model.` prefix."""
+    """Return the tensor's name in the files. Checkpoints of the bare model lack the `model.` prefix."""
     return next((n for n in (name, name.removeprefix("model.")) if n in tensors), None)
 
 
 def with_own_head(
     spec: ModelSpec, tensor_map: TensorMap, tensors: Mapping[str, Shaped], where: Mapping[str, RowReader]
 ) -> tuple[ModelSpec, TensorMap]:
-    """Believe the tensors where the config says `tie_word_embeddings` and a head that differs is there.
+    """Untie the head if the config says `tie_word_embeddings` but the files hold a different head.
 
-    So do transformers and llama.cpp's converter. A head that is the embeddings again is left out.
+    transformers and llama.cpp's converter do the same. A head that repeats the embeddings is left out.
     """
     (piece,) = tensor_map.tensors["embed.weight"]
     embed = _found(str(piece.tensor), tensors)
@@ -68,7 +65,7 @@ def _equal(a: str, b: str, tensors: Mapping[str, Shaped], where: Mapping[str, Ro
 
 
 class TensorMapSource:
-    """A `TensorSource` over shards. Keeps at most one matrix: a down projection, read by columns."""
+    """A `TensorSource` over shards. It keeps at most one matrix: a down projection, read by columns."""
 
     def __init__(
         self,
@@ -105,7 +102,7 @@ class TensorMapSource:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def spans(self, name: str, first: int, last: int) -> Iterator[tuple[SourceSlice, int, int]]:
-        """The pieces that rows [first, last) come from, and which of their rows."""
+        """Yield (source slice, first, last) for the parts of rows [first, last) of a packed tensor."""
         start = 0
         for piece in self._tensor_map.tensors[name]:
             a, b = max(first, start), min(last, start + piece.rows)
@@ -122,12 +119,12 @@ class TensorMapSource:
         return x + np.float32(piece.plus) if piece.plus else x
 
     def _rows(self, name: str, piece: SourceSlice, rows: range) -> F32:
-        """Rows of a source tensor as they are ordered there, or backwards, or with a step."""
+        """Return rows of a source tensor: in the source's order, backwards, or with a step."""
         low, high = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
         if not piece.transposed:
             return self._where[name].read_rows(name, low, high)[:: rows.step]
         key = f"{name} {piece.first_row}"
         if self._held[0] != key:
-            self._held = ("", np.empty(0))  # let go of one before taking the next
+            self._held = ("", np.empty(0))  # free one matrix before reading the next
             self._held = (key, self._where[name].read_stored(name, piece.first_row, piece.last_row))
         return as_f32(np.ascontiguousarray(self._held[1][:, low:high][:, :: rows.step].T))

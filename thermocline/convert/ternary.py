@@ -1,7 +1,8 @@
-"""BitNet's matrices, whose values are -1, 0 and 1 times one number, as a checkpoint with rows of f32.
+"""Read BitNet's ternary matrices (-1, 0 or 1 times a scale) as rows of f32.
 
-Stored as the floats they are made from (arXiv 2402.17764: w / mean|w|, rounded, at most 1 either way, times
-mean|w|), or as four values a byte beside their number. Must not know families or packs.
+A file holds them in one of two ways: as the floats they are made from, or as four values a byte beside the
+scale. Floats become ternary by the rule of arXiv 2402.17764: w / mean|w|, rounded, clipped to -1..1, times
+mean|w|.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STEP_BYTES = 4 << 20
 def seen(
     checkpoint: Checkpoint, tensor_map: TensorMap
 ) -> tuple[Mapping[str, Shaped], Mapping[str, RowReader]]:
-    """A checkpoint's tensors and where their rows are, those of `tensor_map.ternary` made ternary."""
+    """Return (tensors, their readers) of a checkpoint, with `tensor_map.ternary` read as ternary values."""
     tensors: dict[str, Shaped] = dict(checkpoint.tensors)
     where: dict[str, RowReader] = dict(checkpoint.where)
     for name, entry in checkpoint.tensors.items():
@@ -38,7 +39,7 @@ def seen(
 
 
 class Rounded:
-    """Floats, made ternary as they are read."""
+    """A reader that makes floats ternary as they are read."""
 
     def __init__(self, shard: SafeTensors, entry: Entry) -> None:
         self._shard, self._entry, self._scale = shard, entry, np.float32(0)
@@ -58,7 +59,7 @@ class Rounded:
         return out
 
     def _mean(self, name: str) -> float:
-        """Of all |w|, a few MiB at a time."""
+        """Return the mean of |w| over the matrix, read a few MiB at a time."""
         rows, columns = self.shape
         step, total = max(1, _STEP_BYTES // (4 * columns)), 0.0
         for at in range(0, rows, step):
@@ -68,7 +69,10 @@ class Rounded:
 
 
 class Packed:
-    """Two bits a value: row r of R has, from the lowest, values + 1 of rows r, r + R, r + 2R and r + 3R."""
+    """A reader of two-bit values. Byte row r of R holds value + 1 of rows r, r + R, r + 2R and r + 3R.
+
+    The first of them is in the lowest two bits.
+    """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._shard, self._entry = checkpoint.where[name], checkpoint.tensors[name]
@@ -76,16 +80,16 @@ class Packed:
         if self._entry.dtype != "U8" or len(self._entry.shape) != 2:
             raise Unsupported(
                 f"{self._where} is {self._entry.dtype} {self._entry.shape}, not ternary values in bytes; "
-                "microsoft/bitnet-b1.58-2B-4T-bf16 is a form that can be read"
+                "use a checkpoint with float weights, such as microsoft/bitnet-b1.58-2B-4T-bf16"
             )
         self.shape = (_PER_BYTE * self._entry.shape[0], self._entry.shape[1])
         beside = name.removesuffix("weight") + SCALE
         found = checkpoint.tensors.get(beside)
         if found is None or found.shape != (1,):
-            raise BadFile(f"{self._where} has no {SCALE} of one number beside it")
+            raise BadFile(f"{self._where} needs a {SCALE} of one number beside it, and has none")
         self._scale = np.float32(checkpoint.where[beside].read_rows(beside, 0, 1)[0])
         if not np.isfinite(self._scale):
-            raise BadFile(f"{self._where} has the {SCALE} {self._scale}")
+            raise BadFile(f"{self._where}: {SCALE} is {self._scale}, not a finite number")
 
     def read_stored(self, name: str, first: int, last: int) -> F32:
         return self.read_rows(name, first, last)

@@ -1,6 +1,6 @@
-"""A pack as a GGUF file for llama.cpp, or with ReLU for PowerInfer: the same quantised blocks, streamed.
+"""Write a pack as a GGUF file: for llama.cpp, or for PowerInfer if the model has ReLU.
 
-Knows packs and the `gguf` package (optional, imported here alone); must not know where a pack came from.
+The quantised blocks stay the same and are streamed. The optional `gguf` package is imported here alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NAMES = {
 }
 _EXPERTS = {f"{part}.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
 _QKV, _BUNDLE = "qkv.weight", "bundle"
-# What a GGUF has no place for: how often neurons were active, and where those of a sorted pack came from.
+# A GGUF has no place for activation counts, nor for the original positions of sorted neurons.
 _LEFT_OUT = ("activation_count", "order")
 _FILE_TYPES = {
     "f32": "ALL_F32",
@@ -58,11 +58,11 @@ _FILE_TYPES = {
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows [first, first + rows) of a pack's tensor, as one of GGUF's: `name`, [rows, columns].
+    """Rows [first, first + rows) of a pack's tensor that become GGUF's tensor `name`, [rows, columns].
 
-    `head_dim` > 0: llama.cpp's RoPE turns neighbours (2i, 2i + 1) where ours turns (i, i + head_dim/2), so
-    rows change places within each head. `at`: where in a record the row begins. `stack`: matrices,
-    one an expert.
+    `head_dim` > 0 reorders the rows of each head: llama.cpp's RoPE turns neighbours (2i, 2i + 1), ours turns
+    (i, i + head_dim/2). `at` is the byte of a bundle record where the row begins. `stack` is the number of
+    stacked matrices, one for each expert.
     """
 
     name: str
@@ -86,7 +86,7 @@ class TensorSlice:
 def check(
     spec: ModelSpec, tensors: Iterable[str], path: str | os.PathLike[str], overwrite: bool = False
 ) -> None:
-    """Whatever can be refused before there is a pack: UsageError, IOFailure, Unsupported."""
+    """Raise what can be refused before there is a pack: UsageError, IOFailure or Unsupported."""
     gguf_architecture(spec)
     extra = [name for name in tensors if name.endswith(".bias")]
     if extra:
@@ -95,17 +95,18 @@ def check(
         raise Unsupported(f"a GGUF names {len(_ENDS)} end tokens; this model has {len(spec.eos_ids)}")
     _package()
     if os.path.lexists(path) and not (overwrite and os.path.isfile(path)):
-        raise UsageError(f"{path}: exists; --force replaces a file")
+        raise UsageError(f"{path}: exists; choose another name, or replace the file with --force")
     if not Path(path).absolute().parent.is_dir():
-        raise IOFailure(f"{path}: its directory does not exist")
+        raise IOFailure(f"{path}: its directory does not exist; make it first")
 
 
 def write_gguf(
     pack: Pack, path: str | os.PathLike[str], *, overwrite: bool = False, progress: Progress | None = None
 ) -> None:
-    """Write `pack` as a GGUF with its tokenizer. It appears under its name when it is whole.
+    """Write `pack` as a GGUF with its tokenizer. The file appears under its name when it is complete.
 
-    Of a ReLU model in PowerInfer's layout, which llama.cpp does not read. Activation counts are left out.
+    A ReLU model is written in PowerInfer's format, which llama.cpp does not read. Activation counts are left
+    out. Raises UsageError, IOFailure, Unsupported or BadFile.
     """
     check(pack.spec, pack.tensors, path, overwrite)
     path = Path(path)
@@ -153,7 +154,7 @@ def _header(pack: Pack, path: Path) -> Any:
     w.add_name(pack.source["name"] or pack.path.name)
     w.add_vocab_size(s.vocab_size)
     _add_tokenizer(w, pack)
-    # llama.cpp attends to everything: up to the window that is the same.
+    # llama.cpp attends to all positions, which makes no difference up to the size of the window.
     w.add_context_length(min(s.max_context, s.sliding_window or s.max_context))
     w.add_embedding_length(s.dim)
     w.add_block_count(s.n_layers)
@@ -174,7 +175,7 @@ def _header(pack: Pack, path: Path) -> Any:
 
 
 def _add_tokenizer(w: Any, pack: Pack) -> None:
-    """With the template of chats, and the model's own ids of begin and end."""
+    """Add the tokenizer, the chat template, and the model's own begin and end tokens."""
     gguf, s = _package(), pack.spec
     keys: dict[str, Any] = {"tokenizer.ggml.model": "none"}
     if TOKENIZER in pack.files:
@@ -239,9 +240,9 @@ def _add(writer: Any, p: TensorSlice, rows: _StreamedSlice) -> None:
 
 
 class _StreamedSlice:
-    """What GGUFWriter asks of a tensor (`dtype`, `nbytes`, `tofile`), a few MiB in memory at a time."""
+    """A tensor as GGUFWriter needs it (`dtype`, `nbytes`, `tofile`), a few MiB in memory at a time."""
 
-    dtype = np.dtype(np.int8)  # not uint8: shapes are then in weights, not bytes
+    dtype = np.dtype(np.int8)  # with uint8 GGUFWriter would take shapes to be in bytes
 
     def __init__(self, fd: int, path: Path, piece: TensorSlice, advance: Callable[[int], None]) -> None:
         self._fd, self._path, self._piece, self._advance = fd, path, piece, advance
@@ -252,7 +253,7 @@ class _StreamedSlice:
 
     def tofile(self, file: IO[bytes]) -> None:
         p, t = self._piece, self._piece.tensor
-        whole = max(1, p.head_dim)  # heads are not cut
+        whole = max(1, p.head_dim)  # a head is reordered as a whole
         step = max(1, _STEP_BYTES // (t.stride * whole)) * whole
         for at in range(0, p.rows, step):
             n = min(step, p.rows - at)
@@ -264,7 +265,7 @@ class _StreamedSlice:
 
 
 def _turned(rows: U8, head_dim: int) -> U8:
-    """[heads * head_dim, bytes], the two halves of each head interleaved."""
+    """Return rows [heads * head_dim, bytes] with the two halves of each head interleaved."""
     if not head_dim:
         return rows
     return rows.reshape(-1, 2, head_dim // 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)

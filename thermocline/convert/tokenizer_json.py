@@ -1,7 +1,6 @@
-"""tokenizer.json of a vocabulary: what the `tokenizers` library needs to cut text as the original does.
+"""Make a tokenizer.json from a vocabulary, so that the `tokenizers` library cuts text as the original does.
 
-Tokens, kinds and scores are checked by whoever read them; what they mean together is checked here. Must not
-know where they come from.
+The readers of a vocabulary check its values one by one. This file checks what the values mean together.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from thermocline.text.tokenizer import BYTE_OF
 Json = dict[str, Any]
 
 MAX_TOKENS = 1 << 20
-MAX_PIECE_CHARS = 256  # of a SentencePiece piece: all ways to cut it in two are tried
-MAX_PIECES_CHARS = 1 << 23  # of all; Gemma's have 1.8 million
+MAX_PIECE_CHARS = 256  # of one SentencePiece piece: all ways to cut it in two are tried
+MAX_PIECES_CHARS = 1 << 23  # of all pieces together; Gemma's have 1.8 million
 SPACE = "▁"  # SentencePiece's
-# Cuts before a space that follows something else: what merges never cross, where no piece has both.
+# Cuts before a space that follows another character. No merge crosses such a cut if no piece contains one.
 WORDS: Json = {
     "type": "Split",
     "pattern": {"Regex": f"{SPACE}*[^{SPACE}]+|{SPACE}+"},
@@ -35,7 +34,7 @@ _INNER_SPACE = re.compile(f"[^{SPACE}]{SPACE}")
 
 
 class Kind(IntEnum):
-    """What a token is; GGUF's numbers are SentencePiece's."""
+    """The kind of a token. GGUF uses SentencePiece's numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -47,19 +46,19 @@ class Kind(IntEnum):
 
 @dataclass
 class SourceVocabulary:
-    """What both sources have. `name` is the file, for messages."""
+    """A vocabulary as GGUF and SentencePiece have it. `name` is the file, for messages."""
 
     name: str
     tokens: list[str]
     kinds: list[int]
-    scores: list[float] = field(default_factory=list)  # SentencePiece: which merge comes first
+    scores: list[float] = field(default_factory=list)  # SentencePiece: the highest score merges first
     bos: int | None = None  # put before a text
     eos: int | None = None  # put after it
     strips_right: frozenset[int] = frozenset()  # control tokens that swallow the whitespace after them
 
     def __post_init__(self) -> None:
         if not 0 < len(self.tokens) <= MAX_TOKENS:
-            raise BadFile(f"{self.name}: {len(self.tokens)} tokens; 1 to {MAX_TOKENS} can be")
+            raise BadFile(f"{self.name}: has {len(self.tokens)} tokens, not 1 to {MAX_TOKENS}")
         self.tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(self.tokens)]
         self.ids = {t: i for i, t in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
@@ -85,7 +84,7 @@ def _encoded(tokenizer: Json) -> bytes:
 
 
 def byte_level(v: SourceVocabulary, merges: list[str], pre: PreTokenizer) -> bytes:
-    """GPT-2's kind: bytes in an alphabet of 256 characters, merges as given."""
+    """Return the tokenizer.json of a GPT-2-like vocabulary: bytes as 256 characters, merges as given."""
     absent = [b for c, b in BYTE_OF.items() if c not in v.ids and b in _EVERYDAY]
     if absent:
         raise BadFile(f"{v.name}: no token for the byte 0x{absent[0]:02X}, so text with it would be lost")
@@ -117,7 +116,10 @@ _EVERYDAY = (0x0A, *range(0x20, 0x7F))  # Falcon has no tokens for most control 
 
 
 def sentencepiece(v: SourceVocabulary, space_prefix: bool) -> bytes:
-    """Llama's kind: ▁ for a space, bytes for what has no piece, merges in the order of scores."""
+    """Return the tokenizer.json of a Llama-like vocabulary.
+
+    A space is ▁, characters without a piece become bytes, and merges come in the order of scores.
+    """
     unknown = next((t for t, k in zip(v.tokens, v.kinds, strict=True) if k == Kind.UNKNOWN), None)
     unknown = "<unk>" if unknown is None and "<unk>" in v.ids else unknown
     if v.missing_bytes() and unknown is None:
@@ -148,15 +150,18 @@ def sentencepiece(v: SourceVocabulary, space_prefix: bool) -> bytes:
 
 
 def _cut_by_spaces(v: SourceVocabulary) -> bool:
-    """Merging words apart takes 0.6 of the time. Unknown characters would join across: there must be none."""
+    """Return whether text may be cut at spaces before merging, which takes 0.6 of the time.
+
+    Unknown characters would join across a cut, so every byte must have a token.
+    """
     return not v.missing_bytes() and SPACE in v.ids and not any(map(_INNER_SPACE.search, v.tokens))
 
 
 def _merges(v: SourceVocabulary) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, best score first: SentencePiece's order as a list of merges.
+    """Return all pairs of pieces that make a piece, best score first: SentencePiece's order as merges.
 
-    Between equal scores SentencePiece takes the leftmost in the text, which no list can say; trained models
-    have none but among pairs that make the same piece.
+    Among equal scores SentencePiece takes the leftmost pair in the text, which a list of merges cannot
+    express. In trained models only pairs that make the same piece have equal scores.
     """
     pieces = {
         t: i for i, (t, k) in enumerate(zip(v.tokens, v.kinds, strict=True))
@@ -168,7 +173,7 @@ def _merges(v: SourceVocabulary) -> list[tuple[str, str]]:
     for piece, i in pieces.items():
         if len(piece) > MAX_PIECE_CHARS:
             if v.kinds[i] != Kind.NORMAL:
-                continue  # found as a whole, not merged
+                continue  # such a token is found whole, not by merging
             raise BadFile(f"{v.name}: token {i} has {len(piece)} characters (limit {MAX_PIECE_CHARS})")
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
@@ -194,7 +199,7 @@ def _bpe(v: SourceVocabulary, merges: Sequence[tuple[str, str]]) -> Json:
 
 
 def _frame(v: SourceVocabulary) -> Json:
-    """What is the same for both kinds: added tokens, and what goes around a text."""
+    """Return the parts that both kinds share: added tokens, and the tokens around a text."""
     added = [
         {
             "id": i,

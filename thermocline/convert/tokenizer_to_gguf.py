@@ -1,7 +1,6 @@
-"""tokenizer.json -> a GGUF's `tokenizer.ggml.*`, where those can say the same; else the JSON itself.
+"""Express a tokenizer.json in a GGUF's `tokenizer.ggml.*` keys, or keep the JSON itself if they cannot.
 
-The way back is `tokenizer_convert.from_gguf`, and what it makes of the keys is compared with the original.
-Must not know models or packs.
+The keys are read back by `tokenizers.from_gguf` and the result is compared with the original.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def to_gguf(path: Path, bos: int | None, eos: int | None, vocab_size: int) -> Json:
-    """Keys and values for a tokenizer.json. `bos` and `eos` are the model's own, whose keys are the same.
+    """Return GGUF keys and values for a tokenizer.json.
 
-    llama.cpp wants as many tokens as the model has: those that the tokenizer lacks are unused ones.
-    A tokenizer that the keys cannot say is kept whole under a key that llama.cpp and PowerInfer do not read.
+    `bos` and `eos` are the ids that the model itself has: GGUF uses one key for both. llama.cpp wants as many
+    tokens as the model has, so missing ones are added as unused. A tokenizer that the keys cannot express
+    is kept whole under a key that llama.cpp and PowerInfer do not read.
     """
     library = Library(path)
     original: Json = json.loads(library.canonical())
@@ -47,7 +47,7 @@ def to_gguf(path: Path, bos: int | None, eos: int | None, vocab_size: int) -> Js
 
 
 def _keys(t: Json, bos: int | None, eos: int | None) -> Json:
-    """What they would be; no `model` where that cannot be right."""
+    """Return the keys that a tokenizer.json would have; {} if no keys can be right."""
     model, (first, last) = t["model"], _around(t)
     added = {a["id"]: a for a in t["added_tokens"]}
     vocab = {i: token for token, i in model["vocab"].items()} if model["type"] == "BPE" else {}
@@ -67,11 +67,11 @@ def _keys(t: Json, bos: int | None, eos: int | None) -> Json:
     if pieces:
         prefix = any(n["type"] == "Prepend" for n in (t["normalizer"] or {}).get("normalizers", []))
         return {**out, "scores": _scores(tokens, merges), "add_space_prefix": prefix}
-    pre = next((name for name, p in PRE_TOKENIZERS.items() if _says(p, t)), "")
+    pre = next((name for name, p in PRE_TOKENIZERS.items() if _is_the_same(p, t)), "")
     return {**out, "pre": pre, "merges": [" ".join(pair) for pair in merges]} if merges else {}
 
 
-def _says(pre: names.PreTokenizer, t: Json) -> bool:
+def _is_the_same(pre: names.PreTokenizer, t: Json) -> bool:
     return (
         pre.steps() == _cuts(t)
         and pre.nfc == (t["normalizer"] == {"type": "NFC"})
@@ -88,14 +88,17 @@ def _kind(token: str, added: Json | None, t: Json, pieces: bool) -> Kind:
 
 
 def _scores(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
-    """SentencePiece's, of which only the order counts: the first merge into a piece has the highest."""
+    """Return scores in the order of merges: the first merge into a piece gives it the highest.
+
+    SentencePiece uses only the order of scores.
+    """
     rank: dict[str, int] = {}
     for left, right in merges:
         rank.setdefault(left + right, len(rank))
     return [-float(rank.get(token, len(rank))) for token in tokens]
 
 
-# ---- what a tokenizer.json means, however it is spelt
+# ---- the meaning of a tokenizer.json, however it is written
 
 
 def _meaning(t: Json) -> Json:
@@ -119,7 +122,10 @@ def _merges(model: Json) -> list[tuple[str, str]]:
 
 
 def _cuts(t: Json) -> list[Json] | None:
-    """The pre-tokenizer's steps; None where its cuts change nothing. A ByteLevel that cuts is two steps."""
+    """Return the pre-tokenizer's steps, or None if its cuts change nothing.
+
+    A ByteLevel step that also cuts counts as two steps.
+    """
     pre = t["pre_tokenizer"]
     if pre in (None, WORDS):
         return None
@@ -135,7 +141,7 @@ def _cuts(t: Json) -> list[Json] | None:
 
 
 def _around(t: Json) -> tuple[list[int], list[int]]:
-    """The ids put before and after a text."""
+    """Return the ids that go before and after a text."""
     post = t["post_processor"]
     parts = [] if post is None else post["processors"] if post["type"] == "Sequence" else [post]
     for part in parts:
@@ -146,6 +152,6 @@ def _around(t: Json) -> tuple[list[int], list[int]]:
                 side = after if "Sequence" in p else side
                 side += ids[p["SpecialToken"]["id"]]["ids"] if "SpecialToken" in p else []
             return before, after
-        if part["type"] != "ByteLevel":  # which is about offsets
+        if part["type"] != "ByteLevel":  # ByteLevel only changes offsets
             return [-1], []
     return [], []

@@ -1,7 +1,7 @@
-"""A vocabulary in a GGUF or in a SentencePiece model -> tokenizer.json, once, at import.
+"""Convert a GGUF's vocabulary or a SentencePiece model to tokenizer.json, once, at import.
 
-So every pack has the same thing, and one library (`tokenizers`) tokenises. Input is untrusted: everything is
-checked here, and failures are BadFile or Unsupported, naming file and field. Must not know models or packs.
+Every pack then has a tokenizer.json, and one library (`tokenizers`) reads it. Input is untrusted and checked
+in full. Failures are BadFile or Unsupported and name file and field.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from thermocline.files.bounded import parse_json, quoted, read_small
 MAX_JSON_BYTES = 64 << 20
 MAX_MERGES = 1 << 22
 MAX_TOKEN_CHARS = 4096
-WHOLE = "tokenizer.huggingface.json"  # a tokenizer.json as it is, where `tokenizer.ggml.model` is none
+WHOLE = "tokenizer.huggingface.json"  # a whole tokenizer.json, used if `tokenizer.ggml.model` is none
 
 
 # ---- from GGUF
 
 
 def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
-    """tokenizer.json of a GGUF's `tokenizer.ggml.*`. `name` is the file, for messages.
+    """Return the tokenizer.json for a GGUF's `tokenizer.ggml.*` keys. `name` is the file, for messages.
 
-    Raises BadFile, and Unsupported for a kind of vocabulary or a pre-tokenizer that is not known here.
+    Raises BadFile, and Unsupported for an unknown kind of vocabulary or pre-tokenizer.
     """
     m = _Metadata(metadata, name)
-    if WHOLE in metadata and not _is_said(metadata):
+    if WHOLE in metadata and not _has_vocabulary(metadata):
         return m.whole()
     model = m.text("model")
     if model not in (names.SENTENCEPIECE, names.BYTE_LEVEL):
@@ -73,10 +73,10 @@ def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
 
 
 def has_tokenizer(metadata: Mapping[str, Any]) -> bool:
-    return _is_said(metadata) or WHOLE in metadata
+    return _has_vocabulary(metadata) or WHOLE in metadata
 
 
-def _is_said(metadata: Mapping[str, Any]) -> bool:
+def _has_vocabulary(metadata: Mapping[str, Any]) -> bool:
     model = metadata.get("tokenizer.ggml.model")
     return model is not None and not (isinstance(model, str) and model in ("none", "no_vocab"))
 
@@ -89,7 +89,7 @@ def _pre_tokenizer(m: _Metadata) -> PreTokenizer:
         architecture = m.metadata.get("general.architecture")
         pre = names.BEFORE_NAMES.get(str(architecture), "")
         if not pre:
-            raise Unsupported(f"{m.name}: has no {key}, so there is no telling how text is cut into words; "
+            raise Unsupported(f"{m.name}: has no {key}, which says how text is cut into words; "
                               "convert the model again with a newer llama.cpp")  # fmt: skip
     if pre not in PRE_TOKENIZERS:
         raise Unsupported(
@@ -100,7 +100,7 @@ def _pre_tokenizer(m: _Metadata) -> PreTokenizer:
 
 @dataclass(frozen=True)
 class _Metadata:
-    """Typed access to `tokenizer.ggml.*`."""
+    """Typed access to the `tokenizer.ggml.*` keys. `name` is the file, for messages."""
 
     metadata: Mapping[str, Any]
     name: str
@@ -160,7 +160,7 @@ class _Metadata:
     def around(
         self, size: int, bos: bool, defaults: tuple[int | None, int | None] = (None, None)
     ) -> tuple[int | None, int | None]:
-        """The ids to put before and after a text."""
+        """Return the ids to put before and after a text."""
         out = []
         for which, default, added in zip(("bos", "eos"), defaults, (bos, False), strict=True):
             default = default if default is not None and default < size else None
@@ -197,7 +197,10 @@ SENTENCEPIECE, ADDED_TOKENS, CONFIG = "tokenizer.model", "added_tokens.json", "t
 
 
 def from_directory(directory: Path) -> bytes:
-    """tokenizer.json of a Hugging Face directory with a tokenizer.model, and tokens added to that or not."""
+    """Return the tokenizer.json for a Hugging Face directory with a tokenizer.model and maybe added tokens.
+
+    Raises BadFile, IOFailure, Unsupported.
+    """
     added: dict[int, tuple[str, bool]] = {}
     path = directory / ADDED_TOKENS
     if path.exists():
@@ -219,7 +222,7 @@ def from_directory(directory: Path) -> bytes:
 
 def _id(value: object, path: Path) -> int:
     if not re.fullmatch("[0-9]{1,7}", str(value)):
-        raise BadFile(f"{path}: {quoted(value)} is no token id")
+        raise BadFile(f"{path}: {quoted(value)} is not a token id")
     return int(str(value))
 
 
@@ -230,9 +233,9 @@ def from_sentencepiece(
     bos: bool = True,
     eos: bool = False,
 ) -> bytes:
-    """tokenizer.json of a SentencePiece model. `added`: more tokens by id, with whether they are special.
+    """Return the tokenizer.json for a SentencePiece model.
 
-    Raises BadFile, IOFailure, Unsupported.
+    `added` holds more tokens by id: (text, whether it is special). Raises BadFile, IOFailure, Unsupported.
     """
     name = str(path)
     model = sentencepiece_model.parse(read_small(Path(path), sentencepiece_model.MAX_BYTES), name)

@@ -11,7 +11,8 @@ import gguf_twins
 import pytest
 import twins
 
-from thermocline.convert import importer, source_key
+from thermocline.convert import pack_cache
+from thermocline.files import source_key
 from thermocline.files.gguf import GGUF
 
 
@@ -50,20 +51,20 @@ def first_bytes_of(path: Path) -> list[int]:
 
 
 def resolved(path: Path, cache: Path, told: Any = None) -> Path:
-    return importer.resolve(path, cache, None, told=told)
+    return pack_cache.resolve(path, cache, None, told=told)
 
 
 def test_a_damaged_gguf_does_not_answer_for_the_good_one_that_took_its_place(
     gguf: Path, tmp_path: Path
 ) -> None:
-    good = importer.source_hash(gguf)
+    good = pack_cache.source_hash(gguf)
     places = first_bytes_of(gguf)
     assert len(places) > 10
     for at in places:
         damage(gguf, at)
-        assert importer.source_hash(gguf) != good
+        assert pack_cache.source_hash(gguf) != good
         damage(gguf, at)
-    assert importer.source_hash(gguf) == good
+    assert pack_cache.source_hash(gguf) == good
     damage(gguf, places[0])
     bad = resolved(gguf, tmp_path / "cache")
     damage(gguf, places[0])
@@ -89,12 +90,12 @@ def test_a_large_model_that_was_replaced_is_packed_again_and_a_line_says_why(
         file = source / "model.safetensors"
     first = resolved(source, cache, said.append)
     assert resolved(source, cache, said.append) == first and not any("looks like" in s for s in said)
-    content = importer.source_hash(source)
+    content = pack_cache.source_hash(source)
     new = Path(shutil.copyfile(file, tmp_path / "new"))
     damage(new, file.stat().st_size - 2)  # where no sample looks
     os.utime(new, ns=(0, file.stat().st_mtime_ns))
     os.replace(new, file)  # the same size, the same time of writing: another inode
-    assert importer.source_hash(source) == content, "the content is only sampled: this cannot tell"
+    assert pack_cache.source_hash(source) == content, "the content is only sampled: this cannot tell"
     second = resolved(source, cache, said.append)
     assert second != first
     doubts = [s for s in said if "looks like" in s]
@@ -115,5 +116,5 @@ def test_of_a_large_model_headers_and_samples_are_read(gguf: Path, monkeypatch: 
             return read(start, size)
 
         monkeypatch.setattr(opened.parts[0], "read_bytes", counted)
-        importer.gguf_hash(opened)
+        pack_cache.gguf_hash(opened)
     assert headers <= count[0] <= headers + 32 + 16 * tensors < gguf.stat().st_size / 10

@@ -1,7 +1,4 @@
-"""The key of a model's files, by which the cache finds the pack made of them.
-
-Knows files and bytes; must not know formats, models or packs.
-"""
+"""The key of a model's files. The model cache finds the pack made from them by it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ HASH_ALL_BELOW = 256 << 20
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 4096
 _STEP_BYTES = 4 << 20  # hashed at a time
-# Raised where an importer makes something else of the same files: packs of before are not found again.
+# Raise this when an importer makes a different pack of the same files, so that old packs are not found.
 READING = 2
 
 Span = tuple[int, int]  # the bytes [start, end) of a file
@@ -33,27 +30,28 @@ class DataFile(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """One file with tensors, and where in it they are."""
+    """One file of tensors, and the bytes that hold them."""
 
     file: DataFile
     spans: Sequence[Span]
 
     @property
     def header(self) -> Span:
-        """The bytes in front of the first tensor."""
+        """Return the bytes before the first tensor."""
         return 0, min((start for start, _ in self.spans), default=self.file.size)
 
 
 def sampled(shards: Sequence[Shard]) -> bool:
-    """True where the content is too much to hash on every start, so that a change may go unnoticed."""
+    """Return whether the files are too large to hash at every start. A change may then go unnoticed."""
     return sum(s.file.size for s in shards) > HASH_ALL_BELOW
 
 
 def add_content(h: Any, shards: Sequence[Shard]) -> None:
-    """Update hash `h` with all bytes of the shards; of more than 256 MiB with headers and samples.
+    """Update hash `h` with all bytes of the shards. Beyond 256 MiB only headers and samples are hashed.
 
-    A sample is 4 KiB from the middle of a tensor, of at most 4096 tensors, evenly chosen: under a second for
-    100 GB. It tells a retrained or replaced tensor, and no damaged block; `identity` is for those.
+    A sample is 4 KiB from the middle of a tensor. At most 4096 tensors, evenly chosen, are sampled, which
+    takes less than a second for 100 GB. Samples show a retrained or replaced tensor, but not a damaged
+    block; `identity` is for that.
     """
     every = -(-sum(len(s.spans) for s in shards) // MAX_SAMPLES)
     for s in shards:
@@ -76,9 +74,12 @@ def _steps(span: Span) -> Iterator[Span]:
 
 
 def identity(shards: Sequence[Shard]) -> str | None:
-    """8 hex digits that change with a file's size, time of writing or inode; None where all is hashed."""
+    """Return 8 hex digits that change with a file's size, time of writing or inode.
+
+    None if the content is hashed in full.
+    """
     if not sampled(shards):
         return None
     stats = [s.file.stat() for s in shards]
-    said = " ".join(f"{s.st_size},{s.st_mtime_ns},{s.st_ino}" for s in stats)
-    return hashlib.blake2b(said.encode(), digest_size=4).hexdigest()
+    text = " ".join(f"{s.st_size},{s.st_mtime_ns},{s.st_ino}" for s in stats)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

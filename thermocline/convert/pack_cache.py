@@ -1,0 +1,108 @@
+"""The cache of packs made from other formats, found again by the content of the files they were made from."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from thermocline.convert.from_gguf import gguf_hash, gguf_shards, is_gguf
+from thermocline.convert.hf_directory import content_key, label, require_model_directory, sorted_shards
+from thermocline.convert.importer import DEFAULT_FORMAT, pack
+from thermocline.convert.tokenizers import SENTENCEPIECE, has_tokenizer
+from thermocline.errors import BadFile, IOFailure
+from thermocline.files.gguf import GGUF
+from thermocline.files.safetensors import Checkpoint
+from thermocline.files.source_key import identity
+from thermocline.model import quant
+from thermocline.model.families import check_activation
+from thermocline.pack.pack import Pack, Progress
+from thermocline.text.tokenizer import FILE as TOKENIZER
+
+
+def source_hash(src: str | os.PathLike[str]) -> str:
+    """A key for the content of a Hugging Face directory or GGUF: 32 hex digits, the same for each copy.
+
+    Covers the small files and the data: all of it below 256 MiB, else headers and samples (`add_content`).
+    """
+    return _keys(Path(src))[0]
+
+
+def _keys(path: Path) -> tuple[str, str | None]:
+    """(the key of its content, that of the files themselves where the content is only sampled)."""
+    if is_gguf(path):
+        with GGUF(path) as gguf:
+            return gguf_hash(gguf), identity(gguf_shards(gguf))
+    require_model_directory(path)
+    with Checkpoint(path) as checkpoint:
+        return content_key(path, checkpoint.shards), identity(sorted_shards(checkpoint.shards))
+
+
+def resolve(
+    model: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str],
+    weight_format: str | None,
+    progress: Progress | None = None,
+    *,
+    text: bool = False,
+    told: Callable[[str], None] | None = None,
+    activation: str | None = None,
+) -> Path:
+    """The pack directory for what a user named: a pack is itself; a Hugging Face directory or GGUF is packed
+    once, into cache_dir/NAME-FORMAT-HASH, and found there again. Else an error says what it is.
+
+    `text`: refuse, before packing, a model without a tokenizer. `activation`: as in `pack`; of a pack it is
+    held against what that says. `told` is called with what packing cost, and
+    where a large model's content looks like that of another pack but its files are not the ones packed.
+    """
+    path = Path(model)
+    if os.path.exists(path / "pack.json"):
+        if activation is not None:
+            check_activation(Pack.open(path).spec, activation, str(path))
+        return path
+    if weight_format is not None:
+        quant.row_bytes(weight_format, 0)
+    format = weight_format or ("own" if is_gguf(path) else DEFAULT_FORMAT)
+    format = format if activation is None else f"{format}-{activation}"
+    content, files = _keys(path)
+    like = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', label(path))}-{format}-{content[:16]}"
+    packed = Path(cache_dir) / (like if files is None else f"{like}-{files}")
+    found = _opened(packed)
+    if text and (found is None or TOKENIZER not in found.files) and not _has_tokenizer(path):
+        lacking = f"{path}: has no tokenizer" if is_gguf(path) else f"{path / TOKENIZER}: not found"
+        raise BadFile(
+            f"{lacking}, so text cannot become tokens; `thermocline bench` measures such a model without text"
+        )
+    if found is None:
+        if told is not None and files is not None:
+            _say_if_in_doubt(path, packed, like, told)
+        cost = pack(path, packed, weight_format, overwrite=True, progress=progress, activation=activation)
+        if cost is not None and told is not None:
+            told(f"{path}: {cost}")
+    return packed
+
+
+def _say_if_in_doubt(path: Path, packed: Path, like: str, told: Callable[[str], None]) -> None:
+    others = sorted(p.name for p in packed.parent.glob(f"{glob.escape(like)}-*") if p != packed)
+    if others:
+        told(
+            f"{path}: looks like what {others[0]} was made of, but was written or copied since, and may "
+            f"differ: it is packed again; `thermocline rm {others[0]}` removes the other pack"
+        )
+
+
+def _opened(path: Path) -> Pack | None:
+    """None where there is no pack, or a damaged one: it is made (again)."""
+    try:
+        return Pack.open(path)
+    except (BadFile, IOFailure):
+        return None
+
+
+def _has_tokenizer(path: Path) -> bool:
+    if is_gguf(path):
+        with GGUF(path) as gguf:
+            return has_tokenizer(gguf.metadata)
+    return any(os.path.exists(path / name) for name in (TOKENIZER, SENTENCEPIECE))
