@@ -86,9 +86,9 @@ def written(shape: Shape, config: dict[str, Any], directory: Path, name: str) ->
     few = config | {"num_hidden_layers": min(LAYERS, layers)}
     (where / "config.json").write_text(json.dumps(few))
     model = synthetic.SyntheticModel.of(str(where), 0, shape.active, shape.skew, rank_for(few), True)
-    plan, key = model.plan, hashlib.blake2b(repr((shape, few)).encode(), digest_size=16).hexdigest()
+    plan, key = model.stats, hashlib.blake2b(repr((shape, few)).encode(), digest_size=16).hexdigest()
     deep = replace(plan.spec, n_layers=DEPTH if plan.spec.sparse else layers)
-    source = synthetic.RandomWeights(WeightStatistics.of(deep, plan.seed, plan.planting, not plan.constant))
+    source = synthetic.RandomWeights(WeightStatistics.of(deep, plan.seed, plan.sparsity, not plan.constant))
     write_pack(
         where / "pack",
         plan.spec,

@@ -158,8 +158,8 @@ def test_equal_seeds_give_equal_packs_and_others_do_not(format: str, tmp_path: P
 @pytest.mark.parametrize("format", ["q8_0", "q4_0", "bf16"])
 def test_rows_do_not_depend_on_how_they_are_asked_for(shape: str, format: str, tmp_path: Path) -> None:
     model = synthetic.SyntheticModel.of(str(config_file(tmp_path, shape)), 0, 0.1, 0.26, 64)
-    source = synthetic.RandomWeights(model.plan)
-    for tensor_spec in expected_tensors(model.plan.spec, format).values():
+    source = synthetic.RandomWeights(model.stats)
+    for tensor_spec in expected_tensors(model.stats.spec, format).values():
         for part in tensor_spec.parts:
             if tensor_spec.vector:
                 continue
@@ -173,7 +173,7 @@ def test_rows_do_not_depend_on_how_they_are_asked_for(shape: str, format: str, t
 def test_hottest_first_puts_the_same_activities_in_order(shape: str, tmp_path: Path) -> None:
     file = str(config_file(tmp_path, shape))
     anyhow, ordered = (
-        synthetic.SyntheticModel.of(file, 0, 0.1, 0.26, 64, first).plan.truth() for first in (False, True)
+        synthetic.SyntheticModel.of(file, 0, 0.1, 0.26, 64, first).stats.truth() for first in (False, True)
     )
     assert (np.diff(ordered, axis=2) <= 0).all()
     assert not (np.diff(anyhow, axis=2) <= 0).all(axis=2).any()
@@ -182,7 +182,7 @@ def test_hottest_first_puts_the_same_activities_in_order(shape: str, tmp_path: P
 
 def test_neurons_that_are_never_negative_come_in_opposite_pairs(tmp_path: Path) -> None:
     model = synthetic.SyntheticModel.of(str(config_file(tmp_path, "opt-6.7b")), 0, 0.1, 0.26, 64)
-    down = synthetic.RandomWeights(model.plan).encoded("layers.0.down", "f32", 3, 9)  # 4 and 5 are a pair
+    down = synthetic.RandomWeights(model.stats).encoded("layers.0.down", "f32", 3, 9)  # 4 and 5 are a pair
     w = quant.decode("f32", down, 256)
     assert np.array_equal(w[1:4:2], -w[2:5:2])
     assert not np.array_equal(w[0:3:2], -w[1:4:2])
@@ -191,7 +191,7 @@ def test_neurons_that_are_never_negative_come_in_opposite_pairs(tmp_path: Path) 
 @pytest.mark.parametrize("format", list(quant.FORMATS))
 def test_weights_have_the_planned_deviation_and_no_mean(format: str, tmp_path: Path) -> None:
     model = synthetic.SyntheticModel.of(str(config_file(tmp_path, "llama-2-7b")), 0, None, 0.26, 64)
-    rows = synthetic.RandomWeights(model.plan).encoded("layers.0.qkv.weight", format, 0, 512)
+    rows = synthetic.RandomWeights(model.stats).encoded("layers.0.qkv.weight", format, 0, 512)
     w = quant.decode(format, rows, 256).astype(np.float64)
     assert w.std() == pytest.approx(1 / 16, rel=0.01)
     assert abs(w.mean()) < 4 * w.std() / np.sqrt(w.size)  # four standard errors
@@ -258,7 +258,7 @@ def test_tokens_differ_in_how_many_neurons_they_need(tmp_path: Path) -> None:
 def test_gates_can_be_predicted_at_their_rank(tmp_path: Path) -> None:
     """All but the noise of a gate's weights lies in `rank` directions, the shared ones and the offset's."""
     model = synthetic.SyntheticModel.of(str(config_file(tmp_path, "llama-2-7b")), 0, 0.11, 0.26, 64)
-    rows = synthetic.RandomWeights(model.plan).encoded("layers.1.gate.weight", "q8_0", 0, 1024)
+    rows = synthetic.RandomWeights(model.stats).encoded("layers.1.gate.weight", "q8_0", 0, 1024)
     spectrum = np.linalg.svd(quant.decode("q8_0", rows, 256), compute_uv=False) ** 2
     assert spectrum[:66].sum() / spectrum.sum() > 0.9 > spectrum[:48].sum() / spectrum.sum()
 

@@ -176,7 +176,7 @@ def synth(o: config.SynthOptions) -> int:
         o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation
     )
     if o.gguf is not None:
-        to_gguf.check(model.plan.spec, model.optional, o.gguf, o.force)
+        to_gguf.check(model.stats.spec, model.optional, o.gguf, o.force)
     with Progress(quiet=o.quiet) as progress:
         model.write(o.output, o.format, overwrite=o.force, progress=partial(progress.at, "writing"))
         made = packs.Pack.open(o.output)

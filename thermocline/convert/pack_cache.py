@@ -23,15 +23,16 @@ from thermocline.text.tokenizer import FILE as TOKENIZER
 
 
 def source_hash(src: str | os.PathLike[str]) -> str:
-    """A key for the content of a Hugging Face directory or GGUF: 32 hex digits, the same for each copy.
+    """Return a key for the content of a Hugging Face directory or GGUF: 32 hex digits, equal for copies.
 
-    Covers the small files and the data: all of it below 256 MiB, else headers and samples (`add_content`).
+    The key covers the small files and the data: all data below 256 MiB, else headers and samples
+    (`add_content`). Raises BadFile, IOFailure, Unsupported.
     """
     return _keys(Path(src))[0]
 
 
 def _keys(path: Path) -> tuple[str, str | None]:
-    """(the key of its content, that of the files themselves where the content is only sampled)."""
+    """Return (the content's key, the files' identity or None if the content is hashed in full)."""
     if is_gguf(path):
         with GGUF(path) as gguf:
             return gguf_hash(gguf), identity(gguf_shards(gguf))
@@ -50,12 +51,13 @@ def resolve(
     told: Callable[[str], None] | None = None,
     activation: str | None = None,
 ) -> Path:
-    """The pack directory for what a user named: a pack is itself; a Hugging Face directory or GGUF is packed
-    once, into cache_dir/NAME-FORMAT-HASH, and found there again. Else an error says what it is.
+    """Return the directory of the pack for a model that a user named.
 
-    `text`: refuse, before packing, a model without a tokenizer. `activation`: as in `pack`; of a pack it is
-    held against what that says. `told` is called with what packing cost, and
-    where a large model's content looks like that of another pack but its files are not the ones packed.
+    A pack is used as it is. A Hugging Face directory or a GGUF is packed once into
+    cache_dir/NAME-FORMAT-HASH and found there later. `text` refuses a model without a tokenizer before it is
+    packed. `activation` is that of `pack`; a pack must have the same. `told` gets a line about what packing
+    changed, and one if a large model looks like that of another pack but its files are not the same.
+    Raises BadFile, IOFailure, Unsupported, UsageError.
     """
     path = Path(model)
     if os.path.exists(path / "pack.json"):
@@ -71,20 +73,20 @@ def resolve(
     packed = Path(cache_dir) / (like if files is None else f"{like}-{files}")
     found = _opened(packed)
     if text and (found is None or TOKENIZER not in found.files) and not _has_tokenizer(path):
-        lacking = f"{path}: has no tokenizer" if is_gguf(path) else f"{path / TOKENIZER}: not found"
+        missing = f"{path}: has no tokenizer" if is_gguf(path) else f"{path / TOKENIZER}: not found"
         raise BadFile(
-            f"{lacking}, so text cannot become tokens; `thermocline bench` measures such a model without text"
+            f"{missing}, so text cannot become tokens; `thermocline bench` measures such a model without text"
         )
     if found is None:
         if told is not None and files is not None:
-            _say_if_in_doubt(path, packed, like, told)
+            _warn_of_others(path, packed, like, told)
         cost = pack(path, packed, weight_format, overwrite=True, progress=progress, activation=activation)
         if cost is not None and told is not None:
             told(f"{path}: {cost}")
     return packed
 
 
-def _say_if_in_doubt(path: Path, packed: Path, like: str, told: Callable[[str], None]) -> None:
+def _warn_of_others(path: Path, packed: Path, like: str, told: Callable[[str], None]) -> None:
     others = sorted(p.name for p in packed.parent.glob(f"{glob.escape(like)}-*") if p != packed)
     if others:
         told(
@@ -94,7 +96,7 @@ def _say_if_in_doubt(path: Path, packed: Path, like: str, told: Callable[[str], 
 
 
 def _opened(path: Path) -> Pack | None:
-    """None where there is no pack, or a damaged one: it is made (again)."""
+    """Return the pack at `path`, or None if there is none or it is damaged: it is then made again."""
     try:
         return Pack.open(path)
     except (BadFile, IOFailure):

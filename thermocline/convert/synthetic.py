@@ -1,7 +1,7 @@
-"""Random packs with a real model's shape: quantised rows made directly, at the speed of the disk.
+"""Make synthetic models: random packs with a real model's shape, written at the speed of the disk.
 
-Shapes are `bundled/shapes.json`, config.json files read as any other. Knows tensor names
-(docs/internals/pack.md); must not know families or kernels.
+Quantised rows are made directly, without floats. Shapes are the config.json files in `bundled/shapes.json`,
+which are read like any other.
 """
 
 from __future__ import annotations
@@ -41,17 +41,20 @@ U8 = NDArray[np.uint8]
 
 SHAPES = Path(__file__).parents[1] / "bundled" / "shapes.json"
 TRUTH = "synth.npz"  # beside the pack's own files
-_VECTOR_SD = 0.05  # norm weights 1 +- this, biases 0 +- this
-_SCALE_SPREAD = 0.1  # scales of blocks differ by up to this
+_VECTOR_SD = 0.05  # standard deviation of norm weights around 1 and of biases around 0
+_SCALE_SPREAD = 0.1  # the scales of blocks differ by up to this share
 
 
 def shapes() -> dict[str, Any]:
-    """{name: config.json}"""
+    """Return the known shapes: {name: config.json}."""
     return parse_json(read_small(SHAPES, MAX_CONFIG_BYTES), str(SHAPES))
 
 
 def read_shape(shape: str, activation: str | None = None) -> tuple[str, ModelSpec, TensorMap]:
-    """(name, spec, tensors) of a known shape or a config.json. Raises the reader's errors, or UsageError."""
+    """Return (name, spec, tensor map) of a known shape or a config.json.
+
+    Raises UsageError for an unknown shape, and the errors of `parse_config`.
+    """
     known = shapes()
     if shape in known:
         return shape, *parse_config(known[shape], None, shape, activation)
@@ -59,17 +62,17 @@ def read_shape(shape: str, activation: str | None = None) -> tuple[str, ModelSpe
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
-        raise UsageError(f"{shape}: neither a config.json nor a known shape; known: {', '.join(known)}")
+        raise UsageError(f"{shape}: is neither a config.json nor a known shape; known: {', '.join(known)}")
     name = os.path.basename(os.path.dirname(os.path.realpath(path)))
     return name, *parse_config(read_config_json(path), None, str(path), activation)
 
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticModel:
-    """A random model, all but written: what it is called, its plan, which optional tensors it has."""
+    """A synthetic model before it is written: its name, its weights' statistics, its optional tensors."""
 
     label: str
-    plan: WeightStatistics
+    stats: WeightStatistics
     optional: tuple[str, ...]
 
     @classmethod
@@ -83,25 +86,30 @@ class SyntheticModel:
         hottest_first: bool = False,
         activation: str | None = None,
     ) -> SyntheticModel:
-        """`active` None: `ACTIVE` for ReLU models, none for others; a number makes any model a ReLU model.
+        """Describe a synthetic model of a shape.
 
-        Raises what `read_shape` and `WeightStatistics.of` raise.
+        `active` is the mean share of active neurons. None means `ACTIVE` for a ReLU model and no sparsity
+        for others; a number makes any model a ReLU model. Raises Unsupported, and the errors of `read_shape`
+        and `WeightStatistics.of`.
         """
         name, spec, tensor_map = read_shape(shape, activation)
         if spec.embed_dim is not None:
-            raise Unsupported(f"{name}: random models have embeddings as wide as themselves")
+            raise Unsupported(
+                f"{name}: its embeddings have another width than its layers, which a synthetic model cannot; "
+                "choose another shape"
+            )
         if active is not None and not spec.sparse:
             spec = dataclasses.replace(spec, activation="relu")
         chosen = ACTIVE if active is None else active
-        planting = SyntheticSparsity(chosen, skew, rank, hottest_first) if spec.sparse else None
+        sparsity = SyntheticSparsity(chosen, skew, rank, hottest_first) if spec.sparse else None
         known = expected_tensors(spec, "f32")
         optional = tuple(n for n in tensor_map.tensors if n in known and known[n].optional)
-        said = {"seed": seed, **(dataclasses.asdict(planting) if planting else {})}
+        said = {"seed": seed, **(dataclasses.asdict(sparsity) if sparsity else {})}
         if not said.get("hottest_first"):
             said.pop("hottest_first", None)
         label = " ".join([name, *(f"{k} {v}" for k, v in said.items())])
         return cls(
-            label, WeightStatistics.of(spec, seed, planting, "layers.0.gate.bias" in optional), optional
+            label, WeightStatistics.of(spec, seed, sparsity, "layers.0.gate.bias" in optional), optional
         )
 
     def write(
@@ -112,36 +120,36 @@ class SyntheticModel:
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """Write a pack, and for a ReLU model `TRUTH` into it: how often each neuron is meant to be active.
+        """Write the pack. A ReLU model's pack also gets `TRUTH`: how often each neuron is meant to be active.
 
-        Raises what `write_pack` raises.
+        Raises the errors of `write_pack`.
         """
-        key = hashlib.blake2b(f"{self.label} {self.plan.spec}".encode(), digest_size=16).hexdigest()
+        key = hashlib.blake2b(f"{self.label} {self.stats.spec}".encode(), digest_size=16).hexdigest()
         write_pack(
             dst,
-            self.plan.spec,
+            self.stats.spec,
             weight_format,
-            RandomWeights(self.plan),
+            RandomWeights(self.stats),
             optional=self.optional,
             origin=("random", self.label, key),
             overwrite=overwrite,
             progress=progress,
         )
-        if self.plan.planting is not None:
+        if self.stats.sparsity is not None:
             with open(Path(dst) / TRUTH, "wb") as f:
-                np.savez(f, activity=self.plan.truth(), label=np.array(self.label))
+                np.savez(f, activity=self.stats.truth(), label=np.array(self.label))
 
 
-# --- what each tensor is ------------------------------------------------------------------------------------
+# --- the content of each tensor -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A random matrix: `sd` of its weights by blocks of columns (one number: all the same).
+    """A random matrix, described by blocks of BLOCK columns.
 
-    Every weight of row r in its block k of columns is fixed[k][r], for as many blocks as `fixed` has (one
-    number: the same in all rows). With `silent` the first BLOCK rows are 0. With `mirrored` every odd row is
-    the opposite of the one before it.
+    `sd` is the standard deviation of the weights of each block; one number holds for all blocks. In the
+    first len(fixed) blocks, all weights of row r are fixed[k][r]; one number holds for all rows. `silent`
+    sets the first BLOCK rows to 0. `mirrored` makes every odd row the opposite of the row before it.
     """
 
     sd: F32
@@ -151,24 +159,29 @@ class Matrix:
 
 
 class RandomWeights:
-    """An `EncodedSource` whose rows depend on (seed, tensor, row) alone, however they are asked for."""
+    """An `EncodedSource` whose rows depend on (seed, tensor, row) alone, in whatever pieces they are read."""
 
-    def __init__(self, plan: WeightStatistics) -> None:
-        self._plan = plan
-        self._matrix = functools.lru_cache(maxsize=2)(self._make)  # a bundle's are up's and down's
+    def __init__(self, stats: WeightStatistics) -> None:
+        self._stats = stats
+        self._matrix = functools.lru_cache(maxsize=2)(
+            self._make
+        )  # two: a bundle takes rows of up and down in turn
 
     def __call__(self, name: str, first: int, last: int, /) -> F32:
-        """Vectors: norms near 1 (exactly, where the planted constant passes), biases near 0 or planted."""
-        if name.endswith(".gate.bias") and self._plan.planting:
-            offsets = self._plan.offsets(_layer(name), self._plan.spec.activation_threshold)
+        """Return values of a vector: norms near 1, biases near 0, or the offsets that make gates sparse.
+
+        A norm is exactly 1 in the constant columns.
+        """
+        if name.endswith(".gate.bias") and self._stats.sparsity:
+            offsets = self._stats.offsets(_layer(name), self._stats.spec.activation_threshold)
             return offsets[first:last]
         values = _normal_values(self._bits(name, 2, first, last), 1)[:, 0] * np.float32(_VECTOR_SD)
         if "norm.weight" in name:
             values += 1
-            if self._plan.constant:
+            if self._stats.constant:
                 values[: max(0, BLOCK - first)] = 1
         elif name.endswith((".attn_out.bias", ".down.bias")):  # to the residual stream
-            values *= np.float32(self._plan.embed_sd)
+            values *= np.float32(self._stats.embed_sd)
         return values
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8:
@@ -180,56 +193,56 @@ class RandomWeights:
             sd[: max(0, BLOCK - first)] = 0
         fixed = tuple(f if len(f) == 1 else f[first:last] for f in m.fixed)
         floats = quant.FORMATS[format].block == 1
-        # Of a quantised row random bytes suffice: the scales need half of theirs.
+        # As many random bytes as a row has are enough: a scale of two bytes takes one of them.
         size = 2 * columns if floats else quant.row_bytes(format, columns)
         begin = first - first % 2 if m.mirrored else first
         bits = self._bits(name, size, begin, last)[rows - odd - begin]
         return (_floats if floats else _blocks)(bits, format, columns, sd, fixed)
 
     def _bits(self, name: str, row_bytes: int, first: int, last: int) -> U8:
-        """[rows, >= row_bytes] random bytes. PCG64 jumps to any place of its stream in half a microsecond."""
+        """Return random bytes [rows, at least row_bytes]. PCG64 jumps to any position in 0.5 us."""
         words = -(-row_bytes // 8)
-        stream = np.random.PCG64(np.random.SeedSequence([self._plan.seed, *name.encode()]))
+        stream = np.random.PCG64(np.random.SeedSequence([self._stats.seed, *name.encode()]))
         stream.advance(first * words)
         raw = np.asarray(stream.random_raw((last - first) * words))
         return raw.astype("<u8", copy=False).view(np.uint8).reshape(last - first, 8 * words)
 
     def _columns(self, name: str) -> int:
-        s = self._plan.spec
+        s = self._stats.spec
         if name.endswith(".attn_out.weight"):
             return s.n_heads * s.head_dim
         return s.ffn_dim if name.endswith(".down.weight") else s.dim
 
     def _make(self, name: str) -> Matrix:
-        """Outputs of unit variance for inputs of unit variance, but for what the residual stream is given."""
-        plan, s = self._plan, self._plan.spec
-        quiet = (_number(0),) if plan.constant else ()  # neither reads nor writes the constant columns
+        """Describe a matrix. It keeps the variance of its inputs, except into the residual stream."""
+        stats, s = self._stats, self._stats.spec
+        quiet = (_number(0),) if stats.constant else ()  # such a matrix leaves the constant columns alone
         kind = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
         match kind:
             case "embed":
-                constant = (_number(plan.constant_value),) if plan.constant else ()
-                return Matrix(_number(plan.embed_sd), constant)
+                constant = (_number(stats.constant_value),) if stats.constant else ()
+                return Matrix(_number(stats.embed_sd), constant)
             case "pos_embed":
-                return Matrix(_number(plan.embed_sd), quiet)
+                return Matrix(_number(stats.embed_sd), quiet)
             case "head":
                 return Matrix(_number(LOGIT_SD / math.sqrt(s.dim)), quiet)
             case "attn_out":
-                return Matrix(_number(plan.attn_out_sd), silent=plan.constant)
+                return Matrix(_number(stats.attn_out_sd), silent=stats.constant)
             case "down":
-                return Matrix(_number(plan.down_sd), quiet, mirrored=plan.mirrored)
-            case "gate" if plan.planting:
-                moods = tuple(_number(m) for m in plan.moods(_layer(name)))
-                return self._planted(_layer(name), s.activation_threshold, moods)
-            case "up" if plan.planting and s.up_activation != "none":
-                return self._planted(_layer(name), 0.0, ())  # else its mood would be the gate's
+                return Matrix(_number(stats.down_sd), quiet, mirrored=stats.mirrored)
+            case "gate" if stats.sparsity:
+                moods = tuple(_number(m) for m in stats.moods(_layer(name)))
+                return self._gate_like(_layer(name), s.activation_threshold, moods)
+            case "up" if stats.sparsity and s.up_activation != "none":
+                return self._gate_like(_layer(name), 0.0, ())  # no moods: up would share the gate's
         return Matrix(_number(1 / math.sqrt(s.dim)), quiet)
 
-    def _planted(self, layer: int, threshold: float, moods: tuple[F32, ...]) -> Matrix:
-        sd = self._plan.column_sd(layer)
-        if not self._plan.constant:
+    def _gate_like(self, layer: int, threshold: float, moods: tuple[F32, ...]) -> Matrix:
+        sd = self._stats.column_sd(layer)
+        if not self._stats.constant:
             return Matrix(sd, moods)
-        _, constant = self._plan.normalised(layer)
-        return Matrix(sd, (self._plan.offsets(layer, threshold) / np.float32(BLOCK * constant), *moods))
+        _, constant = self._stats.normalised(layer)
+        return Matrix(sd, (self._stats.offsets(layer, threshold) / np.float32(BLOCK * constant), *moods))
 
 
 def _layer(name: str) -> int:
@@ -245,13 +258,13 @@ def _number(value: float) -> F32:
 
 @functools.lru_cache(maxsize=1)
 def _normal() -> F32:
-    """[65536]: a normal distribution's quantiles, so that 16 random bits are a normal number."""
+    """Return the 65536 quantiles of a normal distribution: 16 random bits choose a normal number."""
     half = np.array([NormalDist().inv_cdf((i + 0.5) / 65536) for i in range(32768)], np.float32)
     return np.concatenate([half, -half[::-1]])
 
 
 def _normal_values(bits: U8, n: int) -> F32:
-    """[rows, >= 2 n] random bytes -> [rows, n]."""
+    """Turn random bytes [rows, at least 2 n] into normal numbers [rows, n]."""
     return np.take(
         _normal(), bits[:, : 2 * n].view("<u2"), mode="clip"
     )  # clip: no bounds check, twice as fast
@@ -264,9 +277,9 @@ def _floats(bits: U8, format: str, columns: int, sd: F32, fixed: tuple[F32, ...]
     return quant.encode(format, x)
 
 
-# Of each quantised format: the bits of a byte that make every quant in it odd; those quants' rms; a byte full
-# of the extreme quant, and what that is. Odd quants are symmetric around 0, where all quants together have a
-# mean of -0.5 (with an rms of 4.6, in q4_0), which adds up wherever inputs have one sign.
+# For each quantised format: the bits that make every quant of a byte odd, the RMS of odd quants, a byte
+# full of the extreme quant, and that quant's value. Odd quants are symmetric around 0. All quants have a
+# mean of -0.5 (their RMS is 4.6 in q4_0), which adds up where all inputs have one sign.
 _ODD = {
     "q8_0": (0x01, math.sqrt((128**2 - 1) / 3), 0x7F, 127),
     "q4_0": (0x11, math.sqrt((8**2 - 1) / 3), 0x00, -8),
@@ -289,6 +302,6 @@ def _blocks(bits: U8, format: str, columns: int, sd: F32, fixed: tuple[F32, ...]
 
 @functools.lru_cache(maxsize=1)
 def _spread() -> F32:
-    """[256]: factors of scales, of mean square 1."""
+    """Return 256 factors for scales, with a mean square of 1."""
     spread = np.linspace(1 - _SCALE_SPREAD, 1 + _SCALE_SPREAD, 256)
     return (spread / math.sqrt(float(np.mean(spread**2)))).astype(np.float32)

@@ -1,10 +1,8 @@
-"""The mathematics of a random model: sizes that keep its activations sane, and sparsity planted in its gates.
+"""The mathematics of synthetic weights: deviations that keep activations in range, and gates that are sparse.
 
-Says which numbers (deviations, offsets, how often each neuron is active); must not know files or formats.
-
-A planted neuron's gate is N(offset, 1) over tokens, so its offset sets how often it is active. The offset
-needs something constant to act on: the gate's bias where the model has one, else the first `BLOCK` columns of
-the residual stream, which hold the same constant in every embedding and which nothing writes to afterwards.
+Over tokens, the gate of a neuron of a sparse model is N(offset, 1), so its offset sets how often the neuron
+is active. The offset is the gate's bias if the model has one. Otherwise it acts on the first `BLOCK`
+columns of the residual stream: they hold the same constant in every embedding, and no layer writes to them.
 """
 
 from __future__ import annotations
@@ -25,23 +23,26 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
-BLOCK = 32  # columns of a quantisation block: what is planted in a row begins and ends with one
-LOGIT_SD = 2.5  # as trained models have: the likeliest of 32000 tokens is then about 4 deviations out
-HOT_SHARE = 0.8  # `skew` is the fraction of neurons that makes this share of all activations
-ACTIVE = 0.1  # of a ReLU model's neurons, unless said otherwise: what PowerInfer found in a block, on average
+BLOCK = 32  # columns of a quantisation block: columns with a special role come in whole blocks
+LOGIT_SD = 2.5  # as in trained models: the likeliest of 32000 tokens is then about 4 deviations out
+HOT_SHARE = 0.8  # `skew` is the share of neurons that makes this share of all activations
+ACTIVE = 0.1  # the default share of active neurons: PowerInfer's mean over the blocks of a ReLU model
 HOTTEST = 0.98  # no neuron is active more often
-# A planted gate's variance: what all gates of a layer share, which makes some tokens livelier than others
-# (without it the active fraction varies by 8 %); what no predictor explains; the rest is in `rank` columns.
+# Parts of a gate's variance. All gates of a layer share their "mood": it makes some tokens activate more
+# neurons than others (without it the active share varies by only 8 %). Noise cannot be predicted. The rest
+# is in `rank` columns.
 MOOD_SHARE, NOISE_SHARE = 0.12, 0.1
-MOODS = 3  # directions of it that depth passes through: near layers are lively together, far ones are not
-# Variance that all layers together add to the residual stream. Attention averages values over positions, so
-# that a tenth or so of its part is left in a context of a hundred tokens.
+MOODS = 3  # directions of moods, taken in turn with depth: near layers share moods, distant ones do not
+# Variance that all layers together add to the residual stream. Attention averages values over positions:
+# about a tenth of its part is left in a context of a hundred tokens.
 FFN_ADDS, ATTENTION_ADDS, AVERAGED = 0.8, 0.2, 0.1
 
 
 def activities(neurons: int, active: float, skew: float) -> F64:
-    """How often each neuron is active, hottest first: a power law, cut off at `HOTTEST`, with mean `active`,
-    whose first `skew` of the neurons make `HOT_SHARE` of the activations. UsageError if there is none.
+    """Return how often each neuron is active, hottest first [neurons].
+
+    The frequencies follow a power law with mean `active`, cut off at `HOTTEST`. The first `skew` of the
+    neurons make `HOT_SHARE` of the activations. Raises UsageError if no power law does that.
     """
     x = (np.arange(neurons) + 0.5) / neurons
     hot = x < skew
@@ -68,7 +69,7 @@ def activities(neurons: int, active: float, skew: float) -> F64:
 
 
 def _bisect(f: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """Where the increasing `f` reaches `target`."""
+    """Return the argument at which the increasing `f` reaches `target`."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if f(middle) < target else (low, middle)
@@ -76,14 +77,18 @@ def _bisect(f: Callable[[float], float], target: float, low: float, high: float)
 
 
 def random_order(n: int, seed: int, *name: int) -> I64:
-    """A permutation of range(n), the same on every machine and with every version of numpy."""
+    """Return a permutation of range(n), the same on every machine and with every version of numpy."""
     return np.argsort(np.random.PCG64(np.random.SeedSequence([seed, *name])).random_raw(n), kind="stable")
 
 
 @dataclass(frozen=True)
 class SyntheticSparsity:
-    """What is asked for: the mean active fraction (of a mixture's chosen experts), its skew (see
-    `activities`), the rank of the gates, and whether neurons lie as in a profiled pack.
+    """The sparsity of a synthetic model.
+
+    active         mean share of active neurons (in a mixture: of the chosen experts' neurons)
+    skew           share of neurons that makes `HOT_SHARE` of the activations (see `activities`)
+    rank           number of columns that decide which neurons are active
+    hottest_first  neurons are in order of hotness, as in a profiled pack
     """
 
     active: float
@@ -94,48 +99,48 @@ class SyntheticSparsity:
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """Standard deviations of the weights of each kind, and what is planted."""
+    """The statistics of a synthetic model's weights: deviations by kind, and the neurons' offsets."""
 
     spec: ModelSpec
     seed: int
     embed_sd: float
     down_sd: float
-    planting: SyntheticSparsity | None
+    sparsity: SyntheticSparsity | None
     constant: bool  # the first BLOCK columns of the residual stream are constant
-    # Where neurons' values are never negative (ungated, dReLU), 2 i and 2 i + 1 are about equally hot, with
-    # opposite down rows. Without this the hot neurons' mean, the same for every token, is nearly all
-    # that later layers see (0.04 planned gave 0.02).
+    # If neurons' values are never negative (ungated, dReLU), neurons 2 i and 2 i + 1 are about equally hot
+    # and have opposite down rows. Otherwise later layers see little but the hot neurons' mean, which is the
+    # same for every token (a target of 0.04 gave 0.02).
     mirrored: bool
-    # [neurons of all experts] intended where tokens go there, hottest first; empty: nothing is planted
+    # [neurons of all experts] frequency among the tokens of the expert, hottest first; empty: not sparse
     activities: F64
-    quantiles: F64  # [neurons] offsets of gates in deviations, hottest first; one 0 where nothing is planted
+    quantiles: F64  # [neurons] offsets of gates in deviations, hottest first; a single 0 if not sparse
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, seed: int, planting: SyntheticSparsity | None, gate_bias: bool
+        cls, spec: ModelSpec, seed: int, sparsity: SyntheticSparsity | None, gate_bias: bool
     ) -> WeightStatistics:
-        """Raises UsageError or Unsupported where the planting does not fit the model."""
+        """Derive the statistics. Raises UsageError or Unsupported if the sparsity does not fit the model."""
         drelu = spec.up_activation == "relu"
         p, quantiles = np.empty(0), np.zeros(1)
-        if planting is not None:
-            _check(spec, planting, gate_bias)
-            p = activities(spec.n_experts * spec.ffn_dim, planting.active, planting.skew)
+        if sparsity is not None:
+            _check(spec, sparsity, gate_bias)
+            p = activities(spec.n_experts * spec.ffn_dim, sparsity.active, sparsity.skew)
             each = np.sqrt(p) if drelu else p  # gate and up are independent: both must be positive
             quantiles = np.array([NormalDist().inv_cdf(q) for q in each.tolist()])
         mean, square = _moments(spec.activation, spec.activation_threshold, quantiles)
         if drelu:
             mean_up, square_up = _moments("relu", 0.0, quantiles)
             mean, square = mean * mean_up, square * square_up
-        mirrored = planting is not None and (drelu or not spec.gated) and spec.ffn_dim % 2 == 0
+        mirrored = sparsity is not None and (drelu or not spec.gated) and spec.ffn_dim % 2 == 0
         power = float(np.mean(square - mean**2 if mirrored else square))
         return cls(
             spec=spec,
             seed=seed,
-            # A tied head must not see the token's own embedding above all others: it is small in the sum.
+            # A tied head would favour the token's own embedding, so that is kept small in the sum.
             embed_sd=LOGIT_SD / math.sqrt(spec.dim) if spec.tied_head else 1.0,
             down_sd=math.sqrt(FFN_ADDS / spec.n_layers / (spec.ffn_dim * power * _mixed(spec))),
-            planting=planting,
-            constant=planting is not None and not gate_bias,
+            sparsity=sparsity,
+            constant=sparsity is not None and not gate_bias,
             mirrored=mirrored,
             activities=p,
             quantiles=quantiles,
@@ -147,11 +152,11 @@ class WeightStatistics:
 
     @property
     def constant_value(self) -> float:
-        """Of the residual stream's constant columns: about as large as the others."""
+        """Return the value of the residual stream's constant columns: about the size of the others."""
         return self.embed_sd
 
     def normalised(self, layer: int) -> tuple[float, float]:
-        """Of the FFN norm's output: (deviation of a column over tokens, value of the constant columns)."""
+        """Describe the FFN norm's output: (deviation of a column over tokens, value of constant columns)."""
         if not self.constant:
             return 1.0, 0.0
         s, c = self.spec, self.constant_value
@@ -161,60 +166,70 @@ class WeightStatistics:
         return math.sqrt(variance) / rms, c / rms
 
     def heat(self, layer: int) -> I64:
-        """[neurons]: each neuron's place among the layer's, 0 the hottest."""
-        assert self.planting is not None
+        """Return each neuron's rank by hotness in the layer [neurons]; 0 is the hottest."""
+        assert self.sparsity is not None
         alike = 2 if self.mirrored else 1
         first = alike * random_order(len(self.activities) // alike, self.seed, layer, 1)
         place: I64 = (first[:, None] + np.arange(alike)).reshape(self.spec.n_experts, -1)
-        return (np.sort(place, axis=1) if self.planting.hottest_first else place).reshape(-1)
+        return (np.sort(place, axis=1) if self.sparsity.hottest_first else place).reshape(-1)
 
     def offsets(self, layer: int, threshold: float) -> F32:
-        """[neurons]: what each gate of the layer is on average."""
+        """Return the mean of each gate of the layer [neurons]."""
         deviation, _ = self.normalised(layer)
         offsets: F32 = (threshold + deviation * self.quantiles[self.heat(layer)]).astype(np.float32)
         return offsets
 
     def moods(self, layer: int) -> F64:
-        """[MOODS]: the weights all gates of a layer have in the blocks of columns after the constant one."""
+        """Return the weight that all gates of a layer have in each mood's block of columns [MOODS].
+
+        The blocks of moods follow the constant block.
+        """
         place = (MOODS - 1) * layer / max(1, self.spec.n_layers - 1) - np.arange(MOODS)
         near: F64 = np.cos(np.clip(place, -1.0, 1.0) * (math.pi / 2))  # squares add up to 1
         return near * math.sqrt(MOOD_SHARE / BLOCK)
 
     def column_sd(self, layer: int) -> F32:
-        """[blocks]: deviations of a gate row's weights: `rank` loud columns, the same in a whole layer."""
-        assert self.planting is not None
+        """Return the deviations of a gate row's weights by block of columns [blocks].
+
+        `rank` columns have a large deviation; they are the same for all rows of a layer.
+        """
+        assert self.sparsity is not None
         first = MOODS + (1 if self.constant else 0)
-        usable, loud = self.spec.dim // BLOCK - first, self.planting.rank // BLOCK
+        usable, loud = self.spec.dim // BLOCK - first, self.sparsity.rank // BLOCK
         noise = NOISE_SHARE if usable > loud else 0.0
         sd = np.full(first + usable, math.sqrt(noise / (max(1, usable - loud) * BLOCK)))
         order = random_order(usable, self.seed, layer, 2)
-        sd[first + order[:loud]] = math.sqrt((1 - MOOD_SHARE - noise) / self.planting.rank)
+        sd[first + order[:loud]] = math.sqrt((1 - MOOD_SHARE - noise) / self.sparsity.rank)
         sd[first - MOODS : first] = self.moods(layer)
         return sd.astype(np.float32)
 
     def truth(self) -> F32:
-        """[n_layers, n_experts, ffn_dim]: how often each neuron is meant to be active."""
+        """Return how often each neuron is meant to be active [n_layers, n_experts, ffn_dim]."""
         s = self.spec
         rows = [self.activities[self.heat(i)].reshape(s.n_experts, s.ffn_dim) for i in range(s.n_layers)]
         return np.array(rows, np.float32) * np.float32(s.n_experts_active / s.n_experts)
 
 
-def _check(spec: ModelSpec, planting: SyntheticSparsity, gate_bias: bool) -> None:
+def _check(spec: ModelSpec, sparsity: SyntheticSparsity, gate_bias: bool) -> None:
     room = spec.dim // BLOCK * BLOCK - BLOCK * (MOODS + (0 if gate_bias else 1))
     if spec.dim % BLOCK or room < BLOCK:
         raise Unsupported(
-            f"sparsity cannot be planted in a model {spec.dim} wide: it takes multiples of {BLOCK}"
+            f"a synthetic model {spec.dim} wide cannot be sparse; choose a larger multiple of {BLOCK}"
         )
-    if planting.rank % BLOCK or not BLOCK <= planting.rank <= room:
-        raise UsageError(f"--rank {planting.rank} must be a multiple of {BLOCK} from {BLOCK} to {room}")
+    if sparsity.rank % BLOCK or not BLOCK <= sparsity.rank <= room:
+        raise UsageError(f"--rank {sparsity.rank} must be a multiple of {BLOCK} from {BLOCK} to {room}")
     if not gate_bias and spec.norm != "rms":
         raise Unsupported(
-            f"sparsity can be planted behind an RMS norm or a gate bias, not behind {spec.norm}"
+            f"a synthetic model can be sparse behind an RMS norm or with a gate bias, not with {spec.norm}; "
+            "leave out --active, or choose another shape"
         )
 
 
 def _mixed(spec: ModelSpec) -> float:
-    """The power of a mixture's answer over an expert's: the mean sum of squared weights, logits N(0, 1)."""
+    """Return the power of a mixture's answer over an expert's: the mean sum of squared router weights.
+
+    The router's logits are taken as N(0, 1).
+    """
     if spec.n_experts == 1:
         return 1.0
     raw = np.random.PCG64(0).random_raw(max(64, 16384 // spec.n_experts) * spec.n_experts)
@@ -224,7 +239,10 @@ def _mixed(spec: ModelSpec) -> float:
 
 
 def _moments(activation: str, threshold: float, quantiles: F64) -> tuple[F64, F64]:
-    """E[h] and E[h**2], h = activation(g), g normal around a neuron's offset; 512 neurons are enough."""
+    """Return E[h] and E[h**2] by neuron, where h = activation(g) and g is normal around the neuron's offset.
+
+    At most about 512 neurons are evaluated, which is enough.
+    """
     step = -(-len(quantiles) // 512)
     offsets = threshold + quantiles[step // 2 :: step] if len(quantiles) > 1 else quantiles
     g = np.linspace(-8.0, 8.0, 1601)

@@ -86,10 +86,10 @@ class Packed:
         beside = name.removesuffix("weight") + SCALE
         found = checkpoint.tensors.get(beside)
         if found is None or found.shape != (1,):
-            raise BadFile(f"{self._where} needs a {SCALE} of one number beside it, and has none")
+            raise BadFile(f"{self._where} has no {SCALE} of one number beside it: the file is incomplete")
         self._scale = np.float32(checkpoint.where[beside].read_rows(beside, 0, 1)[0])
         if not np.isfinite(self._scale):
-            raise BadFile(f"{self._where}: {SCALE} is {self._scale}, not a finite number")
+            raise BadFile(f"{self._where} has the {SCALE} {self._scale}, which is not a finite number")
 
     def read_stored(self, name: str, first: int, last: int) -> F32:
         return self.read_rows(name, first, last)

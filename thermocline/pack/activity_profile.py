@@ -1,7 +1,6 @@
-"""What a profile knows of a pack: how often its neurons are active, and samples to learn from.
+"""A pack's profile: how often its neurons are active, and samples to train predictors on.
 
-Reads and writes the two sidecars, `profile.safetensors` and `samples.safetensors` (docs/internals/pack.md).
-Must not know how activity is counted.
+They are kept in two sidecars, `profile.safetensors` and `samples.safetensors` (docs/internals/pack.md).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ I64 = NDArray[np.int64]
 
 PROFILE, SAMPLES = "profile.safetensors", "samples.safetensors"
 BUCKETS = (1, 2, 4, 8, 16, 32)  # tokens that are computed together
-HOT_SHARE = 0.8  # the papers' marker: the share of neurons that makes this share of the activations
+HOT_SHARE = 0.8  # papers report the share of neurons that makes this share of the activations
 AGAIN = "thermocline profile PACK --corpus FILES"
 
 
@@ -36,18 +35,18 @@ AGAIN = "thermocline profile PACK --corpus FILES"
 
 @dataclass(frozen=True)
 class Profile:
-    """Of `windows[b]` windows of `buckets[b]` consecutive tokens, in how many a neuron was active."""
+    """In how many windows of consecutive tokens each neuron was active, for several sizes of window."""
 
-    buckets: tuple[int, ...]
-    windows: tuple[int, ...]
+    buckets: tuple[int, ...]  # tokens of a window
+    windows: tuple[int, ...]  # the number of windows counted, by bucket
     tokens: int
     corpus: str  # sha256 of the token ids and where they were cut
-    counts: tuple[I64, ...]  # of each layer [buckets, n_experts, ffn_dim], in the pack's order of neurons
+    counts: tuple[I64, ...]  # by layer: [buckets, n_experts, ffn_dim], in the pack's order of neurons
 
     def hotness(self, layer: int, batch: int = 1) -> F64:
-        """[n_experts * ffn_dim]: the probability that a batch of consecutive tokens needs the neuron.
+        """Return the probability that a batch of consecutive tokens needs each neuron [n_experts * ffn_dim].
 
-        Between buckets it is interpolated by log(batch); beyond the last, it is the last one's.
+        Between buckets it is interpolated by log(batch). Beyond the last bucket, that bucket's value is used.
         """
         known = np.log2(self.buckets)
         p = self.counts[layer].reshape(len(self.buckets), -1) / np.array(self.windows)[:, None]
@@ -58,7 +57,7 @@ class Profile:
         return found
 
     def reordered(self, places: Sequence[I64]) -> Profile:
-        """The same, of a pack whose neuron at position i was at `places[layer][i]`."""
+        """Return the profile of a reordered pack, whose neuron i was at position `places[layer][i]`."""
         counts = (
             c.reshape(len(c), -1)[:, p].reshape(c.shape) for c, p in zip(self.counts, places, strict=True)
         )
@@ -77,7 +76,7 @@ def write_profile(directory: Path, profile: Profile) -> None:
 
 
 def open_profile(pack: Pack) -> Profile | None:
-    """None where there is none. BadFile: it is damaged, or another pack's."""
+    """Open a pack's profile, or return None if it has none. BadFile: damaged, or of another pack."""
     found = sidecar.Sidecar.open(pack.path / PROFILE, "profile", sidecar.stamp(pack.path), AGAIN)
     if found is None:
         return None
@@ -94,12 +93,12 @@ def _read_profile(found: sidecar.Sidecar, spec: ModelSpec) -> Profile:
     if len(windows) != len(buckets) or buckets[0] != 1 or list(buckets) != sorted(set(buckets)):
         raise BadFile(f"{found.path}: buckets {quoted(buckets)} and windows {quoted(windows)} do not agree")
     if type(tokens) is not int or not isinstance(corpus, str):
-        raise BadFile(f"{found.path}: tokens or corpus is missing")
+        raise BadFile(f"{found.path}: tokens or corpus is missing; run `{AGAIN}` again")
     shape = (len(buckets), spec.n_experts, spec.ffn_dim)
     counts = tuple(found.read(f"layers.{i}.counts", "<i8", shape) for i in range(spec.n_layers))
     for i, c in enumerate(counts):
         if (c < 0).any() or (c > np.array(windows)[:, None, None]).any():
-            raise BadFile(f"{found.path}: layers.{i}.counts has counts outside of 0 to the windows counted")
+            raise BadFile(f"{found.path}: layers.{i}.counts exceeds the number of windows, or is negative")
     return Profile(buckets, windows, tokens, corpus, counts)
 
 
@@ -118,15 +117,17 @@ Rows = tuple[F16, I64, I32, F16]  # input [n, dim], indptr [n + 1], index [nnz],
 
 @dataclass(frozen=True)
 class Samples:
-    """What the gates of some tokens saw, and what came of it; read a layer at a time."""
+    """Sampled tokens: the input of each FFN and the neurons it activated. They are read a layer at a time."""
 
     n: int
     spec: ModelSpec
     found: sidecar.Sidecar
 
     def layer(self, i: int) -> Rows:
-        """(input [n, dim], indptr [n + 1], index, mass): row r's active neurons, ascending, are
-        index[indptr[r]:indptr[r + 1]], and mass, beside them, |h| times the norm of their down row.
+        """Return (input [n, dim], indptr [n + 1], index [nnz], mass [nnz]) of layer i, as a CSR matrix.
+
+        The active neurons of sample r are index[indptr[r]:indptr[r + 1]], ascending. `mass` has |h| times the
+        norm of the down row for each of them. Raises BadFile or IOFailure.
         """
         a, f = f"layers.{i}", self.found
         indptr = f.read(f"{a}.indptr", "<i8", (self.n + 1,))
@@ -153,7 +154,7 @@ class Samples:
 def write_samples(
     directory: Path, spec: ModelSpec, n: int, active: Sequence[int], layers: Iterator[Rows]
 ) -> None:
-    """`active`: of each layer, the length of `index` that `layers` will give."""
+    """Write the samples of `n` tokens. `active` is the length of each layer's `index`, known beforehand."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for i, nnz in enumerate(active):
         a = f"layers.{i}"
@@ -164,7 +165,7 @@ def write_samples(
 
 
 def open_samples(pack: Pack) -> Samples | None:
-    """None where there are none. BadFile: they are damaged, or another pack's."""
+    """Open a pack's samples, or return None if it has none. BadFile: damaged, or of another pack."""
     found = sidecar.Sidecar.open(pack.path / SAMPLES, "samples", sidecar.stamp(pack.path), AGAIN)
     if found is None:
         return None
@@ -175,24 +176,24 @@ def open_samples(pack: Pack) -> Samples | None:
     return Samples(n, pack.spec, found)
 
 
-# ---- what it says
+# ---- statistics of a profile
 
 
 def concentration(counts: I64) -> tuple[F64, F64]:
-    """The cumulative curve: (share of neurons, the hottest first; share of activations they make)."""
+    """Return the cumulative curve: (share of neurons, hottest first; share of activations they make)."""
     ordered = np.sort(counts.reshape(-1))[::-1].astype(np.float64)
     share = np.concatenate([[0.0], np.cumsum(ordered)]) / max(1.0, float(ordered.sum()))
     return np.linspace(0.0, 1.0, len(share)), share
 
 
 def hot_share(counts: I64) -> float:
-    """The share of neurons that makes `HOT_SHARE` of the activations."""
+    """Return the share of neurons that makes `HOT_SHARE` of the activations."""
     neurons, activations = concentration(counts)
     return float(neurons[np.searchsorted(activations, HOT_SHARE - 1e-12)]) if counts.any() else 0.0
 
 
 def summary(p: Profile) -> Json:
-    """For a person or a program: what is active, how concentrated, and where."""
+    """Summarise a profile for a person or a program: how many neurons are active, and how concentrated."""
     one = [c[0] for c in p.counts]
     active = [float(c.mean()) / p.windows[0] for c in one]
     needed = {
@@ -204,7 +205,7 @@ def summary(p: Profile) -> Json:
         "corpus": p.corpus,
         "active_fraction": float(np.mean(active)),
         "active_per_layer": active,
-        "needed_by_batch": needed,  # the fraction of neurons that some token of so many needs
+        "needed_by_batch": needed,  # by number of tokens: the share of neurons that some token needs
         "hot_share": hot_share(np.stack(one)),
         "hot_share_per_layer": [hot_share(c) for c in one],
         "never_active": int(sum((c == 0).sum() for c in one)),

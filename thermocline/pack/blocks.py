@@ -1,4 +1,4 @@
-"""Whole blocks of weights.bin: which a load reads, and reading them checked."""
+"""Blocks of weights.bin, the units of its checksums: which of them a load reads, and how they are checked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from thermocline.pack.predictor import Predictors
 
 
 def new_arena(size: int, what: str) -> _native.Arena:
+    """Allocate `size` bytes for `what`. Raises OutOfBudget."""
     try:
         return _native.Arena(size)
     except MemoryError:
@@ -18,13 +19,16 @@ def new_arena(size: int, what: str) -> _native.Arena:
 
 
 def memory_bytes(pack: Pack, predictors: Predictors | None = None) -> int:
-    """What `load` keeps in memory."""
+    """Return the bytes that `load` keeps in memory."""
     weights = sum(end - begin for begin, end in block_ranges(pack))
     return weights + (0 if predictors is None else predictors.nbytes)
 
 
 def block_ranges(pack: Pack) -> list[tuple[int, int]]:
-    """The bytes of weights.bin that are read: whole blocks, without those of predictors alone."""
+    """Return the ranges [begin, end) of weights.bin that a load reads, in whole blocks.
+
+    Blocks that hold only predictors are left out.
+    """
     block, out = pack.block_bytes, list[tuple[int, int]]()
     wanted = ((t.offset, t.offset + t.bytes) for n, t in pack.tensors.items() if ".predictor." not in n)
     for begin, end in sorted(wanted):
@@ -36,14 +40,14 @@ def block_ranges(pack: Pack) -> list[tuple[int, int]]:
 
 
 def read_blocks(arena: _native.Arena, pack: Pack, begin: int, end: int, to: int) -> None:
-    """Whole blocks of weights.bin, checked, to byte `to` of the arena. Raises BadFile or IOFailure."""
+    """Read whole blocks of weights.bin to byte `to` of the arena, checked. Raises BadFile or IOFailure."""
     error, block = arena.load(str(pack.weights_path), begin, end, pack.checksums, pack.block_bytes, to)
     if block >= 0:
         raise block_error(pack, error, block)
 
 
 def block_error(pack: Pack, error: int, block: int) -> ThermoclineError:
-    """`error`: errno, -1: the file ends early, 0: wrong checksum."""
+    """Return the error for a block. `error` is an errno, -1 for an early end, 0 for a wrong checksum."""
     at = block * pack.block_bytes
     where = f"byte {at} ({_tensor_at(pack, at)})"
     if error:

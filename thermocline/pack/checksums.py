@@ -1,7 +1,7 @@
-"""The checksum of every neuron's record and gate row, for reading one at a time: `records.safetensors`.
+"""Checksums of every neuron's bundle record and gate row, so that single ones can be read and checked.
 
-A sidecar (sidecar.py), made in one pass over weights.bin when a pack first needs it, and again where it is
-another pack's or damaged. Must not know who reads the records.
+They are kept in a sidecar, `records.safetensors`. It is made in one pass over weights.bin when a pack first
+needs it, and made again if it is damaged or belongs to another pack.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ U32 = NDArray[np.uint32]
 Progress = Callable[[int, int], None]
 
 FILE, KIND = "records.safetensors", "records"
-WINDOW_BYTES = 64 << 20  # of weights.bin, held at a time; smaller ones would leave the disk idle between two
+WINDOW_BYTES = (
+    64 << 20
+)  # of weights.bin in memory at a time; with smaller windows the disk would idle between
 
 
 @dataclass(frozen=True)
 class NeuronChecksums:
-    """CRC-32C of each neuron's row with its padding, `stride` bytes: [n_experts * ffn_dim] of each layer."""
+    """CRC-32C of each neuron's rows with their padding (`stride` bytes): [n_experts * ffn_dim] by layer."""
 
     bundle: tuple[U32, ...]
     gate: tuple[U32, ...]
@@ -38,9 +40,9 @@ class NeuronChecksums:
 def open_checksums(
     pack: Pack, progress: Progress | None = None, told: Callable[[str], None] | None = None
 ) -> NeuronChecksums:
-    """The pack's; made now where there are none yet. BadFile or IOFailure: weights.bin is damaged.
+    """Read the pack's checksums, or make them now. BadFile or IOFailure if weights.bin is damaged.
 
-    `told` hears of it where they could not be kept: the next run then makes them again.
+    `told` gets a line if they could not be saved: the next run then makes them again.
     """
     try:
         found = _read(pack)
@@ -52,12 +54,12 @@ def open_checksums(
             _keep(pack, found)
         except IOFailure as e:
             if told is not None:
-                told(f"{e}; the checksums of its neurons are made again next time")
+                told(f"{e}; the checksums of its neurons will be made again by the next run")
     return found
 
 
 def _names(pack: Pack) -> list[str]:
-    """Every layer's bundle, then every layer's gate."""
+    """Return the tensors with checksums: every layer's bundle, then every layer's gate."""
     layers = range(pack.spec.n_layers)
     return [*(f"layers.{i}.bundle" for i in layers), *(f"layers.{i}.gate.weight" for i in layers)]
 
@@ -85,7 +87,7 @@ def _keep(pack: Pack, records: NeuronChecksums) -> None:
 
 
 def _made(pack: Pack, progress: Progress | None) -> NeuronChecksums:
-    """In the order of weights.bin, every block of which is checked on the way."""
+    """Compute the checksums in the order of weights.bin. Every block is checked on the way."""
     by_place = sorted(_names(pack), key=lambda name: pack.tensors[name].offset)
     tensors = {name: pack.tensors[name] for name in by_place}
     size = sum(t.bytes for t in tensors.values())
@@ -109,7 +111,7 @@ def _windows(t: TensorInfo) -> Iterator[tuple[int, int]]:
 
 
 def _checksum(pack: Pack, t: TensorInfo, arena: _native.Arena, first: int, out: U32) -> None:
-    """Of rows from `first` on."""
+    """Write the checksums of the rows from `first` on to `out`."""
     block, begin = pack.block_bytes, t.offset + first * t.stride
     from_, end = begin // block * block, begin + len(out) * t.stride
     read_blocks(arena, pack, from_, min(pack.weights_bytes, -(-end // block) * block), 0)

@@ -1,6 +1,6 @@
-"""pack.json: written one way only, and checked in full against what its spec implies.
+"""pack.json: rendered in one way only, and checked in full against its spec.
 
-The format is docs/internals/pack.md's. Must not know any other file.
+docs/internals/pack.md describes the format.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MAX_RANK = 1 << 16
 
 @dataclass(frozen=True)
 class Predictor:
-    """What a model's predictors of active neurons need besides their weights."""
+    """The facts about a model's own predictors of active neurons that their weights do not say."""
 
-    ranks: tuple[int, ...]  # of each layer
-    threshold: float  # a neuron is predicted active where its logit is at least this
+    ranks: tuple[int, ...]  # by layer
+    threshold: float  # a neuron is predicted active if its logit is at least this
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """pack.json, checked."""
+    """A checked pack.json."""
 
     spec: ModelSpec
     weight_format: str
@@ -50,7 +50,7 @@ class Manifest:
 
 
 def render_manifest(m: Manifest) -> bytes:
-    """The bytes of pack.json. `parse_manifest` accepts no others, so that every changed byte is noticed."""
+    """Return the bytes of pack.json. `parse_manifest` accepts no others, so it notices every changed byte."""
     value: Json = {
         "format": KIND,
         "version": VERSION,
@@ -69,7 +69,7 @@ def render_manifest(m: Manifest) -> bytes:
 
 
 def _render(value: Json) -> bytes:
-    """`value` and its crc32c as JSON, one tensor a line."""
+    """Render `value` and its crc32c as JSON, one tensor a line."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
     lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items() if k != "tensors"]
     tensors = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value["tensors"].items()]
@@ -94,7 +94,10 @@ _KEYS = {
 
 
 def parse_manifest(data: bytes, name: str) -> Manifest:
-    """Check all a manifest says against what its spec implies. BadFile or Unsupported names the field."""
+    """Parse a manifest and check it against its spec. `name` is the file, for messages.
+
+    Raises BadFile or Unsupported, naming the field.
+    """
     value = parse_json(data, name)
     if value.get("format") != KIND:
         raise BadFile(f"{name}: not a pack: format is {quoted(value.get('format'))}, not {KIND}")
@@ -113,7 +116,9 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
             f"{name}: pack version {value['version']}; this build reads {VERSION}: pack the model again"
         )
     if value["version"] != VERSION or value["block_bytes"] != BLOCK_BYTES:
-        raise BadFile(f"{name}: version or block_bytes is not {VERSION}, {BLOCK_BYTES}")
+        raise BadFile(
+            f"{name}: version must be {VERSION} and block_bytes {BLOCK_BYTES}; pack the model again"
+        )
     spec = _parse_spec(value["spec"], f"{name}: spec")
     weights_bytes = _size(value, "weights_bytes", MAX_WEIGHTS_BYTES, name)
     predictor = _parse_predictor(value["predictor"], spec, name) if "predictor" in value else None
@@ -133,7 +138,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
 
 
 def _check_keys(value: Json, types: Mapping[str, type], name: str) -> None:
-    """Exactly these keys, with exactly these types."""
+    """Raise BadFile unless `value` has exactly these keys, with exactly these types."""
     for key in (*types, *value):
         if key not in value:
             raise BadFile(f"{name}: {key} is missing")
@@ -150,7 +155,7 @@ def _size(value: Json, key: str, limit: int, name: str) -> int:
     return number
 
 
-# The types of ModelSpec's fields, by annotation: what JSON may hold for each.
+# What JSON may hold for a field of ModelSpec, by the field's annotation.
 _FIELD_TYPES: dict[str, Callable[[Any], bool]] = {
     "str": lambda v: type(v) is str and len(v) <= 64 and v.isprintable(),
     "int": lambda v: type(v) is int,
@@ -201,8 +206,8 @@ def _parse_tensors(
     weights_bytes: int,
     name: str,
 ) -> dict[str, TensorInfo]:
-    said = {t: f.get("format") for t, f in value.items() if type(f) is dict}
-    formats = {t: f for t, f in said.items() if type(f) is str and f in quant.FORMATS}
+    given = {t: f.get("format") for t, f in value.items() if type(f) is dict}
+    formats = {t: f for t, f in given.items() if type(f) is str and f in quant.FORMATS}
     ranks = predictor.ranks if predictor is not None else ()
     expected = expected_tensors(spec, weight_format, formats, ranks)
     missing = [n for n, t in expected.items() if n not in value and not t.optional]
@@ -249,7 +254,7 @@ def _parse_predictor(value: Json, spec: ModelSpec, name: str) -> Predictor:
     if len(ranks) != spec.n_layers or any(type(r) is not int or not 1 <= r <= MAX_RANK for r in ranks):
         raise BadFile(f"{where}: ranks are not one from 1 to {MAX_RANK} for each of {spec.n_layers} layers")
     if not -1e6 <= value["threshold"] <= 1e6:
-        raise BadFile(f"{where}: threshold is {value['threshold']}")
+        raise BadFile(f"{where}: threshold is {value['threshold']}, not a number from -1e6 to 1e6")
     return Predictor(tuple(ranks), value["threshold"])
 
 

@@ -1,7 +1,4 @@
-"""Pack directories: open, verify, describe.
-
-Writing one is `writer.py`, making one from a model `importer.py`. Must not know kernels or the engine.
-"""
+"""Pack directories: open, verify and describe them. `writer.py` writes them."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ ROLES = ("embed", "attention", "norm", "router", *NEURON_ROLES, "head", "predict
 
 @dataclass(frozen=True)
 class Pack:
-    """An opened pack. All but the contents of weights.bin has been checked; those are as they are read."""
+    """An opened pack. All of it is checked but the contents of weights.bin, which are checked when read."""
 
     path: Path
     spec: ModelSpec
@@ -53,14 +50,15 @@ class Pack:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Pack:
-        """Raises BadFile, IOFailure or Unsupported, naming the file and field."""
+        """Open and check a pack. Raises BadFile, IOFailure or Unsupported, naming the file and field."""
         path = Path(directory)
         m = parse_manifest(read_small(path / "pack.json", MAX_MANIFEST_BYTES), str(path / "pack.json"))
         fd, size = open_regular(path / "weights.bin")
         os.close(fd)
         if size != m.weights_bytes:
             raise BadFile(
-                f"{path / 'weights.bin'}: {size} bytes, pack.json says {m.weights_bytes}: truncated?"
+                f"{path / 'weights.bin'}: has {size} bytes, pack.json says {m.weights_bytes}: truncated? "
+                "Pack the model again"
             )
         for file, crc in m.files.items():
             if _native.crc32c(read_small(path / file, MAX_COPIED_BYTES)) != crc:
@@ -88,7 +86,7 @@ def _read_checksums(path: Path, m: Manifest) -> U32:
 
 
 def read_tensor(pack: Pack, name: str) -> NDArray[np.uint8]:
-    """A tensor's bytes [rows, stride] out of weights.bin, checked. Raises BadFile or IOFailure."""
+    """Read a tensor's bytes [rows, stride] from weights.bin, checked. Raises BadFile or IOFailure."""
     info, block = pack.tensors[name], pack.block_bytes
     first, last = info.offset // block, -(-(info.offset + info.bytes) // block)
     fd, size = open_regular(pack.weights_path)
@@ -104,7 +102,7 @@ def read_tensor(pack: Pack, name: str) -> NDArray[np.uint8]:
 
 
 def verify(pack: Pack, progress: Progress | None = None) -> list[str]:
-    """Read all of weights.bin; one sentence per damaged block, naming the tensors in it."""
+    """Read all of weights.bin. Return one sentence for each damaged block, naming the tensors in it."""
     fd, size = open_regular(pack.weights_path)
     problems = []
     try:
@@ -129,7 +127,7 @@ def _damage(pack: Pack, block: int) -> str:
 
 
 def inspect(pack: Pack) -> Json:
-    """What is in a pack, ready for JSON: spec, parameters and bytes per part, bytes per token, file sizes."""
+    """Describe a pack, ready for JSON: spec, parameters and bytes by role, bytes per token, file sizes."""
     formats = {n: t.format for n, t in pack.tensors.items()}
     ranks = pack.predictor.ranks if pack.predictor is not None else ()
     expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
@@ -160,8 +158,9 @@ def inspect(pack: Pack) -> Json:
 
 
 def _bytes_per_token(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec]) -> int:
-    """Weight bytes a decoded token reads when nothing is skipped: all, but of embeddings a row, of
-    experts those that are chosen.
+    """Return the bytes of weights that a decoded token reads if no neuron is skipped.
+
+    A token reads one row of the embeddings, and only the experts that it chooses.
     """
     total = 0
     for name, t in tensor_specs.items():

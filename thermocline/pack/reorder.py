@@ -1,6 +1,6 @@
-"""A pack with its neurons in another order: the same model, written again.
+"""Write a pack again with its neurons in another order.
 
-Streams from the old pack, every block of which is checked; keeps one tensor of neurons in memory.
+Tensors are streamed from the old pack, and every block is checked. One tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thermocline.pack.writer import write_pack
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 
-# What of a layer has a row, or a value, for each neuron.
+# Tensors of a layer that have a row, or a value, for each neuron.
 NEURON_TENSORS = (
     "gate.weight",
     "gate.bias",
@@ -37,14 +37,17 @@ PACK_FILES = ("pack.json", "weights.bin", "checksums.bin")
 
 
 def hottest_first(counts: I64) -> I64:
-    """[experts, neurons] -> [experts * neurons]: the positions in order of hotness, within each expert."""
+    """Return the positions of neurons in order of hotness: [experts, neurons] -> [experts * neurons].
+
+    Neurons stay with their expert.
+    """
     order = np.argsort(-counts, axis=1, kind="stable")
     places: I64 = (order + np.arange(len(counts))[:, None] * counts.shape[1]).reshape(-1)
     return places
 
 
 class Reordered:
-    """An `EncodedSource` over a pack: row i of a layer's neurons is its row `places[layer][i]`."""
+    """An `EncodedSource` over a pack: neuron i of a layer is the pack's neuron `places[layer][i]`."""
 
     def __init__(self, pack: Pack, places: Sequence[I64]) -> None:
         self._pack, self._places = pack, places
@@ -63,7 +66,7 @@ class Reordered:
         bundled = part in ("up", "down")
         tensor = f"layers.{layer}.bundle" if bundled else name
         if self._held[0] != tensor:
-            self._held = ("", np.empty((0, 0), np.uint8))  # let go of one before taking the next
+            self._held = ("", np.empty((0, 0), np.uint8))  # free one tensor before reading the next
             self._held = (tensor, read_tensor(self._pack, tensor))
         rows = self._held[1]
         if bundled or part in NEURON_TENSORS:
@@ -78,7 +81,7 @@ class Reordered:
 
 
 def _split(name: str) -> tuple[int, str]:
-    """`layers.3.gate.weight` -> (3, `gate.weight`); (-1, name) outside of layers."""
+    """Split `layers.3.gate.weight` into (3, `gate.weight`); a tensor outside of layers gives (-1, name)."""
     if not name.startswith("layers."):
         return -1, name
     _, layer, part = name.split(".", 2)
@@ -95,7 +98,11 @@ def write_reordered(
     overwrite: bool,
     progress: Progress | None = None,
 ) -> None:
-    """`finish` adds what belongs to the new pack. Other files of a pack that is replaced stay, but `drop`."""
+    """Write `pack` to `dst` with its neurons at `places`.
+
+    `finish` adds the new pack's sidecars. If `dst` is the pack itself, its other files stay, except for those
+    in `drop`. Raises the errors of `write_pack`, and BadFile or IOFailure for the old pack.
+    """
     in_place = os.path.realpath(dst) == os.path.realpath(pack.path)
 
     def complete(directory: Path) -> None:
