@@ -54,7 +54,7 @@ def open_checksums(
             _keep(pack, found)
         except IOFailure as e:
             if told is not None:
-                told(f"{e}; the checksums of its neurons will be made again by the next run")
+                told(f"{e}; the checksums of its neurons are made again next time")
     return found
 
 
