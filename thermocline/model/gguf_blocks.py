@@ -47,7 +47,7 @@ def _f16(b: U8, at: int) -> F32:
 
 
 def _split(b: U8, group: int, *shifts: int, mask: int) -> U8:
-    """Split bytes into fields [blocks, n]: of each `group` of bytes, the masked bits at each shift in turn."""
+    """Split bytes into bit fields [blocks, n]: of each `group` of bytes, the fields at each shift in turn."""
     parts = b.reshape(len(b), -1, 1, group) >> np.array(shifts, np.uint8).reshape(1, 1, -1, 1)
     return (parts & np.uint8(mask)).reshape(len(b), -1)
 

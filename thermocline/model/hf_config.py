@@ -167,8 +167,8 @@ class ConfigKeys:
             value = self._config[key]
             if key not in REQUIRED_VALUE:
                 raise Unsupported(
-                    f"{self._name}: key {quoted(key)} is unknown, so it may change the answer; remove it from "
-                    "the file if you are sure that it does not"
+                    f"{self._name}: key {quoted(key)} is unknown, so it may change the answer; remove it if "
+                    "you are sure that it does not"
                 )
             if not any(value == v and type(value) in (type(v), float) for v in REQUIRED_VALUE[key]):
                 raise self.unsupported(key, "is not supported")
