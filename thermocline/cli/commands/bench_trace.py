@@ -75,7 +75,7 @@ def _packed(o: BenchOptions, progress: ProgressBar) -> Pack:
 
 @dataclass(frozen=True)
 class Case:
-    """One size of the cache. `budget`: in GiB, of which the shares come; None: the shares were asked for."""
+    """A size of the cache. `budget`: the GiB that the shares come from; None: the shares were asked for."""
 
     budget: float | None
     shares: Sequence[Share]
