@@ -469,7 +469,7 @@ def test_a_file_larger_than_announced_is_cut_off(hub: Hub, tmp_path: Path) -> No
     repo = hub.repos["org/name"] = Repo({"m.gguf": bytes(10**6)})
     small = {**sibling("m.gguf", bytes(10**6)), "size": 1000}
     repo.siblings = lambda: [small]  # type: ignore[method-assign]
-    with pytest.raises(BadFile, match="larger than its 1000 bytes"):
+    with pytest.raises(BadFile, match="larger than the announced 1000 bytes"):
         pull("org/name")
     assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) < 10**4
 

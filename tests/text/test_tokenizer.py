@@ -441,7 +441,7 @@ def test_a_process_that_dies_of_a_text_is_replaced_with_all_it_had(tmp_path: Pat
     """Twins too: a conversation is tokenised by one."""
     tok = Tokenizer(byte_level(tmp_path))
     twin = tok.renamed({"<s>": "qqqq"}, "zzzz")
-    confined, ids = tok._library._confined, twin(b"aqqqqb<s>")
+    confined, ids = tok._process._confined, twin(b"aqqqqb<s>")
     assert ids[1] == 0 and 0 not in ids[2:]
     first = confined._process
     assert first is not None
@@ -456,7 +456,7 @@ def test_a_process_that_dies_of_a_text_is_replaced_with_all_it_had(tmp_path: Pat
 def test_a_text_that_takes_all_memory_is_a_bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library aborts its process there; it was the server's."""
     tok = Tokenizer(byte_level(tmp_path))
-    process = tok._library._confined._process
+    process = tok._process._confined._process
     assert process is not None
     resource = pytest.importorskip("resource")
     resource.prlimit(process.pid, resource.RLIMIT_AS, (1 << 24, 1 << 24))
@@ -469,7 +469,7 @@ def test_a_file_replaced_in_use_is_not_taken_for_the_one_that_was_opened(tmp_pat
     tok = Tokenizer(byte_level(tmp_path))
     tok.close()
     byte_fallback(tmp_path)
-    with pytest.raises(BadFile, match="was replaced while it was in use"):
+    with pytest.raises(BadFile, match="was replaced while in use"):
         tok.encode("time")
 
 

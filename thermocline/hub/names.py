@@ -169,7 +169,7 @@ class OnlyPickles(Unsupported):
             "look for a safetensors or GGUF version, or convert it where you trust it: hf download "
             f"{name.repo}, then save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
             if pull_request is None
-            else f"{pull_request}, a pull request, has them as safetensors: check who opened it, "
+            else f"{pull_request} has them as safetensors, in a pull request: check who opened it, "
             "then use that name"
         )
         super().__init__(

@@ -182,9 +182,7 @@ def _problem(kind: str, text: str, walks: int) -> str:
         if warnings := begin.get_grammar_warnings():
             return str(warnings[0])
         if _lets_zero_in(json.loads(text)):
-            return (
-                "with an exclusive bound of 0 and a bound below 1, 0 itself would pass; leave one bound out"
-            )
+            return "between an exclusive 0 and a fraction, 0 itself would be allowed; leave one bound out"
     draw = random.Random(0)
     found = (_walk(begin.deep_copy(), draw) for _ in range(walks))
     return next(filter(None, found), "")
@@ -205,7 +203,7 @@ def _walk(matcher: LLMatcher, draw: random.Random) -> str:
 
 
 def _lets_zero_in(schema: Any) -> bool:
-    """Tell whether llguidance 1.9 wrongly allows 0: exclusiveMinimum 0 with a maximum below 1, or mirrored."""
+    """Tell whether llguidance 1.9 wrongly allows 0: exclusiveMinimum 0, maximum below 1, or mirrored."""
     if isinstance(schema, list):
         return any(map(_lets_zero_in, schema))
     if not isinstance(schema, dict):

@@ -152,7 +152,7 @@ class TracedText(str):
         return TracedText(text, self._mask) if len(text) == len(self) else text
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
-        """Return `parts` as slices of this text. `sep` separates them; None: text that no part begins with."""
+        """Return `parts` as slices of this text, separated by `sep`; None: by text that begins no part."""
         out: list[str] = []
         at = 0
         for part in parts:

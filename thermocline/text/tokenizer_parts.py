@@ -43,7 +43,7 @@ MOST_CHARSMAP = 1 << 20  # characters of Precompiled's table; known files have 3
 
 
 class UnusableTokenizer(Exception):
-    """The tokenizer.json is refused. `unsupported`: for a part that no family has; else for its size."""
+    """A tokenizer.json is refused: for a part that no family has (`unsupported`), else for a size."""
 
     def __init__(self, why: str, *, unsupported: bool = False) -> None:
         super().__init__(why)
@@ -51,7 +51,7 @@ class UnusableTokenizer(Exception):
 
 
 def check(kind: str, state: Part | None) -> None:
-    """Raise UnusableTokenizer for a part that no family needs. `kind`: a key of PARTS; `state`: the file's."""
+    """Raise UnusableTokenizer for a part that no family needs. `kind`: a key of PARTS."""
     parts = [] if state is None else list(_flat(kind, state))
     if len(parts) > MOST_PARTS:
         raise UnusableTokenizer(f"its {kind} has {len(parts)} steps (limit {MOST_PARTS})")
