@@ -305,7 +305,7 @@ def http() -> str:
     parts.append("\n## Objects in requests\n")
     parts += [f"\n### {name}\n\n{_fields(kinds[name])}" for name in sorted(used) if name != "Error"]
     parts.append(REFUSED_HEAD)
-    parts += [f"* `{name}`: {instead}\n" for name, instead in schema.UNKEPT.items()]
+    parts += [f"* `{name}`: {instead}\n" for name, instead in schema.UNSUPPORTED.items()]
     parts.append(STATUSES_HEAD)
     parts += [f"* {code}: {text}\n" for code, text in STATUSES.items()]
     return "".join(parts)
