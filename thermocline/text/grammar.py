@@ -131,12 +131,12 @@ class Grammar:
 
         None leaves a part out.
         """
-        form = {
+        answer_parts = {
             "thought": None if thought is None else asdict(thought),
             "calls": None if calls is None else asdict(calls),
             "content": content,
         }
-        return Grammar("answer", json.dumps(form, ensure_ascii=False, allow_nan=False))
+        return Grammar("answer", json.dumps(answer_parts, ensure_ascii=False, allow_nan=False))
 
 
 def depth(text: str) -> int:
