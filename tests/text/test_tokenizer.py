@@ -144,7 +144,7 @@ def test_random_ids_decode_as_the_library_does(tmp_path: Path) -> None:
 
 
 def test_a_broken_run_of_byte_tokens_keeps_its_whole_characters(tmp_path: Path) -> None:
-    """Where the library turns all of a run into U+FFFD, we have shown its complete characters already."""
+    """The library turns a whole run into U+FFFD; we have already shown its complete characters."""
     tok, lib = Tokenizer(byte_fallback(tmp_path)), library(tmp_path)
     euro, broken = [3 + b for b in "€".encode()], [3 + 0xFF]
     assert pushed(tok, euro + broken) == ["", "", "€", "\ufffd", ""]
@@ -239,7 +239,7 @@ def test_no_text_of_so_many_tokens_is_longer(tmp_path: Path) -> None:
     assert tok.most_bytes(10) == 40 * len(longest.encode())
 
 
-def test_where_one_token_is_any_unknown_text_nothing_bounds_it(tmp_path: Path) -> None:
+def test_a_text_is_unbounded_if_one_token_is_any_unknown_text(tmp_path: Path) -> None:
     from tokenizers import decoders, models
 
     tok = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
@@ -287,7 +287,9 @@ def _fifo(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_directory, _fifo])
-def test_what_is_no_file_is_refused_without_reading_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_path_that_is_not_a_file_is_refused_without_reading_it(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     make(tmp_path / "tokenizer.json")
     with pytest.raises(BadFile):
         Tokenizer(tmp_path)

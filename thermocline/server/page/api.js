@@ -56,7 +56,7 @@ export async function props() {
   return (await ask("/props")).json();
 }
 
-/** Parses server-sent events from text that may be split anywhere; returns the data of whole events, in order. */
+/** Parses server-sent events from text that may be split anywhere; returns the data of whole events. */
 export class EventParser {
   #line = "";
   #data = null;

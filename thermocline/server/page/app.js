@@ -129,7 +129,7 @@ function failed(error, retry) {
 function keep() {
   conversation.updated = Date.now();
   const kept = history.save(conversation);
-  if (!kept) notice("This browser's storage is full: export this conversation, or it is lost with this page.");
+  if (!kept) notice("This browser's storage is full: export this conversation to keep it.");
   history.remember("open", conversation.id);
 }
 
@@ -171,7 +171,7 @@ async function answer(before = null) {
     running = null;
     keep();
     show();
-    if (document.activeElement === document.body) $("input").focus(); // "Stop" had the focus, and is hidden now
+    if (document.activeElement === document.body) $("input").focus(); // "Stop" had it, and is hidden now
   }
 }
 

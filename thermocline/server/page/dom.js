@@ -2,7 +2,7 @@
 
 export const $ = (id) => document.getElementById(id);
 
-/** Makes an element. `set`: properties (className, onclick, ...); names with a dash, and `role`, are attributes. */
+/** Makes an element. `set`: properties (className, ...); `role` and names with a dash are attributes. */
 export function el(tag, set = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(set)) {
