@@ -13,16 +13,16 @@ import schemathesis
 BEYOND = re.compile(
     r"the (JSON schema|grammar|answer's form) (cannot be|is|has|must be)"
     r"|the grammar or schema has more than"
-    r"|response_format, json_schema and grammar: only one"
+    r"|response_format, json_schema and grammar exclude each other"
     r"|grammar: it is for the whole answer"
     r"|tool_choice: there (are no tools|is no function)"
-    r"|tools: the parameters of .* have to be an object's"
+    r"|tools: the parameters of .* have to be of type object"
     r"|logit_bias has the token|the grammar, logit_bias and ignore_eos ban"
     r"|logit_bias and ignore_eos ban"
-    r"|n: \d+ answers, at most|best_of: only what n says"
+    r"|n: \d+ answers; at most|best_of: it has to be equal to n"
     r"|stop: texts of 1 to|top_logprobs: needs logprobs"
     r"|the prompt has \d+ (tokens, the context holds|bytes, far more than a context)"
-    r"|.* cannot be given to a chat template|chat_template_kwargs: "
+    r"|.* cannot be variables of a chat template|chat_template_kwargs: "
 )
 
 

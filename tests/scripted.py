@@ -49,7 +49,7 @@ class ScriptedEngine(EngineProcess):
     def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Jobs:
         jobs = [next(self._numbers) for _ in prompts]
         work = Jobs(self, jobs)
-        self._jobs |= dict.fromkeys(jobs, work)
+        self._awaited |= dict.fromkeys(jobs, work)
         self.prompts.append(list(prompts[0][0]))
         self.asked.append(prompts[0][1])
         self.playing = asyncio.gather(*map(self._play, jobs))
@@ -58,7 +58,7 @@ class ScriptedEngine(EngineProcess):
     async def _play(self, job: int) -> None:
         for piece in self.answer:
             self._tell(Token(job, Chunk(piece, 1)))
-        while self.endless and job in self._jobs:
+        while self.endless and job in self._awaited:
             self._tell(Token(job, Chunk("and on ", 1)))
             await asyncio.sleep(0.005)
         if self.failing:
@@ -67,13 +67,13 @@ class ScriptedEngine(EngineProcess):
             self._tell(Finished(job, "stop", 1, FIGURES, prompt_logprobs=()))
 
     def _tell(self, event: Event) -> None:
-        if (work := self._jobs.get(event.job)) is not None:
+        if (work := self._awaited.get(event.job)) is not None:
             work.put(event)
             if not isinstance(event, Token):
-                del self._jobs[event.job]
+                del self._awaited[event.job]
 
     def cancel(self, job: int) -> None:
-        if self._jobs.pop(job, None) is not None:
+        if self._awaited.pop(job, None) is not None:
             self.gone.set()
 
     async def stop(self, grace_s: float = 2.0) -> None:

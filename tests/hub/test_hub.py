@@ -79,7 +79,7 @@ def test_a_path_is_never_a_name(text: str) -> None:
     assert names.parse(text) is None
 
 
-def test_what_exists_here_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_exists_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert download.locate("org/name") == Path("org/name")
@@ -237,7 +237,7 @@ def test_two_pulls_at_once_fetch_each_file_once(hub: Hub, tiny_hf: Path, tmp_pat
 
 @pytest.fixture
 def pickles(hub: Hub, tiny_hf: Path) -> Repo:
-    """As OPT is: pickles, and a pull request of the hub's converter among others."""
+    """OPT has pickles, and a pull request of the hub's converter among others."""
     offered = model(tiny_hf)
     files = {n: data for n, data in offered.files.items() if n != "model.safetensors"}
     repo = hub.repos["org/name"] = Repo(files)
@@ -246,7 +246,7 @@ def pickles(hub: Hub, tiny_hf: Path) -> Repo:
     return repo
 
 
-def test_where_only_a_pull_request_has_safetensors_its_name_is_said_and_works(
+def test_a_pull_request_with_the_only_safetensors_is_named_and_works(
     pickles: Repo, hub: Hub, thermocline: Run
 ) -> None:
     refused = thermocline("run", "-m", "org/name", "hello")
@@ -469,7 +469,7 @@ def test_a_file_larger_than_announced_is_cut_off(hub: Hub, tmp_path: Path) -> No
     repo = hub.repos["org/name"] = Repo({"m.gguf": bytes(10**6)})
     small = {**sibling("m.gguf", bytes(10**6)), "size": 1000}
     repo.siblings = lambda: [small]  # type: ignore[method-assign]
-    with pytest.raises(BadFile, match="larger than its 1000 bytes"):
+    with pytest.raises(BadFile, match="larger than the announced 1000 bytes"):
         pull("org/name")
     assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) < 10**4
 

@@ -1,4 +1,4 @@
-"""What the layers do, from the engine's counts to `GET /activity`: exact, only while somebody looks."""
+"""The layers' activity, from the engine's counts to `GET /activity`: exact, only while a client watches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ N = 24
 
 
 def watched(sparsity: str, prompts: int = 1) -> tuple[ActivityReport, list[Any]]:
-    """What a watch of the bundled model says of all answers' steps, and what the requests say."""
+    """Return the counts of a watch over all steps of the bundled model, and those of the requests."""
     with LLM(threads=1, gpu="off", sparsity=sparsity) as llm:
         llm.engine.watch = ActivityMeter()
         params = SamplingParams(max_tokens=N, temperature=0, ignore_eos=True)
@@ -85,7 +85,7 @@ def test_nothing_is_counted_by_layer_unless_somebody_watches() -> None:
     assert FFNStats().layers is None
 
 
-def test_what_a_gpu_does_not_count_is_null_and_the_disk_is_told() -> None:
+def test_counts_that_a_gpu_lacks_are_null_and_the_disk_is_reported() -> None:
     watch, disk = ActivityMeter(on_gpu=True), DiskCounts(needed=8, missed=2, bytes=10**9)
     for _ in range(2):
         watch.add(FFNStats(layers=[]), tokens=1, seconds=0.5, bytes=2e9, disk=disk)
@@ -186,6 +186,6 @@ def test_onlookers_are_bounded_and_one_that_leaves_makes_room() -> None:
             assert time.monotonic() < end
 
 
-def test_who_has_no_key_sees_nothing() -> None:
+def test_a_client_without_a_key_sees_nothing() -> None:
     with served(keys=["k"], wait=False) as s:
         assert httpx2.get(f"{s.url}/activity").status_code == 401

@@ -1,4 +1,4 @@
-"""What clients are answered: OpenAI's shapes, the model's own words, errors that say what to do."""
+"""Answers to clients: OpenAI's shapes, the model's own words, errors that say what to do."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_an_answer_is_what_its_grammar_says(server: Served, how: dict[str, Any])
         {"json_schema": SCHEMA, "grammar": 'start: "a"'}, {"grammar": "x" * 70000},
     ],
 )  # fmt: skip
-def test_what_cannot_be_enforced_is_refused(server: Served, how: dict[str, Any]) -> None:
+def test_a_grammar_that_cannot_be_enforced_is_refused(server: Served, how: dict[str, Any]) -> None:
     got = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 4} | how)
     assert got.status_code == 400 and got.json()["error"]["type"] == "invalid_request_error"
 
@@ -262,7 +262,7 @@ def test_the_clients_exceptions_are_the_right_ones(client: openai.OpenAI, server
         assert [(r.status_code, r.headers["allow"]) for r in wrong] == [(405, "GET, HEAD"), (405, "POST")]
 
 
-def test_what_no_context_holds_is_refused_before_it_is_split(server: Served) -> None:
+def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenised(server: Served) -> None:
     """Splitting 19 MB into tokens took 26 s, in which nobody else's prompt was."""
     text = "word " * 200_000
     chat = {"messages": [{"role": "user", "content": text}]}
@@ -276,7 +276,7 @@ def test_what_no_context_holds_is_refused_before_it_is_split(server: Served) -> 
     assert post(server, "/tokenize", {"content": "a" * (64 << 10) + "a"}).status_code == 413
 
 
-def test_what_nobody_knows_is_left_out_and_said_once(server: Served) -> None:
+def test_unknown_fields_are_ignored_and_reported_once(server: Served) -> None:
     for _ in range(2):
         got = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1, "frob\n": 1})
         assert got.status_code == 200
@@ -284,7 +284,7 @@ def test_what_nobody_knows_is_left_out_and_said_once(server: Served) -> None:
 
 
 def test_fields_that_say_nothing_are_as_if_they_were_not_there(server: Served) -> None:
-    """What clients send that fill in every field they know."""
+    """Some clients fill in every field that they know."""
     nothing = {"top_logprobs": 0, "logprobs": False, "chat_template": None, "functions": [], "tools": []}
     asked = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 1, "seed": 1}
     plain, filled = (post(server, "/v1/chat/completions", asked | more).json() for more in ({}, nothing))
@@ -401,7 +401,7 @@ def _last_word(server: Served, engine: int, sig: signal.Signals) -> Any:
 
 
 def _engines(pids: set[int]) -> list[int]:
-    """Of those, the ones that compute: not the tracker that multiprocessing starts."""
+    """Return the processes that compute, without the tracker that multiprocessing starts."""
     found = []
     for pid in pids:
         try:
@@ -439,7 +439,7 @@ def test_an_engine_that_is_stopped_says_nothing(capfd: pytest.CaptureFixture[str
 
 
 def test_an_engine_that_stays_silent_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would have kept its clients waiting for an hour, with 503 for all others."""
+    """A hanging engine would keep its clients waiting for an hour, with 503 for all others."""
     monkeypatch.setattr("thermocline.server.process.engine_process.WATCH_S", 0.1)
     before = set(children())
     with served(limits=ServerLimits(limit_silence_s=1)) as server:

@@ -1,7 +1,7 @@
-"""What one body may cost: the costliest that `bench/serve_bodies.py` has, counted instead of timed.
+"""The cost of a body: the costliest bodies of `bench/serve_bodies.py`, counted instead of timed.
 
-A server that holds others up for 100 ms did so in one thing of many: errors, objects, bytes, or work on the
-event loop's thread. Each is counted here; the milliseconds are `bench/serve.py bodies`'.
+A server that delays others by 100 ms spent it on many errors, objects or bytes, or on work on the event
+loop's thread. Each is counted here; `bench/serve.py bodies` measures the milliseconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def named(posted: Any) -> str:
 
 
 def costs(posted: Any) -> tuple[int, int]:
-    """What reading and checking a body takes: (bytes at the peak, validation errors)."""
+    """Return the cost of reading and checking a body: (bytes at the peak, validation errors)."""
     arrived = bytearray(posted.body)
     errors = 0
     tracemalloc.start()
@@ -79,7 +79,7 @@ def costs(posted: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("posted", LISTS, ids=named)
-def test_of_a_quarter_of_a_million_values_one_error_is_made(posted: Any) -> None:
+def test_a_quarter_of_a_million_bad_values_make_one_error(posted: Any) -> None:
     """260,000 nulls for a prompt made 780,001, in 770 MiB, while all others waited for 2 s."""
     peak, errors = costs(posted)
     assert errors <= 1 and peak <= 64 * MIB
@@ -110,7 +110,7 @@ def test_a_piece_ends_between_two_escapes() -> None:
 
 
 def test_values_are_counted_across_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were no pieces: the same texts are refused."""
+    """The same texts are refused as without pieces."""
     text = json.dumps(
         {'a"\\': [1, [2, {"b": "[[,,\\"}], {}] * 3, "c": {"d": ["\u00e9\\", "\U0001f600"]}}
     ).encode()
@@ -129,7 +129,7 @@ def fits(text: bytes, values: int) -> bool:
     return True
 
 
-def test_what_text_takes_in_memory_is_bounded_too() -> None:
+def test_the_memory_of_a_text_is_bounded_too() -> None:
     """Escapes are one character each; an emoji, escaped or not, makes every character take four bytes."""
     limits = ServerLimits(limit_body_bytes=1000)
     for fits in ("a" * 900, "\\u00e9" * 160, "\\ud83d\\ude00" * 80, "\U0001f600" * 240):
@@ -304,7 +304,7 @@ def test_a_body_is_forgotten_before_its_answer_is_made(
         puppet.engine.endless = False
 
 
-def test_what_is_kept_of_a_request_has_no_text() -> None:
+def test_the_kept_part_of_a_request_has_no_text() -> None:
     chat = schema.ChatRequest.model_validate(
         {"messages": [{"role": "user", "content": "secret"}], "n": 2, "grammar": "secret", "stream": True,
          "chat_template_kwargs": {"a": "secret"}, "response_format": {"type": "text"}}
@@ -334,7 +334,7 @@ def test_messages_with_their_parts_and_calls_are_bounded_together(puppet: Script
 
 
 def test_a_conversation_that_its_template_fails_at_is_its_client_s_fault() -> None:
-    """It was a 500, which clients try again."""
+    """This was a 500, after which clients try again."""
     with scripted(template="{% for m in messages %}{{ m.content[0].text }}{% endfor %}") as made:
         user = {"role": "user", "content": ""}
         got = httpx2.post(f"{made.url}/v1/chat/completions", json={"messages": [user]})

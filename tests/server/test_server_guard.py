@@ -96,7 +96,7 @@ def test_a_key_opens_every_route_in_either_header(locked: Running) -> None:
         "X-Api-Key: \xe4\xff",
     ],
 )
-def test_what_is_not_exactly_a_key_opens_nothing(locked: Running, header: str) -> None:
+def test_anything_but_exactly_a_key_opens_nothing(locked: Running, header: str) -> None:
     answer = locked.get("/v1/models", header)
     assert answer.status == 401
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -272,7 +272,7 @@ def test_sizes_and_framing_are_checked(open_server: Running, request_bytes: byte
         assert "content-security-policy" in answer.headers
 
 
-def test_what_was_refused_unread_is_not_taken_for_a_request(open_server: Running) -> None:
+def test_a_body_refused_unread_is_not_taken_for_a_request(open_server: Running) -> None:
     """The rest of a body that is too large must not become the connection's next request."""
     smuggled = head("GET /smuggled HTTP/1.1")
     before = len(open_server.app.seen)
@@ -397,7 +397,7 @@ def test_defaults_of_limits_are_values_their_own_flags_would_take() -> None:
         assert isinstance(o, Option) and o.parse(str(f.default)) == f.default
 
 
-def test_what_follows_a_whole_response_is_not_cancelled(open_server: Running) -> None:
+def test_work_after_a_whole_response_is_not_cancelled(open_server: Running) -> None:
     """uvicorn says that the client is gone as soon as it has its answer: a task after it may go on."""
     before = open_server.app.chunks
     assert open_server.ask(post("/v1/after", b"{}")).status == 200

@@ -84,7 +84,7 @@ def test_whoever_leaves_takes_nothing_along(bench: Any, server: Served, port: in
     assert server.health()["ready"]
 
 
-def test_who_finds_no_room_is_told_at_once(bench: Any) -> None:
+def test_a_trial_without_a_place_in_the_queue_is_refused_at_once(bench: Any) -> None:
     with served(ServerLimits(limit_queue=4), max_batch=2) as server:
         found = bench.serve_figures.overload(int(server.url.rpartition(":")[2]), seconds=2, room=6)
     assert found["refusals"] > 10

@@ -115,7 +115,7 @@ def test_an_error_is_where_the_client_wrote_it(puppet: Scripted) -> None:
         assert error["param"] == param and error["message"].startswith(f"{param}: "), error
 
 
-def test_of_a_stream_the_document_says_that_it_is_one_and_no_more(puppet: Scripted) -> None:
+def test_the_document_describes_a_stream_as_such_and_no_more(puppet: Scripted) -> None:
     """Said to be a string, each of its events was held against that by schemathesis."""
     paths = httpx2.get(f"{puppet.url}/openapi.json").json()["paths"]
     answers = [paths[p][m]["responses"]["200"]["content"] for p, m in (

@@ -129,7 +129,7 @@ def shown(browser: Any, script: Scripted) -> Iterator[Tab]:
 
 
 def test_hostile_text_is_shown_and_does_nothing(shown: Tab, script: Scripted) -> None:
-    """As questions and as answers of ten paragraphs; some arrive byte by byte, some letter by letter."""
+    """Send payloads as questions and as long answers, some byte by byte, some letter by letter."""
     for i in range(0, len(PAYLOADS), 10):
         texts, seen = zip(*PAYLOADS[i : i + 10], strict=True)
         whole = "\n\n".join(texts)
@@ -412,7 +412,7 @@ def test_trying_again_waits_for_a_server_that_is_not_ready(shown: Tab, script: S
     assert shown.texts() == ["hello", "back again"]
 
 
-def test_what_is_deleted_while_it_is_answered_stays_deleted(shown: Tab, script: Scripted) -> None:
+def test_a_conversation_deleted_during_an_answer_stays_deleted(shown: Tab, script: Scripted) -> None:
     script.engine.endless = True
     shown.say("a secret")
     shown.until(lambda: len(shown.last()) > 40)
@@ -461,7 +461,7 @@ def test_a_name_is_typed_in_peace_while_an_answer_grows(shown: Tab, script: Scri
 
 
 def test_a_long_conversation_opens_at_its_end_and_only_that_is_laid_out(shown: Tab) -> None:
-    """Of 2000 messages, laying out all of them took seconds, twice for each answer."""
+    """Laying out all of 2000 messages took seconds, twice for each answer."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": ANSWER} for i in range(300)]
     kept = {"id": "long", "title": "", "system": "", "created": 1, "updated": 1, "messages": messages}
     shown.page.evaluate(
@@ -494,7 +494,7 @@ def test_each_paragraph_is_written_in_its_own_direction(shown: Tab, script: Scri
     assert shown.page.evaluate("getComputedStyle(document.getElementById('title')).direction") == "rtl"
 
 
-def test_what_can_be_read_can_be_read_well(shown: Tab, script: Scripted) -> None:
+def test_all_text_is_readable(shown: Tab, script: Scripted) -> None:
     """WCAG's contrast for text, 4.5, of all that is shown on its ground, and nothing is made fainter."""
     script.engine.answer = [ANSWER]
     shown.ask("hello")

@@ -120,7 +120,7 @@ def test_answers_to_one_prompt_are_condemned_together() -> None:
     told(story)
 
 
-def test_who_leaves_before_the_crash_is_a_suspect_all_the_same() -> None:
+def test_a_request_cancelled_before_the_crash_is_a_suspect_too() -> None:
     async def story(engine: Engine) -> None:
         for _ in range(2):
             engine.ask(POISON).close()
@@ -166,7 +166,7 @@ def test_an_engine_that_crashes_with_nothing_to_compute_is_given_up() -> None:
 
 
 def test_an_engine_that_cannot_be_started_is_given_up_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread died of the OSError, and the server said for ever that it was loading."""
+    """The thread died of the OSError, and the server said for ever that it was loading."""
 
     def spawned(files: object, options: object) -> Any:
         raise OSError(11, "Resource temporarily unavailable")

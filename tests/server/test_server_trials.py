@@ -20,7 +20,7 @@ from thermocline.text.grammar import Grammar, Thought
 
 @dataclass
 class Bench:
-    """Where trials take as long as a test wants: `begun`, in their order; none ends before `go` is set."""
+    """Trials that take as long as a test wants. `begun`: in order. No trial ends before `go` is set."""
 
     begun: list[str] = field(default_factory=list)
     go: threading.Event = field(default_factory=threading.Event)
@@ -64,7 +64,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_what_was_tried_and_any_json_object_wait_behind_nobody(bench: Bench) -> None:
+def test_tried_grammars_and_any_json_object_do_not_wait(bench: Bench) -> None:
     """JSON mode waited in a line of strangers' grammars, a second each: its median went from 0.9 to 53 s."""
 
     async def story(made: Trials, ask: Ask) -> None:
@@ -97,7 +97,7 @@ def test_clients_take_turns(bench: Bench) -> None:
 
 
 def test_one_client_cannot_take_all_the_places(bench: Bench) -> None:
-    """Who comes later displaces the last of whoever has the most; nobody is let in beyond a fair part."""
+    """A later client displaces the last trial of the client with the most, up to a fair part."""
 
     async def story(made: Trials, ask: Ask) -> None:
         greedy = [ask(f"a{i}", "a") for i in range(5)]  # one runs, four wait
@@ -135,7 +135,7 @@ def test_a_grammar_is_tried_once_however_many_ask(bench: Bench) -> None:
     run(4, story)
 
 
-def test_what_nobody_waits_for_is_not_tried(bench: Bench) -> None:
+def test_a_grammar_that_nobody_waits_for_is_not_tried(bench: Bench) -> None:
     async def story(made: Trials, ask: Ask) -> None:
         first, left, kept, shared = (ask(text, "a") for text in ("first", "left", "kept", "shared"))
         also = ask("shared", "b")

@@ -55,7 +55,7 @@ def working(*commands: Any) -> Iterator[Connection]:
 
 
 def batches(here: Connection) -> Iterator[list[Any]]:
-    """What is told of jobs, message by message."""
+    """Yield the events of jobs, message by message."""
     while here.poll(30):
         if isinstance(message := here.recv(), list):
             yield message
@@ -102,7 +102,7 @@ def test_a_token_after_a_pause_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- the side that speaks HTTP
 
 
-def test_what_has_come_is_taken_at_once_and_a_failure_after_what_came_before_it() -> None:
+def test_events_are_returned_at_once_and_a_failure_after_earlier_events() -> None:
     async def run() -> None:
         work = Jobs(ScriptedEngine(), [10, 11])
         work.put(token(10, "a"))
@@ -128,7 +128,7 @@ def test_what_has_come_is_taken_at_once_and_a_failure_after_what_came_before_it(
 
 
 def streamed(shape: Any, play: Any, ping_s: float) -> list[bytes]:
-    """What a client is sent of one job."""
+    """Return the bytes that a client is sent for one job."""
 
     async def run() -> list[bytes]:
         engine = ScriptedEngine()

@@ -99,7 +99,9 @@ def test_a_job_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
         (RuntimeError("about a secret prompt"), "the engine failed: RuntimeError at test_server_worker.py:"),
     ],
 )
-def test_what_ends_it_is_said_in_a_line(error: Exception, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_that_ends_the_engine_is_one_line(
+    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(self: Engine) -> bool:
         raise error
 
@@ -135,7 +137,7 @@ def test_a_long_step_is_a_sign_of_life_while_it_gets_further(
     assert any(isinstance(m, Busy) for m in found) == bool(further)
 
 
-def test_what_cannot_be_opened_is_refused_with_its_kind() -> None:
+def test_a_model_that_cannot_be_opened_is_an_error_with_its_kind() -> None:
     (refused,) = said(model="/nowhere/at/all")
     assert isinstance(refused, EngineError) and refused.error in ("BadFile", "IOFailure", "UsageError")
     assert "/nowhere/at/all" in refused.message

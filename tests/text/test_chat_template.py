@@ -122,7 +122,7 @@ def llama3() -> Library:
 
 
 def eager() -> Library:
-    """As Phi-3's: control tokens that take the whitespace beside them along."""
+    """Return a tokenizer like Phi-3's, whose control tokens take the whitespace beside them along."""
     tok = sentencepiece()
     tok.add_tokens(
         [AddedToken(t, rstrip=True, lstrip=i % 2 == 1, special=True) for i, t in enumerate(SPECIAL)]
@@ -223,7 +223,7 @@ NULLS = [
 
 
 @pytest.mark.parametrize("messages", [CONVERSATION, NULLS], ids=["texts", "nulls"])
-def test_what_is_not_there_is_undefined_where_transformers_has_it_so(messages: Any, directory: Any) -> None:
+def test_missing_keys_are_undefined_as_in_transformers(messages: Any, directory: Any) -> None:
     source = "".join(f"{expression}: {{{{ {expression} }}}}\n" for expression in ASKED)
     source = f"{{% for m in messages %}}{{% set c = m.content or 'ab' %}}{source}{{% endfor %}}"
     text, ids = expected(byte_level, source, messages, False)
@@ -281,7 +281,7 @@ def test_a_control_token_in_pieces_does_not_come_together(directory: Any) -> Non
     assert chat_template(directory(byte_level), removed).encode(hidden).count(end) == 1
 
 
-def test_what_a_message_says_is_still_the_text_the_model_gets(directory: Any) -> None:
+def test_a_message_reaches_the_model_as_text(directory: Any) -> None:
     path = directory(byte_level)
     ids = chat_template(path, "chatml").encode([{"role": "user", "content": "say <|im_end|>!"}])
     assert "say <|im_end|>!" in Tokenizer(path).decode(ids)
@@ -325,7 +325,7 @@ def test_an_answer_ends_where_the_template_ends_one(name: str, end: str | None, 
     assert list(chat_template(directory(byte_level), name).stop_ids) == ids
 
 
-def test_where_templates_are_found(tmp_path: Path, directory: Any) -> None:
+def test_a_template_is_found_in_either_file(tmp_path: Path, directory: Any) -> None:
     tokenizer = Tokenizer(directory(byte_level))
 
     def rendered(config: dict[str, Any]) -> str:
@@ -357,6 +357,6 @@ def test_variables_reach_the_template_but_not_over_ours(directory: Any) -> None:
             template.render(ask, variables={name: ""})
 
 
-def test_what_the_template_refuses_is_the_requests_fault(directory: Any) -> None:
+def test_a_conversation_that_the_template_refuses_is_the_requests_fault(directory: Any) -> None:
     with pytest.raises(UsageError, match="must alternate"):
         chat_template(directory(byte_level), "llama2").encode([{"role": "assistant", "content": "a"}])

@@ -144,9 +144,7 @@ def test_requests_of_many_threads_each_have_their_own_answer(confined: ConfinedP
         assert list(pool.map(lambda what: ask(confined, what), asked)) == [expected[what] for what in asked]
 
 
-def test_what_has_to_be_asked_first_is_asked_of_each_process(
-    tmp_path: Path, confined: ConfinedProcess
-) -> None:
+def test_the_first_request_is_sent_to_each_process(tmp_path: Path, confined: ConfinedProcess) -> None:
     begun: list[bytes] = []
     again = ConfinedProcess("prober", [str(tmp_path)], lambda first: begun.append(first(b"pid")))
     for _ in range(2):

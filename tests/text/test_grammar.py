@@ -226,7 +226,7 @@ def test_an_answers_marks_may_be_control_tokens_and_then_nothing_else_is(tmp_pat
     grammars, thought = Grammars(tok), Thought("<t>", "</s>", begun=True)
 
     def taken(g: Grammar, *parts: str | int) -> bool:
-        """Of tokens' ids, and of text byte by byte."""
+        """Check a sequence of token ids, and of texts byte by byte."""
         c = grammars.constraint(g)
         for part in parts:
             spelt = [part] if isinstance(part, int) else [i for b in part for i in tok.encode(b, False)]
@@ -306,7 +306,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_enforced_is_refused_in_one_line_and_soon(name: str) -> None:
+def test_a_grammar_that_cannot_be_enforced_is_refused_in_one_line_and_soon(name: str) -> None:
     made, why = REFUSED[name]
     begin = time.process_time()
     with pytest.raises(UsageError, match=re.escape(why)) as refused:

@@ -79,7 +79,7 @@ BOMBS = [
 
 @pytest.mark.parametrize("source", ESCAPES + BOMBS, ids=lambda s: s[:40])
 def test_an_attack_is_refused_within_a_second_of_work(source: str) -> None:
-    """Of processor time: how long that takes is a busy machine's affair."""
+    """The limit is on processor time: a busy machine may take longer."""
     sandbox = TemplateProcess(source, "the template")
     before = os.times()
     with pytest.raises(BadFile, match="the template: not a usable chat template: "):

@@ -144,7 +144,7 @@ def test_random_ids_decode_as_the_library_does(tmp_path: Path) -> None:
 
 
 def test_a_broken_run_of_byte_tokens_keeps_its_whole_characters(tmp_path: Path) -> None:
-    """Where the library turns all of a run into U+FFFD, we have shown its complete characters already."""
+    """The library turns a whole run into U+FFFD; we have already shown its complete characters."""
     tok, lib = Tokenizer(byte_fallback(tmp_path)), library(tmp_path)
     euro, broken = [3 + b for b in "€".encode()], [3 + 0xFF]
     assert pushed(tok, euro + broken) == ["", "", "€", "\ufffd", ""]
@@ -239,7 +239,7 @@ def test_no_text_of_so_many_tokens_is_longer(tmp_path: Path) -> None:
     assert tok.most_bytes(10) == 40 * len(longest.encode())
 
 
-def test_where_one_token_is_any_unknown_text_nothing_bounds_it(tmp_path: Path) -> None:
+def test_a_text_is_unbounded_if_one_token_is_any_unknown_text(tmp_path: Path) -> None:
     from tokenizers import decoders, models
 
     tok = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
@@ -287,7 +287,9 @@ def _fifo(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_directory, _fifo])
-def test_what_is_no_file_is_refused_without_reading_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_path_that_is_not_a_file_is_refused_without_reading_it(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     make(tmp_path / "tokenizer.json")
     with pytest.raises(BadFile):
         Tokenizer(tmp_path)
@@ -441,7 +443,7 @@ def test_a_process_that_dies_of_a_text_is_replaced_with_all_it_had(tmp_path: Pat
     """Twins too: a conversation is tokenised by one."""
     tok = Tokenizer(byte_level(tmp_path))
     twin = tok.renamed({"<s>": "qqqq"}, "zzzz")
-    confined, ids = tok._library._confined, twin(b"aqqqqb<s>")
+    confined, ids = tok._process._confined, twin(b"aqqqqb<s>")
     assert ids[1] == 0 and 0 not in ids[2:]
     first = confined._process
     assert first is not None
@@ -456,7 +458,7 @@ def test_a_process_that_dies_of_a_text_is_replaced_with_all_it_had(tmp_path: Pat
 def test_a_text_that_takes_all_memory_is_a_bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library aborts its process there; it was the server's."""
     tok = Tokenizer(byte_level(tmp_path))
-    process = tok._library._confined._process
+    process = tok._process._confined._process
     assert process is not None
     resource = pytest.importorskip("resource")
     resource.prlimit(process.pid, resource.RLIMIT_AS, (1 << 24, 1 << 24))
@@ -469,7 +471,7 @@ def test_a_file_replaced_in_use_is_not_taken_for_the_one_that_was_opened(tmp_pat
     tok = Tokenizer(byte_level(tmp_path))
     tok.close()
     byte_fallback(tmp_path)
-    with pytest.raises(BadFile, match="was replaced while it was in use"):
+    with pytest.raises(BadFile, match="was replaced while in use"):
         tok.encode("time")
 
 

@@ -105,7 +105,7 @@ def find(text: str, among: list[Item]) -> Item:
 def remove(item: Item, cache_dir: Path) -> None:
     root = cache_dir if item.kind == "pack" else hub.cache_root()
     if item.path.parent != root or item.path.is_symlink():
-        raise UsageError(f"{item.path}: is not directly in the cache {root}; remove it by hand")
+        raise UsageError(f"{item.path}: is not in the cache {root}; remove it by hand")
     try:
         shutil.rmtree(item.path)
     except OSError as e:

@@ -108,8 +108,8 @@ def cache_root() -> Path:
 
 
 def offline() -> bool:
-    said = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return said.upper() in ("1", "ON", "YES", "TRUE")
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def find(name: Name) -> Path | None:
@@ -169,7 +169,7 @@ class OnlyPickles(Unsupported):
             "look for a safetensors or GGUF version, or convert it where you trust it: hf download "
             f"{name.repo}, then save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
             if pull_request is None
-            else f"{pull_request}, a pull request, has them as safetensors: check who opened it, "
+            else f"{pull_request} has them as safetensors, in a pull request: check who opened it, "
             "then use that name"
         )
         super().__init__(

@@ -83,9 +83,9 @@ class Grammar:
         if not self.text.strip() or "\0" in self.text:
             raise UsageError(f"the {name} is empty or has a NUL character")
         if size > MAX_BYTES:
-            raise UsageError(f"the {name} has {size} bytes; the limit is {MAX_BYTES}")
+            raise UsageError(f"the {name} has {size} bytes; at most {MAX_BYTES} are allowed")
         if self.kind in ("json_schema", "answer") and (levels := depth(self.text)) > MAX_DEPTH:
-            raise UsageError(f"the {name} is {levels} levels deep; the limit is {MAX_DEPTH}")
+            raise UsageError(f"the {name} is {levels} levels deep; at most {MAX_DEPTH} are allowed")
 
     @staticmethod
     def json_schema(schema: str | bool | Mapping[str, Any]) -> Grammar:
@@ -131,12 +131,12 @@ class Grammar:
 
         None leaves a part out.
         """
-        form = {
+        answer_parts = {
             "thought": None if thought is None else asdict(thought),
             "calls": None if calls is None else asdict(calls),
             "content": content,
         }
-        return Grammar("answer", json.dumps(form, ensure_ascii=False, allow_nan=False))
+        return Grammar("answer", json.dumps(answer_parts, ensure_ascii=False, allow_nan=False))
 
 
 def depth(text: str) -> int:

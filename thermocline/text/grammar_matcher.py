@@ -174,8 +174,8 @@ def _is_ours(grammar: Grammar) -> bool:
     """Tell whether no part of the grammar is a client's: any JSON object, maybe after a thought."""
     if grammar.kind != "answer":
         return grammar == Grammar.json_object()
-    form = json.loads(grammar.text)
-    return form["calls"] is None and form["content"] == {"type": "object"}
+    answer_parts = json.loads(grammar.text)
+    return answer_parts["calls"] is None and answer_parts["content"] == {"type": "object"}
 
 
 def _tried(grammar: Grammar, path: list[str]) -> str:

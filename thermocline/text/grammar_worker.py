@@ -55,12 +55,12 @@ class _Answer:
     begin there. It excludes marks even if they are tokens, since a model may also spell one out.
     """
 
-    def __init__(self, form: Mapping[str, Any], controls: Mapping[str, int]) -> None:
-        self._form, self._controls = form, controls
+    def __init__(self, answer_parts: Mapping[str, Any], controls: Mapping[str, int]) -> None:
+        self._parts, self._controls = answer_parts, controls
         self._rules = [r"_WS: /( |\n[ \t]{0,20})/", r"_GAP: /[ \n]{1,4}/"]
 
     def lark(self) -> str:
-        thought, calls, content = self._form["thought"], self._form["calls"], self._form["content"]
+        thought, calls, content = self._parts["thought"], self._parts["calls"], self._parts["content"]
         begun = "" if thought is None else r"\s*" + _regex(thought["opens"])
         ways = []
         if calls is not None:
@@ -130,12 +130,12 @@ def _regex(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def _schemas(form: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _schemas(answer_parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the schemas of an answer, each with a label for errors."""
-    for name, parameters in () if form["calls"] is None else form["calls"]["functions"]:
+    for name, parameters in () if answer_parts["calls"] is None else answer_parts["calls"]["functions"]:
         yield f"the parameters of {name!r}: ", parameters
-    if isinstance(form["content"], dict):
-        yield "the JSON schema: ", form["content"]
+    if isinstance(answer_parts["content"], dict):
+        yield "the JSON schema: ", answer_parts["content"]
 
 
 # ---- the trial
@@ -182,9 +182,7 @@ def _problem(kind: str, text: str, walks: int) -> str:
         if warnings := begin.get_grammar_warnings():
             return str(warnings[0])
         if _lets_zero_in(json.loads(text)):
-            return (
-                "with an exclusive bound of 0 and a bound below 1, 0 itself would pass; leave one bound out"
-            )
+            return "between an exclusive 0 and a fraction, 0 itself would be allowed; leave one bound out"
     draw = random.Random(0)
     found = (_walk(begin.deep_copy(), draw) for _ in range(walks))
     return next(filter(None, found), "")

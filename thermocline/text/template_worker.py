@@ -152,7 +152,7 @@ class TracedText(str):
         return TracedText(text, self._mask) if len(text) == len(self) else text
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
-        """Return `parts` as slices of this text. `sep` separates them; None: text that begins no part."""
+        """Return `parts` as slices of this text, separated by `sep`; None: by text that begins no part."""
         out: list[str] = []
         at = 0
         for part in parts:
@@ -245,8 +245,8 @@ def _raise(message: str) -> None:
     raise RaisedByTemplate(str(message))
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
 
 
 def _tojson(
@@ -274,8 +274,8 @@ Reply = dict[str, Any]
 
 def message_of(message: Reply, i: int) -> Reply:
     role = message["role"]
-    said = spoken(message, SPOKEN + i % ANSWERS) if role == "assistant" else message
-    return {**said, "role": own(role) if role in ROLES else role}
+    marked = spoken(message, SPOKEN + i % ANSWERS) if role == "assistant" else message
+    return {**marked, "role": own(role) if role in ROLES else role}
 
 
 def render(template: Template, ask: dict[str, Any], room: int) -> Reply:

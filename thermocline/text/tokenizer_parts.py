@@ -43,7 +43,7 @@ MOST_CHARSMAP = 1 << 20  # characters of Precompiled's table; known files have 3
 
 
 class UnusableTokenizer(Exception):
-    """The tokenizer.json is refused. `unsupported`: for a part that no family has; else for its size."""
+    """A tokenizer.json is refused: for a part that no family has (`unsupported`), else for a size."""
 
     def __init__(self, why: str, *, unsupported: bool = False) -> None:
         super().__init__(why)

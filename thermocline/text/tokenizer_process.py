@@ -70,8 +70,8 @@ class TokenizerProcess:
     def _done(self, reply: bytes) -> bytes:
         if reply[:1] == b"+":
             return reply[1:]
-        said = json.loads(reply[1:])
-        error, why = _ERRORS[said["error"]], said["why"]
+        failed = json.loads(reply[1:])
+        error, why = _ERRORS[failed["error"]], failed["why"]
         raise error(why if error is UsageError else f"{self._path}: {why}")
 
     def _ask(self, request: bytes) -> bytes:

@@ -100,8 +100,8 @@ class Twin:
         self.tok = tok = Tokenizer(loaded.tok.model)
         tok.normalizer, tok.pre_tokenizer = loaded.tok.normalizer, loaded.tok.pre_tokenizer
         names = [renamed.get(t.content, t.content) for _, t in loaded.added]
-        # The library numbers added tokens from the token count on. Without fillers, an added token could get
-        # the id of one in the vocabulary.
+        # The library numbers added tokens from the count of tokens on. Without fillers, an added token could
+        # get the id of one in the vocabulary.
         tok.add_tokens([name for name, _ in zip(fillers, range(_gaps(tok)), strict=False)])
         tok.add_tokens(
             [

@@ -210,7 +210,7 @@ class ChatAnswer(Answer):
         self, model: str, tokenizer: Tokenizer, request: Any, parts: Callable[[], AnswerParser]
     ) -> None:
         super().__init__(model, tokenizer, request, request.n or 1)
-        self._said = [GrowingMessage(parts()) for _ in range(self.count)]
+        self._growing = [GrowingMessage(parts()) for _ in range(self.count)]
 
     def begin(self) -> list[dict[str, Any]]:
         return [self._delta(i, {"role": "assistant", "content": ""}) for i in range(self.count)]
@@ -219,31 +219,31 @@ class ChatAnswer(Answer):
         return self.chunk({"index": i, "delta": delta, "finish_reason": reason})
 
     def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
-        said, text = self._said[i], chunk.text
+        growing, text = self._growing[i], chunk.text
         if (
             self.tokenizer.is_special(chunk.token_id)
             and (name := self.tokenizer.name(chunk.token_id)) in MARKS
         ):
             text += name
-        deltas = said.deltas(said.parts.push(text))
+        deltas = growing.deltas(growing.parts.push(text))
         if chunk.logprobs is None:
             return [self._delta(i, d) for d in deltas]
-        said.logprobs.append(chunk)
+        growing.logprobs.append(chunk)
         made = [self._delta(i, d) for d in deltas or [{}]]
         made[0]["choices"][0]["logprobs"] = chat_logprobs(self.tokenizer, [chunk])
         return made
 
     def end(self, i: int, ended: Finished) -> list[dict[str, Any]]:
-        self._ended[i], said = ended, self._said[i]
-        made = [self._delta(i, d) for d in said.deltas(said.parts.flush())]
-        return [*made, self._delta(i, {}, said.reason(ended)) | {"timings": timings(ended.figures)}]
+        self._ended[i], growing = ended, self._growing[i]
+        made = [self._delta(i, d) for d in growing.deltas(growing.parts.flush())]
+        return [*made, self._delta(i, {}, growing.reason(ended)) | {"timings": timings(ended.figures)}]
 
     def choice(self, i: int, ended: Finished) -> dict[str, Any]:
-        said, logprobs = self._said[i], None
+        growing, logprobs = self._growing[i], None
         if self.request.logprobs:
-            logprobs = chat_logprobs(self.tokenizer, said.logprobs)
-        about = {"logprobs": logprobs, "finish_reason": said.reason(ended)}
-        return {"index": i, "message": said.message} | about
+            logprobs = chat_logprobs(self.tokenizer, growing.logprobs)
+        about = {"logprobs": logprobs, "finish_reason": growing.reason(ended)}
+        return {"index": i, "message": growing.message} | about
 
 
 class CompletionAnswer(Answer):

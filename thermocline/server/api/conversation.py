@@ -51,8 +51,8 @@ def _called(function: schema.FunctionCall) -> dict[str, Any]:
 
 def _part(part: schema.TextPart) -> str:
     if part.type != "text" or part.text is None:
-        said = f"a part of type {part.type[:40]!r} is not supported; send text parts only"
-        raise Refusal(400, f"messages: {said}", param="messages")
+        why = f"a part of type {part.type[:40]!r} is not supported; send text parts only"
+        raise Refusal(400, f"messages: {why}", param="messages")
     return part.text
 
 

@@ -64,7 +64,7 @@ def _type_tag(given: Any) -> str:
     return "list" if isinstance(given, list) else "text"
 
 
-# A union's kinds are told apart first: pydantic's own way is to try all, and to collect each one's errors.
+# Choose among a union's types first: pydantic itself tries all of them and collects all their errors.
 Texts = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[str], AtMost("limit_stop"), Tag("list")],
     Discriminator(_type_tag),

@@ -91,8 +91,8 @@ class Api:
 
     def check(self, r: schema.Sampling, prompts: int = 1) -> None:
         """Refuse a request that exceeds one of the server's limits."""
-        for param, said in schema.excesses(r, self.limits, prompts):
-            raise Refusal(400, f"{param}: {said}", param=param)
+        for param, why in schema.excesses(r, self.limits, prompts):
+            raise Refusal(400, f"{param}: {why}", param=param)
 
     async def check_grammar(self, request: Request, params: SamplingParams, fields: Sequence[str]) -> None:
         """Refuse a grammar that cannot be enforced; a process tries it out. It was made from `fields`."""
@@ -100,8 +100,8 @@ class Api:
         if g is None:
             return
         if len(g.text.encode()) > most.limit_schema_bytes or depth(g.text) > most.limit_schema_depth:
-            said = f"{most.limit_schema_bytes} bytes or {most.limit_schema_depth} levels"
-            raise Refusal(400, f"the grammar or schema has more than {said}")
+            why = f"{most.limit_schema_bytes} bytes or {most.limit_schema_depth} levels"
+            raise Refusal(400, f"the grammar or schema has more than {why}")
         try:
             await self._trials.check(g, request.client.host if request.client else "")
         except UsageError as e:

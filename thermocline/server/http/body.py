@@ -137,8 +137,8 @@ class Scan:
             if self._values > most or quotes > 2 * most + 2 or len(brackets) > 2 * most + _PIECE:
                 raise Refusal(400, f"{self._what}: more than {most} values")
         if not is_at_most(self._limits.limit_json_depth, brackets):
-            said = f"over {self._limits.limit_json_depth} lists or objects inside each other"
-            raise Refusal(400, f"{self._what}: {said}")
+            why = f"lists and objects nested more than {self._limits.limit_json_depth} deep"
+            raise Refusal(400, f"{self._what}: {why}")
 
     def _measure(self, piece: bytes) -> None:
         escapes = piece.replace(b"\\\\", b"")
@@ -150,8 +150,8 @@ class Scan:
         self._made.add(n - 5 * escaped, 4 if pair else max(width, 2 if escaped else 1))
         most = 2 * self._limits.limit_body_bytes
         if max(self._text.memory, self._made.memory) > most:
-            said = "a single emoji makes all characters of its text take 4 bytes"
-            raise Refusal(413, f"{self._what}: may be {most} bytes in memory, where {said}")
+            why = "one emoji makes every character of its text take 4 bytes"
+            raise Refusal(413, f"{self._what}: larger than {most} bytes in memory, where {why}")
 
 
 @dataclass

@@ -1,15 +1,15 @@
-// What the page asks of its server. Knows HTTP and events, nothing of what is shown.
+// The page's requests to its server: HTTP and events.
 
-const KEY = "thermocline.key"; // in sessionStorage: gone with the tab
+const KEY = "thermocline.key"; // in sessionStorage, which ends with the tab
 
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
-    this.status = status; // 0: nobody answered
+    this.status = status; // 0: no answer
   }
 }
 
-let keyHere = ""; // where there is no storage
+let keyHere = ""; // used if there is no storage
 export function useKey(key) {
   keyHere = key;
   try { sessionStorage.setItem(KEY, key); } catch { /* this page remembers it */ }
@@ -47,7 +47,7 @@ async function reason(response) {
   return `The server answered ${response.status} ${response.statusText}`.trim();
 }
 
-/** {status: "ok"}, or while it loads {error, progress?}. */
+/** Returns {status: "ok"}, or while the model loads {error, progress?}. */
 export async function health() {
   return (await ask("/health", { refused: false })).json();
 }
@@ -56,11 +56,11 @@ export async function props() {
   return (await ask("/props")).json();
 }
 
-/** Server-sent events from text that may be split anywhere: data of whole events, in order. */
+/** Parses server-sent events from text that may be split anywhere; returns the data of whole events. */
 export class EventParser {
   #line = "";
   #data = null;
-  #afterReturn = false; // a \n now belongs to the \r before it
+  #afterReturn = false; // a \n that comes next belongs to the \r before it
 
   push(text) {
     const events = [];
@@ -91,10 +91,10 @@ export class EventParser {
   }
 }
 
-/** Every event's data of a response, as it comes. */
+/** Yields the data of each event of a response, as it comes. */
 async function* eventsOf(response) {
   const reader = response.body.getReader();
-  const decoder = new TextDecoder(); // holds back half a character
+  const decoder = new TextDecoder(); // holds back incomplete characters
   const parser = new EventParser();
   try {
     for (;;) {
@@ -110,12 +110,12 @@ async function* eventsOf(response) {
   }
 }
 
-/** What the layers do, report by report, until `signal`. */
+/** Yields reports of the layers' activity until `signal`. */
 export async function* activity(signal) {
   for await (const data of eventsOf(await ask("/activity", { signal }))) yield JSON.parse(data);
 }
 
-/** An answer as it grows: {text, thought, finish, timings}, each as far as it is there. */
+/** Yields an answer as it grows: {text, thought, finish, timings}, each as far as it has come. */
 export async function* generate(path, body, signal) {
   const response = await ask(path, { body: { ...body, stream: true }, signal });
   for await (const data of eventsOf(response)) {
@@ -131,5 +131,5 @@ export async function* generate(path, body, signal) {
       timings: event.timings ?? null,
     };
   }
-  throw new ApiError(0, "The connection was lost in the midst of the answer.");
+  throw new ApiError(0, "The connection was lost during the answer.");
 }

@@ -1,4 +1,4 @@
-// The page: one conversation on show, one answer at a time.
+// The page: it shows one conversation and computes one answer at a time.
 
 import { ApiError, generate, health, props, useKey } from "./api.js";
 import { $ } from "./dom.js";
@@ -11,14 +11,14 @@ import * as strip from "./strip.js";
 const SAVE_EVERY_MS = 1000;
 const POLL_MS = 500;
 
-let model = null; // of /props, once it is loaded
+let model = null; // from /props, once the model is loaded
 let conversation = history.load(history.remembered("open", "")) ?? history.create();
-let view = null; // of the answer that grows
+let view = null; // the view of the growing answer
 let running = null; // its AbortController
 
-// ---- until it is ready
+// ---- loading
 
-/** -> whether it is: a server that was left may have come back with another model. */
+/** Returns whether the server is ready. It may have been restarted with another model. */
 async function begin() {
   notice(null);
   model = null;
@@ -60,7 +60,7 @@ function loading(state) {
   else $("loading-bar").removeAttribute("value");
 }
 
-// ---- what is shown
+// ---- the view
 
 function show() {
   const plain = model !== null && !model.chat;
@@ -92,7 +92,7 @@ function showTitle() {
   shelf(conversation.id);
 }
 
-/** Follows an answer, unless the reader has scrolled away from its end. */
+/** Scrolls along with an answer, unless the reader has scrolled away from its end. */
 function toEnd(always) {
   const area = $("scroll");
   const below = area.scrollHeight - area.scrollTop - area.clientHeight;
@@ -110,7 +110,7 @@ function notice(text, retry) {
   $("key-form").hidden = true;
 }
 
-/** One clear line, and a way on; a missing key is asked for. */
+/** Shows an error in one line, with a way to retry; asks for a missing key. */
 function failed(error, retry) {
   if (!(error instanceof ApiError)) console.error(error);
   notice(error.message, error.status === 401 ? null : retry);
@@ -129,7 +129,7 @@ function failed(error, retry) {
 function keep() {
   conversation.updated = Date.now();
   const kept = history.save(conversation);
-  if (!kept) notice("This browser keeps no more: the conversation is lost with this page.");
+  if (!kept) notice("This browser's storage is full: export this conversation to keep it.");
   history.remember("open", conversation.id);
 }
 
@@ -146,7 +146,7 @@ function request() {
   return ["/v1/chat/completions", { messages: [...system, ...said], ...sampling() }];
 }
 
-/** Answers what the conversation ends with; `before` is an earlier answer, kept where none comes instead. */
+/** Answers the conversation. `before`: an earlier answer, which stays if no new one comes. */
 async function answer(before = null) {
   const message = { role: "assistant", content: "", thought: "", finish: null, timings: null };
   conversation.messages.push(message);
@@ -171,7 +171,7 @@ async function answer(before = null) {
     running = null;
     keep();
     show();
-    if (document.activeElement === document.body) $("input").focus(); // "Stop" had it, and is hidden
+    if (document.activeElement === document.body) $("input").focus(); // "Stop" had it, and is hidden now
   }
 }
 
@@ -211,7 +211,7 @@ function send() {
   answer();
 }
 
-/** A space where two pieces of a text would become one word. */
+/** Returns a space if two pieces of text would become one word. */
 function continued(given) {
   const before = conversation.messages.at(-1)?.content ?? "";
   return given && /\S$/.test(before) && /^[\p{L}\p{N}]/u.test(given) ? ` ${given}` : given;
@@ -222,7 +222,7 @@ function regenerate() {
   answer(conversation.messages.at(-1)?.role === "assistant" ? conversation.messages.pop() : null);
 }
 
-/** Goes on from a message as it is now; what came after it is gone. */
+/** Continues from a message as it is now, and drops the messages after it. */
 function edit(index, text) {
   const { role } = conversation.messages[index];
   conversation.messages = [...conversation.messages.slice(0, index), { role, content: text }];
@@ -237,7 +237,7 @@ function stop() {
 
 function open(next) {
   stop();
-  // What still arrives of an answer that was stopped belongs to the conversation before.
+  // Text of a stopped answer that still arrives belongs to the previous conversation.
   whenIdle(() => {
     conversation = next;
     history.remember("open", conversation.id);
@@ -261,7 +261,7 @@ const shelf = bindShelf({
       return showTitle();
     }
     stop();
-    whenIdle(() => { // an answer that is stopped is saved once more
+    whenIdle(() => { // a stopped answer is saved once more
       history.remove(id);
       open(history.create());
     });
@@ -272,7 +272,7 @@ const shelf = bindShelf({
   },
 });
 
-/** Another tab went on with this conversation, or deleted it: what is shown here must not undo that. */
+/** Another tab continued or deleted this conversation; this tab must not undo that. */
 history.watch((id) => {
   if (id !== conversation.id || running || document.querySelector(".editor")) return showTitle();
   conversation = history.load(id) ?? history.create();

@@ -1,8 +1,8 @@
-// DOM nodes without markup: text only ever becomes text.
+// DOM nodes without markup: text always stays text.
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element; `set` are properties (className, onclick, ...) and, with a dash or as `role`, attributes. */
+/** Makes an element. `set`: properties (className, ...); `role` and names with a dash are attributes. */
 export function el(tag, set = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(set)) {
@@ -17,7 +17,7 @@ export function button(text, onclick, set = {}) {
   return el("button", { type: "button", textContent: text, onclick, ...set });
 }
 
-/** To the clipboard; without a secure context (http on another machine) by way of a selection. */
+/** Copies to the clipboard; without a secure context (http on another machine) by a selection. */
 export async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   const area = el("textarea", { value: text, className: "unseen", readOnly: true });
@@ -30,7 +30,7 @@ export async function copy(text) {
   if (!done) throw new Error("this browser does not let the page copy");
 }
 
-/** A button that copies, and says so. */
+/** Makes a button that copies and confirms it. */
 export function copyButton(label, text, set = {}) {
   const made = button("Copy", async () => {
     try {

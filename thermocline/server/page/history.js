@@ -1,7 +1,7 @@
-// Conversations, in this browser's storage: one key each, so that two tabs do not undo each other's.
+// Conversations in this browser's storage: one key each, so that two tabs do not overwrite each other's.
 
 const PREFIX = "thermocline.conversation.";
-const memory = new Map(); // where the browser gives no storage, or it is full
+const memory = new Map(); // used if the browser has no storage, or it is full
 
 function storage() {
   try { return window.localStorage; } catch { return null; }
@@ -21,7 +21,7 @@ export function titleOf(conversation) {
   return line.length > 60 ? `${line.slice(0, 59)}…` : line;
 }
 
-/** false: it is in this page's memory only. */
+/** Returns false if it could be kept in this page's memory only. */
 export function save(conversation) {
   memory.set(conversation.id, conversation);
   try {
@@ -45,7 +45,7 @@ export function load(id) {
   return memory.get(id) ?? null;
 }
 
-/** `changed(id)`: another tab has saved or deleted it. */
+/** Calls `changed(id)` when another tab has saved or deleted a conversation. */
 export function watch(changed) {
   window.addEventListener("storage", ({ key, newValue }) => {
     if (!key?.startsWith(PREFIX)) return;
@@ -55,7 +55,7 @@ export function watch(changed) {
   });
 }
 
-/** All of them, the latest first. */
+/** Returns all conversations, the latest first. */
 export function all() {
   const ids = new Set(memory.keys());
   try {
@@ -64,7 +64,7 @@ export function all() {
   return [...ids].map(load).filter(Boolean).sort((a, b) => b.updated - a.updated);
 }
 
-/** Storage can hold what another version wrote, or half of it: only what can be shown is. */
+/** Checks a stored conversation: another version may have written it, or it may be incomplete. */
 function checked(c, id) {
   const good = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
   if (!c || c.id !== id || !Array.isArray(c.messages) || !c.messages.every(good)) return null;
@@ -84,7 +84,7 @@ function checkedMessage({ role, content, thought, finish, timings }) {
   };
 }
 
-/** Small things that are remembered: settings, the conversation that is open. */
+/** Remembers small things: settings, the open conversation. */
 export function remembered(name, otherwise) {
   try {
     return JSON.parse(storage().getItem(`thermocline.${name}`)) ?? otherwise;

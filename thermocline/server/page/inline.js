@@ -1,17 +1,17 @@
-// Markdown within a line: text -> DOM nodes. Text only ever becomes text.
-// Links are http(s), and never fetched: pictures are links too.
+// Markdown within a line: text to DOM nodes. Text always stays text.
+// Links are http(s) and never fetched; pictures become links, too.
 
 import { el } from "./dom.js";
 
-const ESCAPED = /[\\`*_[\]#|~!()\-+.{}>]/; // what a backslash takes the meaning from
-const DEPTH = 6; // of emphasis within emphasis
-const REACH = 2000; // characters that a construct may span: keeps hostile text linear
-const LINK = new RegExp( // [text](url "title"), where the url may hold parentheses in pairs
+const ESCAPED = /[\\`*_[\]#|~!()\-+.{}>]/; // characters that a backslash escapes
+const DEPTH = 6; // limit of nested emphasis
+const REACH = 2000; // characters that a construct may span: hostile text takes linear time
+const LINK = new RegExp( // [text](url "title"); the url may contain paired parentheses
   String.raw`^\[((?:[^[\]\\]|\\.)*)\]\(\s*<?((?:[^\s<>()]|\([^\s<>()]*\))+)>?(?:\s+"[^"]*")?\s*\)`,
 );
 const BARE_URL = /^https?:\/\/[^\s<>"'`]+/i;
 
-/** One that may be followed by a click, or null. */
+/** Returns a URL that a click may follow, or null. */
 function href(text) {
   if (!/^https?:\/\//i.test(text)) return null;
   try {
@@ -27,7 +27,7 @@ function link(url, children) {
   return el("a", { href: url, title: url, target: "_blank", rel }, ...children);
 }
 
-/** Each reads a construct at text[at]: {nodes, end}, or null where there is none. */
+/** Each reads a construct at text[at] and returns {nodes, end}, or null if there is none. */
 function codeSpan(text, at) {
   const fence = /^`+/.exec(text.slice(at, at + REACH))[0];
   for (let end = text.indexOf(fence, at + fence.length); end >= 0 && end - at < REACH;) {
@@ -107,7 +107,7 @@ function constructAt(text, at, depth, inLink) {
   return null;
 }
 
-/** DOM nodes and strings of one paragraph's text. */
+/** Returns the DOM nodes and strings of one paragraph's text. */
 export function inline(text, depth = 0, inLink = false) {
   const nodes = [];
   let plain = "";

@@ -1,11 +1,11 @@
-// Markdown's blocks: text -> DOM nodes, by createElement and text alone. What has not changed since the last
-// time keeps its nodes, so that an answer can be selected and read while it grows.
+// Markdown's blocks: text to DOM nodes, made by createElement and text alone. Unchanged blocks keep their
+// nodes, so that an answer can be selected and read while it grows.
 
 import { copyButton, el } from "./dom.js";
 import { inline } from "./inline.js";
 
-const DEPTH = 6; // of quotes and lists within each other
-// No two parts of an expression may take the same characters one after the other: hostile text stays linear.
+const DEPTH = 6; // limit of nested quotes and lists
+// No two adjacent parts of an expression match the same characters, so hostile text takes linear time.
 const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/s;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
@@ -13,7 +13,7 @@ const QUOTE = /^ {0,3}> ?(.*)$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +)(?=\S)(.*)$/;
 const DELIMITERS = /^\|?(?: *:?-+:? *(?:\||$))+$/; // of a line without spaces around it
 
-/** Lines -> blocks {kind, lines, ...}; `lines` are the source. */
+/** Splits lines into blocks {kind, lines, ...}; `lines` are the source. */
 export function blocks(lines) {
   const found = [];
   for (let at = 0; at < lines.length;) {
@@ -166,7 +166,7 @@ function nodes(lines, depth) {
 
 const shown = new WeakMap(); // container -> [{key, node}]
 
-/** Shows `text` in `container`, which nobody else writes to. */
+/** Shows `text` in `container`; nothing else may write to it. */
 export function render(container, text) {
   const before = shown.get(container) ?? [];
   const now = blocks(text.split(/\r?\n/)).map((block, i) => {

@@ -1,4 +1,4 @@
-// One message as it is shown: its text, what can be done with it, what it cost.
+// The view of one message: its text, its buttons, its speed.
 
 import { button, copyButton, el } from "./dom.js";
 import { render } from "./markdown.js";
@@ -7,8 +7,8 @@ const WHO = { user: "You", assistant: "Answer" };
 const WHOSE = { user: "Your text", assistant: "Continuation" };
 
 /**
- * `plain`: text to be continued, shown as it is. `actions`: {edit(text), regenerate()} where there are such.
- * -> {node, show()}; `show` again whenever the message has grown.
+ * `plain`: text to be continued, shown unformatted. `actions`: {edit(text), regenerate()}, each optional.
+ * Returns {node, show()}; call `show` whenever the message has grown.
  */
 export function messageView(message, { plain, actions }) {
   const body = el("div", { className: "body", ...(plain ? { dir: "auto" } : {}) });
@@ -50,7 +50,7 @@ function noteOf(message) {
   return words.join(" · ");
 }
 
-/** The message's text in a field, in its place, until it is sent or given up. */
+/** Shows the message's text in a field until it is sent or cancelled. */
 function editing(node, message, send) {
   if (node.querySelector("form")) return;
   const rows = Math.min(12, message.content.split("\n").length + 1);

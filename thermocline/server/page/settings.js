@@ -1,4 +1,4 @@
-// Sampling settings and the theme: what was chosen here, remembered by this browser.
+// Sampling settings and the theme, remembered by this browser.
 
 import { $ } from "./dom.js";
 import { remember, remembered } from "./history.js";
@@ -6,7 +6,7 @@ import { remember, remembered } from "./history.js";
 const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "seed"];
 const THEMES = { auto: ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
 
-/** Fields of a request; what is not set is the server's to choose, but for the length: until it ends. */
+/** Returns a request's fields. The server chooses those that are not set; the length is then unlimited. */
 export function sampling() {
   const kept = remembered("settings", {});
   const known = NUMBERS.filter((name) => Number.isFinite(kept[name])).map((name) => [name, kept[name]]);
@@ -31,7 +31,7 @@ export function bindSettings(system) {
   };
 }
 
-/** What the server does where nothing is said, as the fields' placeholders. */
+/** Shows the server's defaults as the fields' placeholders. */
 export function showDefaults(params, chats) {
   for (const [name, value] of Object.entries(params)) {
     const field = $("settings-form").elements[name];

@@ -3,7 +3,7 @@
 import { $, button, download, el } from "./dom.js";
 import * as history from "./history.js";
 
-/** `open(id)`, `remove(id)`; `renamed(conversation)` after the fact. */
+/** Calls `open(id)` and `remove(id)`, and `renamed(conversation)` after a change of name. */
 export function bindShelf({ open, fresh, remove, renamed }) {
   $("new").onclick = () => {
     setDrawer(false);
@@ -67,7 +67,7 @@ export function bindShelf({ open, fresh, remove, renamed }) {
   }
 
   return function show(currentId) {
-    if ($("conversations").querySelector("input")) return; // a name is being typed there
+    if ($("conversations").querySelector("input")) return; // the user is typing a name there
     const known = history.all().filter((c) => c.messages.length || c.title);
     $("conversations").replaceChildren(...known.map((c) => entry(c, c.id === currentId)));
     $("export-all").hidden = !known.length;

@@ -1,17 +1,17 @@
-// The live strip: which share of each layer's neurons is at work, as told while an answer grows.
+// The live strip: the share of each layer's neurons that is active while an answer grows.
 
 import { activity } from "./api.js";
 import { $ } from "./dom.js";
 
-const ROWS = 12; // reports that are shown: the latest on top, large, older ones below it
+const ROWS = 12; // reports shown: the latest large on top, older ones below
 const NOW_PX = 26, ROW_PX = 4;
-const TOPS = [0.02, 0.05, 0.1, 0.2, 0.5, 1]; // what the hottest colour stands for
-const LINGER_MS = 700; // a last report comes after the last token
+const TOPS = [0.02, 0.05, 0.1, 0.2, 0.5, 1]; // shares that the hottest colour can stand for
+const LINGER_MS = 700; // the last report comes after the last token
 
 let reports = [];
 let watching = null;
 
-/** Until the function it returns is called. What cannot be had is not shown: an answer needs no picture. */
+/** Shows reports until the returned function is called. Errors are ignored: an answer needs no picture. */
 export function watch() {
   watching?.abort();
   const mine = watching = new AbortController();
@@ -32,7 +32,7 @@ const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
 const mean = (layers, key) => layers.reduce((sum, layer) => sum + layer[key], 0) / layers.length;
 const speed = (x) => (x >= 100 ? Math.round(x) : Number(x.toPrecision(2)));
 
-/** The same in words: for the line above the picture, and for who does not see it. */
+/** Returns the report in words, for the line above the picture and for screen readers. */
 export function words(report) {
   const said = [`${Math.round(report.tokens_per_s * 10) / 10} tok/s`];
   if (report.layers) {
@@ -54,7 +54,7 @@ export function words(report) {
 
 // ---- the picture
 
-/** The legend's own colours: they are the theme's. */
+/** Returns the colours of the legend, which the theme defines. */
 function ramp() {
   return ["cold", "cool", "warm", "hot"].map((name) => {
     const swatch = document.querySelector(`.scale .${name}`);
@@ -92,7 +92,7 @@ export function draw() {
   });
 }
 
-/** One report's row: a column a layer. The latest one's are labelled where there is room. */
+/** Draws the row of one report, a column for each layer. The latest row has labels if they fit. */
 function cells(g, layers, y, height, width, of) {
   const step = width / layers.length;
   const gap = step > 6 ? 1 : 0;

@@ -1,4 +1,4 @@
-// Before the first paint: the theme that was chosen here, if one was. "auto" follows the system.
+// Sets the chosen theme before the first paint. "auto" follows the system.
 "use strict";
 try {
   document.documentElement.dataset.theme = localStorage.getItem("thermocline.theme") || "auto";

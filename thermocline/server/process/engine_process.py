@@ -141,7 +141,7 @@ class EngineProcess:
         """
         self._options = files, options
         self._progress, self._on_opened = progress, opened
-        self._jobs: dict[int, Jobs] = {}  # jobs that clients wait for
+        self._awaited: dict[int, Jobs] = {}  # jobs that clients wait for
         self._held: dict[int, Job] = {}  # those that the engine does not have yet, in order
         self._inside: dict[int, Job] = {}  # jobs that the engine has, even if no client waits
         self._suspects = Suspects()
@@ -236,9 +236,9 @@ class EngineProcess:
                     self._crashes = 0
                     self.observe(event)
                     over = not isinstance(event, Token)
-                    work = self._jobs.pop(event.job, None) if over else self._jobs.get(event.job)
-                    if work is not None:
-                        work.put(event)
+                    group = self._awaited.pop(event.job, None) if over else self._awaited.get(event.job)
+                    if group is not None:
+                        group.put(event)
                     if over:
                         self._left(event.job, clear=isinstance(event, Finished))
             case Cancelled(job):
@@ -291,10 +291,10 @@ class EngineProcess:
 
     def _fail(self, job: int, e: ThermoclineError) -> None:
         self._held.pop(job, None)
-        if (work := self._jobs.pop(job, None)) is not None:
+        if (group := self._awaited.pop(job, None)) is not None:
             failed = Failed(job, type(e).__name__, str(e))
             self.observe(failed)
-            work.put(failed)
+            group.put(failed)
 
     async def stop(self, grace_s: float) -> None:
         """End the process, by force after `grace_s`."""
@@ -331,7 +331,7 @@ class EngineProcess:
     @property
     def active(self) -> int:
         """The number of jobs that are not over, waiting ones included."""
-        return len(self._jobs)
+        return len(self._awaited)
 
     # ---- jobs
 
@@ -341,11 +341,11 @@ class EngineProcess:
         jobs = {n: Job(Submit(n, ids, params)) for n, (ids, params) in zip(numbers, prompts, strict=True)}
         for job in jobs.values():
             self._suspects.check(job)
-        work = Jobs(self, numbers)
-        self._jobs |= dict.fromkeys(numbers, work)
+        group = Jobs(self, numbers)
+        self._awaited |= dict.fromkeys(numbers, group)
         self._held |= jobs
         self._admit()
-        return work
+        return group
 
     def _admit(self) -> None:
         """Send held jobs to a ready engine, in order. A suspect waits until it is alone."""
@@ -368,7 +368,7 @@ class EngineProcess:
         self._admit()
 
     def cancel(self, job: int) -> None:
-        if self._jobs.pop(job, None) is None:
+        if self._awaited.pop(job, None) is None:
             return
         self.cancelled += 1
         if self._held.pop(job, None) is None:
