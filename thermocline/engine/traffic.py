@@ -1,7 +1,4 @@
-"""What one decode step reads from memory.
-
-Owns how many bytes each part of a model is. Must not know requests.
-"""
+"""The bytes that one decode step reads from memory, by part of the model."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from thermocline.ops.interface import Norm, Weights
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one decode step reads from memory."""
+    """The bytes that one decode step reads from memory."""
 
-    fixed_bytes: int  # every matrix but gate, up and down, norms and biases, once per step
+    fixed_bytes: int  # all matrices but gate, up and down, with norms and biases: once per step
     gate_bytes: float  # one gate row
     row_bytes: float  # one up or down row
     position_bytes: int  # keys and values of one position
@@ -35,8 +32,8 @@ class Traffic:
                 gates += _nbytes(f.gate.weight) / f.gate.weight.shape[0]
                 gates += _nbytes(f.gate.bias) / spec.ffn_dim
         ffn = weights.layers[0].experts[0]
-        places = ffn.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk neurons take turns in them
-        row = _nbytes(ffn.up, ffn.down) / (places * (2 if ffn.up is not None else 1))
+        slots = ffn.down.shape[0] if ffn.bundles else spec.ffn_dim  # neurons on disk share fewer slots
+        row = _nbytes(ffn.up, ffn.down) / (slots * (2 if ffn.up is not None else 1))
         return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row, bytes_for(spec, 1))
 
 
