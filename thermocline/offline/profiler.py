@@ -1,7 +1,6 @@
-"""`thermocline profile`: run a model over text, count what is active, put its pack in order of hotness.
+"""`thermocline profile`: run a model over text, count active neurons, and sort its pack by hotness.
 
-Owns the course of it: what is refused first, what an interruption leaves, what is written.
-Must not know flags.
+A profile is checked before anything is computed, and an interrupted one continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from thermocline.session import weights
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 
-SAMPLE_COUNT, SAMPLES_BYTES = 16384, 2 << 30  # by default: so many, or as many as take this much
-ASSUMED_ACTIVE = 0.25  # of neurons, before anything is known
-SAVE_S, SAVE_BYTES = 30.0, 64 << 20  # what a kill may cost; what is held in memory
-STALE = ("predictors.safetensors",)  # of the old order
+SAMPLE_COUNT, SAMPLES_BYTES = 16384, 2 << 30  # samples by default: at most this number, and this size
+ASSUMED_ACTIVE = 0.25  # the share of active neurons that is assumed beforehand
+SAVE_S, SAVE_BYTES = 30.0, 64 << 20  # a checkpoint is saved after this time, or with this much unsaved
+STALE = ("predictors.safetensors",)  # files that a new order of neurons makes invalid
 
 
 @dataclass(frozen=True)
 class ProfileJob:
-    """What is to be done. `samples`: tokens to keep for training; `output`: a pack, maybe the same."""
+    """The input of a profile. `samples` tokens are kept for training. `output` may be the pack itself."""
 
     pack: Pack
     corpus: Corpus
@@ -63,16 +62,18 @@ class ProfileJob:
 
 @dataclass(frozen=True)
 class ProfileResult:
+    """The result of a profile."""
+
     profile: Profile  # of the written pack
     samples: int
     samples_bytes: int
-    tokens_per_s: float | None  # of those counted now; None where all had been
-    resumed_tokens: int
-    dropped: tuple[str, ...]  # files of the old order that are gone
+    tokens_per_s: float | None  # of the tokens counted now; None if a checkpoint had all of them
+    resumed_tokens: int  # tokens that a checkpoint had
+    dropped: tuple[str, ...]  # files of the old order that were removed
 
 
 def sample_bytes(spec: ModelSpec, active: float = ASSUMED_ACTIVE) -> int:
-    """Of one sampled token, with so many neurons active."""
+    """Return the bytes of one sampled token if a share `active` of the neurons is active."""
     return spec.n_layers * (2 * spec.dim + 8 + int(6 * active * spec.n_experts * spec.ffn_dim))
 
 
@@ -90,7 +91,7 @@ def check_sparse(spec: ModelSpec) -> None:
 
 
 def sampled_tokens(passages: Sequence[I32], n: int) -> list[I64]:
-    """Of each passage, which of its tokens are sampled: one, drawn, from each n-th part of all tokens."""
+    """Choose the tokens of each passage to sample: a random one from each n-th part of all tokens."""
     lengths = np.array([len(p) for p in passages])
     total = int(lengths.sum())
     edges = np.arange(n + 1, dtype=np.int64) * total // max(1, n)
@@ -102,7 +103,7 @@ def sampled_tokens(passages: Sequence[I32], n: int) -> list[I64]:
 
 
 def profile(r: ProfileJob, progress: Progress, note: Callable[[str], None]) -> ProfileResult:
-    """Raises Unsupported, UsageError, OutOfBudget, IOFailure before anything is computed, where it can."""
+    """Profile a pack. Raises Unsupported, UsageError, OutOfBudget or IOFailure, early if possible."""
     check_sparse(r.pack.spec)
     n = min(r.samples, r.corpus.tokens)
     _check_disk(r.pack, r.output, n)
@@ -154,7 +155,7 @@ def _open_unfinished(r: ProfileJob, n: int) -> ProfileCheckpoint:
 
 
 def _count(r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progress) -> float:
-    """Seconds of counting. However it ends, what was counted is saved."""
+    """Count the remaining passages. Return the seconds taken. However it ends, the counts are saved."""
     passages, done = r.corpus.passages, unfinished.done
     if done == len(passages):
         return 0.0
@@ -186,7 +187,7 @@ def _count(r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progr
 def _write(
     r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progress
 ) -> tuple[Profile, int, tuple[str, ...]]:
-    """The pack in order of hotness with its sidecars -> (its profile, bytes of samples, what is gone)."""
+    """Write the pack in order of hotness: (its profile, bytes of samples, names of removed files)."""
     s, passages = r.pack.spec, r.corpus.passages
     shape = (len(BUCKETS), s.n_experts, s.ffn_dim)
     windows = tuple(sum(len(p) // b for p in passages) for b in BUCKETS)
