@@ -139,7 +139,7 @@ class Shortlist:
         return Shortlist(spec, gate, [None] * len(PRICES), [exact] * len(PRICES))
 
     def offer(self, p: LayerPredictor, a: LayerSamples) -> float:
-        """Calibrate a predictor and keep it at prices where it is best. Return its cost at a typical price."""
+        """Calibrate a predictor, keep it where it is best, and return its cost at a typical price."""
         p = stored(p, self.spec).decoded()  # scores come from the weights as they will be stored
         curves = calibrate.curves(scores(p, a.x), a)
         costs = self.costs(p)
