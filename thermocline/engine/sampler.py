@@ -38,7 +38,7 @@ class SamplingParams:
     top_p: float = 0.95  # then the fewest that together have this probability; 1: all
     min_p: float = 0.05  # then those at least this fraction as likely as the best; 0: all
     repeat_penalty: float = 1.0  # divides positive logits of recent tokens, multiplies negative ones; 1: off
-    repeat_last_n: int = 64  # this many tokens, the prompt's included, are "recent"; -1: all; 0: none
+    repeat_last_n: int = 64  # "recent" means the last so many tokens, with the prompt; -1: all; 0: none
     presence_penalty: float = 0.0  # subtracted from the logit of every recent token
     frequency_penalty: float = 0.0  # subtracted once per recent occurrence
     seed: int | None = None  # None: chosen at random and reported
