@@ -214,13 +214,13 @@ def request_for(
     if (params.grammar is None) != (constraint is None):
         raise UsageError("a grammar needs its constraint, and a constraint its grammar; `LLM` makes them")
     banned = spec.eos_ids + params.stop_ids if params.ignore_eos else ()
-    room = context - len(ids) + 1  # the last token is never fed back, so it needs no position
+    left = context - len(ids) + 1  # the last token is never fed back, so it needs no position
     return Request(
         params=params,
         sampler=Sampler(params, spec.vocab_size, ids, banned, constraint),
         ids=ids,
         n_prompt=len(ids),
-        limit=room if params.max_tokens is None else min(params.max_tokens, room),
+        limit=left if params.max_tokens is None else min(params.max_tokens, left),
         detokenizer=_detokenizer(tokenizer, ids),
         matcher=StopMatcher(params.stop),
     )

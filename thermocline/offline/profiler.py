@@ -108,16 +108,16 @@ def profile(r: ProfileJob, progress: Progress, note: Callable[[str], None]) -> P
     n = min(r.samples, r.corpus.tokens)
     _check_disk(r.pack, r.output, n)
     _check_memory(r)
-    unfinished = _open_unfinished(r, n)
-    with closing(unfinished):
-        if unfinished.replaced:
-            note(f"{unfinished.directory}: was an unfinished profile of something else: starting anew")
-        before = sum(map(len, r.corpus.passages[: unfinished.done]))
+    checkpoint = _open_checkpoint(r, n)
+    with closing(checkpoint):
+        if checkpoint.replaced:
+            note(f"{checkpoint.directory}: was an unfinished profile of something else: starting anew")
+        before = sum(map(len, r.corpus.passages[: checkpoint.done]))
         if before:
             note(f"going on after {before} of {r.corpus.tokens} tokens")
-        seconds = _count(r, unfinished, n, progress)
-        made, size, dropped = _write(r, unfinished, n, progress)
-        unfinished.remove()
+        seconds = _count(r, checkpoint, n, progress)
+        made, size, dropped = _write(r, checkpoint, n, progress)
+        checkpoint.remove()
     speed = (made.tokens - before) / seconds if made.tokens > before else None
     return ProfileResult(made, n, size, speed, before, dropped)
 
@@ -147,16 +147,16 @@ def _check_memory(r: ProfileJob) -> None:
     )
 
 
-def _open_unfinished(r: ProfileJob, n: int) -> ProfileCheckpoint:
+def _open_checkpoint(r: ProfileJob, n: int) -> ProfileCheckpoint:
     output = Path(os.path.realpath(r.output))
     made_for = {"corpus": r.corpus.sha256, "context": r.context, "samples": n, "isa": _native.isa()}
     directory = output.with_name(f"{output.name}.profile-unfinished")
     return ProfileCheckpoint(directory, r.pack.spec, sidecar.stamp(r.pack.path), made_for)
 
 
-def _count(r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progress) -> float:
+def _count(r: ProfileJob, checkpoint: ProfileCheckpoint, n: int, progress: Progress) -> float:
     """Count the remaining passages. Return the seconds taken. However it ends, the counts are saved."""
-    passages, done = r.corpus.passages, unfinished.done
+    passages, done = r.corpus.passages, checkpoint.done
     if done == len(passages):
         return 0.0
     loaded = weights.load(r.pack, threads=r.threads, progress=lambda a, b: progress("loading", a, b, "B"))
@@ -173,25 +173,25 @@ def _count(r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progr
     with closing(count_passages(workers, passages[done:], sampled_tokens(passages, n)[done:])) as found:
         try:
             for passage, counted in zip(passages[done:], found, strict=True):
-                unfinished.add(counted)
+                checkpoint.add(counted)
                 tokens += len(passage)
                 progress("counting", tokens, r.corpus.tokens, " tokens")
-                if time.monotonic() - saved > SAVE_S or unfinished.held_bytes > SAVE_BYTES:
-                    unfinished.save()
+                if time.monotonic() - saved > SAVE_S or checkpoint.held_bytes > SAVE_BYTES:
+                    checkpoint.save()
                     saved = time.monotonic()
         finally:
-            unfinished.save()
+            checkpoint.save()
     return time.monotonic() - begin
 
 
 def _write(
-    r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progress
+    r: ProfileJob, checkpoint: ProfileCheckpoint, n: int, progress: Progress
 ) -> tuple[Profile, int, tuple[str, ...]]:
     """Write the pack in order of hotness: (its profile, bytes of samples, names of removed files)."""
     s, passages = r.pack.spec, r.corpus.passages
     shape = (len(BUCKETS), s.n_experts, s.ffn_dim)
     windows = tuple(sum(len(p) // b for p in passages) for b in BUCKETS)
-    counts = tuple(c.reshape(shape) for c in unfinished.counts)
+    counts = tuple(c.reshape(shape) for c in checkpoint.counts)
     places = [hottest_first(c[0]) for c in counts]
     found = Profile(BUCKETS, windows, r.corpus.tokens, r.corpus.sha256, counts).reordered(places)
 
@@ -201,7 +201,7 @@ def _write(
     def finish(directory: Path) -> None:
         write_profile(directory, found)
         if n:
-            write_samples(directory, s, n, unfinished.active(), unfinished.rows(places))
+            write_samples(directory, s, n, checkpoint.active(), checkpoint.rows(places))
 
     write_reordered(
         r.pack,

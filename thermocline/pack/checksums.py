@@ -80,8 +80,8 @@ def _read(pack: Pack) -> NeuronChecksums | None:
     return _of(pack, arrays)
 
 
-def _keep(pack: Pack, records: NeuronChecksums) -> None:
-    arrays = [*records.bundle, *records.gate]
+def _keep(pack: Pack, checksums: NeuronChecksums) -> None:
+    arrays = [*checksums.bundle, *checksums.gate]
     shapes: sidecar.TensorShapes = {n: ("u4", a.shape) for n, a in zip(_names(pack), arrays, strict=True)}
     sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), {}, shapes, arrays)
 
