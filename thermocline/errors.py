@@ -10,7 +10,7 @@
     `-- DeviceFailure           8   the GPU or its driver failed, or has less memory than it reported
 
 The message is one line for a person: what is wrong, where, and what to do about it. These classes and
-codes are a contract (docs/reference/errors-and-exit-codes.md); `tests/test_errors.py` provokes each.
+codes are a contract (docs/reference/errors-and-exit-codes.md); `tests/cli/test_errors.py` provokes each.
 """
 
 from __future__ import annotations

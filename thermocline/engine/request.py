@@ -62,7 +62,7 @@ class Completion:
 class Chunk:
     """One token of an answer.
 
-    Its text is empty while a character is incomplete or a stop string is possible; a later chunk then has it.
+    The text is empty while a character is incomplete or a stop string is possible; a later chunk then has it.
     """
 
     text: str
@@ -141,7 +141,7 @@ class Request:
 
     @property
     def positions(self) -> int:
-        """Return the positions that it may need. Its last token is never fed back."""
+        """Return the positions that it may need. The last token is never fed back."""
         return self.n_prompt + max(self.limit, 1) - 1
 
     @property
@@ -161,7 +161,7 @@ class Request:
             self.prompt_logprobs.append(TokenLogprobs.of(row, token, self.params.prompt_logprobs or 0))
 
     def completion(self) -> Completion:
-        """Return the answer so far. It is final once there is a finish_reason."""
+        """Return the answer so far, which is final once there is a finish_reason."""
         logprobs = None if self.params.logprobs is None else list(self.logprobs)
         return Completion(
             "".join(self.text),

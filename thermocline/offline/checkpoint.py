@@ -1,8 +1,8 @@
 """The checkpoint of a profile, on disk beside the pack, from which an interrupted profile continues.
 
-It is a directory. `state.safetensors` holds the counts, the number of passages done, and the number of
-bytes of samples that belong to them; it is replaced in one step. `samples.bin` only grows beyond those
-bytes.
+A checkpoint is a directory. `state.safetensors` holds the counts, the number of passages done, and the
+number of bytes of samples that belong to them; it is replaced in one step. `samples.bin` only grows beyond
+those bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STEP_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The state of a profile. It is replaced as a whole, so that a Ctrl-C never leaves half a passage."""
+    """The state of a profile, replaced as a whole, so that a Ctrl-C never leaves half a passage."""
 
     done: int  # passages
     counts: I64  # [layers, buckets, neurons]

@@ -96,9 +96,9 @@ class Reader:
     """A loaded model that reads windows of text with one sparsity mode and returns the logits of next tokens.
 
     The mode "predict" only saves work for few tokens, so it reads as it generates: token by token. Up to 4
-    windows (`side`) are read together, a token of each. That is faster, but a neuron predicted for one
-    token is then computed for the others, so the mode looks closer to exact than it is for a single answer.
-    `stats` count the tokens read, without prompts.
+    windows (`side`) are read together, a token of each. Reading them together is faster, but a neuron
+    predicted for one token is then computed for the others, so the mode looks closer to exact than it is
+    for a single answer. `stats` count the tokens read, without prompts.
 
     model    from `decoder.bind`, with `for_context`; readers may share it, and `ops`
     step     tokens of a window in a forward pass; None: as many as the mode allows

@@ -15,7 +15,7 @@ EXTRA, ROUNDS = 32, 4  # of the randomised SVD: extra directions, and rounds of 
 def svd(gate: F32, x: F32, rank: int, seed: int) -> tuple[F32, F32]:
     """Return (first [rank, dim], second [neurons, rank]) such that second @ first @ x approximates gate @ x.
 
-    It is the best approximation of its rank in the mean over inputs distributed like x [n, dim]. Its first
+    The approximation is the best of its rank in the mean over inputs distributed like x [n, dim]. The first
     k directions are the best of rank k. With the inputs' covariance C = L L', it is U U' gate, where U are
     the leading left singular vectors of gate @ L (a whitened SVD). Subspace iteration finds them (arXiv
     0909.4061).
