@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from plant_predictors import gate_of
+from synthetic_predictors import gate_of
 
 from thermocline.convert import synthetic
 from thermocline.engine.decoder import bind, forward

@@ -2,8 +2,8 @@
 one of those, read once more to a place of its own.
 
 Which bytes a layer has does not change how long it takes; how many, and where, does. What a layer adds to the
-residual stream of a ReLU model is planned for DEPTH layers, so small that the planted activity is the same at
-every depth. Knows packs and predictors; must not know devices.
+residual stream of a ReLU model is planned for DEPTH layers, so small that the intended activity is the same
+at every depth.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plant_predictors import SEED, hot_neurons, predictor_of, record, shifted
+from synthetic_predictors import SEED, hot_neurons, predictor_of, record, shifted
 
 from thermocline.convert import synthetic, to_gguf
 from thermocline.convert.synthetic_weights import WeightStatistics
@@ -50,7 +50,7 @@ class Shape:
         known = synthetic.shapes()
         found: dict[str, Any] = known.get(self.name) or json.loads(Path(self.name).read_text())
         if self.active is not None and found["model_type"] == "falcon":
-            found = found | {"bias": True}  # behind a layer norm activity is planted in the gates' biases
+            found = found | {"bias": True}  # behind a layer norm, the gates' biases make neurons sparse
         return found
 
     def spec(self) -> ModelSpec:
@@ -102,7 +102,7 @@ def written(shape: Shape, config: dict[str, Any], directory: Path, name: str) ->
 
 
 def rank_for(config: dict[str, Any]) -> int:
-    """Of the planted gates, and of predictors: 128, less in a narrow model."""
+    """Return the rank of synthetic gates, and of their predictors: 128, or less in a narrow model."""
     return min(128, config["hidden_size"] // 4 // 32 * 32)
 
 
@@ -136,7 +136,7 @@ def made(shape: Shape, sparsity: str, directory: Path) -> Model:
 
 
 def predictors_of(few: Pack, spec: ModelSpec, rank: int) -> Predictors:
-    """plant_predictors' of the layers on disk, for all that repeat them."""
+    """synthetic_predictors' of the layers on disk, for all that repeat them."""
     found = record(few, min(CALIBRATED, few.spec.max_context), SEED, None)
     layers, named, active = [], [], []
     for i, (x, activations) in enumerate(found):

@@ -2,12 +2,12 @@
 
     python bench/sparse.py --dir /tmp/packs --build-dir /tmp/llama.cpp --format q4_0 --threads 1 2
 
-The pack is `thermocline synth SHAPE --active`, its predictors bench/plant_predictors.py's; llama.cpp runs the
-dense twin of the same shape and format (its speed does not depend on the numbers). It does not know OPT: give
-`--dense` a Llama's config.json with as many weights.
-Runs alternate: each round every engine and mode once, the order turning. A mode's share of the roof is of the
-bytes that this mode must read. `asked` is `predict` with every neuron predicted: what it takes longer than
-`exact`, which reads the same, is the predictor's time.
+The pack is `thermocline synth SHAPE --active`, its predictors bench/synthetic_predictors.py's; llama.cpp
+runs the dense twin of the same shape and format (its speed does not depend on the numbers). It does not
+know OPT: give `--dense` a Llama's config.json with as many weights. Runs alternate: each round every engine
+and mode once, the order turning. A mode's share of the roof is of the bytes that this mode must read.
+`asked` is `predict` with every neuron predicted: what it takes longer than `exact`, which reads the same,
+is the predictor's time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def models(args: argparse.Namespace, fmt: str) -> tuple[Path, Path]:
     if not pack.exists():
         sh(*synth, args.shape, "--format", fmt, "-o", pack, "--active", str(args.active))
     if not (pack / FILE).exists():
-        plant = [sys.executable, HERE / "plant_predictors.py", pack, "--kind", args.kind]
-        sh(*plant, "--rank", str(args.rank), "--missed", str(args.missed))
+        command = [sys.executable, HERE / "synthetic_predictors.py", pack, "--kind", args.kind]
+        sh(*command, "--rank", str(args.rank), "--missed", str(args.missed))
     if not gguf.exists():
         scratch = args.dir / f"{called(dense)}-{fmt}-dense.tmp"
         sh(*synth, dense, "--format", fmt, "-o", scratch, "--gguf", gguf, "--force")

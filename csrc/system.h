@@ -1,25 +1,25 @@
-// What the core asks of the operating system. Only system.cpp, and uring.cpp for Linux's io_uring, include
-// its headers: Linux, macOS and Windows differ there and nowhere else.
+// All that the core uses of the operating system. Only system.cpp (and uring.cpp, for Linux's io_uring)
+// includes its headers, so Linux, macOS and Windows differ there and nowhere else.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace tc {
 
-// Zeroed memory that begins where a huge page may, with a page beyond `bytes` that is never used; data null:
-// there is none.
+// Zeroed memory, aligned to a huge page, with an unused page after `bytes`. data is null if there is no
+// memory.
 struct Pages {
     uint8_t* data;
-    void* mapping;  // what was asked for, of `mapped` bytes
+    void* mapping;  // the whole mapping, of `mapped` bytes
     size_t mapped;
 };
 Pages map_pages(size_t bytes);
 void unmap_pages(const Pages& pages);
 void gather_huge_pages(uint8_t* data,
-                       size_t bytes);  // where they were not given as such (Linux 6.1; else nothing happens)
-bool forbid_page(uint8_t* page);       // from now on an access there ends the process
+                       size_t bytes);  // move the bytes into huge pages (Linux 6.1; otherwise no effect)
+bool forbid_page(uint8_t* page);       // any later access to the page ends the process
 
-// Which file it is, and which version of it.
+// The identity and the version of a file.
 struct FileState {
     uint64_t device, inode, bytes;
     int64_t modified_ns;
@@ -27,44 +27,43 @@ struct FileState {
         return device == o.device && inode == o.inode && bytes == o.bytes && modified_ns == o.modified_ns;
     }
 };
-bool file_state(const char* path, FileState& state);  // false: there is no such file
+bool file_state(const char* path, FileState& state);  // false if there is no such file
 
-// A file read by position. Several threads may read at once.
+// A file that is read by position. Several threads may read at once.
 class File {
  public:
     enum Way {
         THROUGH_CACHE,
         DIRECT
-    };  // direct: past the page cache, where the system and the file system have that
+    };  // DIRECT: past the page cache, if the system and the file system support it
     File(const char* path, Way way);  // path: UTF-8
     ~File();
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
     bool open() const { return fd_ >= 0; }
-    int error() const { return error_; }  // an errno: why it is not open
-    // Bytes read: fewer than n only at the end of the file, or with an errno in `error`. EINVAL of a direct
-    // file: it wants other alignments.
+    int error() const { return error_; }  // an errno if the file is not open
+    // Return the number of bytes read: fewer than n only at the end of the file, or with an errno in `error`.
+    // EINVAL for a direct file means that it needs other alignments.
     size_t read(uint8_t* to, size_t n, size_t at, int& error) const;
     bool cached(size_t at, size_t n)
-        const;  // are all of these bytes in the page cache? false where the system does not say
+        const;  // whether all of these bytes are in the page cache; false if the system does not say
     bool state(FileState& state) const;
-    // What direct reads want offsets, lengths and addresses to be multiples of, 512 to 4096; 0: this file has
-    // none.
+    // The alignment of offsets, lengths and addresses of direct reads, 512 to 4096. 0: the file has no direct
+    // reads.
     size_t direct_alignment() const;
-    void expect_random_reads() const;  // through the cache: no reading ahead
+    void expect_random_reads() const;  // switch off read-ahead of the page cache
     int descriptor() const { return fd_; }
 
  private:
     int fd_ = -1, error_ = 0;
 };
 
-unsigned forks_so_far();  // between the first process and this one: what has threads stays behind in the one
-                          // that made it
+unsigned forks_so_far();  // forks between the first process and this one; threads do not survive a fork
 constexpr const char* kForked =
     "this process was forked from the one that made the model: make it again in this one";
 
-// What this CPU has: ARM lets only the system ask.
+// Features of an ARM CPU, which only the system can tell.
 bool arm_has_dot_products();
 bool arm_has_crc32();
 

@@ -1,4 +1,4 @@
-// What the files that talk to Python share: arrays, checks, and the parts of a layer as Python holds them.
+// Shared by the files that bind to Python: arrays, checks, and the parts of a layer as Python holds them.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -38,8 +38,8 @@ inline const float* optional_vector(const std::optional<F1>& v, size_t n, const 
     return v->data();
 }
 
-// Parts of a layer as Python holds them: validated when made, with the arrays they point into (matrices are
-// kept alive by nb::keep_alive). Calls then have little left to check.
+// Parts of a layer as Python holds them. They are validated when made and keep the arrays that they point
+// into (nb::keep_alive keeps matrices alive), so calls have little left to check.
 struct Norm {
     tc::Norm norm;
     F1 weight;
@@ -90,10 +90,10 @@ struct Step {
     I2 table;
     std::optional<F2> cos, sin;
     size_t pages;   // one more than the largest page of the table that a token reads or writes
-    size_t window;  // of heads that it is for: they touch no page before it. 0: any heads
+    size_t window;  // the window of its heads, which touch no page before it; 0: any heads
 };
 
-// That the pages fit these heads and hold what the step's tables name.
+// Check that the pages fit these heads and hold all pages that the step's tables name.
 inline void check_pages(const tc::Heads& heads, const Step& s, const Half4& k, const Half4& v) {
     const size_t block = s.step.block, pages = k.shape(0);
     check(k.shape(1) == heads.n_kv && k.shape(2) == heads.dim && k.shape(3) == block,

@@ -1,4 +1,4 @@
-// A persistent pool: the caller is thread 0, workers 1..n-1 spin briefly between regions, then sleep.
+// A persistent thread pool. The caller is thread 0; workers 1..n-1 spin briefly between regions, then sleep.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -12,22 +12,23 @@ namespace tc {
 class Pool {
  public:
     explicit Pool(
-        int threads);  // std::system_error where the system has no more threads; then none stays behind
+        int threads);  // throws std::system_error if the system has no more threads, and leaves none behind
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
     int threads() const { return threads_; }
 
-    // Run fn(state, thread) on every thread and wait. One region at a time (callers are serialised). fn does
-    // not throw. std::runtime_error in a process forked since: its copy of the pool has no threads.
+    // Run fn(state, thread) on every thread and wait. Callers are serialised: there is one region at a time.
+    // fn must not throw. Throws std::runtime_error in a forked process, whose copy of the pool has no
+    // threads.
     void run(void (*fn)(void* state, int thread), void* state);
     template <class Fn>
     void run(Fn& fn) {
         run([](void* f, int thread) { (*static_cast<Fn*>(f))(thread); }, &fn);
     }
 
-    // Inside a region, called by every thread equally often: nobody passes before all have arrived.
+    // Wait until all threads of a region have arrived. Every thread must call it equally often.
     void barrier();
 
  private:
@@ -35,7 +36,7 @@ class Pool {
     void stop();
 
     const int threads_;
-    const unsigned forks_;  // this process has been forked from, when the threads were made
+    const unsigned forks_;  // forks_so_far() when the threads were made
     std::mutex region_;     // one region at a time
     // Hand-off. The caller writes fn_ and state_, then increments epoch_ (release); a worker that sees the
     // new epoch (acquire) therefore sees them. Each worker then increments done_ (release); the caller waits

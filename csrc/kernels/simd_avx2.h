@@ -1,4 +1,4 @@
-// The vector vocabulary for AVX2 + FMA + F16C. simd_scalar.h says what each does.
+// Vector operations for AVX2 + FMA + F16C. simd_scalar.h specifies each of them.
 #pragma once
 #include <immintrin.h>
 #include <math.h>

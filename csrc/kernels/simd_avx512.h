@@ -1,4 +1,4 @@
-// The vector vocabulary for AVX-512 (F, BW, VL, DQ, VNNI). simd_scalar.h says what each does.
+// Vector operations for AVX-512 (F, BW, VL, DQ, VNNI). simd_scalar.h specifies each of them.
 #pragma once
 #include <immintrin.h>
 #include <math.h>

@@ -1,5 +1,5 @@
-// The vector vocabulary for 64-bit ARM with dot products. simd_scalar.h says what each does. A vector is two
-// registers: eight floats, as with AVX2, of which 32 registers hold as many as AVX2's 16 do.
+// Vector operations for 64-bit ARM with dot products. simd_scalar.h specifies each of them. A vector is two
+// registers: eight floats, as with AVX2. The 32 registers hold as many vectors as AVX2's 16.
 #pragma once
 #include <arm_neon.h>
 #include <math.h>

@@ -1,5 +1,5 @@
-// The vector vocabulary in portable C++: eight floats, one block of 32 per quantised step. The specification
-// of what the other simd_*.h files do, and what runs where none of them fits.
+// Vector operations in portable C++: eight floats, and one block of 32 per quantised step. This file
+// specifies the operations of the other simd_*.h files, and runs on CPUs that none of them fits.
 #pragma once
 #include <math.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-// Reads through Linux's io_uring, by raw system calls. Nowhere else does it begin.
+// Reads through Linux's io_uring, with raw system calls. All use of io_uring is here.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,15 +11,15 @@ namespace tc {
 
 class Ring {
  public:
-    // `fixed`, of fixed_bytes: memory that most reads go to. Offsets in the file are multiples of
+    // Most reads go to the fixed_bytes of memory at `fixed`. Offsets in the file are multiples of
     // `alignment`.
     Ring(const File& file, unsigned depth, uint8_t* fixed, size_t fixed_bytes, size_t alignment);
     ~Ring();
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
 
-    int error() const { return error_; }  // an errno: why there is none; then nothing else may be called
-    int not_registered() const { return not_registered_; }  // an errno: why `fixed` is memory like any other
+    int error() const { return error_; }  // an errno if there is no ring; then nothing else may be called
+    int not_registered() const { return not_registered_; }  // an errno if `fixed` could not be registered
     bool submit(const ReadRequest* requests, size_t n);
     size_t take(ReadDone* out, size_t max, bool wait);
     void drain();  // wait for all that is in flight, and forget it
@@ -28,7 +28,7 @@ class Ring {
     struct Flight {
         ReadRequest request;
         uint32_t done;  // bytes, from the start
-        bool blocking;  // in a thread of the kernel's: it would not be done without waiting
+        bool blocking;  // runs in a thread of the kernel, because it has to wait
     };
     int begin(const File& file, unsigned entries);
     int answers();
@@ -45,14 +45,14 @@ class Ring {
     const size_t fixed_bytes_, alignment_;
     void *rings_ = nullptr, *entries_ = nullptr;
     size_t rings_bytes_ = 0, entries_bytes_ = 0;
-    // Shared with the kernel: it moves *sq_head_ and *cq_tail_, we the other two, under `mutex_`.
+    // Shared with the kernel. The kernel moves *sq_head_ and *cq_tail_; we move the others, under `mutex_`.
     uint32_t *sq_head_ = nullptr, *sq_tail_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
     uint32_t sq_mask_ = 0, cq_mask_ = 0;
     const void* completions_ = nullptr;
-    mutable std::mutex mutex_;  // of all that follows; never held in a system call
+    mutable std::mutex mutex_;  // guards all members below; never held in a system call
     std::vector<Flight> flights_;
     std::vector<uint32_t> free_;    // flights
-    std::vector<ReadDone> failed_;  // that the kernel would not even take
+    std::vector<ReadDone> failed_;  // reads that the kernel did not accept
 };
 
 }  // namespace tc

@@ -1,4 +1,4 @@
-"""`bench/plant_predictors.py` and `bench/sparse.py` without llama.cpp: good predictors, true arithmetic."""
+"""`bench/synthetic_predictors.py` and `bench/sparse.py`, without llama.cpp."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidd
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[tuple[ModuleType, ModuleType]]:
     sys.path.insert(0, str(BENCH))
-    yield importlib.import_module("plant_predictors"), importlib.import_module("sparse")
+    yield importlib.import_module("synthetic_predictors"), importlib.import_module("sparse")
     sys.path.remove(str(BENCH))
 
 
 @pytest.fixture(scope="module")
-def planted(
+def synthetic(
     scripts: tuple[ModuleType, ModuleType], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
     from thermocline.cli import main
@@ -42,7 +42,9 @@ def planted(
     synth = ["synth", str(path / "shape.json"), "-o", str(path / "pack"), "--active", "0.11", "-q"]
     assert main.main(synth) == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["plant", str(path / "pack"), "--rank", "96", "--tokens", "64"])
+        patch.setattr(
+            sys, "argv", ["synthetic_predictors", str(path / "pack"), "--rank", "96", "--tokens", "64"]
+        )
         scripts[0].main()
     found = open_predictors(Pack.open(path / "pack"))
     assert found is not None
@@ -50,22 +52,22 @@ def planted(
     return path / "pack", found.report
 
 
-def test_planted_predictors_find_nearly_all_of_a_random_models_activations(
-    planted: tuple[Path, dict[str, Any]],
+def test_synthetic_predictors_find_nearly_all_of_a_random_models_activations(
+    synthetic: tuple[Path, dict[str, Any]],
 ) -> None:
-    _, report = planted
+    _, report = synthetic
     assert 0.08 < report["active_fraction"] < 0.14
     assert report["active_fraction"] < report["predicted_fraction"] < 2 * report["active_fraction"]
 
 
 def test_a_round_runs_every_mode_and_divides_rightly(
     scripts: tuple[ModuleType, ModuleType],
-    planted: tuple[Path, dict[str, Any]],
+    synthetic: tuple[Path, dict[str, Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ourselves in llama.cpp's place, under a roof of 2 GB/s."""
-    sparse, (pack, _) = scripts[1], planted
+    sparse, (pack, _) = scripts[1], synthetic
     monkeypatch.setattr(sparse, "roof", lambda test: 2.0)
     tokens = tmp_path / "tokens.i32"
     np.array(bench.random_tokens(Pack.open(pack).spec, 1, 6), np.int32).tofile(tokens)

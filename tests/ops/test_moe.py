@@ -349,7 +349,7 @@ def test_a_neuron_counts_where_its_expert_was_chosen(profiled: Path) -> None:
         samples = open_samples(Pack.open(profiled))
         assert samples is not None
         with samples:
-            a = train.activity(Pack.open(profiled), layer, samples.layer(layer))
+            a = train.layer_samples(Pack.open(profiled), layer, samples.layer(layer))
         assert a.chosen is not None and (a.chosen.sum(axis=1) == s.n_experts_active).mean() > 0.99
         assert a.chosen[a.token, a.neuron // s.ffn_dim].all()
 

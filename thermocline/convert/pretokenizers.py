@@ -1,8 +1,8 @@
 """Pre-tokenizers by GGUF's names for them, as data.
 
-A pre-tokenizer (`tokenizer.ggml.pre`) cuts text into words before a byte-level vocabulary merges bytes. It is
-a list of patterns, applied in turn. A pattern's matches and the text between them become the pieces that
-the next pattern cuts further.
+A pre-tokenizer (`tokenizer.ggml.pre`) cuts text into words before a byte-level vocabulary merges bytes.
+The cuts are a list of patterns, applied in turn. A pattern's matches and the text between them become the
+pieces that the next pattern cuts further.
 """
 
 from __future__ import annotations

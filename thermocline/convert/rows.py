@@ -65,7 +65,7 @@ def _equal(a: str, b: str, tensors: Mapping[str, Shaped], where: Mapping[str, Ro
 
 
 class TensorMapSource:
-    """A `TensorSource` over shards. It keeps at most one matrix: a down projection, read by columns."""
+    """A `TensorSource` over shards that keeps at most one matrix: a down projection, read by columns."""
 
     def __init__(
         self,

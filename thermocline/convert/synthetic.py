@@ -192,7 +192,7 @@ class RandomWeights:
             sd[: max(0, BLOCK - first)] = 0
         fixed = tuple(f if len(f) == 1 else f[first:last] for f in m.fixed)
         floats = quant.FORMATS[format].block == 1
-        # As many random bytes as a row has are enough: a scale of two bytes takes one of them.
+        # A row's own number of random bytes is enough: a scale of two bytes takes one of them.
         size = 2 * columns if floats else quant.row_bytes(format, columns)
         begin = first - first % 2 if m.mirrored else first
         bits = self._bits(name, size, begin, last)[rows - odd - begin]
@@ -213,7 +213,7 @@ class RandomWeights:
         return s.ffn_dim if name.endswith(".down.weight") else s.dim
 
     def _make(self, name: str) -> Matrix:
-        """Describe a matrix. It keeps the variance of its inputs, except into the residual stream."""
+        """Describe a matrix that keeps the variance of its inputs (but not into the residual stream)."""
         stats, s = self._stats, self._stats.spec
         quiet = (_number(0),) if stats.constant else ()  # such a matrix leaves the constant columns alone
         kind = re.sub(r"^layers\.\d+\.|\.weight$", "", name)

@@ -211,13 +211,13 @@ class WeightStatistics:
 
 
 def _check(spec: ModelSpec, sparsity: SyntheticSparsity, gate_bias: bool) -> None:
-    room = spec.dim // BLOCK * BLOCK - BLOCK * (MOODS + (0 if gate_bias else 1))
-    if spec.dim % BLOCK or room < BLOCK:
+    widest = spec.dim // BLOCK * BLOCK - BLOCK * (MOODS + (0 if gate_bias else 1))
+    if spec.dim % BLOCK or widest < BLOCK:
         raise Unsupported(
             f"a synthetic model {spec.dim} wide cannot be sparse; choose a larger multiple of {BLOCK}"
         )
-    if sparsity.rank % BLOCK or not BLOCK <= sparsity.rank <= room:
-        raise UsageError(f"--rank {sparsity.rank} must be a multiple of {BLOCK} from {BLOCK} to {room}")
+    if sparsity.rank % BLOCK or not BLOCK <= sparsity.rank <= widest:
+        raise UsageError(f"--rank {sparsity.rank} must be a multiple of {BLOCK} from {BLOCK} to {widest}")
     if not gate_bias and spec.norm != "rms":
         raise Unsupported(
             f"a synthetic model can be sparse behind an RMS norm or with a gate bias, not with {spec.norm}; "

@@ -1,1 +1,1 @@
-"""Requests into tokens: scheduling, the one forward pass, keys and values, sampling. Must not know files."""
+"""The engine turns requests into tokens: scheduling, the forward pass, keys and values, sampling."""

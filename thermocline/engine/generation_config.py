@@ -1,7 +1,6 @@
-"""The sampling that a model's makers recommend: its generation_config.json, key by key.
+"""Read the sampling that a model's makers recommend from its generation_config.json.
 
-A key is read, ignored for a reason, or has a value that switches off what it is about; any other is refused.
-Must not know who asks.
+A key is read, is ignored for a reason, or has a value that switches its feature off. Any other is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ READ = {
     "repetition_penalty": "repeat_penalty",
     "max_new_tokens": "max_tokens",
 }
-_CODE = "describes the Python code that wrote the model, or what that returns"
+_CODE = "describes the Python code that wrote the model, or its results"
 _BEAMS = "only used in beam search, which num_beams switches on"
-_SPEED = "how it is computed, not what"
+_SPEED = "changes how tokens are computed, not which"
 IGNORED: dict[str, str] = {
     "eos_token_id": "read when the model is packed",
     "bos_token_id": "read when the model is packed, from config.json",
@@ -48,7 +47,7 @@ IGNORED: dict[str, str] = {
     **dict.fromkeys(("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"), _SPEED),
     **dict.fromkeys(("assistant_ensemble_weight", "continuous_batching_config"), _SPEED),
 }
-OFF: dict[str, Any] = {  # what this build does not do, and the value that does not ask for it
+OFF: dict[str, Any] = {  # features that this build does not have, and the value that switches each off
     **dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("guidance_scale", "top_h"), 1),
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
@@ -58,7 +57,10 @@ OFF: dict[str, Any] = {  # what this build does not do, and the value that does 
 
 
 def recommended(pack: Pack) -> dict[str, Any]:
-    """As `SamplingParams` has it; what it does not say is not in it. Raises BadFile or Unsupported."""
+    """Return a pack's recommended sampling, by field of `SamplingParams`; {} if it recommends nothing.
+
+    Raises BadFile or Unsupported.
+    """
     if GENERATION_CONFIG not in pack.files:
         return {}
     path = pack.path / GENERATION_CONFIG
@@ -75,16 +77,19 @@ def completed(said: Mapping[str, Any], recommended: Mapping[str, Any]) -> Sampli
 
 
 def parsed(config: Json, name: str) -> dict[str, Any]:
-    """The same from parsed JSON. Null is what transformers writes for "not said"."""
-    said = {key: value for key, value in config.items() if value is not None}
-    for key, value in said.items():
+    """Return the recommended sampling of a parsed generation_config.json. `name` is the file, for messages.
+
+    transformers writes null for a key that is not set. Raises BadFile or Unsupported.
+    """
+    given = {key: value for key, value in config.items() if value is not None}
+    for key, value in given.items():
         off = key in OFF and value == OFF[key] and type(value) in (type(OFF[key]), float)
         if key not in READ and key not in IGNORED and not off:
             raise Unsupported(
-                f"{name}: {quoted(key)} is {quoted(value)}, which this build does not sample by; "
-                "--generation-config off does without that file"
+                f"{name}: {quoted(key)} is {quoted(value)}, which this build does not support; "
+                "--generation-config off ignores that file"
             )
-    found = {ours: _checked(key, said[key], name) for key, ours in READ.items() if key in said}
+    found = {ours: _checked(key, given[key], name) for key, ours in READ.items() if key in given}
     if found.get("repeat_penalty", 1) != 1:
         found["repeat_last_n"] = -1  # transformers looks at the whole text
     return found
@@ -95,5 +100,5 @@ def _checked(key: str, value: Any, name: str) -> Any:
         SamplingParams(**{READ[key]: value})
     except UsageError as e:
         why = str(e).replace(READ[key], key, 1)
-        raise BadFile(f"{name}: {why}; --generation-config off does without that file") from None
+        raise BadFile(f"{name}: {why}; --generation-config off ignores that file") from None
     return value

@@ -1,6 +1,6 @@
 """The paged KV cache: blocks of positions, shared between sequences that begin with the same tokens.
 
-Owns the keys and values of every layer and who holds which block. Must not know the decoder or requests.
+It owns the keys and values of every layer, and counts the holders of each block.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ ABSENT = -1  # a block that no position still to come attends to
 
 
 @dataclass
-class Held:
-    """What one sequence has of one pool: its blocks in position order, ABSENT up to `begin`."""
+class PoolBlocks:
+    """One sequence's blocks in one pool, in position order; ABSENT before `begin`."""
 
     blocks: list[int] = field(default_factory=list)
     begin: int = 0
-    reserved: int = 0  # as many as it will ever hold at once
+    reserved: int = 0  # the most blocks that it will ever hold at once
 
 
 @dataclass
 class BlockTable:
     """One sequence's blocks in every pool. The first `sealed` are full, read-only and findable."""
 
-    held: list[Held] = field(default_factory=list)
+    held: list[PoolBlocks] = field(default_factory=list)
     sealed: int = 0
     chain: bytes = ROOT  # names the tokens of the sealed blocks
 
 
-# ---- how much
+# ---- sizes
 
 
 def bytes_for(spec: ModelSpec, tokens: int) -> int:
-    """Bytes of keys and values of `tokens` positions in every layer."""
+    """Return the bytes of keys and values of `tokens` positions in all layers."""
     return tokens * spec.n_layers * _layer_bytes(spec)
 
 
@@ -57,21 +57,27 @@ def blocks_for(tokens: int, block: int = BLOCK) -> int:
 
 
 def blocks_at_once(tokens: int, window: int | None, chunk: int, block: int = BLOCK) -> int:
-    """The most that a sequence of `tokens` positions, `chunk` a step, holds in layers with this window."""
+    """Return the most blocks that a sequence of `tokens` positions holds in layers with this window.
+
+    `chunk` is the number of positions in a step.
+    """
     whole = blocks_for(tokens, block)
     # A step touches window - 1 + chunk positions, which may begin at the end of a block.
     return whole if window is None else min(whole, blocks_for(window + chunk - 2, block) + 1)
 
 
 def block_counts(spec: ModelSpec, tokens: int, context: int, chunk: int) -> tuple[int, int]:
-    """Blocks for `tokens` positions of sequences of up to `context`: in layers without a window, and with."""
+    """Return the blocks for `tokens` positions in sequences of up to `context`.
+
+    The result is (blocks of layers without a window, blocks of layers with one).
+    """
     blocks = blocks_for(tokens)
     one = blocks_at_once(context, spec.sliding_window, chunk)
     return blocks, min(blocks, -(-tokens * one // context))
 
 
 def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int) -> int:
-    """What a cache of that room takes."""
+    """Return the bytes of a cache with as many blocks as `block_counts` gives."""
     blocks, window_blocks = block_counts(spec, tokens, context, chunk)
     windowed = sum(spec.window(i) is not None for i in range(spec.n_layers))
     layers = blocks * (spec.n_layers - windowed) + window_blocks * windowed
@@ -79,23 +85,24 @@ def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int) -> in
 
 
 def in_ram(layer: int, shape: tuple[int, ...]) -> F16:
-    """Zeros on a 64-byte boundary. The system backs a page with memory when it is first written."""
+    """Allocate zeros on a 64-byte boundary. The system backs a page with memory when it is first written."""
     size = int(np.prod(shape, dtype=np.int64)) * 2
     raw = np.zeros(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(np.float16).reshape(shape)
 
 
-# ---- who holds what
+# ---- blocks and their holders
 
 
 class BlockPool:
-    """The blocks of the layers that look equally far back: `window` positions, or (None) all.
+    """The blocks of all layers with the same window: `window` positions, or None for all positions.
 
-    A block is free, used (a table holds it), or cached (nobody holds it; its tokens may come again).
-    Without a window, a sequence takes all its blocks at once. With one, it takes them as it goes, lets go of
-    those its window has passed, and reserves the most it will hold, so that it never waits halfway. A shared
-    block counts for each who holds it: what is reserved is at least what is used.
+    A block is free, used (some table holds it), or cached (no table holds it, but its tokens may come again).
+    Without a window, a sequence takes all its blocks at once. With a window, it takes them as it goes,
+    releases those that the window has passed, and reserves the most that it will hold, so that it never
+    waits halfway. A shared block counts for each holder, so at least as many blocks are reserved as are
+    used.
     """
 
     def __init__(self, n_blocks: int, block: int, window: int | None, chunk: int) -> None:
@@ -105,14 +112,14 @@ class BlockPool:
         self._free = list(range(n_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._by_name: dict[bytes, int] = {}
-        self._name: dict[int, bytes] = {}  # of a sealed block
+        self._name: dict[int, bytes] = {}  # the name of each sealed block
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._by_name
 
     @property
     def available(self) -> int:
-        """Blocks that can still be given out: free ones, then cached ones by eviction."""
+        """Return the number of blocks that can be given out: free ones, and cached ones by eviction."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -124,54 +131,55 @@ class BlockPool:
         return self.n_blocks - self.available
 
     def first(self, computed: int) -> int:
-        """The first block that position `computed`, or a later one, attends to."""
+        """Return the first block that position `computed` or a later one attends to."""
         return 0 if self.window is None else max(0, computed + 1 - self.window) // self.block
 
-    def found(self, names: Sequence[bytes]) -> Held:
-        """The cached blocks that whoever continues after `names` attends to."""
+    def found(self, names: Sequence[bytes]) -> PoolBlocks:
+        """Take the cached blocks that a sequence needs to continue after the blocks `names`."""
         begin = self.first(len(names) * self.block)
-        held = Held([ABSENT] * begin + [self._by_name[name] for name in names[begin:]], begin)
+        held = PoolBlocks([ABSENT] * begin + [self._by_name[name] for name in names[begin:]], begin)
         for block in held.blocks[begin:]:
             self._cached.pop(block, None)
             self._refs[block] += 1
         self._reserve(held, len(names) - begin)
         return held
 
-    def has_room(self, held: Held, tokens: int) -> bool:
+    def fits(self, held: PoolBlocks, tokens: int) -> bool:
+        """Return whether there are blocks for `tokens` positions of a sequence."""
         need = self._at_once(tokens)
         if self.window is None:
             return need - len(held.blocks) <= self.available
         return self.reserved - held.reserved + need <= self.n_blocks
 
-    def grow(self, held: Held, tokens: int) -> None:
+    def grow(self, held: PoolBlocks, tokens: int) -> None:
         self._reserve(held, self._at_once(tokens))
         if self.window is None:
             self.extend(held, tokens)
 
-    def extend(self, held: Held, tokens: int) -> None:
-        """Blocks of its own up to position `tokens`."""
+    def extend(self, held: PoolBlocks, tokens: int) -> None:
+        """Give a sequence blocks of its own up to position `tokens`."""
         while len(held.blocks) * self.block < tokens:
             held.blocks.append(self._take())
 
     def publish(self, block: int, name: bytes) -> None:
-        if name not in self._by_name:  # else a twin got there first: ours stays private
+        if name not in self._by_name:  # otherwise an equal block is published already: ours stays private
             self._by_name[name], self._name[block] = block, name
 
-    def pass_by(self, held: Held, computed: int) -> None:
-        """Let go of what is before the window."""
+    def release_passed(self, held: PoolBlocks, computed: int) -> None:
+        """Release the blocks that the window has passed."""
         first = self.first(computed)
         for i in range(held.begin, first):
             self._release(held.blocks[i])
             held.blocks[i] = ABSENT
         held.begin = max(held.begin, first)
 
-    def close(self, held: Held) -> None:
+    def close(self, held: PoolBlocks) -> None:
         for block in reversed(held.blocks[held.begin :]):  # a sequence's end is evicted before its start
             self._release(block)
         self._reserve(held, 0)
 
     def check_integrity(self) -> None:
-        """Every block is in exactly one place, and the index agrees."""
+        """Assert that every block has exactly one state, and that the index agrees."""
         free, cached = set(self._free), set(self._cached)
         used = {b for b, refs in enumerate(self._refs) if refs > 0}
         assert min(self._refs, default=0) >= 0, "negative reference count"
@@ -185,12 +193,12 @@ class BlockPool:
     def _at_once(self, tokens: int) -> int:
         return blocks_at_once(tokens, self.window, self.chunk, self.block)
 
-    def _reserve(self, held: Held, blocks: int) -> None:
+    def _reserve(self, held: PoolBlocks, blocks: int) -> None:
         self.reserved += blocks - held.reserved
         held.reserved = blocks
 
     def _take(self) -> int:
-        """A block of our own: a free one, else the least recently used cached one."""
+        """Take a free block, or evict the least recently used cached one."""
         if self._free:
             block = self._free.pop()
         else:
@@ -210,11 +218,11 @@ class BlockPool:
 
 
 class KVCache:
-    """A pool for the layers without a window, one for those with it, as far as the model has such.
+    """Keys and values of all layers, with one pool of blocks for each size of window.
 
-    A sealed block is found by the name of all tokens up to its end: a digest of 256 bits, so that no two
-    texts share one, by chance or by design. (Its beginning may be gone: a window does not need it.) Only full
-    blocks are shared: nobody writes to a block that another holds.
+    A sealed block is found by a name for all tokens up to its end: a digest of 256 bits, so that no two texts
+    share a name, by chance or by design. Earlier blocks may be gone if no window needs them. Only full
+    blocks are shared, so no sequence writes to a block that another one holds.
     """
 
     def __init__(
@@ -227,9 +235,10 @@ class KVCache:
         chunk: int = 1 << 31,
         storage: Callable[[int, tuple[int, ...]], F16] = in_ram,
     ) -> None:
-        """`chunk`: the most positions of a sequence in one step. `window_blocks` None: `n_blocks`.
+        """Make a cache with `n_blocks` blocks in each layer, and `window_blocks` in layers with a window.
 
-        `storage`: (layer, shape) -> where its keys, or its values, are.
+        `window_blocks` None means `n_blocks`. `chunk` is the most positions of a sequence in one step.
+        `storage` allocates a layer's keys or values: (layer, shape) -> array.
         """
         self.block = block
         windows = [spec.window(i) for i in range(spec.n_layers)]
@@ -258,12 +267,13 @@ class KVCache:
         return sum(pool.used for pool in self.pools)
 
     def open(self, ids: list[int]) -> BlockTable:
-        """A table with the longest prefix of `ids` that can be continued from what is cached.
+        """Return a table with the longest prefix of `ids` whose keys and values are cached.
 
-        Short of the last token: its logits are wanted. What a window reaches back to must still be there.
+        The last token is never part of it: its logits are needed. In layers with a window, only the blocks
+        that the window reaches must still be there.
         """
         names: list[bytes] = []
-        best, missed = 0, [0] * len(self.pools)  # missed: where each pool's present run of blocks begins
+        best, missed = 0, [0] * len(self.pools)  # missed: where each pool's current run of blocks begins
         for name in self.names(ids[:-1]):
             names.append(name)
             for p, pool in enumerate(self.pools):
@@ -278,26 +288,26 @@ class KVCache:
         return BlockTable([pool.found(names) for pool in self.pools], best, names[-1] if names else ROOT)
 
     def names(self, ids: list[int]) -> Iterator[bytes]:
-        """What a text's full blocks are found by: each name stands for all up to its block's end."""
+        """Yield the names of a text's full blocks. Each names all tokens up to the block's end."""
         chain = ROOT
         for i in range(len(ids) // self.block):
             chain = self._name(chain, ids, i)
             yield chain
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
-        """Make sure of room for `tokens` positions; False, and nothing changed, where there is not enough."""
-        table.held = table.held or [Held() for _ in self.pools]
+        """Reserve blocks for `tokens` positions. Return False, and change nothing, if there are too few."""
+        table.held = table.held or [PoolBlocks() for _ in self.pools]
         pairs = list(zip(self.pools, table.held, strict=True))
-        if not all(pool.has_room(held, tokens) for pool, held in pairs):
+        if not all(pool.fits(held, tokens) for pool, held in pairs):
             return False
         for pool, held in pairs:
             pool.grow(held, tokens)
         return True
 
     def look_again(self, table: BlockTable, ids: list[int], tokens: int) -> None:
-        """Take what was sealed since `table` was opened and grown, in place of blocks it has not written yet.
+        """Take blocks that were sealed since `table` was opened, in place of blocks that it has not written.
 
-        There is room for that: what it gives back is what it needs, less what it now shares.
+        There are always enough blocks: it gives back as many as it takes, and shares some.
         """
         found = self.open(ids)
         if found.sealed > table.sealed:
@@ -308,7 +318,7 @@ class KVCache:
         assert grown, "a sequence that shares more needs more"
 
     def tables(self, tables: Sequence[BlockTable], stops: Sequence[int]) -> list[I32]:
-        """Each pool's [tables, blocks], with blocks up to `stops`, for which `grow` made room."""
+        """Return each pool's block table [tables, blocks] with blocks up to `stops`, as `grow` reserved."""
         out = []
         for p, pool in enumerate(self.pools):
             rows = []
@@ -320,9 +330,9 @@ class KVCache:
         return out
 
     def seal(self, table: BlockTable, ids: list[int], computed: int) -> None:
-        """Make the blocks that `computed` positions fill findable; let go of those no later one attends to.
+        """Publish the blocks that `computed` positions fill. Release those that no later position attends to.
 
-        Their keys and values must be written.
+        The keys and values of these positions must be written.
         """
         while (table.sealed + 1) * self.block <= computed:
             table.chain = self._name(table.chain, ids, table.sealed)
@@ -330,10 +340,10 @@ class KVCache:
                 pool.publish(held.blocks[table.sealed], table.chain)
             table.sealed += 1
         for pool, held in zip(self.pools, table.held, strict=True):
-            pool.pass_by(held, computed)
+            pool.release_passed(held, computed)
 
     def close(self, table: BlockTable) -> None:
-        """Let go of every block. Sealed ones stay cached."""
+        """Release every block of a sequence. Sealed ones stay cached."""
         for pool, held in zip(self.pools, table.held, strict=False):  # a table never opened holds nothing
             pool.close(held)
         table.held, table.sealed, table.chain = [], 0, ROOT

@@ -1,7 +1,4 @@
-"""What the answers' steps did, layer by layer and tier by tier, added up while somebody watches.
-
-Owns the sums and what they mean. Must not know requests, HTTP, or who watches.
-"""
+"""Sums over decode steps, by layer and tier, for a live view of which neurons are active."""
 
 from __future__ import annotations
 
@@ -16,25 +13,25 @@ from thermocline.ops.interface import DiskCounts, FFNStats
 class LayerActivity:
     """Shares of a layer's neurons."""
 
-    active: float  # not zero, of the mean token
-    computed: float  # whose up and down rows were read, of the mean step
-    asked: float  # whose gate rows were
+    active: float  # not zero, for the mean token
+    computed: float  # with up and down rows read, in the mean step
+    asked: float  # with gate rows read, in the mean step
 
 
 @dataclass(frozen=True)
 class ActivityReport:
-    """Of the steps since the last report. Prompts are not in it: they are computed whole."""
+    """The decode steps since the last report. Prompts do not count: they are computed densely."""
 
     tokens: int
     seconds: float
-    bytes: float  # read from memories: weights, keys and values
-    layers: tuple[LayerActivity, ...] | None  # None: a GPU's recorded step counts all of them together
+    bytes: float  # weights, keys and values read from memory
+    layers: tuple[LayerActivity, ...] | None  # None: a GPU's recorded step counts all layers together
     disk: DiskCounts | None  # None: all neurons are in memory
-    on_gpu: bool  # at least a part of it
+    on_gpu: bool  # whether a GPU computes at least a part
 
 
 class ActivityMeter:
-    """Adding a step is appending to lists; sums are made when they are asked for."""
+    """Collects decode steps. Adding a step appends to lists; `take` adds them up."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         self._on_gpu = on_gpu
@@ -47,7 +44,7 @@ class ActivityMeter:
         self._disk: DiskCounts | None = None
 
     def counting(self) -> FFNStats:
-        """For a step that is to be added."""
+        """Return statistics for a step to fill in before it is added."""
         return FFNStats(layers=[])
 
     def add(
@@ -66,7 +63,7 @@ class ActivityMeter:
             self._disk = DiskCounts(*(a + b for a, b in zip(known, disk, strict=True)))
 
     def take(self) -> ActivityReport | None:
-        """What there was since the last time; None: nothing."""
+        """Return the report of the steps since the last call, or None if there were none."""
         if not self._tokens:
             return None
         layers = self._shares() if self._layers else None

@@ -1,7 +1,4 @@
-"""One prompt on its way, and what it gives back: its text, tokens and figures.
-
-Owns a request's state and whether it can be one at all. Must not know when it is computed, or with whom.
-"""
+"""One request: its checks, its state while it is computed, and its results (text, tokens, figures)."""
 
 from __future__ import annotations
 
@@ -19,34 +16,36 @@ from thermocline.ops.interface import F32, DiskCounts, FFNStats
 from thermocline.text.grammar import Constraint
 from thermocline.text.tokenizer import Detokenizer, Tokenizer
 
-# ---- what a request gives back
+# ---- results of a request
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one request cost. Decode figures are None where nothing was decoded (fewer than two tokens)."""
+    """Figures of one request. Decode figures are None if nothing was decoded (fewer than two tokens)."""
 
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, whose keys and values were already there
+    cached_tokens: int  # tokens of the prompt whose keys and values were cached
     tokens: int
     first_token_s: float | None  # from submission
     prompt_tokens_per_s: float | None  # the prompt's uncached tokens over the time to the first token
     tokens_per_s: float | None  # tokens after the first, over their time
-    active_fraction: float | None  # neurons that were not zero, while decoding
-    rows_fraction: float | None  # up and down rows read, of those a dense pass reads, while decoding
-    predicted_fraction: float | None  # gate rows read, likewise
+    active_fraction: float | None  # share of neurons that were not zero, while decoding
+    rows_fraction: float | None  # share of up and down rows that were read, while decoding
+    predicted_fraction: float | None  # share of gate rows that were read, while decoding
     bytes_per_token: (
         int | None
     )  # weights and KV read from memory per decoded token (a batch shares its weights)
     logits_hash: str  # over the logits of every token: equal hashes, equal runs
-    token_ms_p99: float | None = None  # of the tokens after the first; 1000 / tokens_per_s is their mean
-    disk: DiskCounts | None = None  # while decoding, a batch's shared; None: all neurons are in memory
+    token_ms_p99: float | None = None  # of the tokens after the first; their mean is 1000 / tokens_per_s
+    disk: DiskCounts | None = None  # while decoding, shared by a batch; None: all neurons are in memory
 
 
 @dataclass(frozen=True)
 class Completion:
+    """The answer to a request."""
+
     text: str  # up to the stop string or end-of-text token
-    token_ids: list[int]  # everything sampled, an end-of-text token included
+    token_ids: list[int]  # all sampled tokens, including an end-of-text token
     finish_reason: str | None  # "stop", "length" or "cancelled"; None while it runs
     seed: int  # repeats this completion
     logprobs: list[TokenLogprobs] | None
@@ -55,13 +54,16 @@ class Completion:
 
     @property
     def mean_logprob(self) -> float:
-        """Of its tokens; -inf where there are none, or none was asked for."""
+        """Return the mean log probability of the tokens; -inf if there are none, or it was not requested."""
         return sum(t.logprob for t in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One token. Its text may be empty (half a character, a possible stop string) or end earlier ones."""
+    """One token of an answer.
+
+    The text is empty while a character is incomplete or a stop string is possible; a later chunk then has it.
+    """
 
     text: str
     token_id: int
@@ -73,14 +75,14 @@ class Chunk:
 
 
 class StopMatcher:
-    """Lets text through up to the first stop string, holding back an end that may become one."""
+    """Passes text up to the first stop string, and holds back an end that may become one."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that is certainly part of the answer, whether a stop string ended it)."""
+        """Add text. Return (text that is certainly part of the answer, whether a stop string ended it)."""
         if not self._stop:
             return text, False
         text = self._held + text
@@ -98,23 +100,23 @@ class StopMatcher:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`."""
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
 @dataclass
 class Request:
-    """One prompt on its way. Position p's keys and values are in the cache for all p < computed."""
+    """The state of one request. Keys and values of all positions p < computed are in the cache."""
 
     params: SamplingParams
     sampler: Sampler
-    ids: list[int]  # the prompt, then what was sampled
+    ids: list[int]  # the prompt's tokens, then the sampled ones
     n_prompt: int
-    limit: int  # tokens to generate at most: max_tokens, or what the context leaves
+    limit: int  # the most tokens to generate: max_tokens, or as many as fit in the context
     detokenizer: Detokenizer | None
     matcher: StopMatcher
     table: BlockTable = field(default_factory=BlockTable)
-    names: list[bytes] = field(default_factory=list)  # of its prompt's full blocks; of a scored one, none
+    names: list[bytes] = field(default_factory=list)  # of the prompt's full blocks; empty if it is scored
     computed: int = 0
     cached: int = 0
     chunks: deque[Chunk] = field(default_factory=deque)  # not fetched yet
@@ -122,14 +124,14 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
-    error: ThermoclineError | None = None  # why it cannot go on; whoever waits for chunks raises it
+    error: ThermoclineError | None = None  # the reason why it cannot continue; readers of chunks raise it
     submitted_s: float = 0.0
-    begun_s: float = 0.0  # when the first of its prompt's tokens that were not cached was computed
+    begun_s: float = 0.0  # the time at which the first uncached token of the prompt was computed
     first_s: float = 0.0
     last_s: float = 0.0
     decode: FFNStats = field(default_factory=FFNStats)
     decode_bytes: float = 0.0
-    token_s: list[float] = field(default_factory=list)  # of each token after the first
+    token_s: list[float] = field(default_factory=list)  # seconds of each token after the first
     disk: DiskCounts | None = None
     digest: int = 0
 
@@ -139,27 +141,27 @@ class Request:
 
     @property
     def positions(self) -> int:
-        """That it may need: its last token is never fed back."""
+        """Return the positions that it may need. The last token is never fed back."""
         return self.n_prompt + max(self.limit, 1) - 1
 
     @property
     def begun(self) -> bool:
-        """Is any of it computed that was not in the cache?"""
+        """Return whether any position was computed that was not in the cache."""
         return self.computed > self.cached
 
     @property
     def scored(self) -> bool:
-        """Are its prompt's probabilities asked for? They are not in the cache: all of it is computed."""
+        """Return whether the prompt's probabilities are requested. All of the prompt is then computed."""
         return self.params.prompt_logprobs is not None
 
     def score(self, start: int, logits: F32) -> None:
-        """Logits after the prompt's positions from `start` on. NumericalError where one is not finite."""
+        """Score the prompt's tokens with the logits of positions from `start` on. Raises NumericalError."""
         for token, row in zip(self.ids[start + 1 : self.n_prompt], logits, strict=False):
             check_finite(row)
             self.prompt_logprobs.append(TokenLogprobs.of(row, token, self.params.prompt_logprobs or 0))
 
     def completion(self) -> Completion:
-        """The answer so far; final once there is a finish_reason."""
+        """Return the answer so far, which is final once there is a finish_reason."""
         logprobs = None if self.params.logprobs is None else list(self.logprobs)
         return Completion(
             "".join(self.text),
@@ -199,26 +201,26 @@ def request_for(
     params: SamplingParams,
     constraint: Constraint | None = None,
 ) -> Request:
-    """A request for any engine of this model and context. Needs no weights: a bad one is refused at once.
+    """Make a request for any engine of this model and context. A bad one is refused at once, without weights.
 
-    `constraint`: of `params.grammar`, for this request alone.
+    `constraint` is that of `params.grammar`, for this request alone. Raises UsageError.
     """
     ids = list(prompt)
     if not ids and spec.bos_id is not None:
         ids = [spec.bos_id]
     _check_prompt(spec, context, ids)
     if params.stop and tokenizer is None:
-        raise UsageError("stop strings need a tokenizer, and this engine has none")
+        raise UsageError("stop strings need a tokenizer, and this engine has none; use stop_ids")
     if (params.grammar is None) != (constraint is None):
         raise UsageError("a grammar needs its constraint, and a constraint its grammar; `LLM` makes them")
     banned = spec.eos_ids + params.stop_ids if params.ignore_eos else ()
-    room = context - len(ids) + 1  # the last token is never fed back, so it needs no position
+    left = context - len(ids) + 1  # the last token is never fed back, so it needs no position
     return Request(
         params=params,
         sampler=Sampler(params, spec.vocab_size, ids, banned, constraint),
         ids=ids,
         n_prompt=len(ids),
-        limit=room if params.max_tokens is None else min(params.max_tokens, room),
+        limit=left if params.max_tokens is None else min(params.max_tokens, left),
         detokenizer=_detokenizer(tokenizer, ids),
         matcher=StopMatcher(params.stop),
     )
@@ -246,7 +248,7 @@ def _detokenizer(tokenizer: Tokenizer | None, ids: list[int]) -> Detokenizer | N
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all are not above."""
+    """Return the smallest value that at least `share` of all values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -255,7 +257,10 @@ def _ratio(part: float | None, whole: float) -> float | None:
 
 
 def disk_figures(f: Figures, threads: int) -> dict[str, Any]:
-    """While decoding; null where all neurons are in memory. Gate rows on disk count as neurons do."""
+    """Return the disk's figures while decoding; None each if all neurons are in memory.
+
+    A gate row on disk counts like a neuron.
+    """
     keys = (
         "cache_hit_rate", "disk_bytes_per_token", "disk_reads_per_token", "disk_gb_per_s", "disk_wait_share"
     )  # fmt: skip

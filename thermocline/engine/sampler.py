@@ -1,6 +1,6 @@
-"""Logits -> token: penalties, top-k, top-p, min-p, temperature, draw (llama.cpp's order: temperature last).
+"""Sample a token from logits: penalties, top-k, top-p, min-p, temperature, draw.
 
-Owns `SamplingParams` and one request's draws. Must not know models, text or other requests.
+Temperature comes last, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from thermocline.text.grammar import Constraint, Grammar
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Ids = NDArray[np.int64]
-LARGEST = 1e38  # what is added to a logit, or left of it: float32 holds more than three times that
-SORTED = 4096  # tokens that are sorted at most: 0.05 ms
-BINS, DEEPEST = 1024, 64  # of logits; odds of e^-64 are together in the last one
+LARGEST = 1e38  # the bound of logits and of biases: float32 holds more than three times that
+SORTED = 4096  # the most tokens that are sorted: 0.05 ms
+BINS, DEEPEST = 1024, 64  # bins of logits; all odds below e^-64 are in the last one
 BLOCK = 8192  # logits that are put into bins at once
 
 
@@ -38,7 +38,7 @@ class SamplingParams:
     top_p: float = 0.95  # then the fewest that together have this probability; 1: all
     min_p: float = 0.05  # then those at least this fraction as likely as the best; 0: all
     repeat_penalty: float = 1.0  # divides positive logits of recent tokens, multiplies negative ones; 1: off
-    repeat_last_n: int = 64  # "recent": this many tokens, the prompt's included; -1: all; 0: penalties off
+    repeat_last_n: int = 64  # "recent" means the last so many tokens, with the prompt; -1: all; 0: none
     presence_penalty: float = 0.0  # subtracted from the logit of every recent token
     frequency_penalty: float = 0.0  # subtracted once per recent occurrence
     seed: int | None = None  # None: chosen at random and reported
@@ -47,8 +47,8 @@ class SamplingParams:
     logprobs: int | None = None  # report the token's log probability and this many alternatives
     ignore_eos: bool = False  # ban the end-of-sequence tokens, and stop_ids
     stop_ids: tuple[int, ...] = ()  # tokens that end the text besides the model's own end-of-sequence tokens
-    prompt_logprobs: int | None = None  # the same as logprobs, of the prompt's tokens after the first
-    grammar: Grammar | None = None  # what all of the text must be; a filter before the others
+    prompt_logprobs: int | None = None  # like logprobs, for the prompt's tokens after the first
+    grammar: Grammar | None = None  # the whole text must follow it; applied before the other filters
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 0, None, optional=True)
@@ -97,14 +97,14 @@ def _check_float(name: str, value: float, low: float, high: float, *, above: boo
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log probabilities as the model gave them: before penalties, filters and temperature."""
+    """Log probabilities from the model itself: before penalties, filters and temperature."""
 
     logprob: float  # of the chosen token
     top: tuple[tuple[int, float], ...]  # (id, log probability) of the most likely, best first
 
     @staticmethod
     def of(logits: F32, token: int, n: int) -> TokenLogprobs:
-        """Of `token` and the n most likely, from the model's own finite logits."""
+        """Return those of `token` and of the `n` most likely tokens. `logits` [vocab_size] are finite."""
         x = logits.astype(np.float64)
         x -= x.max()
         x -= math.log(np.exp(x).sum())
@@ -113,13 +113,17 @@ class TokenLogprobs:
 
 
 def check_finite(logits: F32) -> None:
+    """Raise NumericalError if a logit is NaN or infinite."""
     if not np.isfinite(logits).all():
         at = int(np.flatnonzero(~np.isfinite(logits))[0])
-        raise NumericalError(f"the model's logits hold {logits[at]} (token {at}): its weights are damaged")
+        raise NumericalError(
+            f"the model's logits hold {logits[at]} (token {at}): its weights are damaged; "
+            "check the pack with `thermocline verify`"
+        )
 
 
 def largest(logits: F32, k: int) -> Ids:
-    """Return the ids of the k largest, by id; of equals the lower ids. k = 0 means all."""
+    """Return the ids of the k largest logits, sorted by id. Among equals lower ids win. k = 0 means all."""
     if not 0 < k < len(logits):
         return np.arange(len(logits))
     smallest = np.partition(logits, -k)[-k]
@@ -128,18 +132,21 @@ def largest(logits: F32, k: int) -> Ids:
 
 
 def best(logits: F32, k: int) -> Ids:
-    """The ids of the k largest, best first, lower id first among equals. k = 0 means all."""
+    """Return the ids of the k largest logits, best first; among equals the lower id. k = 0 means all."""
     ids = largest(logits, k)
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 
 def ordered(x: F32, ids: Ids) -> Ids:
-    """Put few ids best first, and leave many by id: `reached` needs no order, and 152,000 take 11 ms."""
+    """Sort few ids best first; leave many ids as they are.
+
+    `reached` does not need an order, and sorting 152,000 ids takes 11 ms.
+    """
     return ids[np.argsort(-x[ids], kind="stable")] if len(ids) <= SORTED else ids
 
 
 def odds(x: NDArray[np.floating], peak: float, temperature: float) -> F64:
-    """Return how likely each x is, beside one of `peak`."""
+    """Return how likely each logit of x is, relative to a logit of `peak`."""
     y = x.astype(np.float64)
     y -= peak
     with np.errstate(over="ignore"):  # at a tiny temperature all but the best become exp(-inf) = 0
@@ -148,11 +155,12 @@ def odds(x: NDArray[np.floating], peak: float, temperature: float) -> F64:
 
 
 def reached(x: F32, temperature: float, share: float, side: Literal["left", "right"]) -> int:
-    """Return where odds, summed in order of falling x (of equals the first one first), are `share` of all.
+    """Return the index at which the cumulated odds reach `share` of all odds.
 
-    "left" is the first sum that is no less, "right" the first that is more. No x without odds is reached.
-    Sums of bins say about where that is, and only what is there gets sorted. Bins are summed in another
-    order than a sorted list: that gives the same but for a share within 1e-12 of a border.
+    Odds are added in the order of falling x, the first of equals first. `side` "left" is the first sum that
+    is not less than the share, "right" the first that is more. An x with odds of 0 is never returned. Sums
+    of bins find the right bin, and only that bin is sorted. Bins are added in another order than a sorted
+    list, which makes no difference except for a share within 1e-12 of a border.
     """
     peak, target, at = float(x.max()), math.nan, None
     while len(x) > SORTED and x.max() > x.min():
@@ -170,17 +178,17 @@ def reached(x: F32, temperature: float, share: float, side: Literal["left", "rig
 
 
 def _first(sums: F64, target: float, side: Literal["left", "right"]) -> int:
-    """Return where `sums` reach `target`, which may be rounded up to the last of them, or beyond."""
+    """Return the index at which `sums` reach `target`. Rounding may have put it beyond the last sum."""
     return min(int(np.searchsorted(sums, target, side)), int(np.searchsorted(sums, sums[-1])))
 
 
 def _bins(x: F32, peak: float, temperature: float) -> tuple[NDArray[np.int16], F64]:
-    """Return each x's bin, and each bin's odds. The largest x is in the first, the smallest in another.
+    """Return each x's bin, and each bin's sum of odds. The first bin has the largest x, but not the smallest.
 
-    Goes by `BLOCK`: fresh memory for all of x at once costs more than their powers.
+    x is processed in pieces of `BLOCK`: new memory for all of x costs more than the exponentials.
     """
     top = float(x.max())
-    depth = min(top - float(x.min()), max(DEEPEST * temperature, 1e-30))  # what is banned is at -inf
+    depth = min(top - float(x.min()), max(DEEPEST * temperature, 1e-30))  # banned tokens are at -inf
     bins, sums = np.empty(len(x), np.int16), np.zeros(BINS)
     for i in range(0, len(x), BLOCK):
         part = x[i : i + BLOCK]
@@ -194,7 +202,7 @@ def _bins(x: F32, peak: float, temperature: float) -> tuple[NDArray[np.int16], F
 
 
 def nucleus(x: F32, top_p: float) -> Ids:
-    """Return the fewest that together have this probability, as they come."""
+    """Return the fewest tokens that together have this probability, in the order of x."""
     if top_p == 1:
         return np.flatnonzero(x > -math.inf)
     last = reached(x, 1.0, top_p, "left")
@@ -204,14 +212,14 @@ def nucleus(x: F32, top_p: float) -> Ids:
 
 
 def likely(x: F32, top_p: float, min_p: float) -> Ids:
-    """Return what top-p, then min-p leave, `ordered`.
+    """Return the tokens that top-p and then min-p keep, `ordered`.
 
-    Each keeps the first so many of one order, so min-p may go first, which leaves fewer to sort.
+    Both keep the beginning of the same order, so min-p may go first, which leaves fewer tokens to sort.
     """
     if len(x) > SORTED and min_p == 0:
         return ordered(x, nucleus(x, top_p))
     p = odds(x, float(x.max()), 1.0)
-    left = np.flatnonzero((p >= min_p) & (x > -math.inf))  # what is banned is never drawn
+    left = np.flatnonzero((p >= min_p) & (x > -math.inf))  # banned tokens are never drawn
     if len(left) > SORTED:
         return ordered(x, min(left, nucleus(x, top_p), key=len))
     left = ordered(x, left)
@@ -219,7 +227,7 @@ def likely(x: F32, top_p: float, min_p: float) -> Ids:
 
 
 def kept(logits: F32, params: SamplingParams) -> Ids:
-    """What top-k, then top-p, then min-p leave, `ordered`. Never empty."""
+    """Return the tokens that top-k, then top-p, then min-p keep, `ordered`. There is at least one."""
     if not 0 < params.top_k < len(logits):
         return likely(logits, params.top_p, params.min_p)
     ids = ordered(logits, largest(logits, params.top_k))
@@ -227,7 +235,10 @@ def kept(logits: F32, params: SamplingParams) -> Ids:
 
 
 class Sampler:
-    """One request's sampling state: its generator and its recent tokens, so that company changes nothing."""
+    """One request's sampling state: its random generator and its recent tokens.
+
+    Each request has its own, so that other requests do not change its answer.
+    """
 
     def __init__(
         self,
@@ -259,7 +270,7 @@ class Sampler:
             self._remember(token)
 
     def sample(self, logits: F32) -> int:
-        """Choose a token from finite logits [vocab_size], which stay as they are."""
+        """Choose a token from logits [vocab_size] without changing them. NumericalError, UsageError."""
         check_finite(logits)
         logits = self._adjusted(logits)
         token = self._draw(logits) if self.params.temperature > 0 else int(logits.argmax())
@@ -270,11 +281,11 @@ class Sampler:
 
     @property
     def complete(self) -> bool:
-        """What was asked for is there: nothing may follow."""
+        """Return whether the grammar is complete, so that nothing may follow."""
         return self._constraint is not None and self._constraint.is_complete()
 
     def _draw(self, logits: F32) -> int:
-        """Draw a token at the request's temperature: one number each, whatever is kept."""
+        """Draw a token at the request's temperature. Each token takes one random number, whatever is kept."""
         params, u = self.params, self._rng.random()
         if params.top_k == params.min_p == 0 and params.top_p == 1:
             return reached(logits, params.temperature, u, "right")
@@ -282,7 +293,7 @@ class Sampler:
         return int(ids[reached(logits[ids], params.temperature, u, "right")])
 
     def _adjusted(self, logits: F32) -> F32:
-        """A copy with bias, penalties and constraint applied, or the logits themselves without any."""
+        """Return the logits with bias, penalties and constraint applied: a copy if there are any."""
         allowed = None if self._constraint is None else self._constraint.allowed()
         if not len(self._bias_ids) and not self._counts and allowed is None:
             return logits
@@ -295,11 +306,11 @@ class Sampler:
             logits[~allowed] = -math.inf
         if logits.max() == -math.inf:
             grammar = "" if allowed is None else "the grammar, "
-            raise UsageError(f"{grammar}logit_bias and ignore_eos ban every token of the model")
+            raise UsageError(f"{grammar}logit_bias and ignore_eos ban every token of the model; allow some")
         return logits
 
     def _penalised(self, x: F32) -> F32:
-        """A factor of nearly 0 and penalties beyond all range ban nothing, and make no NaN."""
+        """Apply penalties. A factor near 0 and huge penalties ban no token and make no NaN."""
         params = self.params
         counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
         with np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""Bytes that one decode step reads from memory, part by part of a model."""
+"""The bytes that one decode step reads from memory, by part of the model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from thermocline.ops.interface import F32, Matrix, Norm, Weights
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one decode step reads from memory."""
+    """The bytes that one decode step reads from memory."""
 
-    fixed_bytes: int  # every matrix but gate, up and down, norms and biases, once per step
+    fixed_bytes: int  # all matrices but gate, up and down, with norms and biases: once per step
     gate_bytes: float  # one gate row
     row_bytes: float  # one up or down row
     position_bytes: int  # keys and values of one position

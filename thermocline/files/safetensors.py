@@ -384,7 +384,7 @@ def _shard_path(directory: Path, file: str) -> Path:
 
 
 def no_weights(directory: Path) -> Exception:
-    """Return the error for a directory without safetensors. It says how to convert pickles."""
+    """Return the error for a directory without safetensors, which says how to convert pickles."""
     try:
         names = sorted(os.listdir(directory))
     except OSError as e:

@@ -14,7 +14,7 @@ from thermocline.errors import IOFailure
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to. It replaces `path` if the body succeeds, and is removed otherwise.
+    """Give a path for a file that replaces `path` if the body succeeds, and is removed otherwise.
 
     A killed process leaves it as `NAME.tmp-PID`; the next call for the same `path` removes it. Raises
     IOFailure.

@@ -1,6 +1,7 @@
 """Measure how fast a directory's disk reads: large blocks in order, and 4 KiB blocks at random.
 
-A measurement writes at most 256 MiB and takes about 3 s. It uses direct I/O if possible, and says if not.
+A measurement writes at most 256 MiB and takes about 3 s. Reads are direct if possible; the result says if
+not.
 """
 
 from __future__ import annotations

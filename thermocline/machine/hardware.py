@@ -398,7 +398,7 @@ def gpu(root: Path = ROOT) -> GpuInfo:
 
 
 def measure(disk_dir: Path, threads: int = 0) -> Hardware:
-    """Measure everything that `doctor` prints. It takes a few seconds, most of them for the disk."""
+    """Measure everything that `doctor` prints, in a few seconds, most of them for the disk."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     machine = cores()
     threads = threads if threads > 0 else machine.threads

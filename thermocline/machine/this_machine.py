@@ -25,7 +25,7 @@ DEFAULT_CACHE_BYTES = 32 << 20
 def tiers_here(
     threads: int = 0, *, disk: MeasuredDisk | None = None, formats: Iterable[str] = tuple(quant.FORMATS)
 ) -> Tiers:
-    """Measure this machine's CPU. It takes a second, and a quarter of one for each format.
+    """Measure this machine's CPU in a second, and a quarter of one for each format.
 
     Raises Unsupported or OutOfBudget.
     """

@@ -277,9 +277,9 @@ _LAYER = re.compile(r".*(?:layers|h)\.(\d+)\.(.+)")
 def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, TensorMap]:
     """Read the model in a GGUF, and where each packed tensor's rows are in it.
 
-    GGUF has no key for the activation; llama.cpp assumes the family's SiLU. It is ReLU if `activation` says
-    so, if the file is PowerInfer's, or if its name says so. Only `activation` can tell which ReLU. Raises
-    BadFile, Unsupported, UsageError.
+    GGUF has no key for the activation; llama.cpp assumes the family's SiLU. The activation is ReLU if
+    `activation` says so, if the file is PowerInfer's, or if its name says so. Only `activation` can tell
+    which ReLU. Raises BadFile, Unsupported, UsageError.
     """
     k = GGUFKeys(gguf)
     found = ARCHITECTURES.get(k.architecture)

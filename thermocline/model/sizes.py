@@ -26,7 +26,7 @@ class PartSize:
     """The size of one part of a model."""
 
     bytes: int = 0  # in memory: each tensor from an ALIGN boundary to the next
-    read_bytes: int = 0  # bytes of them that a token reads
+    read_bytes: int = 0  # bytes that a token reads
     weights: int = 0  # weights that a token multiplies
 
     def __add__(self, other: PartSize) -> PartSize:
@@ -78,10 +78,8 @@ class ModelSizes:
 
     format: str
     embed: PartSize  # a token reads one row of it; if tied, all of it as the head
-    head: PartSize  # where it is not the embedding
-    tied: (
-        PartSize  # the embedding as the head; its bytes are `embed`'s, once more where the head is elsewhere
-    )
+    head: PartSize  # if it is not the embedding
+    tied: PartSize  # the embedding as the head; counted once more if the head is on another tier
     layers: tuple[LayerSizes, ...]
 
     @property

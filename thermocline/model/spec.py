@@ -16,7 +16,7 @@ NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "relu2")
 UP_ACTIVATIONS = ("none", "relu")
-# These are exactly zero for gate <= threshold, so their neurons can be skipped without changing the answer.
+# Activations that are exactly zero for gate <= threshold: skipping such neurons does not change the answer.
 SPARSE_ACTIVATIONS = ("relu", "fatrelu", "relu2")
 
 

@@ -1,1 +1,1 @@
-"""What is made or measured before text is generated: profiles, predictors, perplexity, traces, benchmarks."""
+"""Work that is done before text is generated: profiles, predictors, perplexity, traces, benchmarks."""

@@ -1,7 +1,7 @@
-"""Counting which neurons are active: the engine's own prefill over passages, with an eye on every FFN.
+"""Count which neurons are active, by running the engine's own prefill over passages.
 
-A passage is computed on its own, so what is counted in it depends on nothing else: not on threads, workers,
-interruptions or the other passages. Integers are added up. Must not know files.
+Each passage is computed on its own, so its counts do not depend on threads, workers, interruptions or other
+passages. Counts are integers and are added up.
 """
 
 from __future__ import annotations
@@ -25,32 +25,35 @@ from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import F32, Batch, FFNStats, Layer, Matrix, Weights
 from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
 
-UNIT = BUCKETS[-1]  # passages and steps are whole windows, but for a passage's end
+UNIT = BUCKETS[-1]  # passages and steps are whole windows of this size, except at a passage's end
 STEP = 256  # tokens computed together: `LLM`'s prefill chunk, and one pass of the native FFN
-_SUM_ROWS = 128  # of 0 and 1, summed in a byte
+_SUM_ROWS = 128  # rows of 0 and 1 whose sums fit in a byte
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Some tokens' samples of one layer, in the pack's order of neurons."""
+    """Samples of k tokens in one layer, in the pack's order of neurons."""
 
     layer: int
     input: F16  # [k, dim]
-    sizes: I64  # [k], active neurons of each
-    index: I32  # their positions, ascending in a token
-    mass: F16
+    sizes: I64  # [k]: active neurons of each token
+    index: I32  # [nnz]: their positions, ascending within a token
+    mass: F16  # [nnz]: |h| times the norm of the down row
 
 
 @dataclass(frozen=True)
 class Counted:
+    """The counts and samples of one passage."""
+
     counts: I64  # [layers, buckets, neurons]
-    samples: list[Sampled]  # of a layer in the order of tokens
+    samples: list[Sampled]  # the samples of a layer are in the order of tokens
 
 
 def add_windows(active: NDArray[np.uint8], counts: I64) -> None:
-    """counts[b] += windows of BUCKETS[b] consecutive rows of 0 and 1 [tokens, neurons] that have a 1.
+    """Add to counts[b] the number of windows of BUCKETS[b] consecutive rows in which a neuron is active.
 
-    Windows start at multiples of their size, and the rows of two make the next bucket's one.
+    `active` holds 0 and 1 [tokens, neurons]. Windows start at multiples of their size, so two windows make
+    one of the next bucket.
     """
     for total in counts:
         for at in range(0, len(active), _SUM_ROWS):
@@ -60,10 +63,10 @@ def add_windows(active: NDArray[np.uint8], counts: I64) -> None:
 
 
 class ActivityRecorder(CpuOps):
-    """The native ops; each FFN's activations are counted, and sampled at the wanted rows."""
+    """The native ops. They count each FFN's activations, and sample them at the wanted rows."""
 
     def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer], norms: Sequence[F32]) -> None:
-        """`norms`: of each layer's down rows; empty where nothing is sampled."""
+        """`norms` are those of each layer's down rows. They may be empty if nothing is sampled."""
         super().__init__(threads)
         self._spec, self._layers, self._norms = spec, layers, norms
         self._skip, self._wanted = 0, np.empty(0, np.int64)
@@ -80,7 +83,7 @@ class ActivityRecorder(CpuOps):
         return super().step(batch, block, cos, sin, window)
 
     def look_at(self, skip: int, wanted: I64) -> None:
-        """In the next step rows from `skip` on are counted, and the `wanted` ones sampled."""
+        """Count rows from `skip` on in the next step, and sample the `wanted` ones."""
         self._skip, self._wanted = skip, wanted
 
     def ffn_add(
@@ -98,7 +101,7 @@ class ActivityRecorder(CpuOps):
 
     def _normed(self, layer: int, h: F32) -> F32:
         norm = self._layers[layer].ffn_norm
-        if norm is None or self._spec.norm_order == "post":  # then `forward` has applied one already
+        if norm is None or self._spec.norm_order == "post":  # `forward` has applied the norm already
             return h
         return self.norm(h, norm.weight, norm.bias, self._spec.norm_eps, self._spec.norm)
 
@@ -115,7 +118,7 @@ class ActivityRecorder(CpuOps):
 
 
 def down_norms(spec: ModelSpec, weights: Weights, ops: CpuOps) -> list[F32]:
-    """Of each layer [neurons]: the length of a neuron's down row, times its weight in a sub-norm."""
+    """Return the norm of each neuron's down row by layer [neurons], times its weight in a sub-norm."""
     out: list[F32] = []
     for layer in weights.layers:
         norms = np.concatenate([_row_norms(f.part.down, ops) for f in layer.experts])
@@ -132,7 +135,7 @@ def _row_norms(down: Matrix, ops: CpuOps) -> F32:
 
 
 class ProfileWorker:
-    """One passage at a time through the decoder, with a thread pool and a KV cache of its own."""
+    """Runs one passage at a time through the decoder, with its own thread pool and KV cache."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, prefix: I32, context: int, threads: int, norms: Sequence[F32]
@@ -144,7 +147,10 @@ class ProfileWorker:
         self._table = np.arange(blocks_for(context), dtype=np.int32)[None]
 
     def count(self, passage: I32, wanted: I64, stop: threading.Event) -> Counted:
-        """`wanted`: the passage's tokens to sample, ascending."""
+        """Count a passage's active neurons. `wanted` are the tokens to sample, ascending.
+
+        Raises Stopped if `stop` is set, and NumericalError.
+        """
         ops, n_prefix = self._ops, len(self._prefix)
         ids = np.concatenate([self._prefix, passage])
         wanted = wanted + n_prefix
@@ -161,23 +167,23 @@ class ProfileWorker:
 
     def _step(self, ids: I32, begin: int, end: int) -> None:
         at = np.arange(begin, end, dtype=np.int32)
-        last = np.array([end - begin - 1], np.int32)  # one row of logits, to see that the model is sane
+        last = np.array([end - begin - 1], np.int32)  # one row of logits, to check that they are finite
         batch = Batch(ids[begin:end], at, np.zeros_like(at), self._table, last)
         logits = forward(self._model, self._kv, batch, self._ops, sparsity="exact", stats=FFNStats())
         if not np.isfinite(logits).all():
             raise NumericalError(
-                "the model gives NaN or infinity: its weights are damaged, or too large for it"
+                "the model gives NaN or infinity: its weights are damaged, or too large for its format"
             )
 
 
 class Stopped(Exception):
-    """A worker was asked to stop."""
+    """Raised in a worker that was asked to stop."""
 
 
 def count_passages(
     workers: Sequence[ProfileWorker], passages: Sequence[I32], wanted: Sequence[I64]
 ) -> Generator[Counted]:
-    """What each passage has, in order. Close the iterator to stop early."""
+    """Yield each passage's counts and samples, in order. Close the iterator to stop early."""
     free: queue.SimpleQueue[ProfileWorker] = queue.SimpleQueue()
     for worker in workers:
         free.put(worker)

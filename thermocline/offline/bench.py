@@ -1,7 +1,6 @@
-"""`thermocline bench`: prompt and token speed, as llama-bench measures them, beside the run's memory roof.
+"""`thermocline bench`: prompt and token speed, as llama-bench measures them, beside the memory's speed.
 
-Owns which tests run, in which order, and their figures; the work is `Engine`'s, as in a user's run.
-Must not know kernels or flags. A row has llama-bench's keys (tools/llama-bench) and then ours.
+The work is done by `Engine`, as in a user's run. A row has llama-bench's keys, then ours.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from thermocline.text.tokenizer import FILE, Tokenizer, read_text
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 ROOF_SECONDS = 0.3
-CLOCKED_TOKENS = 8  # of a test, run once more to tell Python's time from the kernels'
+CLOCKED_TOKENS = 8  # tokens of a test that are run once more to tell Python's time from the kernels'
 
 
-# ---- what is run
+# ---- tests
 
 
 @dataclass(frozen=True)
 class Test:
-    """`prompt` tokens together, then `gen` one by one, after `depth` tokens that are already there."""
+    """A test: `prompt` tokens together, then `gen` one by one, after `depth` tokens of context."""
 
     threads: int
     depth: int
@@ -56,7 +55,7 @@ class Test:
 
     @property
     def given(self) -> int:
-        """Tokens of context and prompt: at least the one that generation starts from."""
+        """Return the tokens of context and prompt: at least one, from which generation starts."""
         return max(1, self.depth + self.prompt)
 
     @property
@@ -72,7 +71,7 @@ def tests_of(
     depths: Iterable[int],
     threads: Iterable[int],
 ) -> list[Test]:
-    """In llama-bench's order; 0 leaves a test out."""
+    """Return the tests in llama-bench's order; 0 leaves one out. UsageError if none is left."""
     both = [(p, 0) for p in prompts if p] + [(0, n) for n in gens if n] + [pg for pg in pairs if any(pg)]
     tests = [Test(t, d, p, n) for t in threads for d in depths for p, n in both]
     if not tests:
@@ -91,9 +90,9 @@ def check_context(spec: ModelSpec, tests: Iterable[Test]) -> None:
 
 @dataclass(frozen=True)
 class Feed:
-    """The tokens of every test: of the deepest context first, then of what a test adds to its own."""
+    """The tokens of all tests: first those of the deepest context, then those that a test adds."""
 
-    name: str  # where they come from
+    name: str  # the source of the tokens
     ids: list[int]
 
 
@@ -105,7 +104,7 @@ def feed_of(pack: Pack, tests: Sequence[Test], text: str | None, seed: int) -> F
 
 
 def random_tokens(spec: ModelSpec, seed: int, n: int) -> list[int]:
-    """None of them ends a text; the first begins one where the model has a token for that."""
+    """Return random tokens, none of which ends a text. The first is the model's BOS, if it has one."""
     usable = np.setdiff1d(np.arange(spec.vocab_size), spec.eos_ids)
     ids = [int(i) for i in np.random.default_rng(seed).choice(usable, n)]
     return ids if spec.bos_id is None else [spec.bos_id, *ids[1:]]
@@ -125,7 +124,7 @@ def text_tokens(pack: Pack, path: Path, n: int) -> list[int]:
 
 
 class Script(Sampler):
-    """Samples as a greedy run does, then answers with the next of `tokens`: the text is ours to choose."""
+    """A sampler that works like a greedy one, but returns the next of `tokens`, so that the text is fixed."""
 
     def __init__(self, spec: ModelSpec, tokens: Iterable[int]) -> None:
         super().__init__(SamplingParams(temperature=0, seed=0), spec.vocab_size)
@@ -137,7 +136,7 @@ class Script(Sampler):
 
 
 class Clock:
-    """Native calls of an ops object, timed: what is left of a token's time is Python's."""
+    """Times the native calls of an ops object. The rest of a token's time is Python's."""
 
     def __init__(self, native: Any) -> None:
         self.native, self.ns = native, 0
@@ -157,8 +156,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class Sample:
+    """One run of a test."""
+
     ns: int
-    first_token_s: float  # from the start of the timed part; no sense without a prompt
+    first_token_s: float  # from the start of the timed part; only meaningful with a prompt
     figures: Figures
 
 
@@ -218,11 +219,11 @@ class Bench:
         self._held = self.engine.kv.open([*self.context_ids, 0])
 
     def roof(self, threads: int) -> float | None:
-        """GB/s of reading the weights. None where a GPU has a part of them, or they are too few to tell."""
+        """Return the GB/s of reading the weights. None if a GPU holds a part, or if they are too few."""
         return self.session.read_gbs(threads, ROOF_SECONDS)
 
     def warm_up(self) -> None:
-        """Every test once, with one token of its own."""
+        """Run every test once, with at most one generated token."""
         for i, test in enumerate(self.tests):
             self.progress("warming up", i, len(self.tests), " tests")
             self.sample(replace(test, gen=min(1, test.gen)))
@@ -235,7 +236,7 @@ class Bench:
         return Sample(ns, request.first_s - begin, request.figures())
 
     def watch(self, test: Test, recorder: TraceRecorder) -> None:
-        """The test once, its generated tokens recorded."""
+        """Run a test once and record its generated tokens."""
         self.ops[test.threads] = recorder
         request = self._start(test)
         recorder.begin()
@@ -245,7 +246,7 @@ class Bench:
         self.progress("recording", test.gen, test.gen, " tokens")
 
     def python_share(self, test: Test) -> float | None:
-        """Of the time of a token; None where none is generated one by one."""
+        """Return Python's share of a token's time; None if no token is generated, or with a GPU."""
         if test.gen == 0 or self.session.gpus is not None:  # of a GPU's step the CPU's calls are a part
             return None
         test = replace(test, prompt=0, gen=min(test.gen, CLOCKED_TOKENS))
@@ -259,7 +260,7 @@ class Bench:
     # -- one request
 
     def _start(self, test: Test) -> Request:
-        """A request with all computed that is not timed: its context and, without a prompt, one token."""
+        """Start a request and compute all that is not timed: its context and, without a prompt, one token."""
         engine = self.engine
         engine.ops = self.ops[test.threads]
         if test.prompt:  # the roof emptied the caches and let the threads sleep; a token undoes both
@@ -280,7 +281,7 @@ class Bench:
         return request
 
     def _finish(self, request: Request, test: Test) -> int:
-        """Nanoseconds of the timed part."""
+        """Finish a request. Return the nanoseconds of the timed part."""
         begin = time.perf_counter_ns()
         self._until(request, test.gen + 1)
         return time.perf_counter_ns() - begin
@@ -302,7 +303,7 @@ class Bench:
         return self.engine.queue(request)
 
     def _unseen(self, ids: list[int], test: Test) -> list[int]:
-        """The prompt's first token is changed until nothing of the prompt is in the cache; a BOS stays."""
+        """Change the prompt's first token (but not a BOS) until no part of the prompt is in the cache."""
         at = 1 if test.depth == 0 and test.prompt > 1 else test.depth
         while test.prompt:
             table = self.engine.kv.open(ids)
@@ -318,7 +319,10 @@ class Bench:
 
 
 def rows(bench: Bench, repetitions: int) -> Iterator[dict[str, Any]]:
-    """One per test as it is done; roof and test alternate. Ctrl-C: what there is of a test, then no more."""
+    """Yield a row for each test when it is done. Tests and measurements of memory speed alternate.
+
+    After Ctrl-C the row of an unfinished test is the last one, if it has any runs.
+    """
     bench.warm_up()
     shared = LLAMA_BENCH | facts_of(bench) | {"load_s": bench.load_s}
     for test in bench.tests:
@@ -370,11 +374,11 @@ def timings(test: Test, samples: Sequence[Sample]) -> dict[str, Any]:
 def traffic(
     bench: Bench, test: Test, samples: Sequence[Sample], roofs: Sequence[float | None]
 ) -> dict[str, Any]:
-    """Bytes and their speed, of tests that only generate: a prompt's tokens share what they read."""
+    """Return bytes and their speed, for tests that only generate: tokens of a prompt share reads."""
     last, found = samples[-1].figures, [r for r in roofs if r is not None]
     bytes_per_token = None if test.prompt else last.bytes_per_token  # the same tokens in every sample
     speeds = [bytes_per_token * test.gen / s.ns for s in samples] if bytes_per_token else []
-    beside = zip(speeds, roofs, roofs[1:], strict=False)  # an interrupted test lacks its last roof
+    beside = zip(speeds, roofs, roofs[1:], strict=False)  # an interrupted test has no last roof
     shares = [2 * speed / (before + after) for speed, before, after in beside if before and after]
     share = statistics.median(shares) if shares else None
     from_cache = hardware.from_cache(bench.pack.weights_bytes, hardware.cache_bytes(), share)
@@ -395,13 +399,13 @@ def traffic(
 
 
 def disk_figures(test: Test, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Medians over the runs: what the disk does depends on what the one before left in memory."""
+    """Return medians over the runs: a run's reads depend on what the run before left in memory."""
     every = [{"token_ms_p99": s.figures.token_ms_p99, **of_disk(s.figures, test.threads)} for s in samples]
     known = {k: [f[k] for f in every if f[k] is not None and not test.prompt] for k in every[0]}
     return {k: statistics.median(found) if found else None for k, found in known.items()}
 
 
-# llama-bench's keys in its order, with the values that are always true here, or without a GPU.
+# llama-bench's keys in its order, with the values that hold always here, or without a GPU.
 LLAMA_BENCH: dict[str, Any] = {
     "build_commit": __version__, "build_number": 0, "cpu_info": None, "gpu_info": "", "backends": "CPU",
     "model_filename": None, "model_type": None, "model_size": None, "model_n_params": None, "n_batch": None,
@@ -416,7 +420,7 @@ LLAMA_BENCH: dict[str, Any] = {
 
 
 def facts_of(bench: Bench) -> dict[str, Any]:
-    """What is the same in every row."""
+    """Return the keys that are the same in every row."""
     pack, session, plan = bench.pack, bench.session, bench.session.plan
     parameters = inspect(pack)["parameters"]
     return {
@@ -438,7 +442,7 @@ def facts_of(bench: Bench) -> dict[str, Any]:
 
 
 def _gpu_facts(session: Session) -> dict[str, Any]:
-    """Describe a GPU as llama-bench does: its layers there are whole, ours those whose attention is."""
+    """Return llama-bench's keys about a GPU. We count a layer if its attention is on the GPU."""
     if session.gpus is None:
         return {}
     device = session.gpus.opened[0].device
@@ -454,5 +458,5 @@ def _gpu_facts(session: Session) -> dict[str, Any]:
 
 
 def _short(count: int) -> str:
-    """6738415616 -> 6.7B, as models are called."""
+    """Shorten a number as names of models do: 6738415616 becomes 6.7B."""
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"

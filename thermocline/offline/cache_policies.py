@@ -1,7 +1,7 @@
-"""Which neurons of a layer are in its slots: the policies that a replay compares, one step at a time.
+"""Cache policies that a replay compares: which of a layer's neurons are in its slots.
 
-A step needs a set of neurons; those without a slot are read. At first the lowest numbers, the hottest, are
-there. Must not know what a slot holds, nor what a read costs.
+A step needs a set of neurons; those without a slot are read from disk. At first the slots hold the lowest
+numbers, which are the hottest neurons.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ Bool = NDArray[np.bool_]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
-# LFU (LOG, "Cache policies"): steps after which a use counts half; steps' worth of the profile's frequencies.
+# LFU (LOG, "Cache policies"): steps after which a use counts half, and steps for which the profile counts.
 HALF_LIFE, PRIOR = 64.0, 16.0
-SMALL_SHARE, MAX_USES = 0.1, 3  # S3-FIFO: of the slots, for what is new; uses that are counted
+SMALL_SHARE, MAX_USES = 0.1, 3  # S3-FIFO: the share of slots for new neurons, and the most uses counted
 
 
 class Policy(Protocol):
+    """A cache policy for one layer."""
+
     def step(self, needed: I64) -> I64:
-        """What of `needed` was not there. Both ascending."""
+        """Serve a step. Return the neurons of `needed` that were not in slots. Both are ascending."""
 
 
 Maker = Callable[
@@ -33,7 +35,7 @@ Maker = Callable[
 
 
 class Pinned:
-    """Nothing is ever replaced."""
+    """Never replaces a neuron."""
 
     def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
         self._slots = slots
@@ -43,7 +45,7 @@ class Pinned:
 
 
 class Scored:
-    """When a step is over, the highest scores of what was there and of what was read stay."""
+    """After each step, keeps the neurons with the highest scores among those in slots and those read."""
 
     def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
         neurons = needs.shape[1]
@@ -70,12 +72,14 @@ class Scored:
 
 
 class LRU(Scored):
+    """Keeps the most recently used neurons."""
+
     def _use(self, needed: I64) -> None:
         self._score[needed] = self._steps
 
 
 class LFU(Scored):
-    """Uses, of which old ones count less, on top of what a profile expects."""
+    """Counts uses, with less weight for old ones, on top of the frequencies of a profile."""
 
     def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
         super().__init__(needs, slots, frequency)
@@ -87,7 +91,7 @@ class LFU(Scored):
 
 
 class Belady(Scored):
-    """Knows the trace, and keeps what is needed next: no policy can miss less often."""
+    """Knows the trace and keeps the neurons that are needed next. No policy can miss less often."""
 
     def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
         super().__init__(needs, slots, frequency)
@@ -99,7 +103,10 @@ class Belady(Scored):
 
 
 def next_uses(needs: Bool) -> NDArray[np.int32]:
-    """[steps + 1, neurons]: the first step from this one on that needs the neuron; `steps`: none does."""
+    """Return the next step that needs each neuron, from each step on [steps + 1, neurons].
+
+    A neuron that is not needed again has the value `steps`.
+    """
     steps = len(needs)
     out = np.full((steps + 1, needs.shape[1]), steps, np.int32)
     for i in range(steps - 1, -1, -1):
@@ -108,7 +115,7 @@ def next_uses(needs: Bool) -> NDArray[np.int32]:
 
 
 class S3FIFO:
-    """Two queues: what is new and not used again leaves soon, and is remembered for a while."""
+    """S3-FIFO, with two queues: new neurons that are not used again leave soon and are remembered a while."""
 
     def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
         neurons = needs.shape[1]
@@ -131,7 +138,7 @@ class S3FIFO:
         return missed
 
     def _evict(self) -> None:
-        """At most one; or one moves on."""
+        """Evict one neuron, or move one from one queue to the other."""
         small = len(self._small) >= self._small_slots or not self._main
         neuron = (self._small if small else self._main).popleft()
         uses = self._uses[neuron]

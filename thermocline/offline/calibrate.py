@@ -1,9 +1,9 @@
-"""When a predictor's score means active: the threshold of every neuron, from samples.
+"""Calibrate predictors: find the threshold of every neuron's score from samples.
 
-Errors have a price, in bytes, so that all choices are one: which gate rows are read, which neurons are not
-asked about, which rank and kind a layer gets, are what costs the fewest bytes, with those of errors. An error
-is the square of what is missed, |h| times the norm of the down row: missed contributions are nearly
-orthogonal, and a model's divergence grows with their squares. Must not know packs, nor how scores are made.
+Errors have a price in bytes. So one measure, bytes per token with the price of errors, decides which gate
+rows are read, which neurons are not scored, and which rank and kind a layer gets. The error of a missed
+neuron is the square of its mass, |h| times the norm of the down row: missed contributions are nearly
+orthogonal, and a model's divergence grows with their squares.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
-# What missing all that a layer adds would cost, as a multiple of its gate's bytes. The bundled model is at a
-# divergence of 0.005 between 10 and 100.
+# The price of missing everything that a layer adds, as a multiple of its gate's bytes. The bundled model
+# reaches a divergence of 0.005 between 10 and 100.
 PRICES: F64 = 10.0 ** np.arange(-1.0, 4.01, 0.125)
 TYPICAL = int(np.abs(PRICES - 50).argmin())
 
 
 @dataclass(frozen=True)
 class LayerSamples:
-    """Tokens of one layer: what the gate saw, and which neurons were active, ordered by token."""
+    """Samples of one layer: the gate's inputs and the active neurons, ordered by token."""
 
     x: F32  # [n, dim]
     indptr: I64  # [n + 1]: token t's entries of the next two
     neuron: I64  # [nnz]
     mass: F32  # [nnz]: |h| times the norm of the down row
     neurons: int
-    chosen: NDArray[np.bool_] | None = None  # [n, experts]: where a mixture's tokens went; None: one expert
+    chosen: NDArray[np.bool_] | None = None  # [n, experts]: the experts of each token; None: one expert
 
     @property
     def n(self) -> int:
@@ -50,24 +50,24 @@ class LayerSamples:
 
     @property
     def asked(self) -> F32:
-        """[neurons]: the share of tokens that go to its expert."""
+        """Return the share of tokens that go to each neuron's expert [neurons]."""
         if self.chosen is None:
             return np.ones(self.neurons, np.float32)
         return np.repeat(self.chosen.mean(axis=0, dtype=np.float32), self.per_expert)
 
     def asks(self) -> NDArray[np.bool_]:
-        """[n, neurons]: does the token go to its expert."""
+        """Return whether each token goes to each neuron's expert [n, neurons]."""
         if self.chosen is None:
             return np.ones((self.n, self.neurons), np.bool_)
         return np.repeat(self.chosen, self.per_expert, axis=1)
 
     def of_expert(self, e: int) -> I64:
-        """The tokens that go there."""
+        """Return the tokens that go to expert `e`."""
         return np.arange(self.n) if self.chosen is None else np.flatnonzero(self.chosen[:, e])
 
     @property
     def token(self) -> I64:
-        """[nnz]."""
+        """Return the token of each entry [nnz]."""
         return np.repeat(np.arange(self.n), np.diff(self.indptr))
 
     @property
@@ -75,7 +75,7 @@ class LayerSamples:
         return float((self.mass.astype(np.float64) ** 2).sum())
 
     def take(self, tokens: I64) -> LayerSamples:
-        """Of these tokens, in this order."""
+        """Return the samples of these tokens, in this order."""
         counts = np.diff(self.indptr)[tokens]
         indptr = np.concatenate([[0], np.cumsum(counts)])
         at = np.arange(indptr[-1]) + np.repeat(self.indptr[tokens] - indptr[:-1], counts)
@@ -83,13 +83,13 @@ class LayerSamples:
         return LayerSamples(self.x[tokens], indptr, self.neuron[at], self.mass[at], self.neurons, chosen)
 
     def dense(self) -> F32:
-        """[n, neurons]: mass."""
+        """Return the mass of every neuron for every token [n, neurons]."""
         out = np.zeros((self.n, self.neurons), np.float32)
         out[self.token, self.neuron] = self.mass
         return out
 
     def by_neuron(self) -> Iterator[tuple[I64, F64]]:
-        """For every neuron: the tokens that need it, and the square of its mass there."""
+        """Yield for every neuron the tokens that need it, and the squares of its mass for them."""
         order = np.argsort(self.neuron, kind="stable")
         tokens, squares = self.token[order], self.mass[order].astype(np.float64) ** 2
         ends = np.searchsorted(self.neuron[order], np.arange(self.neurons + 1))
@@ -99,17 +99,17 @@ class LayerSamples:
 
 @dataclass(frozen=True)
 class Curves:
-    """For every price: each neuron's best threshold, and what it does. Shares are of tokens and of energy."""
+    """Each neuron's best threshold at every price, and its effect."""
 
     threshold: F32  # [prices, neurons]
-    predicted: F32  # [prices, neurons]
-    missed: F32  # [prices, neurons]
-    asked: F32  # [neurons]: the share of tokens that go to its expert
+    predicted: F32  # [prices, neurons]: share of tokens for which the neuron is predicted active
+    missed: F32  # [prices, neurons]: share of the layer's energy that is missed
+    asked: F32  # [neurons]: share of tokens that go to its expert
     experts: int = 1
 
 
 def curves(scores: F32, a: LayerSamples) -> Curves:
-    """scores [n, neurons] of the same tokens."""
+    """Find the best thresholds at every price. `scores` [n, neurons] are those of the samples' tokens."""
     shape = (len(PRICES), a.neurons)
     threshold, predicted_share, missed = (np.empty(shape, np.float32) for _ in range(3))
     out = Curves(threshold, predicted_share, missed, a.asked, a.experts)
@@ -128,10 +128,10 @@ def curves(scores: F32, a: LayerSamples) -> Curves:
 
 
 def _cuts(score: F32, tokens: I64, squares: F64) -> tuple[F32, I64, F64]:
-    """One neuron's thresholds worth a look: above all scores, then below each active token's score.
+    """Return one neuron's candidate thresholds: above all scores, and below each active token's score.
 
-    -> (threshold, tokens at or above it, their squares), of each. A threshold is half-way to the next score;
-    where no score was seen, below all.
+    The result is (thresholds, number of tokens at or above each, sum of their squares). A threshold is
+    half-way to the next lower score. Without any scores, the only threshold is below all scores.
     """
     if not len(score):
         return np.array([-np.inf], np.float32), np.zeros(1, np.int64), np.zeros(1)
@@ -147,36 +147,36 @@ def _cuts(score: F32, tokens: I64, squares: F64) -> tuple[F32, I64, F64]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes read for a token."""
+    """Bytes that a predictor and a gate read for a token."""
 
-    first: int  # whatever is asked; of a mixture, by all chosen experts
-    ask: int  # for each neuron that is asked about
-    gate: int  # a gate row
+    first: int  # the predictor's fixed part, for all chosen experts
+    ask: int  # for each neuron that is scored
+    gate: int  # for each gate row
 
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """One layer at one price."""
+    """The thresholds of one layer at one price, and their cost."""
 
     threshold: F32  # [neurons]
-    hot: int  # of each expert neurons [0, hot) are computed without asking: asking costs more than it saves
-    bytes: float  # of predictor and gate, for a token
-    objective: float  # with the errors, in bytes
+    hot: int  # neurons [0, hot) of each expert are not scored: that would cost more than it saves
+    bytes: float  # bytes of predictor and gate for a token
+    objective: float  # the same, with the price of errors
 
 
 def choose_operating_point(c: Curves, costs: Costs, price: int) -> OperatingPoint:
-    """The best of a layer's thresholds and break-even at `PRICES[price]`."""
+    """Return a layer's thresholds at `PRICES[price]`, with the number of hot neurons that costs least."""
     share = c.asked.astype(np.float64)
 
     def by_place(of_neurons: F64) -> F64:
-        """[neurons of an expert]: of all experts."""
+        """Add up the values of all experts: [neurons] -> [neurons of an expert]."""
         summed: F64 = of_neurons.reshape(c.experts, -1).sum(axis=0)
         return summed
 
     error = by_place(c.missed[price].astype(np.float64)) * (PRICES[price] * float(share.sum()) * costs.gate)
     asked = by_place(share * costs.ask + c.predicted[price].astype(np.float64) * costs.gate)
     gate = by_place(share * costs.gate)
-    # Total with the first `hot` not asked, for every `hot`: theirs are gate rows, of the others what is left.
+    # The change of the total for every `hot`: neurons below it read their gate rows and are not scored.
     done = np.concatenate([[0.0], np.cumsum(gate - (asked + error))])
     hot = int(done.argmin())
     read = costs.first + float(gate[:hot].sum()) + float(asked[hot:].sum())
@@ -185,17 +185,17 @@ def choose_operating_point(c: Curves, costs: Costs, price: int) -> OperatingPoin
 
 @dataclass(frozen=True)
 class PredictionQuality:
-    """What predictions did on samples."""
+    """The quality of predictions on samples."""
 
-    active: float  # fraction of neurons
-    predicted: float
-    recall: float  # of the active ones, those predicted
-    missed_mass: float  # share of all mass
-    missed_energy: float  # share of all squares of mass
+    active: float  # share of neurons that are active
+    predicted: float  # share of neurons that are predicted active
+    recall: float  # share of the active neurons that are predicted
+    missed_mass: float  # share of all mass that is missed
+    missed_energy: float  # share of all squares of mass that is missed
 
     @staticmethod
     def of(predicted: NDArray[np.bool_], a: LayerSamples) -> PredictionQuality:
-        """predicted [n, neurons], of which those of the chosen experts count."""
+        """Compare predictions [n, neurons] with samples. Only neurons of the chosen experts count."""
         predicted = predicted & a.asks()
         missed = ~predicted[a.token, a.neuron]
         mass = a.mass.astype(np.float64)

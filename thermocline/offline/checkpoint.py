@@ -1,7 +1,8 @@
-"""A profile on its way, on disk beside the pack: what a Ctrl-C or a kill leaves to go on from.
+"""The checkpoint of a profile, on disk beside the pack, from which an interrupted profile continues.
 
-A directory: `state.safetensors` (counts, passages done, how much of the samples belongs to them) is replaced
-in one step; `samples.bin` only grows beyond what the state knows of. Must not know how activity is counted.
+A checkpoint is a directory. `state.safetensors` holds the counts, the number of passages done, and the
+number of bytes of samples that belong to them; it is replaced in one step. `samples.bin` only grows beyond
+those bytes.
 """
 
 from __future__ import annotations
@@ -24,23 +25,27 @@ from thermocline.pack.activity_profile import BUCKETS, I64, Rows
 from thermocline.pack.writer import lock
 
 STATE, SAMPLES = "state.safetensors", "samples.bin"
-_HEADER_BYTES = 24  # of a piece of samples.bin: layer, tokens, active neurons
+_HEADER_BYTES = 24  # the header of a piece of samples.bin: layer, tokens, active neurons
 _STEP_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """Replaced as a whole, so that a Ctrl-C finds it as it was before a passage or after."""
+    """The state of a profile, replaced as a whole, so that a Ctrl-C never leaves half a passage."""
 
     done: int  # passages
     counts: I64  # [layers, buckets, neurons]
     held: tuple[bytes, ...]  # samples that are not in the file yet
-    saved_bytes: int  # of the file
+    saved_bytes: int  # bytes of the file that belong to the state
     saved_crc: int
 
 
 class ProfileCheckpoint:
-    """One process at a time. `made_for`: what a state must agree with to be gone on from."""
+    """A profile's checkpoint, used by one process at a time.
+
+    `made_for` holds the facts that a saved state must share, so that counting can continue from it. Raises
+    IOFailure, and UsageError if another process uses the directory.
+    """
 
     def __init__(self, directory: Path, spec: ModelSpec, pack: str, made_for: Json) -> None:
         self.directory, self._spec, self._pack, self._made_for = directory, spec, pack, made_for
@@ -49,13 +54,15 @@ class ProfileCheckpoint:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            raise IOFailure(f"{directory}: cannot be made, to keep what is counted: {e.strerror}") from None
+            raise IOFailure(f"{directory}: cannot make a directory for the counts: {e.strerror}") from None
         try:
             self._lock = lock(directory)
         except OSError:
-            raise UsageError(f"{directory}: another process is making this profile") from None
+            raise UsageError(
+                f"{directory}: another process is making this profile; wait for it, or use -o"
+            ) from None
         try:
-            self.replaced = not self._load()  # whether there was one of something else
+            self.replaced = not self._load()  # whether there was a checkpoint of something else
         except BaseException:
             self.close()
             raise
@@ -73,7 +80,7 @@ class ProfileCheckpoint:
         return sum(map(len, self._at.held))
 
     def add(self, passage: Counted) -> None:
-        """The next passage's."""
+        """Add the counts and samples of the next passage."""
         at = self._at
         held = (*at.held, *map(_packed, passage.samples))
         self._at = replace(at, done=at.done + 1, counts=at.counts + passage.counts, held=held)
@@ -91,7 +98,7 @@ class ProfileCheckpoint:
                 out.write(data)
             self._write_state(saved)
         except OSError as e:
-            raise IOFailure(f"{self.directory}: cannot keep what is counted: {e.strerror or e}") from None
+            raise IOFailure(f"{self.directory}: cannot save the counts: {e.strerror or e}") from None
         self._at = saved
 
     def _write_state(self, at: CheckpointState) -> None:
@@ -102,7 +109,7 @@ class ProfileCheckpoint:
         os.replace(new, self.directory / STATE)
 
     def _load(self) -> bool:
-        """Go on from what is there. False: it is damaged, or of another pack, text or way of counting."""
+        """Continue from a saved state. Return False if it is damaged, or of another pack, text or option."""
         try:
             found = sidecar.Sidecar.open(self.directory / STATE, "unfinished", self._pack, "")
             if found is None:
@@ -137,17 +144,17 @@ class ProfileCheckpoint:
         finally:
             os.close(fd)
 
-    # -- the samples, layer by layer
+    # -- samples by layer
 
     def active(self) -> list[int]:
-        """Active neurons in all samples, of each layer."""
+        """Return the number of active neurons in all samples, by layer."""
         found = [0] * self._spec.n_layers
         for layer, _, nnz, _ in self._pieces():
             found[layer] += nnz
         return found
 
     def rows(self, places: Sequence[I64]) -> Iterator[Rows]:
-        """Each layer's samples, for neurons that are to be at `places`; one layer in memory."""
+        """Yield each layer's samples for a pack with its neurons at `places`. One layer is in memory."""
         pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(self._spec.n_layers)]
         for layer, tokens, nnz, at in self._pieces():
             pieces[layer].append((tokens, nnz, at))
@@ -160,7 +167,7 @@ class ProfileCheckpoint:
             os.close(fd)
 
     def _pieces(self) -> Iterator[tuple[int, int, int, int]]:
-        """(layer, tokens, active neurons, where the data begins), in the order they were written."""
+        """Yield (layer, tokens, active neurons, byte of the data) of each piece, in the order of the file."""
         assert not self._at.held
         path, at = self.directory / SAMPLES, 0
         fd, _ = open_regular(path)
@@ -196,7 +203,7 @@ def _packed(s: Sampled) -> bytes:
 
 
 def _joined(pieces: Sequence[Sampled], places: I64) -> Rows:
-    """One layer's samples as they are kept, with each neuron where it will be."""
+    """Join the pieces of one layer's samples, with each neuron at its new position."""
     sizes = np.concatenate([p.sizes for p in pieces])
     now = np.empty_like(places)
     now[places] = np.arange(len(places))

@@ -1,6 +1,6 @@
-"""Text to profile with: files -> passages of token ids, each computed on its own.
+"""Read text files as passages of token ids, each of which is computed on its own.
 
-The same files, tokenizer and options give the same passages. Must not know what is computed.
+The same files, tokenizer and options give the same passages.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PIECE_BYTES = 256 << 10  # read and tokenised at a time
 
 @dataclass(frozen=True)
 class Corpus:
-    """`prefix` goes before each passage and is not counted: what a prompt begins with."""
+    """Passages of token ids. `prefix` (the beginning-of-text token) precedes each and is not counted."""
 
     name: str
     prefix: I32
     passages: tuple[I32, ...]
-    sha256: str  # of the ids and where they are cut
+    sha256: str  # of the ids and the positions of the cuts
 
     @property
     def tokens(self) -> int:
@@ -41,20 +41,22 @@ class Corpus:
 
 
 def passage_tokens(context: int, prefix: int, unit: int) -> int:
-    """Tokens of a whole passage: whole windows of `unit`."""
-    room = (context - prefix) // unit * unit
-    if room < unit:
+    """Return the tokens of a full passage: whole windows of `unit` tokens. Raises UsageError."""
+    size = (context - prefix) // unit * unit
+    if size < unit:
         raise UsageError(f"a context of {context} tokens is too short: {unit + prefix} at least")
-    return room
+    return size
 
 
 def read_corpus(pack: Pack, files: Sequence[str], tokens: int, context: int, unit: int) -> Corpus:
-    """At most `tokens` (-1: all) of the files' tokens. From files that are longer than that, passages are
-    taken in turn: each has its part. In memory, 4 bytes a token.
+    """Read at most `tokens` tokens (-1: all) of the files, in passages for a context of `context` tokens.
+
+    Passages are taken from the files in turn, so that each has its part. A token takes 4 bytes of memory.
+    Raises UsageError, BadFile or IOFailure.
     """
     if not (pack.path / FILE).exists():
         raise UsageError(
-            f"{pack.path}: has no tokenizer for a corpus; leave --corpus out: random tokens then"
+            f"{pack.path}: has no tokenizer for a corpus; leave --corpus out to use random tokens"
         )
     tokenizer = Tokenizer(pack.path, pack.spec)
     bos = pack.spec.bos_id
@@ -74,7 +76,7 @@ def read_corpus(pack: Pack, files: Sequence[str], tokens: int, context: int, uni
 
 
 def random_corpus(pack: Pack, tokens: int, context: int, unit: int, seed: int = 1) -> Corpus:
-    """Of a pack without a tokenizer (`synth`): its text is noise anyway."""
+    """Make a corpus of random tokens, for a pack without a tokenizer (from `synth`)."""
     size = passage_tokens(context, 0, unit)
     usable = np.setdiff1d(np.arange(pack.spec.vocab_size), pack.spec.eos_ids)
     ids = np.random.default_rng(seed).choice(usable, tokens).astype(np.int32)
@@ -85,7 +87,7 @@ def random_corpus(pack: Pack, tokens: int, context: int, unit: int, seed: int = 
 def _corpus(name: str, prefix: list[int], passages: list[I32], unit: int) -> Corpus:
     n = sum(map(len, passages))
     if n == 0:
-        raise UsageError(f"{name}: no text to profile with")
+        raise UsageError(f"{name}: holds no text to profile with; give other files")
     if max(map(len, passages)) < unit:
         raise UsageError(
             f"{name}: too short to profile with: {n} tokens; a text of at least {unit} is needed"
@@ -97,7 +99,7 @@ def _corpus(name: str, prefix: list[int], passages: list[I32], unit: int) -> Cor
 
 
 def _passages(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[I32]:
-    """A file's tokens in passages of `size`, the last one shorter; end-of-text tokens are left out."""
+    """Yield a file's tokens, without end-of-text tokens, in passages of `size`. The last may be shorter."""
     ids: list[int] = []
     for text in _pieces(path):
         found = tokenizer.encode(text, add_special=False, parse_special=True)
@@ -111,7 +113,7 @@ def _passages(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[I32]:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The file's text, cut at line ends. Open only while it is read: there may be many files."""
+    """Yield a file's text, cut at line ends. The file is open only while it is read: there may be many."""
     decoder, at, held = codecs.getincrementaldecoder("utf-8-sig")(), 0, ""
     while True:
         fd, size = open_regular(path)

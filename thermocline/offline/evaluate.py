@@ -1,7 +1,7 @@
-"""How well a model predicts a text (perplexity), and how far two models' predictions are apart (divergence).
+"""Measure how well a model predicts a text (perplexity), and how far two models are apart (divergence).
 
-Owns windows, scores and their statistics, as llama-perplexity defines them. Must not know flags or where a
-model comes from: a `Reader` holds a loaded one, and several may share its weights.
+Windows, scores and statistics are those of llama-perplexity. A `Reader` holds a loaded model; several readers
+may share its weights.
 
     texts = windows(tokenizer, text, context)
     model = bind(for_context(spec, context), loaded.weights, loaded.ops)
@@ -32,18 +32,20 @@ from thermocline.text.tokenizer import Tokenizer
 
 F64 = NDArray[np.float64]
 Progress = Callable[[int, int], None]  # windows done, windows in all
-PIECE = 256  # tokens of a forward pass, as the engine computes prompts
-LOGITS = 1 << 24  # a reader's logits at a time: 64 MiB
-BLOCK = 1 << 17  # of them in f64 at a time: 1 MiB, which stays in the second-level cache
-SMALLEST = 4  # tokens of a window: one is predicted from the two before it
+PIECE = 256  # tokens of a forward pass, as in the engine's prefill
+LOGITS = 1 << 24  # logits of a reader at a time: 64 MiB
+BLOCK = 1 << 17  # logits in f64 at a time: 1 MiB, which stays in the second-level cache
+SMALLEST = 4  # tokens of the smallest window: one is predicted from the two before it
 
 
 # ---- the text
 
 
 def windows(tokenizer: Tokenizer, text: str, context: int, limit: int | None = None) -> I32:
-    """[windows, context]: the text's tokens, cut; each window begins as a text does, so its first token
-    is lost where texts begin with a token of their own. An incomplete window at the end is left out.
+    """Cut a text's tokens into at most `limit` windows [windows, context].
+
+    If texts begin with a special token, it replaces the first token of each window. An incomplete window at
+    the end is left out. UsageError if the text is too short for one window.
     """
     ids = np.array(tokenizer.encode(text), np.int32)
     count = len(ids) // context
@@ -54,7 +56,7 @@ def windows(tokenizer: Tokenizer, text: str, context: int, limit: int | None = N
         )
     cut = ids[: min(count, limit or count) * context].reshape(-1, context)
     begin = tokenizer.encode("")[:1]
-    if begin == tokenizer.encode("a")[:1]:  # else there is none, or it ends texts
+    if begin == tokenizer.encode("a")[:1]:  # otherwise there is no such token, or it ends texts
         cut[:, 0] = begin
     return cut
 
@@ -75,7 +77,7 @@ def check_memory(
     threads: int,
     side: int = 1,
 ) -> None:
-    """OutOfBudget where readers of these models will not fit."""
+    """Raise OutOfBudget if readers of these models will not fit in memory."""
     cache = sum(bytes_for(s, side * blocks_for(context) * KV_BLOCK) for s in specs)
     step = sum(scratch_bytes(s, context=context, max_batch=FEW, threads=threads) for s in specs)
     buffers = step + runtime_bytes(specs[0]) + len(specs) * 4 * LOGITS
@@ -92,15 +94,15 @@ def check_memory(
 
 
 class Reader:
-    """A loaded model that reads windows by `sparsity` and tells the logits of what comes next.
+    """A loaded model that reads windows of text with one sparsity mode and returns the logits of next tokens.
 
-    A mode that saves work for few tokens only (predict) reads as it generates: token by token. `side`
-    windows, at most 4, are read together, a token of each. That is faster, but neurons predicted for one
-    token are then there for the others, and the mode looks closer to exact than it is for one answer.
-    `stats` are of what was read, without prompts.
+    The mode "predict" only saves work for few tokens, so it reads as it generates: token by token. Up to 4
+    windows (`side`) are read together, a token of each. Reading them together is faster, but a neuron
+    predicted for one token is then computed for the others, so the mode looks closer to exact than it is
+    for a single answer. `stats` count the tokens read, without prompts.
 
-    model    of `decoder.bind`, with `for_context`; readers may share it, and `ops`
-    step     tokens of a window in a forward pass; None: what the mode needs
+    model    from `decoder.bind`, with `for_context`; readers may share it, and `ops`
+    step     tokens of a window in a forward pass; None: as many as the mode allows
     """
 
     def __init__(
@@ -122,16 +124,16 @@ class Reader:
         self._kv = KVCache(model.spec, side * blocks_for(context))
         self._tables = [self._kv.open([]) for _ in range(side)]
         for table in self._tables:
-            self._kv.grow(table, context)  # there is room for all of them
+            self._kv.grow(table, context)  # always succeeds: the cache is large enough for all
 
     def prompt(self, texts: I32, stop: int) -> None:
-        """Read positions [0, stop) as a prompt is read: never by prediction."""
+        """Read positions [0, stop) as a prompt: without predictors."""
         sparsity = "exact" if self.sparsity == "predict" else self.sparsity
         for ids, at in _cuts(texts, 0, stop, PIECE // self.side):
             self._forward(ids, at, sparsity, FFNStats(), wanted=False)
 
     def read(self, texts: I32, start: int, stop: int) -> F32:
-        """-> logits [windows, positions, vocab] after positions [start, stop); the earlier are read."""
+        """Return logits [windows, positions, vocab] of positions [start, stop), after all earlier ones."""
         parts = []
         for ids, at in _cuts(texts, start, stop, self.step):
             logits = self._forward(ids, at, self.sparsity, self.stats, wanted=True)
@@ -139,7 +141,7 @@ class Reader:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def _forward(self, ids: I32, start: int, sparsity: str, stats: FFNStats, *, wanted: bool) -> F32:
-        """[windows, positions] from `start` on -> [tokens, vocab], or of no tokens."""
+        """Run ids [windows, positions] from position `start` on. Return logits [tokens, vocab], if wanted."""
         n, length = ids.shape
         tokens = np.arange(n * length, dtype=np.int32)
         tables = self._kv.tables(self._tables[:n], [start + length] * n)
@@ -160,7 +162,7 @@ def _cuts(texts: I32, start: int, stop: int, step: int) -> Iterator[tuple[I32, i
 
 
 def _groups(readers: Sequence[Reader], texts: I32, progress: Progress | None) -> Iterator[I32]:
-    """What the readers read together."""
+    """Yield the windows that the readers read together."""
     side, count = readers[0].side, len(texts)
     assert all(r.side == side and r.context == texts.shape[1] for r in readers)
     for first in range(0, count, side):
@@ -170,9 +172,9 @@ def _groups(readers: Sequence[Reader], texts: I32, progress: Progress | None) ->
 
 
 def _pieces(readers: Sequence[Reader], texts: I32) -> Iterator[tuple[I32, list[F32]]]:
-    """(tokens that are scored, every reader's logits for them), a part of the windows at a time.
+    """Yield (scored tokens, each reader's logits for them), a part of the windows at a time.
 
-    The first half of a window is read as a prompt, the second is scored. Nothing follows its last token.
+    The first half of a window is read as a prompt, and the second half is scored.
     """
     context, side = readers[0].context, readers[0].side
     for reader in readers:
@@ -190,12 +192,12 @@ def _pieces(readers: Sequence[Reader], texts: I32) -> Iterator[tuple[I32, list[F
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of scored tokens: [tokens] each."""
+    """Scores of two models for the same tokens, [tokens] each."""
 
-    nll: F64  # minus the logarithm of the probability that the token had
+    nll: F64  # negative log probability of the token
     base_nll: F64
     kld: F64  # sum of base * log(base / own) over the vocabulary
-    same_top: NDArray[np.bool_]  # both find the same token the likeliest
+    same_top: NDArray[np.bool_]  # whether both models find the same token likeliest
 
     @staticmethod
     def join(parts: Sequence[Comparison]) -> Comparison:
@@ -204,19 +206,20 @@ class Comparison:
 
 
 def nll(logits: F32, targets: I32) -> F64:
-    """[n, vocab] -> [n]. NumericalError where a logit is not finite."""
-    return np.concatenate([-_of(_log_softmax(logits[b]), targets[b]) for b in _blocks(logits)])
+    """Return negative log probabilities: logits [n, vocab], targets [n] -> [n]. Raises NumericalError."""
+    return np.concatenate([-_picked(_log_softmax(logits[b]), targets[b]) for b in _blocks(logits)])
 
 
 def compare(logits: F32, base: F32, targets: I32) -> Comparison:
-    """[n, vocab] each. Equal logits have a divergence of exactly 0."""
+    """Compare the logits of two models, [n, vocab] each. Equal logits have a divergence of exactly 0."""
     return Comparison.join([_compare(logits[b], base[b], targets[b]) for b in _blocks(logits)])
 
 
 def _compare(logits: F32, base: F32, targets: I32) -> Comparison:
     q, p = _log_softmax(logits), _log_softmax(base)
     kld = (np.exp(p) * (p - q)).sum(axis=1)
-    return Comparison(-_of(q, targets), -_of(p, targets), kld, q.argmax(axis=1) == p.argmax(axis=1))
+    same_top = q.argmax(axis=1) == p.argmax(axis=1)
+    return Comparison(-_picked(q, targets), -_picked(p, targets), kld, same_top)
 
 
 def _blocks(logits: F32) -> Iterator[slice]:
@@ -233,13 +236,13 @@ def _log_softmax(logits: F32) -> F64:
     return x
 
 
-def _of(x: F64, targets: I32) -> F64:
+def _picked(x: F64, targets: I32) -> F64:
     picked: F64 = x[np.arange(len(x)), targets]
     return picked
 
 
 def scores(reader: Reader, texts: I32, progress: Progress | None = None) -> Iterator[F64]:
-    """NLLs, of `reader.side` windows at a time."""
+    """Yield negative log probabilities, for `reader.side` windows at a time."""
     for group in _groups([reader], texts, progress):
         yield np.concatenate([nll(own, targets) for targets, (own,) in _pieces([reader], group)])
 
@@ -247,7 +250,10 @@ def scores(reader: Reader, texts: I32, progress: Progress | None = None) -> Iter
 def comparisons(
     reader: Reader, base: Reader, texts: I32, progress: Progress | None = None
 ) -> Iterator[Comparison]:
-    """Of `reader.side` windows at a time, which both read: no more logits than a piece's are ever held."""
+    """Yield comparisons of two readers, for `reader.side` windows at a time.
+
+    Only the logits of one piece are in memory.
+    """
     for group in _groups([reader, base], texts, progress):
         pieces = _pieces([reader, base], group)
         yield Comparison.join([compare(own, other, targets) for targets, (own, other) in pieces])
@@ -258,7 +264,7 @@ def comparisons(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, or what follows from one, and its standard error (NaN for a single token)."""
+    """A mean, or a value derived from one, with its standard error (NaN for a single token)."""
 
     value: float
     error: float
@@ -277,7 +283,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Perplexity:
-    tokens: int  # scored
+    """The perplexity of a model on a text."""
+
+    tokens: int  # scored tokens
     nll: Estimate
     perplexity: Estimate
 
@@ -288,16 +296,16 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A model's predictions against a base's, token by token: errors are of paired differences."""
+    """A model's predictions compared with a base's, token by token. Errors are of paired differences."""
 
     own: Perplexity
     base: Perplexity
-    ratio: Estimate  # of the perplexities, own / base
+    ratio: Estimate  # own perplexity / base perplexity
     kld: Estimate  # in nats
     kld_p99: float
     kld_max: float
-    same_top: Estimate  # fraction of tokens
-    delta_p: Estimate  # of the right token's probability, own - base
+    same_top: Estimate  # share of tokens
+    delta_p: Estimate  # probability of the right token, own - base
     delta_p_rms: Estimate
 
     @staticmethod
@@ -319,10 +327,10 @@ class Divergence:
 
 
 def perplexity(reader: Reader, texts: I32, progress: Progress | None = None) -> Perplexity:
-    """`texts`: of `windows`, as long as the reader's context."""
+    """Return a reader's perplexity on `texts`: windows as long as its context. Raises NumericalError."""
     return Perplexity.of(np.concatenate([*scores(reader, texts, progress)]))
 
 
 def divergence(reader: Reader, base: Reader, texts: I32, progress: Progress | None = None) -> Divergence:
-    """`texts`: of `windows`, as long as both readers' context."""
+    """Return the divergence of two readers on `texts`: windows as long as their context. NumericalError."""
     return Divergence.of(Comparison.join([*comparisons(reader, base, texts, progress)]))

@@ -1,7 +1,4 @@
-"""Predictors that are trained: second @ relu(first @ x), by gradient descent. The only user of torch.
-
-Must not know packs, files or thresholds.
-"""
+"""Train predictors of the form second @ relu(first @ x) by gradient descent, with torch."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ BATCH = 128  # tokens
 STEPS = 1000
 RATE, DECAY = 5e-3, 0.01
 WARMUP = 0.1  # of the steps; then the rate falls to nothing along a cosine
-FLOOR = 0.5  # weight of an active neuron that adds nothing, where the mean one's is FLOOR + 1
+FLOOR = 0.5  # the weight of an active neuron of no mass; the mean active neuron's is FLOOR + 1
 
 
 def available() -> bool:
@@ -35,11 +32,11 @@ def require() -> None:
 def fit(
     a: LayerSamples, rank: int, seed: int, threads: int, step: Callable[[], None] = lambda: None
 ) -> tuple[F32, F32]:
-    """(first [rank, dim], second [neurons, rank]). `step` is called after each of `STEPS`.
+    """Train a predictor: (first [rank, dim], second [neurons, rank]). `step` is called after each step.
 
-    Cross entropy. An active neuron weighs as the square of its mass does, and by the root of how rare active
-    ones are: scores then rise with what a miss would cost. Each neuron's bias is trained and dropped: its
-    threshold, found later, is where it belongs.
+    The loss is cross entropy. An active neuron's weight grows with the square of its mass, and with the
+    root of how rare active neurons are, so scores rise with the cost of a miss. Each neuron's bias is
+    trained and dropped: the threshold that is found later takes its place.
     """
     import torch
 
@@ -73,15 +70,15 @@ def fit(
 
 
 def _rarity(a: LayerSamples) -> tuple[float, F32]:
-    """(the root of inactive / active, each neuron's bias where scores say nothing)."""
-    active = np.bincount(a.neuron, minlength=a.neurons) / np.maximum(1, a.n * a.asked)  # of those that ask
+    """Return (the root of inactive / active, each neuron's initial bias)."""
+    active = np.bincount(a.neuron, minlength=a.neurons) / np.maximum(1, a.n * a.asked)  # among its tokens
     mean = max(float(active.mean()), 1e-6)
     rare = ((1 - mean) / mean) ** 0.5
     return rare, np.log((active * rare + 1e-4) / (1 - active + 1e-4)).astype(np.float32)
 
 
 def _batches(n: int, seed: int) -> list[NDArray[np.int64]]:
-    """Every token once before any is seen again."""
+    """Return `STEPS` batches of tokens. Every token is used once before any is used again."""
     rng, size = np.random.default_rng(seed), min(BATCH, n)
     order = np.concatenate([rng.permutation(n) for _ in range(-(-STEPS * size // n))])
     return [order[i * size : (i + 1) * size] for i in range(STEPS)]

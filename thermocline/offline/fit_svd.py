@@ -1,7 +1,4 @@
-"""Predictors that need no training: a truncated SVD of the gate in its inputs' own directions, and its signs.
-
-Must not know packs, files or thresholds.
-"""
+"""Predictors that need no training: a whitened, truncated SVD of the gate, and the gate's signs."""
 
 from __future__ import annotations
 
@@ -11,16 +8,17 @@ from numpy.typing import NDArray
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
-SHRINK = 1e-3  # of the inputs' mean variance, added in all directions: samples do not know them all
-EXTRA, ROUNDS = 32, 4  # of the randomised SVD: directions too many, rounds of power iteration
+SHRINK = 1e-3  # share of the mean variance that is added in all directions: samples do not span them all
+EXTRA, ROUNDS = 32, 4  # of the randomised SVD: extra directions, and rounds of power iteration
 
 
 def svd(gate: F32, x: F32, rank: int, seed: int) -> tuple[F32, F32]:
-    """(first [rank, dim], second [neurons, rank]): second @ first @ x is as near to gate @ x as rank allows,
-    in the mean over inputs distributed as x [n, dim]. Cut after any rank, it is the best of that rank.
+    """Return (first [rank, dim], second [neurons, rank]) such that second @ first @ x approximates gate @ x.
 
-    With covariance C = L L', the best rows are those that the leading left singular vectors U of gate @ L
-    span: U U' gate (a whitened SVD). Found by subspace iteration (arXiv 0909.4061).
+    The approximation is the best of its rank in the mean over inputs distributed like x [n, dim]. The first
+    k directions are the best of rank k. With the inputs' covariance C = L L', it is U U' gate, where U are
+    the leading left singular vectors of gate @ L (a whitened SVD). Subspace iteration finds them (arXiv
+    0909.4061).
     """
     dim = gate.shape[1]
     rank = min(rank, *gate.shape)
@@ -32,7 +30,7 @@ def svd(gate: F32, x: F32, rank: int, seed: int) -> tuple[F32, F32]:
     for _ in range(ROUNDS):
         basis = np.linalg.qr(gate @ (root @ draws))[0]  # [neurons, width]
         draws = np.linalg.qr(root.T @ (gate.T @ basis))[0]
-    # Of a tall matrix only the left vectors are wanted: those of its small Gram matrix, on its own basis.
+    # The left vectors of a tall matrix are those of its small Gram matrix, in its own basis.
     basis, small = np.linalg.qr(gate @ (root @ draws))
     u = np.linalg.eigh(small @ small.T)[1][:, ::-1]
     second = np.ascontiguousarray(basis @ u[:, :rank])
@@ -43,5 +41,5 @@ def svd(gate: F32, x: F32, rank: int, seed: int) -> tuple[F32, F32]:
 
 
 def signs(gate: F32) -> U8:
-    """[neurons, ceil(dim / 8)]: is each weight above 0, the first in the lowest bit."""
+    """Return whether each weight of the gate is above 0, as bits [neurons, ceil(dim / 8)], lowest first."""
     return np.packbits(gate > 0, axis=1, bitorder="little")

@@ -1,7 +1,6 @@
-"""Which neurons each token needs, recorded while a model decodes, and the file that keeps it.
+"""Traces: which neurons each token needs, recorded while a model decodes, and the file that holds them.
 
-A trace is a sidecar of kind `trace` (docs/internals/pack.md): a bit a neuron, layer and token. Must not
-know what it is for.
+A trace is a sidecar of kind `trace` (docs/internals/pack.md), with a bit for each neuron, layer and token.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def check_sparse(spec: ModelSpec) -> None:
 
 
 class TraceRecorder(CpuOps):
-    """The native ops; between `begin` and the end every FFN's needed neurons are kept, a bit each."""
+    """The native ops. From `begin` on they record every FFN's needed neurons, one bit each."""
 
     def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer]) -> None:
         super().__init__(threads)
@@ -51,7 +50,7 @@ class TraceRecorder(CpuOps):
 
     @property
     def active(self) -> list[U8]:
-        """Of each layer [tokens, bytes], of the tokens that all layers have seen."""
+        """Return the needed neurons by layer [tokens, bytes], for tokens that all layers have computed."""
         assert self._rows is not None
         n = len(self._rows[-1])
         width = -(-self.neurons // 8)
@@ -77,7 +76,7 @@ class TraceRecorder(CpuOps):
         return None
 
     def _gates(self, layer: int, h: F32) -> Bool:
-        """Of dReLU: up rows are read where the gate is above zero, whatever comes of the product."""
+        """Return the neurons that dReLU needs: it reads an up row if the gate is above the threshold."""
         s, own = self._spec, self._layers[layer]
         if own.ffn_norm is not None and s.norm_order != "post":
             h = self.norm(h, own.ffn_norm.weight, own.ffn_norm.bias, s.norm_eps, s.norm)
@@ -95,15 +94,15 @@ class TraceRecorder(CpuOps):
 
 @dataclass(frozen=True)
 class Trace:
-    """Of a pack's every layer, the needed neurons of consecutive tokens."""
+    """The needed neurons of consecutive tokens, in every layer of a pack."""
 
     tokens: int
-    source: str  # where the tokens are from
+    source: str  # the source of the tokens
     sparsity: str
-    depth: int  # tokens before them
-    neurons: int  # of a layer
-    experts: int  # that they are of
-    active: tuple[U8, ...]  # of each layer [tokens, bytes]: bit i mod 8 of byte i / 8 is neuron i
+    depth: int  # tokens of context before them
+    neurons: int  # neurons of a layer
+    experts: int  # experts of a layer
+    active: tuple[U8, ...]  # by layer [tokens, bytes]: bit i mod 8 of byte i / 8 is neuron i
 
     @staticmethod
     def of(recorder: TraceRecorder, source: str, sparsity: str, depth: int) -> Trace:
@@ -115,30 +114,30 @@ class Trace:
         return sum(a.nbytes for a in self.active)
 
     def layer(self, i: int) -> Bool:
-        """[tokens, neurons]: whether the token needs the neuron."""
+        """Return whether each token needs each neuron of layer i [tokens, neurons]."""
         bits = np.unpackbits(self.active[i], axis=1, count=self.neurons, bitorder="little")
         return bits.view(np.bool_)
 
 
 def check_target(path: Path) -> None:
-    """Refuse what could not be written, before anything is computed."""
+    """Raise IOFailure if `path` cannot be written, before anything is computed."""
     if path.is_dir():
         raise IOFailure(f"--trace {path}: is a directory")
-    if path.exists() and not path.is_file():  # a file in its place: root could do that to /dev/null
+    if path.exists() and not path.is_file():  # root could replace /dev/null with a file
         raise IOFailure(f"--trace {path}: is a device, pipe or socket, not a file")
     if not path.absolute().parent.is_dir():
         raise IOFailure(f"--trace {path}: no such directory")
 
 
 def write_trace(path: Path, pack: Pack, trace: Trace) -> None:
-    """In place of what was there, whole or not at all."""
+    """Write a trace in the place of `path`, whole or not at all. Raises IOFailure."""
     facts = {key: getattr(trace, key) for key in ("tokens", "source", "sparsity", "depth")}
     shapes: Any = {f"layers.{i}.active": ("u1", a.shape) for i, a in enumerate(trace.active)}
     sidecar.replace(path, KIND, sidecar.stamp(pack.path), facts, shapes, trace.active)
 
 
 def read_trace(path: Path, pack: Pack) -> Trace:
-    """BadFile: damaged, or another pack's."""
+    """Read a trace. BadFile if it is damaged or belongs to another pack; IOFailure if there is none."""
     found = sidecar.Sidecar.open(path, KIND, sidecar.stamp(pack.path), AGAIN)
     if found is None:
         raise IOFailure(f"{path}: no such file; record it with `{AGAIN}`")

@@ -1,7 +1,4 @@
-"""A profile as a picture: how few neurons make most activations, and where they are.
-
-The only user of matplotlib (extra `[plot]`), imported when it is asked for.
-"""
+"""Draw profiles and replays with matplotlib (extra `[plot]`), which is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ INK, ACCENT, QUIET = "#1b1b1f", "#d1495b", "#8d99ae"
 
 
 def check(path: Path) -> None:
-    """Refuse what could not be drawn, before anything is computed."""
+    """Raise UsageError or IOFailure if a picture cannot be drawn, before anything is computed."""
     if path.suffix.lower() not in KINDS:
         raise UsageError(f"--plot {path}: must end in {', '.join(KINDS)}")
     if not path.absolute().parent.is_dir():
@@ -34,6 +31,7 @@ def check(path: Path) -> None:
 
 
 def draw(profile: Profile, path: Path, name: str) -> None:
+    """Draw how few neurons make most activations, and in which layers they are. Raises IOFailure."""
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
     figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
@@ -51,7 +49,7 @@ def draw(profile: Profile, path: Path, name: str) -> None:
 
 
 def draw_replay(rows: Sequence[dict[str, Any]], path: Path, name: str, source: str) -> None:
-    """Hit rates over the cache's size, a line a policy."""
+    """Draw hit rates over the size of the cache, one line for each policy. Raises IOFailure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 5.2), dpi=DPI, layout="constrained")
@@ -107,7 +105,7 @@ def _percent(value: float, _: float) -> str:
 
 
 def _thinned(counts: Any) -> tuple[Any, Any]:
-    """At most 2000 points of the curve: a line of all would be megabytes of an .svg."""
+    """Return at most 2000 points of the curve. All points would take megabytes in an .svg."""
     x, y = concentration(counts)
     at = np.unique(np.linspace(0, len(x) - 1, 2000).astype(np.int64))
     return x[at], y[at]

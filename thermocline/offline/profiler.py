@@ -1,7 +1,6 @@
-"""`thermocline profile`: run a model over text, count what is active, put its pack in order of hotness.
+"""`thermocline profile`: run a model over text, count active neurons, and sort its pack by hotness.
 
-Owns the course of it: what is refused first, what an interruption leaves, what is written.
-Must not know flags.
+A profile is checked before anything is computed, and an interrupted one continues from its checkpoint.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 
-SAMPLE_COUNT, SAMPLES_BYTES = 16384, 2 << 30  # by default: so many, or as many as take this much
-ASSUMED_ACTIVE = 0.25  # of neurons, before anything is known
-SAVE_S, SAVE_BYTES = 30.0, 64 << 20  # what a kill may cost; what is held in memory
-STALE = ("predictors.safetensors",)  # of the old order
+SAMPLE_COUNT, SAMPLES_BYTES = 16384, 2 << 30  # samples by default: at most this number, and this size
+ASSUMED_ACTIVE = 0.25  # the share of active neurons that is assumed beforehand
+SAVE_S, SAVE_BYTES = 30.0, 64 << 20  # a checkpoint is saved after this time, or with this much unsaved
+STALE = ("predictors.safetensors",)  # files that a new order of neurons makes invalid
 
 
 @dataclass(frozen=True)
 class ProfileJob:
-    """What is to be done. `samples`: tokens to keep for training; `output`: a pack, maybe the same."""
+    """The input of a profile. `samples` tokens are kept for training. `output` may be the pack itself."""
 
     pack: Pack
     corpus: Corpus
@@ -67,16 +66,18 @@ class ProfileJob:
 
 @dataclass(frozen=True)
 class ProfileResult:
+    """The result of a profile."""
+
     profile: Profile  # of the written pack
     samples: int
     samples_bytes: int
-    tokens_per_s: float | None  # of those counted now; None where all had been
-    resumed_tokens: int
-    dropped: tuple[str, ...]  # files of the old order that are gone
+    tokens_per_s: float | None  # of the tokens counted now; None if a checkpoint had all of them
+    resumed_tokens: int  # tokens that a checkpoint had
+    dropped: tuple[str, ...]  # files of the old order that were removed
 
 
 def sample_bytes(spec: ModelSpec, active: float = ASSUMED_ACTIVE) -> int:
-    """Of one sampled token, with so many neurons active."""
+    """Return the bytes of one sampled token if a share `active` of the neurons is active."""
     return spec.n_layers * (2 * spec.dim + 8 + int(6 * active * spec.n_experts * spec.ffn_dim))
 
 
@@ -94,7 +95,7 @@ def check_sparse(spec: ModelSpec) -> None:
 
 
 def sampled_tokens(passages: Sequence[I32], n: int) -> list[I64]:
-    """Of each passage, which of its tokens are sampled: one, drawn, from each n-th part of all tokens."""
+    """Choose the tokens of each passage to sample: a random one from each n-th part of all tokens."""
     lengths = np.array([len(p) for p in passages])
     total = int(lengths.sum())
     edges = np.arange(n + 1, dtype=np.int64) * total // max(1, n)
@@ -106,21 +107,21 @@ def sampled_tokens(passages: Sequence[I32], n: int) -> list[I64]:
 
 
 def profile(r: ProfileJob, progress: Progress) -> ProfileResult:
-    """Raises Unsupported, UsageError, OutOfBudget, IOFailure before anything is computed, where it can."""
+    """Profile a pack. Raises Unsupported, UsageError, OutOfBudget or IOFailure, early if possible."""
     check_sparse(r.pack.spec)
     n = min(r.samples, r.corpus.tokens)
     _check_disk(r.pack, r.output, n)
     _check_memory(r)
-    unfinished = _open_unfinished(r, n)
-    with closing(unfinished):
-        if unfinished.replaced:
-            log.warning(f"{unfinished.directory}: was an unfinished profile of something else: starting anew")
-        before = sum(map(len, r.corpus.passages[: unfinished.done]))
+    checkpoint = _open_checkpoint(r, n)
+    with closing(checkpoint):
+        if checkpoint.replaced:
+            log.warning(f"{checkpoint.directory}: was an unfinished profile of something else: starting anew")
+        before = sum(map(len, r.corpus.passages[: checkpoint.done]))
         if before:
             log.info(f"going on after {before} of {r.corpus.tokens} tokens")
-        seconds = _count(r, unfinished, n, progress)
-        made, size, dropped = _write(r, unfinished, n, progress)
-        unfinished.remove()
+        seconds = _count(r, checkpoint, n, progress)
+        made, size, dropped = _write(r, checkpoint, n, progress)
+        checkpoint.remove()
     speed = (made.tokens - before) / seconds if made.tokens > before else None
     return ProfileResult(made, n, size, speed, before, dropped)
 
@@ -150,16 +151,16 @@ def _check_memory(r: ProfileJob) -> None:
     )
 
 
-def _open_unfinished(r: ProfileJob, n: int) -> ProfileCheckpoint:
+def _open_checkpoint(r: ProfileJob, n: int) -> ProfileCheckpoint:
     output = Path(os.path.realpath(r.output))
     made_for = {"corpus": r.corpus.sha256, "context": r.context, "samples": n, "isa": _native.isa()}
     directory = output.with_name(f"{output.name}.profile-unfinished")
     return ProfileCheckpoint(directory, r.pack.spec, sidecar.stamp(r.pack.path), made_for)
 
 
-def _count(r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progress) -> float:
-    """Seconds of counting. However it ends, what was counted is saved."""
-    passages, done = r.corpus.passages, unfinished.done
+def _count(r: ProfileJob, checkpoint: ProfileCheckpoint, n: int, progress: Progress) -> float:
+    """Count the remaining passages. Return the seconds taken. However it ends, the counts are saved."""
+    passages, done = r.corpus.passages, checkpoint.done
     if done == len(passages):
         return 0.0
     options = EngineOptions(threads=r.threads, context=r.context, max_batch=1)
@@ -183,25 +184,25 @@ def _count(r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progr
     with closing(count_passages(workers, passages[done:], sampled_tokens(passages, n)[done:])) as found:
         try:
             for passage, counted in zip(passages[done:], found, strict=True):
-                unfinished.add(counted)
+                checkpoint.add(counted)
                 tokens += len(passage)
                 progress("counting", tokens, r.corpus.tokens, " tokens")
-                if time.monotonic() - saved > SAVE_S or unfinished.held_bytes > SAVE_BYTES:
-                    unfinished.save()
+                if time.monotonic() - saved > SAVE_S or checkpoint.held_bytes > SAVE_BYTES:
+                    checkpoint.save()
                     saved = time.monotonic()
         finally:
-            unfinished.save()
+            checkpoint.save()
     return time.monotonic() - begin
 
 
 def _write(
-    r: ProfileJob, unfinished: ProfileCheckpoint, n: int, progress: Progress
+    r: ProfileJob, checkpoint: ProfileCheckpoint, n: int, progress: Progress
 ) -> tuple[Profile, int, tuple[str, ...]]:
-    """The pack in order of hotness with its sidecars -> (its profile, bytes of samples, what is gone)."""
+    """Write the pack in order of hotness: (its profile, bytes of samples, names of removed files)."""
     s, passages = r.pack.spec, r.corpus.passages
     shape = (len(BUCKETS), s.n_experts, s.ffn_dim)
     windows = tuple(sum(len(p) // b for p in passages) for b in BUCKETS)
-    counts = tuple(c.reshape(shape) for c in unfinished.counts)
+    counts = tuple(c.reshape(shape) for c in checkpoint.counts)
     places = [hottest_first(c[0]) for c in counts]
     found = Profile(BUCKETS, windows, r.corpus.tokens, r.corpus.sha256, counts).reordered(places)
 
@@ -211,7 +212,7 @@ def _write(
     def finish(directory: Path) -> None:
         write_profile(directory, found)
         if n:
-            write_samples(directory, s, n, unfinished.active(), unfinished.rows(places))
+            write_samples(directory, s, n, checkpoint.active(), checkpoint.rows(places))
 
     write_reordered(
         r.pack,

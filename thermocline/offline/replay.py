@@ -1,7 +1,6 @@
-"""A trace played through caches of neurons, instead of a model: what is found, read, and how long it takes.
+"""Replay a trace through caches of neurons, without a model: hits, misses, and the time that they take.
 
-Which neurons are pinned and how many places the others share is for others to say; the time is `plan`'s
-(`cost.py`). Must not know flags, nor how a trace is recorded.
+The caller says which neurons are pinned and how many slots the others share. Times come from `plan/cost.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from thermocline.plan.problem import Problem
 
 @dataclass(frozen=True)
 class ReplayCounts:
-    """Of each step and layer, the neurons that are needed, and those that are read from disk."""
+    """The numbers of neurons that are needed, and that are read from disk, in each step and layer."""
 
     needed: F64  # [steps, layers]
     missed: F64
@@ -31,7 +30,7 @@ class ReplayCounts:
 
 
 def needs_of(trace: Trace, layer: int, batch: int) -> Bool:
-    """[steps, neurons]: what a step needs that decodes `batch` parts of the trace side by side."""
+    """Return the neurons that each step needs [steps, neurons], if it decodes `batch` parts of the trace."""
     active = trace.layer(layer)
     steps = len(active) // batch
     parts = active[: steps * batch].reshape(batch, steps, -1)
@@ -42,8 +41,10 @@ def needs_of(trace: Trace, layer: int, batch: int) -> Bool:
 def replay(
     trace: Trace, shares: Sequence[Share], frequency: Sequence[F64], policy: str, batch: int = 1
 ) -> ReplayCounts:
-    """`shares`: of each layer, of a mixture of each of its experts, how many of the first are pinned, and how
-    many places the others have. `frequency`: of each layer.
+    """Replay a trace with a cache policy.
+
+    `shares` says for each layer (in a mixture: for each of its experts) how many of the first neurons are
+    pinned and how many slots the others have. `frequency` has each layer's frequencies by a profile.
     """
     needed, missed, n = [], [], trace.experts
     for i, frequencies in enumerate(frequency):
@@ -57,7 +58,7 @@ def replay(
 
 
 def _missed(needs: Bool, share: Share, frequency: F64, policy: str) -> F64:
-    """[steps]"""
+    """Return the number of misses in each step [steps]."""
     cold = np.ascontiguousarray(needs[:, share.hot :])
     if share.quota >= cold.shape[1]:
         return np.zeros(len(cold))
@@ -66,19 +67,19 @@ def _missed(needs: Bool, share: Share, frequency: F64, policy: str) -> F64:
 
 
 def even_shares(neurons: int, parts: int, share: float) -> list[Share]:
-    """Places for so many of the neurons of each of `parts` layers or experts, none of them pinned."""
+    """Return slots for a share of the neurons of each of `parts` layers or experts, with none pinned."""
     return [Share(0, max(1, round(share * neurons)))] * parts
 
 
-# ---- how long that takes
+# ---- times
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of each step, in microseconds."""
+    """The times of all steps, in microseconds."""
 
     us: F64
-    waited_us: F64  # of them, for the disk
+    waited_us: F64  # the part of `us` spent waiting for the disk
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,7 +87,7 @@ class Times:
 
 
 def times(p: Problem, counts: ReplayCounts) -> Times:
-    """A layer's reads run beside its own FFN, as the pipeline has them; nothing runs ahead of its layer."""
+    """Return the times of a replay. A layer's reads run beside its own FFN, and none begin earlier."""
     work = p.work()
     v = p.speeds(work)
     us = np.zeros(len(counts.needed))

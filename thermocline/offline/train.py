@@ -1,7 +1,7 @@
 """`thermocline train`: fit predictors to a profile's samples, and keep those that read the fewest bytes.
 
-`calibrate.py` says what each fit costs at every price of errors; here one price is found for the whole model:
-the lowest at which predictions are, measured end to end, as near to exact as was asked. Must not know flags.
+`calibrate.py` computes the cost of each fit at every price of errors. One price is chosen for the whole
+model: the lowest at which predictions, measured end to end, are as close to exact as requested.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from thermocline.files.bounded import Json
 from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.model.activations import route
+from thermocline.model.quant import U8
 from thermocline.model.spec import ModelSpec
 from thermocline.offline import calibrate, fit_mlp, fit_svd
 from thermocline.offline.calibrate import PRICES, TYPICAL, Costs, LayerSamples
@@ -30,40 +31,42 @@ from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, scores, stored, stored_bytes
 
 KINDS = ("mlp", "svd", "sign")
-CHEAPEST_FIRST = ("sign", "svd", "mlp")  # to fit
+CHEAPEST_FIRST = ("sign", "svd", "mlp")  # by the time to fit them
 BLOCK = 32  # ranks are whole blocks of int8 weights
-CALIBRATION = 0.5  # of the samples; predictors are fitted to the others
-SVD_RANK = 256  # fitted at first; wider only where ranks up to this still gain
-RANK_SHARE = 0.25  # the rank tried first, of the neurons that are active for a token
-FITTED = 0.75  # of the time, fits are over; in half of it they are as wide as they get
+CALIBRATION = 0.5  # share of the samples for thresholds; predictors are fitted to the others
+SVD_RANK = 256  # the first SVD's rank; a wider one is computed only if ranks up to this still gain
+RANK_SHARE = 0.25  # the first rank, as a share of the neurons that are active for a token
+FITTED = 0.75  # share of the time after which fitting ends; after half of the time ranks stop growing
 
 
 @dataclass(frozen=True)
 class TrainJob:
     pack: Pack
     kinds: tuple[str, ...]
-    forced: bool  # predict in every layer, even where reading the gate costs less
+    forced: bool  # predict in every layer, even if reading the whole gate costs less
     max_kld: float
-    max_ppl: float  # change of perplexity, percent
+    max_ppl: float  # change of perplexity, in percent
     seed: int
     threads: int
     minutes: float
-    texts: Texts  # to measure on
-    own: bool  # on what the model itself writes, too
+    texts: Texts  # texts to measure on
+    own: bool  # whether to measure on a text that the model writes, too
     context: int
-    limit: int  # windows of a text
+    limit: int  # windows of each text
 
 
 @dataclass(frozen=True)
 class TrainResult:
+    """The predictors of a model, and a report about them."""
+
     layers: Layers
-    report: Json  # the same for equal seeds, if `minutes` cut nothing short
-    worthwhile: bool  # reads less than exact does
-    timing: Json  # of this machine now: kept in no file
+    report: Json  # equal for equal seeds, unless `minutes` ended a fit early
+    worthwhile: bool  # whether they read fewer bytes than exact
+    timing: Json  # times on this machine, which no file keeps
 
 
 def check(pack: Pack) -> Samples:
-    """What cannot be trained on is refused, with the command that helps."""
+    """Open a pack's samples. Raises Unsupported or UsageError, with the command that helps."""
     if not pack.spec.sparse:
         raise Unsupported(
             f"{pack.path}: its {pack.spec.activation} neurons are never exactly zero, so there is nothing to "
@@ -81,6 +84,7 @@ def check(pack: Pack) -> Samples:
 
 
 def train(r: TrainJob, samples: Samples, progress: Progress) -> TrainResult:
+    """Fit predictors and choose the best ones. Raises OutOfBudget, Unsupported, UsageError or BadFile."""
     begin = time.monotonic()
     deadline = begin + 60 * r.minutes
     found = [*_shortlists(r, samples, deadline, partial(progress, "fitting"))]
@@ -111,7 +115,7 @@ def _asked(r: TrainJob) -> TrialJob:
 
 
 def _at_memory_speed(nbytes: float, threads: int) -> float | None:
-    """Microseconds of reading them; None where memory is too scarce to measure in."""
+    """Return the microseconds of reading so many bytes; None if memory is too scarce to measure."""
     speed = hardware.read_gbs(threads)
     return None if speed is None else nbytes / (speed * 1e3)
 
@@ -121,7 +125,7 @@ def _at_memory_speed(nbytes: float, threads: int) -> float | None:
 
 @dataclass
 class Shortlist:
-    """One layer: at every price the best of what was offered, None for reading the whole gate."""
+    """The best predictor of one layer at every price. None means to read the whole gate."""
 
     spec: ModelSpec
     gate: int  # bytes of a gate row
@@ -135,8 +139,8 @@ class Shortlist:
         return Shortlist(spec, gate, [None] * len(PRICES), [exact] * len(PRICES))
 
     def offer(self, p: LayerPredictor, a: LayerSamples) -> float:
-        """-> what it costs at a typical price. Its thresholds and break-even are found here."""
-        p = stored(p, self.spec).decoded()  # scores of the weights as they will be
+        """Calibrate a predictor, keep it where it is best, and return its cost at a typical price."""
+        p = stored(p, self.spec).decoded()  # scores come from the weights as they will be stored
         curves = calibrate.curves(scores(p, a.x), a)
         costs = self.costs(p)
         chosen = [calibrate.choose_operating_point(curves, costs, i) for i in range(len(PRICES))]
@@ -159,19 +163,20 @@ def _shortlists(
         begin = time.monotonic()
         progress(i, spec.n_layers, " layers")
         made = Shortlist.of(spec, r.pack.tensors[f"layers.{i}.gate.weight"].stride, r.forced)
-        fitted, kept = split(activity(r.pack, i, samples.layer(i)), r.seed)
+        fitted, kept = split(layer_samples(r.pack, i, samples.layer(i)), r.seed)
         share = (deadline - begin) / (spec.n_layers - i)
         late, over = (partial(past, begin + part * share) for part in (0.5, FITTED))  # the rest is for trials
+        fit = _LayerFit(made, gate_rows(r.pack, i), fitted, kept, r.seed + i, r.threads, late, over)
         for kind in sorted(r.kinds, key=CHEAPEST_FIRST.index):
             with contextlib.suppress(_Over):
-                _fit(kind, made, gate_rows(r.pack, i), fitted, kept, r, i, late, over)
+                _fit(kind, fit)
         made.seconds = time.monotonic() - begin
         yield made
     progress(spec.n_layers, spec.n_layers, " layers")
 
 
 class _Over(Exception):
-    """A fit that would take longer than there is time for it."""
+    """Raised if the time for a fit is over."""
 
 
 def _unless(over: Callable[[], bool]) -> None:
@@ -179,36 +184,40 @@ def _unless(over: Callable[[], bool]) -> None:
         raise _Over
 
 
-def _fit(
-    kind: str,
-    made: Shortlist,
-    gate: F32,
-    fitted: LayerSamples,
-    kept: LayerSamples,
-    r: TrainJob,
-    layer: int,
-    late: Callable[[], bool],
-    over: Callable[[], bool],
-) -> None:
-    """Offer fits of a kind, no wider ones when it is `late`; _Over where there is no time for any more."""
+@dataclass(frozen=True)
+class _LayerFit:
+    """The input of one layer's fits."""
 
-    def ranked(first: F32, second: F32) -> float:
-        none = np.zeros(len(second), np.float32)
-        return made.offer(LayerPredictor(kind, first, second, None, none, 0, kept.experts), kept)
+    made: Shortlist  # takes the fitted predictors
+    gate: F32  # [neurons, dim]
+    fitted: LayerSamples  # samples to fit to
+    kept: LayerSamples  # samples to calibrate with
+    seed: int
+    threads: int
+    late: Callable[[], bool]  # whether ranks may not grow any more
+    over: Callable[[], bool]  # whether the time for fits is over
 
-    _unless(over)
+
+def _fit(kind: str, f: _LayerFit) -> None:
+    """Fit predictors of a kind and offer them, no wider ones when it is late. Raises _Over."""
+    made, kept = f.made, f.kept
+
+    def offer(first: F32 | None, second: F32 | None, signs: U8 | None = None) -> float:
+        none = np.zeros(len(f.gate), np.float32)
+        return made.offer(LayerPredictor(kind, first, second, signs, none, 0, kept.experts), kept)
+
+    _unless(f.over)
     match kind:
         case "sign":
-            none = np.zeros(len(gate), np.float32)
-            made.offer(LayerPredictor(kind, None, None, fit_svd.signs(gate), none, 0, kept.experts), kept)
+            offer(None, None, fit_svd.signs(f.gate))
         case "svd":
             asked = made.spec.n_experts_active * made.spec.ffn_dim
-            ranks = _ranks(made.spec, asked * made.gate, len(fitted.neuron) / fitted.n / asked)
-            _cut(partial(fit_svd.svd, gate, fitted.x, seed=r.seed + layer), ranks, made, ranked, late)
+            ranks = _ranks(made.spec, asked * made.gate, len(f.fitted.neuron) / f.fitted.n / asked)
+            _cut(partial(fit_svd.svd, f.gate, f.fitted.x, seed=f.seed), ranks, made, offer, f.late)
         case "mlp":
-            step = partial(_unless, over)
-            train_rank = partial(fit_mlp.fit, fitted, seed=r.seed + layer, threads=r.threads, step=step)
-            _widths(lambda rank: ranked(*train_rank(rank)), _first_rank(fitted), made.spec, late)
+            step = partial(_unless, f.over)
+            train_rank = partial(fit_mlp.fit, f.fitted, seed=f.seed, threads=f.threads, step=step)
+            _widths(lambda rank: offer(*train_rank(rank)), _first_rank(f.fitted), made.spec, f.late)
 
 
 def _cut(
@@ -218,7 +227,10 @@ def _cut(
     offer: Callable[[F32, F32], float],
     late: Callable[[], bool],
 ) -> None:
-    """Ranks upwards until one is the best at no price. Of `SVD_RANK` at first: a wide fit takes minutes."""
+    """Offer rising ranks of an SVD until one is best at no price.
+
+    The first SVD has `SVD_RANK`: a wide one takes minutes.
+    """
     first, second = svd(min(SVD_RANK, max(ranks)))
     for rank in ranks:
         if rank > len(first):
@@ -231,7 +243,10 @@ def _cut(
 
 
 def _ranks(spec: ModelSpec, gate_bytes: int, active: float) -> list[int]:
-    """Ranks whose predictors and the gate rows needed read less than the gate: steps of a half or a third."""
+    """Return the ranks that can pay: predictor and needed gate rows read less than the whole gate.
+
+    Ranks grow by a half or a third.
+    """
     steps = [(BLOCK << k) * m // 2 for k in range(12) for m in (2, 3)]
     ranks = sorted({s for s in steps if s % BLOCK == 0 and s <= spec.dim})
     return [s for s in ranks if _whole(spec, s) < (1 - active) * gate_bytes] or [BLOCK]
@@ -243,7 +258,7 @@ def _whole(spec: ModelSpec, rank: int) -> int:
 
 
 def _first_rank(a: LayerSamples) -> int:
-    """By how many neurons are active for a token; fewer where few neurons do most of the work."""
+    """Return the first rank: a share of a token's active neurons, less if few neurons do most of the work."""
     often = np.sort(np.bincount(a.neuron, minlength=a.neurons))[::-1].cumsum()
     busy = np.searchsorted(often, 0.8 * often[-1]) / a.neurons  # the share that makes 80 % of activations
     rank = RANK_SHARE * len(a.neuron) / a.n * (0.5 + busy)
@@ -251,7 +266,7 @@ def _first_rank(a: LayerSamples) -> int:
 
 
 def _widths(cost: Callable[[int], float], first: int, spec: ModelSpec, late: Callable[[], bool]) -> None:
-    """Double the rank while that costs less in all, else halve it."""
+    """Double the rank while that lowers the cost. If it never does, halve the rank instead."""
     start = cost(first)
     for factor in (2.0, 0.5):
         rank, best = first, start
@@ -264,10 +279,11 @@ def _widths(cost: Callable[[int], float], first: int, spec: ModelSpec, late: Cal
             return
 
 
-# ---- what is fitted to
+# ---- samples
 
 
-def activity(pack: Pack, layer: int, rows: Rows) -> LayerSamples:
+def layer_samples(pack: Pack, layer: int, rows: Rows) -> LayerSamples:
+    """Return a layer's samples. In a mixture, the router tells the experts of each token."""
     x, index, mass = rows[0].astype(np.float32), rows[2].astype(np.int64), rows[3].astype(np.float32)
     spec = pack.spec
     a = LayerSamples(x, rows[1], index, mass, spec.n_experts * spec.ffn_dim)
@@ -275,19 +291,19 @@ def activity(pack: Pack, layer: int, rows: Rows) -> LayerSamples:
         return a
     router = read_tensor(pack, f"layers.{layer}.router.weight").view("<f4")
     chosen = route(x @ router.T, spec.n_experts_active) != 0
-    chosen[a.token, index // spec.ffn_dim] = True  # inputs in f16 may say otherwise where it is close
+    chosen[a.token, index // spec.ffn_dim] = True  # inputs are rounded to f16, so a close choice may differ
     return replace(a, chosen=chosen)
 
 
 def split(a: LayerSamples, seed: int) -> tuple[LayerSamples, LayerSamples]:
-    """(to fit to, to calibrate with)."""
+    """Split samples into (those to fit to, those to calibrate with)."""
     order = np.random.default_rng(seed).permutation(a.n)
     at = max(1, a.n - round(CALIBRATION * a.n))
     return a.take(np.sort(order[:at])), a.take(np.sort(order[at:])) if at < a.n else a
 
 
 def gate_rows(pack: Pack, layer: int) -> F32:
-    """[n_experts * ffn_dim, dim]."""
+    """Return a layer's gate as f32 [n_experts * ffn_dim, dim]."""
     name = f"layers.{layer}.gate.weight"
     info = pack.tensors[name]
     used = quant.row_bytes(info.format, pack.spec.dim)
@@ -299,7 +315,10 @@ def gate_rows(pack: Pack, layer: int) -> F32:
 
 
 def meets(v: Verdict, r: TrainJob) -> bool:
-    """Hold each text to its divergence, and all together to perplexity, which few tokens say too roughly."""
+    """Return whether predictions are close enough: the divergence on each text, and the mean perplexity.
+
+    Perplexity is compared over all texts together, since it is too noisy on few tokens.
+    """
     return v.worst[1].kld.value <= r.max_kld and 100 * abs(v.divergence.ratio.value - 1) <= r.max_ppl
 
 
@@ -310,10 +329,11 @@ def search(
     deadline: float,
     near: int | None = None,
 ) -> tuple[int, Verdict, int]:
-    """(the lowest price that keeps to what was asked, what it gave, how many were tried); the highest price
-    where none does. Bisection: a higher price misses less. `near` a guess: in steps of 1, 2, 4 … from it.
+    """Find the lowest price that is close enough: (price, its verdict, number of trials).
 
-    After the deadline there is one more trial, if none kept to it yet: of the highest price.
+    The result is the highest price if none is close enough. A higher price misses less, so the search
+    bisects; if `near` is given, it first moves away from that price in steps of 1, 2, 4 … After the
+    deadline there is one more trial, of the highest price, if none was close enough before.
     """
     low, high, tried, step = 0, len(PRICES) - 1, 0, 1
     best: tuple[int, Verdict] | None = None
@@ -341,13 +361,13 @@ def _layer_reports(
     r: TrainJob, samples: Samples, layers: Layers, found: Sequence[Shortlist]
 ) -> list[dict[str, Any]]:
     return [
-        _layer_report(p, split(activity(r.pack, i, samples.layer(i)), r.seed)[1], s)
+        _layer_report(p, split(layer_samples(r.pack, i, samples.layer(i)), r.seed)[1], s)
         for i, (p, s) in enumerate(zip(layers, found, strict=True))
     ]
 
 
 def _layer_report(p: LayerPredictor | None, a: LayerSamples, s: Shortlist) -> Json:
-    """On the samples that thresholds were calibrated with. Bytes: of predictor and gate, for a token."""
+    """Report on one layer's predictor, with the samples that calibrated it. Bytes are those of a token."""
     share, places = a.asked, np.arange(a.neurons) % a.per_expert
     exact = s.gate * float(share.sum())
     if p is None:

@@ -1,7 +1,7 @@
-"""A trial of predictors: how near they are to exact on several unlike texts, and what they read.
+"""Try predictors out: how close they are to exact on several kinds of text, and how many bytes they read.
 
-A bound that holds on one kind of text says little of others: predictors at 0.002 nats on stories were at 0.15
-on an encyclopaedia. Must not know how predictors are made, nor flags.
+A bound that holds on one kind of text says little about others: predictors at 0.002 nats on stories were at
+0.15 on an encyclopaedia.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ Progress = Callable[[str, int, int, str], None]  # what, done, in all, unit
 
 @dataclass(frozen=True)
 class TrialJob:
+    """The input of trials."""
+
     pack: Pack
     threads: int
-    texts: Texts  # to measure on
-    own: bool  # on what the model itself writes, too
+    texts: Texts  # texts to measure on
+    own: bool  # whether to measure on a text that the model writes, too
     context: int
-    limit: int  # windows of a text
+    limit: int  # windows of each text
     seed: int
 
 
@@ -53,7 +55,7 @@ def past(deadline: float) -> bool:
 
 
 def mix(tokenizer: Tokenizer, context: int, limit: int) -> Texts:
-    """Return the package's texts as windows, at most `limit` of each; of a short text one that is shorter."""
+    """Return the package's texts as windows, at most `limit` of each. A short text gives one short window."""
     texts = [(path.stem, read_text(path)) for path in sorted(MIX.glob("*.txt"))]
     return tuple(
         (name, evaluate.windows(tokenizer, text, min(context, len(tokenizer.encode(text))), limit))
@@ -63,12 +65,12 @@ def mix(tokenizer: Tokenizer, context: int, limit: int) -> Texts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How near to exact, and what an FFN reads for a token."""
+    """The result of a trial: the divergence from exact, and the bytes that the FFNs read for a token."""
 
     divergence: evaluate.Divergence  # over all texts
     texts: tuple[tuple[str, evaluate.Divergence], ...]
-    predicted: float  # gate rows read, of all
-    active: float  # neurons that are not zero, exactly computed
+    predicted: float  # share of gate rows that are read
+    active: float  # share of neurons that are not zero in exact mode
     bytes: float  # per token: predictors, gate, up and down rows
     bytes_exact: float
     predictor_bytes: float  # per token, of `bytes`
@@ -106,7 +108,7 @@ def _text_facts(name: str, d: evaluate.Divergence) -> Json:
 
 @dataclass(frozen=True)
 class Judge:
-    """The model, loaded once: predictors are tried in it."""
+    """A loaded model in which predictors are tried. Calling it with predictors returns a `Verdict`."""
 
     session: Session
     texts: Texts
@@ -130,7 +132,7 @@ class Judge:
         return Judge(session, texts, partial(progress, "trying"), deadline)
 
     def quick(self) -> Judge | None:
-        """Return one with a quarter of the windows and half the time, to look with; None of few windows."""
+        """Return a judge with a quarter of the windows and half the time; None if there are few windows."""
         few = tuple((name, windows[: max(1, len(windows) // 4)]) for name, windows in self.texts)
         many = sum(len(windows) for _, windows in self.texts)
         small = max(sum(len(windows) for _, windows in few), 4)
@@ -157,7 +159,7 @@ class Judge:
     def _readers(
         self, trial: Weights, context: int, sums: tuple[FFNStats, FFNStats]
     ) -> tuple[evaluate.Reader, evaluate.Reader]:
-        """Return those of the trial and of exact, which add to `sums`."""
+        """Return the readers of the trial and of exact mode, which add to `sums`."""
         loaded = self.session.loaded
         spec, ops = for_context(self.session.pack.spec, context), loaded.ops
         own = evaluate.Reader(bind(spec, trial, ops), ops, context=context, sparsity="predict")
@@ -172,7 +174,7 @@ class Judge:
         own: FFNStats,
         base: FFNStats,
     ) -> Verdict:
-        """Of exact, what its tokens would read one by one: it read them in batches, which share rows."""
+        """Return the verdict. Exact mode counts as if it read tokens one by one: batches share rows."""
         spec, t = self.session.pack.spec, self.session.pack.tensors
         gate, bundle = t["layers.0.gate.weight"].stride, t["layers.0.bundle"]
         row = quant.row_bytes(bundle.format, spec.dim)  # up, or down
@@ -187,7 +189,7 @@ class Judge:
 
 
 def _halfway(deadline: float) -> float:
-    """Half of the time that is left."""
+    """Return the deadline after half of the remaining time."""
     now = time.monotonic()
     return now + (deadline - now) / 2
 
@@ -200,9 +202,9 @@ def own_text(
     late: Callable[[], bool] = lambda: False,
     at_least: int = 0,
 ) -> I32:
-    """[count, context]: what the model writes by itself, which no predictor was fitted to.
+    """Return texts that the model writes by itself [count, context], to which no predictor was fitted.
 
-    Fewer where it gets `late`, but `at_least` so many.
+    There are fewer if it gets `late`, but no fewer than `at_least`. Raises UsageError.
     """
     spec = session.pack.spec
     start = spec.bos_id if spec.bos_id is not None else next(iter(spec.eos_ids), None)

@@ -1,7 +1,7 @@
 """Checksums of every neuron's bundle record and gate row, so that single ones can be read and checked.
 
-They are kept in a sidecar, `records.safetensors`. It is made in one pass over weights.bin when a pack first
-needs it, and made again if it is damaged or belongs to another pack.
+A sidecar, `records.safetensors`, keeps them. One pass over weights.bin makes the file when a pack first needs
+it. A file that is damaged or belongs to another pack is made again.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _read(pack: Pack) -> NeuronChecksums | None:
     return _of(pack, arrays)
 
 
-def _keep(pack: Pack, records: NeuronChecksums) -> None:
-    arrays = [*records.bundle, *records.gate]
+def _keep(pack: Pack, checksums: NeuronChecksums) -> None:
+    arrays = [*checksums.bundle, *checksums.gate]
     shapes: sidecar.TensorShapes = {n: ("u4", a.shape) for n, a in zip(_names(pack), arrays, strict=True)}
     sidecar.replace(pack.path / FILE, KIND, sidecar.stamp(pack.path), {}, shapes, arrays)
 

@@ -155,7 +155,7 @@ def _size(value: Json, key: str, limit: int, name: str) -> int:
     return number
 
 
-# What JSON may hold for a field of ModelSpec, by the field's annotation.
+# Checks of a JSON value for a field of ModelSpec, by the annotation of the field.
 _FIELD_TYPES: dict[str, Callable[[Any], bool]] = {
     "str": lambda v: type(v) is str and len(v) <= 64 and v.isprintable(),
     "int": lambda v: type(v) is int,

@@ -30,7 +30,7 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class LayerPredictor:
-    """One layer's predictor. It gives each neuron a score from x, the FFN's normed input.
+    """One layer's predictor, which gives each neuron a score from x, the FFN's normed input.
 
     mlp   score = second . relu(first . x)
     svd   score = second . (first . x)

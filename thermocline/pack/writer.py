@@ -91,7 +91,7 @@ def write_pack(
     finish: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a pack by streaming. It takes a few times `_ROWS_BYTES` of memory besides what `source` keeps.
+    """Write a pack by streaming, in a few times `_ROWS_BYTES` of memory besides the memory of `source`.
 
     `finish` may add sidecars to the finished directory before it is renamed. Whatever happens, `dst` is
     afterwards the old pack, the complete new one, or absent. Raises Unsupported, UsageError (`dst` exists) or
@@ -201,7 +201,7 @@ def check_range(x: F32, format: str, name: str) -> None:
 
 
 class _Output:
-    """A file to append to, checksummed by block. It is synced when the `with` ends without an error."""
+    """A file to append to, checksummed by block, and synced when the `with` ends without an error."""
 
     def __init__(self, path: Path) -> None:
         self.size = 0
@@ -239,7 +239,7 @@ class _Output:
 
 @contextlib.contextmanager
 def _replacing(dst: Path, need_bytes: int, overwrite: bool) -> Iterator[Path]:
-    """Give a new directory beside `dst`. It replaces `dst` if the body succeeds, and is removed otherwise.
+    """Give a new directory that replaces `dst` if the body succeeds, and is removed otherwise.
 
     A killed process leaves the old `dst` or the new one, and the next call removes its other files. On a
     system that cannot exchange directories it may leave neither; the next call then restores the old one.

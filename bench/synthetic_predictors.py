@@ -1,13 +1,14 @@
-"""Predictors for a random model (`thermocline synth --active`), from its own gates, to measure with.
+"""Make predictors for a synthetic model (`thermocline synth --active`) from its own gates, for measurements.
 
-    python bench/plant_predictors.py PACK [--kind svd] [--rank 128] [--missed 0.005] [--tokens N] [--ram GIB]
+    python bench/synthetic_predictors.py PACK [--kind svd] [--rank 128] [--missed 0.005] [--tokens N] [--ram
+    GIB]
 
-svd: the gates' best approximation of that rank (randomised, one power iteration); sign: their signs. A layer
-has one shift of all thresholds, the largest that loses at most `--missed` of the activations' mass over
-random tokens. The pack is put in order of hotness first (unless `synth --hottest-first` made it so) and given
-a profile, as `thermocline profile` does (of what was planted, where that is in order). With --ram the tokens
-are read in so much memory. What `thermocline train` does for a real model is another matter: this needs no
-text.
+svd is the best approximation of the gates of that rank (randomised, one power iteration); sign takes the
+gates' signs. All thresholds of a layer are shifted by the largest amount that loses at most `--missed` of
+the mass of activations over random tokens. The pack is sorted by hotness first (unless `synth
+--hottest-first` did that) and gets a profile, as from `thermocline profile`; a sorted pack gets the
+intended activity. --ram limits the memory in which tokens are computed. Unlike `thermocline train`, this
+needs no text.
 """
 
 from __future__ import annotations
@@ -148,8 +149,9 @@ def profile_of(found: list[tuple[F32, F16]], places: list[I64], ids: list[int], 
 
 
 def intended(pack: Pack) -> Profile:
-    """What counting would find in the long run, if activity were as planted. A mixture's neurons are needed
-    so rarely that a few hundred tokens also count what chance made hot.
+    """Return the profile that counting would give in the long run if activity were exactly as intended.
+
+    A mixture's neurons are needed so rarely that a few hundred tokens would show accidental hot neurons.
     """
     with np.load(pack.path / TRUTH) as truth:
         activity, label = truth["activity"].astype(np.float64), str(truth["label"])
@@ -178,15 +180,15 @@ def main() -> None:
     pack = Pack.open(args.pack)
     found = record(pack, args.tokens, SEED, args.ram)
     n = pack.spec.n_experts
-    planted = "hottest_first" in pack.source["name"]
-    if planted:
+    known = "hottest_first" in pack.source["name"]
+    if known:
         places = [np.arange(n * pack.spec.ffn_dim)] * len(found)
     else:
         places = [hottest_first((active != 0).sum(axis=0).reshape(n, -1)) for _, active in found]
         write_reordered(pack, args.pack, places, lambda _: None, drop=(FILE,), overwrite=True)
         pack = Pack.open(args.pack)
     ids = random_tokens(pack.spec, SEED, args.tokens)
-    write_profile(args.pack, intended(pack) if planted else profile_of(found, places, ids, n))
+    write_profile(args.pack, intended(pack) if known else profile_of(found, places, ids, n))
     layers: list[LayerPredictor] = []
     asked: list[float] = []
     fractions: list[float] = []
