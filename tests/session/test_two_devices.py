@@ -31,7 +31,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes, torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
-from thermocline.ops.device_sizes import Limits
+from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import FFNStats
 from thermocline.pack.checksums import open_records
@@ -53,7 +53,7 @@ def other() -> Iterator[StandIn]:
 
 
 def two_ops(devices: Sequence[StandIn], spec: ModelSpec, send_from: int = 1 << 31) -> GpuOps:
-    limits = Limits(TOKENS + 8, TOKENS, spec.max_context, BLOCK, 32)
+    limits = StepLimits(TOKENS + 8, TOKENS, spec.max_context, BLOCK, 32)
     return GpuOps(devices, torch_kernels, CpuOps(2), spec, limits, send_from)
 
 
@@ -313,7 +313,7 @@ def test_buffers_are_what_the_planner_counts(tmp_path: Path) -> None:
 
     relu = test_gpu.SPEC
     for spec in (relu, replace(relu, activation="silu"), replace(relu, n_experts=EXPERTS)):
-        devices, limits = [Counting() for _ in range(3)], Limits(40, 3, 64, BLOCK, 32)
+        devices, limits = [Counting() for _ in range(3)], StepLimits(40, 3, 64, BLOCK, 32)
         GpuOps(devices, torch_kernels, CpuOps(1), spec, limits)
         side = device_sizes.side_device_bytes(spec, limits)
         assert [d.there for d in devices] == [device_sizes.device_bytes(spec, limits, 3), side, side]

@@ -43,7 +43,7 @@ from thermocline.session.embedding_rows import Lookup
 from thermocline.session.weights import Filled, LoadedWeights
 
 if TYPE_CHECKING:
-    from thermocline.ops.device_rows import Rows
+    from thermocline.ops.device_rows import DeviceRows
 
 Progress = Callable[[int, int], None]
 
@@ -252,7 +252,7 @@ def opened(
     records: Records,
     ops: CpuOps,
     *,
-    on_gpus: Mapping[str, Mapping[str, Rows]] | None = None,
+    on_gpus: Mapping[str, Mapping[str, DeviceRows]] | None = None,
     disable: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[Weights, Store, Filled]:
