@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-F32 = NDArray[np.float32]
+from thermocline.ops.interface import F32
+
 U8 = NDArray[np.uint8]
 
 SHRINK = 1e-3  # of the inputs' mean variance, added in all directions: samples do not know them all
