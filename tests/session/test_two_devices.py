@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import numpy as np
 import placements
 import pytest
@@ -28,7 +29,7 @@ from thermocline.engine.kv_cache import BLOCK
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import DeviceFailure
 from thermocline.model.spec import ModelSpec
-from thermocline.ops import device_sizes, torch_kernels
+from thermocline.ops import cuda, device_sizes, torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_sizes import StepLimits
@@ -358,3 +359,28 @@ def test_a_step_that_was_given_up_does_not_disturb_the_next(
             logits(pack.spec, made, ops, places, 1)
     assert np.array_equal(logits(pack.spec, made, ops, places, 1, stats=again), truth)
     assert again == first
+
+
+@pytest.mark.parametrize("broken", ["", "wait_event"])
+def test_two_cards_of_the_driver_wait_for_each_other(
+    broken: str, tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Cuda`'s Python on cards that do everything at once; a failure is a DeviceFailure there, too."""
+    pack, card = in_32nds(test_gpu.pack_of, tmp_path), fake_cuda.Card(count=2)
+    both, alone = divided(pack.spec, [(3, 2), (0, 7), (5, 1)])
+    one = gpu_ops(stand_in, pack.spec)
+    held = gpu_weights.load(pack, alone, (stand_in,), one.cpu)
+    truth = logits(pack.spec, held, one, alone, 3)
+    fake_cuda.install(monkeypatch, card)
+    devices = cuda.Cuda(0), cuda.Cuda(1)
+    two = two_ops(devices, pack.spec)  # type: ignore[arg-type]
+    parted = gpu_weights.load(pack, both, devices, two.cpu)
+    assert nmse(logits(pack.spec, parted, two, both, 3), truth) < SAME
+    assert card.faults.seen["wait_event"] == 14 * 3 * 2  # steps, layers with two GPUs, there and back
+    card.faults.set(broken, 5, RuntimeError("CUDA error: invalid resource handle"))
+    if broken:
+        with pytest.raises(DeviceFailure, match="invalid resource handle"):
+            logits(pack.spec, parted, two, both, 3)
+    assert nmse(logits(pack.spec, parted, two, both, 3), truth) < SAME
+    for device in devices:
+        device.close()
