@@ -24,7 +24,7 @@ from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.device_sizes import Limits
+from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Linear, Norm, Weights
 from thermocline.pack.pack import Pack, read_tensor
@@ -296,7 +296,7 @@ def _on(
     """Logits of each, placed so."""
     device, largest = gpu.device, max(map(max, shapes))
     asked = predictors is not None and pack.spec.n_experts == 1
-    limits = Limits(largest, largest, 2 * BLOCK, BLOCK, pack.spec.ffn_dim if asked else 0)
+    limits = StepLimits(largest, largest, 2 * BLOCK, BLOCK, pack.spec.ffn_dim if asked else 0)
     ops = GpuOps((device,), gpu.kernels, CpuOps(2), pack.spec, limits)
     made = gpu_weights.load(pack, places, (device,), ops.cpu, predictors=predictors)
 

@@ -20,7 +20,7 @@ from gpu_models import Model
 from thermocline.engine.request import Figures, Request, request_for
 from thermocline.engine.sampler import SamplingParams
 from thermocline.offline.bench import Script, random_tokens
-from thermocline.ops.device import CPU_TASK, Span, StandIn
+from thermocline.ops.device import CPU_TASK, QueueSpan, StandIn
 from thermocline.session.session import Session
 
 WARM = 3  # tokens: queued, recorded, replayed
@@ -161,7 +161,7 @@ def _cpu_us(tasks: Sequence[Any]) -> float:
 # ---- one token
 
 
-def timeline(x: Loaded, scratch: Path) -> list[Span]:
+def timeline(x: Loaded, scratch: Path) -> list[QueueSpan]:
     """What ran for one token, by begin; times from the first begin on."""
     request = x.request(1, WARM + 1)
     x.until(request, WARM)
@@ -172,11 +172,11 @@ def timeline(x: Loaded, scratch: Path) -> list[Span]:
     device = x.ops.device
     spans = _watched(device, token) if isinstance(device, StandIn) else _profiled(token, scratch)
     start = min((s.begin_us for s in spans), default=0.0)
-    moved = (Span(s.name, s.stream, s.begin_us - start, s.end_us - start) for s in spans)
+    moved = (QueueSpan(s.name, s.stream, s.begin_us - start, s.end_us - start) for s in spans)
     return sorted(moved, key=lambda s: s.begin_us)
 
 
-def _watched(device: StandIn, token: Callable[[], None]) -> list[Span]:
+def _watched(device: StandIn, token: Callable[[], None]) -> list[QueueSpan]:
     device.watched = found = []
     try:
         token()
@@ -185,7 +185,7 @@ def _watched(device: StandIn, token: Callable[[], None]) -> list[Span]:
     return found
 
 
-def _profiled(token: Callable[[], None], scratch: Path) -> list[Span]:
+def _profiled(token: Callable[[], None], scratch: Path) -> list[QueueSpan]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         token()
@@ -198,7 +198,7 @@ def _profiled(token: Callable[[], None], scratch: Path) -> list[Span]:
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def spans_of_trace(events: Sequence[dict[str, Any]]) -> list[Span]:
+def spans_of_trace(events: Sequence[dict[str, Any]]) -> list[QueueSpan]:
     """The GPU's work, and the CPU's tasks: the profiler does not see these, but they lie between a copy to
     RAM and the next one from it in the same stream (with the hand-over).
     """
@@ -209,16 +209,16 @@ def spans_of_trace(events: Sequence[dict[str, Any]]) -> list[Span]:
         begin, name = float(e["ts"]), str(e["name"])
         stream, end = f"stream {e.get('args', {}).get('stream', e['tid'])}", begin + float(e["dur"])
         if "HtoD" in name and stream in sent:
-            spans.append(Span(CPU_TASK, "CPU", sent.pop(stream), begin))
+            spans.append(QueueSpan(CPU_TASK, "CPU", sent.pop(stream), begin))
         elif stream in sent:
             del sent[stream]
         if "DtoH" in name:
             sent[stream] = end
-        spans.append(Span(name, stream, begin, end))
+        spans.append(QueueSpan(name, stream, begin, end))
     return spans
 
 
-def write_timeline(spans: Sequence[Span], path: Path) -> None:
+def write_timeline(spans: Sequence[QueueSpan], path: Path) -> None:
     """JSON, and a PNG beside it where matplotlib is installed."""
     path.write_text(json.dumps([asdict(s) for s in spans], indent=0) + "\n")
     try:

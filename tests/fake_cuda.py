@@ -136,6 +136,9 @@ def queues(card: Card) -> dict[str, Any]:
         def wait_stream(self, other: Any) -> None:
             faults.met("wait_stream")
 
+        def wait_event(self, event: Any) -> None:
+            faults.met("wait_event")
+
     class Event:
         def __init__(self) -> None:
             faults.met("Event")

@@ -11,11 +11,11 @@ import torch
 
 from thermocline.model import quant
 from thermocline.ops import reference
-from thermocline.ops.device_rows import Rows, Scratch
-from thermocline.ops.device_sizes import Sizes
+from thermocline.ops.device_rows import DeviceRows, Scratch
+from thermocline.ops.device_sizes import KernelSizes
 from thermocline.ops.interface import F32, I32, Batch, Heads, KVLayer
 
-SIZES = Sizes(tokens=130, dim=320, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
+SIZES = KernelSizes(tokens=130, dim=320, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Kernels:
         made.floats.fill_(float("nan"))
         return made
 
-    def rows(self, format: str, w: F32, skip: int = 0, pad: int = 0) -> tuple[Rows, F32]:
+    def rows(self, format: str, w: F32, skip: int = 0, pad: int = 0) -> tuple[DeviceRows, F32]:
         """Stored with `skip` bytes before each row and `pad` behind it, and what that decodes to."""
         data = quant.encode(format, w)
         wide = np.pad(data, ((0, 0), (skip, pad)), constant_values=0xFF)  # 0xFF.. is a NaN
-        return Rows(self.put(wide), format, w.shape[1], skip), quant.decode(format, data, w.shape[1])
+        return DeviceRows(self.put(wide), format, w.shape[1], skip), quant.decode(format, data, w.shape[1])
 
     def check(self, got: torch.Tensor, want: F32) -> None:
         assert tuple(got.shape) == want.shape

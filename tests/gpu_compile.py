@@ -23,8 +23,8 @@ from triton.compiler import ASTSource
 
 from thermocline.model import quant
 from thermocline.ops import triton_kernels as ops
-from thermocline.ops.device_rows import SIGNS, Rows, Scratch
-from thermocline.ops.device_sizes import Sizes
+from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
+from thermocline.ops.device_sizes import KernelSizes
 from thermocline.ops.interface import Heads
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.uint8: "*u8"}
@@ -36,13 +36,13 @@ def empty(*shape: int, type: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=type, device="meta")
 
 
-def rows(format: str, n: int, columns: int, stride: int = 0, skip: int = 0) -> Rows:
+def rows(format: str, n: int, columns: int, stride: int = 0, skip: int = 0) -> DeviceRows:
     width = -(-columns // 8) if format == SIGNS else quant.row_bytes(format, columns)
-    return Rows(empty(n, stride or width, type=torch.uint8), format, columns, skip)
+    return DeviceRows(empty(n, stride or width, type=torch.uint8), format, columns, skip)
 
 
 def scratch(tokens: int) -> Scratch:
-    return Scratch.of(Sizes(tokens, DIM, NEURONS, HEADS, HEAD, PAGES * 32, 1024), "meta")
+    return Scratch.of(KernelSizes(tokens, DIM, NEURONS, HEADS, HEAD, PAGES * 32, 1024), "meta")
 
 
 def of_rows(format: str, t: int) -> None:

@@ -32,8 +32,8 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops import device, device_sizes, torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
-from thermocline.ops.device_rows import Rows
-from thermocline.ops.device_sizes import Limits, device_bytes, host_bytes
+from thermocline.ops.device_rows import DeviceRows
+from thermocline.ops.device_sizes import StepLimits, device_bytes, host_bytes
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import F32, FFN, Batch, FFNPart, FFNStats, Layer, Linear, Weights
 from thermocline.pack.pack import Pack
@@ -53,7 +53,7 @@ def stand_in() -> Iterator[StandIn]:
 
 
 def gpu_ops(stand_in: StandIn, spec: ModelSpec, *, sequences: int = 4, rank: int = 0) -> GpuOps:
-    limits = Limits(TOKENS + 8, max(sequences, TOKENS), spec.max_context, BLOCK, rank)
+    limits = StepLimits(TOKENS + 8, max(sequences, TOKENS), spec.max_context, BLOCK, rank)
     return GpuOps((stand_in,), torch_kernels, CpuOps(2), spec, limits)
 
 
@@ -68,12 +68,12 @@ def storage(places: Placement) -> Callable[[int, tuple[int, ...]], Any]:
 # ---- every option of the spec, over random weights
 
 
-def rows(w: F32) -> Rows:
+def rows(w: F32) -> DeviceRows:
     data = torch.from_numpy(np.ascontiguousarray(w)).view(torch.uint8).view(len(w), -1)
-    return Rows(data.clone(), "f32", w.shape[1])
+    return DeviceRows(data.clone(), "f32", w.shape[1])
 
 
-def side_by_side(each: Sequence[F32]) -> list[Rows]:
+def side_by_side(each: Sequence[F32]) -> list[DeviceRows]:
     whole = rows(np.concatenate(each))
     return [whole.part(e, len(each)) for e in range(len(each))]
 
@@ -247,7 +247,7 @@ def test_neurons_are_sent_for_prompts_piece_by_piece(
     for neurons in (64, 416):
         monkeypatch.setattr(device_sizes, "PIECE_BYTES", 64 * (gate + bundle))  # in 7 pieces, and in 2
         places = placements.every(pack.spec, True, False, neurons)
-        limits, stats = Limits(TOKENS, TOKENS, 64, BLOCK), FFNStats()
+        limits, stats = StepLimits(TOKENS, TOKENS, 64, BLOCK), FFNStats()
         ops = GpuOps((stand_in,), torch_kernels, CpuOps(2), pack.spec, limits, send_from=7)
         made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
         asked: list[int] = []
@@ -435,7 +435,7 @@ def test_buffers_are_what_the_planner_counts() -> None:
 
     windowed = replace(SPEC, sliding_window=9, window_layers=(1,))
     for spec in (SPEC, replace(SPEC, activation="silu"), windowed, replace(SPEC, n_experts=40)):
-        counting, limits = Counting(), Limits(40, 3, 64, BLOCK, 32)
+        counting, limits = Counting(), StepLimits(40, 3, 64, BLOCK, 32)
         ops = GpuOps((counting,), torch_kernels, CpuOps(1), spec, limits)
         assert counting.there == device_bytes(spec, limits)
         assert counting.here == host_bytes(spec, limits)

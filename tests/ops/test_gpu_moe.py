@@ -36,7 +36,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes, interface, reference, torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
-from thermocline.ops.device_sizes import Limits, device_bytes
+from thermocline.ops.device_sizes import StepLimits, device_bytes
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import FFNStats, Layer, Linear, Weights
 from thermocline.pack.pack import Pack
@@ -198,7 +198,7 @@ def test_experts_are_sent_for_prompts_piece_by_piece(
     gate, bundle = (pack.tensors[f"layers.0.{part}"].stride for part in ("gate.weight", "bundle"))
     for neurons in (32, 288):
         monkeypatch.setattr(device_sizes, "PIECE_BYTES", 96 * (gate + bundle))  # an expert in 4 pieces; in 1
-        limits = Limits(TOKENS, TOKENS, 64, BLOCK)
+        limits = StepLimits(TOKENS, TOKENS, 64, BLOCK)
         sender = GpuOps((stand_in,), torch_kernels, CpuOps(2), pack.spec, limits, send_from=7)
         made = gpu_weights.load(pack, each(pack, (neurons,) * 3), (stand_in,), sender.cpu)
         stats = FFNStats()

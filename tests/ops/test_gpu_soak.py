@@ -37,7 +37,7 @@ from thermocline.model.quant import decode
 from thermocline.ops import torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
-from thermocline.ops.device_sizes import Limits
+from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import Weights
 from thermocline.pack.pack import Pack, read_tensor
@@ -149,7 +149,7 @@ class Session:
 
     def _ops(self) -> GpuOps:
         s = self.model.pack.spec
-        limits = Limits(CONTEXT + BATCH, BATCH, CONTEXT, BLOCK, s.ffn_dim)
+        limits = StepLimits(CONTEXT + BATCH, BATCH, CONTEXT, BLOCK, s.ffn_dim)
         return GpuOps((self.device,), torch_kernels, CpuOps(1), s, limits, self.send_from)
 
     def _engine(self, ops: GpuOps, tokens: int, batch: int, chunk: int) -> Engine:

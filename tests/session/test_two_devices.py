@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import numpy as np
 import placements
 import pytest
@@ -28,10 +29,10 @@ from thermocline.engine.kv_cache import BLOCK
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import DeviceFailure
 from thermocline.model.spec import ModelSpec
-from thermocline.ops import device_sizes, torch_kernels
+from thermocline.ops import cuda, device_sizes, torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
-from thermocline.ops.device_sizes import Limits
+from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import FFNStats
 from thermocline.pack.checksums import open_records
@@ -53,7 +54,7 @@ def other() -> Iterator[StandIn]:
 
 
 def two_ops(devices: Sequence[StandIn], spec: ModelSpec, send_from: int = 1 << 31) -> GpuOps:
-    limits = Limits(TOKENS + 8, TOKENS, spec.max_context, BLOCK, 32)
+    limits = StepLimits(TOKENS + 8, TOKENS, spec.max_context, BLOCK, 32)
     return GpuOps(devices, torch_kernels, CpuOps(2), spec, limits, send_from)
 
 
@@ -313,7 +314,7 @@ def test_buffers_are_what_the_planner_counts(tmp_path: Path) -> None:
 
     relu = test_gpu.SPEC
     for spec in (relu, replace(relu, activation="silu"), replace(relu, n_experts=EXPERTS)):
-        devices, limits = [Counting() for _ in range(3)], Limits(40, 3, 64, BLOCK, 32)
+        devices, limits = [Counting() for _ in range(3)], StepLimits(40, 3, 64, BLOCK, 32)
         GpuOps(devices, torch_kernels, CpuOps(1), spec, limits)
         side = device_sizes.side_device_bytes(spec, limits)
         assert [d.there for d in devices] == [device_sizes.device_bytes(spec, limits, 3), side, side]
@@ -358,3 +359,28 @@ def test_a_step_that_was_given_up_does_not_disturb_the_next(
             logits(pack.spec, made, ops, places, 1)
     assert np.array_equal(logits(pack.spec, made, ops, places, 1, stats=again), truth)
     assert again == first
+
+
+@pytest.mark.parametrize("broken", ["", "wait_event"])
+def test_two_cards_of_the_driver_wait_for_each_other(
+    broken: str, tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Cuda`'s Python on cards that do everything at once; a failure is a DeviceFailure there, too."""
+    pack, card = in_32nds(test_gpu.pack_of, tmp_path), fake_cuda.Card(count=2)
+    both, alone = divided(pack.spec, [(3, 2), (0, 7), (5, 1)])
+    one = gpu_ops(stand_in, pack.spec)
+    held = gpu_weights.load(pack, alone, (stand_in,), one.cpu)
+    truth = logits(pack.spec, held, one, alone, 3)
+    fake_cuda.install(monkeypatch, card)
+    devices = cuda.Cuda(0), cuda.Cuda(1)
+    two = two_ops(devices, pack.spec)  # type: ignore[arg-type]
+    parted = gpu_weights.load(pack, both, devices, two.cpu)
+    assert nmse(logits(pack.spec, parted, two, both, 3), truth) < SAME
+    assert card.faults.seen["wait_event"] == 14 * 3 * 2  # steps, layers with two GPUs, there and back
+    card.faults.set(broken, 5, RuntimeError("CUDA error: invalid resource handle"))
+    if broken:
+        with pytest.raises(DeviceFailure, match="invalid resource handle"):
+            logits(pack.spec, parted, two, both, 3)
+    assert nmse(logits(pack.spec, parted, two, both, 3), truth) < SAME
+    for device in devices:
+        device.close()

@@ -31,9 +31,9 @@ from thermocline.ops.interface import (
     Norm,
     OpaqueOps,
     Ops,
+    ResidualStream,
     S,
     StepHandle,
-    Stream,
     Weights,
     opaque,
 )
@@ -97,7 +97,7 @@ def _yarn_blend(s: RopeScaling, n: int, theta: float) -> F32:
 
 
 def for_context(spec: ModelSpec, context: int) -> ModelSpec:
-    """The same model for sessions of at most `context` positions.
+    """Return the same model for sessions of at most `context` positions.
 
     Longrope's factors depend on the length: chosen once, an answer does not change as its text grows.
     """
@@ -137,7 +137,7 @@ def _layers(
     ops: OpaqueOps,
     sparsity: str,
     stats: FFNStats,
-    x: Stream,
+    x: ResidualStream,
     rows: I32,
 ) -> Logits:
     """Run the residual stream [tokens, dim] through the layers; -> the head's logits of `rows`."""
@@ -182,11 +182,11 @@ def _steps(spec: ModelSpec, batch: Batch, kv: KVCache, ops: OpaqueOps) -> dict[i
     return steps
 
 
-def _norm(spec: ModelSpec, norm: Norm | None, x: Stream, ops: OpaqueOps) -> Stream:
+def _norm(spec: ModelSpec, norm: Norm | None, x: ResidualStream, ops: OpaqueOps) -> ResidualStream:
     return x if norm is None else ops.norm(x, norm.weight, norm.bias, spec.norm_eps, spec.norm)
 
 
-def _logits(model: Model, x: Stream, ops: OpaqueOps) -> Logits:
+def _logits(model: Model, x: ResidualStream, ops: OpaqueOps) -> Logits:
     """[rows, dim] -> [rows, vocab_size]."""
     weights = model.weights
     return ops.head(_norm(model.spec, weights.out_norm, x, ops), weights.head, weights.project_out)

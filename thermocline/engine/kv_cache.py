@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import F16, KVLayer
+from thermocline.ops.interface import F16, I32, KVLayer
 
-I32 = NDArray[np.int32]
 BLOCK = 32  # positions per block
 ROOT = b""  # the name of no tokens
 ABSENT = -1  # a block that no position still to come attends to

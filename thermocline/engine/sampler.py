@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import NumericalError, UsageError
+from thermocline.ops.interface import F32
 from thermocline.text.grammar import Constraint, Grammar
 
-F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 Ids = NDArray[np.int64]
 LARGEST = 1e38  # the bound of logits and of biases: float32 holds more than three times that

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from thermocline.engine.kv_cache import bytes_for
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import F32, Matrix, Norm, Weights
+from thermocline.ops.interface import F32, Norm, WeightMatrix, Weights
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Traffic:
         return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row_bytes, bytes_for(spec, 1))
 
 
-def _nbytes(*arrays: Matrix | F32 | None) -> int:
+def _nbytes(*arrays: WeightMatrix | F32 | None) -> int:
     return sum(a.nbytes for a in arrays if a is not None)
 
 

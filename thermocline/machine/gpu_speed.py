@@ -16,8 +16,8 @@ from thermocline import _native
 from thermocline.machine.tiers import GpuTier
 from thermocline.model import quant
 from thermocline.ops.device import Device
-from thermocline.ops.device_rows import Rows, Scratch
-from thermocline.ops.device_sizes import Sizes
+from thermocline.ops.device_rows import DeviceRows, Scratch
+from thermocline.ops.device_sizes import KernelSizes
 
 COLUMNS = 4096  # of the matrix that kernels are measured with
 RUNS = 5  # figures are medians of this many runs
@@ -49,8 +49,8 @@ def _sum(x: torch.Tensor) -> None:
 
 def _kernel_gbs(device: Device, kernels: Any, data: torch.Tensor, format: str) -> float:
     width = quant.row_bytes(format, COLUMNS)
-    w = Rows(data[: len(data) // width * width].view(-1, width), format, COLUMNS)
-    sizes = Sizes(tokens=1, dim=COLUMNS, neurons=COLUMNS, heads=1, head_dim=64, positions=32)
+    w = DeviceRows(data[: len(data) // width * width].view(-1, width), format, COLUMNS)
+    sizes = KernelSizes(tokens=1, dim=COLUMNS, neurons=COLUMNS, heads=1, head_dim=64, positions=32)
     x, y = device.zeros((1, COLUMNS), torch.float32), device.zeros((1, w.rows), torch.float32)
     scratch = Scratch(device.zeros((sizes.scratch_bytes // 4,), torch.float32), sizes)
     return (

@@ -22,7 +22,7 @@ from thermocline.engine.kv_cache import KVCache, blocks_for
 from thermocline.errors import NumericalError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, Batch, FFNStats, Layer, Matrix, Weights
+from thermocline.ops.interface import F32, Batch, FFNStats, Layer, WeightMatrix, Weights
 from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
 
 UNIT = BUCKETS[-1]  # passages and steps are whole windows of this size, except at a passage's end
@@ -128,7 +128,7 @@ def down_norms(spec: ModelSpec, weights: Weights, ops: CpuOps) -> list[F32]:
     return out
 
 
-def _row_norms(down: Matrix, ops: CpuOps) -> F32:
+def _row_norms(down: WeightMatrix, ops: CpuOps) -> F32:
     ids = np.arange(down.shape[0], dtype=np.int32)
     steps = range(0, len(ids), 1024)  # rows decoded at a time
     return np.concatenate([np.linalg.norm(ops.embed(down, ids[at : at + 1024]), axis=1) for at in steps])

@@ -15,7 +15,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-F32 = NDArray[np.float32]
+from thermocline.ops.interface import F32
+
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thermocline.errors import BadFile, UsageError
 from thermocline.files.bounded import open_regular, read_at
+from thermocline.ops.interface import I32
 from thermocline.pack.pack import Pack
 from thermocline.text.tokenizer import FILE, Tokenizer
-
-I32 = NDArray[np.int32]
 
 CONTEXT = 512
 PIECE_BYTES = 256 << 10  # read and tokenised at a time

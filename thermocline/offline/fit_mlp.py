@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from thermocline.errors import Unsupported
 from thermocline.offline.calibrate import LayerSamples
-
-F32 = NDArray[np.float32]
+from thermocline.ops.interface import F32
 
 BATCH = 128  # tokens
 STEPS = 1000

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-F32 = NDArray[np.float32]
+from thermocline.ops.interface import F32
+
 U8 = NDArray[np.uint8]
 
 SHRINK = 1e-3  # share of the mean variance that is added in all directions: samples do not span them all

@@ -1,1 +1,1 @@
-"""What a layer computes: in numpy (the specification), natively, on a GPU. Must not know requests."""
+"""The ops of a layer: in numpy (the specification), natively, on GPUs."""

@@ -26,9 +26,9 @@ from thermocline.ops.interface import (
     KVLayer,
     Layer,
     Linear,
-    Matrix,
     NeuronCache,
     Norm,
+    WeightMatrix,
 )
 
 FIRST = np.zeros(1, np.int32)
@@ -51,7 +51,7 @@ class CpuOps:
     def __init__(self, threads: int, isa: str = "") -> None:
         self.native = _native.Context(threads, isa)
 
-    def embed(self, table: Matrix | RowTable, ids: I32) -> F32:
+    def embed(self, table: WeightMatrix | RowTable, ids: I32) -> F32:
         if not isinstance(table, _native.Matrix):
             assert isinstance(table, RowTable), "neither in memory nor a table of rows"
             return self._embed_one_by_one(table, ids)
@@ -72,16 +72,16 @@ class CpuOps:
         self.native.norm(x, weight, bias, eps, kind == "layer", out)
         return out
 
-    def matmul(self, w: Matrix, x: F32, bias: F32 | None) -> F32:
+    def matmul(self, w: WeightMatrix, x: F32, bias: F32 | None) -> F32:
         out = np.empty((len(x), w.shape[0]), np.float32)
         self.native.matmul(_native_matrix(w), x, bias, out, False)
         return out
 
-    def head(self, x: F32, rows: Linear, project: Matrix | None) -> F32:
+    def head(self, x: F32, rows: Linear, project: WeightMatrix | None) -> F32:
         h = x if project is None else self.matmul(project, x, None)
         return self.matmul(rows.weight, h, rows.bias)
 
-    def matmul_add(self, x: F32, w: Matrix, h: F32, bias: F32 | None) -> None:
+    def matmul_add(self, x: F32, w: WeightMatrix, h: F32, bias: F32 | None) -> None:
         self.native.matmul(_native_matrix(w), h, bias, x, True)
 
     def step(
@@ -207,12 +207,12 @@ def disk_error(e: _native.DiskError) -> BadFile | IOFailure:
     return IOFailure(f"{where}: {os.strerror(error)}")
 
 
-def _native_matrix(w: Matrix) -> _native.Matrix:
+def _native_matrix(w: WeightMatrix) -> _native.Matrix:
     assert isinstance(w, _native.Matrix), "the CPU computes with matrices in an arena"
     return w
 
 
-def _linear(w: Matrix, bias: F32 | None) -> _native.Linear:
+def _linear(w: WeightMatrix, bias: F32 | None) -> _native.Linear:
     return _native.Linear(_native_matrix(w), bias)
 
 

@@ -1,7 +1,6 @@
 """One NVIDIA GPU as a `device.Device`: streams, graphs, and the driver's host functions and pinned memory.
 
-Whatever torch, Triton or the driver raise becomes one DeviceFailure. Knows torch and the driver; must not
-know models or kernels.
+Whatever torch, Triton or the driver raise becomes one DeviceFailure.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from thermocline.errors import DeviceFailure, ThermoclineError, Unsupported
-from thermocline.ops.device import Task, Watch
+from thermocline.ops.device import Task, Watchdog
 
 CAPABILITY = (8, 0)  # the least that Triton makes kernels for
 SPIN_S = 0.02  # of a wait, without sleeping: a step takes 5 to 100 ms
@@ -67,7 +66,7 @@ class Cuda:
         check(index)
         self.torch, self.name = torch.device("cuda", index), f"GPU {index}"
         self._registered: list[int] = []
-        self._watch = Watch()
+        self._watch = Watchdog()
         with self._failing():
             self.name = torch.cuda.get_device_name(index)
             torch.cuda.set_device(self.torch)
@@ -78,7 +77,7 @@ class Cuda:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """What torch, Triton and the driver raise, as DeviceFailure."""
+        """Raise whatever torch, Triton and the driver raise as DeviceFailure."""
         try:
             yield
         except ThermoclineError:
@@ -102,7 +101,7 @@ class Cuda:
         )
 
     def free_bytes(self) -> int:
-        """Of its memory, now: what an earlier session had is given back."""
+        """Return the free bytes of its memory, once an earlier session's are given back."""
         with self._failing():
             torch.cuda.empty_cache()
             return int(torch.cuda.mem_get_info(self.torch)[0])

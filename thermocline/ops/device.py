@@ -1,7 +1,7 @@
-"""Where a GPU's work is queued: what a device is (CUDA's: `cuda.py`), and a stand-in in RAM on threads.
+"""`Device`, the queues of a GPU (CUDA's: `cuda.py`), and a stand-in in RAM on threads.
 
 A device has a main queue and one beside it (`beside`, `join`). What is queued can be recorded once and
-replayed (`record`): a CUDA graph. Knows torch; must not know models or kernels.
+replayed (`record`): a CUDA graph.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Device(Protocol):
         """Until all that is queued has ended. DeviceFailure if it failed, or `tasks` are stuck."""
 
     def release(self) -> None:
-        """What is queued has ended, and what was registered is the caller's to free. Raises nothing."""
+        """Wait for all that is queued, and let the caller free what was registered. Raise nothing."""
 
     def close(self) -> None:
         """`release`, and nothing can be queued any more."""
@@ -96,7 +96,7 @@ def _no_progress(tasks: Sequence[Task]) -> DeviceFailure:
     )
 
 
-class Watch:
+class Watchdog:
     """Notices that nothing ends any more. Whoever found that out once does not wait for it again."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Watch:
 
 
 class _Queue:
-    """What is put runs in order, on a thread."""
+    """Runs on a thread, in order, all that is put."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -155,7 +155,7 @@ Signals = dict[int, threading.Event]  # of one replay, by their numbers in the r
 
 
 @dataclass(frozen=True)
-class Span:
+class QueueSpan:
     """Something that ran: when, by time.perf_counter's clock, in which queue."""
 
     name: str
@@ -175,8 +175,8 @@ class StandIn:
         self._beside_done: int | None = None
         self._recorded: list[tuple[int, Callable[[Signals], None]]] | None = None
         self._live: Signals = {}
-        self._watch = Watch()
-        self.watched: list[Span] | None = None  # a list: what runs is noted in it
+        self._watch = Watchdog()
+        self.watched: list[QueueSpan] | None = None  # a list: what runs is noted in it
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -273,7 +273,7 @@ class StandIn:
             with torch.inference_mode():
                 what()
             if self.watched is not None:
-                self.watched.append(Span(name, stream, begin * 1e6, time.perf_counter() * 1e6))
+                self.watched.append(QueueSpan(name, stream, begin * 1e6, time.perf_counter() * 1e6))
 
         self._put(work)
 
@@ -298,7 +298,7 @@ class StandIn:
         self._put(wait)
 
     def _signal_to(self, queue: int) -> None:
-        """What is put there next comes after all that is in the present one."""
+        """Let the queue run what it is given next after all that is in the present one."""
         made, here = self._signal(), self._on
         self._on = queue
         self._await(made)

@@ -18,7 +18,7 @@ from thermocline.ops.device import Device
 from thermocline.ops.device_kernels import Kernels, Vector
 from thermocline.ops.device_layers import DeviceLinear, DeviceNorm, DevicePart
 from thermocline.ops.device_rows import Scratch
-from thermocline.ops.device_sizes import Buffer, Limits
+from thermocline.ops.device_sizes import Buffer, StepLimits
 
 Pair = tuple[Tensor, Tensor]  # on the device and, where it has a twin, in RAM
 KINDS = {"f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
@@ -154,7 +154,7 @@ class Handed:
 class SideGpu:
     """A further GPU: it computes its parts beside the first one."""
 
-    def __init__(self, device: Device, kernels: Kernels, spec: ModelSpec, limits: Limits) -> None:
+    def __init__(self, device: Device, kernels: Kernels, spec: ModelSpec, limits: StepLimits) -> None:
         pairs = pairs_of(device, device_sizes.side_buffers(spec, limits))
         self._normed, self._named = pairs["normed"][0], pairs["named"][0]
         self._weights = pairs["weights"][0] if "weights" in pairs else None

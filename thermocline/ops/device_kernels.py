@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from thermocline.ops.device_rows import Rows, Scratch
+from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.interface import Heads
 
 Vector = Tensor | None
@@ -25,7 +25,7 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def matmul(
-        self, out: Tensor, w: Rows, x: Tensor, bias: Vector, add: bool, scratch: Scratch, /
+        self, out: Tensor, w: DeviceRows, x: Tensor, bias: Vector, add: bool, scratch: Scratch, /
     ) -> None: ...
 
     def rope_store(
@@ -63,9 +63,9 @@ class Kernels(Protocol):
     def gate_up(
         self,
         h: Tensor,
-        gate: Rows,
+        gate: DeviceRows,
         gate_bias: Vector,
-        up: Rows | None,
+        up: DeviceRows | None,
         x: Tensor,
         activation: str,
         threshold: float,
@@ -77,15 +77,15 @@ class Kernels(Protocol):
         /,
     ) -> None: ...
 
-    def down(self, out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch, /) -> None: ...
+    def down(self, out: Tensor, rows: DeviceRows, h: Tensor, add: bool, scratch: Scratch, /) -> None: ...
 
     def route(self, weights: Tensor, logits: Tensor, n_active: int, /) -> None: ...
 
     def predict(
         self,
         named: Tensor,
-        first: Rows | None,
-        second: Rows,
+        first: DeviceRows | None,
+        second: DeviceRows,
         threshold: Tensor,
         hot: int,
         relu: bool,

@@ -14,7 +14,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import Device
 from thermocline.ops.device_kernels import Vector
-from thermocline.ops.device_rows import Rows, joined
+from thermocline.ops.device_rows import DeviceRows, joined
 from thermocline.ops.interface import (
     CPU,
     F32,
@@ -22,8 +22,8 @@ from thermocline.ops.interface import (
     Heads,
     Layer,
     Linear,
-    Matrix,
     Norm,
+    WeightMatrix,
     gpu_index,
 )
 
@@ -34,8 +34,8 @@ FIRST_GPU = "gpu:0"  # has the residual stream, if not RAM
 class DevicePredictor:
     """Guesses for all neurons of a layer, wherever they are."""
 
-    first: Rows | None
-    second: Rows
+    first: DeviceRows | None
+    second: DeviceRows
     threshold: Tensor
     hot: int
     relu: bool
@@ -51,7 +51,7 @@ class DeviceNorm:
 
 @dataclass(frozen=True)
 class DeviceLinear:
-    weight: Rows
+    weight: DeviceRows
     bias: Vector
 
 
@@ -100,8 +100,8 @@ class DevicePart:
     first: int  # of an expert's neurons, the first that is here
     experts: int
     gate: DeviceLinear
-    up: Rows | None
-    down: Rows
+    up: DeviceRows | None
+    down: DeviceRows
     bundles: bool
     activation: Activation
     sub_norm: DeviceNorm | None
@@ -118,7 +118,7 @@ class DevicePart:
     def cut(self, which: slice) -> DevicePart:
         """Return some of the neurons."""
 
-        def rows(w: Rows) -> Rows:
+        def rows(w: DeviceRows) -> DeviceRows:
             return replace(w, data=w.data[which])
 
         bias = None if self.gate.bias is None else self.gate.bias[which]
@@ -182,7 +182,7 @@ class Binder:
         self.vector = self._vectors[0].of
 
     def attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> DeviceAttention | _native.Attention:
-        if not isinstance(layer.qkv.weight, Rows):
+        if not isinstance(layer.qkv.weight, DeviceRows):
             return self._cpu.bind_attention(spec, heads, layer)
         q, k = (self.vector(v) for v in (heads.q_norm, heads.k_norm))
         return DeviceAttention(
@@ -261,6 +261,6 @@ class Binder:
         return DeviceNorm(weight, vector(norm.bias), self._spec.norm_eps, self._spec.norm == "layer")
 
 
-def _rows(w: Matrix) -> Rows:
-    assert isinstance(w, Rows), "a GPU computes with rows in its memory"
+def _rows(w: WeightMatrix) -> DeviceRows:
+    assert isinstance(w, DeviceRows), "a GPU computes with rows in its memory"
     return w

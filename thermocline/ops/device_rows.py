@@ -1,6 +1,6 @@
-"""What the GPU kernels work on: matrices in device memory as packs store them, and the scratch of a stream.
+"""Matrices in device memory as packs store them, and the scratch of a stream: operands of GPU kernels.
 
-The only module that both kernel tables (torch_kernels, triton_kernels) share. Must not know models or layers.
+The only module that both kernel tables (torch_kernels, triton_kernels) share.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from thermocline.model.quant import row_bytes
-from thermocline.ops.device_sizes import Sizes
+from thermocline.ops.device_sizes import KernelSizes
 
 SIGNS = "signs"  # the format of a predictor's bits: bit c % 8 of byte c / 8 is column c
 
 
 @dataclass(frozen=True)
-class Rows:
+class DeviceRows:
     """A matrix on the device, in planar rows as in a pack (docs/internals/pack.md)."""
 
     data: torch.Tensor  # uint8 [rows, stride]; a row's bytes are contiguous
@@ -34,7 +34,7 @@ class Rows:
     def rows(self) -> int:
         return self.data.shape[0]
 
-    def part(self, i: int, of: int) -> Rows:
+    def part(self, i: int, of: int) -> DeviceRows:
         """The i-th of `of` equal parts."""
         n = self.rows // of
         return replace(self, data=self.data[i * n : (i + 1) * n])
@@ -45,7 +45,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights, without what lies between."""
+        """Return the bytes of the weights, without what lies between rows."""
         return self.rows * self.row_bytes
 
     @property
@@ -58,7 +58,7 @@ class Rows:
         return -(-self.columns // 8) if self.format == SIGNS else row_bytes(self.format, self.columns)
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def joined(parts: Sequence[DeviceRows]) -> DeviceRows:
     """Equal parts that lie one behind another, as `Rows.part` gives them, as one."""
     first = parts[0]
     assert all(
@@ -71,12 +71,12 @@ def joined(parts: Sequence[Rows]) -> Rows:
 class Scratch:
     """Memory that one call at a time uses between its passes: calls on different streams need their own."""
 
-    def __init__(self, floats: torch.Tensor, sizes: Sizes) -> None:
+    def __init__(self, floats: torch.Tensor, sizes: KernelSizes) -> None:
         """`floats`: of sizes.scratch_bytes."""
         self.floats, self.sizes = floats, sizes
 
     @staticmethod
-    def of(sizes: Sizes, device: torch.device | str) -> Scratch:
+    def of(sizes: KernelSizes, device: torch.device | str) -> Scratch:
         return Scratch(torch.empty(sizes.scratch_bytes // 4, dtype=torch.float32, device=device), sizes)
 
     def take(self, *shape: int) -> torch.Tensor:

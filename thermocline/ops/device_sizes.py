@@ -1,7 +1,4 @@
-"""What a step's buffers on a GPU and beside it take: for `GpuOps`, which makes them, and the planner.
-
-Must not know torch: a plan can be made without it.
-"""
+"""Sizes of a step's buffers on GPUs and beside them: for `GpuOps`, which makes them, and the planner."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ BYTES = {"f32": 4, "i32": 4, "u8": 1}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class KernelSizes:
     """The largest call that a kernel's scratch is for."""
 
     tokens: int
@@ -54,8 +51,8 @@ def spans(positions: int, tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What steps may be as large as."""
+class StepLimits:
+    """The largest step that buffers are made for."""
 
     tokens: int
     sequences: int
@@ -67,9 +64,11 @@ class Limits:
     def blocks(self) -> int:
         return -(-self.positions // self.block)
 
-    def sizes(self, spec: ModelSpec) -> Sizes:
+    def sizes(self, spec: ModelSpec) -> KernelSizes:
         positions = self.blocks * self.block
-        return Sizes(self.tokens, spec.dim, spec.ffn_dim, spec.n_heads, spec.head_dim, positions, self.rank)
+        return KernelSizes(
+            self.tokens, spec.dim, spec.ffn_dim, spec.n_heads, spec.head_dim, positions, self.rank
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Buffer:
         return prod(self.shape) * BYTES[self.kind]
 
 
-def buffers(spec: ModelSpec, s: Limits, gpus: int = 1) -> dict[str, Buffer]:
+def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     """Return all that `GpuOps` makes on the first of its GPUs, but for the model's own vectors."""
     wide, inner = (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim, spec.n_heads * spec.head_dim
     stream = Buffer((s.tokens, spec.dim))
@@ -120,7 +119,7 @@ def buffers(spec: ModelSpec, s: Limits, gpus: int = 1) -> dict[str, Buffer]:
     return made
 
 
-def side_buffers(spec: ModelSpec, s: Limits) -> dict[str, Buffer]:
+def side_buffers(spec: ModelSpec, s: StepLimits) -> dict[str, Buffer]:
     """Return all that `GpuOps` makes on another GPU than the first, which has neurons alone."""
     first = buffers(spec, s)
     made = {name: replace(first[name], here=False) for name in ("normed", "named")}
@@ -130,22 +129,22 @@ def side_buffers(spec: ModelSpec, s: Limits) -> dict[str, Buffer]:
     return made
 
 
-def side_sizes(spec: ModelSpec, s: Limits) -> Sizes:
+def side_sizes(spec: ModelSpec, s: StepLimits) -> KernelSizes:
     return replace(s.sizes(spec), heads=0)  # no attention
 
 
-def device_bytes(spec: ModelSpec, s: Limits, gpus: int = 1) -> int:
+def device_bytes(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> int:
     """Return what `buffers` take of the first GPU's memory."""
     return _there(buffers(spec, s, gpus))
 
 
-def host_bytes(spec: ModelSpec, s: Limits, gpus: int = 1) -> int:
+def host_bytes(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> int:
     """Return what all GPUs' buffers take of RAM."""
     side = _here(side_buffers(spec, s)) if gpus > 1 else 0
     return _here(buffers(spec, s, gpus)) + (gpus - 1) * side
 
 
-def side_device_bytes(spec: ModelSpec, s: Limits) -> int:
+def side_device_bytes(spec: ModelSpec, s: StepLimits) -> int:
     """Return what `side_buffers` take of another GPU's memory."""
     return _there(side_buffers(spec, s))
 

@@ -33,8 +33,8 @@ from thermocline.ops.device_layers import (
     DeviceLinear,
     DeviceNorm,
 )
-from thermocline.ops.device_rows import Rows, Scratch
-from thermocline.ops.device_sizes import STREAMS, Limits
+from thermocline.ops.device_rows import DeviceRows, Scratch
+from thermocline.ops.device_sizes import STREAMS, StepLimits
 from thermocline.ops.interface import (
     F32,
     I32,
@@ -44,7 +44,7 @@ from thermocline.ops.interface import (
     KVLayer,
     Layer,
     Linear,
-    Matrix,
+    WeightMatrix,
 )
 
 BoundAttention = DeviceAttention | _native.Attention
@@ -75,7 +75,7 @@ class Hidden:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """What the attentions of a window have in common; its tensors are the same in every step."""
+    """A step's positions, pages and angles for the layers of one window, in tensors that stay."""
 
     cos: Vector
     sin: Vector
@@ -87,7 +87,7 @@ class DeviceStep:
 
 @dataclass
 class Program:
-    """What a step has queued, and what it counts."""
+    """The tasks that a step has queued, and its counts."""
 
     tasks: list[_native.HostTask] = field(default_factory=list)
     known: FFNStats = field(default_factory=FFNStats)  # what needs no looking
@@ -113,7 +113,7 @@ class GpuOps:
         kernels: Kernels,
         cpu: CpuOps,
         spec: ModelSpec,
-        limits: Limits,
+        limits: StepLimits,
         send_from: int = 1 << 31,
     ) -> None:
         device = devices[0]
@@ -149,10 +149,10 @@ class GpuOps:
 
     # ---- what does not run on the device
 
-    def embed(self, table: Matrix, ids: I32) -> F32:
+    def embed(self, table: WeightMatrix, ids: I32) -> F32:
         return self.cpu.embed(table, ids)
 
-    def matmul(self, w: Matrix, x: F32, bias: F32 | None) -> F32:
+    def matmul(self, w: WeightMatrix, x: F32, bias: F32 | None) -> F32:
         return self.cpu.matmul(w, x, bias)
 
     # ---- bound once
@@ -264,7 +264,7 @@ class GpuOps:
         return {key: p for key, p in self._programs.items() if p is not None}
 
     def forget(self) -> None:
-        """What was recorded: the next steps are queued anew, perhaps to another device."""
+        """Forget recordings: the next steps are queued anew, perhaps to another device."""
         self._programs.clear()
 
     def _record(self, work: Callable[[], None]) -> Program:
@@ -282,7 +282,7 @@ class GpuOps:
         self._now.logits = logits
 
     def _tell(self, program: Program, stats: FFNStats) -> None:
-        """What the step did, into `stats`; raises what a task of the CPU's met."""
+        """Add a step's counts to `stats`; raise what a task of the CPU's met."""
         stats += program.known
         for queue in self._queues:
             active, ups, gates, downs = queue.counts[1].tolist()
@@ -308,7 +308,7 @@ class GpuOps:
         return made
 
     def rows(self, x: Hidden, rows: I32) -> Hidden:
-        """Those rows, of the tokens: known when recorded, but for which they are."""
+        """Return some of the tokens' rows: a recording knows how many, but not which."""
         if len(rows) == x.tokens:
             return x
         self._to_device(x)
@@ -323,11 +323,11 @@ class GpuOps:
         self.device.run(self.kernels.norm, made.device, x.device, *vectors, eps, kind == "layer")
         return made
 
-    def head(self, x: Hidden, rows: Linear, project: Matrix | None) -> Tensor:
+    def head(self, x: Hidden, rows: Linear, project: WeightMatrix | None) -> Tensor:
         """Return the logits' place in RAM."""
         assert project is None, "a session refuses such a model"
         there, here = (part[: x.tokens] for part in self._logits)
-        if isinstance(rows.weight, Rows):
+        if isinstance(rows.weight, DeviceRows):
             self._to_device(x)
             self._queue.times(there, DeviceLinear(rows.weight, self._vector(rows.bias)), x.device)
             self.device.copy(here, there)

@@ -27,7 +27,7 @@ def gpu_index(device: str) -> int:
     return int(device.removeprefix("gpu:"))
 
 
-class Matrix(Protocol):
+class WeightMatrix(Protocol):
     """A matrix of weights, wherever and however it is stored; ops know their own kinds."""
 
     @property
@@ -44,7 +44,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    weight: Matrix  # [out, in]
+    weight: WeightMatrix  # [out, in]
     bias: F32 | None
 
 
@@ -64,8 +64,8 @@ class FFNPart:
     """
 
     gate: Linear
-    up: Matrix | None
-    down: Matrix
+    up: WeightMatrix | None
+    down: WeightMatrix
     device: str = CPU
     predictor: _native.Predictor | LayerPredictor | None = None  # guesses which of these neurons are active
     cache: NeuronCache | None = None
@@ -86,7 +86,9 @@ class FFN:
     predictor: DevicePredictor | None = None  # on the first GPU, for the neurons of all parts
 
     @staticmethod
-    def whole(gate: Linear, up: Matrix | None, down: Matrix, down_bias: F32 | None, bundles: bool) -> FFN:
+    def whole(
+        gate: Linear, up: WeightMatrix | None, down: WeightMatrix, down_bias: F32 | None, bundles: bool
+    ) -> FFN:
         """Return an FFN whose neurons are all in RAM."""
         return FFN((FFNPart(gate, up, down),), down_bias, bundles)
 
@@ -118,19 +120,19 @@ class Layer:
     ffn_sub_norm: Norm | None = None  # of the activations, before down
     attn_post_norm: Norm | None = None  # of a half's result, before it joins the residual stream
     ffn_post_norm: Norm | None = None
-    router: Matrix | None = None  # of a mixture: [n_experts, dim]
-    router_copies: Mapping[str, Matrix] = field(default_factory=dict)  # on GPUs, by device
+    router: WeightMatrix | None = None  # of a mixture: [n_experts, dim]
+    router_copies: Mapping[str, WeightMatrix] = field(default_factory=dict)  # on GPUs, by device
 
 
 @dataclass(frozen=True)
 class Weights:
-    embed: Matrix  # [vocab_size, dim]
-    pos_embed: Matrix | None  # [max_context, dim], learned positions only
+    embed: WeightMatrix  # [vocab_size, dim]
+    pos_embed: WeightMatrix | None  # [max_context, dim], learned positions only
     layers: tuple[Layer, ...]
     out_norm: Norm | None
     head: Linear  # [vocab_size, dim]; the embedding again when tied
-    project_in: Matrix | None = None  # [dim, embed_dim], where embeddings are narrower
-    project_out: Matrix | None = None  # [embed_dim, dim]
+    project_in: WeightMatrix | None = None  # [dim, embed_dim], where embeddings are narrower
+    project_out: WeightMatrix | None = None  # [embed_dim, dim]
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class Batch:
 
 @dataclass
 class FFNStats:
-    """What sparsity did, summed over layers and tokens."""
+    """The work that sparsity left, summed over layers and tokens."""
 
     active: int = 0  # (token, neuron) pairs with a non-zero activation
     neurons: int = 0  # (token, neuron) pairs in all
@@ -216,7 +218,7 @@ SUMS = tuple(f.name for f in fields(FFNStats) if f.name != "layers")
 
 
 class DiskCounts(NamedTuple):
-    """What the disk did for neurons that are not all in memory."""
+    """Reads from disk for neurons that are not all in memory."""
 
     needed: int = 0  # records that tokens asked for
     missed: int = 0  # of those, read from disk
@@ -239,14 +241,14 @@ class KVLayer:
 # ---- the ops
 
 
-class Stream(Protocol):
+class ResidualStream(Protocol):
     """The residual stream of a step, [tokens, dim], where its ops keep it."""
 
     def copy(self) -> Self: ...
     def __len__(self) -> int: ...
 
 
-H = TypeVar("H", bound=Stream)
+H = TypeVar("H", bound=ResidualStream)
 S = TypeVar("S")  # made of a step's batch
 A = TypeVar("A")  # a bound attention
 F = TypeVar("F")  # a bound FFN
@@ -259,8 +261,8 @@ class Ops(Protocol[H, S, A, F, L]):
     `ops.reference` says what each computes.
     """
 
-    def embed(self, table: Matrix, ids: I32, /) -> F32: ...
-    def matmul(self, w: Matrix, x: F32, bias: F32 | None, /) -> F32: ...
+    def embed(self, table: WeightMatrix, ids: I32, /) -> F32: ...
+    def matmul(self, w: WeightMatrix, x: F32, bias: F32 | None, /) -> F32: ...
     def step(
         self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None, /
     ) -> S: ...
@@ -271,7 +273,7 @@ class Ops(Protocol[H, S, A, F, L]):
     ) -> F32: ...
     def norm(self, x: H, weight: F32, bias: F32 | None, eps: float, kind: str, /) -> H: ...
     def rows(self, x: H, rows: I32, /) -> H: ...
-    def head(self, x: H, rows: Linear, project: Matrix | None, /) -> L: ...
+    def head(self, x: H, rows: Linear, project: WeightMatrix | None, /) -> L: ...
     def read_ahead(self, h: H, bound: F, sparsity: str, /) -> None: ...
     def attention_add(self, x: H, h: H, bound: A, step: S, kv: KVLayer, /) -> None: ...
     def ffn_add(self, x: H, h: H, bound: F, sparsity: str, stats: FFNStats, /) -> None: ...
@@ -281,7 +283,7 @@ StepHandle = NewType("StepHandle", object)
 BoundAttention = NewType("BoundAttention", object)
 BoundFFN = NewType("BoundFFN", object)
 Logits = NewType("Logits", object)
-OpaqueOps = Ops[Stream, StepHandle, BoundAttention, BoundFFN, Logits]
+OpaqueOps = Ops[ResidualStream, StepHandle, BoundAttention, BoundFFN, Logits]
 
 
 def opaque(ops: Ops[H, S, A, F, L]) -> OpaqueOps:

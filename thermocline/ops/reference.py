@@ -24,13 +24,13 @@ from thermocline.ops.interface import (
     KVLayer,
     Layer,
     Linear,
-    Matrix,
     Norm,
+    WeightMatrix,
 )
 from thermocline.pack.predictor import LayerPredictor
 
 
-def embed(table: Matrix, ids: I32) -> F32:
+def embed(table: WeightMatrix, ids: I32) -> F32:
     """[rows, dim], [tokens] -> [tokens, dim]."""
     return _values(table)[ids].astype(np.float32)
 
@@ -43,19 +43,19 @@ def norm(x: F32, weight: F32, bias: F32 | None, eps: float, kind: str) -> F32:
     return y if bias is None else y + bias
 
 
-def matmul(w: Matrix, x: F32, bias: F32 | None) -> F32:
+def matmul(w: WeightMatrix, x: F32, bias: F32 | None) -> F32:
     """[out, in], [tokens, in] -> [tokens, out]."""
     y = x @ _values(w).T
     return y if bias is None else y + bias
 
 
-def head(x: F32, rows: Linear, project: Matrix | None) -> F32:
+def head(x: F32, rows: Linear, project: WeightMatrix | None) -> F32:
     """Return the logits of x; `project`: where embeddings are narrower than the stream."""
     h = x if project is None else matmul(project, x, None)
     return matmul(rows.weight, h, rows.bias)
 
 
-def matmul_add(x: F32, w: Matrix, h: F32, bias: F32 | None) -> None:
+def matmul_add(x: F32, w: WeightMatrix, h: F32, bias: F32 | None) -> None:
     """x += matmul(w, h, bias), in place: the residual."""
     x += matmul(w, h, bias)
 
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
 
 def step(batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None) -> Step:
-    """What the layers of one step have in common. `block`: positions in a page of the cache.
+    """Return all that the layers of one step share. `block`: positions in a page of the cache.
 
     `window`: theirs, or a wider one; None: any. Pages before it may be absent.
     """
@@ -240,6 +240,6 @@ def _expert(bound: Bound, f: FFN, h: F32, sparsity: str, stats: FFNStats, record
     return y if f.down_bias is None else y + f.down_bias
 
 
-def _values(w: Matrix) -> F32:
+def _values(w: WeightMatrix) -> F32:
     assert isinstance(w, np.ndarray), "the reference computes with arrays"
     return w

@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from thermocline.ops.device_rows import SIGNS, Rows, Scratch
+from thermocline.ops.device_rows import SIGNS, Scratch
+from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.interface import Heads
 
 Tensor = torch.Tensor

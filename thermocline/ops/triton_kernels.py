@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from thermocline.ops import triton_rows, triton_tokens
-from thermocline.ops.device_rows import SIGNS, Rows, Scratch
+from thermocline.ops.device_rows import SIGNS, Scratch
+from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
 from thermocline.ops.interface import Heads
 

@@ -12,7 +12,7 @@ from thermocline.engine.engine import PREFILL_CHUNK
 from thermocline.engine.kv_cache import BLOCK, reserved_bytes
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.device_sizes import Limits
+from thermocline.ops.device_sizes import StepLimits as Limits
 
 GIB = 2**30
 CONTEXT = 4096  # default context where the model can do more: keys and values are reserved before it starts

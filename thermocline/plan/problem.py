@@ -15,7 +15,8 @@ from thermocline.engine.kv_cache import BLOCK, block_counts, bytes_for
 from thermocline.machine.tiers import Tiers
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.device_sizes import Limits, device_bytes, host_bytes
+from thermocline.ops.device_sizes import StepLimits as Limits
+from thermocline.ops.device_sizes import device_bytes, host_bytes
 from thermocline.plan.cost import EXCESS, LayerWork, Reads, Speeds, Work
 from thermocline.plan.hotness import Hotness, in_turn
 from thermocline.plan.memory import device_limits, runtime_bytes, scratch_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,21 +15,23 @@ from thermocline import _native
 from thermocline.model.sizes import aligned
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo
-from thermocline.ops.cpu import CpuOps
-from thermocline.ops.device import Device
 from thermocline.ops.device_layers import FIRST_GPU, DevicePredictor
-from thermocline.ops.device_rows import Rows
+from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights, gpu_index
 from thermocline.pack import blocks
 from thermocline.pack.checksums import NeuronChecksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
-from thermocline.plan.disk_split import Arrangement
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 from thermocline.session import weights
 from thermocline.session.store import Progress, Store, fill_runs, opened
 
-OnGpus = Mapping[str, Mapping[str, Rows]]  # by name and device
+if TYPE_CHECKING:
+    from thermocline.ops.cpu import CpuOps
+    from thermocline.ops.device import Device
+    from thermocline.plan.disk_split import Arrangement
+
+OnGpus = Mapping[str, Mapping[str, DeviceRows]]  # by name and device
 STAGED_BYTES = 64 << 20  # on their way from the file to the device
 
 
@@ -190,7 +192,7 @@ def _all_sent(
     devices: Sequence[Device],
     more_bytes: int,
     progress: Progress | None,
-) -> dict[str, dict[str, Rows]]:
+) -> dict[str, dict[str, DeviceRows]]:
     """Send the GPUs their rows; -> these, by name and device. `more_bytes`: read after them."""
     sizes = [(s.parts, rows * pack.tensors[s.name].stride) for s in found for _, rows in s.there]
     most = max((part for _, part in sizes), default=0)
@@ -203,14 +205,14 @@ def _all_sent(
         if progress is not None:
             progress(done, size)
 
-    there: dict[str, dict[str, Rows]] = {}
+    there: dict[str, dict[str, DeviceRows]] = {}
     for s in found:
         first = 0
         for name, rows in s.there:
             which = _Which(pack.tensors[s.name], s.parts, first, rows)
             columns = pack.spec.dim if s.name.endswith(".bundle") else which.tensor.shape[-1]
             sent = _sent(pack, which, devices[gpu_index(name)], staging, more)
-            there.setdefault(s.name, {})[name] = Rows(sent, which.tensor.format, columns)
+            there.setdefault(s.name, {})[name] = DeviceRows(sent, which.tensor.format, columns)
             first += rows
     return there
 
@@ -229,9 +231,9 @@ def _with_pinned(
     device.register(arena.address, arena.nbytes)
     here = _bytes_at(arena)
 
-    def rows(name: str) -> Rows:
+    def rows(name: str) -> DeviceRows:
         t = kept[name]
-        return Rows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), t.format, spec.dim)
+        return DeviceRows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), t.format, spec.dim)
 
     def pinned(i: int, experts: tuple[FFN, ...]) -> Iterator[FFN]:
         gates, bundles = rows(f"layers.{i}.gate.weight"), rows(f"layers.{i}.bundle")
@@ -327,10 +329,10 @@ def cut(p: StoredPredictor, first: int) -> StoredPredictor | None:
 
 
 def _on_device(p: StoredPredictor, device: Device) -> DevicePredictor:
-    def rows(m: StoredMatrix) -> Rows:
+    def rows(m: StoredMatrix) -> DeviceRows:
         data = device.zeros(m.rows.shape, torch.uint8)
         device.put(data, torch.from_numpy(np.ascontiguousarray(m.rows)))
-        return Rows(data, m.format, m.columns)
+        return DeviceRows(data, m.format, m.columns)
 
     threshold = device.zeros(p.threshold.shape, torch.float32)
     device.put(threshold, torch.from_numpy(p.threshold))

@@ -33,7 +33,7 @@ from thermocline.session.embedding_rows import Lookup
 from thermocline.session.weights import Filled, LoadedWeights
 
 if TYPE_CHECKING:
-    from thermocline.ops.device_rows import Rows
+    from thermocline.ops.device_rows import DeviceRows
 
 Progress = Callable[[int, int], None]
 
@@ -148,7 +148,7 @@ def opened(
     records: NeuronChecksums,
     ops: CpuOps,
     *,
-    on_gpus: Mapping[str, Mapping[str, Rows]] | None = None,
+    on_gpus: Mapping[str, Mapping[str, DeviceRows]] | None = None,
     disable: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[Weights, Store, Filled]:

@@ -1,7 +1,6 @@
-"""A pack in memory: one arena for what a run needs of `weights.bin`, one for predictors, and
-`decoder.Weights` pointing into them.
+"""A pack in memory: an arena for its weights, another for predictors, and `Weights` that point into them.
 
-Knows tensor names (docs/internals/pack.md) and the arena; must not know requests or families.
+The tensors' names: docs/internals/pack.md.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import CPU, F32, FFN, FFNPart, Layer, Linear, Matrix, Norm, Weights
+from thermocline.ops.interface import CPU, F32, FFN, FFNPart, Layer, Linear, Norm, WeightMatrix, Weights
 from thermocline.pack.blocks import block_ranges, memory_bytes, new_arena, read_blocks
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 
 if TYPE_CHECKING:
-    from thermocline.ops.device_rows import Rows
+    from thermocline.ops.device_rows import DeviceRows
 
 # Between two looks at the progress bar and Ctrl-C. The readers run dry at the end of a slice (of 256 MiB: 4 %
 # lost), so slices double until one takes SLICE_S. A multiple of every block size.
@@ -169,9 +168,11 @@ class PackInMemory:
     tensors: Mapping[str, TensorInfo]  # with their offsets in the arena
     arena: _native.Arena
     ops: CpuOps
-    on_gpus: Mapping[str, Mapping[str, Rows]]  # by name and device: whole, or the first rows of each expert
+    on_gpus: Mapping[
+        str, Mapping[str, DeviceRows]
+    ]  # by name and device: whole, or the first rows of each expert
 
-    def matrix(self, name: str) -> Matrix:
+    def matrix(self, name: str) -> WeightMatrix:
         """Return all rows of a tensor: those in RAM, if it is there, or those of the one GPU that has it."""
         if name in self.tensors:
             return self._in_ram(name)
@@ -241,7 +242,7 @@ class PackInMemory:
     def _gpu_part(self, layer: str, expert: int, device: str, bias: F32 | None) -> FFNPart:
         spec = self.spec
 
-        def rows(name: str) -> Rows:
+        def rows(name: str) -> DeviceRows:
             return self.on_gpus[f"{layer}.{name}"][device].part(expert, spec.n_experts)
 
         gate = Linear(rows("gate.weight"), bias)
@@ -268,7 +269,7 @@ class PackInMemory:
         )
 
 
-def records(spec: ModelSpec, bundle: Rows) -> tuple[Rows | None, Rows]:
+def records(spec: ModelSpec, bundle: DeviceRows) -> tuple[DeviceRows | None, DeviceRows]:
     """Return up (None: ungated) and down of a bundle, whose records have one behind the other."""
     rows = replace(bundle, columns=spec.dim, skip=0)
     return (rows, replace(rows, skip=rows.row_bytes)) if spec.gated else (None, rows)
@@ -279,7 +280,7 @@ def assemble(
     tensors: Mapping[str, TensorInfo],
     arena: _native.Arena,
     ops: CpuOps,
-    on_gpus: Mapping[str, Mapping[str, Rows]] | None = None,
+    on_gpus: Mapping[str, Mapping[str, DeviceRows]] | None = None,
 ) -> Weights:
     """Return the weights of a pack. `tensors`, `on_gpus`: as `PackInMemory`'s."""
     made = PackInMemory(spec, tensors, arena, ops, on_gpus or {})
