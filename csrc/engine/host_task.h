@@ -32,7 +32,7 @@ class HostTask {
                 ~Undisturbed() { context.interrupted = was; }
             } undisturbed{self.context_};
             for (const Part& part : self.parts_)
-                if (!self.error_) self.add_counts(part(self.context_));
+                if (!self.error_) self.total_ += part(self.context_);
         } catch (...) {
             self.error_ = std::current_exception();
         }
@@ -51,11 +51,6 @@ class HostTask {
     size_t ended() const { return ended_.load(); }
 
  private:
-    void add_counts(const FFNCounts& c) {
-        total_.active += c.active, total_.rows += c.rows, total_.rows_dense += c.rows_dense;
-        total_.gates += c.gates, total_.predictor_bytes += c.predictor_bytes;
-    }
-
     Context& context_;
     std::vector<Part> parts_;
     FFNCounts total_{};

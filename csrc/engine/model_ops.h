@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
-#include "storage/slots.h"
+#include "storage/fetches.h"
 #include "threads.h"
 
 namespace tc {
@@ -108,6 +108,9 @@ struct Mixture {
     size_t neurons() const { return experts[0]->neurons(); }  // of an expert
 };
 
+constexpr size_t kQueryRows = 16;    // queries at a time: their scores of a span are 32 KiB
+constexpr size_t kPassTokens = 256;  // tokens of an FFN in one pass: bounds the scratch
+
 struct AttentionArgs {
     Heads heads;
     Step step;
@@ -142,9 +145,16 @@ struct MixtureArgs {
                                      // there; null: the router says
 };
 struct FFNCounts {
-    size_t active, rows,
-        rows_dense;  // (token, neuron) pairs not zero; up and down rows read, and of a dense pass
-    size_t gates, predictor_bytes;  // gate rows read; bytes of the predictor
+    size_t active = 0;           // (token, neuron) pairs whose activation is not zero
+    size_t rows = 0;             // rows of up and down that were read
+    size_t rows_dense = 0;       // rows of up and down that a pass without skipping reads
+    size_t gates = 0;            // gate rows that were read
+    size_t predictor_bytes = 0;  // of predictors that were read
+    FFNCounts& operator+=(const FFNCounts& c) {
+        active += c.active, rows += c.rows, rows_dense += c.rows_dense;
+        gates += c.gates, predictor_bytes += c.predictor_bytes;
+        return *this;
+    }
 };
 
 class Pieces;
@@ -167,7 +177,8 @@ class Context {
     // residual stream before attention. Changes when reads happen, not what comes out.
     void read_ahead(const FFNArgs& a);
     void read_ahead(const MixtureArgs& a);
-    struct Walk;  // one call of an FFN in bundles
+    size_t scratch_bytes() const;  // that calls have taken so far
+    struct Walk;                   // one call of an FFN in bundles
 
     Pool pool;
     const Kernels& k;
@@ -181,7 +192,7 @@ class Context {
     Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, Scratch<uint8_t>& buffer);
     void linear(const Linear& w, const Input& in, float* out, bool add);
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
-    void moe_block(const MixtureArgs& a, FFNCounts& total);
+    FFNCounts moe_block(const MixtureArgs& a);
     const float* routed(const MixtureArgs& a, const float** h);
     size_t tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights);
     FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum,

@@ -34,19 +34,17 @@ static void route(const float* logits, size_t experts, size_t active, float* wei
 }
 
 FFNCounts Context::moe_add(const MixtureArgs& a) {
-    constexpr size_t kBlock = 256;  // tokens per pass: bounds the scratch
     const Mixture& m = a.mixture;
     const size_t experts = m.experts.size();
     FFNCounts total = {};
-    for (size_t t = 0; t < a.tokens; t += kBlock) {
+    for (size_t t = 0; t < a.tokens; t += kPassTokens) {
         MixtureArgs part = a;
-        part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kBlock, a.tokens - t);
+        part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kPassTokens, a.tokens - t);
         if (a.record) part.record = a.record + t * experts * m.neurons();
         if (a.weights) part.weights = a.weights + t * experts;
         // An expert sees some of the tokens: that they are few must not make a prompt be guessed.
         if (a.sparsity == PREDICT && a.tokens > kFewTokens) part.sparsity = EXACT;
-        moe_block(part, total);
-        total.rows_dense += experts * m.neurons() * (m.experts[0]->up.data ? 2 : 1);
+        total += moe_block(part);
     }
     return total;
 }
@@ -90,19 +88,19 @@ static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted inter
     return begun ? begun : begin_reads(experts.data(), experts.size(), a.tokens, interrupted);
 }
 
-void Context::moe_block(const MixtureArgs& a, FFNCounts& total) {
+FFNCounts Context::moe_block(const MixtureArgs& a) {
     const size_t experts = a.mixture.experts.size(), all = a.tokens * a.dim;
     const float *h, *weights = routed(a, &h);
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
     const std::shared_ptr<Fetches> reads = reads_of(a, interrupted);
-    for (size_t e = 0; e < experts; e++) {
-        const FFNCounts c = expert_add(a, e, h, weights, sum, reads);
-        total.active += c.active, total.rows += c.rows, total.gates += c.gates,
-            total.predictor_bytes += c.predictor_bytes;
-    }
+    FFNCounts total;
+    for (size_t e = 0; e < experts; e++) total += expert_add(a, e, h, weights, sum, reads);
     join(a.mixture.join, sum, a.tokens, a.dim, a.x);
+    // Without skipping, every expert would be read.
+    total.rows_dense = experts * a.mixture.neurons() * (a.mixture.experts[0]->up.data ? 2 : 1);
+    return total;
 }
 
 // sum += expert e's part, of the tokens that go to it. h, sum [tokens, dim]; weights [tokens, experts].

@@ -73,7 +73,7 @@ Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
     }
     sums = w.few ? nullptr : grown(context.sums_, w.tokens * w.dim);
     for (size_t t = w.tokens; !w.few && t-- > 0;)
-        age.push_back(DiskRows::aged(w.tokens > kFewTokens ? t : 0));
+        age.push_back(EnginePolicy::aged(w.tokens > kFewTokens ? t : 0));
     if (!w.few)
         places = grown(context.places_, w.n),
         std::fill_n(fetches.left.begin() + std::ptrdiff_t(owner), 2 * w.chunks, size_t(1));

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engine/bundles.h"
-#include "slots.h"
+#include "fetches.h"
 
 namespace tc {
 

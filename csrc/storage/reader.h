@@ -27,7 +27,7 @@ enum class Method { AUTO, URING, THREADS };
 
 class Ring;         // uring.h
 class ReadThreads;  // reader.cpp
-class Fetches;      // slots.h
+class Fetches;      // fetches.h
 
 // Thread-safe. Interrupted and short reads go on inside. Whoever waits holds no lock that a taker needs:
 //   one mutex around { take, then publish what came } is enough for many threads. A thread that needs a

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline import _native
 from thermocline.model.spec import ModelSpec
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 # Neurons an FFN computes: all; those whose gate is not zero (the same answer); of the predicted ones, those.
 SPARSITIES = ("off", "exact", "predict")
-FEW = 4  # tokens that `predict` guesses for; more share too many neurons, and are computed exactly
+# Tokens that `predict` guesses for; more share too many neurons, and are computed exactly.
+FEW = _native.limits().few_tokens
 
 
 @dataclass(frozen=True)
