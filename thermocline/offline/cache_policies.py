@@ -1,67 +1,85 @@
-"""Which neurons of a layer are in its slots: the policies that a replay compares, one step at a time.
+"""The cache policies that a replay compares: which neurons of a layer are in its slots, step by step.
 
 A step needs a set of neurons; those without a slot are read. At first the lowest numbers, the hottest, are
-there. Must not know what a slot holds, nor what a read costs.
+there. The policies that the engine can run are the core's own code (csrc/storage/policy.h); S3-FIFO and
+Belady's optimum, which it cannot, are here to compare with.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline import _native
+
 Bool = NDArray[np.bool_]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
-# LFU (LOG, "Cache policies"): steps after which a use counts half; steps' worth of the profile's frequencies.
-HALF_LIFE, PRIOR = 64.0, 16.0
 SMALL_SHARE, MAX_USES = 0.1, 3  # S3-FIFO: of the slots, for what is new; uses that are counted
 
 
 class Policy(Protocol):
     def step(self, needed: I64) -> I64:
-        """What of `needed` was not there. Both ascending."""
+        """Return which of `needed` were not there. Both ascending."""
 
 
-Maker = Callable[
-    [Bool, int, F64], Policy
-]  # needs [steps, neurons], slots, each neuron's frequency by a profile
+class Maker(Protocol):
+    def __call__(self, needs: Bool, slots: int, frequency: F64, hot: int) -> Policy:
+        """Return a cache at its start.
+
+        `needs` [steps, neurons]: the trace that will be played. `frequency` [neurons]: each neuron's by a
+        profile. Neurons [0, `hot`) are always there; the others share `slots`.
+        """
 
 
-class Pinned:
-    """Nothing is ever replaced."""
+class Native:
+    """The engine's cache with a policy of the core: an engine of one thread misses the same neurons."""
 
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
-        self._slots = slots
+    def __init__(self, policy: str, needs: Bool, slots: int, frequency: F64, hot: int) -> None:
+        neurons = needs.shape[1]
+        likely = frequency.astype(np.float32)
+        self._cache = _native.CacheReplay(policy, neurons=neurons, hot=hot, slots=slots, likely=likely)
+        self._missed = np.empty(neurons, np.int32)
 
     def step(self, needed: I64) -> I64:
-        return needed[needed >= self._slots]
+        n = self._cache.step(needed.astype(np.int32), self._missed)
+        return np.sort(self._missed[:n]).astype(np.int64)
 
 
-class Scored:
-    """When a step is over, the highest scores of what was there and of what was read stay."""
+def native(policy: str) -> Maker:
+    """Return the maker of a policy that the core has."""
 
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
+    def made(needs: Bool, slots: int, frequency: F64, hot: int) -> Policy:
+        return Native(policy, needs, slots, frequency, hot)
+
+    return made
+
+
+class Belady:
+    """Knows the trace, and keeps what is needed next: no policy can miss less often.
+
+    When a step is over, the best of what was there and of what was read stay.
+    """
+
+    def __init__(self, needs: Bool, slots: int, frequency: F64, hot: int) -> None:
         neurons = needs.shape[1]
-        self._slots, self._steps = slots, 0
-        self._inside = np.arange(neurons) < slots
-        self._score = np.zeros(neurons)
+        self._slots, self._steps, self._hot = slots, 0, hot
+        self._inside = np.arange(neurons) < hot + slots
+        self._next = next_uses(needs)
+        self._score = -self._next[0].astype(np.float64)
         self._bias = np.arange(neurons) / neurons / -2  # less than any difference of scores
-
-    def _use(self, needed: I64) -> None:
-        raise NotImplementedError
 
     def step(self, needed: I64) -> I64:
         missed = needed[~self._inside[needed]]
         self._steps += 1
-        self._use(needed)
+        self._score[needed] = -self._next[self._steps][needed]
         if len(missed):
             self._inside[missed] = True
-            there = np.flatnonzero(self._inside)
+            there = self._hot + np.flatnonzero(self._inside[self._hot :])
             gone = len(there) - self._slots
             if gone > 0:
                 order = self._score[there] + self._bias[there]
@@ -69,37 +87,8 @@ class Scored:
         return missed
 
 
-class LRU(Scored):
-    def _use(self, needed: I64) -> None:
-        self._score[needed] = self._steps
-
-
-class LFU(Scored):
-    """Uses, of which old ones count less, on top of what a profile expects."""
-
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
-        super().__init__(needs, slots, frequency)
-        self._bias = PRIOR * frequency + 1e-6 * self._bias
-
-    def _use(self, needed: I64) -> None:
-        self._score *= 0.5 ** (1 / HALF_LIFE)
-        self._score[needed] += 1
-
-
-class Belady(Scored):
-    """Knows the trace, and keeps what is needed next: no policy can miss less often."""
-
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
-        super().__init__(needs, slots, frequency)
-        self._next = next_uses(needs)
-        self._score[:] = -self._next[0]
-
-    def _use(self, needed: I64) -> None:
-        self._score[needed] = -self._next[self._steps][needed]
-
-
 def next_uses(needs: Bool) -> NDArray[np.int32]:
-    """[steps + 1, neurons]: the first step from this one on that needs the neuron; `steps`: none does."""
+    """Return the first step from each one on that needs a neuron, [steps + 1, neurons]; `steps`: none."""
     steps = len(needs)
     out = np.full((steps + 1, needs.shape[1]), steps, np.int32)
     for i in range(steps - 1, -1, -1):
@@ -110,13 +99,13 @@ def next_uses(needs: Bool) -> NDArray[np.int32]:
 class S3FIFO:
     """Two queues: what is new and not used again leaves soon, and is remembered for a while."""
 
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
+    def __init__(self, needs: Bool, slots: int, frequency: F64, hot: int) -> None:
         neurons = needs.shape[1]
         self._slots, self._small_slots = slots, max(1, round(SMALL_SHARE * slots))
         self._small: deque[int] = deque()
-        self._main: deque[int] = deque(range(min(slots, neurons)))
+        self._main: deque[int] = deque(range(hot, min(hot + slots, neurons)))
         self._left: dict[int, None] = {}  # in the order of leaving
-        self._inside = np.arange(neurons) < slots
+        self._inside = np.arange(neurons) < hot + slots
         self._uses = np.zeros(neurons, np.int8)
 
     def step(self, needed: I64) -> I64:
@@ -147,9 +136,9 @@ class S3FIFO:
 
 
 POLICIES: dict[str, Maker] = {
-    "pinned": Pinned,
-    "lru": LRU,
+    "pinned": native("pinned"),
+    "lru": native("lru"),
     "s3fifo": S3FIFO,
-    "lfu": LFU,
+    "lfu": native("lfu"),
     "belady": Belady,
 }
