@@ -12,9 +12,9 @@
 
 namespace tc {
 
-// Of the `active` largest logits (of equals those of lower experts; a NaN is larger than all, so that it
-// shows) the softmax; 0 for the others. A chosen expert whose share is too small for a float is one of the
-// others, too.
+// weights [experts]: the softmax over the `active` largest logits, 0 for all other experts. Of equal logits
+// the lower expert's is taken; a NaN counts as the largest, so that it shows in the result. A chosen expert
+// whose share is too small for a float gets 0 as well.
 static void route(const float* logits, size_t experts, size_t active, float* weights) {
     auto above = [](float a, float b) { return a > b || (isnan(a) && !isnan(b)); };
     std::fill(weights, weights + experts, 0.0f);
@@ -49,7 +49,7 @@ FFNCounts Context::moe_add(const MixtureArgs& a) {
     return total;
 }
 
-// [tokens, experts]: how much of each expert a token gets. *h becomes what all of them see.
+// Returns how much of each expert a token gets, [tokens, experts]; *h becomes the experts' common input.
 const float* Context::routed(const MixtureArgs& a, const float** h) {
     const Mixture& m = a.mixture;
     const size_t experts = m.experts.size();
@@ -68,7 +68,8 @@ const float* Context::routed(const MixtureArgs& a, const float** h) {
     return weights;
 }
 
-// Those that go to expert e: how many, in routed_.tokens and, what they are, in routed_.in.
+// Returns how many tokens go to expert e; puts their numbers into routed_.tokens, their inputs into
+// routed_.in.
 size_t Context::tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights) {
     size_t *mine = grown(routed_.tokens, a.tokens), n = 0;
     for (size_t t = 0; t < a.tokens; t++)
@@ -78,9 +79,9 @@ size_t Context::tokens_of(const MixtureArgs& a, size_t e, const float* h, const 
     return n;
 }
 
-// Experts on disk share the reads of a call; when it is over, what was read for those that it did not need is
-// let go. Records of all grow older with each token: how fast a use is forgotten is for the text to say, not
-// for how often an expert is chosen.
+// Experts on disk share the reads of a call. What was read ahead for an expert that no token goes to is
+// dropped when the call is over. A step makes the records of all experts a step older, chosen or not: a use
+// is forgotten as the text goes on, however often its expert is chosen.
 static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted interrupted) {
     const std::vector<const FFN*>& experts = a.mixture.experts;
     if (!experts[0]->disk) return nullptr;
