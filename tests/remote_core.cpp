@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/limits.h"
 #include "engine/model_ops.h"
 #include "storage/store.h"
 
@@ -195,6 +196,12 @@ Bytes op(const std::string& what, tc::Context& c, Request& r) {
 
 Bytes answer(const std::string& what, Request& r) {
     if (what == "levels") return levels();
+    if (what == "limits") {
+        const tc::Limits own = tc::limits();
+        Bytes answer = number(own.arena_padding);
+        for (const uint8_t byte : number(own.few_tokens)) answer.push_back(byte);
+        return answer;
+    }
     if (what == "crc32c") {
         const Bytes& data = r.array();
         return number(tc::crc32c(data.data(), data.size(), uint32_t(r.number())));

@@ -13,12 +13,12 @@ import shlex
 import struct
 import subprocess
 import sys
+import types
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-ARENA_PADDING = 64
 SIGNS = 5
 NONE = 2**64 - 1
 F32 = NDArray[np.float32]
@@ -79,6 +79,11 @@ def take(answer: bytes, *outs: NDArray[Any]) -> bytes:
 def isa_levels() -> list[str]:
     wanted = os.environ.get("REMOTE_LEVELS", "").split()
     return [level for level in ask("levels").decode().split() if not wanted or level in wanted]
+
+
+def limits() -> types.SimpleNamespace:
+    padding, few = numbers(ask("limits"))
+    return types.SimpleNamespace(arena_padding=padding, few_tokens=few)
 
 
 def isa() -> str:

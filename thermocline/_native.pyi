@@ -27,7 +27,6 @@ def read_bandwidth(nbytes: int, threads: int, seconds: float) -> float:
 def crc32c(buffer: bytes | memoryview | U8, seed: int = 0) -> int:
     """CRC-32C (Castagnoli); pass the last result as seed to continue."""
 
-ARENA_PADDING: int  # bytes past the end of an arena that kernels may read
 SIGNS: int  # a `Matrix` format for predictors: a bit a weight
 
 class Arena:
@@ -147,16 +146,16 @@ class Predictor:
         cls, first: Matrix | None, second: Matrix, threshold: F32, hot: int, relu: bool
     ) -> Predictor: ...
 
-# The disk tier (csrc/storage/slots.h).
+# The disk tier (csrc/storage/fetches.h).
 
-STREAM_SLOTS: int  # of a pool, at its end: where prompts' records pass through
 NO_BUNDLE: int  # `DiskRows(disable=…)`: each record in two reads
 NO_CACHE: int  # nothing stays from one call to the next
 NO_PIPELINE: int  # a read is waited for where it is made
 
 class SlotPool:
     """`slots` places of `stride` bytes from `offset` of an arena on, for records that come and go; offset and
-    stride are multiples of 64. `DiskRows` take theirs from it; the last STREAM_SLOTS are everybody's."""
+    stride are multiples of `slot_alignment`. `DiskRows` take theirs from it; the last `stream_slots` are the
+    running call's."""
 
     def __new__(cls, arena: Arena, offset: int, stride: int, slots: int) -> SlotPool: ...
     @property
@@ -269,6 +268,10 @@ class Context:
     def threads(self) -> int: ...
     @property
     def isa(self) -> str: ...
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that calls have taken so far, and keep."""
+
     def embed(self, w: Matrix, ids: I32, out: F32) -> None: ...
     def norm(self, x: F32, weight: F32, bias: F32 | None, eps: float, layer: bool, out: F32) -> None: ...
     def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None: ...
@@ -336,3 +339,81 @@ class HostTask:
 
     @property
     def argument(self) -> int: ...
+
+# ---- for planning and replays
+
+class NativeLimits:
+    """The core's own numbers (csrc/engine/limits.h)."""
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of an FFN that are computed together."""
+
+    @property
+    def few_tokens(self) -> int:
+        """Up to so many tokens predictors are asked."""
+
+    @property
+    def chunk_neurons(self) -> int:
+        """Neurons that are worked on, and added up, together."""
+
+    @property
+    def stream_slots(self) -> int:
+        """Slots at the end of a pool that belong to the running call."""
+
+    @property
+    def slot_alignment(self) -> int:
+        """Offset and stride of a slot pool are multiples of so many bytes."""
+
+    @property
+    def arena_padding(self) -> int:
+        """Bytes past the end of an arena that kernels may read."""
+
+    @property
+    def measured_bytes(self) -> int:
+        """The least that `read_bandwidth` measures."""
+
+    @property
+    def gap_bytes(self) -> int:
+        """Two reads of a disk are one where at most so many bytes lie between."""
+
+    @property
+    def slot_table_bytes(self) -> int:
+        """Tables beside each slot, at most."""
+
+    @property
+    def record_table_bytes(self) -> int:
+        """Tables for each record that can be on disk, at most."""
+
+    @property
+    def half_life(self) -> float:
+        """Calls after which the policy `lfu` counts a use half."""
+
+def limits() -> NativeLimits: ...
+
+class LayerShape:
+    """`ffn_dim`: of a mixture, an expert's; `experts`: 1 where there is no router."""
+
+    def __new__(
+        cls, *, dim: int, ffn_dim: int, experts: int, heads: int, kv_heads: int, head_dim: int
+    ) -> LayerShape: ...
+
+def scratch_bytes(shape: LayerShape, *, tokens: int, positions: int, threads: int) -> int:
+    """Return the most that `Context.scratch_bytes` becomes, on any processor, in calls of up to `tokens` over
+    up to `positions`."""
+
+def disk_scratch_bytes(shape: LayerShape) -> int:
+    """Return what calls over records on disk take besides."""
+
+class CacheReplay:
+    """A layer's cache without its disk, as `DiskRows` has it once it is loaded. ValueError: no such policy.
+
+    `likely` [neurons]: how likely a token needs each. The policies: lfu (the engine's), lru, pinned.
+    """
+
+    def __new__(
+        cls, policy: str, *, neurons: int, hot: int, slots: int, likely: F32 | None
+    ) -> CacheReplay: ...
+    def step(self, needed: I32, missed: I32) -> int:
+        """A step of few tokens needs these neurons, ascending. Those that the engine would read, with one
+        thread, go into `missed`, which is as long at least; how many they are is returned."""

@@ -1,6 +1,7 @@
 // Validates what Python passes, releases the GIL, calls. Nothing else. Arrays are never converted
 // (noconvert): a kernel writing into a silent copy would lose its result.
 #include "bindings.h"
+#include "engine/limits.h"
 
 #include <string.h>
 
@@ -15,6 +16,7 @@
 
 void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
 void bind_host(nanobind::module_& m);  // bindings_host.cpp
+void bind_plan(nanobind::module_& m);  // bindings_plan.cpp
 bool interrupted_by_python();
 
 static size_t packed_bytes(tc::Format f, size_t cols) {
@@ -326,8 +328,7 @@ static void read_ahead(Context& c, F2 h, const Bound& bound, int sparsity) {
     c.read_ahead(a);
 }
 
-constexpr size_t kChunk =
-    size_t(1) << 20;  // of memory whose speed is measured: what a thread takes at a time
+using tc::kMeasuredBytes;
 
 // Bytes per second of reading `chunks` of 1 MiB over and over for `seconds`, at least once, with every thread
 // of the pool.
@@ -337,7 +338,7 @@ static double best_pass(const uint8_t* data, size_t chunks, tc::Pool& pool, doub
     std::atomic<uint64_t> sink{0};
     auto read = [&](int) {
         for (size_t c; (c = next.fetch_add(1)) < chunks;)
-            sink.fetch_add(k.read_all(data + c * kChunk, kChunk), std::memory_order_relaxed);
+            sink.fetch_add(k.read_all(data + c * kMeasuredBytes, kMeasuredBytes), std::memory_order_relaxed);
     };
     double best = 0,
            elapsed = 0;  // the best pass: the roof is what the memory can do, not what a neighbour left of it
@@ -346,8 +347,8 @@ static double best_pass(const uint8_t* data, size_t chunks, tc::Pool& pool, doub
         next.store(0);
         const auto t0 = clock::now();
         pool.run(read);
-        best = std::max(best,
-                        double(chunks * kChunk) / std::chrono::duration<double>(clock::now() - t0).count());
+        best = std::max(
+            best, double(chunks * kMeasuredBytes) / std::chrono::duration<double>(clock::now() - t0).count());
         elapsed = std::chrono::duration<double>(clock::now() - start).count();
     }
     return best;
@@ -355,7 +356,7 @@ static double best_pass(const uint8_t* data, size_t chunks, tc::Pool& pool, doub
 
 // The same over memory of its own.
 static double read_bandwidth(size_t bytes, int threads, double seconds) {
-    check(bytes >= kChunk && bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024,
+    check(bytes >= kMeasuredBytes && bytes <= size_t(1) << 40 && threads >= 1 && threads <= 1024,
           "arguments out of range");
     nb::gil_scoped_release release;
     Arena arena(bytes);
@@ -363,20 +364,20 @@ static double read_bandwidth(size_t bytes, int threads, double seconds) {
     tc::Pool pool(threads);
     std::atomic<size_t> next{0};
     auto touch = [&](int) {
-        for (size_t c; (c = next.fetch_add(1)) < bytes / kChunk;)
-            for (size_t i = 0; i < kChunk; i += 4096) arena.data[c * kChunk + i] = 1;
+        for (size_t c; (c = next.fetch_add(1)) < bytes / kMeasuredBytes;)
+            for (size_t i = 0; i < kMeasuredBytes; i += 4096) arena.data[c * kMeasuredBytes + i] = 1;
     };
     pool.run(touch);
-    return best_pass(arena.data, bytes / kChunk, pool, seconds);
+    return best_pass(arena.data, bytes / kMeasuredBytes, pool, seconds);
 }
 
 // The same over a part of an arena that is in use: it takes no memory.
 static double read_part(const Arena& a, size_t begin, size_t end, int threads, double seconds) {
-    check(begin <= end && end <= a.bytes && end - begin >= kChunk && threads >= 1 && threads <= 1024,
+    check(begin <= end && end <= a.bytes && end - begin >= kMeasuredBytes && threads >= 1 && threads <= 1024,
           "arguments out of range");
     nb::gil_scoped_release release;
     tc::Pool pool(threads);
-    return best_pass(a.data + begin, (end - begin) / kChunk, pool, seconds);
+    return best_pass(a.data + begin, (end - begin) / kMeasuredBytes, pool, seconds);
 }
 
 static std::map<std::string, bool> cpu_features() {
@@ -438,7 +439,6 @@ NB_MODULE(_native, m) {
         },
         "buffer"_a, "seed"_a = 0, "CRC-32C (Castagnoli); pass the last result as seed to continue.");
 
-    m.attr("ARENA_PADDING") = tc::kArenaPadding;
     m.attr("SIGNS") = int(tc::SIGNS);
     nb::class_<Arena>(m, "Arena")
         .def(
@@ -575,6 +575,7 @@ NB_MODULE(_native, m) {
             "threads"_a, "isa"_a = "")
         .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
         .def_prop_ro("isa", [](const Context& c) { return std::string(c.k.isa); })
+        .def_prop_ro("scratch_bytes", &Context::scratch_bytes)
         .def(
             "embed",
             [](Context& c, const Matrix& w, I1 ids, MutF2 out) {
@@ -620,4 +621,5 @@ NB_MODULE(_native, m) {
         .def("moe_add", &moe_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none());
     bind_host(m);
+    bind_plan(m);
 }

@@ -56,7 +56,8 @@ static std::vector<std::tuple<uint64_t, int>> take(Reader& r, bool wait) {
 }
 
 static SlotPool* make_pool(const tc::Arena& arena, size_t offset, size_t stride, size_t slots) {
-    check(offset % 64 == 0 && stride % 64 == 0 && stride > 0, "slots are not aligned");
+    check(offset % tc::kSlotAlignment == 0 && stride % tc::kSlotAlignment == 0 && stride > 0,
+          "slots are not aligned");
     check(slots >= tc::kStreamSlots && slots <= size_t(INT32_MAX), "number of slots out of range");
     check(offset <= arena.bytes && stride <= (arena.bytes - offset) / slots, "slots outside their arena");
     return new SlotPool(arena.data + offset, stride, slots);
@@ -111,7 +112,6 @@ static void bind_disk_error(nb::module_& m) {
 }
 
 static void bind_slots(nb::module_& m) {
-    m.attr("STREAM_SLOTS") = tc::kStreamSlots;
     m.attr("NO_BUNDLE") = int(DiskRows::NO_BUNDLE);
     m.attr("NO_CACHE") = int(DiskRows::NO_CACHE);
     m.attr("NO_PIPELINE") = int(DiskRows::NO_PIPELINE);

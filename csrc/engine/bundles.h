@@ -1,5 +1,5 @@
-// One call of an FFN in bundles: its scratch, and the steps its walks have in common. Through memory:
-// bundles.cpp; through slots, where records on disk pass: disk_walk.cpp.
+// One call of an FFN in bundles: its scratch, and the steps that both of its walks take. bundles.cpp has the
+// walk over neurons in memory, storage/disk_walk.cpp the walk over slots, through which neurons on disk pass.
 #pragma once
 #include <atomic>
 #include <optional>
@@ -15,13 +15,13 @@ namespace tc {
 // L2 cache).
 constexpr size_t kChunk = 256;
 
-// A predictor at work on some tokens. All of a layer's codes are there before the first chunk asks for
+// A predictor at work on the tokens of one call. Its codes are complete before the first chunk asks for
 // scores.
 struct Context::Guess {
     const Predictor& p;
-    Input x, code;                   // what `first` and `second` take
+    Input x, code;                   // the inputs of `first` and of `second`
     float* values;                   // [tokens, rank], code as floats
-    const uint8_t* named = nullptr;  // FFNArgs': somebody has guessed already
+    const uint8_t* named = nullptr;  // FFNArgs::named: a guess that was made elsewhere
     size_t rank() const { return p.first.data ? p.first.rows : 0; }
     size_t bytes() const {
         return named ? 0
@@ -29,31 +29,33 @@ struct Context::Guess {
     }
 };
 
-// Lists lie in ids and rows: of cell c, a whole part of a chunk, counts[c] entries from c * cell on,
-// ascending (or, of several cells, one after the other from the first one's place on).
+// A cell is a part of a chunk, or a whole one: the neurons that a thread takes at a time. Lists of neurons
+// lie in ids and rows, ascending: counts[c] entries for cell c, from place c * cell on. Where a thread takes
+// several cells, their entries follow each other without gaps from the first cell's place on.
 struct Context::Walk {
     Walk(Context& context, const FFNArgs& args, size_t cell);
 
-    void encode();  // inside a region, by every thread, first: the predictor's codes
-    // Of cells [first, last): how many neurons are listed, those some token needs.
+    void encode();  // the predictor's codes; every thread calls it first, inside the region
+    // Lists the neurons of cells [first, last) that some token needs; returns how many.
     size_t needed_neurons(size_t first, size_t last, int thread);
     size_t predicted_neurons(size_t begin, size_t end);
-    size_t list_active(size_t first, size_t last);  // by their activations, which are in gate
-    // gate[] or, of listed candidates, hidden[]: the activations of [begin, end). `gate_rows`: of the gate
-    // matrix, or null.
+    size_t list_active(size_t first, size_t last);  // the same, from activations that are in gate
+    // Computes the activations of [begin, end): of neurons, into gate; where a predictor has listed
+    // candidates, of entries, into hidden. gate_rows [n], or null: the row of the gate matrix for each.
     void activations(size_t begin, size_t end, const int32_t* gate_rows, int thread);
-    // Entries [begin, begin + size): those a token needs move to the front, their values (at the entry's
-    // place in h) to their neurons' in gate. How many there are.
+    // Moves those of entries [begin, begin + size) to the front that some token needs, where h is not 0 at
+    // the entry's place, and copies h into gate by neuron. Returns how many entries are left.
     size_t keep_needed(size_t begin, size_t size, const float* h);
     void count_by_cell(size_t first, size_t last, size_t listed);
     void hidden_values(size_t begin, size_t end, int thread);  // h = act(gate) * up, for entries [begin, end)
     void weigh(size_t c);
     void factors_of_tokens();
-    // Few tokens: y += what n entries from `at` on say; entries up to at + listed will be worked on next.
+    // Few tokens: adds the contributions of n entries from `at` on to y [tokens, dim]. The thread will work
+    // on entries up to at + listed next: their rows are asked for meanwhile.
     void add_bundles(size_t at, size_t n, size_t listed, float* y, int thread);
     void join_partials(int thread);
-    // Many: sum [tokens, c1 - c0] += the sums of chunks [first, last) in columns [c0, c1), chunk by chunk;
-    // then x += it.
+    // Many tokens: adds the contributions of chunks [first, last) to columns [c0, c1), chunk by chunk, in sum
+    // [tokens, c1 - c0]; join_columns adds that to x.
     void add_columns(size_t c0, size_t c1, size_t first, size_t last, float* sum, int thread);
     void join_columns(size_t c0, size_t c1, const float* sum);
     FFNCounts totals() const;
@@ -74,7 +76,7 @@ struct Context::Walk {
     Pieces code_rows;
     float *gate, *hidden;             // [tokens, n]: activations by neuron; values by entry
     int32_t *ids, *rows;              // [n]: neurons; their rows in up and down, which are ids but for slots
-    std::optional<float> open_above;  // where a gate counts as open, if not where the activation says
+    std::optional<float> open_above;  // a threshold for gates in place of the activation's
     const int32_t* gate_place =
         nullptr;     // [n]: the gate matrix's row of each neuron, where it is not the neuron
     uint8_t* marks;  // [n]: which neurons go into a list

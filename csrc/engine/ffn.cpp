@@ -8,11 +8,10 @@
 namespace tc {
 
 FFNCounts Context::ffn_add(const FFNArgs& a) {
-    constexpr size_t kBlock = 256;  // tokens per pass: bounds the scratch
     FFNCounts total = {};
-    for (size_t t = 0; t < a.tokens; t += kBlock) {
+    for (size_t t = 0; t < a.tokens; t += kPassTokens) {
         FFNArgs part = a;
-        part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kBlock, a.tokens - t);
+        part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kPassTokens, a.tokens - t);
         if (a.record) part.record = a.record + t * a.ffn.neurons();
         if (a.sparsity == PREDICT && a.tokens > kFewTokens) part.sparsity = EXACT;
         const bool plain = a.ffn.join.plain();
@@ -20,10 +19,8 @@ FFNCounts Context::ffn_add(const FFNArgs& a) {
             part.x = grown(branch_, part.tokens * a.dim);
             std::fill(part.x, part.x + part.tokens * a.dim, 0.0f);
         }
-        const FFNCounts c = a.ffn.bundles ? bundle_ffn(part) : dense_ffn(part);
+        total += a.ffn.bundles ? bundle_ffn(part) : dense_ffn(part);
         if (!plain) join(a.ffn.join, part.x, part.tokens, a.dim, a.x + t * a.dim);
-        total.active += c.active, total.rows += c.rows, total.rows_dense += c.rows_dense;
-        total.gates += c.gates, total.predictor_bytes += c.predictor_bytes;
     }
     return total;
 }

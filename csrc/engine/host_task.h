@@ -1,5 +1,5 @@
-// Calls on this processor in the midst of another's queue, without Python: what a GPU's driver runs when it
-// gets there.
+// CPU work inside a GPU's queue: the driver calls HostTask::call when the queue gets there, on a thread of
+// its own and without Python.
 #pragma once
 #include <atomic>
 #include <exception>
@@ -18,9 +18,9 @@ class HostTask {
     explicit HostTask(Context& context) : context_(context) {}
     void add(Part part) { parts_.push_back(std::move(part)); }
 
-    // Every part, in order. Nothing is thrown: a driver's thread must not see exceptions. After a failure
-    // nothing is computed until `take` has said so. Nor is Python asked whether to go on: whoever waits for
-    // the task may hold its lock.
+    // Runs all parts in order. A driver's thread must not see exceptions, so `take` throws them; until then,
+    // no further part is computed. Nor is Python asked whether to go on: the thread that waits for the task
+    // may hold Python's lock.
     static void call(void* task) noexcept {
         HostTask& self = *static_cast<HostTask*>(task);
         self.begun_.fetch_add(1);
@@ -32,14 +32,14 @@ class HostTask {
                 ~Undisturbed() { context.interrupted = was; }
             } undisturbed{self.context_};
             for (const Part& part : self.parts_)
-                if (!self.error_) self.add_counts(part(self.context_));
+                if (!self.error_) self.total_ += part(self.context_);
         } catch (...) {
             self.error_ = std::current_exception();
         }
         self.ended_.fetch_add(1);
     }
 
-    // What was counted since the last time. Throws what a part threw. Not beside a call.
+    // Returns what was counted since the last time, or throws what a part threw. Not while a call runs.
     FFNCounts take() {
         const FFNCounts found = total_;
         const std::exception_ptr error = error_;
@@ -51,11 +51,6 @@ class HostTask {
     size_t ended() const { return ended_.load(); }
 
  private:
-    void add_counts(const FFNCounts& c) {
-        total_.active += c.active, total_.rows += c.rows, total_.rows_dense += c.rows_dense;
-        total_.gates += c.gates, total_.predictor_bytes += c.predictor_bytes;
-    }
-
     Context& context_;
     std::vector<Part> parts_;
     FFNCounts total_{};

@@ -16,6 +16,18 @@ uint8_t* Context::panels(size_t bytes) {
     return grown(panels_, panel_stride_ * size_t(pool.threads()));
 }
 
+size_t Context::scratch_bytes() const {
+    size_t total = 0;
+    auto add = [&](const auto&... each) { ((total += each.capacity() * sizeof(*each.data())), ...); };
+    add(input_, hidden_input_, panels_, guess_input_, code_input_, marks_);
+    add(code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_,
+        scales_);
+    add(ids_, slots_, entries_, places_, gate_slots_, gate_entries_, wanted_, gate_wanted_, counts_);
+    add(routed_.normed, routed_.logits, routed_.weights, routed_.in, routed_.out, routed_.sum, routed_.record,
+        routed_.tokens);
+    return total;
+}
+
 void Context::embed(const Matrix& table, const int32_t* ids, size_t tokens, float* out) {
     each_token(pool, tokens, 1, [&](size_t t) { k.decode_row(table, size_t(ids[t]), out + t * table.cols); });
 }
@@ -72,7 +84,6 @@ void Context::matmul(const Linear& w, const Norm& norm, const float* x, size_t t
 struct Context::Queries {
     size_t first, tokens, begin, end;  // tokens of the batch; the positions any of them attends to
 };
-static constexpr size_t kQueryRows = 16;  // queries at a time: their scores of a span are 32 KiB
 
 std::vector<Context::Queries> Context::queries(const AttentionArgs& a) const {
     const size_t most = std::max<size_t>(1, kQueryRows / (a.heads.n / a.heads.n_kv));

@@ -1,5 +1,6 @@
-// The ops of one decoder layer over a thread pool: what Python calls, a few per layer. Shapes as in
-// kernels.h; arguments are validated by bindings.cpp. Nothing here knows a model.
+// The ops of one decoder layer over a thread pool: Python makes a few of these calls a layer. Matrices are as
+// in kernels.h, arrays f32 in C order unless said otherwise. bindings.cpp validates arguments: nothing is
+// checked here. Only calls that read from disk fail, with a DiskError.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -7,7 +8,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
-#include "storage/slots.h"
+#include "storage/fetches.h"
 #include "threads.h"
 
 namespace tc {
@@ -71,8 +72,8 @@ struct Attention {
     Join join;
 };
 
-// Guesses from x which neurons are active: those with score >= threshold, score = second . f(first . x), or
-// second . x.
+// Guesses from the FFN's input x which neurons are active: those with score >= threshold, where score is
+// second . f(first . x), or second . x without `first`.
 struct Predictor {
     Matrix first;            // [rank, dim], or data null
     Matrix second;           // [neurons, rank or dim]; data null: no predictor
@@ -92,21 +93,26 @@ struct FFN {
     bool up_relu, bundles;
     Norm sub_norm;  // of the activations, before down; of bundles: an RMS norm without bias
     Join join;
-    Predictor predictor;                             // of bundles only
-    DiskRows *disk = nullptr, *gate_disk = nullptr;  // where rows of up and down, of gate too, are slots
+    Predictor predictor;  // of bundles only
+    // Where neurons are on disk, rows of up and down are the slots of disk->pool(). With gate_disk, too, rows
+    // of gate are the slots of its pool.
+    DiskRows *disk = nullptr, *gate_disk = nullptr;
     size_t neurons() const { return disk ? disk->neurons : gate.weight.rows; }
 };
 
-// Experts, of which a router picks `active` for each token: their FFNs' sum, weighted by the softmax of those
-// logits.
+// A router picks `active` of the experts for each token. The result is the sum of their FFNs, weighted by the
+// softmax over the picked experts' logits.
 struct Mixture {
-    Norm norm;                        // of what router and experts see
+    Norm norm;                        // of the input, which router and experts have in common
     Matrix router;                    // [experts, dim]
     std::vector<const FFN*> experts;  // all of one shape, without norms or joins of their own
     size_t active;
     Join join;
     size_t neurons() const { return experts[0]->neurons(); }  // of an expert
 };
+
+constexpr size_t kQueryRows = 16;    // queries at a time: their scores of a span are 32 KiB
+constexpr size_t kPassTokens = 256;  // tokens of an FFN in one pass: bounds the scratch
 
 struct AttentionArgs {
     Heads heads;
@@ -126,10 +132,12 @@ struct FFNArgs {
     Sparsity sparsity;
     float* record;  // [tokens, neurons], or null: takes h, what down is multiplied with (before sub_norm); 0
                     // where skipped
-    std::shared_ptr<Fetches> reads = nullptr;  // of an expert on disk: its layer's, and its first owner there
+    // Of an expert on disk: the reads of its layer's call, and its first owner in them.
+    std::shared_ptr<Fetches> reads = nullptr;
     size_t owner = 0;
-    const uint8_t* named = nullptr;  // [tokens, ceil(neurons / 8)] bits, low first: what PREDICT takes in
-                                     // place of a predictor's guess
+    // [tokens, ceil(neurons / 8)] bits, the lowest first: neurons that PREDICT computes in place of those
+    // that a predictor names. Or null.
+    const uint8_t* named = nullptr;
 };
 struct MixtureArgs {
     const Mixture& mixture;
@@ -142,9 +150,16 @@ struct MixtureArgs {
                                      // there; null: the router says
 };
 struct FFNCounts {
-    size_t active, rows,
-        rows_dense;  // (token, neuron) pairs not zero; up and down rows read, and of a dense pass
-    size_t gates, predictor_bytes;  // gate rows read; bytes of the predictor
+    size_t active = 0;           // (token, neuron) pairs whose activation is not zero
+    size_t rows = 0;             // rows of up and down that were read
+    size_t rows_dense = 0;       // rows of up and down that a pass without skipping reads
+    size_t gates = 0;            // gate rows that were read
+    size_t predictor_bytes = 0;  // of predictors that were read
+    FFNCounts& operator+=(const FFNCounts& c) {
+        active += c.active, rows += c.rows, rows_dense += c.rows_dense;
+        gates += c.gates, predictor_bytes += c.predictor_bytes;
+        return *this;
+    }
 };
 
 class Pieces;
@@ -163,17 +178,19 @@ class Context {
     FFNCounts ffn_add(const FFNArgs& a);
     // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
     FFNCounts moe_add(const MixtureArgs& a);
-    // Begin to read what ffn_add or moe_add will want from disk: x, record are not looked at; h is the
-    // residual stream before attention. Changes when reads happen, not what comes out.
+    // Begins reads that the next ffn_add or moe_add of this layer will probably need. a.h is the residual
+    // stream before attention; a.x and a.record are not used. Results do not depend on it, time does.
     void read_ahead(const FFNArgs& a);
     void read_ahead(const MixtureArgs& a);
-    struct Walk;  // one call of an FFN in bundles
+    size_t scratch_bytes() const;  // that calls have taken so far
+    struct Walk;                   // one call of an FFN in bundles
 
     Pool pool;
     const Kernels& k;
-    bool (*interrupted)() =
-        nullptr;  // asked by the calling thread while it waits for a disk: should the call end at once?
-    std::mutex one_call;  // held by whoever calls an op: the scratch below belongs to one call at a time
+    // Whether a call should end at once, or null: the calling thread asks while it waits for a disk.
+    bool (*interrupted)() = nullptr;
+    // The caller of an op holds it: a Context works on one call at a time, which owns the scratch below.
+    std::mutex one_call;
 
  private:
     struct Queries;  // tokens that are attended to together
@@ -181,7 +198,7 @@ class Context {
     Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, Scratch<uint8_t>& buffer);
     void linear(const Linear& w, const Input& in, float* out, bool add);
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
-    void moe_block(const MixtureArgs& a, FFNCounts& total);
+    FFNCounts moe_block(const MixtureArgs& a);
     const float* routed(const MixtureArgs& a, const float** h);
     size_t tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights);
     FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum,
@@ -204,15 +221,14 @@ class Context {
         attended_, branch_, scales_;
     Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
     Scratch<Wanted> wanted_, gate_wanted_;
-    struct Routed {  // a mixture's: what all experts see, which of them a token goes to, an expert's tokens,
-                     // the sum
+    struct Routed {  // a mixture's: the experts' input, the router's answer, one expert's tokens, the sum
         Scratch<float> normed, logits, weights, in, out, sum, record;
         Scratch<size_t> tokens;
     } routed_;
     Scratch<size_t> counts_;
     size_t panel_stride_ = 0;
-    std::weak_ptr<Fetches>
-        early_;  // reads that go on while something else is computed, until their call takes them over
+    // Reads that read_ahead began, until their call takes them over: attention looks at the disk meanwhile.
+    std::weak_ptr<Fetches> early_;
 };
 
 }  // namespace tc

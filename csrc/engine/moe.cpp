@@ -12,9 +12,9 @@
 
 namespace tc {
 
-// Of the `active` largest logits (of equals those of lower experts; a NaN is larger than all, so that it
-// shows) the softmax; 0 for the others. A chosen expert whose share is too small for a float is one of the
-// others, too.
+// weights [experts]: the softmax over the `active` largest logits, 0 for all other experts. Of equal logits
+// the lower expert's is taken; a NaN counts as the largest, so that it shows in the result. A chosen expert
+// whose share is too small for a float gets 0 as well.
 static void route(const float* logits, size_t experts, size_t active, float* weights) {
     auto above = [](float a, float b) { return a > b || (isnan(a) && !isnan(b)); };
     std::fill(weights, weights + experts, 0.0f);
@@ -34,24 +34,22 @@ static void route(const float* logits, size_t experts, size_t active, float* wei
 }
 
 FFNCounts Context::moe_add(const MixtureArgs& a) {
-    constexpr size_t kBlock = 256;  // tokens per pass: bounds the scratch
     const Mixture& m = a.mixture;
     const size_t experts = m.experts.size();
     FFNCounts total = {};
-    for (size_t t = 0; t < a.tokens; t += kBlock) {
+    for (size_t t = 0; t < a.tokens; t += kPassTokens) {
         MixtureArgs part = a;
-        part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kBlock, a.tokens - t);
+        part.x = a.x + t * a.dim, part.h = a.h + t * a.dim, part.tokens = std::min(kPassTokens, a.tokens - t);
         if (a.record) part.record = a.record + t * experts * m.neurons();
         if (a.weights) part.weights = a.weights + t * experts;
         // An expert sees some of the tokens: that they are few must not make a prompt be guessed.
         if (a.sparsity == PREDICT && a.tokens > kFewTokens) part.sparsity = EXACT;
-        moe_block(part, total);
-        total.rows_dense += experts * m.neurons() * (m.experts[0]->up.data ? 2 : 1);
+        total += moe_block(part);
     }
     return total;
 }
 
-// [tokens, experts]: how much of each expert a token gets. *h becomes what all of them see.
+// Returns how much of each expert a token gets, [tokens, experts]; *h becomes the experts' common input.
 const float* Context::routed(const MixtureArgs& a, const float** h) {
     const Mixture& m = a.mixture;
     const size_t experts = m.experts.size();
@@ -70,7 +68,8 @@ const float* Context::routed(const MixtureArgs& a, const float** h) {
     return weights;
 }
 
-// Those that go to expert e: how many, in routed_.tokens and, what they are, in routed_.in.
+// Returns how many tokens go to expert e; puts their numbers into routed_.tokens, their inputs into
+// routed_.in.
 size_t Context::tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights) {
     size_t *mine = grown(routed_.tokens, a.tokens), n = 0;
     for (size_t t = 0; t < a.tokens; t++)
@@ -80,9 +79,9 @@ size_t Context::tokens_of(const MixtureArgs& a, size_t e, const float* h, const 
     return n;
 }
 
-// Experts on disk share the reads of a call; when it is over, what was read for those that it did not need is
-// let go. Records of all grow older with each token: how fast a use is forgotten is for the text to say, not
-// for how often an expert is chosen.
+// Experts on disk share the reads of a call. What was read ahead for an expert that no token goes to is
+// dropped when the call is over. A step makes the records of all experts a step older, chosen or not: a use
+// is forgotten as the text goes on, however often its expert is chosen.
 static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted interrupted) {
     const std::vector<const FFN*>& experts = a.mixture.experts;
     if (!experts[0]->disk) return nullptr;
@@ -90,19 +89,19 @@ static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted inter
     return begun ? begun : begin_reads(experts.data(), experts.size(), a.tokens, interrupted);
 }
 
-void Context::moe_block(const MixtureArgs& a, FFNCounts& total) {
+FFNCounts Context::moe_block(const MixtureArgs& a) {
     const size_t experts = a.mixture.experts.size(), all = a.tokens * a.dim;
     const float *h, *weights = routed(a, &h);
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
     const std::shared_ptr<Fetches> reads = reads_of(a, interrupted);
-    for (size_t e = 0; e < experts; e++) {
-        const FFNCounts c = expert_add(a, e, h, weights, sum, reads);
-        total.active += c.active, total.rows += c.rows, total.gates += c.gates,
-            total.predictor_bytes += c.predictor_bytes;
-    }
+    FFNCounts total;
+    for (size_t e = 0; e < experts; e++) total += expert_add(a, e, h, weights, sum, reads);
     join(a.mixture.join, sum, a.tokens, a.dim, a.x);
+    // Without skipping, every expert would be read.
+    total.rows_dense = experts * a.mixture.neurons() * (a.mixture.experts[0]->up.data ? 2 : 1);
+    return total;
 }
 
 // sum += expert e's part, of the tokens that go to it. h, sum [tokens, dim]; weights [tokens, experts].

@@ -1,4 +1,4 @@
-// How the ops share out their work, and the scratch they grow: for model_ops.cpp and the FFN's files only.
+// How ops divide their work among threads, and how they grow scratch: for the files of engine/ and storage/.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -8,8 +8,8 @@
 
 namespace tc {
 
-// n elements. What was there is let go first, so that the two are never held at once, and room is never
-// doubled.
+// Returns v's data, at least n elements. Old memory is freed before new memory is taken, and no more than n
+// elements are: a vector that grows by itself holds both, and doubles.
 template <class T>
 T* grown(Scratch<T>& v, size_t n) {
     if (v.size() < n) {
@@ -54,15 +54,15 @@ inline void column_range(size_t cols, int threads, int t, size_t* begin, size_t*
     *end = std::min(cols, units * size_t(t + 1) / size_t(threads) * 32);
 }
 
-// f(t) for the tokens of one thread: all of every threads'th tile.
+// Calls f(t) for each token of one thread's tiles: thread t has every `threads`-th tile from tile t on.
 template <class Fn>
 void own_tokens(size_t tokens, size_t tile, int thread, int threads, Fn f) {
     for (size_t t0 = size_t(thread) * tile; t0 < tokens; t0 += size_t(threads) * tile)
         for (size_t t = t0; t < std::min(tokens, t0 + tile); t++) f(t);
 }
 
-// f(t) for every token, over the threads; one token stays here, where a hand-off would cost more than the
-// work.
+// Calls f(t) for every token, on all threads. A single token is the caller's: handing it over costs more than
+// the work.
 template <class Fn>
 void each_token(Pool& pool, size_t tokens, size_t tile, Fn f) {
     auto some = [&](int thread) { own_tokens(tokens, tile, thread, pool.threads(), f); };

@@ -8,6 +8,7 @@
 // format.
 
 constexpr int kPanelRows = 2 * W;
+static_assert(kPanelRows <= kMostPanelRows, "the memory plan counts kMostPanelRows");
 
 // The lane that comes i-th when lanes are added up as a tree with a counter: the bits of i reversed.
 static constexpr int tree_order(int i, int lanes) {

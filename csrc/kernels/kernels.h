@@ -65,6 +65,10 @@ struct Span {
 };
 constexpr size_t kSpan = 512;
 
+// Columns of a float format that are added up before the sum over chunks (kernels.inl says in which order).
+constexpr size_t kFloatChunk = 2048;
+constexpr int kMostPanelRows = 32;  // `panel_rows` of no instruction set is larger
+
 struct Kernels {
     const char* isa;
     int panel_rows;  // matmul of many tokens is fastest on multiples of this

@@ -10,7 +10,6 @@
 // integer) goes to lane b mod 16. Lanes are added as a binary tree of halves. gemm.inl adds in the same
 // order: the same bits.
 
-constexpr size_t kFloatChunk = 2048;
 constexpr int kLanes = 32;
 
 // How far ahead of its use a weight is asked for, in bytes of rows to come. 4 to 10 KiB measured alike.

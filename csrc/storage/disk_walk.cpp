@@ -5,13 +5,13 @@
 
 namespace tc {
 
-// Of a chunk, what threads take when they work on it together. A sub-norm's squares are added up chunk by
-// chunk.
+// Neurons that a thread takes at a time where several threads share a chunk. With a sub-norm a thread takes
+// the whole chunk, since squares are added up chunk by chunk.
 static constexpr size_t kCell = 32;
 static constexpr size_t kStreamChunks = kStreamSlots / kChunk;
-// Tokens up to which gates are computed before bundles are asked for. Of 8 tokens with a tenth of their
-// neurons active half is needed. A longer prompt needs most, and its gates are better computed while the disk
-// reads.
+// A call of up to so many tokens computes all gates first, then reads the bundles that some token needs: half
+// of them for 8 tokens of which each has a tenth of its neurons active. A longer prompt needs most bundles,
+// so that it reads all and computes its gates meanwhile.
 static constexpr size_t kListed = 64;
 
 static bool takes_few(const FFNArgs& a) {
@@ -38,7 +38,8 @@ std::shared_ptr<Fetches> begun_reads(const FFN& first) {
     return its ? std::move(reader.early) : nullptr;
 }
 
-// Those that were begun for it, or of its layer, or none yet.
+// The call's reads: those of its layer's call where the FFN is one expert of a mixture, those that read_ahead
+// began, or new ones.
 static std::shared_ptr<Fetches> reads_of(const FFNArgs& a, Interrupted interrupted) {
     if (a.reads) return a.reads;
     const FFN* ffn = &a.ffn;
@@ -73,7 +74,7 @@ Context::DiskWalk::DiskWalk(Context& context, const FFNArgs& args)
     }
     sums = w.few ? nullptr : grown(context.sums_, w.tokens * w.dim);
     for (size_t t = w.tokens; !w.few && t-- > 0;)
-        age.push_back(DiskRows::aged(w.tokens > kFewTokens ? t : 0));
+        age.push_back(EnginePolicy::aged(w.tokens > kFewTokens ? t : 0));
     if (!w.few)
         places = grown(context.places_, w.n),
         std::fill_n(fetches.left.begin() + std::ptrdiff_t(owner), 2 * w.chunks, size_t(1));
@@ -88,8 +89,9 @@ void Context::DiskWalk::end() {
     if (fetches.failed) throw fetches.error;
 }
 
-// Holding the lock: until something has changed. One thread at a time sleeps in the reader, the others for
-// it; all wake every 100 ms, and look whether somebody wants the call to end.
+// Sleeps until something has changed; `held` holds the lock. One thread at a time sleeps in the reader, the
+// others wait for that thread. Each wakes after 100 ms at most; thread 0 then asks whether the call should
+// end.
 void Context::DiskWalk::wait(std::unique_lock<std::mutex>& held, int thread) {
     const auto begin = std::chrono::steady_clock::now();
     if (thread == 0 && fetches.busy() && w.ctx.interrupted && begin - asked > kAsk) {
@@ -124,7 +126,7 @@ bool Context::DiskWalk::pending() const {
     return false;
 }
 
-// Nothing of this call is on its way any more.
+// Waits until no read of this call is under way.
 void Context::DiskWalk::drain(int thread) {
     std::unique_lock<std::mutex> held(fetches.lock);
     while (pending() && !fetches.gave_up) {
@@ -139,9 +141,9 @@ void Context::DiskWalk::drain(int thread) {
 // slots only while it waits for reads or computes, never while it waits for slots; so some chunk can always
 // go on, with any number of them.
 
-// A chunk to work on. First those nobody has begun, the coldest (last) first: their reads go out early and
-// the hot chunks' work hides them. Then those whose records have come, or for which slots may have become
-// free. false: there is no more.
+// Gives the thread a chunk to work on; false: all are done. Chunks that no thread has begun come first, the
+// coldest (last) of them first: its reads begin early, and the work of the hot chunks hides them. Then come
+// chunks whose reads are done, or for which slots may have become free.
 bool Context::DiskWalk::next(size_t* chunk, int thread) {
     const bool serial = bundles.disabled(DiskRows::NO_PIPELINE);
     fetches.take_in_passing();
@@ -156,7 +158,7 @@ bool Context::DiskWalk::next(size_t* chunk, int thread) {
     }
 }
 
-// The neurons the chunk needs: of its gate rows if those are on disk, else of its bundles.
+// Lists what the chunk needs next: gate rows where those are on disk and not computed yet, else bundles.
 void Context::DiskWalk::list(size_t chunk, int thread) {
     const size_t begin = chunk * kChunk, end = std::min(w.n, begin + kChunk);
     Task& t = tasks[chunk];
@@ -179,8 +181,8 @@ void Context::DiskWalk::list(size_t chunk, int thread) {
     if (t.listed || !chunk) std::fill(w.partial_of(chunk), w.partial_of(chunk + 1), 0.0f);
 }
 
-// Slots for as much of the rest of the list as there is room for. false: the chunk is another's from now on;
-// it will be `ready` when its reads are done, or when slots become free.
+// Finds slots for as much of the rest of the list as possible. True: all of that is in memory. False: the
+// chunk is put aside, and any thread may take it up when its reads are done, or when slots become free.
 bool Context::DiskWalk::fetch(size_t chunk) {
     Task& t = tasks[chunk];
     DiskRows& rows = t.stage == Task::GATES ? *gates : bundles;
@@ -258,7 +260,7 @@ size_t Context::DiskWalk::last_cell(size_t g) const {
     return std::min(w.cells, (g + 1) * group * (kChunk / w.cell));
 }
 
-// Holding the lock: the reads of a group's chunks.
+// Requests the reads of a group's chunks. The caller holds the lock.
 void Context::DiskWalk::request(size_t g) {
     for (size_t chunk = g * group; chunk < std::min(w.chunks, (g + 1) * group); chunk++) {
         const size_t ring = chunk % kStreamChunks * kChunk;
@@ -266,7 +268,8 @@ void Context::DiskWalk::request(size_t g) {
         if (gates && (listing || !by_list)) want_gates(chunk, ring);
     }
     fetches.submit();
-    if (!fetches.gave_up) fetches.left[owner_of(g)]--;  // what it began with: not requested yet
+    // `left` began as 1, so that no thread takes a group whose reads were not requested for a complete one.
+    if (!fetches.gave_up) fetches.left[owner_of(g)]--;
     fetches.changed.notify_all();
 }
 
@@ -326,8 +329,8 @@ void Context::DiskWalk::first_half(size_t c, int thread) {
     if (w.normed) w.weigh(c);
 }
 
-// A prompt says which neurons its continuation is likely to need: its tokens count as if they had come one by
-// one.
+// Counts the uses of a cell's neurons. A prompt says which neurons its continuation will probably need, so
+// its tokens count as if they had come one by one.
 void Context::DiskWalk::note(size_t c) {
     for (size_t i = c * w.cell; i < c * w.cell + w.counts[c]; i++) {
         const size_t id = size_t(w.ids[i]);
@@ -338,7 +341,7 @@ void Context::DiskWalk::note(size_t c) {
     }
 }
 
-// The next cell of those below `end`.
+// Takes the next cell below `end` that no thread has taken; false: there is none.
 bool Context::DiskWalk::take_cell(size_t end, size_t* c) {
     *c = next_cell.load(std::memory_order_relaxed);
     while (*c < end)
@@ -346,8 +349,8 @@ bool Context::DiskWalk::take_cell(size_t end, size_t* c) {
     return false;
 }
 
-// The gates of all chunks; then bundles are asked for, and not before all threads are here: lists are
-// complete.
+// Computes the gates of all chunks and lists the neurons that some token needs. Bundles are requested behind
+// the barrier, when all lists are complete. False: a read failed.
 bool Context::DiskWalk::list_all(int thread) {
     for (size_t g = 0; gates && g < groups; g++) {
         if (!wait_for(g, thread)) return false;  // the same for all threads

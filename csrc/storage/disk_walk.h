@@ -1,5 +1,5 @@
-// One call of an FFN whose bundles (and perhaps gate rows) are on disk: who works on which chunk, and who
-// waits.
+// One call of an FFN whose bundles (and perhaps gate rows) are on disk: which thread works on which chunk,
+// and which thread waits for the disk.
 #pragma once
 #include <chrono>
 #include <deque>
@@ -7,26 +7,31 @@
 #include <vector>
 
 #include "engine/bundles.h"
-#include "slots.h"
+#include "fetches.h"
 
 namespace tc {
 
-// The reads of one call over some FFNs of a layer, of which there are none yet; each FFN has `owners_of`
-// owners there.
+// Makes the reads of one call over n FFNs of one layer (a mixture's experts), before any of them is
+// requested. FFN i has the owners [i * owners_of, (i + 1) * owners_of). The thread that makes the call asks
+// `interrupted`.
 std::shared_ptr<Fetches> begin_reads(const FFN* const* ffns, size_t n, size_t tokens,
                                      Interrupted interrupted);
-std::shared_ptr<Fetches> begun_reads(
-    const FFN& first);  // for a call of few tokens over these FFNs, which has come; or null
-size_t owners_of(const FFN& ffn);
+// Takes over the reads that read_ahead began for the call that starts now, of few tokens over `first` (and
+// its fellow experts); null where it began none.
+std::shared_ptr<Fetches> begun_reads(const FFN& first);
+size_t owners_of(const FFN& ffn);  // two for each chunk: its gate rows, its bundles
+// Whether reads can begin before a call of so many tokens.
 bool can_read_ahead(const FFN& ffn, size_t tokens, Sparsity sparsity);
 
 struct Context::DiskWalk {
     DiskWalk(Context& context, const FFNArgs& args);
     void few_tokens(int thread);
     void many_tokens(int thread);
-    void end();  // after the region: nothing is pinned. DiskError
+    void end();  // by the calling thread, when all threads have left: unpins. DiskError where a read failed
 
-    // A chunk on its way: entries [begin, end) of its list have their slots; what comes before is done.
+    // A chunk of few tokens' work. Of its list [0, listed): [0, begin) is done, [begin, end) has slots and is
+    // computed when its reads are done, the rest has no slots yet. First it lists gate rows where those are
+    // on disk, then bundles.
     struct Task {
         enum Stage { FRESH, GATES, BUNDLES } stage = FRESH;
         size_t begin = 0, end = 0, listed = 0;
@@ -59,26 +64,28 @@ struct Context::DiskWalk {
     Walk w;
     DiskRows &bundles, *const gates;
     const std::shared_ptr<Fetches> reads;
-    Fetches& fetches;    // its lock guards all below, and the DiskRows
-    const size_t owner;  // from there on: chunks for their gate rows, then for their bundles; or groups
+    Fetches& fetches;  // its lock guards all below, and the DiskRows
+    // This FFN's first owner: chunk c's gate rows are owner + c, its bundles owner + chunks + c; of many
+    // tokens a group's number stands in place of c, and gate rows read with bundles count as bundles.
+    const size_t owner;
     std::vector<Task> tasks;
     std::deque<size_t> starved;  // chunks that found no slots
     size_t fresh, done = 0;
-    // [n] each. Of list entries: slots, entries (in the cache) of few tokens, and what is wanted of them. Of
-    // neurons: the rest.
+    // [n] each. By place in the list: slots, entries (of the cache, few tokens) and wanted. By neuron: the
+    // others.
     int32_t *slots, *entries, *places, *gate_slots, *gate_entries;
     Wanted *wanted, *gate_wanted;
 
-    const bool
-        by_list;  // many tokens: of no bundle but those some token needs, all of which are listed first
+    // Many tokens, first pass: the gates of all chunks; second: only those bundles that some token needs.
+    const bool by_list;
     const size_t group;          // chunks that many tokens work on together
-    const size_t groups, ahead;  // of those: there are, and slots are for
-    bool listing;                // the first of two passes over them: gates alone
+    const size_t groups, ahead;  // how many groups there are; how many fit into the stream slots
+    bool listing;                // by_list's first pass is going on
     std::atomic<size_t> next_cell{0};
     std::chrono::steady_clock::time_point asked =
-        std::chrono::steady_clock::now();     // whether to go on: thread 0's
+        std::chrono::steady_clock::now();     // when thread 0 last asked `interrupted`
     float* sums;                              // [dim / tile][tokens][tile]
-    std::vector<float> age;                   // [tokens]
+    std::vector<float> age;                   // [tokens] what a use in that token counts after the call
     const uint64_t bundle_bytes, gate_bytes;  // read before this call
 };
 

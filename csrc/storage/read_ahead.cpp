@@ -1,8 +1,9 @@
 // Reads of an FFN that begin before its call.
 //
-// What the predictor says of the residual stream before attention, it mostly says again after it: of planted
-// neurons but for one in fifty, of trained ones for one in four (DESIGN). So reads begin early, and the disk
-// works while attention does. Nothing depends on it: the call asks again.
+// A predictor that sees the residual stream before attention names mostly the neurons that it will name after
+// it: all but one in fifty of synthetic neurons, all but one in four of trained ones
+// (docs/internals/csrc.md). So reads begin before attention, and the disk works beside it. Only the time
+// depends on them: the FFN's call asks for its records whether they were read ahead or not.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -19,7 +20,7 @@ struct Ahead {
     Fetches& fetches;
     const size_t owner;
     std::atomic<size_t> listed{0}, judged{0};  // chunks
-    Wanted* free = nullptr;                    // of fetches.early's last
+    Wanted* free = nullptr;                    // the unused end of fetches.early.back()
 
     void list(int thread);
     void judge(int thread);
@@ -28,14 +29,14 @@ struct Ahead {
     void keep_judgeable();
 };
 
-// The predicted neurons.
+// Lists the predicted neurons of each chunk.
 void Ahead::list(int) {
     w.encode();
     for (size_t c; (c = listed.fetch_add(1)) < w.chunks;)
         w.counts[c] = w.predicted_neurons(c * kChunk, std::min(w.n, (c + 1) * kChunk));
 }
 
-// In the order in which the call will want them.
+// Requests the listed records, the coldest chunk first: in the order in which the call will need them.
 void Ahead::expect(DiskRows& rows, size_t first_owner) {
     std::lock_guard<std::mutex> held(fetches.lock);
     for (size_t c = w.chunks; c-- > 0;) {
@@ -46,7 +47,7 @@ void Ahead::expect(DiskRows& rows, size_t first_owner) {
     fetches.submit();
 }
 
-// Of the listed neurons, those whose bundles are on disk and whose gate rows are not.
+// Keeps of the lists the neurons whose gates can be computed now, and whose bundles are not in memory.
 void Ahead::keep_judgeable() {
     std::lock_guard<std::mutex> held(fetches.lock);
     for (size_t c = 0; c < w.chunks; c++) {
@@ -60,7 +61,7 @@ void Ahead::keep_judgeable() {
     }
 }
 
-// Of those, the ones whose gate is open.
+// Computes the gates of the listed neurons, and keeps the neurons whose gate is open.
 void Ahead::judge(int thread) {
     for (size_t c; (c = judged.fetch_add(1)) < w.chunks; fetches.take_in_passing()) {
         w.activations(c * kChunk, c * kChunk + w.counts[c], w.rows, thread);
@@ -68,7 +69,7 @@ void Ahead::judge(int thread) {
     }
 }
 
-// Of those that are left: the unit of gates, which differs between layers.
+// The mean magnitude of the gates that are left: a unit, since gates differ in size between layers.
 float Ahead::mean_gate() const {
     double sum = 0;
     size_t found = 0;
@@ -92,7 +93,7 @@ void Context::read_ahead(const FFNArgs& a) {
     expect(asked);
 }
 
-// Begins what a.reads can bring for an FFN.
+// Begins the reads of one FFN that it will probably need, as part of a.reads.
 void Context::expect(const FFNArgs& a) {
     Walk w(*this, a, kChunk);
     if (!w.guessed) return;
@@ -106,9 +107,9 @@ void Context::expect(const FFNArgs& a) {
     ahead.keep_judgeable();
     w.open_above = (a.ffn.activation == FATRELU ? a.ffn.threshold : 0) - ahead.bundles.slack();
     pool.run(judge);
-    if (!ahead.gates)
-        ahead.bundles.adapt(
-            ahead.mean_gate());  // else a gate that is not there is late, wherever the threshold is
+    // With gate rows on disk, a record can be late because its gate was not there: that says nothing about
+    // the threshold.
+    if (!ahead.gates) ahead.bundles.adapt(ahead.mean_gate());
     ahead.expect(ahead.bundles, a.owner + w.chunks);
 }
 

@@ -27,7 +27,7 @@ enum class Method { AUTO, URING, THREADS };
 
 class Ring;         // uring.h
 class ReadThreads;  // reader.cpp
-class Fetches;      // slots.h
+class Fetches;      // fetches.h
 
 // Thread-safe. Interrupted and short reads go on inside. Whoever waits holds no lock that a taker needs:
 //   one mutex around { take, then publish what came } is enough for many threads. A thread that needs a
@@ -39,8 +39,9 @@ class Reader {
     // begin on.
     Reader(const char* path, unsigned depth, size_t buffer_bytes, Method method = Method::AUTO,
            bool direct = true);
-    ~Reader();  // waits for the reads in flight: they write into the caller's memory. Not for those left
-                // behind, in the buffers
+    // Waits for reads in flight, which write into the caller's memory; not for those left behind, which write
+    // into the buffers.
+    ~Reader();
     Reader(const Reader&) = delete;
     Reader& operator=(const Reader&) = delete;
 
@@ -48,15 +49,13 @@ class Reader {
     unsigned depth() const { return depth_; }
     size_t buffer_bytes() const { return buffer_bytes_; }
     uint8_t* buffer(unsigned i) const { return buffers_.data + i * buffer_stride_; }
-    size_t alignment() const {
-        return alignment_;
-    }  // of `offset`, `bytes` and `to`: 512 to 4096 direct, 1 through the cache
+    // `offset`, `bytes` and `to` of a request are multiples of it: 512 to 4096 direct, 1 through the cache.
+    size_t alignment() const { return alignment_; }
     const char* how() const { return how_.c_str(); }  // for people: "io_uring, direct"
-    bool forked() const {
-        return forks_ != forks_so_far();
-    }  // this process, from the reader's: there is nothing to wait for
-    bool changed()
-        const;  // another file has the path now, or this one another size or time than when it was opened
+    // Whether this process was forked from the one that made the reader: no read of it ever ends here.
+    bool forked() const { return forks_ != forks_so_far(); }
+    // Whether another file has the path now, or this file another size or time than when it was opened.
+    bool changed() const;
 
     // Begin n reads, all or none. false: more than `depth` would be in flight, or this process was forked
     // from the one that made the reader. Never waits for the disk.
@@ -64,16 +63,14 @@ class Reader {
     // Reads that are done, in any order, at most `max`. `wait`: sleep until there is one, but not for ever: 0
     // after 100 ms, a signal or a part of a read, and at once when nothing is in flight.
     size_t take(ReadDone* out, size_t max, bool wait);
-    // Reads in flight, into the buffers, that nobody is interested in any more: whoever comes next takes them
-    // first.
+    // Reads in flight, into the buffers, that their call no longer needs. The next call takes them first.
     size_t left_behind = 0;
     // Reads begun for a call that has not come yet, which takes them over. One call at a time has the
     // buffers: if another comes first, they are left behind.
     std::shared_ptr<Fetches> early;
 
-    // To measure a disk: read `bytes` at each of n offsets into the buffers, `depth` at a time, as long as
-    // `seconds` last.
-    // -> how many were read; `error`: the first failure, which ends it.
+    // Measures a disk: reads `bytes` at each of n offsets into the buffers, `depth` at a time, for `seconds`.
+    // Returns how many reads ended; `error` becomes the first failure, which ends it, or 0.
     size_t measure(const uint64_t* offsets, size_t n, uint32_t bytes, double seconds, int& error);
 
  private:

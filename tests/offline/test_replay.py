@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from thermocline import _native
 from thermocline.cli.commands.bench import CACHE_POLICIES
 from thermocline.machine.tiers import BUNDLED, read_tiers
-from thermocline.offline.cache_policies import HALF_LIFE, POLICIES, next_uses
+from thermocline.offline.cache_policies import POLICIES, next_uses
 from thermocline.offline.need_trace import Trace
 from thermocline.offline.replay import ReplayCounts, even_shares, replay, times
 from thermocline.plan import cost, planner
@@ -32,7 +33,7 @@ def missed(policy: str, sets: Sets, neurons: int, slots: int, frequency: Any = N
     needs = np.zeros((len(sets), neurons), np.bool_)
     for row, wanted in zip(needs, sets, strict=True):
         row[list(wanted)] = True
-    made = POLICIES[policy](needs, slots, np.zeros(neurons) if frequency is None else frequency)
+    made = POLICIES[policy](needs, slots, np.zeros(neurons) if frequency is None else frequency, 0)
     return [made.step(np.flatnonzero(row)).tolist() for row in needs]
 
 
@@ -94,15 +95,36 @@ def test_the_next_use_is_the_first_step_from_there_on() -> None:
 
 @pytest.mark.parametrize("slots", [2, 5, 11])
 def test_lru_keeps_what_was_used_last(slots: int) -> None:
+    """Neurons are asked for in ascending order, as a call does: one that is needed later in the step can lose
+    its slot to one that is needed before it."""
     sets = random_sets(7, 80, 24, skew=0.6)
     last = {n: -1 for n in range(slots)}
-    expected = []
+    expected: list[list[int]] = []
     for step, wanted in enumerate(sets):
-        expected.append(sorted(wanted - set(last)))
-        last |= dict.fromkeys(wanted, step)
-        kept = sorted(last, key=lambda n: (-last[n], n))[:slots]
-        last = {n: last[n] for n in kept}
+        expected.append([])
+        for n in sorted(wanted):
+            if n not in last:
+                expected[-1].append(n)
+                oldest = min(last, key=lambda m: (last[m], -m))
+                if last[oldest] == step:
+                    continue  # all slots are of this step: it passes through
+                del last[oldest]
+            last[n] = step
     assert missed("lru", sets, 24, slots) == expected
+
+
+def test_a_step_that_names_no_set_of_neurons_is_refused() -> None:
+    cache = _native.CacheReplay("lfu", neurons=10, hot=0, slots=3, likely=None)
+    out = np.empty(10, np.int32)
+    for wrong in ([3, 3], [4, 2], [-1], [10]):
+        with pytest.raises(ValueError, match="ascending"):
+            cache.step(np.array(wrong, np.int32), out)
+    with pytest.raises(ValueError, match="too short"):
+        cache.step(np.arange(4, dtype=np.int32), out[:3])
+    with pytest.raises(ValueError, match="unknown cache policy"):
+        _native.CacheReplay("random", neurons=10, hot=0, slots=3, likely=None)
+    with pytest.raises(ValueError, match="more slots"):
+        _native.CacheReplay("lfu", neurons=10, hot=8, slots=3, likely=None)
 
 
 def test_lfu_forgets_old_uses_and_lru_forgets_at_once() -> None:
@@ -110,7 +132,7 @@ def test_lfu_forgets_old_uses_and_lru_forgets_at_once() -> None:
     busy: Sets = [{9}] * 20 + [{8}, {9}]
     assert missed("lru", busy, 10, 1)[-1] == [9]
     assert missed("lfu", busy, 10, 1)[-1] == []
-    later: Sets = [{9}] * 20 + [{8}] * int(3 * HALF_LIFE) + [{9}]
+    later: Sets = [{9}] * 20 + [{8}] * int(3 * _native.limits().half_life) + [{9}]
     assert missed("lfu", later, 10, 1)[-1] == [9]
 
 

@@ -76,7 +76,7 @@ def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
 def in_arena(records: NDArray[np.uint8]) -> tuple[_native.Arena, int]:
     """Bytes at the very end of an arena: where the padding it promises ends, nothing can be read."""
     page = mmap.PAGESIZE
-    offset = -(records.size + _native.ARENA_PADDING) % page
+    offset = -(records.size + _native.limits().arena_padding) % page
     arena = _native.Arena(offset + records.size)
     arena.fence()
     arena.write(offset, np.ascontiguousarray(records).reshape(-1))

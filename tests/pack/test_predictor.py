@@ -24,10 +24,9 @@ from thermocline import LLM, SamplingParams
 from thermocline.convert.importer import pack as pack_model
 from thermocline.errors import BadFile, IOFailure, ThermoclineError, UsageError
 from thermocline.model import quant
-from thermocline.model.sparsity import FEW
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
-from thermocline.ops.interface import F32, FFNStats, Layer, Linear, Weights
+from thermocline.ops.interface import F32, FEW, FFNStats, Layer, Linear, Weights
 from thermocline.pack import blocks, sidecar
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import (

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thermocline import _native
 from thermocline.convert.synthetic import read_shape
 from thermocline.convert.synthetic_weights import activities
 from thermocline.errors import OutOfBudget
@@ -17,7 +18,7 @@ from thermocline.llm import BUNDLED
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack.pack import Pack
 from thermocline.plan import hotness
-from thermocline.plan.cache_split import GAP_BYTES, LEAST, Rows, Share, fetch, split
+from thermocline.plan.cache_split import LEAST, Rows, Share, fetch, split
 from thermocline.plan.disk_split import (
     Arrangement,
     Contents,
@@ -89,7 +90,7 @@ def test_expected_reads_are_those_of_drawn_tokens(stride: int, ordered: bool, as
     for _ in range(tokens):
         missed = np.sort(places[500:][rng.uniform(size=1500) < p[500:]])
         gaps = np.diff(missed) - 1
-        near = gaps <= GAP_BYTES // stride
+        near = gaps <= _native.limits().gap_bytes // stride
         rows += len(missed)
         reads += len(missed) - int(near.sum())
         nbytes += (len(missed) + int(gaps[near].sum())) * stride

@@ -152,7 +152,7 @@ class Case:
         reader: _native.Reader | None = None,
     ) -> tuple[_native.FFN, _native.DiskRows]:
         m = self.made
-        n, slots = len(m.gate), hot + quota + _native.STREAM_SLOTS
+        n, slots = len(m.gate), hot + quota + _native.limits().stream_slots
         if reader is None:
             reader = _native.Reader(
                 str(path or m.file), depth=depth, buffer_bytes=buffer_bytes, method=method
@@ -174,7 +174,7 @@ class Case:
         self, reader: _native.Reader, hot: int, quota: int, disable: int
     ) -> tuple[_native.Matrix, _native.DiskRows]:
         m = self.made
-        slots = hot + quota + _native.STREAM_SLOTS
+        slots = hot + quota + _native.limits().stream_slots
         arena = _native.Arena(slots * m.gate_stride)
         pool = _native.SlotPool(arena, 0, m.gate_stride, slots)
         crc = np.array([_native.crc32c(bytes(r) + bytes(m.gate_stride - m.row)) for r in m.gate], np.uint32)
@@ -325,6 +325,30 @@ def test_a_step_of_many_tokens_reads_what_some_token_needs(tmp_path: Path) -> No
     assert (first["needed"], first["missed"]) == (needed.sum(), needed[quota:].sum())
     call(context, ffn, h, "exact")
     assert rows.stats()["missed"] == first["missed"]  # all of it was kept: nothing else was asked for yet
+
+
+@pytest.mark.parametrize(("hot", "quota"), [(0, 3), (0, 60), (0, 300), (256, 40), (100, 250)])
+@pytest.mark.parametrize("profiled", [False, True])
+def test_a_replay_misses_in_each_step_what_the_engine_misses(
+    tmp_path: Path, hot: int, quota: int, profiled: bool
+) -> None:
+    """The same policy code over the same slots; one thread, so that chunks are asked for in one order."""
+    rng = np.random.default_rng(4)
+    plain = neurons(tmp_path / "f", gated=False, bias=True)
+    made = replace(plain, bias=rng.uniform(-30, -5, NEURONS).astype(np.float32))  # few to half are active
+    likely = np.sort(rng.random(NEURONS)).astype(np.float32)[::-1].copy() if profiled else None
+    ffn, rows = Case(made).on_disk(hot, quota, likely=likely)
+    memory, context = Case(made).in_memory(), _native.Context(1)
+    replayed = _native.CacheReplay("lfu", neurons=NEURONS, hot=hot, slots=quota, likely=likely)
+    found, missed = np.empty(NEURONS, np.int32), 0
+    for h in calls(6, (1,) * 40 + (3, 1) * 20):
+        record = np.zeros((len(h), NEURONS), np.float32)
+        context.ffn_add(np.ones_like(h), h, memory, SPARSITIES.index("exact"), record)
+        needed = np.flatnonzero(record.any(axis=0)).astype(np.int32)
+        call(context, ffn, h, "exact")
+        missed += replayed.step(needed, found)
+        assert rows.stats()["missed"] == missed
+    assert rows.stats()["needed"] > missed > 100
 
 
 def quant_rows(made: Neurons) -> F32:
@@ -545,8 +569,8 @@ def test_a_prompt_says_which_neurons_its_continuation_needs(tmp_path: Path) -> N
 
 def test_slots_go_back_to_the_pool(tmp_path: Path) -> None:
     made = neurons(tmp_path / "f")
-    arena = _native.Arena((100 + _native.STREAM_SLOTS) * made.stride)
-    pool = _native.SlotPool(arena, 0, made.stride, 100 + _native.STREAM_SLOTS)
+    arena = _native.Arena((100 + _native.limits().stream_slots) * made.stride)
+    pool = _native.SlotPool(arena, 0, made.stride, 100 + _native.limits().stream_slots)
     reader = _native.Reader(str(made.file), depth=2, buffer_bytes=8192)
     crc = np.zeros(NEURONS, np.uint32)
     for _ in range(3):

@@ -17,7 +17,7 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from thermocline import LLM, SamplingParams, _native
+from thermocline import LLM, SamplingParams
 from thermocline.cli import main
 from thermocline.convert import synthetic
 from thermocline.engine.engine import Engine
@@ -300,27 +300,25 @@ def bytes_per_step(pack: Pack, sequences: int) -> float:
 
 
 def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
-    """Within a point of hit rate, where what a call misses fits in the slots that are for passing through."""
-    pack, test = Pack.open(wide_pack), BenchTest(2, 0, 0, 96)
+    """The same code over the same slots. With several threads time decides who asks first."""
+    pack, test = Pack.open(wide_pack), BenchTest(1, 0, 0, 40)
     feed, heat = bench.feed_of(pack, [test], None, 1), hotness.of_pack(pack, hotness.Curve())
 
     def loaded(ram: float | None) -> Bench:
         return Bench(pack, [test], feed, EngineOptions(ram=ram), lambda *_: None)
 
     whole = loaded(None)
-    recorder = TraceRecorder(2, pack.spec, whole.engine.model.weights.layers)
-    whole.watch(test, recorder)
+    whole.ops[1] = recorder = TraceRecorder(1, pack.spec, whole.engine.model.weights.layers)
+    recorder.begin()  # before the token that a bench does not count: the engine's caches see it, too
+    whole.sample(test)
     trace = Trace.of(recorder, feed.name, "exact", 0)
-    compared = []
     low, *_, high = budgets(wide_pack)
-    for part in (0.95, 0.98, 1.0):
+    for part in (0.75, 0.85):
         engine = loaded(low + (high - low) * part)
         assert engine.session.store is not None
-        done = engine.sample(test).figures.disk
-        assert done is not None
+        engine.sample(test)
+        done = engine.session.store.counts()
         frequency = [heat.at(i, 1) for i in range(pack.spec.n_layers)]
         counts = replay(trace, engine.session.store.arrangement.bundles, frequency, "lfu")
-        assert counts.needed.sum() == done.needed
-        compared.append((counts.hit_rate, 1 - done.missed / done.needed))
-        assert counts.missed.mean() < _native.STREAM_SLOTS
-    assert all(abs(mine - real) < 0.01 for mine, real in compared), compared
+        assert (counts.needed.sum(), counts.missed.sum()) == (done.needed, done.missed)
+        assert 0.5 < counts.hit_rate < 0.95

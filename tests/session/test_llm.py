@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import re
 import subprocess
 import sys
 import threading
@@ -23,19 +22,7 @@ from thermocline.llm import LLM
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.interface import F32
-from thermocline.plan.memory import (
-    GIB,
-    NATIVE_CHUNK,
-    NATIVE_COLUMNS,
-    NATIVE_FEW,
-    NATIVE_FLOATS,
-    NATIVE_QUERIES,
-    NATIVE_SPAN,
-    NATIVE_TOKENS,
-    context_for,
-    fit,
-    scratch_bytes,
-)
+from thermocline.plan.memory import GIB, context_for, fit
 from thermocline.session import weights
 from thermocline.session.options import EngineOptions, ModelOptions
 from thermocline.session.session import Session
@@ -78,49 +65,6 @@ def test_a_cache_for_more_than_one_context_never_refuses_a_model() -> None:
     assert budget(100, context=64) == 512
     assert budget(7.5, context=64) == 512
     assert budget(7.2, context=64) == 64
-
-
-def test_scratch_counts_what_a_step_allocates() -> None:
-    """A 7B model's arrays, counted by hand from decoder.py and model_ops.cpp, in floats."""
-    floats = (
-        256 * (3 * 4096 + 12288 + 4096)  # x, two on the way, its norm; qkv, attention's answer
-        + 256 * (4096 + 64)  # a matrix's input, at most f32
-        + 256 * 3 * (11008 + 512)  # gate, hidden, and hidden as down's input
-        + 2 * (32 * max(2048, (11008 + 512) * 9 // 32) + 32 * 256)  # each thread: 32 rows, their products
-        + -(-11008 // NATIVE_CHUNK) * 4 * 4096  # a partial sum for each chunk of neurons and up to 4 tokens
-        + 2 * 11008  # ids and counts
-        + 4 * 3 * (4096 + 512) + 11008 // 4  # a predictor: input, code, marks
-        + 2 * (2 * 256 * 128 + 16 * 128 + 4 * 128 + 4)  # each thread's tiles and factors
-        + 2 * (4 * 512 + 16 * 130 + 128)  # each thread's attention scores and a span's sums
-        + 4 * 2 * 8 * 16 * 130  # the sums of up to 8 tasks over 8 spans of positions
-        + (8 + 10) * 32000  # logits, and one request's sort
-    )  # fmt: skip
-    assert scratch_bytes(LLAMA_7B, context=4096, max_batch=8, threads=2) == 4 * floats
-
-
-def test_the_memory_plan_knows_the_native_core_s_block_sizes() -> None:
-    csrc = Path(__file__).parents[2] / "csrc"
-    source = "".join(
-        (csrc / f).read_text()
-        for f in (
-            "engine/model_ops.cpp",
-            "engine/ffn.cpp",
-            "engine/bundles.h",
-            "engine/work.h",
-            "kernels/kernels.h",
-            "kernels/kernels.inl",
-        )
-    )
-    for name, value in {
-        "kBlock": NATIVE_TOKENS,
-        "kChunk": NATIVE_CHUNK,
-        "kFewTokens": NATIVE_FEW,
-        "kTileColumns": NATIVE_COLUMNS,
-        "kFloatChunk": NATIVE_FLOATS,
-        "kSpan": NATIVE_SPAN,
-        "kQueryRows": NATIVE_QUERIES,
-    }.items():
-        assert re.search(rf"\b{name} = (\d+)", source)[1] == str(value), name  # type: ignore[index]
 
 
 def test_the_memory_plan_is_above_what_a_run_takes_and_not_far(tiny_pack: Path) -> None:

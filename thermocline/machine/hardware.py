@@ -26,7 +26,6 @@ ROOT = Path("/")
 NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 ROOF_SECONDS = 0.1
 ROOF_BYTES = 1 << 30  # the most bytes that one pass reads: 0.03 to 0.1 s
-LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -358,8 +357,12 @@ def read_gbs_of(
     No memory is allocated. At least one pass is made, so only as many bytes are read as the caches cannot
     hold.
     """
+    import thermocline._native as _native
+
     end = min(end, begin + max(16 * (cache_bytes() or 0), ROOF_BYTES))
-    return None if end - begin < LEAST_BYTES else float(arena.read_bandwidth(begin, end, threads, seconds))
+    if end - begin < _native.limits().measured_bytes:
+        return None
+    return float(arena.read_bandwidth(begin, end, threads, seconds))
 
 
 def measure_memory(threads: int) -> Memory:

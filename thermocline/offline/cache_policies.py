@@ -1,69 +1,87 @@
-"""Cache policies that a replay compares: which of a layer's neurons are in its slots.
+"""The cache policies that a replay compares: which neurons of a layer are in its slots, step by step.
 
-A step needs a set of neurons; those without a slot are read from disk. At first the slots hold the lowest
-numbers, which are the hottest neurons.
+A step needs a set of neurons; those without a slot are read. At first the lowest numbers, the hottest, are
+there. The policies that the engine can run are the core's own code (csrc/storage/policy.h); S3-FIFO and
+Belady's optimum, which it cannot, are here to compare with.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline import _native
+
 Bool = NDArray[np.bool_]
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
-# LFU (LOG, "Cache policies"): steps after which a use counts half, and steps for which the profile counts.
-HALF_LIFE, PRIOR = 64.0, 16.0
-SMALL_SHARE, MAX_USES = 0.1, 3  # S3-FIFO: the share of slots for new neurons, and the most uses counted
+SMALL_SHARE, MAX_USES = 0.1, 3  # S3-FIFO: of the slots, for what is new; uses that are counted
 
 
 class Policy(Protocol):
     """A cache policy for one layer."""
 
     def step(self, needed: I64) -> I64:
-        """Serve a step. Return the neurons of `needed` that were not in slots. Both are ascending."""
+        """Return which of `needed` were not there. Both ascending."""
 
 
-Maker = Callable[
-    [Bool, int, F64], Policy
-]  # needs [steps, neurons], slots, each neuron's frequency by a profile
+class Maker(Protocol):
+    def __call__(self, needs: Bool, slots: int, frequency: F64, hot: int) -> Policy:
+        """Return a cache at its start.
+
+        `needs` [steps, neurons]: the trace that will be played. `frequency` [neurons]: each neuron's by a
+        profile. Neurons [0, `hot`) are always there; the others share `slots`.
+        """
 
 
-class Pinned:
-    """Never replaces a neuron."""
+class Native:
+    """The engine's cache with a policy of the core: an engine of one thread misses the same neurons."""
 
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
-        self._slots = slots
+    def __init__(self, policy: str, needs: Bool, slots: int, frequency: F64, hot: int) -> None:
+        neurons = needs.shape[1]
+        likely = frequency.astype(np.float32)
+        self._cache = _native.CacheReplay(policy, neurons=neurons, hot=hot, slots=slots, likely=likely)
+        self._missed = np.empty(neurons, np.int32)
 
     def step(self, needed: I64) -> I64:
-        return needed[needed >= self._slots]
+        n = self._cache.step(needed.astype(np.int32), self._missed)
+        return np.sort(self._missed[:n]).astype(np.int64)
 
 
-class Scored:
-    """After each step, keeps the neurons with the highest scores among those in slots and those read."""
+def native(policy: str) -> Maker:
+    """Return the maker of a policy that the core has."""
 
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
+    def made(needs: Bool, slots: int, frequency: F64, hot: int) -> Policy:
+        return Native(policy, needs, slots, frequency, hot)
+
+    return made
+
+
+class Belady:
+    """Knows the trace, and keeps what is needed next: no policy can miss less often.
+
+    When a step is over, the best of what was there and of what was read stay.
+    """
+
+    def __init__(self, needs: Bool, slots: int, frequency: F64, hot: int) -> None:
         neurons = needs.shape[1]
-        self._slots, self._steps = slots, 0
-        self._inside = np.arange(neurons) < slots
-        self._score = np.zeros(neurons)
+        self._slots, self._steps, self._hot = slots, 0, hot
+        self._inside = np.arange(neurons) < hot + slots
+        self._next = next_uses(needs)
+        self._score = -self._next[0].astype(np.float64)
         self._bias = np.arange(neurons) / neurons / -2  # less than any difference of scores
-
-    def _use(self, needed: I64) -> None:
-        raise NotImplementedError
 
     def step(self, needed: I64) -> I64:
         missed = needed[~self._inside[needed]]
         self._steps += 1
-        self._use(needed)
+        self._score[needed] = -self._next[self._steps][needed]
         if len(missed):
             self._inside[missed] = True
-            there = np.flatnonzero(self._inside)
+            there = self._hot + np.flatnonzero(self._inside[self._hot :])
             gone = len(there) - self._slots
             if gone > 0:
                 order = self._score[there] + self._bias[there]
@@ -71,42 +89,8 @@ class Scored:
         return missed
 
 
-class LRU(Scored):
-    """Keeps the most recently used neurons."""
-
-    def _use(self, needed: I64) -> None:
-        self._score[needed] = self._steps
-
-
-class LFU(Scored):
-    """Counts uses, with less weight for old ones, on top of the frequencies of a profile."""
-
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
-        super().__init__(needs, slots, frequency)
-        self._bias = PRIOR * frequency + 1e-6 * self._bias
-
-    def _use(self, needed: I64) -> None:
-        self._score *= 0.5 ** (1 / HALF_LIFE)
-        self._score[needed] += 1
-
-
-class Belady(Scored):
-    """Knows the trace and keeps the neurons that are needed next. No policy can miss less often."""
-
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
-        super().__init__(needs, slots, frequency)
-        self._next = next_uses(needs)
-        self._score[:] = -self._next[0]
-
-    def _use(self, needed: I64) -> None:
-        self._score[needed] = -self._next[self._steps][needed]
-
-
 def next_uses(needs: Bool) -> NDArray[np.int32]:
-    """Return the next step that needs each neuron, from each step on [steps + 1, neurons].
-
-    A neuron that is not needed again has the value `steps`.
-    """
+    """Return the first step from each one on that needs a neuron, [steps + 1, neurons]; `steps`: none."""
     steps = len(needs)
     out = np.full((steps + 1, needs.shape[1]), steps, np.int32)
     for i in range(steps - 1, -1, -1):
@@ -117,13 +101,13 @@ def next_uses(needs: Bool) -> NDArray[np.int32]:
 class S3FIFO:
     """S3-FIFO, with two queues: new neurons that are not used again leave soon and are remembered a while."""
 
-    def __init__(self, needs: Bool, slots: int, frequency: F64) -> None:
+    def __init__(self, needs: Bool, slots: int, frequency: F64, hot: int) -> None:
         neurons = needs.shape[1]
         self._slots, self._small_slots = slots, max(1, round(SMALL_SHARE * slots))
         self._small: deque[int] = deque()
-        self._main: deque[int] = deque(range(min(slots, neurons)))
+        self._main: deque[int] = deque(range(hot, min(hot + slots, neurons)))
         self._left: dict[int, None] = {}  # in the order of leaving
-        self._inside = np.arange(neurons) < slots
+        self._inside = np.arange(neurons) < hot + slots
         self._uses = np.zeros(neurons, np.int8)
 
     def step(self, needed: I64) -> I64:
@@ -154,9 +138,9 @@ class S3FIFO:
 
 
 POLICIES: dict[str, Maker] = {
-    "pinned": Pinned,
-    "lru": LRU,
+    "pinned": native("pinned"),
+    "lru": native("lru"),
     "s3fifo": S3FIFO,
-    "lfu": LFU,
+    "lfu": native("lfu"),
     "belady": Belady,
 }

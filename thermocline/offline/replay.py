@@ -58,12 +58,12 @@ def replay(
 
 
 def _missed(needs: Bool, share: Share, frequency: F64, policy: str) -> F64:
-    """Return the number of misses in each step [steps]."""
-    cold = np.ascontiguousarray(needs[:, share.hot :])
-    if share.quota >= cold.shape[1]:
-        return np.zeros(len(cold))
-    made = POLICIES[policy](cold, share.quota, frequency[share.hot :])
-    return np.array([len(made.step(np.flatnonzero(row))) for row in cold], np.float64)
+    """Return how many neurons each step reads, [steps]."""
+    steps, neurons = needs.shape
+    if share.places >= neurons:
+        return np.zeros(steps)
+    made = POLICIES[policy](needs, share.quota, frequency, share.hot)
+    return np.array([len(made.step(np.flatnonzero(row))) for row in needs], np.float64)
 
 
 def even_shares(neurons: int, parts: int, share: float) -> list[Share]:

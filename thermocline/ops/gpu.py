@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.model.sparsity import FEW, SPARSITIES
+from thermocline.model.sparsity import SPARSITIES
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps, disk_error
@@ -37,6 +37,7 @@ from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import STREAMS, StepLimits
 from thermocline.ops.interface import (
     F32,
+    FEW,
     I32,
     Batch,
     FFNStats,

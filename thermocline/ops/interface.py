@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol, Self, TypeVar, 
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline import _native
 from thermocline.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from thermocline import _native
     from thermocline.ops.device_layers import DevicePredictor
     from thermocline.pack.predictor import LayerPredictor
 
 F16 = NDArray[np.float16]
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
+# Tokens that `predict` guesses for; more share too many neurons, and are computed exactly.
+FEW = _native.limits().few_tokens
 CPU = "cpu"  # a device's name, as in a placement; the GPUs of a session are "gpu:0", "gpu:1"
 
 

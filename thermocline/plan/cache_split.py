@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline import _native
+
 F64 = NDArray[np.float64]
 
 STEP = 32  # places that are given at a time
 LEAST = 4  # places of a layer, of a mixture each expert: there are hundreds of these
-SLOT_BYTES = 32  # of the tables, beside a place itself
-ROW_BYTES = 24  # of the tables, for each neuron: its checksum, where it is, how often it was needed
 # What the disk reads in the time that one more read costs it: memory saves more where rows are short.
 OPERATION_BYTES = 32 << 10
-GAP_BYTES = 32 << 10  # csrc/storage/slots.cpp reads over a gap that is not wider
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Rows:
 
     @property
     def place_bytes(self) -> int:
-        return self.stride + SLOT_BYTES
+        return self.stride + _native.limits().slot_table_bytes
 
     @property
     def least(self) -> int:
@@ -41,7 +40,7 @@ class Rows:
 
     @property
     def table_bytes(self) -> int:
-        return ROW_BYTES * len(self.need)
+        return _native.limits().record_table_bytes * len(self.need)
 
     @property
     def least_bytes(self) -> int:
@@ -111,7 +110,9 @@ def fetch(x: Rows, share: Share, *, ordered: bool) -> Fetch:
     absent = np.log1p(-np.minimum(p, 1 - 1e-9))
     between, reads = np.zeros(len(p)), p.copy()
     nbytes = p * x.stride
-    for gap in range(GAP_BYTES // x.stride + 1):  # the row before that is missed is `gap` rows away
+    for gap in range(
+        _native.limits().gap_bytes // x.stride + 1
+    ):  # the row before that is missed is `gap` rows away
         if gap + 1 >= len(p):
             break
         near = p[gap + 1 :] * p[: -gap - 1] * np.exp(between[gap + 1 :])

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from thermocline.machine.tiers import DiskTier, Tiers
 from thermocline.model.sizes import LayerSizes, ModelSizes, PartSize
+from thermocline.ops.interface import FEW
 from thermocline.plan.cache_split import Fetch
 
 F64 = NDArray[np.float64]
@@ -36,7 +37,7 @@ KV_SHARE = 0.55  # of memory speed that attention reaches over keys and values, 
 MATRIX_SHARE, BUNDLE_SHARE, NAMED_SHARE = 0.94, 0.8, 0.45
 # Neurons that a predictor names for one that is active, where it does not say; published ones: 1.2 to 1.8.
 EXCESS = 1.5
-PREDICT_TOKENS = 4  # more tokens a step run `exact`
+PREDICT_TOKENS = FEW  # more tokens a step run `exact`
 LAUNCHES = 6  # GPU kernels in a half of a layer
 PAGE = 4096
 IN_FLIGHT = 16  # reads, where a disk's reads a second were measured: each then takes that many times theirs

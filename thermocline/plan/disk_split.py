@@ -21,7 +21,15 @@ from thermocline.pack.manifest import BLOCK_BYTES
 from thermocline.plan.cache_split import F64, OPERATION_BYTES, Fetch, Rows, Share, fetch, split
 from thermocline.plan.cost import EXCESS, PREDICT_TOKENS, named
 from thermocline.plan.hotness import Hotness
-from thermocline.plan.memory import context_for, gib_up, runtime_bytes, scratch_bytes, size_down, size_up
+from thermocline.plan.memory import (
+    context_for,
+    gib_up,
+    layer_shape,
+    runtime_bytes,
+    scratch_bytes,
+    size_down,
+    size_up,
+)
 from thermocline.plan.placement import CPU, DISK, LayerPlacement, NeuronRange, Placement
 
 LEAST_CONTEXT = 512
@@ -276,8 +284,9 @@ def least_bytes(c: Contents, others: Mapping[str, int]) -> int:
 
 
 def _gates_can(c: Contents) -> bool:
-    """Whole cache lines, and a predictor that says which are wanted."""
-    return c.guesses and all(t.stride % 64 == 0 for t in c.of_kind("gate.weight").values())
+    """Return whether gate rows fit slots, and a predictor says which are wanted."""
+    unit = _native.limits().slot_alignment
+    return c.guesses and all(t.stride % unit == 0 for t in c.of_kind("gate.weight").values())
 
 
 def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) -> Arrangement | None:
@@ -351,8 +360,8 @@ def _part(name: str) -> str:
 def _buffers(c: Contents, gates: bool) -> int:
     """The reader's; the places that prompts pass through; what a call over records takes besides."""
     strides = pool_strides(c, gates)
-    passing = sum(_native.STREAM_SLOTS * stride + ALIGN for stride in strides)
-    call = 4 * 256 * c.spec.dim + 44 * c.spec.ffn_dim
+    passing = sum(_native.limits().stream_slots * stride + ALIGN for stride in strides)
+    call = _native.disk_scratch_bytes(layer_shape(c.spec))
     return DEPTH * buffer_bytes(strides) + passing + call
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 
+from thermocline import _native
 from thermocline.engine.engine import PREFILL_CHUNK
 from thermocline.engine.kv_cache import BLOCK, reserved_bytes
 from thermocline.errors import OutOfBudget, UsageError
@@ -19,9 +20,6 @@ CONTEXT = 4096  # default context where the model can do more: keys and values a
 KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
 RUNTIME_BYTES = 48 << 20  # 44 MB measured with 512 tokens: 34 here, 10 in the tokenizer's process
 TOKEN_BYTES = 1024
-# model_ops.cpp: tokens in an FFN pass, neurons in a partial sum, tokens that get one each, tile columns.
-NATIVE_TOKENS, NATIVE_CHUNK, NATIVE_FEW, NATIVE_COLUMNS = 256, 256, 4, 128
-NATIVE_FLOATS, NATIVE_SPAN, NATIVE_QUERIES = 2048, 512, 16
 
 
 def context_for(spec: ModelSpec, asked: int | None) -> int:
@@ -32,27 +30,26 @@ def context_for(spec: ModelSpec, asked: int | None) -> int:
     return min(spec.max_context, CONTEXT) if asked is None else asked
 
 
+def layer_shape(spec: ModelSpec) -> _native.LayerShape:
+    return _native.LayerShape(
+        dim=spec.dim,
+        ffn_dim=spec.ffn_dim,
+        experts=spec.n_experts,
+        heads=spec.n_heads,
+        kv_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
+    )
+
+
 def scratch_bytes(
     spec: ModelSpec, *, context: int, max_batch: int, threads: int, prefill_chunk: int = PREFILL_CHUNK
 ) -> int:
-    """What a step allocates besides keys and values, at most: decoder.py's arrays, model_ops.cpp's."""
-    tokens, dim, heads = max(prefill_chunk, max_batch), spec.dim, spec.n_heads * spec.head_dim
-    ffn, group, threads4 = spec.ffn_dim, spec.n_heads // spec.n_kv_heads, 4 * threads
-    arrays = tokens * (3 * dim + spec.qkv_rows + heads)  # x, twice in between, and its norm; q k v, attention
-    # Inputs of a matrix, at most as f32; of the FFN, what is between its matrices, likewise as its input.
-    inputs = tokens * (max(dim, heads) + 64) + NATIVE_TOKENS * 3 * (ffn + 512)
-    panels = threads * (32 * max(NATIVE_FLOATS, (max(dim, heads, ffn) + 512) * 9 // 32) + 32 * tokens)
-    partial = -(-ffn // NATIVE_CHUNK) * NATIVE_FEW * dim + 2 * ffn  # and neuron ids and counts
-    tiles = threads * (2 * NATIVE_TOKENS * NATIVE_COLUMNS + 16 * NATIVE_COLUMNS + dim // 8 + 4)
-    # A predictor's input, its code (at most as wide), its marks.
-    guess = NATIVE_FEW * 3 * (dim + 512) + ffn // 4
-    queries = max(group, NATIVE_QUERIES) * (spec.head_dim + 2)  # of one head: sums of a span of positions
-    scores = threads * (4 * NATIVE_SPAN + NATIVE_QUERIES * (spec.head_dim + 2) + spec.head_dim)
-    spans = threads4 * (-(-context // NATIVE_SPAN)) * queries
-    # Of a mixture: its input, normed and gathered, an expert's answers, their sum.
-    routed = NATIVE_TOKENS * (4 * dim + 2 * spec.n_experts + 2) if spec.n_experts > 1 else 0
+    """Return the most that a step allocates besides keys and values: the core's scratch, our arrays."""
+    tokens = max(prefill_chunk, max_batch)
+    native = _native.scratch_bytes(layer_shape(spec), tokens=tokens, positions=context, threads=threads)
+    residual = tokens * spec.dim
     logits = (max_batch + 10) * spec.vocab_size  # and the sampler's sort of one request's, in f64 and i64
-    return 4 * (arrays + inputs + panels + partial + tiles + guess + routed + scores + spans + logits)
+    return native + 4 * (residual + logits)
 
 
 def device_limits(spec: ModelSpec, context: int, max_batch: int, *, predicted: bool) -> Limits:

@@ -96,7 +96,7 @@ def mapped(pack: Pack, a: Arrangement) -> Map:
         for stride in sorted({t.stride for t in of.values()}):
             slots = sum(places[i] for i, t in of.items() if t.stride == stride)
             like = next(t for t in of.values() if t.stride == stride)
-            slots += _native.STREAM_SLOTS
+            slots += _native.limits().stream_slots
             shape = (1, slots, *like.shape[2:])
             pools[kind, stride] = TensorInfo(like.format, shape, end, slots * stride, stride)
             end += aligned(slots * stride)

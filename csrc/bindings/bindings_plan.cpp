@@ -1,0 +1,76 @@
+// What planning and replays ask of the core: its limits, its scratch, its cache policies. As bindings.cpp.
+#include <string>
+
+#include "bindings.h"
+#include "engine/limits.h"
+#include "storage/replay.h"
+
+using tc::CacheReplay;
+
+static void bind_limits(nb::module_& m) {
+    nb::class_<tc::Limits>(m, "NativeLimits")
+        .def_ro("pass_tokens", &tc::Limits::pass_tokens)
+        .def_ro("few_tokens", &tc::Limits::few_tokens)
+        .def_ro("chunk_neurons", &tc::Limits::chunk_neurons)
+        .def_ro("stream_slots", &tc::Limits::stream_slots)
+        .def_ro("slot_alignment", &tc::Limits::slot_alignment)
+        .def_ro("arena_padding", &tc::Limits::arena_padding)
+        .def_ro("measured_bytes", &tc::Limits::measured_bytes)
+        .def_ro("gap_bytes", &tc::Limits::gap_bytes)
+        .def_ro("slot_table_bytes", &tc::Limits::slot_table_bytes)
+        .def_ro("record_table_bytes", &tc::Limits::record_table_bytes)
+        .def_ro("half_life", &tc::Limits::half_life);
+    m.def("limits", &tc::limits);
+}
+
+static tc::LayerShape make_shape(size_t dim, size_t ffn_dim, size_t experts, size_t heads, size_t kv_heads,
+                                 size_t head_dim) {
+    for (const size_t n : {dim, ffn_dim, experts, heads, kv_heads, head_dim})
+        check(n > 0 && n <= size_t(1) << 31, "a size is out of range");
+    check(heads % kv_heads == 0, "heads do not divide");
+    return {dim, ffn_dim, experts, heads, kv_heads, head_dim};
+}
+
+static size_t scratch_bytes(const tc::LayerShape& shape, size_t tokens, size_t positions, size_t threads) {
+    check(threads >= 1 && threads <= 1024, "threads out of range");
+    check(tokens <= size_t(1) << 31 && positions <= size_t(1) << 31, "tokens or positions out of range");
+    return tc::scratch_bytes(shape, tokens, positions, threads);
+}
+
+static void bind_scratch(nb::module_& m) {
+    nb::class_<tc::LayerShape>(m, "LayerShape")
+        .def(nb::new_([](size_t dim, size_t ffn_dim, size_t experts, size_t heads, size_t kv_heads,
+                         size_t head_dim) {
+                 return new tc::LayerShape(make_shape(dim, ffn_dim, experts, heads, kv_heads, head_dim));
+             }),
+             nb::kw_only(), "dim"_a, "ffn_dim"_a, "experts"_a, "heads"_a, "kv_heads"_a, "head_dim"_a);
+    m.def("scratch_bytes", &scratch_bytes, "shape"_a, nb::kw_only(), "tokens"_a, "positions"_a, "threads"_a);
+    m.def("disk_scratch_bytes", &tc::disk_scratch_bytes, "shape"_a);
+}
+
+static CacheReplay* make_replay(const std::string& policy, size_t neurons, size_t hot, size_t slots,
+                                std::optional<F1> likely) {
+    check(neurons > 0 && neurons <= size_t(INT32_MAX) && hot <= neurons, "more hot neurons than there are");
+    check(slots <= neurons - hot, "more slots than records");
+    const float* frequency = optional_vector(likely, neurons, "likely has the wrong length");
+    std::unique_ptr<CacheReplay> made = CacheReplay::make(policy.c_str(), neurons, hot, slots, frequency);
+    check(made != nullptr, "unknown cache policy");
+    return made.release();
+}
+
+static size_t replay_step(CacheReplay& r, I1 needed, Array<int32_t, 1> missed) {
+    check(missed.shape(0) >= needed.shape(0), "missed is too short");
+    for (size_t i = 0; i < needed.shape(0); i++)
+        check(needed.data()[i] >= (i ? needed.data()[i - 1] + 1 : 0) && size_t(needed.data()[i]) < r.neurons,
+              "needed is not ascending, or names a neuron that does not exist");
+    return r.step(needed.data(), needed.shape(0), missed.data());
+}
+
+void bind_plan(nb::module_& m) {
+    bind_limits(m);
+    bind_scratch(m);
+    nb::class_<CacheReplay>(m, "CacheReplay")
+        .def(nb::new_(&make_replay), "policy"_a, nb::kw_only(), "neurons"_a, "hot"_a, "slots"_a,
+             "likely"_a.noconvert().none())
+        .def("step", &replay_step, "needed"_a.noconvert(), "missed"_a.noconvert());
+}

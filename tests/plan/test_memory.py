@@ -1,0 +1,55 @@
+"""The memory plan against what the core takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import golden_models
+import pytest
+
+from thermocline import LLM, SamplingParams, _native
+from thermocline.cli import main
+from thermocline.engine.engine import PREFILL_CHUNK
+from thermocline.plan.memory import layer_shape
+
+CONTEXT, THREADS = 512, 2
+
+
+@pytest.mark.parametrize("name", golden_models.MODELS)
+@pytest.mark.parametrize("format", ["f32", "q4_0"])
+def test_the_core_s_scratch_is_below_its_bound_and_not_far(tmp_path: Path, name: str, format: str) -> None:
+    """A prompt as long as a chunk, then a batch of few tokens. A mixture of four experts counts all tokens
+    for each."""
+    source, pack = golden_models.write(name, tmp_path / "hf"), tmp_path / "pack"
+    assert main.main(["pack", str(source), "-o", str(pack), "--format", format, "-q"]) == 0
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with LLM(pack, threads=THREADS, context=CONTEXT, max_batch=2, gpu="off") as llm:
+        llm.generate(["a" * (PREFILL_CHUNK + 20), "b"], params)
+        engine: Any = llm._engine
+        taken = engine.ops.native.scratch_bytes
+        bound = _native.scratch_bytes(
+            layer_shape(llm.spec), tokens=PREFILL_CHUNK, positions=CONTEXT, threads=THREADS
+        )
+    assert 0.3 * bound < taken <= bound
+
+
+def test_each_number_of_a_shape_counts() -> None:
+    shape: dict[str, int] = {
+        "dim": 512, "ffn_dim": 2048, "experts": 2, "heads": 8, "kv_heads": 2, "head_dim": 64
+    }  # fmt: skip
+    work = {"tokens": 256, "positions": 1024, "threads": 2}
+    least = _native.scratch_bytes(_native.LayerShape(**shape), **work)
+    for key in ("dim", "ffn_dim", "experts", "heads", "head_dim"):
+        wider = _native.LayerShape(**(shape | {key: 2 * shape[key]}))
+        assert _native.scratch_bytes(wider, **work) > least, key
+    for key in work:
+        more = work | {key: 2 * work[key]}
+        assert _native.scratch_bytes(_native.LayerShape(**shape), **more) > least, key
+
+
+def test_sizes_that_no_model_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="heads do not divide"):
+        _native.LayerShape(dim=1, ffn_dim=1, experts=1, heads=3, kv_heads=2, head_dim=1)
+    with pytest.raises(ValueError, match="out of range"):
+        _native.LayerShape(dim=0, ffn_dim=1, experts=1, heads=1, kv_heads=1, head_dim=1)
