@@ -29,6 +29,7 @@ def crc32c(buffer: bytes | memoryview | U8, seed: int = 0) -> int:
 
 ARENA_PADDING: int  # bytes past the end of an arena that kernels may read
 SIGNS: int  # a `Matrix` format for predictors: a bit a weight
+FORMATS: dict[str, tuple[int, int, int]]  # by name: id, weights of a block, bytes of a block
 
 class Arena:
     """Memory for weights. A `Matrix` in it keeps it alive."""
