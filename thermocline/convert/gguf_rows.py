@@ -19,7 +19,7 @@ from thermocline.errors import Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
-from thermocline.model import gguf_blocks, quant
+from thermocline.model import formats, gguf_blocks, quant
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import Mapping
 from thermocline.model.tensors import expected_tensors
@@ -28,7 +28,7 @@ from thermocline.pack.writer import check_range
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
-CONVERTED = "q8_0"  # what rows of a format that packs do not have become, unless asked otherwise
+CONVERTED = formats.DEFAULT  # what rows of a format that packs do not have become, unless asked otherwise
 _MEASURED = 8  # the error of one conversion in so many is measured
 
 
@@ -46,7 +46,7 @@ class _Rows:
         if not gguf_blocks.known(t.type):
             raise Unsupported(
                 f"{self.name}: tensor {quoted(name)} is {t.type}, which is not supported; requantise the "
-                "model with llama-quantize, to q8_0 for example"
+                f"model with llama-quantize, to {CONVERTED} for example"
             )
         if len(t.shape) == 1:
             return gguf_blocks.dequantise(t.type, self.gguf.read_rows(name, 0, 1))[0, first:last]
@@ -169,6 +169,4 @@ def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -
 def _finest(types: set[str], columns: int) -> str:
     if types == {"f16", "bf16"}:
         return "f32"  # neither holds the other
-    bits = {name: f.block_bytes / f.block for name, f in quant.FORMATS.items()}
-    finest = max(types, key=lambda t: bits[t])
-    return finest if columns % quant.FORMATS[finest].block == 0 else "f16"
+    return formats.fitting(max(types, key=lambda t: formats.FORMATS[t].bits), columns)

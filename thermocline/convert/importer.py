@@ -26,7 +26,7 @@ from thermocline.files.bounded import foreign, open_regular, read_at, read_small
 from thermocline.files.gguf import GGUF
 from thermocline.files.safetensors import Checkpoint, SafeTensors, no_weights
 from thermocline.hub import names
-from thermocline.model import quant
+from thermocline.model import formats, quant
 from thermocline.model.families import check_activation, read_config
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import Mapping
@@ -38,8 +38,6 @@ from thermocline.text.tokenizer import FILE as TOKENIZER
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
-
-DEFAULT_FORMAT = "q8_0"
 
 
 def pack(
@@ -53,7 +51,7 @@ def pack(
 ) -> Cost | None:
     """Pack a Hugging Face directory or a GGUF file; of that, what it cost.
 
-    `weight_format` None: a GGUF's own, tensor by tensor; else `DEFAULT_FORMAT`. `activation`: of
+    `weight_format` None: a GGUF's own, tensor by tensor; else `formats.DEFAULT`. `activation`: of
     `options.ACTIVATIONS`, what the source leaves open. Raises BadFile, IOFailure, Unsupported,
     UsageError; see `write_pack`.
     """
@@ -67,7 +65,7 @@ def pack(
         )
     _require_model_directory(src)
     read = read_config(src, activation)
-    _pack_directory(src, Path(dst), weight_format or DEFAULT_FORMAT, read, overwrite, progress)
+    _pack_directory(src, Path(dst), weight_format or formats.DEFAULT, read, overwrite, progress)
     return None
 
 
@@ -208,7 +206,7 @@ def resolve(
         return path
     if weight_format is not None:
         quant.row_bytes(weight_format, 0)
-    format = weight_format or ("own" if is_gguf(path) else DEFAULT_FORMAT)
+    format = weight_format or ("own" if is_gguf(path) else formats.DEFAULT)
     format = format if activation is None else f"{format}-{activation}"
     content, files = _keys(path)
     like = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', _label(path))}-{format}-{content[:16]}"

@@ -170,12 +170,14 @@ class RandomWeights:
         if m.silent:
             sd[: max(0, BLOCK - first)] = 0
         fixed = tuple(f if len(f) == 1 else f[first:last] for f in m.fixed)
-        floats = quant.FORMATS[format].block == 1
+        q = quant.FORMATS[format].quants
         # Of a quantised row random bytes suffice: the scales need half of theirs.
-        size = 2 * columns if floats else quant.row_bytes(format, columns)
+        size = 2 * columns if q is None else quant.row_bytes(format, columns)
         begin = first - first % 2 if m.mirrored else first
         bits = self._bits(name, size, begin, last)[rows - odd - begin]
-        return (_floats if floats else _blocks)(bits, format, columns, sd, fixed)
+        if q is None:
+            return _floats(bits, format, columns, sd, fixed)
+        return _blocks(bits, format, columns, sd, fixed, q)
 
     def _bits(self, name: str, row_bytes: int, first: int, last: int) -> U8:
         """[rows, >= row_bytes] random bytes. PCG64 jumps to any place of its stream in half a microsecond."""
@@ -255,26 +257,22 @@ def _floats(bits: U8, format: str, columns: int, sd: F32, fixed: tuple[F32, ...]
     return quant.encode(format, x)
 
 
-# Of each quantised format: the bits of a byte that make every quant in it odd; those quants' rms; a byte full
-# of the extreme quant, and what that is. Odd quants are symmetric around 0, where all quants together have a
-# mean of -0.5 (with an rms of 4.6, in q4_0), which adds up wherever inputs have one sign.
-_ODD = {
-    "q8_0": (0x01, math.sqrt((128**2 - 1) / 3), 0x7F, 127),
-    "q4_0": (0x11, math.sqrt((8**2 - 1) / 3), 0x00, -8),
-}
+def _blocks(bits: U8, format: str, columns: int, sd: F32, fixed: tuple[F32, ...], q: quant.Quants) -> U8:
+    """Return rows with random odd quants.
 
-
-def _blocks(bits: U8, format: str, columns: int, sd: F32, fixed: tuple[F32, ...]) -> U8:
-    odd, rms, full, extreme = _ODD[format]
+    Odd quants are symmetric around 0. All quants together have a mean of -0.5 (with an rms of 4.6, of 4
+    bits), which adds up wherever inputs have one sign.
+    """
     n = columns // BLOCK
     out = np.empty((len(bits), quant.row_bytes(format, columns)), np.uint8)
-    quants, scales = quant.planes(format, out)
+    of = quant.planes(format, out)
+    quants, scales = of["quants"], of["scale"].view(np.float16)[:, :, 0]
     size = quants.shape[1] * quants.shape[2]
-    np.bitwise_or(bits[:, :size].reshape(quants.shape), np.uint8(odd), out=quants)
-    scales[:] = _spread()[bits[:, size : size + n]] * (sd * np.float32(1 / rms))
+    np.bitwise_or(bits[:, :size].reshape(quants.shape), np.uint8(q.odd), out=quants)
+    scales[:] = _spread()[bits[:, size : size + n]] * (sd * np.float32(1 / q.odd_rms))
     for k, values in enumerate(fixed):
-        quants[:, k] = full
-        scales[:, k] = values / np.float32(extreme)
+        quants[:, k] = q.byte_of(q.extreme)
+        scales[:, k] = values / np.float32(q.extreme)
     return out
 
 

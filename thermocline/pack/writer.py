@@ -38,8 +38,6 @@ U8 = NDArray[np.uint8]
 # f32 encoded and written at a time: such buffers stay in the heap, where 4 MiB are mapped, zeroed and
 # unmapped each time (a third of the time of making random rows).
 _ROWS_BYTES = 1 << 19
-# The largest |weight| whose scale (or self) an f16 can hold: beyond, a finite weight would become infinity.
-_LARGEST = {"f16": 65504.0, "q8_0": 65504.0 * 127, "q4_0": 65504.0 * 8}
 
 
 class TensorSource(Protocol):
@@ -177,8 +175,8 @@ def _check_shape(name: str, x: NDArray[Any], rows: int, columns: int) -> None:
 
 def check_range(x: F32, format: str, name: str) -> None:
     """Unsupported where a finite weight would become infinite."""
-    limit = _LARGEST.get(format)
-    if limit is None or x.size == 0:
+    limit = quant.FORMATS[format].largest
+    if math.isinf(limit) or x.size == 0:
         return
     peak = max(float(x.max()), -float(x.min()))
     if limit < peak < math.inf:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from thermocline.model import formats
+
 
 def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
     """Where this system keeps caches: XDG_CACHE_HOME wins everywhere."""
@@ -20,7 +22,7 @@ def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) 
     return Path.home() / ".cache" / "thermocline"
 
 
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+FORMATS = tuple(formats.FORMATS)
 SPARSITIES = ("exact", "predict", "off")
 GENERATION_CONFIGS = ("auto", "off")
 ACTIVATIONS = ("drelu", "relu")
