@@ -11,7 +11,7 @@ from thermocline.model import formats, gguf_blocks, quant
 
 
 def test_python_and_the_native_core_have_the_same_formats() -> None:
-    assert _native.FORMATS == {f.name: (f.id, f.block, f.block_bytes) for f in formats.FORMATS.values()}
+    assert {f.name: (f.id, f.block, f.block_bytes) for f in formats.FORMATS.values()} == _native.FORMATS
 
 
 def test_a_format_s_blocks_are_gguf_s() -> None:
