@@ -35,7 +35,7 @@ from thermocline.session.gpu import OpenGpu
 
 MAX_NMSE = 1e-4
 INT8_NMSE = 2e-4  # where the CPU has a part of a quantised model: it rounds activations to int8
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+FORMATS = tuple(quant.FORMATS)
 STEPS = 3  # of each number of sequences: queued, recorded, replayed
 LAYERS = 3
 MARGIN, HOT = 0.3, 32  # of generous predictors: gates have unit variance; neurons that are not asked about

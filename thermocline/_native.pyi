@@ -28,6 +28,7 @@ def crc32c(buffer: bytes | memoryview | U8, seed: int = 0) -> int:
     """CRC-32C (Castagnoli); pass the last result as seed to continue."""
 
 SIGNS: int  # a `Matrix` format for predictors: a bit a weight
+FORMATS: dict[str, tuple[int, int, int]]  # by name: id, weights of a block, bytes of a block
 
 class Arena:
     """Memory for weights. A `Matrix` in it keeps it alive."""

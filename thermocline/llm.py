@@ -103,8 +103,8 @@ class LLM:
     threads    None: the physical cores this process may use
     context    tokens of prompt and answer together; None: the model's limit, but at most 4096, since memory
                for it is reserved up front; any number up to the model's limit can be asked for
-    format     of the weights where the model has to be packed: f32, f16, bf16, q8_0 or q4_0; None: a GGUF's
-               own, else q8_0
+    format     of the weights where the model has to be packed, one of `thermocline pack --format`; None: a
+               GGUF's own, else q8_0
     activation  "relu", on an FFN's gate alone, or "drelu", on gate and up: where the model leaves it open
     sparsity   "exact" skips neurons that are zero, with the same answer; "predict" also those that the pack's
                predictors (`thermocline train`) take for zero, with nearly the same; "off" computes all

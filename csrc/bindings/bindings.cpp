@@ -19,24 +19,6 @@ void bind_host(nanobind::module_& m);  // bindings_host.cpp
 void bind_plan(nanobind::module_& m);  // bindings_plan.cpp
 bool interrupted_by_python();
 
-static size_t packed_bytes(tc::Format f, size_t cols) {
-    switch (f) {
-        case tc::F32:
-            return cols * 4;
-        case tc::F16:
-        case tc::BF16:
-            return cols * 2;
-        case tc::Q8_0:
-            return cols / 32 * 34;
-        case tc::Q4_0:
-            return cols / 32 * 18;
-        case tc::SIGNS:
-            return (cols + 7) / 8;
-        default:
-            return 0;
-    }
-}
-
 // A matrix inside an arena. Everything a kernel will trust is checked here, once.
 static Matrix make_matrix(const Arena& arena, size_t offset, int format, size_t rows, size_t cols,
                           size_t stride) {
@@ -44,13 +26,13 @@ static Matrix make_matrix(const Arena& arena, size_t offset, int format, size_t 
     const auto f = tc::Format(format);
     check(rows > 0 && cols > 0 && rows <= size_t(1) << 40 && cols <= size_t(1) << 31,
           "matrix dimensions out of range");
-    check((f != tc::Q8_0 && f != tc::Q4_0) || cols % 32 == 0, "quantised rows need a multiple of 32 columns");
-    const size_t bytes = packed_bytes(f, cols);
+    const tc::FormatFacts& facts = tc::kFormats[f];
+    check(f == tc::SIGNS || cols % facts.block == 0, "columns are no whole number of the format's blocks");
+    const size_t bytes = tc::row_bytes(f, cols);
     check(stride >= bytes && stride <= size_t(1) << 40, "row stride smaller than a row");
     check(offset <= arena.bytes && arena.bytes - offset >= bytes, "matrix outside its arena");
     check((arena.bytes - offset - bytes) / stride >= rows - 1, "matrix outside its arena");
-    check(f != tc::F32 || (offset % 4 == 0 && stride % 4 == 0), "f32 matrix not aligned");
-    check(f == tc::SIGNS || (offset % 2 == 0 && stride % 2 == 0), "matrix not aligned");
+    check(offset % facts.alignment == 0 && stride % facts.alignment == 0, "matrix not aligned");
     return {arena.data + offset, f, rows, cols, stride};
 }
 
@@ -128,7 +110,7 @@ static Predictor make_predictor(const Matrix* first, const Matrix& second, F1 th
 static bool over_slots(const Matrix& w, const DiskRows& disk) {
     const tc::SlotPool& pool = disk.pool();
     return w.rows == pool.slots && w.stride == pool.stride && w.data >= pool.data &&
-           w.data + packed_bytes(w.format, w.cols) <= pool.data + pool.stride;
+           w.data + tc::row_bytes(w.format, w.cols) <= pool.data + pool.stride;
 }
 
 static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, const Matrix& down,
@@ -440,6 +422,12 @@ NB_MODULE(_native, m) {
         "buffer"_a, "seed"_a = 0, "CRC-32C (Castagnoli); pass the last result as seed to continue.");
 
     m.attr("SIGNS") = int(tc::SIGNS);
+    nb::dict formats;
+    for (int f = 0; f < tc::N_FORMATS; f++)
+        if (f != tc::SIGNS)
+            formats[tc::kFormats[f].name] =
+                nb::make_tuple(f, tc::kFormats[f].block, tc::kFormats[f].block_bytes);
+    m.attr("FORMATS") = formats;
     nb::class_<Arena>(m, "Arena")
         .def(
             "__init__",
@@ -524,8 +512,8 @@ NB_MODULE(_native, m) {
              "arena"_a, "offset"_a, "format"_a, "rows"_a, "cols"_a, "stride"_a,
              nb::keep_alive<0, 2>())  // argument 1 of __new__ is the class
         .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.rows, w.cols); })
-        .def_prop_ro("row_bytes", [](const Matrix& w) { return packed_bytes(w.format, w.cols); })
-        .def_prop_ro("nbytes", [](const Matrix& w) { return w.rows * packed_bytes(w.format, w.cols); });
+        .def_prop_ro("row_bytes", [](const Matrix& w) { return tc::row_bytes(w.format, w.cols); })
+        .def_prop_ro("nbytes", [](const Matrix& w) { return w.rows * tc::row_bytes(w.format, w.cols); });
 
     // nb::new_: argument 1 of __new__ is the class, the result 0
     nb::class_<Norm>(m, "Norm").def(nb::new_(&make_norm), "weight"_a.noconvert(), "bias"_a.noconvert().none(),

@@ -20,9 +20,7 @@ T* grown(Scratch<T>& v, size_t n) {
 }
 
 inline size_t whole(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
-inline bool quantised(const Matrix& w) {
-    return w.format == Q8_0 || w.format == Q4_0 || w.format == SIGNS;
-}  // x is, then
+inline bool quantised(const Matrix& w) { return kFormats[w.format].quantised; }  // x is, then
 
 // Work handed out in pieces that shrink: a thread whose core is busy elsewhere simply takes fewer, and the
 // long first pieces let prefetching run on. `unit`: pieces are multiples of it; `most`: none is longer.

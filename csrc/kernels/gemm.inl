@@ -129,7 +129,6 @@ template <class F>
 static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
     constexpr int dwords = F::quant_bytes / 4;  // of a stored block
     const size_t blocks = cols / 32, chunks = int_chunks(cols);
-    const vi flip = vi_set1(int32_t(0x01010101u * unsigned(kOffsetQ8))), low = vi_set1(0x0f0f0f0f);
     for (size_t b0 = 0; b0 < blocks; b0 += W / dwords) {
         for (int v = 0; v < 2; v++) {
             vi t[W];
@@ -137,15 +136,7 @@ static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
             transpose(t);
             for (int j = 0; j < W / dwords && b0 + j < blocks; j++) {
                 uint8_t* to = panel + (lane_slot(b0 + j, chunks) * 16 + v) * (4 * W);
-                for (int k = 0; k < dwords; k++, to += 2 * 4 * W) {
-                    const vi q = t[j * dwords + k];
-                    if (dwords == 8) {
-                        vi_store(to, vi_xor(q, flip));
-                    } else {
-                        vi_store(to, vi_and(q, low));
-                        vi_store(to + 4 * 2 * 4 * W, vi_and(vi_shr4(q), low));
-                    }
-                }
+                for (int k = 0; k < dwords; k++, to += kPanelStep) F::Block::spread(t[j * dwords + k], to);
             }
         }
     }
@@ -155,8 +146,8 @@ static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
         for (int v = 0; v < 2; v++) {
             vi t[W];
             for (int i = 0; i < W; i++) {
-                const uint16_t* d = F::row_scales(rows[v * W + i], cols) + b;
-                t[i] = vf_bits(left == W ? vload_f16(d) : left ? vload_f16_n(d, left) : vzero());
+                const typename F::StoredScale* d = F::row_scales(rows[v * W + i], cols) + b;
+                t[i] = vf_bits(left == W ? F::Scale::load(d) : left ? F::Scale::load_n(d, left) : vzero());
             }
             transpose(t);
             for (int i = 0; i < W; i++) vi_store(scales + (lane_slot(b + i, chunks) * 2 + v) * W, t[i]);
@@ -211,13 +202,23 @@ static void int_tile(const uint8_t* panel, size_t chunks, const XTile* x, size_t
 // ---------------------------------------------------------------------------------------------- matrix
 // products
 
+// Activations as a format multiplies with them: input_bytes, tile_tokens, quantize (as in kernels.h; `n`: the
+// token's place in its tile). The product: bytes (of a panel) and run, sums [tokens][kPanelRows] = panel of
+// rows . tokens; `next`: what to ask memory for meanwhile.
 template <class F>
-struct Gemm;  // run: sums [tokens][kPanelRows] = panel of rows . tokens; `next`: what to ask memory for
-              // meanwhile
+struct Gemm;
 
 template <class T, vf (*LOAD)(const T*), vf (*LOAD_N)(const T*, int)>
 struct Gemm<FormatFloat<T, LOAD, LOAD_N>> {
     using Format = FormatFloat<T, LOAD, LOAD_N>;
+    static constexpr int tile_tokens = kFloatTileTokens;
+    static size_t input_bytes(size_t cols) { return 4 * (cols + kLanes); }
+    static void quantize(const float* x, size_t cols, size_t, size_t, bool lanes, size_t n, uint8_t* out) {
+        if (lanes)  // [begin, end) is the whole row here
+            float_lanes(x, cols, (float*)out + n);
+        else
+            memcpy(out, x, 4 * cols);
+    }
     static size_t bytes(size_t cols) {
         return sizeof(T) * kLanes * lane_stride(float_steps(smaller(cols, kFloatChunk)));
     }
@@ -241,9 +242,32 @@ struct Gemm<FormatFloat<T, LOAD, LOAD_N>> {
     }
 };
 
-template <int QUANT, void (*UNPACK)(const uint8_t*, vf*)>
-struct Gemm<FormatQ<QUANT, UNPACK>> {
-    using Format = FormatQ<QUANT, UNPACK>;
+template <class BLOCK>
+struct Gemm<FormatBlocks<BLOCK>> {
+    using Format = FormatBlocks<BLOCK>;
+    static constexpr int tile_tokens = kTileTokens;
+    static size_t input_bytes(size_t cols) { return int_chunks(cols) * sizeof(XChunk); }
+    static void quantize(const float* x, size_t cols, size_t begin, size_t end, bool lanes, size_t n,
+                         uint8_t* out) {
+        const size_t chunks = int_chunks(cols), last = cols / 32;
+        for (size_t b = begin / 32; b < (end == cols ? chunks * 16 : end / 32); b++) {
+            alignas(64) int8_t q[32] = {0};
+            float d = 0;
+            int32_t sum = 0;
+            if (b < last) x_quantize(x + 32 * b, q, &d, &sum);
+            if (lanes) {
+                XTile* to = (XTile*)out + lane_slot(b, chunks);
+                for (int k = 0; k < 8; k++) memcpy(&to->q[k][n], q + 4 * k, 4);
+                to->d[n] = d;
+                to->offset[n] = -BLOCK::added * sum;
+                continue;
+            }
+            XChunk* chunk = (XChunk*)out + b / 16;
+            BLOCK::place(chunk->q, b % 16, q);
+            chunk->d[b % 16] = d;
+            chunk->offset[b % 16] = -BLOCK::added * sum;
+        }
+    }
     static size_t bytes(size_t cols) { return int_chunks(cols) * 16 * kPanelRows * (32 + 4); }
     static void run(const uint8_t* const* rows, size_t cols, const Input& x, const uint8_t* next,
                     uint8_t* panel, float* sums) {
@@ -253,16 +277,17 @@ struct Gemm<FormatQ<QUANT, UNPACK>> {
         int_panel<Format>(rows, cols, panel);
         tiles<kTileTokens>(0, x.tokens, [&](size_t t, auto nt) {
             const XTile* xs = (const XTile*)(x.data + t / G * G * x.row_bytes);
-            int_tile<Dot<QUANT>, nt.value>(panel, chunks, xs, t % G, next, nt.value * share,
-                                           sums + t * kPanelRows);
+            int_tile<typename BLOCK::Product, nt.value>(panel, chunks, xs, t % G, next, nt.value * share,
+                                                        sums + t * kPanelRows);
             next += nt.value * share * 16;
         });
     }
 };
 
 template <class F>
-static void matmul_panels(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
-                          const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch) {
+NOINLINE static void matmul_panels(const Matrix& w, const int32_t* ids, size_t begin, size_t end,
+                                   const Input& x, const float* bias, bool add, float* y, size_t ldy,
+                                   uint8_t* scratch) {
     float* sums = (float*)scratch;
     uint8_t* panel = scratch + 4 * kPanelRows * x.tokens;
     const uint8_t* rows[kPanelRows];
@@ -289,74 +314,48 @@ static void matmul_panels(const Matrix& w, const int32_t* ids, size_t begin, siz
 static void matmul(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
                    const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch) {
     if (x.lanes) {
-        FOR_FORMAT(w.format, matmul_panels<F>(w, ids, begin, end, x, bias, add, y, ldy, scratch))
+        for_format(w.format, [&](auto f) {
+            matmul_panels<decltype(f)>(w, ids, begin, end, x, bias, add, y, ldy, scratch);
+        });
     } else if (w.format == SIGNS) {
         matmul_rows<FormatSigns>(w, ids, begin, end, x, bias, add, y, ldy);
     } else {
-        FOR_FORMAT(w.format, matmul_rows<F>(w, ids, begin, end, x, bias, add, y, ldy))
+        for_format(w.format,
+                   [&](auto f) { matmul_rows<decltype(f)>(w, ids, begin, end, x, bias, add, y, ldy); });
     }
 }
 static size_t panel_bytes(Format format, size_t cols, size_t tokens) {
     size_t bytes = 0;
-    FOR_FORMAT(format, bytes = Gemm<F>::bytes(cols))
+    for_format(format, [&](auto f) { bytes = Gemm<decltype(f)>::bytes(cols); });
     return bytes + 4 * kPanelRows * tokens;
 }
 
 // ---------------------------------------------------------------------------------------------- activations
 
-static bool quantised(Format f) { return f == Q8_0 || f == Q4_0; }
 static size_t input_bytes(Format format, size_t cols) {
-    if (format == SIGNS) return sign_bytes(cols);
-    return quantised(format) ? int_chunks(cols) * sizeof(XChunk) : 4 * (cols + kLanes);
+    size_t bytes = sign_bytes(cols);
+    for_format(format, [&](auto f) { bytes = Gemm<decltype(f)>::input_bytes(cols); });
+    return bytes;
 }
 
 static size_t tile_tokens(Format format) {
-    return size_t(quantised(format) ? kTileTokens : kFloatTileTokens);
+    size_t tokens = 1;
+    for_format(format, [&](auto f) { tokens = size_t(Gemm<decltype(f)>::tile_tokens); });
+    return tokens;
+}
+
+static void signs_of(const float* x, size_t cols, uint8_t* out) {
+    for (size_t c = 0; c < cols; c += W) {
+        const int n = int(smaller(W, cols - c));
+        const uint32_t bits = vpositive(x_some(x + c, n));
+        memcpy(out + c / 8, &bits, sign_bytes(size_t(n)));
+    }
 }
 
 static void quantize(Format format, const float* x, size_t cols, size_t begin, size_t end, bool lanes,
                      size_t row_bytes, size_t t, uint8_t* out) {
     const size_t tile = lanes ? tile_tokens(format) : 1, n = t % tile;
     out += (t - n) * row_bytes;
-    if (format == SIGNS) {
-        for (size_t c = 0; c < cols; c += W) {
-            const int n = int(smaller(W, cols - c));
-            const uint32_t bits = vpositive(x_some(x + c, n));
-            memcpy(out + c / 8, &bits, sign_bytes(size_t(n)));
-        }
-        return;
-    }
-    if (!quantised(format)) {  // [begin, end) is the whole row here
-        if (lanes)
-            float_lanes(x, cols, (float*)out + n);
-        else
-            memcpy(out, x, 4 * cols);
-        return;
-    }
-    const size_t chunks = int_chunks(cols), last = cols / 32;
-    const int too_large = format == Q8_0 ? kOffsetQ8 : 8;
-    for (size_t b = begin / 32; b < (end == cols ? chunks * 16 : end / 32); b++) {
-        alignas(64) int8_t q[32] = {0};
-        float d = 0;
-        int32_t sum = 0;
-        if (b < last) x_quantize(x + 32 * b, q, &d, &sum);
-        if (lanes) {
-            XTile* to = (XTile*)out + lane_slot(b, chunks);
-            for (int k = 0; k < 8; k++) memcpy(&to->q[k][n], q + 4 * k, 4);
-            to->d[n] = d;
-            to->offset[n] = -too_large * sum;
-            continue;
-        }
-        XChunk* chunk = (XChunk*)out + b / 16;
-        const size_t i = b % 16, group = i / kQ4Group * kQ4Group;
-        if (format == Q8_0) {
-            memcpy(chunk->q + 32 * i, q, 32);
-        } else {
-            memcpy(chunk->q + 32 * group + 16 * (i - group), q, 16);
-            memcpy(chunk->q + 32 * group + 16 * (kQ4Group + i - group), q + 16, 16);
-        }
-        chunk->d[i] = d;
-        chunk->offset[i] = -too_large * sum;
-    }
+    if (format == SIGNS) return signs_of(x, cols, out);
+    for_format(format, [&](auto f) { Gemm<decltype(f)>::quantize(x, cols, begin, end, lanes, n, out); });
 }
-#undef FOR_FORMAT

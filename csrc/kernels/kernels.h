@@ -10,9 +10,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "formats.h"
+
 namespace tc {
 
-enum Format : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3, Q4_0 = 4, SIGNS = 5, N_FORMATS = 6 };
 enum Activation : int32_t {
     SILU = 0,
     GELU = 1,
@@ -23,10 +24,9 @@ enum Activation : int32_t {
     N_ACTIVATIONS = 6
 };
 
-// A stored matrix: `rows` rows of `cols` weights, row r at data + r*stride. Rows of q8_0 and q4_0 are planar:
-// the quants of all blocks of 32 (q8_0: 32 int8; q4_0: 16 bytes, weight j < 16 in the low nibble of byte j,
-// weight j + 16 in the high one), then an f16 scale for each. w = d * q, and d * (nibble - 8). numpy's side
-// is thermocline/quant.py. SIGNS is for predictors, which only `matmul` of few tokens reads: bit i % 8 of
+// A stored matrix: `rows` rows of `cols` weights, row r at data + r*stride. Rows of blocks are planar: the
+// quants of all blocks, then their scales; formats.inl says how a block lies there, and numpy's side is
+// thermocline/model/quant.py. SIGNS is for predictors, which only `matmul` of few tokens reads: bit i % 8 of
 // byte i / 8 says that weight i is positive, and the product with the signs of x is +1 for each pair that
 // agrees, -1 for the others.
 struct Matrix {
@@ -76,8 +76,9 @@ struct Kernels {
     // Bytes of one activation row for weights of this format, in either arrangement.
     size_t (*input_bytes)(Format format, size_t cols);
     size_t (*tile_tokens)(Format format);
-    // Columns [begin, end) of token t's x [cols] into their places in all tokens' `out`. For q8_0 and q4_0:
-    // int8 blocks of 32 with f32 scales (max|x|/127); begin and end multiples of 32. Else all of the row.
+    // Columns [begin, end) of token t's x [cols] into their places in all tokens' `out`. For formats of
+    // blocks: int8 blocks of 32 with f32 scales (max|x|/127); begin and end multiples of 32. Else all of the
+    // row.
     void (*quantize)(Format format, const float* x, size_t cols, size_t begin, size_t end, bool lanes,
                      size_t row_bytes, size_t t, uint8_t* out);
 

@@ -93,7 +93,7 @@ static inline vi in_register(vi a) {
 #ifdef AVXVNNI  // vpdpbusd: unsigned weights (q8_0 is offset by 128, and corrected with the sums of x),
                 // signed x
 constexpr int kOffsetQ8 = 128;
-template <int QUANT>
+template <int BITS>
 struct Dot {
     static vi begin(int32_t offset) { return vi_set1(offset); }
     static vi step(vi acc, vi w, vi x) { return in_register(_mm256_dpbusd_avx_epi32(acc, w, x)); }
@@ -102,8 +102,8 @@ struct Dot {
 #else
 constexpr int kOffsetQ8 = 0;
 // maddubs wants unsigned x signed and saturates at i16.
-template <int QUANT>
-struct Dot {  // q8_0: |w| <= 128, |x| <= 127: two products fit
+template <int BITS>
+struct Dot {  // |w| <= 128, |x| <= 127: two products fit
     static vi begin(int32_t offset) { return vi_set1(offset); }
     static vi step(vi acc, vi w, vi x) {
         const vi p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
@@ -112,7 +112,7 @@ struct Dot {  // q8_0: |w| <= 128, |x| <= 127: two products fit
     static vi end(vi acc, int32_t) { return acc; }
 };
 template <>
-struct Dot<16> {  // q4_0: a step adds two products of at most 15 * 127; after eight steps they still fit
+struct Dot<4> {  // a step adds two products of at most 15 * 127; after eight steps they still fit
     static vi begin(int32_t) { return _mm256_setzero_si256(); }
     static vi step(vi acc, vi w, vi x) {
         return in_register(_mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x)));
@@ -163,7 +163,7 @@ static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int
             if (b >= blocks) continue;
             const vi a = vi_xor(vi_load(w + 32 * b), flip);
             for (int n = 0; n < NT; n++)
-                s[n][i] = Dot<32>::step(s[n][i], a, vi_load(x + size_t(n) * stride + 32 * b));
+                s[n][i] = Dot<8>::step(s[n][i], a, vi_load(x + size_t(n) * stride + 32 * b));
         }
         for (int n = 0; n < NT; n++)
             quarter[n][g] = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
@@ -197,7 +197,7 @@ static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int
             const vi raw = vi_load(w + 32 * v), lo = vi_and(raw, low), hi = vi_and(vi_shr4(raw), low);
             for (int n = 0; n < NT; n++) {
                 const int8_t* q = x + size_t(n) * stride + 64 * v;
-                s[n][i] = Dot<16>::step(Dot<16>::step(s[n][i], lo, vi_load(q)), hi, vi_load(q + 32));
+                s[n][i] = Dot<4>::step(Dot<4>::step(s[n][i], lo, vi_load(q)), hi, vi_load(q + 32));
             }
         }
         for (int n = 0; n < NT; n++) {

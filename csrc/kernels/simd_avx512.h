@@ -6,79 +6,79 @@
 
 #include <stdint.h>
 
+#ifdef _MSC_VER  // all of it: GCC's bound on how much a file may grow would leave calls in the inner loops
+#define INLINE static __forceinline
+#else
+#define INLINE static inline __attribute__((always_inline))
+#endif
+
 constexpr int W = 16;
 using vf = __m512;
 
-static inline __mmask16 lanes_below(int n) { return __mmask16((1u << n) - 1); }
-static inline vf vset1(float x) { return _mm512_set1_ps(x); }
-static inline vf vzero() { return _mm512_setzero_ps(); }
-static inline vf vload(const float* p) { return _mm512_loadu_ps(p); }
-static inline vf vload_n(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
-static inline void vstore(float* p, vf a) { _mm512_storeu_ps(p, a); }
-static inline void vstore_n(float* p, vf a, int n) { _mm512_mask_storeu_ps(p, lanes_below(n), a); }
-static inline vf vload_f16(const uint16_t* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-}
-static inline vf vload_f16_n(const uint16_t* p, int n) {
+INLINE __mmask16 lanes_below(int n) { return __mmask16((1u << n) - 1); }
+INLINE vf vset1(float x) { return _mm512_set1_ps(x); }
+INLINE vf vzero() { return _mm512_setzero_ps(); }
+INLINE vf vload(const float* p) { return _mm512_loadu_ps(p); }
+INLINE vf vload_n(const float* p, int n) { return _mm512_maskz_loadu_ps(lanes_below(n), p); }
+INLINE void vstore(float* p, vf a) { _mm512_storeu_ps(p, a); }
+INLINE void vstore_n(float* p, vf a, int n) { _mm512_mask_storeu_ps(p, lanes_below(n), a); }
+INLINE vf vload_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE vf vload_f16_n(const uint16_t* p, int n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes_below(n), p));
 }
-static inline void vstore_f16_n(uint16_t* p, vf a, int n) {
+INLINE void vstore_f16_n(uint16_t* p, vf a, int n) {
     _mm256_mask_storeu_epi16(p, lanes_below(n), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
-static inline vf widen_bf16(__m256i h) {
+INLINE vf widen_bf16(__m256i h) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
-static inline vf vload_bf16(const uint16_t* p) { return widen_bf16(_mm256_loadu_si256((const __m256i*)p)); }
-static inline vf vload_bf16_n(const uint16_t* p, int n) {
+INLINE vf vload_bf16(const uint16_t* p) { return widen_bf16(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE vf vload_bf16_n(const uint16_t* p, int n) {
     return widen_bf16(_mm256_maskz_loadu_epi16(lanes_below(n), p));
 }
-static inline vf vadd(vf a, vf b) { return _mm512_add_ps(a, b); }
-static inline vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
-static inline vf vmul(vf a, vf b) { return _mm512_mul_ps(a, b); }
-static inline vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
-static inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
-static inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
-static inline vf vabs(vf a) { return _mm512_abs_ps(a); }
-static inline vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-static inline vf vround(vf a) {
-    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-static inline vf vpow2(vf a) {
+INLINE vf vadd(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf vmul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
+INLINE vf vabs(vf a) { return _mm512_abs_ps(a); }
+INLINE vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE vf vpow2(vf a) {
     return _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a), _mm512_set1_epi32(127)), 23));
 }
-static inline vf vgate(vf x, vf threshold) {
+INLINE vf vgate(vf x, vf threshold) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, threshold, _CMP_NLE_UQ), x);
 }
-static inline uint32_t vpositive(vf a) {
-    return _mm512_cmp_ps_mask(a, vzero(), _CMP_GT_OQ);
-}  // bit i: a[i] > 0
-static inline float vsum(vf a) {
+INLINE uint32_t vpositive(vf a) { return _mm512_cmp_ps_mask(a, vzero(), _CMP_GT_OQ); }  // bit i: a[i] > 0
+INLINE float vsum(vf a) {
     const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
-static inline float vmaximum(vf a) { return _mm512_reduce_max_ps(a); }
+INLINE float vmaximum(vf a) { return _mm512_reduce_max_ps(a); }
 
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 // ---- int32 vectors and quantised weights
 using vi = __m512i;
-static inline vi vi_load(const void* p) { return _mm512_loadu_si512(p); }
-static inline void vi_store(void* p, vi a) { _mm512_storeu_si512(p, a); }
-static inline vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
-static inline vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
-static inline vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
-static inline vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
-static inline vi vi_shr4(vi a) { return _mm512_srli_epi32(a, 4); }
-static inline vf vi_f32(vi a) { return _mm512_cvtepi32_ps(a); }
-static inline vi vf_bits(vf a) { return _mm512_castps_si512(a); }
+INLINE vi vi_load(const void* p) { return _mm512_loadu_si512(p); }
+INLINE void vi_store(void* p, vi a) { _mm512_storeu_si512(p, a); }
+INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
+INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
+INLINE vi vi_shr4(vi a) { return _mm512_srli_epi32(a, 4); }
+INLINE vf vi_f32(vi a) { return _mm512_cvtepi32_ps(a); }
+INLINE vi vf_bits(vf a) { return _mm512_castps_si512(a); }
 
 // vpdpbusd multiplies unsigned weights with signed activations: q8_0 is offset by 128 (and corrected with the
 // sums of x).
 constexpr int kOffsetQ8 = 128;
-template <int QUANT>
+template <int BITS>
 struct Dot {
     static vi begin(int32_t offset) { return vi_set1(offset); }
     static vi step(vi acc, vi w, vi x) { return _mm512_dpbusd_epi32(acc, w, x); }
@@ -86,7 +86,7 @@ struct Dot {
 };
 
 // 32 floats -> int8, their scale and their sum.
-static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum) {
+INLINE void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum) {
     const vf lo = vload(x), hi = vload(x + 16);
     const float nan = vsum(vadd(vsub(lo, lo), vsub(hi, hi)));
     const float top = nan == 0 ? vmaximum(vmax(vabs(lo), vabs(hi))) : 0,
@@ -100,7 +100,7 @@ static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum)
 }
 
 // Per 128 bits: a0+a1, a2+a3, b0+b1, b2+b3.
-static inline vi add_pairs(vi a, vi b) {
+INLINE vi add_pairs(vi a, vi b) {
     const vf fa = _mm512_castsi512_ps(a), fb = _mm512_castsi512_ps(b);
     return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(fa, fb, 0x88)),
                             _mm512_castps_si512(_mm512_shuffle_ps(fa, fb, 0xdd)));
@@ -111,7 +111,7 @@ constexpr int kRowTokens = 4, kFloatRowTokens = 4;  // of a row as it is stored
 // apart. A vector holds two blocks of q8_0 or four of q4_0; its partial sums are added in a tree, 21 (6)
 // instructions for 512 weights.
 template <int NT>
-static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
+INLINE void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
     const vi flip = _mm512_set1_epi8(char(0x80));
     vi half[NT][2];
     for (int h = 0; h < 2; h++) {
@@ -134,11 +134,11 @@ static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int
     }
 }
 // As add_pairs, for sums that fit an i16: the multiplier adds, and half the shuffles are left.
-static inline vi add_pairs16(vi a, vi b) {
+INLINE vi add_pairs16(vi a, vi b) {
     return _mm512_madd_epi16(_mm512_packs_epi32(a, b), _mm512_set1_epi16(1));
 }
 template <int NT>
-static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
+INLINE void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
     const vi low = _mm512_set1_epi8(15);
     vi s[NT][4];
     for (int i = 0; i < 4; i++) {
@@ -158,7 +158,7 @@ static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int
 }
 
 // 16 rows of 16 dwords -> 16 columns.
-static inline void transpose(vi* t) {
+INLINE void transpose(vi* t) {
     vi a[16];
     for (int i = 0; i < 16; i += 2) {
         a[i] = _mm512_unpacklo_epi32(t[i], t[i + 1]);
@@ -182,7 +182,7 @@ static inline void transpose(vi* t) {
 }
 
 // Words of a's dwords, then of b's: the low ones, the high ones.
-static inline void split_words(vi a, vi b, vi* low, vi* high) {
+INLINE void split_words(vi a, vi b, vi* low, vi* high) {
     alignas(64) static const uint16_t even[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
                                                   22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
                                                   44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
@@ -192,14 +192,14 @@ static inline void split_words(vi a, vi b, vi* low, vi* high) {
 }
 
 // 32 weights of one block as floats, without the scale.
-static inline vf bytes_f32(__m128i b) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); }
-static inline void q8_unpack(const uint8_t* q, vf* out) {
+INLINE vf bytes_f32(__m128i b) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); }
+INLINE void q8_unpack(const uint8_t* q, vf* out) {
     out[0] = bytes_f32(_mm_loadu_si128((const __m128i*)q));
     out[1] = bytes_f32(_mm_loadu_si128((const __m128i*)(q + 16)));
 }
 // vpermps reads the low four bits of each index: a table look-up turns a nibble into its float, no conversion
 // needed.
-static inline void q4_unpack(const uint8_t* q, vf* out) {
+INLINE void q4_unpack(const uint8_t* q, vf* out) {
     const vf values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
     const __m512i n = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)q));
     out[0] = _mm512_permutexvar_ps(n, values);
@@ -207,13 +207,13 @@ static inline void q4_unpack(const uint8_t* q, vf* out) {
 }
 
 // popcount(a ^ b) over n bytes.
-static inline __m512i differing(const uint8_t* a, const uint8_t* b,
-                                size_t n) {  // 64 bytes, fewer where n says so
+INLINE __m512i differing(const uint8_t* a, const uint8_t* b,
+                         size_t n) {  // 64 bytes, fewer where n says so
     if (n >= 64) return vi_xor(vi_load(a), vi_load(b));
     const __mmask64 some = (uint64_t(1) << n) - 1;
     return vi_xor(_mm512_maskz_loadu_epi8(some, a), _mm512_maskz_loadu_epi8(some, b));
 }
-static inline size_t differ_by_table(const uint8_t* a, const uint8_t* b, size_t n) {
+INLINE size_t differ_by_table(const uint8_t* a, const uint8_t* b, size_t n) {
     const vi table = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4)),
              low = _mm512_set1_epi8(15);
     vi sum = _mm512_setzero_si512();
@@ -234,11 +234,11 @@ __attribute__((target("avx512vpopcntdq"))) static size_t differ_by_popcount(cons
     return size_t(_mm512_reduce_add_epi64(sum));
 }
 static const bool has_popcount = __builtin_cpu_supports("avx512vpopcntdq");
-static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
+INLINE size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
     return has_popcount ? differ_by_popcount(a, b, n) : differ_by_table(a, b, n);
 }
 #else
-static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
+INLINE size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
     return differ_by_table(a, b, n);
 }
 #endif

@@ -112,7 +112,7 @@ constexpr int kOffsetQ8 = 0;  // sdot multiplies signed with signed
 static inline int32x4_t dot_4(int32x4_t acc, int32x4_t a, int32x4_t b) {
     return vdotq_s32(acc, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b));
 }
-template <int QUANT>
+template <int BITS>
 struct Dot {
     static vi begin(int32_t offset) { return vi_set1(offset); }
     static vi step(vi acc, vi w, vi x) { return {dot_4(acc.lo, w.lo, x.lo), dot_4(acc.hi, w.hi, x.hi)}; }

@@ -202,9 +202,9 @@ static inline vi vf_bits(vf a) {
 
 // What is added to stored q8_0 weights before they are multiplied (mod 256): nothing here.
 constexpr int kOffsetQ8 = 0;
-// The dot products of a block of weights of a format of QUANT bytes a block (q4_0: nibbles) with x, plus the
-// offset: eight steps of four.
-template <int QUANT>
+// The dot products of a block of weights with x, plus the offset: eight steps of four. BITS: 8, signed but
+// for what was added to them; or 4, from 0 to 15.
+template <int BITS>
 struct Dot {
     static vi begin(int32_t offset) { return vi_set1(offset); }
     static vi step(vi acc, vi w, vi x) {  // acc[i] += the four int8 products of dword i

@@ -28,6 +28,7 @@ from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for, in_ram
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import DeviceFailure
 from thermocline.machine import hardware, this_machine, tiers
+from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device, device_sizes, torch_kernels
 from thermocline.ops.cpu import CpuOps
@@ -220,7 +221,7 @@ def generated(pack: Pack, made: Weights, ops: Any, sparsity: str, **more: Any) -
     return [r.ids for r in requests]
 
 
-@pytest.mark.parametrize("format", ["f32", "f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("format", [f for f in quant.FORMATS if f != "bf16"])
 def test_a_pack_is_split_as_its_places_say(format: str, tmp_path: Path, stand_in: StandIn) -> None:
     pack = pack_of(tmp_path, format)
     whole = weights.load(pack, threads=2)

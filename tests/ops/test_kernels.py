@@ -621,7 +621,7 @@ def test_every_half_precision_weight_decodes_exactly(isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_int8_and_int4_weight_multiplies_exactly(isa: str) -> None:
     """-128 too, which no encoder writes: AVX2 multiplies by |w|, which must not saturate."""
-    for format, size in (("q8_0", 34), ("q4_0", 18)):
+    for format, size in ((f.name, f.block_bytes) for f in quant.FORMATS.values() if f.quants):
         blocks = np.zeros((256, size), np.uint8)
         blocks[:, -2:] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
         blocks[:, :-2] = np.arange(256, dtype=np.uint8)[:, None]

@@ -22,6 +22,7 @@ from thermocline.engine.engine import PREFILL_CHUNK
 from thermocline.engine.kv_cache import bytes_for, reserved_bytes
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers, read_tiers, render
+from thermocline.model import quant
 from thermocline.model.sizes import ModelSizes, sizes_of
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import expected_tensors, place
@@ -454,6 +455,6 @@ def test_doctor_writes_what_plan_reads(
     hw = tmp_path / "hw.json"
     assert thermocline("doctor", "-o", hw).code == 0
     tiers = read_tiers(str(hw))
-    assert set(tiers.cpu.kernels) == {"f32", "f16", "bf16", "q8_0", "q4_0"} and tiers.gpu is None
+    assert set(tiers.cpu.kernels) == set(quant.FORMATS) and tiers.gpu is None
     assert tiers.disk is not None and tiers.disk.reads_per_s == 1e5
     assert thermocline("plan", "tinyllama-1.1b", "--hardware", hw).code == 0

@@ -15,7 +15,7 @@ from thermocline.errors import Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
-from thermocline.model import gguf_blocks, quant
+from thermocline.model import formats, gguf_blocks, quant
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import TensorMap
 from thermocline.model.tensors import expected_tensors
@@ -24,8 +24,8 @@ from thermocline.pack.writer import check_range
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
-CONVERTED = "q8_0"  # the default format for rows whose own format packs do not have
-_MEASURED = 8  # one conversion in this many has its error measured
+CONVERTED = formats.DEFAULT  # for rows of a format that packs do not have
+_MEASURED = 8  # the error of one conversion in so many is measured
 
 
 class _GGUFReader:
@@ -42,7 +42,7 @@ class _GGUFReader:
         if not gguf_blocks.known(t.type):
             raise Unsupported(
                 f"{self.name}: tensor {quoted(name)} is {t.type}, which is not supported; requantise the "
-                "model with llama-quantize, to q8_0 for example"
+                f"model with llama-quantize, to {CONVERTED} for example"
             )
         if len(t.shape) == 1:
             return gguf_blocks.dequantise(t.type, self.gguf.read_rows(name, 0, 1))[0, first:last]
@@ -166,6 +166,4 @@ def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -
 def _finest(types: set[str], columns: int) -> str:
     if types == {"f16", "bf16"}:
         return "f32"  # neither holds the other
-    bits = {name: f.block_bytes / f.block for name, f in quant.FORMATS.items()}
-    finest = max(types, key=lambda t: bits[t])
-    return finest if columns % quant.FORMATS[finest].block == 0 else "f16"
+    return formats.fitting(max(types, key=lambda t: formats.FORMATS[t].bits), columns)

@@ -11,13 +11,11 @@ from thermocline.convert.gguf_rows import Cost
 from thermocline.convert.hf_directory import content_key, copied_files, label, require_model_directory
 from thermocline.convert.rows import TensorMapSource, with_own_head
 from thermocline.files.safetensors import Checkpoint
-from thermocline.model import quant
+from thermocline.model import formats, quant
 from thermocline.model.families import Read, read_config
 from thermocline.model.tensors import optional_among
 from thermocline.pack.pack import Progress
 from thermocline.pack.writer import PackExtras, check_target, write_pack
-
-DEFAULT_FORMAT = "q8_0"
 
 
 def pack(
@@ -31,7 +29,7 @@ def pack(
 ) -> Cost | None:
     """Pack a Hugging Face directory or a GGUF file. For a GGUF, return what the conversion changed.
 
-    `weight_format` None keeps each tensor's own format for a GGUF, and is `DEFAULT_FORMAT` otherwise.
+    `weight_format` None keeps each tensor's own format for a GGUF, and is `formats.DEFAULT` otherwise.
     `activation` ("relu" or "drelu") settles what a source may leave open. Raises BadFile, IOFailure,
     Unsupported, UsageError; see `write_pack`.
     """
@@ -45,7 +43,7 @@ def pack(
         )
     require_model_directory(src)
     read = read_config(src, activation)
-    _pack_directory(src, Path(dst), weight_format or DEFAULT_FORMAT, read, overwrite, progress)
+    _pack_directory(src, Path(dst), weight_format or formats.DEFAULT, read, overwrite, progress)
     return None
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from thermocline.convert.from_gguf import gguf_hash, gguf_shards, is_gguf
 from thermocline.convert.hf_directory import content_key, label, require_model_directory, sorted_shards
-from thermocline.convert.importer import DEFAULT_FORMAT, pack
+from thermocline.convert.importer import pack
 from thermocline.convert.tokenizers import SENTENCEPIECE, has_tokenizer
 from thermocline.errors import BadFile, IOFailure
 from thermocline.files.gguf import GGUF
 from thermocline.files.safetensors import Checkpoint
 from thermocline.files.source_key import identity
-from thermocline.model import quant
+from thermocline.model import formats, quant
 from thermocline.model.families import check_activation
 from thermocline.pack.pack import Pack, Progress
 from thermocline.text.tokenizer import FILE as TOKENIZER
@@ -67,7 +67,7 @@ def resolve(
         return path
     if weight_format is not None:
         quant.row_bytes(weight_format, 0)
-    format = weight_format or ("own" if is_gguf(path) else DEFAULT_FORMAT)
+    format = weight_format or ("own" if is_gguf(path) else formats.DEFAULT)
     format = format if activation is None else f"{format}-{activation}"
     content, files = _keys(path)
     like = f"{re.sub(r'[^A-Za-z0-9._-]+', '_', label(path))}-{format}-{content[:16]}"

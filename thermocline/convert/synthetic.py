@@ -191,12 +191,14 @@ class RandomWeights:
         if m.silent:
             sd[: max(0, BLOCK - first)] = 0
         fixed = tuple(f if len(f) == 1 else f[first:last] for f in m.fixed)
-        floats = quant.FORMATS[format].block == 1
-        # A row's own number of random bytes is enough: a scale of two bytes takes one of them.
-        size = 2 * columns if floats else quant.row_bytes(format, columns)
+        q = quant.FORMATS[format].quants
+        # Of a quantised row random bytes suffice: the scales need half of theirs.
+        size = 2 * columns if q is None else quant.row_bytes(format, columns)
         begin = first - first % 2 if m.mirrored else first
         bits = self._bits(name, size, begin, last)[rows - odd - begin]
-        return (_floats if floats else _blocks)(bits, format, columns, sd, fixed)
+        if q is None:
+            return _floats(bits, format, columns, sd, fixed)
+        return _blocks(bits, format, columns, sd, fixed, q)
 
     def _bits(self, name: str, row_bytes: int, first: int, last: int) -> U8:
         """Return random bytes [rows, at least row_bytes]. PCG64 jumps to any position in 0.5 us."""
@@ -276,26 +278,22 @@ def _floats(bits: U8, format: str, columns: int, sd: F32, fixed: tuple[F32, ...]
     return quant.encode(format, x)
 
 
-# For each quantised format: the bits that make every quant of a byte odd, the RMS of odd quants, a byte
-# full of the extreme quant, and that quant's value. Odd quants are symmetric around 0. All quants have a
-# mean of -0.5 (their RMS is 4.6 in q4_0), which adds up where all inputs have one sign.
-_ODD = {
-    "q8_0": (0x01, math.sqrt((128**2 - 1) / 3), 0x7F, 127),
-    "q4_0": (0x11, math.sqrt((8**2 - 1) / 3), 0x00, -8),
-}
+def _blocks(bits: U8, format: str, columns: int, sd: F32, fixed: tuple[F32, ...], q: quant.Quants) -> U8:
+    """Return rows with random odd quants.
 
-
-def _blocks(bits: U8, format: str, columns: int, sd: F32, fixed: tuple[F32, ...]) -> U8:
-    odd, rms, full, extreme = _ODD[format]
+    Odd quants are symmetric around 0. All quants together have a mean of -0.5 (with an rms of 4.6, of 4
+    bits), which adds up wherever inputs have one sign.
+    """
     n = columns // BLOCK
     out = np.empty((len(bits), quant.row_bytes(format, columns)), np.uint8)
-    quants, scales = quant.planes(format, out)
+    of = quant.planes(format, out)
+    quants, scales = of["quants"], of["scale"].view(np.float16)[:, :, 0]
     size = quants.shape[1] * quants.shape[2]
-    np.bitwise_or(bits[:, :size].reshape(quants.shape), np.uint8(odd), out=quants)
-    scales[:] = _spread()[bits[:, size : size + n]] * (sd * np.float32(1 / rms))
+    np.bitwise_or(bits[:, :size].reshape(quants.shape), np.uint8(q.odd), out=quants)
+    scales[:] = _spread()[bits[:, size : size + n]] * (sd * np.float32(1 / q.odd_rms))
     for k, values in enumerate(fixed):
-        quants[:, k] = full
-        scales[:, k] = values / np.float32(extreme)
+        quants[:, k] = q.byte_of(q.extreme)
+        scales[:, k] = values / np.float32(q.extreme)
     return out
 
 

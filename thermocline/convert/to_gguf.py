@@ -47,13 +47,6 @@ _EXPERTS = {f"{part}.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up
 _QKV, _BUNDLE = "qkv.weight", "bundle"
 # A GGUF has no place for activation counts, nor for the original positions of sorted neurons.
 _LEFT_OUT = ("activation_count", "order")
-_FILE_TYPES = {
-    "f32": "ALL_F32",
-    "f16": "MOSTLY_F16",
-    "bf16": "MOSTLY_BF16",
-    "q8_0": "MOSTLY_Q8_0",
-    "q4_0": "MOSTLY_Q4_0",
-}
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,7 @@ def _header(pack: Pack, path: Path) -> Any:
     w.add_rope_dimension_count(s.head_dim)
     w.add_rope_freq_base(s.rope_theta)
     w.add_layer_norm_rms_eps(s.norm_eps)
-    w.add_file_type(gguf.LlamaFileType[_FILE_TYPES[pack.weight_format]])
+    w.add_file_type(gguf.LlamaFileType[quant.FORMATS[pack.weight_format].file_type])
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return w
 

@@ -1,46 +1,24 @@
-"""Weight formats: one row per format and its encode/decode in numpy, which define what the bytes mean.
+"""Rows of weights in each format of `formats`, encoded and decoded in numpy: what the bytes mean.
 
-Quantised values are GGUF's, bit for bit, in planar rows: the quants of all blocks, then their f16 scales,
-so that a vector of scales is one load (see docs/internals/pack.md and `csrc/kernels/kernels.h`). Must not
-know models or files.
-Adding a format: a row in `FORMATS`, an entry in `_ENCODERS` and `_DECODERS`.
+Quantised values are GGUF's, bit for bit, in planar rows: one field of all blocks, then the next, so that a
+vector of scales is one load (see docs/internals/pack.md and `csrc/kernels/formats.inl`). To add a format:
+its row in `formats`, and its encoder here, under its name; `gguf_blocks` has the decoders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import Unsupported
+from thermocline.model import gguf_blocks
+from thermocline.model.formats import FORMATS as FORMATS
+from thermocline.model.formats import Quants as Quants
 
-F16 = NDArray[np.float16]
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Format:
-    """`block` weights take `block_bytes` bytes (2 of them a scale, if > 1). `id`: native code's name."""
-
-    name: str
-    id: int
-    block: int
-    block_bytes: int
-
-
-FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (
-        Format("f32", 0, 1, 4),
-        Format("f16", 1, 1, 2),
-        Format("bf16", 2, 1, 2),
-        Format("q8_0", 3, 32, 34),
-        Format("q4_0", 4, 32, 18),
-    )
-}
 
 # Elements encoded at a time: the temporaries (about 20 bytes each) then stay in a 1-2 MiB L2 cache.
 _CHUNK = 1 << 15
@@ -50,7 +28,7 @@ _BELOW_HALF = np.float32(0.49999997)
 
 
 def row_bytes(format: str, n: int) -> int:
-    """Bytes of one row of `n` weights. Unsupported where `n` is not a whole number of blocks."""
+    """Return the bytes of one row of `n` weights. Raises Unsupported if `n` is no whole number of blocks."""
     f = FORMATS.get(format)
     if f is None:
         raise Unsupported(f"unknown weight format {format!r}; known: {', '.join(FORMATS)}")
@@ -63,7 +41,7 @@ def row_bytes(format: str, n: int) -> int:
 
 
 def encode(format: str, x: F32) -> U8:
-    """[rows, n] f32 -> [rows, row_bytes] bytes."""
+    """Return weights [rows, n] as rows of bytes, [rows, row_bytes]."""
     rows, n = x.shape
     out = np.empty((rows, row_bytes(format, n)), np.uint8)
     step = max(1, _CHUNK // max(1, n))
@@ -77,43 +55,69 @@ def encode(format: str, x: F32) -> U8:
 
 
 def decode(format: str, data: U8, n: int) -> F32:
-    """[rows, row_bytes] bytes -> [rows, n] f32."""
+    """Return the weights of rows [rows, row_bytes], f32 [rows, n]."""
     if data.shape[1:] != (row_bytes(format, n),):
         raise ValueError(f"{format} rows of {n} are {row_bytes(format, n)} bytes, not {data.shape[1:]}")
-    with np.errstate(all="ignore"):
-        blocks = np.ascontiguousarray(to_gguf(format, data))
-        return _DECODERS[format](blocks).reshape(len(data), n)
+    return gguf_blocks.dequantise(format, to_gguf(format, data))
 
 
 def from_gguf(format: str, blocks: U8) -> U8:
-    """[rows, row_bytes] in GGUF's order (each block's scale, then its quants) -> planar rows."""
+    """Return rows of blocks in GGUF's order [rows, row_bytes], one block after the other, as planar rows."""
     f = FORMATS[format]
-    if f.block == 1:
+    if len(f.fields) == 1:
         return blocks
     n, per_row = len(blocks), blocks.shape[1] // f.block_bytes
     b = blocks.reshape(n, per_row, f.block_bytes)
-    quants = b[:, :, 2:].reshape(n, per_row * (f.block_bytes - 2))
-    return np.concatenate([quants, b[:, :, :2].reshape(n, per_row * 2)], axis=1)
+    of, at = dict[str, U8](), 0
+    for field in f.fields:
+        of[field.name] = b[:, :, at : at + field.nbytes].reshape(n, per_row * field.nbytes)
+        at += field.nbytes
+    return np.concatenate([of[name] for name in f.planes], axis=1)
 
 
 def to_gguf(format: str, rows: U8) -> U8:
-    """Planar rows [rows, row_bytes] -> the same bytes in GGUF's order."""
+    """Return planar rows [rows, row_bytes] in GGUF's order."""
     f = FORMATS[format]
-    if f.block == 1:
+    if len(f.fields) == 1:
         return rows
-    quants, scales = planes(format, rows)
-    return np.concatenate([scales[:, :, None].view(np.uint8), quants], axis=2).reshape(rows.shape)
+    of = planes(format, rows)
+    return np.concatenate([of[field.name] for field in f.fields], axis=2).reshape(rows.shape)
 
 
-def planes(format: str, rows: U8) -> tuple[U8, F16]:
-    """Views of planar rows: quants [rows, blocks, their bytes] and scales [rows, blocks]."""
-    size = FORMATS[format].block_bytes
-    n, per_row = len(rows), rows.shape[1] // size
-    quants, scales = rows[:, : per_row * (size - 2)], rows[:, per_row * (size - 2) :]
-    return quants.reshape(n, per_row, size - 2), scales.view(np.float16)
+def planes(format: str, rows: U8) -> dict[str, U8]:
+    """Return views of planar rows: each field's bytes [rows, blocks, bytes of a block]."""
+    f = FORMATS[format]
+    n, per_row = len(rows), rows.shape[1] // f.block_bytes
+    size, out, at = {field.name: field.nbytes for field in f.fields}, dict[str, U8](), 0
+    for name in f.planes:
+        end = at + per_row * size[name]
+        out[name] = rows[:, at:end].reshape(n, per_row, size[name])
+        at = end
+    return out
 
 
-def _encode_bf16(x: F32) -> U8:
+Encode = Callable[[F32], U8]
+_ENCODERS: dict[str, Encode] = {}
+
+
+def _encoder(function: Encode) -> Encode:
+    """Register the function under its name."""
+    _ENCODERS[function.__name__[1:]] = function
+    return function
+
+
+@_encoder
+def _f32(x: F32) -> U8:
+    return x.view(np.uint8)
+
+
+@_encoder
+def _f16(x: F32) -> U8:
+    return x.astype(np.float16).view(np.uint8)
+
+
+@_encoder
+def _bf16(x: F32) -> U8:
     """Round to nearest even; NaN stays NaN (quiet)."""
     u = x.view(np.uint32)
     rounded = (u + (np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
@@ -126,7 +130,8 @@ def _blocks(x: F32) -> F32:
     return np.ascontiguousarray(x.reshape(-1, 32).T)
 
 
-def _encode_q8_0(x: F32) -> U8:
+@_encoder
+def _q8_0(x: F32) -> U8:
     """d = max|x| / 127, q = round(x / d), halves away from zero."""
     b = _blocks(x)
     d = np.abs(np.maximum(b.max(axis=0), -b.min(axis=0))) / np.float32(127)  # abs: zeros have d = +0
@@ -138,7 +143,8 @@ def _encode_q8_0(x: F32) -> U8:
     return out
 
 
-def _encode_q4_0(x: F32) -> U8:
+@_encoder
+def _q4_0(x: F32) -> U8:
     """d = (the x of largest |x|, the first if several) / -8, nibble = x / d + 8.5 truncated to 0..15."""
     b = _blocks(x)
     high, low = b.max(axis=0), b.min(axis=0)
@@ -158,34 +164,3 @@ def _encode_q4_0(x: F32) -> U8:
 def _reciprocal(d: F32) -> F32:
     """1/d, and 0 for 0."""
     return np.where(d == 0, np.float32(0), np.float32(1) / d)
-
-
-def _decode_q8_0(data: U8) -> F32:
-    b = data.reshape(-1, 34)
-    d = np.ascontiguousarray(b[:, :2]).view(np.float16).astype(np.float32)
-    return d * b[:, 2:].view(np.int8).astype(np.float32)
-
-
-def _decode_q4_0(data: U8) -> F32:
-    b = data.reshape(-1, 18)
-    d = np.ascontiguousarray(b[:, :2]).view(np.float16).astype(np.float32)
-    q = np.empty((len(b), 32), np.float32)
-    q[:, :16] = b[:, 2:] & np.uint8(15)
-    q[:, 16:] = b[:, 2:] >> np.uint8(4)
-    return d * (q - np.float32(8))
-
-
-_ENCODERS: dict[str, Callable[[F32], U8]] = {
-    "f32": lambda x: x.view(np.uint8),
-    "f16": lambda x: x.astype(np.float16).view(np.uint8),
-    "bf16": _encode_bf16,
-    "q8_0": _encode_q8_0,
-    "q4_0": _encode_q4_0,
-}
-_DECODERS: dict[str, Callable[[U8], F32]] = {
-    "f32": lambda d: d.view(np.float32),
-    "f16": lambda d: d.view(np.float16).astype(np.float32),
-    "bf16": lambda d: (d.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32),
-    "q8_0": _decode_q8_0,
-    "q4_0": _decode_q4_0,
-}

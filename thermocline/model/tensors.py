@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from thermocline.errors import Unsupported
 from thermocline.model import quant
+from thermocline.model.formats import fitting
 from thermocline.model.spec import ModelSpec
 
 ALIGN = 4096
@@ -121,16 +122,14 @@ def expected_tensors(
         else:
             if spec.gated:
                 matrix(f"{a}.up.weight", "up", experts, neurons, spec.dim, format=gate)
-            whole = neurons % quant.FORMATS[weight_format].block == 0  # otherwise f16, like llama.cpp
-            down = own.get(f"{a}.down.weight", weight_format if whole else "f16")
+            down = own.get(f"{a}.down.weight", fitting(weight_format, neurons))
             matrix(f"{a}.down.weight", "down", experts, spec.dim, neurons, format=down)
         if experts == 1:
             vector(f"{a}.down.bias", "bundle" if spec.sparse else "down", spec.dim)
         if ranks:
             matrix(f"{a}.predictor.fc1.weight", "predictor", ranks[i], spec.dim)
             fc2 = f"{a}.predictor.fc2.weight"
-            whole = ranks[i] % quant.FORMATS[weight_format].block == 0
-            format = own.get(fc2, weight_format if whole else "f16")
+            format = own.get(fc2, fitting(weight_format, ranks[i]))
             matrix(fc2, "predictor", experts * neurons, ranks[i], format=format)
         if spec.sparse:
             vector(f"{a}.activation_count", "predictor", experts * neurons)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
+from thermocline.model import quant
+from thermocline.model.formats import FORMATS
 from thermocline.ops.device_rows import SIGNS, Scratch
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.interface import Heads
@@ -216,14 +219,25 @@ def _decode(w: Rows, data: Tensor) -> Tensor:
     part = data[:, w.skip : w.skip + w.row_bytes]
     if w.format in PLAIN:
         return _viewed(part, PLAIN[w.format]).float()
-    size = w.columns if w.format == "q8_0" else w.columns // 2  # bytes of quants; then an f16 for each 32
+    format = FORMATS[w.format]
+    if format.quants is None:
+        return _decode_in_numpy(w, part)
+    bits, blocks = format.quants.bits, w.columns // format.block
+    size = w.columns * bits // 8  # bytes of quants; then the scales
     scales = _viewed(part[:, size:], torch.float16).float()[:, :, None]
-    quants = part[:, :size].reshape(len(part), w.columns // 32, -1)
-    if w.format == "q8_0":
+    quants = part[:, :size].reshape(len(part), blocks, -1)
+    if format.quants.offset == 0:
         q = quants.view(torch.int8).float()
     else:
-        q = torch.cat([quants & 15, quants >> 4], dim=2).float() - 8
+        levels = [(quants >> at) & (2**bits - 1) for at in range(0, 8, bits)]
+        q = torch.cat(levels, dim=2).float() - format.quants.offset
     return (q * scales).view(len(part), w.columns)
+
+
+def _decode_in_numpy(w: Rows, part: Tensor) -> Tensor:
+    """Decode a format that has more than scales and integers: on a CPU, where all of the stand-in runs."""
+    rows = np.ascontiguousarray(part.numpy())
+    return torch.from_numpy(quant.decode(w.format, rows, w.columns))
 
 
 def _viewed(part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,20 +16,15 @@ from thermocline.ops.device_rows import SIGNS, Scratch
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
 from thermocline.ops.interface import Heads
+from thermocline.ops.triton_stored import loader
 
 Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
-# Bytes of a stored number; q4_0's is a byte of two.
-SIZES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1, "q4_0": 1}
 # Few tokens, by their number. Chosen from what ptxas makes of them: nothing spilled, 8 warps an SM and more.
 DOT_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}  # of a program: what a thread reads of x serves them all
 DOT_BYTES = {1: 8, 2: 8, 4: 16, 8: 16, 16: 8}  # of each row, that a thread has on their way
-# Stored numbers of a unit. x is f32: with more than four columns a thread, its lanes' loads conflict (2 to 8
-# at once), and with fewer there is a scale to load and multiply with for every four numbers of q8_0.
-DOT_NUMBERS = {"f32": 4, "f16": 4, "bf16": 4, "q8_0": 8, "q4_0": 4}
 DOT_PROGRAMS = 264  # two for each SM of an H100: a small matrix is cut into fewer rows a program
 DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
-DOWN_SUMS = {"f32": 32, "f16": 32, "bf16": 32, "q8_0": 32, "q4_0": 16}  # a thread's, of all tokens, at most
 DOWN_WARPS = 4
 
 
@@ -186,7 +181,8 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
         _down_many(out, rows, h, add)
         return
     tokens = _power(t)
-    s = _shape(rows, max(4, min(16 // SIZES[rows.format], DOWN_SUMS[rows.format] // tokens)), 1)
+    how = loader(rows.format)
+    s = _shape(rows, max(4, min(16 // how.size, how.sums // tokens)), 1)
     chunks = _ceil(n, SPAN)
     each = _ceil(chunks, MAX_SUMS)
     programs = _ceil(chunks, each)
@@ -289,24 +285,24 @@ def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
 
 def _shape(w: Rows, v: int = 0, warps: int = 4) -> Shape:
     """Units of v numbers, or 16 bytes; as many as `warps` warps read at once, where rows are so long."""
-    v = v or 16 // SIZES[w.format]
+    v = v or 16 // loader(w.format).size
     g = min(32 * warps, _power(_units(w, Shape(v, 0, 0))))
     return Shape(v, g, max(1, g // 32))
 
 
 def _dots(w: Rows, tokens: int) -> tuple[int, int, dict[str, Any]]:
     """For products with few tokens: rows of a program, its warps, and how `dots` reads them."""
-    b, v = _power(tokens), DOT_NUMBERS[w.format]
+    b, v = _power(tokens), loader(w.format).dot
     s, rows = _shape(w, v), DOT_ROWS[b]
     while rows > 1 and _ceil(w.rows, rows) < DOT_PROGRAMS:
         rows //= 2
-    at_once = max(1, DOT_BYTES[b] // (v * SIZES[w.format]))
+    at_once = max(1, DOT_BYTES[b] // (v * loader(w.format).size))
     fixed = {"B": b, "R": rows, "G": s.g, "V": v, "U": at_once, "EVEN": w.columns % v == 0}
     return rows, s.warps, {"FORMAT": w.format, **fixed}
 
 
 def _units(w: Rows, s: Shape) -> int:
-    return _ceil(w.columns // 2 if w.format == "q4_0" else w.columns, s.v)
+    return _ceil(w.columns // loader(w.format).planes, s.v)
 
 
 def _at(w: Rows) -> Tensor:

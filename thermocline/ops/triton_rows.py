@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 
 from thermocline.ops.triton_stored import (
+    BEHIND,
+    block,
     columns_of,
     first_column,
     kinds,
     numbers,
     parts,
+    plane_count,
     planes,
     stored,
     units,
@@ -42,7 +45,7 @@ def dots(
     sums = tl.zeros((B, R, G), tl.float32)
     any_live = tl.max(live.to(tl.int32), axis=0)
     nought = unknown_nought(columns)
-    PLANES: tl.constexpr = 2 if FORMAT == "q4_0" else 1
+    PLANES: tl.constexpr = plane_count(FORMAT)
     for start in range(0, tl.cdiv(columns, V * PLANES) * any_live, G * U):
         g = start + tl.arange(0, G)
         words = ()
@@ -58,7 +61,7 @@ def dots(
             for i in tl.static_range(V // 4):
                 q = four(words[u], i, nought, FORMAT)
                 for plane in tl.static_range(PLANES):
-                    c = (first[:, None] + (16 * plane + 4 * i) + tl.arange(0, 4)[None, :])[None, :, :]
+                    c = (first[:, None] + (BEHIND * plane + 4 * i) + tl.arange(0, 4)[None, :])[None, :, :]
                     mine = parts(
                         tl.load(at_token + c) if EVEN else tl.load(at_token + c, mask=c < columns, other=0)
                     )
@@ -70,7 +73,7 @@ def dots(
 
 @triton.jit
 def four(words, i: tl.constexpr, nought, FORMAT: tl.constexpr):
-    """The numbers of four stored ones of a unit, from 4 i on: 4, or of q4_0 8."""
+    """The numbers of four stored ones of a unit, from 4 i on: 4, or 8 of two planes."""
     if kinds(FORMAT) > 1:
         q = numbers(words[i], nought, FORMAT)
     else:
@@ -193,8 +196,8 @@ def down_few(
         end = tl.where(tokens > b, columns, 0)
         to = sums + (s * tokens + b) * columns + at_column
         tl.store(to, tl.sum(low, axis=0), mask=at_column < end)
-        if FORMAT == "q4_0":
-            tl.store(to + 16, tl.sum(high, axis=0), mask=at_column + 16 < end)
+        if plane_count(FORMAT) == 2:
+            tl.store(to + BEHIND, tl.sum(high, axis=0), mask=at_column + BEHIND < end)
 
 
 @triton.jit
@@ -217,8 +220,9 @@ def embed(out, data, ids, columns, stride, scale, FORMAT: tl.constexpr, G: tl.co
     low, high, d = units(at, tl.full((1, 1), 1, tl.int1), g, columns, FORMAT, V)
     c = columns_of(g, FORMAT, V)[None, :, :]
     tl.store(out + b * columns + c, low * d[:, :, None] * scale, mask=c < columns)
-    if FORMAT == "q4_0":
-        tl.store(out + b * columns + c + 16, high * d[:, :, None] * scale, mask=c + 16 < columns)
+    if plane_count(FORMAT) == 2:
+        second = c + BEHIND
+        tl.store(out + b * columns + second, high * d[:, :, None] * scale, mask=second < columns)
 
 
 # ---- many tokens: tiles of tensor cores, all rows
@@ -238,7 +242,7 @@ def tile(data, row, rows, stride, g, columns, FORMAT: tl.constexpr, V: tl.conste
     at = data + row.to(tl.int64)[:, None] * stride
     low, high, d = units(at, (row < rows)[:, None], g, columns, FORMAT, V)
     shape: tl.constexpr = (row.shape[0], g.shape[0] * V)
-    if FORMAT == "q8_0" or FORMAT == "q4_0":
+    if block(FORMAT) > 0:
         low, high = rounded(low * d[:, :, None]), rounded(high * d[:, :, None])
     return tl.reshape(low, shape), tl.reshape(high, shape)
 
@@ -259,7 +263,7 @@ def matmul_many(
     """out of M tokens and N rows. f32 weights are multiplied as such, others exactly as tf32."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     token = tl.program_id(1) * M + tl.arange(0, M)
-    PLANES: tl.constexpr = 2 if FORMAT == "q4_0" else 1
+    PLANES: tl.constexpr = plane_count(FORMAT)
     PRECISION: tl.constexpr = "ieee" if FORMAT == "f32" else "tf32"
     acc = tl.zeros((M, N), tl.float32)
     for start in range(0, tl.cdiv(columns, V * PLANES), G):
@@ -268,7 +272,7 @@ def matmul_many(
         c = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
         acc = tl.dot(operand(x, token, tokens, c, columns, FORMAT), tl.trans(low), acc, PRECISION)
         if PLANES == 2:
-            behind = operand(x, token, tokens, c + 16, columns, FORMAT)
+            behind = operand(x, token, tokens, c + BEHIND, columns, FORMAT)
             acc = tl.dot(behind, tl.trans(high), acc, PRECISION)
     if bias is not None:
         acc += tl.load(bias + row, mask=row < rows, other=0)[None, :]
@@ -289,7 +293,7 @@ def down_many(
     """out of M tokens and G units of columns, K neurons at a time."""
     g = tl.program_id(0) * G + tl.arange(0, G)
     token = tl.program_id(1) * M + tl.arange(0, M)
-    PLANES: tl.constexpr = 2 if FORMAT == "q4_0" else 1
+    PLANES: tl.constexpr = plane_count(FORMAT)
     PRECISION: tl.constexpr = "ieee" if FORMAT == "f32" else "tf32"
     acc = tl.zeros((M, G * V), tl.float32)
     behind = tl.zeros((M, G * V), tl.float32)
@@ -303,7 +307,7 @@ def down_many(
     c = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
     put(out, acc, token, tokens, c, columns, ADD)
     if PLANES == 2:
-        put(out, behind, token, tokens, c + 16, columns, ADD)
+        put(out, behind, token, tokens, c + BEHIND, columns, ADD)
 
 
 @triton.jit

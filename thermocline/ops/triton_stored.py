@@ -8,8 +8,46 @@ Memory: `at` points at the weights of a row, u8. Where a mask is false nothing i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Loader(NamedTuple):
+    """How the rows of a format are read.
+
+    `size`: bytes of a stored number. `block`: stored numbers with one scale, which is an f16 behind those of
+    all blocks; 0: no scales. `kinds`: tensors that `numbers` makes of what is stored. `planes`: columns of
+    a stored number, each `BEHIND` the one before. For few tokens: `dot`, stored numbers of a unit of `dots`,
+    and `sums`, a thread's in `down_few`, of all tokens, at most.
+    """
+
+    size: int
+    block: int
+    kinds: int
+    planes: int
+    dot: int
+    sums: int
+
+
+@triton.constexpr_function
+def loader(format):
+    """The row of a format; its numbers are made by `numbers`.
+
+    dot: x is f32, so with more than four columns a thread, its lanes' loads conflict (2 to 8 at once); and
+    with fewer there is a scale to load and multiply with for every four numbers of q8_0.
+    """
+    return {
+        "f32": Loader(size=4, block=0, kinds=1, planes=1, dot=4, sums=32),
+        "f16": Loader(size=2, block=0, kinds=1, planes=1, dot=4, sums=32),
+        "bf16": Loader(size=2, block=0, kinds=1, planes=1, dot=4, sums=32),
+        "q8_0": Loader(size=1, block=32, kinds=4, planes=1, dot=8, sums=32),
+        "q4_0": Loader(size=1, block=16, kinds=8, planes=2, dot=4, sums=16),
+    }[format]
+
+
+BEHIND: tl.constexpr = tl.constexpr(16)  # columns between the halves of a byte
 
 
 @triton.jit
@@ -18,17 +56,17 @@ def stored(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: t
 
     Floats [..., G, V]; or uint32 [..., G, V / 4], of four stored numbers each. scale: 1 where there is none.
     """
-    WIDE: tl.constexpr = 32 if FORMAT == "q8_0" else 16  # stored numbers of a block
-    stored_columns = columns // 2 if FORMAT == "q4_0" else columns
+    BLOCK: tl.constexpr = block(FORMAT)
+    stored_columns = columns // plane_count(FORMAT)
     inside = live & (g < tl.cdiv(stored_columns, V) - AHEAD)
     unit = tl.expand_dims(at + g * (V * size(FORMAT)), -1) + AHEAD * V * size(FORMAT)
     ok = tl.expand_dims(inside, -1)
-    if FORMAT == "q8_0" or FORMAT == "q4_0":
+    if BLOCK > 0:
         # Rows of blocks begin at even bytes. Where they are aligned further, a thread's loads become one.
         pairs = tl.load(unit.to(tl.pointer_type(tl.uint16)) + tl.arange(0, V // 2), mask=ok, other=0)
         first, second = tl.split(tl.reshape(pairs, pairs.shape[:-1] + (V // 4, 2)))
         w = first.to(tl.uint32) | (second.to(tl.uint32) << 16)
-        of = at + stored_columns + (g * V // WIDE * 2) + AHEAD * V // WIDE * 2
+        of = at + stored_columns + (g * V // BLOCK * 2) + AHEAD * V // BLOCK * 2
         scale = tl.load(of.to(tl.pointer_type(tl.float16)), mask=inside, other=0).to(tl.float32)
     else:
         v = tl.arange(0, V)
@@ -40,8 +78,10 @@ def stored(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: t
 
 @triton.jit
 def numbers(w, zero, FORMAT: tl.constexpr):
-    """Of what is stored, f32 and unscaled: (w,); or a tuple of 4, of each int32 its bytes; or of 8, of q4_0's
-    bytes the low halves, then the high ones, whose columns are 16 behind.
+    """The f32 numbers of what is stored, unscaled, in `kinds(FORMAT)` tensors.
+
+    (w,); or 4, of each int32 its bytes; or 8, of bytes the low halves, then the high ones, whose columns are
+    `BEHIND`.
 
     2**e + n is a float whose last bits are n, wherever they begin: so two operations make a number, one that
     masks the bits where they lie and puts the exponent before them, and a subtraction.
@@ -100,7 +140,7 @@ def together(a, b, c, d):
 def units(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr):
     """Units g [G] of rows, as `stored`: low, high [..., G, V], scale [..., G].
 
-    high: of q4_0, the numbers 16 columns behind; else low again.
+    high: the numbers of the second plane, `BEHIND`; low again where there is one.
     """
     w, scale = stored(at, live, g, columns, FORMAT, V)
     n = numbers(w, 0, FORMAT)
@@ -139,20 +179,32 @@ def number(format):
 @triton.constexpr_function
 def kinds(format):
     """Tensors that `numbers` makes."""
-    return {"q8_0": 4, "q4_0": 8}.get(format, 1)
+    return loader(format).kinds
 
 
 @triton.constexpr_function
 def size(format):
     """Bytes of a stored number."""
-    return {"f32": 4, "f16": 2, "bf16": 2}.get(format, 1)
+    return loader(format).size
+
+
+@triton.constexpr_function
+def block(format):
+    """Stored numbers with one scale; 0: no scales."""
+    return loader(format).block
+
+
+@triton.constexpr_function
+def plane_count(format):
+    """Columns of a stored number."""
+    return loader(format).planes
 
 
 @triton.jit
 def first_column(g, FORMAT: tl.constexpr, V: tl.constexpr):
-    """Where units g [G] begin; of `high` it is 16 columns behind."""
-    if FORMAT == "q4_0":
-        return g // (16 // V) * 32 + g % (16 // V) * V
+    """Where units g [G] begin; `high` begins `BEHIND`."""
+    if plane_count(FORMAT) == 2:
+        return g // (BEHIND // V) * (2 * BEHIND) + g % (BEHIND // V) * V
     else:
         return g * V
 

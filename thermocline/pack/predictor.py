@@ -17,6 +17,7 @@ from thermocline import _native
 from thermocline.errors import BadFile, UsageError
 from thermocline.files.bounded import Json, quoted
 from thermocline.model import quant
+from thermocline.model.formats import FORMATS, fitting
 from thermocline.model.quant import F32, U8
 from thermocline.model.spec import ModelSpec
 from thermocline.pack import manifest, sidecar
@@ -25,7 +26,8 @@ from thermocline.pack.pack import Pack, read_tensor
 FILE, KIND = "predictors.safetensors", "predictors"
 KINDS = ("mlp", "svd", "sign")
 MAX_RANK = 1 << 16
-BLOCK = 32
+STORED = "q8_0"  # the format of matrices
+BLOCK = FORMATS[STORED].block
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def scores(p: LayerPredictor, x: F32) -> F32:
 
 
 def _rounded(x: F32) -> F32:
-    """Round x to int8 with a scale for each 32 columns, if the matrix is stored in that format."""
-    if _format(x.shape[1]) != "q8_0":
+    """Return x as the kernels see it: int8 with a scale for each 32 columns, if the matrix has blocks."""
+    if FORMATS[fitting(STORED, x.shape[1])].block == 1:
         return x
     blocks = x.reshape(len(x), -1, BLOCK)
     top = np.abs(blocks).max(axis=2, keepdims=True)
@@ -93,11 +95,7 @@ def _rounded(x: F32) -> F32:
     return out
 
 
-def _format(columns: int) -> str:
-    return "q8_0" if columns % BLOCK == 0 else "f16"
-
-
-# ---- stored predictors
+# ---- as stored
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def stored(p: LayerPredictor, spec: ModelSpec) -> StoredPredictor:
 
 
 def _stored(w: F32) -> StoredMatrix:
-    format = _format(w.shape[1])
+    format = fitting(STORED, w.shape[1])
     return StoredMatrix(format, w.shape[1], quant.encode(format, w))
 
 
@@ -170,7 +168,7 @@ def stored_bytes(spec: ModelSpec, kind: str, rank: int) -> tuple[int, int]:
     if kind == "sign":
         return 0, -(-spec.dim // 8) + 4
     rank = -(-rank // BLOCK) * BLOCK
-    return rank * quant.row_bytes(_format(spec.dim), spec.dim), quant.row_bytes("q8_0", rank) + 4
+    return rank * quant.row_bytes(fitting(STORED, spec.dim), spec.dim), quant.row_bytes(STORED, rank) + 4
 
 
 # ---- the predictors of a pack
@@ -347,8 +345,8 @@ def _read(
         signs = matrix("signs", "signs", neurons, spec.dim)
         p = StoredPredictor("sign", None, signs, threshold, a["hot"], n)
     else:
-        first = matrix("first", _format(spec.dim), rank, spec.dim)
-        second = matrix("second", "q8_0", neurons, rank)
+        first = matrix("first", fitting(STORED, spec.dim), rank, spec.dim)
+        second = matrix("second", STORED, neurons, rank)
         p = StoredPredictor(a["kind"], first, second, threshold, a["hot"], n)
     if _crc(p) != a["crc32c"]:
         raise BadFile(f"{found.path}: layer {i}: checksum mismatch: damaged; run `thermocline train` again")

@@ -36,8 +36,6 @@ U8 = NDArray[np.uint8]
 # f32 bytes encoded and written at a time. Buffers of this size stay in the heap. Buffers of 4 MiB are mapped,
 # zeroed and unmapped each time, which takes a third of the time of making random rows.
 _ROWS_BYTES = 1 << 19
-# The largest |weight| that a format can hold, because its scale (or the weight itself) is an f16.
-_LARGEST = {"f16": 65504.0, "q8_0": 65504.0 * 127, "q4_0": 65504.0 * 8}
 
 
 class TensorSource(Protocol):
@@ -192,8 +190,8 @@ def _check_shape(name: str, x: NDArray[Any], rows: int, columns: int) -> None:
 
 def check_range(x: F32, format: str, name: str) -> None:
     """Raise Unsupported if a finite weight would become infinite in this format."""
-    limit = _LARGEST.get(format)
-    if limit is None or x.size == 0:
+    limit = quant.FORMATS[format].largest
+    if math.isinf(limit) or x.size == 0:
         return
     peak = max(float(x.max()), -float(x.min()))
     if limit < peak < math.inf:

@@ -14,6 +14,7 @@ import numpy as np
 
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers
+from thermocline.model.formats import smallest
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.plan import cost
@@ -363,8 +364,8 @@ def refusal(p: Problem) -> str:
         )
     if context := _largest_context(p):
         changes.append(f"--ctx {context}")
-    elif p.sizes.format not in ("q4_0",):
-        changes.append("a smaller weight format (--format q4_0)")
+    elif p.sizes.format != smallest():
+        changes.append(f"a smaller weight format (--format {smallest()})")
     vram = f" beside {p.vram / GIB:.2f} GiB of VRAM" if p.vram else ""
     disk = "" if p.tiers.disk is not None else ", and the hardware has no disk to keep cold neurons on"
     return (

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from thermocline.errors import UsageError
+from thermocline.model import formats
 from thermocline.model import sparsity as modes
 
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
+FORMATS = tuple(formats.FORMATS)
 SPARSITIES = tuple(modes.SPARSITIES)
 GENERATION_CONFIGS = ("auto", "off")
 ACTIVATIONS = ("drelu", "relu")

@@ -1,0 +1,42 @@
+// The weight formats, a row each. The enumeration, the facts that bindings check, `_native.FORMATS` and the
+// kernels' dispatch are made from these rows. To add a format: a row here, its struct in formats.inl, and its
+// row in thermocline/model/formats.py (a test compares the two tables).
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace tc {
+
+// ROW(enumerator, name, weights of a block, bytes of a block, alignment of a row, are activations int8?)
+#define TC_WEIGHT_FORMATS(ROW)         \
+    ROW(F32, "f32", 1, 4, 4, false)    \
+    ROW(F16, "f16", 1, 2, 2, false)    \
+    ROW(BF16, "bf16", 1, 2, 2, false)  \
+    ROW(Q8_0, "q8_0", 32, 34, 2, true) \
+    ROW(Q4_0, "q4_0", 32, 18, 2, true)
+// SIGNS, a bit a weight, is for predictors: only `matmul` of few tokens reads it, and a last byte may be
+// incomplete.
+#define TC_FORMATS(ROW) TC_WEIGHT_FORMATS(ROW) ROW(SIGNS, "signs", 8, 1, 1, true)
+
+enum Format : int32_t {
+#define TC_ROW(id, ...) id,
+    TC_FORMATS(TC_ROW)
+#undef TC_ROW
+        N_FORMATS
+};
+
+struct FormatFacts {
+    const char* name;
+    size_t block, block_bytes, alignment;
+    bool quantised;  // x is copied for it, as int8 or as signs
+};
+constexpr FormatFacts kFormats[] = {
+#define TC_ROW(id, ...) {__VA_ARGS__},
+    TC_FORMATS(TC_ROW)
+#undef TC_ROW
+};
+constexpr size_t row_bytes(Format f, size_t cols) {
+    return (cols + kFormats[f].block - 1) / kFormats[f].block * kFormats[f].block_bytes;
+}
+
+}  // namespace tc
