@@ -465,7 +465,7 @@ def test_the_suite_itself_may_run_with_ctrl_c_ignored(tmp_path: Path) -> None:
     )]  # fmt: skip
     home = str(Path(package.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-P", "-m", "pytest", "-n0", "-p", "no:cacheprovider", *tests]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)

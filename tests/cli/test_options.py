@@ -208,7 +208,10 @@ def assert_scaling_changes(scaling: RopeScaling, field: str, value: Any) -> None
     assert nmse(after, before) > 1e-7
 
 
-@pytest.mark.parametrize("isa", ISAS)
+OTHERS = [pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS if isa != _native.isa()]
+
+
+@pytest.mark.parametrize("isa", [_native.isa(), *OTHERS])
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_option_is_native_and_changes_no_invariant(name: str, isa: str) -> None:
     """Equal to the reference; the same bits for chunks, threads, and without skipping."""

@@ -89,6 +89,7 @@ def test_a_text_shorter_than_a_window_says_what_it_has_and_needs(tiny_pack: Path
 # ---- scores
 
 
+@pytest.mark.oracle
 def test_scores_are_torchs() -> None:
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(3)
@@ -151,6 +152,7 @@ def test_the_second_half_of_each_window_is_scored(sparsity: str, side: int, step
     assert found.perplexity.error == pytest.approx(error * math.exp(np.mean(expected)), rel=1e-4)
 
 
+@pytest.mark.oracle
 def test_perplexity_is_transformers(tiny_hf: Path, tiny_pack: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     oracle = transformers.AutoModelForCausalLM.from_pretrained(tiny_hf, dtype=torch.float32)

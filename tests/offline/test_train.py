@@ -112,6 +112,7 @@ def test_the_svd_is_the_best_of_its_rank_for_these_inputs() -> None:
         assert own < np.linalg.norm(wanted - x @ unwhitened.T)
 
 
+@pytest.mark.oracle
 def test_a_trained_predictor_learns_what_no_linear_one_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Active where |x0| is large: no linear score tells."""
     monkeypatch.setattr(fit_mlp, "STEPS", 200)
@@ -151,7 +152,7 @@ def pack(profiled: Path, tmp_path: Path) -> Path:
 QUICK = ("--ctx", "64", "--limit", "2", "--json", "-q", "-t", "1")
 
 
-@pytest.mark.parametrize("kind", ["svd", "sign", "mlp"])
+@pytest.mark.parametrize("kind", ["svd", "sign", pytest.param("mlp", marks=pytest.mark.oracle)])
 def test_a_kind_that_is_asked_for_is_written_and_as_near_as_asked(
     thermocline: Thermocline, pack: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_kind_that_is_asked_for_is_written_and_as_near_as_asked(
 MIX = {"english", "french", "encyclopaedia", "python", "cpp"}
 
 
+@pytest.mark.oracle
 def test_the_bound_holds_on_the_worst_of_several_unlike_texts_and_run_names_them_once(
     thermocline: Thermocline, pack: Path
 ) -> None:
@@ -214,6 +216,7 @@ def test_without_time_a_trial_reads_one_window_of_each_text_and_is_the_last(
     assert ran.code == 2 and "--minutes" in ran.err and not (pack / FILE).exists()
 
 
+@pytest.mark.oracle
 def test_a_fit_that_takes_too_long_is_given_up_and_the_cheap_ones_stay(
     thermocline: Thermocline, pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

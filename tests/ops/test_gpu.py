@@ -40,6 +40,8 @@ from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.session import gpu, gpu_weights, weights
 from thermocline.session.gpu_weights import LayerPlace, Places
 
+pytestmark = pytest.mark.oracle
+
 ALL = 10**6  # neurons
 
 

@@ -25,6 +25,8 @@ from thermocline.pack.pack import Pack
 from thermocline.session import gpu as tier
 from thermocline.session import gpu_weights
 
+pytestmark = pytest.mark.oracle
+
 BENCH = Path(__file__).parents[2] / "bench"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "hidden_act": "silu",

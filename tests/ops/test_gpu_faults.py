@@ -30,6 +30,8 @@ from thermocline.ops.gpu import GpuOps, Program
 from thermocline.ops.interface import FFNStats
 from thermocline.session import gpu
 
+pytestmark = pytest.mark.oracle
+
 OUT_OF_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nSee docs.")
 ILLEGAL = RuntimeError(
     "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ..."

@@ -24,6 +24,8 @@ from thermocline.ops.device_sizes import FEW, spans
 from thermocline.ops.interface import F32
 from thermocline.pack.predictor import LayerPredictor
 
+pytestmark = pytest.mark.oracle
+
 FORMATS = list(quant.FORMATS)
 TOKENS = (1, 2, 3, 4, 8, 16, 17, 64)
 SOME = (1, 3, 17)

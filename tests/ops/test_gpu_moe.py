@@ -46,6 +46,8 @@ from thermocline.plan.planner import Plan
 from thermocline.session import gpu, gpu_weights, weights
 from thermocline.session.gpu_weights import LayerPlace, Places
 
+pytestmark = pytest.mark.oracle
+
 __all__ = ["small_buffers", "small_staging", "stand_in"]  # fixtures
 ACTIVE = 2
 OPTIONS = (  # what an FFN shares with its layer, or is

@@ -44,6 +44,8 @@ from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.session import gpu_weights
 from thermocline.session.gpu_weights import LayerPlace, Places
 
+pytestmark = pytest.mark.oracle
+
 SECONDS = float(os.environ.get("SOAK_S", "6"))
 CONTEXT, BATCH = 64, 4
 # Nats by which a likelihood may differ. Other batches are added up in another order: 1e-5, or 1e-4 where that

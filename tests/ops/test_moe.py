@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf_twins
+import kept_twins
 import numpy as np
 import pytest
 import test_plan
 import test_synth
-import twins
 from test_kernels import F32_NMSE, FORMATS, ISAS, cpu, ffn, nmse, normal, same_bits, stored, stored_bundle
 
 from thermocline import SamplingParams, _native
@@ -225,7 +225,7 @@ def test_a_prompt_is_not_guessed_where_an_expert_gets_few_of_its_tokens() -> Non
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return twins.mixtral(tmp_path_factory.mktemp("moe") / "mixtral")
+    return kept_twins.write("mixtral", tmp_path_factory.mktemp("moe") / "mixtral")
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

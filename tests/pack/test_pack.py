@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kept_twins
 import numpy as np
 import pytest
 import twins
@@ -82,7 +83,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(name: str) -> Path:
         if name not in made:
-            made[name] = twins.TWINS[name](tmp_path_factory.mktemp("twins") / name)
+            made[name] = kept_twins.write(name, tmp_path_factory.mktemp("twins") / name)
         return made[name]
 
     return make

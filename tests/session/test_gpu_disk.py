@@ -29,6 +29,8 @@ from thermocline.session import gpu_weights
 from thermocline.session.gpu_weights import LayerPlace, Places
 from thermocline.session.store import Store
 
+pytestmark = pytest.mark.oracle
+
 __all__ = ["small_buffers", "stand_in", "wide_pack"]  # fixtures
 NEURONS = 2048
 WIDE = {"intermediate_size": NEURONS}

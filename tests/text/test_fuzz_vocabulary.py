@@ -14,9 +14,9 @@ from typing import Any
 
 import gguf_files as g
 import gguf_twins
+import kept_twins
 import numpy as np
 import pytest
-import twins
 from test_fuzz_readers import _graft
 from test_tokenizer_convert import byte_level, opened, sentencepiece_like
 
@@ -109,7 +109,7 @@ ABSENT = ["tokenizer.chat_template", "tokenizer.huggingface.json", "powerinfer.s
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[GGUF]]:
     pytest.importorskip("gguf")
     root = tmp_path_factory.mktemp("models")
-    paths = [gguf_twins.write(twins.TWINS[n](root / n), root / f"{n}.gguf", arch=a)
+    paths = [gguf_twins.write(kept_twins.write(n, root / n), root / f"{n}.gguf", arch=a)
              for n, a in FAMILIES.items()]  # fmt: skip
     opened = [GGUF(path) for path in paths]
     yield opened
