@@ -20,9 +20,10 @@ ORACLES = ("torch", "transformers")  # the extra test-all brings more; these tel
 MARKS = ("oracle", "slow")  # a test that has both counts as the first
 WHOLE_FILE = re.compile(r"^pytestmark = .*\boracle\b", re.MULTILINE)
 BUDGET_S = 2.0
+FAILS_S = 6.0  # with --budget; the same test on a slower machine, or a busy one, stays below
 WORKERS = 8  # more of them spend their time starting: each imports everything
 
-left_out = pytest.StashKey[Counter[str]]()
+left_out = pytest.StashKey["Counter[str]"]()
 over_budget: list[tuple[float, str]] = []  # seconds and name, of this process's run
 
 
@@ -38,7 +39,7 @@ def oracles_run(config: pytest.Config) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"fail if a test without the mark `slow` takes over {BUDGET_S:g} s, by the clock and of processors"
+    text = f"fail if a test not marked slow takes over {FAILS_S:g} s, by the clock and of processor time"
     parser.addoption("--budget", action="store_true", help=text)
 
 
@@ -60,7 +61,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     if not WHOLE_FILE.search(collection_path.read_text(encoding="utf-8")):
         return None
-    config.stash[left_out]["files"] += 1
+    asked = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
+    if any(
+        collection_path.is_relative_to(path) for path in asked
+    ):  # files beside those asked for are seen too
+        config.stash[left_out]["files"] += 1
     return True
 
 
@@ -117,7 +122,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     output = getattr(config, "workeroutput", None)
     if output is not None:
         output["left out"] = dict(config.stash[left_out])
-    elif over_budget and config.option.budget and exitstatus == pytest.ExitCode.OK:
+    elif config.option.budget and any(took > FAILS_S for took, _ in over_budget) and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

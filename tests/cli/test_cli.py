@@ -458,6 +458,7 @@ def test_ctrl_c_keeps_what_there_is_in_the_json(
     assert (ran.code, figures["finish_reason"], figures["tokens"]) == (130, "cancelled", 3)
 
 
+@pytest.mark.slow
 def test_the_suite_itself_may_run_with_ctrl_c_ignored(tmp_path: Path) -> None:
     """As `nohup sh -c pytest &` starts it: the two tests above then hung and failed."""
     tests = [f"{__file__}::{name}" for name in (

@@ -354,6 +354,7 @@ def test_a_neuron_counts_where_its_expert_was_chosen(profiled: Path) -> None:
         assert a.chosen[a.token, a.neuron // s.ffn_dim].all()
 
 
+@pytest.mark.slow
 def test_predictors_are_asked_by_the_chosen_experts_and_pay(
     profiled: Path, thermocline: Thermocline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -358,6 +358,7 @@ def test_a_pack_without_predictors_says_how_to_make_them(pack: Pack, tmp_path: P
         LLM(tmp_path / "dense", sparsity="predict", lazy=True)
 
 
+@pytest.mark.oracle
 def test_powerinfers_predictors_work_and_are_read_only_then(tmp_path: Path) -> None:
     twins.TWINS["llama_relu_tied"](tmp_path / "hf")
     source = powerinfer_model(tmp_path / "hf", tmp_path / "src", rank=256)  # blocks of their own

@@ -41,7 +41,7 @@ def taken(all_rows: list[Rows], shares: list[Share]) -> int:
     return sum(s.places * x.place_bytes + x.table_bytes for s, x in zip(shares, all_rows, strict=True))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     sizes=st.lists(st.sampled_from([96, 1000, 4096, 11008]), min_size=1, max_size=6),
     strides=st.sampled_from([(512, 512), (2304, 4608), (8192, 16384)]),

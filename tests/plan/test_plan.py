@@ -96,7 +96,7 @@ def test_keys_and_values_are_bounded_by_the_window() -> None:
     assert p.bytes["ram"]["keys and values"] < 0.7 * bytes_for(spec, 4096)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(vram=st.floats(0, 6), ram=st.floats(0.2, 5), sparsity=st.sampled_from(["exact", "predict", "off"]))
 def test_no_plan_is_over_its_budget(vram: float, ram: float, sparsity: str) -> None:
     spec, sizes, heat = relu()

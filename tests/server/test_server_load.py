@@ -91,6 +91,7 @@ def test_who_finds_no_room_is_told_at_once(bench: Any) -> None:
     assert found["refused_p50_ms"] < 1000, "0.1 s, were the machine ours alone"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_tells_everybody_and_leaves_nothing(bench: Any) -> None:
     found = bench.serve.stop(1, "--threads", "1", "--gpu", "off")
     assert found["exit_codes"] == [0] and found["left_behind"] == [] and found["unheard"] == 0

@@ -66,7 +66,7 @@ def fits(call: Any) -> None:
 # ---- what comes out
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_required_call_comes_whole_and_fits(client: openai.OpenAI, seed: int) -> None:
     done = client.chat.completions.create(
         model="story", messages=STORY, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,

@@ -71,6 +71,7 @@ def answers(client: httpx2.Client, **more: Any) -> int:
     return int(client.post("/v1/completions", json=body).status_code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stderr", [pipe, full_disk])
 def test_a_server_that_nobody_hears_starts_its_engine_again(
     tmp_path: Path, stderr: Callable[[], tuple[int, Callable[[], None]]]
