@@ -30,6 +30,7 @@ import thermocline
 from thermocline import errors
 from thermocline.cli import main as cli
 from thermocline.cli.commands import COMMANDS, OTHER_VARIABLES
+from thermocline.cli.console import INTERRUPTED
 from thermocline.options import Option, flag, options_of, switch, variable
 from thermocline.server.api import schema
 from thermocline.server.api.openapi import STATUSES, document
@@ -150,7 +151,7 @@ def exit_codes() -> str:
         assert getattr(errors, name).exit_code == int(code), f"errors.py: {name} is not {code}"
         about = "anything without a better code, such as a bug" if code == "1" else about
         rows.append((code, f"`{name}`", about))
-    rows.append((str(cli.INTERRUPTED), "", "interrupted with Ctrl-C"))
+    rows.append((str(INTERRUPTED), "", "interrupted with Ctrl-C"))
     rows.append((str(cli.BROKEN_PIPE), "", "the reader of stdout closed it"))
     table = "".join(f"| {code} | {name} | {about} |\n" for code, name, about in rows)
     return NOTE.format("thermocline/errors.py") + EXIT_CODES.format(table=table)

@@ -24,6 +24,7 @@ import thermocline as package
 from thermocline import LLM
 from thermocline.cli import console, main
 from thermocline.machine import hardware
+from thermocline.machine.disk_speed import Disk
 
 Run = Callable[..., Any]
 
@@ -259,7 +260,7 @@ def test_a_terminal_is_shown_control_characters(monkeypatch: pytest.MonkeyPatch)
 def test_a_bar_shows_only_on_a_terminal_and_only_where_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(stderr: io.StringIO, seconds: float, *, quiet: bool = False) -> str:
         clock = itertools.count(0, seconds)
-        monkeypatch.setattr(console.time, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
         monkeypatch.setattr(sys, "stderr", stderr)
         with console.Progress(quiet=quiet) as progress:
             for done in range(5):
@@ -405,7 +406,7 @@ def test_pack_inspect_verify(tiny_hf: Path, tmp_path: Path, thermocline: Run) ->
 
 
 def test_doctor_tells_a_person_and_a_program(monkeypatch: pytest.MonkeyPatch, thermocline: Run) -> None:
-    unmeasured = hardware.Disk("/here", 1 << 30, why="not now")
+    unmeasured = Disk("/here", 1 << 30, why="not now")
     monkeypatch.setattr(hardware, "measure_disk", lambda path: unmeasured)
     told = json.loads(thermocline("doctor", "--json").out)
     assert difference("doctor", told) == []

@@ -11,6 +11,7 @@ import pytest
 
 from thermocline import options as opts
 from thermocline.cli import commands
+from thermocline.cli.offline_options import ProfileOptions
 from thermocline.errors import UsageError
 from thermocline.server.http.limits import Limits
 from thermocline.session import options
@@ -182,7 +183,7 @@ def test_llama_cpp_spellings_of_the_context(spelling: str) -> None:
 
 def test_several_files_may_follow_one_flag() -> None:
     argv = ["a pack", "--corpus", "a.txt", "b.txt", "--tokens", "9", "--corpus", "c.txt"]
-    found = read(commands.ProfileOptions, argv)
+    found = read(ProfileOptions, argv)
     assert (found.model, found.corpus, found.tokens) == ("a pack", ("a.txt", "b.txt", "c.txt"), 9)
 
 

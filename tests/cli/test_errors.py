@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from thermocline import errors
 from thermocline.cli import main
+from thermocline.cli.console import INTERRUPTED
 from thermocline.errors import ThermoclineError
 from thermocline.machine import hardware
 
@@ -106,7 +107,7 @@ def test_exit_codes_are_distinct_and_the_references() -> None:
     documented = {int(n) for n in re.findall(r"^\| (\d+) \|", reference(), re.MULTILINE)}
     ours = [c.exit_code for c in classes()]
     assert sorted(ours) == list(range(1, len(ours) + 1))
-    assert documented == {0, *ours, main.INTERRUPTED, main.BROKEN_PIPE}
+    assert documented == {0, *ours, INTERRUPTED, main.BROKEN_PIPE}
 
 
 def reference() -> str:

@@ -13,11 +13,10 @@ import pytest
 from toy import EOS, GREEDY, SPEC, VOCAB, WEIGHTS, Letters, random_weights
 
 from thermocline import _native
-from thermocline.engine import engine as engine_module
 from thermocline.engine.engine import Engine
 from thermocline.engine.kv_cache import BLOCK, bytes_for
 from thermocline.engine.request import Request, StopMatcher
-from thermocline.engine.sampler import Sampler, SamplingParams
+from thermocline.engine.sampler import Sampler, SamplingParams, TokenLogprobs
 from thermocline.engine.traffic import Traffic
 from thermocline.errors import NumericalError, ThermoclineError, UsageError
 from thermocline.model import quant
@@ -387,7 +386,7 @@ def test_a_bug_in_what_is_one_requests_own_ends_that_request_alone(
     bad, good = (e.submit([4], SamplingParams(temperature=0, max_tokens=2, logprobs=i)) for i in (0, None))
     match owner:
         case "TokenLogprobs":  # which the other one did not ask for
-            monkeypatch.setattr(engine_module.TokenLogprobs, name, a_bug)
+            monkeypatch.setattr(TokenLogprobs, name, a_bug)
         case "sampler.__class__":
 
             class Buggy(Sampler):

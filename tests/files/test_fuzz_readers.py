@@ -23,6 +23,7 @@ from hypothesis import strategies as some
 
 from thermocline.errors import ThermoclineError
 from thermocline.files import safetensors as st
+from thermocline.files.bounded import parse_json
 from thermocline.model import families
 from thermocline.model import tensors as layout
 from thermocline.model.spec import ModelSpec
@@ -251,7 +252,7 @@ def change_header(data: bytes, rng: random.Random) -> bytes:
 
 
 def read_config(data: bytes) -> None:
-    spec, mapping = families.parse_config(st.parse_json(data, "config.json"), None, "config.json")
+    spec, mapping = families.parse_config(parse_json(data, "config.json"), None, "config.json")
     assert spec.n_heads * spec.head_dim <= 1 << 20 and spec.n_heads % spec.n_kv_heads == 0
     assert all(i < spec.vocab_size for i in spec.eos_ids)
     assert len(mapping.tensors) <= 3 + 16 * spec.n_layers

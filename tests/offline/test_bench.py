@@ -26,6 +26,7 @@ from thermocline.offline import bench
 from thermocline.ops import interface
 from thermocline.pack.pack import Pack, inspect
 from thermocline.pack.writer import write_pack
+from thermocline.session import store
 from thermocline.text.tokenizer import Tokenizer
 
 Run = Callable[..., Any]
@@ -128,7 +129,7 @@ def test_zero_leaves_a_test_out(toy_pack: Path, thermocline: Run) -> None:
 def test_what_cannot_be_measured_is_one_line_at_once(
     argv: str, said: str, toy_pack: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.store, "open_weights", None)  # never reached
+    monkeypatch.setattr(store, "open_weights", None)  # never reached
     ran = thermocline("bench", "-m", toy_pack, *argv.split())
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert said in ran.err
@@ -138,7 +139,7 @@ def test_what_does_not_fit_in_memory_is_said_before_it_is_loaded(
     toy_pack: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "available_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(bench.store, "open_weights", None)  # never reached
+    monkeypatch.setattr(store, "open_weights", None)  # never reached
     ran = thermocline(*options(toy_pack, "-p 8 -n 3"))
     assert (ran.code, ran.out) == (5, "") and "1.0 MiB is free" in ran.err
 
@@ -247,7 +248,7 @@ def test_random_tokens_repeat_with_their_seed_and_never_end_a_text() -> None:
 def test_a_model_that_gives_nan_is_an_error(toy_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test = bench.Test(1, 0, 0, 3)
     b = opened(toy_pack, test)
-    forward = engine.forward
+    forward = decoder.forward
     monkeypatch.setattr(engine, "forward", lambda *a, **k: forward(*a, **k) * np.float32("nan"))
     with pytest.raises(NumericalError):
         b.sample(test)

@@ -50,8 +50,8 @@ from thermocline.pack.activity_profile import (
     summary,
 )
 from thermocline.pack.manifest import Predictor
-from thermocline.pack.pack import Pack
-from thermocline.pack.reorder import Reordered, hottest_first, read_tensor, write_reordered
+from thermocline.pack.pack import Pack, read_tensor
+from thermocline.pack.reorder import Reordered, hottest_first, write_reordered
 from thermocline.pack.writer import write_pack
 from thermocline.session import weights
 from thermocline.text.tokenizer import Tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from build_docs import difference
 from conftest import Ran
 
 from thermocline.cli import main
-from thermocline.offline import calibrate, fit_mlp, fit_svd, train, trial
+from thermocline.offline import calibrate, fit_mlp, fit_svd, train
 from thermocline.offline.calibrate import PRICES, Activity, Costs, Curves
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import FILE, LayerPredictor, open_predictors
@@ -232,7 +233,7 @@ def test_a_fit_that_takes_too_long_is_given_up_and_the_cheap_ones_stay(
         raise AssertionError("it went on")
 
     clock = [0.0]
-    monkeypatch.setattr(trial.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(fit_mlp, "fit", slow)
     argv = ("--max-kld", "1", "--max-ppl", "99", "--minutes", "1")
     ran = thermocline("train", pack, *argv, *QUICK)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from thermocline.errors import DeviceFailure
-from thermocline.machine import tiers
+from thermocline.machine import this_machine, tiers
 from thermocline.ops import torch_kernels
 from thermocline.ops.device import StandIn
 from thermocline.pack.pack import Pack
@@ -249,7 +249,7 @@ def measured_once(measured: dict[tuple[int, str], Any], monkeypatch: pytest.Monk
         )
 
     monkeypatch.setattr(tier, "tiers_of", tiers_of)
-    monkeypatch.setattr(tier.this_machine, "tiers_here", tiers_here)
+    monkeypatch.setattr(this_machine, "tiers_here", tiers_here)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from thermocline.offline import calibrate, train
 from thermocline.offline.activity import Worker
 from thermocline.offline.calibrate import Activity
 from thermocline.ops import reference
-from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Linear, Norm
+from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Linear, Norm, Weights
 from thermocline.pack.activity_profile import BUCKETS, open_profile, open_samples
 from thermocline.pack.pack import Pack, inspect
 from thermocline.pack.predictor import LayerPredictor, Predictors, open_predictors
@@ -192,7 +192,7 @@ def predicting(mix: Mix, hot: int) -> None:
     bits = np.packbits(rng.standard_normal((n, DIM)) > 0, axis=1, bitorder="little")
     p = LayerPredictor("sign", None, None, bits, np.full(n, 4, np.float32), hot, EXPERTS)
     spec = replace(mix.spec, n_layers=1, dim=DIM, ffn_dim=NEURONS)
-    stored_weights = weights.Weights(None, None, (mix.native,), None, None)  # type: ignore[arg-type]
+    stored_weights = Weights(None, None, (mix.native,), None, None)  # type: ignore[arg-type]
     mix.native = weights.with_predictors(stored_weights, Predictors.of(spec, [p])).layers[0]
     each = tuple(replace(f, predictor=p.expert(e)) for e, f in enumerate(mix.numpy.experts))
     mix.numpy = replace(mix.numpy, experts=each)

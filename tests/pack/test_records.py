@@ -11,7 +11,7 @@ import pytest
 
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
-from thermocline.pack import checksums
+from thermocline.pack import checksums, sidecar
 from thermocline.pack.pack import Pack, read_tensor
 
 
@@ -86,7 +86,7 @@ def test_a_full_disk_is_said_and_does_not_stop_a_run(own_pack: Pack, monkeypatch
     def full(*_: object) -> None:
         raise IOFailure("pack/records.safetensors: cannot write: No space left on device")
 
-    monkeypatch.setattr(checksums.sidecar, "replace", full)
+    monkeypatch.setattr(sidecar, "replace", full)
     told: list[str] = []
     made = checksums.open_records(own_pack, told=told.append)
     assert made.bundle[0].tolist() == expected(own_pack, "layers.0.bundle")

@@ -21,6 +21,7 @@ from thermocline.convert.synthetic_weights import activities
 from thermocline.engine.engine import PREFILL_CHUNK
 from thermocline.engine.kv_cache import bytes_for, reserved_bytes
 from thermocline.errors import OutOfBudget
+from thermocline.machine.disk_speed import Disk
 from thermocline.machine.tiers import Tiers, read_tiers, render
 from thermocline.model.sizes import Sizes, sizes_of
 from thermocline.model.spec import ModelSpec
@@ -446,7 +447,7 @@ def test_doctor_writes_what_plan_reads(
 ) -> None:
     from thermocline.machine import hardware, this_machine
 
-    monkeypatch.setattr(hardware, "measure_disk", lambda path: hardware.Disk("/here", 1 << 30, 2.0, 1e5))
+    monkeypatch.setattr(hardware, "measure_disk", lambda path: Disk("/here", 1 << 30, 2.0, 1e5))
     monkeypatch.setattr(this_machine, "SECONDS", 0.02)
     hw = tmp_path / "hw.json"
     assert thermocline("doctor", "-o", hw).code == 0

@@ -25,7 +25,8 @@ from thermocline.convert.tokenizers import from_gguf
 from thermocline.errors import BadFile, ThermoclineError
 from thermocline.files.gguf import GGUF
 from thermocline.model.gguf_families import read_model
-from thermocline.text.chat_template import OWN, GuardedEncoder
+from thermocline.text.chat_template import GuardedEncoder
+from thermocline.text.template_process import OWN
 from thermocline.text.tokenizer import Tokenizer
 
 MUTANTS = [60, pytest.param(600, marks=pytest.mark.slow)]  # of each kind
