@@ -1,7 +1,7 @@
-"""What one body may cost: the costliest that `bench/serve_bodies.py` has, counted instead of timed.
+"""What one body may cost: the costliest that `bench/server/serve_bodies.py` has, counted instead of timed.
 
 A server that holds others up for 100 ms did so in one thing of many: errors, objects, bytes, or work on the
-event loop's thread. Each is counted here; the milliseconds are `bench/serve.py bodies`'.
+event loop's thread. Each is counted here; the milliseconds are `bench/server/serve.py bodies`'.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from thermocline.server.http import body, posted
 from thermocline.server.http.limits import Limits
 from thermocline.server.http.refusal import Refusal
 
-BENCH = str(Path(__file__).parents[2] / "bench")
+BENCH = str(Path(__file__).parents[2] / "bench/server")
 MIB = 1 << 20
 KINDS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": schema.ChatRequest,

@@ -1,4 +1,4 @@
-"""The server under load, as `bench/serve.py` measures it, scaled down: no wrong answer, nothing kept."""
+"""The server under load, as `bench/server/serve.py` does, scaled down: no wrong answer, nothing kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serving import TEMPLATE, Served, served
 from thermocline import LLM
 from thermocline.server.http.limits import Limits
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[2] / "bench/server"
 
 
 @pytest.fixture(scope="module")
