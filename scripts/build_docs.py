@@ -266,7 +266,8 @@ def _run(*argv: str) -> str:
 
 def _json(*argv: str) -> dict[str, Any]:
     found = json.loads(_run(*argv))
-    return found[0] if isinstance(found, list) else found
+    first: dict[str, Any] = found[0] if isinstance(found, list) else found
+    return first
 
 
 # ---- HTTP

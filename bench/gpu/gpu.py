@@ -172,7 +172,7 @@ def rival_of(m: Machine, model: Model, vram: str, key: str) -> Rival | None:
 
 def fits_both(m: Machine, model: Model, session: gpu.Session) -> bool:
     room = min(hardware.available_bytes() or 0, shutil.disk_usage(m.directory).free)
-    return session.plan.used("ram") + model.weights_bytes + m.args.spare < room
+    return session.plan.used("ram") + model.weights_bytes + int(m.args.spare) < room
 
 
 def record_of(m: Machine, x: Loaded, side: Side) -> dict[str, Any]:

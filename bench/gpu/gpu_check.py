@@ -149,7 +149,7 @@ def decoded(pack: Pack) -> Weights:
         a = f"layers.{i}"
         norms = norm(f"{a}.attn_norm"), norm(f"{a}.ffn_norm")
         return Layer(
-            norms[0], linear(f"{a}.qkv"), linear(f"{a}.attn_out"), norms[1],  # type: ignore[arg-type]
+            norms[0], linear(f"{a}.qkv"), linear(f"{a}.attn_out"), norms[1],
             tuple(experts(a)), router=rows(f"{a}.router.weight") if spec.n_experts > 1 else None,
         )  # fmt: skip
 
@@ -171,7 +171,7 @@ def batches(sequences: int, prompt: int) -> Iterator[Batch]:
         yield Batch(rng.integers(3, 512, prompt).astype(np.int32), at, 0 * at, table, at)
         return
     each = np.arange(sequences, dtype=np.int32)
-    table = (2 * each)[:, None] + np.arange(2, dtype=np.int32)
+    table = np.stack([2 * each, 2 * each + 1], axis=1)
     for step in range(STEPS):
         ids = rng.integers(3, 512, sequences).astype(np.int32)
         yield Batch(ids, np.full_like(each, step), each, table, each)

@@ -103,7 +103,7 @@ def written(shape: Shape, config: dict[str, Any], directory: Path, name: str) ->
 
 def rank_for(config: dict[str, Any]) -> int:
     """Of the planted gates, and of predictors: 128, less in a narrow model."""
-    return min(128, config["hidden_size"] // 4 // 32 * 32)
+    return min(128, int(config["hidden_size"]) // 4 // 32 * 32)
 
 
 def repeated(pack: Pack, layers: int) -> Pack:

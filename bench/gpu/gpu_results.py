@@ -1,4 +1,4 @@
-"""The file of records that bench/gpu.py keeps: written after each, so that a call that is cut off loses one.
+"""The file of records that bench/gpu/gpu.py keeps: written after each, so that a call cut off loses one.
 
 What could not be measured is a record, too: for good where it cannot be, tried again by the next call where
 it might (a disk that was full, a card that failed). What was cut off in its midst TRIES times is left out.
@@ -36,7 +36,7 @@ class Results:
         except ValueError:
             found = {}
         if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise UsageError(f"{path}: not written by bench/gpu.py; give another --results")
+            raise UsageError(f"{path}: not written by bench/gpu/gpu.py; give another --results")
         return Results(path, facts, found["items"], found.get("begun", {}), private)
 
     def wanted(self, key: str) -> bool:

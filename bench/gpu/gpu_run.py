@@ -64,7 +64,8 @@ class Loaded:
         params = SamplingParams(max_tokens=tokens, temperature=0)
         request = request_for(spec, self.engine.context, None, ids[:prompt], params)
         request.sampler = Script(spec, ids[prompt:])
-        return self.engine.queue(request)
+        queued: Request = self.engine.queue(request)
+        return queued
 
     def until(self, request: Request, tokens: int) -> None:
         while len(request.token_ids) < tokens:
@@ -188,7 +189,8 @@ def timeline(x: Loaded, scratch: Path) -> list[Span]:
 
 
 def _watched(device: StandIn, token: Callable[[], None]) -> list[Span]:
-    device.watched = found = []
+    found: list[Span] = []
+    device.watched = found
     try:
         token()
     finally:

@@ -114,7 +114,7 @@ class Machine:
         return "exact" if model.predictors is None else "predict"
 
     def context(self, model: Model) -> int:
-        return min(model.pack.spec.max_context, max(self.args.prompt, self.args.gen + 8) + 64)
+        return min(model.pack.spec.max_context, max(int(self.args.prompt), int(self.args.gen) + 8) + 64)
 
 
 # ---- two engines

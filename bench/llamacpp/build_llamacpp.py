@@ -23,7 +23,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def sh(*command: str | Path, seconds: float | None = None) -> None:
+def sh(*command: object, seconds: float | None = None) -> None:
     """subprocess.TimeoutExpired where it takes longer: then all that it started ends, too."""
     note("+ " + " ".join(map(str, command)))
     given = [str(c) for c in command]

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Driver:
     def __init__(
         self,
         name: str,
-        command: list[str | Path],
+        command: Sequence[object],
         environ: dict[str, str] | None = None,
         seconds: float = math.inf,
     ) -> None:

@@ -70,7 +70,8 @@ def profile_of(pack: Pack, bench: Bench, threads: int, tokens: int) -> Profile:
     corpus = random_corpus(pack, tokens, CONTEXT, UNIT)
     worker = Worker(pack.spec, bench.engine.model.weights, corpus.prefix, CONTEXT, threads, [])
     none = [np.empty(0, np.int64)] * len(corpus.passages)
-    counts = sum(found.counts for found in count_passages([worker], corpus.passages, none))
+    passages = [found.counts for found in count_passages([worker], corpus.passages, none)]
+    counts = np.sum(passages, axis=0)
     shape = (len(BUCKETS), pack.spec.n_experts, pack.spec.ffn_dim)
     windows = tuple(sum(len(p) // b for p in corpus.passages) for b in BUCKETS)
     return Profile(BUCKETS, windows, corpus.tokens, corpus.sha256, tuple(c.reshape(shape) for c in counts))

@@ -32,7 +32,7 @@ class Thread(threading.Thread):
 
 if __name__ == "__main__":
     context = SimpleNamespace(Process=Thread, Pipe=multiprocessing.Pipe)
-    engine_process.multiprocessing = SimpleNamespace(get_context=lambda how: context)  # type: ignore[attr-defined]
+    setattr(engine_process, "multiprocessing", SimpleNamespace(get_context=lambda how: context))  # noqa: B010
     handlers = SimpleNamespace(SIGINT=0, SIGTERM=0, SIG_IGN=0, signal=lambda *_: None)  # the main thread's
-    worker.signal = handlers  # type: ignore[attr-defined]
+    setattr(worker, "signal", handlers)  # noqa: B010
     raise SystemExit(main())

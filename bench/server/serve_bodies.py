@@ -71,10 +71,10 @@ def texts(size: int) -> Iterator[Posted]:
         "emojis": "\U0001f600".encode() * (n // 4),
         "one emoji": "\U0001f600".encode() + b"a" * (n - 4),
     }
-    for about, text in kinds.items():
-        yield Posted(TEXT, f"prompt: {about}", b'{"prompt":"%s"}' % text)
-        yield Posted(CHAT, f"message: {about}", b'{"messages":[{"role":"user","content":"%s"}]}' % text)
-        yield Posted(IDS, f"content: {about}", b'{"content":"%s"}' % text)
+    for about, raw in kinds.items():
+        yield Posted(TEXT, f"prompt: {about}", b'{"prompt":"%s"}' % raw)
+        yield Posted(CHAT, f"message: {about}", b'{"messages":[{"role":"user","content":"%s"}]}' % raw)
+        yield Posted(IDS, f"content: {about}", b'{"content":"%s"}' % raw)
     text = kinds["letters"].decode()
     user = {"role": "user", "content": "a"}
     for field in ("grammar", "user", text):

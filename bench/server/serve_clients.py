@@ -346,7 +346,12 @@ def poll(port: int, rate: float, asked: dict[str, Any] | None, over: Callable[[]
 
 def _main() -> None:
     over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+
+    def until_the_end() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=until_the_end, daemon=True).start()
     port, rate, asked = sys.argv[1:]
     print(json.dumps(poll(int(port), float(rate), json.loads(asked), over.is_set)))
 

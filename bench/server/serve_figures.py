@@ -248,7 +248,10 @@ def processes(apart: int, within: int, rounds: int, tokens: int) -> Found:
         for name, n in (("one", 1), ("four", 4)):
             speeds = []
             for port, waits in zip((apart, within), health.values(), strict=True):
-                with clients.polling(port, 20) if n == 4 else contextlib.nullcontext([]) as seconds:
+                polling: contextlib.AbstractContextManager[list[float]] = contextlib.nullcontext([])
+                if n == 4:
+                    polling = clients.polling(port, 20)
+                with polling as seconds:
                     many = streams(port, OPENINGS[:n], tokens)
                     speeds.append(sum(t.tokens_per_s for t in many))
                 waits += seconds
@@ -276,7 +279,7 @@ def long(port: int, tokens: int, seed: int = 1) -> Found:
         _, *rest = await asyncio.gather(
             prompt(), *(ask(port, TEXT, body | {"prompt": p}) for p in OPENINGS[:4])
         )
-        return rest
+        return [told for told in rest if told is not None]
 
     alone = [g for told in streams(port, OPENINGS[:4], tokens) for g in told.gaps]
     got = asyncio.run(beside_it())

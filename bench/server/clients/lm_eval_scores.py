@@ -17,6 +17,7 @@ def scored(llm: LLM, begin: str, ending: str) -> tuple[float, bool]:
     whole, first = llm.tokenizer.encode(begin + ending), llm.tokenizer.encode(begin)
     assert whole[: len(first)] == first, "the border of the two is no border of tokens"
     made = llm.generate(begin + ending, SamplingParams(max_tokens=0, temperature=0, prompt_logprobs=1))
+    assert made.prompt_logprobs is not None
     scores = made.prompt_logprobs[len(first) - len(whole) :]
     return sum(s.logprob for s in scores), all(s.logprob == s.top[0][1] for s in scores)
 
