@@ -171,7 +171,8 @@ def recordings(card: Card) -> dict[str, Any]:
     @contextlib.contextmanager
     def graph(made: CUDAGraph, stream: Any) -> Iterator[None]:
         faults.met("capture_begin")
-        card.capturing = items = []
+        items: list[Any] = []
+        card.capturing = items
         try:
             yield
         finally:

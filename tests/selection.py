@@ -121,7 +121,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     config = session.config
     output = getattr(config, "workeroutput", None)
     if output is not None:
-        output["left out"] = dict(config.stash[left_out])
+        counts = config.stash[left_out]
+        output["left out"] = dict(counts)
     elif config.option.budget and any(took > FAILS_S for took, _ in over_budget) and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

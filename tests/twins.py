@@ -473,7 +473,7 @@ MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
 
 
 TWINS: dict[str, Callable[[Path], Path]] = {
-    f.__name__: f  # type: ignore[attr-defined]
+    f.__name__: f
     for f in (
         llama,
         llama_sharded,

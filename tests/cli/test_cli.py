@@ -254,7 +254,8 @@ def test_text_goes_to_stdout_and_the_figures_to_stderr(tiny_pack: Path, thermocl
 def test_a_terminal_is_shown_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     console.emit("a\x1b[2J\tb\n")
-    assert sys.stdout.getvalue() == "a\N{SYMBOL FOR ESCAPE}[2J\tb\n"  # type: ignore[attr-defined]
+    assert isinstance(sys.stdout, io.StringIO)
+    assert sys.stdout.getvalue() == "a\N{SYMBOL FOR ESCAPE}[2J\tb\n"
 
 
 def test_a_bar_shows_only_on_a_terminal_and_only_where_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

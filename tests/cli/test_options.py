@@ -149,7 +149,9 @@ def natively(part: Any) -> Any:
     if isinstance(part, np.ndarray) and part.ndim == 2:
         arena = _native.Arena(part.nbytes)
         arena.write(0, np.ascontiguousarray(part).reshape(-1).view(np.uint8))
-        return _native.Matrix(arena, 0, quant.FORMATS["f32"].id, *part.shape, 4 * part.shape[1])
+        return _native.Matrix(
+            arena, 0, quant.FORMATS["f32"].id, part.shape[0], part.shape[1], 4 * part.shape[1]
+        )
     if isinstance(part, tuple):
         return tuple(map(natively, part))
     if dataclasses.is_dataclass(part) and not isinstance(part, type):

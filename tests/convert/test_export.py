@@ -81,7 +81,7 @@ def test_powerinfers_predictors_go_out_as_they_came(tmp_path: Path, thermocline:
 
 def test_drelu_and_a_dense_model_keep_their_logits(tmp_path: Path, thermocline: Run) -> None:
     ids = np.random.default_rng(0).integers(3, twins.VOCAB, 24).tolist()
-    recipes = {
+    recipes: dict[str, Callable[[Path], Path]] = {
         "bamboo": kept_twins.TWINS["bamboo"],
         "dense": lambda p: kept_twins.llama(p, 3, eos_token_id=[2, 5]),
     }

@@ -228,7 +228,7 @@ def test_a_file_of_k_quants_is_what_the_package_makes_of_it(tmp_path: Path) -> N
 
     path = gguf_twins.write(hf, tmp_path / "k.gguf", types=types)
     plain = gguf_twins.write(hf, tmp_path / "f.gguf", types=types, as_f32=True)
-    packs = []
+    packs: list[Pack] = []
     for file, format in ((path, "f32"), (plain, "f32"), (path, None), (plain, "q8_0")):
         pack(file, tmp_path / f"{len(packs)}", format)
         packs.append(Pack.open(tmp_path / f"{len(packs)}"))

@@ -267,7 +267,7 @@ def test_a_dense_shape_stays_dense_unless_asked(tmp_path: Path) -> None:
 
 
 def test_a_sliding_window_and_a_threshold_are_kept(tmp_path: Path) -> None:
-    changes = {"architectures": ["SparseLlamaForCausalLM"], "model_type": "sparsellama"}
+    changes: dict[str, Any] = {"architectures": ["SparseLlamaForCausalLM"], "model_type": "sparsellama"}
     changes |= {"hidden_act": "fatrelu", "hidden_act_param": 0.5}
     pack = make(tmp_path, "llama-2-7b", active=0.11, **changes)
     assert pack.spec.activation_threshold == 0.5

@@ -81,7 +81,7 @@ def native_lab(format: str = "f32", spec: ModelSpec = SPEC, w: Weights = WEIGHTS
         data = quant.encode(fmt.name, x)
         arena = _native.Arena(data.size)  # held by the matrix
         arena.write(0, data.reshape(-1))
-        return _native.Matrix(arena, 0, fmt.id, *x.shape, data.shape[1])
+        return _native.Matrix(arena, 0, fmt.id, x.shape[0], x.shape[1], data.shape[1])
 
     def linear(x: Linear) -> Linear:
         return Linear(matrix(x.weight), x.bias)

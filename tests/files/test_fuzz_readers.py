@@ -341,7 +341,9 @@ def test_reading_a_damaged_file_stays_within_its_memory(kind: str, originals: di
 
 SCALARS = some.none() | some.booleans() | some.floats() | some.text(max_size=5)
 NUMBERS = some.integers() | some.sampled_from([0, 1, 2, 7, 64, 2**31, 2**32, 2**63, 2**64, -1, 10**30])
-VALUES = SCALARS | NUMBERS | some.lists(SCALARS | NUMBERS, max_size=3) | some.just({}) | some.just([[]])
+VALUES: some.SearchStrategy[Any] = (
+    SCALARS | NUMBERS | some.lists(SCALARS | NUMBERS, max_size=3) | some.just({}) | some.just([[]])
+)
 QUICKLY = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 LLAMA = test_models.LLAMA | {
     "hidden_act": "relu",

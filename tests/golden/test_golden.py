@@ -72,7 +72,8 @@ def agrees(name: str, found: str) -> None:
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path | None]:
     """Return the pack of a model, in q8_0, with predictors where its neurons can be skipped."""
-    base, made = tmp_path_factory.mktemp("golden"), {"bundled": None}
+    base = tmp_path_factory.mktemp("golden")
+    made: dict[str, Path | None] = {"bundled": None}
 
     def pack(name: str) -> Path | None:
         if name not in made:

@@ -434,7 +434,7 @@ def test_against_another_pack_and_against_off(
 def test_the_table_says_what_the_json_does(
     thermocline: Run, tiny_pack: Path, tiny_q8: Path, text: Path
 ) -> None:
-    argv = [tiny_q8, "--text", text, "--against", tiny_pack]
+    argv: list[str | Path] = [tiny_q8, "--text", text, "--against", tiny_pack]
     found, ran = answer(thermocline, *argv), thermocline("eval", *argv, "--ctx", "32")
     lines = dict(line.split("  ", 1) for line in ran.out.splitlines() if line)
     assert lines["perplexity"].split()[0] == f"{found['perplexity']['value']:.4f}"
@@ -498,7 +498,7 @@ def test_what_cannot_be_measured_is_refused_before_weights_are_read(
     thermocline: Run, tiny_pack: Path, silu: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "load", lambda *args, **more: pytest.fail("weights were read"))
-    more = ["--text", text, "--ctx", "32"]
+    more: list[str | Path] = ["--text", text, "--ctx", "32"]
     refused(thermocline, 4, "No such file", tiny_pack, "--text", tmp_path / "nothing.txt")
     refused(thermocline, 2, "missing FILE", tiny_pack)
     refused(thermocline, 2, "has 480 tokens, a window needs 512", tiny_pack, "--text", text)
@@ -524,7 +524,7 @@ def test_a_pack_with_another_tokenizer_of_the_same_size_is_refused(
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     path.write_text(json.dumps(made))
     pack(tmp_path / "hf", tmp_path / "pack", "f32")
-    argv = [tiny_pack, "--text", text, "--ctx", "32", "--against", tmp_path / "pack"]
+    argv: list[str | Path] = [tiny_pack, "--text", text, "--ctx", "32", "--against", tmp_path / "pack"]
     refused(thermocline, 2, "another tokenizer", *argv)
 
 

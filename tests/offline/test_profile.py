@@ -106,7 +106,8 @@ def truth(pack: Pack, corpus: Corpus) -> tuple[I64, list[list[F32]], list[list[F
     loaded = weights.load(pack, threads=1)
     dense = in_numpy(Model(pack.spec, loaded.weights, loaded.ops)).weights
     counts = np.zeros((pack.spec.n_layers, len(BUCKETS), pack.spec.ffn_dim), np.int64)
-    hidden, inputs = [], []
+    hidden: list[list[F32]] = []
+    inputs: list[list[F32]] = []
 
     class Ops:
         def __getattr__(self, name: str) -> Any:
@@ -141,7 +142,7 @@ def found(pack: Pack, corpus: Corpus, threads: int = 2, workers: int = 1) -> tup
     made = [Worker(pack.spec, loaded.weights, corpus.prefix, CONTEXT, threads, norms) for _ in range(workers)]
     all_rows = [np.arange(len(p), dtype=np.int64) for p in corpus.passages]
     counted = list(count_passages(made, corpus.passages, all_rows))
-    return sum((c.counts for c in counted), np.int64(0)), [c.samples for c in counted]
+    return np.sum([c.counts for c in counted], axis=0), [c.samples for c in counted]
 
 
 def test_counts_are_the_references(tiny_pack: Path, text: Path) -> None:

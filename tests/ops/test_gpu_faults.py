@@ -112,7 +112,7 @@ def part(tiny_pack: Path, here: tiers.Tiers) -> float:
             plan = llm.plan
             assert plan is not None
             least = plan.used("gpu") - plan.bytes["gpu"]["neurons"] * 3 // 4
-    return least / 2**30
+    return float(least) / 2**30
 
 
 def opened(pack: Path, vram: float, which: str = "0", **how: Any) -> LLM:

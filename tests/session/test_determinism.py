@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def run(path: Path, params: SamplingParams, threads: int = 2) -> Completion:
 
 @pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_same_seed_gives_the_same_tokens_each_time(packed: Path, seeds: int) -> None:
-    lively = {"temperature": 1.2, "top_k": 0, "min_p": 0.0, "max_tokens": 40}
+    lively: dict[str, Any] = {"temperature": 1.2, "top_k": 0, "min_p": 0.0, "max_tokens": 40}
     seen = set()
     for seed in range(seeds):
         a, b = (run(packed, SamplingParams(seed=seed, **lively)) for _ in range(2))

@@ -132,6 +132,7 @@ def test_every_row_of_every_format_is_found(format: str, tmp_path: Path) -> None
         ("embed.weight", loaded.weights.embed),
         ("pos_embed.weight", loaded.weights.pos_embed),
     ):
+        assert table is not None
         found, rng = lookup(pack, name), np.random.default_rng(0)
         assert found.shape == table.shape
         some = rng.integers(0, table.shape[0], 700)
