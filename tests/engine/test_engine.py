@@ -23,7 +23,7 @@ from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, FFN, Layer, Linear, Weights
+from thermocline.ops.interface import FFN, Layer, Linear, Weights
 
 
 def prompt(seed: int, n: int) -> list[int]:
@@ -75,7 +75,7 @@ engine = REFERENCE.engine
 def native_lab(format: str = "f32", spec: ModelSpec = SPEC, w: Weights = WEIGHTS, threads: int = 2) -> Lab:
     """The same weights in arenas, for `ops.cpu`."""
 
-    def matrix(x: F32) -> Any:
+    def matrix(x: Any) -> Any:
         whole = x.shape[1] % quant.FORMATS[format].block == 0
         fmt = quant.FORMATS[format if whole else "f16"]  # as a pack has it
         data = quant.encode(fmt.name, x)

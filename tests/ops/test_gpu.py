@@ -91,7 +91,7 @@ def placed(w: Weights, places: Places) -> Weights:
             return [whole.part(e, len(w)) for e in range(len(w))]
 
         gates, downs = joined([f.gate.weight for f in each]), joined([f.down for f in each])
-        ups = [None] * len(each) if each[0].up is None else joined([f.up for f in each])
+        ups: list[Any] = [None] * len(each) if each[0].up is None else joined([f.up for f in each])
         return tuple(
             replace(f, gate=Linear(gate, f.gate.bias), up=up, down=down)
             for f, gate, up, down in zip(each, gates, ups, downs, strict=True)
@@ -127,7 +127,7 @@ def logits(
     for start in range(0, TOKENS, chunk):
         at = np.arange(start, min(TOKENS, start + chunk), dtype=np.int32)
         batch = Batch(ids[at], at, np.zeros_like(at), table, np.arange(len(at), dtype=np.int32))
-        how = {"sparsity": "exact", "stats": FFNStats()} | how
+        how = dict[str, Any](sparsity="exact", stats=FFNStats()) | how
         out.append(forward(model, kv, batch, ops, **how))
     return np.concatenate(out)
 

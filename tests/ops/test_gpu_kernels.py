@@ -380,7 +380,7 @@ def test_predictors_of_two_matrices(kernels: Kernels, tokens: int, relu: bool) -
         second, b = kernels.rows("q8_0", normal(2, n, rank))
         x = normal(3, tokens, dim)
         code = x @ a.T
-        scores = (np.maximum(code, 0) if relu else code) @ b.T
+        scores = np.asarray((np.maximum(code, 0) if relu else code) @ b.T, np.float32)
         parts = first, second, relu, kernels.put(x)
         check_named(kernels, scores, 5, n, parts)
 

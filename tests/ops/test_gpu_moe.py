@@ -216,7 +216,7 @@ def test_predictors_stay_with_the_cpus_neurons(kind: str, tmp_path: Path, stand_
     n = EXPERTS * s.ffn_dim
     bits = rng.integers(0, 256, (n, s.dim // 8), dtype=np.uint8)
     first, second = (rng.standard_normal(shape, dtype=np.float32) for shape in ((32, s.dim), (n, 32)))
-    parts = (None, None, bits) if kind == "sign" else (first, second, None)
+    parts: Any = (None, None, bits) if kind == "sign" else (first, second, None)
 
     def predictors(hot: Sequence[int]) -> Predictors:
         zero = np.zeros(n, np.float32)

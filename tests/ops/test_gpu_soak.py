@@ -177,7 +177,7 @@ def prompts(rng: np.random.Generator, vocab: int) -> list[list[int]]:
     roots = [rng.integers(3, vocab, CONTEXT).tolist() for _ in range(3)]
     made = []
     for _ in range(int(rng.integers(8, 16))):
-        cut = int(rng.choice([1, 5, BLOCK, BLOCK + 1, CONTEXT - 1, CONTEXT, rng.integers(1, CONTEXT)]))
+        cut = int(rng.choice([1, 5, BLOCK, BLOCK + 1, CONTEXT - 1, CONTEXT, int(rng.integers(1, CONTEXT))]))
         own = rng.integers(3, vocab, int(rng.integers(0, CONTEXT - cut + 1))).tolist()
         made.append(roots[int(rng.integers(3))][:cut] + own)
     return made

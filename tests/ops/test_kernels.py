@@ -329,7 +329,7 @@ def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> No
 
 
 def bound_ffn(ops: Any, spec: ModelSpec, f: FFN) -> Any:
-    return ops.bind_ffn(spec, Layer(None, None, None, None, (f,)))  # type: ignore[arg-type]
+    return ops.bind_ffn(spec, Layer(None, None, None, None, (f,)))
 
 
 @dataclass(frozen=True)
@@ -536,6 +536,7 @@ def test_the_answer_is_right_for_every_active_set(isa: str, format: str, kind: s
         assert (stats.rows, stats.neurons) == (counted.rows, tokens * n)
         assert same_bits(f.run(cpu(isa), x[:tokens], h[:tokens], sparsity="off")[0], y)
     quiet = ffn(format, n, dim, kind, "relu", -100.0)
+    assert quiet.native.down_bias is not None
     assert same_bits(quiet.run(cpu(isa), x, h)[0], x + quiet.native.down_bias)
 
 

@@ -310,7 +310,9 @@ def test_what_is_kept_of_a_request_has_no_text() -> None:
     )  # fmt: skip
     kept = schema.settings(chat)
     assert "secret" not in repr(kept) and (kept.n, kept.stream) == (2, True)
-    text = schema.settings(schema.CompletionRequest(prompt="secret", echo=True, logprobs=2))
+    text = schema.settings(
+        schema.CompletionRequest.model_validate({"prompt": "secret", "echo": True, "logprobs": 2})
+    )
     assert "secret" not in repr(text) and (text.echo, text.logprobs) == (True, 2)
 
 

@@ -28,7 +28,8 @@ TEMPLATES = {
     "thinks": HERMES + "{# <think> #}",
 }
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
-POINT = {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}, "y": {"$ref": "#/$defs/n"}},
+POINT: dict[str, Any] = {
+         "type": "object", "properties": {"x": {"$ref": "#/$defs/n"}, "y": {"$ref": "#/$defs/n"}},
          "required": ["x", "y"], "additionalProperties": False, "$defs": {"n": DIGIT}}  # fmt: skip
 ADD = {"type": "object", "properties": {"point": POINT["properties"]["x"], "how": {"enum": ["fast", "slow"]}},
        "required": ["point", "how"], "additionalProperties": False, "$defs": {"n": DIGIT}}  # fmt: skip

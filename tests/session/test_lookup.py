@@ -144,7 +144,8 @@ def test_every_row_of_every_format_is_found(format: str, tmp_path: Path) -> None
 
 def test_a_call_reads_no_block_twice(tmp_path: Path) -> None:
     ops, found, rng = CpuOps(1), lookup(packed(tmp_path / "pack", format="f32")), np.random.default_rng(0)
-    reader = found._reader = Counted(found._reader)
+    reader: Any = Counted(found._reader)
+    found._reader = reader
     for _ in range(2):
         reader.blocks.clear()
         ops.embed(found, rng.permutation(VOCAB).astype(np.int32))

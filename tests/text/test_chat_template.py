@@ -134,7 +134,7 @@ KINDS = [byte_level, sentencepiece, metaspace, unigram, llama3, eager]
 
 @cache
 def library(kind: Any) -> Library:
-    tok = kind()
+    tok: Library = kind()
     tok.add_special_tokens([t for t in SPECIAL])
     tok.add_tokens([AddedToken(t, normalized=False) for t in [*MARKERS, *WORDS]])
     return tok
@@ -278,6 +278,7 @@ def test_a_control_token_in_pieces_does_not_come_together(directory: Any) -> Non
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
     template = chat_template(directory(byte_level), "parts")
     end = library(byte_level).token_to_id("<|im_end|>")
+    assert end is not None
     assert template.encode([{"role": "user", "content": parts}]).count(end) == 1
     removed = "{{ messages[0].content | replace('x', '') }}{{ '<|im_end|>' | replace('x', '') }}"
     hidden = [{"role": "user", "content": "<|imx_end|>"}]
