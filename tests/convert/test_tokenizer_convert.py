@@ -549,7 +549,7 @@ def test_damaged_gguf_vocabularies_load_and_encode_or_are_refused(mutants: int, 
         except (BadFile, Unsupported, UsageError):
             continue
         good += 1
-    assert 20 < good < 350
+    assert mutants // 20 < good < mutants * 7 // 8
 
 
 def test_pieces_together_are_bounded() -> None:

@@ -342,7 +342,7 @@ def test_experts_are_sent_for_prompts_that_are_longer() -> None:
 
     def tokens(shape: str) -> int:
         spec, sizes = test_plan.model(shape, n_layers=2)
-        return gpu.send_from(test_plan.NO_DISK, SimpleNamespace(spec=spec, sizes=sizes))  # type: ignore[arg-type]
+        return gpu.send_from(test_plan.NO_DISK, SimpleNamespace(spec=spec, sizes=sizes))
 
     assert tokens("turbosparse-mixtral") == pytest.approx(4 * tokens("bamboo-7b"), abs=4)
 

@@ -486,8 +486,15 @@ def public_functions(where: Any) -> set[str]:
 OPS = sorted(public_functions(reference) - PARTS - BINDERS - HINTS)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("isa", ISAS)
+# Every format on this machine's own instruction set, and each other set with a format or two.
+PAIRS = [
+    pytest.param(isa, format, marks=[] if isa == _native.isa() or j % len(ISAS) == i else [pytest.mark.slow])
+    for i, isa in enumerate(ISAS)
+    for j, format in enumerate(FORMATS)
+]
+
+
+@pytest.mark.parametrize(("isa", "format"), PAIRS)
 @pytest.mark.parametrize("op", OPS)
 def test_a_native_op_equals_the_reference(op: str, isa: str, format: str) -> None:
     if op in ("norm", "attention") and format != "f32":

@@ -683,6 +683,7 @@ stopped(lambda: case.on_disk(100, 60, method="threads"))
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
     """Each read takes a second. What is still under way when the call ends spoils nothing, and the process
     does not wait for it.
