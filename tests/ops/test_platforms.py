@@ -99,6 +99,8 @@ def run_tests_on(core: str, levels: str, *pytest_arguments: str) -> str:
         "no:cacheprovider",
         "-x",
         "-n0",
+        "-m",
+        "",
     ]
     done = subprocess.run(
         [*argv, *pytest_arguments], cwd=TESTS.parent, env=env, capture_output=True, text=True
