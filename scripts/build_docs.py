@@ -29,6 +29,7 @@ import markdown_links
 import thermocline
 from thermocline import errors
 from thermocline.cli import main as cli
+from thermocline.cli.console import INTERRUPTED
 from thermocline.cli.environment import OTHER_VARIABLES
 from thermocline.options import BY_POSITION, REQUIRED, Option, flag, options_of, switch, variable
 from thermocline.server.api import schema
@@ -150,7 +151,7 @@ def exit_codes() -> str:
         assert getattr(errors, name).exit_code == int(code), f"errors.py: {name} is not {code}"
         about = "anything without a better code, such as a bug" if code == "1" else about
         rows.append((code, f"`{name}`", about))
-    rows.append((str(cli.INTERRUPTED), "", "interrupted with Ctrl-C"))
+    rows.append((str(INTERRUPTED), "", "interrupted with Ctrl-C"))
     rows.append((str(cli.BROKEN_PIPE), "", "the reader of stdout closed it"))
     table = "".join(f"| {code} | {name} | {about} |\n" for code, name, about in rows)
     return NOTE.format("thermocline/errors.py") + EXIT_CODES.format(table=table)
@@ -265,7 +266,8 @@ def _run(*argv: str) -> str:
 
 def _json(*argv: str) -> dict[str, Any]:
     found = json.loads(_run(*argv))
-    return found[0] if isinstance(found, list) else found
+    first: dict[str, Any] = found[0] if isinstance(found, list) else found
+    return first
 
 
 # ---- HTTP

@@ -18,7 +18,7 @@ PATIENCE_MS = 10_000
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
     """Skips, saying why, where there is no browser or nothing to drive it with."""
-    needed = "needs playwright: pip install '.[test]'"
+    needed = "needs playwright: pip install '.[test-all]'"
     api = pytest.importorskip("playwright.sync_api", reason=needed)
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:

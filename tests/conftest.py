@@ -13,6 +13,7 @@ import tiny
 
 from thermocline.cli import main
 
+pytest_plugins = ["selection"]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

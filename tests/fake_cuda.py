@@ -174,7 +174,8 @@ def recordings(card: Card) -> dict[str, Any]:
     @contextlib.contextmanager
     def graph(made: CUDAGraph, stream: Any) -> Iterator[None]:
         faults.met("capture_begin")
-        card.capturing = items = []
+        items: list[Any] = []
+        card.capturing = items
         try:
             yield
         finally:
@@ -255,10 +256,10 @@ def device_of(card: Card) -> type[cuda.Cuda]:
             card.queue(lambda: kernel(*args))
 
         def copy(self, to: Any, source: torch.Tensor) -> None:
-            super().copy(Target(card, to, "copy"), source)  # type: ignore[arg-type]
+            super().copy(Target(card, to, "copy"), source)
 
         def put(self, to: Any, source: torch.Tensor) -> None:
-            super().put(Target(card, to, "put"), source)  # type: ignore[arg-type]
+            super().put(Target(card, to, "put"), source)
 
     return Here
 

@@ -63,7 +63,9 @@ def of_rows(format: str, t: int) -> None:
 def of_tokens(t: int) -> None:
     """Those that see no rows, and predictors' signs."""
     x, h, weight, pairs = empty(t, DIM), empty(t, NEURONS), empty(DIM), empty(t, 8)
-    heads: Any = Heads(HEADS, KV, HEAD, None, 0.1, 50.0, empty(HEAD), empty(HEAD), 1e-5)
+    q_norm: Any = empty(HEAD)
+    k_norm: Any = empty(HEAD)
+    heads: Any = Heads(HEADS, KV, HEAD, None, 0.1, 50.0, q_norm, k_norm, 1e-5)
     paged = [empty(*shape, type=torch.int32) for shape in ((t,), (t,), (4, PAGES))]
     qkv, turn = empty(t, (HEADS + 2 * KV) * HEAD), empty(t, HEAD // 2)
     k, v = (empty(64, KV, *shape, type=torch.float16) for shape in ((HEAD, 32), (32, HEAD)))
@@ -99,7 +101,7 @@ def look(compiled: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [CUOBJDUMP, "-res-usage", file.name]
+        command: list[str] = [str(CUOBJDUMP), "-res-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
     ptx = compiled.asm["ptx"]

@@ -41,7 +41,7 @@ class ScriptedEngine(EngineProcess):
         self.prompts: list[list[int]] = []
         self.gone = threading.Event()  # a request was cancelled
 
-    alive = True  # type: ignore[assignment]
+    alive = True
 
     def start(self) -> None:
         self.state, self.slots = "ready", 4
@@ -113,7 +113,7 @@ def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> It
         async def drip(message: Any) -> None:
             body = message.get("body", b"")
             if not made.in_bytes or scope["type"] != "http" or scope["method"] != "POST" or len(body) < 2:
-                return await send(message)
+                await send(message)
             for i in range(len(body)):
                 await send({**message, "body": body[i : i + 1], "more_body": True})
             if not message.get("more_body", False):

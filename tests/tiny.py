@@ -38,7 +38,7 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, cols: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return (rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+        return np.asarray(rng.standard_normal((rows, cols)) / np.sqrt(cols), np.float32)
 
     kv = DIM * KV_HEADS // HEADS
     out = {"model.embed_tokens.weight": matrix(BYTES + 2, DIM), "model.norm.weight": np.ones(DIM, np.float32)}

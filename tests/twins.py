@@ -37,14 +37,18 @@ def _randomise(model: Any, seed: int) -> None:
 
     rng = np.random.default_rng(seed)
     for name, p in sorted(model.named_parameters()):
-        noise = rng.standard_normal(tuple(p.shape), dtype=np.float32)
-        if p.ndim >= 2:
-            gain = 1.0 if "q_proj" in name or "k_proj" in name else 0.8
-            value = noise * (1.0 if "embed" in name else gain / np.sqrt(p.shape[-1]))
-        else:
-            value = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
         with torch.no_grad():
-            p.copy_(torch.from_numpy(np.asarray(value, dtype=np.float32)))
+            p.copy_(torch.from_numpy(random_tensor(name, tuple(p.shape), rng)))
+
+
+def random_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
+    noise = rng.standard_normal(shape, dtype=np.float32)
+    if len(shape) >= 2:
+        gain = 1.0 if "q_proj" in name or "k_proj" in name else 0.8
+        value = noise * (1.0 if "embed" in name else gain / np.sqrt(shape[-1]))
+    else:
+        value = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
+    return np.asarray(value, dtype=np.float32)
 
 
 def _save(model: Any, path: Path, seed: int, shard: str = "5GB") -> Path:
@@ -469,7 +473,7 @@ MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
 
 
 TWINS: dict[str, Callable[[Path], Path]] = {
-    f.__name__: f  # type: ignore[attr-defined]
+    f.__name__: f
     for f in (
         llama,
         llama_sharded,

@@ -253,13 +253,14 @@ def test_text_goes_to_stdout_and_the_figures_to_stderr(tiny_pack: Path, thermocl
 def test_a_terminal_is_shown_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     console.emit("a\x1b[2J\tb\n")
-    assert sys.stdout.getvalue() == "a\N{SYMBOL FOR ESCAPE}[2J\tb\n"  # type: ignore[attr-defined]
+    assert isinstance(sys.stdout, io.StringIO)
+    assert sys.stdout.getvalue() == "a\N{SYMBOL FOR ESCAPE}[2J\tb\n"
 
 
 def test_a_bar_shows_only_on_a_terminal_and_only_where_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(stderr: io.StringIO, seconds: float, *, quiet: bool = False) -> str:
         clock = itertools.count(0, seconds)
-        monkeypatch.setattr(console.time, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
         monkeypatch.setattr(sys, "stderr", stderr)
         with console.ProgressBar(quiet=quiet) as progress:
             for done in range(5):
@@ -458,6 +459,7 @@ def test_ctrl_c_keeps_what_there_is_in_the_json(
     assert (ran.code, figures["finish_reason"], figures["tokens"]) == (130, "cancelled", 3)
 
 
+@pytest.mark.slow
 def test_the_suite_itself_may_run_with_ctrl_c_ignored(tmp_path: Path) -> None:
     """As `nohup sh -c pytest &` starts it: the two tests above then hung and failed."""
     tests = [f"{__file__}::{name}" for name in (
@@ -465,7 +467,7 @@ def test_the_suite_itself_may_run_with_ctrl_c_ignored(tmp_path: Path) -> None:
     )]  # fmt: skip
     home = str(Path(package.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-P", "-m", "pytest", "-n0", "-p", "no:cacheprovider", *tests]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)

@@ -149,7 +149,9 @@ def natively(part: Any) -> Any:
     if isinstance(part, np.ndarray) and part.ndim == 2:
         arena = _native.Arena(part.nbytes)
         arena.write(0, np.ascontiguousarray(part).reshape(-1).view(np.uint8))
-        return _native.Matrix(arena, 0, quant.FORMATS["f32"].id, *part.shape, 4 * part.shape[1])
+        return _native.Matrix(
+            arena, 0, quant.FORMATS["f32"].id, part.shape[0], part.shape[1], 4 * part.shape[1]
+        )
     if isinstance(part, tuple):
         return tuple(map(natively, part))
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
@@ -208,7 +210,10 @@ def assert_scaling_changes(scaling: RopeScaling, field: str, value: Any) -> None
     assert nmse(after, before) > 1e-7
 
 
-@pytest.mark.parametrize("isa", ISAS)
+OTHERS = [pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS if isa != _native.isa()]
+
+
+@pytest.mark.parametrize("isa", [_native.isa(), *OTHERS])
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_option_is_native_and_changes_no_invariant(name: str, isa: str) -> None:
     """Equal to the reference; the same bits for chunks, threads, and without skipping."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kept_twins
 import numpy as np
 import pytest
 import twins
@@ -63,8 +64,9 @@ def test_the_bundled_model_comes_back_from_a_gguf_the_same(
     assert json.loads(thermocline("inspect", tmp_path / "m.gguf", "--json").out)["tokenizer"] == "gpt2"
 
 
+@pytest.mark.oracle
 def test_powerinfers_predictors_go_out_as_they_came(tmp_path: Path, thermocline: Run) -> None:
-    hf = twins._llama(tmp_path / "hf", 1, hidden_act="relu")
+    hf = kept_twins.llama(tmp_path / "hf", 1, hidden_act="relu")
     pack(powerinfer_model(hf, tmp_path / "src"), tmp_path / "a")
     assert thermocline("pack", tmp_path / "a", "-o", tmp_path / "m.gguf").code == 0
     pack(tmp_path / "m.gguf", tmp_path / "b")
@@ -79,9 +81,9 @@ def test_powerinfers_predictors_go_out_as_they_came(tmp_path: Path, thermocline:
 
 def test_drelu_and_a_dense_model_keep_their_logits(tmp_path: Path, thermocline: Run) -> None:
     ids = np.random.default_rng(0).integers(3, twins.VOCAB, 24).tolist()
-    recipes = {
-        "bamboo": lambda p: twins.bamboo(p),
-        "dense": lambda p: twins._llama(p, 3, eos_token_id=[2, 5]),
+    recipes: dict[str, Callable[[Path], Path]] = {
+        "bamboo": kept_twins.TWINS["bamboo"],
+        "dense": lambda p: kept_twins.llama(p, 3, eos_token_id=[2, 5]),
     }
     for name, recipe in recipes.items():
         hf = recipe(tmp_path / name)
@@ -94,12 +96,12 @@ def test_drelu_and_a_dense_model_keep_their_logits(tmp_path: Path, thermocline: 
 
 
 def test_what_is_no_pack_or_has_other_weights_is_refused(tmp_path: Path, thermocline: Run) -> None:
-    hf = twins._llama(tmp_path / "hf", 1)
+    hf = kept_twins.llama(tmp_path / "hf", 1)
     ran = thermocline("pack", hf, "-o", tmp_path / "m.gguf")
     assert ran.code == 2 and "not a pack; make one with" in ran.err
     ran = thermocline("pack", BUNDLED, "-o", tmp_path / "m.gguf", "--format", "f16")
     assert ran.code == 2 and "has q8_0 weights" in ran.err
-    pack(twins.opt(tmp_path / "opt"), tmp_path / "p")
+    pack(kept_twins.write("opt", tmp_path / "opt"), tmp_path / "p")
     ran = thermocline("pack", tmp_path / "p", "-o", tmp_path / "m.gguf")
     assert ran.code == 6 and ran.err.count("\n") == 1
     (tmp_path / "m.gguf").write_bytes(b"mine")
@@ -111,7 +113,7 @@ def test_what_is_no_pack_or_has_other_weights_is_refused(tmp_path: Path, thermoc
 def test_the_chat_template_goes_along(tmp_path: Path) -> None:
     from thermocline.convert.to_gguf import write_gguf
 
-    hf = twins._llama(tmp_path / "hf", 1)
+    hf = kept_twins.llama(tmp_path / "hf", 1)
     for name, text in (
         ("tokenizer_config.json", '{"chat_template": "A"}'),
         ("chat_template.jinja", "{{ B }}"),
@@ -128,7 +130,7 @@ def test_the_chat_template_goes_along(tmp_path: Path) -> None:
 
 
 def test_tokens_that_only_the_model_has_are_written_as_unused(tmp_path: Path, thermocline: Run) -> None:
-    hf = twins._llama(tmp_path / "hf", 3, vocab_size=4101, bos_token_id=0, eos_token_id=0)
+    hf = kept_twins.llama(tmp_path / "hf", 3, vocab_size=4101, bos_token_id=0, eos_token_id=0)
     (hf / "tokenizer.json").write_bytes((BUNDLED / "tokenizer.json").read_bytes())
     pack(hf, tmp_path / "a")
     assert thermocline("pack", tmp_path / "a", "-o", tmp_path / "m.gguf").code == 0

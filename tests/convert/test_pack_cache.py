@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf_twins
+import kept_twins
 import pytest
-import twins
 
 from thermocline.convert import pack_cache
 from thermocline.files import source_key
@@ -25,7 +25,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return twins.llama(tmp_path_factory.mktemp("twin") / "llama")
+    return kept_twins.write("llama", tmp_path_factory.mktemp("twin") / "llama")
 
 
 @pytest.fixture

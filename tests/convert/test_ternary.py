@@ -19,6 +19,7 @@ Tensors = dict[str, Any]
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("recipe", [twins.bitnet_online, twins.bitnet_offline])
 def test_matrices_have_three_values_and_the_others_many(
     recipe: Callable[[Path], Path], tmp_path: Path
@@ -33,6 +34,7 @@ def test_matrices_have_three_values_and_the_others_many(
     assert counts["embed.weight"] > 1000 and counts["layers.0.ffn_norm.weight"] > 50
 
 
+@pytest.mark.oracle
 def test_checkpoints_saved_from_the_bare_model_are_ternary_too(tmp_path: Path) -> None:
     packs = []
     for bare in (False, True):
@@ -44,6 +46,7 @@ def test_checkpoints_saved_from_the_bare_model_are_ternary_too(tmp_path: Path) -
     assert packs[0] == packs[1]
 
 
+@pytest.mark.oracle
 def test_floats_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     def spoilt(tensors: Tensors) -> Tensors:
         tensors[DOWN][3, 4] = np.inf
@@ -83,6 +86,7 @@ DAMAGED: dict[str, tuple[Callable[[Tensors], Tensors], type[Exception], str]] = 
 }  # fmt: skip
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", DAMAGED)
 def test_packed_values_that_are_not_ternary_are_refused_in_a_line(case: str, tmp_path: Path) -> None:
     change, error, said = DAMAGED[case]
@@ -92,6 +96,7 @@ def test_packed_values_that_are_not_ternary_are_refused_in_a_line(case: str, tmp
     assert "\n" not in str(caught.value) and not (tmp_path / "p").exists()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     "change",
     [

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kept_twins
 import numpy as np
 import pytest
 import random_text
-import twins
 from random_text import DATA, REAL, TOKENIZERS
 
 from thermocline import LLM, SamplingParams
@@ -399,7 +399,7 @@ def test_added_tokens_that_do_not_fit_are_refused(added: dict[str, Any], tmp_pat
 
 
 def test_a_packed_directory_with_only_a_model_file_tokenises(tmp_path: Path) -> None:
-    twins.TWINS["llama"](tmp_path / "hf")
+    kept_twins.write("llama", tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.model").write_bytes(model_file())
     before = pack_cache.source_hash(tmp_path / "hf")
     importer.pack(tmp_path / "hf", tmp_path / "pack", "f32")
@@ -494,9 +494,10 @@ def test_a_malformed_model_file_is_refused_in_one_line(case: str, tmp_path: Path
     assert str(refused.value).startswith(str(tmp_path)) and "\n" not in str(refused.value)
 
 
-def test_damaged_model_files_are_read_or_refused_and_nothing_else() -> None:
+@pytest.mark.parametrize("mutants", [600, pytest.param(3000, marks=pytest.mark.slow)])
+def test_damaged_model_files_are_read_or_refused_and_nothing_else(mutants: int) -> None:
     data, rng, refused = model_file(), random.Random(0), 0
-    for _ in range(3000):
+    for _ in range(mutants):
         mutant = bytearray(data)
         for _ in range(rng.choice((1, 2, 8))):
             mutant[rng.randrange(len(mutant))] = rng.choice((0, 0x0A, 0x7F, 0xFF, rng.randrange(256)))
@@ -506,10 +507,11 @@ def test_damaged_model_files_are_read_or_refused_and_nothing_else() -> None:
             sentencepiece_model.parse(bytes(mutant), "x")
         except (BadFile, Unsupported):
             refused += 1
-    assert 500 < refused < 3000
+    assert mutants // 6 < refused < mutants
 
 
-def test_damaged_gguf_vocabularies_load_and_encode_or_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mutants", [100, pytest.param(400, marks=pytest.mark.slow)])
+def test_damaged_gguf_vocabularies_load_and_encode_or_are_refused(mutants: int, tmp_path: Path) -> None:
     """reliability: duplicates, empty and odd tokens, lists of other lengths, merges in circles."""
     rng, good = random.Random(0), 0
     odd = [
@@ -529,7 +531,7 @@ def test_damaged_gguf_vocabularies_load_and_encode_or_are_refused(tmp_path: Path
         -1,
         True,
     ]
-    for n in range(400):
+    for n in range(mutants):
         metadata = copy.deepcopy((byte_level, sentencepiece_like)[n % 2]())
         for _ in range(rng.choice((1, 1, 3))):
             key = rng.choice(list(metadata))
@@ -547,7 +549,7 @@ def test_damaged_gguf_vocabularies_load_and_encode_or_are_refused(tmp_path: Path
         except (BadFile, Unsupported, UsageError):
             continue
         good += 1
-    assert 20 < good < 350
+    assert mutants // 20 < good < mutants * 7 // 8
 
 
 def test_pieces_together_are_bounded() -> None:

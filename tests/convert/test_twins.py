@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kept_twins
 import numpy as np
 import pytest
 import twins
@@ -46,9 +47,18 @@ class Twin:
     truth: F32  # transformers' logits of `ids`
 
 
-@pytest.fixture(scope="module", params=list(twins.TWINS))
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(name, id=f"{name}, kept") for name in kept_twins.LOGITS),
+        *(pytest.param(make, id=name, marks=pytest.mark.oracle) for name, make in twins.TWINS.items()),
+    ],
+)
 def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    path = twins.TWINS[request.param](tmp_path_factory.mktemp("twin") / request.param)
+    if isinstance(request.param, str):
+        path = kept_twins.write(request.param, tmp_path_factory.mktemp("twin") / request.param)
+        return Twin(path, kept_twins.ids(), kept_twins.logits(request.param))
+    path = request.param(tmp_path_factory.mktemp("twin") / request.param.__name__)
     ids = np.random.default_rng(0).integers(3, twins.VOCAB, PROMPT).tolist()
     return Twin(path, ids, twins.hf_logits(path, ids))
 
@@ -130,6 +140,7 @@ def test_smaller_formats_stay_close(twin: Twin, format: str) -> None:
     assert np.array_equal(model.logits(twin.ids, 7), y)
 
 
+@pytest.mark.oracle
 def test_greedy_tokens_are_transformers_where_the_margin_allows(twin: Twin) -> None:
     model = loaded(twin.path)
     engine = Engine(

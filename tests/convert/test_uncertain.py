@@ -18,6 +18,8 @@ from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.model import families
 from thermocline.pack.pack import Pack
 
+pytestmark = pytest.mark.oracle
+
 
 def test_a_head_that_differs_from_the_embeddings_is_used_though_the_config_says_tied(tmp_path: Path) -> None:
     """transformers warns and does not tie them, and llama.cpp's converter writes it: it was ignored here."""

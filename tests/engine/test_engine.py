@@ -13,18 +13,17 @@ import pytest
 from toy import EOS, GREEDY, SPEC, VOCAB, WEIGHTS, Letters, random_weights
 
 from thermocline import _native
-from thermocline.engine import engine as engine_module
 from thermocline.engine.engine import Engine
 from thermocline.engine.kv_cache import BLOCK, bytes_for
 from thermocline.engine.request import Request, StopMatcher
-from thermocline.engine.sampler import Sampler, SamplingParams
+from thermocline.engine.sampler import Sampler, SamplingParams, TokenLogprobs
 from thermocline.engine.traffic import Traffic
 from thermocline.errors import NumericalError, ThermoclineError, UsageError
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, FFN, Layer, Linear, Weights
+from thermocline.ops.interface import FFN, Layer, Linear, Weights
 
 
 def prompt(seed: int, n: int) -> list[int]:
@@ -76,13 +75,13 @@ engine = REFERENCE.engine
 def native_lab(format: str = "f32", spec: ModelSpec = SPEC, w: Weights = WEIGHTS, threads: int = 2) -> Lab:
     """The same weights in arenas, for `ops.cpu`."""
 
-    def matrix(x: F32) -> Any:
+    def matrix(x: Any) -> Any:
         whole = x.shape[1] % quant.FORMATS[format].block == 0
         fmt = quant.FORMATS[format if whole else "f16"]  # as a pack has it
         data = quant.encode(fmt.name, x)
         arena = _native.Arena(data.size)  # held by the matrix
         arena.write(0, data.reshape(-1))
-        return _native.Matrix(arena, 0, fmt.id, *x.shape, data.shape[1])
+        return _native.Matrix(arena, 0, fmt.id, x.shape[0], x.shape[1], data.shape[1])
 
     def linear(x: Linear) -> Linear:
         return Linear(matrix(x.weight), x.bias)
@@ -388,7 +387,7 @@ def test_a_bug_in_what_is_one_requests_own_ends_that_request_alone(
     bad, good = (e.submit([4], SamplingParams(temperature=0, max_tokens=2, logprobs=i)) for i in (0, None))
     match owner:
         case "TokenLogprobs":  # which the other one did not ask for
-            monkeypatch.setattr(engine_module.TokenLogprobs, name, a_bug)
+            monkeypatch.setattr(TokenLogprobs, name, a_bug)
         case "sampler.__class__":
 
             class Buggy(Sampler):

@@ -10,6 +10,7 @@ import pytest
 from test_engine import PROMPTS, REFERENCE, native_lab, prompt, run
 from toy import GREEDY, SPEC
 
+from thermocline.engine import decoder
 from thermocline.engine import engine as engine_module
 from thermocline.engine.engine import Engine
 from thermocline.engine.prefill_budget import LEAST, PrefillBudget
@@ -33,7 +34,7 @@ class Machine:
     def __init__(self, cost: Cost, patch: pytest.MonkeyPatch, **options: Any) -> None:
         self.now, self.cost, self.chunks = 0.0, cost, list[int]()
         self.engine = REFERENCE.engine(LONG, context=1024, clock=lambda: self.now, **options)
-        real = engine_module.forward
+        real = decoder.forward
 
         def forward(model: Any, kv: Any, batch: Batch, ops: Any, **more: Any) -> Any:
             of_prompts = len(batch.ids) > len(set(batch.sequence.tolist())) or self.prompted(batch)

@@ -11,6 +11,7 @@ from test_engine import Lab, native_lab, prompt, run
 from toy import GREEDY, SPEC
 
 from thermocline import LLM, SamplingParams
+from thermocline.engine import decoder
 from thermocline.engine import engine as engine_module
 from thermocline.engine.engine import Engine
 from thermocline.engine.kv_cache import BLOCK, BlockTable, KVCache
@@ -177,7 +178,7 @@ def test_an_error_of_the_disk_ends_the_first_alone(lab: Lab, monkeypatch: pytest
     e = lab.engine(prefill_chunk=40)
     first, second, third = (e.submit(SYSTEM, SHORT) for _ in range(3))
     e.step()
-    real = engine_module.forward
+    real = decoder.forward
 
     def forward(model: Any, kv: Any, batch: Batch, *args: Any, **more: Any) -> Any:
         if first.error is None and first.table.held[0].blocks[0] in batch.block_table[:, 0]:
@@ -193,7 +194,7 @@ def test_an_error_of_the_disk_ends_the_first_alone(lab: Lab, monkeypatch: pytest
 def test_a_step_that_is_given_up_costs_only_itself(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     e = lab.engine(prefill_chunk=64)
     requests = [e.submit(SYSTEM, SHORT) for _ in range(3)]
-    real, calls = engine_module.forward, 0
+    real, calls = decoder.forward, 0
 
     def forward(*args: Any, **more: Any) -> Any:
         nonlocal calls

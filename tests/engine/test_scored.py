@@ -12,6 +12,7 @@ from test_engine import PROMPTS, REFERENCE, engine, native_lab, prompt, run
 from toy import GREEDY, SPEC, WEIGHTS
 
 from thermocline import LLM, SamplingParams, UsageError
+from thermocline.engine import decoder
 from thermocline.engine import engine as engine_module
 from thermocline.engine.engine import Engine
 from thermocline.engine.request import Request
@@ -84,7 +85,7 @@ def test_a_step_never_has_more_logits_than_requests_fit(
 ) -> None:
     """memory.py and a GPU's buffers count `max_batch` rows; others' chunks stay as long as they were."""
     e, rows, tokens = engine(max_batch=4, prefill_chunk=64), list[int](), list[int]()
-    real = engine_module.forward
+    real = decoder.forward
 
     def forward(model: Any, kv: Any, batch: Batch, *args: Any, **more: Any) -> Any:
         rows.append(len(batch.logit_rows))

@@ -17,6 +17,8 @@ import pytest
 from thermocline.errors import BadFile
 from thermocline.files.torch_zip import read_flat_tensor
 
+pytestmark = pytest.mark.oracle
+
 torch = pytest.importorskip("torch")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 
-from thermocline.cli import main
+from thermocline.cli.console import INTERRUPTED
 from thermocline.convert import to_gguf
 from thermocline.errors import IOFailure
 from thermocline.files import whole
@@ -77,7 +77,7 @@ def test_a_killed_export_leaves_nothing_that_the_next_does_not_remove(
 
     monkeypatch.setattr(to_gguf, "_add", broken)
     before = out.read_bytes()
-    assert thermocline("pack", tiny_pack, "-o", out, "-q", "--force").code == main.INTERRUPTED
+    assert thermocline("pack", tiny_pack, "-o", out, "-q", "--force").code == INTERRUPTED
     assert os.listdir(tmp_path) == ["F.gguf"] and out.read_bytes() == before
 
 

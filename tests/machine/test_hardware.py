@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,7 +165,7 @@ def test_an_unwritable_disk_is_said_not_raised(monkeypatch: pytest.MonkeyPatch, 
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(disk_speed.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
     found = disk_speed.measure_disk(tmp_path)
     assert found.sequential_gbs is None
     assert found.why is not None and "Permission denied" in found.why
@@ -181,7 +183,7 @@ def test_a_disk_that_fails_while_it_is_measured_is_said_not_raised(
 
 
 def test_a_missing_gpu_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hardware.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     assert "no NVIDIA driver" in hardware.gpu(tmp_path).why
     assert "nvidia-smi is missing" in hardware.gpu(tree(tmp_path, {"proc/driver/nvidia/version": "x"})).why
 
@@ -200,7 +202,7 @@ def test_nvidia_smi_is_believed(
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\n{script}\n")
     smi.chmod(0o755)
-    monkeypatch.setattr(hardware.shutil, "which", lambda _: str(smi))
+    monkeypatch.setattr(shutil, "which", lambda _: str(smi))
     gpu = hardware.gpu(tmp_path)
     assert gpu.found is found and said in gpu.why
     if found:

@@ -248,7 +248,7 @@ def test_random_tokens_repeat_with_their_seed_and_never_end_a_text() -> None:
 def test_a_model_that_gives_nan_is_an_error(toy_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test = bench.Test(1, 0, 0, 3)
     b = opened(toy_pack, test)
-    forward = engine.forward
+    forward = decoder.forward
     monkeypatch.setattr(engine, "forward", lambda *a, **k: forward(*a, **k) * np.float32("nan"))
     with pytest.raises(NumericalError):
         b.sample(test)

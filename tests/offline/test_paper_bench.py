@@ -1,4 +1,4 @@
-"""`bench/paper_*.py`: the planner's model beside the figures of PowerInfer's paper."""
+"""`bench/plan/paper_*.py`: the planner's model beside the figures of PowerInfer's paper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def ablation() -> Iterator[ModuleType]:
-    bench = str(Path(__file__).parents[2] / "bench")
+    bench = str(Path(__file__).parents[2] / "bench/plan")
     sys.path.insert(0, bench)
     yield importlib.import_module("paper_ablation")
     sys.path.remove(bench)

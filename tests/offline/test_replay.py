@@ -274,6 +274,7 @@ def test_a_budget_is_divided_as_run_divides_it(replayed: Run) -> None:
     assert ran.code == 5 and "use --ram" in ran.err
 
 
+@pytest.mark.oracle
 def test_a_table_for_people_and_a_picture(replayed: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs pip install 'thermocline[plot]'")
     ran = replayed("--policy", "lfu", "--plot", tmp_path / "a.svg", "--batch", "2")

@@ -1,4 +1,4 @@
-"""`bench/synthetic_predictors.py` and `bench/sparse.py`, without llama.cpp."""
+"""`synthetic_predictors.py` and `sparse.py` of bench, without llama.cpp."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import open_predictors
 
 BENCH = Path(__file__).parents[2] / "bench"
+ROOMS = [str(BENCH / room) for room in ("llamacpp", "engine")]
 CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
  "hidden_act": "silu",
  "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -26,9 +27,9 @@ CONFIG = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidd
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[tuple[ModuleType, ModuleType]]:
-    sys.path.insert(0, str(BENCH))
+    sys.path[:0] = ROOMS
     yield importlib.import_module("synthetic_predictors"), importlib.import_module("sparse")
-    sys.path.remove(str(BENCH))
+    del sys.path[: len(ROOMS)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_a_round_runs_every_mode_and_divides_rightly(
     tokens = tmp_path / "tokens.i32"
     np.array(bench.random_tokens(Pack.open(pack).spec, 1, 6), np.int32).tofile(tokens)
     other = tmp_path / "other"
-    driver = f"{sys.executable} {BENCH / 'thermocline_driver.py'}"
+    driver = f"{sys.executable} {BENCH / 'llamacpp/thermocline_driver.py'}"
     other.write_text(f'#!/bin/sh\nexec {driver} {pack} "$2" 1,0,0,4\n')
     other.chmod(0o755)
     args = type("Args", (), {"threads": [1], "gen": 4, "rounds": 2, "driver": other})()

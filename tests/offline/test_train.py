@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from build_docs import difference
 from conftest import Ran
 
 from thermocline.cli import main
-from thermocline.offline import calibrate, fit_mlp, fit_svd, train, trial
+from thermocline.offline import calibrate, fit_mlp, fit_svd, train
 from thermocline.offline.calibrate import PRICES, Costs, Curves, LayerSamples
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import FILE, LayerPredictor, open_predictors
@@ -112,6 +113,7 @@ def test_the_svd_is_the_best_of_its_rank_for_these_inputs() -> None:
         assert own < np.linalg.norm(wanted - x @ unwhitened.T)
 
 
+@pytest.mark.oracle
 def test_a_trained_predictor_learns_what_no_linear_one_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Active where |x0| is large: no linear score tells."""
     monkeypatch.setattr(fit_mlp, "STEPS", 200)
@@ -151,7 +153,7 @@ def pack(profiled: Path, tmp_path: Path) -> Path:
 QUICK = ("--ctx", "64", "--limit", "2", "--json", "-q", "-t", "1")
 
 
-@pytest.mark.parametrize("kind", ["svd", "sign", "mlp"])
+@pytest.mark.parametrize("kind", ["svd", "sign", pytest.param("mlp", marks=pytest.mark.oracle)])
 def test_a_kind_that_is_asked_for_is_written_and_as_near_as_asked(
     thermocline: Thermocline, pack: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +185,7 @@ def test_a_kind_that_is_asked_for_is_written_and_as_near_as_asked(
 MIX = {"english", "french", "encyclopaedia", "python", "cpp"}
 
 
+@pytest.mark.oracle
 def test_the_bound_holds_on_the_worst_of_several_unlike_texts_and_run_names_them_once(
     thermocline: Thermocline, pack: Path
 ) -> None:
@@ -214,6 +217,7 @@ def test_without_time_a_trial_reads_one_window_of_each_text_and_is_the_last(
     assert ran.code == 2 and "--minutes" in ran.err and not (pack / FILE).exists()
 
 
+@pytest.mark.oracle
 def test_a_fit_that_takes_too_long_is_given_up_and_the_cheap_ones_stay(
     thermocline: Thermocline, pack: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +233,7 @@ def test_a_fit_that_takes_too_long_is_given_up_and_the_cheap_ones_stay(
         raise AssertionError("it went on")
 
     clock = [0.0]
-    monkeypatch.setattr(trial.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(fit_mlp, "fit", slow)
     argv = ("--max-kld", "1", "--max-ppl", "99", "--minutes", "1")
     ran = thermocline("train", pack, *argv, *QUICK)

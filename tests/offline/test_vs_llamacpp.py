@@ -1,4 +1,4 @@
-"""`bench/vs_llamacpp.py` without llama.cpp: its arithmetic, its refusals, our own driver in both places."""
+"""`vs_llamacpp.py` of bench without llama.cpp: its arithmetic, refusals, our own driver in both places."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thermocline.machine import hardware
 from thermocline.offline import bench
 from thermocline.pack.pack import Pack
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[2] / "bench/llamacpp"
 TESTS = [bench.Test(1, 0, 8, 0), bench.Test(1, 0, 0, 4), bench.Test(1, 40, 0, 4)]
 
 

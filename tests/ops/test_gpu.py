@@ -42,6 +42,8 @@ from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 from thermocline.session import gpu, gpu_weights, weights
 
+pytestmark = pytest.mark.oracle
+
 ALL = 10**6  # neurons
 
 
@@ -135,7 +137,7 @@ def logits(
     for start in range(0, TOKENS, chunk):
         at = np.arange(start, min(TOKENS, start + chunk), dtype=np.int32)
         batch = Batch(ids[at], at, np.zeros_like(at), table, np.arange(len(at), dtype=np.int32))
-        how = {"sparsity": "exact", "stats": FFNStats()} | how
+        how = dict[str, Any](sparsity="exact", stats=FFNStats()) | how
         out.append(forward(model, kv, batch, ops, **how))
     return np.concatenate(out)
 

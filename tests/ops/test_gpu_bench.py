@@ -1,4 +1,4 @@
-"""`bench/gpu.py` without a GPU: its comparisons find faults; all that it measures runs on the stand-in."""
+"""`bench/gpu/gpu.py` without a GPU: its comparisons find faults; its measurements run on the stand-in."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from typing import Any
 import pytest
 
 from thermocline.errors import DeviceFailure
-from thermocline.machine import tiers
+from thermocline.machine import this_machine, tiers
 from thermocline.ops import torch_kernels
 from thermocline.ops.device import StandIn
 from thermocline.pack.pack import Pack
 from thermocline.session import gpu as tier
 from thermocline.session import gpu_weights
 
+pytestmark = pytest.mark.oracle
+
 BENCH = Path(__file__).parents[2] / "bench"
+ROOMS = [str(BENCH / room) for room in ("gpu", "llamacpp", "engine")]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "hidden_act": "silu",
     "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -36,13 +39,13 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
-    sys.path.insert(0, str(BENCH))
+    sys.path[:0] = ROOMS
     names = (
         "build_llamacpp", "gpu", "gpu_check", "gpu_llama", "gpu_models", "gpu_report", "gpu_results",
         "gpu_run", "gpu_sides",
     )  # fmt: skip
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(BENCH))
+    del sys.path[: len(ROOMS)]
 
 
 @pytest.fixture
@@ -249,7 +252,7 @@ def measured_once(measured: dict[tuple[int, str], Any], monkeypatch: pytest.Monk
         )
 
     monkeypatch.setattr(tier, "tiers_of", tiers_of)
-    monkeypatch.setattr(tier.this_machine, "tiers_here", tiers_here)
+    monkeypatch.setattr(this_machine, "tiers_here", tiers_here)
 
 
 @pytest.fixture
@@ -257,7 +260,7 @@ def rival(tmp_path: Path, bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ourselves on the CPU in llama.cpp's place, over a pack of the shape's size."""
     (tmp_path / "few").mkdir()
     pack = bench.gpu_check.written(CONFIG, "q8_0", tmp_path / "few").path
-    script, driver = tmp_path / "llama", BENCH / "thermocline_driver.py"
+    script, driver = tmp_path / "llama", BENCH / "llamacpp/thermocline_driver.py"
     script.write_text(
         f'#!/bin/sh\ntest -s "$1" || exit 9\nexec {sys.executable} {driver} {pack} "$2" 1,0,9,9\n'
     )
@@ -313,7 +316,7 @@ def test_without_a_gpu_correctness_is_checked_and_nothing_is_measured(
     assert bench.gpu.main([*argv, "--gpu", "7"]) == 6
     (tmp_path / "r.json").write_text("{}")
     assert bench.gpu.main(argv) == 2
-    assert "not written by bench/gpu.py" in capsys.readouterr().err
+    assert "not written by bench/gpu/gpu.py" in capsys.readouterr().err
 
 
 # ---- what goes wrong
@@ -321,7 +324,7 @@ def test_without_a_gpu_correctness_is_checked_and_nothing_is_measured(
 
 @dataclass(frozen=True)
 class Bench:
-    """Calls of bench/gpu.py that measure one small shape on the stand-in, its check passed before."""
+    """Calls of bench/gpu/gpu.py that measure one small shape on the stand-in, its check passed before."""
 
     modules: Any
     tmp: Path
@@ -500,7 +503,8 @@ def test_a_card_that_fails_once_is_a_record_and_one_that_is_gone_ends_the_call(
         patch.setattr(run.Loaded, "prefill", fails)
         patch.setattr(call.modules.gpu_sides.Machine, "check_card", fails)
         code, items, err = call()
-        assert code == 8 and err.splitlines()[-1].startswith("bench/gpu.py: ") and not items[OURS]["again"]
+        assert code == 8 and err.splitlines()[-1].startswith("bench/gpu/gpu.py: ")
+        assert not items[OURS]["again"]
 
 
 def test_a_profiler_that_may_not_look_leaves_the_figures(

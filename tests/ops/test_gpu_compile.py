@@ -12,6 +12,8 @@ import pytest
 
 from thermocline.model import quant
 
+pytestmark = pytest.mark.oracle
+
 # Every number of tokens that has code of its own: more than 16 are multiplied in tiles of 32, 64 or 128.
 TOKENS = "1,2,4,8,16,32,64,128"
 AHEAD = {  # each format and each target once, and both ways to multiply

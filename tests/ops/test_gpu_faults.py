@@ -7,6 +7,7 @@ On a card of `fake_cuda.py`, with what CUDA raises, and on the stand-in.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import signal
 import threading
@@ -29,6 +30,8 @@ from thermocline.ops.device import StandIn
 from thermocline.ops.gpu import GpuOps, Program
 from thermocline.ops.interface import FFNStats
 from thermocline.session import gpu
+
+pytestmark = pytest.mark.oracle
 
 OUT_OF_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nSee docs.")
 ILLEGAL = RuntimeError(
@@ -82,8 +85,8 @@ def measured_before(here: tiers.Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def tiers_of(found: gpu.Gpu, weight_format: str, threads: int) -> tiers.Tiers:
         gpu_speed.gpu_tier(found.device, found.kernels, 4 << 20, weight_format)
-        fast = gpu.replace(gpu.PRETENDED, vram_bytes=found.free_bytes)
-        return gpu.replace(here, gpu=fast)
+        fast = dataclasses.replace(gpu.PRETENDED, vram_bytes=found.free_bytes)
+        return dataclasses.replace(here, gpu=fast)
 
     monkeypatch.setattr(gpu, "tiers_of", tiers_of)
     monkeypatch.setattr(gpu_speed, "_gflops", lambda device: 1.0)  # 25 ms
@@ -102,14 +105,14 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 def part(tiny_pack: Path, here: tiers.Tiers) -> float:
     """GiB of VRAM with which each layer's neurons are divided."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "tiers_of", lambda g, *_: gpu.replace(
-            here, gpu=gpu.replace(gpu.PRETENDED, vram_bytes=g.free_bytes)
+        patch.setattr(gpu, "tiers_of", lambda g, *_: dataclasses.replace(
+            here, gpu=dataclasses.replace(gpu.PRETENDED, vram_bytes=g.free_bytes)
         ))  # fmt: skip
         with LLM(tiny_pack, gpu="stand-in", context=64, max_batch=2, threads=3, lazy=True) as llm:
             plan = llm.session.plan
             assert plan is not None
             least = plan.used("gpu") - plan.bytes["gpu"]["neurons"] * 3 // 4
-    return least / 2**30
+    return float(least) / 2**30
 
 
 def opened(pack: Path, vram: float, which: str = "0", **how: Any) -> LLM:
@@ -177,8 +180,8 @@ def calls(tiny_pack: Path, part: float, here: tiers.Tiers) -> dict[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         card = Card()
         fake_cuda.install(patch, card)
-        patch.setattr(gpu, "tiers_of", lambda g, *_: gpu.replace(
-            here, gpu=gpu.replace(gpu.PRETENDED, vram_bytes=g.free_bytes)
+        patch.setattr(gpu, "tiers_of", lambda g, *_: dataclasses.replace(
+            here, gpu=dataclasses.replace(gpu.PRETENDED, vram_bytes=g.free_bytes)
         ))  # fmt: skip
         with opened(tiny_pack, part) as llm:
             tokens(llm)

@@ -20,9 +20,12 @@ from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal
 from thermocline.model import activations, quant
 from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS
 from thermocline.ops import reference, torch_kernels
+from thermocline.ops.device_rows import Rows, Scratch
 from thermocline.ops.device_sizes import FEW, spans
 from thermocline.ops.interface import F32
 from thermocline.pack.predictor import LayerPredictor
+
+pytestmark = pytest.mark.oracle
 
 FORMATS = list(quant.FORMATS)
 TOKENS = (1, 2, 3, 4, 8, 16, 17, 64)
@@ -304,7 +307,7 @@ def test_an_expert_weighs_its_neurons_and_is_computed_for_its_own_tokens(
 ) -> None:
     """To the last expert nobody goes."""
     experts, n = 4, 9 if kernels.slow else 15
-    weights = activations.route(normal(7, tokens, experts) - np.float32([0, 0, 0, 9]), 2)
+    weights = activations.route(normal(7, tokens, experts) - np.array([0, 0, 0, 9], np.float32), 2)
     ffn_case(kernels, format, tokens, experts * n, 64, biased=True, weights=weights)
     ffn_case(kernels, format, tokens, n, 64, up_relu=True, weights=weights[:, 1:2])
     ffn_case(kernels, format, tokens, n, 64, share=0.3, weights=weights[:, 3:])
@@ -315,7 +318,7 @@ def test_what_an_expert_makes_of_others_tokens_does_not_matter(kernels: Kernels,
     """Token 0 is broken, and goes to the first expert only; there it shows."""
     n, dim = 6, 32
     rows = [kernels.rows("f32", normal(i, 2 * n, dim)) for i in (1, 2)]
-    x, weights = normal(3, tokens, dim), np.tile(np.float32([[0.25, 0.75]]), (tokens, 1))
+    x, weights = normal(3, tokens, dim), np.tile(np.array([[0.25, 0.75]], np.float32), (tokens, 1))
     x[0], weights[0] = np.nan, (1, 0)
     h, counts = kernels.filled(tokens, 2 * n), kernels.put(np.zeros(4, np.int32))
     more = "relu", 0.0, False, None, kernels.put(weights), counts, kernels.scratch()
@@ -329,7 +332,7 @@ def test_what_an_expert_makes_of_others_tokens_does_not_matter(kernels: Kernels,
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_a_share_that_is_no_number_shows(kernels: Kernels, tokens: int) -> None:
     gate, _ = kernels.rows("f32", np.abs(normal(1, 8, 16)))
-    weights = np.tile(np.float32([[np.nan, 0]]), (tokens, 1))
+    weights = np.tile(np.array([[np.nan, 0]], np.float32), (tokens, 1))
     h, x = kernels.filled(tokens, 8), kernels.put(np.abs(normal(2, tokens, 16)))
     more = kernels.put(weights), kernels.put(np.zeros(4, np.int32)), kernels.scratch()
     kernels.ops.gate_up(h, gate, None, None, x, "relu", 0.0, False, None, *more)
@@ -377,7 +380,7 @@ def test_predictors_of_two_matrices(kernels: Kernels, tokens: int, relu: bool) -
         second, b = kernels.rows("q8_0", normal(2, n, rank))
         x = normal(3, tokens, dim)
         code = x @ a.T
-        scores = (np.maximum(code, 0) if relu else code) @ b.T
+        scores = np.asarray((np.maximum(code, 0) if relu else code) @ b.T, np.float32)
         parts = first, second, relu, kernels.put(x)
         check_named(kernels, scores, 5, n, parts)
 
@@ -391,7 +394,7 @@ def test_predictors_of_signs(kernels: Kernels, tokens: int, dim: int) -> None:
     x[0, :2] = 0, np.nan
     p = LayerPredictor("sign", None, None, signs, at, 3)
     named = kernels.put(np.full((tokens, 3), 0xFF, np.uint8))
-    rows = gpu_cases.Rows(kernels.put(signs), "signs", dim)
+    rows = Rows(kernels.put(signs), "signs", dim)
     kernels.ops.predict(named, None, rows, kernels.put(at), 3, False, kernels.put(x), kernels.scratch())
     assert np.array_equal(named.cpu().numpy(), packed(p.predicted(x)))
 
@@ -439,7 +442,7 @@ def test_a_products_bits_do_not_depend_on_company(
 
 def test_scratch_is_enough_for_every_smaller_call() -> None:
     s = gpu_cases.SIZES
-    made = gpu_cases.Scratch.of(s, "cpu")
+    made = Scratch.of(s, "cpu")
     assert made.floats.nbytes == s.scratch_bytes
     for tokens in range(1, s.tokens + 1):
         for positions in range(32, s.positions + 1, 32):

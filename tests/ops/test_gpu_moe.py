@@ -47,6 +47,8 @@ from thermocline.plan.placement import Placement
 from thermocline.plan.planner import Plan
 from thermocline.session import gpu, gpu_weights, weights
 
+pytestmark = pytest.mark.oracle
+
 __all__ = ["small_buffers", "small_staging", "stand_in"]  # fixtures
 ACTIVE = 2
 OPTIONS = (  # what an FFN shares with its layer, or is
@@ -216,7 +218,7 @@ def test_predictors_stay_with_the_cpus_neurons(kind: str, tmp_path: Path, stand_
     n = EXPERTS * s.ffn_dim
     bits = rng.integers(0, 256, (n, s.dim // 8), dtype=np.uint8)
     first, second = (rng.standard_normal(shape, dtype=np.float32) for shape in ((32, s.dim), (n, 32)))
-    parts = (None, None, bits) if kind == "sign" else (first, second, None)
+    parts: Any = (None, None, bits) if kind == "sign" else (first, second, None)
 
     def predictors(hot: Sequence[int]) -> Predictors:
         zero = np.zeros(n, np.float32)
@@ -344,7 +346,7 @@ def test_experts_are_sent_for_prompts_that_are_longer() -> None:
 
     def tokens(shape: str) -> int:
         spec, sizes = test_plan.model(shape, n_layers=2)
-        return gpu.send_from(test_plan.NO_DISK, SimpleNamespace(spec=spec, sizes=sizes))  # type: ignore[arg-type]
+        return gpu.send_from(test_plan.NO_DISK, SimpleNamespace(spec=spec, sizes=sizes))
 
     assert tokens("turbosparse-mixtral") == pytest.approx(4 * tokens("bamboo-7b"), abs=4)
 

@@ -45,6 +45,8 @@ from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import Placement
 from thermocline.session import gpu_weights
 
+pytestmark = pytest.mark.oracle
+
 SECONDS = float(os.environ.get("SOAK_S", "6"))
 CONTEXT, BATCH = 64, 4
 # Nats by which a likelihood may differ. Other batches are added up in another order: 1e-5, or 1e-4 where that
@@ -176,7 +178,7 @@ def prompts(rng: np.random.Generator, vocab: int) -> list[list[int]]:
     roots = [rng.integers(3, vocab, CONTEXT).tolist() for _ in range(3)]
     made = []
     for _ in range(int(rng.integers(8, 16))):
-        cut = int(rng.choice([1, 5, BLOCK, BLOCK + 1, CONTEXT - 1, CONTEXT, rng.integers(1, CONTEXT)]))
+        cut = int(rng.choice([1, 5, BLOCK, BLOCK + 1, CONTEXT - 1, CONTEXT, int(rng.integers(1, CONTEXT))]))
         own = rng.integers(3, vocab, int(rng.integers(0, CONTEXT - cut + 1))).tolist()
         made.append(roots[int(rng.integers(3))][:cut] + own)
     return made

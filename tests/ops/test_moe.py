@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf_twins
+import kept_twins
 import numpy as np
 import pytest
 import test_plan
 import test_synth
-import twins
 from test_kernels import F32_NMSE, FORMATS, ISAS, cpu, ffn, nmse, normal, same_bits, stored, stored_bundle
 
 from thermocline import SamplingParams, _native
@@ -31,7 +31,7 @@ from thermocline.offline import calibrate, train
 from thermocline.offline.activity import ProfileWorker
 from thermocline.offline.calibrate import LayerSamples
 from thermocline.ops import reference
-from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Linear, Norm
+from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Linear, Norm, Weights
 from thermocline.pack.activity_profile import BUCKETS, open_profile, open_samples
 from thermocline.pack.pack import Pack, inspect
 from thermocline.pack.predictor import LayerPredictor, Predictors, open_predictors
@@ -192,7 +192,7 @@ def predicting(mix: Mix, hot: int) -> None:
     bits = np.packbits(rng.standard_normal((n, DIM)) > 0, axis=1, bitorder="little")
     p = LayerPredictor("sign", None, None, bits, np.full(n, 4, np.float32), hot, EXPERTS)
     spec = replace(mix.spec, n_layers=1, dim=DIM, ffn_dim=NEURONS)
-    stored_weights = weights.Weights(None, None, (mix.native,), None, None)  # type: ignore[arg-type]
+    stored_weights = Weights(None, None, (mix.native,), None, None)  # type: ignore[arg-type]
     mix.native = weights.with_predictors(stored_weights, Predictors.of(spec, [p])).layers[0]
     each = tuple(f.with_part(replace(f.part, predictor=p.expert(e))) for e, f in enumerate(mix.numpy.experts))
     mix.numpy = replace(mix.numpy, experts=each)
@@ -225,7 +225,7 @@ def test_a_prompt_is_not_guessed_where_an_expert_gets_few_of_its_tokens() -> Non
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return twins.mixtral(tmp_path_factory.mktemp("moe") / "mixtral")
+    return kept_twins.write("mixtral", tmp_path_factory.mktemp("moe") / "mixtral")
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -354,6 +354,7 @@ def test_a_neuron_counts_where_its_expert_was_chosen(profiled: Path) -> None:
         assert a.chosen[a.token, a.neuron // s.ffn_dim].all()
 
 
+@pytest.mark.slow
 def test_predictors_are_asked_by_the_chosen_experts_and_pay(
     profiled: Path, thermocline: Thermocline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_only_two_files_of_the_core_ask_the_system() -> None:
     assert asking == {"system.cpp", "uring.cpp"}
 
 
+@pytest.mark.oracle
 def test_the_core_compiles_for_windows() -> None:
     need(WINDOWS_COMPILER)
     for source in CORE:
@@ -87,7 +88,20 @@ def run_tests_on(core: str, levels: str, *pytest_arguments: str) -> str:
     """Run a test file of the core on another one; its output."""
     path = os.pathsep.join([str(TESTS), *(p for p in sys.path if p)])
     env = {**os.environ, "PYTHONPATH": path, "REMOTE_CORE": core, "REMOTE_LEVELS": levels}
-    argv = [sys.executable, "-P", "-m", "pytest", "-p", "remote_native", "-p", "no:cacheprovider", "-x"]
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-p",
+        "remote_native",
+        "-p",
+        "no:cacheprovider",
+        "-x",
+        "-n0",
+        "-m",
+        "",
+    ]
     done = subprocess.run(
         [*argv, *pytest_arguments], cwd=TESTS.parent, env=env, capture_output=True, text=True
     )
@@ -95,6 +109,7 @@ def run_tests_on(core: str, levels: str, *pytest_arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.oracle
 def test_the_kernels_for_arm_pass_the_kernel_tests(arm_core: str) -> None:
     everything = os.environ.get("ARM_TESTS") == "all"
     k = OF_THE_BINDINGS

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kept_twins
 import numpy as np
 import pytest
 import twins
@@ -82,7 +83,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def make(name: str) -> Path:
         if name not in made:
-            made[name] = twins.TWINS[name](tmp_path_factory.mktemp("twins") / name)
+            made[name] = kept_twins.write(name, tmp_path_factory.mktemp("twins") / name)
         return made[name]
 
     return make
@@ -145,7 +146,7 @@ def opt_tensors(hf: dict[str, F32], i: int) -> dict[str, F32]:
 
 
 # written out here; the other families' order shows in their logits (test_twins)
-BY_HAND = [n for n in twins.TWINS if n.startswith(("llama", "mistral", "bamboo")) or n == "opt"]
+BY_HAND = [n for n in kept_twins.TWINS if n.startswith(("llama", "mistral", "bamboo")) or n == "opt"]
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -237,6 +238,7 @@ def test_columns_that_do_not_fill_blocks_are_refused_before_writing(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.oracle
 def test_inspect_counts_every_byte_and_parameter(twin: Callable[[str], Path], tmp_path: Path) -> None:
     for name in ("llama", "opt"):
         importer.pack(twin(name), tmp_path / name, "q8_0")
@@ -752,6 +754,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_packing_keeps_one_tensor_and_little_more(tmp_path: Path) -> None:
     """A model of 430 MB whose down projection is 32 MB: the whole pack takes that and 32 MiB more at most."""
     write_sparse_model(tmp_path / "src", vocab=80000, dim=1024, ffn=16384, layers=1)
@@ -873,6 +876,7 @@ def test_names_without_the_model_prefix_are_found(twin: Callable[[str], Path], t
     assert (tmp_path / "a/weights.bin").read_bytes() == (tmp_path / "b/weights.bin").read_bytes()
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_sources_are_read_exactly(
     dtype: str, twin: Callable[[str], Path], tmp_path: Path

@@ -121,6 +121,7 @@ def test_predicting_every_neuron_changes_no_bit(isa: str, kind: str, shape: str)
             assert (stats.rows, stats.active, stats.predicted) == (counted.rows, counted.active, 600)
         no = replace(p, threshold=np.full(600, np.inf, np.float32))
         y, stats = given(no, f).run(cpu(isa), x, h, sparsity="predict")
+        assert f.native.down_bias is not None
         assert same_bits(y, x + f.native.down_bias) and (stats.predicted, stats.rows) == (0, 0)
 
 
@@ -168,7 +169,8 @@ def test_scores_are_what_the_words_say(kind: str) -> None:
         return
     assert p.first is not None and p.second is not None
     code = x @ p.first.T
-    assert nmse(scores(p, x), (np.maximum(code, 0) if kind == "mlp" else code) @ p.second.T) < 1e-4
+    wanted: F32 = np.asarray((np.maximum(code, 0) if kind == "mlp" else code) @ p.second.T, np.float32)
+    assert nmse(scores(p, x), wanted) < 1e-4
 
 
 # ---- the file
@@ -254,7 +256,10 @@ def rewritten(pack: Pack, facts: Any, tensors: dict[str, NDArray[Any]]) -> None:
 
 def test_hostile_descriptions_are_refused(pack: Pack) -> None:
     n = pack.spec.ffn_dim
-    signs = {"layers.1.signs": np.zeros((n, 8), np.uint8), "layers.1.threshold": np.zeros(n, np.float32)}
+    signs: dict[str, NDArray[Any]] = {
+        "layers.1.signs": np.zeros((n, 8), np.uint8),
+        "layers.1.threshold": np.zeros(n, np.float32),
+    }
     good = {"kind": "sign", "rank": 0, "hot": 0, "crc32c": 0}
     for layers in (
         None,
@@ -359,6 +364,7 @@ def test_a_pack_without_predictors_says_how_to_make_them(pack: Pack, tmp_path: P
         LLM(tmp_path / "dense", sparsity="predict", lazy=True)
 
 
+@pytest.mark.oracle
 def test_powerinfers_predictors_work_and_are_read_only_then(tmp_path: Path) -> None:
     twins.TWINS["llama_relu_tied"](tmp_path / "hf")
     source = powerinfer_model(tmp_path / "hf", tmp_path / "src", rank=256)  # blocks of their own

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +174,9 @@ def bad_disk(tmp_path: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(library)}
 
 
-def in_a_process(path: Path, crcs: _native.U32, arena: int, room: int = 0, **environment: str) -> list[int]:
+def in_a_process(
+    path: Path, crcs: _native.U32, arena: int, environment: Mapping[str, str], room: int = 0
+) -> list[int]:
     np.save(path.with_suffix(".npy"), crcs)
     argv = [path, path.with_suffix(".npy"), arena, SIZE, BLOCK, room]
     command = [sys.executable, "-P", "-c", LOAD, *map(str, argv)]
@@ -189,7 +191,7 @@ def test_interrupted_and_short_reads_go_on(
     bad_disk: dict[str, str], arena_bytes: int, tmp_path: Path
 ) -> None:
     path = file_of(tmp_path / "f")
-    assert in_a_process(path, checksums_of(path), arena_bytes, **bad_disk) == [0, -1]
+    assert in_a_process(path, checksums_of(path), arena_bytes, bad_disk) == [0, -1]
 
 
 def test_a_block_the_disk_cannot_read_is_named(
@@ -198,15 +200,15 @@ def test_a_block_the_disk_cannot_read_is_named(
     path = file_of(tmp_path / "f")
     crcs = checksums_of(path)
     broken = {**bad_disk, "BROKEN_AT": str(70 * BLOCK)}
-    assert in_a_process(path, crcs, arena_bytes, **broken) == [errno.EIO, 70]
+    assert in_a_process(path, crcs, arena_bytes, broken) == [errno.EIO, 70]
     crcs[[69, 71]] ^= 1
-    assert in_a_process(path, crcs, arena_bytes, **broken) == [0, 69], "damage in the same chunk comes first"
+    assert in_a_process(path, crcs, arena_bytes, broken) == [0, 69], "damage in the same chunk comes first"
 
 
 @pytest.mark.skipif(not LINUX, reason="needs RLIMIT_AS as Linux has it")
 def test_without_memory_for_more_threads_one_reads_alone(arena_bytes: int, tmp_path: Path) -> None:
     path = file_of(tmp_path / "f")
-    assert in_a_process(path, checksums_of(path), arena_bytes, room=4 << 20) == [0, -1]
+    assert in_a_process(path, checksums_of(path), arena_bytes, {}, room=4 << 20) == [0, -1]
 
 
 # ---- the page cache
@@ -335,8 +337,8 @@ def test_records_of_an_arena_have_the_checksums_of_their_bytes() -> None:
     found = np.zeros(7, np.uint32)
     arena.checksums(100, 96, found)
     assert found.tolist() == [_native.crc32c(data[64 + i * 96 :][:96]) for i in range(7)]
-    for wrong in (lambda: arena.copy(8192 - 95, other, 0, 96), lambda: arena.copy(0, other, 8100, 96)):
+    for to, start in ((8192 - 95, 0), (0, 8100)):
         with pytest.raises(ValueError, match="outside"):
-            wrong()
+            arena.copy(to, other, start, 96)
     with pytest.raises(ValueError, match="outside"):
         arena.checksums(8192 - 7 * 96 + 1, 96, found)

@@ -42,7 +42,7 @@ def watched(sparsity: str, prompts: int = 1) -> tuple[ActivityReport, list[Any]]
 
 def mean(activity: ActivityReport, share: str) -> float:
     assert activity.layers is not None
-    return sum(getattr(layer, share) for layer in activity.layers) / len(activity.layers)
+    return float(sum(getattr(layer, share) for layer in activity.layers)) / len(activity.layers)
 
 
 def test_layers_add_up_to_what_the_request_cost() -> None:

@@ -438,6 +438,7 @@ def test_an_engine_that_is_stopped_says_nothing(capfd: pytest.CaptureFixture[str
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_an_engine_that_stays_silent_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hanging engine would keep its clients waiting for an hour, with 503 for all others."""
     monkeypatch.setattr("thermocline.server.process.engine_process.WATCH_S", 0.1)

@@ -186,6 +186,7 @@ def test_a_request_that_takes_too_long_is_ended_with_an_error() -> None:
 # ---- many connections
 
 
+@pytest.mark.slow
 def test_good_clients_do_not_notice_hostile_ones() -> None:
     """B6, B7, R6: 64 slow headers and 32 that never read. Promised: health in 100 ms for 99 of 100. Here a
     hundred clients share two cores with the server and other work: 300 ms, for 95 of 100."""

@@ -1,4 +1,4 @@
-"""The server under load, as `bench/serve.py` measures it, scaled down: no wrong answer, nothing kept."""
+"""The server under load, as `bench/server/serve.py` does, scaled down: no wrong answer, nothing kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serving import TEMPLATE, Served, served
 from thermocline import LLM
 from thermocline.server.http.limits import ServerLimits
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[2] / "bench/server"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,7 @@ def test_a_trial_without_a_place_in_the_queue_is_refused_at_once(bench: Any) -> 
     assert found["refused_p50_ms"] < 1000, "0.1 s, were the machine ours alone"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_tells_everybody_and_leaves_nothing(bench: Any) -> None:
     found = bench.serve.stop(1, "--threads", "1", "--gpu", "off")
     assert found["exit_codes"] == [0] and found["left_behind"] == [] and found["unheard"] == 0

@@ -110,7 +110,8 @@ def test_an_error_is_where_the_client_wrote_it(puppet: Scripted) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}, {"type": 5}]}]},
          "messages.0.content.1.type"),
     ]:  # fmt: skip
-        body = {"messages": [{"role": "user", "content": "a"}]} | changes
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+        body |= changes
         error = httpx2.post(f"{puppet.url}/v1/chat/completions", json=body).json()["error"]
         assert error["param"] == param and error["message"].startswith(f"{param}: "), error
 

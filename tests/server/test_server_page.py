@@ -17,6 +17,8 @@ from serving import Served, served
 
 from thermocline.server.page import assets
 
+pytestmark = pytest.mark.oracle
+
 FOLDER = Path(assets.__file__).parent
 FILES = [p for p in FOLDER.iterdir() if p.is_file() and p.suffix != ".py"]
 # All elements that text can become.

@@ -199,6 +199,7 @@ def _killed_in_its_midst(server: Served, body: dict[str, Any]) -> Any:
     return json.loads(text.strip().splitlines()[-1].removeprefix("data: "))["error"]
 
 
+@pytest.mark.slow
 def test_the_third_time_it_is_refused_by_name_and_others_are_answered() -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True}
     with served() as server:

@@ -72,6 +72,7 @@ def answers(client: httpx2.Client, **more: Any) -> int:
     return int(client.post("/v1/completions", json=body).status_code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stderr", [pipe, full_disk])
 def test_a_server_that_nobody_hears_starts_its_engine_again(
     tmp_path: Path, stderr: Callable[[], tuple[int, Callable[[], None]]]
@@ -93,7 +94,8 @@ def test_a_server_that_nobody_hears_starts_its_engine_again(
             before = engine_of(pid)
             assert before is not None
             os.kill(before, sig)
-            until(lambda before=before: engine_of(pid) not in (None, before) and ready())
+            old = (None, before)
+            until(lambda old=old: engine_of(pid) not in old and ready())  # type: ignore[misc]
             assert answers(client) == 200
         assert "thermocline_engine_restarts_total 2.0" in client.get("/metrics").text
 

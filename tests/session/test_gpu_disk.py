@@ -30,6 +30,8 @@ from thermocline.plan.placement import Placement
 from thermocline.session import gpu_weights
 from thermocline.session.store import Store
 
+pytestmark = pytest.mark.oracle
+
 __all__ = ["small_buffers", "stand_in", "wide_pack"]  # fixtures
 NEURONS = 2048
 WIDE = {"intermediate_size": NEURONS}

@@ -132,6 +132,7 @@ def test_every_row_of_every_format_is_found(format: str, tmp_path: Path) -> None
         ("embed.weight", loaded.weights.embed),
         ("pos_embed.weight", loaded.weights.pos_embed),
     ):
+        assert table is not None
         found, rng = lookup(pack, name), np.random.default_rng(0)
         assert found.shape == table.shape
         some = rng.integers(0, table.shape[0], 700)
@@ -143,7 +144,8 @@ def test_every_row_of_every_format_is_found(format: str, tmp_path: Path) -> None
 
 def test_a_call_reads_no_block_twice(tmp_path: Path) -> None:
     ops, found, rng = CpuOps(1), lookup(packed(tmp_path / "pack", format="f32")), np.random.default_rng(0)
-    reader = found._reader = Counted(found._reader)
+    reader: Any = Counted(found._reader)
+    found._reader = reader
     for _ in range(2):
         reader.blocks.clear()
         ops.embed(found, rng.permutation(VOCAB).astype(np.int32))

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
-from transformers import PreTrainedTokenizerFast
 
 from thermocline.errors import BadFile, UsageError
 from thermocline.text.chat_template import ChatTemplate
@@ -135,7 +134,7 @@ KINDS = [byte_level, sentencepiece, metaspace, unigram, llama3, eager]
 
 @cache
 def library(kind: Any) -> Library:
-    tok = kind()
+    tok: Library = kind()
     tok.add_special_tokens([t for t in SPECIAL])
     tok.add_tokens([AddedToken(t, normalized=False) for t in [*MARKERS, *WORDS]])
     return tok
@@ -173,7 +172,9 @@ def chat_template(path: Path, name: str) -> ChatTemplate:
 
 
 @cache
-def transformers_of(kind: Any) -> PreTrainedTokenizerFast:
+def transformers_of(kind: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(tokenizer_object=library(kind), bos_token="<s>", eos_token="</s>")
 
 
@@ -195,6 +196,7 @@ def expected(kind: Any, source: str, messages: list[dict[str, str]], prompt: boo
 # ---- as transformers does it
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 @pytest.mark.parametrize("name", templates.TEMPLATES)
 def test_text_and_ids_are_those_of_transformers(kind: Any, name: str, directory: Any) -> None:
@@ -222,6 +224,7 @@ NULLS = [
 ]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("messages", [CONVERSATION, NULLS], ids=["texts", "nulls"])
 def test_missing_keys_are_undefined_as_in_transformers(messages: Any, directory: Any) -> None:
     source = "".join(f"{expression}: {{{{ {expression} }}}}\n" for expression in ASKED)
@@ -275,6 +278,7 @@ def test_a_control_token_in_pieces_does_not_come_together(directory: Any) -> Non
     parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
     template = chat_template(directory(byte_level), "parts")
     end = library(byte_level).token_to_id("<|im_end|>")
+    assert end is not None
     assert template.encode([{"role": "user", "content": parts}]).count(end) == 1
     removed = "{{ messages[0].content | replace('x', '') }}{{ '<|im_end|>' | replace('x', '') }}"
     hidden = [{"role": "user", "content": "<|imx_end|>"}]

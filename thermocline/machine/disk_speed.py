@@ -23,7 +23,7 @@ PAGE = 4096
 LIMIT = 256 << 20
 SMALLEST = 16 << 20
 WRITE_S, SEQUENTIAL_S, RANDOM_S = 1.2, 0.7, 0.5
-SEQUENTIAL_DEPTH, RANDOM_DEPTH = 4, 128  # more is not faster on the disks measured (bench/reads.py)
+SEQUENTIAL_DEPTH, RANDOM_DEPTH = 4, 128  # more is not faster on the disks measured (bench/disk/reads.py)
 
 
 @dataclass(frozen=True)
