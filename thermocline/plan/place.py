@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +29,7 @@ from thermocline.plan.disk_split import (
     left_on_disk,
     others_of,
 )
+from thermocline.plan.further_gpus import with_further
 from thermocline.plan.memory import context_for, fit
 from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, Placement
 from thermocline.plan.plan_disk import stored_plan
@@ -136,20 +138,25 @@ def in_ram(
 # ---- as the planner predicts it
 
 
-def plan(subject: Subject, tiers: Tiers, ask: Ask, *, whole: bool = False) -> Plan:
+def plan(
+    subject: Subject, tiers: Tiers, ask: Ask, *, whole: bool = False, further: Sequence[int] = ()
+) -> Plan:
     """Return the fastest placement that fits, as a session loads it, and how fast a token then is.
 
     Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.
-    `whole`: also where neurons would have to be left on disk, without a GPU.
+    `whole`: also where neurons would have to be left on disk, without a GPU. `further`: bytes that are free
+    on GPUs beside the first.
     """
-    p = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask)
+    p = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask, 1 + len(further))
     tiers.kernel(subject.sizes.format)
     if subject.spec.sparse and tiers.disk is not None and not p.vram and not fits_in(p, disk=False):
         if whole:
             raise OutOfBudget("a shorter context leaves more to the weights")
         return stored_plan(p, subject.contents)
-    made = planner.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask)
+    made = planner.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask, p.gpus)
     divided = subject.spec.sparse and made.placement.from_disk and made.placement.devices
+    if further:
+        made = with_further(p, made, further)
     return with_gpu_and_disk(p, subject, made) if divided else made
 
 

@@ -121,12 +121,13 @@ class Placed:
     disk: bool
 
 
-def plan(spec: ModelSpec, sizes: ModelSizes, hotness: Hotness, tiers: Tiers, ask: Ask) -> Plan:
+def plan(spec: ModelSpec, sizes: ModelSizes, hotness: Hotness, tiers: Tiers, ask: Ask, gpus: int = 1) -> Plan:
     """Solve the placement, as if every tier were there to the byte: `place.plan` is what a session does.
 
+    `gpus`: how many a session uses; the solver places on the first.
     Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.
     """
-    problem = Problem(spec, sizes, hotness, tiers, ask)
+    problem = Problem(spec, sizes, hotness, tiers, ask, gpus)
     tiers.kernel(sizes.format)
     placed = _best(problem)
     if placed is None:
