@@ -17,6 +17,7 @@ from thermocline.llm import BUNDLED
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack.pack import Pack
 from thermocline.plan import hotness
+from thermocline.plan.budget import Needs, without_gpu
 from thermocline.plan.cache_split import GAP_BYTES, LEAST, Rows, Share, fetch, split
 from thermocline.plan.disk_split import (
     Arrangement,
@@ -28,7 +29,6 @@ from thermocline.plan.disk_split import (
     resident,
 )
 from thermocline.plan.memory import GIB, gib_up, size_down, size_up
-from thermocline.plan.place import Needs, without_gpu
 
 # ---- places
 

@@ -13,9 +13,9 @@ from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.pack.pack import Pack
 from thermocline.plan import place
+from thermocline.plan.budget import Decision, Needs
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import GIB, context_for
-from thermocline.plan.place import Decision, Needs
 from thermocline.plan.placement import CPU
 from thermocline.plan.planner import Plan
 from thermocline.plan.problem import Ask
