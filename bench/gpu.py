@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import platform
 import re
@@ -371,6 +372,7 @@ def scratch_in(base: Path | None) -> tempfile.TemporaryDirectory[str]:
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # the plan of each placement
     clock = Clock(time.monotonic() + args.budget_s)
     try:
         device = device_of(args)

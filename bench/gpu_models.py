@@ -23,7 +23,7 @@ from thermocline.convert.synthetic_weights import WeightStatistics
 from thermocline.model.spec import ModelSpec
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, named_for_active
-from thermocline.pack.writer import write_pack
+from thermocline.pack.writer import PackExtras, write_pack
 from thermocline.plan import subject as subjects
 from thermocline.plan.hotness import Curve
 
@@ -95,8 +95,7 @@ def written(shape: Shape, config: dict[str, Any], directory: Path, name: str) ->
         plan.spec,
         shape.format,
         source,
-        optional=model.optional,
-        origin=("random", model.label, key),
+        PackExtras(optional=model.optional, origin=("random", model.label, key)),
         overwrite=True,
     )
     return Pack.open(where / "pack")

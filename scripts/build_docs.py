@@ -30,7 +30,7 @@ import thermocline
 from thermocline import errors
 from thermocline.cli import main as cli
 from thermocline.cli.environment import OTHER_VARIABLES
-from thermocline.options import Option, flag, options_of, switch, variable
+from thermocline.options import BY_POSITION, REQUIRED, Option, flag, options_of, switch, variable
 from thermocline.server.api import schema
 from thermocline.server.api.openapi import STATUSES, document
 from thermocline.server.http.limits import ServerLimits
@@ -71,13 +71,13 @@ def _flag_line(f: Any, o: Option) -> str:
     shown = ", ".join(f"`{n}`" for n in names)
     value = "" if o.metavar is None else f" `{o.metavar}`"
     default = {True: "on", False: "off"}[f.default] if isinstance(f.default, bool) else f.default
-    if o.required:
+    if REQUIRED in o.given:
         last = " Required."
     elif o.shown is None and default in (None, (), ""):
         last = ""
     else:
         last = f" *Default: {default if o.shown is None else o.shown}.*"
-    place = " May be given without the flag." if o.positional else ""
+    place = " May be given without the flag." if BY_POSITION in o.given else ""
     return f"* {shown}{value}: {_escaped(o.help)}{place}{_escaped(last)}\n"
 
 
@@ -305,7 +305,7 @@ def http() -> str:
     parts.append("\n## Objects in requests\n")
     parts += [f"\n### {name}\n\n{_fields(kinds[name])}" for name in sorted(used) if name != "Error"]
     parts.append(REFUSED_HEAD)
-    parts += [f"* `{name}`: {instead}\n" for name, instead in schema.UNKEPT.items()]
+    parts += [f"* `{name}`: {instead}\n" for name, instead in schema.UNSUPPORTED.items()]
     parts.append(STATUSES_HEAD)
     parts += [f"* {code}: {text}\n" for code, text in STATUSES.items()]
     return "".join(parts)

@@ -281,7 +281,7 @@ class Context:
         self, x: F32, h: F32, layer: FFN, sparsity: int, record: F32 | None = None
     ) -> tuple[int, int, int, int, int]:
         """-> (non-zero activations, up/down rows read, up/down rows of a dense pass, gate rows read, bytes of
-        the predictor read). `sparsity`: a number of `sparsity.SPARSITIES`.
+        the predictor read). `sparsity`: an index of `decoder.SPARSITIES`.
 
         `record` [tokens, neurons] takes h, what down is multiplied with (before a sub-norm); 0 where skipped.
         """

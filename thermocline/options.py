@@ -1,12 +1,13 @@
-"""How an option is read: a field of a frozen dataclass is a flag, a line of help and an environment variable.
+"""Options: a field of a frozen dataclass is a flag, a line of help and an environment variable.
 
 Field `top_k` is the flag `--top-k` (and its aliases) and the variable `THERMOCLINE_TOP_K`.
-The command line wins over the environment, which wins over the default. Must not know which there are.
+The command line wins over the environment, which wins over the default.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from thermocline.errors import UsageError
 
 PREFIX = "THERMOCLINE_"
-BY_POSITION = "_by_position"
+POSITIONAL_SUFFIX = "_by_position"
 MAX_INT = 2**31 - 1
 MAX_LIST = 1000
 
@@ -82,7 +83,7 @@ def some_of(*names: str) -> Parse:
 
 
 def counts(low: int, high: int = MAX_INT) -> Parse:
-    """llama-bench's lists: `64,512`, ranges `1-4`, `0-1024+256`, `64-512*2`."""
+    """Parse llama-bench's lists: `64,512`, ranges `1-4`, `0-1024+256`, `64-512*2`."""
 
     def parse(text: str) -> tuple[int, ...]:
         found: list[int] = []
@@ -147,7 +148,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def bias(text: str) -> tuple[int, float]:
-    """llama.cpp's `ID+BIAS`, `ID-BIAS`: (token id, what to add to its logit)."""
+    """Parse llama.cpp's `ID+BIAS`, `ID-BIAS`: (token id, the number to add to its logit)."""
     found = re.fullmatch(r"([0-9]{1,10})([+-][0-9.eE+-]+|-inf)", text)
     try:
         token, value = (int(found[1]), float(found[2])) if found else (MAX_INT + 1, math.nan)
@@ -161,11 +162,23 @@ def bias(text: str) -> tuple[int, float]:
 # ---- an option
 
 
+class Given(enum.Flag):
+    """The ways to give an option on the command line, besides its flag."""
+
+    AS_FLAG = 0
+    REPEATED = enum.auto()  # several times: its values are a tuple
+    SEVERAL = enum.auto()  # several times, and several values after one flag
+    BY_POSITION = enum.auto()  # without its flag, too
+    REQUIRED = enum.auto()
+
+
+AS_FLAG, REPEATED, SEVERAL = Given.AS_FLAG, Given.REPEATED, Given.SEVERAL
+BY_POSITION, REQUIRED = Given.BY_POSITION, Given.REQUIRED
+
+
 @dataclass(frozen=True)
 class Option:
-    """What a field says about itself. `repeat` gathers a tuple, `many` several after one flag too;
-    `positional` needs no flag.
-    """
+    """The facts about a field that make it an option."""
 
     parse: Parse
     metavar: str | None
@@ -173,10 +186,11 @@ class Option:
     help: str
     flags: tuple[str, ...]  # besides --field-name
     shown: str | None  # the default in words, where the value is a stand-in
-    repeat: bool
-    positional: bool
-    required: bool
-    many: bool
+    given: Given
+
+    @property
+    def is_tuple(self) -> bool:
+        return bool(self.given & (REPEATED | SEVERAL))
 
 
 def opt(
@@ -188,13 +202,10 @@ def opt(
     *,
     flags: str = "",
     shown: str | None = None,
-    repeat: bool = False,
-    positional: bool = False,
-    required: bool = False,
-    many: bool = False,
+    given: Given = AS_FLAG,
 ) -> Any:
     names = tuple(flags.split())
-    about = Option(parse, metavar, group, help, names, shown, repeat or many, positional, required, many)
+    about = Option(parse, metavar, group, help, names, shown, given)
     return field(default=default, metadata={"option": about})
 
 
@@ -222,13 +233,13 @@ def _help(f: Field[Any], o: Option) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
-    """One flag per field. Values stay text here: `read_options` parses them, wherever they came from."""
+    """Add a flag for each field. Values stay text: `read_options` parses them, wherever they came from."""
     groups: dict[str, Any] = {}
     for f, o in options_of(cls):
         if o.group not in groups:
             groups[o.group] = parser.add_argument_group(o.group)
-        if o.positional:
-            by_position = f.name + BY_POSITION
+        if BY_POSITION in o.given:
+            by_position = f.name + POSITIONAL_SUFFIX
             parser.add_argument(
                 by_position, metavar=f.name, nargs="?", default=argparse.SUPPRESS, help=o.help
             )
@@ -236,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
         about: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": _help(f, o)}
         if o.parse is switch:
             groups[o.group].add_argument(*names, action=argparse.BooleanOptionalAction, **about)
-        elif o.many:
+        elif SEVERAL in o.given:
             groups[o.group].add_argument(*names, action="extend", nargs="+", metavar=o.metavar, **about)
         else:
             groups[o.group].add_argument(*names, action="append", metavar=o.metavar, **about)
@@ -253,8 +264,8 @@ def parse_value(parse: Parse, source: str, text: str) -> Any:
 
 
 def _env_texts(o: Option, text: str) -> list[str]:
-    """A repeated option's variable is one value, or a JSON list of strings."""
-    if o.repeat and text.startswith("["):
+    """Return a variable's values: one, or of a repeated option those of a JSON list of strings."""
+    if o.is_tuple and text.startswith("["):
         try:
             items = json.loads(text)
         except ValueError:
@@ -273,21 +284,21 @@ def _value(f: Field[Any], o: Option, given: Mapping[str, Any], environ: Mapping[
     elif variable(f.name) in environ:
         source = variable(f.name)
         texts = _env_texts(o, environ[source])
-    elif o.required:
+    elif REQUIRED in o.given:
         raise UsageError(
             f"missing {o.metavar} ({o.help.rstrip('.').lower()}; {flag(f.name)} or {variable(f.name)})"
         )
     else:
         return f.default
     values = [parse_value(o.parse, source, t) for t in texts]
-    return tuple(values) if o.repeat else values[-1]
+    return tuple(values) if o.is_tuple else values[-1]
 
 
 def read_options(cls: type[T], given: Mapping[str, Any], environ: Mapping[str, str]) -> T:
-    """`given` is what argparse found: only flags that were typed, as text."""
+    """Return the options. `given` is from argparse: only flags that were typed, as text."""
     given = dict(given)
     for f, _ in options_of(cls):
-        by_position = given.pop(f.name + BY_POSITION, None)
+        by_position = given.pop(f.name + POSITIONAL_SUFFIX, None)
         if by_position is None:
             continue
         if f.name in given:

@@ -134,7 +134,10 @@ def read(cls: type[Any], argv: list[str], environ: dict[str, str] | None = None)
 def needed(cls: type[Any], but: str) -> list[str]:
     """Arguments that make the command line complete, without `but`."""
     return [
-        a for f, o in opts.options_of(cls) if o.required and f.name != but for a in (opts.flag(f.name), "x")
+        a
+        for f, o in opts.options_of(cls)
+        if opts.REQUIRED in o.given and f.name != but
+        for a in (opts.flag(f.name), "x")
     ]
 
 

@@ -113,7 +113,8 @@ def test_a_bug_is_one_line_and_the_way_to_its_traceback(
     def broken(o: object) -> int:
         raise RuntimeError("oh\nno")
 
-    monkeypatch.setattr(main, "doctor", broken)
+    options = main.COMMANDS["doctor"].options
+    monkeypatch.setitem(main.COMMANDS, "doctor", main.Command(options, broken))
     ran = thermocline("doctor")
     assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
     assert "RuntimeError" in ran.err and "THERMOCLINE_DEBUG=1" in ran.err

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import twins
 
-from thermocline._native import Matrix
 from thermocline.convert.importer import pack
 from thermocline.engine.decoder import bind, for_context, forward
 from thermocline.engine.engine import Engine
@@ -26,6 +25,7 @@ from thermocline.engine.sampler import SamplingParams
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
+from thermocline.ops.cpu import Matrix
 from thermocline.ops.interface import F32, Batch, FFNStats, Weights
 from thermocline.pack.pack import Pack
 from thermocline.session import weights

@@ -53,7 +53,7 @@ from thermocline.pack.activity_profile import (
 from thermocline.pack.manifest import Predictor
 from thermocline.pack.pack import Pack
 from thermocline.pack.reorder import Reordered, hottest_first, read_tensor, write_reordered
-from thermocline.pack.writer import write_pack
+from thermocline.pack.writer import PackExtras, write_pack
 from thermocline.session import weights
 from thermocline.text.tokenizer import Tokenizer
 
@@ -400,7 +400,9 @@ def test_predictors_and_counts_of_an_import_move_too(tiny_pack: Path, tmp_path: 
 
     optional = [f"layers.{i}.activation_count" for i in range(tiny.LAYERS)]
     predictor = Predictor((rank,) * tiny.LAYERS, 0.5)
-    write_pack(tmp_path / "pack", base.spec, "f32", source, predictor=predictor, optional=optional)
+    write_pack(
+        tmp_path / "pack", base.spec, "f32", source, PackExtras(predictor=predictor, optional=optional)
+    )
     pack = Pack.open(tmp_path / "pack")
     places = [np.random.default_rng(i).permutation(tiny.FFN) for i in range(tiny.LAYERS)]
     after = reordered(pack, tmp_path / "after", places)

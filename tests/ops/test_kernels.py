@@ -175,15 +175,6 @@ def check_matmul(isa: str, format: str) -> None:
             assert same_bits(ops.matmul(matrix, x[:tokens], bias), y[:tokens]), (rows, cols, tokens)
 
 
-def check_head(isa: str, format: str) -> None:
-    ops, (cols, wide) = cpu(isa), (columns(format)[0], columns(format)[-1])
-    (head, w), (project, p) = stored(format, normal(1, 17, cols)), stored(format, normal(2, cols, wide))
-    x, h, bias = normal(3, 5, wide), normal(4, 5, cols), normal(5, 17)
-    assert same_bits(ops.head(h, Linear(head, bias), None), ops.matmul(head, h, bias))
-    y, truth = ops.head(x, Linear(head, bias), project), reference.head(x, Linear(w, bias), p)
-    assert nmse(y, truth) <= (3 * INT8_NMSE if format in QUANTISED else F32_NMSE)
-
-
 def check_matmul_add(isa: str, format: str) -> None:
     ops = cpu(isa)
     for cols, rows in itertools.product(columns(format), (1, 17, 67)):
@@ -335,10 +326,6 @@ def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> No
     assert nmse(y - x, truth - x) <= (3 * INT8_NMSE if format in QUANTISED else 1e-7), kind
     halves = [run(cpu(isa, 3), qkv, out, *at) for at in ((0, 2), (2, tokens))]
     assert same_bits(np.concatenate(halves), y)
-
-
-def changed(f: FFN, **changes: Any) -> FFN:
-    return f.with_part(replace(f.part, **changes))
 
 
 def bound_ffn(ops: Any, spec: ModelSpec, f: FFN) -> Any:
@@ -596,8 +583,7 @@ def test_gate_and_down_may_differ_in_format(isa: str) -> None:
     """The up row's format must be the gate's (they share the input); down's is its own only when ungated."""
     for gate, down in itertools.product(FORMATS, FORMATS):
         a, b = ffn(gate, 130, 96, "ungated", "relu"), ffn(down, 130, 96, "ungated", "relu")
-        native = changed(a.native, down=b.native.part.down)
-        mixed = Ffn(a.spec, gate, native, changed(a.numpy, down=b.numpy.part.down))
+        mixed = Ffn(a.spec, gate, replace(a.native, down=b.native.down), replace(a.numpy, down=b.numpy.down))
         for tokens in (1, 20):
             x, h = normal(1, tokens, 96), normal(2, tokens, 96)
             assert nmse(mixed.run(cpu(isa), x, h)[0], mixed.truth(x, h)[0]) <= F32_NMSE, (gate, down)
@@ -745,7 +731,7 @@ def test_a_nan_weight_of_a_neuron_is_not_taken_for_an_inactive_one(
         x, h = normal(1, tokens, 96), normal(2, tokens, 96)
         if part == "gate":
             bias[33] = np.nan
-            f = replace(f, native=changed(f.native, gate=Linear(f.native.part.gate.weight, bias)))
+            f = replace(f, native=replace(f.native, gate=Linear(f.native.gate.weight, bias)))
         else:
             bad = normal(2, 64, 96)
             bad[:, 5] = np.nan

@@ -93,7 +93,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack of SPEC in f32 (about 10 blocks). Tests that change it must change a copy, or change it back."""
     path = tmp_path_factory.mktemp("small") / "pack"
     files = {"tokenizer.json": b"{}"}
-    writer.write_pack(path, SPEC, "f32", random_source, files=files)
+    writer.write_pack(path, SPEC, "f32", random_source, writer.PackExtras(files=files))
     return path
 
 
@@ -179,7 +179,7 @@ def test_a_pack_can_be_made_from_any_source_of_rows(format: str, tmp_path: Path)
     extra = [
         f"layers.{i}.{x}" for i in range(2) for x in ("gate.bias", "qkv.bias", "attn_norm.bias", "order")
     ]
-    writer.write_pack(tmp_path / "p", spec, format, random_source, optional=extra)
+    writer.write_pack(tmp_path / "p", spec, format, random_source, writer.PackExtras(optional=extra))
     p = Pack.open(tmp_path / "p")
     assert p.tensors["layers.1.bundle"].shape == (3, 64)
     x = np.concatenate([random_source(f"layers.1.{part}", 0, 192) for part in ("up", "down")], axis=1)
@@ -193,7 +193,9 @@ def test_a_pack_can_be_made_from_any_source_of_rows(format: str, tmp_path: Path)
 
 
 def test_packing_is_deterministic(small: Path, tmp_path: Path) -> None:
-    writer.write_pack(tmp_path / "again", SPEC, "f32", random_source, files={"tokenizer.json": b"{}"})
+    writer.write_pack(
+        tmp_path / "again", SPEC, "f32", random_source, writer.PackExtras(files={"tokenizer.json": b"{}"})
+    )
     for file in small.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
 

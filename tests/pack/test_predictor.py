@@ -24,10 +24,9 @@ from thermocline import LLM, SamplingParams
 from thermocline.convert.importer import pack as pack_model
 from thermocline.errors import BadFile, IOFailure, ThermoclineError, UsageError
 from thermocline.model import quant
-from thermocline.model.sparsity import FEW
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
-from thermocline.ops.interface import F32, FFNStats, Layer, Linear, Weights
+from thermocline.ops.interface import F32, FEW, FFNStats, Layer, Linear, Weights
 from thermocline.pack import blocks, sidecar
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import (
@@ -151,8 +150,7 @@ def test_neurons_that_up_kills_do_not_have_their_down_rows_read() -> None:
     x, h = normal(5, 1, 96), normal(6, 1, 96)
     y, stats = f.run(cpu(ISAS[0]), x, h)
     dense, _ = f.run(cpu(ISAS[0]), x, h, sparsity="off")
-    gate = f.numpy.part.gate
-    gates = int((reference.matmul(gate.weight, h, gate.bias) > 0).sum())
+    gates = int((reference.matmul(f.numpy.gate.weight, h, f.numpy.gate.bias) > 0).sum())
     assert same_bits(y, dense) and abs(stats.rows - (gates + stats.active)) <= 2
     assert stats.active < 0.7 * gates
 

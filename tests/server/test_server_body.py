@@ -42,12 +42,12 @@ NESTED = b'{"a":' * 64 + b"[" * 64 + b"]" * 64 + b"}" * 64
         (rb'{"\uDBFF":1}', "surrogate"),
         (rb'{"a":"\ud83d\ude00"}', None),
         (rb'{"a":"\\ud800"}', None),
-        (b'{"a":1,"a":2}', "there twice"),
-        (b'{"b":{"a":1,"\\u0061":2}}', "there twice"),
+        (b'{"a":1,"a":2}', "occurs twice"),
+        (b'{"b":{"a":1,"\\u0061":2}}', "occurs twice"),
         (b'{"a":NaN}', "not JSON"),
         (b'{"a":-Infinity}', "not JSON"),
         (b'{"a":1e400}', "too large"),
-        (b'{"a":%s}' % (b"9" * 5000), "too long"),
+        (b'{"a":%s}' % (b"9" * 5000), "too many digits"),
     ],
 )
 def test_json_is_read_strictly(text: bytes, problem: str | None) -> None:

@@ -130,7 +130,7 @@ def test_a_long_step_is_a_sign_of_life_while_it_gets_further(
 
     monkeypatch.setattr(Engine, "step", long)
     monkeypatch.setattr(worker.EngineWorker, "_send", sending)
-    monkeypatch.setattr(worker, "PULSE_S", 0.02)
+    monkeypatch.setattr(worker, "BUSY_S", 0.02)
     found = said(Submit(1, [1, 2], SamplingParams()), exits=True)
     assert any(isinstance(m, Busy) for m in found) == bool(further)
 

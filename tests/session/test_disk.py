@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from thermocline import _native
 from thermocline.model import quant
-from thermocline.model.sparsity import SPARSITIES
 from thermocline.model.spec import ACTIVATIONS
+from thermocline.ops.interface import SPARSITIES
 
 F32 = NDArray[np.float32]
 DIM, NEURONS = 96, 700
@@ -216,7 +216,7 @@ def run(
     for h in calls():
         if ahead is not None:
             about = h + np.float32(ahead) * rng.standard_normal(h.shape).astype(np.float32)
-            context.read_ahead(about, ffn, SPARSITIES[sparsity])
+            context.read_ahead(about, ffn, SPARSITIES.index(sparsity))
         out.append(call(context, ffn, h, sparsity, record=record))
     return out
 
@@ -224,7 +224,7 @@ def run(
 def call(context: _native.Context, ffn: _native.FFN, h: F32, sparsity: str, *, record: bool = False) -> bytes:
     x = np.ones_like(h)
     kept = np.zeros((len(h), ffn.neurons), np.float32) if record else None
-    counts = context.ffn_add(x, h, ffn, SPARSITIES[sparsity], kept)
+    counts = context.ffn_add(x, h, ffn, SPARSITIES.index(sparsity), kept)
     return x.tobytes() + (b"" if kept is None else kept.tobytes()) + bytes(str(counts), "ascii")
 
 
@@ -373,7 +373,7 @@ def test_reading_ahead_begins_reads_only_where_something_is_predicted(tmp_path: 
     context, h = _native.Context(2), next(calls())
     for sparsity, disable in (("exact", 0), ("off", 0), ("predict", _native.NO_PIPELINE), ("predict", 0)):
         ffn, rows = case.on_disk(0, 0, disable=disable, depth=256)
-        context.read_ahead(h, ffn, SPARSITIES[sparsity])
+        context.read_ahead(h, ffn, SPARSITIES.index(sparsity))
         assert bool(rows.stats()["reads"]) == (sparsity == "predict" and not disable)
 
 
@@ -388,7 +388,7 @@ def early_figures(
     before = rows.stats()
     for _ in range(n):
         about, h = draw()
-        context.read_ahead(about, ffn, SPARSITIES["predict"])
+        context.read_ahead(about, ffn, SPARSITIES.index("predict"))
         call(context, ffn, h, "predict")
     found = {key: value - before[key] for key, value in rows.stats().items()}
     return found["missed"] - found["early_used"], found["early"] - found["early_used"]
@@ -419,12 +419,12 @@ def test_reads_that_nobody_comes_for_are_let_go(tmp_path: Path) -> None:
     context, inputs = _native.Context(2), list(calls(seed=5))
     ffn, _ = case.on_disk(0, 60, gates=(0, 60), depth=4)
     for h in inputs:
-        context.read_ahead(h, ffn, SPARSITIES["predict"])
+        context.read_ahead(h, ffn, SPARSITIES.index("predict"))
     assert run(ffn, "predict") == wanted
-    context.read_ahead(inputs[0], ffn, SPARSITIES["predict"])
+    context.read_ahead(inputs[0], ffn, SPARSITIES.index("predict"))
     del ffn, _
     other, _ = case.on_disk(0, 60)
-    context.read_ahead(inputs[0], other, SPARSITIES["predict"])
+    context.read_ahead(inputs[0], other, SPARSITIES.index("predict"))
     assert run(other, "predict") == wanted
 
 
@@ -439,7 +439,7 @@ def test_reads_begun_for_one_layer_do_not_disturb_anothers(tmp_path: Path, metho
     called, _ = case.on_disk(0, 60, gates=(0, 60), reader=reader)
     context = _native.Context(2)
     for h, wanted in zip(calls(), run(case.in_memory(), "predict"), strict=True):
-        context.read_ahead(h[:1], left, SPARSITIES["predict"])
+        context.read_ahead(h[:1], left, SPARSITIES.index("predict"))
         with within(20):
             assert call(context, called, h, "predict") == wanted
     assert run(left, "predict") == run(case.in_memory(), "predict")
@@ -453,7 +453,7 @@ def test_a_forked_process_is_refused_and_does_not_hang(tmp_path: Path, threads: 
     case = Case(neurons(tmp_path / "f", "q8_0"), predictor=scores())
     ffn, _ = case.on_disk(0, 60, depth=16)
     context, h = _native.Context(threads), next(calls())
-    context.read_ahead(h, ffn, SPARSITIES["predict"])
+    context.read_ahead(h, ffn, SPARSITIES.index("predict"))
     child = os.fork()
     if not child:
         signal.alarm(20)
@@ -473,7 +473,7 @@ def test_reads_begun_for_one_token_do_not_disturb_a_prompts(tmp_path: Path, reco
     ffn, _ = case.on_disk(0, 60, gates=(0, 60), depth=16)
     context, wanted = _native.Context(2), run(case.in_memory(), "predict", record=record)
     for h, bits in zip(calls(), wanted, strict=True):
-        context.read_ahead(h[:1], ffn, SPARSITIES["predict"])
+        context.read_ahead(h[:1], ffn, SPARSITIES.index("predict"))
         with within(20):
             assert call(context, ffn, h, "predict", record=record) == bits
 
@@ -500,7 +500,7 @@ def test_what_was_needed_most_is_kept(tmp_path: Path) -> None:
     missed = []
     for _ in range(4):
         before = rows.stats()["missed"]
-        context.ffn_add(np.ones_like(h), h, ffn, SPARSITIES["exact"])
+        context.ffn_add(np.ones_like(h), h, ffn, SPARSITIES.index("exact"))
         missed.append(rows.stats()["missed"] - before)
     assert 100 < missed[0] < 300, "the first 400 were there"
     assert missed[1:] == [0, 0, 0], "all active ones (half of 700) fit"
@@ -515,7 +515,7 @@ def test_slots_follow_what_the_profile_says_is_likely(tmp_path: Path) -> None:
     ffn, rows = case.on_disk(0, 300, likely=likely)
     context = _native.Context(1)
     for h in calls(tokens=(1,) * 6):
-        context.ffn_add(np.ones_like(h), h, ffn, SPARSITIES["exact"])
+        context.ffn_add(np.ones_like(h), h, ffn, SPARSITIES.index("exact"))
     stats = rows.stats()
     hits = stats["needed"] - stats["missed"]
     assert abs(hits / stats["needed"] - 300 / NEURONS) < 0.05
@@ -536,7 +536,7 @@ def test_a_prompt_says_which_neurons_its_continuation_needs(tmp_path: Path) -> N
         for n in (tokens, 1, 1):  # the second call reads what the first one spoke for
             before = rows.stats()
             x = np.repeat(h, n, axis=0)
-            context.ffn_add(np.ones_like(x), x, ffn, SPARSITIES["exact"])
+            context.ffn_add(np.ones_like(x), x, ffn, SPARSITIES.index("exact"))
         after = rows.stats()
         needed, missed = (after[key] - before[key] for key in ("needed", "missed"))
         hits.append(needed - missed)
@@ -574,7 +574,7 @@ def test_a_damaged_record_is_named_and_the_rest_lives_on(tmp_path: Path, many: b
     context = _native.Context(2)
     for _ in range(3):
         with pytest.raises(_native.DiskError) as error:
-            context.ffn_add(x.copy(), x, ffn, SPARSITIES["off"])
+            context.ffn_add(x.copy(), x, ffn, SPARSITIES.index("off"))
         assert error.value.args == (0, "layers.3.bundle", 444, True)  # the file was written to
     content[at] ^= 1
     (tmp_path / "f").write_bytes(content)
@@ -668,7 +668,7 @@ def stopped(work):
 
 def call(tokens):
     h = np.ones((tokens, DIM), np.float32)
-    return lambda: _native.Context(2).ffn_add(h.copy(), h, ffn, SPARSITIES["off"])
+    return lambda: _native.Context(2).ffn_add(h.copy(), h, ffn, SPARSITIES.index("off"))
 
 for tokens in (1, 9):
     bad(b"slow 1000")

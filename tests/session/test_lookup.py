@@ -26,7 +26,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
-from thermocline.pack.writer import write_pack
+from thermocline.pack.writer import PackExtras, write_pack
 from thermocline.plan.disk_split import looked_up
 from thermocline.session import weights
 from thermocline.session.embedding_rows import Lookup
@@ -62,7 +62,7 @@ def tokenizer() -> bytes:
 
 
 def packed(path: Path, spec: ModelSpec = SPEC, format: str = "q8_0") -> Pack:
-    write_pack(path, spec, format, source, files={"tokenizer.json": tokenizer()})
+    write_pack(path, spec, format, source, PackExtras(files={"tokenizer.json": tokenizer()}))
     return Pack.open(path)
 
 

@@ -23,7 +23,6 @@ from thermocline.cli import main
 from thermocline.convert.synthetic import read_shape
 from thermocline.errors import BadFile, OutOfBudget
 from thermocline.model.sizes import sizes_of
-from thermocline.model.sparsity import SPARSITIES
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.offline import bench, fit_svd, train
@@ -32,6 +31,7 @@ from thermocline.offline.bench import Test as BenchTest
 from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import needs_of, replay
 from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import SPARSITIES
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
 from thermocline.plan import hotness, plan_disk
@@ -313,13 +313,13 @@ def test_uses_of_an_expert_are_forgotten_while_others_are_chosen(tmp_path: Path)
     context, rng = _native.Context(1), np.random.default_rng(1)
     old, new = (np.abs(rng.standard_normal((1, DIM))).astype(np.float32) for _ in range(2))
     for _ in range(20):
-        context.moe_add(np.zeros_like(old), -old, mixture, SPARSITIES["exact"])
+        context.moe_add(np.zeros_like(old), -old, mixture, SPARSITIES.index("exact"))
     assert rows.stats()["needed"] > 0 == near[1].stats()["needed"]
     for _ in range(640):
-        context.moe_add(np.zeros_like(old), old, mixture, SPARSITIES["exact"])
+        context.moe_add(np.zeros_like(old), old, mixture, SPARSITIES.index("exact"))
     missed = []
     for _ in range(2):
         before = rows.stats()["missed"]
-        context.moe_add(np.zeros_like(new), -new, mixture, SPARSITIES["exact"])
+        context.moe_add(np.zeros_like(new), -new, mixture, SPARSITIES.index("exact"))
         missed.append(rows.stats()["missed"] - before)
     assert missed[0] > 50 and missed[1] == 0

@@ -1,4 +1,4 @@
-"""Data on stdout, log lines and progress on stderr, Ctrl-C: how every command speaks and stops."""
+"""Data on stdout, log lines and progress on stderr, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _on_one_line(text: str) -> str:
 
 
 class LogLines(logging.Handler):
-    """Writes each log record as one line on stderr. A dead stderr ends no command and no server."""
+    """A handler that writes each log record as one line on stderr. A dead stderr ends no command."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class ProgressBar:
         self._bar: Any = None
 
     def at(self, what: str, done: int, total: int, unit: str = "B") -> None:
-        """`done` of `total` bytes (or other units) of `what`, such as "packing"."""
+        """Show `done` of `total` bytes (or other units) of `what`, such as "packing"."""
         if not self._live:
             return
         if what != self._what:
@@ -152,8 +152,9 @@ def show_dim(text: str) -> None:
 
 
 class CtrlC:
-    """Before the first token Ctrl-C stops at once. After it, the first lets a token that is there be shown;
-    one that is still being computed, perhaps by a slow disk, is given up. The second waits for nothing.
+    """Ctrl-C while an answer is generated. Before the first token it stops at once. After it, the first
+    Ctrl-C still shows a token that is there, and gives up one that is being computed, perhaps by a slow
+    disk. The second waits for nothing.
     """
 
     def __init__(self) -> None:

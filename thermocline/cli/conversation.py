@@ -1,7 +1,7 @@
 """A conversation as a person has it: messages, commands that begin with a slash, saving and loading.
 
-Each turn sends the whole conversation; the engine finds what it has already
-computed. Nothing is ever forgotten in silence: a conversation that no longer fits is said to be full.
+Each turn sends the whole conversation; the engine finds what it has already computed. Nothing is forgotten
+in silence: a conversation that no longer fits is an error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Conversation:
         system: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """`show` displays what is not the model's: figures, what a command did."""
+        """Begin without a turn. `show` displays what is not the model's, such as figures."""
         self.llm, self.params, self.system, self.variables = llm, params, system, variables
         self._speak, self._show = speak, show
         self.turns: list[Turn] = []
@@ -65,7 +65,7 @@ class Conversation:
         self._read: list[str] = []
 
     def take(self, text: str, literal: bool = False) -> bool:
-        """A message, or (unless `literal`) a command. False: the person is done."""
+        """Take a message, or (unless `literal`) a command. False: the person is done."""
         if text.startswith("/") and not literal:
             name, _, rest = text.partition(" ")
             return self._command(name.strip(), rest.strip())
@@ -75,7 +75,7 @@ class Conversation:
         return True
 
     def regenerate(self) -> None:
-        """The last message again, with the next seed where one was given."""
+        """Answer the last message again, with the next seed where one was given."""
         if self.params.seed is not None:
             self.params = replace(self.params, seed=(self.params.seed + 1) % MAX_SEED)
         if self._unanswered is not None:
@@ -139,7 +139,7 @@ class Conversation:
         return ids if self.llm.tokenizer.decode(ids) == done.text else ()
 
     def _full(self, messages: list[dict[str, Any]]) -> UsageError | None:
-        """Says so where the conversation is too long; None where that is not what is wrong with it."""
+        """Return the error of a conversation that is too long; None if it is not."""
         try:
             tokens = len(self.llm.chat_template.encode(messages, variables=self.variables))
         except UsageError:
@@ -208,7 +208,7 @@ def text_of(path: Path) -> str:
 
 
 def load(path: Path) -> tuple[str | None, list[Turn]]:
-    """A saved conversation: perhaps a system prompt, then questions and answers in turn."""
+    """Read a saved conversation: perhaps a system prompt, then questions and answers in turn."""
     found = parse_json(read_small(path, MAX_FILE_BYTES), str(path)).get("messages")
     if not isinstance(found, list):
         raise BadFile(f"{path}: not a saved conversation: it has no list of messages")

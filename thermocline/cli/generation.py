@@ -22,7 +22,7 @@ from thermocline.cli.shared_options import (
     which_model,
 )
 from thermocline.errors import UsageError
-from thermocline.options import bias, count_or_all, nonempty, one_of, opt, real, switch, whole
+from thermocline.options import REPEATED, bias, count_or_all, nonempty, one_of, opt, real, switch, whole
 from thermocline.session.options import GENERATION_CONFIGS, EngineOptions, ModelOptions
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class GenerationOptions:
     )  # fmt: skip
     stop: tuple[str, ...] = opt(
         (), nonempty, "TEXT", "Generation", "Stop before this text appears. May be repeated.",
-        flags="-r --reverse-prompt", repeat=True
+        flags="-r --reverse-prompt", given=REPEATED
     )  # fmt: skip
     ignore_eos: bool = opt(False, switch, None, "Generation", "Never generate the end-of-text token.")
 
@@ -110,7 +110,7 @@ class GenerationOptions:
     )
     logit_bias: tuple[tuple[int, float], ...] = opt(
         (), bias, "ID(+|-)BIAS", "Sampling", "Add to a token's score: 15043+1.5, 15043-inf. May be repeated.",
-        flags="-l", repeat=True
+        flags="-l", given=REPEATED
     )  # fmt: skip
 
     quiet: bool = quiet_output()
@@ -159,7 +159,7 @@ def model_options(o: GenerationOptions, chat_template: str | None) -> ModelOptio
 
 
 def engine_options(o: GenerationOptions, max_batch: int) -> EngineOptions:
-    """Return what the command line says of a session."""
+    """Return the session's options that the command line names."""
     return EngineOptions(
         sparsity=o.sparsity,
         context=o.ctx_size or None,

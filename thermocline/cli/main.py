@@ -78,7 +78,7 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with wrong usage raised like every other error, and no guessing of abbreviated flags."""
+    """argparse's parser, with wrong usage raised like every other error and no abbreviated flags."""
 
     def error(self, message: str) -> Any:
         raise UsageError(f"{message}; see `{self.prog} --help`")
@@ -126,7 +126,7 @@ def carry_out(argv: Sequence[str], lines: LogLines) -> int:
 
 
 def _silence_stdout() -> None:
-    """Nobody reads it any more: keep the interpreter's last flush from failing too."""
+    """Keep the interpreter's last flush from failing too: nobody reads stdout any more."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # not a real file: nothing to flush to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -20,11 +20,11 @@ MAX_REMEMBERED = 1 << 16  # characters of one message in the history
 
 class Input(Protocol):
     def line(self, prompt: str) -> str:
-        """EOFError at the end; KeyboardInterrupt for Ctrl-C where there is nothing to clear."""
+        """Return a line. EOFError: the end. KeyboardInterrupt: Ctrl-C where there is nothing to clear."""
 
 
 def entry(source: Input) -> tuple[str, bool] | None:
-    """(a message or command, whether it stood between fences and is no command); None at the end."""
+    """Return (a message or command, whether it stood between fences and is no command); None at the end."""
     try:
         first = source.line("> ")
     except EOFError:
@@ -52,7 +52,7 @@ def _continued(source: Input, text: str) -> str:
 
 
 class Lines:
-    """A pipe or file. What is no terminal gets no prompt."""
+    """A pipe or file, which gets no prompt."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -105,7 +105,7 @@ def _keys() -> Any:
 
 
 def _history(path: Path, warn: Callable[[str], None]) -> Any:
-    """On disk, for its owner's eyes; in memory where that cannot be."""
+    """Return the history: on disk, for its owner's eyes; in memory where that cannot be."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class History(FileHistory):

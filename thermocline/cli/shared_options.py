@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thermocline.options import nonempty, one_of, opt, real, some_of, switch, whole
+from thermocline.options import AS_FLAG, BY_POSITION, nonempty, one_of, opt, real, some_of, switch, whole
 from thermocline.session.options import ACTIVATIONS, FORMATS, SPARSITIES, SWITCHES
 
 MODEL_HELP = "A pack, or a Hugging Face directory or GGUF file, packed once into the cache."
@@ -13,7 +13,8 @@ HUB_HELP = f"{MODEL_HELP} Or org/name[@revision][:file or quant] from the hub, f
 
 def which_model(*, positional: bool) -> Any:
     help = MODEL_HELP if positional else HUB_HELP
-    return opt(None, str, "PATH", "Model", help, flags="-m", shown="the bundled model", positional=positional)
+    given = BY_POSITION if positional else AS_FLAG
+    return opt(None, str, "PATH", "Model", help, flags="-m", shown="the bundled model", given=given)
 
 
 def weight_format(help: str) -> Any:

@@ -22,7 +22,7 @@ from thermocline.model.gguf_families import read_model
 from thermocline.model.tensors import optional_among
 from thermocline.pack.manifest import KIND, VERSION
 from thermocline.pack.pack import Progress
-from thermocline.pack.writer import write_pack
+from thermocline.pack.writer import PackExtras, write_pack
 
 _SPECIAL = ("bos", "eos", "unknown", "padding")
 
@@ -54,11 +54,13 @@ def pack_gguf(
             spec,
             weight_format,
             source,
-            formats=formats,
-            predictor=predictor,
-            optional=optional_among((*tensor_map.tensors, *counts), spec),
-            files=tokenizer_files(gguf),
-            origin=("gguf", src.name, gguf_hash(gguf)),
+            PackExtras(
+                formats=formats,
+                predictor=predictor,
+                optional=optional_among((*tensor_map.tensors, *counts), spec),
+                files=tokenizer_files(gguf),
+                origin=("gguf", src.name, gguf_hash(gguf)),
+            ),
             overwrite=overwrite,
             progress=progress,
         )

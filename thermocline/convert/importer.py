@@ -15,7 +15,7 @@ from thermocline.model import quant
 from thermocline.model.families import Read, read_config
 from thermocline.model.tensors import optional_among
 from thermocline.pack.pack import Progress
-from thermocline.pack.writer import check_target, write_pack
+from thermocline.pack.writer import PackExtras, check_target, write_pack
 
 DEFAULT_FORMAT = "q8_0"
 
@@ -65,9 +65,11 @@ def _pack_directory(
             spec,
             weight_format,
             source,
-            optional=optional_among(tensor_map.tensors, spec),
-            files=copied_files(src),
-            origin=("huggingface", label(src), content_key(src, checkpoint.shards)),
+            PackExtras(
+                optional=optional_among(tensor_map.tensors, spec),
+                files=copied_files(src),
+                origin=("huggingface", label(src), content_key(src, checkpoint.shards)),
+            ),
             overwrite=overwrite,
             progress=progress,
         )

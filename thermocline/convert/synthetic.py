@@ -35,7 +35,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import TensorMap
 from thermocline.model.tensors import expected_tensors
 from thermocline.pack.pack import Progress
-from thermocline.pack.writer import write_pack
+from thermocline.pack.writer import PackExtras, write_pack
 
 U8 = NDArray[np.uint8]
 
@@ -130,8 +130,7 @@ class SyntheticModel:
             self.stats.spec,
             weight_format,
             RandomWeights(self.stats),
-            optional=self.optional,
-            origin=("random", self.label, key),
+            PackExtras(optional=self.optional, origin=("random", self.label, key)),
             overwrite=overwrite,
             progress=progress,
         )

@@ -1,1 +1,1 @@
-"""Bounded reading of files that nobody vouches for. Must not know models."""
+"""Bounded reading of untrusted files."""

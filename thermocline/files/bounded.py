@@ -1,4 +1,4 @@
-"""Bounded reading of files that nobody vouches for: regular files, small JSON, names for messages."""
+"""Bounded reading of untrusted files: regular files, small JSON, and their text in messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FOREIGN: tuple[tuple[bytes, str], ...] = (
 
 
 def foreign(head: bytes) -> str | None:
-    """What a file that begins with `head` is, if it is one of the usual mistakes."""
+    """Name the kind of a file that begins with `head`, if it is one of the usual mistakes; else None."""
     if not head:
         return "an empty file"
     text = head[:64].lstrip().lower()
@@ -55,23 +55,26 @@ def foreign(head: bytes) -> str | None:
 
 
 def quoted(text: object) -> str:
-    """Text from a file, made safe for a one-line message."""
+    """Return text from a file in a form that is safe in a one-line message."""
     try:
         shown = ascii(text)
     except RecursionError:
         shown = "a deeply nested value"
-    if not isinstance(text, str):  # an array's is written on several lines
+    if not isinstance(text, str):  # arrays print on several lines
         shown = " ".join(shown.split())
     return shown if len(shown) <= 80 else shown[:76] + "...'"
 
 
-_FLAGS = ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY", "O_NOINHERIT")  # the last two are Windows'
+_FLAGS = ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY", "O_NOINHERIT")  # the last two are for Windows
 _SEEKING = threading.Lock()
 _READ_ONLY = os.O_RDONLY | sum(getattr(os, name, 0) for name in _FLAGS)
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """(file descriptor, size) of a regular file. Never opens a device, FIFO or directory, and never waits."""
+    """Open a regular file: (file descriptor, size). Raises BadFile or IOFailure.
+
+    Devices, FIFOs and directories are never opened, and opening never waits.
+    """
     try:
         _require_regular(os.stat(path), path)
         fd = os.open(path, _READ_ONLY)
@@ -80,7 +83,7 @@ def open_regular(path: Path) -> tuple[int, int]:
     except (OSError, ValueError) as e:
         raise IOFailure(f"{path}: cannot open: {getattr(e, 'strerror', None) or e}") from None
     try:
-        info = os.fstat(fd)  # again: it may have been replaced in between
+        info = os.fstat(fd)  # checked again: the file may have been replaced in between
         _require_regular(info, path)
     except BaseException:
         os.close(fd)
@@ -95,7 +98,7 @@ def _require_regular(info: os.stat_result, path: Path) -> None:
 
 
 def read_at(fd: int, offset: int, size: int, path: Path) -> NDArray[np.uint8]:
-    """Exactly `size` bytes from `offset`, or BadFile where the file ends first."""
+    """Read exactly `size` bytes from `offset`. BadFile if the file ends first; IOFailure on a read error."""
     out = np.empty(size, np.uint8)
     view, done = out.data, 0
     while done < size:
@@ -112,7 +115,7 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> NDArray[np.uint8]:
 def _read_some(fd: int, to: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(fd, [to], offset)
-    with _SEEKING:  # Windows: the position belongs to the descriptor, and threads may share that
+    with _SEEKING:  # Windows has no preadv, and threads may share the descriptor's position
         os.lseek(fd, offset, os.SEEK_SET)
         data = os.read(fd, len(to))
     to[: len(data)] = data
@@ -120,7 +123,7 @@ def _read_some(fd: int, to: memoryview, offset: int) -> int:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """A whole regular file of at most `limit` bytes."""
+    """Read a whole regular file of at most `limit` bytes. Raises BadFile or IOFailure."""
     fd, size = open_regular(path)
     try:
         if size > limit:
@@ -134,9 +137,10 @@ _NON_ASCII, _NON_BMP = re.compile(rb"[\x80-\xff]"), re.compile(rb"[\xf0-\xff]")
 
 
 def parse_json(data: bytes, name: str, constants: list[str] | None = None) -> Json:
-    """An untrusted JSON object. BadFile on duplicate keys, NaN, 1e400, or too many values to stay bounded.
+    """Parse an untrusted JSON object. `name` is the file, for messages.
 
-    `constants` takes the names of NaN, Infinity and -Infinity, which are then no error here.
+    Raises BadFile for duplicate keys, NaN, 1e400, or so many values that memory would not be bounded. If
+    `constants` is given, the names of NaN, Infinity and -Infinity are added to it instead of an error.
     """
 
     def constant(text: str) -> float:
@@ -145,7 +149,7 @@ def parse_json(data: bytes, name: str, constants: list[str] | None = None) -> Js
         constants.append(text)
         return float(text)
 
-    # The most json.loads may keep: per object, list, item and byte (a str has 1, 2 or 4 bytes a character).
+    # An upper bound of json.loads' memory by objects, lists, items and bytes (a character takes 1, 2 or 4).
     width = 4 if _NON_BMP.search(data) else 2 if _NON_ASCII.search(data) else 1
     keeps = 300 * data.count(b"{") + 90 * data.count(b"[") + 260 * data.count(b",") + (1 + width) * len(data)
     if keeps > 4 * len(data) + (15 << 20):

@@ -1,8 +1,8 @@
-"""GGUF files on disk: one, or all parts of a split one, and their tensors' rows as they are stored.
+"""Read GGUF files, split ones too: metadata, and rows of tensors as they are stored.
 
-Not the `gguf` package: it maps files (a truncated one then kills the process), believes counts before it has
-seen what they count, and keeps a numpy array for every string. Data is read with pread. Must not know models.
-Failures are BadFile, IOFailure or Unsupported, naming file and field.
+The `gguf` package is not used: it maps files (a truncated one then kills the process), trusts counts that
+it has not checked, and keeps a numpy array for every string. Data is read with pread here. Failures are
+BadFile, IOFailure or Unsupported and name file and field.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIRST_READ = 1 << 20
 
 
 class GGUFPart:
-    """One open GGUF file. Close it."""
+    """One open GGUF file: a whole model, or a part of a split one. The owner closes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,12 +54,12 @@ class GGUFPart:
         return os.fstat(self._fd)
 
     def read_bytes(self, start: int, size: int) -> U8:
-        """Raw bytes of the file."""
+        """Read raw bytes of the file."""
         return read_at(self._fd, start, size, self.path)
 
 
 class GGUF:
-    """A model's GGUF. Of a split one any part may be given. Close it, or use it in a `with`."""
+    """A model's GGUF. `path` may be any part of a split one. Use it in a `with`, or close it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,10 +88,10 @@ class GGUF:
     def _check_parts(self, count: int) -> None:
         seen: dict[str, GGUFPart] = {}
         for i, part in enumerate(self.parts):
-            no, said = _split(part, "split.no", -1), _split(part, "split.count", 1)
-            if (no, said) != (i, count) or part.header.powerinfer != self.parts[0].header.powerinfer:
+            no, own = _split(part, "split.no", -1), _split(part, "split.count", 1)
+            if (no, own) != (i, count) or part.header.powerinfer != self.parts[0].header.powerinfer:
                 raise BadFile(
-                    f"{part.path}: says it is part {no + 1} of {said}, and its name part {i + 1} of {count}"
+                    f"{part.path}: says it is part {no + 1} of {own}, and its name part {i + 1} of {count}"
                 )
             for name in part.header.tensors:
                 if name in seen:
@@ -112,7 +112,7 @@ class GGUF:
             part.close()
 
     def read_rows(self, name: str, first: int, last: int) -> U8:
-        """Rows [first, last) as stored: [last - first, bytes of a row]."""
+        """Read rows [first, last) of a tensor as stored: [last - first, row bytes]."""
         t = self.tensors[name]
         if not 0 <= first <= last <= t.rows:
             raise ValueError(f"rows {first}..{last} of {name} {t.shape}")

@@ -1,8 +1,8 @@
-"""What an untrusted GGUF file says before its data: metadata and where the tensors are.
+"""Parse the header of an untrusted GGUF file: metadata, and where the tensors are.
 
-v2 and v3, little-endian, with llama.cpp's magic or PowerInfer's. Every size is checked before anything is
-allocated; what is kept takes at most 12 times the header's bytes. Knows bytes; must not know models or open
-files. Failures are BadFile or Unsupported, naming file and field.
+Versions 2 and 3, little-endian, with llama.cpp's magic or PowerInfer's. Every size is checked before memory
+is allocated. The result takes at most 12 times the header's bytes. Failures are BadFile or Unsupported and
+name file and field.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from thermocline.files.bounded import foreign, quoted
 MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 20
-# The largest vocabulary in the field, Gemma's, takes 17 MB as tokens and merges, and 33 MB as tokenizer.json.
-# It bounds memory too: a byte of the header costs at most 9 in strings ("Ġ" is 10 bytes in the file, and 88
-# as a Python str in a list), and 12 in tensors, of which there are few enough.
+# The largest known vocabulary, Gemma's, takes 17 MB as tokens and merges, and 33 MB as tokenizer.json.
+# This limit bounds memory too: a byte of the header costs at most 9 bytes in strings ("Ġ" is 10 bytes in the
+# file, and 88 as a Python str in a list), and 12 in tensors.
 MAX_HEADER_BYTES = 64 << 20
 MAX_KEYS = 65_536
 MAX_KEY_BYTES = 65_535  # the format's own limit
@@ -34,7 +34,7 @@ MAX_NAME_BYTES = 4096
 MAX_DIMS = 4
 MAX_SIZE = 1 << 48  # bytes of one tensor, elements of one dimension
 
-# id -> (name, weights in a block, bytes of a block): every type there is, so that any file can be described.
+# id -> (name, weights in a block, bytes of a block) of every type, so that any file can be described.
 TYPES: dict[int, tuple[str, int, int]] = {
     **{0: ("f32", 1, 4), 1: ("f16", 1, 2), 30: ("bf16", 1, 2), 28: ("f64", 1, 8)},
     **{24: ("i8", 1, 1), 25: ("i16", 1, 2), 26: ("i32", 1, 4), 27: ("i64", 1, 8)},
@@ -58,7 +58,7 @@ Value = Any
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`shape` is [rows..., columns] (GGUF says them the other way round); its bytes are [start, end)."""
+    """One tensor. `shape` is [rows..., columns], the reverse of GGUF's order; its bytes are [start, end)."""
 
     type: str
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says before its data."""
+    """A parsed header. `bytes` is its length in the file."""
 
     powerinfer: bool
     metadata: dict[str, Value]
@@ -81,17 +81,17 @@ class Header:
 
 
 class Short(Exception):
-    """The header goes on beyond what was given of it."""
+    """Raised if the header continues beyond the data that was given."""
 
 
 class _Cursor:
-    """Fields of a header one after the other, none of them beyond the end of the file."""
+    """Reads a header's fields one after the other, never beyond the end of the file."""
 
     def __init__(self, data: bytes | memoryview, file_size: int, name: str) -> None:
         self.data, self.at, self.file_size, self.name = data, 0, file_size, name
 
     def take(self, size: int, what: str) -> int:
-        """Where the next `size` bytes start."""
+        """Advance over the next `size` bytes. Return where they start. Raises BadFile or Short."""
         start, end = self.at, self.at + size
         if end > self.file_size:
             raise BadFile(
@@ -114,7 +114,7 @@ class _Cursor:
         return int.from_bytes(self.data[start : start + 8], "little")
 
     def count(self, what: str, limit: int, each: int) -> int:
-        """A number of things that take at least `each` bytes, all of which must be in the file."""
+        """Read the number of items that take at least `each` bytes each. The file must have room for them."""
         n = self.u64(what)
         if n > limit:
             raise BadFile(f"{self.name}: {what} is {n}, more than {limit}")
@@ -134,9 +134,9 @@ class _Cursor:
 
 
 def parse_header(data: bytes | memoryview, file_size: int, name: str) -> Header:
-    """The header of a file of `file_size` bytes that begins with `data`.
+    """Parse the header of a file of `file_size` bytes that begins with `data`. `name` is for messages.
 
-    Raises Short where it is longer than `data` and may still be inside the file.
+    Raises BadFile or Unsupported, and Short if the header is longer than `data` but may fit in the file.
     """
     c = _Cursor(data, file_size, name)
     powerinfer = _check_magic(c)
@@ -156,7 +156,7 @@ def parse_header(data: bytes | memoryview, file_size: int, name: str) -> Header:
 
 
 def _check_magic(c: _Cursor) -> bool:
-    """True for PowerInfer's magic."""
+    """Check the magic and the version. Return True for PowerInfer's magic."""
     magic = bytes(c.data[:4])
     if magic not in (MAGIC, POWERINFER_MAGIC):
         raise BadFile(f"{c.name}: this is {foreign(bytes(c.data[:64])) or 'not a GGUF file'}")
@@ -172,7 +172,7 @@ def _check_magic(c: _Cursor) -> bool:
 
 
 def _metadata(c: _Cursor, n_keys: int) -> tuple[dict[str, Value], int]:
-    """({key: value}, the alignment of the data)."""
+    """Read ({key: value}, the alignment of the data)."""
     out: dict[str, Value] = {}
     alignment = DEFAULT_ALIGNMENT
     for _ in range(n_keys):
@@ -227,7 +227,7 @@ def _numbers(c: _Cursor, kind: int, n: int, where: str) -> NDArray[Any]:
 
 
 def _tensor_infos(c: _Cursor, n: int) -> list[tuple[str, tuple[int, ...], int, int]]:
-    """(name, shape, type, offset) of each tensor."""
+    """Read (name, shape, type, offset) of each tensor."""
     infos = []
     for i in range(n):
         name = c.text(f"the name of tensor {i}", MAX_NAME_BYTES)

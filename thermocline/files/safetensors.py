@@ -1,10 +1,9 @@
-"""Bounded reading of untrusted files: safetensors headers and tensors, sharded checkpoints, small JSON files.
+"""Read untrusted safetensors files and sharded checkpoints.
 
-Not the `safetensors` library: it maps files (a truncated one then kills the process), accepts duplicate
-names, and gives whole tensors where packing wants blocks of rows. Here every size is checked before anything
-is allocated, parsing keeps at most 4 x metadata + 16 MiB, data is read with pread, and only regular files
-are opened. Knows files and bytes; must not know models. Failures are BadFile, IOFailure or Unsupported,
-naming file and field.
+The `safetensors` library is not used: it maps files (a truncated one then kills the process), accepts
+duplicate names, and returns whole tensors where packing needs blocks of rows. Here every size is checked
+before memory is allocated, parsing takes at most 4 x metadata + 16 MiB, and data is read with pread.
+Failures are BadFile, IOFailure or Unsupported and name file and field.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ MAX_SIZE = 1 << 48  # bytes of one tensor, elements of one dimension
 MAX_INDEX_BYTES = 32 << 20
 MAX_SHARDS = 4096
 
-# Bits per element: every dtype the format knows, so that any valid header can be described.
+# Bits per element of every dtype in the format, so that any valid header can be described.
 DTYPE_BITS = {
     **{
         "BOOL": 8,
@@ -59,15 +58,7 @@ DTYPE_BITS = {
     **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32},
     **{"I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
-_NUMPY: dict[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # the dtypes we load
-
-
-# --- files -------------------------------------------------------------------------------------------------
-
-
-# --- JSON --------------------------------------------------------------------------------------------------
-
-
+_NUMPY: dict[str, str] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # the dtypes that can be loaded
 # --- one safetensors file ----------------------------------------------------------------------------------
 
 
@@ -89,7 +80,7 @@ _NEXT = re.compile(rb"\s*+([,}])")
 
 
 def header_size(first: bytes, file_size: int, name: str) -> int:
-    """Bytes of JSON that follow the 8-byte length, from the first bytes of a file."""
+    """Return the bytes of JSON that follow the 8-byte length, from the first bytes of a file."""
     what = foreign(first)
     if what is not None:
         raise BadFile(f"{name}: this is {what}")
@@ -108,11 +99,10 @@ def header_size(first: bytes, file_size: int, name: str) -> int:
 def parse_header(
     header: bytes, file_size: int, name: str, metadata: dict[str, str] | None = None
 ) -> dict[str, Entry]:
-    """The tensors a header describes. `header` is the JSON; `file_size` that of the whole file.
+    """Parse the JSON of a header into its tensors. `file_size` is that of the whole file.
 
-    `metadata` takes what the header has of it.
-
-    Together they must cover the data exactly: no hole, no overlap, nothing after the last.
+    The header's metadata is added to `metadata`. The tensors must cover the data exactly: no hole, no
+    overlap, no bytes after the last one. Raises BadFile.
     """
     data_start = 8 + len(header)
     entries: dict[str, Entry] = {}
@@ -134,7 +124,7 @@ def parse_header(
 
 
 def _objects(text: bytes, name: str) -> Iterator[tuple[str, bytes]]:
-    """The (key, object) pairs of a JSON object whose values are flat objects, one at a time, keys unique."""
+    """Yield the (key, object) pairs of a JSON object whose values are flat objects. Keys must be unique."""
     pos, seen = 1, set[str]()
     if text[:1] != b"{":
         raise BadFile(f"{name}: header does not start with '{{'")
@@ -204,7 +194,7 @@ _INTERNED = {name: name for name in DTYPE_BITS}
 
 
 def _sizes(value: object) -> bool:
-    """A list of plain integers (True is not one) from 0 to MAX_SIZE."""
+    """Return whether `value` is a list of integers from 0 to MAX_SIZE. True is not an integer here."""
     return isinstance(value, list) and all(type(v) is int and 0 <= v <= MAX_SIZE for v in value)
 
 
@@ -222,7 +212,7 @@ def _check_cover(entries: dict[str, Entry], data_start: int, file_size: int, nam
 
 
 class SafeTensors:
-    """One open safetensors file. Close it, or use it in a `with`; else it is when nobody has it any more."""
+    """One open safetensors file. Use it in a `with`, or close it; the last reference closes it, too."""
 
     _fd = -1
 
@@ -257,11 +247,11 @@ class SafeTensors:
         return os.fstat(self._fd)
 
     def read_bytes(self, start: int, size: int) -> NDArray[np.uint8]:
-        """Raw bytes of the file."""
+        """Read raw bytes of the file."""
         return read_at(self._fd, start, size, self.path)
 
     def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]:
-        """Rows [first, last) along the first axis as stored (bf16 as u16): [last - first, ...]."""
+        """Read rows [first, last) along the first axis as stored (bf16 as u16): [last - first, ...]."""
         e = self.tensors[name]
         if e.dtype not in _NUMPY:
             raise Unsupported(
@@ -274,12 +264,12 @@ class SafeTensors:
         return data.view(_NUMPY[e.dtype]).reshape(last - first, *e.shape[1:])
 
     def read_rows(self, name: str, first: int, last: int) -> F32:
-        """Rows [first, last) along the first axis as f32: [last - first, ...]."""
+        """Read rows [first, last) along the first axis as f32: [last - first, ...]."""
         return as_f32(self.read_stored(name, first, last))
 
 
 def as_f32(stored: NDArray[Any]) -> F32:
-    """What `read_stored` gave, as f32 (u16 is bf16)."""
+    """Convert the result of `read_stored` to f32 (u16 is bf16)."""
     if stored.dtype == np.uint16:
         return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return stored.astype(np.float32, copy=False)
@@ -292,7 +282,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class Checkpoint:
-    """All tensors of a model directory, by name. Close it, or use it in a `with`."""
+    """All tensors of a model directory, by name. Use it in a `with`, or close it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -304,7 +294,7 @@ class Checkpoint:
             raise
 
     def _open(self) -> dict[str, SafeTensors]:
-        single = self.directory / SINGLE  # first, as transformers does
+        single = self.directory / SINGLE  # transformers looks for it first, too
         if os.path.lexists(single):
             shard = SafeTensors(single)
             self.shards.append(shard)
@@ -347,7 +337,7 @@ class Checkpoint:
 
 
 def parse_index(data: bytes, name: str) -> dict[str, str]:
-    """{tensor: shard file name} of a model.safetensors.index.json."""
+    """Parse a model.safetensors.index.json: {tensor: shard file name}. Raises BadFile."""
     value = parse_json(data, name)
     unknown = value.keys() - {"metadata", "weight_map"}
     if unknown:
@@ -382,19 +372,19 @@ def _check_shard_name(file: str, name: str) -> None:
 
 
 def _shard_path(directory: Path, file: str) -> Path:
-    """The shard's path. A link may lead only to the model's directory or the Hugging Face cache around it."""
+    """Return the shard's path. A link may lead only to the model's directory or its Hugging Face cache."""
     path = directory / file
     if not os.path.lexists(path):
         raise IOFailure(f"{path}: shard is missing; download the model again")
     home, target = Path(os.path.realpath(directory)), Path(os.path.realpath(path))
     hub_cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if target.parent not in (home, hub_cache):
-        raise BadFile(f"{path}: shard is a link out of the model's directory")
+        raise BadFile(f"{path}: shard is a link out of the model's directory; put the file itself there")
     return path
 
 
 def no_weights(directory: Path) -> Exception:
-    """The error for a directory without safetensors: says what to do about pickles."""
+    """Return the error for a directory without safetensors. It says how to convert pickles."""
     try:
         names = sorted(os.listdir(directory))
     except OSError as e:

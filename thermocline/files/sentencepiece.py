@@ -1,7 +1,7 @@
-"""Bounded reading of SentencePiece models: the protocol buffer's fields that say how text becomes pieces.
+"""Read untrusted SentencePiece models: the fields that decide how text becomes pieces.
 
-Written here because the format is five rules and the protobuf runtime is a large dependency. Input is
-untrusted: nothing is allocated from a size in the file. Failures are BadFile or Unsupported.
+The protocol buffer is parsed here: its format has five rules, and the protobuf runtime is a large dependency.
+No memory is allocated from a size in the file. Failures are BadFile or Unsupported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import foreign, quoted
 
-MAX_BYTES = 16 << 20  # the largest in the field (vocabulary 262144) has 4.7 MB
+MAX_BYTES = 16 << 20  # the largest known model (a vocabulary of 262144) has 4.7 MB
 MAX_PIECES = 1 << 20
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -24,7 +24,7 @@ _ALGORITHMS = {1: "unigram", 3: "word", 4: "char"}
 
 @dataclass
 class SentencePieceModel:
-    """Pieces by id. `space_prefix`: a text begins with a space that is not in it."""
+    """Pieces by id, with scores and kinds. `space_prefix`: a space is added before a text."""
 
     pieces: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -41,7 +41,10 @@ Value = int | memoryview
 
 
 def _fields(data: memoryview, where: str) -> Iterator[tuple[int, int, Value]]:
-    """(field, wire type, value) of a message: an integer, or the bytes of text, message or fixed number."""
+    """Yield (field, wire type, value) of a message.
+
+    A value is an integer, or the bytes of a text, a message or a number of fixed size.
+    """
     at = 0
     while at < len(data):
         key, at = _varint(data, at, where)
@@ -76,6 +79,7 @@ def _varint(data: memoryview, at: int, where: str) -> tuple[int, int]:
 
 
 def parse(data: bytes, name: str) -> SentencePieceModel:
+    """Parse a SentencePiece model. `name` is the file, for messages. Raises BadFile or Unsupported."""
     what = foreign(data[:64])
     if what is not None:
         raise BadFile(f"{name}: this is {what}")
@@ -83,18 +87,18 @@ def parse(data: bytes, name: str) -> SentencePieceModel:
     algorithm, squeeze, charsmap, escapes = 1, True, False, True
     for number, wire, value in _fields(memoryview(data), name):
         if number in (1, 2, 3) and wire != _BYTES:
-            raise BadFile(f"{name}: not a SentencePiece model: field {number} is no message")
+            raise BadFile(f"{name}: not a SentencePiece model: field {number} is not a message")
         if not isinstance(value, memoryview):
             continue
         if number == 1:
             _add_piece(model, value, name)
-        elif number == 2:  # how it was trained
+        elif number == 2:  # the trainer's options
             for n, w, v in _fields(value, f"{name}: trainer_spec"):
                 if n == 3 and w == _VARINT and isinstance(v, int):
                     algorithm = v
                 if n == 24 and w == _VARINT and v:
                     raise Unsupported(f"{name}: writes whitespace as a suffix, which is not supported")
-        elif number == 3:  # how text is prepared
+        elif number == 3:  # the normaliser's options
             for n, w, v in _fields(value, f"{name}: normalizer_spec"):
                 charsmap |= n == 2 and w == _BYTES and isinstance(v, memoryview) and len(v) > 0
                 if w == _VARINT and n == 3:

@@ -1,4 +1,4 @@
-"""The key of a model's files. The model cache finds the pack made from them by it."""
+"""The key of a model's files, by which the cache finds the pack that was made from them."""
 
 from __future__ import annotations
 

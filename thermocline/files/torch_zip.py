@@ -1,6 +1,7 @@
-"""One flat tensor out of a `torch.save` file, without pickle: the archive must be exactly that of one.
+"""Read one flat tensor from a `torch.save` file without pickle.
 
-PowerInfer keeps its activation counts so. Anything else, however harmless, is refused. Must not know models.
+PowerInfer keeps its activation counts in such files. An archive with any other content is refused, however
+harmless it is.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _TYPES = {
     b"IntStorage": "<i4",
     b"LongStorage": "<i8",
 }
-_MEMO = rb"(?:q.|r.{4})?"  # every value may be remembered; nothing here is recalled
+_MEMO = rb"(?:q.|r.{4})?"  # a pickle may memoise every value; none is recalled here
 _NUMBER = rb"(?:K(.)|M(..)|J(.{4}))"
-# What pickling torch.Tensor of one dimension writes: a storage, offset 0, shape (n,), stride (1,), no grad.
+# The pickle of a one-dimensional torch.Tensor: a storage, offset 0, shape (n,), stride (1,), no grad.
 _TENSOR = re.compile(
     _MEMO.join(
         (
@@ -50,7 +51,7 @@ _TENSOR = re.compile(
 
 
 def read_flat_tensor(path: Path) -> NDArray[np.float64]:
-    """The numbers of a 1-D tensor. BadFile where the file holds anything else, or more."""
+    """Return the numbers of a 1-D tensor. BadFile if the file holds anything else; IOFailure."""
     data = read_small(path, MAX_BYTES)
     refused = BadFile(f"{path}: is not a torch file of one flat tensor, and other pickles are not read")
     try:

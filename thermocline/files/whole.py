@@ -1,4 +1,4 @@
-"""Files that appear under their name whole, or not at all. Must not know what is in them."""
+"""Files that appear under their name whole, or not at all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from thermocline.errors import IOFailure
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name beside `path` to write to. It takes the place of `path` if the body succeeds, else it goes.
+    """Give a path to write to. It replaces `path` if the body succeeds, and is removed otherwise.
 
-    A kill leaves it, as `NAME.tmp-PID`; the next call for the same `path` removes it. Raises IOFailure.
+    A killed process leaves it as `NAME.tmp-PID`; the next call for the same `path` removes it. Raises
+    IOFailure.
     """
     if path.exists() and not path.is_file():  # root could put a file in the place of /dev/null
         raise IOFailure(f"{path}: is a directory, device, pipe or socket, not a file")
@@ -28,7 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as e:
         raise IOFailure(f"{path}: cannot write: {e.strerror or e}") from None
     finally:
-        with suppress(OSError):  # where it could not be made, it cannot be removed
+        with suppress(OSError):  # the file may never have been made
             tmp.unlink()
 
 
@@ -44,7 +45,7 @@ def remove_stale(path: Path) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Say whether another process has this id."""
+    """Return whether another process has this id."""
     if pid == os.getpid():
         return False
     try:

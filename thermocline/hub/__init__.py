@@ -1,1 +1,1 @@
-"""Models by name: resolve, download, list and remove them. Must not know what is in them."""
+"""Models by name: resolve, download, list and remove them."""

@@ -1,6 +1,6 @@
-"""What is in the caches, and taking it out: `thermocline ls` and `rm`.
+"""List and remove models in the two caches: `thermocline ls` and `rm`.
 
-An item is a directory directly inside one of the two caches; nothing else is ever removed.
+An item is a directory directly inside one of the caches; nothing else is ever removed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from thermocline.hub import names as hub
 
 @dataclass(frozen=True)
 class Item:
-    name: str  # `rm` takes it, or as much of it as is unique
+    name: str  # `rm` takes it, or an unambiguous prefix
     kind: str  # pack or hub
     format: str
     bytes: int
-    last_used: float  # seconds since 1970; systems note it to within a day
+    last_used: float  # seconds since 1970; some systems update it once a day
     path: Path
 
 
@@ -71,13 +71,13 @@ def _format(snapshots: Path) -> str:
 
 
 def _weigh(root: Path) -> tuple[int, float]:
-    """(bytes on disk, when last read or written) of the files below `root`; links are not followed."""
+    """Return the bytes on disk and the last use of the files below `root`. Links are not followed."""
     nbytes, used = 0, 0.0
     for at, _, names in os.walk(root):
         for name in names:
             try:
                 about = os.lstat(os.path.join(at, name))
-            except FileNotFoundError:  # going while we look
+            except FileNotFoundError:  # removed meanwhile
                 continue
             nbytes += about.st_blocks * 512 if hasattr(about, "st_blocks") else about.st_size
             used = max(used, about.st_mtime if os.path.islink(os.path.join(at, name)) else _used(about))
@@ -95,7 +95,7 @@ def find(text: str, among: list[Item]) -> Item:
     if not fit and at and any(i.name == repo for i in among):
         raise UsageError(f"{text!r}: `thermocline rm {repo}` removes that model with all its versions")
     if not text or not fit:
-        raise UsageError(f"{text!r} is not in the caches; `thermocline ls` lists what is")
+        raise UsageError(f"{text!r} is not in the caches; `thermocline ls` lists the models there")
     if len(fit) > 1:
         names = ", ".join(str(i.path) if exact else i.name for i in fit)
         raise UsageError(f"{text!r} may mean {names}; give one of them")
@@ -105,7 +105,7 @@ def find(text: str, among: list[Item]) -> Item:
 def remove(item: Item, cache_dir: Path) -> None:
     root = cache_dir if item.kind == "pack" else hub.cache_root()
     if item.path.parent != root or item.path.is_symlink():
-        raise UsageError(f"{item.path}: is not in the cache {root}")
+        raise UsageError(f"{item.path}: is not directly in the cache {root}; remove it by hand")
     try:
         shutil.rmtree(item.path)
     except OSError as e:

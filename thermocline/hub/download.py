@@ -1,8 +1,8 @@
-"""Fetching from a hub, byte by byte where it was left: the only module that makes requests.
+"""Download from a hub, continuing interrupted files. No other module makes requests.
 
-A blob is written to `blobs/HASH.incomplete`, under the library's own lock, and takes its name when its hash
-is right. The reference that `hub.find` goes by is written last, so what it finds is complete, and an
-interrupted refresh leaves the previous version in use.
+A blob is written to `blobs/HASH.incomplete`, under the library's own lock, and gets its name once its hash is
+right. The reference that `names.find` reads is written last. So it always finds a complete model, and an
+interrupted update leaves the previous version in use.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Progress = Callable[[str, int, int], None]  # ("downloading", bytes done, bytes 
 GIB = 2**30
 STEP_BYTES = 1 << 20
 TIMEOUT_S = 30.0
-PULL_REQUESTS = 12  # asked for their files, one request each
+PULL_REQUESTS = 12  # searched for safetensors, one request each
 _PULL_REQUEST = re.compile(r"refs/pr/(\d{1,6})")
-PLAIN_BYTES = 50 * 10**9  # hubs do not send larger files in one piece: the library fetches those by chunks
+PLAIN_BYTES = 50 * 10**9  # hubs do not send larger files in one piece; the library fetches these in chunks
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file as the hub lists it: its size, and the hash that is its name in the cache."""
+    """A file as the hub lists it: its size, and its hash, which is its name in the cache."""
 
     size: int
     digest: str
 
 
 def locate(model: str | os.PathLike[str], progress: Progress | None = None) -> Path:
-    """The directory or GGUF file that `-m` means: a path stays as it is, a hub name is fetched once."""
+    """Return the directory or GGUF file of `-m`: a path unchanged, or a hub name's, fetched if missing."""
     name = names.parse(model)
     if name is None:
         return Path(model)
@@ -45,32 +45,32 @@ def locate(model: str | os.PathLike[str], progress: Progress | None = None) -> P
 
 
 def pull(name: names.Name, progress: Progress | None = None) -> Path:
-    """Fetch what is missing of the newest version of `name`."""
+    """Fetch the files missing of the newest version of `name`; return its path."""
     if names.offline():
         raise IOFailure(
-            f"{name}: not in the cache ({names.cache_root()}), and HF_HUB_OFFLINE forbids asking; unset it, "
-            "or give a path"
+            f"{name}: not in the cache ({names.cache_root()}), and HF_HUB_OFFLINE forbids downloads; "
+            "unset it, or give a path"
         )
     _check_token()
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    with names.speaking(name, endpoint):
+    with names.library_errors(name, endpoint):
         return _Pull(name, endpoint, progress or (lambda what, done, total: None)).run()
 
 
 def _check_token() -> None:
     token = os.environ.get("HF_TOKEN", "").strip()
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise UsageError("HF_TOKEN holds characters that no token has; copy it again")
+        raise UsageError("HF_TOKEN contains characters that no token has; copy it again")
 
 
 class _Pull:
-    """One version of one repository on its way into the cache."""
+    """The download of one version of one repository into the cache."""
 
     def __init__(self, name: names.Name, endpoint: str, progress: Progress) -> None:
         from huggingface_hub.utils import build_hf_headers, logging
 
         if "HF_HUB_VERBOSITY" not in os.environ and "HF_DEBUG" not in os.environ:
-            logging.set_verbosity_error()  # its warnings of retries hold signed addresses
+            logging.set_verbosity_error()  # its warnings of retries contain signed URLs
         self._name, self._endpoint, self._progress = name, endpoint, progress
         self._blobs = name.folder / "blobs"
         self._headers = build_hf_headers(library_name="thermocline")
@@ -111,15 +111,18 @@ class _Pull:
             parts = names.shards(self._snapshot)
             missing = [p for p in parts if p not in self._files]
             if missing:
-                raise BadFile(f"{self._name}: {missing[0]} is in {names.INDEX} but not in the repository")
+                raise BadFile(
+                    f"{self._name}: {names.INDEX} names {missing[0]}, which is not in the repository; "
+                    "try another revision"
+                )
             self._fetch(parts)
         self._refer()
         return names.model_in(self._snapshot, files)
 
     def _pull_request(self) -> names.Name | None:
-        """The newest pull request whose files have safetensors, of the last `PULL_REQUESTS`.
+        """Return the newest pull request with safetensors, among the last `PULL_REQUESTS`.
 
-        The hub's own converter opens such ones. A hub that does not tell them is no error: this is advice.
+        The hub's own converter opens such pull requests. A hub that lists none is no error: this is advice.
         """
         from huggingface_hub import HfApi, errors
         from huggingface_hub.utils import httpx
@@ -153,7 +156,7 @@ class _Pull:
         free = shutil.disk_usage(at).free
         if need > free:
             raise IOFailure(
-                f"{self._name}: needs {need / GIB:.3g} GiB of disk, and {free / GIB:.3g} GiB are free at "
+                f"{self._name}: needs {need / GIB:.3g} GiB of disk, but {free / GIB:.3g} GiB are free at "
                 f"{names.cache_root()}; free some, or set HF_HOME to another disk"
             )
 
@@ -166,10 +169,10 @@ class _Pull:
             locks = names.cache_root() / ".locks" / self._name.folder.name
             locks.mkdir(parents=True, exist_ok=True)
             self._blobs.mkdir(parents=True, exist_ok=True)
-            with WeakFileLock(locks / f"{about.digest}.lock"):  # another process may have it by now
+            with WeakFileLock(locks / f"{about.digest}.lock"):  # another process may have fetched it by now
                 if not blob.exists():
                     self._fetch_blob(file, about, blob)
-        hf_hub_download(  # finds the blob, and links it into the snapshot
+        hf_hub_download(  # finds the blob and links it into the snapshot
             self._name.repo,
             file,
             revision=self._commit,
@@ -197,14 +200,16 @@ class _Pull:
             )
         if _digest(partial, len(about.digest)) != about.digest:
             partial.unlink()
-            raise IOFailure(f"{self._name}: {file} is damaged: its hash is not what was announced; try again")
+            raise IOFailure(
+                f"{self._name}: {file} is damaged: its hash differs from the announced one; try again"
+            )
         os.replace(partial, blob)
 
     def _partial(self, digest: str) -> Path:
         return self._blobs / f"{digest}.incomplete"
 
     def _meter(self, size: int) -> Any:
-        """Stands in for the library's progress bar, and stops a file that grows beyond its size."""
+        """Return a class in place of the library's progress bar, which also stops a file beyond its size."""
         pull = self
 
         class Meter:
@@ -215,7 +220,7 @@ class _Pull:
                 self.n += int(n or 0)
                 pull._done += int(n or 0)
                 if self.n > size:
-                    raise BadFile(f"{pull._name}: a file is larger than its {size} bytes")
+                    raise BadFile(f"{pull._name}: a file is larger than the announced {size} bytes")
                 pull._progress("downloading", min(pull._done, pull._total), pull._total)
 
             def __enter__(self) -> Meter:
@@ -242,7 +247,7 @@ def _is_size(n: Any) -> bool:
 
 
 def _is_digest(text: Any) -> bool:
-    """Of git (SHA-1 of a header and the file), or of git-lfs (SHA-256 of the file)."""
+    """Tell whether `text` is a hash of git (SHA-1, of a header and the file) or git-lfs (SHA-256)."""
     return isinstance(text, str) and len(text) in (40, 64) and not set(text) - set("0123456789abcdef")
 
 

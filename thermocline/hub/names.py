@@ -1,8 +1,7 @@
-"""Hub names: `org/name[@revision][:file or quant]` -> files in Hugging Face's own cache.
+"""Hub names: `org/name[@revision][:file or quant]`, and their files in Hugging Face's own cache.
 
-What has been fetched is found by looking at the cache, without the library and without a request. Names, and
-whatever a hub answers, are untrusted: only known files are fetched, each held to its announced size and hash.
-Must not know packs.
+Fetched models are found by looking into the cache, without the library and without a request. Names and a
+hub's answers are untrusted: only known files are fetched, and each must match its announced size and hash.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from pathlib import Path
 
 from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
 
-TEXT_FILES = (  # all that a reader of Hugging Face directories may want besides weights
+TEXT_FILES = (  # the files besides weights that a reader of Hugging Face directories may need
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-MAX_FILES = 10_000  # of a repository; listed names of more are not looked at
+MAX_FILES = 10_000  # of a repository; further names are ignored
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _LIKE_A_NAME = re.compile(r"([^/@:\\]+/[^/@:\\]+)(?:@([^:]*))?(?::(.*))?", re.DOTALL)
@@ -33,7 +32,7 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+ -]*(?:/[A-Za-z0-9_][A-Za-z0-9._+ 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _QUANT = re.compile(r"(?:^|[-._/])((?:I?Q\d\w*?|F16|F32|BF16|FP16)(?:_[0-9A-Z]+)*)(?=[-./]|$)", re.IGNORECASE)
-# PowerInfer's neuron counts, beside its GGUF. Named like pickles; their reader takes the numbers out.
+# PowerInfer's neuron counts, beside its GGUF. They are pickles, of which only the numbers are read.
 _COUNTS = re.compile(r"activation/activation_\d{1,4}\.pt")
 
 
@@ -56,7 +55,7 @@ class Name:
 
 
 def parse(model: str | os.PathLike[str]) -> Name | None:
-    """None: a path. That is whatever exists here, looks like a path (`./x/y`), or is no text but a Path."""
+    """Return the hub name, or None for a path: it exists here, looks like one (`./x/y`), or is a Path."""
     if not isinstance(model, str) or os.path.lexists(model) or model.startswith((".", "~")):
         return None
     found = _LIKE_A_NAME.fullmatch(model)
@@ -79,7 +78,7 @@ def parse(model: str | os.PathLike[str]) -> Name | None:
 
 
 def safe(file: str) -> bool:
-    """A relative path that stays below where it is put."""
+    """Tell whether `file` is a relative path that stays below its directory."""
     return _FILE.fullmatch(file) is not None and not _odd(file)
 
 
@@ -88,7 +87,7 @@ def _odd(path: str) -> bool:
 
 
 def label(path: Path) -> str | None:
-    """`org--name` or `org--name-file` for what lies in a hub's cache, where paths end in hashes."""
+    """Return `org--name` or `org--name-file` for a path in a hub's cache, where paths end in hashes."""
     for at in path.absolute().parents:
         if at.name == "snapshots" and at.parent.name.startswith("models--"):
             inside = path.absolute().relative_to(at).parts[1:]
@@ -97,11 +96,11 @@ def label(path: Path) -> str | None:
     return None
 
 
-# ---- what there is
+# ---- the cache
 
 
 def cache_root() -> Path:
-    """Where Hugging Face's library keeps its cache, so that it is shared with other tools."""
+    """Return the directory of Hugging Face's own cache, which is shared with other tools."""
     env = os.environ
     home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     root = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
@@ -114,7 +113,7 @@ def offline() -> bool:
 
 
 def find(name: Name) -> Path | None:
-    """The model, if all of it was fetched before. Asks nobody."""
+    """Return the model's path if all of it is in the cache. This makes no request."""
     commit: str | None = name.revision
     if not COMMIT.fullmatch(name.revision):
         commit = _read_ref(name.folder / "refs" / name.revision)
@@ -143,7 +142,7 @@ def _read_ref(path: Path) -> str | None:
 
 
 def wanted(name: Name, files: Collection[str]) -> list[str]:
-    """What to fetch of a repository's `files`, small before large; its shards follow from INDEX."""
+    """Return the `files` of a repository to fetch, small before large. INDEX then names the shards."""
     if name.choice is not None:
         return _gguf(name, files)
     text = [f for f in TEXT_FILES if f in files]
@@ -156,11 +155,13 @@ def wanted(name: Name, files: Collection[str]) -> list[str]:
     pickle = min((f for f in files if f.endswith(PICKLES) and "/" not in f), default=None)
     if pickle is not None:
         raise OnlyPickles(name, pickle)
-    raise Unsupported(f"{name}: has neither {SINGLE}, {INDEX} nor a GGUF file")
+    raise Unsupported(
+        f"{name}: has neither {SINGLE}, {INDEX} nor a GGUF file; choose a repository that has one"
+    )
 
 
 class OnlyPickles(Unsupported):
-    """`name` has weights, as pickles. `pull_request`: what of its kind has safetensors."""
+    """The weights of `name` are pickles. `pull_request`: one that offers them as safetensors."""
 
     def __init__(self, name: Name, pickle: str, pull_request: Name | None = None) -> None:
         self.name, self.pickle = name, pickle
@@ -168,7 +169,7 @@ class OnlyPickles(Unsupported):
             "look for a safetensors or GGUF version, or convert it where you trust it: hf download "
             f"{name.repo}, then save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
             if pull_request is None
-            else f"{pull_request} has them as safetensors, offered in a pull request: see who opened it, "
+            else f"{pull_request}, a pull request, has them as safetensors: check who opened it, "
             "then use that name"
         )
         super().__init__(
@@ -177,7 +178,7 @@ class OnlyPickles(Unsupported):
 
 
 def _gguf(name: Name, files: Collection[str]) -> list[str]:
-    """All parts of the one GGUF model that `name.choice` says, or that there is."""
+    """Return all parts of the GGUF model that `name.choice` names, or of the only one."""
     models: dict[str, list[str]] = {}
     for file in sorted(f for f in files if f.endswith(".gguf") and not _companion(f)):
         models.setdefault(_SPLIT.sub(".gguf", file), []).append(file)
@@ -192,7 +193,9 @@ def _gguf(name: Name, files: Collection[str]) -> list[str]:
     parts = models[fit[0]]
     split = _SPLIT.search(parts[0])
     if split and [m.groups() for p in parts if (m := _SPLIT.search(p))] != _numbers(split[2]):
-        raise BadFile(f"{name}: {len(parts)} of the {int(split[2])} parts of {fit[0]} are there")
+        raise BadFile(
+            f"{name}: has {len(parts)} of the {int(split[2])} parts of {fit[0]}; try another revision"
+        )
     counts = sorted(f for f in files if _COUNTS.fullmatch(f)) if ".powerinfer" in fit[0].lower() else []
     return [*counts, *parts]
 
@@ -202,13 +205,13 @@ def _numbers(count: str) -> list[tuple[str, ...]]:
 
 
 def _companion(file: str) -> bool:
-    """A GGUF that is no language model: a vision projector, an importance matrix."""
+    """Tell whether a GGUF is not a language model, but a vision projector or importance matrix."""
     name = file.rpartition("/")[2].lower()
     return name.startswith("mmproj") or "imatrix" in name
 
 
 def quant(file: str) -> str | None:
-    """`Q4_K_M` of `org-model.Q4_K_M.gguf`."""
+    """Return the quant in a file's name: `Q4_K_M` of `org-model.Q4_K_M.gguf`."""
     found = _QUANT.findall(file.rpartition("/")[2].removesuffix(".gguf"))
     return found[-1].upper() if found else None
 
@@ -229,16 +232,16 @@ def shards(snapshot: Path) -> list[str]:
 
 
 def model_in(snapshot: Path, files: list[str]) -> Path:
-    """What to hand on: the directory, or the first part of a GGUF model."""
+    """Return the path of the model: the directory, or the first part of a GGUF model."""
     return next((snapshot / f for f in files if f.endswith(".gguf")), snapshot)
 
 
-# ---- errors of the library, as ours
+# ---- the library's errors as ours
 
 
 @contextlib.contextmanager
-def speaking(name: Name, endpoint: str) -> Iterator[None]:
-    """One line for whatever may go wrong. No text of the library's is repeated: it may hold signed URLs."""
+def library_errors(name: Name, endpoint: str) -> Iterator[None]:
+    """Turn the library's errors into ours, without their text, which may contain signed URLs."""
     from huggingface_hub import errors
     from huggingface_hub.utils import httpx
 
@@ -257,7 +260,9 @@ def speaking(name: Name, endpoint: str) -> Iterator[None]:
             " (or it is private: set HF_TOKEN to a token that may read it)"
         ) from None
     except errors.RevisionNotFoundError:
-        raise IOFailure(f"{name}: {endpoint}/{name.repo} has no revision {name.revision!r}") from None
+        raise IOFailure(
+            f"{name}: {endpoint}/{name.repo} has no revision {name.revision!r}; choose another"
+        ) from None
     except errors.RemoteEntryNotFoundError:
         raise IOFailure(f"{name}: a file that {endpoint} lists is not there; try again") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
@@ -266,18 +271,20 @@ def speaking(name: Name, endpoint: str) -> Iterator[None]:
         raise _refused(name, endpoint, e.response.status_code) from None
     except httpx.HTTPError:
         raise nobody from None
-    except ValueError as e:  # JSON of another shape than a hub's
-        raise BadFile(f"{name}: {endpoint} does not answer like a hub ({type(e).__name__})") from None
+    except ValueError as e:  # JSON that is not a hub's
+        raise BadFile(
+            f"{name}: {endpoint} does not answer like a hub ({type(e).__name__}); check HF_ENDPOINT"
+        ) from None
     except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "the disk is full" if full else e.strerror or "what came is cut short or damaged"
+        what = "the disk is full" if full else e.strerror or "the download is truncated or damaged"
         raise IOFailure(f"{name}: {what} ({cache_root()}); run it again to continue") from None
 
 
 def _refused(name: Name, endpoint: str, status: int) -> IOFailure:
     hint = {
-        401: "HF_TOKEN is not valid there",
-        403: "HF_TOKEN may not read it",
+        401: "HF_TOKEN is not valid there; set another",
+        403: "HF_TOKEN may not read it; ask for access",
         429: "too many requests; wait a while",
     }.get(status, "try again later")
     return IOFailure(f"{name}: {endpoint} answers {status}: {hint}")

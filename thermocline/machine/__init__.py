@@ -1,1 +1,1 @@
-"""What this machine is and how fast each tier of it is. Must not know models."""
+"""Facts about this machine and the speed of each of its tiers."""

@@ -1,6 +1,6 @@
-"""How fast a directory's disk reads: large blocks in order, and 4 KiB blocks at random.
+"""Measure how fast a directory's disk reads: large blocks in order, and 4 KiB blocks at random.
 
-Bounded: at most 256 MiB written and about 3 s. Direct I/O where possible, said where not.
+A measurement writes at most 256 MiB and takes about 3 s. It uses direct I/O if possible, and says if not.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ SEQUENTIAL_DEPTH, RANDOM_DEPTH = 4, 128  # more is not faster on the disks measu
 
 @dataclass(frozen=True)
 class DiskSpeed:
+    """The measured speeds of the disk under a path."""
+
     path: str
     free_bytes: int | None
     sequential_gbs: float | None = None  # 2 MiB blocks, 4 in flight
     random_iops: float | None = None  # 4 KiB blocks, 128 in flight
     direct: bool = False  # False: the page cache helped, so the figures are upper bounds
-    why: str | None = None  # why there are no figures, or how to read them
+    why: str | None = None  # the reason why there are no figures, or a caveat
 
 
 def _fill(fd: int, limit: int, seconds: float) -> int:
-    """Write noise, each chunk synced so that a slow disk cannot overrun the time. -> bytes written."""
+    """Write random bytes and return their number. Each chunk is synced, to keep to the time on slow disks."""
     chunk = os.urandom(CHUNK)
     end = time.monotonic() + seconds
     written = 0
@@ -47,7 +49,7 @@ def _fill(fd: int, limit: int, seconds: float) -> int:
 
 
 def _measure(path: Path, offsets: U64, nbytes: int, depth: int, seconds: float) -> tuple[float, bool]:
-    """-> (reads per second of so many bytes, whether they went past the page cache)"""
+    """Return (reads per second of `nbytes` each, whether they went past the page cache)."""
     from thermocline import _native
 
     reader = _native.Reader(str(path), depth=depth, buffer_bytes=nbytes)
@@ -59,7 +61,7 @@ def _measure(path: Path, offsets: U64, nbytes: int, depth: int, seconds: float) 
 
 
 def sequential_gbs(path: Path, nbytes: int) -> tuple[float, bool]:
-    """GB/s of reading a file's first bytes in order, over and over, and whether that was the disk's."""
+    """Read a file's first bytes in order, over and over: (GB/s, whether the disk itself was measured)."""
     import numpy as np
 
     blocks = np.arange(1 << 16, dtype=np.uint64) % np.uint64(nbytes // BLOCK)
@@ -75,7 +77,7 @@ def _random_iops(path: Path, nbytes: int) -> float:
 
 
 def measure_file(path: Path) -> DiskSpeed:
-    """As `measure_disk`, over a large file that is there: nothing is written."""
+    """Measure the disk under an existing large file. Nothing is written."""
     try:
         size = path.stat().st_size // BLOCK * BLOCK
         if not size:
@@ -102,7 +104,7 @@ def measure_disk(directory: Path) -> DiskSpeed:
         try:
             with os.fdopen(handle, "wb", buffering=0):
                 size = _fill(handle, min(LIMIT, free // 2), WRITE_S) // BLOCK * BLOCK
-                if hasattr(os, "posix_fadvise"):  # where direct reads are refused
+                if hasattr(os, "posix_fadvise"):  # empties the page cache, if direct reads are refused
                     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             if size < SMALLEST:
                 return DiskSpeed(

@@ -1,6 +1,6 @@
-"""How fast a GPU is, for the planner: its memory, the way to RAM, a kernel's start, a task of the CPU's.
+"""Measure a GPU for the planner: memory, link to RAM, kernel launch, and hand-over to the CPU.
 
-Wall-clock times of queued work, awaited: what a step pays. Must not know models.
+Each figure is the wall-clock time of queued work until it is done, as a step would wait for it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from thermocline.ops.device_rows import Rows, Scratch
 from thermocline.ops.device_sizes import Sizes
 
 COLUMNS = 4096  # of the matrix that kernels are measured with
-RUNS = 5  # a median of as many
+RUNS = 5  # figures are medians of this many runs
 LAUNCHES, HANDOVERS = 200, 50  # queued at once
-SHARE_OF_FREE = 4  # of the memory that is free, a part of that many is measured with
+SHARE_OF_FREE = 4  # one part in this many of the free memory is used for measuring
 
 
 def gpu_tier(
     device: Device, kernels: Any, free_bytes: int, format: str, *, largest: int = 1 << 30
 ) -> GpuTier:
-    """`free_bytes`: of its memory. `format`: of the weights that its kernels are measured with."""
+    """Measure a GPU with `free_bytes` of free memory. Kernels are measured with weights of `format`."""
     size = min(largest, free_bytes // SHARE_OF_FREE) // (1 << 20) * (1 << 20)
     data = device.zeros((size,), torch.uint8)
     read = size / _seconds(device, lambda: device.run(_sum, data.view(torch.float32))) / 1e9
@@ -70,7 +70,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
 
 
 def _launch_us(device: Device) -> float:
-    """Of a kernel in a recorded step."""
+    """Return the microseconds of one kernel launch in a recorded step."""
     x = device.zeros((32,), torch.float32)
 
     def work() -> None:
@@ -81,7 +81,7 @@ def _launch_us(device: Device) -> float:
 
 
 def _handover_us(device: Device) -> float:
-    """There and back beside the GPU's own work, with an empty task of the CPU's between."""
+    """Return the microseconds to the CPU and back, through an empty task, beside the GPU's own work."""
     there, here = device.zeros((COLUMNS,), torch.float32), device.pinned((COLUMNS,), torch.float32)
     task = _native.HostTask(_native.Context(1, ""), _native.StepSlot())
 

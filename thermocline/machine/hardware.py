@@ -1,7 +1,7 @@
-"""What this machine is, and how fast: cores, instruction sets, memory, disk, GPU. No policy.
+"""Facts about this machine: cores, instruction sets, memory, disk and GPU, with measured speeds.
 
-A fact that this system does not offer is `None` and printed as "unknown"; nothing is guessed.
-`root` is where /proc and /sys are looked for (tests give a made-up tree). Must not know models.
+A fact that the system does not offer is None and is printed as "unknown"; nothing is guessed. `root` is the
+directory that holds /proc and /sys (tests use a tree of their own).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROOT = Path("/")
 NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 ROOF_SECONDS = 0.1
-ROOF_BYTES = 1 << 30  # read in a pass, at most where caches are small: 0.03 to 0.1 s
+ROOF_BYTES = 1 << 30  # the most bytes that one pass reads: 0.03 to 0.1 s
 LEAST_BYTES = 1 << 20
 
 
@@ -44,17 +44,21 @@ class Cores:
 
 @dataclass(frozen=True)
 class Isa:
+    """The instruction set that the native core uses, and those that this CPU supports."""
+
     chosen: str
-    levels: list[str]  # what this CPU supports, best first
+    levels: list[str]  # supported levels, best first
     features: dict[str, bool]
 
 
 @dataclass(frozen=True)
 class Memory:
+    """The memory of this machine and its measured speed."""
+
     total_bytes: int | None
     available_bytes: int | None
-    limited_by: str | None  # what makes `available` less than the system's free memory
-    cache_bytes: int | None  # last-level cache reachable from the usable cores
+    limited_by: str | None  # the limit that makes `available` less than the system's free memory
+    cache_bytes: int | None  # last-level cache that the usable cores reach
     read_gbs_1_thread: float | None
     read_gbs: float | None  # with `threads`
     threads: int
@@ -62,18 +66,22 @@ class Memory:
 
 @dataclass(frozen=True)
 class GpuInfo:
+    """The GPUs that the driver lists."""
+
     found: bool
     names: list[str]
     memory_bytes: list[int]
-    why: str  # it is not found, or cannot be used
+    why: str  # the reason why none is found or usable
 
 
 @dataclass(frozen=True)
 class Hardware:
-    load: float | None  # processes that ran, on average over the last minute
+    """All facts that `doctor` prints."""
+
+    load: float | None  # the mean number of running processes in the last minute
     cores: Cores
     isa: Isa | None
-    native_error: str | None  # why the native module does not load
+    native_error: str | None  # the reason why the native module does not load
     memory: Memory
     disk: DiskSpeed
     gpu: GpuInfo
@@ -97,7 +105,7 @@ def _int(text: str | None) -> int | None:
 
 
 def _fields_kib(path: Path) -> dict[str, int]:
-    """`Name:  123 kB` lines -> bytes by name."""
+    """Read lines of the form `Name:  123 kB` into bytes by name."""
     out = {}
     for line in (_text(path) or "").splitlines():
         name, _, rest = line.partition(":")
@@ -108,7 +116,7 @@ def _fields_kib(path: Path) -> dict[str, int]:
 
 
 def _cpu_list(text: str | None) -> frozenset[int]:
-    """`0-3,8` -> {0, 1, 2, 3, 8}."""
+    """Parse a list of CPUs: `0-3,8` gives {0, 1, 2, 3, 8}."""
     cpus: set[int] = set()
     for part in (text or "").split(","):
         low, _, high = part.partition("-")
@@ -125,9 +133,9 @@ def _sysctl(name: str) -> int | None:
 
 
 def _cgroups(root: Path, controller: str) -> list[tuple[Path, int]]:
-    """(directory, cgroup version) of this process's group and its parents, innermost first.
+    """Return (directory, cgroup version) of this process's group and its parents, innermost first.
 
-    In a container the path may be the host's and not exist: the walk up then ends at the mount, ours.
+    In a container the path may be the host's and not exist. The walk up then ends at the container's mount.
     """
     found: list[tuple[Path, int]] = []
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
@@ -155,14 +163,14 @@ def _cgroups(root: Path, controller: str) -> list[tuple[Path, int]]:
 
 
 def affinity() -> frozenset[int]:
-    """CPUs this process may run on."""
+    """Return the CPUs that this process may run on."""
     if sys.platform == "linux":
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPUs' worth of time the cgroups grant, None without a limit."""
+    """Return how many CPUs' worth of time the cgroups grant; None without a limit."""
     quotas = []
     for group, version in _cgroups(root, "cpu"):
         if version == 2:
@@ -177,7 +185,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def _siblings(cpu: int, root: Path) -> frozenset[int] | None:
-    """The hardware threads of one core."""
+    """Return the hardware threads of a CPU's core; None if the system does not say."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     cpus = _cpu_list(_text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list"))
     return cpus or None
@@ -196,6 +204,7 @@ def _cpu_name(root: Path) -> str | None:
 
 
 def cores(root: Path = ROOT, usable: frozenset[int] | None = None) -> Cores:
+    """Return the cores of this machine. `usable` are the CPUs this process may use; None: by affinity."""
     usable = affinity() if usable is None else usable
     online = _cpu_list(_text(root / "sys/devices/system/cpu/online"))
     logical = len(online) or os.cpu_count() or len(usable)
@@ -238,7 +247,7 @@ def _windows_memory() -> tuple[int | None, int | None]:
 
 
 def _system_memory(root: Path) -> tuple[int | None, int | None]:
-    """(total, available) as the system sees it."""
+    """Return the system's (total, available) bytes of memory."""
     info = _fields_kib(root / "proc/meminfo")
     if info:
         return info.get("MemTotal"), info.get("MemAvailable", info.get("MemFree"))
@@ -247,8 +256,8 @@ def _system_memory(root: Path) -> tuple[int | None, int | None]:
     return _sysctl("hw.memsize"), None
 
 
-def _cgroup_room(group: Path, version: int) -> int | None:
-    """Limit - usage + inactive file pages (the kernel gives those back first)."""
+def _cgroup_available(group: Path, version: int) -> int | None:
+    """Return the bytes that a cgroup leaves: limit - usage + inactive file pages, which are freed first."""
     if version == 2:
         limits = [_int(_text(group / name)) for name in ("memory.max", "memory.high")]
         limit = min((n for n in limits if n is not None), default=None)
@@ -263,8 +272,8 @@ def _cgroup_room(group: Path, version: int) -> int | None:
     return max(0, limit - usage + inactive)
 
 
-def _limit_room(root: Path, limit_name: str, used_name: str) -> int | None:
-    """Return what a limit of this process leaves."""
+def _rlimit_available(root: Path, limit_name: str, used_name: str) -> int | None:
+    """Return the bytes that a limit of this process leaves; None without a limit."""
     if sys.platform == "win32":
         return None
     import resource
@@ -277,23 +286,23 @@ def _limit_room(root: Path, limit_name: str, used_name: str) -> int | None:
 
 
 def available_memory(root: Path = ROOT) -> tuple[int | None, str | None]:
-    """(bytes that can still be allocated, what limits them if not the system)."""
-    _, available = _system_memory(root)
-    rooms: list[tuple[int | None, str | None]] = [(available, None)]
-    rooms += [(_cgroup_room(g, v), f"cgroup {g}") for g, v in _cgroups(root, "memory")]
-    rooms.append((_limit_room(root, "RLIMIT_AS", "VmSize"), "address space limit (ulimit -v)"))
-    rooms.append((_limit_room(root, "RLIMIT_DATA", "VmData"), "data limit (ulimit -d)"))
-    known = [(room, why) for room, why in rooms if room is not None]
+    """Return (bytes that can still be allocated, the limit that applies or None for the system's memory)."""
+    _, free = _system_memory(root)
+    limits: list[tuple[int | None, str | None]] = [(free, None)]
+    limits += [(_cgroup_available(g, v), f"cgroup {g}") for g, v in _cgroups(root, "memory")]
+    limits.append((_rlimit_available(root, "RLIMIT_AS", "VmSize"), "address space limit (ulimit -v)"))
+    limits.append((_rlimit_available(root, "RLIMIT_DATA", "VmData"), "data limit (ulimit -d)"))
+    known = [(nbytes, why) for nbytes, why in limits if nbytes is not None]
     return min(known, key=lambda r: r[0], default=(None, None))
 
 
 def available_bytes() -> int | None:
-    """Memory this process can still take; None where the system does not say."""
+    """Return the bytes that this process can still allocate; None if the system does not say."""
     return available_memory()[0]
 
 
 def peak_rss_bytes() -> int | None:
-    """The most memory this process has held."""
+    """Return the most memory that this process has held; None if the system does not say."""
     if peak := _fields_kib(ROOT / "proc/self/status").get("VmHWM"):
         return peak
     if sys.platform == "win32":
@@ -305,12 +314,12 @@ def peak_rss_bytes() -> int | None:
 
 
 def huge_page_bytes(root: Path = ROOT) -> int | None:
-    """This process's memory in huge pages, 2 MiB or more; None where the system does not say."""
+    """Return this process's bytes in huge pages (2 MiB or more); None if the system does not say."""
     return _fields_kib(root / "proc/self/smaps_rollup").get("AnonHugePages")
 
 
 def cache_bytes(root: Path = ROOT, usable: frozenset[int] | None = None) -> int | None:
-    """Last-level cache reachable from the usable CPUs: chips with several caches add up."""
+    """Return the bytes of last-level cache that the usable CPUs reach. Several caches add up."""
     shares: dict[frozenset[int], tuple[int, int]] = {}  # CPUs that share it -> (level, bytes)
     for cpu in affinity() if usable is None else usable:
         for index in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
@@ -326,17 +335,17 @@ def cache_bytes(root: Path = ROOT, usable: frozenset[int] | None = None) -> int 
 
 
 def read_gbs(threads: int, seconds: float = ROOF_SECONDS) -> float | None:
-    """Memory read speed in GB/s. None when memory is too scarce.
+    """Measure the memory's read speed in GB/s. None if memory is too scarce.
 
-    Over 16 times the last-level cache: with 4 times, the cache's share reads 20 % too much (32 MiB cache:
-    50 GB/s over 128 MiB, 42 over 512 MiB and over 2 GiB).
+    The test reads 16 times the last-level cache. With 4 times, the cache makes the figure 20 % too high (a
+    cache of 32 MiB: 50 GB/s over 128 MiB, 42 over 512 MiB and over 2 GiB).
     """
     import thermocline._native as _native
 
     cache = cache_bytes() or 32 << 20
     nbytes = min(16 * cache, ROOF_BYTES)
-    room = available_bytes()
-    if room is not None and nbytes > room // 4:
+    available = available_bytes()
+    if available is not None and nbytes > available // 4:
         return None
     return float(_native.read_bandwidth(nbytes, threads, seconds))
 
@@ -344,9 +353,10 @@ def read_gbs(threads: int, seconds: float = ROOF_SECONDS) -> float | None:
 def read_gbs_of(
     arena: _native.Arena, begin: int, end: int, threads: int, seconds: float = ROOF_SECONDS
 ) -> float | None:
-    """GB/s of reading bytes [begin, end) of an arena over and over. None where they are too few to tell.
+    """Measure the GB/s of reading bytes [begin, end) of an arena. None if they are too few to measure.
 
-    It takes no memory, and one pass at least: so only as much is read as the caches cannot hold.
+    No memory is allocated. At least one pass is made, so only as many bytes are read as the caches cannot
+    hold.
     """
     end = min(end, begin + max(16 * (cache_bytes() or 0), ROOF_BYTES))
     return None if end - begin < LEAST_BYTES else float(arena.read_bandwidth(begin, end, threads, seconds))
@@ -365,7 +375,7 @@ def measure_memory(threads: int) -> Memory:
 
 
 def gpu(root: Path = ROOT) -> GpuInfo:
-    """NVIDIA's driver answers without loading a GPU library."""
+    """List the GPUs. NVIDIA's driver answers through nvidia-smi, without loading a GPU library."""
     smi = shutil.which("nvidia-smi")
     driver = (root / "proc/driver/nvidia/version").exists()
     if smi is None:
@@ -388,7 +398,7 @@ def gpu(root: Path = ROOT) -> GpuInfo:
 
 
 def measure(disk_dir: Path, threads: int = 0) -> Hardware:
-    """Everything `doctor` says; takes a few seconds, most of them the disk's."""
+    """Measure everything that `doctor` prints. It takes a few seconds, most of them for the disk."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     machine = cores()
     threads = threads if threads > 0 else machine.threads
@@ -404,7 +414,7 @@ def measure(disk_dir: Path, threads: int = 0) -> Hardware:
 
 
 def advice(h: Hardware, isa_variable: str | None = None) -> list[str]:
-    """What holds this machine back, one sentence each."""
+    """Return advice: one sentence for each thing that slows this machine down."""
     lines = []
     c = h.cores
     if h.native_error:
@@ -433,7 +443,10 @@ def advice(h: Hardware, isa_variable: str | None = None) -> list[str]:
 
 
 def from_cache(weights_bytes: int, cache_bytes: int | None, share: float | None) -> bool:
-    """Memory speed bounds nothing where the weights fit in the cache, or nearly and outrun memory."""
+    """Return whether the weights are read from the cache, so that memory speed is no bound.
+
+    They are if they fit, or if they nearly fit and are read faster than memory.
+    """
     if cache_bytes is None:
         return False
     return weights_bytes <= cache_bytes or (

@@ -1,7 +1,4 @@
-"""This machine as a hardware file: what `doctor` found, and what this engine's kernels reach here.
-
-Must not know models.
-"""
+"""Measure this machine for a hardware file: its tiers, and the speeds that the kernels reach here."""
 
 from __future__ import annotations
 
@@ -28,7 +25,10 @@ DEFAULT_CACHE_BYTES = 32 << 20
 def tiers_here(
     threads: int = 0, *, disk: MeasuredDisk | None = None, formats: Iterable[str] = tuple(quant.FORMATS)
 ) -> Tiers:
-    """Measured now: a second, and a quarter of one for each format."""
+    """Measure this machine's CPU. It takes a second, and a quarter of one for each format.
+
+    Raises Unsupported or OutOfBudget.
+    """
     cores = hardware.cores()
     threads = threads if threads > 0 else cores.threads
     ram, _ = hardware.available_memory()
@@ -57,7 +57,7 @@ def disk_tier(found: MeasuredDisk) -> DiskTier | None:
 
 
 def kernel_arena(cache: int, ram: int) -> _native.Arena:
-    """Weights that the caches do not hold."""
+    """Allocate random weights that are too large for the caches. Raises OutOfBudget."""
     nbytes = min(16 * cache, 512 << 20)
     if nbytes > ram // 2:
         raise OutOfBudget(f"{ram / 2**20:.0f} MiB of memory is too little to measure the kernels in")
@@ -90,7 +90,7 @@ def _kernel(context: _native.Context, arena: _native.Arena, format: str) -> Kern
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    """Median of the runs that SECONDS / 2 have room for, at least 3."""
+    """Return the median time of at least 3 runs, and of as many as fit into SECONDS / 2."""
     run()
     taken: list[float] = []
     end = time.perf_counter() + SECONDS / 2

@@ -1,7 +1,4 @@
-"""How fast and large each tier of a machine is: the hardware file, which `doctor -o` writes and `plan` reads.
-
-Owns the file's keys and what they must satisfy. Must not know models, nor how anything is measured.
-"""
+"""The hardware file: sizes and speeds of a machine's tiers. `doctor -o` writes it, and `plan` reads it."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ KIND, VERSION = "thermocline-hardware", 1
 MAX_BYTES = 1 << 20
 BUNDLED = Path(__file__).parents[1] / "bundled" / "hardware"
 MAX_NUMBER = 1e15
-# A kernel cannot read memory faster than memory is read; two measurements of one thing may differ by this.
+# A kernel cannot read faster than memory, but two measurements of the same speed may differ by this factor.
 NOISE = 1.5
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What this engine's multiplications reach with a weight format."""
+    """The speed of this engine's multiplications with one weight format."""
 
     gbs: float  # bytes of weights, one token at a time
     gflops: float  # many tokens at once; 2 operations a weight and token
@@ -33,8 +30,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class CpuTier:
+    """The CPU, its memory and its kernels."""
+
     ram_bytes: int
-    read_gbs: float  # memory read speed with `threads`: the roof
+    read_gbs: float  # memory read speed with `threads`: the upper bound of every kernel
     threads: int
     cache_bytes: int  # last-level
     kernels: dict[str, Kernel] = field(metadata={"of": Kernel})  # by weight format
@@ -42,24 +41,28 @@ class CpuTier:
 
 @dataclass(frozen=True)
 class GpuTier:
+    """A GPU, its memory and its link to RAM."""
+
     vram_bytes: int
     read_gbs: float
-    share: float  # of read_gbs that kernels reach
+    share: float  # the share of read_gbs that kernels reach
     gflops: float
-    launch_us: float  # of one kernel
+    launch_us: float  # to launch one kernel
     sync_us: float  # for the CPU and the GPU to wait for each other once, there and back
     link_gbs: float  # between RAM and VRAM
 
 
 @dataclass(frozen=True)
 class DiskTier:
+    """The disk that holds the pack."""
+
     read_gbs: float  # large reads
     reads_per_s: float  # of 4 KiB, many in flight
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """Facts of one machine, as fast as it is when nothing else runs."""
+    """The tiers of one machine, with the speeds they have if nothing else runs."""
 
     name: str
     source: str  # where the figures come from
@@ -68,7 +71,7 @@ class Tiers:
     disk: DiskTier | None
 
     def kernel(self, weight_format: str) -> Kernel:
-        """UsageError where the file has no figures for the format."""
+        """Return the speeds of a weight format. UsageError if the file has none for it."""
         if weight_format not in self.cpu.kernels:
             have = ", ".join(self.cpu.kernels)
             raise UsageError(
@@ -79,12 +82,12 @@ class Tiers:
 
 
 def names() -> list[str]:
-    """The machines that `--hardware` knows by name."""
+    """Return the machines that `--hardware` knows by name."""
     return sorted(path.stem for path in BUNDLED.glob("*.json"))
 
 
 def read_tiers(given: str) -> Tiers:
-    """A file, or one of `names()`. Raises BadFile naming the key, IOFailure, or UsageError."""
+    """Read a hardware file, or one of `names()`. Raises BadFile (naming the key), IOFailure or UsageError."""
     path = Path(given)
     if given in names():
         path = BUNDLED / f"{given}.json"
@@ -95,6 +98,7 @@ def read_tiers(given: str) -> Tiers:
 
 
 def parse_tiers(value: Any, name: str) -> Tiers:
+    """Parse a hardware file's JSON. `name` is the file, for messages. Raises BadFile, naming the key."""
     if type(value) is not dict or value.get("kind") != KIND:
         raise BadFile(f"{name}: kind is not {KIND!r}: not a file that `thermocline doctor -o FILE` wrote")
     value = dict(value)
@@ -114,7 +118,7 @@ def parse_tiers(value: Any, name: str) -> Tiers:
 
 
 def _object(cls: type[Any], value: Any, name: str, at: str) -> Any:
-    """A dataclass out of JSON: exactly its keys."""
+    """Make a dataclass from JSON that has exactly its keys."""
     if type(value) is not dict:
         raise BadFile(f"{name}: {at or 'the file'} is {quoted(value)}, not an object")
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -165,5 +169,5 @@ def tiers_json(tiers: Tiers) -> Json:
 
 
 def render(tiers: Tiers) -> str:
-    """The file, for a person to read and edit."""
+    """Return the text of a hardware file, indented for a person to read and edit."""
     return json.dumps(tiers_json(tiers), indent=1) + "\n"

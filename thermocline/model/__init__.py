@@ -1,1 +1,1 @@
-"""What a model is: its spec, its families, its tensors and their formats. Must not know packs."""
+"""The description of a model: its spec, its family, its tensors and their formats."""

@@ -1,4 +1,4 @@
-"""Activations and routing in numpy: the specification of both."""
+"""Activations and expert routing in numpy: the specification of both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 def activate(g: F32, kind: str, threshold: float) -> F32:
-    """The gate's activation, elementwise."""
+    """Return the gate's activation, elementwise. `threshold` is for "fatrelu" only."""
     y: F32
     match kind:
         case "silu":
@@ -24,7 +24,7 @@ def activate(g: F32, kind: str, threshold: float) -> F32:
             cubed = g + np.float32(0.044715) * g**3
             y = 0.5 * g * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * cubed))
         case "relu":
-            y = np.where(g <= 0, np.float32(0), g)  # a NaN stays one: a damaged model must show
+            y = np.where(g <= 0, np.float32(0), g)  # a NaN stays a NaN, so that damage shows
         case "fatrelu":  # ProSparse (arXiv 2402.13516): the value passes unchanged above the threshold
             y = np.where(g <= threshold, np.float32(0), g)
         case "relu2":  # squared ReLU (arXiv 2109.08668)
@@ -35,9 +35,10 @@ def activate(g: F32, kind: str, threshold: float) -> F32:
 
 
 def route(logits: F32, active: int) -> F32:
-    """[tokens, n_experts] -> the same: of each token's `active` largest logits the softmax, else 0.
+    """Return each token's expert weights: the softmax of its `active` largest logits, and 0 elsewhere.
 
-    Of equals the first; a NaN is larger than all, so that it shows.
+    Logits and weights are [tokens, n_experts]. Among equal logits the first is chosen. A NaN counts as the
+    largest, so that damage shows.
     """
     out = np.zeros_like(logits)
     for row, weights in zip(logits, out, strict=True):

@@ -1,8 +1,7 @@
-"""Model families: a Hugging Face config.json -> `ModelSpec` and where each tensor goes.
+"""Model families: read a Hugging Face config.json into a `ModelSpec` and a `TensorMap`.
 
-The only file with family names. Every key of a config is read, or ignored or required to have one value in
-`hf_config.py`; anything else is refused by name. Must not know packs or kernels.
-Adding a family: one reader function and its line in `FAMILIES`.
+Every key of a config is read here, or `hf_config.py` ignores it or requires one value. Any other key is
+refused by name. To add a family, write one reader function and add its line to `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from thermocline.model.hf_config import ConfigKeys, bos, eos, rope, windows
 from thermocline.model.spec import ACTIVATIONS, ModelSpec, check_spec
 from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, tensors
 
-MAX_CONFIG_BYTES = 512 << 10  # parsing one keeps at most 33 bytes a byte: 4 x metadata + 16 MiB holds
+MAX_CONFIG_BYTES = 512 << 10  # parsing takes at most 33 times the size: less than 4 x metadata + 16 MiB
 Read = tuple[ModelSpec, TensorMap]
-# What transformers documents for keys that a config may leave out. Any other missing key is an error.
+# transformers' defaults for keys that a config may leave out. Any other missing key is an error.
 _DEFAULTS: Json = {
     "num_key_value_heads": None,  # n_heads
     "head_dim": None,  # dim / n_heads
@@ -41,7 +40,10 @@ _DEFAULTS: Json = {
 
 
 def read_config(path: Path, activation: str | None = None) -> Read:
-    """The model in Hugging Face directory `path`, from its config.json and generation_config.json."""
+    """Read the model in Hugging Face directory `path` from its config.json and generation_config.json.
+
+    Raises BadFile, IOFailure, Unsupported, UsageError; see `parse_config`.
+    """
     config_path, generation_path = path / "config.json", path / "generation_config.json"
     config, generation = read_config_json(config_path), None
     if os.path.exists(generation_path):
@@ -50,7 +52,10 @@ def read_config(path: Path, activation: str | None = None) -> Read:
 
 
 def read_config_json(path: Path) -> Json:
-    """A config.json. State-space models' hold Infinity: that they are not supported is said first."""
+    """Read a config.json. Raises BadFile, IOFailure or Unsupported.
+
+    State-space models' configs hold Infinity, which is not JSON. They are refused for their architecture.
+    """
     constants: list[str] = []
     config = parse_json(read_small(path, MAX_CONFIG_BYTES), str(path), constants)
     if constants:
@@ -63,9 +68,11 @@ def read_config_json(path: Path) -> Json:
 def parse_config(
     config: Json, generation: Json | None, name: str, activation: str | None = None, *, sure: bool = True
 ) -> Read:
-    """The same from parsed JSON. BadFile or Unsupported, naming the key, where anything is not understood.
+    """Read a model from a parsed config.json and generation_config.json. `name` is the file, for messages.
 
-    `activation`: "relu" or "drelu", where the config leaves it open. `sure` False: its activation is a guess.
+    `activation` ("relu" or "drelu") decides if the config leaves it open. `sure` False means that the
+    config's activation is a guess. Raises BadFile or Unsupported, naming the key, and UsageError for
+    `activation`.
     """
     family = _family(config, name)
     keys = ConfigKeys(config, name).with_defaults({**_DEFAULTS, "model_type": family.model_type})
@@ -105,32 +112,32 @@ def _family(config: Json, name: str) -> Family:
 
 
 def _with_relu(spec: ModelSpec, activation: str | None, name: str) -> ModelSpec:
-    """The spec with the ReLU that a user chose: SparseQwen2's config says what a ReGLU's would say."""
+    """Return the spec with the ReLU that the user chose. SparseQwen2's config does not tell which it has."""
     if activation is None:
         raise Unsupported(
-            f"{name}: this {spec.architecture} model has ReLU, on the gate alone or on gate and up, which is "
-            "not said; choose --activation relu or --activation drelu, as its makers describe it"
+            f"{name}: this {spec.architecture} model has ReLU, and does not say whether on the gate alone or "
+            "on gate and up; choose --activation relu or --activation drelu, as its makers describe it"
         )
     return replace(spec, up_activation="relu" if activation == "drelu" else "none")
 
 
 def check_activation(spec: ModelSpec, activation: str | None, name: str) -> None:
-    """UsageError where a user's `activation` is not the one that a model says it has."""
-    said = "drelu" if spec.up_activation == "relu" else spec.activation
-    if activation not in (None, said):
-        raise UsageError(f"{name}: its activation is {said}, not {activation}; leave out --activation")
+    """Raise UsageError if the user's `activation` is not the model's own."""
+    own = "drelu" if spec.up_activation == "relu" else spec.activation
+    if activation not in (None, own):
+        raise UsageError(f"{name}: its activation is {own}, not {activation}; leave out --activation")
 
 
 # --- readers ------------------------------------------------------------------------------------------------
 
-# fatrelu has a threshold, which these configs have no key for
+# All but fatrelu, which has a threshold: these configs have no key for it.
 _PLAIN = tuple(a for a in ACTIVATIONS if a != "fatrelu")
 
 
 def _spec(
     keys: ConfigKeys, stop: Any, architecture: str, *, partial: float | None = None, **more: Any
 ) -> ModelSpec:
-    """What most configs say in the same words; `more` is what they say otherwise."""
+    """Read a spec from the keys that most configs share. `more` holds fields that a family reads itself."""
     dim, n_heads = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
     head_dim = more.pop("head_dim", None) or keys.integer_or_none("head_dim")
     if head_dim is None and dim % n_heads:
@@ -138,7 +145,7 @@ def _spec(
             "hidden_size", f"is not a multiple of num_attention_heads ({n_heads}), and no head_dim"
         )
     head_dim = head_dim or dim // n_heads
-    said: dict[str, Callable[[], Any]] = {
+    shared: dict[str, Callable[[], Any]] = {
         "ffn_dim": lambda: keys.size("intermediate_size", "ffn_dim"),
         "n_kv_heads": lambda: keys.integer_or_none("num_key_value_heads") or n_heads,
         "norm": lambda: "rms",
@@ -146,7 +153,7 @@ def _spec(
         "activation": lambda: keys.activation("hidden_act", _PLAIN),
         "tied_head": lambda: keys.flag("tie_word_embeddings"),
     }
-    said = {k: f for k, f in said.items() if k not in more}
+    shared = {k: f for k, f in shared.items() if k not in more}
     if more.get("position") != "learned" and "rope_theta" not in more:
         turned = rope(keys, partial=partial)
         rotary = int(head_dim * turned.pop("share"))
@@ -161,7 +168,7 @@ def _spec(
         max_context=keys.size("max_position_embeddings", "max_context"),
         bos_id=bos(keys),
         eos_ids=eos(keys, stop),
-        **{k: f() for k, f in said.items()},
+        **{k: f() for k, f in shared.items()},
         **more,
     )
 
@@ -271,7 +278,7 @@ def _qwen_window(keys: ConfigKeys) -> Json:
 
 
 def _qwen2(keys: ConfigKeys, stop: Any) -> Read:
-    """Qwen 2 and 2.5: a Llama with biases on q, k and v, and windows in the later layers."""
+    """Qwen 2 and 2.5: a Llama with biases on q, k and v, and a sliding window in the later layers."""
     keys.with_defaults({"bos_token_id": None, "eos_token_id": None})
     spec = _spec(keys, stop, "qwen2", **_qwen_window(keys))
     return spec, tensors(spec, biases=("qkv",))
@@ -285,7 +292,7 @@ def _qwen3(keys: ConfigKeys, stop: Any) -> Read:
 
 
 def _gemma(keys: ConfigKeys, stop: Any, architecture: str, pattern: int, **more: Any) -> Read:
-    """Gemma 2 and 3: norms around each half, stored as w - 1; embeddings scaled; some layers see a window."""
+    """Gemma 2 and 3: norms around each half, stored as w - 1; scaled embeddings; windows in some layers."""
     keys.with_defaults(
         {
             "head_dim": 256,
@@ -324,7 +331,7 @@ def _gemma2(keys: ConfigKeys, stop: Any) -> Read:
 
 
 def _gemma3(keys: ConfigKeys, stop: Any) -> Read:
-    """Gemma 3's text model: qk-norm, five windows to one full layer, and a rope of its own for windows."""
+    """Gemma 3's text model: qk-norm, five layers with a window to one without, and a rope for each kind."""
     caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "_sliding_window_pattern"))
     keys.with_defaults({"sliding_window": 4096, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6})
     keys.with_defaults({"rope_local_base_freq": 10000.0, **caps})
@@ -333,7 +340,9 @@ def _gemma3(keys: ConfigKeys, stop: Any) -> Read:
     )
     keys.default_theta = 1e6
     local, nested = keys.number("rope_local_base_freq", 1.0, 1e12), keys.raw("rope_parameters")
-    if isinstance(nested, dict) and "full_attention" in nested:  # transformers 5: one rope a kind of layer
+    if (
+        isinstance(nested, dict) and "full_attention" in nested
+    ):  # transformers 5: a rope for each kind of layer
         both = ConfigKeys(nested, f"{keys.name}: rope_parameters").with_defaults({"sliding_attention": None})
         near = both.group("sliding_attention")
         if near is not None:
@@ -348,10 +357,10 @@ def _gemma3(keys: ConfigKeys, stop: Any) -> Read:
 
 
 def _phi3(keys: ConfigKeys, stop: Any) -> Read:
-    """Phi-3 and 4: q, k, v in one tensor, gate and up in another; longrope in the long-context ones."""
+    """Phi-3 and 4: q, k and v in one tensor, gate and up in another; longrope for long contexts."""
     keys.with_defaults({"partial_rotary_factor": None, "eos_token_id": 32000})
     keys.with_defaults({"original_max_position_embeddings": None})
-    keys.raw("original_max_position_embeddings")  # of longrope
+    keys.raw("original_max_position_embeddings")  # longrope reads it
     spec = _spec(keys, stop, "phi3", partial=1.0, sliding_window=keys.integer_or_none("sliding_window"))
     if keys.flag("attention_bias"):
         raise keys.unsupported("attention_bias", "is not supported for Phi-3")
@@ -360,7 +369,7 @@ def _phi3(keys: ConfigKeys, stop: Any) -> Read:
 
 
 def _nemotron(keys: ConfigKeys, stop: Any) -> Read:
-    """Nemotron, Minitron: ungated squared ReLU, LayerNorm stored as w - 1, half of each head turned."""
+    """Nemotron, Minitron: ungated squared ReLU, LayerNorm stored as w - 1, rope on half of each head."""
     keys.with_defaults({"partial_rotary_factor": None, "hidden_act": "relu2"})
     keys.with_defaults({"bos_token_id": 2, "eos_token_id": 3})
     eps = keys.number("norm_eps", 0.0, 1.0)
@@ -377,7 +386,7 @@ def _arcee(keys: ConfigKeys, stop: Any) -> Read:
 
 
 def _bitnet(keys: ConfigKeys, stop: Any) -> Read:
-    """BitNet b1.58 2B: gated squared ReLU, norms before out and down; ternary weights if so configured."""
+    """BitNet b1.58 2B: gated squared ReLU, norms before out and down, ternary weights if the config asks."""
     keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
     keys.default_theta = 500000.0
     spec = _spec(keys, stop, "bitnet", sub_norms=True)
@@ -395,7 +404,7 @@ def _bitnet(keys: ConfigKeys, stop: Any) -> Read:
 
 
 def _ternary_mode(keys: ConfigKeys) -> str | None:
-    """ "online": from float weights; "offline": stored so; None: float weights as they are."""
+    """Return how weights become ternary: "online" (as read), "offline" (stored so), or None (they do not)."""
     group = keys.with_defaults({"quantization_config": None}).group("quantization_config")
     if group is None:
         return None
@@ -419,7 +428,7 @@ _TERNARY: dict[str, tuple[Any, ...]] = {
 
 
 def _falcon(keys: ConfigKeys, stop: Any) -> Read:
-    """Falcon: attention and FFN side by side. 7B: one k and v head, one norm; 40B: groups, two norms."""
+    """Falcon: attention and FFN in parallel. 7B has one k and v head and one norm; 40B has groups and two."""
     keys.with_defaults(_FALCON_DEFAULTS)
     dim, n = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
     grouped, alone = keys.flag("new_decoder_architecture"), keys.flag("multi_query")
@@ -474,7 +483,10 @@ _FALCON = Names(
 
 
 def _grouped_rows(s: ModelSpec) -> tuple[range, ...]:
-    """Fused rows come by k and v head: its q heads, k, v. Ours: all q, all k, all v."""
+    """Return the source's row ranges in our order: all q, all k, all v.
+
+    The source groups rows by k and v head: the head's q rows, its k, its v.
+    """
     per, group = s.n_heads // s.n_kv_heads, (s.n_heads // s.n_kv_heads + 2) * s.head_dim
     q, kv = (0, per * s.head_dim), s.head_dim
     parts = (q, (q[1], q[1] + kv), (q[1] + kv, q[1] + 2 * kv))
@@ -496,7 +508,7 @@ _OPT_DEFAULTS: Json = {
 
 
 def _opt(keys: ConfigKeys, stop: Any) -> Read:
-    """OPT: learned positions, LayerNorm, biases, an ungated FFN. 350m norms after and projects embeddings."""
+    """OPT: learned positions, LayerNorm, biases, ungated FFN. 350m has post-norms and projects embeddings."""
     keys.with_defaults(_OPT_DEFAULTS)
     dim, n_heads = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
     before, removed = keys.flag("do_layer_norm_before"), keys.flag("_remove_final_layer_norm")
@@ -547,9 +559,13 @@ _OPT = Names(
 
 @dataclass(frozen=True)
 class Family:
-    model_type: str  # what a config of this architecture says, if it says one
+    """A family of models and the reader of its configs."""
+
+    model_type: str  # the config's model_type, if it has one
     read: Callable[[ConfigKeys, Any], Read]
-    reglu: bool = False  # `relu` is on the gate alone in all that is published; else a config does not tell
+    reglu: bool = (
+        False  # all published models have `relu` on the gate alone; otherwise a config does not tell
+    )
 
 
 FAMILIES: dict[str, Family] = {
@@ -574,13 +590,13 @@ FAMILIES: dict[str, Family] = {
 
 
 def gguf_architecture(spec: ModelSpec) -> str:
-    """GGUF's name for a model like this: llama.cpp's, or with ReLU PowerInfer's. Unsupported: it has none."""
+    """Return GGUF's name for the architecture: llama.cpp's, or PowerInfer's for ReLU. Raises Unsupported."""
     s = spec
     like_llama = s.norm == "rms" and s.gated and s.activation in ("silu", "relu") and s.position == "rope"
     later = [f for f in fields(ModelSpec) if "later" in f.metadata]
     plain = all(getattr(s, f.name) == f.default for f in later)
     drelu = s.up_activation == "relu"
-    mixture = s.n_experts > 1 and s.sparse  # of ReLU experts: no engine reads such a file
+    mixture = s.n_experts > 1 and s.sparse  # no engine reads a GGUF of ReLU experts
     if not like_llama or not plain or mixture or s.rope_scaling is not None or drelu > s.sparse:
         raise Unsupported(
             "GGUF is written for models with SiLU or ReLU in a gated FFN, an RMS norm and plain RoPE only, "

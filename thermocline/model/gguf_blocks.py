@@ -1,7 +1,7 @@
-"""GGUF's block formats as f32, in numpy: bit for bit what llama.cpp's reference makes of the bytes.
+"""Decode GGUF's block formats to f32 in numpy, bit for bit like llama.cpp's reference.
 
-Read only: packs hold `quant.py`'s formats. Must not know models or files. In each comment a block's fields in
-order, with their bytes; `d` and `m` are f16. Adding a format: a function and its line in `_DECODERS`.
+These formats are only read: packs hold the formats of `quant.py`. Each docstring lists a block's fields in
+order, with their bytes; `d` and `m` are f16. To add a format, write a function and add it to `_DECODERS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUPER = 256  # weights in a block of the K formats
 
 
 def dequantise(type: str, rows: U8) -> F32:
-    """[rows, bytes of a row as GGUF stores it] -> [rows, columns]. Unsupported, naming `type`."""
+    """Decode rows as GGUF stores them: [rows, row bytes] -> [rows, columns]. Raises Unsupported."""
     n = len(rows)
     if type in quant.FORMATS:
         f = quant.FORMATS[type]
@@ -42,18 +42,18 @@ def known(type: str) -> bool:
 
 
 def _f16(b: U8, at: int) -> F32:
-    """The f16 at byte `at` of each block: [blocks, 1]."""
+    """Return the f16 at byte `at` of each block, as f32 [blocks, 1]."""
     return np.ascontiguousarray(b[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def _split(b: U8, group: int, *shifts: int, mask: int) -> U8:
-    """`mask` at each shift in turn, of one `group` of bytes after the other: [blocks, n]."""
+    """Split bytes into bit fields [blocks, n]: of each `group` of bytes, the fields at each shift in turn."""
     parts = b.reshape(len(b), -1, 1, group) >> np.array(shifts, np.uint8).reshape(1, 1, -1, 1)
     return (parts & np.uint8(mask)).reshape(len(b), -1)
 
 
 def _scaled(q: NDArray[np.generic], d: F32) -> F32:
-    """q [blocks, n] times d [blocks, groups], a scale for each n / groups of them."""
+    """Scale q [blocks, n] by d [blocks, groups], one scale for each n / groups values."""
     return d[:, :, None] * q.astype(np.float32).reshape(len(q), d.shape[1], -1)
 
 
@@ -63,7 +63,7 @@ def _q4_1(b: U8) -> F32:
 
 
 def _fifth_bits(b: U8) -> U8:
-    """32 bits of 4 bytes, lowest first, each in place 4: [blocks, 32]."""
+    """Spread the 32 bits of 4 bytes, lowest first, each to bit 4 of a byte: [blocks, 32]."""
     return np.unpackbits(np.ascontiguousarray(b), axis=1, bitorder="little") << np.uint8(4)
 
 
@@ -103,10 +103,10 @@ def _q3_k(b: U8) -> F32:
 
 
 def _scales_and_minima(b: U8) -> tuple[F32, F32]:
-    """8 6-bit scales and 8 minima from 12 bytes.
+    """Unpack 8 scales and 8 minima of 6 bits from 12 bytes.
 
-    Bytes 0-3 and 4-7: the first four scales and minima, and above them the high two bits of the others; bytes
-    8-11: the others' low nibbles, scales below minima.
+    Bytes 0-3 hold the first four scales and bytes 4-7 the first four minima, each with the high two bits of
+    another one above. Bytes 8-11 hold the low nibbles of the others: scales in the low half, minima above.
     """
     low, middle, high = b[:, :4], b[:, 4:8], b[:, 8:12]
     scales = np.hstack([low & 63, (high & 15) | (low >> 6) << np.uint8(4)])
@@ -122,7 +122,7 @@ def _q4_k(b: U8) -> F32:
 
 
 def _q5_k(b: U8) -> F32:
-    """d 2, m 2, scales and minima 12, fifth bits 32, nibbles 128: as q4_k."""
+    """d 2, m 2, scales and minima 12, fifth bits 32, nibbles 128: w as in q4_k."""
     scales, minima = _scales_and_minima(b[:, 4:16])
     q = _split(b[:, 48:], 32, 0, 4, mask=15) | _split(b[:, 16:48], 32, *range(8), mask=1) << np.uint8(4)
     return _scaled(q, _f16(b, 0) * scales) - (_f16(b, 2) * minima)[:, :, None]

@@ -1,8 +1,7 @@
-"""A GGUF's metadata -> the config and tensor names its family's reader in `models.py` expects.
+"""Translate a GGUF's metadata and tensor names to those that its family's reader in `families.py` expects.
 
-llama.cpp renames and rearranges what Hugging Face writes; `read_model` undoes it, so that one reader a family
-serves both. Must not know packs or kernels.
-Adding a family: its line in `ARCHITECTURES`, and its tensors' names where they differ.
+llama.cpp renames and rearranges what Hugging Face writes. `read_model` undoes that, so that one reader serves
+both. To add a family, add its line to `ARCHITECTURES`, and its tensors' names if they differ.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _like_llama(
     partial: bool = False,
     mixture: bool = False,
 ) -> Json:
-    """With an RMS norm and RoPE."""
+    """Return the config of an architecture with an RMS norm and RoPE."""
     config = common(k, mixture=mixture)
     return {
         **config,
@@ -43,7 +42,7 @@ def _like_llama(
 
 
 def _llama(k: GGUFKeys) -> Json:
-    """Llama, with a window Mistral, with experts Mixtral."""
+    """Return the config of a Llama, of a Mistral (if there is a window) or of a Mixtral (with experts)."""
     window = _window(k)
     if k.integer(".expert_count", default=0) and not k.gguf.powerinfer:
         return _like_llama(k, "MixtralForCausalLM", mixture=True) | window | _experts(k)
@@ -81,7 +80,7 @@ def _phi3(k: GGUFKeys) -> Json:
 
 
 def _minicpm(k: GGUFKeys) -> Json:
-    """Its three scales stand in the file, or it is refused: what older files left out cannot be told."""
+    """Return MiniCPM's config. A file without its three scales is refused: they cannot be guessed."""
     config, logits = _like_llama(k, "MiniCPMForCausalLM"), k.number(".logit_scale", low=1e-6)
     return {
         **config,
@@ -104,17 +103,17 @@ def _nemotron(k: GGUFKeys) -> Json:
 
 
 def _biased(k: GGUFKeys, *kinds: str) -> Json:
-    """Which biases the tensors have: no key says it."""
+    """Say which biases the model has, judging by its tensors: there is no key for it."""
     where = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
     return {key: f"blk.0.{where[key]}.bias" in k.gguf.tensors for key in kinds or where}
 
 
 def _falcon(k: GGUFKeys) -> Json:
-    """One norm, or two: 40B. Rows of fused q, k, v lie in our order already."""
+    """Return Falcon's config. 40B has two norms. Rows of the fused q, k, v are already in our order."""
     config, two = common(k), "blk.0.attn_norm_2.weight" in k.gguf.tensors
     grouped = two or config["num_key_value_heads"] > 1
     if grouped and not two:
-        k.number(".rope.freq_base")  # 11B's is not the default, and converters left it out
+        k.number(".rope.freq_base")  # required: 11B's is not the default, and converters left it out
     drop = ("intermediate_size", "num_key_value_heads", "head_dim")
     return {
         **{key: v for key, v in config.items() if key not in drop},
@@ -130,13 +129,17 @@ def _falcon(k: GGUFKeys) -> Json:
 
 
 def _gemma(k: GGUFKeys, architecture: str, layers_of_27b: int, period: int) -> Json:
-    """Which layers have a window, and the scale of 27B's scores, llama.cpp knows by heart."""
+    """Return Gemma's config.
+
+    llama.cpp's code knows which layers have a window and the attention scale of 27B, which has
+    `layers_of_27b` layers. Every `period`-th layer has no window.
+    """
     config = _like_llama(k, architecture)
     del config["hidden_act"]
     n, dim, heads = (config[x] for x in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    said = k.raw(".attention.sliding_window_pattern")
-    if isinstance(said, list | np.ndarray) and len(said) == n:
-        near = [bool(x) for x in said]
+    pattern = k.raw(".attention.sliding_window_pattern")
+    if isinstance(pattern, list | np.ndarray) and len(pattern) == n:
+        near = [bool(x) for x in pattern]
     else:
         period = k.integer(".attention.sliding_window_pattern", default=period, low=1)
         near = [(i + 1) % period > 0 for i in range(n)]
@@ -166,7 +169,7 @@ def _gemma3(k: GGUFKeys) -> Json:
 
 
 def _bamboo(k: GGUFKeys) -> Json:
-    """dReLU; PowerInfer's own, and in its files Mistral-shaped."""
+    """Return Bamboo's config: PowerInfer's own architecture, with dReLU, otherwise like Mistral."""
     return {
         **_llama(k),
         "architectures": ["BambooForCausalLM"],
@@ -176,7 +179,7 @@ def _bamboo(k: GGUFKeys) -> Json:
 
 
 def _opt(k: GGUFKeys) -> Json:
-    """OPT: PowerInfer's own, as llama.cpp never had it."""
+    """Return OPT's config. The architecture is PowerInfer's own: llama.cpp does not have it."""
     config = common(k)
     k.raw(".attention.layer_norm_epsilon")
     drop = ("intermediate_size", "num_key_value_heads", "head_dim")
@@ -245,6 +248,8 @@ _OPT_NAMES = {
 
 @dataclass(frozen=True)
 class Architecture:
+    """A GGUF architecture: how to read its config, and its names of tensors."""
+
     config: Callable[[GGUFKeys], Json]
     names: dict[str, str]  # Hugging Face's -> GGUF's, without `layers.N.` and the last part
     turned: tuple[str, ...] = ()  # whose rows llama.cpp stores in pairs (i, i + head_dim/2) for its RoPE
@@ -264,16 +269,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(_arcee, _LLAMA_NAMES, ("attn_q", "attn_k")),
     "minicpm": Architecture(_minicpm, _LLAMA_NAMES, ("attn_q", "attn_k")),
 }
-# ReluLLaMA, ProSparse, TurboSparse-Mistral and -Mixtral, SparseQwen2: what they are published as.
+# Published names of models with ReLU: ReluLLaMA, ProSparse, TurboSparse-Mistral and -Mixtral, SparseQwen2.
 _RELU_NAMES = re.compile("relu|prosparse|turbosparse|sparseqwen", re.IGNORECASE)
 _LAYER = re.compile(r".*(?:layers|h)\.(\d+)\.(.+)")
 
 
 def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, TensorMap]:
-    """The model in a GGUF, and where each packed tensor's rows are in it.
+    """Read the model in a GGUF, and where each packed tensor's rows are in it.
 
-    No key says an activation: llama.cpp takes a family's SiLU. It is ReLU where `activation` says so, and
-    where the file is PowerInfer's or is called so; which ReLU, only `activation` can tell.
+    GGUF has no key for the activation; llama.cpp assumes the family's SiLU. It is ReLU if `activation` says
+    so, if the file is PowerInfer's, or if its name says so. Only `activation` can tell which ReLU. Raises
+    BadFile, Unsupported, UsageError.
     """
     k = GGUFKeys(gguf)
     found = ARCHITECTURES.get(k.architecture)
@@ -325,7 +331,7 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
 
 
 def _expert(piece: SourceSlice, name: str, expert: int, spec: ModelSpec, gguf: GGUF) -> SourceSlice:
-    """One matrix of a stack, or as in the first files of Mixtral a tensor of its own."""
+    """Return an expert's matrix in a stack of them, or its own tensor as in the first files of Mixtral."""
     stack = f"{name}_exps.weight"
     if stack not in gguf.tensors and f"{name}.{expert}.weight" in gguf.tensors:
         return replace(piece, tensor=f"{name}.{expert}.weight")
@@ -333,7 +339,7 @@ def _expert(piece: SourceSlice, name: str, expert: int, spec: ModelSpec, gguf: G
 
 
 def _transposed_down(piece: SourceSlice) -> SourceSlice:
-    """PowerInfer's `ffn_down_t`: a neuron a row."""
+    """Return PowerInfer's transposed down projection, `ffn_down_t`, which has a row for each neuron."""
     name = str(piece.tensor).replace("ffn_down", "ffn_down_t")
     if len(piece.shape) == 1:
         return replace(piece, tensor=name)
@@ -341,12 +347,12 @@ def _transposed_down(piece: SourceSlice) -> SourceSlice:
 
 
 def _pairs(rows: int, head_dim: int) -> tuple[range, ...]:
-    """Where our rows are among llama.cpp's: of each head the even ones, then the odd ones."""
+    """Return where our rows are among llama.cpp's: in each head the even ones, then the odd ones."""
     return tuple(range(head + odd, head + head_dim, 2) for head in range(0, rows, head_dim) for odd in (0, 1))
 
 
 def _positions(piece: SourceSlice, gguf: GGUF) -> SourceSlice:
-    """A table of positions with or without the rows that no token uses."""
+    """Return the table of positions, which a file may hold without the rows that no token uses."""
     found = gguf.tensors.get(str(piece.tensor))
     if found is not None and found.shape == (piece.rows, piece.shape[1]):
         return replace(piece, shape=found.shape, pick=())

@@ -1,6 +1,6 @@
-"""A GGUF's metadata: keys with their types and ranges, and what architectures share, under Llama's names.
+"""Read a GGUF's metadata with types and ranges, and translate shared keys to those of a Llama's config.
 
-Every key of the architecture is read or refused by name. Must not know a family, packs or kernels.
+Every key of the architecture is read or refused by name.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 
 
 class GGUFKeys:
-    """The keys of one architecture, each fetched with its type and range; `finish` refuses the others."""
+    """The keys of one architecture, each read with its type and range. `finish` refuses the rest."""
 
     def __init__(self, gguf: GGUF) -> None:
         self.gguf, self.name, self._seen = gguf, str(gguf.path), set[str]()
         self.architecture = self.text("general.architecture")
 
     def raw(self, key: str) -> Any:
-        """The value of `key`; one that begins with a dot is the architecture's. None where it is absent."""
+        """Return the value of `key`, or None. A key that begins with a dot belongs to the architecture."""
         key = self.architecture + key if key.startswith(".") else key
         self._seen.add(key)
         return self.gguf.metadata.get(key)
@@ -56,7 +56,7 @@ class GGUFKeys:
         number = None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
         if number is None or not math.isfinite(number) or number < low:
             raise self._bad(key, "a number" if low == -math.inf else f"a number, at least {low:g}")
-        # Stored as f32: 1e-5 was meant, not 9.99999974e-06.
+        # GGUF stores f32: 9.99999974e-06 was 1e-5 in the config.
         return float(str(np.float32(number))) if np.float32(number) == number else number
 
     def finish(self) -> None:
@@ -72,7 +72,7 @@ class GGUFKeys:
 
 
 def common(k: GGUFKeys, *, mixture: bool = False) -> Json:
-    """What nearly every architecture has, under Llama's names. `mixture`: the family may have experts."""
+    """Return the keys that nearly all architectures have. `mixture`: the family may have experts."""
     dim, heads = k.integer(".embedding_length", low=1), k.integer(".attention.head_count", low=1)
     head_dim = k.integer(".attention.key_length", default=dim // heads, low=1)
     if k.integer(".attention.value_length", default=head_dim) != head_dim:
@@ -98,7 +98,7 @@ def common(k: GGUFKeys, *, mixture: bool = False) -> Json:
 def _rows_of(k: GGUFKeys, tensor: str) -> int:
     found = k.gguf.tensors.get(tensor)
     if found is None:
-        raise BadFile(f"{k.name}: tensor {tensor} is missing: a vocabulary without a model?")
+        raise BadFile(f"{k.name}: tensor {tensor} is missing: is this a vocabulary without a model?")
     return found.rows
 
 
@@ -108,14 +108,14 @@ def _token(k: GGUFKeys, which: str) -> int | None:
 
 
 def rope(k: GGUFKeys, head_dim: int, *, partial: bool = False) -> Json:
-    """Theta and scaling, under Llama's names. `partial`: the family may turn a part of each head."""
+    """Return rope's theta and scaling. `partial`: the family may apply rope to a part of each head."""
     turned = k.integer(".rope.dimension_count", default=head_dim, low=2, high=head_dim)
     if turned != head_dim and not partial:
         raise Unsupported(f"{k.name}: rope.dimension_count is not the head's size, which is not supported")
     theta, kind = k.number(".rope.freq_base", default=10000.0), k.text(".rope.scaling.type", "none")
     out: Json = {"rope_theta": theta}
     if turned != head_dim:
-        out["partial_rotary_factor"] = (turned + 0.25) / head_dim  # the reader rounds its product down
+        out["partial_rotary_factor"] = (turned + 0.25) / head_dim  # the config's reader rounds down
     scaling = _longrope(k, turned) if LONG_FACTORS in k.gguf.tensors else None
     if scaling is None and kind != "none":
         scaling = _scaling(k)
@@ -139,12 +139,12 @@ def _scaling(k: GGUFKeys) -> Json:
     return out
 
 
-# As the converter writes Hugging Face's keys.
+# Hugging Face's key -> the name that llama.cpp's converter gives it.
 _YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
 
 
 def _longrope(k: GGUFKeys, turned: int) -> Json:
-    """Factors for contexts up to the original one and for longer ones, each a tensor."""
+    """Return longrope's scaling: factors for contexts up to the original one, and for longer ones."""
     if k.text(".rope.scaling.type", "none") not in ("none", "longrope"):
         raise Unsupported(f"{k.name}: {LONG_FACTORS} beside another rope scaling is not supported")
     original = k.integer(".rope.scaling.original_context_length", low=2)
@@ -164,14 +164,15 @@ def _factors(k: GGUFKeys, name: str, count: int) -> Any:
         raise BadFile(f"{k.name}: {name} is {t.type} {t.shape}, not f32 {(count,)}")
     factors = k.gguf.read_rows(name, 0, 1).view("<f4")[0].astype(np.float64)
     if not (np.isfinite(factors) & (factors > 0)).all():
-        raise BadFile(f"{k.name}: {name} holds what is not a factor: zero, negative or not a number")
+        raise BadFile(f"{k.name}: {name} holds a factor that is zero, negative or not a number")
     return factors
 
 
 def _llama3_scaling(k: GGUFKeys, theta: float, head_dim: int) -> Json:
-    """The parameters that give a file's factors: GGUF keeps Llama-3's result, not what it was made from.
+    """Find parameters of Llama-3's scaling that give a file's factors.
 
-    Any that give these factors are the same model. Those of Llama 3 itself are tried first.
+    GGUF keeps the factors, not the parameters that they were made from. Any parameters that give the same
+    factors describe the same model. Llama 3's own are tried first.
     """
     factors = _factors(k, ROPE_FACTORS, head_dim // 2)
     turns = theta ** (-np.arange(head_dim // 2) * 2 / head_dim) / (2 * math.pi)  # 1 / wavelength
@@ -187,7 +188,7 @@ def _llama3_scaling(k: GGUFKeys, theta: float, head_dim: int) -> Json:
     raise Unsupported(f"{k.name}: the factors in {ROPE_FACTORS} are not Llama-3's, which is not supported")
 
 
-_SAME = 1e-6  # two factors, stored as f32
+_SAME = 1e-6  # the difference within which two factors, stored as f32, are equal
 
 
 def _llama3(factor: float, low: float, high: float, original: int) -> Json:
@@ -201,11 +202,11 @@ def _llama3(factor: float, low: float, high: float, original: int) -> Json:
 
 
 def _solved(turns: Any, factors: Any, top: float) -> tuple[float, float, int]:
-    """(low, high, original) that give `factors`, if any do.
+    """Solve for the (low, high, original) that give `factors`, if any do.
 
-    Up to low/original turns a position a frequency is divided by `top`, from high/original on by 1. Between
-    them 1/factor is linear in turns: several points there tell the line, and one point or none leave a
-    choice of both ends among frequencies that are not there.
+    A frequency of at most low/original turns per position is divided by `top`, and one of at least
+    high/original by 1. Between them 1/factor is linear in turns. Several points between them determine the
+    line. With one point or none, the ends can be chosen freely between the frequencies that exist.
     """
     slow, fast = turns[factors >= top * (1 - _SAME)], turns[factors <= 1 + _SAME]
     between = (factors < top * (1 - _SAME)) & (factors > 1 + _SAME)
@@ -222,7 +223,7 @@ def _solved(turns: Any, factors: Any, top: float) -> tuple[float, float, int]:
         above = above if len(fast) else 8 * below
         first, last = (below ** (1 - x) * above**x for x in (1 / 3, 2 / 3))
     if not 0 < first < last:
-        return 1.0, 4.0, 1  # the factors are not Llama-3's; `_llama3_scaling` finds that these are not it
+        return 1.0, 4.0, 1  # the factors are not Llama-3's, which `_llama3_scaling` then finds
     original = min(1 << 31, math.ceil(1e5 / last))
     return first * original, last * original, original
 

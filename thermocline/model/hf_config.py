@@ -1,7 +1,6 @@
-"""A config.json's keys: each read with type and range, ignored for a reason, or required to have one value.
+"""Read a config.json's keys: each has a type and range, is ignored for a reason, or must have one value.
 
-What several families share is read here too: rope and its scalings, windows, end tokens. Must not know a
-family, packs or kernels.
+Keys that several families share are read here too: rope and its scalings, windows, end tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ _ACTIVATION_NAMES = {
 
 
 class ConfigKeys:
-    """A config's keys, each fetched with its type and range; `finish` refuses those nobody asked for."""
+    """A config's keys, each read with its type and range. `finish` refuses keys that were not read."""
 
     def __init__(self, config: Json, name: str, defaults: Json | None = None) -> None:
         self._config, self._name, self._seen = config, name, set[str]()
@@ -109,7 +108,7 @@ class ConfigKeys:
         return value
 
     def size(self, key: str, field: str) -> int:
-        """A size, within the limits of the spec's `field` (checked at once: tables are built from it)."""
+        """Return a size within the limits of the spec's `field`, before tables are built from it."""
         return self.integer(key, *LIMITS[field])
 
     def integer_or_none(self, key: str, low: int = 1, high: int = 1 << 31) -> int | None:
@@ -139,7 +138,7 @@ class ConfigKeys:
         return value
 
     def group(self, key: str) -> ConfigKeys | None:
-        """An object inside the config, or None where it is null."""
+        """Return an object inside the config, or None if it is null."""
         value = self.raw(key)
         if value is None:
             return None
@@ -160,14 +159,17 @@ class ConfigKeys:
         return Unsupported(f"{self._name}: {key} {quoted(self._config.get(key))} {why}")
 
     def stop_ids(self, generation: Json | None) -> Any:
-        """generation_config.json's eos_token_id where it has one: it is the newer of the two."""
+        """Return generation_config.json's eos_token_id if it has one: it is newer than config.json's."""
         return None if generation is None else generation.get("eos_token_id")
 
     def finish(self) -> None:
         for key in self._config.keys() - self._seen - IGNORED.keys():
             value = self._config[key]
             if key not in REQUIRED_VALUE:
-                raise Unsupported(f"{self._name}: key {quoted(key)} is unknown, so it may change the answer")
+                raise Unsupported(
+                    f"{self._name}: key {quoted(key)} is unknown, so it may change the answer; remove it if "
+                    "you are sure that it does not"
+                )
             if not any(value == v and type(value) in (type(v), float) for v in REQUIRED_VALUE[key]):
                 raise self.unsupported(key, "is not supported")
 
@@ -176,9 +178,11 @@ class ConfigKeys:
 
 
 def rope(keys: ConfigKeys, *, partial: float | None = None) -> Json:
-    """`ModelSpec`'s rope fields, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
+    """Return `ModelSpec`'s rope fields.
 
-    `partial`: the family may turn a part of each head, this one where the config does not say.
+    They come from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`. `partial` is
+    the share of each head that rope turns if the config does not say; None: the family always turns all of
+    it.
     """
     theta = None if keys.raw("rope_theta") is None else keys.number("rope_theta", 1.0, 1e12)
     scaling, parameters = keys.group("rope_scaling"), keys.group("rope_parameters")
@@ -234,7 +238,7 @@ def _scaling(keys: ConfigKeys, group: ConfigKeys, kind: Any) -> RopeScaling | No
 
 
 def _original_context(keys: ConfigKeys, group: ConfigKeys, low: int = 1) -> int:
-    """The context before it was stretched: the group's, else the config's; both must agree."""
+    """Return the context length before scaling: the group's, else the config's. Both must agree."""
     key = "original_max_position_embeddings"
     own, outer = (k.with_defaults({key: None}).raw(key) for k in (group, keys))
     if own is None and outer is None:
@@ -253,7 +257,7 @@ def _llama3(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
 
 
 def _yarn(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
-    """YaRN (arXiv 2309.00071); cos and sin grow by 0.1 ln(factor) + 1 unless the config says otherwise."""
+    """Read YaRN (arXiv 2309.00071). Without a config key, cos and sin are scaled by 0.1 ln(factor) + 1."""
     optional = ("attention_factor", "mscale", "mscale_all_dim")
     group.with_defaults({"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **dict.fromkeys(optional)})
     factor = group.number("factor", 1.0, 1e6)
@@ -272,7 +276,7 @@ def _yarn(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
 
 
 def _longrope(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
-    """LongRoPE (arXiv 2402.13753): factors for contexts up to the original one, and for longer ones."""
+    """Read LongRoPE (arXiv 2402.13753): factors for contexts up to the original one, and for longer ones."""
     group.with_defaults(dict.fromkeys(("attention_factor", "factor")))
     original = _original_context(keys, group, 2)
     factor = keys.size("max_position_embeddings", "max_context") / original
@@ -290,11 +294,11 @@ def _longrope(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
     )
 
 
-# --- what else families share -------------------------------------------------------------------------------
+# --- other keys that families share -------------------------------------------------------------------------
 
 
 def windows(keys: ConfigKeys, n_layers: int, default: Sequence[int]) -> tuple[int, ...] | None:
-    """The layers with the sliding window, from `layer_types`, else `default`; None: all."""
+    """Return the layers with the sliding window, from `layer_types` or else `default`. None means all."""
     types = keys.raw("layer_types")
     layers = tuple(default)
     if types is not None:
@@ -310,7 +314,7 @@ def bos(keys: ConfigKeys) -> int | None:
 
 
 def eos(keys: ConfigKeys, stop: Any) -> tuple[int, ...]:
-    """End tokens: an id, a list of ids or null. `stop` (generation_config.json's) wins unless null."""
+    """Return the end tokens: an id, a list of ids or null. `stop` (generation_config.json's) has priority."""
     own = keys.raw("eos_token_id")
     ids: list[int] = []
     for value in (own, stop):

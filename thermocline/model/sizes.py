@@ -1,7 +1,7 @@
-"""What a model weighs, part by part: bytes in memory, bytes that a token reads, numbers that it multiplies.
+"""Sizes of a model's parts: bytes in memory, bytes that a token reads, weights that it multiplies.
 
-A part is what goes to one tier as a whole: a layer's attention, its predictor, the head; of the FFN, any run
-of neurons. Everything comes from `tensors.py`'s tensors. Must not know tiers, speeds or files.
+A part goes to one tier as a whole: a layer's attention, its predictor, the head, or any run of an FFN's
+neurons.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ ATTENTION_ROLES = ("attention", "norm", "router")
 
 @dataclass(frozen=True)
 class PartSize:
+    """The size of one part of a model."""
+
     bytes: int = 0  # in memory: each tensor from an ALIGN boundary to the next
-    read_bytes: int = 0  # of them, what a token reads
-    weights: int = 0  # numbers it multiplies
+    read_bytes: int = 0  # bytes of them that a token reads
+    weights: int = 0  # weights that a token multiplies
 
     def __add__(self, other: PartSize) -> PartSize:
         return PartSize(
@@ -35,21 +37,23 @@ class PartSize:
 
 @dataclass(frozen=True)
 class NeuronTensors:
-    """Tensors that have something of each neuron. `tensors`: the bytes of each, of all neurons."""
+    """The tensors that have a row or a value for each neuron."""
 
-    tensors: tuple[int, ...]
+    tensors: tuple[int, ...]  # bytes of each tensor, for all neurons
     read_bytes: float  # of one neuron
     weights: float  # of one neuron
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    attention: PartSize  # with norms, biases, and what is kept but not read
-    predictor: PartSize  # none: zeros
+    """The sizes of one layer's parts."""
+
+    attention: PartSize  # with norms, biases, and tensors that are kept but not read
+    predictor: PartSize  # zeros if the layer has none
     neurons: int
     gate: NeuronTensors
     bundle: NeuronTensors  # up and down
-    router_bytes: int = 0  # of `attention`: a mixture's is in RAM, and on a GPU that has neurons
+    router_bytes: int = 0  # part of `attention`: the router is in RAM, and on a GPU that has neurons
 
     def gate_bytes(self, neurons: I64) -> I64:
         return _slices(self.gate.tensors, neurons, self.neurons)
@@ -59,19 +63,21 @@ class LayerSizes:
 
     @property
     def record_bytes(self) -> int:
-        """One neuron's bundle on disk."""
+        """Return the bytes of one neuron's bundle on disk."""
         return -(-sum(self.bundle.tensors) // self.neurons)
 
     @property
     def gate_row_bytes(self) -> int:
-        """One neuron's gate on disk."""
+        """Return the bytes of one neuron's gate row on disk."""
         return -(-sum(self.gate.tensors) // self.neurons)
 
 
 @dataclass(frozen=True)
 class ModelSizes:
+    """The sizes of all parts of a model."""
+
     format: str
-    embed: PartSize  # one row of it is read, or, tied, all of it as the head
+    embed: PartSize  # a token reads one row of it; if tied, all of it as the head
     head: PartSize  # where it is not the embedding
     tied: (
         PartSize  # the embedding as the head; its bytes are `embed`'s, once more where the head is elsewhere
@@ -80,7 +86,7 @@ class ModelSizes:
 
     @property
     def weights_bytes(self) -> int:
-        """All of it in one memory: weights.bin's size, and predictors that lie beside it."""
+        """Return the bytes of all parts in one memory: weights.bin's size, and predictors beside it."""
         total = self.embed.bytes + self.head.bytes
         for x in self.layers:
             all_neurons = np.array(x.neurons)
@@ -89,7 +95,7 @@ class ModelSizes:
         return total
 
     def with_predictors(self, layer_bytes: Sequence[int]) -> ModelSizes:
-        """Predictors beside the weights, of int8: a byte a number."""
+        """Return the sizes with int8 predictors of so many bytes for each layer."""
         parts = [PartSize(aligned(b), b, b) for b in layer_bytes]
         layers = [replace(x, predictor=x.predictor + p) for x, p in zip(self.layers, parts, strict=True)]
         return replace(self, layers=tuple(layers))
@@ -100,7 +106,7 @@ def aligned(nbytes: int) -> int:
 
 
 def _slices(tensors: Sequence[int], neurons: I64, of: int) -> I64:
-    """Bytes of `neurons` out of `of`, of every tensor, each padded on its own."""
+    """Return the bytes of `neurons` out of `of` in all tensors, each tensor padded on its own."""
     total = np.zeros_like(neurons)
     for nbytes in tensors:
         own = (neurons * nbytes + of - 1) // of
@@ -109,7 +115,7 @@ def _slices(tensors: Sequence[int], neurons: I64, of: int) -> I64:
 
 
 def sizes_of(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec], weight_format: str) -> ModelSizes:
-    """Of a model that has exactly these tensors."""
+    """Return the sizes of a model that has exactly these tensors."""
     by_layer: list[dict[str, TensorSpec]] = [{} for _ in range(spec.n_layers)]
     embed = head = tied = PartSize()
     for name, t in tensor_specs.items():
@@ -152,7 +158,7 @@ def _part(t: TensorSpec) -> PartSize:
 
 
 def _read(t: TensorSpec) -> int:
-    """Bytes that a dense pass reads: rows without the padding between bundle records."""
+    """Return the bytes that a dense pass reads: rows without the padding between bundle records."""
     row = 4 * t.columns if t.vector else quant.row_bytes(t.format, t.columns)
     return row * t.rows * len(t.parts)
 

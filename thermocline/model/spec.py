@@ -1,7 +1,7 @@
-"""What a model is: `ModelSpec`, the one description every family is reduced to.
+"""`ModelSpec`, the one description to which every family of models is reduced.
 
-Facts only. Who fills it in: `models.py` (from a config.json) and `pack.py` (from a pack.json).
-Nothing here knows a family's name beyond carrying it as a label.
+`families.py` fills it in from a config.json, and `pack/manifest.py` from a pack.json. A family's name is
+only a label here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "relu2")
 UP_ACTIVATIONS = ("none", "relu")
-# Exactly zero for gate <= threshold: their neurons can be skipped without changing the answer.
+# These are exactly zero for gate <= threshold, so their neurons can be skipped without changing the answer.
 SPARSE_ACTIVATIONS = ("relu", "fatrelu", "relu2")
 
 
@@ -25,14 +25,16 @@ ROPE_SCALINGS = ("linear", "yarn", "llama3", "longrope")
 
 
 def later(default: Any) -> Any:
-    """A field that the first packs of version 2 do not have, and mean `default` by that."""
+    """Return a field that the first packs of version 2 lack; a pack without it means `default`."""
     return field(default=default, metadata={"later": True})
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rope's frequencies differ from the plain ones. Llama 3 blends by wavelength, yarn by turns in the
-    original context; longrope divides each frequency by its own factor, chosen by the session's context.
+    """The scaling of rope's frequencies for long contexts.
+
+    llama3 blends by wavelength, and yarn by turns in the original context. longrope divides each frequency by
+    its own factor; the session's context decides which of two sets of factors.
     """
 
     factor: float = 1.0
@@ -50,13 +52,14 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One decoder-only transformer. A dense FFN is a mixture with `n_experts == 1`.
+    """A decoder-only transformer. A dense FFN is a mixture with `n_experts == 1`.
 
-    With more, a router picks `n_experts_active` for each token; their answers are added up, weighted by the
-    softmax of the router's logits of those.
+    With more experts, a router picks `n_experts_active` for each token. Their outputs are added up,
+    weighted by the softmax of the chosen experts' router logits.
 
-    FFN of neuron i (`gated`): h_i = act(gate_i . x + b_i) * up_act(up_i . x);  y = sum_i h_i * down_i + b.
-    Ungated: h_i = act(gate_i . x + b_i): what others call fc1 is the gate here.
+    An FFN computes y = sum_i h_i * down_i + b over its neurons i:
+    gated    h_i = act(gate_i . x + b_i) * up_act(up_i . x)
+    ungated  h_i = act(gate_i . x + b_i), so that fc1 of other programs is the gate here
     """
 
     architecture: str
@@ -74,7 +77,7 @@ class ModelSpec:
     activation_threshold: float = 0.0  # fatrelu only: active means gate > threshold
     up_activation: str = "none"  # "relu" makes it dReLU
     gated: bool = True
-    position: str = "rope"  # rope is the half-rotation layout (element i pairs with i + head_dim/2)
+    position: str = "rope"  # rope pairs element i with i + head_dim/2 (half rotation)
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None  # attend to the last `sliding_window` positions only
@@ -93,30 +96,30 @@ class ModelSpec:
     residual_scale: float = later(1.0)  # x += residual_scale * f(x)
     logit_scale: float = later(1.0)
     logit_softcap: float | None = later(None)  # logits become cap * tanh(logits / cap)
-    attention_scale: float | None = later(None)  # of scores; None: head_dim ** -0.5
+    attention_scale: float | None = later(None)  # scores are multiplied by it; None: head_dim ** -0.5
     attention_softcap: float | None = later(None)
     qk_norm: bool = later(False)  # an RMS norm of every head's q and k, before rope
-    sub_norms: bool = later(False)  # of what attn_out and down take
+    sub_norms: bool = later(False)  # RMS norms of the inputs of attn_out and down
     rotary_dim: int | None = later(None)  # rope turns the first `rotary_dim` elements of a head; None: all
-    window_layers: tuple[int, ...] | None = later(None)  # those with the sliding window; None: all
-    local_rope_theta: float | None = later(None)  # of the layers with a window, unscaled; None: as the others
+    window_layers: tuple[int, ...] | None = later(None)  # layers with the sliding window; None: all
+    local_rope_theta: float | None = later(None)  # unscaled, in layers with a window; None: rope_theta
 
     @property
     def sparse(self) -> bool:
-        """True where skipping inactive neurons is exact."""
+        """Return whether inactive neurons can be skipped without changing the answer."""
         return self.activation in SPARSE_ACTIVATIONS
 
     def routed(self, tokens: int) -> float:
-        """Of a mixture's experts, those that some of `tokens` go to where each chooses for itself."""
+        """Return the expected share of experts that some of `tokens` independent tokens choose."""
         return 1.0 - (1.0 - self.n_experts_active / self.n_experts) ** tokens
 
     def window(self, layer: int) -> int | None:
-        """How many positions layer `layer` attends to; None: all."""
+        """Return how many positions a layer attends to; None means all."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
 
     @property
     def windowed(self) -> float:
-        """The fraction of layers with the sliding window."""
+        """Return the share of layers with the sliding window."""
         return 1.0 if self.window_layers is None else len(self.window_layers) / self.n_layers
 
     @property
@@ -124,7 +127,7 @@ class ModelSpec:
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
 
-# The largest model we would believe. Products of any four fit 2^63.
+# Limits of a model that can be real. Products of any four fit 2^63.
 LIMITS: dict[str, tuple[int, int]] = {
     "dim": (1, 1 << 16),
     "ffn_dim": (1, 1 << 20),
@@ -140,9 +143,9 @@ LIMITS: dict[str, tuple[int, int]] = {
 
 
 def check_spec(spec: ModelSpec, name: str) -> None:
-    """BadFile, naming the field, unless every number is one the engine can index and allocate with.
+    """Raise BadFile, naming the field, unless the engine can index and allocate with every number.
 
-    Field types are the caller's business (`pack.py` checks them); ranges and cross-checks are here.
+    Types are not checked here but by the caller. `name` is the file, for messages.
     """
     for key, (low, high) in LIMITS.items():
         value = getattr(spec, key)

@@ -1,6 +1,6 @@
-"""Where a packed tensor's rows come from: pieces of a source's tensors, in any order.
+"""The tensor map: which rows of a source's tensors form each packed tensor.
 
-`tensors` makes the whole tensor_map from the names a family uses. Must not know families, packs or kernels.
+`tensors` makes the map of a whole model from the names that its family uses.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ HEAD = "lm_head.weight"  # in every family
 
 @dataclass(frozen=True)
 class SourceSlice:
-    """Rows of a packed tensor: those of a source tensor, which must have `shape`.
+    """Rows of one source tensor that become rows of a packed tensor.
 
-    `transposed`: the source's columns are our rows. `pick`: which of the rows, in this order; empty: all. So
-    an interleaved or fused tensor is taken apart by ranges, with steps where that helps: the even rows, then
-    the odd ones, are (range(0, n, 2), range(1, n, 2)). `plus`: added to every value (a norm's weights stored
-    as w - 1). `tensor` None: all ones (a norm without weights). `part`: which matrix of a stack of them,
-    one an expert; `shape` is then [matrices, rows, columns].
+    tensor      the source tensor's name; None: all ones (a norm without weights)
+    shape       the shape that the source tensor must have
+    pick        ranges of its rows, in this order; empty: all. Ranges with steps take interleaved tensors
+    apart:
+                (range(0, n, 2), range(1, n, 2)) is the even rows, then the odd ones
+    transposed  the source's columns are our rows
+    plus        added to every value (a norm's weights may be stored as w - 1)
+    part        the expert's matrix in a stack of them; `shape` is then [matrices, rows, columns]
     """
 
     tensor: str | None
@@ -46,7 +49,7 @@ class SourceSlice:
 
     @property
     def first_row(self) -> int:
-        """Where the matrix begins among a stack's rows."""
+        """Return the row of the stack at which the matrix begins."""
         return (self.part or 0) * self._height
 
     @property
@@ -54,7 +57,7 @@ class SourceSlice:
         return self.first_row + self._height
 
     def ranges(self, first: int, last: int) -> Iterator[range]:
-        """The source's rows (`transposed`: columns) that our rows [first, last) are, in order."""
+        """Yield the ranges of source rows (columns, if `transposed`) for our rows [first, last), in order."""
         begin = 0 if self.transposed else self.first_row
         for r in self.pick or (range(begin, begin + self._all),):
             part = r[max(0, first) : max(0, last)]
@@ -65,17 +68,17 @@ class SourceSlice:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Which source tensors form each packed tensor, stacked by rows, and which others may be left unread.
+    """The source slices that form each packed tensor, stacked by rows, and the tensors that may be ignored.
 
-    Packed names are docs/internals/pack.md's, except that `layers.I.bundle` is given in parts:
+    Packed names are those of docs/internals/pack.md, except that `layers.I.bundle` is given as
     `layers.I.up` (if gated) and `layers.I.down`, both [n_experts * ffn_dim, dim], one row per neuron. A
     spec that is not sparse has no bundles.
     """
 
     tensors: dict[str, tuple[SourceSlice, ...]]
     ignored: tuple[str, ...]  # patterns of whole names
-    ternary: frozenset[str] = frozenset()  # source tensors whose values become three as they are read
-    packed: bool = False  # those are stored as such, in bytes
+    ternary: frozenset[str] = frozenset()  # source tensors that are read as ternary values
+    packed: bool = False  # the ternary tensors are stored as ternary values already, packed in bytes
 
     def may_ignore(self, name: str) -> bool:
         return any(re.fullmatch(p, name) for p in self.ignored)
@@ -83,7 +86,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Names:
-    """What a Hugging Face family calls its tensors, without `.weight`. Most are called as here."""
+    """A Hugging Face family's names of tensors, without `.weight`. Most families have the defaults."""
 
     root: str = "model."
     embed: str = "embed_tokens"
@@ -93,12 +96,12 @@ class Names:
     attn_post_norm: str = "post_attention_layernorm"  # sandwich
     ffn_norm: str = "post_attention_layernorm"
     ffn_post_norm: str = "post_feedforward_layernorm"  # sandwich
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # one name: fused
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one fused tensor
     out: str = "self_attn.o_proj"
-    gate: str = "mlp.gate_proj"  # the same as up: fused, gate rows first
-    up: str = "mlp.up_proj"  # ungated: what the spec calls the gate
+    gate: str = "mlp.gate_proj"  # equal to `up` if both are fused, gate rows first
+    up: str = "mlp.up_proj"  # in an ungated FFN this is the spec's gate
     down: str = "mlp.down_proj"
-    router: str = ""  # of mixtures, where gate, up and down have {} for the expert's number
+    router: str = ""  # for mixtures; gate, up and down then have {} for the expert's number
     norm_plus: float = 0.0  # norms are stored as weights minus this
     affine: bool = True  # norms have weights
 
@@ -106,7 +109,11 @@ class Names:
 def tensors(
     spec: ModelSpec, names: Names = Names(), biases: Collection[str] = (), pick: tuple[range, ...] = ()
 ) -> TensorMap:
-    """`biases`: which of norm, qkv, attn_out and ffn have them. `pick`: fused qkv's rows in our order."""
+    """Return the tensor map of a model.
+
+    `biases` names those of norm, qkv, attn_out and ffn that have biases. `pick` puts a fused qkv's rows in
+    our order.
+    """
     d, f, width = spec.dim, spec.ffn_dim, spec.embed_dim or spec.dim
     q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     out: dict[str, tuple[SourceSlice, ...]] = {}
@@ -164,6 +171,6 @@ def tensors(
         out[down] = tuple(SourceSlice(f"{n}.weight", (d, f), transposed=spec.sparse) for n in downs)
         if "ffn" in biases:
             out[f"{a}.down.bias"] = (SourceSlice(f"{b}{names.down}.bias", (d,)),)
-    # inv_freq is computed from the config; old checkpoints stored it
+    # Old checkpoints stored inv_freq; it is computed from the config.
     tied = (re.escape(HEAD),) if spec.tied_head else ()
     return TensorMap(out, (r".*\.rotary_emb\.inv_freq", *tied))

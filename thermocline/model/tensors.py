@@ -1,7 +1,7 @@
-"""What a pack holds: every tensor that a spec implies, its shape, format, rows and stride.
+"""The tensors that a spec implies: their shapes, formats, rows and strides.
 
-For the writer and the opener alike: a pack.json can only repeat it, so a hostile one cannot make native code
-read out of bounds. The format is docs/internals/pack.md's. Must not know files.
+The writer and the opener of packs both use them. A pack.json can only repeat them, so a hostile one cannot
+make native code read out of bounds. docs/internals/pack.md describes the format.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGN = 4096
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is: `bytes` from `offset` in weights.bin, a row (or bundle record) every `stride`."""
+    """A tensor in weights.bin: `bytes` from `offset`, with a row (or bundle record) every `stride` bytes."""
 
     format: str
     shape: tuple[int, ...]
@@ -30,16 +30,16 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a spec says of one tensor: `rows` of `parts` encoded one after the other, each `columns` wide."""
+    """One tensor that a spec implies: `rows` rows, each of all `parts` in turn, each part `columns` wide."""
 
     format: str
     shape: tuple[int, ...]
     rows: int
     columns: int
     stride: int
-    parts: tuple[str, ...]  # names to ask a source for
-    role: str  # what `inspect` counts it as: one of pack.py's ROLES
-    vector: bool = False  # norms, biases, order: never quantised, asked for whole
+    parts: tuple[str, ...]  # names to read from a source
+    role: str  # the group in which `inspect` counts it: one of pack.py's ROLES
+    vector: bool = False  # norms, biases, order: never quantised, read whole
     optional: bool = False
 
     @property
@@ -52,7 +52,10 @@ class TensorSpec:
 
 
 def bundle_stride(record_bytes: int) -> int:
-    """Steps of 512 bytes make a record one direct read; where that wastes over 1/8, of 64 (a cache line)."""
+    """Return the stride of bundle records: a multiple of 512 bytes, so that direct I/O reads one record.
+
+    If that wastes more than 1/8, the stride is a multiple of 64 bytes (a cache line).
+    """
     wide = -(-record_bytes // 512) * 512
     return wide if (wide - record_bytes) * 8 <= record_bytes else -(-record_bytes // 64) * 64
 
@@ -63,10 +66,11 @@ def expected_tensors(
     formats: Mapping[str, str] | None = None,
     ranks: Sequence[int] = (),
 ) -> dict[str, TensorSpec]:
-    """Every tensor a pack of `spec` has or may have, in file order. Unsupported: rows that fit no blocks.
+    """Return every tensor that a pack of `spec` has or may have, in file order.
 
-    `formats`: of matrices and bundles that have one of their own; other names mean nothing.
-    `ranks`: of each layer's predictor of active neurons, where the model has them.
+    `formats` gives matrices and bundles formats of their own; other names in it mean nothing. `ranks` are the
+    ranks of each layer's predictor, if the model has predictors. Raises Unsupported for rows that do not fill
+    whole blocks of their format.
     """
     out: dict[str, TensorSpec] = {}
     own = formats or {}
@@ -106,9 +110,9 @@ def expected_tensors(
         matrix(f"{a}.attn_out.weight", "attention", spec.dim, spec.n_heads * spec.head_dim)
         vector(f"{a}.attn_out.bias", "attention", spec.dim)
         norm(f"{a}.ffn_norm")
-        if experts > 1:  # f32: a rounded logit may choose another expert; it is 1/40000 of Mixtral's weights
+        if experts > 1:  # f32: rounding may change the chosen expert; this is 1/40000 of Mixtral's weights
             matrix(f"{a}.router.weight", "router", experts, spec.dim, format="f32")
-        gate = own.get(f"{a}.gate.weight", weight_format)  # up's rows are computed with gate's: one format
+        gate = own.get(f"{a}.gate.weight", weight_format)  # up rows are computed with gate rows: one format
         matrix(f"{a}.gate.weight", "gate", experts, neurons, spec.dim, format=gate)
         vector(f"{a}.gate.bias", "gate", experts, neurons)
         if spec.sparse:
@@ -117,7 +121,7 @@ def expected_tensors(
         else:
             if spec.gated:
                 matrix(f"{a}.up.weight", "up", experts, neurons, spec.dim, format=gate)
-            whole = neurons % quant.FORMATS[weight_format].block == 0  # else f16, as llama.cpp does it
+            whole = neurons % quant.FORMATS[weight_format].block == 0  # otherwise f16, like llama.cpp
             down = own.get(f"{a}.down.weight", weight_format if whole else "f16")
             matrix(f"{a}.down.weight", "down", experts, spec.dim, neurons, format=down)
         if experts == 1:
@@ -140,7 +144,7 @@ def expected_tensors(
 
 
 def optional_among(names: Iterable[str], spec: ModelSpec) -> list[str]:
-    """Those of `names` that a pack of `spec` may have and need not."""
+    """Return those of `names` that are optional tensors of a pack of `spec`."""
     known = expected_tensors(spec, "f32")
     return [n for n in names if n in known and known[n].optional]
 
@@ -160,7 +164,7 @@ def _row_bytes(name: str, format: str, columns: int) -> int:
 
 
 def place(tensor_specs: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorInfo], int]:
-    """({name: where it goes}, bytes of weights.bin): in order, each on an `ALIGN` boundary."""
+    """Place tensors in weights.bin: ({name: its place}, total bytes), in order, on `ALIGN` boundaries."""
     out, offset = {}, 0
     for name, t in tensor_specs.items():
         out[name] = TensorInfo(t.format, t.shape, offset, t.bytes, t.stride)

@@ -24,9 +24,8 @@ from thermocline.engine.kv_cache import BLOCK as KV_BLOCK
 from thermocline.engine.kv_cache import KVCache, blocks_for, bytes_for
 from thermocline.engine.sampler import check_finite
 from thermocline.errors import OutOfBudget, UsageError
-from thermocline.model.sparsity import FEW
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import F32, I32, Batch, FFNStats
+from thermocline.ops.interface import F32, FEW, I32, Batch, FFNStats
 from thermocline.plan.memory import GIB, runtime_bytes, scratch_bytes
 from thermocline.text.tokenizer import Tokenizer
 

@@ -13,13 +13,13 @@ import numpy as np
 
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
-from thermocline.model.sparsity import SPARSITIES
 from thermocline.model.spec import ACTIVATIONS, ModelSpec
 from thermocline.ops.interface import (
     CPU,
     F32,
     FFN,
     I32,
+    SPARSITIES,
     Batch,
     FFNStats,
     Heads,
@@ -166,7 +166,7 @@ class CpuOps:
 
     def read_ahead(self, h: F32, bound: _native.FFN | _native.Mixture, sparsity: str) -> None:
         if bound.from_disk:
-            self.native.read_ahead(h, bound, SPARSITIES[sparsity])
+            self.native.read_ahead(h, bound, SPARSITIES.index(sparsity))
 
     def ffn_add(
         self,
@@ -177,7 +177,7 @@ class CpuOps:
         stats: FFNStats,
         record: F32 | None = None,
     ) -> None:
-        mode = SPARSITIES[sparsity]
+        mode = SPARSITIES.index(sparsity)
         try:
             if isinstance(bound, _native.FFN):
                 counts = self.native.ffn_add(x, h, bound, mode, record)

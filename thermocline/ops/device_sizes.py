@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from thermocline.model.sparsity import FEW as GUESSED
 from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import FEW as GUESSED
 
 FEW = 16  # tokens for which sparse kernels skip rows; of more, nearly every row is needed by some token
 SPAN = 128  # positions, or neurons, that one program adds up before sums are joined in order

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.model.sparsity import FEW, SPARSITIES
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps, disk_error
@@ -37,7 +36,9 @@ from thermocline.ops.device_rows import Rows, Scratch
 from thermocline.ops.device_sizes import STREAMS, Limits
 from thermocline.ops.interface import (
     F32,
+    FEW,
     I32,
+    SPARSITIES,
     Batch,
     FFNStats,
     Heads,
@@ -396,7 +397,7 @@ class GpuOps:
     def _cpu_ffn(self, x: Hidden, h: Hidden, b: _native.FFN | _native.Mixture, sparsity: str) -> None:
         self._to_host(x)
         self._to_host(h)
-        mode, task = SPARSITIES[sparsity], self._host()
+        mode, task = SPARSITIES.index(sparsity), self._host()
         if isinstance(b, _native.FFN):
             task.ffn(x.array, h.array, b, mode)
         else:
@@ -485,7 +486,7 @@ class GpuOps:
     def _cold_task(
         self, cold: _native.FFN | _native.Mixture, n: int, sparsity: str, names: Vector
     ) -> _native.HostTask:
-        task, mode = self._new_task(), SPARSITIES[sparsity]
+        task, mode = self._new_task(), SPARSITIES.index(sparsity)
         rows = (self._cold[1][:n].numpy(), self._normed[1][:n].numpy())
         task.zero(self._cold[1].numpy())
         if isinstance(cold, _native.Mixture):

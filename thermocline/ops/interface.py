@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 F16 = NDArray[np.float16]
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
+# Neurons an FFN computes: all; those whose gate is not zero (the same answer); of the predicted ones, those.
+SPARSITIES = ("off", "exact", "predict")
+FEW = 4  # tokens that `predict` guesses for; more share too many neurons, and are computed exactly
 CPU = "cpu"  # a device's name, as in a placement; the GPUs of a session are "gpu:0", "gpu:1"
 
 

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.model.activations import activate, route
-from thermocline.model.sparsity import FEW
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import (
     F32,
+    FEW,
     FFN,
     I32,
     Batch,

@@ -54,7 +54,7 @@ def open_checksums(pack: Pack, progress: Progress | None = None) -> NeuronChecks
         try:
             _keep(pack, found)
         except IOFailure as e:
-            log.warning(f"{e}; the checksums of its neurons will be made again by the next run")
+            log.warning(f"{e}; the checksums of its neurons are made again next time")
     return found
 
 

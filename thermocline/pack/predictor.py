@@ -1,7 +1,6 @@
-"""Predictors of active neurons: what they compute (numpy, the specification), and the file that holds them.
+"""Predictors of active neurons: their arithmetic in numpy (the specification), and the file that holds them.
 
-`PACK/predictors.safetensors` is a sidecar (sidecar.py) with one predictor, or none, for each layer. Must not
-know how they are found; `weights.py` gives them to the native core.
+`PACK/predictors.safetensors` is a sidecar (sidecar.py) with one predictor, or none, for each layer.
 """
 
 from __future__ import annotations
@@ -31,30 +30,35 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class LayerPredictor:
-    """What one layer's predictor asks of x, the FFN's normed input, and when its answer means active.
+    """One layer's predictor. It gives each neuron a score from x, the FFN's normed input.
 
-    mlp: score = second . relu(first . x); svd: second . (first . x);
-    sign: how many of x's signs agree with the gate row's, less how many do not.
-    Neuron i is predicted active where its score is at least threshold[i]; of each expert, [0, hot) are not
-    asked about. Neurons are those of all experts.
+    mlp   score = second . relu(first . x)
+    svd   score = second . (first . x)
+    sign  score = the number of x's signs that agree with the gate row's, less the number that do not
+
+    A neuron is predicted active if its score is at least its threshold. Neurons [0, hot) of each expert count
+    as active without a score. Neurons are numbered through all experts.
     """
 
     kind: str
     first: F32 | None  # [rank, dim]
     second: F32 | None  # [neurons, rank]
     signs: U8 | None  # [neurons, dim / 8], bit i % 8 of byte i / 8: is the gate's weight i above 0
-    threshold: F32  # [neurons]; the neuron's bias is inside
+    threshold: F32  # [neurons]; includes the neuron's bias
     hot: int
     experts: int = 1
 
     def predicted(self, x: F32) -> NDArray[np.bool_]:
-        """[tokens, dim] -> [tokens, neurons]: which gates are computed. A NaN's are: damage must show."""
+        """Predict which gates to compute: [tokens, dim] -> [tokens, neurons].
+
+        A NaN score means that the gate is computed, so that damage shows.
+        """
         out: NDArray[np.bool_] = ~(scores(self, x) < self.threshold)
         out.reshape(len(x), self.experts, -1)[:, :, : self.hot] = True
         return out
 
     def expert(self, e: int) -> LayerPredictor:
-        """Of its neurons alone."""
+        """Return the predictor of one expert's neurons alone."""
         n = len(self.threshold) // self.experts
         own = slice(e * n, (e + 1) * n)
         second = None if self.second is None else self.second[own]
@@ -63,7 +67,10 @@ class LayerPredictor:
 
 
 def scores(p: LayerPredictor, x: F32) -> F32:
-    """[tokens, dim] -> [tokens, neurons]. Matrices' inputs are rounded as the kernels do."""
+    """Return the scores of all neurons: [tokens, dim] -> [tokens, neurons].
+
+    Inputs of matrices are rounded as the kernels round them.
+    """
     if p.kind == "sign":
         assert p.signs is not None
         mine = np.where(x > 0, np.float32(1), np.float32(-1))
@@ -75,7 +82,7 @@ def scores(p: LayerPredictor, x: F32) -> F32:
 
 
 def _rounded(x: F32) -> F32:
-    """To int8 with a scale for each 32 columns, where `_format` says that the matrix is stored so."""
+    """Round x to int8 with a scale for each 32 columns, if the matrix is stored in that format."""
     if _format(x.shape[1]) != "q8_0":
         return x
     blocks = x.reshape(len(x), -1, BLOCK)
@@ -90,7 +97,7 @@ def _format(columns: int) -> str:
     return "q8_0" if columns % BLOCK == 0 else "f16"
 
 
-# ---- as stored
+# ---- stored predictors
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class StoredMatrix:
 
 @dataclass(frozen=True)
 class StoredPredictor:
-    """A `LayerPredictor` in the bytes that are on disk and in memory."""
+    """A `LayerPredictor` as it is stored on disk and in memory."""
 
     kind: str
     first: StoredMatrix | None
@@ -136,7 +143,7 @@ class StoredPredictor:
 
 
 def stored(p: LayerPredictor, spec: ModelSpec) -> StoredPredictor:
-    """Matrices as int8; a rank that is no whole number of blocks is filled up with zeros."""
+    """Return a predictor in its stored form: matrices in int8, the rank padded to whole blocks with zeros."""
     neurons, n = spec.n_experts * spec.ffn_dim, spec.n_experts
     threshold = np.ascontiguousarray(p.threshold, np.float32)
     assert p.kind in KINDS and threshold.shape == (neurons,)
@@ -159,18 +166,18 @@ def _stored(w: F32) -> StoredMatrix:
 
 
 def stored_bytes(spec: ModelSpec, kind: str, rank: int) -> tuple[int, int]:
-    """(bytes of `first`, bytes of `second` and threshold for each neuron) of a predictor of that rank."""
+    """Return a predictor's size: (bytes of `first`, bytes of `second` and threshold for each neuron)."""
     if kind == "sign":
         return 0, -(-spec.dim // 8) + 4
     rank = -(-rank // BLOCK) * BLOCK
     return rank * quant.row_bytes(_format(spec.dim), spec.dim), quant.row_bytes("q8_0", rank) + 4
 
 
-# ---- where they are kept
+# ---- the predictors of a pack
 
 
 class Predictors:
-    """A pack's predictors, read a layer at a time. Close them, or use them in a `with`."""
+    """A pack's predictors, read a layer at a time. Use it in a `with`, or close it."""
 
     def __init__(
         self,
@@ -182,12 +189,12 @@ class Predictors:
         kinds: Sequence[str] = (),
     ) -> None:
         self.count, self.nbytes, self.report = count, nbytes, report or {}
-        self.kinds = tuple(kinds)  # of the layers that have one, where a file says so
+        self.kinds = tuple(kinds)  # the kinds of the layers that have a predictor, if a file says them
         self._read, self.close = read, close
 
     @classmethod
     def of(cls, spec: ModelSpec, layers: Sequence[LayerPredictor | None]) -> Predictors:
-        """As they would be after `write_predictors`."""
+        """Return predictors in memory that are equal to those that `write_predictors` would write."""
         made = [None if p is None else stored(p, spec) for p in layers]
         return cls(len(made), sum(p.nbytes for p in made if p is not None), made.__getitem__)
 
@@ -206,7 +213,10 @@ class Predictors:
 
 
 def write_predictors(pack: Pack, layers: Sequence[LayerPredictor | None], report: Json) -> None:
-    """Beside the pack, in place of what was there. `report`: how they were found, kept as it is."""
+    """Write predictors beside the pack and replace any that are there. `report` is kept as it is.
+
+    Raises IOFailure.
+    """
     assert len(layers) == pack.spec.n_layers
     about: list[Json | None] = []
     tensors: dict[str, NDArray[Any]] = {}
@@ -237,12 +247,15 @@ def _crc(p: StoredPredictor) -> int:
 
 
 def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
-    """What `sparsity` needs beside the weights; UsageError where the pack does not have it."""
+    """Open the predictors that `sparsity` needs; None if it needs none. UsageError if the pack has none.
+
+    Raises BadFile or IOFailure for a damaged file.
+    """
     if sparsity != "predict":
         return None
     if not pack.spec.sparse:
         raise UsageError(
-            f"{pack.path}: its {pack.spec.activation} neurons are never zero: nothing to predict; "
+            f"{pack.path}: its {pack.spec.activation} neurons are never zero, so none can be predicted; "
             "use --sparsity exact"
         )
     found = open_predictors(pack)
@@ -252,9 +265,9 @@ def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
 
 
 def open_predictors(pack: Pack) -> Predictors | None:
-    """The pack's sidecar; else what its source had (PowerInfer's files); None where there are none.
+    """Open a pack's predictors: its sidecar's, or those that PowerInfer's file had. None if it has neither.
 
-    Raises BadFile for a damaged file, or one that was made for another pack.
+    Raises BadFile for a file that is damaged or was made for another pack, and IOFailure.
     """
     found = sidecar.Sidecar.open(
         pack.path / FILE, KIND, sidecar.stamp(pack.path), f"thermocline train {pack.path}"
@@ -276,7 +289,7 @@ def open_predictors(pack: Pack) -> Predictors | None:
 
 
 def named_for_active(report: Json) -> float | None:
-    """Of a predictors file: gate rows read for an active neuron, as measured when they were made."""
+    """Return the gate rows read per active neuron, as `train` measured them; None if the report lacks it."""
     predicted, active = report.get("predicted_fraction"), report.get("active_fraction")
     if not (isinstance(predicted, float) and isinstance(active, float) and 0 < active <= predicted <= 1):
         return None
@@ -284,7 +297,7 @@ def named_for_active(report: Json) -> float | None:
 
 
 def measured_on(report: Json) -> str | None:
-    """Say on which texts a predictors file's bound was measured; None of PowerInfer's, or an older file."""
+    """Say on which texts a predictors file was measured; None for PowerInfer's and for older files."""
     texts, kld = report.get("texts"), report.get("kld")
     if not (isinstance(texts, list) and texts and isinstance(kld, dict)):
         return None
@@ -345,7 +358,7 @@ def _read(
 
 
 def _of_source(pack: Pack, about: manifest.Predictor) -> Predictors:
-    """fc1 and fc2 of PowerInfer's files, among the pack's own tensors."""
+    """Return the predictors of PowerInfer's files (fc1, fc2), which are tensors of the pack itself."""
     neurons = pack.spec.n_experts * pack.spec.ffn_dim
 
     def read(i: int) -> StoredPredictor:

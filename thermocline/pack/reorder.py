@@ -18,7 +18,7 @@ from thermocline.files.bounded import read_small
 from thermocline.model import quant
 from thermocline.model.tensors import expected_tensors
 from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress, read_tensor
-from thermocline.pack.writer import write_pack
+from thermocline.pack.writer import PackExtras, write_pack
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -120,11 +120,13 @@ def write_reordered(
         pack.spec,
         pack.weight_format,
         Reordered(pack, places),
-        formats=formats,
-        predictor=pack.predictor,
-        optional=has,
-        files={name: read_small(pack.path / name, MAX_COPIED_BYTES) for name in pack.files},
-        origin=(s["kind"], s["name"], s["hash"]),
+        PackExtras(
+            formats=formats,
+            predictor=pack.predictor,
+            optional=has,
+            files={name: read_small(pack.path / name, MAX_COPIED_BYTES) for name in pack.files},
+            origin=(s["kind"], s["name"], s["hash"]),
+        ),
         overwrite=overwrite or in_place,
         finish=complete,
         progress=progress,

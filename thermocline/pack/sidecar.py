@@ -1,7 +1,7 @@
-"""Files beside a pack that were made for it: safetensors, stamped with the hash of its pack.json.
+"""Sidecars: safetensors files beside a pack that belong to it, stamped with the hash of its pack.json.
 
-The metadata key `thermocline` holds canonical JSON: kind, version, pack, and what the kind adds. The key
-`crc32c` holds the CRC-32C of each tensor and of the header. Must not know which kinds there are.
+The metadata key `thermocline` holds canonical JSON: kind, version, pack, and facts of the kind. The key
+`crc32c` holds the CRC-32C of each tensor and of the header.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from thermocline.files.whole import replacing
 
 VERSION = 2  # 1 had no checksums
 KEY, SUMS = "thermocline", "crc32c"
-DIGITS = 8  # of a checksum, in hex: a header is as long before they are known
+DIGITS = 8  # hex digits of a checksum: the header's length is fixed before checksums are known
 MAX_MANIFEST_BYTES = 4 << 20
 _DTYPES = {"<i8": "I64", "<i4": "I32", "<u4": "U32", "|u1": "U8", "|i1": "I8", "<f2": "F16", "<f4": "F32"}
 
@@ -34,12 +34,15 @@ TensorShapes = Mapping[str, tuple[DTypeLike, tuple[int, ...]]]  # name -> dtype,
 
 
 def stamp(directory: Path) -> str:
-    """What ties a file to the pack in `directory`: the sha256 of its pack.json."""
+    """Return the stamp that ties a file to the pack in `directory`: the sha256 of its pack.json."""
     return hashlib.sha256(read_small(directory / "pack.json", MAX_MANIFEST_BYTES)).hexdigest()
 
 
 def write(path: Path, kind: str, pack: str, facts: Json, shapes: TensorShapes, arrays: Iterable[Any]) -> None:
-    """Write `arrays`, one for each tensor of `shapes` and in its order, as they come."""
+    """Write a sidecar to `path`. `arrays` has one array for each tensor of `shapes`, in that order.
+
+    Arrays are written as they are produced, so that one is in memory at a time. Raises OSError.
+    """
     dtypes = {name: np.dtype(dtype).newbyteorder("<") for name, (dtype, _) in shapes.items()}
     about = {"kind": kind, "version": VERSION, "pack": pack, **facts}
     facts_text = json.dumps(about, sort_keys=True, separators=(",", ":"))
@@ -70,7 +73,10 @@ def _hex(crc: int) -> str:
 
 
 def _signed(head: bytes, sums: str) -> bytes:
-    """The length and the header with its tensors' checksums and its own, made with zeros in its place."""
+    """Return the header (with its length) with all checksums filled in.
+
+    The header's own checksum is computed with zeros in its place.
+    """
     old, zeros = json.dumps("0" * (len(sums) + DIGITS)).encode(), "0" * DIGITS
     blank = head.replace(old, json.dumps(sums + zeros).encode(), 1)
     return head.replace(old, json.dumps(sums + _hex(_native.crc32c(blank))).encode(), 1)
@@ -79,24 +85,31 @@ def _signed(head: bytes, sums: str) -> bytes:
 def replace(
     path: Path, kind: str, pack: str, facts: Json, shapes: TensorShapes, arrays: Iterable[Any]
 ) -> None:
-    """The same in place of what is at `path`: afterwards that is the old file or the whole new one."""
+    """Write a sidecar in the place of `path`: afterwards that is the old file or the complete new one.
+
+    Raises IOFailure.
+    """
     with replacing(path) as tmp:
         write(tmp, kind, pack, facts, shapes, arrays)
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """An opened file of this pack and kind. `read` checks what it gives."""
+    """An opened sidecar. `read` checks each tensor that it returns."""
 
     path: Path
     facts: Json
     file: SafeTensors
-    sums: dict[str, str]  # of each tensor
-    again: str
+    sums: dict[str, str]  # checksums by tensor
+    again: str  # the command that makes the file
 
     @staticmethod
     def open(path: Path, kind: str | None, pack: str, again: str) -> Sidecar | None:
-        """None: there is none. `kind`: None is any. `pack`: its stamp; `again`: the command that makes it."""
+        """Open a sidecar; None if there is no file.
+
+        `kind` None accepts any kind. `pack` is the pack's stamp. `again` is the command that makes the file,
+        for messages. Raises BadFile or IOFailure.
+        """
         if not os.path.lexists(path):
             return None
         file = SafeTensors(path)
@@ -113,16 +126,17 @@ class Sidecar:
         self.file.close()
 
     def read(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> NDArray[Any]:
-        """A whole tensor. `shape` None: any number."""
+        """Read a whole tensor. A None in `shape` accepts any size. Raises BadFile or IOFailure."""
         entry = self.file.tensors.get(name)
         if entry is None:
-            raise BadFile(f"{self.path}: tensor {name} is missing")
+            raise BadFile(f"{self.path}: tensor {name} is missing; run `{self.again}` again")
         fits = len(entry.shape) == len(shape) and all(
             want in (None, have) for want, have in zip(shape, entry.shape, strict=True)
         )
         if entry.dtype != _DTYPES[dtype] or not fits:
             have = f"{entry.dtype} {quoted(entry.shape)}"
-            raise BadFile(f"{self.path}: tensor {name} is {have}, not {_DTYPES[dtype]} {shape}")
+            want = f"{_DTYPES[dtype]} {shape}"
+            raise BadFile(f"{self.path}: tensor {name} is {have}, not {want}; run `{self.again}` again")
         return self._checked(name).view(dtype).reshape(entry.shape)
 
     def _checked(self, name: str) -> NDArray[np.uint8]:
@@ -133,7 +147,7 @@ class Sidecar:
         return data
 
     def problems(self) -> Iterator[str]:
-        """One sentence for each tensor that is damaged."""
+        """Yield one sentence for each damaged tensor."""
         for name in self.file.tensors:
             try:
                 self._checked(name)
@@ -142,7 +156,7 @@ class Sidecar:
 
 
 def problems(directory: Path) -> Iterator[str]:
-    """One sentence for each thing that is wrong with a pack's sidecars, all bytes of which are read."""
+    """Read all bytes of a pack's sidecars and yield one sentence for each problem."""
     pack = stamp(directory)
     for path in sorted(directory.glob("*.safetensors")):
         try:
@@ -156,7 +170,7 @@ def problems(directory: Path) -> Iterator[str]:
 
 
 def _sums(file: SafeTensors, again: str) -> dict[str, str]:
-    """The checksum of each tensor. BadFile: the header's own is wrong."""
+    """Return the checksum of each tensor. BadFile if the header's own checksum is wrong."""
     head = file.read_bytes(0, 8)
     head = file.read_bytes(0, 8 + int.from_bytes(head.tobytes(), "little"))
     text, names = file.metadata.get(SUMS, ""), list(file.tensors)

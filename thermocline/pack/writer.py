@@ -1,7 +1,4 @@
-"""Writing pack directories: tensors streamed from a source, whole or not at all.
-
-Must not know where the tensors come from.
-"""
+"""Write pack directories: tensors are streamed from a source, and a pack appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,19 +33,19 @@ if sys.platform != "win32":
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
-# f32 encoded and written at a time: such buffers stay in the heap, where 4 MiB are mapped, zeroed and
-# unmapped each time (a third of the time of making random rows).
+# f32 bytes encoded and written at a time. Buffers of this size stay in the heap. Buffers of 4 MiB are mapped,
+# zeroed and unmapped each time, which takes a third of the time of making random rows.
 _ROWS_BYTES = 1 << 19
-# The largest |weight| whose scale (or self) an f16 can hold: beyond, a finite weight would become infinity.
+# The largest |weight| that a format can hold, because its scale (or the weight itself) is an f16.
 _LARGEST = {"f16": 65504.0, "q8_0": 65504.0 * 127, "q4_0": 65504.0 * 8}
 
 
 class TensorSource(Protocol):
-    """Where weights come from: rows [first, last) of a tensor, as f32 [last - first, columns].
+    """A function that returns rows [first, last) of a tensor, as f32 [last - first, columns].
 
-    Names are docs/internals/pack.md's, but `layers.I.bundle` is asked for as `layers.I.up` (if gated) and
-    `layers.I.down`, one row per neuron. With several experts rows run through all of them. A vector (norm,
-    bias, order) is asked for whole, one value a row: [last - first].
+    Names are those of docs/internals/pack.md, except that `layers.I.bundle` is read as `layers.I.up` (if
+    gated) and `layers.I.down`, one row per neuron. Rows run through all experts. A vector (norm, bias, order)
+    is read whole, one value per row: [last - first].
     """
 
     def __call__(self, name: str, first: int, last: int, /) -> NDArray[Any]: ...
@@ -55,12 +53,31 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class EncodedSource(TensorSource, Protocol):
-    """A source that has rows as they are stored, and hands them over: bytes [last - first, row bytes].
+    """A source that can also return rows as they are stored: bytes [last - first, row bytes].
 
-    Only matrices are asked for this way. None: not in this format; the rows are then asked for as f32.
+    Only matrices are read this way. None means that the source does not have them in this format; they are
+    then read as f32.
     """
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8 | None: ...
+
+
+@dataclass(frozen=True)
+class PackExtras:
+    """The parts of a pack that its spec and its weight format do not imply.
+
+    formats    formats of the matrices that have their own, as `expected_tensors` takes them
+    predictor  facts about the model's own predictors, if it has them
+    optional   the optional tensors (biases, order) that the source has
+    files      contents of the `COPIED` files, by name
+    origin     kind, name and hash of the source, for the manifest
+    """
+
+    formats: Mapping[str, str] = field(default_factory=dict)
+    predictor: Predictor | None = None
+    optional: Collection[str] = ()
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    origin: tuple[str, str, str] = ("memory", "", "")
 
 
 def write_pack(
@@ -68,33 +85,27 @@ def write_pack(
     spec: ModelSpec,
     weight_format: str,
     source: TensorSource | EncodedSource,
+    extras: PackExtras = PackExtras(),
     *,
-    formats: Mapping[str, str] | None = None,
-    predictor: Predictor | None = None,
-    optional: Collection[str] = (),
-    files: Mapping[str, bytes] | None = None,
-    origin: tuple[str, str, str] = ("memory", "", ""),
     overwrite: bool = False,
     finish: Callable[[Path], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write a pack, streaming: a few times `_ROWS_BYTES` of memory besides what `source` keeps.
+    """Write a pack by streaming. It takes a few times `_ROWS_BYTES` of memory besides what `source` keeps.
 
-    `formats`: of matrices that have one of their own, as `expected_tensors` takes them. `optional`: which of
-    the optional tensors (biases, order) the source has. `files`: contents of `COPIED`
-    files. `origin`: kind, name and hash for the manifest. `finish` may add sidecars to the finished
-    directory before it takes its place. Whatever happens, `dst` is afterwards the old pack,
-    the whole new one, or absent. Raises Unsupported, UsageError (it exists), IOFailure (disk full, ...).
+    `finish` may add sidecars to the finished directory before it is renamed. Whatever happens, `dst` is
+    afterwards the old pack, the complete new one, or absent. Raises Unsupported, UsageError (`dst` exists) or
+    IOFailure (disk full, ...).
     """
     check_spec(spec, "spec")
+    predictor, files = extras.predictor, extras.files
     ranks = predictor.ranks if predictor is not None else ()
-    tensor_specs = expected_tensors(spec, weight_format, formats, ranks)
-    unknown = set(optional) - {n for n, t in tensor_specs.items() if t.optional}
+    tensor_specs = expected_tensors(spec, weight_format, extras.formats, ranks)
+    unknown = set(extras.optional) - {n for n, t in tensor_specs.items() if t.optional}
     if unknown:
         raise ValueError(f"not optional tensors of this model: {sorted(unknown)}")
-    tensor_specs = {n: t for n, t in tensor_specs.items() if not t.optional or n in optional}
+    tensor_specs = {n: t for n, t in tensor_specs.items() if not t.optional or n in extras.optional}
     tensors, weights_bytes = place(tensor_specs)
-    files = files or {}
     with _replacing(Path(dst), weights_bytes + sum(map(len, files.values())), overwrite) as tmp:
         checksums = _write_weights(
             tmp / "weights.bin", tensor_specs, tensors, weights_bytes, source, progress
@@ -106,7 +117,7 @@ def write_pack(
             block_bytes=BLOCK_BYTES,
             weights_bytes=weights_bytes,
             checksums_crc32c=_native.crc32c(checksums),
-            source=dict(zip(("kind", "name", "hash"), origin, strict=True)),
+            source=dict(zip(("kind", "name", "hash"), extras.origin, strict=True)),
             files={name: _native.crc32c(data) for name, data in files.items()},
             predictor=predictor,
         )
@@ -129,7 +140,7 @@ def _write_weights(
     source: TensorSource,
     progress: Progress | None,
 ) -> bytes:
-    """Write weights.bin; returns the bytes of checksums.bin."""
+    """Write weights.bin. Return the bytes of checksums.bin."""
     with _Output(path) as out:
         for name, tensor_spec in tensor_specs.items():
             out.append(bytes(tensors[name].offset - out.size))
@@ -144,7 +155,7 @@ def _write_weights(
 
 
 def _encoded(tensor_spec: TensorSpec, source: TensorSource) -> Iterator[U8]:
-    """The tensor's bytes, a few MiB of rows at a time: [rows, stride]."""
+    """Yield a tensor's bytes [rows * stride], a few rows at a time."""
     if tensor_spec.vector:
         n = tensor_spec.rows * tensor_spec.columns
         values = np.asarray(source(tensor_spec.parts[0], 0, n)).reshape(n)
@@ -180,7 +191,7 @@ def _check_shape(name: str, x: NDArray[Any], rows: int, columns: int) -> None:
 
 
 def check_range(x: F32, format: str, name: str) -> None:
-    """Unsupported where a finite weight would become infinite."""
+    """Raise Unsupported if a finite weight would become infinite in this format."""
     limit = _LARGEST.get(format)
     if limit is None or x.size == 0:
         return
@@ -190,7 +201,7 @@ def check_range(x: F32, format: str, name: str) -> None:
 
 
 class _Output:
-    """A file being written: appended to, checksummed by block, synced when the `with` ends well."""
+    """A file to append to, checksummed by block. It is synced when the `with` ends without an error."""
 
     def __init__(self, path: Path) -> None:
         self.size = 0
@@ -228,10 +239,10 @@ class _Output:
 
 @contextlib.contextmanager
 def _replacing(dst: Path, need_bytes: int, overwrite: bool) -> Iterator[Path]:
-    """A new directory beside `dst` that takes its place if the body succeeds and vanishes if it does not.
+    """Give a new directory beside `dst`. It replaces `dst` if the body succeeds, and is removed otherwise.
 
-    A kill leaves the old `dst` or the new one, and the next call removes what else it left. (Where a system
-    cannot exchange directories it may leave none: the next call then brings the old one back.)
+    A killed process leaves the old `dst` or the new one, and the next call removes its other files. On a
+    system that cannot exchange directories it may leave neither; the next call then restores the old one.
     """
     dst = Path(os.path.realpath(dst))
     check_target(dst, overwrite)
@@ -254,19 +265,20 @@ def _replacing(dst: Path, need_bytes: int, overwrite: bool) -> Iterator[Path]:
 
 
 def _begin(dst: Path, need_bytes: int) -> tuple[Path, int | None]:
-    """(a new temporary directory for `dst`, the descriptor that keeps it locked: Windows has no such)."""
+    """Make a temporary directory for `dst`: (its path, the descriptor that locks it; None on Windows)."""
     dst.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(dst)
     free = shutil.disk_usage(dst.parent).free
     if free < need_bytes:
         raise IOFailure(
-            f"{dst}: the pack needs {need_bytes / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB are free"
+            f"{dst}: the pack needs {need_bytes / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB are free; "
+            "free some space, or choose another disk"
         )
     tmp = dst.with_name(f"{dst.name}.tmp-{os.getpid()}")
     try:
         tmp.mkdir()
     except FileExistsError:
-        raise IOFailure(f"{dst}: this process is writing it already") from None
+        raise IOFailure(f"{dst}: this process is writing it already; wait until that is done") from None
     try:
         return tmp, lock(tmp)
     except OSError:
@@ -275,7 +287,7 @@ def _begin(dst: Path, need_bytes: int) -> tuple[Path, int | None]:
 
 
 def check_target(dst: Path, overwrite: bool) -> None:
-    """Only a pack, or an empty directory, may be replaced."""
+    """Raise UsageError or IOFailure unless `dst` may be written: only packs and empty directories may."""
     if not os.path.lexists(dst):
         return
     if not os.path.isdir(dst):
@@ -291,7 +303,7 @@ def check_target(dst: Path, overwrite: bool) -> None:
 
 
 def _swap(tmp: Path, dst: Path) -> None:
-    """tmp becomes dst, durably, or nothing changes. What dst was is removed afterwards."""
+    """Put `tmp` in the place of `dst`, durably, and remove the old `dst`. On an error nothing changes."""
     old = tmp.with_name(tmp.name + "-old")
     had_old = os.path.lexists(dst)
     if had_old and _exchange(tmp, dst):
@@ -320,7 +332,7 @@ _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and renameat2's flag, of linux/fcn
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Two directories in each other's place, in one step. False: this system or disk cannot."""
+    """Exchange two directories in one step. Return False if this system or disk cannot."""
     if sys.platform != "linux":
         return False
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
@@ -341,7 +353,10 @@ def _sync_directory(path: Path) -> None:
 
 
 def lock(directory: Path) -> int | None:
-    """Mark a directory as in use by a living process. The kernel unmarks it however the process ends."""
+    """Lock a directory for as long as this process lives. Return a descriptor, or None on Windows.
+
+    The kernel releases the lock however the process ends. Raises OSError if another process holds it.
+    """
     if sys.platform == "win32":
         return None
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -354,9 +369,9 @@ def lock(directory: Path) -> int | None:
 
 
 def _remove_stale(dst: Path) -> None:
-    """Remove temporary directories for `dst` whose writer is dead: pid free (or ours) and lock free."""
+    """Remove temporary directories for `dst` whose writer is dead: its pid and its lock are free."""
     if sys.platform == "win32":
-        return  # without locks nobody knows, and os.kill(pid, 0) would interrupt the writer
+        return  # there are no locks, and os.kill(pid, 0) would interrupt the writer
     for path in dst.parent.iterdir():
         m = re.fullmatch(re.escape(dst.name) + r"\.tmp-(\d{1,10})(-old)?", path.name)
         if m is None or path.is_symlink() or not path.is_dir() or alive(int(m[1])):

@@ -74,11 +74,11 @@ def of_shape(
 
     `predictor_share`: predictors' numbers, of the model's.
     """
-    name, spec, tensor_map = synthetic.read_shape(shape, activation)
+    name, spec, mapping = synthetic.read_shape(shape, activation)
     if curve.active is not None and not spec.sparse:
         spec = dataclasses.replace(spec, activation="relu")
     expected = expected_tensors(spec, weight_format)
-    held = {n: t for n, t in expected.items() if not t.optional or n in tensor_map.tensors}
+    held = {n: t for n, t in expected.items() if not t.optional or n in mapping.tensors}
     sizes = sizes_of(spec, held, weight_format)
     nbytes, parts = None, PredictorParts()
     if predictor_share and spec.sparse and sparsity == "predict":

@@ -1,1 +1,1 @@
-"""`thermocline serve`: OpenAI's API and llama.cpp's over one engine, in two processes."""
+"""`thermocline serve`: OpenAI's and llama.cpp's APIs over one engine, in two processes."""

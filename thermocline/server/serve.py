@@ -49,8 +49,8 @@ def serve(
 ) -> None:
     """Serve until the process is told to stop. Raise the error of an engine that cannot be started.
 
-    `files` and `options`: `LLM`'s. `settings.sampling` fills in options that a request leaves open; options
-    missing there come from the model's recommendation.
+    `files` and `options`: `LLM`'s. `settings.sampling` fills in options that a request
+    leaves open; options missing there come from the model's recommendation.
     """
     listening: list[http.HttpServer] = []
     return_memory()
@@ -85,8 +85,9 @@ def serve(
             watching.cancel()
             await engine.stop(STOP_S)
 
-    silence_s = settings.limits.limit_silence_s
-    engine = EngineProcess(files, options, progress=shown, opened=opened, silence_s=silence_s)
+    engine = EngineProcess(
+        files, options, progress=shown, opened=opened, silence_s=settings.limits.limit_silence_s
+    )
     server = Api(engine, settings.limits, defaults=SamplingParams(), keys=bool(settings.keys))
     app = application(server, lifespan)
     admission = Admission(

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from thermocline.errors import UsageError
-from thermocline.model import sparsity as modes
 
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-SPARSITIES = tuple(modes.SPARSITIES)
+SPARSITIES = ("exact", "predict", "off")
 GENERATION_CONFIGS = ("auto", "off")
 ACTIVATIONS = ("drelu", "relu")
 SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
@@ -68,6 +67,7 @@ class Keywords(TypedDict, total=False):
     sparsity: str
     context: int | None
     max_batch: int
+    kv_tokens: int | None
     threads: int | None
     ram: float | None
     gpu: str

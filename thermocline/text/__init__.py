@@ -1,1 +1,1 @@
-"""Text into token ids and back: tokenizers, chat templates, grammars. Must not know engines."""
+"""Text into token ids and back: tokenizers, chat templates, grammars."""

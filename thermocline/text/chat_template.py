@@ -1,7 +1,7 @@
-"""A conversation -> the token ids the model was trained to see: its chat template, rendered and tokenised.
+"""Turn a conversation into the token ids that the model was trained to see, by its chat template.
 
-Owns where a template is found and which tokens are control tokens. A control token comes from the template,
-never from a message: a user's "<|im_end|>" is seven characters of text. Must not know the engine.
+A control token comes from the template, never from a message: a user's "<|im_end|>" is ten characters of
+text. This file decides where a template is found and which tokens are control tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from thermocline.text.tokenizer import Tokenizer
 from thermocline.text.tokenizer_parts import MARKER
 from thermocline.text.tokenizer_process import Added
 
-Message = Mapping[str, Any]  # "role", "content" (a text, or parts of one), and what else the template knows
+Message = Mapping[str, Any]  # "role", "content" (a text or its parts), and other keys that the template reads
 JINJA_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 MAX_CONFIG_BYTES = 64 << 20
-MAX_TEMPLATE_BYTES = 1 << 20  # the longest in the field have 20 KB
+MAX_TEMPLATE_BYTES = 1 << 20  # the longest known have 20 KB
 TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-UNLESS_GIVEN = {"tools": None, "documents": None}  # defined, as in transformers
+UNLESS_GIVEN = {"tools": None, "documents": None}  # defined even if not given, as in transformers
 RESERVED = {"messages", "add_generation_prompt", *(f"{name}_token" for name in TOKEN_NAMES)}
 
 
 class ChatTemplate:
-    """The template of the model in `directory`, or `source` in its place.
+    """The chat template of the model in `directory`, or `source` in its place.
 
-    An answer ends at `stop_ids`: the control token that the template writes after each, where there is one.
+    An answer ends at `stop_ids`: the control token, if any, that the template writes after an answer.
     """
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, source: str | None = None) -> None:
@@ -43,12 +43,12 @@ class ChatTemplate:
             source, name = _source(directory, config)
         if source is None:
             raise UsageError(
-                f"{directory.name}: this model has no chat template: it continues texts, it was not made to "
-                "chat; use `thermocline run`, or give a template with --template FILE"
+                f"{directory.name}: this model has no chat template, so it was made to continue texts, "
+                "not to chat; use `thermocline run`, or give a template with --template FILE"
             )
         if len(source) > MAX_TEMPLATE_BYTES:
             raise BadFile(
-                f"{name}: a chat template of {len(source)} characters; the most is {MAX_TEMPLATE_BYTES}"
+                f"{name}: the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_BYTES}"
             )
         self.source = source
         self._tokens = _special_tokens(config, directory / CONFIG_FILE)
@@ -63,10 +63,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
-        """-> (the text, who wrote which spans of it)."""
+        """Return the text and its spans, each with its author."""
         variables = UNLESS_GIVEN | dict(variables or {})
         if taken := RESERVED & variables.keys():
-            raise UsageError(f"{', '.join(sorted(taken))} cannot be given to a chat template as a variable")
+            raise UsageError(
+                f"{', '.join(sorted(taken))} cannot be variables of a chat template; leave them out"
+            )
         if not messages:
             raise UsageError("a conversation needs at least one message")
         variables["add_generation_prompt"] = add_generation_prompt
@@ -81,11 +83,11 @@ class ChatTemplate:
         token_ids: Mapping[int, Sequence[int]] | None = None,
         check: Callable[[str], None] = lambda text: None,
     ) -> list[int]:
-        """`check` may refuse the text before it is split into tokens.
+        """Return the conversation's ids. `check` may refuse the rendered text before it is tokenised.
 
-        `token_ids`: of answers, by the message's index, as they were generated. They stand for the answer's
-        text where the template leaves it whole and a control token follows it. Tokenised again, it may become
-        other tokens, and all from there on would have to be computed again.
+        `token_ids`: an answer's ids as generated, by the message's index. They are used if the template
+        leaves the answer's text whole and writes a control token after it. Tokenising that text again may
+        give other ids, and everything after them would have to be computed again.
         """
         text, spans = self.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
         check(text)
@@ -108,14 +110,14 @@ class ChatTemplate:
         return self._stop_ids
 
     def _find_stop_ids(self) -> tuple[int, ...]:
-        """What the template writes after an answer, if that is a control token."""
+        """Return the control token that the template writes after an answer, if there is one."""
         answer = secrets.token_hex(8)
         try:
             text, _ = self.render(
                 [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}],
                 add_generation_prompt=False,
             )
-        except (UsageError, BadFile):  # a template with other needs: the model's own end tokens have to do
+        except (UsageError, BadFile):  # the template needs other messages; the model's own end tokens remain
             return ()
         token = self._encoder.first_control(text.partition(answer)[2].lstrip())
         return () if token is None else (token,)
@@ -126,7 +128,7 @@ class ChatTemplate:
 
 def _plain(message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise UsageError(f"a message is {quoted(message)}; it must have a role and a content")
+        raise UsageError(f"a message is {quoted(message)}; it must be an object with role and content")
     return {key: value for key, value in message.items() if value is not None}
 
 
@@ -138,7 +140,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _source(directory: Path, config: dict[str, Any]) -> tuple[str | None, str]:
-    """(the template, where it is). The file of its own wins, as in transformers."""
+    """Return the template and its place. A file of its own wins, as in transformers."""
     path = directory / JINJA_FILE
     if path.exists():
         try:
@@ -147,7 +149,7 @@ def _source(directory: Path, config: dict[str, Any]) -> tuple[str | None, str]:
             raise BadFile(f"{path}: not UTF-8 text") from None
     name = f"{directory / CONFIG_FILE}: chat_template"
     found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
+    if isinstance(found, list):  # several templates, by name
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
         found = named.get("default")
         if found is None:
@@ -158,7 +160,7 @@ def _source(directory: Path, config: dict[str, Any]) -> tuple[str | None, str]:
 
 
 def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:
-    """`bos_token` and the like, for the template to write; as texts, or as objects with a `content`."""
+    """Return `bos_token` and the like for the template. The file has texts, or objects with `content`."""
     out = {}
     for name in (f"{n}_token" for n in TOKEN_NAMES):
         value = config.get(name)
@@ -175,15 +177,15 @@ def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:
 
 
 class GuardedEncoder:
-    """Tokenises as the tokenizer does, but takes control tokens only from a template's own text.
+    """A tokenizer that takes control tokens only from a template's own text.
 
-    It is the same tokenizer (the model is shared) in which control tokens have other names, which nobody can
-    guess: in the template's text each is replaced by its name, and in a message's text there is nothing to
-    find. Tokenising trusted and other text apart would be simpler, but would split words where they meet.
+    In a twin of the tokenizer, control tokens have names that nobody can guess. In the template's text each
+    control token is replaced by that name; in a message's text there is none to find. Tokenising the
+    template's and the messages' text separately would split words where the two meet.
 
-    Control tokens are the special ones, and added ones which the template writes and which look like markers,
-    such as <think>. These last the model may write too: an earlier answer's are taken. Other added tokens
-    (runs of spaces, say) are text.
+    Control tokens are the special tokens, and those added tokens that the template writes and that look like
+    markers, such as <think>. The model may write markers, too, so those in an earlier answer count. Other
+    added tokens (say, runs of spaces) are text.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
@@ -197,7 +199,7 @@ class GuardedEncoder:
         self._marker = _any_of([t for t in longest_first if not t.special])
 
     def encode(self, text: str, spans: Sequence[Span], at: int, end: int) -> list[int]:
-        """The ids of text[at:end]; both are the borders of spans."""
+        """Return the ids of text[at:end]; `at` and `end` are borders of spans."""
         parts = []
         for start, stop, who in spans:
             if at <= start and stop <= end:
@@ -208,10 +210,10 @@ class GuardedEncoder:
         try:
             return self._ids(named.encode())
         except UnicodeEncodeError:
-            raise UsageError("the conversation is not valid Unicode: it has a lone surrogate") from None
+            raise UsageError("the conversation is not valid Unicode: remove its unpaired surrogate") from None
 
     def ends_at(self, text: str, spans: Sequence[Span], at: int) -> bool:
-        """Whether the template writes a control token there: what follows is tokenised apart anyway."""
+        """Tell whether the template writes a control token there, which ends the piece to tokenise."""
         own = next((text[a:b] for a, b, who in spans if a == at and who == OWN), "")
         return self.first_control(own) is not None
 
@@ -226,7 +228,7 @@ def _is_control(token: Added, template: str) -> bool:
 
 
 def _any_of(tokens: Iterable[Added]) -> re.Pattern[str]:
-    """As the library finds them: the first in the list wins; no letter stands beside a `single_word`."""
+    """Match tokens as the library does: the first in the list wins, `single_word` ones stand alone."""
     found = [
         rf"(?<!\w){t}(?!\w)" if single else t
         for t, single in ((re.escape(t.content), t.single_word) for t in tokens)
@@ -235,5 +237,5 @@ def _any_of(tokens: Iterable[Added]) -> re.Pattern[str]:
 
 
 def _unguessable() -> str:
-    """Letters alone: no normaliser or whitespace rule knows them."""
+    """Return random letters, which no normaliser or whitespace rule changes."""
     return "".join(secrets.choice(string.ascii_lowercase) for _ in range(24))

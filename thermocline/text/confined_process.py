@@ -1,7 +1,7 @@
-"""A process for what strangers wrote: started at the first use, asked again and again, killed where it hangs.
+"""A process that runs untrusted programs: started at the first use, reused, and killed if it hangs.
 
-Owns that process: a minimal environment, no terminal, no file but two pipes. Must not know what it computes;
-its limits from within are `confinement.py`'s.
+It has a minimal environment, no terminal, and no file but two pipes. `confinement.py` sets its limits from
+within.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from queue import SimpleQueue
 
 from thermocline.text.confinement import LENGTH
 
-# A process has its own limit of processor time; this one is for a process that stands still, or has no timer.
-# In slices, so that a pause of the whole system (a closed lid, Ctrl-Z) counts as one.
+# The process limits its own processor time. This limit is for a process that waits, or has no timer. It is
+# counted in slices, so that a pause of the whole system (a closed lid, Ctrl-Z) counts as one slice.
 SLICE_S = 0.1
 WAIT_S = 10.0 if hasattr(signal, "setitimer") else 0.8
 KILLED = 9  # SIGKILL, which Windows does not name
-DYING_S = 1.0  # for the system to say how a process ended
+DYING_S = 1.0  # time for the system to report how a process ended
 KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "SYSTEMROOT", "TZ")
-WORKERS = Path(__file__).parents[2]  # from where `thermocline.NAME_worker` is imported
+WORKERS = Path(__file__).parents[2]  # the directory of the package
 
 Ask = Callable[[bytes], bytes]
 _Asked = SimpleQueue[tuple[threading.Event, int] | None]
 
 
 class ProcessEnded(Exception):
-    """The process ended before it had answered; the message says why, after "it".
+    """The process ended before it answered. The message says why, as the end of a sentence with "it".
 
-    `killed`: from outside, by the clock, the system or a person, so that the next try may end otherwise.
+    `killed`: by the clock, the system or a person, so that another try may succeed.
     """
 
     def __init__(self, why: str, *, killed: bool = False) -> None:
@@ -44,15 +44,12 @@ class ProcessEnded(Exception):
 
 
 class ConfinedProcess:
-    """One worker's process. Safe to use from several threads; each request has an answer of its own.
-
-    After a request that ended it, the next one starts another.
-    """
+    """One worker's process, safe to use from several threads. The next request restarts one that ended."""
 
     def __init__(
         self, worker: str, paths: Sequence[str], begin: Callable[[Ask], None] = lambda ask: None
     ) -> None:
-        """`worker`: a module with a `main`. `paths`: for its imports. `begin` asks first in each process."""
+        """`worker`: a module with `main`. `paths`: for its imports. `begin` sends the first requests."""
         self._worker, self._paths, self._begin = worker, [str(WORKERS), *paths], begin
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,22 +57,22 @@ class ConfinedProcess:
         self._watcher: threading.Thread | None = None
 
     def ask(self, request: bytes, wait_s: float = WAIT_S) -> bytes:
-        """The answer. Ended where there is none, within `wait_s` of standing still too."""
+        """Return the answer. Raise ProcessEnded if there is none, at the latest after `wait_s` of waiting."""
         with self._lock:
             self._started()
             return self._ask(request, wait_s)
 
     def start(self) -> None:
-        """Start the process now, where it is not there."""
+        """Start the process now, unless it runs."""
         with self._lock:
             self._started()
 
     def close(self) -> None:
-        """End the process; the next request would start another."""
+        """End the process; the next request starts another."""
         with self._lock:
             self._stop()
             if self._watcher is not None:
-                self._watcher.join()  # nothing is asked any more: it ends at once
+                self._watcher.join()  # no request is under way, so it ends at once
 
     def _started(self) -> None:
         if self._process is not None:
@@ -106,27 +103,27 @@ class ConfinedProcess:
             reply = process.stdout.read(size) if size > 0 else b""
         except (BrokenPipeError, OSError):
             size, reply = -1, b""
-        except BaseException:  # Ctrl-C: the answer to this would be taken for the next one's
+        except BaseException:  # Ctrl-C: this answer would be taken for the next request's
             self._stop()
             raise
         finally:
             done.set()
         if len(reply) != size:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe has ended, and so does it
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the pipe has closed, so the process ends
                 process.wait(DYING_S)
             code = self._stop()
             raise ProcessEnded(_why(code), killed=code == -KILLED)
         return reply
 
     def _stop(self) -> int:
-        """End the process, and say how it ended."""
+        """End the process; return its exit code."""
         process, self._process = self._process, None
         if process is None:
             return 0
         assert process.stdin is not None and process.stdout is not None
         self._asked.put(None)
         process.kill()
-        with contextlib.suppress(BrokenPipeError, OSError):  # what it did not read
+        with contextlib.suppress(BrokenPipeError, OSError):  # bytes that the process did not read
             process.stdin.close()
         process.stdout.close()
         return process.wait()
@@ -136,7 +133,7 @@ class ConfinedProcess:
 
 
 def paths_of(*packages: str) -> list[str]:
-    """Directories that have them; LookupError names one that is not installed."""
+    """Return the packages' directories. LookupError names a package that is not installed."""
     found = []
     for name in packages:
         spec = importlib.util.find_spec(name)
@@ -147,7 +144,7 @@ def paths_of(*packages: str) -> list[str]:
 
 
 def _start(worker: str, paths: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Without `site` (10 ms), told where things are; a group of its own, so that Ctrl-C is not for it."""
+    """Start without `site` (which takes 10 ms), in a process group that Ctrl-C does not reach."""
     code = f"import sys; sys.path += {list(paths)!r}; from {worker} import main; main()"
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code],
@@ -161,7 +158,7 @@ def _start(worker: str, paths: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _watch(process: subprocess.Popen[bytes], asked: _Asked) -> None:
-    """One thread for all of a process's requests: to start one for each took 0.1 ms."""
+    """Kill a process that waits too long. One thread serves all requests: starting one took 0.1 ms."""
     while (request := asked.get()) is not None:
         done, slices = request
         if not any(done.wait(SLICE_S) for _ in range(slices)):

@@ -1,10 +1,10 @@
-"""A confined process, from within: its limits, the system calls left to it, and its loop of requests.
+"""A confined process, from within: its limits, its permitted system calls, and its loop of requests.
 
-A worker imports all it needs and calls `serve`; from then on it can compute, and answer, and nothing else.
-Must not know what is computed, nor import anything of ours: workers start in milliseconds. Where a system has
-no such limits, the clock of whoever asks (confined.py) is the only one.
+A worker imports all it needs and calls `serve`; from then on it can only compute and answer. This file
+imports nothing of the package, so that workers start in milliseconds. On a system without such limits, only
+the clock in `confined_process.py` stops a worker.
 
-A frame, either way, is its length in four bytes (little-endian) and so many bytes.
+A frame, in either direction, is a length (four bytes, little-endian) and that many bytes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def serve(
     most_bytes: int,
     stack_bytes: int = 0,
 ) -> None:
-    """Answer requests until nobody asks any more. A request that exceeds its bounds ends the process.
+    """Answer requests until the pipe closes. A request that exceeds its bounds ends the process.
 
-    `most_bytes`: address space that no request's bounds exceed. `stack_bytes`: of a thread that answers.
+    `most_bytes`: the largest address space of any request. `stack_bytes`: the stack of the answering thread.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asks, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -65,7 +65,7 @@ def serve(
 
 
 def _read(asks: IO[bytes]) -> bytes | None:
-    """The next frame; None at the end."""
+    """Return the next frame, or None at the end."""
     head = asks.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -75,7 +75,7 @@ def _read(asks: IO[bytes]) -> bytes | None:
 
 
 def _bounded(answer: Callable[[bytes], bytes], request: bytes, bounds: Bounds, most_bytes: int) -> bytes:
-    """The timer ends the process, in the middle of C code too."""
+    """Answer within bounds. The timer ends the process even in the middle of C code."""
     _limit("RLIMIT_AS", min(bounds.memory_bytes, most_bytes), most_bytes)
     if not hasattr(signal, "setitimer"):  # Windows
         return answer(request)
@@ -86,12 +86,12 @@ def _bounded(answer: Callable[[bytes], bytes], request: bytes, bounds: Bounds, m
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-# ---- what the process gives up, for good
+# ---- rights that the process gives up for good
 
 
 def harden(most_bytes: int) -> None:
-    """No new files, processes, connections or privileges from here on; that much address space at most."""
-    if hasattr(time, "tzset"):  # the zone's file is read now
+    """Give up new files, processes, connections and privileges, and address space beyond `most_bytes`."""
+    if hasattr(time, "tzset"):  # reads the time zone's file now
         time.tzset()
         time.localtime()
     for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC"):
@@ -101,7 +101,7 @@ def harden(most_bytes: int) -> None:
 
 
 def _limit(name: str, soft: int, hard: int) -> None:
-    """Lower a limit. Windows has none, macOS lacks some, and the system's own may be lower."""
+    """Lower a limit, where the system has it. Windows has none; macOS lacks some."""
     with contextlib.suppress(ImportError, AttributeError, OSError, ValueError):
         import resource
 
@@ -113,9 +113,9 @@ def _limit(name: str, soft: int, hard: int) -> None:
 
 # ---- system calls: seccomp, as a program for the kernel
 
-# Machine -> (how the kernel calls it, the number of `seccomp`, column of the tables below).
+# Machine -> (the kernel's number of it, the number of the call `seccomp`, column of the tables below).
 _MACHINES = {"x86_64": (0xC000003E, 317, 0), "aarch64": (0xC00000B7, 277, 1)}
-# Memory, time, threads that are there, signals to itself, and reading and writing what is open.
+# Memory, time, existing threads, signals to itself, and reading and writing open files.
 _ALLOWED = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "close": (3, 57),
     "fstat": (5, 80), "lseek": (8, 62),
@@ -130,7 +130,10 @@ _ALLOWED = {
     "getrandom": (318, 278), "getrusage": (98, 165), "getrlimit": (97, 163), "setrlimit": (160, 164),
     "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-_OF_ITSELF = {"tgkill": (234, 131), "prlimit64": (302, 261)}  # their first argument is a process
+_OF_ITSELF = {
+    "tgkill": (234, 131),
+    "prlimit64": (302, 261),
+}  # allowed if their first argument is this process
 _LOAD, _JUMP_IF, _RETURN = 0x20, 0x15, 0x06  # BPF: BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
 _NUMBER, _MACHINE, _ARGUMENT = 0, 4, 16  # in struct seccomp_data; the lower half of the first argument
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
@@ -142,9 +145,9 @@ class _Program(ctypes.Structure):
 
 
 def filter_system_calls() -> bool:
-    """Leave all threads of this process the system calls above; any other fails with EPERM.
+    """Restrict all threads to the system calls above; any other fails with EPERM.
 
-    False where the kernel, or the machine, is one that cannot.
+    Return False if the kernel or the machine does not support that.
     """
     machine = _MACHINES.get(platform.machine()) if sys.platform == "linux" else None
     if machine is None or sys.maxsize < 1 << 32:
@@ -163,7 +166,7 @@ def filter_system_calls() -> bool:
 
 
 def _program(machine: int, column: int, pid: int) -> bytes:
-    """Compare with each call; then REFUSE, the question whose process it is, REFUSE, ALLOW, KILL."""
+    """Return the filter: compare with each call, REFUSE, check the process, REFUSE, ALLOW, KILL."""
     calls = [(n[column], False) for n in _ALLOWED.values()] + [(n[column], True) for n in _OF_ITSELF.values()]
     refuse = 3 + len(calls)
     whose, allow, kill = refuse + 1, refuse + 5, refuse + 6

@@ -1,6 +1,6 @@
-"""What an answer has to be: `Grammar`, as a request says it, and `Constraint`, as the sampler obeys it.
+"""`Grammar`: the form of an answer, as a request gives it. `Constraint`: the same, as the sampler obeys it.
 
-Must not know how a grammar is enforced (`grammar_matcher.py`), models or requests.
+`grammar_matcher.py` turns one into the other.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ KINDS = {
 
 
 class Constraint(Protocol):
-    """One answer on its way. UsageError where it cannot go on; that ends this answer alone."""
+    """An answer's place in its grammar. UsageError: it cannot go on, which ends this answer alone."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """[vocab_size]: the tokens that may come next; those that end a text where it may end."""
+        """Return which tokens may come next, [vocab_size]; end tokens where the text may end."""
 
     def accept(self, token: int) -> None:
-        """It came."""
+        """Advance by the token that was sampled."""
 
     def is_complete(self) -> bool:
-        """Nothing but the end may follow."""
+        """Tell whether only the end may follow."""
 
 
 @dataclass(frozen=True)
 class Thought:
-    """What a model may think before its answer: any text between two marks."""
+    """A thought before an answer: any text between two marks."""
 
     opens: str
     closes: str
-    begun: bool  # within the prompt: it has to come, and its first mark is there
+    begun: bool  # the prompt ends with the opening mark, so a thought must follow
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,19 @@ class Calls:
     """Calls of functions as a chat template writes them: `{"name": ..., ARGUMENTS: {...}}` between marks."""
 
     functions: tuple[tuple[str, Mapping[str, Any]], ...]  # name and the JSON schema of its arguments
-    opens: str  # may be empty: the object is all there is
+    opens: str  # may be empty: then a call is just the object
     closes: str
-    arguments: str  # the key
-    in_list: bool  # one list for all calls, one mark for the list
+    arguments: str  # the key of the arguments
+    in_list: bool  # all calls are in one list, with one mark
     several: bool
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be, whole: text that fits a JSON schema, a regular expression or a Lark grammar;
-    or an answer of a conversation, with the marks of the model's template."""
+    """The form of a whole answer: a JSON schema, a regular expression, a Lark grammar, or `answer`.
+
+    `answer` is the form of an answer in a conversation, with the marks of the model's template.
+    """
 
     kind: str  # of KINDS
     text: str
@@ -75,19 +77,21 @@ class Grammar:
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError as e:
-            raise UsageError(f"the {name} is not valid Unicode: a lone surrogate at {e.start}") from None
+            raise UsageError(
+                f"the {name} is not valid Unicode: remove the unpaired surrogate at {e.start}"
+            ) from None
         if not self.text.strip() or "\0" in self.text:
             raise UsageError(f"the {name} is empty or has a NUL character")
         if size > MAX_BYTES:
-            raise UsageError(f"the {name} has {size} bytes; at most {MAX_BYTES} can be taken")
+            raise UsageError(f"the {name} has {size} bytes; the limit is {MAX_BYTES}")
         if self.kind in ("json_schema", "answer") and (levels := depth(self.text)) > MAX_DEPTH:
-            raise UsageError(f"the {name} is {levels} levels deep; at most {MAX_DEPTH} can be taken")
+            raise UsageError(f"the {name} is {levels} levels deep; the limit is {MAX_DEPTH}")
 
     @staticmethod
     def json_schema(schema: str | bool | Mapping[str, Any]) -> Grammar:
-        """A schema, or its text. Properties come in the schema's order."""
+        """Return the grammar of a schema or its text. Properties come in the schema's order."""
         if isinstance(schema, str):
-            text = Grammar("json_schema", schema).text  # its size and depth, before anything reads it
+            text = Grammar("json_schema", schema).text  # checks size and depth before parsing
             try:
                 schema = json.loads(text)
             except ValueError as e:
@@ -103,18 +107,18 @@ class Grammar:
 
     @staticmethod
     def json_object() -> Grammar:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return Grammar("json_schema", '{"type": "object"}')
 
     @staticmethod
     def regex(pattern: str) -> Grammar:
-        """All of the answer matches it (Rust's syntax: no look-around, no back references)."""
+        """Return the grammar of texts that match (Rust's syntax: no look-around or back references)."""
         return Grammar("regex", pattern)
 
     @staticmethod
     def lark(text: str) -> Grammar:
-        """A Lark grammar, as llguidance reads it; its first rule is `start`."""
-        made = Grammar("lark", text)  # its size, before anything reads it
+        """Return a Lark grammar, as llguidance reads it; its first rule is `start`."""
+        made = Grammar("lark", text)  # checks the size before the search
         if re.search(r"^[^\S\n]*+[\w-]++\s*+::=", text, re.MULTILINE):
             raise UsageError("the grammar is GBNF (`::=`); write it as a Lark grammar (`start: ...`)")
         return made
@@ -123,7 +127,10 @@ class Grammar:
     def answer(
         thought: Thought | None, calls: Calls | None, content: Mapping[str, Any] | Literal["text"] | None
     ) -> Grammar:
-        """Maybe a thought, then calls, or else `content`: by a JSON schema, or any text. None: not this."""
+        """Return the form of an answer: an optional thought, then calls or `content` (a schema, or any text).
+
+        None leaves a part out.
+        """
         form = {
             "thought": None if thought is None else asdict(thought),
             "calls": None if calls is None else asdict(calls),
@@ -133,7 +140,7 @@ class Grammar:
 
 
 def depth(text: str) -> int:
-    """Brackets within brackets, of JSON, without parsing it."""
+    """Return how deep the brackets of a JSON text are nested, without parsing it."""
     deepest = depth = 0
     quoted = escaped = False
     for c in text:

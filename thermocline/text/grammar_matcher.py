@@ -1,7 +1,4 @@
-"""Grammars enforced: which tokens of a model's vocabulary may come next (the `llguidance` library).
-
-Owns the library's view of a tokenizer, and what was compiled. Must not know models, requests or the engine.
-"""
+"""Enforce grammars: which tokens of a model's vocabulary may come next, by the library `llguidance`."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 WORKER = "thermocline.text.grammar_worker"
-WAIT_S = 10.0  # for a process that does not get its second of processor time
-VERDICTS = 4096  # of grammars that were tried: about 1 MiB
-KEPT = 32  # compiled grammars, the least recently used leave first
+WAIT_S = 10.0  # limit for a trial that does not get its second of processor time
+VERDICTS = 4096  # remembered; about 1 MiB
+KEPT = 32  # compiled grammars; the least recently used is dropped first
 
 Mask = NDArray[np.bool_]
 
@@ -44,9 +41,10 @@ class Grammars:
     def constraint(
         self, grammar: Grammar, stop_ids: Sequence[int] = (), *, checked: bool = False
     ) -> GrammarConstraint:
-        """For one answer, which the tokenizer's eos and `stop_ids` end. UsageError: it cannot be enforced.
+        """Return the constraint of one answer, which the tokenizer's eos and `stop_ids` end.
 
-        `checked`: `check` has passed it, here or in another process of this program.
+        Raise UsageError if the grammar cannot be enforced. `checked`: `check` has passed it already, here or
+        in another process of this program.
         """
         if not checked:
             check(grammar)
@@ -58,15 +56,15 @@ class Grammars:
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             ends = (*self._tokenizer.eos_ids, *stop_ids)
-            named = grammar.kind == "answer"  # by us, and only a template's marks
+            named = grammar.kind == "answer"  # we wrote it, and it names only a template's marks
             return GrammarConstraint(matcher.deep_copy(), self._vocabulary, ends, controls=named)
 
 
 class GrammarVocabulary:
-    """A tokenizer as the library sees it: the bytes of each token that writes text, and one that ends it.
+    """A tokenizer as the library sees it: the bytes of each token that writes text, and an end token.
 
-    Control tokens have no bytes there: none is text, and no client's grammar can name one (`controls`: a
-    template's marks may be among them). The end is an id of its own, since a model may have several, or none.
+    Control tokens have no bytes, so that no client's grammar can write one. `controls` has their ids by name,
+    for the marks of templates. The end is an extra id, since a model may have several end tokens, or none.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -83,9 +81,9 @@ class GrammarVocabulary:
         self.there: LLTokenizer = LLTokenizer(TokenizerWrapper(self))
 
     def __call__(self, text: str) -> list[int]:
-        """What a text is that the grammar leaves no choice of: the tokenizer's own tokens, if they are it.
+        """Return the tokens of a text that the grammar dictates: the tokenizer's own, if they spell it.
 
-        (SentencePiece's begin with a space of their own; a control token's name may have none.)
+        They may not: SentencePiece adds a space at the start, and a control token has no bytes.
         """
         with contextlib.suppress(UsageError):
             ids = self._encode(text, add_special=False)
@@ -111,7 +109,7 @@ class GrammarConstraint:
             raise UsageError(f"the grammar cannot go on here: {_line(self._matcher.get_error())}")
         there = np.unpackbits(bits, count=self._vocabulary.size + 1, bitorder="little").view(np.bool_)
         mask: Mask = there[:-1]
-        if not self._controls:  # a client's grammar may name tokens by their numbers
+        if not self._controls:  # a client's grammar could name control tokens by number
             mask &= self._vocabulary.writes
         mask[self._ends] = there[-1]
         return mask
@@ -127,7 +125,7 @@ class GrammarConstraint:
 
 
 class _Verdicts:
-    """Remember what was wrong with each grammar that was tried, or "". Safe to use from several threads."""
+    """The error of each grammar that was tried, or "". Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -160,9 +158,9 @@ def is_tried(grammar: Grammar) -> bool:
 
 
 def check(grammar: Grammar) -> None:
-    """UsageError where the grammar cannot be enforced, within about a second; it needs no model.
+    """Raise UsageError if the grammar cannot be enforced. This takes about a second at most, and no model.
 
-    In a process that can be killed: a stranger's grammar may take for ever to compile, or end the process.
+    The trial runs in a process that can be killed: compiling a client's grammar may take for ever or crash.
     """
     path = _library()
     why = _verdicts.get(grammar)
@@ -173,7 +171,7 @@ def check(grammar: Grammar) -> None:
 
 
 def _is_ours(grammar: Grammar) -> bool:
-    """Nothing in it is a stranger's: any JSON object, maybe after a thought."""
+    """Tell whether no part of the grammar is a client's: any JSON object, maybe after a thought."""
     if grammar.kind != "answer":
         return grammar == Grammar.json_object()
     form = json.loads(grammar.text)
@@ -181,7 +179,7 @@ def _is_ours(grammar: Grammar) -> bool:
 
 
 def _tried(grammar: Grammar, path: list[str]) -> str:
-    """Say what is wrong with it; a verdict that the next trial might not repeat is not remembered."""
+    """Try a grammar; return its error or "". An error that may not recur is not remembered."""
     process = ConfinedProcess(WORKER, path)
     try:
         why = _line(process.ask(f"{grammar.kind}\n{grammar.text}".encode(), WAIT_S).decode(errors="replace"))
@@ -209,7 +207,7 @@ def _compiled(vocabulary: GrammarVocabulary, grammar: Grammar) -> LLMatcher:
 
 
 def _library() -> list[str]:
-    """Where it is; Unsupported where it is not installed."""
+    """Return the library's directory. Raise Unsupported if it is not installed."""
     try:
         return paths_of("llguidance")
     except LookupError:

@@ -1,8 +1,7 @@
-"""Grammars as llguidance has them; tries one out, in a process that may be killed: it may take for ever.
+"""Translate grammars for llguidance, and try one out in a process that can be killed.
 
-Asked by grammar_matcher.py: the kind and the text; what is wrong with it is the answer, nothing if it is
-usable.
-Must not know anything of ours but its confinement: the process starts in milliseconds.
+`grammar_matcher.py` sends a kind and a text. The answer is the grammar's error, or nothing if it is usable.
+Besides `confinement.py` this file imports nothing of the package, so that the process starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from thermocline.text.confinement import Bounds, serve
 
 SECONDS = 1.0  # of processor time
-STACK_BYTES = 1 << 20  # an eighth of what a thread of the engine has: what is fine here is fine there
+STACK_BYTES = 1 << 20  # an eighth of an engine thread's stack, so what works here works there
 MEMORY_BYTES = 1 << 30
-WALKS, STEPS = 4, 100  # random texts that the grammar allows, and how long
+WALKS, STEPS = 4, 100  # random texts that the grammar allows, and their length in bytes
 BYTES = 256
-# Whitespace as people write JSON, never without end; a schema's own "x-guidance" cannot loosen the rest.
+# Whitespace as people write JSON, but bounded. These override a schema's own "x-guidance".
 JSON = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"( |\n[ \t]{0,20})",
@@ -32,9 +31,9 @@ JSON = {
 
 
 def source(kind: str, text: str, controls: Mapping[str, int] | None = None) -> str:
-    """The grammar as llguidance takes it; ValueError where it is no grammar of that kind.
+    """Return the grammar as llguidance takes it. Raise ValueError if it is not one of that kind.
 
-    `controls`: tokens that no text can spell, by name; an answer's marks may be among them.
+    `controls`: ids of control tokens by name, for an answer's marks.
     """
     match kind:
         case "json_schema":
@@ -46,14 +45,14 @@ def source(kind: str, text: str, controls: Mapping[str, int] | None = None) -> s
     return str(LLMatcher.grammar_from_lark(text))
 
 
-# ---- an answer of a conversation
+# ---- an answer in a conversation
 
 
 class _Answer:
-    """`constraint.Grammar.answer` as Lark.
+    """`Grammar.answer` as Lark.
 
-    The lexer takes the longest piece and never goes back: free text must not run into whatever else may begin
-    there. It leaves out marks even where they are tokens of their own, since a model may spell one out, too.
+    The lexer takes the longest match and never goes back, so free text must exclude everything else that may
+    begin there. It excludes marks even if they are tokens, since a model may also spell one out.
     """
 
     def __init__(self, form: Mapping[str, Any], controls: Mapping[str, int]) -> None:
@@ -84,7 +83,7 @@ class _Answer:
         return "\n".join([f"start: {start}", *self._rules])
 
     def _calls(self, calls: Mapping[str, Any]) -> str:
-        """What follows the mark that opens the first."""
+        """Return a rule for everything after the mark that opens the first call."""
         colon = '_WS? ":" _WS?'
         for i, (f, parameters) in enumerate(calls["functions"]):
             name, key = _literal(f), _literal(calls["arguments"])
@@ -103,7 +102,7 @@ class _Answer:
         return f"<[{self._controls[name]}]>" if name in self._controls else json.dumps(name) if name else ""
 
     def _up_to(self, rule: str, mark: str, *foreign: str) -> str:
-        """Text, maybe none, and the mark that ends it."""
+        """Return a rule for text, maybe empty, and the mark that ends it."""
         if mark in self._controls:
             return f"{self._text(rule.upper(), *foreign, '.*' + _regex(mark))}? {self._mark(mark)}"
         self._rules.append(
@@ -112,7 +111,7 @@ class _Answer:
         return rule
 
     def _text(self, name: str, *foreign: str, least: str = "+") -> str:
-        """Any that begins with none of `foreign`."""
+        """Add a terminal for text that begins with none of `foreign`; return its name."""
         but = f" & ~/(?s:({'|'.join(filter(None, foreign))}).*)/" if any(foreign) else ""
         self._rules.append(f"{name}: /(?s:.{least})/{but}")
         return name
@@ -123,7 +122,7 @@ class _Answer:
 
 
 def _literal(key: str) -> str:
-    """A string of JSON, as a string of Lark."""
+    """Return a JSON string as a literal of Lark."""
     return json.dumps(json.dumps(key, ensure_ascii=False))
 
 
@@ -132,7 +131,7 @@ def _regex(text: str) -> str:
 
 
 def _schemas(form: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each with what it is."""
+    """Yield the schemas of an answer, each with a label for errors."""
     for name, parameters in () if form["calls"] is None else form["calls"]["functions"]:
         yield f"the parameters of {name!r}: ", parameters
     if isinstance(form["content"], dict):
@@ -143,12 +142,12 @@ def _schemas(form: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def limits() -> LLParserLimits:
-    """The library's own, with fewer states: they are 1 to 2 KB each. Its errors then show no grammar."""
+    """Return the library's limits with fewer lexer states (1 to 2 KB each); errors quote no grammar."""
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
 class _Bytes:
-    """The smallest vocabulary."""
+    """The smallest vocabulary: the 256 bytes and an end."""
 
     eos_token_id, bos_token_id = BYTES, None
     special_token_ids = (BYTES,)
@@ -159,11 +158,11 @@ class _Bytes:
 
 
 def problem(kind: str, text: str) -> str:
-    """What is wrong with the grammar, or nothing."""
+    """Return the grammar's error, or ""."""
     if kind != "answer":
         return _problem(kind, text, WALKS)
-    schemas = list(_schemas(json.loads(text)))  # each by itself: a walk would not get past a thought
-    walks = max(1, min(WALKS, 40 // max(1, len(schemas))))  # of 60 functions, 4 each took 0.8 s
+    schemas = list(_schemas(json.loads(text)))  # each alone: a walk would not get past a thought
+    walks = max(1, min(WALKS, 40 // max(1, len(schemas))))  # four walks for each of 60 functions took 0.8 s
     for about, schema in schemas:
         if wrong := _problem("json_schema", json.dumps(schema), walks):
             return about + wrong
@@ -183,14 +182,16 @@ def _problem(kind: str, text: str, walks: int) -> str:
         if warnings := begin.get_grammar_warnings():
             return str(warnings[0])
         if _lets_zero_in(json.loads(text)):
-            return "between an exclusive 0 and a fraction 0 itself would be let in; leave one bound out"
+            return (
+                "with an exclusive bound of 0 and a bound below 1, 0 itself would pass; leave one bound out"
+            )
     draw = random.Random(0)
     found = (_walk(begin.deep_copy(), draw) for _ in range(walks))
     return next(filter(None, found), "")
 
 
 def _walk(matcher: LLMatcher, draw: random.Random) -> str:
-    """Write some text that the grammar allows."""
+    """Write a random text that the grammar allows; return an error, or ""."""
     for _ in range(STEPS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
@@ -204,7 +205,7 @@ def _walk(matcher: LLMatcher, draw: random.Random) -> str:
 
 
 def _lets_zero_in(schema: Any) -> bool:
-    """Library 1.9 takes 0 where exclusiveMinimum is 0 and the maximum below 1, and where it is mirrored."""
+    """Tell whether llguidance 1.9 wrongly allows 0: exclusiveMinimum 0, maximum below 1, or mirrored."""
     if isinstance(schema, list):
         return any(map(_lets_zero_in, schema))
     if not isinstance(schema, dict):

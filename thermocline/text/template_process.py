@@ -1,7 +1,4 @@
-"""A chat template's process: what is asked of it, and what its answers mean.
-
-Must not know models. jinja2 is imported there alone (template_worker.py); `confined.py` owns processes.
-"""
+"""The process that renders a chat template, as its caller sees it. `template_worker.py` runs in it."""
 
 from __future__ import annotations
 
@@ -13,17 +10,17 @@ from thermocline.text.confined_process import ConfinedProcess, ProcessEnded, pat
 
 WORKER = "thermocline.text.template_worker"
 
-OWN, SPOKEN, ANSWERS = 1, 2, 254  # template_worker.py's
+OWN, SPOKEN, ANSWERS = 1, 2, 254  # as in template_worker.py
 Span = tuple[
     int, int, int
-]  # start, stop, who: OWN is the template, SPOKEN + i % ANSWERS the answer messages[i]
+]  # start, stop, author: OWN is the template, SPOKEN + i % ANSWERS the answer messages[i]
 
 
 class TemplateProcess:
     """Renders one template. Safe to use from several threads."""
 
     def __init__(self, source: str, name: str) -> None:
-        """`name` is where the template comes from, for messages."""
+        """`name`: where the template comes from, for errors."""
         self._source, self._name = source, name
         try:
             self._confined = ConfinedProcess(WORKER, paths_of("jinja2", "markupsafe"))
@@ -33,7 +30,7 @@ class TemplateProcess:
     def render(
         self, messages: list[dict[str, Any]], tokens: dict[str, str], variables: dict[str, Any]
     ) -> tuple[str, list[Span]]:
-        """(the text, who wrote its spans; what is in none came with the messages)."""
+        """Return the text and its spans by author. Text outside all spans came with the messages."""
         ask = {"template": self._source, "messages": messages, "tokens": tokens, "variables": variables}
         try:
             reply = json.loads(self._confined.ask(json.dumps(ask).encode()))

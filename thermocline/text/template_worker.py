@@ -1,16 +1,16 @@
-"""Renders chat templates: the process that `template_process.py` asks. One JSON object in, one out.
+"""Render chat templates, in the process of `template_process.py`. One JSON object in, one out.
 
-Must not know anything of ours but its confinement. A template is a stranger's program: jinja2's sandbox keeps
-it from Python, the confinement from the machine.
+A template is an untrusted program: jinja2's sandbox keeps it from Python, `confinement.py` from the machine.
+Besides that file, this one imports nothing of the package.
 
-Says of every character who wrote it: the template (or the model's files), the model in an earlier answer, or
-somebody else.
+The answer tells who wrote each character: the template (or the model's files), the model in an earlier
+answer, or anybody else.
 """
 
 from __future__ import annotations
 
 import codecs
-import html  # noqa: F401  filters import it when they are used, which is too late here
+import html  # noqa: F401  filters import it at their first use, which is too late here
 import json
 import pprint  # noqa: F401  likewise
 import re
@@ -21,7 +21,7 @@ from functools import lru_cache
 from operator import index
 from typing import Any, SupportsIndex
 
-import jinja2.debug  # noqa: F401  what rewrites tracebacks
+import jinja2.debug  # noqa: F401  imported to rewrite tracebacks, too late here
 from jinja2 import Template, nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError, TemplateError
@@ -35,31 +35,31 @@ from jinja2.utils import pass_eval_context
 from thermocline.text.confinement import Bounds, serve
 
 CPU_S = 0.4
-MEMORY_BYTES = 256 << 20  # address space, over what the process and the messages take
+MEMORY_BYTES = 256 << 20  # address space beyond that of the messages
 MEMORY_PER_BYTE = 32  # of the messages
 MOST_MEMORY_BYTES = 2 << 30  # 56 MB of messages
-OUTPUT_CHARS = 1 << 20  # and twice what the messages have
+OUTPUT_CHARS = 1 << 20  # and twice the messages' size
 CODECS = (
     "ascii",
     "latin-1",
     "unicode-escape",
     "utf-8",
     "utf-16",
-)  # loaded at first use: jinja2's, templates'
-# Roles are part of control tokens in some templates: "<|" + role + "|>". Any other is as foreign as a text.
+)  # of jinja2 and templates, which load at their first use
+# Some templates build control tokens from roles: "<|" + role + "|>". Any other role counts as foreign text.
 ROLES = {"system", "developer", "user", "assistant", "tool", "ipython", "function", "model", "environment"}
 
 FOREIGN, OWN, SPOKEN = 0, 1, 2
-ANSWERS = 256 - SPOKEN  # told apart; the next has the first's mark again
+ANSWERS = 256 - SPOKEN  # answers with distinct marks; the next one has the first's mark again
 
-# ---- text that knows its origin
+# ---- text with its origin
 
 
 class TracedText(str):
-    """A string with a byte per character: who wrote it, FOREIGN, OWN, or SPOKEN and more for an answer's.
+    """A string with a byte per character for its author: FOREIGN, OWN, or SPOKEN and more for an answer.
 
-    What is not defined here gives a plain str, which counts as foreign throughout: a control token may be
-    lost that way, but never made.
+    A method that is not defined here returns a plain str, which counts as foreign. So a control token may be
+    lost, but never forged.
     """
 
     __slots__ = ("_mask",)
@@ -77,7 +77,7 @@ class TracedText(str):
         if isinstance(key, slice):
             at = key
         else:
-            i = index(key)  # a TypeError for a name, which jinja2 takes for "undefined"
+            i = index(key)  # for a name it raises TypeError, which jinja2 takes as "undefined"
             at = slice(i, i + 1 or None)
         return TracedText(super().__getitem__(key), self._mask[at])
 
@@ -152,7 +152,7 @@ class TracedText(str):
         return TracedText(text, self._mask) if len(text) == len(self) else text
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
-        """`parts`, found again in order; between them is `sep`, or (None) only what no part begins with."""
+        """Return `parts` as slices of this text. `sep` separates them; None: text that begins no part."""
         out: list[str] = []
         at = 0
         for part in parts:
@@ -171,7 +171,7 @@ def own(text: str) -> TracedText:
 
 
 def spoken(value: Any, mark: int) -> Any:
-    """All texts in an answer of the model's."""
+    """Mark all texts in an answer of the model."""
     if isinstance(value, str):
         return TracedText(value, bytes([mark]) * len(value))
     if isinstance(value, dict):
@@ -179,11 +179,11 @@ def spoken(value: Any, mark: int) -> Any:
     return [spoken(v, mark) for v in value] if isinstance(value, list) else value
 
 
-# ---- the language: what transformers gives templates
+# ---- the language of templates, as in transformers
 
 
 class Origins(CodeGenerator):
-    """Every string in a template's source is its own."""
+    """Generates code that marks every string in a template's source as OWN."""
 
     def visit_Const(self, node: nodes.Const, frame: Any) -> None:
         value = node.as_const(frame.eval_ctx)
@@ -204,7 +204,7 @@ class Origins(CodeGenerator):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`: marks the answers for training; here its body is all there is to it."""
+    """`{% generation %}`, which marks answers for training. Here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's interface
 
@@ -228,12 +228,12 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
-        del self.globals["lipsum"]  # a way to Python in every list of them, and of no use here
+        del self.globals["lipsum"]  # a known way out of the sandbox, and of no use here
         self.globals |= {"dict": _dict, "raise_exception": _raise, "strftime_now": _strftime_now}
         self.filters |= {"tojson": _tojson, "safe": lambda text: text, "join": _join}
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        """jinja2 would give nothing, and raise where that is used."""
+        """Raise at once. jinja2 would return an undefined value, which raises only when it is used."""
         raise SecurityError(f"{attribute!r} of a {type(obj).__name__}")
 
 
@@ -256,7 +256,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own escapes HTML."""
+    """Return JSON without HTML escapes, unlike jinja2's own filter."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -293,14 +293,14 @@ def render(template: Template, ask: dict[str, Any], room: int) -> Reply:
 
 
 def answer(compiled: Callable[[str], Template], line: bytes) -> Reply:
-    """What can go wrong while a stranger's program runs is anything, so everything is caught here."""
+    """Render, and return any error as an answer: an untrusted program can raise anything."""
     try:
         ask = json.loads(line)
         return render(compiled(ask["template"]), ask, OUTPUT_CHARS + 2 * len(line))
     except RaisedByTemplate as e:
         return {"error": "refused", "why": e.message}
     except SecurityError as e:
-        return {"error": "bad", "why": f"it does what no template may: {e}"}
+        return {"error": "bad", "why": f"it does something that templates must not do: {e}"}
     except MemoryError:
         return {"error": "bad", "why": "it takes too much memory"}
     except RecursionError:

@@ -1,8 +1,8 @@
-"""Text <-> token ids over tokenizer.json, and text from ids as they come.
+"""Text to token ids and back, by a tokenizer.json.
 
-Ids are made of text in a process of their own (tokenizer_process.py), text of ids here. Must not
-know the engine. A token is worth bytes, not characters: `Detokenizer` gathers bytes and gives out whole
-characters, so no text is decoded twice and a token costs the same however long the text is.
+A separate process turns text into ids (`tokenizer_process.py`); this file turns ids into text. A token stands
+for bytes, not characters: `Detokenizer` gathers bytes and returns whole characters. So no text is decoded
+twice, and a token costs the same however long the text is.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ class Tokenizer:
     def __init__(self, directory: Path | str, spec: ModelSpec | None = None) -> None:
         path = Path(directory) / FILE
         ends = () if spec is None else tuple(i for i in (spec.bos_id, *spec.eos_ids) if i is not None)
-        self._process = found = TokenizerProcess(
-            path, ends
-        )  # whatever the file calls them, these are no text
+        self._process = found = TokenizerProcess(path, ends)  # control tokens, whatever the file says
         highest = found.size - 1
         if spec is not None and highest >= spec.vocab_size:
             found.close()
@@ -47,32 +45,32 @@ class Tokenizer:
         return self._process.added
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """`add_special` adds what the model expects around a text, such as a beginning-of-text token.
+        """Return the ids of a text. `add_special` adds the tokens that the model expects around a text.
 
-        `parse_special`: "<s>" in the text is the control token, for text that is trusted (a prompt of the
-        user's own, a chat template). Otherwise it is four characters, and no text becomes a control token.
+        `parse_special`: "<s>" in the text is the control token. Use it for trusted text only (the user's own
+        prompt, a chat template). Otherwise "<s>" is three characters of text.
         """
         try:
             data = text.encode()
         except UnicodeEncodeError as e:
             raise UsageError(
-                f"the text is not valid Unicode: a lone surrogate at character {e.start}"
+                f"the text is not valid Unicode: remove the unpaired surrogate at character {e.start}"
             ) from None
         return self._process.encode(data, add_special=add_special, parse_special=parse_special)
 
     def renamed(self, names: Mapping[str, str], filler: str) -> Callable[[bytes], list[int]]:
-        """`encode` of a twin of this tokenizer, in which added tokens have other names.
+        """Return `encode` of a twin of this tokenizer, in which added tokens have other names.
 
-        `filler`: ids that nothing has get names that begin with it.
+        `filler`: the beginning of the names of unused ids.
         """
         return partial(self._process.encode_as_twin, self._process.twin(names, filler))
 
     def close(self) -> None:
-        """End its process, until there is a text again."""
+        """End the process; the next text starts another."""
         self._process.close()
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without special tokens. Bytes that are no character become U+FFFD."""
+        """Return the text of `ids` without special tokens. Invalid bytes become U+FFFD."""
         detokenizer = Detokenizer(self)
         return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
@@ -80,18 +78,18 @@ class Tokenizer:
         return token in self._special
 
     def name(self, token: int) -> str:
-        """As the vocabulary spells it, control tokens too; nothing for ids without a token."""
+        """Return the vocabulary's name of a token, "" for unused ids."""
         return self._process.name(token)
 
     def spelled(self, token: int) -> bytes:
-        """What it adds to a text; its name, where that is nothing."""
+        """Return the bytes that a token adds to a text, or its name if it adds none."""
         return self.token_bytes(token) or self.name(token).encode()
 
     def most_bytes(self, tokens: int) -> int | None:
-        """Of any text of so many tokens, so that longer ones need not be split to know that they are.
+        """Return the most bytes that a text of so many tokens can have: a longer one need not be tokenised.
 
-        A token spells its bytes, which normalising may have made of four times as many ("𝐀" becomes "A").
-        None: one for whatever is unknown may stand for any text.
+        Normalising may shorten a text to a quarter ("𝐀" becomes "A"), hence the factor 4. None: there is no
+        bound, because the token for unknown text may stand for any text.
         """
         about = self._process.about
         if about["unknown"] is not None and not about["byte_fallback"]:
@@ -99,18 +97,18 @@ class Tokenizer:
         return 4 * max(len(self.spelled(i)) for i in range(self.vocab_size)) * tokens
 
     def is_control(self, token: int) -> bool:
-        """It is no text, but says something about it: where it ends, who speaks."""
+        """Tell whether a token is not text, but says where text ends or who speaks."""
         return token in self._special or token in self._controls
 
     def token_bytes(self, token: int) -> bytes:
-        """What `token` adds to a text (UTF-8); nothing for special tokens and ids without one."""
+        """Return the bytes that `token` adds to a text (UTF-8); none for special tokens and unused ids."""
         return b"" if token in self._special else self._bytes_of(self._process.name(token))
 
 
 class Detokenizer:
-    """Text from ids as they come. Never half a character: its bytes wait until they are, or cannot be, whole.
+    """Turns ids into text as they come, in whole characters: bytes of an incomplete one wait.
 
-    `continuing`: the text goes on from another, so the space that begins it is real.
+    `continuing`: the text continues another, so a space at its start is kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, continuing: bool = False) -> None:
@@ -126,17 +124,17 @@ class Detokenizer:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """What waited, at the end of the text; the Detokenizer can be used again for another."""
+        """Return the waiting bytes as text, at the end. The Detokenizer can then be used for another text."""
         return self._utf8.decode(b"", final=True)
 
 
 def read_text(path: Path) -> str:
-    """A file of plain text, every character as it is; BadFile where it is empty or something else."""
+    """Return a text file's characters unchanged. Raise BadFile if it is empty or not UTF-8 text."""
     data = path.read_bytes()
     if not data:
-        raise BadFile(f"{path}: is empty")
+        raise BadFile(f"{path}: is empty; give a file with text")
     if b"\0" in data:
-        raise BadFile(f"{path}: not text: byte {data.index(0)} is 0x00")
+        raise BadFile(f"{path}: not a text file: byte {data.index(0)} is 0x00")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -146,9 +144,11 @@ def read_text(path: Path) -> str:
 def _decoder(
     state: dict[str, Any] | None, path: Path
 ) -> tuple[Callable[[str], bytes], Callable[[bytes], bytes]]:
-    """The file's decoder as two functions: a token's text -> its bytes; the first one's bytes -> trimmed."""
+    """Return the file's decoder as two functions: a token's name to its bytes, and the trim of the first."""
     if state is None:
-        raise Unsupported(f"{path}: has no decoder, so there is no telling how its tokens become text")
+        raise Unsupported(
+            f"{path}: has no decoder, which is needed to turn tokens into text; use a complete tokenizer.json"
+        )
     parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     steps = [_step(part, path) for part in parts]
 
@@ -165,7 +165,7 @@ def _decoder(
 
 Step = Callable[
     [str], "str | bytes | None"
-]  # new text to go on with, final bytes, or None: nothing to do here
+]  # returns text for the next step, final bytes, or None for no change
 
 
 def _step(part: dict[str, Any], path: Path) -> Step:
@@ -186,7 +186,7 @@ def _step(part: dict[str, Any], path: Path) -> Step:
 
 
 def _trim(parts: list[dict[str, Any]], path: Path) -> Callable[[bytes], bytes]:
-    """SentencePiece writes a space before the first word; the decoder says how much of it to cut."""
+    """Return the function that trims a text's first token: SentencePiece adds a space there."""
     for i, part in enumerate(parts):
         if part["type"] == "Strip":
             fused = any(p["type"] == "Fuse" for p in parts[:i])
@@ -197,12 +197,12 @@ def _trim(parts: list[dict[str, Any]], path: Path) -> Callable[[bytes], bytes]:
             content = part["content"].encode() if part["start"] else b""
             return lambda data: data.removeprefix(content)
         if part["type"] == "Metaspace" and part["prepend_scheme"] != "never":
-            return lambda data: data.replace(b" ", b"")  # the library drops every space of the first token
+            return lambda data: data.replace(b" ", b"")  # as the library does: every space of the first token
     return lambda data: data
 
 
 def _byte_fallback(text: str) -> bytes | None:
-    """`<0xE2>` is that byte."""
+    """Return the byte that `<0xE2>` names."""
     if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         try:
             return bytes([int(text[3:5], 16)])
@@ -212,7 +212,7 @@ def _byte_fallback(text: str) -> bytes | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable ones are themselves, the rest go from U+0100 on."""
+    """Return GPT-2's characters for the 256 bytes: printable ones unchanged, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -222,7 +222,7 @@ BYTE_OF = _byte_alphabet()
 
 
 def _byte_level(text: str) -> bytes:
-    """GPT-2's alphabet; a token with any other character (an added token) is its own text."""
+    """Return the bytes of a token in GPT-2's alphabet. An added token with other characters is plain text."""
     try:
         return bytes([BYTE_OF[c] for c in text])
     except KeyError:

@@ -1,7 +1,7 @@
-"""Which parts a tokenizer.json may be made of: what families of models need, and no more of it.
+"""The parts that a tokenizer.json may have: those that families of models need, within bounds.
 
-The library runs whatever a file says: a replacement by a million characters, a template of a thousand texts.
-Must not know the library, nor import anything of ours: tokenizer_worker.py asks, in its process.
+The library would run anything: a replacement by a million characters, a template of a thousand texts. This
+file imports nothing of the package, because it runs in the tokenizer's process.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 
 Part = dict[str, Any]
 
-# Control tokens by their look: some files do not mark those of chats as special, nor Phi-3's its "</s>".
+# The look of control tokens. Some files do not mark chat tokens as special, and Phi-3's not its "</s>".
 CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:start|end)_of_\w+>|</?s>")
-MARKER = re.compile(r"\W\S*\w\S*\W")  # how any may look: <think>, [TOOL_CALLS], <|im_end|>; and no word does
+MARKER = re.compile(
+    r"\W\S*\w\S*\W"
+)  # the look of any marker: <think>, [TOOL_CALLS], <|im_end|>; no word matches
 
 PARTS = {
     "normalizer": {
@@ -29,19 +31,19 @@ PARTS = {
     "post_processor": {"ByteLevel", "RobertaProcessing", "TemplateProcessing"},
     "model": {"BPE", "Unigram", "WordLevel"},
 }  # fmt: skip
-INNER = ("normalizers", "pretokenizers", "decoders", "processors")  # of a Sequence
-MOST_PARTS = 64  # of one kind; 8 in the field
+INNER = ("normalizers", "pretokenizers", "decoders", "processors")  # keys of a Sequence's parts
+MOST_PARTS = 64  # of one kind; known files have 8
 MOST_PATTERN = 4096  # characters; DeepSeek's have 900
-MOST_WRITTEN = 64  # characters that a part puts in; 3 in the field
-MOST_GROWTH = 256  # of a text, by all replacements together; 1 in the field
-MOST_TOKEN = 4096  # characters of one; 128 in the field, runs of spaces of 512
+MOST_WRITTEN = 64  # characters that a part inserts; known files have 3
+MOST_GROWTH = 256  # of a text, by all replacements together; known files have 1
+MOST_TOKEN = 4096  # characters of one; known files have 128, and runs of 512 spaces
 MOST_AROUND = 64  # tokens put around a text
 MOST_ID = 1 << 21
-MOST_CHARSMAP = 1 << 20  # characters of Precompiled's table; 320 thousand in the field
+MOST_CHARSMAP = 1 << 20  # characters of Precompiled's table; known files have 320 thousand
 
 
 class UnusableTokenizer(Exception):
-    """`unsupported`: it is no family's; else a part that families have, beyond its bounds."""
+    """The tokenizer.json is refused. `unsupported`: for a part that no family has; else for its size."""
 
     def __init__(self, why: str, *, unsupported: bool = False) -> None:
         super().__init__(why)
@@ -49,7 +51,7 @@ class UnusableTokenizer(Exception):
 
 
 def check(kind: str, state: Part | None) -> None:
-    """Raise Refused where no family needs it. `kind`: one of PARTS; `state`: as tokenizer.json has it."""
+    """Raise UnusableTokenizer for a part that no family needs. `kind`: a key of PARTS."""
     parts = [] if state is None else list(_flat(kind, state))
     if len(parts) > MOST_PARTS:
         raise UnusableTokenizer(f"its {kind} has {len(parts)} steps (limit {MOST_PARTS})")
@@ -75,7 +77,7 @@ def _flat(kind: str, state: Part) -> Iterator[Part]:
 
 
 def _excess(part: Part) -> str:
-    """What of it is beyond its bounds."""
+    """Return how a part exceeds its bounds, or ""."""
     pattern = _pattern(part)
     written = str(part.get("content") or part.get("prepend") or "")
     if len(pattern) > MOST_PATTERN:
@@ -90,7 +92,7 @@ def _excess(part: Part) -> str:
 
 
 def _template(part: Part) -> str:
-    """Each of its items is put beside every text."""
+    """Return how a template exceeds its bounds, or "": its items are put beside every text."""
     for items in (part["single"], part["pair"]):
         ids = [
             len(part["special_tokens"][i["SpecialToken"]["id"]]["ids"]) for i in items if "SpecialToken" in i
@@ -107,7 +109,7 @@ def _pattern(part: Part) -> str:
 
 
 def _growth(part: Part) -> float:
-    """How many times as long a text may become. An expression may match one character, or none."""
+    """Return how many times as long a text may become. An expression may match one character, or none."""
     if part["type"] == "Replace":
         matched = len(_pattern(part)) if "String" in part["pattern"] else 0
         return max(1.0, len(part["content"]) / matched if matched else 1.0 + len(part["content"]))
@@ -115,7 +117,7 @@ def _growth(part: Part) -> float:
 
 
 def check_tokens(vocabulary: dict[str, int]) -> int:
-    """Return the highest id; raise Refused where a token is longer than any, or numbered beyond all."""
+    """Return the highest id. Raise UnusableTokenizer for a token that is too long or has too high an id."""
     longest = max(map(len, vocabulary), default=0)
     if longest > MOST_TOKEN:
         raise UnusableTokenizer(f"has a token of {longest} characters (limit {MOST_TOKEN})")

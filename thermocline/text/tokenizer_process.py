@@ -1,7 +1,7 @@
-"""The `tokenizers` library in a confined process: a tokenizer.json is a stranger's program, too.
+"""The `tokenizers` library in a confined process, because a tokenizer.json is an untrusted program, too.
 
-A pattern may never end, a replacement fill all memory, and the library's panics end whoever calls it: here
-they cost one request an error. Tokens' names are fetched once. Must not know what tokens are worth.
+A pattern may never end, a replacement may fill all memory, and the library's panics end the process that
+calls it. Here each of these is one request's error. The tokens' names are fetched once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from thermocline.text.confined_process import WAIT_S, Ask, ConfinedProcess, Proc
 
 WORKER = "thermocline.text.tokenizer_worker"
 WAIT_S_PER_BYTE = 2e-5
-MAX_BYTES = 256 << 20  # the largest in the field (vocabulary 262144) has 33 MB
+MAX_BYTES = 256 << 20  # the largest known (vocabulary 262144) has 33 MB
 _ERRORS = {e.__name__: e for e in (BadFile, Unsupported, UsageError)}
 
 
 @dataclass(frozen=True)
 class Added:
-    """A token beside the model's own vocabulary, found in a text before that is split."""
+    """A token beside the model's own vocabulary, found in a text before the rest is split."""
 
     id: int
     content: str
@@ -37,10 +37,10 @@ class Added:
 
 
 class TokenizerProcess:
-    """One tokenizer.json's process. Safe to use from several threads."""
+    """The process of one tokenizer.json. Safe to use from several threads."""
 
     def __init__(self, path: Path, ends: Sequence[int] = ()) -> None:
-        """`ends`: tokens that begin or end a text; they are control tokens if they look like one."""
+        """`ends`: tokens that begin or end a text; those that look like control tokens count as such."""
         self._path, self._control_ids = path, array("I", ends).tobytes()
         self._facts = b""
         self._twins: list[bytes] = []
@@ -48,7 +48,7 @@ class TokenizerProcess:
         try:
             self._confined.start()
         except ProcessEnded as e:
-            raise BadFile(f"{path}: not a tokenizer: to read it {e}") from None
+            raise BadFile(f"{path}: not a usable tokenizer: reading it {e}") from None
         (head,) = struct.unpack_from("=I", self._facts)
         self.about: dict[str, Any] = json.loads(self._facts[4 : 4 + head])
         self.size: int = self.about["tokens"]
@@ -58,11 +58,11 @@ class TokenizerProcess:
         self._names = memoryview(self._facts)[names:]
 
     def _begin(self, ask: Ask) -> None:
-        """In each process: the file, then the twins."""
+        """Send a new process the file, then the twins."""
         ends = struct.pack("=I", len(self._control_ids)) + self._control_ids
         facts = self._done(ask(b"L" + ends + _read(self._path)))
         if self._facts and facts != self._facts:
-            raise BadFile(f"{self._path}: was replaced while it was in use; open the model again")
+            raise BadFile(f"{self._path}: was replaced while in use; open the model again")
         self._facts = facts
         for twin in self._twins:
             self._done(ask(twin))
@@ -78,10 +78,12 @@ class TokenizerProcess:
         try:
             return self._done(self._confined.ask(request, WAIT_S + WAIT_S_PER_BYTE * len(request)))
         except ProcessEnded as e:
-            raise BadFile(f"{self._path}: this text {e} to tokenise, for its patterns or pieces") from None
+            raise BadFile(
+                f"{self._path}: this text {e} to tokenise with this tokenizer; shorten it"
+            ) from None
 
     def name(self, token: int) -> str:
-        """As the vocabulary spells it; nothing for ids without a token."""
+        """Return the vocabulary's name of a token, "" for unused ids."""
         if not 0 <= token < self.size:
             return ""
         begin = self._ends[token - 1] if token else 0
@@ -92,9 +94,9 @@ class TokenizerProcess:
         return _ids(self._ask(b"E" + flags + text))
 
     def twin(self, renamed: Mapping[str, str], filler: str) -> int:
-        """Another tokenizer over the same vocabulary, where added tokens have other names: its number.
+        """Make a twin, a tokenizer in which added tokens have other names; return its number.
 
-        `filler`: names for unused ids begin with it.
+        `filler`: the beginning of the names of unused ids.
         """
         request = b"T" + json.dumps({"renamed": renamed, "filler": filler}).encode()
         self._ask(request)
@@ -102,15 +104,15 @@ class TokenizerProcess:
         return len(self._twins) - 1
 
     def encode_as_twin(self, twin: int, text: bytes) -> list[int]:
-        """The text's ids, by their numbers in this tokenizer."""
+        """Return a text's ids by the twin, as ids of this tokenizer."""
         return _ids(self._ask(b"G" + struct.pack("=I", twin) + text))
 
     def canonical(self) -> str:
-        """The whole tokenizer.json, as the library writes it."""
+        """Return the whole tokenizer.json, as the library writes it."""
         return self._ask(b"J").decode()
 
     def close(self) -> None:
-        """End the process; the next text would start another."""
+        """End the process; the next text starts another."""
         self._confined.close()
 
 
@@ -126,7 +128,7 @@ def _read(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise BadFile(f"{path}: {size} bytes is too long for a tokenizer (limit {MAX_BYTES})")
+            raise BadFile(f"{path}: {size} bytes are too many for a tokenizer (limit {MAX_BYTES})")
         return path.read_bytes()
     except OSError as e:
         raise IOFailure(f"{path}: {e.strerror}") from None

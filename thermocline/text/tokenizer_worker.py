@@ -1,8 +1,8 @@
-"""Tokenises: the confined process that `tokenizer_process.py` asks, and the only user of `tokenizers`.
+"""Tokenise, in the confined process of `tokenizer_process.py`: the only user of `tokenizers`.
 
-Must not know anything of ours but its confinement and what it refuses. A request is a letter and what that
-needs; an answer is `+` and what was asked for, or `-` and JSON: which error, and why. Whatever the library
-raises is one of these: its panics are no Exception.
+Besides `confinement.py` and `tokenizer_parts.py` this file imports nothing of the package. A request is a
+letter and its data. An answer is `+` and the result, or `-` and JSON with the error. Whatever the library
+raises becomes such an error, even its panics, which are not Exceptions.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tokenizers import AddedToken, Tokenizer
 from thermocline.text.confinement import Bounds, serve
 from thermocline.text.tokenizer_parts import CONTROL, MARKER, PARTS, UnusableTokenizer, check, check_tokens
 
-# Measured with 262,144 tokens and with GPT-NeoX's: 0.03 us and 22 bytes for a byte of the file, 0.6 us and
-# 210 bytes for one of a text. Each with a margin: for slow machines, and for what normalising makes longer.
+# Measured with 262,144 tokens and with GPT-NeoX: 0.03 us and 22 bytes for a byte of the file, 0.6 us and
+# 210 bytes for a byte of text. The margins allow for slow machines and for texts that normalising lengthens.
 CPU_S, CPU_S_PER_BYTE = 2.0, 5e-6
 MEMORY_BYTES, PER_FILE_BYTE, PER_TEXT_BYTE = 512 << 20, 64, 640
 MOST_MEMORY_BYTES = 32 << 30
-MAX_GAPS = 1 << 16  # ids that a vocabulary leaves out; 0 in the field
+MAX_GAPS = 1 << 16  # ids that a vocabulary leaves out; known files leave out none
 
 
 class Unwritable(Exception):
-    """A text has the name of a control token, which this vocabulary cannot write otherwise."""
+    """A text contains the name of a control token, which this vocabulary cannot write as text."""
 
 
 class Loaded:
     """A tokenizer and its twins."""
 
     def __init__(self, data: bytes, ends: Iterable[int]) -> None:
-        """`ends`: tokens that begin or end a text, whatever the file calls them."""
+        """`ends`: tokens that begin or end a text, whatever the file says about them."""
         self.tok = tok = _library(data)
         vocabulary: dict[str, int] = tok.get_vocab(with_added_tokens=True)
         self._highest = check_tokens(vocabulary)
@@ -58,7 +58,7 @@ class Loaded:
         self.twins: list[Twin] = []
 
     def facts(self) -> bytes:
-        """What whoever asks needs of it: JSON, then all names' ends and names, for ids from 0 on."""
+        """Return the tokenizer's facts as bytes: JSON, then where each name ends, then all names by id."""
         spelt = [name.encode() for name in self._names]
         about = {
             "tokens": len(spelt),
@@ -86,22 +86,22 @@ class Loaded:
         return [i for n, token in enumerate(ids) for i in ([token] if around[n] else self._spelt(token))]
 
     def _spelt(self, token: int) -> list[int]:
-        """`token`, or a control token that merging itself made of text, in two pieces."""
+        """Return [token], or the spelling of a control token that merging made of text."""
         if token not in self.controls:
             return [token]
         return spelt(self.tok, self.controls[token], self.controls.keys())
 
 
 class Twin:
-    """The same tokenizer (the model is shared) in which some added tokens have other names."""
+    """A tokenizer over the same model in which some added tokens have other names."""
 
     def __init__(self, loaded: Loaded, renamed: Mapping[str, str], fillers: Iterable[str]) -> None:
-        """`renamed`: control tokens' names. `fillers`: names for ids that the vocabulary leaves out."""
+        """`renamed`: new names of control tokens. `fillers`: names for the ids that are unused."""
         self.tok = tok = Tokenizer(loaded.tok.model)
         tok.normalizer, tok.pre_tokenizer = loaded.tok.normalizer, loaded.tok.pre_tokenizer
         names = [renamed.get(t.content, t.content) for _, t in loaded.added]
-        # The library numbers added tokens from the count of tokens on: without fillers, one could have the id
-        # of one of the vocabulary's own.
+        # The library numbers added tokens from the token count on. Without fillers, an added token could get
+        # the id of one in the vocabulary.
         tok.add_tokens([name for name, _ in zip(fillers, range(_gaps(tok)), strict=False)])
         tok.add_tokens(
             [
@@ -124,7 +124,7 @@ class Twin:
         for i in self.tok.encode(text, add_special_tokens=False).ids:
             if i in self._id_of:
                 ids.append(self._id_of[i])
-            elif i in self._controls:  # which the model itself makes of text (unigram vocabularies)
+            elif i in self._controls:  # a unigram model may make it of text
                 ids += spelt(self.tok, self._controls[i], self._controls.keys())
             else:
                 ids.append(i)
@@ -132,7 +132,7 @@ class Twin:
 
 
 def spelt(tok: Any, name: str, controls: Set[int]) -> list[int]:
-    """A control token's name as text that is none of `controls`, in two pieces."""
+    """Return a control token's name as ids of text, in two pieces, with none of `controls`."""
     ids: list[int] = [t.id for part in (name[:1], name[1:]) for t in tok.model.tokenize(part)]
     if not controls.isdisjoint(ids):
         raise Unwritable(f"this model's tokenizer cannot write {name!r} as plain text; leave it out")
@@ -144,7 +144,7 @@ def _library(data: bytes) -> Any:
         tok = Tokenizer.from_buffer(data)
     except ValueError as e:
         raise UnusableTokenizer(f"not a tokenizer: {e}") from None
-    tok.no_truncation()  # some files ask for prompts to be cut or filled up; that would be done in silence
+    tok.no_truncation()  # some files cut or pad prompts, which would go unnoticed
     tok.no_padding()
     check("model", {"type": type(tok.model).__name__})
     for kind in PARTS.keys() - {"model"}:

@@ -1,1 +1,1 @@
-"""One file for each command or family of small ones: its options, what it does, what it prints."""
+"""A file for each command or family of small ones: its options, its work, its tables."""

@@ -24,7 +24,7 @@ from thermocline.cli.shared_options import (
     which_model,
 )
 from thermocline.cli.table import finite, markdown_row, size
-from thermocline.options import counts, nonempty, one_of, opt, pair, reals, some_of, switch, whole
+from thermocline.options import REPEATED, counts, nonempty, one_of, opt, pair, reals, some_of, switch, whole
 
 if TYPE_CHECKING:
     from thermocline.offline.bench import Bench
@@ -61,7 +61,7 @@ class BenchOptions:
     )  # fmt: skip
     pg: tuple[tuple[int, int], ...] = opt(
         (), pair, "PP,TG", "Tests", "A prompt of PP tokens, then TG generated ones. May be repeated.",
-        flags="-pg", repeat=True
+        flags="-pg", given=REPEATED
     )  # fmt: skip
     n_depth: tuple[int, ...] = opt(
         (0,), counts(0), "N,...", "Tests", "Tokens already in the context; each test is repeated for each.",

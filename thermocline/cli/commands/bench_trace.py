@@ -47,8 +47,7 @@ def record(o: BenchOptions) -> int:
         test = benchmark.Test(o.threads[0] or hardware.default_threads(), o.n_depth[0], 0, o.n_gen[0])
         benchmark.check_context(pack.spec, [test])
         feed = benchmark.feed_of(pack, [test], o.text, o.seed)
-        options = EngineOptions(sparsity=o.sparsity)
-        bench = benchmark.Bench(pack, [test], feed, options, progress.at)
+        bench = benchmark.Bench(pack, [test], feed, EngineOptions(sparsity=o.sparsity), progress.at)
         recorder = need_trace.TraceRecorder(test.threads, pack.spec, bench.engine.model.weights.layers)
         interrupted = False
         try:
@@ -76,7 +75,7 @@ def _packed(o: BenchOptions, progress: ProgressBar) -> Pack:
 
 @dataclass(frozen=True)
 class Case:
-    """One size of the cache. `budget`: in GiB, of which the shares come; None: the shares were asked for."""
+    """A size of the cache. `budget`: the GiB that the shares come from; None: the shares were asked for."""
 
     budget: float | None
     shares: Sequence[Share]

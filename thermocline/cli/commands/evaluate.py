@@ -20,7 +20,7 @@ from thermocline.cli.shared_options import (
 )
 from thermocline.cli.table import percent, table
 from thermocline.errors import UsageError
-from thermocline.options import nonempty, opt, whole
+from thermocline.options import BY_POSITION, REQUIRED, nonempty, opt, whole
 from thermocline.session.options import SPARSITIES
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class EvalOptions:
         None, str, "PATH", "Model",
         "A pack, or a Hugging Face directory or GGUF file, packed once into the cache. "
         "Or org/name[@revision][:file or quant] from the hub, fetched once.",
-        flags="-m", shown="the bundled model", positional=True
+        flags="-m", shown="the bundled model", given=BY_POSITION
     )  # fmt: skip
     activation: str | None = which_activation()
     sparsity: str = sparsity_mode()
@@ -48,7 +48,7 @@ class EvalOptions:
 
     text: str = opt(
         "", nonempty, "FILE", "Text", "The text to predict, UTF-8, such as WikiText-2's raw test split.",
-        flags="-f --file", required=True
+        flags="-f --file", given=REQUIRED
     )  # fmt: skip
     ctx: int = opt(
         512, whole(4), "N", "Text",

@@ -14,7 +14,7 @@ from thermocline.cli.environment import cache_dir
 from thermocline.cli.shared_options import cache_directory, json_output
 from thermocline.cli.table import columns, size
 from thermocline.errors import UsageError
-from thermocline.options import nonempty, opt, switch
+from thermocline.options import BY_POSITION, REQUIRED, nonempty, opt, switch
 
 if TYPE_CHECKING:
     from thermocline.hub.cache import Item
@@ -28,7 +28,7 @@ class PullOptions:
 
     model: str = opt(
         "", nonempty, "NAME", "Model", "Hub name, org/name[@revision][:file or quant].", flags="-m",
-        positional=True, required=True
+        given=BY_POSITION | REQUIRED
     )  # fmt: skip
     quiet: bool = opt(False, switch, None, "Output", "No progress bars.", flags="-q")
 
@@ -47,7 +47,7 @@ class RmOptions:
 
     name: str = opt(
         "", nonempty, "NAME", "Model", "Model name as `thermocline ls` prints it, or an unambiguous prefix.",
-        positional=True, required=True
+        given=BY_POSITION | REQUIRED
     )  # fmt: skip
     cache_dir: str | None = cache_directory()
     yes: bool = opt(False, switch, None, "Model", "Do not ask.", flags="-y")

@@ -12,7 +12,7 @@ from thermocline.cli.packs import open_pack
 from thermocline.cli.shared_options import json_output, quiet_output, weight_format, which_activation
 from thermocline.cli.table import size
 from thermocline.errors import UsageError
-from thermocline.options import nonempty, opt, switch
+from thermocline.options import BY_POSITION, REQUIRED, nonempty, opt, switch
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ class PackOptions:
         "SRC",
         "Model",
         "Hugging Face directory or GGUF file; or a pack.",
-        positional=True,
-        required=True,
+        given=BY_POSITION | REQUIRED,
     )
     output: str = opt(
         "",
@@ -37,7 +36,7 @@ class PackOptions:
         "Model",
         "Pack directory to write; or, of a pack, NAME.gguf.",
         flags="-o",
-        required=True,
+        given=REQUIRED,
     )
     format: str | None = weight_format("Weight format.")
     activation: str | None = which_activation()
@@ -49,7 +48,7 @@ class PackOptions:
 def pack(o: PackOptions) -> int:
     from thermocline.convert import importer
     from thermocline.hub import download
-    from thermocline.pack import pack as packs
+    from thermocline.pack.pack import Pack, inspect
 
     if o.output.endswith(".gguf"):
         return export(o)
@@ -59,7 +58,7 @@ def pack(o: PackOptions) -> int:
         cost = importer.pack(
             source, o.output, o.format, overwrite=o.force, progress=bar, activation=o.activation
         )
-    about = packs.inspect(packs.Pack.open(o.output))
+    about = inspect(Pack.open(o.output))
     if o.json:
         emit_json(about)
     how = about["weight_format"]

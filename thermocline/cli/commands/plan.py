@@ -20,7 +20,7 @@ from thermocline.cli.shared_options import (
 )
 from thermocline.cli.table import size, table
 from thermocline.errors import OutOfBudget
-from thermocline.options import nonempty, one_of, opt, real, switch, whole
+from thermocline.options import BY_POSITION, nonempty, one_of, opt, real, switch, whole
 from thermocline.session.options import FORMATS
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class PlanOptions:
     model: str | None = opt(
         None, str, "PACK|SHAPE", "Model",
         "A pack; or a known shape, such as opt-30b (a wrong one lists them all), or a config.json.",
-        flags="-m", shown="the bundled model", positional=True
+        flags="-m", shown="the bundled model", given=BY_POSITION
     )  # fmt: skip
     format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format of a shape.")
     activation: str | None = which_activation()

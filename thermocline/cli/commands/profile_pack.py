@@ -13,7 +13,7 @@ from thermocline.cli.packs import pack_directory
 from thermocline.cli.shared_options import json_output, quiet_output, thread_count
 from thermocline.cli.table import size, table
 from thermocline.errors import UsageError
-from thermocline.options import count_or_all, nonempty, opt, switch, whole
+from thermocline.options import BY_POSITION, SEVERAL, count_or_all, nonempty, opt, switch, whole
 
 if TYPE_CHECKING:
     from thermocline.offline.profiler import ProfileJob, ProfileResult
@@ -27,7 +27,7 @@ class ProfileOptions:
 
     model: str | None = opt(
         None, str, "PACK", "Model", "The pack; in its place comes the same in order of hotness.", flags="-m",
-        shown="the bundled model, which needs -o", positional=True
+        shown="the bundled model, which needs -o", given=BY_POSITION
     )  # fmt: skip
     output: str | None = opt(
         None, nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", shown="the pack itself"
@@ -40,7 +40,7 @@ class ProfileOptions:
 
     corpus: tuple[str, ...] = opt(
         (), nonempty, "FILE", "Text", "Text files (UTF-8), several after one flag; they are read in turn.",
-        shown="random tokens, for a pack without a tokenizer", many=True
+        shown="random tokens, for a pack without a tokenizer", given=SEVERAL
     )  # fmt: skip
     tokens: int = opt(65536, count_or_all, "N", "Text", "Tokens to count at most; -1 is all.")
     ctx: int = opt(

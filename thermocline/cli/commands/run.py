@@ -18,7 +18,7 @@ from thermocline.cli.generation import (
 from thermocline.cli.shared_options import json_output
 from thermocline.cli.table import percent
 from thermocline.errors import BadFile, UsageError
-from thermocline.options import nonempty, opt, switch, whole
+from thermocline.options import BY_POSITION, nonempty, opt, switch, whole
 
 if TYPE_CHECKING:
     from thermocline.engine.request import Completion
@@ -37,7 +37,7 @@ class RunOptions(GrammarOptions, GenerationOptions):
 
     prompt: str | None = opt(
         None, str, "TEXT", "Prompt", "Text to continue; `-` reads stdin. The flag may be left out.",
-        flags="-p", positional=True
+        flags="-p", given=BY_POSITION
     )  # fmt: skip
     file: str | None = opt(None, nonempty, "PATH", "Prompt", "Read the prompt from a file.", flags="-f")
 
@@ -106,7 +106,7 @@ def _decoded(data: bytes, name: str) -> str:
 def generate(
     llm: LLM, prompt: str, params: SamplingParams, o: RunOptions, begin: float
 ) -> tuple[Completion, float | None]:
-    """Stream the answer to stdout. -> (it, seconds from `begin` to its first token)."""
+    """Stream the answer to stdout. Return it, and the seconds from `begin` to its first token."""
     first_token_s = None
     with CtrlC() as ctrl_c, llm.stream(prompt, params) as stream:
         ctrl_c.computing = lambda: stream.computing

@@ -15,7 +15,7 @@ from thermocline.cli.generation import GenerationOptions, engine_options, model_
 from thermocline.cli.shared_options import json_output
 from thermocline.cli.table import table
 from thermocline.errors import Unsupported
-from thermocline.options import nonempty, opt, switch, whole
+from thermocline.options import REPEATED, nonempty, opt, switch, whole
 from thermocline.server.http.limits import ServerLimits, described
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ServeOptions(ServerLimits, GenerationOptions):
     )
     api_key: tuple[str, ...] = opt(
         (), nonempty, "KEY", "Server", "Clients need this key. May be repeated. Others see it in the list of "
-        "processes: a file or THERMOCLINE_API_KEY is better.", repeat=True
+        "processes: a file or THERMOCLINE_API_KEY is better.", given=REPEATED
     )  # fmt: skip
     api_key_file: str | None = opt(None, nonempty, "FILE", "Server", "Keys, one a line.", shown="none")
     insecure: bool = opt(False, switch, None, "Server", "Let other machines in without a key.")
@@ -45,11 +45,11 @@ class ServeOptions(ServerLimits, GenerationOptions):
         "NAME",
         "Server",
         "Another name this server is reached by. May be repeated.",
-        repeat=True,
+        given=REPEATED,
     )
     allow_origin: tuple[str, ...] = opt(
         (), nonempty, "ORIGIN", "Server", "Pages of this origin may use it: https://example.org. May be "
-        "repeated.", repeat=True
+        "repeated.", given=REPEATED
     )  # fmt: skip
     alias: str | None = opt(
         None, nonempty, "NAME", "Server", "What the model is called to clients.", flags="-a", shown="its name"

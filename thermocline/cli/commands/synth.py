@@ -9,7 +9,7 @@ from functools import partial
 from thermocline.cli.console import ProgressBar, emit_json
 from thermocline.cli.shared_options import json_output, quiet_output, which_activation
 from thermocline.cli.table import size
-from thermocline.options import nonempty, one_of, opt, real, switch, whole
+from thermocline.options import BY_POSITION, REQUIRED, nonempty, one_of, opt, real, switch, whole
 from thermocline.session.options import FORMATS
 
 log = logging.getLogger(__name__)
@@ -22,9 +22,9 @@ class SynthOptions:
     shape: str = opt(
         "", nonempty, "SHAPE", "Model",
         "A known shape, such as llama-2-7b or opt-6.7b (a wrong one lists them all), or a config.json.",
-        positional=True, required=True
+        given=BY_POSITION | REQUIRED
     )  # fmt: skip
-    output: str = opt("", nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", required=True)
+    output: str = opt("", nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", given=REQUIRED)
     format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format.")
     activation: str | None = which_activation()
     gguf: str | None = opt(
@@ -55,7 +55,7 @@ class SynthOptions:
 
 def synth(o: SynthOptions) -> int:
     from thermocline.convert import synthetic, to_gguf
-    from thermocline.pack import pack as packs
+    from thermocline.pack.pack import Pack, inspect
 
     model = synthetic.SyntheticModel.of(
         o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation
@@ -64,11 +64,11 @@ def synth(o: SynthOptions) -> int:
         to_gguf.check(model.stats.spec, model.optional, o.gguf, o.force)
     with ProgressBar(quiet=o.quiet) as progress:
         model.write(o.output, o.format, overwrite=o.force, progress=partial(progress.at, "writing"))
-        made = packs.Pack.open(o.output)
+        made = Pack.open(o.output)
         if o.gguf is not None:
             bar = partial(progress.at, "writing GGUF")
             to_gguf.write_gguf(made, o.gguf, overwrite=o.force, progress=bar)
-    about = packs.inspect(made)
+    about = inspect(made)
     if o.json:
         emit_json(about)
     layout = " (PowerInfer's layout)" if made.spec.sparse else ""

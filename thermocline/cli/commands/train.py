@@ -14,7 +14,7 @@ from thermocline.cli.predictor_table import fidelity_rows
 from thermocline.cli.shared_options import json_output, quiet_output, thread_count
 from thermocline.cli.table import columns, table
 from thermocline.errors import UsageError
-from thermocline.options import nonempty, one_of, opt, real, whole
+from thermocline.options import BY_POSITION, REQUIRED, nonempty, one_of, opt, real, whole
 
 if TYPE_CHECKING:
     from thermocline.offline.train import TrainJob
@@ -32,8 +32,8 @@ class TrainOptions:
     """Make predictors of active neurons from a profiled pack's samples, for --sparsity predict."""
 
     model: str | None = opt(
-        None, str, "PACK", "Model", "The pack, after `thermocline profile`.", flags="-m", positional=True,
-        required=True
+        None, str, "PACK", "Model", "The pack, after `thermocline profile`.", flags="-m",
+        given=BY_POSITION | REQUIRED
     )  # fmt: skip
     kind: str = opt(
         "auto", one_of(*TRAIN_KINDS), "|".join(TRAIN_KINDS), "Model",

@@ -1,1 +1,1 @@
-"""Routes: what clients may send and what they are answered. Must not know sockets or who may call."""
+"""Routes: what clients may send, and the answers that they get."""

@@ -1,7 +1,4 @@
-"""What the layers do, for whoever looks on: `GET /activity`'s events. No word of any text is in them.
-
-Owns the route and what its events say. Must not know the engine or its process.
-"""
+"""`GET /activity`: events about the layers' activity. They contain no word of any text."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ from thermocline.server.process.subscribers import Reports, Subscribers
 
 
 def routes(subscribers: Subscribers, ping_s: float, most: int) -> list[Route]:
-    """At most `most` look on at once: each holds a connection for as long as it likes."""
+    """`most`: streams at once, since each holds a connection for as long as it likes."""
 
     async def answer(request: Request) -> Response:
         if len(subscribers) >= most:
-            raise Refusal(503, "too many look on already; try again")
+            raise Refusal(503, "too many clients watch the activity; try again later")
         return ActivityStream(subscribers, ping_s)
 
     return [Route("/activity", answer, methods=["GET"])]
 
 
 class ActivityStream(StreamingResponse):
-    """One onlooker, from the request on: also where it leaves before its first event was asked for."""
+    """One subscriber's stream. It unsubscribes at its end, also if it ends before its first event."""
 
     def __init__(self, subscribers: Subscribers, ping_s: float) -> None:
         self._onlookers, self._queue = subscribers, subscribers.add()
@@ -45,7 +42,7 @@ class ActivityStream(StreamingResponse):
 
 
 async def events(queue: Reports, ping_s: float) -> AsyncIterator[bytes]:
-    """Server-sent events, until there are no more or nobody reads them."""
+    """Yield server-sent events until the reports end or the client leaves."""
     yield sse.SILENCE
     while True:
         try:
@@ -59,7 +56,7 @@ async def events(queue: Reports, ping_s: float) -> AsyncIterator[bytes]:
 
 
 def report(a: ActivityReport) -> dict[str, Any]:
-    """null is what nobody counts: on a GPU, layers apart, and which memory the bytes came from."""
+    """Return an event's JSON. null: not counted, as single layers and sources of bytes on a GPU."""
     speed = _rounded(a.bytes / a.seconds / 1e9)
     return {
         "tokens_per_s": _rounded(a.tokens / a.seconds),

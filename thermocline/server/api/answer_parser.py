@@ -1,7 +1,6 @@
-"""An answer's text, as it comes, split into what it says, what it thinks, and the functions it calls.
+"""Split an answer's text, as it comes, into content, thoughts and calls of functions.
 
-The marks are those that the model's own chat template writes; what only looks like one stays text. Must not
-know HTTP or engines.
+The marks are those that the model's own chat template writes. Text that only looks like a mark stays text.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from thermocline.engine.request import overlap
 from thermocline.text.grammar import Calls
 
 THINK = ("<think>", "</think>")
-CALLS = {  # marks around a call, by what templates write: Hermes' and Qwen's, Mistral's
+CALLS = {  # marks around a call: of Hermes and Qwen, of Mistral
     "<tool_call>": "</tool_call>",
-    "[TOOL_CALLS]": None,  # to the end
+    "[TOOL_CALLS]": None,  # the calls go on to the end
 }
-BARE = '{"name":'  # Llama 3's calls are an answer that is nothing but this object
+BARE = '{"name":'  # Llama 3 writes a call as an answer that is just this object
 OTHERS = (
     "<function=",
     "<arg_key>",
     "[ARGS]",
-)  # calls that are not JSON throughout, though a mark is the same
+)  # templates with these have the same marks, but their calls are not all JSON
 MARKS = (*THINK, *CALLS, *filter(None, CALLS.values()), "<|python_tag|>")
 
 
@@ -41,10 +40,10 @@ Piece = tuple[str, str] | Call  # ("content" or "reasoning_content", text), or a
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """What a template's answers may hold."""
+    """How a template's answers mark thoughts and calls."""
 
     thinks: bool
-    call: str | None  # of CALLS or BARE; None: no functions
+    call: str | None  # a key of CALLS, or BARE; None: no calls
 
     @staticmethod
     def of(template: str) -> AnswerFormat:
@@ -56,17 +55,17 @@ class AnswerFormat:
         return AnswerFormat(THINK[0] in template or THINK[1] in template, call)
 
     def calls(self, functions: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> Calls:
-        """How calls of these are written; each with the JSON schema of its arguments."""
+        """Return how calls of `functions` are written; each has the JSON schema of its arguments."""
         assert self.call is not None
         functions = tuple(functions)
-        if self.call == BARE:  # which is all of an answer: there is no second one
+        if self.call == BARE:  # the call is the whole answer, so there is only one
             return Calls(functions, "", "", "parameters", in_list=False, several=False)
         closes = CALLS[self.call]
         return Calls(functions, self.call, closes or "", "arguments", in_list=closes is None, several=several)
 
 
 class AnswerParser:
-    """One answer's. `thinking`: the prompt ends within a thought."""
+    """The parser of one answer. `thinking`: the prompt ends within a thought."""
 
     def __init__(self, format: AnswerFormat, *, tools: bool, thinking: bool) -> None:
         self._mark = format.call if tools else None
@@ -84,7 +83,7 @@ class AnswerParser:
         return found
 
     def flush(self) -> list[Piece]:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         if self._state in ("call", "bare"):
             return self._calls(held, held if self._state == "bare" else (self._mark or "") + held)
@@ -95,11 +94,11 @@ class AnswerParser:
         return [(kind, text)] if text else []
 
     def _is_blank(self, text: str) -> bool:
-        """Space before, between or after calls, which is no content."""
+        """Tell whether `text` is just space before, between or after calls, which is not content."""
         return self._state == "text" and self._fresh and not text.strip()
 
     def _step(self, found: list[Piece]) -> bool:
-        """One mark further; False: more text is needed."""
+        """Parse up to the next mark. Return False if more text is needed."""
         match self._state:
             case "start":
                 return self._start()
@@ -122,7 +121,7 @@ class AnswerParser:
         return False
 
     def _start(self) -> bool:
-        """An answer begins with a thought, with a bare call, or is text."""
+        """Decide how the answer begins: with a thought, with a bare call, or as text."""
         begun = self._held.lstrip()
         if self._thinks and begun.startswith(THINK[0]):
             self._held, self._state = begun.removeprefix(THINK[0]), "think"
@@ -153,7 +152,7 @@ class AnswerParser:
         return False
 
     def _calls(self, text: str, else_: str) -> list[Piece]:
-        """The calls in it; or, where it is something else, that as text: nothing of an answer is lost."""
+        """Return the calls in `text`; if it has none, return `else_` as content, so that no text is lost."""
         try:
             given = json.loads(text.strip().removeprefix("<|python_tag|>"))
             made = [_call(one) for one in (given if isinstance(given, list) else [given])]

@@ -1,4 +1,4 @@
-"""The bodies of answers: OpenAI's objects with llama.cpp's `timings`. Must not know HTTP or the engine."""
+"""The bodies of answers: OpenAI's objects with llama.cpp's `timings`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thermocline.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Head:
-    """What all objects of one answer have in common."""
+    """Fields that all objects of one answer share."""
 
     id: str
     created: int
@@ -36,7 +36,7 @@ class Head:
 
 
 def usage(ended: Sequence[Finished], n: int) -> dict[str, Any]:
-    """Of all answers, n of them to each prompt."""
+    """Return OpenAI's `usage` of all answers, n to each prompt."""
     figures = [e.figures for e in ended]
     prompt = sum(f.prompt_tokens for f in figures[::n])
     made = sum(f.tokens for f in figures)
@@ -50,7 +50,7 @@ def usage(ended: Sequence[Finished], n: int) -> dict[str, Any]:
 
 
 def timings(f: Figures) -> dict[str, Any]:
-    """llama.cpp's, of one answer; null where there is nothing to measure."""
+    """Return llama.cpp's `timings` of one answer; null means nothing was measured."""
     computed = f.prompt_tokens - f.cached_tokens
     prompt_ms = _ms(computed, f.prompt_tokens_per_s)
     decoded = max(0, f.tokens - 1)
@@ -96,7 +96,7 @@ def chat_logprobs(tokenizer: Tokenizer, chunks: Sequence[Chunk]) -> dict[str, An
 def text_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[tuple[int, TokenLogprobs | None]], offset: int = 0
 ) -> dict[str, Any]:
-    """/v1/completions'. `tokens`: with what is known of each: nothing of a prompt's first one."""
+    """Return `logprobs` of /v1/completions. A prompt's first token has no log probability."""
     texts = [spelling(tokenizer, i)["token"] for i, _ in tokens]
     offsets = []
     for text, (token, _) in zip(texts, tokens, strict=True):
@@ -113,11 +113,11 @@ def text_logprobs(
     }
 
 
-# ---- a kind of request each
+# ---- one class for each kind of request
 
 
 class Answer:
-    """The objects that answer one request, `count` choices of which grow side by side."""
+    """The objects that answer one request. Its `count` choices grow side by side."""
 
     kind, streamed = "", ""
 
@@ -135,18 +135,18 @@ class Answer:
         return []
 
     def take(self, i: int, event: Token | Finished) -> list[dict[str, Any]]:
-        """An event of choice i -> what is sent of it."""
+        """Return the objects to send for an event of choice i."""
         return self.add(i, event.chunk) if isinstance(event, Token) else self.end(i, event)
 
     def add(self, i: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """One token -> what is sent of it."""
+        """Return the objects to send for one token of choice i."""
         raise NotImplementedError
 
     def end(self, i: int, ended: Finished) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     def choice(self, i: int, ended: Finished) -> dict[str, Any]:
-        """The whole of one."""
+        """Return choice i as a whole."""
         raise NotImplementedError
 
     def chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Answer:
 
 
 class GrowingMessage:
-    """One answer of a conversation, as it grows."""
+    """The message of one choice, as it grows."""
 
     def __init__(self, parts: AnswerParser) -> None:
         self.parts = parts
@@ -281,7 +281,7 @@ class CompletionAnswer(Answer):
         return [made | {"timings": timings(ended.figures)}]
 
     def _scores(self, i: int, ended: Finished) -> list[tuple[int, TokenLogprobs | None]]:
-        """Of the prompt's tokens; of the first nothing is known."""
+        """Return the prompt's tokens with their log probabilities; the first token has none."""
         found: list[TokenLogprobs | None] = [None, *ended.prompt_logprobs]
         return list(zip(self._prompts[i], found, strict=True))
 

@@ -1,4 +1,4 @@
-"""A conversation as its client sends it, as chat templates take it. Must not know routes or the engine."""
+"""Turn a conversation as clients send it into what chat templates take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thermocline.text.tokenizer import Tokenizer
 
 
 def messages(given: Sequence[schema.Message], limits: ServerLimits) -> list[dict[str, Any]]:
-    """As chat templates have them: texts, and arguments of calls as objects."""
+    """Return the messages for a chat template: contents as text, arguments of calls as objects."""
     calls = (c.function.arguments.encode() for m in given for c in m.tool_calls or ())
     check_json(calls, limits, "messages: arguments of calls")
     found = []
@@ -35,13 +35,13 @@ def messages(given: Sequence[schema.Message], limits: ServerLimits) -> list[dict
 
 
 def texts(given: Sequence[schema.Message]) -> Iterator[str]:
-    """Everything said in it."""
+    """Yield the texts of all messages."""
     for m in given:
         yield from (p.text or "" for p in m.content) if isinstance(m.content, list) else (m.content or "",)
 
 
 def _given(fields: schema.ApiObject) -> dict[str, Any]:
-    """Without a copy of what is in them, as `model_dump` makes it."""
+    """Return the fields that are set, without copying their values as `model_dump` does."""
     return {name: value for name, value in fields if value is not None}
 
 
@@ -51,8 +51,8 @@ def _called(function: schema.FunctionCall) -> dict[str, Any]:
 
 def _part(part: schema.TextPart) -> str:
     if part.type != "text" or part.text is None:
-        raise Refusal(400, f"messages: a part of type {part.type[:40]!r}; only text is understood here",
-                       param="messages")  # fmt: skip
+        said = f"a part of type {part.type[:40]!r} is not supported; send text parts only"
+        raise Refusal(400, f"messages: {said}", param="messages")
     return part.text
 
 
@@ -67,7 +67,9 @@ def variables(r: schema.ChatRequest, offer: Offer) -> dict[str, Any]:
     found = dict(r.chat_template_kwargs or {})
     if found.keys() & {"tools", "documents", "chat_template", "tokenize"}:
         raise Refusal(
-            400, "chat_template_kwargs: variables of the template alone", param="chat_template_kwargs"
+            400,
+            "chat_template_kwargs: tools, documents, chat_template and tokenize are reserved; leave them out",
+            param="chat_template_kwargs",
         )
     if r.reasoning_effort is not None:
         found.setdefault("reasoning_effort", r.reasoning_effort)
@@ -77,6 +79,6 @@ def variables(r: schema.ChatRequest, offer: Offer) -> dict[str, Any]:
 
 
 def ends_within_a_thought(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    """`ids`: the prompt's."""
+    """Tell whether the prompt `ids` ends with the mark that opens a thought."""
     tail = b"".join(map(tokenizer.spelled, ids[-8:])).decode("utf-8", "replace")
     return tail.rstrip().endswith(THINK[0])

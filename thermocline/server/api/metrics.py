@@ -1,6 +1,6 @@
-"""`GET /metrics`: Prometheus text of what the server did and what the engine holds. No text of any request.
+"""`GET /metrics`: counters of the server and the engine's state, for Prometheus. No text of any request.
 
-Names begin with thermocline_; those that dashboards of llama.cpp read are there too.
+Names begin with thermocline_. The names that llama.cpp's dashboards read are there, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Counted on the event loop's thread."""
+    """Counters of events, updated on the event loop's thread."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self.engine = engine
@@ -76,7 +76,7 @@ def routes(metrics: Metrics) -> list[Route]:
 
 
 class _Engine(Collector):
-    """What is so at the moment of asking."""
+    """The engine's state at the moment of the request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

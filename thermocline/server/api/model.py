@@ -1,4 +1,4 @@
-"""What of the model the HTTP side needs: everything but its weights. Must not know routes or the engine."""
+"""The model as the HTTP process needs it: everything but its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServedModel:
     template: ChatTemplate | None
     why_no_template: str
     format: AnswerFormat
-    most_bytes: int | None  # of a prompt that its context holds
+    most_bytes: int | None  # of the longest prompt that the context can hold
 
     @staticmethod
     def of(opened: ModelOpened, name: str | None) -> ServedModel:
@@ -45,16 +45,16 @@ class ServedModel:
         )
 
     def close(self) -> None:
-        """End the processes that render and tokenise."""
+        """End the processes of the template and the tokenizer."""
         self.tokenizer.close()
         if self.template is not None:
             self.template.close()
 
     def check_length(self, *texts: str) -> None:
-        """Refuse what no context holds before it is split into tokens: 20 MB hold up everybody for 30 s."""
+        """Refuse a text that cannot fit the context before it is tokenised: 20 MB would take 30 s."""
         if self.most_bytes is None:
             return
-        size = sum(map(len, texts))  # characters, which are bytes at least
+        size = sum(map(len, texts))  # a character has at least one byte
         if size <= self.most_bytes:
             size = sum(len(text.encode("utf-8", "replace")) for text in texts)
         if size > self.most_bytes:

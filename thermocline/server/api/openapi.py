@@ -1,4 +1,4 @@
-"""What `/openapi.json` and `/docs` say: made from the request models, so that it cannot differ from them."""
+"""`/openapi.json` and `/docs`, made from the request models, so that they cannot differ."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def routes(keys: bool, limits: ServerLimits, vocabulary: Callable[[], int | None
 
 
 def document(keys: bool, limits: ServerLimits, vocabulary: int | None) -> dict[str, Any]:
-    """OpenAPI 3.1. `keys`: one is needed. `vocabulary`: how many tokens there are, once a model is there."""
+    """Return the API as OpenAPI 3.1. `keys`: a key is needed. `vocabulary`: the number of tokens."""
     models = [(o.request, "validation") for o in OPERATIONS if o.request is not None]
     _, definitions = models_json_schema(models, ref_template=REF)  # type: ignore[arg-type]
     _bound(definitions["$defs"], limits, vocabulary)
@@ -105,7 +105,7 @@ def document(keys: bool, limits: ServerLimits, vocabulary: int | None) -> dict[s
 
 
 def _bound(kinds: dict[str, Any], limits: ServerLimits, vocabulary: int | None) -> None:
-    """What a server was started with; a keyword says nothing of values of other types, such as null."""
+    """Add the server's limits. A keyword does not apply to values of other types, such as null."""
     if vocabulary is not None:
         kinds["Id"]["maximum"] = vocabulary - 1
     stop = {"minLength": 1, "maxLength": limits.limit_stop_bytes}
@@ -133,7 +133,7 @@ def _operation(o: Operation, keys: bool) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
     content: dict[str, Any] = {o.answer: {"schema": {"type": "object" if "json" in o.answer else "string"}}}
     if o.streams or o.answer == EVENTS:
-        content[EVENTS] = {}  # OpenAPI 3.1 has no word for one event, and readers take a schema to be of one
+        content[EVENTS] = {}  # no schema: OpenAPI 3.1 cannot describe a single event
     responses = {"200": {"description": "the answer", "content": content}}
     responses |= {code: {"description": about, "content": error} for code, about in STATUSES.items()}
     made: dict[str, Any] = {"summary": o.about, "operationId": re.sub(r"[/{}]+", "_", o.path).strip("_")}
@@ -151,7 +151,7 @@ def _operation(o: Operation, keys: bool) -> dict[str, Any]:
 
 
 def page() -> str:
-    """For a person: every route with its fields. No script, nothing from elsewhere."""
+    """Return a page for people: every route with its fields. No script, nothing from other sites."""
     parts = []
     for o in OPERATIONS:
         parts.append(f"<h2><code>{o.method.upper()} {o.path}</code></h2><p>{html.escape(o.about)}</p>")
@@ -167,7 +167,7 @@ def page() -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """As a person reads it."""
+    """Return a field's type in words."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(parts[0])

@@ -1,6 +1,6 @@
-"""What clients may send: fields of OpenAI's API and llama.cpp's, with their ranges. Must not know engines.
+"""The bodies that clients may send: fields of OpenAI's and llama.cpp's APIs, with their ranges.
 
-Types are strict: "1" is no number. A field that nobody here knows is left out, and said in the log.
+Types are strict: "1" is not a number. Unknown fields are ignored, and a line in the log names them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from thermocline.errors import UsageError
 from thermocline.server.http.limits import ServerLimits
 from thermocline.text.grammar import Grammar
 
-Id = TypeAliasType("Id", Annotated[int, Field(ge=0, le=2**31 - 1)])  # a name: its bound depends on the model
+Id = TypeAliasType(
+    "Id", Annotated[int, Field(ge=0, le=2**31 - 1)]
+)  # a named type, because its bound depends on the model
 SINGLE = 2**31 - 1
 Asked = TypeVar("Asked", bound="Sampling")
-COMPLETION_TOKENS = 16  # of /v1/completions where a client says nothing, as OpenAI has it
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 
 
 @dataclass(frozen=True)
 class AtMost:
-    """Bound a list or object by one of the server's limits, and end a list at its first error.
+    """Bound a list or object by one of the server's limits, and stop a list at its first error.
 
-    Without that, 1.3 MB of nulls made 780,001 errors in 770 MiB, to report one. The items are not looked at
-    where there are too many. Without a name the list is as long as its body allows.
+    Otherwise 1.3 MB of nulls made 780,001 errors in 770 MiB, to report one. Items of a list that is too long
+    are not looked at. Without `limit` a list is as long as its body allows.
     """
 
     limit: str | None = None
@@ -58,14 +60,14 @@ class AtMost:
         return given
 
 
-def _form(given: Any) -> str:
+def _type_tag(given: Any) -> str:
     return "list" if isinstance(given, list) else "text"
 
 
 # A union's kinds are told apart first: pydantic's own way is to try all, and to collect each one's errors.
 Texts = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[str], AtMost("limit_stop"), Tag("list")],
-    Discriminator(_form),
+    Discriminator(_type_tag),
 ]
 
 
@@ -97,7 +99,7 @@ ResponseFormat = Annotated[AnyFormat | SchemaFormat, Field(discriminator="type")
 
 
 class Sampling(ApiObject):
-    """What both ways to generate take. null is as if the field were not there."""
+    """The fields of both ways to generate. null counts as left out."""
 
     model: str | None = None
     temperature: float | None = Field(None, ge=0, le=100)
@@ -129,7 +131,7 @@ class Sampling(ApiObject):
 
 
 class TextPart(ApiObject):
-    # Parsed more widely than it says: `conversation._part` can then name the type that is not understood.
+    # Parsed more widely than described, so that `conversation._part` can name an unsupported type.
     model_config = ConfigDict(json_schema_extra={"required": ["type", "text"]})
     type: str = Field(json_schema_extra={"const": "text"})
     text: str | None = Field(None, json_schema_extra={"type": "string"})
@@ -151,7 +153,7 @@ class Message(ApiObject):
     content: (
         Annotated[
             Annotated[str, Tag("text")] | Annotated[list[TextPart], AtMost("limit_messages"), Tag("list")],
-            Discriminator(_form),
+            Discriminator(_type_tag),
         ]
         | None
     ) = None
@@ -211,7 +213,7 @@ ToolChoice = Annotated[
 
 
 def _objects(messages: Any) -> int:
-    """Messages with their parts and calls: each becomes an object of a kilobyte."""
+    """Return the number of messages, parts and calls: each becomes an object of a kilobyte."""
     lists = (m.get(key) for m in messages if isinstance(m, dict) for key in ("content", "tool_calls"))
     return len(messages) + sum(len(found) for found in lists if isinstance(found, list))
 
@@ -231,7 +233,7 @@ class ChatRequest(Sampling):
 
 
 def _prompts(given: Any) -> str:
-    """By its first item: a list of 260,000 items is held against one kind of list, not three."""
+    """Choose the kind of list by its first item, so that 260,000 items are checked once, not three times."""
     if not isinstance(given, list):
         return "text"
     first = given[0] if given else ""
@@ -239,7 +241,7 @@ def _prompts(given: Any) -> str:
 
 
 def _any_of(schema: dict[str, Any]) -> None:
-    """An empty list is of every kind."""
+    """Describe the kinds of list as anyOf: an empty list is of every kind."""
     schema["anyOf"] = schema.pop("oneOf")
 
 
@@ -274,9 +276,9 @@ class DetokenizeRequest(ApiObject):
     tokens: Annotated[list[Id], AtMost("limit_detokenize")]
 
 
-# ---- what is not taken
+# ---- unsupported fields
 
-# Other servers' fields. Without them an answer would be a different one than was asked for, and nobody told.
+# Fields of other servers. Ignoring one would silently give a different answer than the client asked for.
 UNSUPPORTED = {
     "chat_template": "a template is the server's to choose (--template)",
     "documents": "put them into a message",
@@ -293,16 +295,16 @@ UNSUPPORTED = {
 }
 
 
-# ---- what is bounded by the server's limits
+# ---- the server's limits
 
 
 def excesses(r: Sampling, most: ServerLimits, prompts: int) -> Iterator[tuple[str, str]]:
-    """(field, what it may be) of those beyond a limit."""
+    """Yield (field, its bound) for each field beyond a limit."""
     n, stops, biases = r.n or 1, _texts(r.stop) or (), r.logit_bias or {}
     if n > most.limit_n:
         yield "n", f"at most {most.limit_n}"
     if n * prompts > most.limit_choices:
-        yield "n", f"{n * prompts} answers, at most {most.limit_choices} at once"
+        yield "n", f"{n * prompts} answers; at most {most.limit_choices} at once"
     longest = most.limit_stop_bytes
     if not all(0 < len(s) <= longest and len(s.encode("utf-8", "replace")) <= longest for s in stops):
         yield "stop", f"texts of 1 to {longest} bytes"
@@ -320,22 +322,22 @@ def _texts(stop: str | list[str] | None) -> tuple[str, ...] | None:
 
 
 def settings(r: Asked) -> Asked:
-    """Leave out the texts, which need not be kept while they are answered."""
+    """Return the request without its texts, which need not stay in memory while it is answered."""
     texts: dict[str, Any] = {"messages": [], "prompt": "", "tools": None, "chat_template_kwargs": None}
     texts |= dict.fromkeys(("grammar", "json_schema", "response_format"))
     return r.model_copy(update={k: v for k, v in texts.items() if k in type(r).model_fields})
 
 
-# ---- the same, as the engine has it
+# ---- the request as the engine takes it
 
 
 def grammar_fields(r: Sampling) -> list[str]:
-    """Those that say what a text has to be."""
+    """Return the given fields that constrain the answer's text."""
     return [f for f in ("grammar", "json_schema", "response_format") if getattr(r, f) is not None]
 
 
 def grammar_of(r: Sampling) -> Grammar | None:
-    """The one that is asked for. Raises UsageError where it cannot be one."""
+    """Return the grammar of the request, if any. Raise UsageError if it is not valid."""
     asked: list[Grammar] = []
     if r.grammar is not None:
         asked.append(Grammar.lark(r.grammar))
@@ -347,14 +349,14 @@ def grammar_of(r: Sampling) -> Grammar | None:
         case SchemaFormat(json_schema=given):
             asked.append(Grammar.json_schema(given.schema_))
     if len(asked) > 1:
-        raise UsageError("response_format, json_schema and grammar: only one of them can be kept")
+        raise UsageError("response_format, json_schema and grammar exclude each other; give one of them")
     return asked[0] if asked else None
 
 
 def sampling_params(
     r: Sampling, d: SamplingParams, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
-    """`d`: what the server was started with, for what the request leaves open."""
+    """Return the request's sampling options; `d` has the server's, for fields that are left out."""
     stop = _texts(r.stop)
     given = {int(k): -math.inf if v <= -100 else v for k, v in (r.logit_bias or {}).items()}
     asked = d.max_tokens if max_tokens is None else max_tokens

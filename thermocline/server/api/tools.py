@@ -1,7 +1,4 @@
-"""Which functions an answer may call, or must, and the grammar that makes it so.
-
-Must not know HTTP or engines.
-"""
+"""Which functions an answer may or must call, and the grammar that enforces it."""
 
 from __future__ import annotations
 
@@ -18,24 +15,26 @@ from thermocline.text.grammar import Grammar, Thought
 
 @dataclass(frozen=True)
 class Offer:
-    """The functions that the model is shown, and what is asked of its calls."""
+    """The functions that the model is shown, and the conditions on its calls."""
 
     shown: Sequence[Function] = ()
     callable: Sequence[Function] = ()
-    must: bool = False  # call one
+    must: bool = False  # the answer has to be a call
     several: bool = True
-    asked: bool = False  # for more than that it may call what it is shown: a grammar is needed
+    asked: bool = False  # there are conditions, so a grammar is needed
 
     @staticmethod
     def of(r: ChatRequest, format: AnswerFormat) -> Offer:
-        """Refusal where it cannot be kept."""
+        """Return the offer of a request; refuse one that cannot be honoured."""
         choice, shown = r.tool_choice, [t.function for t in r.tools or ()]
         if choice == "none" or (not shown and choice in (None, "auto")):
             return Offer()
         if not shown:
-            raise Refusal(400, "tool_choice: there are no tools to choose from", param="tool_choice")
+            raise Refusal(
+                400, "tool_choice: there are no tools to choose from; give tools", param="tool_choice"
+            )
         if format.call is None:
-            about = "this model's chat template has none that are understood"
+            about = "the form of calls in this model's chat template is not supported; leave tools out"
             raise Refusal(400, f"tools: {about}", param="tools")
         must = choice == "required"
         several = r.parallel_tool_calls is not False
@@ -57,13 +56,16 @@ class Offer:
 def answer_grammar(
     offer: Offer, format: AnswerFormat, thinking: bool, content: Grammar | None
 ) -> Grammar | None:
-    """What an answer has to be; `content`: what its text has to be. `thinking`: the prompt ends in a thought.
+    """Return the grammar of a whole answer, if it needs one. `content`: the grammar of its text.
 
-    Thoughts stay free: what a model calls, or writes as JSON, is what it has thought out.
+    `thinking`: the prompt ends in a thought. Thoughts stay free, so that the model can think before it calls
+    a function or writes JSON.
     """
     if content is not None and content.kind != "json_schema":
         if offer.asked:
-            about = "it is for the whole answer; it cannot be kept together with what is asked of the calls"
+            about = (
+                "it is for the whole answer and cannot be combined with conditions on calls; leave one out"
+            )
             raise Refusal(400, f"grammar: {about}", param="grammar")
         return content
     tools = offer.asked or (bool(offer.shown) and content is not None)
@@ -80,9 +82,10 @@ def answer_grammar(
 
 
 def _arguments(f: Function, *, kept: bool) -> dict[str, Any]:
-    """The schema that they are held to: of an object, whatever else it says. Without one there are none.
+    """Return the schema of a function's arguments, which are an object. No schema: no arguments.
 
-    `kept`: where a call is not asked for, nor strict, what it says is for the model alone, as with OpenAI.
+    `kept`: the schema is enforced. If a call is neither required nor strict, only the model reads it, as with
+    OpenAI.
     """
     if not kept:
         return {"type": "object"}
@@ -90,5 +93,7 @@ def _arguments(f: Function, *, kept: bool) -> dict[str, Any]:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     type_ = f.parameters.get("type", "object")
     if type_ != "object" and not (isinstance(type_, list) and "object" in type_):
-        raise Refusal(400, f"tools: the parameters of {f.name[:64]!r} have to be an object's", param="tools")
+        raise Refusal(
+            400, f"tools: the parameters of {f.name[:64]!r} have to be of type object", param="tools"
+        )
     return {**f.parameters, "type": "object"}

@@ -1,6 +1,6 @@
-"""Grammars of strangers, tried out a few at a time: clients take turns, and only so many wait.
+"""Try out clients' grammars, a few at a time: clients take turns, and only so many grammars wait.
 
-Runs on the event loop's thread; each trial is a process of its own. Must not know routes or bodies.
+This runs on the event loop's thread; each trial is a process of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from thermocline.server.http.refusal import Refusal
 from thermocline.text import grammar_matcher
 from thermocline.text.grammar import Grammar
 
-AT_ONCE = 2  # each takes up to a second of a processor and 1 GiB
+AT_ONCE = 2  # a trial takes up to a second of a processor and 1 GiB
 
 
 @dataclass(eq=False)
@@ -28,18 +28,18 @@ class _Trial:
 
 
 class Trials:
-    """Each grammar is tried once, however many ask for it meanwhile."""
+    """A queue of trials. Each grammar is tried once, however many requests have it."""
 
     def __init__(self, most_waiting: int) -> None:
         self._most = most_waiting
-        self._asked: dict[Grammar, _Trial] = {}  # those that wait and those that run
+        self._asked: dict[Grammar, _Trial] = {}  # waiting and running
         self._waiting: dict[str, deque[_Trial]] = {}  # by client; the first client has the next turn
         self._running: set[asyncio.Task[None]] = set()
 
     async def check(self, g: Grammar, client: str) -> None:
-        """Raise UsageError where `g` cannot be enforced, Refusal where too many grammars wait.
+        """Raise UsageError if `g` cannot be enforced, Refusal if too many grammars wait.
 
-        A grammar that was tried before waits for nothing.
+        The verdict on a grammar that was tried before comes at once.
         """
         if grammar_matcher.is_tried(g):
             return grammar_matcher.check(g)
@@ -63,7 +63,7 @@ class Trials:
         return trial
 
     def _make_room(self, client: str) -> None:
-        """Drop the last trial of the client that has the most, so that nobody shuts others out."""
+        """Drop the last trial of the client with the most, so that no client shuts others out."""
         greedy = max(self._waiting, key=lambda c: len(self._waiting[c]))
         if len(self._waiting[greedy]) <= len(self._waiting.get(client, ())) + 1:
             raise _full()
@@ -79,7 +79,7 @@ class Trials:
         del self._asked[trial.grammar]
 
     def _give_up(self, trial: _Trial) -> None:
-        """Nobody waits for it any more. One that runs already comes to its end."""
+        """Drop a trial that nobody waits for, unless it runs already."""
         if trial in self._waiting.get(trial.client, ()):
             self._remove(trial)
 

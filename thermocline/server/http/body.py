@@ -1,7 +1,4 @@
-"""A request's body: received within its limits of size, time and memory, and read as one JSON object.
-
-Must not know what is in it.
-"""
+"""A request's body: received within its limits of size, time and memory, and read as one JSON object."""
 
 from __future__ import annotations
 
@@ -22,27 +19,27 @@ _CONTINUATIONS, _BEYOND_LATIN_1, _BEYOND_16_BITS = (
     bytes(range(*r)) for r in ((0x80, 0xC0), (0xC4, 0x100), (0xF0, 0x100))
 )
 _PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-_PIECE = 64 << 10  # looked at in 0.2 ms, between which other threads get their turn
-_VALUE_BYTES = 100  # of Python's memory, a short text or a pair of an object
+_PIECE = 64 << 10  # scanned in 0.2 ms; between two pieces other threads get their turn
+_VALUE_BYTES = 100  # memory of a Python value: a short text, or one pair of an object
 
 
 class MemoryBudget:
-    """Bytes that the bodies of all requests in hand may have together."""
+    """Bytes that the bodies of all requests in progress may take together."""
 
     def __init__(self, total: int) -> None:
         self.left = total
 
 
 class Reservation:
-    """One request's part of an allowance: its body while it arrives, then what was read from it."""
+    """One request's part of the budget: first the bytes of its body, then the values parsed from them."""
 
-    def __init__(self, of: MemoryBudget) -> None:
-        self._of, self._taken = of, 0
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget, self._taken = budget, 0
 
     def set(self, n: int) -> None:
-        if n - self._taken > self._of.left:
+        if n - self._taken > self._budget.left:
             raise Refusal(503, "too many large requests are being answered; try again")
-        self._of.left -= n - self._taken
+        self._budget.left -= n - self._taken
         self._taken = n
 
     def give_back(self) -> None:
@@ -52,7 +49,7 @@ class Reservation:
 async def read_body(
     receive: Callable[[], Awaitable[MutableMapping[str, Any]]], limits: ServerLimits, share: Reservation
 ) -> bytearray:
-    """Receive all of it. Refuse one that is too large (413), or too slow on the whole or on average (408)."""
+    """Return the whole body. Refuse one that is too large (413), too late or too slow on average (408)."""
     body, more = bytearray(), True
     begun = asyncio.get_running_loop().time()
     try:
@@ -64,7 +61,7 @@ async def read_body(
                 raise Gone
             part, more = message.get("body", b""), message.get("more_body", False)
             if len(body) + len(part) > limits.limit_body_bytes:
-                raise Refusal(413, f"the body may be {limits.limit_body_bytes} bytes")
+                raise Refusal(413, f"the body is larger than {limits.limit_body_bytes} bytes; send less")
             share.set(len(body) + len(part))
             body += part
     except TimeoutError:
@@ -76,10 +73,10 @@ async def read_body(
 
 
 def parse_json(body: bytearray, limits: ServerLimits) -> tuple[dict[str, Any], int]:
-    """Read `body` as (an object, the bytes it takes in memory), and empty it as soon as it is text.
+    """Return the object in `body` and the bytes it takes in memory; empty `body` once it is decoded.
 
-    Strictly: UTF-8, no half surrogate pairs, no NaN, infinities or numbers beyond floats, no key twice.
-    Of a key that is there twice parsers disagree which one counts: that is how checks are evaded.
+    Strictly: UTF-8, no unpaired surrogate, no NaN, infinity or number beyond floats, no key twice.
+    Parsers disagree which of two equal keys counts, and attackers use that to evade checks.
     """
     scan = Scan(limits, "the body")
     scan.add(body)
@@ -87,13 +84,13 @@ def parse_json(body: bytearray, limits: ServerLimits) -> tuple[dict[str, Any], i
         text = body.decode("utf-8")
     except UnicodeDecodeError as e:
         raise Refusal(400, f"the body is not UTF-8, at byte {e.start}") from None
-    body.clear()  # it would be there three times: as bytes, text and values
+    body.clear()  # else memory would hold it three times: as bytes, text and values
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_number)
     except json.JSONDecodeError as e:
         raise Refusal(400, f"the body is not JSON: {e.msg}, at character {e.pos}") from None
-    except ValueError:  # Python's own limit on the digits of an integer
-        raise Refusal(400, "the body has a number that is too long") from None
+    except ValueError:  # Python limits the digits of an integer
+        raise Refusal(400, "the body has an integer with too many digits; send it as text") from None
     if not isinstance(value, dict):
         raise Refusal(400, "the body has to be a JSON object")
     if scan.has_surrogates and any(map(_has_half_a_pair, _texts(value))):
@@ -102,23 +99,23 @@ def parse_json(body: bytearray, limits: ServerLimits) -> tuple[dict[str, Any], i
 
 
 def check_json(texts: Iterable[bytes], limits: ServerLimits, what: str) -> None:
-    """Refuse what is nested too deep, or has too many values together, before anything is made of it."""
+    """Refuse JSON texts that are nested too deep or have too many values together, before parsing them."""
     scan = Scan(limits, what)
     for text in texts:
         scan.add(text)
 
 
 class Scan:
-    """JSON texts' values, depth and memory, counted before any value is made.
+    """Values, depth and memory of JSON texts, counted before any value is made.
 
-    A piece at a time, so that neither time nor memory grows on what is refused: nine million empty texts
-    took one call of `re.sub` 2.4 s and 755 MiB, and every other thread waited for it.
+    A text is scanned in pieces, so that a text that is refused costs little time and memory. With one call
+    of `re.sub`, nine million empty texts took 2.4 s and 755 MiB, and every other thread waited.
     """
 
     def __init__(self, limits: ServerLimits, what: str) -> None:
         self._limits, self._what = limits, what
         self._values = 0
-        self._text, self._made = _Characters(), _Characters()  # as they came, as values have them
+        self._text, self._made = _Characters(), _Characters()  # of the texts as sent, of the parsed values
         self.has_surrogates = False
 
     @property
@@ -126,7 +123,7 @@ class Scan:
         return self._made.memory + self._values * _VALUE_BYTES
 
     def add(self, text: bytes | bytearray) -> None:
-        """Count one text. Of what is no JSON, as far as it is."""
+        """Count one text, and refuse it if a limit is exceeded. It need not be valid JSON."""
         within, quotes, brackets = 0, 0, bytearray()
         for piece in pieces(text):
             self._measure(piece)
@@ -135,8 +132,8 @@ class Scan:
             within ^= ~len(parts) & 1
             quotes += len(parts) - 1
             brackets += plain.translate(_OPEN_CLOSE, _NO_BRACKETS)
-            self._values += sum(map(plain.count, (b",", b"[", b"{", b":")))  # a key is one, too
-            most = self._limits.limit_json_values  # a text each at most, and what is opened is closed
+            self._values += sum(map(plain.count, (b",", b"[", b"{", b":")))  # a key counts, too
+            most = self._limits.limit_json_values  # at most two quotes and two brackets each
             if self._values > most or quotes > 2 * most + 2 or len(brackets) > 2 * most + _PIECE:
                 raise Refusal(400, f"{self._what}: more than {most} values")
         if not is_at_most(self._limits.limit_json_depth, brackets):
@@ -159,7 +156,7 @@ class Scan:
 
 @dataclass
 class _Characters:
-    """Of a text. The widest, such as an emoji, decides how many bytes Python takes for each."""
+    """A text's characters. The widest one (say, an emoji) decides how many bytes Python takes for each."""
 
     n: int = 0
     width: int = 1
@@ -173,12 +170,12 @@ class _Characters:
         self.width = max(self.width, width)
 
 
-def _has_any(piece: bytes, of: bytes) -> bool:
-    return not piece.isascii() and len(piece.translate(None, of)) < len(piece)
+def _has_any(piece: bytes, wanted: bytes) -> bool:
+    return not piece.isascii() and len(piece.translate(None, wanted)) < len(piece)
 
 
 def pieces(text: bytes | bytearray, size: int = _PIECE) -> Iterator[bytes]:
-    """All of it, cut between two escapes, never within one (`\\"`, `\\u0061`)."""
+    """Yield the text in pieces, never cut within an escape (`\\"`, `\\u0061`)."""
     at = 0
     while at < len(text):
         piece = bytes(text[at : at + size])
@@ -190,8 +187,10 @@ def pieces(text: bytes | bytearray, size: int = _PIECE) -> Iterator[bytes]:
 
 
 def is_at_most(depth: int, plain: bytes | bytearray) -> bool:
-    """Whether brackets are nested so deep at most; before parsing, which recurses. Without a loop over bytes:
-    each round removes the innermost pairs. Brackets that do not match never go away, and are not JSON.
+    """Tell whether brackets are nested at most that deep. This comes before parsing, which recurses.
+
+    Each round removes the innermost pairs, so Python loops over levels, not bytes. Brackets that do not match
+    remain; they are not JSON.
     """
     brackets = plain.translate(_OPEN_CLOSE, _NO_BRACKETS)
     for _ in range(depth):
@@ -207,24 +206,24 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Refusal(400, f"the key {twice[:64]!r} is there twice", param=twice[:64])
+        raise Refusal(400, f"the key {twice[:64]!r} occurs twice in an object", param=twice[:64])
     return value
 
 
 def _no_constant(name: str) -> Any:
-    raise Refusal(400, f"{name} is not JSON")
+    raise Refusal(400, f"{name} is not JSON; send a finite number or null")
 
 
 def _number(text: str) -> float | int:
-    """1.0 is an integer, as JSON Schema has it, and with it our description."""
+    """Return 1.0 as an integer, as JSON Schema and so our OpenAPI description have it."""
     value = float(text)
     if not math.isfinite(value):
-        raise Refusal(400, f"the number {text[:32]} is too large")
+        raise Refusal(400, f"the number {text[:32]} is too large for a float")
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text and key in it."""
+    """Yield every text and key in a JSON value."""
     rest = [value]
     while rest:
         match rest.pop():

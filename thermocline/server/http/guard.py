@@ -1,8 +1,8 @@
 """The one place that decides whether a request reaches the application. Everything is refused unless allowed.
 
-In this order: connection, size and framing, Host, Origin, key, method and kind of body, the body itself, a
-place. The application gets a checked JSON object, no credentials, and is cancelled when its client leaves.
-Every error has OpenAI's shape. Must not know sockets, routes, or what the application does.
+It checks, in this order: connection, size and framing, Host, Origin, key, method and kind of body, the body
+itself, and whether a slot is free. The application gets a checked JSON object and no credentials, and is
+cancelled when its client leaves. Every error has OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -42,16 +42,14 @@ Methods = Callable[[str], Collection[str] | None]  # of a path; None if the appl
 ALWAYS_PUBLIC = ("/health", "/v1/health")
 ONCE = {b"host", b"origin", b"authorization", b"x-api-key", b"content-type", b"content-length"}
 METHODS = ("GET", "HEAD", "OPTIONS", "POST")
-SURPLUS = "thermocline.surplus"  # in the scope's state: the connection is beyond the limit
-_HOST = re.compile(
-    r"(\[([0-9a-f:.]+)\]|[^\[\]:]+)(?::\d{1,5})?"
-)  # a name, or an address of version 6, and a port
+SURPLUS = "thermocline.surplus"  # key in the scope's state of a connection beyond the limit
+_HOST = re.compile(r"(\[([0-9a-f:.]+)\]|[^\[\]:]+)(?::\d{1,5})?")  # a name or an IPv6 address, and a port
 _LONGEST_LOG_LINE = 1000
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Who may call the server and what it takes at once: the guard's settings, apart from the limits."""
+    """The guard's settings apart from the limits: who may call the server, and how many at once."""
 
     keys: Iterable[str] = ()  # none: no key is needed
     hosts: Iterable[str] = ()  # names in Host, besides the server's own
@@ -63,15 +61,13 @@ class Admission:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask for what. Of the keys only hashes are kept, so that nothing can print them."""
+    """The rules on callers. Only hashes of the keys are kept, so that nothing can print a key."""
 
     keys: tuple[bytes, ...]
     hosts: frozenset[str] | None  # None: any
     origins: frozenset[str]
     public: frozenset[str]
-    addresses: bool = (
-        False  # any IP address is a Host, too, and the port may be another's, which is forwarded
-    )
+    addresses: bool = False  # Host may be any IP address, with any port, since a forwarded port differs
 
     @classmethod
     def of(
@@ -95,33 +91,33 @@ class Access:
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         given = [token.strip()] if scheme.lower() == b"bearer" else []
         given += [headers[b"x-api-key"]] if b"x-api-key" in headers else []
-        # Every pair is compared, in constant time: how long it takes says nothing about the keys.
+        # All pairs are compared in constant time, so that the time tells nothing about the keys.
         hashes = [hashlib.sha256(g).digest() for g in given]
         return any([hmac.compare_digest(h, key) for h in hashes for key in self.keys])
 
     def is_public(self, scope: Scope) -> bool:
-        """Only the plain spelling: what a router might read as the same path needs a key."""
+        """Tell whether the path needs no key. Only its plain spelling counts: a router may accept others."""
         path = scope["path"]
         return (
             scope["method"] in ("GET", "HEAD") and path in self.public and scope["raw_path"] == path.encode()
         )
 
 
-# ---- what the request's head has to satisfy: each check returns, or raises a Refusal
+# ---- checks of a request's head: each returns, or raises a Refusal
 
 
 def check_size(scope: Scope, limits: ServerLimits) -> Headers:
-    """The headers as a dictionary. Those that decide something may be there once."""
+    """Return the headers as a dictionary. Headers that decide something may occur once."""
     pairs: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(n) + len(v) + 4 for n, v in pairs)
     if size > limits.limit_header_bytes or len(pairs) > limits.limit_headers:
         raise Refusal(
-            431, f"headers may be {limits.limit_header_bytes} bytes, {limits.limit_headers} of them"
+            431, f"the headers exceed {limits.limit_header_bytes} bytes or a count of {limits.limit_headers}"
         )
     names = [name for name, _ in pairs]
     for name in ONCE:
         if names.count(name) > 1:
-            raise Refusal(400, f"the header {name.decode()} is there more than once")
+            raise Refusal(400, f"the header {name.decode()} occurs more than once")
     headers = dict(pairs)
     if b"content-length" in headers and b"transfer-encoding" in headers:
         raise Refusal(
@@ -131,14 +127,14 @@ def check_size(scope: Scope, limits: ServerLimits) -> Headers:
 
 
 def check_connection(scope: Scope) -> None:
-    """However many connections are held, whoever watches over the server still learns how it is."""
+    """Refuse a connection beyond the limit, except to /health: monitoring must always get an answer."""
     is_health = scope["method"] in ("GET", "HEAD") and scope["path"] in ALWAYS_PUBLIC
     if scope.get("state", {}).get(SURPLUS) and not is_health:
         raise Refusal(503, "too many connections; try again", headers={"connection": "close"})
 
 
 def check_host(headers: Headers, access: Access) -> None:
-    """A page whose name was made to resolve to this machine (DNS rebinding) says its own name here."""
+    """Refuse an unknown Host: a page whose name was made to resolve here (DNS rebinding) sends its own."""
     if access.hosts is None:
         return
     host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -148,7 +144,7 @@ def check_host(headers: Headers, access: Access) -> None:
 
 
 def _is_known(host: str, names: Collection[str]) -> bool:
-    """Tell whether it is one of the names or an IP address, with any port. A rebound name is neither."""
+    """Tell whether `host` is one of the names or an IP address, with any port. A rebound name is neither."""
     found = _HOST.fullmatch(host)
     if found is None:
         return False
@@ -159,7 +155,7 @@ def _is_known(host: str, names: Collection[str]) -> bool:
 
 
 def check_origin(headers: Headers, access: Access) -> str | None:
-    """A page of another origin may not ask, unless it is allowed; then that origin, for the CORS headers."""
+    """Return the request's origin if it needs CORS headers; refuse origins that are not allowed."""
     if b"origin" not in headers:
         return None
     origin = headers[b"origin"].decode("latin-1").lower()
@@ -167,53 +163,58 @@ def check_origin(headers: Headers, access: Access) -> str | None:
         return origin
     if b"host" in headers and origin == "http://" + headers[b"host"].decode("latin-1").lower():
         return None
-    raise Refusal(403, "pages of that Origin may not use this server; --allow-origin URL allows one")
+    raise Refusal(403, "Origin not allowed; add it with --allow-origin URL")
 
 
 def check_key(scope: Scope, headers: Headers, access: Access) -> None:
     if access.keys and not access.is_public(scope) and not access.has_key(headers):
         raise Refusal(
-            401, "needs an API key: Authorization: Bearer KEY, or X-Api-Key: KEY",
+            401, "no valid API key; send Authorization: Bearer KEY, or X-Api-Key: KEY",
             headers={"www-authenticate": "Bearer"}
         )  # fmt: skip
 
 
 def check_method(scope: Scope, methods: Methods) -> None:
-    """Before the body is looked at, which a method that is not there cannot get right."""
+    """Refuse a method that the path does not have, before its body is looked at."""
     allowed = methods(scope["path"])
     if allowed is not None and scope["method"] not in allowed:
-        raise Refusal(405, "no such method here", headers={"allow": ", ".join(sorted(allowed))})
+        raise _wrong_method(scope, sorted(allowed))
+
+
+def _wrong_method(scope: Scope, allowed: Iterable[str]) -> Refusal:
+    message = f"method {scope['method'][:32]} is not allowed on this route"
+    return Refusal(405, message, headers={"allow": ", ".join(allowed)})
 
 
 def check_content(scope: Scope, headers: Headers, limits: ServerLimits) -> None:
-    """JSON is all that is taken, and only by POST: a form of a foreign page can send neither."""
+    """Refuse a body other than JSON by POST. A form on another site's page can send everything else."""
     if scope["method"] not in METHODS:
-        raise Refusal(405, "no such method here", headers={"allow": ", ".join(METHODS)})
+        raise _wrong_method(scope, METHODS)
     length = int(headers.get(b"content-length", b"0"))
     if scope["method"] != "POST":
         if length or b"transfer-encoding" in headers:
-            raise Refusal(400, f"{scope['method']} takes no body")
+            raise Refusal(400, f"{scope['method']} takes no body; use POST")
         return
     kind, _, parameters = headers.get(b"content-type", b"").lower().partition(b";")
     charset = parameters.replace(b" ", b"").replace(b'"', b"")
     if kind.strip() != b"application/json" or charset not in (b"", b"charset=utf-8"):
-        raise Refusal(415, "the body has to be Content-Type: application/json, in UTF-8")
+        raise Refusal(415, "the body has to be JSON in UTF-8; send Content-Type: application/json")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise Refusal(415, "the body may not have a Content-Encoding: send it uncompressed")
+        raise Refusal(415, "Content-Encoding is not supported; send the body uncompressed")
     if length > limits.limit_body_bytes:
-        raise Refusal(413, f"the body may be {limits.limit_body_bytes} bytes")
+        raise Refusal(413, f"the body is larger than {limits.limit_body_bytes} bytes; send less")
 
 
 # ---- one request and its answer
 
 
 class Exchange:
-    """What was answered so far. Every response gets the security headers; every error is made JSON."""
+    """The response so far. Every response gets the security headers; every error becomes JSON."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._send = send
         self._scope = scope
-        self._swallow = False  # the application's own text of an error, which is replaced
+        self._swallow = False  # drop the application's own text of an error: ours replaces it
         self.allow_origin: str | None = None
         self.status = 0
         self.sent_bytes = 0
@@ -248,7 +249,7 @@ class Exchange:
         return [h for h in headers if h[0] not in {name for name, _ in ours}] + ours
 
     async def refuse(self, refusal: Refusal) -> None:
-        """As a response; once a stream has begun, as its last event; other answers just end."""
+        """Send the error as the response, or as a stream's last event. Any other response just ends."""
         if self.complete:
             return
         body = refusal.body()
@@ -262,7 +263,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def line(self, seconds: float) -> str:
-        """For the log: no query, no header, nothing of a body; a line is a line, whatever the path is."""
+        """Return one line for the access log: no query, no header, nothing of the body, no line break."""
         client = (self._scope.get("client") or ("-",))[0]
         path = self._scope["raw_path"].decode("ascii", "backslashreplace")[: _LONGEST_LOG_LINE // 2]
         method = self._scope["method"][:32]
@@ -271,7 +272,7 @@ class Exchange:
 
 
 class Guard:
-    """ASGI middleware. `slots`: requests that the application works on at once; `access_log`: log each."""
+    """ASGI middleware. `slots`: requests that the application works on at once. `access_log`: log each."""
 
     def __init__(
         self,
@@ -286,9 +287,9 @@ class Guard:
         self._app, self._access, self._limits = app, access, limits
         self._logs_access = access_log
         self._methods = methods
-        self._places = slots + limits.limit_queue
+        self._free = slots + limits.limit_queue
         self._bodies = MemoryBudget(limits.limit_bodies_bytes)
-        # Large bodies are read one after the other: 13 threads at it would keep the event loop from its turn.
+        # One thread reads large bodies: 13 threads would keep the event loop from running.
         self._reader = ThreadPoolExecutor(1, "bodies")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -324,20 +325,20 @@ class Guard:
         posted = Posted(Reservation(self._bodies), self._reader)
         try:
             await posted.receive(receive, self._limits)
-            if self._places == 0:
+            if self._free == 0:
                 raise Refusal(503, "too many requests are waiting; try again")
-            self._places -= 1
+            self._free -= 1
             try:
                 await posted.parse(self._limits)
                 await self._run({**scope, BODY: posted}, receive, exchange)
             finally:
-                self._places += 1
+                self._free += 1
         finally:
             posted.done()
 
     async def _preflight(self, exchange: Exchange) -> None:
         if exchange.allow_origin is None:
-            raise Refusal(403, "no page of another origin may use this server")
+            raise Refusal(403, "Origin not allowed; add it with --allow-origin URL")
         headers = [
             (b"access-control-allow-methods", ", ".join(METHODS).encode()),
             (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
@@ -346,14 +347,14 @@ class Guard:
         await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _run(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
-        """The application in a task of its own, which is cancelled when it may not or need not go on."""
+        """Run the application in its own task. Cancel the task when its time is up or the client leaves."""
         gone = asyncio.ensure_future(_until_gone(receive))
         task = asyncio.ensure_future(self._app(scope, partial(_when, gone), exchange.send))
         end: Refusal | None = None
         try:
             async with asyncio.timeout(self._limits.limit_request_s):
                 await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if exchange.complete:  # the response is whole; what the application does after it, it may
+                if exchange.complete:  # the application may still finish work after its response
                     await asyncio.wait({task})
         except TimeoutError:
             end = Refusal(504, f"the request took more than {self._limits.limit_request_s:g} s")
@@ -371,9 +372,9 @@ class Guard:
         error = None if task.cancelled() else task.exception()
         if error is None or isinstance(error, Refusal):
             return error
-        # Its message may quote a prompt: only what it is and where.
+        # The message may quote a prompt, so only its type and place are logged.
         log.warning(f"a request failed: {type(error).__name__}{place_of(error)}")
-        return Refusal(500, "the server failed at this request; its log says where")
+        return Refusal(500, "internal error; the server's log says where")
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -382,6 +383,6 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def _when(gone: asyncio.Future[None]) -> Message:
-    """`receive` for the application, which finds the body in its scope: nothing until its client is gone."""
+    """Act as the application's `receive`: wait until the client leaves. The body is in the scope."""
     await asyncio.wait({gone})
     return {"type": "http.disconnect"}

@@ -1,7 +1,4 @@
-"""Every limit of `thermocline serve`, with its default, unit and flag: a fact, not where it is kept.
-
-Must not know HTTP.
-"""
+"""Every limit of `thermocline serve`, with its default, unit and flag."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def _count(default: int, help: str, least: int = 1, most: int = 1_000_000) -> An
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a client can make the server hold, wait for or compute. All are printed by `--print-limits`."""
+    """Limits on the memory, time and work that a client can cost the server (`--print-limits`)."""
 
     limit_connections: int = _count(
         1024, "Open connections; beyond, one without a request makes room, or `/health` alone is answered."
@@ -82,7 +79,7 @@ class ServerLimits:
 
 
 def described(limits: ServerLimits) -> dict[str, dict[str, object]]:
-    """What `serve --print-limits --json` prints."""
+    """Return the limits as `serve --print-limits --json` prints them."""
     return {
         f.name: {
             "value": getattr(limits, f.name),

@@ -1,7 +1,4 @@
-"""What is listened on: a port or a UNIX socket, opened before a model is loaded; and which keys open it.
-
-Must not know HTTP.
-"""
+"""The server's socket, a port or a UNIX socket, opened before the model is loaded; and its API keys."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ except ImportError:  # Windows counts sockets elsewhere
     resource = None  # type: ignore[assignment]
 
 _BACKLOG = 1024
-_OTHER_FILES = 128  # what a process has open besides connections, amply
+_OTHER_FILES = 128  # open files besides connections; an ample estimate
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A socket that is open already. `host` as it was asked for; none for a UNIX socket."""
+    """An open socket. `host` is what the user asked for, or None for a UNIX socket."""
 
     socket: socket.socket
     host: str | None
@@ -51,14 +48,14 @@ class Listener:
 
     @property
     def takes_addresses(self) -> bool:
-        """Others come without a key, through any of this machine's addresses and through forwarded ports."""
+        """Tell whether other machines reach it without a key, by any of its addresses or a forwarded port."""
         return self.path is None and not self.is_loopback and not self.has_keys
 
     def host_names(self, more: Iterable[str]) -> set[str] | None:
-        """What a request's Host may be: our names, on loopback with our port or none. None: anything.
+        """Return the allowed Host headers; None allows any.
 
-        Anything is safe where a key is needed, which no page of an attacker's name has, and on a UNIX socket,
-        which no browser reaches.
+        On loopback a name needs the server's port. Any Host is safe if a key is needed, since an attacker's
+        page has no key, and on a UNIX socket, since no browser reaches it.
         """
         names = {*_LOOPBACK_NAMES, _in_url(self.host or ""), *more}
         if self.takes_addresses:
@@ -78,22 +75,22 @@ def _in_url(host: str) -> str:
 
 
 def listen(host: str, port: int, *, has_keys: bool, insecure: bool = False) -> Listener:
-    """A port of this machine (0: any that is free). Who lets others reach it says who may, or `insecure`."""
+    """Open a port (0: any free one). An address that other machines reach needs keys, or `insecure`."""
     bare = host.removeprefix("[").removesuffix("]")
     try:
         found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        raise UsageError(f"--host {host}: no such host") from None
+        raise UsageError(f"--host {host}: no such host; give a name or address of this machine") from None
     family, _, _, _, address = min(found, key=lambda f: f[0] != socket.AF_INET)
     is_loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
     if not (is_loopback or has_keys or insecure):
         raise UsageError(
             f"--host {host} can be reached by other machines, and there is no key: "
-            "give one (--api-key-file FILE), or say --insecure"
+            "give one with --api-key-file FILE, or add --insecure"
         )
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":  # elsewhere this option lets two servers have one port
+        if os.name == "posix":  # on Windows this option lets two servers share a port
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(_BACKLOG)
@@ -107,12 +104,12 @@ def listen(host: str, port: int, *, has_keys: bool, insecure: bool = False) -> L
 
 
 def listen_unix(path: Path) -> Listener:
-    """A UNIX socket for this user alone. One that a dead server left is replaced."""
+    """Open a UNIX socket for this user alone, in place of one that a dead server left."""
     if not hasattr(socket, "AF_UNIX"):
         raise Unsupported("this system has no UNIX sockets; use --host and --port")
     _remove_stale(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)  # it is never open to others, not even for a moment
+    before = os.umask(0o177)  # the socket is never open to others, not even for a moment
     try:
         sock.bind(str(path))
         sock.listen(_BACKLOG)
@@ -133,7 +130,7 @@ def _remove_stale(path: Path) -> None:
     except OSError as e:
         raise IOFailure(f"{path} cannot be listened on: {e.strerror}") from None
     if not stat.S_ISSOCK(mode):
-        raise IOFailure(f"{path} is there already, and is no socket; choose another path")
+        raise IOFailure(f"{path} exists and is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
@@ -146,13 +143,13 @@ def _remove_stale(path: Path) -> None:
 
 
 def api_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """Those given, and the lines of a file. A file without keys is an error: it would open the server."""
+    """Return the given keys and a file's lines. A file without a key is an error: it would need no key."""
     keys = list(given)
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except OSError as e:
-            raise IOFailure(f"{file}: cannot be read, for API keys: {e.strerror}") from None
+            raise IOFailure(f"{file}: the API keys cannot be read: {e.strerror}") from None
         except UnicodeDecodeError:
             raise UsageError(f"{file}: API keys have to be ASCII, one a line") from None
         found = [line.strip() for line in lines if line.strip()]
@@ -166,9 +163,9 @@ def api_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
 
 
 def allow_files(connections: int) -> int:
-    """Raise this process's limit of open files, where it may, to what so many connections need.
+    """Raise this process's limit of open files to what so many connections need.
 
-    -> how many it is enough for: one connection too many is a file too few for everything else.
+    Return how many connections the new limit allows, so that a file is always left for everything else.
     """
     if resource is None:
         return connections

@@ -1,7 +1,4 @@
-"""What was posted, from its first byte until its answer is begun. Between the guard and the application.
-
-Must not know routes, or what is in it.
-"""
+"""A posted body, from its first byte until its answer begins: between the guard and the application."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from typing import Any, TypeVar
 from thermocline.server.http.body import Reservation, parse_json, read_body
 from thermocline.server.http.limits import ServerLimits
 
-BODY = "thermocline.json"  # where in the scope the application finds it
+BODY = "thermocline.json"  # key of the body in the ASGI scope
 Made = TypeVar("Made")
-_THREAD_FROM_BYTES = 16 << 10  # parsing and checking less than this takes under a millisecond
+_THREAD_FROM_BYTES = 16 << 10  # parsing and checking a smaller body takes under a millisecond
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class Posted:
-    """A request's body: bytes, then a JSON object, then nothing but its answer."""
+    """A request's body: bytes, then a JSON object, then forgotten."""
 
     def __init__(self, share: Reservation, reader: Executor) -> None:
         self._share, self._reader = share, reader
@@ -43,28 +40,28 @@ class Posted:
         self._share.set(memory)
 
     async def apart(self, what: Callable[[], Made]) -> Made:
-        """Work that takes as long as the body is large: of a large one not on the event loop."""
+        """Run work whose time grows with the body. For a large body it runs on the reader's thread."""
         if not self._is_large:
             return what()
         return await asyncio.get_running_loop().run_in_executor(self._reader, what)
 
     def done(self) -> None:
-        """All that is needed of it is known, and its memory free for others. May be called again."""
+        """Forget the body and free its part of the budget. May be called again."""
         self._body, self.value = bytearray(), {}
         self._share.give_back()
 
 
 def posted(scope: MutableMapping[str, Any]) -> Posted:
-    """The body: a JSON object, within its limits, in valid Unicode, with finite numbers."""
+    """Return the body that the guard has checked: a JSON object, valid Unicode, finite numbers."""
     found: Posted = scope[BODY]
     return found
 
 
 def return_memory() -> None:
-    """Have glibc give the system back what a large body took, as soon as it is freed.
+    """Make glibc return a large body's memory to the system as soon as it is freed.
 
-    Left alone it learns from the first one to keep such sizes: of thirty bodies of 7 MiB, of which 18 count
-    at once, the second crowd then took 345 MiB for 140.
+    By default glibc learns from the first large body to keep such blocks. A second round of thirty bodies of
+    7 MiB, 18 of them at once, then took 345 MiB instead of 140.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:

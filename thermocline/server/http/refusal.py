@@ -1,7 +1,6 @@
 """An error as clients of OpenAI's API expect it, and the headers that every response has.
 
-Types are llama.cpp's; `code` is the HTTP status unless there is a name for it.
-Must not know who refuses what.
+Types are llama.cpp's; `code` is the HTTP status unless the error has a name.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ TYPES = {
     504: "server_error",
 }
 _LONGEST_MESSAGE = 2000
-_LONGEST_PARAM = 200  # a field's name may be the client's own, of megabytes
+_LONGEST_PARAM = 200  # a client can make up a field name of megabytes
 
-# A page of ours runs our scripts and talks to us alone, whatever a model writes into it; no page frames us.
+# Our page runs our scripts and talks to our server only, whatever a model writes. No page can frame it.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -43,7 +42,7 @@ class Gone(Exception):
 
 
 class Refusal(Exception):
-    """Raised by whoever refuses a request, sent by the guard. `extra`: further keys of the error object."""
+    """An HTTP error; the guard sends it. `extra`: further keys of the error object."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Refusal(Exception):
         self.headers = {**retry, **(headers or {})}
 
     def body(self) -> bytes:
-        """In ASCII: valid wherever it ends up, even where it quotes half a surrogate pair."""
+        """Return the error as JSON in ASCII, which is valid even if it quotes an unpaired surrogate."""
         return json.dumps({"error": self.error}).encode("ascii")
 
     def http_headers(self, body: bytes) -> list[tuple[bytes, bytes]]:

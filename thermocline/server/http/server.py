@@ -1,7 +1,6 @@
-"""The socket, and uvicorn on it with its unsafe defaults closed: time, memory and connections are bounded.
+"""uvicorn on a socket, with bounds that it lacks: on time, memory and connections; and how the server stops.
 
-What a client is entitled to is decided in the guard; here is who gets to speak at all, how slowly,
-and how the server stops. Must not know routes, bodies or keys.
+The guard decides which requests pass. This file decides which connections may speak, and how slowly.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from thermocline.server.http.refusal import SECURITY_HEADERS, Refusal
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 0.4  # for requests that are cut off to say so, and for the application to end
+LAST_WORDS_S = 0.4  # for cancelled requests to send their error, and for the application to end
 _POLL_S = 0.05
-_RESERVED = 8  # connections beyond the limit, which may ask how the server is
+_RESERVED = 8  # connections beyond the limit, for /health
 
 
 class _Counted:
-    """A transport that counts what is written: with what is buffered, how much the client has taken."""
+    """A transport that counts written bytes. Less the buffered ones, that is what the client has taken."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -52,13 +51,13 @@ class _Counted:
 
 
 class Protocol(H11Protocol):
-    """One connection. `check` is called some ten times a second, and ends what takes too long."""
+    """One connection. `check` is called about ten times a second and ends a connection that is too slow."""
 
     def __init__(self, limits: ServerLimits, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._limits = limits
-        self._head_since: float | None = None  # since when a request's head is awaited
-        self._drain_since: float | None = None  # since when a body arrives that nobody wants
+        self._head_since: float | None = None  # when the wait for a request's head began
+        self._drain_since: float | None = None  # when an unwanted body began to arrive
         self._taken = 0
         self._taken_at = 0.0
         self.is_surplus = False
@@ -68,7 +67,7 @@ class Protocol(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # An answer's pieces are written while less than `high` waits: half, so that a piece more fits.
+        # uvicorn writes while less than `high` is buffered; half the limit leaves space for one more piece.
         transport.set_write_buffer_limits(high=self._limits.limit_buffer_bytes // 2)
         self._counted = _Counted(transport)
         super().connection_made(cast(asyncio.Transport, self._counted))
@@ -76,18 +75,20 @@ class Protocol(H11Protocol):
         others = cast("set[Protocol]", self.connections - {self})
         within = [c for c in others if not c.is_surplus]
         self.is_surplus = len(within) >= self._limits.limit_connections and not self._makes_room(within)
-        if self.is_surplus:  # the guard answers it: closing before its request was read would reset it
+        if (
+            self.is_surplus
+        ):  # the guard answers: closing before the request is read would reset the connection
             self.app_state = {**self.app_state, SURPLUS: True}
             if len(others) - len(within) >= _RESERVED:
                 self._makes_room([c for c in others if c.is_surplus])
 
     def _makes_room(self, others: list[Protocol]) -> bool:
-        """The oldest of them without a request is closed for this one, if there is any."""
+        """Close the oldest idle connection of `others`, if there is one."""
         idle = min((c for c in others if c.is_idle), key=lambda c: c.opened, default=None)
         if idle is None:
             return False
         idle.transport.abort()
-        self.connections.discard(idle)  # uvicorn does it in the loop's next round, when others came
+        self.connections.discard(idle)  # uvicorn removes it later, after others may have come
         return True
 
     def data_received(self, data: bytes) -> None:
@@ -98,14 +99,14 @@ class Protocol(H11Protocol):
             self._head_since = None
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn while it handles h11's error, which knows a better status."""
+        """Answer a malformed request. uvicorn calls this while it handles h11's error, which has a status."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        too_large = f"headers may be {self._limits.limit_header_bytes} bytes"
+        too_large = f"the headers exceed {self._limits.limit_header_bytes} bytes"
         self.refuse(status, too_large if status == 431 else f"not HTTP: {error}" if error else msg)
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer, if no answer has begun, and close."""
+        """Send an error, unless a response has begun, and close the connection."""
         if self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -130,7 +131,7 @@ class Protocol(H11Protocol):
             self._reset()
 
     def _reset(self) -> None:
-        """End it without sending what is buffered, by the kernel neither: its buffer may have megabytes."""
+        """End the connection without sending buffered bytes; the kernel's buffer may hold megabytes, too."""
         no_linger = struct.pack("ii" if os.name == "posix" else "hh", 1, 0)
         with contextlib.suppress(OSError):
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
@@ -145,7 +146,7 @@ class Protocol(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's, but for how it stops: at once no new connections, a grace for requests, then an end."""
+    """uvicorn's server that stops in steps: no new connections, a grace period for requests, then an end."""
 
     def __init__(self, config: uvicorn.Config, limits: ServerLimits) -> None:
         super().__init__(config)
@@ -154,12 +155,12 @@ class HttpServer(uvicorn.Server):
         self._troubles: set[str] = set()
 
     def _mishap(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What asyncio could not tell anybody else, once each and in a line.
+        """Report an error that asyncio could not deliver: one line, once for each kind.
 
-        Its own way is a traceback each time: without files left thousands a second, and of a bug its message,
-        which may quote a prompt.
+        asyncio itself prints a traceback each time. Without free files that is thousands a second, and a
+        bug's message may quote a prompt.
         """
-        if self.should_exit:  # one that waited for a file accepts on a socket that was closed
+        if self.should_exit:  # a pending accept fails once its socket is closed
             return
         error = context.get("exception")
         where = "" if error is None else place_of(error)
@@ -174,7 +175,7 @@ class HttpServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._mishap)
         await super().startup(sockets)
-        if self.should_exit:  # asked to before there was anything to close
+        if self.should_exit:  # `stop` came before the sockets were open
             self._stop_listening()
 
     async def on_tick(self, counter: int) -> bool:
@@ -187,10 +188,10 @@ class HttpServer(uvicorn.Server):
             cast(Protocol, connection).check(now)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.stop()  # and the signal is not raised again afterwards: a server that was stopped exits with 0
+        self.stop()  # unlike uvicorn, do not raise the signal again: a stopped server exits with 0
 
     def stop(self) -> None:
-        """From any thread. The second time: without grace."""
+        """Stop the server; callable from any thread. A second call skips the grace period."""
         self.force_exit = self.should_exit
         self.should_exit = True
         if self._loop is not None:
@@ -223,7 +224,7 @@ class HttpServer(uvicorn.Server):
 
 
 def _surviving_failure(app: App, failures: list[Exception]) -> App:
-    """uvicorn forgets what went wrong at startup; ours is for the person who started the server."""
+    """Keep the error of a failed startup, which uvicorn drops, for the person who started the server."""
 
     async def noted(scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -237,14 +238,14 @@ def _surviving_failure(app: App, failures: list[Exception]) -> App:
 
 
 def _config(app: App, limits: ServerLimits) -> uvicorn.Config:
-    """uvicorn's, told to do nothing that we have not asked for."""
+    """Return uvicorn's configuration with every default that we do not want turned off."""
     return uvicorn.Config(
         cast(Any, app),
         loop="asyncio",
         http=cast(Any, partial(Protocol, limits)),
         ws="none",
         interface="asgi3",
-        workers=1,  # else $WEB_CONCURRENCY is read
+        workers=1,  # else uvicorn reads $WEB_CONCURRENCY
         lifespan="on",
         log_config=None,
         log_level="critical",

@@ -1,4 +1,4 @@
-"""Server-sent events, as bytes. Must not know what they say."""
+"""Server-sent events, as bytes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The chat page: its files, by an exact table of names."""
+"""The chat page: its files, and the exact table of their paths."""

@@ -1,4 +1,4 @@
-"""The chat page: its files, by an exact table of names. No path of a request ever becomes one of a file."""
+"""The chat page's files, by an exact table of paths. No path of a request becomes a path of a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 FOLDER = Path(__file__).parent
 HTML, CSS, SCRIPT, SVG = "text/html", "text/css", "text/javascript", "image/svg+xml"
-FILES = {  # where -> (file, type)
+FILES = {  # path of the URL -> (file, type)
     "/": ("index.html", HTML),
     "/page/style.css": ("style.css", CSS),
     "/page/icon.svg": ("icon.svg", SVG),
@@ -28,15 +28,15 @@ FILES = {  # where -> (file, type)
     "/page/shelf.js": ("shelf.js", SCRIPT),
     "/page/strip.js": ("strip.js", SCRIPT),
 }
-PATHS = frozenset(FILES)  # they hold no secret, and who has no key yet needs them to enter it
+PATHS = frozenset(FILES)  # they hold no secret, and a person without a key needs them to enter one
 
 
 def routes() -> list[Route]:
-    return [Route(where, _asset(*what), methods=["GET"]) for where, what in FILES.items()]
+    return [Route(path, _asset(*file), methods=["GET"]) for path, file in FILES.items()]
 
 
 def _asset(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    """Asked for anew each time, sent only where it has changed: a newer version's page is there at once."""
+    """Return the handler of one file. Browsers ask each time and get the file only if it has changed."""
     data = (FOLDER / name).read_bytes()
     tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
     headers = {"ETag": tag, "Cache-Control": "no-cache"}

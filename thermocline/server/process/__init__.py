@@ -1,1 +1,1 @@
-"""The engine's process, seen from both sides, and the messages between them. Must not know HTTP."""
+"""The engine's process, seen from both sides, and the messages between them."""

@@ -1,6 +1,6 @@
 """The engine's process as the HTTP side sees it: jobs in, their events out, its heartbeat, its restarts.
 
-Everything runs on the event loop's thread but the pipe's two ends, which block. Must not know HTTP.
+Everything runs on the event loop's thread except the two threads that read and write the pipe, which block.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from thermocline.session.options import EngineOptions, ModelOptions
 
 log = logging.getLogger(__name__)
 
-STALE_S = 10.0  # without a beat the engine is not ready any more, unless its steps are known to take longer
-WATCH_S = 1.0  # between two looks at whether it is silent
-CRASHES = 3  # in a row, with nothing to compute, are given up
+STALE_S = 10.0  # without a heartbeat the engine counts as not ready, unless its steps take longer
+WATCH_S = 1.0  # between two checks for silence
+CRASHES = 3  # in a row with nothing to compute: the server gives up
 
 
 class EngineCrashed(ThermoclineError):
-    """The engine's process ended in the midst of this request."""
+    """The engine's process ended while it computed this request."""
 
 
 _OWN = {kind.__name__: kind for kind in (EngineCrashed, CrashesEngine)}
 
 
 class Jobs:
-    """What one HTTP request has the engine do: several jobs, whose events come in one stream."""
+    """The jobs of one HTTP request, whose events come in one stream."""
 
     def __init__(self, engine: EngineProcess, jobs: Sequence[int]) -> None:
         self._engine = engine
         self._index = {job: i for i, job in enumerate(jobs)}
         self._left = set(jobs)
         self._events: list[Event] = []
-        self._comes: asyncio.Future[None] | None = None  # who waits for an event
+        self._comes: asyncio.Future[None] | None = None  # done when an event comes
 
     def put(self, event: Event) -> None:
         if event.job not in self._left:
@@ -79,9 +79,9 @@ class Jobs:
             _done(self._comes)
 
     async def next(self, wait_s: float | None = None) -> list[tuple[int, Token | Finished]] | None:
-        """What has come: (which job, what of it); None after the last. Raises what ended one of them early.
+        """Return new events as (index of the job, event), or None after the last. Raise a failed job's error.
 
-        Waits for one event at least, `wait_s` at most: then nothing has come. One task at a time may ask.
+        Wait for at least one event, but at most `wait_s`; then return []. Only one task may call this.
         """
         if not self._events and self._left:
             await self._some(wait_s)
@@ -91,7 +91,7 @@ class Jobs:
         for event in self._events:
             if isinstance(event, Failed):
                 if found:
-                    break  # what came before it first
+                    break  # first return the events before the failure
                 kind = _OWN.get(event.error) or getattr(errors, event.error)
                 raise kind(event.message)
             found.append((self._index[event.job], event))
@@ -99,7 +99,7 @@ class Jobs:
         return found
 
     async def _some(self, wait_s: float | None) -> None:
-        """By hand: a task and a timer for each token cost more than what is said of it."""
+        """Wait for an event with a bare future: a task and a timer a token cost more than sending it."""
         loop = asyncio.get_running_loop()
         comes = self._comes = loop.create_future()
         alarm = None if wait_s is None else loop.call_later(wait_s, _done, comes)
@@ -111,7 +111,7 @@ class Jobs:
                 alarm.cancel()
 
     def close(self) -> None:
-        """Those that are not over are cancelled. May be called again."""
+        """Cancel the jobs that are not over. May be called again."""
         left, self._left = self._left, set()
         for job in left:
             self._engine.cancel(job)
@@ -123,7 +123,7 @@ def _done(future: asyncio.Future[None]) -> None:
 
 
 class EngineProcess:
-    """One engine, started again when it crashes."""
+    """The engine's process, started again when it crashes."""
 
     def __init__(
         self,
@@ -137,13 +137,13 @@ class EngineProcess:
     ) -> None:
         """`files` and `options`: `LLM`'s. `opened` is called on another thread, before the weights are read.
 
-        `silence_s`: without a sign of it the process is ended. `observe` sees every event, wanted or not.
+        `silence_s`: the process is killed after so long a silence. `observe` gets every event.
         """
         self._options = files, options
         self._progress, self._on_opened = progress, opened
-        self._jobs: dict[int, Jobs] = {}  # that clients wait for
-        self._held: dict[int, Job] = {}  # of them, those that the engine does not have yet, in their order
-        self._inside: dict[int, Job] = {}  # that the engine has, also where no client waits any more
+        self._jobs: dict[int, Jobs] = {}  # jobs that clients wait for
+        self._held: dict[int, Job] = {}  # those that the engine does not have yet, in order
+        self._inside: dict[int, Job] = {}  # jobs that the engine has, even if no client waits
         self._suspects = Suspects()
         self._silence_s = silence_s
         self._watching: asyncio.Task[None] | None = None
@@ -159,8 +159,8 @@ class EngineProcess:
         self.slots = 0  # jobs that are computed together
         self.loaded: Ready | None = None
         self.restarts = self.cancelled = 0
-        self.error: ThermoclineError | None = None  # why it never will be ready
-        self.over = asyncio.Event()  # set when it cannot go on
+        self.error: ThermoclineError | None = None  # why the engine will never be ready
+        self.over = asyncio.Event()  # set when the process has ended for good
 
     # ---- life
 
@@ -172,9 +172,9 @@ class EngineProcess:
             self._watching = self._loop.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Ends a process that was ready and is silent: its clients would wait for ever; a crash is mended.
+        """Kill a silent process, so that it is restarted: its clients would wait for ever.
 
-        Silence is counted, not read from a clock: where ^Z stopped both processes, neither was silent.
+        Silence is counted, not read from a clock: while Ctrl-Z stops both processes, neither is silent.
         """
         silent = 0.0
         while True:
@@ -187,10 +187,10 @@ class EngineProcess:
                 silent = 0.0
 
     def _serve(self) -> None:
-        """On a thread of its own: a process from its start to its end."""
+        """Run one process from its start to its end, on a thread of its own."""
         try:
             process, here = _spawned(*self._options)
-        except OSError as e:  # no process or file is left: as an engine that ended at once
+        except OSError as e:  # no process or file is left: treat it as a crash
             return self._call(self._ended, e.errno)
         outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
         writer = threading.Thread(target=_write, args=(here, outbox), name="engine's commands", daemon=True)
@@ -201,7 +201,7 @@ class EngineProcess:
                 message: FromEngine = here.recv()
                 if isinstance(
                     message, ModelOpened
-                ):  # it may read files for a while, which nobody should wait for
+                ):  # reading its files takes a while, and nobody should wait
                     message = self._prepared(message)
                 self._call(self._heard, message)
         process.join()
@@ -252,7 +252,7 @@ class EngineProcess:
             case LogLine(name, level, line):
                 logging.getLogger(name).log(level, line)
             case Busy():
-                pass  # it is alive
+                pass  # only `_heard_at` matters
             case ModelOpened():
                 self.slots = message.max_batch
             case Ready():
@@ -265,18 +265,18 @@ class EngineProcess:
                 self.kill()
 
     def _ended(self, code: int | None) -> None:
-        """The process is gone: what it had in hand fails; another one is started unless this was the end."""
+        """Fail the jobs that were in the process, and start another process unless this was the end."""
         self._outbox = self._process = None
         inside, self._inside = self._inside, {}
         self._crashes = 0 if inside else self._crashes + 1
         if self.error is None and self._crashes >= CRASHES:
             self.error = EngineCrashed(
-                f"the engine crashed {CRASHES} times in a row (exit {code}); giving up"
+                f"the engine crashed {CRASHES} times in a row (exit {code}); the server gives up"
             )
         is_end = self.state == "stopping" or self.error is not None
         lost = [*inside, *self._held] if is_end else list(inside)
         for job in lost:
-            self._fail(job, EngineCrashed("the engine stopped in the midst of this request"))
+            self._fail(job, EngineCrashed("the engine stopped while it computed this request; try again"))
         self.heartbeat = Heartbeat()
         if is_end:
             self.state = self.state if self.state == "stopping" else "failed"
@@ -297,7 +297,7 @@ class EngineProcess:
             work.put(failed)
 
     async def stop(self, grace_s: float) -> None:
-        """Ends the process, by force where it does not end by itself."""
+        """End the process, by force after `grace_s`."""
         self.state = "stopping"
         if self._watching is not None:
             self._watching.cancel()
@@ -313,7 +313,7 @@ class EngineProcess:
         if self._process is not None:
             self._process.kill()
 
-    # ---- how it is
+    # ---- state
 
     @property
     def heartbeat_age_s(self) -> float:
@@ -321,7 +321,7 @@ class EngineProcess:
 
     @property
     def alive(self) -> bool:
-        """Has it been heard of lately? A step that takes long is no silence where others took as long."""
+        """Tell whether there was a sign of life lately; steps as long as earlier ones are allowed."""
         return self.heartbeat_age_s < max(STALE_S, 3 * self.heartbeat.longest_step_s)
 
     @property
@@ -330,13 +330,13 @@ class EngineProcess:
 
     @property
     def active(self) -> int:
-        """Jobs that are not over, waiting ones included."""
+        """The number of jobs that are not over, waiting ones included."""
         return len(self._jobs)
 
     # ---- jobs
 
     def submit(self, prompts: Sequence[tuple[Sequence[int], SamplingParams]]) -> Jobs:
-        """Raises CrashesEngine for what the engine crashed at before."""
+        """Queue prompts as jobs. Raise CrashesEngine for a prompt that crashed the engine twice."""
         numbers = list(itertools.islice(self._numbers, len(prompts)))
         jobs = {n: Job(Submit(n, ids, params)) for n, (ids, params) in zip(numbers, prompts, strict=True)}
         for job in jobs.values():
@@ -348,12 +348,12 @@ class EngineProcess:
         return work
 
     def _admit(self) -> None:
-        """What is held goes to an engine that is ready, in its order; a suspect waits until it is alone."""
+        """Send held jobs to a ready engine, in order. A suspect waits until it is alone."""
         while self._held and self.state == "ready":
             number, job = next(iter(self._held.items()))
             try:
                 self._suspects.check(job)
-            except CrashesEngine as e:  # its like was condemned while this one was held
+            except CrashesEngine as e:  # an equal request was condemned meanwhile
                 self._fail(number, e)
                 continue
             if self._inside and any(map(self._suspects.has, (job, *self._inside.values()))):
@@ -362,7 +362,7 @@ class EngineProcess:
             self._send(job.command)
 
     def _left(self, number: int, *, clear: bool = False) -> None:
-        """The engine does not have it any more."""
+        """Note that a job has left the engine."""
         if (job := self._inside.pop(number, None)) is not None and clear:
             self._suspects.clear(job)
         self._admit()
@@ -382,10 +382,10 @@ class EngineProcess:
 
 
 def _spawned(files: ModelOptions, options: EngineOptions) -> tuple[Any, Connection]:
-    """The engine's process and this end of its pipe."""
+    """Start the engine's process; return it and this end of its pipe."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    with there:  # the process has its own
+    with there:  # the process has its own copy
         try:
             given = there, files, options
             process = context.Process(target=worker.main, args=given, name="engine", daemon=True)
@@ -397,7 +397,7 @@ def _spawned(files: ModelOptions, options: EngineOptions) -> tuple[Any, Connecti
 
 
 def _write(connection: Connection, outbox: SimpleQueue[ToEngine | None]) -> None:
-    """On a thread of its own: the engine reads between two steps, and a pipe holds 64 KiB."""
-    with contextlib.suppress(OSError):  # it has ended: the reader notices, too
+    """Write commands on a thread of its own: the engine reads between steps, and a pipe holds 64 KiB."""
+    with contextlib.suppress(OSError):  # the process has ended; the reader notices, too
         while (command := outbox.get()) is not None:
             connection.send(command)

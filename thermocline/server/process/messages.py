@@ -1,7 +1,4 @@
-"""What passes between the process that speaks HTTP and the one that computes.
-
-Plain values only: both sides pickle them. Must not know HTTP or the engine's insides.
-"""
+"""The messages between the process that speaks HTTP and the one that computes: plain values, pickled."""
 
 from __future__ import annotations
 
@@ -31,22 +28,22 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Subscribe:
-    """Somebody wants to see what the layers do, or nobody does any more."""
+    """Turn reports of the layers' activity on (a client watches) or off (nobody does)."""
 
     on: bool
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End as soon as the present step is over."""
+    """End after the current step."""
 
 
-# ---- from it
+# ---- from the engine
 
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """Before it is ready."""
+    """The progress of loading, sent before the engine is ready."""
 
     what: str  # downloading, packing, loading
     done: int
@@ -64,13 +61,15 @@ class LogLine:
 
 @dataclass(frozen=True)
 class ModelOpened:
-    """The model's files are known, its weights are still to be read: requests can be checked."""
+    """The model's files are known: requests can be checked while the weights are read."""
 
     path: str  # of the pack
     context: int
     max_batch: int
-    template: str | None  # in place of the model's own
-    recommended: Mapping[str, Any] = field(default_factory=dict)  # sampling, by the model's makers
+    template: str | None  # replaces the model's own
+    recommended: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # sampling options from generation_config.json
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class EngineError:
-    """It will never be ready. `error`: of thermocline.errors."""
+    """The engine cannot start. `error` names a class of thermocline.errors."""
 
     error: str
     message: str
@@ -99,12 +98,12 @@ class Finished:
     finish_reason: str
     seed: int
     figures: Figures
-    prompt_logprobs: tuple[TokenLogprobs, ...]  # of the prompt's tokens after the first, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...]  # of all tokens but the first, if requested
 
 
 @dataclass(frozen=True)
 class Failed:
-    """This request; the others go on. `error`: of thermocline.errors."""
+    """This job failed; others go on. `error` names a class of thermocline.errors."""
 
     job: int
     error: str
@@ -120,18 +119,18 @@ class Cancelled:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Sent between two steps, and while idle: what the engine holds."""
+    """The engine's state, sent between two steps and while idle."""
 
     counts: Counts | None = None
     steps: int = 0
     longest_step_s: float = 0.0
-    tiers: dict[str, float] | None = None  # what the disk did: needed, missed, bytes, waited_s
-    activity: ActivityReport | None = None  # now and then, while somebody looks and tokens are made
+    tiers: dict[str, float] | None = None  # counts of the disk: needed, missed, bytes, waited_s
+    activity: ActivityReport | None = None  # now and then, while a client watches and tokens are made
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Sent within a step that takes long: it has got further."""
+    """Sent during a long step that makes progress."""
 
 
 Event = Token | Finished | Failed

@@ -1,4 +1,4 @@
-"""Subscribers to the activity stream. Must not know HTTP, or what a report says."""
+"""Subscribers to the activity stream."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Reports = asyncio.Queue[ActivityReport | None]
 
 
 class Subscribers:
-    """Each gets the newest report: a slow one misses some, and holds up nobody."""
+    """Clients that watch the activity. Each gets the newest report; a slow one misses some."""
 
-    def __init__(self, look: Callable[[bool], None]) -> None:
-        """`look` is told when the first one comes, and when the last one goes."""
-        self._look = look
+    def __init__(self, switch: Callable[[bool], None]) -> None:
+        """`switch` is called with True when the first comes, and with False when the last leaves."""
+        self._switch = switch
         self._queues: set[Reports] = set()
 
     def __len__(self) -> int:
@@ -25,16 +25,16 @@ class Subscribers:
         queue: Reports = asyncio.Queue(maxsize=1)
         self._queues.add(queue)
         if len(self._queues) == 1:
-            self._look(True)
+            self._switch(True)
         return queue
 
     def remove(self, queue: Reports) -> None:
         self._queues.remove(queue)
         if not self._queues:
-            self._look(False)
+            self._switch(False)
 
     def show(self, activity: ActivityReport | None) -> None:
-        """None: there will be no more."""
+        """Give all subscribers a report; None ends their streams."""
         for queue in self._queues:
             if queue.full():
                 queue.get_nowait()

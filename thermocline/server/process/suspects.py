@@ -1,7 +1,7 @@
-"""Requests that were in the engine when it crashed: which of them crash it, and are not computed again.
+"""Suspects: requests that were in the engine when it crashed, any of which may have crashed it.
 
-A crash tells only that one of its requests may be to blame. Each of them is computed alone the next time: one
-that ends is cleared, one that crashes the engine again is condemned. Must not know HTTP or processes.
+Each suspect is computed alone the next time. One that ends is cleared. One that crashes the engine again is
+condemned: it is not computed any more.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from functools import cached_property
 from thermocline.errors import ThermoclineError
 from thermocline.server.process.messages import Submit
 
-KEPT = 1024  # suspects, the one that was seen longest ago leaves first
+KEPT = 1024  # suspects; the one seen longest ago is dropped first
 
 
 class CrashesEngine(ThermoclineError):
-    """The engine crashed twice at this request, the second time at it alone."""
+    """The engine crashed twice at this request, the second time with no other request in it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command and the fingerprint of what it asks for, which is only computed where there are suspects."""
+    """A command with its fingerprint, which is computed only while there are suspects."""
 
     command: Submit
 
     @cached_property
     def print(self) -> str:
-        """A hash of the prompt and the options but the seed, which the server draws where none is given."""
+        """A hash of the prompt and all options except the seed, which the server may have drawn."""
         asked = repr(replace(self.command.params, seed=None)).encode()
         return hashlib.sha256(array("q", self.command.ids).tobytes() + asked).hexdigest()[:16]
 
@@ -41,18 +41,18 @@ class Suspects:
         self._crashes: OrderedDict[str, int] = OrderedDict()
 
     def has(self, job: Job) -> bool:
-        """Tell whether it has to be computed alone."""
+        """Tell whether the job is a suspect, which has to be computed alone."""
         return bool(self._crashes) and job.print in self._crashes
 
     def check(self, job: Job) -> None:
-        """Raise CrashesEngine where it is condemned."""
+        """Raise CrashesEngine if the job is condemned."""
         if self.has(job) and self._crashes[job.print] > 1:
             raise CrashesEngine(
                 f"the engine crashed twice at this request ({job.print}); it is not computed again"
             )
 
     def crashed(self, jobs: Iterable[Job]) -> list[str]:
-        """Take note of what was in the engine; -> fingerprints that are condemned by it: of one at most."""
+        """Count a crash with these jobs. Return the fingerprint that it condemns, if any (one at most)."""
         prints = {job.print for job in jobs}
         for each in prints:
             self._crashes[each] = self._crashes.pop(each, 0) + 1
@@ -61,6 +61,6 @@ class Suspects:
         return [each for each in prints if self._crashes.get(each, 0) > 1]
 
     def clear(self, job: Job) -> None:
-        """It came to its end."""
+        """Forget a suspect that came to its end."""
         if self.has(job):
             del self._crashes[job.print]

@@ -1,6 +1,6 @@
-"""The engine's process: a loop over commands, steps, and what they brought forth.
+"""The engine's process: a loop that takes commands, runs steps and sends their results.
 
-A crash here is one process's: whoever speaks HTTP goes on, says so and starts another. Must not know HTTP.
+A crash ends this process alone: the process that speaks HTTP goes on, reports it and starts another.
 """
 
 from __future__ import annotations
@@ -47,19 +47,22 @@ from thermocline.text.grammar import Grammar
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.1  # between two beats, at most while idle
+HEARTBEAT_S = 0.1  # between two heartbeats; while idle, at most
 ACTIVITY_S = 0.25  # between two reports of activity
-GATHER_S = 0.004  # tokens of steps that are quicker go together: a message costs both processes about 0.1 ms
-PULSE_S = 1.0  # between two looks at a step that takes longer
-_SENDING = threading.Lock()  # the pipe is one writer's at a time
+GATHER_S = 0.004  # tokens of quicker steps share a message, which costs each process about 0.1 ms
+BUSY_S = 1.0  # between two checks of a step that takes longer
+_SENDING = threading.Lock()  # the pipe has one writer at a time
 
 
 def main(connection: Connection, files: ModelOptions, options: EngineOptions) -> None:
-    """Open an LLM and run it. Ends with the connection, or when it is told to."""
-    for one in (signal.SIGINT, signal.SIGTERM):  # these reach whole groups: the other process says when
+    """Open an LLM and run its engine until the connection ends or Stop comes."""
+    for one in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # they reach whole process groups; the other process sends Stop
         signal.signal(one, signal.SIG_IGN)
     with (
-        contextlib.suppress(EOFError, BrokenPipeError, ConnectionError),  # nobody is there any more
+        contextlib.suppress(EOFError, BrokenPipeError, ConnectionError),  # the other process has ended
         _relayed(connection),
     ):
         try:
@@ -118,7 +121,7 @@ def _opened(connection: Connection, files: ModelOptions, options: EngineOptions)
 
 
 def _where(e: BaseException) -> str:
-    """A line; a bug's says no more than where it is, since its message may quote a text."""
+    """Return an error as a line. Of a bug only its place: its message may quote a text."""
     if isinstance(e, ThermoclineError):
         return str(e)
     at = raised_at(e)
@@ -127,11 +130,11 @@ def _where(e: BaseException) -> str:
 
 
 def _listen(connection: Connection, commands: SimpleQueue[ToEngine]) -> None:
-    """On a thread of its own: to ask the pipe between two steps took 30 us of each."""
+    """Receive commands on a thread of its own: polling the pipe took 30 us of each step."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             commands.put(connection.recv())
-    commands.put(Stop())  # nobody is there any more
+    commands.put(Stop())  # the other process has ended
 
 
 class EngineWorker:
@@ -150,8 +153,8 @@ class EngineWorker:
         heard = self._connection, self._commands
         threading.Thread(target=self._prepare, name="grammars", daemon=True).start()
         threading.Thread(target=_listen, args=heard, name="commands", daemon=True).start()
-        pulse = threading.Thread(target=self._pulse, name="pulse", daemon=True)
-        pulse.start()
+        watch = threading.Thread(target=self._watch_steps, name="busy", daemon=True)
+        watch.start()
         busy = False
         try:
             while self._obey(wait=not busy):
@@ -164,30 +167,30 @@ class EngineWorker:
                 self._send_heartbeat()
         finally:
             self._over.set()
-            pulse.join()  # it holds the engine, which has to go before the interpreter does
+            watch.join()  # the thread refers to the engine, which must be freed before the interpreter ends
 
     def _send(self, message: FromEngine) -> None:
         with _SENDING:
             self._connection.send(message)
 
-    def _pulse(self) -> None:
-        """On a thread of its own: a step of minutes is no silence while it goes from layer to layer."""
+    def _watch_steps(self) -> None:
+        """Send Busy while a long step goes from layer to layer, on a thread of its own."""
         step, neurons = self._engine.stats, 0
-        with contextlib.suppress(OSError):  # nobody is there any more
-            while not self._over.wait(PULSE_S):
+        with contextlib.suppress(OSError):  # the other process has ended
+            while not self._over.wait(BUSY_S):
                 now = self._engine.stats
                 if now is step and now.neurons > neurons:
                     self._send(Busy())
                 step, neurons = now, now.neurons
 
     def _prepare(self) -> None:
-        """The first grammar's vocabulary takes 0.6 s for 50,000 tokens: not while somebody waits for it."""
-        with contextlib.suppress(ThermoclineError):  # without the library there are none
+        """Build the grammars' vocabulary before a client waits for it: 50,000 tokens take 0.6 s."""
+        with contextlib.suppress(ThermoclineError):  # llguidance is not installed
             self._llm.constraint(SamplingParams(grammar=Grammar.json_object()), checked=True)
-        self._llm.tokenizer.close()  # texts are the other process's: this one needs what tokens are called
+        self._llm.tokenizer.close()  # the other process tokenises; this one needs only the tokens' names
 
     def _obey(self, wait: bool) -> bool:
-        """What was asked for meanwhile. False: to stop."""
+        """Carry out the commands that have come. Return False to stop."""
         while True:
             try:
                 command = self._commands.get(wait, HEARTBEAT_S)
@@ -202,14 +205,15 @@ class EngineWorker:
                         self._engine.cancel(request)
                         self._send(Cancelled(job))
                 case Subscribe(on):
-                    on_gpu = self._llm.session.plan is not None
-                    self._engine.watch = ActivityMeter(on_gpu=on_gpu) if on else None
+                    self._engine.watch = (
+                        ActivityMeter(on_gpu=self._llm.session.plan is not None) if on else None
+                    )
                 case Stop():
                     return False
 
     def _submit(self, job: int, ids: list[int], params: SamplingParams) -> None:
         try:
-            constraint = self._llm.constraint(params, checked=True)  # by the other process
+            constraint = self._llm.constraint(params, checked=True)  # the other process has checked it
             self._jobs[job] = self._engine.submit(ids, params, constraint)
         except ThermoclineError as e:
             self._send([Failed(job, type(e).__name__, str(e))])
