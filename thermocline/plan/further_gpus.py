@@ -15,7 +15,7 @@ from thermocline.ops.device_sizes import side_device_bytes
 from thermocline.plan import cost
 from thermocline.plan.cost import LayerWork
 from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, gpu
-from thermocline.plan.planner import Layer, Plan
+from thermocline.plan.planner import LayerPlan, Plan
 from thermocline.plan.problem import GPU_RUNTIME_BYTES, Problem, divides
 
 STEP = 32  # neurons of each expert that are moved at a time
@@ -114,7 +114,7 @@ def _moved(p: Problem, made: Plan, device: str, added: Sequence[int], fixed: dic
     )
 
 
-def _layer(x: Layer, n: int) -> Layer:
+def _layer(x: LayerPlan, n: int) -> LayerPlan:
     disk = x.disk - max(0, n - x.ram)
     return replace(x, gpu=x.gpu + n, ram=max(0, x.ram - n), disk=disk, disk_gates=min(disk, x.disk_gates))
 

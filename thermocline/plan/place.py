@@ -20,7 +20,7 @@ from thermocline.plan.disk_split import (
 from thermocline.plan.further_gpus import with_further
 from thermocline.plan.placement import CPU, LayerPlacement
 from thermocline.plan.plan_disk import stored_plan
-from thermocline.plan.planner import Layer, Plan, fits_in
+from thermocline.plan.planner import LayerPlan, Plan, fits_in
 from thermocline.plan.problem import Ask, Problem
 from thermocline.plan.subject import Subject
 
@@ -72,7 +72,7 @@ def with_gpu_and_disk(p: Problem, subject: Subject, made: Plan) -> Plan:
     return replace(made, layers=layers, bytes=nbytes, placement=placement)
 
 
-def _with_slots(x: Layer, placed: LayerPlacement) -> Layer:
+def _with_slots(x: LayerPlan, placed: LayerPlacement) -> LayerPlan:
     """Return what `plan` prints of a layer, with the slots that its neurons in RAM have."""
     total, rest = x.gpu + x.ram + x.disk, placed.rest
     if rest is None or rest.slots is None:
