@@ -67,7 +67,6 @@ class Keywords(TypedDict, total=False):
     sparsity: str
     context: int | None
     max_batch: int
-    kv_tokens: int | None
     threads: int | None
     ram: float | None
     gpu: str
