@@ -116,9 +116,10 @@ class LLM:
     ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
                are larger, those of the neurons that are needed least stay on disk
     disable    of "bundle", "cache" and "pipeline": what the disk tier is to do without, to measure its parts
-    gpu        "off"; "auto": a GPU if there is one and it helps; or its number, "0". What fits there is
-               computed there, the hottest neurons first, and the rest here. Not yet verified on a card
-    vram       GiB of its memory that may be taken; None: what is free
+    gpu        "off"; "auto": a GPU if there is one and it helps; or its number, "0", or several, "0,1". What
+               fits there is computed there, the hottest neurons first, and the rest here. Not yet verified on
+               a card
+    vram       GiB of each one's memory that may be taken; None: what is free
     generation_config  "auto": where no `SamplingParams` are given, they are as the model's
                generation_config.json recommends; "off": that is not read
     options, files  the same as values: keywords change fields of theirs

@@ -103,7 +103,7 @@ class Machine:
             sparsity=self.sparsity_of(model), context=self.context(model), max_batch=1,
             threads=self.args.threads
         )  # fmt: skip
-        planned = gpu_tier.planned_of(g, model.subject, found, needs_of(options))
+        planned = gpu_tier.planned_of((g,), model.subject, found, needs_of(options))
         if planned is None:
             raise OutOfBudget("the plan is to leave the GPU alone")
         decision, gpus = planned

@@ -18,7 +18,8 @@ from thermocline.llm import BUNDLED
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack.pack import Pack
 from thermocline.plan import hotness
-from thermocline.plan.cache_split import LEAST, Rows, Share, fetch, split
+from thermocline.plan.budget import Needs, without_gpu
+from thermocline.plan.cache_split import LEAST, NeuronRows, Share, fetch, split
 from thermocline.plan.disk_split import (
     Arrangement,
     Contents,
@@ -29,16 +30,15 @@ from thermocline.plan.disk_split import (
     resident,
 )
 from thermocline.plan.memory import GIB, gib_up, size_down, size_up
-from thermocline.plan.place import Needs, without_gpu
 
 # ---- places
 
 
-def rows(n: int, stride: int = 4608, active: float = 0.11) -> Rows:
-    return Rows(stride, activities(n, active, 0.26))
+def rows(n: int, stride: int = 4608, active: float = 0.11) -> NeuronRows:
+    return NeuronRows(stride, activities(n, active, 0.26))
 
 
-def taken(all_rows: list[Rows], shares: list[Share]) -> int:
+def taken(all_rows: list[NeuronRows], shares: list[Share]) -> int:
     return sum(s.places * x.place_bytes + x.table_bytes for s, x in zip(shares, all_rows, strict=True))
 
 
@@ -84,7 +84,7 @@ def test_expected_reads_are_those_of_drawn_tokens(stride: int, ordered: bool, as
     """
     rng = np.random.default_rng(0)
     p = np.sort(rng.uniform(0, 0.3, 2000))[::-1]
-    x, share, tokens = Rows(stride, asked * p, asked), Share(0, 500), 400
+    x, share, tokens = NeuronRows(stride, asked * p, asked), Share(0, 500), 400
     rows = reads = nbytes = 0
     places = np.arange(2000) if ordered else rng.permutation(2000)
     for _ in range(tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import subprocess
@@ -24,7 +25,7 @@ from thermocline.ops import reference
 from thermocline.ops.interface import F32
 from thermocline.plan.memory import GIB, context_for, fit
 from thermocline.session import weights
-from thermocline.session.options import EngineOptions, ModelOptions
+from thermocline.session.options import EngineOptions, Keywords, ModelOptions
 from thermocline.session.session import Session
 
 # ---- memory, said before it is taken
@@ -95,6 +96,17 @@ def test_a_context_beyond_the_model_is_refused_with_both_numbers() -> None:
 def test_an_option_out_of_range_is_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(UsageError, match=option):
         LLM(**{option: value})
+
+
+def test_each_keyword_is_a_field_of_the_options() -> None:
+    """A keyword that is no field would be taken and dropped."""
+    own = {f.name for cls in (EngineOptions, ModelOptions) for f in dataclasses.fields(cls)}
+    assert set(Keywords.__annotations__) == own - {"model", "kv_tokens"}
+    for name in Keywords.__annotations__:
+        cls = EngineOptions if name in EngineOptions.__annotations__ else ModelOptions
+        assert Keywords.__annotations__[name].__forward_arg__ == cls.__annotations__[name]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'contxt'"):
+        LLM(contxt=5)  # type: ignore[call-arg]
 
 
 # ---- LLM: the public way in

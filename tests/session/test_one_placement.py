@@ -12,16 +12,19 @@ import pytest
 from test_disk_tier import small_buffers, wide_pack
 from test_gpu_disk import small_staging
 
-from thermocline import LLM
+from thermocline import LLM, SamplingParams
+from thermocline.errors import UsageError
 from thermocline.machine import disk_speed, this_machine
 from thermocline.machine.tiers import Tiers, read_tiers, render
 from thermocline.plan.disk_split import arrangement_of, beside
 from thermocline.plan.memory import GIB
+from thermocline.plan.placement import Placement
 from thermocline.session import gpu
 
 __all__ = ["small_buffers", "small_staging", "wide_pack"]  # fixtures
 Run = Callable[..., Any]
-OPEN = {"threads": 2, "context": 512, "max_batch": 1}
+ORDER = ["gpu:0", "gpu:1", "cpu"]
+OPEN: dict[str, Any] = {"threads": 2, "context": 512, "max_batch": 1}
 
 
 @pytest.fixture
@@ -92,3 +95,33 @@ def test_the_shares_of_memory_are_those_of_the_placement(where: str, wide_pack: 
         assert (again.bundles, again.gates, again.bytes) == (a.bundles, a.gates, llm.memory_bytes)
         slots = [s for x in placement.layers if x.rest is not None for s in x.rest.slots or ()]
         assert sum(slots) == sum(s.places for s in a.bundles) > 0
+
+
+def said(pack: Path, **how: Any) -> tuple[list[int], Placement]:
+    with LLM(pack, **{**OPEN, **how}) as llm:
+        done = llm.generate("Cold", SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+        return done.token_ids, llm.session.placement
+
+
+def test_a_second_gpu_takes_the_hottest_neurons_that_the_first_has_no_room_for(
+    wide_pack: Path, machine: Tiers
+) -> None:
+    """And the answer is the CPU's."""
+    want, _ = said(wide_pack)
+    how = budgets(wide_pack, "GPU")
+    one = said(wide_pack, gpu="stand-in", **how)
+    two = said(wide_pack, gpu="stand-in,stand-in", **how)
+    assert one[0] == two[0] == want
+    assert two[1].devices == ("gpu:0", "gpu:1") and one[1].devices == ("gpu:0",)
+    for y in two[1].layers:
+        assert [r.device for r in y.ranges] == sorted({r.device for r in y.ranges}, key=ORDER.index)
+        assert sum(r.neurons for r in y.ranges) == 8192
+    assert sum(x.on_gpus for x in two[1].layers) > sum(x.on_gpus for x in one[1].layers)
+    assert two[1].used("cpu") < one[1].used("cpu")
+    assert all(two[1].used(name) <= how["vram"] * GIB for name in two[1].devices)
+
+
+def test_several_gpus_are_named_once_each_by_number(wide_pack: Path) -> None:
+    for wrong in ("0,0", "0,auto", "0,"):
+        with pytest.raises(UsageError, match="each once"):
+            LLM(wide_pack, **OPEN, gpu=wrong)

@@ -35,7 +35,7 @@ from thermocline.ops.device import StandIn
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
 from thermocline.ops.interface import FFNStats
-from thermocline.pack.checksums import open_records
+from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, Placement, gpu
@@ -266,7 +266,7 @@ def test_what_comes_from_disk_changes_no_bit(
         whole = gpu_weights.load(pack, places, devices, ops.cpu, predictors=found)
         want = logits(pack.spec, whole, ops, places, chunk, **how, stats=want_stats)
         ops = two_ops(devices, pack.spec)
-        a, records = arranged(pack, places, found), open_records(pack)
+        a, records = arranged(pack, places, found), open_checksums(pack)
         some, disk = gpu_weights.load_in_part(pack, places, a, records, devices, ops.cpu, predictors=found)
         got = logits(pack.spec, some, ops, places, chunk, **how, stats=stats)
         assert np.array_equal(got, want) and stats == want_stats

@@ -52,7 +52,7 @@ def _bug(error: Exception) -> ThermoclineError:
 
 
 @dataclass(frozen=True)
-class Span:
+class StepSpan:
     """Positions [start, stop) of one request: its share of a step."""
 
     request: Request
@@ -164,7 +164,7 @@ class Engine:
                     self._run_alone(span, error if len(spans) == 1 else None)
         return bool(self.waiting or self.running)
 
-    def _run(self, spans: list[Span]) -> None:
+    def _run(self, spans: list[StepSpan]) -> None:
         begin, answering = self._clock(), self._answering()
         before = self._disk() if self._disk is not None else None
         logits, stats = self._forward(spans)
@@ -185,7 +185,7 @@ class Engine:
         elif answering:
             self.pace.prompted(self._clock() - begin, prompts)
 
-    def _run_alone(self, span: Span, error: ThermoclineError | None) -> None:
+    def _run_alone(self, span: StepSpan, error: ThermoclineError | None) -> None:
         """A step that failed, for one of its requests; `error`: it has been tried."""
         try:
             if error is None:
@@ -237,7 +237,7 @@ class Engine:
             request.table = table
             self._take_cached(request)
 
-    def _prompt_spans(self) -> list[Span]:
+    def _prompt_spans(self) -> list[StepSpan]:
         """First come, first served; but a prompt does not begin while another computes blocks it can take.
 
         What it leaves of the step is for those after it. A step has memory for a row of logits for each
@@ -259,7 +259,7 @@ class Engine:
             stop = min(r.n_prompt, r.computed + (min(room, 1 + spare) if r.scored else room))
             if stop == r.n_prompt:
                 stop = self._pause(r, self.running[i + 1 :]) or stop
-            spans.append(Span(r, r.computed, stop))
+            spans.append(StepSpan(r, r.computed, stop))
             room -= stop - r.computed
             spare -= spans[-1].wanted - 1 if r.scored else 0
         return spans
@@ -295,12 +295,12 @@ class Engine:
     def _answering(self) -> bool:
         return any(r.computed >= r.n_prompt for r in self.running)
 
-    def _answer_spans(self) -> list[Span]:
-        return [Span(r, r.computed, r.computed + 1) for r in self.running if r.computed >= r.n_prompt]
+    def _answer_spans(self) -> list[StepSpan]:
+        return [StepSpan(r, r.computed, r.computed + 1) for r in self.running if r.computed >= r.n_prompt]
 
     # -- forward
 
-    def _forward(self, spans: list[Span]) -> tuple[F32, FFNStats]:
+    def _forward(self, spans: list[StepSpan]) -> tuple[F32, FFNStats]:
         self.stats = stats = FFNStats() if self.watch is None else self.watch.counting()
         batch = self._batch(spans)
         prompts = any(
@@ -317,7 +317,7 @@ class Engine:
             self.kv.seal(s.request.table, s.request.ids, s.stop)
         return logits, stats
 
-    def _batch(self, spans: list[Span]) -> Batch:
+    def _batch(self, spans: list[StepSpan]) -> Batch:
         """As few numpy calls as will do: between kernels, each takes 3 to 5 microseconds."""
         tables = self.kv.tables([s.request.table for s in spans], [s.stop for s in spans])
         ids: list[int] = []
@@ -338,7 +338,7 @@ class Engine:
             window_table=tables[-1],
         )
 
-    def _account(self, spans: list[Span], stats: FFNStats, before: DiskCounts | None) -> float:
+    def _account(self, spans: list[StepSpan], stats: FFNStats, before: DiskCounts | None) -> float:
         """Each answer carries its share of the step: the same neurons served them all. -> bytes read."""
         t = self.traffic
         disk = self._disk() if self._disk is not None else None
@@ -360,7 +360,7 @@ class Engine:
 
     # -- sample, emit
 
-    def _emit(self, span: Span, rows: F32) -> None:
+    def _emit(self, span: StepSpan, rows: F32) -> None:
         """What is done for one request alone: its error, a bug's too, is its own, and the others go on."""
         request = span.request
         try:

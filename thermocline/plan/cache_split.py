@@ -1,7 +1,6 @@
-"""A memory budget divided among neurons: how many of each layer have places in memory.
+"""A memory budget divided among neurons: how many of each layer have slots in memory.
 
-Rows are records of one size, a neuron each, of one layer. Pure numbers: must not know files, tensors or the
-machine.
+Rows are records of one size, a neuron each, of one layer. This is arithmetic on numbers alone.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ OPERATION_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
-class Rows:
+class NeuronRows:
     """One layer's (or expert's) rows of one kind. `need`: the probability that a step needs each."""
 
     stride: int  # bytes of a place
@@ -63,7 +62,7 @@ class Share:
         return self.hot + self.quota
 
 
-def split(rows: Sequence[Rows], room: int) -> list[Share] | None:
+def split(rows: Sequence[NeuronRows], room: int) -> list[Share] | None:
     """`room` bytes for places and tables; None where that is too little.
 
     Places go, some at a time, to whoever then misses fewest reads for the bytes. A cache that keeps what it
@@ -98,7 +97,7 @@ class Fetch:
     bytes: float
 
 
-def fetch(x: Rows, share: Share, *, ordered: bool) -> Fetch:
+def fetch(x: NeuronRows, share: Share, *, ordered: bool) -> Fetch:
     """Where steps that ask draw their neurons independently, and the hottest have the places.
 
     `ordered`: rows lie as `x.need` has them. What lies near each other is read at once, with what is between.

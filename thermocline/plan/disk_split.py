@@ -18,7 +18,7 @@ from thermocline.model.sizes import aligned
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorInfo
 from thermocline.pack.manifest import BLOCK_BYTES
-from thermocline.plan.cache_split import F64, OPERATION_BYTES, Fetch, Rows, Share, fetch, split
+from thermocline.plan.cache_split import F64, OPERATION_BYTES, Fetch, NeuronRows, Share, fetch, split
 from thermocline.plan.cost import EXCESS, PREDICT_TOKENS, named
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import (
@@ -59,7 +59,7 @@ class Contents:
         """Of the neurons of every expert that are not on a GPU."""
         return self.on_gpu[layer] if self.on_gpu else 0
 
-    def rows(self, kind: str, batch: int = 1) -> list[Rows]:
+    def rows(self, kind: str, batch: int = 1) -> list[NeuronRows]:
         """`bundle` or `gate.weight`, layer by layer and expert by expert, as a step of `batch` tokens needs
         them.
         """
@@ -69,7 +69,7 @@ class Contents:
             for need in np.split(self.hotness.at(i, batch), self.spec.n_experts):
                 asked = max(self.spec.routed(batch), float(need[0]))  # some experts are chosen more often
                 needed = self._needed(kind, batch, need, asked)[first:]
-                found.append(Rows(0 if held is None else held.stride, needed, asked))
+                found.append(NeuronRows(0 if held is None else held.stride, needed, asked))
         return found
 
     def of_kind(self, kind: str) -> dict[int, TensorInfo]:

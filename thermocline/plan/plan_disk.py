@@ -9,7 +9,7 @@ from thermocline.plan import cost
 from thermocline.plan.cache_split import Fetch
 from thermocline.plan.cost import Work
 from thermocline.plan.disk_split import Arrangement, Contents, arrange, fetches, in_part, left_on_disk
-from thermocline.plan.planner import BUCKETS, Layer, Plan, Prediction, hot_neurons
+from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction, hot_neurons
 from thermocline.plan.problem import Problem
 from thermocline.plan.solver import Budget
 
@@ -41,10 +41,10 @@ def stored_plan(p: Problem, c: Contents) -> Plan:
     )
 
 
-def _layer(c: Contents, neurons: int, bundles: int, gates: int | None = None) -> Layer:
+def _layer(c: Contents, neurons: int, bundles: int, gates: int | None = None) -> LayerPlan:
     """That many neurons' bundles and, unless they all are there, gate rows have places."""
     predictor = "ram" if c.guesses else None
-    return Layer("ram", predictor, 0, bundles, neurons - bundles, 0 if gates is None else neurons - gates)
+    return LayerPlan("ram", predictor, 0, bundles, neurons - bundles, 0 if gates is None else neurons - gates)
 
 
 def _passing(c: Contents, a: Arrangement, batch: int) -> list[list[Fetch]]:

@@ -32,7 +32,7 @@ TIME_LIMIT_S = 0.6
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerPlan:
     """Where one layer is: its `gpu + ram + disk` neurons, hottest first."""
 
     attention: str  # gpu or ram; with its keys and values
@@ -63,7 +63,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerPlan, ...]
     head: str  # gpu or ram
     bytes: dict[str, dict[str, int]]  # tier -> part -> bytes
     budget: Budget
@@ -85,7 +85,7 @@ class Plan:
 
 
 def placement_of(
-    p: Problem, layers: Sequence[Layer], head: str, nbytes: Mapping[str, Mapping[str, int]]
+    p: Problem, layers: Sequence[LayerPlan], head: str, nbytes: Mapping[str, Mapping[str, int]]
 ) -> Placement:
     """Return a plan's layers as a session loads them. Of neurons on disk each expert has as many."""
     where, experts = {"gpu": gpu(0), "ram": CPU, "disk": DISK}, p.spec.n_experts
@@ -94,7 +94,7 @@ def placement_of(
         each, more = divmod(neurons, experts)
         return tuple(each + (e < more) for e in range(experts))
 
-    def layer(x: Layer) -> LayerPlacement:
+    def layer(x: LayerPlan) -> LayerPlacement:
         ranges = [NeuronRange(gpu(0), x.gpu // experts)] if x.gpu else []
         if rest := x.ram + x.disk:
             slots = shared(x.ram) if x.disk else None
@@ -122,12 +122,13 @@ class Placed:
     disk: bool
 
 
-def plan(spec: ModelSpec, sizes: ModelSizes, hotness: Hotness, tiers: Tiers, ask: Ask) -> Plan:
+def plan(spec: ModelSpec, sizes: ModelSizes, hotness: Hotness, tiers: Tiers, ask: Ask, gpus: int = 1) -> Plan:
     """Solve the placement, as if every tier were there to the byte: `place.plan` is what a session does.
 
+    `gpus`: how many a session uses; the solver places on the first.
     Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.
     """
-    problem = Problem(spec, sizes, hotness, tiers, ask)
+    problem = Problem(spec, sizes, hotness, tiers, ask, gpus)
     tiers.kernel(sizes.format)
     placed = _best(problem)
     if placed is None:
@@ -253,10 +254,12 @@ def _tier(on_gpu: object) -> str:
     return "gpu" if on_gpu else "ram"
 
 
-def _layer(p: Problem, c: Columns, i: int, neurons: int) -> Layer:
+def _layer(p: Problem, c: Columns, i: int, neurons: int) -> LayerPlan:
     gpu, disk = int(c.gpu[i]), int(c.disk[i])
     predictor = _tier(c.predictor[i]) if p.work().predicts else None
-    return Layer(_tier(c.attention[i]), predictor, gpu, neurons - gpu - disk, disk, disk * bool(c.gates[i]))
+    return LayerPlan(
+        _tier(c.attention[i]), predictor, gpu, neurons - gpu - disk, disk, disk * bool(c.gates[i])
+    )
 
 
 def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:

@@ -50,6 +50,7 @@ class Problem:
     hotness: Hotness
     tiers: Tiers
     ask: Ask
+    gpus: int = 1  # that a session uses, if any
     known: dict[tuple[int, int], Reads] = field(default_factory=dict, compare=False)  # by `reads`
 
     def kv_layer_bytes(self, layer: int) -> int:
@@ -68,13 +69,13 @@ class Problem:
 
     def fixed_ram(self, *, disk: bool) -> dict[str, int]:
         """What RAM holds wherever the rest is."""
-        twins = host_bytes(self.spec, self.limits) if self.vram else 0
+        twins = host_bytes(self.spec, self.limits, self.gpus) if self.vram else 0
         parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
         return parts | ({"disk buffers": STAGING_BYTES} if disk else {})
 
     def fixed_vram(self) -> dict[str, int]:
-        return {"buffers": device_bytes(self.spec, self.limits), "runtime": GPU_RUNTIME_BYTES}
+        return {"buffers": device_bytes(self.spec, self.limits, self.gpus), "runtime": GPU_RUNTIME_BYTES}
 
     @property
     def limits(self) -> Limits:

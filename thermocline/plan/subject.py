@@ -13,12 +13,11 @@ from thermocline.convert import synthetic
 from thermocline.model.sizes import ModelSizes, sizes_of
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import expected_tensors, place
-from thermocline.pack import blocks
 from thermocline.pack.activity_profile import PROFILE
 from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors, named_for_active, open_predictors
+from thermocline.pack.predictor import open_predictors
 from thermocline.pack.sidecar import stamp
-from thermocline.plan import hotness
+from thermocline.plan.contents import contents_of, pack_sizes
 from thermocline.plan.disk_split import Contents
 from thermocline.plan.hotness import Curve, Hotness
 
@@ -63,34 +62,6 @@ def parts_of(pack: Pack) -> PredictorParts:
     return tuple((0, 0) if p is None else (p.nbytes - p.row_bytes, p.row_bytes) for p in stored)
 
 
-def pack_sizes(pack: Pack, predictors: Predictors | None) -> ModelSizes:
-    """Return the sizes of a pack's parts. Whole blocks are read around tensors that are left out.
-
-    The bytes that those blocks add count as the embedding's.
-    """
-    formats = {n: t.format for n, t in pack.tensors.items()}
-    ranks = pack.predictor.ranks if pack.predictor is not None else ()
-    expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
-    held = {n: t for n, t in expected.items() if n in pack.tensors and ".predictor." not in n}
-    sizes = sizes_of(pack.spec, held, pack.weight_format)
-    more = max(0, blocks.memory_bytes(pack) - sizes.weights_bytes)
-    sizes = dataclasses.replace(sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + more))
-    if predictors is not None:
-        each, rest = divmod(predictors.nbytes, predictors.count)
-        sizes = sizes.with_predictors([each + (i < rest) for i in range(predictors.count)])
-    return sizes
-
-
-def contents_of(
-    pack: Pack, predictors: Predictors | None, sparsity: str, curve: Curve | None = None
-) -> Contents:
-    """Return what memory is divided for, with the pack's hotness, or `curve`'s where that says so."""
-    excess = None if predictors is None else named_for_active(predictors.report)
-    heat = hotness.of_pack(pack, curve or Curve(), excess)
-    nbytes = None if predictors is None else predictors.nbytes
-    return Contents(pack.spec, pack.tensors, nbytes, sparsity, heat)
-
-
 def of_shape(
     shape: str,
     weight_format: str,
@@ -103,11 +74,11 @@ def of_shape(
 
     `predictor_share`: predictors' numbers, of the model's.
     """
-    name, spec, tensor_map = synthetic.read_shape(shape, activation)
+    name, spec, mapping = synthetic.read_shape(shape, activation)
     if curve.active is not None and not spec.sparse:
         spec = dataclasses.replace(spec, activation="relu")
     expected = expected_tensors(spec, weight_format)
-    held = {n: t for n, t in expected.items() if not t.optional or n in tensor_map.tensors}
+    held = {n: t for n, t in expected.items() if not t.optional or n in mapping.tensors}
     sizes = sizes_of(spec, held, weight_format)
     nbytes, parts = None, PredictorParts()
     if predictor_share and spec.sparse and sparsity == "predict":

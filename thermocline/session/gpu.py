@@ -63,6 +63,27 @@ def find(asked: str, vram: float | None = None) -> OpenGpu | None:
     return _cuda(index, vram)
 
 
+def find_all(asked: str, vram: float | None = None) -> tuple[OpenGpu, ...]:
+    """Open the GPUs that are named, with commas between them, as `find` does; none where none can be used.
+
+    `vram`: GiB of each that may be taken.
+    """
+    names = asked.split(",")
+    numbers = [name for name in names if name != STAND_IN]
+    if len(names) > 1 and (len(set(numbers)) < len(numbers) or not all(map(str.isdigit, numbers))):
+        raise UsageError(f"--gpu {asked}: several GPUs are named by their numbers, each once, as in 0,1")
+    found: list[OpenGpu] = []
+    try:
+        for name in names:
+            if (one := find(name, vram)) is not None:
+                found.append(one)
+    except BaseException:
+        for one in found:
+            one.device.close()
+        raise
+    return tuple(found)
+
+
 def unusable(board: hardware.GpuInfo, index: int = 0) -> str | None:
     """Return why that GPU cannot be used here, or None; DeviceFailure where it does not answer.
 

@@ -12,8 +12,8 @@ from thermocline.ops.gpu import GpuOps
 from thermocline.pack.checksums import NeuronChecksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
+from thermocline.plan.budget import Decision
 from thermocline.plan.memory import device_limits
-from thermocline.plan.place import Decision
 from thermocline.plan.placement import CPU
 from thermocline.session.gpu_tier import Gpus
 from thermocline.session.gpu_weights import load, load_in_part

@@ -13,9 +13,9 @@ from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.pack.pack import Pack
 from thermocline.plan import place
+from thermocline.plan.budget import Decision, Needs
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import GIB, context_for
-from thermocline.plan.place import Decision, Needs
 from thermocline.plan.placement import CPU
 from thermocline.plan.planner import Plan
 from thermocline.plan.problem import Ask
@@ -49,20 +49,21 @@ def chosen(pack: Pack, needs: Needs, asked: str, vram: float | None) -> tuple[De
 
     With "auto", what a GPU cannot hold or compute is the CPU's.
     """
-    found, made = None, None
+    found, made = tuple[OpenGpu, ...](), None
     try:
-        found = gpu.find(asked, vram)
-        if found is not None:
+        found = gpu.find_all(asked, vram)
+        if found:
             made = planned(found, pack, needs)
     except (OutOfBudget, Unsupported, DeviceFailure) as e:
         if asked != "auto":
             raise
         log.warning(f"the GPU is not used: {e}")
     finally:
-        if found is not None and made is None:
-            found.device.close()
-    if found is not None and made is not None and found.others:
-        log.warning(f"one of {found.others + 1} GPUs is used, the others stay idle; --gpu N says which")
+        if made is None:
+            for one in found:
+                one.device.close()
+    if made is not None and len(found) == 1 and (others := found[0].others):
+        log.warning(f"one of {others + 1} GPUs is used, the others stay idle; --gpu N says which")
     return made
 
 
@@ -73,7 +74,7 @@ def check(spec: ModelSpec) -> None:
         )
 
 
-def planned(found: OpenGpu, pack: Pack, needs: Needs) -> tuple[Decision, Gpus] | None:
+def planned(found: tuple[OpenGpu, ...], pack: Pack, needs: Needs) -> tuple[Decision, Gpus] | None:
     """Return the planner's placement; None where the GPU would not make a token faster.
 
     Neurons are left on disk where GPU and RAM together are too small. Raises OutOfBudget where that is not
@@ -81,7 +82,7 @@ def planned(found: OpenGpu, pack: Pack, needs: Needs) -> tuple[Decision, Gpus] |
     """
     check(pack.spec)
     subject = of_pack(pack.path, needs.sparsity, Curve())
-    here = gpu.tiers_of(found, pack.weight_format, needs.threads)
+    here = gpu.tiers_of(found[0], pack.weight_format, needs.threads)
     try:
         return planned_of(found, subject, here, needs)
     except OutOfBudget:
@@ -93,15 +94,18 @@ def planned(found: OpenGpu, pack: Pack, needs: Needs) -> tuple[Decision, Gpus] |
     return planned_of(found, subject, replace(here, disk=measured), needs)
 
 
-def planned_of(found: OpenGpu, subject: Subject, here: Tiers, needs: Needs) -> tuple[Decision, Gpus] | None:
+def planned_of(
+    found: tuple[OpenGpu, ...], subject: Subject, here: Tiers, needs: Needs
+) -> tuple[Decision, Gpus] | None:
     """Do as `planned`, for a model that need not be a pack's, on a machine that is measured already."""
-    made = place.plan(subject, here, asked(subject.spec, needs, found.free_bytes))
+    further = [one.free_bytes for one in found[1:]]
+    made = place.plan(subject, here, asked(subject.spec, needs, found[0].free_bytes), further=further)
     if not made.placement.devices:
         log.warning(f"the GPU is not used: {' '.join(n for n in made.notes if 'GPU' in n)}")
         return None
     _report(found, made)
     contents = subject.contents if made.placement.from_disk else None
-    return Decision(made.placement, contents, made), Gpus((found,), send_from(here, subject))
+    return Decision(made.placement, contents, made), Gpus(found, send_from(here, subject))
 
 
 def asked(spec: ModelSpec, needs: Needs, vram_bytes: int) -> Ask:
@@ -115,10 +119,11 @@ def asked(spec: ModelSpec, needs: Needs, vram_bytes: int) -> Ask:
     )
 
 
-def _report(found: OpenGpu, made: Plan) -> None:
-    on_gpu, most = made.used("gpu") / GIB, found.free_bytes / GIB
+def _report(found: tuple[OpenGpu, ...], made: Plan) -> None:
+    names = ", ".join(one.device.name for one in found)
+    on_gpu, most = made.used("gpu") / GIB, sum(one.free_bytes for one in found) / GIB
     log.info(
-        f"{found.device.name}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
+        f"{names}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
         f"{made.placement.used(CPU) / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
     )
 

@@ -1,0 +1,126 @@
+"""Without a GPU: all of a model in RAM, or as many of its neurons as a budget has room for.
+
+Here is nothing that a planner needs, since every session comes by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from thermocline.errors import OutOfBudget
+from thermocline.model.sizes import ModelSizes
+from thermocline.model.spec import ModelSpec
+from thermocline.pack.pack import Pack
+from thermocline.pack.predictor import Predictors
+from thermocline.plan.contents import contents_of, pack_sizes
+from thermocline.plan.disk_split import (
+    Arrangement,
+    Contents,
+    arrange,
+    arrangement_of,
+    beside,
+    contexts_for,
+    in_part,
+    least_bytes,
+    others_of,
+)
+from thermocline.plan.memory import context_for, fit
+from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, Placement
+
+if TYPE_CHECKING:
+    from thermocline.plan.planner import Plan
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A session's demands on RAM. `limit`: whether the budget is what is "free" or what is "allowed"."""
+
+    sparsity: str
+    context: int | None
+    max_batch: int
+    threads: int
+    budget: int | None = None  # bytes; None: nobody knows
+    limit: str = "free"
+    kv_tokens: int | None = None  # positions of the cache; None: as many full contexts as are cheap
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A placement, and what it was made of: `arrangement` needs that once more."""
+
+    placement: Placement
+    contents: Contents | None = None  # of RAM, where the disk has neurons
+    plan: Plan | None = None  # with what is predicted, where there is a GPU
+
+    @property
+    def arrangement(self) -> Arrangement | None:
+        """The shares of RAM that the placement gives to neurons; None where none are on disk."""
+        if self.contents is None or not self.placement.from_disk:
+            return None
+        return arrangement_of(beside(self.contents, self.placement), self.placement)
+
+
+def without_gpu(pack: Pack, predictors: Predictors | None, needs: Needs) -> Decision:
+    """All weights in memory if they fit in the budget, else as `arrange` has it; OutOfBudget.
+
+    A default context is shorter where weights do not fit beside it.
+    """
+    spec, sizes = pack.spec, pack_sizes(pack, predictors)
+    for context in contexts_for(spec, needs.context, needs.budget):
+        try:
+            found = fit(
+                spec, weights_bytes=sizes.weights_bytes, available_bytes=needs.budget, context=context,
+                max_batch=needs.max_batch, threads=needs.threads, at_least=needs.kv_tokens, limit=needs.limit
+            )  # fmt: skip
+            return Decision(in_ram(spec, sizes, needs, context, needs.kv_tokens or found))
+        except OutOfBudget as e:
+            refused = e
+            if needs.budget is None or not spec.sparse:
+                raise
+    assert needs.budget is not None, "without a limit everything fits"
+    contents, kv_tokens = contents_of(pack, predictors, needs.sparsity), needs.kv_tokens or context
+    others = _others(spec, needs, context, kv_tokens)
+    if least_bytes(contents, others) >= sizes.weights_bytes + sum(others.values()):
+        raise refused  # a small model: what reads from disk takes more than its neurons
+    a = arrange(contents, needs.budget, others, limit=needs.limit)
+    return Decision(in_part(a, context, kv_tokens), contents)
+
+
+def all_in_ram(pack: Pack, predictors: Predictors | None, needs: Needs) -> Decision:
+    """Place all of a pack in RAM, for a caller that made sure that it fits."""
+    context = context_for(pack.spec, needs.context)
+    return Decision(in_ram(pack.spec, pack_sizes(pack, predictors), needs, context, needs.kv_tokens))
+
+
+def _others(spec: ModelSpec, needs: Needs, context: int, kv_tokens: int) -> dict[str, int]:
+    return others_of(
+        spec, context=context, kv_tokens=kv_tokens, max_batch=needs.max_batch, threads=needs.threads
+    )
+
+
+def in_ram(
+    spec: ModelSpec, sizes: ModelSizes, needs: Needs, context: int, kv_tokens: int | None = None
+) -> Placement:
+    """Place all of a model in RAM, whatever is free there."""
+    kv_tokens = kv_tokens or context
+    others = _others(spec, needs, context, kv_tokens)
+    parts = {"embedding": sizes.embed.bytes, "buffers": others["buffers"], "runtime": others["runtime"]}
+
+    def add(part: str, nbytes: int) -> None:
+        if nbytes:
+            parts[part] = parts.get(part, 0) + nbytes
+
+    for x in sizes.layers:
+        every = np.array(x.neurons)
+        add("attention", x.attention.bytes)
+        add("predictors", x.predictor.bytes)
+        add("gate rows", int(x.gate_bytes(every)))
+        add("up and down rows", int(x.bundle_bytes(every)))
+    add("keys and values", others["keys and values"])
+    add("head", sizes.head.bytes)
+    predictor = CPU if needs.sparsity == "predict" else None
+    layer = LayerPlacement(CPU, predictor, (NeuronRange(CPU, spec.ffn_dim),))
+    return Placement((layer,) * spec.n_layers, CPU, context, kv_tokens, {CPU: parts})
