@@ -7,7 +7,6 @@ Must not know who asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import BadFile, Unsupported, UsageError
@@ -45,7 +44,7 @@ IGNORED: dict[str, str] = {
     **dict.fromkeys(("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"), _SPEED),
     **dict.fromkeys(("assistant_ensemble_weight", "continuous_batching_config"), _SPEED),
 }
-OFF: dict[str, Any] = {  # what this build does not do, and the value that does not ask for it
+OFF: Json = {  # what this build does not do, and the value that does not ask for it
     **dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("guidance_scale", "top_h"), 1),
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
@@ -54,7 +53,7 @@ OFF: dict[str, Any] = {  # what this build does not do, and the value that does 
 }
 
 
-def recommended(pack: Pack) -> dict[str, Any]:
+def recommended(pack: Pack) -> Json:
     """As `SamplingParams` has it; what it does not say is not in it. Raises BadFile or Unsupported."""
     if GENERATION_CONFIG not in pack.files:
         return {}
@@ -63,17 +62,18 @@ def recommended(pack: Pack) -> dict[str, Any]:
 
 
 def completed(
-    said: Mapping[str, Any], recommended: Mapping[str, Any], told: Callable[[str], None]
+    said: Mapping[str, object], recommended: Mapping[str, object], told: Callable[[str], None]
 ) -> SamplingParams:
     """What somebody said, then what is recommended. `told`: a line of what nobody asked for."""
     theirs = {name: value for name, value in recommended.items() if name not in said}
     if theirs:
         values = ", ".join(f"{name} {value}" for name, value in theirs.items())
         told(f"as the model's generation_config.json recommends: {values} (--generation-config off: not)")
-    return SamplingParams(**{"max_tokens": None, **theirs, **said})
+    merged: Json = {"max_tokens": None, **theirs, **said}
+    return SamplingParams(**merged)
 
 
-def parsed(config: Json, name: str) -> dict[str, Any]:
+def parsed(config: Json, name: str) -> Json:
     """The same from parsed JSON. Null is what transformers writes for "not said"."""
     said = {key: value for key, value in config.items() if value is not None}
     for key, value in said.items():
@@ -83,16 +83,19 @@ def parsed(config: Json, name: str) -> dict[str, Any]:
                 f"{name}: {quoted(key)} is {quoted(value)}, which this build does not sample by; "
                 "--generation-config off does without that file"
             )
-    found = {ours: _checked(key, said[key], name) for key, ours in READ.items() if key in said}
+    found = {ours: said[key] for key, ours in READ.items() if _checked(said, key, name)}
     if found.get("repeat_penalty", 1) != 1:
         found["repeat_last_n"] = -1  # transformers looks at the whole text
     return found
 
 
-def _checked(key: str, value: Any, name: str) -> Any:
+def _checked(said: Json, key: str, name: str) -> bool:
+    """Return whether a key is there; BadFile where its value is no such parameter."""
+    if key not in said:
+        return False
     try:
-        SamplingParams(**{READ[key]: value})
+        SamplingParams(**{READ[key]: said[key]})
     except UsageError as e:
         why = str(e).replace(READ[key], key, 1)
         raise BadFile(f"{name}: {why}; --generation-config off does without that file") from None
-    return value
+    return True
