@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "thermocline"
 FAN_OUT, PARAMETERS = 12, 8
-DEVICE_CODE = ("triton_", "torch_kernels", "device_kernels")  # kernels take what a launch takes
+DEVICE_CODE = ("triton_", "torch_kernels", "device_rows")  # kernels take what a launch takes
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -758,7 +758,7 @@ def test_a_nan_weight_of_a_neuron_is_not_taken_for_an_inactive_one(
             bad = normal(2, 64, 96)
             bad[:, 5] = np.nan
             up, _ = stored("f32", bad)
-            f = replace(f, native=replace(f.native, up=up))
+            f = replace(f, native=changed(f.native, up=up))
         for sparsity in ("exact", "off"):
             shown = np.isnan(f.run(cpu(isa), x, h, sparsity=sparsity)[0]).all(axis=1)
             # where dReLU's up is not positive, its gate does not matter

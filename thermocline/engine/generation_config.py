@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import BadFile, Unsupported, UsageError
@@ -47,7 +46,7 @@ IGNORED: dict[str, str] = {
     **dict.fromkeys(("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"), _SPEED),
     **dict.fromkeys(("assistant_ensemble_weight", "continuous_batching_config"), _SPEED),
 }
-OFF: dict[str, Any] = {  # features that this build does not have, and the value that switches each off
+OFF: Json = {  # features that this build does not have, and the value that switches each off
     **dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("guidance_scale", "top_h"), 1),
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
@@ -56,7 +55,7 @@ OFF: dict[str, Any] = {  # features that this build does not have, and the value
 }
 
 
-def recommended(pack: Pack) -> dict[str, Any]:
+def recommended(pack: Pack) -> Json:
     """Return a pack's recommended sampling, by field of `SamplingParams`; {} if it recommends nothing.
 
     Raises BadFile or Unsupported.
@@ -67,16 +66,17 @@ def recommended(pack: Pack) -> dict[str, Any]:
     return parsed(parse_json(read_small(path, MAX_BYTES), str(path)), str(path))
 
 
-def completed(said: Mapping[str, Any], recommended: Mapping[str, Any]) -> SamplingParams:
+def completed(said: Mapping[str, object], recommended: Mapping[str, object]) -> SamplingParams:
     """Return the parameters that somebody set, with the recommended ones for the rest, which are logged."""
     theirs = {name: value for name, value in recommended.items() if name not in said}
     if theirs:
         values = ", ".join(f"{name} {value}" for name, value in theirs.items())
         log.info(f"as the model's generation_config.json recommends: {values} (--generation-config off: not)")
-    return SamplingParams(**{"max_tokens": None, **theirs, **said})
+    merged: Json = {"max_tokens": None, **theirs, **said}
+    return SamplingParams(**merged)
 
 
-def parsed(config: Json, name: str) -> dict[str, Any]:
+def parsed(config: Json, name: str) -> Json:
     """Return the recommended sampling of a parsed generation_config.json. `name` is the file, for messages.
 
     transformers writes null for a key that is not set. Raises BadFile or Unsupported.
@@ -89,16 +89,19 @@ def parsed(config: Json, name: str) -> dict[str, Any]:
                 f"{name}: {quoted(key)} is {quoted(value)}, which this build does not support; "
                 "--generation-config off ignores that file"
             )
-    found = {ours: _checked(key, given[key], name) for key, ours in READ.items() if key in given}
+    found = {ours: given[key] for key, ours in READ.items() if _checked(given, key, name)}
     if found.get("repeat_penalty", 1) != 1:
         found["repeat_last_n"] = -1  # transformers looks at the whole text
     return found
 
 
-def _checked(key: str, value: Any, name: str) -> Any:
+def _checked(said: Json, key: str, name: str) -> bool:
+    """Return whether a key is there; BadFile where its value is no such parameter."""
+    if key not in said:
+        return False
     try:
-        SamplingParams(**{READ[key]: value})
+        SamplingParams(**{READ[key]: said[key]})
     except UsageError as e:
         why = str(e).replace(READ[key], key, 1)
         raise BadFile(f"{name}: {why}; --generation-config off ignores that file") from None
-    return value
+    return True

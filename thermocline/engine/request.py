@@ -6,11 +6,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from thermocline.engine.kv_cache import BlockTable
 from thermocline.engine.sampler import Sampler, SamplingParams, TokenLogprobs, check_finite
 from thermocline.errors import ThermoclineError, UsageError
+from thermocline.files.bounded import Json
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, DiskCounts, FFNStats
 from thermocline.text.grammar import Constraint
@@ -256,7 +256,7 @@ def _ratio(part: float | None, whole: float) -> float | None:
     return None if part is None or whole <= 0 else part / whole
 
 
-def disk_figures(f: Figures, threads: int) -> dict[str, Any]:
+def disk_figures(f: Figures, threads: int) -> Json:
     """Return the disk's figures while decoding; None each if all neurons are in memory.
 
     A gate row on disk counts like a neuron.

@@ -19,6 +19,7 @@ from thermocline.errors import DeviceFailure, ThermoclineError, Unsupported
 from thermocline.ops.device import Task, Watchdog
 
 CAPABILITY = (8, 0)  # the least that Triton makes kernels for
+PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every GPU, whichever is the thread's present one
 SPIN_S = 0.02  # of a wait, without sleeping: a step takes 5 to 100 ms
 
 
@@ -119,7 +120,7 @@ class Cuda:
             raise DeviceFailure(f"{self.name}: no pinned memory: {_first_line(e)}") from e
 
     def register(self, address: int, nbytes: int) -> None:
-        error = self._library.cuMemHostRegister_v2(address, nbytes, 0)
+        error = self._library.cuMemHostRegister_v2(address, nbytes, PORTABLE)
         if error:
             raise DeviceFailure(
                 f"{self.name}: the driver cannot pin {nbytes / 2**30:.2f} GiB of RAM (error {error}): allow "
@@ -140,7 +141,8 @@ class Cuda:
             to.copy_(source)
 
     def call(self, task: Task) -> None:
-        error = self._library.cuLaunchHostFunc(self._on.cuda_stream, task.function, task.argument)
+        with self._failing(), torch.cuda.stream(self._on):  # its GPU is the thread's present one then
+            error = self._library.cuLaunchHostFunc(self._on.cuda_stream, task.function, task.argument)
         if error:
             raise DeviceFailure(f"{self.name}: the driver refused a host function (error {error})")
 

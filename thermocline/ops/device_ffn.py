@@ -15,9 +15,8 @@ from torch import Tensor
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.device import Device
-from thermocline.ops.device_kernels import Kernels, Vector
 from thermocline.ops.device_layers import DeviceLinear, DeviceNorm, DevicePart
-from thermocline.ops.device_rows import Scratch
+from thermocline.ops.device_rows import Kernels, Scratch, Vector
 from thermocline.ops.device_sizes import Buffer, StepLimits
 
 Pair = tuple[Tensor, Tensor]  # on the device and, where it has a twin, in RAM

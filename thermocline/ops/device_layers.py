@@ -13,8 +13,7 @@ from thermocline import _native
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import Device
-from thermocline.ops.device_kernels import Vector
-from thermocline.ops.device_rows import DeviceRows, joined
+from thermocline.ops.device_rows import DeviceRows, Vector, joined
 from thermocline.ops.interface import (
     CPU,
     F32,

@@ -1,18 +1,22 @@
-"""Matrices in device memory as packs store them, and the scratch of a stream: operands of GPU kernels.
+"""`Kernels`, the table of functions that run on a GPU, and their operands: matrices in its memory as packs
+store them, and the scratch of a stream.
 
-The only module that both kernel tables (torch_kernels, triton_kernels) share.
+The only module that both tables (torch_kernels, triton_kernels) share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from thermocline.model.quant import row_bytes
 from thermocline.ops.device_sizes import KernelSizes
+from thermocline.ops.interface import Heads
 
+Vector = torch.Tensor | None
 SIGNS = "signs"  # the format of a predictor's bits: bit c % 8 of byte c / 8 is column c
 
 
@@ -86,3 +90,102 @@ class Scratch:
             size *= n
         assert size <= self.floats.numel(), f"{shape} floats of scratch, made for {self.sizes}"
         return self.floats[:size].view(shape)
+
+
+class Kernels(Protocol):
+    """The functions that ops queue on a GPU; `ops.torch_kernels` says what each computes."""
+
+    def norm(
+        self, out: torch.Tensor, x: torch.Tensor, weight: Vector, bias: Vector, eps: float, layer: bool, /
+    ) -> None: ...
+
+    def add_normed(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weight: Vector,
+        bias: Vector,
+        eps: float,
+        layer: bool,
+        scale: float,
+        /,
+    ) -> None: ...
+
+    def matmul(
+        self, out: torch.Tensor, w: DeviceRows, x: torch.Tensor, bias: Vector, add: bool, scratch: Scratch, /
+    ) -> None: ...
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        cos: Vector,
+        sin: Vector,
+        positions: torch.Tensor,
+        sequence: torch.Tensor,
+        table: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        /,
+    ) -> None: ...
+
+    def attention(
+        self,
+        out: torch.Tensor,
+        qkv: torch.Tensor,
+        heads: Heads,
+        positions: torch.Tensor,
+        sequence: torch.Tensor,
+        table: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scratch: Scratch,
+        /,
+    ) -> None: ...
+
+    def activate(
+        self,
+        out: torch.Tensor,
+        gate: torch.Tensor,
+        up: Vector,
+        activation: str,
+        threshold: float,
+        up_relu: bool,
+        /,
+    ) -> None: ...
+
+    def gate_up(
+        self,
+        h: torch.Tensor,
+        gate: DeviceRows,
+        gate_bias: Vector,
+        up: DeviceRows | None,
+        x: torch.Tensor,
+        activation: str,
+        threshold: float,
+        up_relu: bool,
+        named: Vector,
+        weights: Vector,
+        counts: torch.Tensor,
+        scratch: Scratch,
+        /,
+    ) -> None: ...
+
+    def down(
+        self, out: torch.Tensor, rows: DeviceRows, h: torch.Tensor, add: bool, scratch: Scratch, /
+    ) -> None: ...
+
+    def route(self, weights: torch.Tensor, logits: torch.Tensor, n_active: int, /) -> None: ...
+
+    def predict(
+        self,
+        named: torch.Tensor,
+        first: DeviceRows | None,
+        second: DeviceRows,
+        threshold: torch.Tensor,
+        hot: int,
+        relu: bool,
+        x: torch.Tensor,
+        scratch: Scratch,
+        /,
+    ) -> None: ...

@@ -24,7 +24,6 @@ from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.device import Device
 from thermocline.ops.device_ffn import Handed, PartQueue, SideGpu, pairs_of, parts
-from thermocline.ops.device_kernels import Kernels, Vector
 from thermocline.ops.device_layers import (
     Binder,
     DeviceAttention,
@@ -33,7 +32,7 @@ from thermocline.ops.device_layers import (
     DeviceLinear,
     DeviceNorm,
 )
-from thermocline.ops.device_rows import DeviceRows, Scratch
+from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch, Vector
 from thermocline.ops.device_sizes import STREAMS, StepLimits
 from thermocline.ops.interface import (
     F32,
