@@ -454,8 +454,9 @@ def test_doctor_writes_what_plan_reads(
     tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from thermocline.machine import hardware, this_machine
+    from thermocline.machine.disk_speed import DiskSpeed
 
-    monkeypatch.setattr(hardware, "measure_disk", lambda path: hardware.DiskSpeed("/here", 1 << 30, 2.0, 1e5))
+    monkeypatch.setattr(hardware, "measure_disk", lambda path: DiskSpeed("/here", 1 << 30, 2.0, 1e5))
     monkeypatch.setattr(this_machine, "SECONDS", 0.02)
     hw = tmp_path / "hw.json"
     assert thermocline("doctor", "-o", hw).code == 0
