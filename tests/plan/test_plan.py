@@ -104,9 +104,25 @@ def test_keys_and_values_are_bounded_by_the_window() -> None:
     assert p.bytes["ram"]["keys and values"] < 0.7 * bytes_for(spec, 4096)
 
 
+each_budget = given(
+    vram=st.floats(0, 6), ram=st.floats(0.2, 5), sparsity=st.sampled_from(["exact", "predict", "off"])
+)
+
+
 @settings(max_examples=12, deadline=None)
-@given(vram=st.floats(0, 6), ram=st.floats(0.2, 5), sparsity=st.sampled_from(["exact", "predict", "off"]))
+@each_budget
 def test_no_plan_is_over_its_budget(vram: float, ram: float, sparsity: str) -> None:
+    keeps_to_its_budget(vram, ram, sparsity)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@each_budget
+def test_no_plan_of_twice_as_many_is_over_its_budget(vram: float, ram: float, sparsity: str) -> None:
+    keeps_to_its_budget(vram, ram, sparsity)
+
+
+def keeps_to_its_budget(vram: float, ram: float, sparsity: str) -> None:
     spec, sizes, heat = relu()
     sizes = sizes.with_predictors([9_000_001] * 8)
     try:
