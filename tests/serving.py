@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 from logged import logged
@@ -16,7 +16,7 @@ from thermocline.server.http import server as http
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.listener import listen
 from thermocline.server.serve import ServerOptions, serve
-from thermocline.session.options import EngineOptions, ModelOptions, changed
+from thermocline.session.options import EngineOptions, Keywords, ModelOptions, changed
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the bundled model tells stories
 DEADLINE_S = 60.0
@@ -70,8 +70,9 @@ def served(
 ) -> Iterator[Served]:
     """`options`: LLM's, and of `serve` its keys, hosts, origins and name."""
     own = {k: options.pop(k) for k in ("keys", "hosts", "origins", "name") if k in options}
-    files = changed(ModelOptions(model=options.pop("model", None), chat_template=TEMPLATE), options)
-    asked = changed(EngineOptions(threads=1, max_batch=4), options)
+    model, keywords = options.pop("model", None), cast(Keywords, options)
+    files = changed(ModelOptions(model=model, chat_template=TEMPLATE), keywords)
+    asked = changed(EngineOptions(threads=1, max_batch=4), keywords)
     listener = listen("127.0.0.1", 0, has_keys=False)
     found = Served(listener.url)
     began: list[http.HttpServer] = []

@@ -61,6 +61,12 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> Weights:
     return Weights(embed, None, layers, norm(), Linear(matrix(spec.vocab_size, spec.dim), None))
 
 
+def embedding(w: Weights) -> F32:
+    """Return the array that `random_weights` made of it, to be damaged."""
+    assert isinstance(w.embed, np.ndarray)
+    return w.embed
+
+
 WEIGHTS = random_weights(SPEC)
 
 

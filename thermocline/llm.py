@@ -122,7 +122,9 @@ class LLM:
     vram       GiB of each one's memory that may be taken; None: what is free
     generation_config  "auto": where no `SamplingParams` are given, they are as the model's
                generation_config.json recommends; "off": that is not read
-    options, files  the same as values: keywords change fields of theirs
+    options    an `EngineOptions`, with the options of the engine as one value; keywords change its fields
+    files      a `ModelOptions`, with the model, `format`, `activation`, `cache_dir`, `chat_template` and
+               `generation_config` as one value; keywords change its fields
 
     Safe to use from several threads. A line for a person, such as what packing a GGUF cost or that neurons
     come from disk, goes to `logging`'s logger "thermocline".

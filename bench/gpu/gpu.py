@@ -174,7 +174,8 @@ def rival_of(m: Machine, model: Model, vram: str, key: str) -> Rival | None:
 
 def fits_both(m: Machine, model: Model, session: Session) -> bool:
     room = min(hardware.available_bytes() or 0, shutil.disk_usage(m.directory).free)
-    return session.memory_bytes + model.weights_bytes + m.args.spare < room
+    spare: int = m.args.spare
+    return session.memory_bytes + model.weights_bytes + spare < room
 
 
 def record_of(m: Machine, x: Loaded, side: Side) -> dict[str, Any]:

@@ -135,9 +135,11 @@ def decoded(pack: Pack) -> Weights:
         return Linear(rows(f"{name}.weight"), vector(f"{name}.bias"))
 
     def experts(name: str) -> Iterator[FFN]:
-        gate, bias = linear(f"{name}.gate"), vector(f"{name}.down.bias")
+        gate, gate_bias = rows(f"{name}.gate.weight"), vector(f"{name}.gate.bias")
+        bias = vector(f"{name}.down.bias")
         if not spec.sparse:
-            yield FFN.whole(gate, rows(f"{name}.up.weight"), rows(f"{name}.down.weight"), bias, bundles=False)
+            up, down = rows(f"{name}.up.weight"), rows(f"{name}.down.weight")
+            yield FFN.whole(Linear(gate, gate_bias), up, down, bias, bundles=False)
             return
         t, records = pack.tensors[f"{name}.bundle"], read_tensor(pack, f"{name}.bundle")
         size = quant.row_bytes(t.format, spec.dim)
@@ -147,7 +149,7 @@ def decoded(pack: Pack) -> Weights:
         ]
         n = spec.ffn_dim
         for own in (slice(e * n, (e + 1) * n) for e in range(spec.n_experts)):
-            mine = Linear(gate.weight[own], None if gate.bias is None else gate.bias[own])
+            mine = Linear(gate[own], None if gate_bias is None else gate_bias[own])
             yield FFN.whole(mine, parts[0][own] if spec.gated else None, parts[-1][own], bias, bundles=True)
 
     def layer(i: int) -> Layer:

@@ -27,10 +27,10 @@ from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers, read_tiers
 from thermocline.plan import cost
 from thermocline.plan.cost import LayerWork, Reads, Speeds, Work
-from thermocline.plan.hotness import independent
+from thermocline.plan.hotness import Curve, independent
 from thermocline.plan.planner import plan
 from thermocline.plan.problem import Ask, Problem
-from thermocline.plan.subject import Curve, Subject, of_shape
+from thermocline.plan.subject import Subject, of_shape
 
 PAPER_STEPS = {"+PO": 3.32, "+Engine": 7.80, "+Policy": 11.69}  # Falcon-40B FP16, PC-High
 PAPER_BATCHES = {1: 11.69, 4: 5.73, 8: 4.85, 16: 4.69, 32: 4.38}

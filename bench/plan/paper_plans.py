@@ -26,9 +26,10 @@ from typing import Any
 from thermocline.engine.kv_cache import bytes_for
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Kernel, Tiers, read_tiers
+from thermocline.plan.hotness import Curve
 from thermocline.plan.planner import Plan, plan
 from thermocline.plan.problem import Ask
-from thermocline.plan.subject import Curve, Subject, of_shape
+from thermocline.plan.subject import Subject, of_shape
 
 PCS = {"PC-High": "rtx4090-i9-13900k", "PC-Low": "rtx2080ti-i7-12700k"}
 CONTEXT = 640  # the paper's prompts and up to 512 tokens of answer

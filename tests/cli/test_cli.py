@@ -24,6 +24,7 @@ import thermocline as package
 from thermocline import LLM
 from thermocline.cli import console, main
 from thermocline.machine import hardware
+from thermocline.machine.disk_speed import DiskSpeed
 
 Run = Callable[..., Any]
 
@@ -406,7 +407,7 @@ def test_pack_inspect_verify(tiny_hf: Path, tmp_path: Path, thermocline: Run) ->
 
 
 def test_doctor_tells_a_person_and_a_program(monkeypatch: pytest.MonkeyPatch, thermocline: Run) -> None:
-    unmeasured = hardware.DiskSpeed("/here", 1 << 30, why="not now")
+    unmeasured = DiskSpeed("/here", 1 << 30, why="not now")
     monkeypatch.setattr(hardware, "measure_disk", lambda path: unmeasured)
     told = json.loads(thermocline("doctor", "--json").out)
     assert difference("doctor", told) == []

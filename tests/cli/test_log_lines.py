@@ -7,6 +7,7 @@ import itertools
 import logging
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_each_record_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_line_does_not_tear_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0, 1.0)
-    monkeypatch.setattr(console.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(sys, "stderr", stderr := Terminal())
     with console.log_lines(), console.ProgressBar(quiet=False) as progress:
         progress.at("packing", 0, 4)

@@ -12,7 +12,7 @@ import pytest
 
 from thermocline import LLM
 from thermocline.cli import main
-from thermocline.session.options import SPARSITIES
+from thermocline.session.options import SPARSITIES, EngineOptions, Keywords
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,9 @@ def page(name: str) -> str:
 
 def test_the_reference_and_help_name_every_parameter_of_llm() -> None:
     section = page("reference/python.md").split("\n## LLM\n")[1].split("\n```\n")[0]
-    for name in list(inspect.signature(LLM.__init__).parameters)[2:]:  # besides self, and the model itself
+    own = inspect.signature(LLM.__init__).parameters.keys() - {"self", "keywords"}
+    assert {"files", "options"} < own
+    for name in own | Keywords.__annotations__.keys():
         for text in (section, inspect.getdoc(LLM) or ""):
             assert re.search(rf"^{name} +\S", text, re.MULTILINE), name
 
@@ -69,6 +71,7 @@ def test_the_version_stands_once() -> None:
 
 def test_no_gpu_is_used_unasked() -> None:
     """No card has run its kernels yet: answers must not depend on one that happens to be there."""
-    assert inspect.signature(LLM.__init__).parameters["gpu"].default == "off"
+    assert EngineOptions().gpu == "off"  # LLM's, too: it takes these where it is given none
+    assert inspect.signature(LLM.__init__).parameters["options"].default is None
     for options in (main.COMMANDS[name].options for name in ("run", "chat", "serve", "bench")):
         assert options.__dataclass_fields__["gpu"].default == "off"

@@ -12,6 +12,7 @@ import kept_twins
 import pytest
 
 from thermocline.convert import pack_cache
+from thermocline.convert.from_gguf import gguf_hash
 from thermocline.files import source_key
 from thermocline.files.gguf import GGUF
 
@@ -116,5 +117,5 @@ def test_of_a_large_model_headers_and_samples_are_read(gguf: Path, monkeypatch: 
             return read(start, size)
 
         monkeypatch.setattr(opened.parts[0], "read_bytes", counted)
-        pack_cache.gguf_hash(opened)
+        gguf_hash(opened)
     assert headers <= count[0] <= headers + 32 + 16 * tensors < gguf.stat().st_size / 10

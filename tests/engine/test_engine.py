@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy import EOS, GREEDY, SPEC, VOCAB, WEIGHTS, Letters, random_weights
+from toy import EOS, GREEDY, SPEC, VOCAB, WEIGHTS, Letters, embedding, random_weights
 
 from thermocline import _native
 from thermocline.engine.engine import Engine
@@ -176,7 +176,7 @@ def test_a_token_that_is_no_number_fails_its_own_request_alone(format: str, acti
     spec = dataclasses.replace(SPEC, activation=activation)
     w, bad = random_weights(spec), PROMPTS[1][2]
     assert bad not in PROMPTS[4]
-    w.embed[bad, 5] = np.nan
+    embedding(w)[bad, 5] = np.nan
     lab = native_lab(format, spec, w)
     few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logit_bias={bad: -1000.0})
     expected = lab.alone(PROMPTS[4], few)
@@ -355,7 +355,7 @@ def test_requests_wait_for_memory_and_all_finish() -> None:
 
 def test_damaged_weights_fail_their_request_with_a_numerical_error_and_free_it() -> None:
     e = engine()
-    embed = WEIGHTS.embed.copy()
+    embed = embedding(WEIGHTS).copy()
     embed[5] = np.nan
     weights = Weights(embed, None, WEIGHTS.layers, WEIGHTS.out_norm, WEIGHTS.head)
     e.model = dataclasses.replace(e.model, weights=weights)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from thermocline.engine.sampler import F32, SORTED, Sampler, SamplingParams, TokenLogprobs, best, kept
+from thermocline.engine.sampler import SORTED, Sampler, SamplingParams, TokenLogprobs, best, kept
 from thermocline.errors import NumericalError, UsageError
+from thermocline.ops.interface import F32
 
 OPEN: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}  # every filter off
 

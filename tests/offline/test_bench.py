@@ -27,6 +27,7 @@ from thermocline.ops import interface
 from thermocline.pack.pack import Pack, inspect
 from thermocline.pack.writer import write_pack
 from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 from thermocline.text.tokenizer import Tokenizer
 
 Run = Callable[..., Any]
@@ -129,7 +130,7 @@ def test_zero_leaves_a_test_out(toy_pack: Path, thermocline: Run) -> None:
 def test_what_cannot_be_measured_is_one_line_at_once(
     argv: str, said: str, toy_pack: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.Session, "load", None)  # never reached
+    monkeypatch.setattr(Session, "load", None)  # never reached
     ran = thermocline("bench", "-m", toy_pack, *argv.split())
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert said in ran.err
@@ -139,7 +140,7 @@ def test_what_does_not_fit_in_memory_is_said_before_it_is_loaded(
     toy_pack: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "available_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(bench.Session, "load", None)  # never reached
+    monkeypatch.setattr(Session, "load", None)  # never reached
     ran = thermocline(*options(toy_pack, "-p 8 -n 3"))
     assert (ran.code, ran.out) == (5, "") and "1.0 MiB is free" in ran.err
 

@@ -51,8 +51,8 @@ from thermocline.pack.activity_profile import (
     summary,
 )
 from thermocline.pack.manifest import Predictor
-from thermocline.pack.pack import Pack
-from thermocline.pack.reorder import Reordered, hottest_first, read_tensor, write_reordered
+from thermocline.pack.pack import Pack, read_tensor
+from thermocline.pack.reorder import Reordered, hottest_first, write_reordered
 from thermocline.pack.writer import PackExtras, write_pack
 from thermocline.session import weights
 from thermocline.text.tokenizer import Tokenizer
@@ -567,7 +567,7 @@ def test_kill_9_at_any_moment_is_gone_on_from(own: Pack, text: Path, tmp_path: P
 import dataclasses
 import numpy as np
 from thermocline.offline import profiler, corpus
-from thermocline.pack.pack import Pack
+from thermocline.pack.pack import Pack, read_tensor
 profiler.SAVE_S = -1.0
 pack = Pack.open({str(own.path)!r})
 text = corpus.read_corpus(pack, [{str(text)!r}], 700, {CONTEXT}, 32)

@@ -87,9 +87,9 @@ def parted(each: tuple[FFN, ...], ranges: Sequence[NeuronRange]) -> Any:
     def part(f: FFN, which: slice) -> FFNPart:
         p = f.part
         bias = None if p.gate.bias is None else p.gate.bias[which].copy()
-        up = None if p.up is None else p.up[which]  # type: ignore[index]
-        down = p.down[which] if f.bundles else p.down  # type: ignore[index]
-        return FFNPart(Linear(p.gate.weight[which], bias), up, down)  # type: ignore[index]
+        up = None if p.up is None else p.up[which]
+        down = p.down[which] if f.bundles else p.down
+        return FFNPart(Linear(p.gate.weight[which], bias), up, down)
 
     parts: list[list[FFNPart]] = [[] for _ in each]
     first = 0
@@ -100,7 +100,7 @@ def parted(each: tuple[FFN, ...], ranges: Sequence[NeuronRange]) -> Any:
             own = list(natively(tuple(own)))
         else:
             gates, downs = side_by_side([p.gate.weight for p in own]), side_by_side([p.down for p in own])
-            ups = [None] * len(own) if own[0].up is None else side_by_side([p.up for p in own])  # type: ignore[misc]
+            ups = [None] * len(own) if own[0].up is None else side_by_side([p.up for p in own])
             lists = zip(own, gates, ups, downs, strict=True)
             own = [FFNPart(Linear(gate, p.gate.bias), up, down, r.device) for p, gate, up, down in lists]
         for mine, p in zip(parts, own, strict=True):

@@ -21,6 +21,7 @@ from thermocline.errors import DeviceFailure
 from thermocline.machine import this_machine, tiers
 from thermocline.ops import torch_kernels
 from thermocline.ops.device import StandIn
+from thermocline.ops.device_rows import DeviceRows
 from thermocline.pack.pack import Pack
 from thermocline.session import gpu as tier
 from thermocline.session import gpu_weights
@@ -118,6 +119,7 @@ def test_ungated_and_wide_bundles_go_to_the_device(
 
     made = gpu_weights.load(pack, places, (stand_in.device,), CpuOps(1))
     down = made.layers[0].experts[0].part.down
+    assert isinstance(down, DeviceRows)
     assert (down.rows, down.columns, down.skip) == (512, 256, 0)
 
 

@@ -83,7 +83,7 @@ def here() -> tiers.Tiers:
 def measured_before(here: tiers.Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the CPU reaches; the device is still asked for what it is asked for, in small."""
 
-    def tiers_of(found: gpu.Gpu, weight_format: str, threads: int) -> tiers.Tiers:
+    def tiers_of(found: gpu.OpenGpu, weight_format: str, threads: int) -> tiers.Tiers:
         gpu_speed.gpu_tier(found.device, found.kernels, 4 << 20, weight_format)
         fast = dataclasses.replace(gpu.PRETENDED, vram_bytes=found.free_bytes)
         return dataclasses.replace(here, gpu=fast)
@@ -121,6 +121,12 @@ def opened(pack: Path, vram: float, which: str = "0", **how: Any) -> LLM:
 
 def tokens(llm: LLM) -> list[int]:
     return llm.generate(PROMPT, GREEDY).token_ids
+
+
+def gpu_ops(llm: LLM) -> GpuOps:
+    ops = llm.engine.ops
+    assert isinstance(ops, GpuOps)
+    return ops
 
 
 def argv(pack: Path, vram: float, which: str) -> list[str]:
@@ -278,7 +284,7 @@ def test_a_session_works_again_after_a_fault_that_passes(
         card.faults.set("", 0, None)
         want = tokens(llm)
         for at in spread(card.faults.seen[name]):
-            llm._open().ops.forget()  # as many calls as the first time
+            gpu_ops(llm).forget()  # as many calls as the first time
             card.faults.set(name, at, IN_A_STEP[name][0])
             with pytest.raises(DeviceFailure):
                 tokens(llm)
@@ -294,7 +300,7 @@ def test_a_card_that_is_lost_fails_each_request_at_once_and_closes(
         with opened(tiny_pack, part) as llm:
             tokens(llm)
             card.faults.set("kernel", 1, GONE, sticky=True)
-            llm._open().ops.forget()
+            gpu_ops(llm).forget()
             for _ in range(3):
                 with pytest.raises(DeviceFailure, match="unspecified launch failure"):
                     tokens(llm)
@@ -356,8 +362,7 @@ def test_ctrl_c_while_a_step_is_queued_leaves_nothing_to_the_next(
 ) -> None:
     """What was queued by then is waited for before buffers are written again."""
     with opened(tiny_pack, part) as llm:
-        want, ops = tokens(llm), llm._open().ops
-        assert isinstance(ops, GpuOps)
+        want, ops = tokens(llm), gpu_ops(llm)
         for at in (3, 9):
             ops.forget()
             card.faults.set("kernel", at, KeyboardInterrupt())
@@ -377,7 +382,7 @@ def test_ctrl_c_while_a_step_is_recorded_is_ctrl_c(card: Card, tiny_pack: Path, 
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            llm._open().ops.device.record(work)
+            gpu_ops(llm).device.record(work)
         assert tokens(llm) == want
 
 
@@ -421,7 +426,7 @@ def test_all_tasks_of_a_step_are_asked_what_they_met(card: Card, tiny_pack: Path
     with opened(tiny_pack, part) as llm:
         tasks, stats = [Done(None), Done(MemoryError("first")), Done(ValueError()), Done(None)], FFNStats()
         with pytest.raises(MemoryError, match="first"):
-            llm._open().ops._tell(Program(tasks=tasks), stats)  # type: ignore[arg-type]
+            gpu_ops(llm)._tell(Program(tasks=tasks), stats)  # type: ignore[arg-type]
     assert [t.taken for t in tasks] == [1] * 4 and stats.predictor_bytes == 10
 
 
@@ -630,7 +635,7 @@ def test_a_session_on_the_stand_in_goes_on_after_a_fault(
         want, made = tokens(llm), dict(faults.seen)
         for at in spread(made[name]):
             if name == "record" or at % 2:
-                llm._open().ops.forget()
+                gpu_ops(llm).forget()
             faults.set(name, at, GONE if name == "kernel" else DeviceFailure("stand-in: it failed"))
             with contextlib.suppress(DeviceFailure):  # queued anew, a run has fewer replays
                 tokens(llm)
@@ -648,7 +653,7 @@ def test_a_cpu_that_is_stuck_ends_a_run_and_does_not_hang_it(
     llm = opened(tiny_pack, part, "stand-in")
     want = tokens(llm)
     monkeypatch.setattr(Failing, "call", lambda self, task: self._work("stuck", stuck.wait))
-    llm._open().ops.forget()
+    gpu_ops(llm).forget()
     try:
         for _ in range(2):
             with pytest.raises(DeviceFailure, match=r"has not ended for 0\.3 s; this process cannot go on"):

@@ -20,7 +20,7 @@ from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal
 from thermocline.model import activations, quant
 from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS
 from thermocline.ops import reference, torch_kernels
-from thermocline.ops.device_rows import Rows, Scratch
+from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import FEW, spans
 from thermocline.ops.interface import F32
 from thermocline.pack.predictor import LayerPredictor
@@ -394,7 +394,7 @@ def test_predictors_of_signs(kernels: Kernels, tokens: int, dim: int) -> None:
     x[0, :2] = 0, np.nan
     p = LayerPredictor("sign", None, None, signs, at, 3)
     named = kernels.put(np.full((tokens, 3), 0xFF, np.uint8))
-    rows = Rows(kernels.put(signs), "signs", dim)
+    rows = DeviceRows(kernels.put(signs), "signs", dim)
     kernels.ops.predict(named, None, rows, kernels.put(at), 3, False, kernels.put(x), kernels.scratch())
     assert np.array_equal(named.cpu().numpy(), packed(p.predicted(x)))
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import placements
@@ -45,7 +45,8 @@ from thermocline.plan import hotness
 from thermocline.plan.memory import device_limits
 from thermocline.plan.placement import Placement
 from thermocline.plan.planner import Plan
-from thermocline.session import gpu, gpu_weights, weights
+from thermocline.plan.subject import Subject
+from thermocline.session import gpu_tier, gpu_weights, weights
 
 pytestmark = pytest.mark.oracle
 
@@ -346,7 +347,7 @@ def test_experts_are_sent_for_prompts_that_are_longer() -> None:
 
     def tokens(shape: str) -> int:
         spec, sizes = test_plan.model(shape, n_layers=2)
-        return gpu.send_from(test_plan.NO_DISK, SimpleNamespace(spec=spec, sizes=sizes))
+        return gpu_tier.send_from(test_plan.NO_DISK, cast(Subject, SimpleNamespace(spec=spec, sizes=sizes)))
 
     assert tokens("turbosparse-mixtral") == pytest.approx(4 * tokens("bamboo-7b"), abs=4)
 

@@ -11,7 +11,7 @@ import pytest
 
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
-from thermocline.pack import checksums
+from thermocline.pack import checksums, sidecar
 from thermocline.pack.pack import Pack, read_tensor
 
 
@@ -88,7 +88,7 @@ def test_a_full_disk_is_said_and_does_not_stop_a_run(
     def full(*_: object) -> None:
         raise IOFailure("pack/records.safetensors: cannot write: No space left on device")
 
-    monkeypatch.setattr(checksums.sidecar, "replace", full)
+    monkeypatch.setattr(sidecar, "replace", full)
     made = checksums.open_checksums(own_pack)
     assert made.bundle[0].tolist() == expected(own_pack, "layers.0.bundle")
     (line,) = caplog.messages

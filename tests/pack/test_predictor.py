@@ -77,8 +77,9 @@ def clear(p: LayerPredictor, x: F32) -> LayerPredictor:
 def given(p: LayerPredictor | None, f: kernels.Ffn) -> kernels.Ffn:
     """The FFN with this predictor, natively and in numpy."""
     spec = replace(f.spec, n_layers=1)
-    layer = Layer(None, None, None, None, (f.native,))  # type: ignore[arg-type]
-    some = Weights(None, None, (layer,), None, Linear(None, None))
+    none = Linear(np.empty((0, 0), np.float32), None)
+    layer = Layer(None, none, none, None, (f.native,))
+    some = Weights(none.weight, None, (layer,), None, none)
     native = weights.with_predictors(some, Predictors.of(spec, [p])).layers[0].experts[0]
     return replace(f, native=native, numpy=f.numpy.with_part(replace(f.numpy.part, predictor=p)))
 

@@ -42,13 +42,29 @@ def taken(all_rows: list[NeuronRows], shares: list[Share]) -> int:
     return sum(s.places * x.place_bytes + x.table_bytes for s, x in zip(shares, all_rows, strict=True))
 
 
-@settings(max_examples=10, deadline=None)
-@given(
+each_room = given(
     sizes=st.lists(st.sampled_from([96, 1000, 4096, 11008]), min_size=1, max_size=6),
     strides=st.sampled_from([(512, 512), (2304, 4608), (8192, 16384)]),
     part=st.floats(0, 1.1),
 )
+
+
+@settings(max_examples=10, deadline=None)
+@each_room
 def test_places_fill_the_room_and_never_more(sizes: list[int], strides: tuple[int, int], part: float) -> None:
+    fills_the_room(sizes, strides, part)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@each_room
+def test_places_fill_twice_as_many_rooms_and_never_more(
+    sizes: list[int], strides: tuple[int, int], part: float
+) -> None:
+    fills_the_room(sizes, strides, part)
+
+
+def fills_the_room(sizes: list[int], strides: tuple[int, int], part: float) -> None:
     every = [rows(n, strides[i % 2], 0.05 + 0.03 * i) for i, n in enumerate(sizes)]
     room = int(part * sum(x.place_bytes * len(x.need) + x.table_bytes for x in every))
     shares = split(every, room)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import golden_models
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from thermocline import LLM, SamplingParams, _native
 from thermocline.cli import main
 from thermocline.engine.engine import PREFILL_CHUNK
+from thermocline.ops.cpu import CpuOps
 from thermocline.plan.memory import layer_shape
 
 CONTEXT, THREADS = 512, 2
@@ -26,8 +26,9 @@ def test_the_core_s_scratch_is_below_its_bound_and_not_far(tmp_path: Path, name:
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     with LLM(pack, threads=THREADS, context=CONTEXT, max_batch=2, gpu="off") as llm:
         llm.generate(["a" * (PREFILL_CHUNK + 20), "b"], params)
-        engine: Any = llm._engine
-        taken = engine.ops.native.scratch_bytes
+        ops = llm.engine.ops
+        assert isinstance(ops, CpuOps)
+        taken = ops.native.scratch_bytes
         bound = _native.scratch_bytes(
             layer_shape(llm.spec), tokens=PREFILL_CHUNK, positions=CONTEXT, threads=THREADS
         )

@@ -104,9 +104,25 @@ def test_keys_and_values_are_bounded_by_the_window() -> None:
     assert p.bytes["ram"]["keys and values"] < 0.7 * bytes_for(spec, 4096)
 
 
+each_budget = given(
+    vram=st.floats(0, 6), ram=st.floats(0.2, 5), sparsity=st.sampled_from(["exact", "predict", "off"])
+)
+
+
 @settings(max_examples=12, deadline=None)
-@given(vram=st.floats(0, 6), ram=st.floats(0.2, 5), sparsity=st.sampled_from(["exact", "predict", "off"]))
+@each_budget
 def test_no_plan_is_over_its_budget(vram: float, ram: float, sparsity: str) -> None:
+    keeps_to_its_budget(vram, ram, sparsity)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@each_budget
+def test_no_plan_of_twice_as_many_is_over_its_budget(vram: float, ram: float, sparsity: str) -> None:
+    keeps_to_its_budget(vram, ram, sparsity)
+
+
+def keeps_to_its_budget(vram: float, ram: float, sparsity: str) -> None:
     spec, sizes, heat = relu()
     sizes = sizes.with_predictors([9_000_001] * 8)
     try:
@@ -454,8 +470,9 @@ def test_doctor_writes_what_plan_reads(
     tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from thermocline.machine import hardware, this_machine
+    from thermocline.machine.disk_speed import DiskSpeed
 
-    monkeypatch.setattr(hardware, "measure_disk", lambda path: hardware.DiskSpeed("/here", 1 << 30, 2.0, 1e5))
+    monkeypatch.setattr(hardware, "measure_disk", lambda path: DiskSpeed("/here", 1 << 30, 2.0, 1e5))
     monkeypatch.setattr(this_machine, "SECONDS", 0.02)
     hw = tmp_path / "hw.json"
     assert thermocline("doctor", "-o", hw).code == 0

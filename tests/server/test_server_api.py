@@ -285,7 +285,13 @@ def test_unknown_fields_are_ignored_and_reported_once(server: Served) -> None:
 
 def test_fields_that_say_nothing_are_as_if_they_were_not_there(server: Served) -> None:
     """Some clients fill in every field that they know."""
-    nothing = {"top_logprobs": 0, "logprobs": False, "chat_template": None, "functions": [], "tools": []}
+    nothing: dict[str, Any] = {
+        "top_logprobs": 0,
+        "logprobs": False,
+        "chat_template": None,
+        "functions": [],
+        "tools": [],
+    }
     asked = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 1, "seed": 1}
     plain, filled = (post(server, "/v1/chat/completions", asked | more).json() for more in ({}, nothing))
     assert filled["choices"] == plain["choices"]

@@ -155,7 +155,7 @@ def test_a_verdict_is_remembered_but_for_one_by_the_clock_or_a_kill(monkeypatch:
     """A bad grammar cost a second of a processor each time that it was sent."""
     monkeypatch.setattr(grammar_matcher, "_verdicts", grammar_matcher._Verdicts())
     begun: list[str] = []
-    real = grammar_matcher.ConfinedProcess.ask
+    real = ConfinedProcess.ask
 
     def counted(self: ConfinedProcess, request: bytes, wait_s: float) -> bytes:
         begun.append(request.decode())
@@ -163,7 +163,7 @@ def test_a_verdict_is_remembered_but_for_one_by_the_clock_or_a_kill(monkeypatch:
             raise ProcessEnded("takes too long", killed=True)
         return real(self, request, wait_s)
 
-    monkeypatch.setattr(grammar_matcher.ConfinedProcess, "ask", counted)
+    monkeypatch.setattr(ConfinedProcess, "ask", counted)
     for _ in range(3):
         grammar_matcher.check(Grammar.json_object())
         grammar_matcher.check(Grammar.regex("fine"))

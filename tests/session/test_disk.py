@@ -343,7 +343,7 @@ def test_a_replay_misses_in_each_step_what_the_engine_misses(
     found, missed = np.empty(NEURONS, np.int32), 0
     for h in calls(6, (1,) * 40 + (3, 1) * 20):
         record = np.zeros((len(h), NEURONS), np.float32)
-        context.ffn_add(np.ones_like(h), h, memory, SPARSITIES.index("exact"), record)
+        context.ffn_add(np.ones_like(h), h, memory, SPARSITIES["exact"], record)
         needed = np.flatnonzero(record.any(axis=0)).astype(np.int32)
         call(context, ffn, h, "exact")
         missed += replayed.step(needed, found)

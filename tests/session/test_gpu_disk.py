@@ -13,7 +13,8 @@ import numpy as np
 import placements
 import pytest
 from test_disk_tier import PROMPT, small_buffers, wide_pack
-from test_gpu import SPEC, gpu_ops, logits, opt_pack, pack_of, predictors_of, stand_in
+from test_gpu import gpu_ops, logits, opt_pack, pack_of, predictors_of, stand_in
+from test_options import SPEC
 
 from thermocline import LLM, SamplingParams
 from thermocline.errors import BadFile, OutOfBudget

@@ -271,7 +271,7 @@ def test_a_pack_without_a_tokenizer_is_said_before_loading(
     [
         ("a" * 129, SamplingParams(), "has 129 tokens, the context holds 128"),
         ("a", SamplingParams(logit_bias={9999: 1.0}), "9999"),
-        ("\ud800", SamplingParams(), "lone surrogate"),
+        ("\ud800", SamplingParams(), "remove the unpaired surrogate at character 0"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_before_loading(

@@ -22,7 +22,7 @@ from test_disk_tier import small_buffers
 from test_gpu import generated, gpu_ops, logits, slowly, stand_in, storage
 from test_gpu_disk import arranged, small_staging
 from test_moe_disk import EXPERTS
-from test_options import TOKENS, nmse
+from test_options import SPEC, TOKENS, nmse
 
 from thermocline.engine.engine import Engine
 from thermocline.engine.kv_cache import BLOCK
@@ -242,7 +242,12 @@ def test_a_prompts_neurons_in_ram_are_sent_beside_another_gpus(
     parted = gpu_weights.load(pack, both, devices, two.cpu)
     calls: list[Any] = []
     call = StandIn.call
-    monkeypatch.setattr(StandIn, "call", lambda self, task: (calls.append(task), call(self, task)))
+
+    def counting(self: StandIn, task: Any) -> None:
+        calls.append(task)
+        call(self, task)
+
+    monkeypatch.setattr(StandIn, "call", counting)
     counted, stats = FFNStats(), FFNStats()
     truth = logits(pack.spec, held, one, alone, 20, stats=counted)
     asked = len(calls)
@@ -312,8 +317,7 @@ def test_buffers_are_what_the_planner_counts(tmp_path: Path) -> None:
             self.here += made.nbytes
             return made
 
-    relu = test_gpu.SPEC
-    for spec in (relu, replace(relu, activation="silu"), replace(relu, n_experts=EXPERTS)):
+    for spec in (SPEC, replace(SPEC, activation="silu"), replace(SPEC, n_experts=EXPERTS)):
         devices, limits = [Counting() for _ in range(3)], StepLimits(40, 3, 64, BLOCK, 32)
         GpuOps(devices, torch_kernels, CpuOps(1), spec, limits)
         side = device_sizes.side_device_bytes(spec, limits)
