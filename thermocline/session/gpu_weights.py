@@ -11,24 +11,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thermocline import _native
 from thermocline.model.sizes import aligned
-from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo
 from thermocline.ops.device_layers import FIRST_GPU, DevicePredictor
 from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights, gpu_index
 from thermocline.pack import blocks
-from thermocline.pack.checksums import NeuronChecksums
-from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 from thermocline.session import weights
 from thermocline.session.store import Progress, Store, fill_runs, opened
 
 if TYPE_CHECKING:
+    from thermocline import _native
+    from thermocline.model.spec import ModelSpec
+    from thermocline.model.tensors import TensorInfo
     from thermocline.ops.cpu import CpuOps
     from thermocline.ops.device import Device
+    from thermocline.pack.checksums import NeuronChecksums
+    from thermocline.pack.pack import Pack
+    from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
     from thermocline.plan.disk_split import Arrangement
 
 OnGpus = Mapping[str, Mapping[str, DeviceRows]]  # by name and device

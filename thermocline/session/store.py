@@ -18,9 +18,6 @@ from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.interface import CPU, FFN, DiskCounts, Layer, NeuronCache, Weights
 from thermocline.pack import blocks
-from thermocline.pack.checksums import NeuronChecksums
-from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors
 from thermocline.plan.disk_split import (
     DEPTH,
     Arrangement,
@@ -34,6 +31,9 @@ from thermocline.session.weights import Filled, LoadedWeights
 
 if TYPE_CHECKING:
     from thermocline.ops.device_rows import DeviceRows
+    from thermocline.pack.checksums import NeuronChecksums
+    from thermocline.pack.pack import Pack
+    from thermocline.pack.predictor import Predictors
 
 Progress = Callable[[int, int], None]
 
