@@ -32,8 +32,7 @@ from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan import disk_split, hotness
-from thermocline.plan.disk_split import others_of
-from thermocline.plan.memory import GIB
+from thermocline.plan.memory import GIB, others_of
 from thermocline.session import store, weights
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session

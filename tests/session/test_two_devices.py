@@ -34,11 +34,11 @@ from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import FFNStats
+from thermocline.ops.interface import CPU, FFNStats
 from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
-from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, Placement, gpu
+from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.session import gpu_weights, weights
 
 __all__ = ["small_buffers", "small_staging", "stand_in"]  # fixtures

@@ -17,7 +17,7 @@ import numpy as np
 from thermocline.engine.decoder import bind, for_context, forward
 from thermocline.engine.kv_cache import KVCache, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
-from thermocline.engine.prefill_budget import PrefillBudget
+from thermocline.engine.prefill_budget import PREFILL_CHUNK, PrefillBudget
 from thermocline.engine.request import Chunk, Request, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
 from thermocline.engine.traffic import Traffic
@@ -40,8 +40,6 @@ from thermocline.ops.interface import (
 )
 from thermocline.text.grammar import Constraint
 from thermocline.text.tokenizer import Tokenizer
-
-PREFILL_CHUNK = 256  # tokens of prompts in a step, at most
 
 
 def _bug(error: Exception) -> ThermoclineError:

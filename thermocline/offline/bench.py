@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,14 +22,16 @@ from thermocline.engine.request import disk_figures as of_disk
 from thermocline.engine.sampler import Sampler, SamplingParams
 from thermocline.errors import UsageError
 from thermocline.machine import hardware
-from thermocline.model.spec import ModelSpec
-from thermocline.offline.need_trace import TraceRecorder
 from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import CPU
 from thermocline.pack.pack import Pack, inspect
-from thermocline.plan.placement import CPU
-from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 from thermocline.text.tokenizer import FILE, Tokenizer, read_text
+
+if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
+    from thermocline.offline.need_trace import TraceRecorder
+    from thermocline.session.options import EngineOptions
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 ROOF_SECONDS = 0.3

@@ -11,28 +11,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from thermocline import _native
-from thermocline.engine.engine import PREFILL_CHUNK
-from thermocline.engine.kv_cache import reserved_bytes
 from thermocline.errors import OutOfBudget
 from thermocline.model.sizes import aligned
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorInfo
+from thermocline.ops.interface import CPU
 from thermocline.pack.manifest import BLOCK_BYTES
 from thermocline.plan.cache_split import F64, OPERATION_BYTES, Fetch, NeuronRows, Share, fetch, split
 from thermocline.plan.cost import EXCESS, PREDICT_TOKENS, named
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import (
-    context_for,
     gib_up,
     layer_shape,
-    runtime_bytes,
-    scratch_bytes,
     size_down,
     size_up,
 )
-from thermocline.plan.placement import CPU, DISK, LayerPlacement, NeuronRange, Placement
+from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
 
-LEAST_CONTEXT = 512
 DEPTH, BUFFER_BYTES = 128, 128 << 10  # reads in flight, and of how many bytes
 
 
@@ -227,31 +222,6 @@ def left_on_disk(a: Arrangement) -> dict[str, int]:
 
 
 # ---- dividing
-
-
-def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list[int]:
-    """What to try in turn: a default context is shorter where the weights do not fit in `budget` beside it.
-
-    The shorter one leaves most of the memory to the weights.
-    """
-    context = context_for(spec, asked)
-    if asked is not None or budget is None or not spec.sparse:
-        return [context]
-    shorter = context
-    while shorter > LEAST_CONTEXT and reserved_bytes(spec, shorter, shorter, PREFILL_CHUNK) > budget // 8:
-        shorter //= 2
-    return list(dict.fromkeys((context, shorter)))
-
-
-def others_of(
-    spec: ModelSpec, *, context: int, kv_tokens: int, max_batch: int, threads: int
-) -> dict[str, int]:
-    """Part -> bytes of what a session takes besides weights."""
-    return {
-        "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK),
-        "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
-        "runtime": runtime_bytes(spec),
-    }
 
 
 def arrange(c: Contents, budget: int, others: Mapping[str, int], *, limit: str = "allowed") -> Arrangement:

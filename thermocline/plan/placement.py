@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from thermocline.files.bounded import Json
+from thermocline.ops.interface import CPU
 
-CPU, DISK = "cpu", "disk"
+DISK = "disk"
 
 
 def gpu(index: int) -> str:
@@ -76,6 +77,11 @@ class Placement:
     def used(self, device: str) -> int:
         """Return the bytes that are taken of a device's memory, or left on disk."""
         return sum(self.bytes.get(device, {}).values())
+
+    @property
+    def ram_bytes(self) -> int:
+        """Return the bytes of RAM that are ever taken."""
+        return self.used(CPU)
 
     def json(self) -> Json:
         """Return it as `plan --json` and `run --json` print it (docs/reference/keys.toml)."""

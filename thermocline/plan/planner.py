@@ -17,11 +17,12 @@ from thermocline.machine.tiers import Tiers
 from thermocline.model.formats import smallest
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import CPU
 from thermocline.plan import cost
 from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import GIB, gib_up, size_down, size_up
-from thermocline.plan.placement import CPU, DISK, LayerPlacement, NeuronRange, Placement, gpu
+from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.plan.problem import Ask, Problem
 from thermocline.plan.solver import Budget, Choice, Group, fits, group, solve, totals
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from thermocline.engine.engine import PREFILL_CHUNK
 from thermocline.engine.kv_cache import BLOCK, block_counts, bytes_for
+from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.machine.tiers import Tiers
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec

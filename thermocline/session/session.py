@@ -12,20 +12,20 @@ from thermocline.errors import UsageError
 from thermocline.machine import hardware
 from thermocline.pack import blocks
 from thermocline.pack.checksums import open_checksums
-from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
 from thermocline.plan.budget import Decision, Needs, all_in_ram, without_gpu
 from thermocline.plan.memory import GIB
 from thermocline.session import store, weights
-from thermocline.session.options import EngineOptions
 from thermocline.session.store import Opened, Store
-from thermocline.session.weights import LoadedWeights
 
 if TYPE_CHECKING:
+    from thermocline.pack.pack import Pack
     from thermocline.plan.disk_split import Arrangement
     from thermocline.plan.placement import Placement
     from thermocline.plan.planner import Plan
     from thermocline.session.gpu_tier import Gpus
+    from thermocline.session.options import EngineOptions
+    from thermocline.session.weights import LoadedWeights
     from thermocline.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Session:
     @property
     def memory_bytes(self) -> int:
         """All the RAM that is ever taken."""
-        return self.placement.used("cpu")
+        return self.placement.ram_bytes
 
     @property
     def gpus(self) -> Gpus | None:
