@@ -26,7 +26,7 @@ def test_the_core_s_scratch_is_below_its_bound_and_not_far(tmp_path: Path, name:
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     with LLM(pack, threads=THREADS, context=CONTEXT, max_batch=2, gpu="off") as llm:
         llm.generate(["a" * (PREFILL_CHUNK + 20), "b"], params)
-        engine: Any = llm._engine
+        engine: Any = llm.session.engine
         taken = engine.ops.native.scratch_bytes
         bound = _native.scratch_bytes(
             layer_shape(llm.spec), tokens=PREFILL_CHUNK, positions=CONTEXT, threads=THREADS

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from thermocline import LLM, SamplingParams
 from thermocline.cli import main
 from thermocline.convert import synthetic
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.request import request_for
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.offline import bench
@@ -189,9 +189,7 @@ def test_gates_with_biases_come_from_disk_too(tmp_path: Path) -> None:
     assert made.gates is not None
     loaded, _ = store.load(pack, made, open_checksums(pack), threads=2, predictors=predictors)
     whole = weights.load(pack, threads=2, predictors=predictors)
-    got, want = (
-        Engine(spec, x.weights, x.ops, context=64, max_batch=1, sparsity="predict") for x in (loaded, whole)
-    )
+    got, want = (Engine(spec, x.weights, x.ops, EngineSettings(64, 1, "predict")) for x in (loaded, whole))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     requests = [e.submit(range(3, 20), params) for e in (got, want)]
     for engine in (got, want):

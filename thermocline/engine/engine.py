@@ -15,7 +15,7 @@ from operator import eq
 import numpy as np
 
 from thermocline.engine.decoder import bind, for_context, forward
-from thermocline.engine.kv_cache import KVCache, block_counts, in_ram
+from thermocline.engine.kv_cache import KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
 from thermocline.engine.prefill_budget import PREFILL_CHUNK, PrefillBudget
 from thermocline.engine.request import Chunk, Request, request_for
@@ -24,7 +24,6 @@ from thermocline.engine.traffic import Traffic
 from thermocline.errors import BadFile, IOFailure, ThermoclineError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import (
-    F16,
     F32,
     A,
     Batch,
@@ -83,6 +82,20 @@ class Counts:
     tokens: int  # sampled
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """How much an engine computes together, and how sparsely.
+
+    `kv_tokens`: positions the cache holds for all requests; None: `max_batch` full contexts.
+    """
+
+    context: int  # tokens of one request
+    max_batch: int = 8  # requests that run together
+    sparsity: str = "exact"
+    prefill_chunk: int = PREFILL_CHUNK
+    kv_tokens: int | None = None
+
+
 class Engine:
     """Continuous batching. One thread at a time submits, steps and cancels (`LLM` holds a lock).
 
@@ -94,31 +107,27 @@ class Engine:
         spec: ModelSpec,
         weights: Weights,
         ops: Ops[H, S, A, F, L],
+        settings: EngineSettings,
         *,
-        context: int,
         tokenizer: Tokenizer | None = None,
-        max_batch: int = 8,
-        sparsity: str = "exact",
-        prefill_chunk: int = PREFILL_CHUNK,
-        kv_tokens: int | None = None,
         disk: Callable[[], DiskCounts] | None = None,
-        storage: Callable[[int, tuple[int, ...]], F16] = in_ram,
+        storage: Storage = in_ram,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`kv_tokens`: positions the cache holds for all requests; default: `max_batch` full contexts.
+        """Make an engine over weights that are read. `disk`: counts its reads, if it has some neurons.
 
-        `disk`: what it did so far, where not all neurons are in memory. `storage`: as `KVCache`'s.
-        `clock`: seconds; no answer depends on it.
+        `storage`: as `KVCache`'s. `clock`: seconds; no answer depends on it.
         """
-        kv_tokens = context * max_batch if kv_tokens is None else kv_tokens
+        context, max_batch, chunk = settings.context, settings.max_batch, settings.prefill_chunk
+        kv_tokens = context * max_batch if settings.kv_tokens is None else settings.kv_tokens
         assert kv_tokens >= context, "one request must always fit"
         self.spec, self.ops = spec, opaque(ops)
         self.model = bind(for_context(spec, context), weights, ops)
-        self.context, self.max_batch, self.prefill_chunk = context, max_batch, prefill_chunk
-        self.sparsity = sparsity
+        self.context, self.max_batch, self.prefill_chunk = context, max_batch, chunk
+        self.sparsity = settings.sparsity
         self.tokenizer = tokenizer
-        room = block_counts(spec, kv_tokens, context, prefill_chunk)
-        self.kv = KVCache(spec, *room, chunk=prefill_chunk, storage=storage)
+        blocks = block_counts(spec, kv_tokens, context, chunk)
+        self.kv = KVCache(spec, *blocks, chunk=chunk, storage=storage)
         self.traffic = Traffic.of(spec, weights)
         self._disk, self._clock = disk, clock
         self.pace = PrefillBudget()

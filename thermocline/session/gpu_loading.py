@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from thermocline.engine.kv_cache import in_ram
 from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import CPU
+from thermocline.ops.interface import CPU, F16, opaque
 from thermocline.plan.memory import device_limits
 from thermocline.session.gpu_weights import load, load_in_part
 from thermocline.session.store import Opened
@@ -51,8 +51,9 @@ def opened(
             pack, placement, a, records, devices, ops.cpu, predictors=predictors, progress=progress
         )
 
-    def storage(layer: int, shape: tuple[int, ...]) -> Any:
-        on_device = placement.layers[layer].attention != CPU
-        return devices[0].zeros(shape, torch.float16) if on_device else in_ram(layer, shape)
+    def storage(layer: int, shape: tuple[int, ...]) -> F16:
+        if placement.layers[layer].attention == CPU:
+            return in_ram(layer, shape)
+        return cast("F16", devices[0].zeros(shape, torch.float16))  # the GPU's ops alone read it
 
-    return Opened(LoadedWeights(made, ops, placement.ram_bytes), store, storage)
+    return Opened(LoadedWeights(made, opaque(ops), placement.ram_bytes), store, storage)

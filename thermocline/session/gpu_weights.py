@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from thermocline.plan.disk_split import Arrangement
 
 OnGpus = Mapping[str, Mapping[str, DeviceRows]]  # by name and device
+N = TypeVar("N", bound=np.generic)
 STAGED_BYTES = 64 << 20  # on their way from the file to the device
 
 
@@ -320,7 +321,7 @@ def cut(p: StoredPredictor, first: int) -> StoredPredictor | None:
     if first * p.experts == len(p.threshold):
         return None
 
-    def rest(of_all: NDArray[Any]) -> NDArray[Any]:
+    def rest(of_all: NDArray[N]) -> NDArray[N]:
         each = of_all.reshape(p.experts, -1, *of_all.shape[1:])[:, first:]
         return np.ascontiguousarray(each).reshape(-1, *of_all.shape[1:])
 

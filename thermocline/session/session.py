@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.errors import UsageError
 from thermocline.machine import hardware
 from thermocline.pack import blocks
@@ -19,6 +19,7 @@ from thermocline.session import store, weights
 from thermocline.session.store import Opened, Store
 
 if TYPE_CHECKING:
+    from thermocline.ops.interface import OpaqueOps
     from thermocline.pack.pack import Pack
     from thermocline.plan.disk_split import Arrangement
     from thermocline.plan.placement import Placement
@@ -111,7 +112,7 @@ class Session:
     # ---- what is read
 
     @property
-    def loaded(self) -> LoadedWeights:
+    def loaded(self) -> LoadedWeights[OpaqueOps]:
         """The weights, and the ops over them; read at the first use."""
         return self._open().loaded
 
@@ -128,12 +129,9 @@ class Session:
                 self.pack.spec,
                 opened.loaded.weights,
                 opened.loaded.ops,
-                storage=opened.storage,
-                context=self.context,
+                EngineSettings(self.context, o.max_batch, o.sparsity, kv_tokens=self.placement.kv_tokens),
                 tokenizer=tokenizer,
-                max_batch=o.max_batch,
-                sparsity=o.sparsity,
-                kv_tokens=self.placement.kv_tokens,
+                storage=opened.storage,
                 disk=None if opened.store is None else opened.store.counts,
             )
         return self._engine
@@ -179,14 +177,13 @@ class Session:
                 threads=threads, max_batch=self.options.max_batch, progress=loading
             )  # fmt: skip
         if a is None or records is None:
-            return Opened(weights.load(self.pack, threads=threads, predictors=predictors, progress=loading))
+            made = weights.load(self.pack, threads=threads, predictors=predictors, progress=loading)
+            return Opened(made.opaque())
         disable = self.options.disable
-        return Opened(
-            *store.load(
-                self.pack, a, records, threads=threads, predictors=predictors, disable=disable,
-                progress=loading
-            )
-        )  # fmt: skip
+        made, on_disk = store.load(
+            self.pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading
+        )
+        return Opened(made.opaque(), on_disk)
 
     def _report(self, opened: Opened) -> None:
         a = self.arrangement

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -27,10 +27,12 @@ from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 
 if TYPE_CHECKING:
     from thermocline.ops.device_rows import DeviceRows
+    from thermocline.ops.interface import OpaqueOps
 
 # Between two looks at the progress bar and Ctrl-C. The readers run dry at the end of a slice (of 256 MiB: 4 %
 # lost), so slices double until one takes SLICE_S. A multiple of every block size.
 SLICE_BYTES, SLICE_S = 64 << 20, 0.25
+Table = TypeVar("Table", covariant=True)  # of ops
 ALIGN = 64  # of a predictor's matrices: a cache line
 
 
@@ -48,11 +50,15 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class LoadedWeights:
+class LoadedWeights(Generic[Table]):
     weights: Weights
-    ops: Any  # CpuOps, or GpuOps over one
+    ops: Table  # CpuOps, or GpuOps over one
     bytes: int
     filled: Filled | None = None  # None: a GPU has a part of them, and RAM's speed says nothing
+
+    def opaque(self) -> LoadedWeights[OpaqueOps]:
+        """Return the same weights with the kind of their ops hidden."""
+        return cast("LoadedWeights[OpaqueOps]", self)
 
     def read_gbs(self, threads: int, seconds: float = hardware.ROOF_SECONDS) -> float | None:
         """GB/s of reading them over and over: the roof of a token's speed. None: nothing to measure on."""
@@ -67,7 +73,7 @@ def load(
     isa: str = "",
     predictors: Predictors | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> LoadedWeights:
+) -> LoadedWeights[CpuOps]:
     """Read and check the pack into RAM. `progress` is called with (bytes read, bytes in all).
 
     Raises BadFile or IOFailure naming the first tensor that is damaged or cannot be read, OutOfBudget.
