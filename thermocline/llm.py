@@ -290,7 +290,7 @@ class LLM:
             return self.session.read_gbs(self.threads)
 
     def constraint(self, params: SamplingParams, *, checked: bool = False) -> Constraint | None:
-        """What holds one request to `params.grammar`, for `Engine.submit`. `checked`: by `grammar.check`."""
+        """Return the constraint of `params.grammar`, for `Engine.submit`. `checked`: by `grammar.check`."""
         if params.grammar is None:
             return None
         return self._grammars.constraint(params.grammar, params.stop_ids, checked=checked)

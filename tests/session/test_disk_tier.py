@@ -28,6 +28,7 @@ from thermocline.offline.bench import Bench
 from thermocline.offline.bench import Test as BenchTest
 from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import replay
+from thermocline.ops.interface import opaque
 from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
@@ -305,7 +306,8 @@ def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
         return Bench(pack, [test], feed, EngineOptions(ram=ram), lambda *_: None)
 
     whole = loaded(None)
-    whole.ops[1] = recorder = TraceRecorder(1, pack.spec, whole.engine.model.weights.layers)
+    recorder = TraceRecorder(1, pack.spec, whole.engine.model.weights.layers)
+    whole.ops[1] = opaque(recorder)
     recorder.begin()  # before the token that a bench does not count: the engine's caches see it, too
     whole.sample(test)
     trace = Trace.of(recorder, feed.name, "exact", 0)

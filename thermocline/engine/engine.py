@@ -1,6 +1,6 @@
 """Requests in, tokens out: continuous batching over one forward pass, and each run's figures.
 
-Owns scheduling. Must not know files, HTTP or flags; `llm.py` is the public way in.
+Owns scheduling. `llm.py` is the public way in.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StepSpan:
 
     @property
     def wanted(self) -> int:
-        """Of its last positions, those whose logits are: of all, where a prompt is scored."""
+        """Return how many of its last positions need logits: all of them where a prompt is scored."""
         if self.request.scored and self.start < self.request.n_prompt:
             return self.stop - self.start
         return int(self.stop == len(self.request.ids))
@@ -288,7 +288,7 @@ class Engine:
         request.computed = request.cached = found
 
     def _pause(self, request: Request, others: list[Request]) -> int:
-        """Where a prompt's last chunk stops short: at the last position that others wait for; 0: nowhere.
+        """Return the position where a prompt's last chunk stops: the last one that others wait for; 0: none.
 
         They come along in the next step then. Once it answers, they would come in short chunks beside it.
         """
@@ -325,7 +325,7 @@ class Engine:
         return logits, stats
 
     def _batch(self, spans: list[StepSpan]) -> Batch:
-        """As few numpy calls as will do: between kernels, each takes 3 to 5 microseconds."""
+        """Return the step's tokens, in few numpy calls: between kernels each takes 3 to 5 microseconds."""
         tables = self.kv.tables([s.request.table for s in spans], [s.stop for s in spans])
         ids: list[int] = []
         positions: list[int] = []
@@ -368,7 +368,7 @@ class Engine:
     # -- sample, emit
 
     def _emit(self, span: StepSpan, rows: F32) -> None:
-        """What is done for one request alone: its error, a bug's too, is its own, and the others go on."""
+        """Sample and emit for one request alone: an error, a bug's too, ends this request and no other."""
         request = span.request
         try:
             if request.scored and span.start < request.n_prompt:
@@ -381,7 +381,7 @@ class Engine:
             self._finish(request, reason)
 
     def _answer(self, request: Request, logits: F32) -> str | None:
-        """Its next token, if it wants one at all. -> why it ends here, if it does."""
+        """Sample the request's next token, if it wants one. -> why the request ends here, if it does."""
         if request.limit == 0:
             request.first_s = self._clock()
             return "length"

@@ -1,7 +1,4 @@
-"""The memory plan: what a session needs besides weights, to the byte, and whether it fits.
-
-Must not know files or requests.
-"""
+"""The memory plan: what a session needs besides weights, to the byte, and whether it fits."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def context_for(spec: ModelSpec, asked: int | None) -> int:
 
 
 def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list[int]:
-    """What to try in turn: a default context is shorter where the weights do not fit in `budget` beside it.
+    """Return contexts to try: a default one is shorter where the weights do not fit in `budget` beside it.
 
     The shorter one leaves most of the memory to the weights.
     """
@@ -80,7 +77,10 @@ def scratch_bytes(
 
 
 def device_limits(spec: ModelSpec, context: int, max_batch: int, *, predicted: bool) -> Limits:
-    """What a GPU's buffers are made for. `predicted`: with predictors, of which a mixture's are the CPU's."""
+    """Return the step that a GPU's buffers are made for.
+
+    `predicted`: with predictors, of which a mixture's are the CPU's.
+    """
     rank = spec.ffn_dim if predicted and spec.n_experts == 1 else 0  # at most
     return Limits(PREFILL_CHUNK + max_batch, max_batch, context, BLOCK, rank)
 
@@ -143,10 +143,10 @@ def gib_up(nbytes: int) -> str:
 
 
 def size_up(nbytes: int) -> str:
-    """What is needed, rounded up: in MiB below 1 GiB."""
+    """Return a need as text, rounded up: in MiB below 1 GiB."""
     return f"{math.ceil(nbytes / 2**20 * 10) / 10:.1f} MiB" if nbytes < GIB else f"{gib_up(nbytes)} GiB"
 
 
 def size_down(nbytes: int) -> str:
-    """What there is, rounded down."""
+    """Return an amount of free memory as text, rounded down."""
     return f"{nbytes * 10 // 2**20 / 10:.1f} MiB" if nbytes < GIB else f"{nbytes * 100 // GIB / 100:.2f} GiB"

@@ -33,7 +33,7 @@ class NeuronRange:
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """Where one layer is. The ranges follow each other, hottest first, and add up to the FFN's neurons."""
+    """The devices of one layer. Ranges follow each other, hottest first, and add up to the FFN's neurons."""
 
     attention: str  # a device; its keys and values lie there too
     predictor: str | None  # a device
@@ -56,7 +56,7 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every layer of a model and its head are, and what that takes of each memory."""
+    """The devices of a model's layers and head, and the bytes that they take of each memory."""
 
     layers: tuple[LayerPlacement, ...]
     head: str  # a device

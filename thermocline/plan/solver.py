@@ -9,7 +9,7 @@ Every layer chooses one of its columns (`cost.layer_columns`); like layers choos
 A column has its own time, synchronisation and the longest of three tiers included, so nothing is linearised,
 and its own bytes, padding included. Its clusters on the GPU are the hottest and those on disk the coldest
 by construction. The relaxation leaves at most two groups undecided, one for each memory: 80 layers take
-a fraction of a second. Must not know models or machines.
+a fraction of a second.
 """
 
 from __future__ import annotations

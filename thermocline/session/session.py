@@ -87,7 +87,7 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """What was planned and predicted, where a GPU has a part."""
+        """Return the plan and its prediction, where a GPU has a part."""
         return self.decision.plan
 
     @cached_property

@@ -1,6 +1,6 @@
 """A pack in less memory than its weights: `disk_split.py`'s answer in an arena, and the neurons left on disk.
 
-Owns where in the arena everything is, and what the disk did. Must not know requests or flags.
+Owns the places in the arena, and the counts of the disk's reads.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Map:
-    """Where everything goes. A pool is all places of records of one kind and length."""
+    """The places of all tensors in an arena. A pool is all slots for records of one kind and length."""
 
     # Resident ones by name; of tables on disk, one row; of neurons there, their whole pool.
     tensors: dict[str, TensorInfo]
@@ -180,7 +180,7 @@ def _rows(
     reader: _native.Reader,
     switches: int,
 ) -> list[_native.DiskRows | None]:
-    """As `Arrangement` has their shares; None where all are on a GPU."""
+    """Return the rows on disk with the slots that `Arrangement` gives them; None where all are on a GPU."""
     pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[1]) for k, p in m.pools.items()}
     c, experts, known = a.contents, pack.spec.n_experts, a.contents.hotness.ordered
     made: list[_native.DiskRows | None] = []

@@ -95,14 +95,14 @@ def new_ops(threads: int, isa: str = "") -> CpuOps:
 
 
 def with_predictors(weights: Weights, predictors: Predictors | None) -> Weights:
-    """The same weights, with these predictors in place of what they had."""
+    """Return the weights with these predictors in place of their own."""
     count = len(weights.layers)
     assert predictors is None or predictors.count == count
     return with_stored(weights, [None if predictors is None else predictors.stored(i) for i in range(count)])
 
 
 def with_stored(weights: Weights, stored: Sequence[StoredPredictor | None]) -> Weights:
-    """Likewise, with a predictor or none for each layer: in an arena of their own."""
+    """Return the weights with a predictor or none for each layer, in an arena of the predictors."""
     found: list[list[_native.Predictor | None]] = [[None] * len(x.experts) for x in weights.layers]
     size = sum(p.nbytes + 2 * ALIGN for p in stored if p is not None)
     if size:
@@ -129,7 +129,7 @@ def _asked(f: FFN, predictor: _native.Predictor | None) -> FFN:
 def _placed(
     p: StoredPredictor, experts: int, arena: _native.Arena, at: int
 ) -> tuple[list[_native.Predictor], int]:
-    """Its matrices written from byte `at` of the arena: each expert's predictor -> and where they end."""
+    """Write a predictor's matrices from byte `at` of the arena. -> each expert's predictor, and the end."""
 
     def matrices(m: StoredMatrix, parts: int) -> list[_native.Matrix]:
         nonlocal at
@@ -146,7 +146,7 @@ def _placed(
 
 
 def fill(arena: _native.Arena, pack: Pack, progress: Callable[[int, int], None] | None = None) -> None:
-    """What `load` reads: the pack's bytes, checked."""
+    """Read a pack's bytes into the arena, checked."""
     ranges = block_ranges(pack)
     done, size = 0, sum(end - begin for begin, end in ranges)
     for begin, end in _slices(ranges):
