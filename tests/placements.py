@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from thermocline.model.spec import ModelSpec
-from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, Placement, gpu
+from thermocline.ops.interface import CPU
+from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.session import gpu_weights
 
 

@@ -114,6 +114,7 @@ def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> It
             body = message.get("body", b"")
             if not made.in_bytes or scope["type"] != "http" or scope["method"] != "POST" or len(body) < 2:
                 await send(message)
+                return
             for i in range(len(body)):
                 await send({**message, "body": body[i : i + 1], "more_body": True})
             if not message.get("more_body", False):

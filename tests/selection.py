@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     over_budget.clear()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Return 0, no workers, if files are named: one file is done before workers have started."""
     if any(arg.partition("::")[0].endswith(".py") for arg in config.args):

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from thermocline.convert.pack_cache import resolve
-from thermocline.engine.engine import Engine
 from thermocline.engine.generation_config import recommended
 from thermocline.engine.request import Chunk, Completion, Request, request_for
 from thermocline.engine.sampler import SamplingParams
@@ -34,9 +33,12 @@ from thermocline.session.options import (
 )
 from thermocline.session.session import Progress, Session, silent
 from thermocline.text.chat_template import ChatTemplate, Message
-from thermocline.text.grammar import Constraint
 from thermocline.text.grammar_matcher import Grammars
 from thermocline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from thermocline.engine.engine import Engine
+    from thermocline.text.grammar import Constraint
 
 log = logging.getLogger(__name__)
 BUNDLED = Path(__file__).with_name("bundled")
@@ -290,7 +292,7 @@ class LLM:
             return self.session.read_gbs(self.threads)
 
     def constraint(self, params: SamplingParams, *, checked: bool = False) -> Constraint | None:
-        """What holds one request to `params.grammar`, for `Engine.submit`. `checked`: by `grammar.check`."""
+        """Return the constraint of `params.grammar`, for `Engine.submit`. `checked`: by `grammar.check`."""
         if params.grammar is None:
             return None
         return self._grammars.constraint(params.grammar, params.stop_ids, checked=checked)

@@ -35,7 +35,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 sys.path += [str(room) for room in Path(__file__).resolve().parents[1].iterdir()]  # what other rooms have
 
@@ -348,7 +349,7 @@ def device_of(args: argparse.Namespace) -> gpu.OpenGpu:
 
 def facts_of(device: gpu.OpenGpu) -> dict[str, Any]:
     versions = {"thermocline": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    kernels = device.kernels.__name__.rsplit(".", 1)[-1]
+    kernels = cast(ModuleType, device.kernels).__name__.rsplit(".", 1)[-1]
     return {
         "card": device.device.name,
         "cpu": hardware.cores().name,

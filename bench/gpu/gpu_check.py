@@ -26,10 +26,10 @@ from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Linear, Norm, Weights
+from thermocline.ops.interface import CPU, F32, FFN, Batch, FFNStats, Layer, Linear, Norm, Weights
 from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, Predictors
-from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, Placement, gpu
+from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.session import gpu_weights
 from thermocline.session.gpu import OpenGpu
 

@@ -108,8 +108,8 @@ INLINE vi add_pairs(vi a, vi b) {
 constexpr int kQ4Group = 4;                         // blocks whose low nibbles fill one vector
 constexpr int kRowTokens = 4, kFloatRowTokens = 4;  // of a row as it is stored
 // The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes
-// apart. A vector holds two blocks of q8_0 or four of q4_0; its partial sums are added in a tree, 21 (6)
-// instructions for 512 weights.
+// apart. A vector holds two blocks of 8-bit quants or four of 4-bit ones; its sums are added in a tree, 21
+// (6) instructions for 512 weights.
 template <int NT>
 INLINE void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
     const vi flip = _mm512_set1_epi8(char(0x80));

@@ -21,7 +21,7 @@ import twins
 from thermocline._native import Matrix
 from thermocline.convert.importer import pack
 from thermocline.engine.decoder import bind, for_context, forward
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.kv_cache import KVCache, block_counts
 from thermocline.engine.sampler import SamplingParams
 from thermocline.model import quant
@@ -143,9 +143,8 @@ def test_smaller_formats_stay_close(twin: Twin, format: str) -> None:
 @pytest.mark.oracle
 def test_greedy_tokens_are_transformers_where_the_margin_allows(twin: Twin) -> None:
     model = loaded(twin.path)
-    engine = Engine(
-        model.spec, model.weights, model.ops, context=twins.CONTEXT, max_batch=1, prefill_chunk=16
-    )
+    settings = EngineSettings(context=twins.CONTEXT, max_batch=1, prefill_chunk=16)
+    engine = Engine(model.spec, model.weights, model.ops, settings)
     request = engine.submit(twin.ids, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     while engine.step():
         pass

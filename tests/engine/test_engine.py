@@ -13,7 +13,7 @@ import pytest
 from toy import EOS, GREEDY, SPEC, VOCAB, WEIGHTS, Letters, embedding, random_weights
 
 from thermocline import _native
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.kv_cache import BLOCK, bytes_for
 from thermocline.engine.request import Request, StopMatcher
 from thermocline.engine.sampler import Sampler, SamplingParams, TokenLogprobs
@@ -51,8 +51,11 @@ class Lab:
     spec: ModelSpec = SPEC
 
     def engine(self, spec: ModelSpec | None = None, **changes: Any) -> Engine:
-        options: dict[str, Any] = {"context": 256, "tokenizer": Letters(), **changes}
-        return Engine(spec or self.spec, self.weights, self.ops, **options)
+        own = {f.name: changes.pop(f.name) for f in dataclasses.fields(EngineSettings) if f.name in changes}
+        settings = EngineSettings(**{"context": 256, **own})
+        return Engine(
+            spec or self.spec, self.weights, self.ops, settings, **{"tokenizer": Letters(), **changes}
+        )
 
     def answer(self, request: Request) -> Answer:
         return request.token_ids, request.completion().figures.logits_hash if self.bit_exact else ""

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.offline import bench
 from thermocline.ops import interface
+from thermocline.ops.cpu import CpuOps
 from thermocline.pack.pack import Pack, inspect
 from thermocline.pack.writer import write_pack
 from thermocline.session.options import EngineOptions
@@ -318,7 +319,7 @@ def test_roof_and_test_alternate_with_the_tests_own_threads(
     monkeypatch.setattr(b, "sample", lambda test: seen.append(test.threads) or sample(test))
     list(bench.rows(b, 2))
     assert seen == [1, 2, "roof 1", 1, "roof 1", 1, "roof 1", "roof 2", 2, "roof 2", 2, "roof 2"]
-    assert b.ops[2].native.threads == 2 and b.ops[1].native.threads == 1
+    assert all(cast(CpuOps, b.ops[n]).native.threads == n for n in (1, 2))
 
 
 # ---- what is printed

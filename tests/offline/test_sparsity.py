@@ -10,7 +10,7 @@ import tiny
 
 from thermocline import LLM, Completion, SamplingParams
 from thermocline.convert.importer import pack
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.model import quant
 from thermocline.pack.pack import Pack
 from thermocline.session.weights import load
@@ -109,15 +109,8 @@ def test_exact_in_a_batch_reads_the_union_and_changes_no_bit(tiny_pack: Path) ->
     prompts = [[tiny.BYTES, *prompt.encode()] for prompt in PROMPTS[:8]]
 
     def run(max_batch: int, sparsity: str) -> list[Completion]:
-        engine = Engine(
-            made.spec,
-            got.weights,
-            got.ops,
-            context=256,
-            max_batch=max_batch,
-            sparsity=sparsity,
-            prefill_chunk=50,
-        )
+        settings = EngineSettings(context=256, max_batch=max_batch, sparsity=sparsity, prefill_chunk=50)
+        engine = Engine(made.spec, got.weights, got.ops, settings)
         requests = [engine.submit(ids, params) for ids in prompts]
         while engine.step():
             pass

@@ -23,7 +23,7 @@ from test_options import PAIRS, SPEC, TOKENS, natively, nmse, random_weights
 from thermocline import LLM, _native
 from thermocline.convert import synthetic
 from thermocline.engine.decoder import bind, forward
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for, in_ram
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import DeviceFailure
@@ -211,9 +211,8 @@ def predictors_of(pack: Pack, kinds: Sequence[str] = ("svd", "mlp", "sign")) -> 
 
 
 def generated(pack: Pack, made: Weights, ops: Any, sparsity: str, **more: Any) -> list[list[int]]:
-    engine = Engine(
-        pack.spec, made, ops, context=64, max_batch=3, sparsity=sparsity, prefill_chunk=16, **more
-    )
+    settings = EngineSettings(context=64, max_batch=3, sparsity=sparsity, prefill_chunk=16)
+    engine = Engine(pack.spec, made, ops, settings, **more)
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=0)
     requests = [engine.submit(range(3, n), params) for n in (20, 30, 5)]
     while engine.running or engine.waiting:

@@ -28,7 +28,7 @@ import pytest
 import torch
 from test_gpu import opt_pack, pack_of, storage
 
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.kv_cache import BLOCK
 from thermocline.engine.request import Request
 from thermocline.engine.sampler import SamplingParams
@@ -155,10 +155,8 @@ class Session:
         return GpuOps((self.device,), torch_kernels, CpuOps(1), s, limits, self.send_from)
 
     def _engine(self, ops: GpuOps, tokens: int, batch: int, chunk: int) -> Engine:
-        return Engine(
-            self.model.pack.spec, self.weights, ops, context=CONTEXT, max_batch=batch,
-            sparsity=self.sparsity, prefill_chunk=chunk, kv_tokens=tokens, storage=storage(self.places)
-        )  # fmt: skip
+        settings = EngineSettings(CONTEXT, batch, self.sparsity, prefill_chunk=chunk, kv_tokens=tokens)
+        return Engine(self.model.pack.spec, self.weights, ops, settings, storage=storage(self.places))
 
     def alone(self, r: Request) -> Request:
         """The same again, in a cache and with recordings of its own."""

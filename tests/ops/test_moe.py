@@ -22,7 +22,7 @@ from thermocline import SamplingParams, _native
 from thermocline.cli import main
 from thermocline.convert import synthetic, to_gguf
 from thermocline.convert.importer import pack
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.errors import BadFile, Unsupported
 from thermocline.model import activations, families, quant
 from thermocline.model.sizes import sizes_of
@@ -370,7 +370,7 @@ def test_predictors_are_asked_by_the_chosen_experts_and_pay(
     )
     with open_predictors(Pack.open(profiled)) as predictors:  # type: ignore[union-attr]
         loaded = weights.load(Pack.open(profiled), threads=2, predictors=predictors)
-    engine = Engine(s, loaded.weights, loaded.ops, context=64, sparsity="predict")
+    engine = Engine(s, loaded.weights, loaded.ops, EngineSettings(context=64, sparsity="predict"))
     request = engine.submit([1, 2, 3], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
     while engine.step():
         pass

@@ -24,12 +24,10 @@ from thermocline.plan.disk_split import (
     Arrangement,
     Contents,
     arrange,
-    contexts_for,
     least_bytes,
-    others_of,
     resident,
 )
-from thermocline.plan.memory import GIB, gib_up, size_down, size_up
+from thermocline.plan.memory import GIB, contexts_for, gib_up, others_of, size_down, size_up
 
 # ---- places
 

@@ -9,7 +9,7 @@ import pytest
 
 from thermocline import LLM, SamplingParams, _native
 from thermocline.cli import main
-from thermocline.engine.engine import PREFILL_CHUNK
+from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.ops.cpu import CpuOps
 from thermocline.plan.memory import layer_shape
 

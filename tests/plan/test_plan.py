@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from thermocline.convert.synthetic import read_shape
 from thermocline.convert.synthetic_weights import activities
-from thermocline.engine.engine import PREFILL_CHUNK
 from thermocline.engine.kv_cache import bytes_for, reserved_bytes
+from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers, read_tiers, render
 from thermocline.model import quant

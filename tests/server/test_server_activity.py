@@ -14,7 +14,7 @@ import pytest
 from serving import DEADLINE_S, served
 from toy import GREEDY, SPEC, WEIGHTS, Letters
 
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.live_activity import ActivityMeter, ActivityReport, LayerActivity
 from thermocline.engine.sampler import SamplingParams
 from thermocline.llm import LLM
@@ -71,7 +71,7 @@ def test_answers_computed_together_count_each_token_and_read_weights_once() -> N
 
 
 def test_the_specification_counts_layers_as_its_sums_say() -> None:
-    e = Engine(SPEC, WEIGHTS, reference, context=64, tokenizer=Letters())
+    e = Engine(SPEC, WEIGHTS, reference, EngineSettings(context=64), tokenizer=Letters())
     e.watch = ActivityMeter()
     request = e.submit([1, 2, 3], GREEDY)
     while e.step():

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from thermocline import LLM, SamplingParams
 from thermocline.cli import main
 from thermocline.convert import synthetic
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.request import request_for
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.offline import bench
@@ -28,12 +28,12 @@ from thermocline.offline.bench import Bench
 from thermocline.offline.bench import Test as BenchTest
 from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import replay
+from thermocline.ops.interface import opaque
 from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan import disk_split, hotness
-from thermocline.plan.disk_split import others_of
-from thermocline.plan.memory import GIB
+from thermocline.plan.memory import GIB, others_of
 from thermocline.session import store, weights
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
@@ -190,9 +190,7 @@ def test_gates_with_biases_come_from_disk_too(tmp_path: Path) -> None:
     assert made.gates is not None
     loaded, _ = store.load(pack, made, open_checksums(pack), threads=2, predictors=predictors)
     whole = weights.load(pack, threads=2, predictors=predictors)
-    got, want = (
-        Engine(spec, x.weights, x.ops, context=64, max_batch=1, sparsity="predict") for x in (loaded, whole)
-    )
+    got, want = (Engine(spec, x.weights, x.ops, EngineSettings(64, 1, "predict")) for x in (loaded, whole))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     requests = [e.submit(range(3, 20), params) for e in (got, want)]
     for engine in (got, want):
@@ -308,7 +306,8 @@ def test_a_replay_finds_what_the_engine_finds(wide_pack: Path) -> None:
         return Bench(pack, [test], feed, EngineOptions(ram=ram), lambda *_: None)
 
     whole = loaded(None)
-    whole.ops[1] = recorder = TraceRecorder(1, pack.spec, whole.engine.model.weights.layers)
+    recorder = TraceRecorder(1, pack.spec, whole.engine.model.weights.layers)
+    whole.ops[1] = opaque(recorder)
     recorder.begin()  # before the token that a bench does not count: the engine's caches see it, too
     whole.sample(test)
     trace = Trace.of(recorder, feed.name, "exact", 0)

@@ -16,7 +16,7 @@ import pytest
 import tiny
 from toy import GREEDY, SPEC, VOCAB, WEIGHTS, Letters
 
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import BadFile, OutOfBudget, UsageError
 from thermocline.llm import LLM
@@ -122,7 +122,7 @@ def llm() -> LLM:
     llm._files = ModelOptions(generation_config="off")
     llm.session = Session.__new__(Session)
     llm.session.options, llm.session._gpus, llm.session._predictors = EngineOptions(context=256), None, None
-    llm.session._engine = Engine(SPEC, WEIGHTS, reference, context=256, tokenizer=letters)
+    llm.session._engine = Engine(SPEC, WEIGHTS, reference, EngineSettings(context=256), tokenizer=letters)
     return llm
 
 

@@ -34,11 +34,12 @@ from thermocline.offline.replay import needs_of, replay
 from thermocline.ops.cpu import CpuOps
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
-from thermocline.plan import hotness, plan_disk
+from thermocline.plan import hotness
 from thermocline.plan.cache_split import Fetch, Share
 from thermocline.plan.cost import IN_FLIGHT, LayerWork, Reads, Speeds, Work, step_us, stored_times
-from thermocline.plan.disk_split import Arrangement, Contents, others_of
-from thermocline.plan.memory import GIB
+from thermocline.plan.disk_split import Arrangement, Contents
+from thermocline.plan.memory import GIB, others_of
+from thermocline.plan.place import stored_prediction
 from thermocline.plan.problem import Ask, Problem
 from thermocline.session.options import EngineOptions
 
@@ -276,7 +277,7 @@ def disk_us(spec: ModelSpec, tokens: int) -> float:
     p = Problem(spec, sizes_of(spec, tensor_specs, "q4_0"), heat, test_plan.HIGH, Ask(64, vram_bytes=0))
     c = Contents(spec, place(tensor_specs)[0], None, "exact", heat)
     shares = (Share(0, spec.ffn_dim // 2),) * (spec.n_layers * spec.n_experts)
-    return plan_disk.predict(p, c, Arrangement({}, shares, None, c), p.work(batch=tokens)).disk_us
+    return stored_prediction(p, c, Arrangement({}, shares, None, c), p.work(batch=tokens)).disk_us
 
 
 def test_eight_tokens_are_few_to_each_of_eight_experts() -> None:

@@ -24,7 +24,7 @@ from test_gpu_disk import arranged, small_staging
 from test_moe_disk import EXPERTS
 from test_options import SPEC, TOKENS, nmse
 
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.engine.kv_cache import BLOCK
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import DeviceFailure
@@ -34,11 +34,11 @@ from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import FFNStats
+from thermocline.ops.interface import CPU, FFNStats
 from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
-from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, Placement, gpu
+from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.session import gpu_weights, weights
 
 __all__ = ["small_buffers", "small_staging", "stand_in"]  # fixtures
@@ -150,7 +150,7 @@ def answers(pack: Pack, made: Any, ops: Any, sparsity: str, **more: Any) -> list
     """As test_gpu's of requests in company; alone where neurons are guessed, which a step's tokens share."""
     if sparsity == "exact":
         return generated(pack, made, ops, sparsity, **more)
-    engine = Engine(pack.spec, made, ops, context=64, max_batch=1, sparsity=sparsity, **more)
+    engine = Engine(pack.spec, made, ops, EngineSettings(64, 1, sparsity), **more)
     params = SamplingParams(max_tokens=12, temperature=0)
     found = []
     for n in (20, 5):

@@ -101,6 +101,12 @@ def gguf_hash(gguf: GGUF) -> str:
     return h.hexdigest()
 
 
+def gguf_has_tokenizer(path: Path) -> bool:
+    """Return whether a GGUF file's metadata has a tokenizer."""
+    with GGUF(path) as gguf:
+        return has_tokenizer(gguf.metadata)
+
+
 def is_gguf(path: Path) -> bool:
     """Return whether a path is a regular file that begins like a GGUF (or PowerInfer's) or ends in .gguf."""
     if not os.path.isfile(path):

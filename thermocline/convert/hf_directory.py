@@ -28,6 +28,11 @@ def copied_files(src: Path) -> dict[str, bytes]:
     return files
 
 
+def directory_has_tokenizer(src: Path) -> bool:
+    """Return whether a directory has a tokenizer.json, or a SentencePiece model to make one from."""
+    return any(os.path.exists(src / name) for name in (TOKENIZER, SENTENCEPIECE))
+
+
 def _own(src: Path, name: str) -> Path:
     """Return a model's file. BadFile if a link leaves its directory, unless into Hugging Face's cache."""
     real = Path(os.path.realpath(src / name))

@@ -8,10 +8,15 @@ import os
 import re
 from pathlib import Path
 
-from thermocline.convert.from_gguf import gguf_hash, gguf_shards, is_gguf
-from thermocline.convert.hf_directory import content_key, label, require_model_directory, sorted_shards
+from thermocline.convert.from_gguf import gguf_has_tokenizer, gguf_hash, gguf_shards, is_gguf
+from thermocline.convert.hf_directory import (
+    content_key,
+    directory_has_tokenizer,
+    label,
+    require_model_directory,
+    sorted_shards,
+)
 from thermocline.convert.importer import pack
-from thermocline.convert.tokenizers import SENTENCEPIECE, has_tokenizer
 from thermocline.errors import BadFile, IOFailure
 from thermocline.files.gguf import GGUF
 from thermocline.files.safetensors import Checkpoint
@@ -105,7 +110,4 @@ def _opened(path: Path) -> Pack | None:
 
 
 def _has_tokenizer(path: Path) -> bool:
-    if is_gguf(path):
-        with GGUF(path) as gguf:
-            return has_tokenizer(gguf.metadata)
-    return any(os.path.exists(path / name) for name in (TOKENIZER, SENTENCEPIECE))
+    return gguf_has_tokenizer(path) if is_gguf(path) else directory_has_tokenizer(path)

@@ -1,6 +1,6 @@
 """Requests in, tokens out: continuous batching over one forward pass, and each run's figures.
 
-Owns scheduling. Must not know files, HTTP or flags; `llm.py` is the public way in.
+Owns scheduling. `llm.py` is the public way in.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from operator import eq
 import numpy as np
 
 from thermocline.engine.decoder import bind, for_context, forward
-from thermocline.engine.kv_cache import KVCache, block_counts, in_ram
+from thermocline.engine.kv_cache import KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
-from thermocline.engine.prefill_budget import PrefillBudget
+from thermocline.engine.prefill_budget import PREFILL_CHUNK, PrefillBudget
 from thermocline.engine.request import Chunk, Request, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
 from thermocline.engine.traffic import Traffic
 from thermocline.errors import BadFile, IOFailure, ThermoclineError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import (
-    F16,
     F32,
     A,
     Batch,
@@ -40,8 +39,6 @@ from thermocline.ops.interface import (
 )
 from thermocline.text.grammar import Constraint
 from thermocline.text.tokenizer import Tokenizer
-
-PREFILL_CHUNK = 256  # tokens of prompts in a step, at most
 
 
 def _bug(error: Exception) -> ThermoclineError:
@@ -61,7 +58,7 @@ class StepSpan:
 
     @property
     def wanted(self) -> int:
-        """Of its last positions, those whose logits are: of all, where a prompt is scored."""
+        """Return how many of its last positions need logits: all of them where a prompt is scored."""
         if self.request.scored and self.start < self.request.n_prompt:
             return self.stop - self.start
         return int(self.stop == len(self.request.ids))
@@ -85,6 +82,20 @@ class Counts:
     tokens: int  # sampled
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """How much an engine computes together, and how sparsely.
+
+    `kv_tokens`: positions the cache holds for all requests; None: `max_batch` full contexts.
+    """
+
+    context: int  # tokens of one request
+    max_batch: int = 8  # requests that run together
+    sparsity: str = "exact"
+    prefill_chunk: int = PREFILL_CHUNK
+    kv_tokens: int | None = None
+
+
 class Engine:
     """Continuous batching. One thread at a time submits, steps and cancels (`LLM` holds a lock).
 
@@ -96,31 +107,27 @@ class Engine:
         spec: ModelSpec,
         weights: Weights,
         ops: Ops[H, S, A, F, L],
+        settings: EngineSettings,
         *,
-        context: int,
         tokenizer: Tokenizer | None = None,
-        max_batch: int = 8,
-        sparsity: str = "exact",
-        prefill_chunk: int = PREFILL_CHUNK,
-        kv_tokens: int | None = None,
         disk: Callable[[], DiskCounts] | None = None,
-        storage: Callable[[int, tuple[int, ...]], F16] = in_ram,
+        storage: Storage = in_ram,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`kv_tokens`: positions the cache holds for all requests; default: `max_batch` full contexts.
+        """Make an engine over weights that are read. `disk`: counts its reads, if it has some neurons.
 
-        `disk`: what it did so far, where not all neurons are in memory. `storage`: as `KVCache`'s.
-        `clock`: seconds; no answer depends on it.
+        `storage`: as `KVCache`'s. `clock`: seconds; no answer depends on it.
         """
-        kv_tokens = context * max_batch if kv_tokens is None else kv_tokens
+        context, max_batch, chunk = settings.context, settings.max_batch, settings.prefill_chunk
+        kv_tokens = context * max_batch if settings.kv_tokens is None else settings.kv_tokens
         assert kv_tokens >= context, "one request must always fit"
         self.spec, self.ops = spec, opaque(ops)
         self.model = bind(for_context(spec, context), weights, ops)
-        self.context, self.max_batch, self.prefill_chunk = context, max_batch, prefill_chunk
-        self.sparsity = sparsity
+        self.context, self.max_batch, self.prefill_chunk = context, max_batch, chunk
+        self.sparsity = settings.sparsity
         self.tokenizer = tokenizer
-        room = block_counts(spec, kv_tokens, context, prefill_chunk)
-        self.kv = KVCache(spec, *room, chunk=prefill_chunk, storage=storage)
+        blocks = block_counts(spec, kv_tokens, context, chunk)
+        self.kv = KVCache(spec, *blocks, chunk=chunk, storage=storage)
         self.traffic = Traffic.of(spec, weights)
         self._disk, self._clock = disk, clock
         self.pace = PrefillBudget()
@@ -281,7 +288,7 @@ class Engine:
         request.computed = request.cached = found
 
     def _pause(self, request: Request, others: list[Request]) -> int:
-        """Where a prompt's last chunk stops short: at the last position that others wait for; 0: nowhere.
+        """Return the position where a prompt's last chunk stops: the last one that others wait for; 0: none.
 
         They come along in the next step then. Once it answers, they would come in short chunks beside it.
         """
@@ -318,7 +325,7 @@ class Engine:
         return logits, stats
 
     def _batch(self, spans: list[StepSpan]) -> Batch:
-        """As few numpy calls as will do: between kernels, each takes 3 to 5 microseconds."""
+        """Return the step's tokens, in few numpy calls: between kernels each takes 3 to 5 microseconds."""
         tables = self.kv.tables([s.request.table for s in spans], [s.stop for s in spans])
         ids: list[int] = []
         positions: list[int] = []
@@ -361,7 +368,7 @@ class Engine:
     # -- sample, emit
 
     def _emit(self, span: StepSpan, rows: F32) -> None:
-        """What is done for one request alone: its error, a bug's too, is its own, and the others go on."""
+        """Sample and emit for one request alone: an error, a bug's too, ends this request and no other."""
         request = span.request
         try:
             if request.scored and span.start < request.n_prompt:
@@ -374,7 +381,7 @@ class Engine:
             self._finish(request, reason)
 
     def _answer(self, request: Request, logits: F32) -> str | None:
-        """Its next token, if it wants one at all. -> why it ends here, if it does."""
+        """Sample the request's next token, if it wants one. -> why the request ends here, if it does."""
         if request.limit == 0:
             request.first_s = self._clock()
             return "length"

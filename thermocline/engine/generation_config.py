@@ -1,6 +1,6 @@
 """Read the sampling that a model's makers recommend from its generation_config.json.
 
-A key is read, is ignored for a reason, or has a value that switches its feature off. Any other is refused.
+A key is read, is ignored for a reason, or has a value that switches its feature off. Others are refused.
 """
 
 from __future__ import annotations

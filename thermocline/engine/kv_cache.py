@@ -16,6 +16,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F16, I32, KVLayer
 
 BLOCK = 32  # positions per block
+Storage = Callable[[int, tuple[int, ...]], F16]  # allocates a layer's keys or values: (layer, shape) -> array
 ROOT = b""  # the name of no tokens
 ABSENT = -1  # a block that no position still to come attends to
 
@@ -231,12 +232,11 @@ class KVCache:
         *,
         block: int = BLOCK,
         chunk: int = 1 << 31,
-        storage: Callable[[int, tuple[int, ...]], F16] = in_ram,
+        storage: Storage = in_ram,
     ) -> None:
         """Make a cache with `n_blocks` blocks in each layer, and `window_blocks` in layers with a window.
 
         `window_blocks` None means `n_blocks`. `chunk` is the most positions of a sequence in one step.
-        `storage` allocates a layer's keys or values: (layer, shape) -> array.
         """
         self.block = block
         windows = [spec.window(i) for i in range(spec.n_layers)]

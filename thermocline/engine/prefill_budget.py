@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+PREFILL_CHUNK = 256  # tokens of prompts in a step, at most
 LEAST = 4  # tokens of prompts in a step, however expensive they are, so that a prompt always advances
 # The time for prompts in a step, in decode steps. Answers' tokens are then four times as far apart as without
 # prompts. Up to five times is promised; the rest is a margin for errors of the estimates.

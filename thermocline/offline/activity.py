@@ -12,7 +12,7 @@ import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,12 @@ from thermocline.pack.activity_profile import BUCKETS, F16, I32, I64
 UNIT = BUCKETS[-1]  # passages and steps are whole windows of this size, except at a passage's end
 STEP = 256  # tokens computed together: `LLM`'s prefill chunk, and one pass of the native FFN
 _SUM_ROWS = 128  # rows of 0 and 1 whose sums fit in a byte
+
+
+class RowDecoder(Protocol):
+    """Ops that decode rows of a matrix of weights."""
+
+    def embed(self, table: WeightMatrix, ids: I32, /) -> F32: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class ActivityRecorder(CpuOps):
         )
 
 
-def down_norms(spec: ModelSpec, weights: Weights, ops: CpuOps) -> list[F32]:
+def down_norms(spec: ModelSpec, weights: Weights, ops: RowDecoder) -> list[F32]:
     """Return the norm of each neuron's down row by layer [neurons], times its weight in a sub-norm."""
     out: list[F32] = []
     for layer in weights.layers:
@@ -128,7 +134,7 @@ def down_norms(spec: ModelSpec, weights: Weights, ops: CpuOps) -> list[F32]:
     return out
 
 
-def _row_norms(down: WeightMatrix, ops: CpuOps) -> F32:
+def _row_norms(down: WeightMatrix, ops: RowDecoder) -> F32:
     ids = np.arange(down.shape[0], dtype=np.int32)
     steps = range(0, len(ids), 1024)  # rows decoded at a time
     return np.concatenate([np.linalg.norm(ops.embed(down, ids[at : at + 1024]), axis=1) for at in steps])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -22,14 +22,17 @@ from thermocline.engine.request import disk_figures as of_disk
 from thermocline.engine.sampler import Sampler, SamplingParams
 from thermocline.errors import UsageError
 from thermocline.machine import hardware
-from thermocline.model.spec import ModelSpec
-from thermocline.offline.need_trace import TraceRecorder
 from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import CPU, opaque
 from thermocline.pack.pack import Pack, inspect
-from thermocline.plan.placement import CPU
-from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 from thermocline.text.tokenizer import FILE, Tokenizer, read_text
+
+if TYPE_CHECKING:
+    from thermocline import _native
+    from thermocline.model.spec import ModelSpec
+    from thermocline.offline.need_trace import TraceRecorder
+    from thermocline.session.options import EngineOptions
 
 Progress = Callable[[str, int, int, str], None]  # what, done, total, unit
 ROOF_SECONDS = 0.3
@@ -198,7 +201,8 @@ class Bench:
                 raise UsageError("with a GPU one number of threads at a time: its recordings are made for it")
             self.engine = self.session.load()
             every = {t.threads for t in tests}
-            self.ops = {t: CpuOps(t) for t in every - {widest}} | {widest: self.session.loaded.ops}
+            self.ops = {t: opaque(CpuOps(t)) for t in every - {widest}}
+            self.ops[widest] = self.session.loaded.ops
             self.load_s = time.perf_counter() - begin
             self._compute_context()
         except BaseException:
@@ -237,7 +241,7 @@ class Bench:
 
     def watch(self, test: Test, recorder: TraceRecorder) -> None:
         """Run a test once and record its generated tokens."""
-        self.ops[test.threads] = recorder
+        self.ops[test.threads] = opaque(recorder)
         request = self._start(test)
         recorder.begin()
         for i in range(test.gen):
@@ -251,9 +255,10 @@ class Bench:
             return None
         test = replace(test, prompt=0, gen=min(test.gen, CLOCKED_TOKENS))
         request = self._start(test)
-        ops = copy.copy(self.ops[test.threads])
-        clock = ops.native = Clock(ops.native)
-        self.engine.ops = ops
+        ops = copy.copy(cast(CpuOps, self.ops[test.threads]))
+        clock = Clock(ops.native)
+        ops.native = cast("_native.Context", clock)  # which times its calls
+        self.engine.ops = opaque(ops)
         ns = self._finish(request, test)
         return 1 - clock.ns / ns
 

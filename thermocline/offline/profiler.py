@@ -13,16 +13,15 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from thermocline import _native
 from thermocline.errors import IOFailure, Unsupported
 from thermocline.machine import hardware
-from thermocline.model.spec import ModelSpec
 from thermocline.offline.activity import STEP, ProfileWorker, count_passages, down_norms
 from thermocline.offline.checkpoint import ProfileCheckpoint
-from thermocline.offline.corpus import Corpus
 from thermocline.pack import sidecar
 from thermocline.pack.activity_profile import (
     BUCKETS,
@@ -34,11 +33,15 @@ from thermocline.pack.activity_profile import (
     write_profile,
     write_samples,
 )
-from thermocline.pack.pack import Pack
 from thermocline.pack.reorder import hottest_first, write_reordered
 from thermocline.plan.memory import fit, scratch_bytes
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
+
+if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
+    from thermocline.offline.corpus import Corpus
+    from thermocline.pack.pack import Pack
 
 log = logging.getLogger(__name__)
 

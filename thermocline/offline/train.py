@@ -11,24 +11,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from thermocline.errors import Unsupported, UsageError
-from thermocline.files.bounded import Json
 from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.model.activations import route
-from thermocline.model.quant import U8
-from thermocline.model.spec import ModelSpec
 from thermocline.offline import calibrate, fit_mlp, fit_svd
 from thermocline.offline.calibrate import PRICES, TYPICAL, Costs, LayerSamples
 from thermocline.offline.trial import Judge, Layers, Progress, Texts, TrialJob, Verdict, past
-from thermocline.ops.interface import F32
 from thermocline.pack.activity_profile import AGAIN, Rows, Samples, open_profile, open_samples
 from thermocline.pack.pack import Pack, read_tensor
 from thermocline.pack.predictor import LayerPredictor, scores, stored, stored_bytes
+
+if TYPE_CHECKING:
+    from thermocline.files.bounded import Json
+    from thermocline.model.quant import U8
+    from thermocline.model.spec import ModelSpec
+    from thermocline.ops.interface import F32
 
 KINDS = ("mlp", "svd", "sign")
 CHEAPEST_FIRST = ("sign", "svd", "mlp")  # by the time to fit them

@@ -12,22 +12,25 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from thermocline.engine.decoder import bind, for_context
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
-from thermocline.files.bounded import Json
 from thermocline.model import quant
 from thermocline.offline import evaluate
 from thermocline.ops.interface import I32, FFNStats, Weights
-from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.session import weights
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 from thermocline.text.tokenizer import Tokenizer, read_text
+
+if TYPE_CHECKING:
+    from thermocline.files.bounded import Json
+    from thermocline.pack.pack import Pack
 
 MIX = Path(__file__).parents[1] / "mix"
 OWN = "its own"  # the text that a model writes

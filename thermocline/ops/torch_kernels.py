@@ -1,7 +1,7 @@
 """The GPU's ops in plain torch, on any device: what `triton_kernels` must compute, and its stand-in on a CPU.
 
 Same functions and signatures as there. All write into tensors of the caller's; activations and sums are f32;
-no value of the device is read on the host. Must not know models or layers.
+no value of the device is read on the host.
 """
 
 from __future__ import annotations

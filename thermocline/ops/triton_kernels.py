@@ -306,7 +306,7 @@ def _units(w: Rows, s: Shape) -> int:
 
 
 def _at(w: Rows) -> Tensor:
-    """Where the weights of row 0 begin; of it Triton sees how far it is aligned."""
+    """Return the data from the weights of row 0 on; Triton sees how far its address is aligned."""
     return w.data[:, w.skip :] if w.skip else w.data
 
 

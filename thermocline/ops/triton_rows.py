@@ -1,7 +1,7 @@
 """Device code over matrices as packs store them: products with few tokens and with many, FFNs that skip rows.
 
 A unit of a row (triton_stored) is read once for all tokens: they are an axis, B, of the sums.
-Must not know how it is launched: that is triton_kernels.
+`triton_kernels` launches this code.
 
 Memory: `data` points at the weights of row 0, u8; rows begin `stride` bytes apart. Where a mask is false
 nothing is read.

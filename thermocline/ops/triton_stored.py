@@ -1,7 +1,6 @@
 """Device code that decodes matrices as packs store them, and how what a thread holds is taken apart.
 
-A row is read in units: V stored numbers that one thread loads at once, of one scale at most. Must not know
-what is computed with them.
+A row is read in units: V stored numbers that one thread loads at once, of one scale at most.
 
 Memory: `at` points at the weights of a row, u8. Where a mask is false nothing is read.
 """
@@ -116,7 +115,7 @@ def masked(w, zero, MASK: tl.constexpr, FIRST: tl.constexpr, ZERO: tl.constexpr)
 
 @triton.jit
 def parts(t):
-    """What each thread has along t's last axis, [..., N]: a tuple of N, [...]. Nothing moves."""
+    """Return t [..., N] as a tuple of N [...]: each thread holds all N, so nothing moves."""
     N: tl.constexpr = t.shape[len(t.shape) - 1]
     if N == 1:
         out = (tl.reshape(t, t.shape[:-1]),)
@@ -150,7 +149,7 @@ def units(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def planes(n, KINDS: tl.constexpr):
-    """Of tensors as of `numbers`: low, high [..., V]."""
+    """Return low, high [..., V] of tensors as `numbers` returns them."""
     if KINDS == 1:
         low = n[0]
         high = low
@@ -202,7 +201,7 @@ def plane_count(format):
 
 @triton.jit
 def first_column(g, FORMAT: tl.constexpr, V: tl.constexpr):
-    """Where units g [G] begin; `high` begins `BEHIND`."""
+    """Return the first columns of units g [G]; `high` begins `BEHIND`."""
     if plane_count(FORMAT) == 2:
         return g // (BEHIND // V) * (2 * BEHIND) + g % (BEHIND // V) * V
     else:

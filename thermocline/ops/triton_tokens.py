@@ -1,6 +1,6 @@
 """Device code over tokens: norms, activations, rotation, attention over pages, routes, predictors' bits.
 
-Must not know how it is launched: that is triton_kernels.
+`triton_kernels` launches this code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def tanh(x):
 
 @triton.jit
 def activation(g, threshold, KIND: tl.constexpr):
-    """As reference.activate. A NaN stays one."""
+    """Compute `reference.activate`. A NaN stays one."""
     if KIND == "silu":
         return g / (1 + tl.exp(-g))
     elif KIND == "gelu":
@@ -70,7 +70,7 @@ def gated(
     h, ups, named, weights, counts, n, named_stride, tokens, each, pitch, threshold,
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr, R: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Of many tokens: R neurons' gates in h become what they let through of `ups`. Counts as gate_up_few."""
+    """Replace many tokens' gates of R neurons in h by their activation times `ups`. Counts as gate_up_few."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     wanted = row < n
     if named is not None:

@@ -1,1 +1,1 @@
-"""Decide where a model lies and how fast a token then is, before a weight is read. Must not know flags."""
+"""Decide where a model lies and how fast a token then is, before a weight is read."""

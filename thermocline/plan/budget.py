@@ -13,6 +13,7 @@ import numpy as np
 from thermocline.errors import OutOfBudget
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import CPU
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
 from thermocline.plan.contents import contents_of, pack_sizes
@@ -22,13 +23,11 @@ from thermocline.plan.disk_split import (
     arrange,
     arrangement_of,
     beside,
-    contexts_for,
     in_part,
     least_bytes,
-    others_of,
 )
-from thermocline.plan.memory import context_for, fit
-from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, Placement
+from thermocline.plan.memory import context_for, contexts_for, fit, others_of
+from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 
 if TYPE_CHECKING:
     from thermocline.plan.planner import Plan

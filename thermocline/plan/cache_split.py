@@ -49,7 +49,7 @@ class NeuronRows:
 
 @dataclass(frozen=True)
 class Share:
-    """What a layer's rows have of the memory: `hot`, all of them, or `quota` places that they take turns in.
+    """Memory for a layer's rows: `hot`, all of them, or `quota` slots in which they take turns.
 
     Part of them pinned would only cost: text has hot neurons of its own (LOG, "Cache policies").
     """
@@ -90,7 +90,7 @@ def split(rows: Sequence[NeuronRows], room: int) -> list[Share] | None:
 
 @dataclass(frozen=True)
 class Fetch:
-    """What a step is expected to read from disk, of some rows."""
+    """Reads from disk that a step is expected to need for some rows."""
 
     rows: float
     reads: float
@@ -98,9 +98,9 @@ class Fetch:
 
 
 def fetch(x: NeuronRows, share: Share, *, ordered: bool) -> Fetch:
-    """Where steps that ask draw their neurons independently, and the hottest have the places.
+    """Return a step's reads, if steps draw their neurons independently and the hottest ones have the slots.
 
-    `ordered`: rows lie as `x.need` has them. What lies near each other is read at once, with what is between.
+    `ordered`: rows lie as `x.need` has them. Rows near each other are read at once, with the bytes between.
     """
     missed = x.need[share.places :] / x.asked
     if not len(missed):

@@ -2,7 +2,6 @@
 
 The only file that knows what is read when, and what overlaps with what. Figures of the CPU, and of a disk
 beside it alone (`stored_times`), follow this engine as it is; the others are predictions of one to come.
-Must not know budgets, files or solvers.
 
 A layer's time is attention, then the predictor, each on its tier, then the FFN on all tiers at once:
 max(GPU, CPU, disk). A layer that uses both processors waits for the slower and pays `sync_us`; one that is
@@ -47,7 +46,7 @@ EARLY_SHARE = 0.87  # of attention's time, that reads which a predictor began be
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is: one token of each of `batch` sequences, `depth` positions in."""
+    """A step to plan for: one token of each of `batch` sequences, `depth` positions in."""
 
     sparsity: str  # predict, exact or off
     batch: int = 1
@@ -61,7 +60,7 @@ class Work:
 
     @property
     def ffns(self) -> float:
-        """Of a layer, one after the other."""
+        """Return how many FFNs of a layer run one after the other."""
         return self.routed * self.experts
 
 
@@ -125,7 +124,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a step needs of a layer's neurons, hottest first: sums over the first k, k = 0 … neurons."""
+    """Rows of a layer's neurons that a step needs, hottest first: sums over the first k, k = 0 … neurons."""
 
     gates: F64  # gate rows
     bundles: F64
@@ -293,7 +292,7 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
 
 
 def _early_us(attention: float, work: Work) -> float:
-    """Of attention's time, what reads go on beside."""
+    """Return the part of attention's time in which reads go on."""
     return EARLY_SHARE * attention if work.predicts else 0.0
 
 
@@ -305,7 +304,7 @@ def _reading_us(disk: DiskTier, reads: F64 | float, nbytes: F64 | float) -> F64:
 
 
 def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on_gpu: bool) -> F64:
-    """That many rows of each kind, on one processor."""
+    """Return the FFN's time for so many rows of each kind on one processor."""
     gate, bundle, r = layer.sizes.gate, layer.sizes.bundle, layer.reads
     total = np.zeros(len(gate_rows))
     for rows, each, share in ((gate_rows, gate, r.gate_share), (bundle_rows, bundle, r.bundle_share)):

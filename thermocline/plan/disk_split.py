@@ -1,6 +1,6 @@
 """A budget of memory divided to the byte among a model's parts: what is resident, how many neurons fit.
 
-`run` and `plan` ask the same function. Must not know how anything is loaded, nor how fast it then is.
+`run` and `plan` ask the same function.
 """
 
 from __future__ import annotations
@@ -11,37 +11,32 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from thermocline import _native
-from thermocline.engine.engine import PREFILL_CHUNK
-from thermocline.engine.kv_cache import reserved_bytes
 from thermocline.errors import OutOfBudget
 from thermocline.model.sizes import aligned
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorInfo
+from thermocline.ops.interface import CPU
 from thermocline.pack.manifest import BLOCK_BYTES
 from thermocline.plan.cache_split import F64, OPERATION_BYTES, Fetch, NeuronRows, Share, fetch, split
 from thermocline.plan.cost import EXCESS, PREDICT_TOKENS, named
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import (
-    context_for,
     gib_up,
     layer_shape,
-    runtime_bytes,
-    scratch_bytes,
     size_down,
     size_up,
 )
-from thermocline.plan.placement import CPU, DISK, LayerPlacement, NeuronRange, Placement
+from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
 
-LEAST_CONTEXT = 512
 DEPTH, BUFFER_BYTES = 128, 128 << 10  # reads in flight, and of how many bytes
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What memory is divided for: the weights of a pack, or of a shape that could be one.
+    """The weights that memory is divided for: a pack's, or those of a shape that could be one.
 
-    With a GPU beside it, what that does not have: `tensors` lacks those that are there whole, and of each
-    layer every expert's first `on_gpu` neurons are there.
+    A GPU's part is left out: `tensors` lacks those that lie there whole, and the first `on_gpu` neurons of
+    each layer's experts lie there too.
     """
 
     spec: ModelSpec
@@ -56,7 +51,7 @@ class Contents:
         return self.sparsity == "predict" and self.predictor_bytes is not None
 
     def first(self, layer: int) -> int:
-        """Of the neurons of every expert that are not on a GPU."""
+        """Return the first neuron of every expert that is not on a GPU."""
         return self.on_gpu[layer] if self.on_gpu else 0
 
     def rows(self, kind: str, batch: int = 1) -> list[NeuronRows]:
@@ -105,7 +100,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Who has what of the budget. `parts` add up to all the memory that is ever taken."""
+    """A budget divided among a model's parts. `parts` add up to all the memory that is ever taken."""
 
     parts: dict[str, int]
     bundles: tuple[Share, ...]  # as `Contents.rows`
@@ -118,7 +113,7 @@ class Arrangement:
 
     @property
     def share(self) -> float:
-        """Of all neurons, those that have a place, on a GPU or in RAM."""
+        """Return the share of all neurons that have a slot, on a GPU or in RAM."""
         c = self.contents
         each = c.spec.n_experts * sum(map(c.first, range(c.spec.n_layers)))
         every = c.spec.n_layers * c.spec.n_experts * c.spec.ffn_dim
@@ -130,7 +125,7 @@ class Arrangement:
         return [("bundle", self.bundles), *([("gate.weight", self.gates)] if self.gates is not None else [])]
 
     def places(self, shares: Sequence[Share]) -> list[int]:
-        """Of each layer."""
+        """Return the slots of each layer."""
         n = self.contents.spec.n_experts
         return [sum(s.places for s in shares[i : i + n]) for i in range(0, len(shares), n)]
 
@@ -229,31 +224,6 @@ def left_on_disk(a: Arrangement) -> dict[str, int]:
 # ---- dividing
 
 
-def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list[int]:
-    """What to try in turn: a default context is shorter where the weights do not fit in `budget` beside it.
-
-    The shorter one leaves most of the memory to the weights.
-    """
-    context = context_for(spec, asked)
-    if asked is not None or budget is None or not spec.sparse:
-        return [context]
-    shorter = context
-    while shorter > LEAST_CONTEXT and reserved_bytes(spec, shorter, shorter, PREFILL_CHUNK) > budget // 8:
-        shorter //= 2
-    return list(dict.fromkeys((context, shorter)))
-
-
-def others_of(
-    spec: ModelSpec, *, context: int, kv_tokens: int, max_batch: int, threads: int
-) -> dict[str, int]:
-    """Part -> bytes of what a session takes besides weights."""
-    return {
-        "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK),
-        "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
-        "runtime": runtime_bytes(spec),
-    }
-
-
 def arrange(c: Contents, budget: int, others: Mapping[str, int], *, limit: str = "allowed") -> Arrangement:
     """Within `budget` bytes, of which `others` are taken. OutOfBudget with what would be enough.
 
@@ -305,7 +275,7 @@ def _arranged(c: Contents, budget: int, others: Mapping[str, int], gates: bool) 
 
 
 def fetches(a: Arrangement, batch: int = 1) -> list[list[Fetch]]:
-    """Of each layer, what a step of a few tokens is expected to read of each kind."""
+    """Return each layer's expected reads of each kind, for a step of a few tokens."""
     c = a.contents
     found: list[list[Fetch]] = [[] for _ in range(c.spec.n_layers)]
     for kind, shares in a.kinds:
@@ -337,7 +307,7 @@ def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int
 
 
 def resident(spec: ModelSpec, tensors: Mapping[str, TensorInfo], *, gates: bool) -> list[str]:
-    """What is in memory whole, in file order. `gates`: their rows come from disk."""
+    """Return the tensors that are in memory whole, in file order. `gates`: gate rows come from disk."""
     left = (".bundle", ".order", ".activation_count", *((".gate.weight",) if gates else ()))
     tables = looked_up(spec, tensors)
     names = [n for n in tensors if not n.endswith(left) and ".predictor." not in n and n not in tables]
@@ -351,7 +321,7 @@ def looked_up(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def _part(name: str) -> str:
-    """As `plan` calls it."""
+    """Return the name that `plan` has for a tensor's part."""
     if name.startswith("layers."):
         return "gate rows" if ".gate." in name else "attention"
     return "embedding" if name in ("embed.weight", "pos_embed.weight") else "head"
@@ -366,7 +336,7 @@ def _buffers(c: Contents, gates: bool) -> int:
 
 
 def pool_strides(c: Contents, gates: bool) -> list[int]:
-    """Of the pools: layers whose records are equally long share one, gates apart."""
+    """Return the strides of the pools: layers whose records are equally long share one, gates apart."""
     kinds = ("bundle", "gate.weight") if gates else ("bundle",)
     return [stride for k in kinds for stride in sorted({t.stride for t in c.of_kind(k).values()})]
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from thermocline.ops.device_sizes import side_device_bytes
+from thermocline.ops.interface import CPU
 from thermocline.plan import cost
 from thermocline.plan.cost import LayerWork
-from thermocline.plan.placement import CPU, LayerPlacement, NeuronRange, gpu
+from thermocline.plan.placement import LayerPlacement, NeuronRange, gpu
 from thermocline.plan.planner import LayerPlan, Plan
 from thermocline.plan.problem import GPU_RUNTIME_BYTES, Problem, divides
 

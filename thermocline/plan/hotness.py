@@ -1,6 +1,6 @@
 """How often each neuron is needed: from a profile, from a pack's counts, or from a curve said to be one.
 
-Owns where the numbers come from. Must not know tiers or costs.
+Owns the sources of these numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Curve:
 
 
 def of_pack(pack: Pack, curve: Curve, excess: float | None = None) -> Hotness:
-    """Its profile's; else its authors' counts; else, or where `curve` says how many are active, that."""
+    """Return the hotness of a pack: by its profile, else its authors' counts, else `curve`.
+
+    A curve that says how many neurons are active comes first."""
     spec = pack.spec
     profile = open_profile(pack) if spec.sparse else None
     if profile is not None and curve.active is None:
@@ -71,7 +73,7 @@ def profiled(profile: Profile) -> Hotness:
 
 
 def _unseen(profile: Profile, layer: int) -> float:
-    """Of neurons that were never active: together, what those have that were so once (Good and Turing)."""
+    """Return the probability of a neuron that was never active: as Good and Turing estimate it."""
     counts = profile.counts[layer][0]
     never = int(np.count_nonzero(counts == 0))
     return int(np.count_nonzero(counts == 1)) / profile.tokens / never if never else 0.0
@@ -87,7 +89,7 @@ def independent(
 def assumed(
     layers: int, neurons: int, active: float, skew: float, experts: int = 1, routed: float = 1.0
 ) -> Hotness:
-    """The same power law in every layer, each expert with its share; UsageError where there is none.
+    """Return one power law for every layer, each expert with its share; UsageError where there is none.
 
     `routed`: of a mixture's experts, those that a token goes to; `active` is of their neurons.
     """

@@ -1,7 +1,4 @@
-"""The memory plan: what a session needs besides weights, to the byte, and whether it fits.
-
-Must not know files or requests.
-"""
+"""The memory plan: what a session needs besides weights, to the byte, and whether it fits."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import bisect
 import math
 
 from thermocline import _native
-from thermocline.engine.engine import PREFILL_CHUNK
 from thermocline.engine.kv_cache import BLOCK, reserved_bytes
+from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.formats import smallest
 from thermocline.model.spec import ModelSpec
@@ -18,6 +15,7 @@ from thermocline.ops.device_sizes import StepLimits as Limits
 
 GIB = 2**30
 CONTEXT = 4096  # default context where the model can do more: keys and values are reserved before it starts
+LEAST_CONTEXT = 512  # no default context is shorter
 KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
 RUNTIME_BYTES = 48 << 20  # 44 MB measured with 512 tokens: 34 here, 10 in the tokenizer's process
 TOKEN_BYTES = 1024
@@ -29,6 +27,31 @@ def context_for(spec: ModelSpec, asked: int | None) -> int:
             f"a context of {asked} tokens was asked for; the model's limit is {spec.max_context}"
         )
     return min(spec.max_context, CONTEXT) if asked is None else asked
+
+
+def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list[int]:
+    """Return contexts to try: a default one is shorter where the weights do not fit in `budget` beside it.
+
+    The shorter one leaves most of the memory to the weights.
+    """
+    context = context_for(spec, asked)
+    if asked is not None or budget is None or not spec.sparse:
+        return [context]
+    shorter = context
+    while shorter > LEAST_CONTEXT and reserved_bytes(spec, shorter, shorter, PREFILL_CHUNK) > budget // 8:
+        shorter //= 2
+    return list(dict.fromkeys((context, shorter)))
+
+
+def others_of(
+    spec: ModelSpec, *, context: int, kv_tokens: int, max_batch: int, threads: int
+) -> dict[str, int]:
+    """Part -> bytes of what a session takes besides weights."""
+    return {
+        "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK),
+        "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
+        "runtime": runtime_bytes(spec),
+    }
 
 
 def layer_shape(spec: ModelSpec) -> _native.LayerShape:
@@ -54,7 +77,10 @@ def scratch_bytes(
 
 
 def device_limits(spec: ModelSpec, context: int, max_batch: int, *, predicted: bool) -> Limits:
-    """What a GPU's buffers are made for. `predicted`: with predictors, of which a mixture's are the CPU's."""
+    """Return the step that a GPU's buffers are made for.
+
+    `predicted`: with predictors, of which a mixture's are the CPU's.
+    """
     rank = spec.ffn_dim if predicted and spec.n_experts == 1 else 0  # at most
     return Limits(PREFILL_CHUNK + max_batch, max_batch, context, BLOCK, rank)
 
@@ -117,10 +143,10 @@ def gib_up(nbytes: int) -> str:
 
 
 def size_up(nbytes: int) -> str:
-    """What is needed, rounded up: in MiB below 1 GiB."""
+    """Return a need as text, rounded up: in MiB below 1 GiB."""
     return f"{math.ceil(nbytes / 2**20 * 10) / 10:.1f} MiB" if nbytes < GIB else f"{gib_up(nbytes)} GiB"
 
 
 def size_down(nbytes: int) -> str:
-    """What there is, rounded down."""
+    """Return an amount of free memory as text, rounded down."""
     return f"{nbytes * 10 // 2**20 / 10:.1f} MiB" if nbytes < GIB else f"{nbytes * 100 // GIB / 100:.2f} GiB"

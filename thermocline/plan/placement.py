@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from thermocline.files.bounded import Json
+from thermocline.ops.interface import CPU
 
-CPU, DISK = "cpu", "disk"
+DISK = "disk"
 
 
 def gpu(index: int) -> str:
@@ -32,7 +33,7 @@ class NeuronRange:
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """Where one layer is. The ranges follow each other, hottest first, and add up to the FFN's neurons."""
+    """The devices of one layer. Ranges follow each other, hottest first, and add up to the FFN's neurons."""
 
     attention: str  # a device; its keys and values lie there too
     predictor: str | None  # a device
@@ -55,7 +56,7 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every layer of a model and its head are, and what that takes of each memory."""
+    """The devices of a model's layers and head, and the bytes that they take of each memory."""
 
     layers: tuple[LayerPlacement, ...]
     head: str  # a device
@@ -76,6 +77,11 @@ class Placement:
     def used(self, device: str) -> int:
         """Return the bytes that are taken of a device's memory, or left on disk."""
         return sum(self.bytes.get(device, {}).values())
+
+    @property
+    def ram_bytes(self) -> int:
+        """Return the bytes of RAM that are ever taken."""
+        return self.used(CPU)
 
     def json(self) -> Json:
         """Return it as `plan --json` and `run --json` print it (docs/reference/keys.toml)."""

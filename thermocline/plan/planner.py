@@ -1,7 +1,7 @@
 """`thermocline plan`: which neurons go to the GPU, to RAM, to disk, and how fast a token then is.
 
-Owns the budget, to the byte, and what is said when nothing fits. (model, hotness, machine, budget) -> Plan;
-must not know files or flags. Costs are `cost.py`'s, the choice `solver.py`'s.
+Owns the budget, to the byte, and what is said when nothing fits. (model, hotness, machine, budget) -> Plan.
+Costs are `cost.py`'s, the choice `solver.py`'s.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from thermocline.machine.tiers import Tiers
 from thermocline.model.formats import smallest
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
+from thermocline.ops.interface import CPU
 from thermocline.plan import cost
 from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import GIB, gib_up, size_down, size_up
-from thermocline.plan.placement import CPU, DISK, LayerPlacement, NeuronRange, Placement, gpu
+from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.plan.problem import Ask, Problem
 from thermocline.plan.solver import Budget, Choice, Group, fits, group, solve, totals
 
@@ -33,7 +34,7 @@ TIME_LIMIT_S = 0.6
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Where one layer is: its `gpu + ram + disk` neurons, hottest first."""
+    """The tiers of one layer: its `gpu + ram + disk` neurons, hottest first."""
 
     attention: str  # gpu or ram; with its keys and values
     predictor: str | None  # gpu or ram
@@ -311,7 +312,7 @@ def predict(p: Problem, x: Placed, work: Work) -> Prediction:
 
 
 def hot_neurons(p: Problem, batch: int) -> Iterator[int]:
-    """Of each layer, the neurons that cost less to compute than to ask for: 0 where nothing is asked."""
+    """Yield, for each layer, how many neurons cost less to compute than to predict; 0: none is predicted."""
     work = p.work(batch=batch)
     for i, s in enumerate(p.sizes.layers):
         if not (work.predicts and s.predictor.bytes and p.spec.sparse):
@@ -332,7 +333,7 @@ def _gpu_share(p: Problem, x: Placed) -> float:
 
 
 def _notes(p: Problem, x: Placed) -> Iterator[str]:
-    """What a reader should know before trusting it."""
+    """Yield the assumptions that a reader of the plan should know."""
     if p.spec.sparse:
         yield f"hotness: {p.hotness.source}"
     elif p.ask.sparsity != "off":
@@ -357,7 +358,7 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
 
 
 def refusal(p: Problem) -> str:
-    """What it needs, what there is, and the smallest changes that would fit, one memory or the context."""
+    """Return the need, the budget, and the smallest changes that would fit, of one memory or the context."""
     need, vram_need = least_ram(p), least_vram(p)
     changes = [f"--ram {gib_up(need)}"]
     if p.tiers.gpu is not None and vram_need is not None:

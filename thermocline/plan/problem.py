@@ -1,6 +1,6 @@
-"""What is to be planned: a model on a machine for a purpose, and the bytes that no placement changes.
+"""The planner's input: a model on a machine for a purpose, and the bytes that no placement changes.
 
-The memory arithmetic is `memory.py`'s and `kv_cache.py`'s. Must not know how anything is placed.
+The memory arithmetic is `memory.py`'s and `kv_cache.py`'s.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from thermocline.engine.engine import PREFILL_CHUNK
 from thermocline.engine.kv_cache import BLOCK, block_counts, bytes_for
+from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.machine.tiers import Tiers
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
@@ -30,7 +30,7 @@ STAGING_BYTES = 64 << 20  # RAM for reads from disk in flight
 
 @dataclass(frozen=True)
 class Ask:
-    """What the user allows and wants. `vram_bytes` and `ram_bytes`: None is all the machine has."""
+    """The user's limits and wishes. `vram_bytes` and `ram_bytes`: None is all the machine has."""
 
     context: int
     batch: int = 1
@@ -54,7 +54,7 @@ class Problem:
     known: dict[tuple[int, int], Reads] = field(default_factory=dict, compare=False)  # by `reads`
 
     def kv_layer_bytes(self, layer: int) -> int:
-        """Of a layer's keys and values; all layers' are `kv.reserved_bytes`."""
+        """Return the bytes of a layer's keys and values; all layers' are `kv.reserved_bytes`."""
         context = self.ask.context
         whole, windowed = block_counts(self.spec, context * self.ask.batch, context, PREFILL_CHUNK)
         blocks = whole if self.spec.window(layer) is None else windowed
@@ -68,7 +68,7 @@ class Problem:
         return scratch_bytes(self.spec, context=a.context, max_batch=max_batch, threads=threads)
 
     def fixed_ram(self, *, disk: bool) -> dict[str, int]:
-        """What RAM holds wherever the rest is."""
+        """Return the parts that RAM holds in every placement."""
         twins = host_bytes(self.spec, self.limits, self.gpus) if self.vram else 0
         parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)

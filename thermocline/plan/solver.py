@@ -9,7 +9,7 @@ Every layer chooses one of its columns (`cost.layer_columns`); like layers choos
 A column has its own time, synchronisation and the longest of three tiers included, so nothing is linearised,
 and its own bytes, padding included. Its clusters on the GPU are the hottest and those on disk the coldest
 by construction. The relaxation leaves at most two groups undecided, one for each memory: 80 layers take
-a fraction of a second. Must not know models or machines.
+a fraction of a second.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from thermocline.plan.cost import F64, I64, Columns
+
+if TYPE_CHECKING:
+    from highspy import HighsLp
 
 UNIT = 4096.0  # of the memory rows: numbers near 1 to 10^8
 GAP = 1e-3  # of the objective: less than a person can measure, or the machine model is good for
@@ -290,11 +294,11 @@ def _highs(
     return counts, np.split(np.asarray(solution.col_dual), ends), float(info.objective_function_value)
 
 
-def _model(highspy: Any, groups: Sequence[Group], budget: Budget, *, whole: bool) -> Any:
+def _model(highspy: ModuleType, groups: Sequence[Group], budget: Budget, *, whole: bool) -> HighsLp:
     """The problem in the docstring above, column by column: its group's row, VRAM's, RAM's."""
     lengths = [len(g.columns) for g in groups]
     n, counts = sum(lengths), [float(g.count) for g in groups]
-    lp = highspy.HighsLp()
+    lp: HighsLp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = n, len(groups) + 2
     lp.col_cost_ = np.concatenate([g.value for g in groups])
     lp.col_lower_ = np.zeros(n)

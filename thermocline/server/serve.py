@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thermocline.engine.generation_config import completed
 from thermocline.engine.sampler import SamplingParams
@@ -16,11 +16,13 @@ from thermocline.server.api.state import Api
 from thermocline.server.http import server as http
 from thermocline.server.http.guard import Admission
 from thermocline.server.http.limits import ServerLimits
-from thermocline.server.http.listener import Listener
 from thermocline.server.http.posted import return_memory
 from thermocline.server.process.engine_process import EngineProcess
-from thermocline.server.process.messages import ModelOpened
-from thermocline.session.options import EngineOptions, ModelOptions
+
+if TYPE_CHECKING:
+    from thermocline.server.http.listener import Listener
+    from thermocline.server.process.messages import ModelOpened
+    from thermocline.session.options import EngineOptions, ModelOptions
 
 STOP_S = 0.3  # time for the engine to end by itself before its process is killed
 

@@ -1,6 +1,6 @@
 """A table whose rows stay in weights.bin: embeddings, of which a token needs one.
 
-Owns one block of the file, and what is in it. Must not know whose rows they are, nor who decodes them.
+Owns one block of the file, and its bytes in memory.
 """
 
 from __future__ import annotations

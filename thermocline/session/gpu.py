@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from thermocline.errors import Unsupported, UsageError
 from thermocline.machine import hardware, this_machine, tiers
@@ -16,6 +16,7 @@ from thermocline.plan.memory import GIB
 
 if TYPE_CHECKING:
     from thermocline.ops.device import Device
+    from thermocline.ops.device_rows import Kernels
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class OpenGpu:
     """A device to plan for."""
 
     device: Device
-    kernels: Any  # ops.triton_kernels, or for the stand-in ops.torch_kernels
+    kernels: Kernels  # ops.triton_kernels, or for the stand-in ops.torch_kernels
     free_bytes: int
     others: int = 0  # GPUs beside it, which stay idle
 

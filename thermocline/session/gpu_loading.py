@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from thermocline.engine.kv_cache import in_ram
 from thermocline.ops.gpu import GpuOps
-from thermocline.pack.checksums import NeuronChecksums
-from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors
-from thermocline.plan.budget import Decision
+from thermocline.ops.interface import CPU, F16, opaque
 from thermocline.plan.memory import device_limits
-from thermocline.plan.placement import CPU
-from thermocline.session.gpu_tier import Gpus
 from thermocline.session.gpu_weights import load, load_in_part
 from thermocline.session.store import Opened
 from thermocline.session.weights import LoadedWeights, new_ops
+
+if TYPE_CHECKING:
+    from thermocline.pack.checksums import NeuronChecksums
+    from thermocline.pack.pack import Pack
+    from thermocline.pack.predictor import Predictors
+    from thermocline.plan.budget import Decision
+    from thermocline.session.gpu_tier import Gpus
 
 
 def opened(
@@ -49,8 +51,9 @@ def opened(
             pack, placement, a, records, devices, ops.cpu, predictors=predictors, progress=progress
         )
 
-    def storage(layer: int, shape: tuple[int, ...]) -> Any:
-        on_device = placement.layers[layer].attention != CPU
-        return devices[0].zeros(shape, torch.float16) if on_device else in_ram(layer, shape)
+    def storage(layer: int, shape: tuple[int, ...]) -> F16:
+        if placement.layers[layer].attention == CPU:
+            return in_ram(layer, shape)
+        return cast("F16", devices[0].zeros(shape, torch.float16))  # the GPU's ops alone read it
 
-    return Opened(LoadedWeights(made, ops, placement.used(CPU)), store, storage)
+    return Opened(LoadedWeights(made, opaque(ops), placement.ram_bytes), store, storage)

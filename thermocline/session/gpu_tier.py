@@ -5,23 +5,25 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from thermocline.errors import DeviceFailure, OutOfBudget, Unsupported
 from thermocline.machine import disk_speed, this_machine
-from thermocline.machine.tiers import Tiers
 from thermocline.model import quant
-from thermocline.model.spec import ModelSpec
-from thermocline.pack.pack import Pack
 from thermocline.plan import place
 from thermocline.plan.budget import Decision, Needs
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import GIB, context_for
-from thermocline.plan.placement import CPU
-from thermocline.plan.planner import Plan
 from thermocline.plan.problem import Ask
 from thermocline.plan.subject import Subject, of_pack
 from thermocline.session import gpu
 from thermocline.session.gpu import OpenGpu
+
+if TYPE_CHECKING:
+    from thermocline.machine.tiers import Tiers
+    from thermocline.model.spec import ModelSpec
+    from thermocline.pack.pack import Pack
+    from thermocline.plan.planner import Plan
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +126,7 @@ def _report(found: tuple[OpenGpu, ...], made: Plan) -> None:
     on_gpu, most = made.used("gpu") / GIB, sum(one.free_bytes for one in found) / GIB
     log.info(
         f"{names}: {on_gpu:.3g} of {most:.3g} GiB, {made.share:.0%} of the neurons' work; "
-        f"{made.placement.used(CPU) / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
+        f"{made.placement.ram_bytes / GIB:.3g} GiB of RAM; {made.tokens_per_s:.3g} tok/s predicted"
     )
 
 

@@ -5,33 +5,34 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thermocline import _native
 from thermocline.model.sizes import aligned
-from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo
 from thermocline.ops.device_layers import FIRST_GPU, DevicePredictor
 from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights, gpu_index
 from thermocline.pack import blocks
-from thermocline.pack.checksums import NeuronChecksums
-from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 from thermocline.session import weights
 from thermocline.session.store import Progress, Store, fill_runs, opened
 
 if TYPE_CHECKING:
+    from thermocline import _native
+    from thermocline.model.spec import ModelSpec
+    from thermocline.model.tensors import TensorInfo
     from thermocline.ops.cpu import CpuOps
     from thermocline.ops.device import Device
+    from thermocline.pack.checksums import NeuronChecksums
+    from thermocline.pack.pack import Pack
+    from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
     from thermocline.plan.disk_split import Arrangement
 
 OnGpus = Mapping[str, Mapping[str, DeviceRows]]  # by name and device
+N = TypeVar("N", bound=np.generic)
 STAGED_BYTES = 64 << 20  # on their way from the file to the device
 
 
@@ -320,7 +321,7 @@ def cut(p: StoredPredictor, first: int) -> StoredPredictor | None:
     if first * p.experts == len(p.threshold):
         return None
 
-    def rest(of_all: NDArray[Any]) -> NDArray[Any]:
+    def rest(of_all: NDArray[N]) -> NDArray[N]:
         each = of_all.reshape(p.experts, -1, *of_all.shape[1:])[:, first:]
         return np.ascontiguousarray(each).reshape(-1, *of_all.shape[1:])
 

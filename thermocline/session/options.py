@@ -108,7 +108,7 @@ def _check_count(name: str, value: int | None) -> None:
 
 
 def default_cache_dir(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
-    """Where this system keeps caches: XDG_CACHE_HOME wins everywhere."""
+    """Return the directory of caches on this system: XDG_CACHE_HOME wins everywhere."""
     if base := environ.get("XDG_CACHE_HOME"):
         return Path(base) / "thermocline"
     if platform == "win32":

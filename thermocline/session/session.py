@@ -7,25 +7,26 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from thermocline.engine.engine import Engine
+from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.errors import UsageError
 from thermocline.machine import hardware
 from thermocline.pack import blocks
 from thermocline.pack.checksums import open_checksums
-from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
 from thermocline.plan.budget import Decision, Needs, all_in_ram, without_gpu
 from thermocline.plan.memory import GIB
 from thermocline.session import store, weights
-from thermocline.session.options import EngineOptions
 from thermocline.session.store import Opened, Store
-from thermocline.session.weights import LoadedWeights
 
 if TYPE_CHECKING:
+    from thermocline.ops.interface import OpaqueOps
+    from thermocline.pack.pack import Pack
     from thermocline.plan.disk_split import Arrangement
     from thermocline.plan.placement import Placement
     from thermocline.plan.planner import Plan
     from thermocline.session.gpu_tier import Gpus
+    from thermocline.session.options import EngineOptions
+    from thermocline.session.weights import LoadedWeights
     from thermocline.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """What was planned and predicted, where a GPU has a part."""
+        """Return the plan and its prediction, where a GPU has a part."""
         return self.decision.plan
 
     @cached_property
@@ -102,7 +103,7 @@ class Session:
     @property
     def memory_bytes(self) -> int:
         """All the RAM that is ever taken."""
-        return self.placement.used("cpu")
+        return self.placement.ram_bytes
 
     @property
     def gpus(self) -> Gpus | None:
@@ -111,7 +112,7 @@ class Session:
     # ---- what is read
 
     @property
-    def loaded(self) -> LoadedWeights:
+    def loaded(self) -> LoadedWeights[OpaqueOps]:
         """The weights, and the ops over them; read at the first use."""
         return self._open().loaded
 
@@ -128,12 +129,9 @@ class Session:
                 self.pack.spec,
                 opened.loaded.weights,
                 opened.loaded.ops,
-                storage=opened.storage,
-                context=self.context,
+                EngineSettings(self.context, o.max_batch, o.sparsity, kv_tokens=self.placement.kv_tokens),
                 tokenizer=tokenizer,
-                max_batch=o.max_batch,
-                sparsity=o.sparsity,
-                kv_tokens=self.placement.kv_tokens,
+                storage=opened.storage,
                 disk=None if opened.store is None else opened.store.counts,
             )
         return self._engine
@@ -179,14 +177,13 @@ class Session:
                 threads=threads, max_batch=self.options.max_batch, progress=loading
             )  # fmt: skip
         if a is None or records is None:
-            return Opened(weights.load(self.pack, threads=threads, predictors=predictors, progress=loading))
+            made = weights.load(self.pack, threads=threads, predictors=predictors, progress=loading)
+            return Opened(made.opaque())
         disable = self.options.disable
-        return Opened(
-            *store.load(
-                self.pack, a, records, threads=threads, predictors=predictors, disable=disable,
-                progress=loading
-            )
-        )  # fmt: skip
+        made, on_disk = store.load(
+            self.pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading
+        )
+        return Opened(made.opaque(), on_disk)
 
     def _report(self, opened: Opened) -> None:
         a = self.arrangement

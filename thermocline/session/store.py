@@ -1,26 +1,23 @@
 """A pack in less memory than its weights: `disk_split.py`'s answer in an arena, and the neurons left on disk.
 
-Owns where in the arena everything is, and what the disk did. Must not know requests or flags.
+Owns the places in the arena, and the counts of the disk's reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from thermocline import _native
-from thermocline.engine.kv_cache import in_ram
+from thermocline.engine.kv_cache import Storage, in_ram
 from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
 from thermocline.ops.interface import CPU, FFN, DiskCounts, Layer, NeuronCache, Weights
 from thermocline.pack import blocks
-from thermocline.pack.checksums import NeuronChecksums
-from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors
 from thermocline.plan.disk_split import (
     DEPTH,
     Arrangement,
@@ -34,6 +31,10 @@ from thermocline.session.weights import Filled, LoadedWeights
 
 if TYPE_CHECKING:
     from thermocline.ops.device_rows import DeviceRows
+    from thermocline.ops.interface import OpaqueOps, WeightMatrix
+    from thermocline.pack.checksums import NeuronChecksums
+    from thermocline.pack.pack import Pack
+    from thermocline.pack.predictor import Predictors
 
 Progress = Callable[[int, int], None]
 
@@ -64,7 +65,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Map:
-    """Where everything goes. A pool is all places of records of one kind and length."""
+    """The places of all tensors in an arena. A pool is all slots for records of one kind and length."""
 
     # Resident ones by name; of tables on disk, one row; of neurons there, their whole pool.
     tensors: dict[str, TensorInfo]
@@ -119,9 +120,9 @@ def _run(runs: list[tuple[int, int, int]], begin: int, end: int, to: int) -> Non
 class Opened:
     """A session's weights, as there was room for them."""
 
-    loaded: LoadedWeights
+    loaded: LoadedWeights[OpaqueOps]
     store: Store | None = None  # where neurons come from disk
-    storage: Callable[[int, tuple[int, ...]], Any] = in_ram  # of keys and values, as `KVCache`'s
+    storage: Storage = in_ram  # of keys and values
 
 
 def load(
@@ -133,7 +134,7 @@ def load(
     predictors: Predictors | None = None,
     disable: Sequence[str] = (),
     progress: Progress | None = None,
-) -> tuple[LoadedWeights, Store]:
+) -> tuple[LoadedWeights[CpuOps], Store]:
     """Raises as `weights.load` does. `disable`: what the disk tier is to do without."""
     ops = weights.new_ops(threads)
     made, store, filled = opened(pack, a, records, ops, disable=disable, progress=progress)
@@ -179,7 +180,7 @@ def _rows(
     reader: _native.Reader,
     switches: int,
 ) -> list[_native.DiskRows | None]:
-    """As `Arrangement` has their shares; None where all are on a GPU."""
+    """Return the rows on disk with the slots that `Arrangement` gives them; None where all are on a GPU."""
     pools = {k: _native.SlotPool(arena, p.offset, p.stride, p.shape[1]) for k, p in m.pools.items()}
     c, experts, known = a.contents, pack.spec.n_experts, a.contents.hotness.ordered
     made: list[_native.DiskRows | None] = []
@@ -236,13 +237,15 @@ def _with_disk(made: Weights, rows: Sequence[_native.DiskRows | None]) -> Weight
 def _with_lookups(made: Weights, pack: Pack, m: Map, arena: _native.Arena) -> Weights:
     tables = looked_up(pack.spec, pack.tensors)
 
-    def table(name: str, here: Any) -> Any:
-        return (
-            Lookup(pack, pack.tensors[name], arena, m.tensors[name].offset, here) if name in tables else here
-        )
+    def lookup(name: str, row: WeightMatrix | None) -> Lookup:
+        assert isinstance(row, _native.Matrix), "the row of a table on disk is in the arena"
+        return Lookup(pack, pack.tensors[name], arena, m.tensors[name].offset, row)
 
-    embed, pos_embed = table("embed.weight", made.embed), table("pos_embed.weight", made.pos_embed)
-    return replace(made, embed=embed, pos_embed=pos_embed)
+    if "embed.weight" in tables:
+        made = replace(made, embed=lookup("embed.weight", made.embed))
+    if "pos_embed.weight" in tables:
+        made = replace(made, pos_embed=lookup("pos_embed.weight", made.pos_embed))
+    return made
 
 
 def fill_runs(

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -27,10 +27,12 @@ from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 
 if TYPE_CHECKING:
     from thermocline.ops.device_rows import DeviceRows
+    from thermocline.ops.interface import OpaqueOps
 
 # Between two looks at the progress bar and Ctrl-C. The readers run dry at the end of a slice (of 256 MiB: 4 %
 # lost), so slices double until one takes SLICE_S. A multiple of every block size.
 SLICE_BYTES, SLICE_S = 64 << 20, 0.25
+Table = TypeVar("Table", covariant=True)  # of ops
 ALIGN = 64  # of a predictor's matrices: a cache line
 
 
@@ -48,11 +50,15 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class LoadedWeights:
+class LoadedWeights(Generic[Table]):
     weights: Weights
-    ops: Any  # CpuOps, or GpuOps over one
+    ops: Table  # CpuOps, or GpuOps over one
     bytes: int
     filled: Filled | None = None  # None: a GPU has a part of them, and RAM's speed says nothing
+
+    def opaque(self) -> LoadedWeights[OpaqueOps]:
+        """Return the same weights with the kind of their ops hidden."""
+        return cast("LoadedWeights[OpaqueOps]", self)
 
     def read_gbs(self, threads: int, seconds: float = hardware.ROOF_SECONDS) -> float | None:
         """GB/s of reading them over and over: the roof of a token's speed. None: nothing to measure on."""
@@ -67,7 +73,7 @@ def load(
     isa: str = "",
     predictors: Predictors | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> LoadedWeights:
+) -> LoadedWeights[CpuOps]:
     """Read and check the pack into RAM. `progress` is called with (bytes read, bytes in all).
 
     Raises BadFile or IOFailure naming the first tensor that is damaged or cannot be read, OutOfBudget.
@@ -89,14 +95,14 @@ def new_ops(threads: int, isa: str = "") -> CpuOps:
 
 
 def with_predictors(weights: Weights, predictors: Predictors | None) -> Weights:
-    """The same weights, with these predictors in place of what they had."""
+    """Return the weights with these predictors in place of their own."""
     count = len(weights.layers)
     assert predictors is None or predictors.count == count
     return with_stored(weights, [None if predictors is None else predictors.stored(i) for i in range(count)])
 
 
 def with_stored(weights: Weights, stored: Sequence[StoredPredictor | None]) -> Weights:
-    """Likewise, with a predictor or none for each layer: in an arena of their own."""
+    """Return the weights with a predictor or none for each layer, in an arena of the predictors."""
     found: list[list[_native.Predictor | None]] = [[None] * len(x.experts) for x in weights.layers]
     size = sum(p.nbytes + 2 * ALIGN for p in stored if p is not None)
     if size:
@@ -123,7 +129,7 @@ def _asked(f: FFN, predictor: _native.Predictor | None) -> FFN:
 def _placed(
     p: StoredPredictor, experts: int, arena: _native.Arena, at: int
 ) -> tuple[list[_native.Predictor], int]:
-    """Its matrices written from byte `at` of the arena: each expert's predictor -> and where they end."""
+    """Write a predictor's matrices from byte `at` of the arena. -> each expert's predictor, and the end."""
 
     def matrices(m: StoredMatrix, parts: int) -> list[_native.Matrix]:
         nonlocal at
@@ -140,7 +146,7 @@ def _placed(
 
 
 def fill(arena: _native.Arena, pack: Pack, progress: Callable[[int, int], None] | None = None) -> None:
-    """What `load` reads: the pack's bytes, checked."""
+    """Read a pack's bytes into the arena, checked."""
     ranges = block_ranges(pack)
     done, size = 0, sum(end - begin for begin, end in ranges)
     for begin, end in _slices(ranges):

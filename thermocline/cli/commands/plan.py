@@ -114,7 +114,7 @@ def plan(o: PlanOptions) -> int:
 def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask, Plan]:
     """Plan for the first context to try that leaves nothing on disk, else for the last."""
     from thermocline.plan import place
-    from thermocline.plan.disk_split import contexts_for
+    from thermocline.plan.memory import contexts_for
 
     ram = tiers.cpu.ram_bytes if o.ram is None else int(o.ram * GIB)
     contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None)
