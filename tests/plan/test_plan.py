@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack import predictor
 from thermocline.pack.activity_profile import Profile
 from thermocline.pack.pack import Pack
-from thermocline.plan import cost, hotness
+from thermocline.plan import cost, hotness, planner
 from thermocline.plan import subject as subjects
 from thermocline.plan.hotness import Curve, Hotness
 from thermocline.plan.memory import GIB, fit
@@ -102,6 +102,14 @@ def test_keys_and_values_are_bounded_by_the_window() -> None:
     p = made(spec, sizes, hotness.assumed(32, spec.ffn_dim, 0.1, 0.26), CPU_ONLY, context=4096)
     assert p.bytes["ram"]["keys and values"] == reserved_bytes(spec, 4096, 4096, PREFILL_CHUNK)
     assert p.bytes["ram"]["keys and values"] < 0.7 * bytes_for(spec, 4096)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """A busy machine does not stop the solver early."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "TIME_LIMIT_S", 60.0)
+        yield
 
 
 each_budget = given(

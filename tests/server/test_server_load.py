@@ -84,6 +84,7 @@ def test_whoever_leaves_takes_nothing_along(bench: Any, server: Served, port: in
     assert server.health()["ready"]
 
 
+@pytest.mark.slow  # it measures how long a refusal takes
 def test_a_trial_without_a_place_in_the_queue_is_refused_at_once(bench: Any) -> None:
     with served(ServerLimits(limit_queue=4), max_batch=2) as server:
         found = bench.serve_figures.overload(int(server.url.rpartition(":")[2]), seconds=2, room=6)

@@ -167,6 +167,7 @@ def test_a_step_that_ends_during_attention_spoils_nothing(
             assert llm.generate("Cold", GREEDY).figures.logits_hash == wanted
 
 
+@pytest.mark.slow
 def test_switched_off_parts_change_nothing_but_time(mixture: Path) -> None:
     with opened(mixture, sparsity="predict") as llm:
         want = llm.generate("Cold", GREEDY).figures.logits_hash

@@ -41,6 +41,8 @@ from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.session import gpu_weights, weights
 
+pytestmark = pytest.mark.oracle
+
 __all__ = ["small_buffers", "small_staging", "stand_in"]  # fixtures
 Making = Callable[..., Pack]
 SAME = 1e-10  # NMSE of sums that are added up in another order
