@@ -63,7 +63,9 @@ def test_every_number_of_tokens_has_code_that_is_compiled() -> None:
             names = [{n for n, _, _ in gpu_compile.kernels(t, [f]) if f in n} for t in (listed, possible)]
             assert names[0] and names[0] == names[1], names[1] - names[0]
     """
-    here = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    # No empty entry: that is the current directory, whose package has no compiled core.
+    paths = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    here = os.pathsep.join(filter(None, paths))
     env = {**os.environ, "PYTHONPATH": here}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-P", "-c", script, TOKENS]
