@@ -35,6 +35,12 @@ from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Heads, KVLayer,
 
 ISAS = _native.isa_levels()
 FORMATS = list(quant.FORMATS)
+# Every format on this machine's own instruction set, and each other set with a format or two.
+PAIRS = [
+    pytest.param(isa, format, marks=[] if isa == _native.isa() or j % len(ISAS) == i else [pytest.mark.slow])
+    for i, isa in enumerate(ISAS)
+    for j, format in enumerate(FORMATS)
+]
 QUANTISED = [f.name for f in quant.FORMATS.values() if f.block > 1]
 
 # Up to 4 tokens are multiplied row by row, more in tiles of at most 12; each size is code of its own.
@@ -431,8 +437,7 @@ def check_ffn_add(isa: str, format: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "format"), PAIRS)
 def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> None:
     """Without bundles; its second input is quantised too. Nor do tokens, threads or `exact` change a bit."""
     for (ffn_dim, dim), activation in zip(
@@ -499,14 +504,6 @@ def public_functions(where: Any) -> set[str]:
 OPS = sorted(public_functions(reference) - PARTS - BINDERS - HINTS)
 
 
-# Every format on this machine's own instruction set, and each other set with a format or two.
-PAIRS = [
-    pytest.param(isa, format, marks=[] if isa == _native.isa() or j % len(ISAS) == i else [pytest.mark.slow])
-    for i, isa in enumerate(ISAS)
-    for j, format in enumerate(FORMATS)
-]
-
-
 @pytest.mark.parametrize(("isa", "format"), PAIRS)
 @pytest.mark.parametrize("op", OPS)
 def test_a_native_op_equals_the_reference(op: str, isa: str, format: str) -> None:
@@ -561,8 +558,7 @@ def test_the_answer_is_right_for_every_active_set(isa: str, format: str, kind: s
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "format"), PAIRS)
 def test_tokens_skipping_and_threads_change_no_bit(isa: str, format: str, activation: str) -> None:
     n, dim = 645, 416  # chunks of neurons and tiles of columns, the last of each short
     x, h = normal(5, 70, dim), normal(6, 70, dim)

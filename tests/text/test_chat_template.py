@@ -238,8 +238,17 @@ def test_missing_keys_are_undefined_as_in_transformers(messages: Any, directory:
 # ---- messages write no control tokens
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
-@pytest.mark.parametrize("name", templates.TEMPLATES)
+# Each template with one kind of tokenizer, each kind with some templates; the others are slow.
+WITH_EVERY_TEMPLATE = [
+    pytest.param(
+        kind, name, id=f"{name}-{kind.__name__}", marks=[] if i % len(KINDS) == j else [pytest.mark.slow]
+    )
+    for i, name in enumerate(templates.TEMPLATES)
+    for j, kind in enumerate(KINDS)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), WITH_EVERY_TEMPLATE)
 def test_control_strings_in_a_message_add_no_control_token(kind: Any, name: str, directory: Any) -> None:
     template = chat_template(directory(kind), name)
     tokenizer = Tokenizer(directory(kind))
