@@ -78,7 +78,11 @@ def costs(posted: Any) -> tuple[int, int]:
     return peak + len(posted.body), errors
 
 
-@pytest.mark.parametrize("posted", LISTS, ids=named)
+# One list in the quick suite; the others cost a second each.
+EACH_LIST = [pytest.param(x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(LISTS)]
+
+
+@pytest.mark.parametrize("posted", EACH_LIST, ids=named)
 def test_a_quarter_of_a_million_bad_values_make_one_error(posted: Any) -> None:
     """260,000 nulls for a prompt made 780,001, in 770 MiB, while all others waited for 2 s."""
     peak, errors = costs(posted)

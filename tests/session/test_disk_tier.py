@@ -230,6 +230,7 @@ def test_plan_says_before_what_run_does(wide_pack: Path, thermocline: Run) -> No
     assert any("expected in memory" in note for note in told["notes"])
 
 
+@pytest.mark.slow
 def test_the_promise_is_kept_in_a_process_of_its_own(tmp_path: Path, thermocline: Run) -> None:
     """Peak memory is below what was said before, and not far."""
     shape = tmp_path / "config.json"

@@ -206,7 +206,7 @@ def test_a_mixture_that_skips_nothing_has_to_be_in_memory(tmp_path: Path, thermo
     assert "the model needs " in ran.err and "is allowed; use " in ran.err
 
 
-@pytest.mark.parametrize("sparsity", ["exact", "predict"])
+@pytest.mark.parametrize("sparsity", [pytest.param("exact", marks=pytest.mark.slow), "predict"])
 def test_plan_says_before_what_run_does(mixture: Path, sparsity: str, thermocline: Run) -> None:
     """The same split to the byte."""
     ram = f"{budgets(mixture, sparsity=sparsity)[1]:.4f}"
