@@ -419,21 +419,24 @@ def test_named_neurons_stand_for_a_predictor(tmp_path: Path) -> None:
 # ---- a session
 
 
+class Counting(StandIn):
+    """A stand-in that counts the bytes taken of its memory and of pinned RAM."""
+
+    there = here = 0
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made = super().zeros(shape, dtype)
+        self.there += made.nbytes
+        return made
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made = super().zeros(shape, dtype)
+        self.here += made.nbytes
+        return made
+
+
 def test_buffers_are_what_the_planner_counts() -> None:
     """But for the model's own vectors, which it counts with their layers."""
-
-    class Counting(StandIn):
-        there = here = 0
-
-        def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            made = super().zeros(shape, dtype)
-            self.there += made.nbytes
-            return made
-
-        def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            made = super().zeros(shape, dtype)
-            self.here += made.nbytes
-            return made
 
     windowed = replace(SPEC, sliding_window=9, window_layers=(1,))
     for spec in (SPEC, replace(SPEC, activation="silu"), windowed, replace(SPEC, n_experts=40)):

@@ -17,9 +17,8 @@ import pytest
 import test_gpu
 import test_gpu_moe
 import test_synth
-import torch
 from test_disk_tier import small_buffers
-from test_gpu import generated, gpu_ops, logits, slowly, stand_in, storage
+from test_gpu import Counting, generated, gpu_ops, logits, slowly, stand_in, storage
 from test_gpu_disk import arranged, small_staging
 from test_moe_disk import EXPERTS
 from test_options import SPEC, TOKENS, nmse
@@ -306,19 +305,6 @@ def test_each_gpu_computes_its_own_neurons_beside_the_others(
 
 
 def test_buffers_are_what_the_planner_counts(tmp_path: Path) -> None:
-    class Counting(StandIn):
-        there = here = 0
-
-        def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            made = super().zeros(shape, dtype)
-            self.there += made.nbytes
-            return made
-
-        def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            made = super().zeros(shape, dtype)
-            self.here += made.nbytes
-            return made
-
     for spec in (SPEC, replace(SPEC, activation="silu"), replace(SPEC, n_experts=EXPERTS)):
         devices, limits = [Counting() for _ in range(3)], StepLimits(40, 3, 64, BLOCK, 32)
         GpuOps(devices, torch_kernels, CpuOps(1), spec, limits)
