@@ -6,6 +6,7 @@ Here is nothing that a planner needs, since every session comes by.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +55,7 @@ class Decision:
     contents: Contents | None = None  # of RAM, where the disk has neurons
     plan: Plan | None = None  # with what is predicted, where there is a GPU
 
-    @property
+    @cached_property
     def arrangement(self) -> Arrangement | None:
         """The shares of RAM that the placement gives to neurons; None where none are on disk."""
         if self.contents is None or not self.placement.from_disk:

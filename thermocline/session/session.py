@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from thermocline.engine.engine import Engine, EngineSettings
@@ -90,7 +90,7 @@ class Session:
         """Return the plan and its prediction, where a GPU has a part."""
         return self.decision.plan
 
-    @cached_property
+    @property
     def arrangement(self) -> Arrangement | None:
         """The shares of RAM that neurons have; None where none are on disk."""
         return self.decision.arrangement
