@@ -3,8 +3,6 @@
 #include "bindings.h"
 #include "storage/row_load.h"
 
-#include <errno.h>
-
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -118,16 +116,6 @@ static std::tuple<int, int64_t> wait(Loading& loading, const Progress& progress)
     return failed ? std::make_tuple(failed->error, int64_t(failed->where)) : std::make_tuple(0, int64_t(-1));
 }
 
-static State state_of(const std::string& path) {
-    tc::FileState s;
-    errno = 0;
-    if (!tc::file_state(path.c_str(), s)) {
-        PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
-        throw nb::python_error();
-    }
-    return {s.device, s.inode, s.bytes, s.modified_ns};
-}
-
 static nb::object arranged(const std::string& format, Array<const uint8_t, 2> rows, Array<uint8_t, 2> out) {
     const tc::Arrangement* form = tc::arrangement(format.c_str());
     check(form != nullptr, "unknown weight format");
@@ -155,6 +143,5 @@ void bind_load(nb::module_& m) {
           "block"_a, nb::rv_policy::take_ownership, nb::keep_alive<0, 1>(), nb::keep_alive<0, 4>());
     m.def("begin_rows", &begin_rows, "arena"_a, "files"_a, "runs"_a, nb::rv_policy::take_ownership,
           nb::keep_alive<0, 1>());
-    m.def("file_state", &state_of, "path"_a);
     m.def("arranged", &arranged, "format"_a, "rows"_a.noconvert(), "out"_a.noconvert());
 }

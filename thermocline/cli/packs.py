@@ -1,4 +1,4 @@
-"""The pack that a name on the command line means."""
+"""The model, or the pack, that a name on the command line means."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from thermocline.errors import UsageError
 
 if TYPE_CHECKING:
     from thermocline.pack.pack import Pack
+    from thermocline.pack.stored_model import StoredModel
 
 
 def pack_directory(model: str | None) -> Path:
@@ -32,6 +33,24 @@ def open_pack(model: str | None, activation: str | None = None) -> Pack:
     from thermocline.pack.pack import Pack
 
     return Pack.open(resolve(pack_directory(model), "", None, activation=activation))
+
+
+def find_model(
+    model: str | None,
+    progress: ProgressBar,
+    *,
+    activation: str | None,
+    format: str | None = None,
+    cache: str | None = None,
+) -> StoredModel:
+    """Open a model in any form. Where need be, it is fetched, and packed if it does not run in place."""
+    from thermocline.hub.download import locate
+    from thermocline.llm import BUNDLED
+    from thermocline.opening.open_model import open_model
+
+    given = BUNDLED if model is None else locate(model, progress.at)
+    packing = partial(progress.at, "packing")
+    return open_model(given, cache_dir(cache), format, packing, activation=activation)
 
 
 def find_pack(

@@ -17,7 +17,7 @@ from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
 from thermocline.model import formats, gguf_blocks, quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import TensorMap
+from thermocline.model.tensor_map import SourceSlice, TensorMap
 from thermocline.model.tensors import expected_tensors
 from thermocline.pack.writer import check_range
 
@@ -91,6 +91,10 @@ class GGUFSource(TensorMapSource):
         """Return the GGUF's tensors that one part of a packed tensor is made of."""
         pieces = self._tensor_map.tensors[part]
         return [self._gguf.tensors[self._names[p.tensor]] for p in pieces if p.tensor is not None]
+
+    def tensor(self, piece: SourceSlice) -> Tensor:
+        """Return the GGUF's tensor that a slice is of."""
+        return self._gguf.tensors[self.name_of(piece)]
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8 | None:
         rows = self._copy(name, format, first, last)
