@@ -497,11 +497,14 @@ def test_the_commands_take_a_gguf(twin: Callable[[str], Path], tmp_path: Path, t
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
-def test_a_gguf_without_a_tokenizer_is_refused_before_it_is_packed(
+def test_a_gguf_without_a_tokenizer_is_refused_before_its_weights_are_read(
     command: str, twin: Callable[[str], Path], tmp_path: Path, thermocline: Run
 ) -> None:
     path, cache = gguf_twins.write(twin("llama"), tmp_path / "m.gguf"), tmp_path / "cache"
-    given = ["-m", path, "--cache-dir", cache]
+    ran = thermocline(command, "-m", path, *(["hello"] if command == "run" else []))
+    assert ran.code == 3 and f"{path}: has no tokenizer" in ran.err and ran.err.count("\n") == 1
+    assert thermocline("bench", "-m", path, "-p", "4", "-n", "0", "-r", "1").code == 0
+    given = ["-m", path, "--cache-dir", cache, "--format", "f16"]
     for packed in range(2):  # with its pack in the cache, which `bench` made, too
         ran = thermocline(command, *given, *(["hello"] if command == "run" else []))
         assert ran.code == 3 and f"{path}: has no tokenizer" in ran.err and ran.err.count("\n") == 1
@@ -513,9 +516,9 @@ def test_whoever_packs_says_what_it_cost_once(
     twin: Callable[[str], Path], tmp_path: Path, thermocline: Run
 ) -> None:
     path = gguf_twins.write(
-        twin("llama"), tmp_path / "m.gguf", types=lambda n: "Q5_0" if "down" not in n else None
+        twin("llama"), tmp_path / "m.gguf", types=lambda n: "Q5_0" if "down" not in n else "F16"
     )
-    bench = ["bench", "-m", path, "-p", "4", "-n", "0", "-r", "1", "--cache-dir"]
+    bench = ["bench", "-m", path, "--format", "q8_0", "-p", "4", "-n", "0", "-r", "1", "--cache-dir"]
     told = thermocline(*bench, tmp_path / "a").err
     assert told.count(f"{path}: ") == 1 and "of the weights converted" in told and "added RMS" in told
     assert thermocline(*bench, tmp_path / "a").err == ""
@@ -534,7 +537,7 @@ def test_run_says_what_packing_cost(tmp_path: Path, thermocline: Run) -> None:
     path = gguf_twins.write(
         hf, tmp_path / "m.gguf", types=lambda n: "Q4_1" if "down" not in n else None, more=spoken
     )
-    run = ["run", "-m", path, "-n", "1", "hello", "--cache-dir", tmp_path / "cache"]
+    run = ["run", "-m", path, "--format", "f16", "-n", "1", "hello", "--cache-dir", tmp_path / "cache"]
     assert "of the weights converted" in thermocline(*run).err
     assert "converted" not in thermocline(*run).err
 

@@ -386,9 +386,10 @@ def test_a_model_whose_neurons_can_be_skipped_is_packed_and_a_line_says_why(
     ran = thermocline("bench", *given)
     assert (
         ran.code == 0
-        and f"{path}: runs as a pack in the cache, because its neurons can be skipped" in ran.err
+        and f"{path}: is packed first, because its neurons can be skipped" in ran.err
     )
     assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert thermocline("bench", *given).err == "", "its pack is there now"
 
 
 def test_a_type_without_a_format_here_is_named(of_blocks: Callable[..., Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from thermocline.errors import BadFile
 from thermocline.opening.gguf_model import open_gguf
 from thermocline.pack.pack import Pack
 from thermocline.pack.stored_model import Progress, StoredModel
-
-log = logging.getLogger(__name__)
 
 
 def open_model(
@@ -28,9 +25,9 @@ def open_model(
     """Open a model. The parameters are those of `resolve`, which packs what does not run in place.
 
     A GGUF runs in place unless a format is asked for, its neurons can be skipped, or its blocks have no
-    format here. The log gets a line that says why one is packed. Raises as `resolve` does.
+    format here. Raises as `resolve` does.
     """
-    path = Path(model)
+    path, why = Path(model), None
     if weight_format is None and is_gguf(path):
         found = open_gguf(path, activation)
         if not isinstance(found, str):
@@ -40,5 +37,6 @@ def open_model(
                     "such a model without text"
                 )
             return found
-        log.info(f"{path}: runs as a pack in the cache, because {found}")
-    return Pack.open(resolve(path, cache_dir, weight_format, progress, text=text, activation=activation))
+        why = found
+    packed = resolve(path, cache_dir, weight_format, progress, text=text, activation=activation, why=why)
+    return Pack.open(packed)
