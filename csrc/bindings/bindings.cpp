@@ -16,6 +16,7 @@
 
 void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
 void bind_host(nanobind::module_& m);  // bindings_host.cpp
+void bind_quantise(nb::module_& m);  // bindings_quantise.cpp
 void bind_plan(nanobind::module_& m);  // bindings_plan.cpp
 bool interrupted_by_python();
 
@@ -610,4 +611,5 @@ NB_MODULE(_native, m) {
              "record"_a.noconvert() = nb::none());
     bind_host(m);
     bind_plan(m);
+    bind_quantise(m);
 }
