@@ -1,1 +1,4 @@
-"""Weights into few bits: the search for the best bytes, the importance of columns, a format for each tensor. It must not know how a model runs."""
+"""Weights in few bits: the search for the best bytes, and the importance of columns.
+
+It must not know packs, nor how a model runs.
+"""

@@ -1,8 +1,8 @@
 """Encode rows of weights by searching for the bytes with the least error (csrc/quantise).
 
 `model.quant` says what the bytes mean; its encoders round to the nearest with scales of the extremes. Here
-scales, minima and quants are chosen for each other. With an importance, the error of a column costs that much.
-With feedback, errors are evened out by later columns that take part of the same sums.
+scales, minima and quants are chosen for each other. With an importance, the error of a column costs that
+much. With feedback, errors are evened out by later columns that take part in the same sums.
 """
 
 from __future__ import annotations
@@ -66,4 +66,6 @@ def check_finite(x: F32, name: str, first: int) -> None:
     with np.errstate(all="ignore"):
         bad = ~np.isfinite(x.sum(axis=1, dtype=np.float64))
     if bad.any():
-        raise BadFile(f"{name}: row {first + int(bad.argmax())} has weights that are NaN or infinite: damaged")
+        raise BadFile(
+            f"{name}: row {first + int(bad.argmax())} has weights that are NaN or infinite: damaged"
+        )

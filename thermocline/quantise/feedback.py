@@ -1,8 +1,8 @@
 """Feedback of rounding errors: an error in one column of a matrix is evened out by the columns after it.
 
 For inputs with the covariance H, a row's error e costs e'He. Columns are rounded in order, and the best
-answer of the later columns to an error has a closed form: with U'U = inverse(H) and U upper triangular, column
-j's error, divided by U[j, j], times U[j, k] is taken off column k (Frantar and others: GPTQ, arXiv 2210.17323).
+answer of the later columns to an error has a closed form: with U'U = inverse(H) and U upper triangular,
+column j's error, divided by U[j, j], times U[j, k] is taken off column k (GPTQ, arXiv 2210.17323).
 """
 
 from __future__ import annotations

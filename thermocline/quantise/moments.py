@@ -59,6 +59,14 @@ def reader_of(tensor: str) -> str | None:
     if name in ("head", "embed"):  # the embedding, if it is the head too
         return HEAD
     layer, _, part = name.rpartition(".")
-    known = {"q": "qkv", "k": "qkv", "v": "qkv", "qkv": "qkv", "attn_out": "attn_out", "gate": "ffn", "up": "ffn"}
+    known = {
+        "q": "qkv",
+        "k": "qkv",
+        "v": "qkv",
+        "qkv": "qkv",
+        "attn_out": "attn_out",
+        "gate": "ffn",
+        "up": "ffn",
+    }
     known["down"] = "down"
     return f"{layer}.{known[part]}" if layer.startswith("layers.") and part in known else None

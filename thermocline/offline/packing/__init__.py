@@ -1,1 +1,1 @@
-"""The steps of `pack --format` for which the model runs: measuring what its inputs are like, and what a pack cost."""
+"""The steps of `pack --format`: measuring a model's inputs, writing its pack, measuring what that cost."""

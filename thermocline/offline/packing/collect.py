@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,13 +25,15 @@ from thermocline.ops.interface import (
     Norm,
     WeightMatrix,
     Weights,
+    stacked,
 )
 from thermocline.quantise.moments import HEAD, InputMoments, Moments
 
 STEP = 256  # tokens computed together
 
 
-class BoundHalf(NamedTuple):
+@dataclass(frozen=True)
+class BoundHalf:
     """A layer's half, and which layer it is."""
 
     index: int
@@ -61,12 +64,16 @@ class InputCollector(CpuOps):
         self._bound[1] += 1
         return BoundHalf(self._bound[1] - 1, layer, super().bind_ffn(spec, layer))
 
-    def attention_add(self, x: F32, h: F32, bound: BoundHalf, step: Any, kv: KVLayer) -> None:
-        name, layer = f"layers.{bound.index}", bound.layer
+    def attention_add(self, x: F32, h: F32, bound: Any, step: Any, kv: KVLayer) -> None:
+        half: BoundHalf = bound
+        name, layer = f"layers.{half.index}", half.layer
         seen = self._normed(layer.attn_norm, h)
         self._add(f"{name}.qkv", seen)
-        a = self.attention(bound.native, self.matmul(layer.qkv.weight, seen, layer.qkv.bias), step, kv)
-        a = self._normed(layer.attn_sub_norm, a)
+        qkv = [self.matmul(w, seen, None) for w in stacked(layer.qkv.weight)]
+        rows = qkv[0] if len(qkv) == 1 else np.concatenate(qkv, axis=1)
+        if layer.qkv.bias is not None:
+            rows += layer.qkv.bias
+        a = self._normed(layer.attn_sub_norm, self.attention(half.native, rows, step, kv))
         self._add(f"{name}.attn_out", a)
         y = self.matmul(layer.attn_out.weight, a, layer.attn_out.bias)
         x += np.float32(self._spec.residual_scale) * self._normed(layer.attn_post_norm, y)
