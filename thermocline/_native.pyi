@@ -28,6 +28,23 @@ def read_bandwidth(nbytes: int, threads: int, seconds: float) -> float:
 def crc32c(buffer: bytes | memoryview | U8, seed: int = 0) -> int:
     """CRC-32C (Castagnoli); pass the last result as seed to continue."""
 
+def quantise(
+    format: str,
+    x: F32,
+    out: U8,
+    *,
+    importance: F32 | None = None,
+    feedback: F32 | None = None,
+    threads: int = 1,
+    isa: str = "",
+) -> None:
+    """Search for the bytes of rows x [rows, columns] with the least error: planar rows [rows, row bytes].
+
+    importance: what the square of an error costs, for each column. feedback: for each window of columns the
+    upper triangular U with U'U = the inverse of the inputs' covariance, [windows, window, window]; the errors
+    of a column are then evened out by later ones of its window.
+    """
+
 SIGNS: int  # a `Matrix` format for predictors: a bit a weight
 FORMATS: dict[str, tuple[int, int, int]]  # by name: id, weights of a block, bytes of a block
 

@@ -17,6 +17,7 @@
 void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
 void bind_host(nanobind::module_& m);  // bindings_host.cpp
 void bind_load(nanobind::module_& m);  // bindings_load.cpp
+void bind_quantise(nanobind::module_& m);  // bindings_quantise.cpp
 void bind_plan(nanobind::module_& m);  // bindings_plan.cpp
 bool interrupted_by_python();
 
@@ -643,4 +644,5 @@ NB_MODULE(_native, m) {
              "record"_a.noconvert() = nb::none());
     bind_host(m);
     bind_plan(m);
+    bind_quantise(m);
 }
