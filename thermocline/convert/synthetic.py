@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from thermocline.convert.synthetic_weights import ACTIVE, SyntheticSparsity, Wei
 from thermocline.errors import Unsupported, UsageError
 from thermocline.files.bounded import parse_json, read_small
 from thermocline.model.families import MAX_CONFIG_BYTES, parse_config, read_config_json
+from thermocline.model.mixes import MIXES, formats_of
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import TensorMap
 from thermocline.model.tensors import expected_tensors
@@ -34,21 +38,37 @@ def shapes() -> dict[str, Any]:
     return parse_json(read_small(SHAPES, MAX_CONFIG_BYTES), str(SHAPES))
 
 
-def read_shape(shape: str, activation: str | None = None) -> tuple[str, ModelSpec, TensorMap]:
-    """Return (name, spec, tensor map) of a known shape or a config.json.
+def read_shape(
+    shape: str, activation: str | None = None, layers: int | None = None
+) -> tuple[str, ModelSpec, TensorMap]:
+    """Return (name, spec, tensor map) of a known shape or a config.json, with so many layers if given.
 
     Raises UsageError for an unknown shape, and the errors of `parse_config`.
     """
     known = shapes()
+    changed = {} if layers is None else {"num_hidden_layers": layers}
     if shape in known:
-        return shape, *parse_config(known[shape], None, shape, activation)
+        return shape, *parse_config(known[shape] | changed, None, shape, activation)
     path = Path(shape)
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
         raise UsageError(f"{shape}: is neither a config.json nor a known shape; known: {', '.join(known)}")
     name = os.path.basename(os.path.dirname(os.path.realpath(path)))
-    return name, *parse_config(read_config_json(path), None, str(path), activation)
+    return name, *parse_config(read_config_json(path) | changed, None, str(path), activation)
+
+
+def formats_named(name: str, spec: ModelSpec) -> tuple[str, dict[str, str]]:
+    """Return (the format of most matrices, all formats as `expected_tensors` takes them) of a mix or a format.
+
+    A format that is no mix's name is every matrix's, as far as its blocks divide the rows.
+    """
+    if name not in MIXES:
+        return name, {}
+    formats = formats_of(name, spec)
+    if spec.sparse:
+        formats = {re.sub(r"\.(up|down)\.weight$", r".\1", n): f for n, f in formats.items()}
+    return Counter(formats.values()).most_common(1)[0][0], formats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +89,15 @@ class SyntheticModel:
         rank: int,
         hottest_first: bool = False,
         activation: str | None = None,
+        layers: int | None = None,
     ) -> SyntheticModel:
-        """Describe a synthetic model of a shape.
+        """Describe a synthetic model of a shape, with so many layers if given.
 
         `active` is the mean share of active neurons. None means `ACTIVE` for a ReLU model and no sparsity
         for others; a number makes any model a ReLU model. Raises Unsupported, and the errors of `read_shape`
         and `WeightStatistics.of`.
         """
-        name, spec, tensor_map = read_shape(shape, activation)
+        name, spec, tensor_map = read_shape(shape, activation, layers)
         if spec.embed_dim is not None:
             raise Unsupported(
                 f"{name}: its embeddings have another width than its layers, which a synthetic model cannot; "
@@ -88,7 +109,8 @@ class SyntheticModel:
         sparsity = SyntheticSparsity(chosen, skew, rank, hottest_first) if spec.sparse else None
         known = expected_tensors(spec, "f32")
         optional = tuple(n for n in tensor_map.tensors if n in known and known[n].optional)
-        said = {"seed": seed, **(dataclasses.asdict(sparsity) if sparsity else {})}
+        said = {} if layers is None else {"layers": layers}
+        said |= {"seed": seed, **(dataclasses.asdict(sparsity) if sparsity else {})}
         if not said.get("hottest_first"):
             said.pop("hottest_first", None)
         label = " ".join([name, *(f"{k} {v}" for k, v in said.items())])
@@ -100,13 +122,14 @@ class SyntheticModel:
         self,
         dst: str | os.PathLike[str],
         weight_format: str,
+        formats: Mapping[str, str] | None = None,
         *,
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """Write the pack. A ReLU model's pack also gets `TRUTH`: how often each neuron is meant to be active.
 
-        Raises the errors of `write_pack`.
+        `formats` are those of the matrices that have their own. Raises the errors of `write_pack`.
         """
         key = hashlib.blake2b(f"{self.label} {self.stats.spec}".encode(), digest_size=16).hexdigest()
         write_pack(
@@ -114,7 +137,7 @@ class SyntheticModel:
             self.stats.spec,
             weight_format,
             RandomWeights(self.stats),
-            PackExtras(optional=self.optional, origin=("random", self.label, key)),
+            PackExtras(formats=formats or {}, optional=self.optional, origin=("random", self.label, key)),
             overwrite=overwrite,
             progress=progress,
         )
