@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorSpec
 
@@ -157,8 +156,7 @@ def _part(t: TensorSpec) -> PartSize:
 
 def _read(t: TensorSpec) -> int:
     """Return the bytes that a dense pass reads: rows without the padding between bundle records."""
-    row = 4 * t.columns if t.vector else quant.row_bytes(t.format, t.columns)
-    return row * t.rows * len(t.parts)
+    return t.payload * t.rows
 
 
 def _rows(tensors: Sequence[TensorSpec], neurons: int) -> NeuronTensors:

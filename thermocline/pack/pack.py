@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from thermocline import _native
 from thermocline.errors import BadFile
 from thermocline.files.bounded import Json, open_regular, read_at, read_small
-from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors
-from thermocline.pack.manifest import VERSION, Manifest, Predictor, parse_manifest
+from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, formats_in
+from thermocline.pack.manifest import Manifest, Predictor, parse_manifest, version_of
 
 U32 = NDArray[np.uint32]
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -47,6 +46,12 @@ class Pack:
     @property
     def weights_path(self) -> Path:
         return self.path / "weights.bin"
+
+    def tensor_specs(self, *, absent: bool = False) -> dict[str, TensorSpec]:
+        """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
+        ranks = self.predictor.ranks if self.predictor is not None else ()
+        every = expected_tensors(self.spec, self.weight_format, formats_in(self.tensors), ranks)
+        return every if absent else {n: t for n, t in every.items() if n in self.tensors}
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Pack:
@@ -128,10 +133,7 @@ def _damage(pack: Pack, block: int) -> str:
 
 def inspect(pack: Pack) -> Json:
     """Describe a pack, ready for JSON: spec, parameters and bytes by role, bytes per token, file sizes."""
-    formats = {n: t.format for n, t in pack.tensors.items()}
-    ranks = pack.predictor.ranks if pack.predictor is not None else ()
-    expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
-    tensor_specs = {n: t for n, t in expected.items() if n in pack.tensors}
+    tensor_specs = pack.tensor_specs()
     parts = {
         role: {
             "parameters": sum(
@@ -145,16 +147,33 @@ def inspect(pack: Pack) -> Json:
     files = ("pack.json", "weights.bin", "checksums.bin", *pack.files)
     return {
         "path": str(pack.path),
-        "version": VERSION,
+        "version": version_of(pack.tensors),
         "weight_format": pack.weight_format,
         "source": pack.source,
         "spec": dataclasses.asdict(pack.spec),
         "predictor": None if pack.predictor is None else dataclasses.asdict(pack.predictor),
         "parts": parts,
+        "formats": _by_format(tensor_specs),
         "parameters": sum(p["parameters"] for p in parts.values()),
         "bytes_per_token_dense": _bytes_per_token(pack.spec, tensor_specs),
         "files": {name: (pack.path / name).stat().st_size for name in files},
     }
+
+
+def _by_format(tensor_specs: Mapping[str, TensorSpec]) -> dict[str, Json]:
+    """Return the tensors, parameters and bytes of each format, the format of most bytes first.
+
+    A bundle's two rows are counted each; what lies between and behind them counts as the last one's.
+    """
+    found: dict[str, Json] = {}
+    for t in tensor_specs.values():
+        ends = [*(p.at for p in t.layout[1:]), t.stride]
+        for part, end in zip(t.layout, ends, strict=True):
+            sums = found.setdefault(part.format, {"tensors": 0, "parameters": 0, "bytes": 0})
+            sums["tensors"] += 1
+            sums["parameters"] += t.rows * t.columns if t.format != "i32" else 0
+            sums["bytes"] += t.rows * (end - part.at)
+    return dict(sorted(found.items(), key=lambda x: -x[1]["bytes"]))
 
 
 def _bytes_per_token(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec]) -> int:
@@ -166,7 +185,7 @@ def _bytes_per_token(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec]) ->
     for name, t in tensor_specs.items():
         if t.role == "predictor":
             continue
-        payload = quant.row_bytes(t.format, t.columns) * len(t.parts) if t.format != "i32" else 0
+        payload = t.payload if t.format != "i32" else 0
         rows = t.rows * spec.n_experts_active // spec.n_experts if t.role in NEURON_ROLES else t.rows
         total += payload if t.role == "embed" else payload * rows
         if name == "embed.weight" and spec.tied_head:

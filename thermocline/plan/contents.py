@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from thermocline.model.sizes import ModelSizes, sizes_of
-from thermocline.model.tensors import expected_tensors
 from thermocline.pack import blocks
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, named_for_active
@@ -19,10 +18,7 @@ def pack_sizes(pack: Pack, predictors: Predictors | None) -> ModelSizes:
 
     The bytes that those blocks add count as the embedding's.
     """
-    formats = {n: t.format for n, t in pack.tensors.items()}
-    ranks = pack.predictor.ranks if pack.predictor is not None else ()
-    expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
-    held = {n: t for n, t in expected.items() if n in pack.tensors and ".predictor." not in n}
+    held = {n: t for n, t in pack.tensor_specs().items() if ".predictor." not in n}
     sizes = sizes_of(pack.spec, held, pack.weight_format)
     more = max(0, blocks.memory_bytes(pack) - sizes.weights_bytes)
     sizes = dataclasses.replace(sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + more))
