@@ -25,8 +25,9 @@ from thermocline.model.families import MAX_CONFIG_BYTES, parse_config, read_conf
 from thermocline.model.mixes import MIXES, formats_of
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import TensorMap
-from thermocline.model.tensors import expected_tensors
-from thermocline.pack.pack import Progress
+from thermocline.model.tensors import expected_tensors, place
+from thermocline.pack.manifest import BLOCK_BYTES
+from thermocline.pack.pack import Pack, Progress
 from thermocline.pack.writer import PackExtras, write_pack
 
 SHAPES = Path(__file__).parents[1] / "bundled" / "shapes.json"
@@ -59,9 +60,9 @@ def read_shape(
 
 
 def formats_named(name: str, spec: ModelSpec) -> tuple[str, dict[str, str]]:
-    """Return (the format of most matrices, all formats as `expected_tensors` takes them) of a mix or a format.
+    """Return (most matrices' format, all formats as `expected_tensors` takes them) of a mix.
 
-    A format that is no mix's name is every matrix's, as far as its blocks divide the rows.
+    A format that is no mix's name is every matrix's.
     """
     if name not in MIXES:
         return name, {}
@@ -144,3 +145,13 @@ class SyntheticModel:
         if self.stats.sparsity is not None:
             with open(Path(dst) / TRUTH, "wb") as f:
                 np.savez(f, activity=self.stats.truth(), label=np.array(self.label))
+
+    def unwritten(
+        self, path: str | os.PathLike[str], weight_format: str, formats: Mapping[str, str] | None = None
+    ) -> Pack:
+        """Return the pack that `write` would write, under a name: with `RandomWeights` enough for a GGUF."""
+        spec = self.stats.spec
+        every = expected_tensors(spec, weight_format, formats)
+        tensors, nbytes = place({n: t for n, t in every.items() if not t.optional or n in self.optional})
+        none, origin = np.empty(0, np.uint32), {"kind": "random", "name": self.label, "hash": ""}
+        return Pack(Path(path), spec, weight_format, tensors, BLOCK_BYTES, nbytes, none, origin, {})

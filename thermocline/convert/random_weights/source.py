@@ -8,8 +8,8 @@ import re
 
 import numpy as np
 
-from thermocline.convert.random_weights.stored_rows import F32, U8, Matrix, StoredRows, normal_values
-from thermocline.convert.synthetic_weights import BLOCK, LOGIT_SD, WeightStatistics
+from thermocline.convert.random_weights.stored_rows import U8, Matrix, StoredRows, normal_values
+from thermocline.convert.synthetic_weights import BLOCK, F32, LOGIT_SD, WeightStatistics
 
 _VECTOR_SD = 0.05  # standard deviation of norm weights around 1 and of biases around 0
 
@@ -30,7 +30,8 @@ class RandomWeights:
         if name.endswith(".gate.bias") and self._stats.sparsity:
             offsets = self._stats.offsets(_layer(name), self._stats.spec.activation_threshold)
             return offsets[first:last]
-        values = normal_values(self._bits(name, 2, first, last), 1)[:, 0] * np.float32(_VECTOR_SD)
+        words = self._bits(name, 2, first, last).view("<u2")[:, 0]
+        values = normal_values(words) * np.float32(_VECTOR_SD)
         if "norm.weight" in name:
             values += 1
             if self._stats.constant:

@@ -134,12 +134,14 @@ class StoredRows:
         self._draw = _DRAWS.get(format)
         self._drawn = self._drawn_as_numbers()
         self.row_bits = 2 * self._drawn
+        self._first = 0  # the first random number's column; those before it are fixed
         if self._draw is None or self._drawn == columns:
             return
+        self._first = BLOCK * len(matrix.fixed)
         blocks = columns // self._format.block
         self._random = {p.name: blocks * p.nbytes for p in self._format.planes if p.name in self._draw.planes}
         self._parts = columns // self._draw.part
-        used = sum(self._random.values()) + self._parts + 2 * self._drawn
+        used = sum(self._random.values()) + self._parts + 2 * (self._drawn - self._first)
         self.row_bits = max(used, quant.row_bytes(format, columns))
         self._deviations = self._by_part(self._draw.part)
         if self._draw.put is not None:
@@ -214,11 +216,18 @@ class StoredRows:
 
     def _put_numbers(self, of: dict[str, U8], bits: U8, rows: I64) -> None:
         """Fill the first columns by rounding numbers."""
-        m, n = self._m, self._drawn
+        m, n, first = self._m, self._drawn, self._first
         sd = np.broadcast_to(m.sd, (-(-self._columns // BLOCK),))[: -(-n // BLOCK)]
+        words = np.ascontiguousarray(bits[:, : 2 * (n - first)]).view("<u2")
         fixed = [f if len(f) == 1 else f[rows] for f in m.fixed]
-        make = _ternary if self._format.name == "tq2_0" else _normal
-        made = quant.encode(self._format.name, make(bits, n, sd, fixed))
+        x = np.empty((len(rows), n), np.float32)
+        if self._format.name == "tq2_0":
+            _put_ternary(x, words, sd, fixed)
+        else:
+            x[:, first:] = normal_values(words) * np.repeat(sd, BLOCK)[first:n]
+            for k, values in enumerate(fixed):
+                x[:, k * BLOCK : (k + 1) * BLOCK] = values[:, None]
+        made = quant.encode(self._format.name, x)
         for name, plane in quant.planes(self._format.name, made).items():
             of[name][:, : plane.shape[1]] = plane
 
@@ -297,35 +306,27 @@ def _quantiles() -> F32:
     return np.concatenate([half, -half[::-1]])
 
 
-def normal_values(bits: U8, n: int) -> F32:
-    """Turn random bytes [rows, at least 2 n] into normal numbers [rows, n]."""
-    words = np.ascontiguousarray(bits[:, : 2 * n]).view("<u2")
+def normal_values(words: NDArray[np.uint16]) -> F32:
+    """Turn random words into normal numbers."""
     return np.take(_quantiles(), words, mode="clip")  # clip: no bounds check, twice as fast
 
 
-def _normal(bits: U8, n: int, sd: F32, fixed: list[F32]) -> F32:
-    """Return numbers [rows, n] with the deviations [blocks], and fixed ones in the first blocks."""
-    x = normal_values(bits, n) * np.repeat(sd, BLOCK)[:n]
-    for k, values in enumerate(fixed):
-        x[:, k * BLOCK : (k + 1) * BLOCK] = values[:, None]
-    return x
+def _put_ternary(x: F32, words: NDArray[np.uint16], sd: F32, fixed: list[F32]) -> None:
+    """Fill `x` with numbers of these deviations, of which every 256 have one magnitude or are zero.
 
-
-def _ternary(bits: U8, n: int, sd: F32, fixed: list[F32]) -> F32:
-    """Return numbers [rows, n] with these deviations, of which every 256 have one magnitude or are zero."""
+    Its last columns get random numbers, one of each word. Fixed blocks get their value on average.
+    """
     most = np.repeat(np.maximum.reduceat(sd, np.arange(0, len(sd), 8)), 8)[: len(sd)]
     for k, values in enumerate(fixed):
-        first = k // 8 * 8
-        most[first : first + 8] = np.maximum(most[first : first + 8], np.abs(values).max())
+        octet = slice(k // 8 * 8, k // 8 * 8 + 8)
+        most[octet] = np.maximum(most[octet], np.abs(values).max())
     chance = np.divide(sd, most, out=np.zeros_like(sd), where=most > 0) ** 2
-    drawn = np.ascontiguousarray(bits[:, : 2 * n]).view("<u2")
-    size = np.repeat(most, BLOCK)[:n]
-    x = np.where(drawn >> 1 < np.repeat(chance, BLOCK)[:n] * 32768, size, np.float32(0))
-    x *= np.where(drawn & 1, np.float32(1), np.float32(-1))
+    n, first = x.shape[1], x.shape[1] - words.shape[1]
+    size, chance = (np.repeat(v, BLOCK)[first:n] for v in (most, chance))
+    signed = np.where(words & 1, size, -size)
+    x[:, first:] = np.where(words >> 1 < chance * 32768, signed, np.float32(0))
     turn = (np.arange(BLOCK) + 0.5) / BLOCK
     for k, values in enumerate(fixed):
         share = np.abs(values) / max(float(most[k]), 1e-30)
-        x[:, k * BLOCK : (k + 1) * BLOCK] = (
-            np.where(turn < share[:, None], most[k], 0) * np.sign(values)[:, None]
-        )
-    return x
+        some = np.where(turn < share[:, None], most[k], 0) * np.sign(values)[:, None]
+        x[:, k * BLOCK : (k + 1) * BLOCK] = some
