@@ -1,34 +1,42 @@
 """The error of every mix, end to end: logits of small random models beside numpy's over the decoded weights.
 
     python bench/engine/format_error.py [--mix q4_k_m q6_k] [--isa avx2] [--kind dense sparse mixture odd]
+        [--llama-driver /tmp/llama/llama-driver-native]
 
 A model's logits, of a prompt and of tokens one by one, are compared with those of `ops.reference`, which
 computes in f32 with the weights that the pack's bytes decode to. The figure is NMSE, squared error over
 squared size. Numbers are held to 1e-6. Weights in blocks meet activations rounded to int8, and are held to
-5e-4.
+5e-4. With the driver that `bench/llamacpp/vs_llamacpp.py` builds, llama.cpp's error is shown beside ours: it
+reads the same blocks from a GGUF file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path += [str(room) for room in Path(__file__).resolve().parents[1].iterdir()]  # what other rooms have
+
 import numpy as np
+from engines import Driver
 from reference_weights import decoded
 
 from thermocline.convert import synthetic
+from thermocline.convert.to_gguf import write_gguf
 from thermocline.engine.decoder import bind, forward
 from thermocline.engine.kv_cache import KVCache, blocks_for
 from thermocline.machine import hardware
 from thermocline.model.formats import FORMATS
 from thermocline.model.mixes import MIXES, NUMBERS
 from thermocline.ops import reference
-from thermocline.ops.interface import F32, Batch, FFNStats, Weights
+from thermocline.ops.interface import F32, I32, Batch, FFNStats, Weights
 from thermocline.pack.pack import Pack
 from thermocline.session import weights
 
@@ -57,6 +65,7 @@ class FormatError:
     bits: float  # of a weight
     nmse: float
     limit: float
+    llama: float | None = None  # llama.cpp's NMSE; None: it was not asked, or does not know the model
 
 
 def made(directory: Path, kind: str, mix: str) -> Pack:
@@ -70,19 +79,28 @@ def made(directory: Path, kind: str, mix: str) -> Pack:
     return Pack.open(where)
 
 
-def batches(spec_vocab: int) -> Iterator[Batch]:
+def batches(ids: I32) -> Iterator[Batch]:
     """A prompt, then tokens one by one, of one sequence."""
-    ids = np.random.default_rng(7).integers(3, spec_vocab, PROMPT + SINGLE).astype(np.int32)
     table = np.arange(blocks_for(len(ids)), dtype=np.int32)[None]
     for first, last in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, len(ids)))):
         at = np.arange(first, last, dtype=np.int32)
         yield Batch(ids[first:last], at, 0 * at, table, at - first)
 
 
-def logits(pack: Pack, values: Weights, ops: Any) -> F32:
-    model, kv = bind(pack.spec, values, ops), KVCache(pack.spec, blocks_for(PROMPT + SINGLE))
-    steps = batches(pack.spec.vocab_size)
+def logits(pack: Pack, values: Weights, ops: Any, ids: I32) -> F32:
+    model, kv = bind(pack.spec, values, ops), KVCache(pack.spec, blocks_for(len(ids)))
+    steps = batches(ids)
     return np.concatenate([forward(model, kv, b, ops, sparsity="exact", stats=FFNStats()) for b in steps])
+
+
+def llama_logits(pack: Pack, driver: Path, ids: I32) -> F32:
+    """llama.cpp's after the prompt, and after each token that follows it."""
+    gguf, tokens, out = (pack.path.with_suffix(suffix) for suffix in (".gguf", ".i32", ".f32"))
+    write_gguf(pack, gguf, overwrite=True)
+    ids.tofile(tokens)
+    with Driver("llama.cpp", [driver, gguf, tokens, 64, 1, 0]) as llama:
+        said = llama.ask("logits", 1, 1, PROMPT, SINGLE, out)
+    return np.fromfile(out, np.float32).reshape(said["rows"], -1)
 
 
 def nmse(a: F32, b: F32) -> float:
@@ -90,20 +108,31 @@ def nmse(a: F32, b: F32) -> float:
     return float(((x - y) ** 2).sum() / (y**2).sum())
 
 
-def error_of(directory: Path, kind: str, mix: str, isa: str) -> FormatError:
+def error_of(directory: Path, kind: str, mix: str, isa: str, driver: Path | None = None) -> FormatError:
     pack = made(directory, kind, mix)
+    ids = np.random.default_rng(7).integers(3, pack.spec.vocab_size, PROMPT + SINGLE).astype(np.int32)
     loaded = weights.load(pack, threads=1, isa=isa)
-    ours = logits(pack, loaded.weights, loaded.ops)
-    wanted = logits(pack, decoded(pack), reference)
-    matrices = [t for t in pack.tensors.values() if len(t.shape) > 1 and t.format != "i32"]
-    count: dict[str, int] = {}
-    for t in matrices:
-        for format in (t.format, *((t.down_format,) if t.down_format else ())):
-            count[format] = count.get(format, 0) + 1
-    weighed = pack.tensor_specs().values()
-    bits = 8 * sum(t.bytes for t in weighed) / sum(t.parameters for t in weighed)
+    wanted = logits(pack, decoded(pack), reference, ids)
+    ours = nmse(logits(pack, loaded.weights, loaded.ops, ids), wanted)
+    theirs = None
+    if driver is not None and not pack.spec.sparse:
+        theirs = nmse(llama_logits(pack, driver, ids), wanted[PROMPT - 1 :])
     limit = NUMBERS_NMSE if mix in NUMBERS else BLOCKS_NMSE
-    return FormatError(mix, kind, count, bits, nmse(ours, wanted), limit)
+    stored = pack.tensor_specs().values()
+    bits = 8 * sum(t.bytes for t in stored) / sum(t.parameters for t in stored)
+    return FormatError(mix, kind, formats_in(pack), bits, ours, limit, theirs)
+
+
+def formats_in(pack: Pack) -> dict[str, int]:
+    """How many matrices have each format."""
+    matrices = [t for t in pack.tensors.values() if len(t.shape) > 1 and t.format != "i32"]
+    return dict(Counter(f for t in matrices for f in (t.format, t.down_format) if f is not None))
+
+
+def row_of(e: FormatError) -> str:
+    mark, llama = "" if e.nmse <= e.limit else " **above**", "" if e.llama is None else f"{e.llama:.1e}"
+    formats = ", ".join(f"{n} {f}" for f, n in e.formats.items())
+    return f"| {e.mix} | {e.kind} | {e.bits:.2f} | {e.nmse:.1e}{mark} | {e.limit:.0e} | {llama} | {formats} |"
 
 
 def main() -> None:
@@ -111,22 +140,21 @@ def main() -> None:
     every = list(dict.fromkeys([*MIXES, *FORMATS]))
     p.add_argument("--mix", nargs="+", choices=every, default=list(MIXES))
     p.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
+    p.add_argument("--llama-driver", type=Path, help="llama-driver-native or -avx2, of vs_llamacpp.py")
     p.add_argument("--isa", default="", help="an instruction set, instead of the best")
     args = p.parse_args()
     print(f"NMSE of logits, {args.isa or hardware.isa().chosen}\n")
-    print("| mix | model | bits | NMSE | limit | formats |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        "| mix | model | bits | NMSE | limit | llama.cpp | formats |\n|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         for mix in args.mix:
             for kind in args.kind:
-                e = error_of(Path(scratch), kind, mix, args.isa)
+                e = error_of(Path(scratch), kind, mix, args.isa, args.llama_driver)
                 failed += not e.nmse <= e.limit
-                mark = "" if e.nmse <= e.limit else " **above**"
-                formats = ", ".join(f"{n} {f}" for f, n in e.formats.items())
-                print(
-                    f"| {mix} | {kind} | {e.bits:.2f} | {e.nmse:.1e}{mark} | {e.limit:.0e} | {formats} |",
-                    flush=True,
-                )
+                print(row_of(e), flush=True)
     raise SystemExit(failed > 0)
 
 

@@ -163,7 +163,6 @@ def machine() -> dict[str, Any]:
         "cpus": cores.logical,
         "lscpu": {name: said[name] for name in names if name in said},
         "features": sorted(name for name, there in features.items() if there),
-        "kernel": platform.release(),
     }
 
 
