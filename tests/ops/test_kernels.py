@@ -1071,7 +1071,7 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "stack of too many": lambda g: g.stack(*((12, 32),) * 4),
     "stack of several widths": lambda g: g.stack((24, 32), (12, 32), (12, 16)),
     "stack with a short bias": lambda g: _native.Stack((g.w, g.w), zeros(15)),
-    "stack of what is no matrix": lambda g: _native.Stack((g.w, None), None),  # type: ignore[arg-type]
+    "stack of what is no matrix": lambda g: _native.Stack((g.w, None), None),
     "layer without qkv": lambda g: g.layer(qkv=None),
     "layer with a short norm": lambda g: g.layer(norm=_native.Norm(zeros(31), None, 1e-5, False)),
     "layer with a narrow output": lambda g: g.layer(out=_native.Linear(g.matrix(rows=32, cols=23), None)),

@@ -1,6 +1,6 @@
 """Write a pack as a GGUF file: for llama.cpp, or for PowerInfer if the model has ReLU.
 
-The quantised blocks stay the same and are streamed. The optional `gguf` package is imported here alone.
+The quantised blocks stay the same and are streamed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.convert.gguf_rows import gguf_package
 from thermocline.convert.tokenizer_to_gguf import to_gguf
 from thermocline.errors import IOFailure, Unsupported, UsageError
 from thermocline.files.bounded import open_regular, parse_json, read_at, read_small
@@ -184,11 +185,7 @@ def _write(pack: Pack, path: Path, writer: Any, rows: Rows, progress: Progress |
 
 
 def _package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise Unsupported("writing GGUF needs the gguf package: pip install 'thermocline[gguf]'") from None
-    return gguf
+    return gguf_package("writing GGUF")
 
 
 def _header(pack: Pack, path: Path, file_type: str) -> Any:
