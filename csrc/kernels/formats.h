@@ -5,6 +5,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// For what is called in the innermost loops with constants that must arrive there.
+#ifdef _MSC_VER
+#define TC_INLINE __forceinline
+#else
+#define TC_INLINE inline __attribute__((always_inline))
+#endif
+
 namespace tc {
 
 // ROW(enumerator, name, weights of a block, bytes of a block, alignment of a row, are activations int8?)

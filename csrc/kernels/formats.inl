@@ -101,30 +101,30 @@ struct Scales {
 // ---- numbers: `load` gives unsigned bytes (signed ones for Dot<8>, less kOffsetQ8), and `spread` dword K of
 // both halves of a block of W rows, from their dwords in both planes.
 
-static inline vi repeated(int byte) { return vi_set1(int32_t(0x01010101u * unsigned(byte))); }
+static TC_INLINE vi repeated(int byte) { return vi_set1(int32_t(0x01010101u * unsigned(byte))); }
 template <int N>
-static inline vi vi_times(vi a) {  // by a power of two
+static TC_INLINE vi vi_times(vi a) {  // by a power of two
     constexpr int shift = N == 16 ? 4 : 5;
     static_assert(1 << shift == N, "no power of two known here");
     return vi_shl<shift>(a);
 }
 template <int N>
-static inline vi vi_moved(vi a) {  // up by N bits, or down
+static TC_INLINE vi vi_moved(vi a) {  // up by N bits, or down
     if constexpr (N >= 0)
         return vi_shl<N>(a);
     else
         return vi_shr<-N>(a);
 }
 template <int K>
-static inline void spread_nibbles(const vi* dwords, vi* lo, vi* hi) {
+static TC_INLINE void spread_nibbles(const vi* dwords, vi* lo, vi* hi) {
     *lo = vi_and(dwords[K], repeated(15)), *hi = vi_and(vi_shr<4>(dwords[K]), repeated(15));
 }
 template <int K>
-static inline void spread_fifths(const vi* dwords, vi* lo, vi* hi) {
+static TC_INLINE void spread_fifths(const vi* dwords, vi* lo, vi* hi) {
     *lo = vi_and(vi_shl<4 - K>(dwords[0]), repeated(16)), *hi = vi_and(vi_moved<-K>(dwords[0]), repeated(16));
 }
 template <int K, int AT>
-static inline void spread_pairs(const vi* dwords, vi* lo, vi* hi) {
+static TC_INLINE void spread_pairs(const vi* dwords, vi* lo, vi* hi) {
     constexpr int up = AT - K / 2 * 2;
     *lo = vi_and(vi_moved<up>(dwords[K % 2]), repeated(3 << AT));
     *hi = vi_and(vi_moved<up - 4>(dwords[K % 2]), repeated(3 << AT));
@@ -134,24 +134,24 @@ static inline void spread_pairs(const vi* dwords, vi* lo, vi* hi) {
 struct Numbers4 {
     static constexpr int bits = 4, top = 15, first = 16, second = 0;
     template <class T>
-    static inline void load(const uint8_t* a, const uint8_t*, T* lo, T* hi) {
+    static TC_INLINE void load(const uint8_t* a, const uint8_t*, T* lo, T* hi) {
         nibbles(a, lo, hi);
     }
     template <int K>
-    static inline void spread(const vi* a, const vi*, vi* lo, vi* hi) {
+    static TC_INLINE void spread(const vi* a, const vi*, vi* lo, vi* hi) {
         spread_nibbles<K>(a, lo, hi);
     }
 };
 struct Numbers5 {
     static constexpr int bits = 5, top = 31, first = 16, second = 4;
     template <class T>
-    static inline void load(const uint8_t* a, const uint8_t* b, T* lo, T* hi) {
+    static TC_INLINE void load(const uint8_t* a, const uint8_t* b, T* lo, T* hi) {
         T l, h;
         nibbles(a, &l, &h), fifths(b, lo, hi);
         *lo = bits_or(l, *lo), *hi = bits_or(h, *hi);
     }
     template <int K>
-    static inline void spread(const vi* a, const vi* b, vi* lo, vi* hi) {
+    static TC_INLINE void spread(const vi* a, const vi* b, vi* lo, vi* hi) {
         vi l, h;
         spread_nibbles<K>(a, &l, &h), spread_fifths<K>(b, lo, hi);
         *lo = vi_or(l, *lo), *hi = vi_or(h, *hi);
@@ -160,13 +160,13 @@ struct Numbers5 {
 struct Numbers6 {
     static constexpr int bits = 6, top = 63, first = 16, second = 8;
     template <class T>
-    static inline void load(const uint8_t* a, const uint8_t* b, T* lo, T* hi) {
+    static TC_INLINE void load(const uint8_t* a, const uint8_t* b, T* lo, T* hi) {
         T l, h;
         nibbles(a, &l, &h), pairs<4>(b, lo, hi);
         *lo = bits_or(l, *lo), *hi = bits_or(h, *hi);
     }
     template <int K>
-    static inline void spread(const vi* a, const vi* b, vi* lo, vi* hi) {
+    static TC_INLINE void spread(const vi* a, const vi* b, vi* lo, vi* hi) {
         vi l, h;
         spread_nibbles<K>(a, &l, &h), spread_pairs<K, 4>(b, lo, hi);
         *lo = vi_or(l, *lo), *hi = vi_or(h, *hi);
@@ -175,24 +175,24 @@ struct Numbers6 {
 struct Numbers2 {
     static constexpr int bits = 4, top = 3, first = 8, second = 0;
     template <class T>
-    static inline void load(const uint8_t* a, const uint8_t*, T* lo, T* hi) {
+    static TC_INLINE void load(const uint8_t* a, const uint8_t*, T* lo, T* hi) {
         pairs<0>(a, lo, hi);
     }
     template <int K>
-    static inline void spread(const vi* a, const vi*, vi* lo, vi* hi) {
+    static TC_INLINE void spread(const vi* a, const vi*, vi* lo, vi* hi) {
         spread_pairs<K, 0>(a, lo, hi);
     }
 };
 struct Numbers3 {  // times 4: where single bits and pairs are without another shift
     static constexpr int bits = 5, top = 28, first = 8, second = 4;
     template <class T>
-    static inline void load(const uint8_t* a, const uint8_t* b, T* lo, T* hi) {
+    static TC_INLINE void load(const uint8_t* a, const uint8_t* b, T* lo, T* hi) {
         T l, h;
         pairs<2>(a, &l, &h), fifths(b, lo, hi);
         *lo = bits_or(l, *lo), *hi = bits_or(h, *hi);
     }
     template <int K>
-    static inline void spread(const vi* a, const vi* b, vi* lo, vi* hi) {
+    static TC_INLINE void spread(const vi* a, const vi* b, vi* lo, vi* hi) {
         vi l, h;
         spread_pairs<K, 2>(a, &l, &h), spread_fifths<K>(b, lo, hi);
         *lo = vi_or(l, *lo), *hi = vi_or(h, *hi);
@@ -202,12 +202,12 @@ template <class TABLE, int BITS, int TOP>
 struct NumbersOfTable {
     static constexpr int bits = BITS, top = TOP, first = 16, second = 0;
     template <class T>
-    static inline void load(const uint8_t* a, const uint8_t*, T* lo, T* hi) {
+    static TC_INLINE void load(const uint8_t* a, const uint8_t*, T* lo, T* hi) {
         nibbles(a, lo, hi);
         *lo = looked_up(TABLE::values, *lo), *hi = looked_up(TABLE::values, *hi);
     }
     template <int K>
-    static inline void spread(const vi* a, const vi*, vi* lo, vi* hi) {
+    static TC_INLINE void spread(const vi* a, const vi*, vi* lo, vi* hi) {
         spread_nibbles<K>(a, lo, hi);
         *lo = looked_up(TABLE::values, *lo), *hi = looked_up(TABLE::values, *hi);
     }
@@ -225,34 +225,36 @@ struct TableE2M1 {  // doubled, and 16 more
 struct Numbers8 {  // as they are stored; the row kernel is q8_sums
     static constexpr int bits = 8, top = 255, first = 32, second = 0;
     template <int K>
-    static inline void spread(const vi* a, const vi*, vi* lo, vi* hi) {
+    static TC_INLINE void spread(const vi* a, const vi*, vi* lo, vi* hi) {
         *lo = vi_xor(a[K], repeated(kOffsetQ8)), *hi = vi_xor(a[4 + K], repeated(kOffsetQ8));
     }
 };
 
 // ---- scales
 
-static inline void f16_scales(const uint16_t* d, int blocks, vf* out) {
+static TC_INLINE void f16_scales(const uint16_t* d, int blocks, vf* out) {
     for (int v = 0; v < 16 / W; v++) {
         const int left = blocks - v * W;
         out[v] = left >= W ? vload_f16(d + v * W) : left > 0 ? vload_f16_n(d + v * W, left) : vzero();
     }
 }
-static inline void times(const vf* a, vf* b) {
+static TC_INLINE void times(const vf* a, vf* b) {
     for (int v = 0; v < 16 / W; v++) b[v] = vmul(a[v], b[v]);
 }
 // The first n bytes, n a multiple of 4 up to 16.
-static inline vb vb_first(const uint8_t* p, int n) { return n >= 16 ? vb_load(p) : vb_load_n(p, size_t(n)); }
+static TC_INLINE vb vb_first(const uint8_t* p, int n) {
+    return n >= 16 ? vb_load(p) : vb_load_n(p, size_t(n));
+}
 // 2 bits of each number, four a byte: 16 numbers of 4 bytes, at bits 4 and 5; and of the next 4.
-static inline void fours(vb packed, vb* first, vb* second) {
+static TC_INLINE void fours(vb packed, vb* first, vb* second) {
     const vb even = vb_zip8(vb_bits<0>(packed, 3), vb_bits<2>(packed, 3)),
              odd = vb_zip8(vb_bits<4>(packed, 3), vb_bits<6>(packed, 3));
     *first = vb_up<4>(vb_zip16(even, odd)), *second = vb_up<4>(vb_zip16_high(even, odd));
 }
-static inline vb nibbles_in_turn(vb packed) {
+static TC_INLINE vb nibbles_in_turn(vb packed) {
     return vb_zip8(vb_bits<0>(packed, 15), vb_bits<4>(packed, 15));
 }
-static inline float one_f16(const uint16_t* p) {
+static TC_INLINE float one_f16(const uint16_t* p) {
     float out[W];
     vstore(out, vload_f16_n(p, 1));
     return out[0];
@@ -262,14 +264,14 @@ static inline float one_f16(const uint16_t* p) {
 template <int FIRST>
 struct ScaleF16 {
     static constexpr bool apart = true;  // of the numbers of a block: one factor for all of them
-    static inline void load(const Planes& p, int blocks, Scales* out) {
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         f16_scales(p.f16(FIRST), blocks, out->d);
     }
 };
 template <int FIRST>
 struct ScaleAndMinimumF16 {
     static constexpr bool apart = false;
-    static inline void load(const Planes& p, int blocks, Scales* out) {
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         f16_scales(p.f16(FIRST), blocks, out->d), f16_scales(p.f16(FIRST + 1), blocks, out->m);
         for (int v = 0; v < 16 / W; v++) out->m[v] = vsub(vzero(), out->m[v]);  // q4_1, q5_1: + minimum
     }
@@ -277,7 +279,7 @@ struct ScaleAndMinimumF16 {
 template <int FIRST>
 struct ScaleE8M0 {
     static constexpr bool apart = true;
-    static inline void load(const Planes& p, int blocks, Scales* out) {
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         alignas(16) uint8_t t[16] = {0};
         const uint8_t* e = p.at[FIRST];
         if (blocks < 16) memcpy(t, e, size_t(blocks)), e = t;
@@ -288,7 +290,7 @@ struct ScaleE8M0 {
 template <int FIRST>
 struct ScaleK {
     static constexpr bool apart = false;
-    static inline void load(const Planes& p, int blocks, Scales* out) {
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         const vb a = vb_first(p.at[FIRST], blocks), b = vb_load_n(p.at[FIRST + 1], size_t(blocks / 2));
         const vb high = vb_zip32(vb_bits<0>(b, 15), vb_bits<4>(b, 15));
         vf scale[16 / W], minimum[16 / W];
@@ -301,7 +303,7 @@ struct ScaleK {
 template <int FIRST>
 struct ScaleXS {
     static constexpr bool apart = false;
-    static inline void load(const Planes& p, int blocks, Scales* out) {
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         vb high, none;
         fours(vb_load_n(p.at[FIRST + 1], size_t(blocks / 4)), &high, &none);
         const vb low = nibbles_in_turn(vb_load_n(p.at[FIRST], size_t(blocks / 2)));
@@ -314,14 +316,14 @@ struct ScaleXS {
 template <int FIRST>
 struct ScaleSuper {  // tq2_0
     static constexpr bool apart = false;
-    static inline void load(const Planes& p, int blocks, Scales* out) {
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         super_scales(p.f16(FIRST), blocks, out->d);
     }
 };
 template <int FIRST>
 struct GroupsQ6 {
     static constexpr bool apart = false;
-    static inline void load(const Planes& p, int blocks, Scales* out) {
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         out->s[0] = vb_load(p.at[FIRST]), out->s[1] = blocks > 8 ? vb_load(p.at[FIRST] + 16) : vb_set1(0);
         super_scales(p.f16(FIRST + 1), blocks, out->d);
     }
@@ -329,7 +331,7 @@ struct GroupsQ6 {
 template <int FIRST>
 struct GroupsQ3 {
     static constexpr bool apart = false;
-    static inline void load(const Planes& p, int blocks, Scales* out) {
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         const vb low = vb_first(p.at[FIRST], blocks), thirty_two = vb_set1(32);
         fours(vb_load_n(p.at[FIRST + 1], size_t(blocks / 2)), &out->s[0], &out->s[1]);
         const vb even = vb_bits<0>(low, 15), odd = vb_bits<4>(low, 15);
@@ -342,7 +344,7 @@ struct GroupsQ3 {
 template <int FIRST>
 struct GroupsQ2 {
     static constexpr bool apart = false;
-    static inline void load(const Planes& p, int blocks, Scales* out) {
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         for (int h = 0; h < 2; h++) {
             const vb both = 8 * h < blocks ? vb_load(p.at[FIRST] + 16 * h) : vb_set1(0);
             out->s[h] = vb_bits<0>(both, 15), out->t[h] = vb_bits<4>(both, 15);
@@ -376,7 +378,7 @@ struct FormatBlocks {
     static size_t row_bytes(size_t n) { return n / block * block_bytes; }
 
     // The planes of a row, from 32 weights number b on; b a multiple of 8 where blocks are of 256.
-    static inline Planes planes(const uint8_t* row, size_t cols, size_t b) {
+    static TC_INLINE Planes planes(const uint8_t* row, size_t cols, size_t b) {
         Planes p;
         for (int i = 0; i < kMostPlanes; i++) {
             p.at[i] = row + b * size_t(BLOCK::planes[i]) / 8;
@@ -384,13 +386,13 @@ struct FormatBlocks {
         }
         return p;
     }
-    static inline void advance(Planes* p) {  // by a chunk
+    static TC_INLINE void advance(Planes* p) {  // by a chunk
         for (int i = 0; i < kMostPlanes; i++) p->at[i] += 2 * BLOCK::planes[i];
     }
 
     // Block i of x into a chunk: in its order; or the first halves of kGroup blocks, then their second
     // halves, as the numbers lie in a vector.
-    static inline void place(int8_t* chunk, size_t i, const int8_t* x) {
+    static TC_INLINE void place(int8_t* chunk, size_t i, const int8_t* x) {
         if constexpr (natural) {
             memcpy(chunk + 32 * i, x, 32);
         } else {
@@ -400,9 +402,11 @@ struct FormatBlocks {
         }
     }
 
-    template <int NT>
-    static inline void add_chunk(const Planes& p, const XChunk* first, size_t stride, int blocks,
-                                 vf (*acc)[16 / W]) {
+    // WHOLE: 16 blocks, which the compiler then knows.
+    template <int NT, bool WHOLE>
+    static TC_INLINE void add_chunk(const Planes& p, const XChunk* first, size_t stride, int some,
+                                    vf (*acc)[16 / W]) {
+        const int blocks = WHOLE ? 16 : some;
         vi sums[NT][16 / W];
         Scales scales;
         ScalesOf::load(p, blocks, &scales);
@@ -444,11 +448,11 @@ struct FormatBlocks {
         constexpr size_t chunk_bytes = 512 * block_bytes / block;
         for (; b + 16 <= blocks; b += 16, x++, next += chunk_bytes, advance(&p)) {
             prefetch_on(next, chunk_bytes);
-            add_chunk<NT>(p, x, stride, 16, acc);
+            add_chunk<NT, true>(p, x, stride, 16, acc);
         }
         if (b < blocks) {
             prefetch_on(next, (blocks - b) * chunk_bytes / 16);
-            add_chunk<NT>(p, x, stride, int(blocks - b), acc);
+            add_chunk<NT, false>(p, x, stride, int(blocks - b), acc);
         }
         for (int n = 0; n < NT; n++) {
             for (int v = 1; v < 16 / W; v++) acc[n][0] = vadd(acc[n][0], acc[n][v]);
@@ -466,7 +470,7 @@ struct FormatBlocks {
         else
             unpack_block(row, cols, b, out);
     }
-    static inline void unpack_block(const uint8_t* row, size_t cols, size_t b, vf* out) {
+    static TC_INLINE void unpack_block(const uint8_t* row, size_t cols, size_t b, vf* out) {
         constexpr size_t whole = block / 32;
         const size_t in = b % whole;  // of the blocks that share an f16
         const Planes p = planes(row, cols, b - in);
@@ -569,7 +573,7 @@ TC_WEIGHT_FORMATS(TC_ROW)
 
 // call(F()), F the struct of `format`; of SIGNS nothing.
 template <class Fn>
-static inline void for_format(Format format, Fn call) {
+static TC_INLINE void for_format(Format format, Fn call) {
     switch (format) {
 #define TC_ROW(id, ...)     \
     case id:                \

@@ -135,37 +135,50 @@ constexpr int panel_floats() {
 // Of W rows, DWORDS dwords of each of up to 16 blocks of one plane: out[block * DWORDS + dword], a row a
 // lane.
 template <int DWORDS>
-static inline void plane_columns(const uint8_t* const* at, int blocks, vi* out) {
+static inline void plane_columns(const Planes* rows, int plane, int blocks, vi* out) {
     if constexpr (DWORDS > 0)
         for (int d = 0; d < DWORDS * blocks; d += W) {
-            for (int i = 0; i < W; i++) out[d + i] = vi_load(at[i] + 4 * d);
+            for (int i = 0; i < W; i++) out[d + i] = vi_load(rows[i].at[plane] + 4 * d);
             transpose(out + d);
         }
 }
 
+// Of W rows the f32 of 16 blocks: out[f][block][row].
+template <class F>
+static TC_INLINE void block_floats(const Planes* rows, int blocks, float (*out)[16][W]) {
+    constexpr bool minima = F::kind == AFFINE || F::kind == GROUPS_AFFINE;
+    constexpr int halves = minima ? 2 : 1;  // the first plane of the scales of halves
+    vi d[16 / W][W], m[16 / W][W];
+    for (int i = 0; i < W; i++) {
+        Scales s;
+        F::ScalesOf::load(rows[i], blocks, &s);
+        for (int v = 0; v < 16 / W; v++) {
+            d[v][i] = vf_bits(s.d[v]);
+            if constexpr (minima) m[v][i] = vf_bits(s.m[v]);
+        }
+        int8_t part[32];
+        auto apart = [&](const vb* scales, int f) {
+            vb_store(part, scales[0]), vb_store(part + 16, scales[1]);
+            for (int b = 0; b < 16; b++) out[f][b][i] = part[2 * b], out[f + 1][b][i] = part[2 * b + 1];
+        };
+        if constexpr (F::grouped) apart(s.s, halves);
+        if constexpr (F::kind == GROUPS_AFFINE) apart(s.t, halves + 2);
+    }
+    for (int v = 0; v < 16 / W; v++) {
+        transpose(d[v]);
+        if constexpr (minima) transpose(m[v]);
+        for (int i = 0; i < W; i++) {
+            vi_store(out[0][v * W + i], d[v][i]);
+            if constexpr (minima) vi_store(out[1][v * W + i], m[v][i]);
+        }
+    }
+}
 // Dwords K and K + 4 of a block, as dwords of int8.
 template <class N, int K>
-static inline void spread_block(const vi* a, const vi* b, uint8_t* to) {
+static TC_INLINE void spread_block(const vi* a, const vi* b, uint8_t* to) {
     vi lo, hi;
     N::template spread<K>(a, b, &lo, &hi);
     vi_store(to + K * kPanelStep, lo), vi_store(to + (4 + K) * kPanelStep, hi);
-}
-// int8 of both halves of 16 blocks as floats.
-static inline void halves_of(const vb* scales, float* first, float* second) {
-    int8_t s[32];
-    vb_store(s, scales[0]), vb_store(s + 16, scales[1]);
-    for (int b = 0; b < 16; b++) first[b] = s[2 * b], second[b] = s[2 * b + 1];
-}
-
-template <class F>
-static inline void block_floats(const Planes& p, int blocks, float (*out)[16]) {
-    Scales s;
-    F::ScalesOf::load(p, blocks, &s);
-    for (int v = 0; v < 16 / W; v++) vstore(out[0] + v * W, s.d[v]);
-    if constexpr (F::kind == AFFINE || F::kind == GROUPS_AFFINE)
-        for (int v = 0; v < 16 / W; v++) vstore(out[1] + v * W, s.m[v]);
-    if constexpr (F::kind == GROUPS) halves_of(s.s, out[1], out[2]);
-    if constexpr (F::kind == GROUPS_AFFINE) halves_of(s.s, out[2], out[3]), halves_of(s.t, out[4], out[5]);
 }
 template <class F>
 static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
@@ -176,22 +189,19 @@ static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
     for (size_t c = 0; c < chunks; c++)
         for (int v = 0; v < 2; v++) {
             const int left = int(smaller(16, blocks - 16 * c));
-            const uint8_t *first[W], *second[W];
-            float of[floats][16][W];  // by block and row
-            for (int i = 0; i < W; i++) {
-                const Planes p = F::planes(rows[v * W + i], cols, 16 * c);
-                first[i] = p.at[0], second[i] = p.at[1];
-                float row[floats][16];
-                block_floats<F>(p, left, row);
-                for (int f = 0; f < floats; f++)
-                    for (int b = 0; b < 16; b++) of[f][b][i] = row[f][b];
-            }
+            Planes planes[W];
+            for (int i = 0; i < W; i++) planes[i] = F::planes(rows[v * W + i], cols, 16 * c);
+            alignas(64) float of[floats][16][W];
+            if (left == 16)
+                block_floats<F>(planes, 16, of);
+            else
+                block_floats<F>(planes, left, of);
             vi a[16 * A + W], b[16 * B + W];
-            plane_columns<A>(first, left, a), plane_columns<B>(second, left, b);
+            plane_columns<A>(planes, 0, left, a), plane_columns<B>(planes, 1, left, b);
             for (int j = 0; j < 16; j++) {
                 const size_t slot = lane_slot(16 * c + size_t(j), chunks);
                 for (int f = 0; f < floats; f++)
-                    memcpy(scales + ((slot * floats + size_t(f)) * 2 + size_t(v)) * W, of[f][j], 4 * W);
+                    vi_store(scales + ((slot * floats + size_t(f)) * 2 + size_t(v)) * W, vi_load(of[f][j]));
                 if (j >= left) continue;
                 uint8_t* to = panel + (slot * 16 + size_t(v)) * (4 * W);
                 spread_block<N, 0>(a + A * j, b + B * j, to), spread_block<N, 1>(a + A * j, b + B * j, to);
@@ -199,6 +209,7 @@ static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
             }
         }
 }
+
 // A block of kTileTokens tokens. extra: OFFSET: - added * (sum of q). AFFINE: - d * (sum of q), a float.
 // GROUPS: OFFSET's of each half. GROUPS_AFFINE: the sum of each half, a float.
 template <Kind KIND>

@@ -202,7 +202,10 @@ static inline vi add_pairs16(vi a, vi b) {
 using vb = __m128i;
 using vq = __m256i;
 static inline vb vb_load(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
-static inline vb vb_load_n(const void* p, size_t n) {
+static TC_INLINE vb vb_load_n(const void* p, size_t n) {
+    if (n == 8) return _mm_loadl_epi64((const __m128i*)p);
+    int32_t four;
+    if (n == 4) return memcpy(&four, p, 4), _mm_cvtsi32_si128(four);
     alignas(16) uint8_t t[16] = {0};
     memcpy(t, p, n);
     return vb_load(t);
@@ -230,23 +233,23 @@ static inline void vb_f32(vb b, vf* out) {  // 16 int8
     out[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)));
 }
 
-static inline void nibbles(const uint8_t* p, vb* lo, vb* hi) {
+static TC_INLINE void nibbles(const uint8_t* p, vb* lo, vb* hi) {
     const vb raw = vb_load(p);
     *lo = vb_bits<0>(raw, 15), *hi = vb_bits<4>(raw, 15);
 }
-static inline void nibbles(const uint8_t* p, vq* lo, vq* hi) {
+static TC_INLINE void nibbles(const uint8_t* p, vq* lo, vq* hi) {
     const vq raw = vi_load(p), low = _mm256_set1_epi8(15);
     *lo = vi_and(raw, low), *hi = vi_and(vi_shr<4>(raw), low);
 }
 // Single bits, as bit 4.
-static inline void fifths(const uint8_t* p, vb* lo, vb* hi) {
+static TC_INLINE void fifths(const uint8_t* p, vb* lo, vb* hi) {
     int32_t bits;
     memcpy(&bits, p, 4);
     const vb raw = _mm_set1_epi32(bits), at = vb_set1(16);
     *lo = _mm_and_si128(_mm_sllv_epi32(raw, _mm_setr_epi32(4, 3, 2, 1)), at);
     *hi = _mm_and_si128(_mm_srlv_epi32(raw, _mm_setr_epi32(0, 1, 2, 3)), at);
 }
-static inline void fifths(const uint8_t* p, vq* lo, vq* hi) {
+static TC_INLINE void fifths(const uint8_t* p, vq* lo, vq* hi) {
     const vq raw = _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i*)p)),
                                                _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
              at = _mm256_set1_epi8(16);
@@ -255,7 +258,7 @@ static inline void fifths(const uint8_t* p, vq* lo, vq* hi) {
 }
 // Pairs of bits, as bits AT and AT + 1.
 template <int AT>
-static inline void pairs(const uint8_t* p, vb* lo, vb* hi) {
+static TC_INLINE void pairs(const uint8_t* p, vb* lo, vb* hi) {
     const vb raw = _mm_set1_epi64x(_mm_cvtsi128_si64(_mm_loadl_epi64((const __m128i*)p))),
              at = vb_set1(3 << AT);
     if constexpr (AT == 0) {
@@ -267,7 +270,7 @@ static inline void pairs(const uint8_t* p, vb* lo, vb* hi) {
     }
 }
 template <int AT>
-static inline void pairs(const uint8_t* p, vq* lo, vq* hi) {
+static TC_INLINE void pairs(const uint8_t* p, vq* lo, vq* hi) {
     const vq raw = _mm256_permute4x64_epi64(_mm256_castsi128_si256(vb_load(p)), 0x50),
              at = _mm256_set1_epi8(3 << AT);
     if constexpr (AT == 0) {
@@ -290,8 +293,8 @@ static inline vq looked_up(const int8_t* table, vq nibbles) {
 
 // The 16 sums of products of 16 blocks of Q's numbers, as q8_sums.
 template <class Q, int NT>
-static inline void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride,
-                          int blocks, vi (*out)[2]) {
+static TC_INLINE void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride,
+                             int blocks, vi (*out)[2]) {
     using D = Dot<Q::bits>;
     for (int h = 0; h < 2; h++) {
         vi s[NT][4];
@@ -324,8 +327,8 @@ static inline void q_sums(const uint8_t* first, const uint8_t* second, const int
 }
 // The same with a scale for each half of a block: 32 int8, of 8 blocks in each of `scales`.
 template <class Q, int NT>
-static inline void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales, const int8_t* x,
-                              size_t stride, int blocks, vi (*out)[2]) {
+static TC_INLINE void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales,
+                                 const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
     for (int h = 0; h < 2; h++) {
         vi s[NT][4];
         const vi wide = _mm256_cvtepi8_epi16(scales[h]);
@@ -368,14 +371,17 @@ static inline void group_sums(const uint8_t* first, const uint8_t* second, const
     }
 }
 // Of each block: scale * sum of the first half of x, plus the same of the second; `sums` are pairs of i16.
-static inline void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
+static TC_INLINE void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
     for (int h = 0; h < 2; h++)
         out[h] = _mm256_madd_epi16(_mm256_cvtepi8_epi16(scales[h]), vi_load(sums + 8 * h));
 }
 // f16 scales of superblocks, each for 8 blocks: n of 16/W vectors' blocks.
-static inline void super_scales(const uint16_t* d, int blocks, vf* out) {
-    out[0] = _mm256_cvtph_ps(_mm_set1_epi16(short(d[0])));
-    out[1] = blocks > 8 ? _mm256_cvtph_ps(_mm_set1_epi16(short(d[1]))) : vzero();
+static TC_INLINE void super_scales(const uint16_t* d, int blocks, vf* out) {
+    int32_t both = d[0];
+    if (blocks > 8) memcpy(&both, d, 4);
+    const __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128(both));
+    out[0] = _mm256_broadcastss_ps(two);
+    out[1] = _mm256_broadcastss_ps(_mm_movehdup_ps(two));
 }
 // E8M0, halved: 2^(e - 128).
 static inline vf vload_e8m0(const uint8_t* p) {

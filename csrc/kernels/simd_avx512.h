@@ -154,6 +154,9 @@ using vb = __m128i;
 using vq = __m512i;
 INLINE vb vb_load(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
 INLINE vb vb_load_n(const void* p, size_t n) {
+    if (n == 8) return _mm_loadl_epi64((const __m128i*)p);
+    int32_t four;
+    if (n == 4) return memcpy(&four, p, 4), _mm_cvtsi32_si128(four);
     return _mm_maskz_loadu_epi8(__mmask16((1u << n) - 1), (const char*)p);
 }
 INLINE void vb_store(void* p, vb a) { _mm_storeu_si128((__m128i*)p, a); }
@@ -299,8 +302,9 @@ INLINE void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
 }
 // f16 scales of superblocks, each for 8 of up to 16 blocks.
 INLINE void super_scales(const uint16_t* d, int blocks, vf* out) {
-    const __m512 two = _mm512_castps128_ps512(
-        _mm_cvtph_ps(_mm_cvtsi32_si128(blocks > 8 ? int(d[0] | uint32_t(d[1]) << 16) : int(d[0]))));
+    int32_t both = d[0];
+    if (blocks > 8) memcpy(&both, d, 4);
+    const __m512 two = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128(both)));
     out[0] = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), two);
 }
 // E8M0, halved: 2^(e - 128).

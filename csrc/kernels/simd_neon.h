@@ -214,12 +214,12 @@ static inline vb vb_zip32(vb a, vb b) {
     return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
 }
 
-static inline void nibbles(const uint8_t* p, vb* lo, vb* hi) {
+static TC_INLINE void nibbles(const uint8_t* p, vb* lo, vb* hi) {
     const vb raw = vld1q_u8(p);
     *lo = vandq_u8(raw, vdupq_n_u8(15)), *hi = vshrq_n_u8(raw, 4);
 }
 // Single bits, as bit 4.
-static inline void fifths(const uint8_t* p, vb* lo, vb* hi) {
+static TC_INLINE void fifths(const uint8_t* p, vb* lo, vb* hi) {
     static const int32_t kUp[4] = {4, 3, 2, 1}, kDown[4] = {0, -1, -2, -3};
     uint32_t bits;
     memcpy(&bits, p, 4);
@@ -230,7 +230,7 @@ static inline void fifths(const uint8_t* p, vb* lo, vb* hi) {
 }
 // Pairs of bits, as bits AT and AT + 1.
 template <int AT>
-static inline void pairs(const uint8_t* p, vb* lo, vb* hi) {
+static TC_INLINE void pairs(const uint8_t* p, vb* lo, vb* hi) {
     static const int64_t kFirst[2] = {AT, AT - 2}, kSecond[2] = {AT - 4, AT - 6};
     uint64_t bits;
     memcpy(&bits, p, 8);
@@ -254,8 +254,8 @@ static inline int32x4_t dot_16(int32x4_t acc, vb w, const int8_t* x) {
     return vdotq_s32(acc, vreinterpretq_s8_u8(w), vld1q_s8(x));
 }
 template <class Q, int NT>
-static inline void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride,
-                          int blocks, vi (*out)[2]) {
+static TC_INLINE void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride,
+                             int blocks, vi (*out)[2]) {
     int32x4_t s[NT][4];
     for (int g = 0; g < 4; g++) {
         int32x4_t t[NT][4];
@@ -277,8 +277,8 @@ static inline void q_sums(const uint8_t* first, const uint8_t* second, const int
 }
 // The same with a scale for each half of a block: 32 int8, of 8 blocks in each of `scales`.
 template <class Q, int NT>
-static inline void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales, const int8_t* x,
-                              size_t stride, int blocks, vi (*out)[2]) {
+static TC_INLINE void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales,
+                                 const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
     int8_t scale[32];
     vst1q_s8(scale, vreinterpretq_s8_u8(scales[0])), vst1q_s8(scale + 16, vreinterpretq_s8_u8(scales[1]));
     int32x4_t s[NT][4];
@@ -303,7 +303,7 @@ static inline void group_sums(const uint8_t* first, const uint8_t* second, const
     for (int n = 0; n < NT; n++) out[n][0] = {s[n][0], s[n][1]}, out[n][1] = {s[n][2], s[n][3]};
 }
 // Of each block: scale * sum of the first half of x, plus the same of the second; `sums` are pairs of i16.
-static inline void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
+static TC_INLINE void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
     const int16_t* of = (const int16_t*)sums;
     for (int h = 0; h < 2; h++, of += 16) {
         const int8x16_t s = vreinterpretq_s8_u8(scales[h]);
@@ -314,7 +314,7 @@ static inline void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
     }
 }
 // f16 scales of superblocks, each for 8 of up to 16 blocks.
-static inline void super_scales(const uint16_t* d, int blocks, vf* out) {
+static TC_INLINE void super_scales(const uint16_t* d, int blocks, vf* out) {
     auto one = [](uint16_t h) {
         return vset1(vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))), 0));
     };

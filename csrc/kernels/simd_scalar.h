@@ -317,17 +317,17 @@ static inline void vb_f32(vb b, vf* out) {  // 16 int8
     BYTES out[i / W].v[i % W] = float(int8_t(b.v[i]));
 }
 
-static inline void nibbles(const uint8_t* p, vb* lo, vb* hi) {
+static TC_INLINE void nibbles(const uint8_t* p, vb* lo, vb* hi) {
     BYTES lo->v[i] = p[i] & 15, hi->v[i] = p[i] >> 4;
 }
-static inline void fifths(const uint8_t* p, vb* lo, vb* hi) {  // single bits, as bit 4
+static TC_INLINE void fifths(const uint8_t* p, vb* lo, vb* hi) {  // single bits, as bit 4
     BYTES {
         lo->v[i] = uint8_t((p[i % 4] >> (i / 4) & 1) << 4);
         hi->v[i] = uint8_t((p[i % 4] >> (4 + i / 4) & 1) << 4);
     }
 }
 template <int AT>
-static inline void pairs(const uint8_t* p, vb* lo, vb* hi) {  // pairs of bits, as bits AT and AT + 1
+static TC_INLINE void pairs(const uint8_t* p, vb* lo, vb* hi) {  // pairs of bits, as bits AT and AT + 1
     BYTES {
         lo->v[i] = uint8_t((p[i % 8] >> (i / 8 * 2) & 3) << AT);
         hi->v[i] = uint8_t((p[i % 8] >> (4 + i / 8 * 2) & 3) << AT);
@@ -346,8 +346,8 @@ static inline vi looked_up(const int8_t* table, vi nibbles) {
 
 // The 16 sums of products of 16 blocks of Q's numbers, as q8_sums.
 template <class Q, int NT>
-static inline void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride,
-                          int blocks, vi (*out)[16 / W]) {
+static TC_INLINE void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride,
+                             int blocks, vi (*out)[16 / W]) {
     for (int n = 0; n < NT; n++, x += stride)
         for (int b = 0; b < 16; b++) {
             int32_t s = 0;
@@ -361,8 +361,8 @@ static inline void q_sums(const uint8_t* first, const uint8_t* second, const int
 }
 // The same with a scale for each half of a block: 32 int8, of 8 blocks in each of `scales`.
 template <class Q, int NT>
-static inline void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales, const int8_t* x,
-                              size_t stride, int blocks, vi (*out)[16 / W]) {
+static TC_INLINE void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales,
+                                 const int8_t* x, size_t stride, int blocks, vi (*out)[16 / W]) {
     for (int n = 0; n < NT; n++, x += stride)
         for (int b = 0; b < 16; b++) {
             int32_t s = 0, t = 0;
@@ -376,7 +376,7 @@ static inline void group_sums(const uint8_t* first, const uint8_t* second, const
         }
 }
 // Of each block: scale * sum of the first half of x, plus the same of the second; `sums` are pairs of i16.
-static inline void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
+static TC_INLINE void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
     const int16_t* of = (const int16_t*)sums;
     for (int b = 0; b < 16; b++) {
         const int8_t* scale = (const int8_t*)scales[b / 8].v + b % 8 * 2;
@@ -384,7 +384,7 @@ static inline void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
     }
 }
 // f16 scales of superblocks, each for 8 of up to 16 blocks.
-static inline void super_scales(const uint16_t* d, int blocks, vf* out) {
+static TC_INLINE void super_scales(const uint16_t* d, int blocks, vf* out) {
     out[0] = vset1(f16_to_f32(d[0]));
     out[1] = blocks > 8 ? vset1(f16_to_f32(d[1])) : vzero();
 }
