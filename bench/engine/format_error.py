@@ -47,10 +47,12 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 64,
 }  # fmt: skip
 ODD = {"hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 5, "intermediate_size": 672}
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 3, "intermediate_size": 256}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # a shape, and what makes it small
     "dense": ("llama-2-7b", SMALL),
     "sparse": ("bamboo-7b", SMALL),  # dReLU: bundles
-    "mixture": ("mixtral-8x7b", SMALL | {"num_local_experts": 3, "intermediate_size": 256}),
+    # Every token goes to all experts: of two that are nearly alike, an error would choose the other.
+    "mixture": ("mixtral-8x7b", SMALL | EXPERTS),
     "odd": ("llama-2-7b", SMALL | ODD),  # 256 does not divide its rows: fallbacks
 }
 
@@ -68,12 +70,17 @@ class FormatError:
     llama: float | None = None  # llama.cpp's NMSE; None: it was not asked, or does not know the model
 
 
-def made(directory: Path, kind: str, mix: str) -> Pack:
-    """A small random pack of a kind, in a mix's formats."""
+def model_of(directory: Path, kind: str) -> synthetic.SyntheticModel:
+    """A small random model of a kind."""
     shape, changes = KINDS[kind]
     config = directory / "config.json"
     config.write_text(json.dumps(synthetic.shapes()[shape] | changes))
-    model = synthetic.SyntheticModel.of(str(config), 0, None, 0.26, 64)
+    return synthetic.SyntheticModel.of(str(config), 0, None, 0.26, 64)
+
+
+def made(directory: Path, kind: str, mix: str) -> Pack:
+    """Such a model's pack, in a mix's formats."""
+    model = model_of(directory, kind)
     where = directory / f"{kind}-{mix}"
     model.write(where, *synthetic.formats_named(mix, model.stats.spec))
     return Pack.open(where)
