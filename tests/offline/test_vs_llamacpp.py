@@ -100,7 +100,7 @@ def test_both_arrangements_run_every_test_and_pair(vs: ModuleType, duel: Any, wa
 def test_llama_cpp_runs_each_test_its_fastest_way(
     vs: ModuleType, duel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mapped: 10 and 30 without and with flash attention, repacked: 40 and 20; prompts the other way round."""
+    """Mapped: 10 and 30 without and with flash attention, repacked: 40 and 20; prompts vice versa."""
 
     class Timed:
         def __init__(self, mmap: int, repack: int) -> None:
