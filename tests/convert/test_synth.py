@@ -260,7 +260,7 @@ def test_it_takes_little_memory_whatever_the_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", sorted(SMALL.keys() - {"turbosparse-mixtral"}))  # sparse: in test_moe.py
-@pytest.mark.parametrize("format", ["f32", "q8_0", "q4_0"])
+@pytest.mark.parametrize("format", ["f32", "q4_0", "q4_k"])
 def test_logits_are_finite_and_spread_as_a_models(shape: str, format: str, tmp_path: Path) -> None:
     logits, _ = run(make(tmp_path, shape, format), tokens=64)
     assert np.isfinite(logits).all()
@@ -276,6 +276,14 @@ def test_as_many_neurons_are_active_as_were_asked_for(shape: str, active: float,
     assert pack.spec.sparse
     assert np.mean(ops.counted) == pytest.approx(active, rel=0.1)
     assert ops.counted == pytest.approx([active] * pack.spec.n_layers, rel=0.25)  # every layer
+
+
+@pytest.mark.parametrize("format", ["q4_k", "q6_k", "q3_k", "q2_k", "iq4_xs", "mxfp4", "tq2_0"])
+def test_as_many_neurons_are_active_in_formats_of_blocks(format: str, tmp_path: Path) -> None:
+    """Their scales have few bits, and offsets lie beside small weights in one block of 256."""
+    pack = make(tmp_path, "llama-2-7b", format, active=0.11, num_hidden_layers=2)
+    _, ops = run(pack)
+    assert np.mean(ops.counted) == pytest.approx(0.11, rel=0.15 if format == "q2_k" else 0.1)
 
 
 @pytest.mark.parametrize("shape", ["llama-2-7b", "opt-6.7b", "bamboo-7b"])
