@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from thermocline.text.tokenizer import FILE, Tokenizer, read_text
 if TYPE_CHECKING:
     from thermocline import _native
     from thermocline.model.spec import ModelSpec
+    from thermocline.model.tensors import TensorInfo
     from thermocline.offline.need_trace import TraceRecorder
     from thermocline.session.options import EngineOptions
 
@@ -432,7 +434,7 @@ def facts_of(bench: Bench) -> dict[str, Any]:
     return {
         "cpu_info": hardware.cores().name or "",
         "model_filename": str(pack.path),
-        "model_type": f"{pack.spec.architecture} {_short(parameters)} {pack.weight_format.upper()}",
+        "model_type": f"{pack.spec.architecture} {_short(parameters)} {_formats(pack.tensors.values())}",
         "model_size": sum(t.bytes for t in pack.tensors.values()),
         "model_n_params": parameters,
         "n_batch": bench.engine.prefill_chunk,
@@ -445,6 +447,16 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "vram_bytes": None if plan is None else plan.used("gpu"),
         "disabled": ",".join(session.options.disable),
     } | _gpu_facts(session)
+
+
+def _formats(tensors: Iterable[TensorInfo]) -> str:
+    """Name the formats of a model's matrices, the one of most bytes first; none that is below 1 %."""
+    found = Counter[str]()
+    for t in tensors:
+        for format in (t.format, t.down_format or t.format):  # a bundle's two rows, half of its bytes each
+            found[format] += t.bytes if len(t.shape) > 1 and format != "i32" else 0
+    named = [f.upper() for f, nbytes in found.most_common() if 100 * nbytes >= found.total()]
+    return "+".join(named)
 
 
 def _gpu_facts(session: Session) -> dict[str, Any]:
