@@ -150,7 +150,7 @@ def to_gguf(format: str, rows: U8) -> U8:
     if len(f.fields) == 1:
         return rows
     n, per_row = len(rows), rows.shape[1] // f.block_bytes
-    of = {name: plane.reshape(n * per_row, -1) for name, plane in planes(format, rows).items()}
+    of = {name: plane.reshape(n * per_row, plane.shape[2]) for name, plane in planes(format, rows).items()}
     if format in _MOVED:
         of |= _written(_MOVED[format][0], _numbers(_MOVED[format][1], of), _sizes(format))
     return np.concatenate([of[field.name] for field in f.fields], axis=1).reshape(rows.shape)

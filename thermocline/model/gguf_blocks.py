@@ -64,7 +64,8 @@ def _split(b: U8, group: int, *shifts: int, mask: int) -> U8:
 
 def _scaled(q: NDArray[np.generic], d: F32) -> F32:
     """Scale q [blocks, n] by d [blocks, groups], one scale for each n / groups values."""
-    return d[:, :, None] * q.astype(np.float32).reshape(len(q), d.shape[1], -1)
+    groups = d.shape[1]
+    return d[:, :, None] * q.astype(np.float32).reshape(len(q), groups, q.shape[1] // groups)
 
 
 @_decoder(4)

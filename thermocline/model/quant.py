@@ -191,10 +191,10 @@ def _affine(format: str, x: F32, top: int) -> U8:
 
 @_encoder
 def _q5_0(x: F32) -> U8:
-    """d = (the x of largest |x|) / -16, q = round(x / d) + 16."""
+    """d = (the x of largest |x|) / -16, q = x / d + 16.5 truncated to 0..31."""
     b = x.reshape(-1, 32)
     d = _extreme(b) / np.float32(-16)
-    q = _quants(b * _reciprocal(d)[:, None], -16, 15)
+    q = np.clip(np.nan_to_num(b * _reciprocal(d)[:, None] + np.float32(16.5)), 0, 31).astype(np.uint8)
     return gguf_blocks_of("q5_0", quants=_halves(q & 15), fifth=q >> 4, scale=_bytes_f16(d))
 
 
@@ -296,20 +296,24 @@ def _iq4_xs(x: F32) -> U8:
 
 @_encoder
 def _mxfp4(x: F32) -> U8:
-    """The scale is 2**(floor(log2(max|x|)) - 2), as OCP's MX formats choose it; q the nearest code."""
+    """The scale is 2**(floor(log2(max|x|)) - 2), as OCP's MX formats choose it; q the nearest code.
+
+    Of two as near, the one nearer to 0; what becomes 0 has the code of +0.
+    """
     b = x.reshape(-1, 32)
     top = np.abs(b).max(axis=1)
     exponent = np.where(top > 0, np.floor(np.log2(top)) - 2, -127)
     e = np.clip(np.nan_to_num(exponent) + 127, 0, 254).astype(np.uint8)
-    values, codes = np.unique(gguf_blocks.E2M1, return_index=True)
-    q = codes.astype(np.uint8)[_of_table(b / gguf_blocks.e8m0_half(e)[:, None], values)]
+    q = _of_table(np.abs(b) / gguf_blocks.e8m0_half(e)[:, None], gguf_blocks.E2M1[:8])
+    q |= ((b < 0) & (q > 0)).astype(np.uint8) << np.uint8(3)
     return gguf_blocks_of("mxfp4", quants=_halves(q), exponent=e[:, None])
 
 
 @_encoder
 def _tq2_0(x: F32) -> U8:
-    """d = max|x|, w = d (q - 1)."""
+    """d = max|x|, w = d (q - 1), q = round(x / d) + 1, halves away from zero."""
     b = x.reshape(-1, 256)
     d = np.abs(b).max(axis=1)
-    q = _quants(b * _reciprocal(d)[:, None], -1, 1)
-    return gguf_blocks_of("tq2_0", pair=q, super=_bytes_f16(d))
+    q = b * _reciprocal(d)[:, None]
+    q = np.nan_to_num(np.trunc(q + np.copysign(_BELOW_HALF, q)))
+    return gguf_blocks_of("tq2_0", pair=(q + 1).astype(np.uint8), super=_bytes_f16(d))
