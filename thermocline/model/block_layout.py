@@ -67,7 +67,7 @@ _PLANAR_K: Layout = {
 
 
 def _single(field: str, weights: int = 256) -> Number:
-    """One bit of each weight: bit 8k + t of a u32 for weight 4t + k, bit 8k + 4 + t for weight 16 + 4t + k."""
+    """One bit of each weight: bit 8k + t of a u32 for weight 4t + k, bit 8k + 4 + t for 16 + 4t + k."""
     return _whole(field, (_W // 32 * 4 + _K)[:weights], (_IN // 16 * 4 + _T)[:weights], 1)
 
 

@@ -202,7 +202,7 @@ def _iq4_nl(b: U8) -> F32:
 
 @_decoder(136)
 def _iq4_xs(b: U8) -> F32:
-    """d 2, high scale bits 2, low scale nibbles 4, nibbles 128: w = d (scale - 32) IQ4[q], by groups of 32."""
+    """d 2, scales' high bits 2, low nibbles 4, nibbles 128: w = d (scale - 32) IQ4[q], by groups of 32."""
     high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> (2 * np.arange(8, dtype=np.uint16)) & 3
     low = _split(b[:, 4:8], 1, 0, 4, mask=15)
     scale = (low | high.astype(np.uint8) << np.uint8(4)).astype(np.float32) - np.float32(32)
