@@ -371,7 +371,7 @@ def test_a_refusal_names_a_context_that_fits() -> None:
     made(spec, sizes, heat, CPU_ONLY, context=context, ram=short)
 
 
-@pytest.mark.parametrize(("format", "advised"), [("f16", True), ("q5_k", True), ("q4_0", False)])
+@pytest.mark.parametrize(("format", "advised"), [("f16", True), ("q8_0", True), ("q4_0", False)])
 def test_a_refusal_advises_a_smaller_format_where_there_is_a_good_one(format: str, advised: bool) -> None:
     """Not ternary weights, the smallest of all, and not what the model is in already."""
     with pytest.raises(OutOfBudget) as e:

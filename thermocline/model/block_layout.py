@@ -1,4 +1,4 @@
-"""Where the bits of a block lie: in GGUF, and in the planes of a pack's row. Both ways, bit for bit.
+"""The bits of a block: their places in GGUF and in the planes of a pack's row. Both ways, bit for bit.
 
 A row of a pack is planar: one plane of all its blocks, then the next. Most planes are fields of GGUF's block
 as they are. The others hold the same bits in the order in which the kernels use them: every 32 weights have
