@@ -15,8 +15,9 @@ namespace tc {
 uint32_t crc32c(const uint8_t* p, size_t n,
                 uint32_t seed);  // Castagnoli; seed 0 to start, the result to continue
 
-// A kernel may read (but never use) this many bytes past the end of an arena: q4_0's AVX-512 step reads 64
-// bytes where 36 are left.
+// A kernel may read (but never use) this many bytes past the end of an arena: an AVX-512 step reads four
+// blocks of nibbles, 64 bytes, where a row of one block of mxfp4 has 17, and a panel turns over whole
+// vectors.
 constexpr size_t kArenaPadding = 64;
 
 struct Arena {
