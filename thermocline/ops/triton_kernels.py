@@ -26,6 +26,7 @@ DOT_BYTES = {1: 8, 2: 8, 4: 16, 8: 16, 16: 8}  # of each row, that a thread has 
 DOT_PROGRAMS = 264  # two for each SM of an H100: a small matrix is cut into fewer rows a program
 DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
 DOWN_WARPS = 4
+DOWN_COLUMNS = 128  # of a program, for many tokens: its sums stay in registers
 
 
 class Shape(NamedTuple):
@@ -182,7 +183,7 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
         return
     tokens = _power(t)
     how = loader(rows.format)
-    s = _shape(rows, max(4, min(16 // how.size, how.sums // tokens)), 1)
+    s = _shape(rows, max(4, min(how.unit, how.sums // tokens)), 1)
     chunks = _ceil(n, SPAN)
     each = _ceil(chunks, MAX_SUMS)
     programs = _ceil(chunks, each)
@@ -276,7 +277,7 @@ def _matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, rel
 def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
     t, n = h.shape
     s = _shape(rows)
-    m, g = min(128, _power(t)), 64 // s.v
+    m, g = min(128, _power(t)), min(64, DOWN_COLUMNS // loader(rows.format).planes) // s.v
     fixed: dict[str, Any] = {"ADD": add, "FORMAT": rows.format, "M": m, "K": 32, "G": g, "V": s.v}
     args = out, _at(rows), h, n, rows.columns, rows.stride, t
     grid = _ceil(_units(rows, s), g), _ceil(t, m)
@@ -284,8 +285,8 @@ def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
 
 
 def _shape(w: Rows, v: int = 0, warps: int = 4) -> Shape:
-    """Units of v numbers, or 16 bytes; as many as `warps` warps read at once, where rows are so long."""
-    v = v or 16 // loader(w.format).size
+    """Units of v numbers, or the format's; as many as `warps` warps read at once, where rows are so long."""
+    v = v or loader(w.format).unit
     g = min(32 * warps, _power(_units(w, Shape(v, 0, 0))))
     return Shape(v, g, max(1, g // 32))
 
