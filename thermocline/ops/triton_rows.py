@@ -226,12 +226,11 @@ def down_few(
         end = tl.where(tokens > b, columns, 0)
         to = sums + (s * tokens + b) * columns + at_column
         for plane in tl.static_range(plane_count(FORMAT)):
-            behind_it: tl.constexpr = behind(FORMAT) * plane
-            first: tl.constexpr = b * KINDS + 4 * plane
-            y = together(acc[first : first + min(4, KINDS)])
+            y = together(acc[b * KINDS + 4 * plane : b * KINDS + min(4 * plane + 4, KINDS)])
             if MINIMA > 0:
                 y -= less[b * MINIMA + half_of(plane, FORMAT)][:, :, None]
-            tl.store(to + behind_it, tl.sum(y, axis=0), mask=at_column + behind_it < end)
+            next = behind(FORMAT) * plane
+            tl.store(to + next, tl.sum(y, axis=0), mask=at_column + next < end)
 
 
 @triton.jit

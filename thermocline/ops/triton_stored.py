@@ -44,6 +44,11 @@ class Loader(NamedTuple):
     dot: int = 4
     sums: int = 16
 
+    @property
+    def plain(self) -> bool:
+        """Whether a word and one scale are all that numbers are made of: few registers."""
+        return self.planes <= 2 and self.scales == 1 and not (self.more or self.book or self.minima)
+
 
 @triton.constexpr_function
 def loader(format):
@@ -62,12 +67,12 @@ def loader(format):
         "q5_0": Loader(2, 5, 16, "fifth"),
         "q5_1": Loader(2, 5, 0, "fifth", minima=True),
         "q4_k": Loader(2, 4, minima=True, dot=8),
-        "q5_k": Loader(2, 5, 0, "fifth", minima=True, dot=8),
+        "q5_k": Loader(2, 5, 0, "fifth", minima=True),
         "q6_k": Loader(2, 6, 32, "pairs", scales=2, unit=8, dot=8),
         "q3_k": Loader(4, 3, 4, "third", scales=2, unit=8, sums=8),
         "q2_k": Loader(4, 2, scales=2, minima=True, unit=8, sums=8),
         "iq4_nl": Loader(2, 8, 128, book="iq4"),
-        "iq4_xs": Loader(2, 8, 128, book="iq4", dot=8),
+        "iq4_xs": Loader(2, 8, 128, book="iq4"),
         "mxfp4": Loader(2, 8, 128, book="e2m1", even=False),
         "tq2_0": Loader(4, 2, 1, unit=8, sums=8),
     }[format]
@@ -241,21 +246,20 @@ def parts_of(at, ok, i, columns, FORMAT: tl.constexpr, AHEAD: tl.constexpr):
 
 @triton.jit
 def looked_up(places, FORMAT: tl.constexpr):
-    """The numbers of the book, plus its zero, at four places of 4 bits, a byte each."""
-    masks = ()
+    """The numbers of the book, plus its zero, at four places of 4 bits, a byte each.
+
+    A bit of the place chooses between two numbers, for all four bytes at once.
+    """
+    found = ()
+    for place in tl.static_range(16):
+        found = found + (entry(FORMAT, place),)
     for bit in tl.static_range(4):
-        masks = masks + (((places >> bit) & 0x01010101) * 0xFF,)
-    return chosen(masks, FORMAT, 3, 0)
-
-
-@triton.jit
-def chosen(masks, FORMAT: tl.constexpr, BIT: tl.constexpr, FIRST: tl.constexpr):
-    """Of 2 ** (BIT + 1) numbers, from the book's number FIRST on, those that the masks of these bits name."""
-    if BIT < 0:
-        return tl.full((), entry(FORMAT, FIRST), tl.uint32)
-    low = chosen(masks, FORMAT, BIT - 1, FIRST)
-    high = chosen(masks, FORMAT, BIT - 1, FIRST + 2**BIT)
-    return low ^ ((low ^ high) & masks[BIT])
+        mask = ((places >> bit) & 0x01010101) * 0xFF
+        left = ()
+        for i in tl.static_range(8 >> bit):
+            left = left + (found[2 * i] ^ (mask & (found[2 * i] ^ found[2 * i + 1])),)
+        found = left
+    return found[0]
 
 
 # ---- what a thread holds
