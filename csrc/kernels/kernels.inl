@@ -76,24 +76,26 @@ static void short_rows(const Matrix& w, size_t begin, size_t end, const Input& x
         for (size_t at = 0; at < 16; at += lanes) {
             memcpy(many[t].q + 32 * at, once->q, 32 * lanes);
             memcpy(many[t].d + at, once->d, 4 * lanes);
-            memcpy(many[t].offset + at, once->offset, 4 * lanes);
+            memcpy(many[t].extra + at, once->extra, 4 * lanes);
         }
     }
-    constexpr size_t size = F::quant_bytes;
+    constexpr size_t size = F::Numbers::first;
     alignas(64) uint8_t q[16 * size] = {};
-    typename F::StoredScale d[16] = {};
+    uint16_t d[16] = {};
+    const Planes both = {{q, (const uint8_t*)d}};
     for (size_t r = begin; r < end; r += 16 / lanes) {
         const size_t rows = smaller(16 / lanes, end - r);
         prefetch_on(w.data + r * w.stride + kAhead, rows * w.stride);
         for (size_t i = 0; i < rows; i++) {
-            const uint8_t* row = w.data + (r + i) * w.stride;
-            for (size_t b = 0; b < blocks; b++) memcpy(q + size * (i * lanes + b), row + size * b, size);
-            for (size_t b = 0; b < blocks; b++) d[i * lanes + b] = F::row_scales(row, w.cols)[b];
+            const Planes row = F::planes(w.data + (r + i) * w.stride, w.cols, 0);
+            for (size_t b = 0; b < blocks; b++)
+                memcpy(q + size * (i * lanes + b), row.at[0] + size * b, size);
+            for (size_t b = 0; b < blocks; b++) d[i * lanes + b] = row.f16(1)[b];
         }
         for (size_t t = 0; t < x.tokens; t++) {
             vf acc[1][16 / W];
             for (int v = 0; v < 16 / W; v++) acc[0][v] = vzero();
-            F::template add_chunk<1>(q, d, &many[t], 0, 16, acc);
+            F::template add_chunk<1, true>(both, &many[t], 0, 16, acc);
             float sums[16];
             for (int v = 0; v < 16 / W; v++) vstore(sums + v * W, acc[0][v]);
             for (size_t half = lanes / 2; half; half /= 2)
@@ -152,7 +154,7 @@ static void accumulate_group(const uint8_t* const* rows, const float* h, size_t 
         for (int k = 0; k < U; k++) acc[k] = vload(y + c + k * W);
         for (int g = 0; g < G; g++) {
             vf w[U];
-            F::unpack(rows[g], c, w);
+            F::unpack(rows[g], cols, c, w);
             const vf f = vset1(factors[size_t(g) * blocks + c / 32]);
             for (int k = 0; k < U; k++) acc[k] = vfma(w[k], f, acc[k]);
         }
@@ -217,7 +219,7 @@ NOINLINE static void accumulate_format(const Matrix& w, const int32_t* ids, size
             size_t c = 0;
             for (; c + 32 <= width; c += 32) {
                 vf u[32 / W];
-                F::unpack(row, begin + c, u);
+                F::unpack(row, w.cols, begin + c, u);
                 for (int k = 0; k < 32 / W; k++) vstore(tile + g * C + c + k * W, u[k]);
             }
             for (; c < width; c += W)
@@ -294,7 +296,7 @@ static void decode_row_format(const uint8_t* row, size_t cols, float* out) {
         F::scales(row, cols, c, 1, 1.0f, &scale);
         vf u[32 / W];
         if (c + 32 <= cols) {
-            F::unpack(row, c, u);
+            F::unpack(row, cols, c, u);
             for (int k = 0; k < 32 / W; k++) vstore(out + c + k * W, vmul(u[k], vset1(scale)));
         } else {
             for (size_t i = c; i < cols; i += W) {

@@ -147,8 +147,8 @@ def _bytes_f16(x: F32) -> U8:
 
 
 def _quants(x: F32, low: int, high: int) -> U8:
-    """The nearest integers within [low, high], from 0 on."""
-    return (np.clip(np.nan_to_num(np.rint(x)), low, high) - low).astype(np.uint8)
+    """The nearest integers within [low, high], from 0 on; halves go up."""
+    return (np.clip(np.nan_to_num(np.floor(x + np.float32(0.5))), low, high) - low).astype(np.uint8)
 
 
 def _divided(x: F32, d: F32) -> F32:
