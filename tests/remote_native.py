@@ -140,6 +140,12 @@ class Linear(Part):
         self.weight = weight
 
 
+class Stack(Part):
+    def __init__(self, parts: tuple[Matrix, ...], bias: F32 | None) -> None:
+        matrices = b"".join(part.packed for part in parts)
+        super().__init__(u64(len(parts)) + matrices + values(bias), *parts)
+
+
 class Heads(Part):
     def __init__(
         self,
@@ -180,7 +186,7 @@ class Step(Part):
 
 class Attention(Part):
     def __init__(
-        self, norm: Norm | None, qkv: Linear, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
+        self, norm: Norm | None, qkv: Stack, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
     ) -> None:
         parts = packed(norm, Norm) + qkv.packed + out.packed + heads.packed
         super().__init__(parts + packed(sub_norm, Norm) + join.packed, qkv, out)

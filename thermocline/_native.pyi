@@ -145,6 +145,11 @@ class Norm:
 class Linear:
     def __new__(cls, weight: Matrix, bias: F32 | None) -> Linear: ...
 
+class Stack:
+    """Matrices of one width, one under the other, at most 3, and a bias for all their rows."""
+
+    def __new__(cls, parts: tuple[Matrix, ...], bias: F32 | None) -> Stack: ...
+
 class Heads:
     """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none."""
 
@@ -168,7 +173,7 @@ class Join:
 
 class Attention:
     def __new__(
-        cls, norm: Norm | None, qkv: Linear, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
+        cls, norm: Norm | None, qkv: Stack, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
     ) -> Attention: ...
 
 class Predictor:

@@ -272,7 +272,7 @@ def run(m: Machine) -> None:
         )
         return
     if "card" not in items:
-        tier = gpu.tiers_of(m.device, "f16", m.args.threads).gpu
+        tier = gpu.tiers_of(m.device, ("f16",), m.args.threads).gpu
         assert tier is not None
         m.results.add("card", dataclasses.asdict(tier))
     m.driver = gpu_llama.prepared(m.args.build_dir, m.args.llama_source, max(1.0, m.clock.left))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from synthetic_predictors import gate_of
 
 from thermocline.convert import synthetic
@@ -22,6 +23,7 @@ from thermocline.engine.decoder import bind, forward
 from thermocline.engine.kv_cache import BLOCK, KVCache, in_ram
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
+from thermocline.model.tensors import QKV, RowPart, bundle_parts
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device_sizes import StepLimits
@@ -121,8 +123,15 @@ def decoded(pack: Pack) -> Weights:
 
     def rows(name: str) -> F32:
         t = pack.tensors[name]
-        found = read_tensor(pack, name)
-        return quant.decode(t.format, found[:, : quant.row_bytes(t.format, t.shape[-1])], t.shape[-1])
+        return part_of(read_tensor(pack, name), RowPart(t.format, 0), t.shape[-1])
+
+    def part_of(found: NDArray[np.uint8], part: RowPart, columns: int) -> F32:
+        own = found[:, part.at : part.at + quant.row_bytes(part.format, columns)]
+        return quant.decode(part.format, np.ascontiguousarray(own), columns)
+
+    def qkv(name: str) -> Linear:
+        names = [n for n in (f"{name}.{x}.weight" for x in ("qkv", *QKV)) if n in pack.tensors]
+        return Linear(np.concatenate([rows(n) for n in names]), vector(f"{name}.qkv.bias"))
 
     def vector(name: str) -> F32 | None:
         return read_tensor(pack, name).view(np.float32).ravel() if name in pack.tensors else None
@@ -142,11 +151,7 @@ def decoded(pack: Pack) -> Weights:
             yield FFN.whole(Linear(gate, gate_bias), up, down, bias, bundles=False)
             return
         t, records = pack.tensors[f"{name}.bundle"], read_tensor(pack, f"{name}.bundle")
-        size = quant.row_bytes(t.format, spec.dim)
-        parts = [
-            quant.decode(t.format, np.ascontiguousarray(records[:, i * size : (i + 1) * size]), spec.dim)
-            for i in range(2 if spec.gated else 1)
-        ]
+        parts = [part_of(records, p, spec.dim) for p in bundle_parts(t, spec) if p is not None]
         n = spec.ffn_dim
         for own in (slice(e * n, (e + 1) * n) for e in range(spec.n_experts)):
             mine = Linear(gate[own], None if gate_bias is None else gate_bias[own])
@@ -156,7 +161,7 @@ def decoded(pack: Pack) -> Weights:
         a = f"layers.{i}"
         norms = norm(f"{a}.attn_norm"), norm(f"{a}.ffn_norm")
         return Layer(
-            norms[0], linear(f"{a}.qkv"), linear(f"{a}.attn_out"), norms[1],
+            norms[0], qkv(a), linear(f"{a}.attn_out"), norms[1],
             tuple(experts(a)), router=rows(f"{a}.router.weight") if spec.n_experts > 1 else None,
         )  # fmt: skip
 

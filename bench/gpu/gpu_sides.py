@@ -98,7 +98,7 @@ class Machine:
         g = self.device
         if vram != "all":
             g = replace(g, free_bytes=min(g.free_bytes, int(float(vram) * GIB)))
-        found = gpu.tiers_of(g, model.shape.format, self.args.threads)
+        found = gpu.tiers_of(g, (model.shape.format,), self.args.threads)
         options = EngineOptions(
             sparsity=self.sparsity_of(model), context=self.context(model), max_batch=1,
             threads=self.args.threads

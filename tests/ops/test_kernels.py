@@ -891,13 +891,16 @@ class Good:
     def layer(self, **changes: Any) -> _native.Attention:
         good: dict[str, Any] = {
             "norm": _native.Norm(self.v32, None, 1e-5, False),
-            "qkv": _native.Linear(self.matrix(rows=48), zeros(48)),
+            "qkv": _native.Stack((self.matrix(rows=48),), zeros(48)),
             "out": _native.Linear(self.matrix(rows=32, cols=24), self.v32),
             "heads": self.heads(),
             "sub_norm": None,
             "join": _native.Join(None, 1.0),
         }
         return _native.Attention(*(good | changes).values())
+
+    def stack(self, *shapes: tuple[int, int]) -> _native.Stack:
+        return _native.Stack(tuple(self.matrix(rows=rows, cols=cols) for rows, cols in shapes), None)
 
     def attention_add(self, **changes: Any) -> None:
         good: dict[str, Any] = {"x": self.x.copy(), "h": self.x, "layer": self.layer(), "step": self.step()}
@@ -1062,7 +1065,13 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "attention that looks further back than its step": lambda g: g.attention(
         heads=g.heads(window=3), step=g.step(window=2)
     ),
-    "layer with narrow qkv": lambda g: g.layer(qkv=_native.Linear(g.matrix(rows=47), None)),
+    "layer with narrow qkv": lambda g: g.layer(qkv=_native.Stack((g.matrix(rows=47),), None)),
+    "layer whose q, k and v are narrow": lambda g: g.layer(qkv=g.stack((24, 32), (12, 32), (11, 32))),
+    "stack of nothing": lambda g: g.stack(),
+    "stack of too many": lambda g: g.stack(*((12, 32),) * 4),
+    "stack of several widths": lambda g: g.stack((24, 32), (12, 32), (12, 16)),
+    "stack with a short bias": lambda g: _native.Stack((g.w, g.w), zeros(15)),
+    "stack of what is no matrix": lambda g: _native.Stack((g.w, None), None),
     "layer without qkv": lambda g: g.layer(qkv=None),
     "layer with a short norm": lambda g: g.layer(norm=_native.Norm(zeros(31), None, 1e-5, False)),
     "layer with a narrow output": lambda g: g.layer(out=_native.Linear(g.matrix(rows=32, cols=23), None)),
@@ -1087,7 +1096,7 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "ffn with more gates than downs": lambda g: g.ffn(gate=_native.Linear(g.matrix(rows=9), None)),
     "ffn with few ups": lambda g: g.ffn(up=g.matrix(rows=7)),
     "ffn with narrow ups": lambda g: g.ffn(up=g.matrix(cols=16)),
-    "ffn with ups of another format": lambda g: g.ffn(up=g.matrix(format=3)),
+    "ffn with ups of signs": lambda g: g.ffn(up=g.matrix(format=_native.SIGNS)),
     "ffn with bundles' down and no bundles": lambda g: g.ffn(bundles=False),
     "ffn with a short norm": lambda g: g.ffn(norm=_native.Norm(zeros(31), None, 1e-5, False)),
     "ffn with narrow downs": lambda g: g.ffn(down=g.matrix(cols=16)),

@@ -25,6 +25,7 @@ from thermocline.pack.manifest import KIND, VERSION
 from thermocline.pack.pack import Progress
 from thermocline.pack.writer import PackExtras, write_pack
 
+KEPT = 2  # of a file's formats: 2 keeps each tensor's, where 1 had one for q, k and v, and no K formats
 _SPECIAL = ("bos", "eos", "unknown", "padding")
 
 
@@ -100,7 +101,7 @@ def gguf_shards(gguf: GGUF) -> list[Shard]:
 
 def gguf_hash(gguf: GGUF) -> str:
     """Return a key for the content: 32 hex digits, the same for each copy."""
-    h = hashlib.blake2b(f"{KIND} {VERSION} gguf {READING}".encode(), digest_size=16)
+    h = hashlib.blake2b(f"{KIND} {VERSION} gguf {READING} {KEPT}".encode(), digest_size=16)
     add_content(h, gguf_shards(gguf))
     return h.hexdigest()
 

@@ -110,10 +110,6 @@ class TensorMapSource:
                 yield piece, a - start, b - start
             start += piece.rows
 
-    def pieces(self, name: str) -> tuple[SourceSlice, ...]:
-        """Return the source slices of a packed tensor."""
-        return self._tensor_map.tensors[name]
-
     def name_of(self, piece: SourceSlice) -> str:
         """Return the name that a slice's tensor has in the files."""
         assert piece.tensor is not None, "a norm without weights has none"

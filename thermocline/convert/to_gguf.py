@@ -1,6 +1,6 @@
 """Write a pack as a GGUF file: for llama.cpp, or for PowerInfer if the model has ReLU.
 
-The quantised blocks stay the same and are streamed. The optional `gguf` package is imported here alone.
+The quantised blocks stay the same and are streamed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.convert.gguf_rows import gguf_package
 from thermocline.convert.tokenizer_to_gguf import to_gguf
 from thermocline.errors import IOFailure, Unsupported, UsageError
 from thermocline.files.bounded import open_regular, parse_json, read_at, read_small
@@ -22,7 +23,7 @@ from thermocline.files.whole import replacing
 from thermocline.model import quant
 from thermocline.model.families import gguf_architecture
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo
+from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
 from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
 from thermocline.text.tokenizer import FILE as TOKENIZER
 
@@ -45,6 +46,7 @@ _NAMES = {
 }
 _EXPERTS = {f"{part}.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
 _QKV, _BUNDLE = "qkv.weight", "bundle"
+_APART = {f"{letter}.weight": letter for letter in QKV}
 # A GGUF has no place for activation counts, nor for the original positions of sorted neurons.
 _LEFT_OUT = ("activation_count", "order")
 
@@ -54,8 +56,8 @@ class TensorSlice:
     """Rows [first, first + rows) of a pack's tensor that become GGUF's tensor `name`, [rows, columns].
 
     `head_dim` > 0 reorders the rows of each head: llama.cpp's RoPE turns neighbours (2i, 2i + 1), ours turns
-    (i, i + head_dim/2). `at` is the byte of a bundle record where the row begins. `stack` is the number of
-    stacked matrices, one for each expert.
+    (i, i + head_dim/2). `part` is where the row lies in the tensor's, and in which format. `stack` is the
+    number of stacked matrices, one for each expert.
     """
 
     name: str
@@ -64,12 +66,20 @@ class TensorSlice:
     rows: int
     columns: int
     head_dim: int = 0
-    at: int = 0
+    part: RowPart | None = None  # None: all of it
     stack: int = 1
 
     @property
+    def format(self) -> str:
+        return self.tensor.format if self.part is None else self.part.format
+
+    @property
+    def at(self) -> int:
+        return 0 if self.part is None else self.part.at
+
+    @property
     def row_bytes(self) -> int:
-        return quant.row_bytes(self.tensor.format, self.columns)
+        return quant.row_bytes(self.format, self.columns)
 
     @property
     def nbytes(self) -> int:
@@ -134,11 +144,7 @@ def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[TensorSlice], progr
 
 
 def _package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise Unsupported("writing GGUF needs the gguf package: pip install 'thermocline[gguf]'") from None
-    return gguf
+    return gguf_package("writing GGUF")
 
 
 def _header(pack: Pack, path: Path) -> Any:
@@ -205,14 +211,16 @@ def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
         prefix = f"blk.{layer}."
     if part == _QKV:
         first = 0
-        for letter, heads in (("q", s.n_heads), ("k", s.n_kv_heads), ("v", s.n_kv_heads)):
-            turned = s.head_dim if letter != "v" else 0
-            yield TensorSlice(f"{prefix}attn_{letter}.weight", info, first, heads * s.head_dim, s.dim, turned)
+        for letter, heads in zip(QKV, (s.n_heads, s.n_kv_heads, s.n_kv_heads), strict=True):
+            yield _projection(f"{prefix}attn_{letter}.weight", info, first, heads * s.head_dim, s)
             first += heads * s.head_dim
+    elif part in _APART:
+        yield _projection(f"{prefix}attn_{_APART[part]}.weight", info, 0, info.shape[0], s)
     elif part == _BUNDLE:
-        row = quant.row_bytes(info.format, s.dim)
-        yield TensorSlice(f"{prefix}ffn_up.weight", info, 0, s.ffn_dim, s.dim)
-        yield TensorSlice(f"{prefix}ffn_down_t.weight", info, 0, s.ffn_dim, s.dim, at=row)
+        up, down = bundle_parts(info, s)
+        assert up is not None, "GGUF is written for gated models only"
+        yield TensorSlice(f"{prefix}ffn_up.weight", info, 0, s.ffn_dim, s.dim, part=up)
+        yield TensorSlice(f"{prefix}ffn_down_t.weight", info, 0, s.ffn_dim, s.dim, part=down)
     elif part in _LEFT_OUT:
         return
     elif len(info.shape) == 1:
@@ -224,11 +232,17 @@ def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
         yield TensorSlice(f"{prefix}{_NAMES[part]}", info, 0, info.shape[-2], info.shape[-1])
 
 
+def _projection(name: str, info: TensorInfo, first: int, rows: int, spec: ModelSpec) -> TensorSlice:
+    """Return rows of q, k or v: those of q and k are reordered."""
+    turned = 0 if name.endswith("attn_v.weight") else spec.head_dim
+    return TensorSlice(name, info, first, rows, spec.dim, turned)
+
+
 def _add(writer: Any, p: TensorSlice, rows: _StreamedSlice) -> None:
     vector = len(p.tensor.shape) == 1
     stacked = (p.stack,) if p.stack > 1 else ()
     shape = (p.columns,) if vector else (*stacked, p.rows // p.stack, p.columns)
-    kind = _package().GGMLQuantizationType[p.tensor.format.upper()]
+    kind = _package().GGMLQuantizationType[p.format.upper()]
     writer.add_tensor(p.name, rows, raw_shape=shape, raw_dtype=kind)
 
 
@@ -252,7 +266,7 @@ class _StreamedSlice:
             n = min(step, p.rows - at)
             data = read_at(self._fd, t.offset + (p.first + at) * t.stride, n * t.stride, self._path)
             data = data.reshape(n, t.stride)[:, p.at : p.at + p.row_bytes]
-            rows = quant.to_gguf(t.format, _turned(np.ascontiguousarray(data), p.head_dim))
+            rows = quant.to_gguf(p.format, _turned(np.ascontiguousarray(data), p.head_dim))
             file.write(np.ascontiguousarray(rows).data)
             self._advance(n * p.row_bytes)
 

@@ -160,27 +160,26 @@ def encoded_rows(tensor_spec: TensorSpec, source: TensorSource) -> Iterator[U8]:
         yield values.astype("<i4" if tensor_spec.format == "i32" else "<f4").view(np.uint8)
         return
     step = max(1, _ROWS_BYTES // (4 * tensor_spec.columns * len(tensor_spec.parts)))
-    row = quant.row_bytes(tensor_spec.format, tensor_spec.columns)
     for first in range(0, tensor_spec.rows, step):
         last = min(tensor_spec.rows, first + step)
         out = np.zeros((last - first, tensor_spec.stride), np.uint8)
-        for i, part in enumerate(tensor_spec.parts):
-            out[:, i * row : (i + 1) * row] = _rows(tensor_spec, part, first, last, source)
+        at = range(tensor_spec.first + first, tensor_spec.first + last)
+        for name, part in zip(tensor_spec.parts, tensor_spec.layout, strict=True):
+            rows = _rows(name, part.format, tensor_spec.columns, at, source)
+            out[:, part.at : part.at + rows.shape[1]] = rows
         yield out.reshape(-1)
 
 
-def _rows(
-    tensor_spec: TensorSpec, part: str, first: int, last: int, source: TensorSource | EncodedSource
-) -> U8:
+def _rows(name: str, format: str, columns: int, at: range, source: TensorSource | EncodedSource) -> U8:
     if isinstance(source, EncodedSource):
-        rows = source.encoded(part, tensor_spec.format, first, last)
+        rows = source.encoded(name, format, at.start, at.stop)
         if rows is not None:
-            _check_shape(part, rows, last - first, quant.row_bytes(tensor_spec.format, tensor_spec.columns))
+            _check_shape(name, rows, len(at), quant.row_bytes(format, columns))
             return rows
-    x = source(part, first, last)
-    _check_shape(part, x, last - first, tensor_spec.columns)
-    check_range(x, tensor_spec.format, part)
-    return quant.encode(tensor_spec.format, x)
+    x = source(name, at.start, at.stop)
+    _check_shape(name, x, len(at), columns)
+    check_range(x, format, name)
+    return quant.encode(format, x)
 
 
 def _check_shape(name: str, x: NDArray[Any], rows: int, columns: int) -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from thermocline.errors import DeviceFailure, OutOfBudget, Unsupported
 from thermocline.machine import disk_speed, this_machine
-from thermocline.model import quant
+from thermocline.model.sizes import joined
 from thermocline.plan import place
 from thermocline.plan.budget import Decision, Needs
+from thermocline.plan.cost import Speeds
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import GIB, context_for
 from thermocline.plan.problem import Ask
@@ -84,7 +85,7 @@ def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tupl
     """
     check(pack.spec)
     subject = of_model(pack, needs.sparsity, Curve())
-    here = gpu.tiers_of(found[0], pack.weight_format, needs.threads)
+    here = gpu.tiers_of(found[0], subject.sizes.formats, needs.threads)
     try:
         return planned_of(found, subject, here, needs)
     except OutOfBudget:
@@ -136,6 +137,8 @@ def send_from(here: Tiers, subject: Subject) -> int:
     Both were measured. In a mixture only some of the tokens need it.
     """
     assert here.gpu is not None
-    weight_format, share = subject.sizes.format, subject.spec.routed(1)
-    weight_bytes = quant.row_bytes(weight_format, 4096) / 4096
-    return math.ceil(here.kernel(weight_format).gflops * weight_bytes / (2 * share * here.gpu.link_gbs))
+    share, layers = subject.spec.routed(1), subject.sizes.layers
+    reads = joined(r for x in layers for r in (*x.gate.reads, *x.bundle.reads))
+    sent_ns = sum(r.bytes for r in reads) / here.gpu.link_gbs
+    token_ns = Speeds(here, subject.sizes.format, 1).multiplied_ns(reads)
+    return math.ceil(sent_ns / (share * token_ns))

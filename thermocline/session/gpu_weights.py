@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from thermocline.model.sizes import aligned
+from thermocline.model.tensors import bundle_parts
 from thermocline.ops.device_layers import FIRST_GPU, DevicePredictor
 from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights, gpu_index
 from thermocline.pack import blocks
-from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
+from thermocline.plan.placement import ATTENTION, LayerPlacement, NeuronRange, Placement
 from thermocline.session import weights
 from thermocline.session.store import Store, opened
 
@@ -95,7 +96,7 @@ def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placem
         _, layer, part = name.split(".", 2)
         here = placement.layers[int(layer)]
         ranges = gpu_ranges(here)
-        if part in ("qkv.weight", "attn_out.weight"):
+        if part in ATTENTION:
             yield _whole(name, rows, here.attention)
         elif part in ("gate.weight", "bundle"):
             alone = [r.neurons for r in ranges] == [spec.ffn_dim]  # then it goes as a whole
@@ -212,11 +213,18 @@ def _all_sent(
         first = 0
         for name, rows in s.there:
             which = _Which(pack.tensors[s.name], s.parts, first, rows)
-            columns = pack.spec.dim if s.name.endswith(".bundle") else which.tensor.shape[-1]
             sent = _sent(pack, which, devices[gpu_index(name)], staging, more)
-            there.setdefault(s.name, {})[name] = DeviceRows(sent, which.tensor.format, columns)
+            there.setdefault(s.name, {})[name] = _rows(sent, s.name, which.tensor, pack.spec)
             first += rows
     return there
+
+
+def _rows(data: torch.Tensor, name: str, t: TensorInfo, spec: ModelSpec) -> DeviceRows:
+    """Return rows of a tensor, of which `data` has the bytes."""
+    if not name.endswith(".bundle"):
+        return DeviceRows(data, t.format, t.shape[-1])
+    up, down = bundle_parts(t, spec)
+    return DeviceRows(data, t.format, spec.dim, down=None if up is None else down)
 
 
 def _with_pinned(
@@ -235,7 +243,7 @@ def _with_pinned(
 
     def rows(name: str) -> DeviceRows:
         t = kept[name]
-        return DeviceRows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), t.format, spec.dim)
+        return _rows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), name, t, spec)
 
     def pinned(i: int, experts: tuple[FFN, ...]) -> Iterator[FFN]:
         gates, bundles = rows(f"layers.{i}.gate.weight"), rows(f"layers.{i}.bundle")
@@ -243,7 +251,7 @@ def _with_pinned(
             gate, bundle = (x.part(e, len(experts)) for x in (gates, bundles))
             part = f.on(CPU)
             assert part is not None
-            again = FFNPart(Linear(gate, None), *weights.records(spec, bundle))
+            again = FFNPart(Linear(gate, None), *weights.records(bundle))
             yield f.with_part(replace(part, pinned=again))
 
     layers = (

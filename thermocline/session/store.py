@@ -98,7 +98,9 @@ def mapped(pack: Pack, a: Arrangement) -> Map:
             shape = (1, slots, *like.shape[2:])
             pools[kind, stride] = TensorInfo(like.format, shape, end, slots * stride, stride)
             end += aligned(slots * stride)
-        placed |= {f"layers.{i}.{kind}": pools[kind, t.stride] for i, t in of.items()}
+        for i, t in of.items():  # of one stride, but perhaps of several formats
+            there = replace(pools[kind, t.stride], format=t.format, down_format=t.down_format)
+            placed[f"layers.{i}.{kind}"] = there
     return Map(placed, tuple(runs), pools, end)
 
 

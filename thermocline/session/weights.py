@@ -17,9 +17,20 @@ from thermocline.errors import OutOfBudget
 from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo
+from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import CPU, F32, FFN, FFNPart, Layer, Linear, Norm, WeightMatrix, Weights
+from thermocline.ops.interface import (
+    CPU,
+    F32,
+    FFN,
+    FFNPart,
+    Layer,
+    Linear,
+    Norm,
+    Stacked,
+    WeightMatrix,
+    Weights,
+)
 from thermocline.pack.blocks import memory_bytes, new_arena
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.pack.stored_model import Progress, Reading, StoredModel
@@ -180,21 +191,20 @@ class PackInMemory:
         (rows,) = self.on_gpus[name].values()
         return rows
 
-    def _in_ram(
-        self, name: str, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
-    ) -> _native.Matrix:
-        """Return a tensor's rows, or one expert's; of a bundle, the part `skip_bytes` into each record.
+    def _in_ram(self, name: str, expert: int | None = None, part: RowPart | None = None) -> _native.Matrix:
+        """Return a tensor's rows, or one expert's; of a bundle, one `part` of each record.
 
         Slots in which rows from disk take turns are the same for all experts.
         """
         info = self.tensors[name]
-        lead, last = (info.shape[:-1], info.shape[-1]) if columns is None else (info.shape, columns)
+        lead, last = (info.shape[:-1], info.shape[-1]) if part is None else (info.shape, self.spec.dim)
+        part = part or RowPart(info.format, 0)
         rows, first = math.prod(lead), 0
         if expert is not None:
             rows //= info.shape[0]
             first = expert % info.shape[0] * rows
-        offset = info.offset + first * info.stride + skip_bytes
-        return _native.Matrix(self.arena, offset, quant.FORMATS[info.format].id, rows, last, info.stride)
+        offset = info.offset + first * info.stride + part.at
+        return _native.Matrix(self.arena, offset, quant.FORMATS[part.format].id, rows, last, info.stride)
 
     def vector(self, name: str) -> F32 | None:
         if name not in self.tensors:
@@ -235,10 +245,9 @@ class PackInMemory:
         if not spec.sparse:
             up = self._in_ram(f"{layer}.up.weight", expert) if spec.gated else None
             return FFNPart(gate, up, self._in_ram(f"{layer}.down.weight", expert))
-        up = self._in_ram(bundle, expert, columns=spec.dim) if spec.gated else None
-        row_bytes = quant.row_bytes(self.tensors[bundle].format, spec.dim)
-        skip_bytes = row_bytes if spec.gated else 0
-        return FFNPart(gate, up, self._in_ram(bundle, expert, skip_bytes, spec.dim))
+        of_up, of_down = bundle_parts(self.tensors[bundle], spec)
+        up = None if of_up is None else self._in_ram(bundle, expert, of_up)
+        return FFNPart(gate, up, self._in_ram(bundle, expert, of_down))
 
     def _gpu_part(self, layer: str, expert: int, device: str, bias: F32 | None) -> FFNPart:
         spec = self.spec
@@ -249,13 +258,20 @@ class PackInMemory:
         gate = Linear(rows("gate.weight"), bias)
         if not spec.sparse:
             return FFNPart(gate, rows("up.weight") if spec.gated else None, rows("down.weight"), device)
-        return FFNPart(gate, *records(spec, rows("bundle")), device)
+        return FFNPart(gate, *records(rows("bundle")), device)
+
+    def qkv(self, layer: str) -> Linear:
+        """Return q, k and v, which are three tensors where their formats differ."""
+        fused, bias = f"{layer}.qkv.weight", self.vector(f"{layer}.qkv.bias")
+        if fused in self.tensors or fused in self.on_gpus:
+            return Linear(self.matrix(fused), bias)
+        return Linear(Stacked(tuple(self.matrix(f"{layer}.{n}.weight") for n in QKV)), bias)
 
     def layer(self, i: int) -> Layer:
         a, router = f"layers.{i}", f"layers.{i}.router.weight"
         return Layer(
             attn_norm=self.norm(f"{a}.attn_norm"),
-            qkv=self.linear(f"{a}.qkv"),
+            qkv=self.qkv(a),
             attn_out=self.linear(f"{a}.attn_out"),
             ffn_norm=self.norm(f"{a}.ffn_norm"),
             experts=tuple(self.ffn(a, e) for e in range(self.spec.n_experts)),
@@ -270,10 +286,10 @@ class PackInMemory:
         )
 
 
-def records(spec: ModelSpec, bundle: DeviceRows) -> tuple[DeviceRows | None, DeviceRows]:
+def records(bundle: DeviceRows) -> tuple[DeviceRows | None, DeviceRows]:
     """Return up (None: ungated) and down of a bundle, whose records have one behind the other."""
-    rows = replace(bundle, columns=spec.dim, skip=0)
-    return (rows, replace(rows, skip=rows.row_bytes)) if spec.gated else (None, rows)
+    first, down = replace(bundle, down=None), bundle.down
+    return (None, first) if down is None else (first, replace(first, format=down.format, skip=down.at))
 
 
 def assemble(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.console import ProgressBar, emit, emit_json
-from thermocline.cli.packs import open_pack
+from thermocline.cli.packs import formats_said, open_pack
 from thermocline.cli.predictor_table import fidelity_rows
 from thermocline.cli.shared_options import json_output, quiet_output, which_model
 from thermocline.cli.table import size, table
@@ -100,14 +100,14 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("pack", f"{about['path']} (version {about['version']})"),
         ("source", f"{source['name']} ({source['kind']}, {source['hash']})"),
-        ("weights", f"{about['weight_format']}, {about['parameters'] / 1e6:,.2f} M parameters"),
+        ("weights", f"{formats_said(about)}, {about['parameters'] / 1e6:,.2f} M parameters"),
         ("size", size(sum(about["files"].values()))),
         ("per token", f"{about['bytes_per_token_dense'] / 1e6:,.2f} MB, dense"),
         ("", ""),
     ]
     parts = about["parts"].items()
     rows += [(name, f"{size(p['bytes']):>10}  {p['parameters']:>14,} parameters") for name, p in parts]
-    rows.append(("", ""))
+    rows += [("", ""), *_format_rows(about["formats"]), ("", "")]
     if about["predictor"] is not None:
         ranks, threshold = about["predictor"]["ranks"], about["predictor"]["threshold"]
         rows.append(("predictor", f"ranks {min(ranks)} to {max(ranks)}, threshold {threshold:g}"))
@@ -115,6 +115,13 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [*sidecars, ("", "")]
     rows += [(name, _plain(value)) for name, value in about["spec"].items()]
     return rows
+
+
+def _format_rows(formats: dict[str, dict[str, int]]) -> list[tuple[str, str]]:
+    return [
+        (name, f"{size(f['bytes']):>10}  {f['parameters']:>14,} parameters  {f['tensors']:>5,} tensors")
+        for name, f in formats.items()
+    ]
 
 
 def _profile_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -147,8 +154,7 @@ def gguf_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         ("runs", _runs(about)),
         ("", ""),
     ]
-    types = about["types"].items()
-    return rows + [(name, f"{size(t['bytes']):>10}  {t['parameters']:>14,} parameters") for name, t in types]
+    return rows + _format_rows(about["types"])
 
 
 def _runs(about: dict[str, Any]) -> str:

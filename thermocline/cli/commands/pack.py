@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from thermocline.cli.console import ProgressBar, emit_json
-from thermocline.cli.packs import open_pack
+from thermocline.cli.packs import formats_said, open_pack
 from thermocline.cli.shared_options import json_output, quiet_output, weight_format, which_activation
 from thermocline.cli.table import size
 from thermocline.errors import UsageError
@@ -61,8 +61,9 @@ def pack(o: PackOptions) -> int:
     about = inspect(Pack.open(o.output))
     if o.json:
         emit_json(about)
-    how = about["weight_format"]
-    log.info(f"packed {o.source} as {how} into {o.output}, {size(sum(about['files'].values()))}")
+    log.info(
+        f"packed {o.source} as {formats_said(about)} into {o.output}, {size(sum(about['files'].values()))}"
+    )
     if cost is not None:
         log.info(str(cost))
     return 0
@@ -71,12 +72,12 @@ def pack(o: PackOptions) -> int:
 def export(o: PackOptions) -> int:
     """Write a pack as one GGUF file."""
     from thermocline.convert import from_gguf, to_gguf
+    from thermocline.pack.pack import inspect
 
     opened = open_pack(o.source, o.activation)
-    if o.format not in (None, opened.weight_format):
-        raise UsageError(
-            f"{o.source}: has {opened.weight_format} weights, which a GGUF keeps; not {o.format}"
-        )
+    how = formats_said(inspect(opened))
+    if o.format not in (None, how):
+        raise UsageError(f"{o.source}: has {how} weights, which a GGUF keeps; not {o.format}")
     with ProgressBar(quiet=o.quiet) as progress:
         bar = partial(progress.at, "writing GGUF")
         to_gguf.write_gguf(opened, o.output, overwrite=o.force, progress=bar)
@@ -84,5 +85,5 @@ def export(o: PackOptions) -> int:
     if o.json:
         emit_json(about)
     nbytes, layout = size(about["file_bytes"]), "PowerInfer's" if opened.spec.sparse else "llama.cpp's"
-    log.info(f"wrote {o.source} as {opened.weight_format} into {o.output}, {nbytes}, in {layout} layout")
+    log.info(f"wrote {o.source} as {how} into {o.output}, {nbytes}, in {layout} layout")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,7 +99,7 @@ def plan(o: PlanOptions) -> int:
     from thermocline.plan import place, plan_file
 
     subject = plan_subject(o)
-    tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.format))
+    tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.formats))
     about = plan_file.plan_json(subject, tiers, ask, made)
     if o.output is not None:
         plan_file.write(Path(o.output), about, overwrite=o.force)
@@ -165,7 +166,7 @@ def plan_subject(o: PlanOptions) -> Subject:
     return subjects.of_shape(str(o.model), o.format, o.sparsity, share, curve, o.activation)
 
 
-def plan_tiers(o: PlanOptions, weight_format: str) -> Tiers:
+def plan_tiers(o: PlanOptions, formats: Sequence[str]) -> Tiers:
     from thermocline.machine import this_machine
     from thermocline.machine.tiers import read_tiers
 
@@ -174,7 +175,7 @@ def plan_tiers(o: PlanOptions, weight_format: str) -> Tiers:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > 0.3:
         log.warning(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
-    return this_machine.tiers_here(o.threads, formats=[weight_format])
+    return this_machine.tiers_here(o.threads, formats=formats)
 
 
 def measured(o: PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
