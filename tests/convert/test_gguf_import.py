@@ -612,7 +612,8 @@ def test_whoever_packs_says_what_it_cost_once(tmp_path: Path, thermocline: Run) 
     path = gguf_twins.write(hf, tmp_path / "m.gguf", types=lambda n: "IQ3_S" if "down" not in n else None)
     bench = ["bench", "-m", path, "-p", "4", "-n", "0", "-r", "1", "--cache-dir"]
     told = thermocline(*bench, tmp_path / "a").err
-    assert told.count(f"{path}: ") == 1 and "of the weights converted" in told and "added RMS" in told
+    assert told.count(f"{path}: ") == 2 and f"{path}: is packed first, because its iq3_s has to be" in told
+    assert "of the weights converted" in told and "added RMS" in told
     assert thermocline(*bench, tmp_path / "a").err == ""
     assert thermocline(*bench, tmp_path / "b", "-q").err == ""
 
