@@ -30,7 +30,7 @@ from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
 from thermocline.files.gguf import GGUF
 from thermocline.model import quant
 from thermocline.model.gguf_families import read_model
-from thermocline.pack.pack import Pack, inspect, read_tensor, tensor_specs_of, verify
+from thermocline.pack.pack import Pack, inspect, read_tensor, verify
 
 gguf = pytest.importorskip("gguf")
 Run = Callable[..., Any]
@@ -226,7 +226,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # of whic
 def decoded(p: Pack) -> dict[str, Any]:
     """Every matrix's weights; q, k and v as one."""
     out: dict[str, Any] = {}
-    for name, t in tensor_specs_of(p).items():
+    for name, t in p.tensor_specs().items():
         for part, of in zip(t.parts, t.layout, strict=True):
             rows = read_tensor(p, name)[:, of.at : of.at + quant.row_bytes(of.format, t.columns)]
             made = quant.decode(of.format, np.ascontiguousarray(rows), t.columns)
@@ -610,9 +610,10 @@ def test_a_gguf_without_a_tokenizer_is_refused_before_its_weights_are_read(
 def test_whoever_packs_says_what_it_cost_once(tmp_path: Path, thermocline: Run) -> None:
     hf = kept_twins.llama(tmp_path / "hf", 3, **WIDE)
     path = gguf_twins.write(hf, tmp_path / "m.gguf", types=lambda n: "IQ3_S" if "down" not in n else None)
-    bench = ["bench", "-m", path, "--format", "q8_0", "-p", "4", "-n", "0", "-r", "1", "--cache-dir"]
+    bench = ["bench", "-m", path, "-p", "4", "-n", "0", "-r", "1", "--cache-dir"]
     told = thermocline(*bench, tmp_path / "a").err
-    assert told.count(f"{path}: ") == 1 and "of the weights converted" in told and "added RMS" in told
+    assert told.count(f"{path}: ") == 2 and f"{path}: is packed first, because its iq3_s has to be" in told
+    assert "of the weights converted" in told and "added RMS" in told
     assert thermocline(*bench, tmp_path / "a").err == ""
     assert thermocline(*bench, tmp_path / "b", "-q").err == ""
 

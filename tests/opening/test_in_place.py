@@ -1,4 +1,4 @@
-"""A GGUF runs as it is: memory holds the bytes of the pack that would be made of it, and nothing is written."""
+"""A GGUF runs as it is: memory holds the pack that would be made of it, and nothing is written."""
 
 from __future__ import annotations
 
@@ -85,13 +85,19 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> U8:
 def of_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
     """Write a Llama whose matrices are all of one format."""
 
-    def write(format: str, blocks: Callable[[str, tuple[int, ...], int], U8] = random_blocks) -> Path:
-        kind = format.upper()
-        monkeypatch.setattr(gguf_twins, "K_SCALES", {kind: None})
+    def write(
+        format: str, blocks: Callable[[str, tuple[int, ...], int], U8] = random_blocks, **own: str
+    ) -> Path:
+        """`own`: formats of tensors with these words in their names."""
+
+        def kind_of(name: str) -> str:
+            return next((kind for word, kind in own.items() if word in name), format).upper()
+
+        monkeypatch.setattr(gguf_twins, "K_SCALES", {kind.upper(): None for kind in (format, *own.values())})
         monkeypatch.setattr(gguf_twins, "k_blocks", blocks)
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
         hf = kept_twins.llama(tmp_path / "hf", hidden_act="silu", num_key_value_heads=2, **sizes)
-        return gguf_twins.write(hf, tmp_path / "m.gguf", types=lambda n: kind)
+        return gguf_twins.write(hf, tmp_path / "m.gguf", types=kind_of)
 
     return write
 
@@ -103,6 +109,17 @@ def test_every_formats_blocks_reach_memory_bit_for_bit(
     path = of_blocks(format)
     model, held = in_memory(path)
     assert model.weight_format == format
+    assert np.array_equal(held, as_packed(path, tmp_path / "pack")[1])
+
+
+def test_each_tensor_of_a_mix_keeps_its_own_blocks(of_blocks: Callable[..., Path], tmp_path: Path) -> None:
+    """As Q4_K_M has them: v and down in Q6_K; here up, k and the embeddings too have types of their own."""
+    path = of_blocks("q4_k", attn_v="q6_k", ffn_down="q6_k", ffn_up="q5_k", attn_k="q8_0", token_embd="q3_k")
+    model, held = in_memory(path)
+    found = {n.removeprefix("layers.1."): t.format for n, t in model.tensors.items()}
+    assert [found[f"{n}.weight"] for n in ("q", "k", "v", "up", "gate", "embed")] == [
+        "q4_k", "q8_0", "q6_k", "q5_k", "q4_k", "q3_k"
+    ]  # fmt: skip
     assert np.array_equal(held, as_packed(path, tmp_path / "pack")[1])
 
 
@@ -384,10 +401,7 @@ def test_a_model_whose_neurons_can_be_skipped_is_packed_and_a_line_says_why(
     )
     given = ["-m", path, "-p", "4", "-n", "0", "-r", "1", "--cache-dir", tmp_path / "cache"]
     ran = thermocline("bench", *given)
-    assert (
-        ran.code == 0
-        and f"{path}: is packed first, because its neurons can be skipped" in ran.err
-    )
+    assert ran.code == 0 and f"{path}: is packed first, because its neurons can be skipped" in ran.err
     assert len(list((tmp_path / "cache").iterdir())) == 1
     assert thermocline("bench", *given).err == "", "its pack is there now"
 

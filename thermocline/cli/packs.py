@@ -39,13 +39,6 @@ def open_pack(model: str | None, activation: str | None = None) -> Pack:
     return Pack.open(resolve(pack_directory(model), "", None, activation=activation))
 
 
-def formats_said(about: Mapping[str, Any]) -> str:
-    """Return the format of a pack's weights, of `inspect`'s answer; where there are several, so."""
-    main, formats = about["weight_format"], about["formats"]
-    others = sum(f["parameters"] for name, f in formats.items() if name != main)
-    return f"{main} and others" if others > MATTERS * about["parameters"] else str(main)
-
-
 def find_model(
     model: str | None,
     progress: ProgressBar,
@@ -62,6 +55,13 @@ def find_model(
     given = BUNDLED if model is None else locate(model, progress.at)
     packing = partial(progress.at, "packing")
     return open_model(given, cache_dir(cache), format, packing, activation=activation)
+
+
+def formats_said(about: Mapping[str, Any]) -> str:
+    """Return the format of a pack's weights, of `inspect`'s answer; where there are several, so."""
+    main, formats = about["weight_format"], about["formats"]
+    others = sum(f["parameters"] for name, f in formats.items() if name != main)
+    return f"{main} and others" if others > MATTERS * about["parameters"] else str(main)
 
 
 def find_pack(

@@ -6,7 +6,7 @@ they are becomes a `RowRun`, which native code reads. The rest is a few bytes (n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -71,12 +71,11 @@ def why_packed(source: GGUFSource, expected: Mapping[str, TensorSpec]) -> str | 
     for name, t in expected.items():
         if t.vector or _is_exact(t):
             continue
-        for part in t.parts:
-            for stored in source.stored(part, t.first, t.first + t.rows):
-                if stored.type not in formats.FORMATS:
-                    return f"its {stored.type} has to be converted to {t.format}"
-                if stored.type != t.format:
-                    return f"its {name} has parts in {stored.type} and others, which {t.format} has to hold"
+        for stored in source.stored(t.parts[0], t.first, t.first + t.rows):
+            if stored.type not in formats.FORMATS:
+                return f"its {stored.type} has to be converted to {t.format}"
+            if stored.type != t.format:
+                return f"its {name} has parts in {stored.type} and others, which {t.format} has to hold"
     return None
 
 
@@ -99,8 +98,9 @@ def placed_rows(
     return sorted(_joined(runs), key=lambda r: (r.part, r.at)), made
 
 
-def _spans(source: GGUFSource, t: TensorSpec) -> list[tuple[SourceSlice, int, int]]:
-    return list(source.spans(t.parts[0], t.first, t.first + t.rows))
+def _spans(source: GGUFSource, t: TensorSpec) -> Iterator[tuple[SourceSlice, int, int]]:
+    """Yield (source slice, its first row, its last) for all rows of a matrix."""
+    return source.spans(t.parts[0], t.first, t.first + t.rows)
 
 
 def _is_rows(source: GGUFSource, piece: SourceSlice, t: TensorSpec) -> bool:
@@ -117,7 +117,7 @@ def _runs_of(gguf: GGUF, source: GGUFSource, t: TensorSpec, info: TensorInfo) ->
         name = source.name_of(piece)
         where, stored = parts[id(gguf.where[name])], gguf.tensors[name]
         assert _row_bytes(stored) == t.stride, "a row has the bytes that GGUF gives it"
-        first, last, order = _order(piece, begin, end)
+        first, last, order = _order(list(piece.ranges(begin, end)))
         at = stored.start + first * t.stride
         yield RowRun(name, where, t.format, t.columns, first, at, last - first, to, t.stride, order)
         to += (end - begin) * t.stride
@@ -127,9 +127,8 @@ def _row_bytes(stored: Tensor) -> int:
     return (stored.end - stored.start) // stored.rows
 
 
-def _order(piece: SourceSlice, begin: int, end: int) -> tuple[int, int, I32 | None]:
-    """Return the source rows [first, last) of a piece's [begin, end), and where each goes; None: one by one."""
-    ranges = list(piece.ranges(begin, end))
+def _order(ranges: Sequence[range]) -> tuple[int, int, I32 | None]:
+    """Return source rows [first, last) that cover some ranges, and where each goes; None: one by one."""
     if len(ranges) == 1 and ranges[0].step == 1:
         return ranges[0].start, ranges[0].stop, None
     rows = np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges])

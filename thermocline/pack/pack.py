@@ -16,11 +16,11 @@ from thermocline.errors import BadFile
 from thermocline.files.bounded import Json, open_regular, read_at, read_small
 from thermocline.files.small_files import FilesOfDirectory
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, formats_in
+from thermocline.model.tensors import TensorInfo, TensorSpec
 from thermocline.pack import blocks, sidecar
 from thermocline.pack.manifest import Manifest, Predictor, parse_manifest, version_of
 from thermocline.pack.stored_model import Progress as Progress
-from thermocline.pack.stored_model import Run, StoredModel
+from thermocline.pack.stored_model import Run, StoredModel, tensor_specs
 
 U32 = NDArray[np.uint32]
 
@@ -73,6 +73,10 @@ class Pack:
 
     def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
         blocks.read_runs(self, arena, runs, progress)
+
+    def tensor_specs(self, *, absent: bool = False) -> dict[str, TensorSpec]:
+        """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
+        return tensor_specs(self, absent=absent)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Pack:
@@ -152,29 +156,22 @@ def _damage(pack: Pack, block: int) -> str:
     return f"{pack.weights_path}: block {block} (bytes {begin} to {end}) is damaged: {where}"
 
 
-def tensor_specs_of(model: StoredModel, *, absent: bool = False) -> dict[str, TensorSpec]:
-    """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
-    ranks = model.predictor.ranks if model.predictor is not None else ()
-    every = expected_tensors(model.spec, model.weight_format, formats_in(model.tensors), ranks)
-    return every if absent else {n: t for n, t in every.items() if n in model.tensors}
-
-
 def parts_of(model: StoredModel) -> dict[str, dict[str, int]]:
     """Return the parameters and bytes of each role that a model has tensors of."""
-    tensor_specs = tensor_specs_of(model).values()
+    specs = tensor_specs(model).values()
     return {
         role: {
-            "parameters": sum(t.parameters for t in tensor_specs if t.role == role and t.format != "i32"),
-            "bytes": sum(t.bytes for t in tensor_specs if t.role == role),
+            "parameters": sum(t.parameters for t in specs if t.role == role and t.format != "i32"),
+            "bytes": sum(t.bytes for t in specs if t.role == role),
         }
         for role in ROLES
-        if any(t.role == role for t in tensor_specs)
+        if any(t.role == role for t in specs)
     }
 
 
 def inspect(pack: Pack) -> Json:
     """Describe a pack, ready for JSON: spec, parameters and bytes by role, bytes per token, file sizes."""
-    tensor_specs, parts = tensor_specs_of(pack), parts_of(pack)
+    specs, parts = pack.tensor_specs(), parts_of(pack)
     files = ("pack.json", "weights.bin", "checksums.bin", *pack.files)
     return {
         "path": str(pack.path),
@@ -184,9 +181,9 @@ def inspect(pack: Pack) -> Json:
         "spec": dataclasses.asdict(pack.spec),
         "predictor": None if pack.predictor is None else dataclasses.asdict(pack.predictor),
         "parts": parts,
-        "formats": _by_format(tensor_specs),
+        "formats": _by_format(specs),
         "parameters": sum(p["parameters"] for p in parts.values()),
-        "bytes_per_token_dense": _bytes_per_token(pack.spec, tensor_specs),
+        "bytes_per_token_dense": _bytes_per_token(pack.spec, specs),
         "files": {name: (pack.path / name).stat().st_size for name in files},
     }
 

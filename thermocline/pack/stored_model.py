@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from thermocline.files.small_files import SmallFiles
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo
+from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, formats_in
 from thermocline.pack.manifest import Predictor
 
 if TYPE_CHECKING:
@@ -68,3 +68,10 @@ class StoredModel(Protocol):
 
     def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
         """Read runs that begin and end between rows. Raises as `Reading.finish` does."""
+
+
+def tensor_specs(model: StoredModel, *, absent: bool = False) -> dict[str, TensorSpec]:
+    """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
+    ranks = model.predictor.ranks if model.predictor is not None else ()
+    every = expected_tensors(model.spec, model.weight_format, formats_in(model.tensors), ranks)
+    return every if absent else {n: t for n, t in every.items() if n in model.tensors}

@@ -6,9 +6,8 @@ import dataclasses
 
 from thermocline.model.sizes import ModelSizes, sizes_of
 from thermocline.pack import blocks
-from thermocline.pack.pack import tensor_specs_of
 from thermocline.pack.predictor import Predictors, named_for_active
-from thermocline.pack.stored_model import StoredModel
+from thermocline.pack.stored_model import StoredModel, tensor_specs
 from thermocline.plan import hotness
 from thermocline.plan.disk_split import Contents
 from thermocline.plan.hotness import Curve
@@ -19,7 +18,7 @@ def pack_sizes(pack: StoredModel, predictors: Predictors | None) -> ModelSizes:
 
     The bytes that those blocks add count as the embedding's.
     """
-    held = {n: t for n, t in tensor_specs_of(pack).items() if ".predictor." not in n}
+    held = {n: t for n, t in tensor_specs(pack).items() if ".predictor." not in n}
     sizes = sizes_of(pack.spec, held, pack.weight_format)
     more = max(0, blocks.memory_bytes(pack) - sizes.weights_bytes)
     sizes = dataclasses.replace(sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + more))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
 from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
+    HUB_HELP,
     json_output,
     quiet_output,
     sparsity_mode,
@@ -38,8 +39,7 @@ class EvalOptions:
 
     model: str | None = opt(
         None, str, "PATH", "Model",
-        "A pack, or a Hugging Face directory or GGUF file, packed once into the cache. "
-        "Or org/name[@revision][:file or quant] from the hub, fetched once.",
+        HUB_HELP,
         flags="-m", shown="the bundled model", given=BY_POSITION
     )  # fmt: skip
     activation: str | None = which_activation()
