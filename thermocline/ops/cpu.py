@@ -29,6 +29,7 @@ from thermocline.ops.interface import (
     NeuronCache,
     Norm,
     WeightMatrix,
+    stacked,
 )
 
 FIRST = np.zeros(1, np.int32)
@@ -91,7 +92,8 @@ class CpuOps:
         return _native.Step(batch.positions, batch.sequence, table, block, window or 0, cos, sin)
 
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> _native.Attention:
-        qkv, out = (_linear(x.weight, x.bias) for x in (layer.qkv, layer.attn_out))
+        qkv = _native.Stack(tuple(map(_native_matrix, stacked(layer.qkv.weight))), layer.qkv.bias)
+        out = _linear(layer.attn_out.weight, layer.attn_out.bias)
         sub_norm, join = _norm(spec, layer.attn_sub_norm), _join(spec, layer.attn_post_norm)
         return _native.Attention(_norm(spec, layer.attn_norm), qkv, out, _heads(heads), sub_norm, join)
 

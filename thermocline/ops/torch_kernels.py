@@ -40,7 +40,10 @@ def add_normed(
 
 
 def matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch) -> None:
-    """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there."""
+    """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there.
+
+    out may be some columns of a wider tensor.
+    """
     _put(out, _times(w, x, bias), add)
 
 

@@ -157,7 +157,7 @@ def gate_up(
     counts: Tensor,
     scratch: Scratch,
 ) -> None:
-    assert up is None or (up.format, up.columns, up.rows) == (gate.format, gate.columns, gate.rows)
+    assert up is None or (up.columns, up.rows) == (gate.columns, gate.rows)
     t, n = h.shape
     each, pitch = (n, 0) if weights is None else (n // weights.shape[1], weights.stride(0))
     width = 0 if named is None else named.stride(0)  # more than these neurons' bytes, of a divided layer's
@@ -175,6 +175,8 @@ def gate_up(
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
     args = h, _at(gate), gate_bias, up_at, x, named, weights, counts
     args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, threshold
+    of_up = _dots(gate if up is None else up, t)[2]
+    fixed |= {f"UP_{name}": of_up[name] for name in ("FORMAT", "G", "V", "U", "EVEN")}
     fixed |= {"ACTIVATION": activation, "UP_RELU": up_relu}
     launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, warps=warps, **fixed)
 
@@ -268,10 +270,10 @@ def _norm(
 
 
 def _matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, relu: bool) -> None:
-    assert x.is_contiguous() and out.is_contiguous()
+    assert x.is_contiguous() and out.stride(1) == 1
     t = len(x)
     fixed: dict[str, Any] = {"ADD": add, "RELU": relu}
-    args = out, _at(w), x, bias, w.rows, w.columns, w.stride, t
+    args = out, _at(w), x, bias, w.rows, w.columns, w.stride, t, out.stride(0)
     if t <= FEW:
         rows, warps, how = _dots(w, t)
         launch(triton_rows.matmul_few, (_ceil(w.rows, rows),), *args, warps=warps, **fixed, **how)

@@ -104,7 +104,7 @@ def four(w, i: tl.constexpr, plane: tl.constexpr, nought, FORMAT: tl.constexpr):
 
 @triton.jit
 def matmul_few(
-    out, data, x, bias, rows, columns, stride, tokens, ADD: tl.constexpr, RELU: tl.constexpr,
+    out, data, x, bias, rows, columns, stride, tokens, pitch, ADD: tl.constexpr, RELU: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def matmul_few(
     b = tl.arange(0, B)[:, None]
     y = dots(data, row, row < rows, stride, columns, x, tokens, FORMAT, B, R, G, V, U, EVEN)
     ok = (b < tokens) & (row < rows)[None, :]
-    to = out + b * rows + row[None, :]
+    to = out + b * pitch + row[None, :]
     if bias is not None:
         y += tl.load(bias + row, mask=row < rows, other=0)[None, :]
     if ADD:
@@ -129,6 +129,8 @@ def gate_up_few(
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
+    UP_FORMAT: tl.constexpr, UP_G: tl.constexpr, UP_V: tl.constexpr, UP_U: tl.constexpr,
+    UP_EVEN: tl.constexpr,
 ):  # fmt: skip
     """R neurons: their gates where named and where a token goes to their expert, which has `each` of them;
     then up where a gate is open. weights: a token's are `pitch` behind the one before's.
@@ -153,7 +155,7 @@ def gate_up_few(
     a = tl.where(wanted[None, :] & going, activation(y, threshold, ACTIVATION), 0.0)
     opened = tl.max((a != 0).to(tl.int32), axis=0) != 0
     if up is not None:
-        u = dots(up, row, opened, up_stride, columns, x, tokens, FORMAT, B, R, G, V, U, EVEN)
+        u = dots(up, row, opened, up_stride, columns, x, tokens, UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN)
         u = activation(u, 0.0, "relu") if UP_RELU else u
         a = tl.where(opened[None, :] & going, a * u, 0.0)
     active = (a != 0).to(tl.int32)
@@ -311,7 +313,7 @@ def operand(x, token, tokens, c, width, FORMAT: tl.constexpr):
 
 @triton.jit
 def matmul_many(
-    out, data, x, bias, rows, columns, stride, tokens, ADD: tl.constexpr, RELU: tl.constexpr,
+    out, data, x, bias, rows, columns, stride, tokens, pitch, ADD: tl.constexpr, RELU: tl.constexpr,
     FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """out of M tokens and N rows. f32 weights are multiplied as such, others exactly as tf32."""
@@ -329,7 +331,7 @@ def matmul_many(
             acc = tl.dot(mine, tl.trans(n[plane]), acc, PRECISION)
     if bias is not None:
         acc += tl.load(bias + row, mask=row < rows, other=0)[None, :]
-    to = out + token.to(tl.int64)[:, None] * rows + row[None, :]
+    to = out + token.to(tl.int64)[:, None] * pitch + row[None, :]
     ok = (token < tokens)[:, None] & (row < rows)[None, :]
     if ADD:
         acc += tl.load(to, mask=ok, other=0)
