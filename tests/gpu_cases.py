@@ -63,6 +63,18 @@ def normal(seed: int, *shape: int) -> F32:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
+def noise(format: str, rows: int, columns: int) -> NDArray[np.uint8]:
+    """Rows of random bits, with scales that are numbers."""
+    rng = np.random.default_rng(columns)
+    data = rng.integers(0, 256, (rows, quant.row_bytes(format, columns)), np.uint8)
+    for name, plane in quant.planes(format, data).items():
+        if name in ("number", "scale", "minimum", "super", "super_minimum"):
+            plane[:] = quant.encode(
+                "f32" if format == "f32" else "f16", normal(1, rows, plane[0].size // 2)
+            ).reshape(plane.shape)
+    return data
+
+
 def columns(format: str) -> tuple[int, ...]:
     """One block, odd numbers of them, and more than a step of every kernel takes in small."""
     return {1: (1, 33, 300), 32: (32, 96, 288), 256: (256, 512, 768)}[quant.FORMATS[format].block]

@@ -22,13 +22,12 @@ Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
 # Few tokens, by their number. Chosen from what ptxas makes of them: nothing spilled, 8 warps an SM and more.
 DOT_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}  # of a program: what a thread reads of x serves them all
+DOT_SUMS = 64, 32  # of a thread, at most; second: where a stored number has several columns
 DOT_BYTES = {1: 8, 2: 8, 4: 16, 8: 16, 16: 8}  # of each row, that a thread has on their way
 DOT_PROGRAMS = 264  # two for each SM of an H100: a small matrix is cut into fewer rows a program
 DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
 DOWN_WARPS = 4
-DOWN_SUMS = (
-    128  # of a thread, at most: units of four stored numbers, for as many tokens at once as that allows
-)
+DOWN_SUMS = 128  # of a thread, at most: four stored numbers, for as many tokens at once as that allows
 DOWN_COLUMNS = 128  # of a program, for many tokens: its sums stay in registers
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
@@ -307,7 +306,7 @@ def _dots(w: Rows, tokens: int) -> tuple[int, int, dict[str, Any]]:
     """For products with few tokens: rows of a program, its warps, and how `dots` reads them."""
     b, how = _power(tokens), loader(w.format)
     v = how.dot
-    s, rows = _shape(w, v), min(DOT_ROWS[b], (64 if how.plain else 32) // b)
+    s, rows = _shape(w, v), min(DOT_ROWS[b], DOT_SUMS[how.planes > 1] // b)
     while rows > 1 and _ceil(w.rows, rows) < DOT_PROGRAMS:
         rows //= 2
     at_once = max(1, DOT_BYTES[b] // (v * how.size * max(1, how.planes // 2)))
@@ -316,8 +315,8 @@ def _dots(w: Rows, tokens: int) -> tuple[int, int, dict[str, Any]]:
 
 
 def _warps(w: Rows, m: int) -> int:
-    """Warps of a program for m tokens."""
-    return 4 if m < 128 or loader(w.format).plain else 8
+    """Warps of a program for m tokens: where a stored number has several columns, 4 spill with 128."""
+    return 4 if m < 128 or loader(w.format).planes == 1 else 8
 
 
 def _units(w: Rows, s: Shape) -> int:
@@ -326,6 +325,9 @@ def _units(w: Rows, s: Shape) -> int:
 
 def _at(w: Rows) -> Tensor:
     """Return the data from the weights of row 0 on; Triton sees how far its address is aligned."""
+    assert w.format == SIGNS or (w.stride | w.skip) % loader(w.format).align == 0, (
+        "loads are of whole numbers"
+    )
     return w.data[:, w.skip :] if w.skip else w.data
 
 

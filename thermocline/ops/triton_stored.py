@@ -26,7 +26,7 @@ class Loader(NamedTuple):
     `planes`: columns of a stored number, each `behind` the one before. `bits`: of a column's number, of which
     `zero` means 0; without any, stored numbers are floats. `more`: the plane of the bits that bytes lack.
     `book`: numbers are places in this table. `scales`: of 32 columns. `minima`: there are as many.
-    `size`: bytes of a stored number. `even`: rows begin at even bytes.
+    `size`: bytes of a stored number. `align`: rows begin at multiples of so many.
 
     Stored numbers of a unit: `unit`; `dot` in `dots`; in `down_few` as many as make `sums` of all tokens.
     """
@@ -39,15 +39,10 @@ class Loader(NamedTuple):
     scales: int = 1
     minima: bool = False
     size: int = 1
-    even: bool = True
+    align: int = 2
     unit: int = 16
     dot: int = 4
     sums: int = 16
-
-    @property
-    def plain(self) -> bool:
-        """Whether a word and one scale are all that numbers are made of: few registers."""
-        return self.planes <= 2 and self.scales == 1 and not (self.more or self.book or self.minima)
 
 
 @triton.constexpr_function
@@ -58,7 +53,7 @@ def loader(format):
     with fewer there are scales to load and multiply with for every few stored numbers.
     """
     return {
-        "f32": Loader(1, 0, size=4, unit=4, sums=32),
+        "f32": Loader(1, 0, size=4, align=4, unit=4, sums=32),
         "f16": Loader(1, 0, size=2, unit=8, sums=32),
         "bf16": Loader(1, 0, size=2, unit=8, sums=32),
         "q8_0": Loader(1, 8, 128, dot=8, sums=32),
@@ -73,7 +68,7 @@ def loader(format):
         "q2_k": Loader(4, 2, scales=2, minima=True, unit=8, sums=8),
         "iq4_nl": Loader(2, 8, 128, book="iq4"),
         "iq4_xs": Loader(2, 8, 128, book="iq4"),
-        "mxfp4": Loader(2, 8, 128, book="e2m1", even=False),
+        "mxfp4": Loader(2, 8, 128, book="e2m1", align=1),
         "tq2_0": Loader(4, 2, 1, unit=8, sums=8),
     }[format]
 
@@ -121,7 +116,7 @@ def stored(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: t
 @triton.jit
 def load_words(at, ok, N: tl.constexpr, FORMAT: tl.constexpr):
     """Words of four bytes, [..., N], from `at` [..., 1] on. Where rows are aligned, they come at once."""
-    if even(FORMAT):
+    if loader(FORMAT).align > 1:
         pairs = tl.load(at.to(tl.pointer_type(tl.uint16)) + tl.arange(0, 2 * N), mask=ok, other=0)
     else:
         pairs = paired(tl.load(at + tl.arange(0, 4 * N), mask=ok, other=0), tl.uint16)
@@ -367,11 +362,6 @@ def kinds(format):
 def size(format):
     """Bytes of a stored number."""
     return loader(format).size
-
-
-@triton.constexpr_function
-def even(format):
-    return loader(format).even
 
 
 @triton.constexpr_function
