@@ -1,4 +1,4 @@
-"""Where the bits of a block lie: in GGUF, and in the planes of a pack's row. Both ways, bit for bit.
+"""The bits of a block: their places in GGUF and in the planes of a pack's row. Both ways, bit for bit.
 
 A row of a pack is planar: one plane of all its blocks, then the next. Most planes are fields of GGUF's block
 as they are. The others hold the same bits in the order in which the kernels use them: every 32 weights have
@@ -84,7 +84,7 @@ _PLANAR_K: Layout = {
 
 
 def _single(field: str, weights: int = 256) -> Number:
-    """One bit of each weight: bit 8k + t of a u32 for weight 4t + k, bit 8k + 4 + t for weight 16 + 4t + k."""
+    """One bit of each weight: bit 8k + t of a u32 for weight 4t + k, bit 8k + 4 + t for 16 + 4t + k."""
     return _whole(field, (_W // 32 * 4 + _K)[:weights], (_IN // 16 * 4 + _T)[:weights], 1)
 
 

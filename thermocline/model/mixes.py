@@ -52,16 +52,20 @@ MIXES: dict[str, Mix] = {
     )
 }
 NUMBERS = ("f32", "f16", "bf16")
+FFN = (["gate"], ["up"], ["down"])
 
 
 def formats_of(mix: str, spec: ModelSpec, *, importance: bool = False) -> dict[str, str]:
     """Return the format of every matrix of a model: {packed tensor: format}.
 
-    Attention's three matrices are named apart (`layers.I.q.weight`, `k`, `v`), and so are up and down of
-    bundles; whoever packs two of them as one tensor has to choose. `importance` says that column importances
-    will be used: a few rules depend on it. Rows that a format's blocks do not divide get its fallback.
+    Names are those that `expected_tensors` takes: attention's three matrices are named apart, and so are up
+    and down of bundles. `importance` says that column importances will be used: a few rules depend on it.
+    Rows that a format's blocks do not divide get its fallback. A format that is no mix's name is every
+    matrix's.
     """
-    m, columns = MIXES[mix], _columns(spec)
+    m, columns = MIXES.get(mix), _columns(spec)
+    if m is None:
+        return {name: fitting(mix, n) for name, n in columns.items()}
     return {
         name: m.base if m.base in NUMBERS else fitting(_wanted(m, name, spec, columns[name], importance), n)
         for name, n in columns.items()
@@ -75,18 +79,19 @@ def _columns(spec: ModelSpec) -> dict[str, int]:
     if spec.embed_dim is not None:
         out |= {"project_in.weight": spec.embed_dim, "project_out.weight": spec.dim}
     for i in range(spec.n_layers):
-        out |= {f"layers.{i}.{part}.weight": spec.dim for part in _parts(spec)}
+        out |= {f"layers.{i}.{part}": spec.dim for part in _parts(spec)}
         out[f"layers.{i}.attn_out.weight"] = spec.n_heads * spec.head_dim
-        out[f"layers.{i}.down.weight"] = spec.dim if spec.sparse else spec.ffn_dim
+        down = f"layers.{i}.down" if spec.sparse else f"layers.{i}.down.weight"
+        out[down] = spec.dim if spec.sparse else spec.ffn_dim
     if not spec.tied_head:
         out["head.weight"] = width
     return out
 
 
 def _parts(spec: ModelSpec) -> Iterator[str]:
-    yield from ("q", "k", "v", "gate")
+    yield from ("q.weight", "k.weight", "v.weight", "gate.weight")
     if spec.gated:
-        yield "up"
+        yield "up" if spec.sparse else "up.weight"
 
 
 def _wanted(m: Mix, name: str, spec: ModelSpec, columns: int, importance: bool) -> str:
@@ -96,11 +101,10 @@ def _wanted(m: Mix, name: str, spec: ModelSpec, columns: int, importance: bool) 
     if name == "embed.weight":
         return {"tq2_0": "q4_k", "mxfp4": "q8_0"}.get(m.name, m.base)
     if m.name == "mxfp4":  # of a mixture, only the experts
-        expert = name.rsplit(".", 2)[-2] in ("gate", "up", "down")
-        return "mxfp4" if expert or spec.n_experts == 1 else "q8_0"
+        return "mxfp4" if spec.n_experts == 1 or name.split(".")[2:3] in FFN else "q8_0"
     if not name.startswith("layers."):
         return m.base
-    _, layer, part, _ = name.split(".")
+    _, layer, part = name.removesuffix(".weight").split(".")
     i, layers = int(layer), spec.n_layers
     if part == "v":
         return _value(m, i, spec)

@@ -25,7 +25,8 @@ from thermocline.errors import UsageError
 from thermocline.machine import hardware
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import CPU, opaque
-from thermocline.pack.pack import Pack, inspect
+from thermocline.pack.pack import parts_of
+from thermocline.pack.stored_model import StoredModel
 from thermocline.session.session import Session
 from thermocline.text.tokenizer import FILE, Tokenizer, read_text
 
@@ -101,7 +102,7 @@ class Feed:
     ids: list[int]
 
 
-def feed_of(pack: Pack, tests: Sequence[Test], text: str | None, seed: int) -> Feed:
+def feed_of(pack: StoredModel, tests: Sequence[Test], text: str | None, seed: int) -> Feed:
     n = max(t.depth for t in tests) + max(t.context - t.depth for t in tests) + 1  # one that ends the test
     if text is None:
         return Feed(f"random, seed {seed}", random_tokens(pack.spec, seed, n))
@@ -115,10 +116,10 @@ def random_tokens(spec: ModelSpec, seed: int, n: int) -> list[int]:
     return ids if spec.bos_id is None else [spec.bos_id, *ids[1:]]
 
 
-def text_tokens(pack: Pack, path: Path, n: int) -> list[int]:
-    if not (pack.path / FILE).exists():
+def text_tokens(pack: StoredModel, path: Path, n: int) -> list[int]:
+    if not pack.small_files.has(FILE):
         raise UsageError(f"{pack.path}: has no tokenizer for {path}; leave --text out to feed random tokens")
-    found = Tokenizer(pack.path, pack.spec).encode(read_text(path), parse_special=True)
+    found = Tokenizer(pack.small_files, pack.spec).encode(read_text(path), parse_special=True)
     ids = [i for i in found if i not in pack.spec.eos_ids]
     if len(ids) < n:
         raise UsageError(f"{path}: {len(ids)} tokens, the tests need {n}; give a longer text")
@@ -176,7 +177,7 @@ class Bench:
 
     def __init__(
         self,
-        pack: Pack,
+        pack: StoredModel,
         tests: Sequence[Test],
         feed: Feed,
         options: EngineOptions,
@@ -429,7 +430,7 @@ LLAMA_BENCH: dict[str, Any] = {
 def facts_of(bench: Bench) -> dict[str, Any]:
     """Return the keys that are the same in every row."""
     pack, session, plan = bench.pack, bench.session, bench.session.plan
-    parameters = inspect(pack)["parameters"]
+    parameters = sum(part["parameters"] for part in parts_of(pack).values())
     return {
         "cpu_info": hardware.cores().name or "",
         "model_filename": str(pack.path),

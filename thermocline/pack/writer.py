@@ -142,7 +142,7 @@ def _write_weights(
     with _Output(path) as out:
         for name, tensor_spec in tensor_specs.items():
             out.append(bytes(tensors[name].offset - out.size))
-            for rows in _encoded(tensor_spec, source):
+            for rows in encoded_rows(tensor_spec, source):
                 out.append(rows)
                 if progress:
                     progress(out.size, weights_bytes)
@@ -152,7 +152,7 @@ def _write_weights(
         return out.checksums()
 
 
-def _encoded(tensor_spec: TensorSpec, source: TensorSource) -> Iterator[U8]:
+def encoded_rows(tensor_spec: TensorSpec, source: TensorSource) -> Iterator[U8]:
     """Yield a tensor's bytes [rows * stride], a few rows at a time."""
     if tensor_spec.vector:
         yield stored_vector(tensor_spec, source)
