@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from build_llamacpp import build, build_driver, source_tree
 from engines import LOGITS_PROMPT, Duel, nmse
-from thermocline_driver import open_model
+from thermocline_driver import opened
 
 from thermocline.engine.sampler import SamplingParams
 from thermocline.machine import hardware
 from thermocline.offline.bench import Test, random_tokens
-from thermocline.pack.pack import Pack
+from thermocline.pack.stored_model import StoredModel
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 
@@ -43,11 +43,11 @@ def arguments() -> argparse.Namespace:
     return p.parse_args()
 
 
-def answers(pack: Pack, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+def answers(model: StoredModel, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     """Prompts and their greedy continuations."""
     threads = hardware.cores().usable_physical
     options = EngineOptions(threads=threads, context=LOGITS_PROMPT + tokens)
-    engine = Session.open(pack, options).load()
+    engine = Session.open(model, options).load()
     out = []
     for ids in prompts:
         request = engine.submit(ids, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
@@ -80,14 +80,14 @@ def main() -> None:
         source, build(source, args.llama_build or args.build_dir / args.isa, args.isa), args.build_dir
     )
     given, threads = args.pack or args.gguf, hardware.cores().usable_physical
-    pack = open_model(given)
-    prompts = [random_tokens(pack.spec, seed, LOGITS_PROMPT) for seed in range(args.prompts)]
+    model = opened(given)
+    prompts = [random_tokens(model.spec, seed, LOGITS_PROMPT) for seed in range(args.prompts)]
     test = Test(threads, 0, LOGITS_PROMPT, args.tokens)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "tokens.i32"
-        for i, ids in enumerate(answers(pack, prompts, args.tokens)):
+        for i, ids in enumerate(answers(model, prompts, args.tokens)):
             np.array([*ids, 0], np.int32).tofile(file)  # the row after the last token is not compared
-            duel = Duel(given, pack.spec, args.gguf, file, [test], args.isa, driver)
+            duel = Duel(given, model.spec, args.gguf, file, [test], args.isa, driver)
             print(json.dumps({"prompt": i} | compare(duel, threads, args.tokens, Path(scratch))), flush=True)
 
 

@@ -18,20 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from thermocline.convert.pack_cache import resolve
 from thermocline.engine.decoder import bind
 from thermocline.engine.sampler import SamplingParams
 from thermocline.machine import hardware
 from thermocline.offline.bench import Bench, Feed, Script, Test
+from thermocline.opening.open_model import open_model
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, open_predictors
+from thermocline.pack.stored_model import StoredModel
 from thermocline.session.options import EngineOptions
 from thermocline.session.weights import with_predictors
 
 
-def open_model(path: Path) -> Pack:
-    """What `thermocline run -m` opens."""
-    return Pack.open(resolve(path, Path(tempfile.gettempdir()) / "thermocline-bench", None))
+def opened(path: Path) -> StoredModel:
+    """What `thermocline run -m` opens: a GGUF in place, a pack."""
+    return open_model(path, Path(tempfile.gettempdir()) / "thermocline-bench", None)
+
+
+def predictors_of(model: StoredModel) -> Predictors | None:
+    return open_predictors(model) if isinstance(model, Pack) else None
 
 
 class Recorder(Script):
@@ -59,7 +64,7 @@ def models_of(b: Bench) -> dict[str, Any]:
     """What computes each mode. `asked`: predictors that say yes to every neuron."""
     model = b.engine.model
     modes = dict.fromkeys(("off", "exact", "predict"), model)
-    found = open_predictors(b.pack)
+    found = predictors_of(b.pack)
     if found is None:
         return modes
     layers = [found.layer(i) for i in range(found.count)]
@@ -92,10 +97,10 @@ def write_logits(b: Bench, threads: int, prompt: int, gen: int, path: str) -> di
 
 def main() -> None:
     begin = time.perf_counter()
-    pack = open_model(Path(sys.argv[1]))
+    pack = opened(Path(sys.argv[1]))
     tokens = Feed("given", np.fromfile(sys.argv[2], np.int32).tolist())
     tests = [Test(*map(int, text.split(","))) for text in sys.argv[3:]]
-    sparsity = "exact" if open_predictors(pack) is None else "predict"
+    sparsity = "exact" if predictors_of(pack) is None else "predict"
     b = Bench(pack, tests, tokens, EngineOptions(sparsity=sparsity), lambda *_: None)
     models = models_of(b)
     print(json.dumps({"load_s": time.perf_counter() - begin, "system": hardware.isa().chosen}), flush=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from thermocline.convert.synthetic_weights import ACTIVE, SyntheticSparsity, Wei
 from thermocline.errors import Unsupported, UsageError
 from thermocline.files.bounded import parse_json, read_small
 from thermocline.model.families import MAX_CONFIG_BYTES, parse_config, read_config_json
-from thermocline.model.mixes import MIXES, formats_of
+from thermocline.model.mixes import formats_of, main_format
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import TensorMap
 from thermocline.model.tensors import expected_tensors, place
@@ -60,16 +58,9 @@ def read_shape(
 
 
 def formats_named(name: str, spec: ModelSpec) -> tuple[str, dict[str, str]]:
-    """Return (most matrices' format, all formats as `expected_tensors` takes them) of a mix.
-
-    A format that is no mix's name is every matrix's.
-    """
-    if name not in MIXES:
-        return name, {}
+    """Return (most matrices' format, all formats as `expected_tensors` takes them) of a mix or a format."""
     formats = formats_of(name, spec)
-    if spec.sparse:
-        formats = {re.sub(r"\.(up|down)\.weight$", r".\1", n): f for n, f in formats.items()}
-    return Counter(formats.values()).most_common(1)[0][0], formats
+    return main_format(name, formats), formats
 
 
 @dataclasses.dataclass(frozen=True)

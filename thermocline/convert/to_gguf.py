@@ -26,7 +26,7 @@ from thermocline.model import quant
 from thermocline.model.families import gguf_architecture
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
-from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
+from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress, tensor_specs_of
 from thermocline.pack.writer import TensorSource, stored_rows, stored_vector
 from thermocline.text.tokenizer import FILE as TOKENIZER
 
@@ -152,7 +152,7 @@ def _rows_of(pack: Pack) -> Iterator[Rows]:
 
 def _rows_from(pack: Pack, source: TensorSource) -> Rows:
     """Return the rows that a pack would have of a source."""
-    tensor_specs = pack.tensor_specs()
+    tensor_specs = tensor_specs_of(pack)
 
     def rows(name: str, first: int, n: int) -> U8:
         t = tensor_specs[name]

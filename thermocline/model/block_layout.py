@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from thermocline.model.formats import FORMATS
 U8 = NDArray[np.uint8]
 View = Callable[[str, U8], dict[str, U8]]  # the parts of rows in one order
 Ints = NDArray[np.int64]
+Index = Ints | slice
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,20 @@ class Bits:
     shift: Ints
     count: int
     at: int = 0
+
+    @cached_property
+    def by_shift(self) -> list[tuple[Index, Index, int]]:
+        """Return for each shift the places of its numbers, the places of their bytes, and the shift."""
+        each = [(self.shift == shift, int(shift)) for shift in np.unique(self.shift)]
+        return [(_index(self.of[which]), _index(self.byte[which]), shift) for which, shift in each]
+
+
+def _index(places: Ints) -> Index:
+    """Return a slice where there is one: it copies nothing."""
+    steps = np.unique(np.diff(places))
+    if len(steps) > 1 or not (steps > 0).all():
+        return places
+    return slice(int(places[0]), int(places[-1]) + 1, int(steps[0]) if len(steps) else 1)
 
 
 Number = tuple[Bits, ...]  # all bits of a kind of number of a block
@@ -206,15 +221,15 @@ def _sizes(format: str) -> dict[str, int]:
 def _numbers(layout: Layout, fields: dict[str, U8]) -> dict[str, U8]:
     """Return each kind of number of fields [bytes, blocks]: [numbers, blocks]."""
     out = dict[str, U8]()
+    blocks = next(iter(fields.values())).shape[1]
     for kind, number in layout.items():
         size = 1 + max(int(bits.of.max()) for bits in number)
-        blocks = next(iter(fields.values())).shape[1]
-        made = np.zeros((size, blocks), np.uint8)
+        made = out[kind] = np.zeros((size, blocks), np.uint8)
         for b in number:
-            part = fields[b.field][b.byte] >> b.shift.astype(np.uint8)[:, None]
-            part &= np.uint8(2**b.count - 1)
-            made[b.of] |= part << np.uint8(b.at)
-        out[kind] = made
+            for of, byte, shift in b.by_shift:
+                part = fields[b.field][byte] >> np.uint8(shift)
+                part &= np.uint8(2**b.count - 1)
+                made[of] |= part << np.uint8(b.at) if b.at else part
     return out
 
 
@@ -222,13 +237,14 @@ def _written(layout: Layout, numbers: dict[str, U8], sizes: dict[str, int]) -> d
     """Return the fields that hold numbers [numbers, blocks]: [bytes, blocks]."""
     out = dict[str, U8]()
     for kind, number in layout.items():
+        values = numbers[kind]
         for b in number:
-            values = numbers[kind]
             field = out.setdefault(b.field, np.zeros((sizes[b.field], values.shape[1]), np.uint8))
-            for shift in np.unique(b.shift):
-                which = b.shift == shift
-                part = values[b.of[which]] >> np.uint8(b.at) & np.uint8(2**b.count - 1)
-                field[b.byte[which]] |= part << np.uint8(shift)
+            for of, byte, shift in b.by_shift:
+                part = values[of] >> np.uint8(b.at)
+                part &= np.uint8(2**b.count - 1)
+                part <<= np.uint8(shift)
+                field[byte] |= part
     return out
 
 

@@ -6,6 +6,7 @@ compared tensor by tensor. numpy is not imported: commands name mixes before the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,6 +71,12 @@ def formats_of(mix: str, spec: ModelSpec, *, importance: bool = False) -> dict[s
         name: m.base if m.base in NUMBERS else fitting(_wanted(m, name, spec, columns[name], importance), n)
         for name, n in columns.items()
     }
+
+
+def main_format(mix: str, formats: dict[str, str]) -> str:
+    """Return the format that a pack's manifest names: the mix's own, if a matrix has it."""
+    base = MIXES[mix].base if mix in MIXES else mix
+    return base if base in formats.values() else Counter(formats.values()).most_common(1)[0][0]
 
 
 def _columns(spec: ModelSpec) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from thermocline.engine.decoder import bind, for_context
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.files.bounded import read_small
 from thermocline.machine import hardware
-from thermocline.model.mixes import MIXES, formats_of
+from thermocline.model.mixes import formats_of, main_format
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import formats_in
 from thermocline.offline import evaluate
@@ -20,7 +19,7 @@ from thermocline.offline.packing.collect import collect
 from thermocline.offline.packing.rows import PackRows, QuantisedRows
 from thermocline.ops.interface import I32
 from thermocline.pack import blocks
-from thermocline.pack.pack import MAX_COPIED_BYTES, Pack
+from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, tensor_specs_of
 from thermocline.pack.writer import PackExtras, write_pack
 from thermocline.quantise.feedback import WINDOW
 from thermocline.quantise.importance import Importance, of_moments
@@ -107,7 +106,7 @@ def quantise(job: QuantiseJob, progress: Progress) -> Quantised:
     formats = {n: f for n, f in formats_in(pack.tensors).items() if ".predictor." in n}
     formats |= formats_of(job.mix, spec, importance=bool(importance))
     rows = QuantisedRows(PackRows(pack), importance, job.moments, job.threads)
-    present = {n for n, t in pack.tensor_specs().items() if t.optional}
+    present = {n for n, t in tensor_specs_of(pack).items() if t.optional}
     write_pack(
         job.output,
         spec,
@@ -130,15 +129,9 @@ def quantise(job: QuantiseJob, progress: Progress) -> Quantised:
     return Quantised(bits(Pack.open(job.output)), bits(pack), by_part, total)
 
 
-def main_format(mix: str, formats: dict[str, str]) -> str:
-    """Return the format that a pack's manifest names: the mix's own, if a matrix has it."""
-    base = MIXES[mix].base if mix in MIXES else mix
-    return base if base in formats.values() else Counter(formats.values()).most_common(1)[0][0]
-
-
 def bits(pack: Pack) -> float:
     """Return the bits of a weight of a pack's matrices."""
-    matrices = [t for t in pack.tensor_specs().values() if not t.vector]
+    matrices = [t for t in tensor_specs_of(pack).values() if not t.vector]
     return 8 * sum(t.payload * t.rows for t in matrices) / sum(t.parameters for t in matrices)
 
 
