@@ -352,6 +352,7 @@ struct Gemm<FormatBlocks<BLOCK>> {
     using Format = FormatBlocks<BLOCK>;
     using Tile = XTile<Format::kind>;
     static constexpr int tile_tokens = kTileTokens;
+    static_assert(32 + 4 * panel_floats<Format>() <= 4 * kMostPanelBytes, "the memory plan counts less");
     static size_t input_bytes(size_t cols) {
         const size_t rows = sizeof(XChunk), lanes = 16 * sizeof(Tile) / kTileTokens;
         return int_chunks(cols) * (rows > lanes ? rows : lanes);
