@@ -15,7 +15,7 @@ from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import KernelSizes
 from thermocline.ops.interface import F32, I32, Batch, Heads, KVLayer
 
-SIZES = KernelSizes(tokens=130, dim=320, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
+SIZES = KernelSizes(tokens=130, dim=768, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,13 @@ def normal(seed: int, *shape: int) -> F32:
 
 def columns(format: str) -> tuple[int, ...]:
     """One block, odd numbers of them, and more than a step of every kernel takes in small."""
-    return (32, 96, 288) if quant.FORMATS[format].block > 1 else (1, 33, 300)
+    return {1: (1, 33, 300), 32: (32, 96, 288), 256: (256, 512, 768)}[quant.FORMATS[format].block]
+
+
+def whole(format: str, n: int) -> int:
+    """n columns, or the first whole number of blocks that has as many."""
+    block = quant.FORMATS[format].block
+    return -(-n // block) * block
 
 
 @dataclass(frozen=True)

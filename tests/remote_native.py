@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SIGNS = 5
+from thermocline.model.formats import FORMATS
+
+SIGNS = len(FORMATS)  # csrc/kernels/formats.h: after the others
 NONE = 2**64 - 1
 F32 = NDArray[np.float32]
 U32 = NDArray[np.uint32]

@@ -44,12 +44,12 @@ import gpu_check
 import gpu_llama
 import torch
 from build_llamacpp import note
+from engines import BENCH, commit
 from gpu_models import Model, Shape
 from gpu_report import LLAMA, OURS, key_of, table
 from gpu_results import Results
 from gpu_run import Loaded, sync_cost, timeline, write_timeline
 from gpu_sides import Clock, Lost, Machine, Rival, Side, alternate, speeds
-from vs_llamacpp import BENCH, commit
 
 from thermocline import __version__
 from thermocline.cli.console import INTERRUPTED, ProgressBar

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from reference_weights import decoded
 from synthetic_predictors import gate_of
 
 from thermocline.convert import synthetic
@@ -23,13 +23,12 @@ from thermocline.engine.decoder import bind, forward
 from thermocline.engine.kv_cache import BLOCK, KVCache, in_ram
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import QKV, RowPart, bundle_parts
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import CPU, F32, FFN, Batch, FFNStats, Layer, Linear, Norm, Weights
-from thermocline.pack.pack import Pack, read_tensor
+from thermocline.ops.interface import CPU, F32, Batch, FFNStats, Weights
+from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.session import gpu_weights
@@ -112,63 +111,6 @@ def placements(spec: ModelSpec) -> dict[str, Placement]:
     if sparse:
         made["divided"] = of((True, some), (True, max(some, neurons - least)), (False, some))
     return made
-
-
-# ---- the specification's side
-
-
-def decoded(pack: Pack) -> Weights:
-    """A pack's weights as `ops.reference` takes them."""
-    spec = pack.spec
-
-    def rows(name: str) -> F32:
-        t = pack.tensors[name]
-        return part_of(read_tensor(pack, name), RowPart(t.format, 0), t.shape[-1])
-
-    def part_of(found: NDArray[np.uint8], part: RowPart, columns: int) -> F32:
-        own = found[:, part.at : part.at + quant.row_bytes(part.format, columns)]
-        return quant.decode(part.format, np.ascontiguousarray(own), columns)
-
-    def qkv(name: str) -> Linear:
-        names = [n for n in (f"{name}.{x}.weight" for x in ("qkv", *QKV)) if n in pack.tensors]
-        return Linear(np.concatenate([rows(n) for n in names]), vector(f"{name}.qkv.bias"))
-
-    def vector(name: str) -> F32 | None:
-        return read_tensor(pack, name).view(np.float32).ravel() if name in pack.tensors else None
-
-    def norm(name: str) -> Norm | None:
-        weight = vector(f"{name}.weight")
-        return None if weight is None else Norm(weight, vector(f"{name}.bias"))
-
-    def linear(name: str) -> Linear:
-        return Linear(rows(f"{name}.weight"), vector(f"{name}.bias"))
-
-    def experts(name: str) -> Iterator[FFN]:
-        gate, gate_bias = rows(f"{name}.gate.weight"), vector(f"{name}.gate.bias")
-        bias = vector(f"{name}.down.bias")
-        if not spec.sparse:
-            up, down = rows(f"{name}.up.weight"), rows(f"{name}.down.weight")
-            yield FFN.whole(Linear(gate, gate_bias), up, down, bias, bundles=False)
-            return
-        t, records = pack.tensors[f"{name}.bundle"], read_tensor(pack, f"{name}.bundle")
-        parts = [part_of(records, p, spec.dim) for p in bundle_parts(t, spec) if p is not None]
-        n = spec.ffn_dim
-        for own in (slice(e * n, (e + 1) * n) for e in range(spec.n_experts)):
-            mine = Linear(gate[own], None if gate_bias is None else gate_bias[own])
-            yield FFN.whole(mine, parts[0][own] if spec.gated else None, parts[-1][own], bias, bundles=True)
-
-    def layer(i: int) -> Layer:
-        a = f"layers.{i}"
-        norms = norm(f"{a}.attn_norm"), norm(f"{a}.ffn_norm")
-        return Layer(
-            norms[0], qkv(a), linear(f"{a}.attn_out"), norms[1],
-            tuple(experts(a)), router=rows(f"{a}.router.weight") if spec.n_experts > 1 else None,
-        )  # fmt: skip
-
-    embed = rows("embed.weight")
-    position = rows("pos_embed.weight") if spec.position == "learned" else None
-    head = Linear(embed, None) if spec.tied_head else linear("head")
-    return Weights(embed, position, tuple(map(layer, range(spec.n_layers))), norm("out_norm"), head)
 
 
 # ---- steps

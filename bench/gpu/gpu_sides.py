@@ -17,10 +17,10 @@ import gpu_llama
 import numpy as np
 import torch
 from build_llamacpp import PACKAGE, VERSION
+from engines import Driver
 from gpu_models import Model, Shape, made, write_gguf
 from gpu_report import LLAMA, OURS, key_of
 from gpu_results import Results
-from vs_llamacpp import Driver
 
 from thermocline.errors import DeviceFailure, OutOfBudget
 from thermocline.machine import hardware
@@ -234,5 +234,5 @@ def losing() -> Iterator[None]:
     """What a process that ends, or says something else, raises: as Lost."""
     try:
         yield
-    except (SystemExit, OSError, ValueError, KeyError) as e:  # vs_llamacpp's Driver, a pipe, JSON
+    except (SystemExit, OSError, ValueError, KeyError) as e:  # a Driver, a pipe, JSON
         raise Lost(f"{LLAMA}: {e}") from e

@@ -16,6 +16,8 @@
 
 void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
 void bind_host(nanobind::module_& m);  // bindings_host.cpp
+void bind_load(nanobind::module_& m);  // bindings_load.cpp
+void bind_quantise(nanobind::module_& m);  // bindings_quantise.cpp
 void bind_plan(nanobind::module_& m);  // bindings_plan.cpp
 bool interrupted_by_python();
 
@@ -469,12 +471,17 @@ NB_MODULE(_native, m) {
                 check(begin <= end && to <= a.bytes && end - begin <= a.bytes - to,
                       "range outside the arena");
                 check(checksums.shape(0) >= (end + block - 1) / block, "too few checksums");
-                tc::LoadResult r;
+                std::optional<tc::Failure> failed;
                 {
                     nb::gil_scoped_release release;
-                    r = tc::load(a, path.c_str(), begin, end, checksums.data(), block, to);
+                    const auto crew =
+                        tc::begin_blocks(a, path.c_str(), {{begin, end, to}}, checksums.data(), block);
+                    while (!crew->wait(1000)) {
+                    }
+                    failed = crew->failure();
                 }
-                return std::make_tuple(r.error, r.block);
+                return failed ? std::make_tuple(failed->error, int64_t(failed->where))
+                              : std::make_tuple(0, int64_t(-1));
             },
             "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a, "to"_a = nb::none(),
             "Read file bytes [begin, end) to byte `to`, or to the same place, checking each block; see "
@@ -517,6 +524,7 @@ NB_MODULE(_native, m) {
             "fence", [](Arena& a) { check(a.fence(), "no page begins where the padding ends"); },
             "Tests: reading past the padding, where a page must begin, ends the process from now on.");
     bind_disk(m);
+    bind_load(m);
 
     nb::class_<Matrix>(m, "Matrix")
         .def(nb::new_(
@@ -636,4 +644,5 @@ NB_MODULE(_native, m) {
              "record"_a.noconvert() = nb::none());
     bind_host(m);
     bind_plan(m);
+    bind_quantise(m);
 }

@@ -1,14 +1,13 @@
 // The weight formats as the kernels read them: a struct `FormatNAME` for each row of formats.h. Included by
-// kernels.inl. A format of another kind than the two below needs all of
+// kernels.inl. FormatFloat is for numbers without blocks, FormatBlocks for all others so far: of a `Block`,
+// one line of which numbers, which scales and which arithmetic. Another kind of format needs all of
 //   block, block_bytes, row_bytes(cols)
 //   row_tokens, dot<NT>   one row times NT tokens as `quantize` left them, asking memory for the next row
 //   unpack, unpack_n      32 weights (fewer) as floats without their scale
 //   scales                h * the scale of every 32 columns; h alone where `unpack` gives the weights with it
 //   Gemm<F>               in gemm.inl: the activations' two arrangements, and a product through a panel
-// A format of blocks is FormatBlocks of a struct that says how a block is stored.
 
-// ---------------------------------------------------------------------------------------------- float
-// formats
+// -------------------------------------------------------------------------------- float formats
 
 template <class T, vf (*LOAD)(const T*), vf (*LOAD_N)(const T*, int)>
 struct FormatFloat {
@@ -98,8 +97,10 @@ struct Scales {
     vb s[2], t[2];  // of 8 blocks each
 };
 
-// ---- numbers: `load` gives unsigned bytes (signed ones for Dot<8>, less kOffsetQ8), and `spread` dword K of
-// both halves of a block of W rows, from their dwords in both planes.
+// ---- numbers of 32 weights, from one plane or two, as bytes from 0 to `top` (as Dot<8> takes them: int8 and
+// kOffsetQ8, bytes that wrap). `load`: of one block (vb) or of kGroup (vq), its first 16 and its last 16. It
+// may read kGroup blocks where one is left: what follows is another plane, another row, or the arena's
+// padding. `spread`: dwords K and K + 4 of a block of W rows, from the block's dwords in both planes.
 
 static TC_INLINE vi repeated(int byte) { return vi_set1(int32_t(0x01010101u * unsigned(byte))); }
 template <int N>

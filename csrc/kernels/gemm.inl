@@ -4,8 +4,8 @@
 // lane by lane, and the lanes as the same binary tree. Panels and activations are therefore stored lane by
 // lane, activations of the tokens of a tile side by side: the inner loops follow two pointers.
 //
-// A panel is for one thread and lives in its L2 cache: 32 rows of 4096 columns are 144 KiB for either int
-// format.
+// A panel is for one thread and lives in its L2 cache: 32 rows of 4096 columns are 128 KiB of int8 and 16 KiB
+// for each f32 that a format has of a block (panel_floats), 144 KiB for q4_0 and 224 for q2_k.
 
 constexpr int kPanelRows = 2 * W;
 static_assert(kPanelRows <= kMostPanelRows, "the memory plan counts kMostPanelRows");
@@ -32,8 +32,9 @@ struct Tree {
     }
 };
 
-// ---------------------------------------------------------------------------------------------- float
-// formats Chunk by chunk of kFloatChunk columns: [lane][step][kPanelRows] as stored, and activations
+// -------------------------------------------------------------------------------- float formats
+//
+// Chunk by chunk of kFloatChunk columns: [lane][step][kPanelRows] as stored, and activations
 // [lane][step][kFloatTileTokens].
 
 static size_t float_steps(size_t columns) { return (columns + kLanes - 1) / kLanes; }
@@ -118,9 +119,10 @@ static void float_tile(const typename F::Stored* panel, size_t steps, const floa
         }
 }
 
-// ---------------------------------------------------------------------------------------------- formats of
-// blocks Lane l of C chunks (512 columns each) holds blocks l, 16 + l, ...: panel [lane][chunk][8
-// dwords][kPanelRows], then f32 of each block [lane][chunk][F::floats][kPanelRows]. Activations:
+// -------------------------------------------------------------------------------- formats of blocks
+//
+// Lane l of C chunks (512 columns each) holds blocks l, 16 + l, ...: panel [lane][chunk][8
+// dwords][kPanelRows], then f32 of each block [lane][chunk][panel_floats][kPanelRows]. Activations:
 // [lane][chunk] of XTile.
 
 static size_t int_chunks(size_t cols) { return (cols / 32 + 15) / 16; }
@@ -303,8 +305,7 @@ static void int_tile(const uint8_t* panel, size_t chunks, const XTile<F::kind>* 
         for (int v = 0; v < 2; v++) vstore(sums + n * kPanelRows + v * W, lane[v][n]);
 }
 
-// ---------------------------------------------------------------------------------------------- matrix
-// products
+// -------------------------------------------------------------------------------- matrix products
 
 // Activations as a format multiplies with them: input_bytes, tile_tokens, quantize (as in kernels.h; `n`: the
 // token's place in its tile). The product: bytes (of a panel) and run, sums [tokens][kPanelRows] = panel of

@@ -30,7 +30,7 @@ from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
 from thermocline.files.gguf import GGUF
 from thermocline.model import quant
 from thermocline.model.gguf_families import read_model
-from thermocline.pack.pack import Pack, inspect, read_tensor, verify
+from thermocline.pack.pack import Pack, inspect, read_tensor, tensor_specs_of, verify
 
 gguf = pytest.importorskip("gguf")
 Run = Callable[..., Any]
@@ -226,7 +226,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # of whic
 def decoded(p: Pack) -> dict[str, Any]:
     """Every matrix's weights; q, k and v as one."""
     out: dict[str, Any] = {}
-    for name, t in p.tensor_specs().items():
+    for name, t in tensor_specs_of(p).items():
         for part, of in zip(t.parts, t.layout, strict=True):
             rows = read_tensor(p, name)[:, of.at : of.at + quant.row_bytes(of.format, t.columns)]
             made = quant.decode(of.format, np.ascontiguousarray(rows), t.columns)
@@ -592,11 +592,14 @@ def test_the_commands_take_a_gguf(twin: Callable[[str], Path], tmp_path: Path, t
 
 
 @pytest.mark.parametrize("command", ["run", "chat"])
-def test_a_gguf_without_a_tokenizer_is_refused_before_it_is_packed(
+def test_a_gguf_without_a_tokenizer_is_refused_before_its_weights_are_read(
     command: str, twin: Callable[[str], Path], tmp_path: Path, thermocline: Run
 ) -> None:
     path, cache = gguf_twins.write(twin("llama"), tmp_path / "m.gguf"), tmp_path / "cache"
-    given = ["-m", path, "--cache-dir", cache]
+    ran = thermocline(command, "-m", path, *(["hello"] if command == "run" else []))
+    assert ran.code == 3 and f"{path}: has no tokenizer" in ran.err and ran.err.count("\n") == 1
+    assert thermocline("bench", "-m", path, "-p", "4", "-n", "0", "-r", "1").code == 0
+    given = ["-m", path, "--cache-dir", cache, "--format", "f16"]
     for packed in range(2):  # with its pack in the cache, which `bench` made, too
         ran = thermocline(command, *given, *(["hello"] if command == "run" else []))
         assert ran.code == 3 and f"{path}: has no tokenizer" in ran.err and ran.err.count("\n") == 1
@@ -607,7 +610,7 @@ def test_a_gguf_without_a_tokenizer_is_refused_before_it_is_packed(
 def test_whoever_packs_says_what_it_cost_once(tmp_path: Path, thermocline: Run) -> None:
     hf = kept_twins.llama(tmp_path / "hf", 3, **WIDE)
     path = gguf_twins.write(hf, tmp_path / "m.gguf", types=lambda n: "IQ3_S" if "down" not in n else None)
-    bench = ["bench", "-m", path, "-p", "4", "-n", "0", "-r", "1", "--cache-dir"]
+    bench = ["bench", "-m", path, "--format", "q8_0", "-p", "4", "-n", "0", "-r", "1", "--cache-dir"]
     told = thermocline(*bench, tmp_path / "a").err
     assert told.count(f"{path}: ") == 1 and "of the weights converted" in told and "added RMS" in told
     assert thermocline(*bench, tmp_path / "a").err == ""
@@ -626,7 +629,7 @@ def test_run_says_what_packing_cost(tmp_path: Path, thermocline: Run) -> None:
     path = gguf_twins.write(
         hf, tmp_path / "m.gguf", types=lambda n: "IQ2_S" if "down" not in n else None, more=spoken
     )
-    run = ["run", "-m", path, "-n", "1", "hello", "--cache-dir", tmp_path / "cache"]
+    run = ["run", "-m", path, "--format", "f16", "-n", "1", "hello", "--cache-dir", tmp_path / "cache"]
     assert "of the weights converted" in thermocline(*run).err
     assert "converted" not in thermocline(*run).err
 

@@ -18,7 +18,7 @@ from thermocline.model import quant
 from thermocline.model.tensors import APART, bundle_parts, expected_tensors, formats_in
 from thermocline.ops.interface import F32
 from thermocline.pack import manifest, pack, reorder
-from thermocline.pack.pack import Pack, read_tensor
+from thermocline.pack.pack import Pack, read_tensor, tensor_specs_of
 
 Run = Callable[..., Any]
 
@@ -37,7 +37,7 @@ def test_every_tensor_has_the_format_that_it_was_given(kind: str, tmp_path: Path
     p = mixed.pack_of(tmp_path / "p", kind)
     s, source = p.spec, mixed.Source(p.spec)
     assert pack.verify(p) == []
-    for name, t in p.tensor_specs().items():
+    for name, t in tensor_specs_of(p).items():
         if t.vector or t.role == "router":
             continue
         for source_name, part in zip(t.parts, t.layout, strict=True):
@@ -155,7 +155,7 @@ def test_formats_are_counted_and_a_tokens_bytes_are_each_tensors(tmp_path: Path,
     downs = s.ffn_dim * (last.stride - bundle_parts(last, s)[1].at)
     assert told["formats"]["mxfp4"] == {"tensors": 1, "parameters": s.ffn_dim * s.dim, "bytes": downs}
     assert told["formats"]["q8_0"]["parameters"] == s.n_heads * s.head_dim * s.dim
-    payload = sum(t.payload * t.rows for n, t in p.tensor_specs().items() if n != "embed.weight")
+    payload = sum(t.payload * t.rows for n, t in tensor_specs_of(p).items() if n != "embed.weight")
     row = quant.row_bytes("q4_k", s.dim)
     assert told["bytes_per_token_dense"] == payload + row  # one row of the embeddings
     ran = thermocline("inspect", p.path)

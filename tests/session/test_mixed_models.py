@@ -18,7 +18,7 @@ from test_twins import Model, in_numpy, nmse
 from thermocline.engine.traffic import Traffic
 from thermocline.machine import tiers
 from thermocline.pack.checksums import open_checksums
-from thermocline.pack.pack import Pack
+from thermocline.pack.pack import Pack, tensor_specs_of
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan import disk_split
 from thermocline.plan.contents import contents_of, pack_sizes
@@ -107,7 +107,7 @@ def test_a_tokens_traffic_is_the_bytes_of_its_tensors(tmp_path: Path) -> None:
     pack = mixed.pack_of(tmp_path / "p", "dense")
     made, s = weights.load(pack, threads=1).weights, pack.spec
     t = Traffic.of(s, made)
-    specs = pack.tensor_specs()
+    specs = tensor_specs_of(pack)
     rows = sum(x.payload * x.rows for x in specs.values() if x.role in ("up", "down"))
     gates = sum(x.payload * x.rows for x in specs.values() if x.role == "gate")
     assert t.row_bytes * 2 * s.n_layers * s.ffn_dim == pytest.approx(rows)

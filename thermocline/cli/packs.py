@@ -1,4 +1,4 @@
-"""The pack that a name on the command line means."""
+"""The model, or the pack, that a name on the command line means."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from thermocline.errors import UsageError
 
 if TYPE_CHECKING:
     from thermocline.pack.pack import Pack
+    from thermocline.pack.stored_model import StoredModel
 
 
 MATTERS = 0.02  # of the weights: what is less is not worth a word
@@ -43,6 +44,24 @@ def formats_said(about: Mapping[str, Any]) -> str:
     main, formats = about["weight_format"], about["formats"]
     others = sum(f["parameters"] for name, f in formats.items() if name != main)
     return f"{main} and others" if others > MATTERS * about["parameters"] else str(main)
+
+
+def find_model(
+    model: str | None,
+    progress: ProgressBar,
+    *,
+    activation: str | None,
+    format: str | None = None,
+    cache: str | None = None,
+) -> StoredModel:
+    """Open a model in any form. Where need be, it is fetched, and packed if it does not run in place."""
+    from thermocline.hub.download import locate
+    from thermocline.llm import BUNDLED
+    from thermocline.opening.open_model import open_model
+
+    given = BUNDLED if model is None else locate(model, progress.at)
+    packing = partial(progress.at, "packing")
+    return open_model(given, cache_dir(cache), format, packing, activation=activation)
 
 
 def find_pack(

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,11 +70,14 @@ def pack_gguf(
 
 
 def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
+    return files_of_metadata(gguf.metadata, str(gguf.path))
+
+
+def files_of_metadata(m: Mapping[str, Any], name: str) -> dict[str, bytes]:
     """Return tokenizer.json and tokenizer_config.json, each if the metadata has what it needs."""
-    m = gguf.metadata
     out: dict[str, bytes] = {}
     if has_tokenizer(m):
-        out["tokenizer.json"] = from_gguf(m, str(gguf.path))
+        out["tokenizer.json"] = from_gguf(m, name)
     about: dict[str, Any] = {}
     template, tokens = m.get("tokenizer.chat_template"), m.get("tokenizer.ggml.tokens")
     if isinstance(template, str):

@@ -18,7 +18,7 @@ from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
 from thermocline.model import formats, gguf_blocks, quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import TensorMap
+from thermocline.model.tensor_map import SourceSlice, TensorMap
 from thermocline.model.tensors import QKV, TensorSpec, expected_tensors
 from thermocline.pack.writer import check_range
 
@@ -142,6 +142,10 @@ class GGUFSource(TensorMapSource):
     def transposed(self, part: str) -> bool:
         """Return whether a part's rows are columns in the file, whose blocks can then not be copied."""
         return any(p.transposed for p in self._tensor_map.tensors[part])
+
+    def tensor(self, piece: SourceSlice) -> Tensor:
+        """Return the GGUF's tensor that a slice is of."""
+        return self._gguf.tensors[self.name_of(piece)]
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8 | None:
         rows = self._copy(name, format, first, last)

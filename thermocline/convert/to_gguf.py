@@ -5,9 +5,11 @@ The quantised blocks stay the same and are streamed.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,11 +27,12 @@ from thermocline.model.families import gguf_architecture
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
 from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
+from thermocline.pack.writer import TensorSource, stored_rows, stored_vector
 from thermocline.text.tokenizer import FILE as TOKENIZER
 
 U8 = NDArray[np.uint8]
 
-_STEP_BYTES = 4 << 20
+_STEP_BYTES = 256 << 10  # what is made of them stays in a 1 MiB L2 cache
 _NAMES = {
     "embed.weight": "token_embd.weight",
     "head.weight": "output.weight",
@@ -103,28 +106,66 @@ def check(
         raise IOFailure(f"{path}: its directory does not exist; make it first")
 
 
+Rows = Callable[[str, int, int], U8]  # (tensor, first, n): rows as the pack stores them [n, stride]
+
+
 def write_gguf(
-    pack: Pack, path: str | os.PathLike[str], *, overwrite: bool = False, progress: Progress | None = None
+    pack: Pack,
+    path: str | os.PathLike[str],
+    source: TensorSource | None = None,
+    *,
+    file_type: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> None:
     """Write `pack` as a GGUF with its tokenizer. The file appears under its name when it is complete.
 
     A ReLU model is written in PowerInfer's format, which llama.cpp does not read. Activation counts are left
-    out. Raises UsageError, IOFailure, Unsupported or BadFile.
+    out. `source` has the rows of a pack that is not on disk. `file_type` is GGUF's name for the mix of
+    formats, if it is not that of most weights. Raises UsageError, IOFailure, Unsupported or BadFile.
     """
     check(pack.spec, pack.tensors, path, overwrite)
     path = Path(path)
-    pieces = [p for name in pack.tensors for p in _pieces(pack, name)]
+    file_type = file_type or quant.FORMATS[pack.weight_format].file_type
+    with (
+        _rows_of(pack) if source is None else contextlib.nullcontext(_rows_from(pack, source)) as rows,
+        replacing(path) as tmp,
+    ):
+        _write(pack, tmp, _header(pack, tmp, file_type), rows, progress)
+
+
+@contextlib.contextmanager
+def _rows_of(pack: Pack) -> Iterator[Rows]:
+    """Give the rows of a pack's file."""
     fd, _ = open_regular(pack.weights_path)
+
+    def rows(name: str, first: int, n: int) -> U8:
+        t = pack.tensors[name]
+        data = read_at(fd, t.offset + first * t.stride, n * t.stride, pack.weights_path)
+        return data.reshape(n, t.stride)
+
     try:
-        with replacing(path) as tmp:
-            _write(pack, tmp, fd, pieces, progress)
+        yield rows
     finally:
         os.close(fd)
 
 
-def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[TensorSlice], progress: Progress | None) -> None:
-    writer = _header(pack, path)
-    total, done = sum(p.nbytes for p in pieces), 0
+def _rows_from(pack: Pack, source: TensorSource) -> Rows:
+    """Return the rows that a pack would have of a source."""
+    tensor_specs = pack.tensor_specs()
+
+    def rows(name: str, first: int, n: int) -> U8:
+        t = tensor_specs[name]
+        if t.vector:
+            return stored_vector(t, source).reshape(-1, t.stride)[first : first + n]
+        return stored_rows(t, source, first, first + n)
+
+    return rows
+
+
+def _write(pack: Pack, path: Path, writer: Any, rows: Rows, progress: Progress | None) -> None:
+    pieces = [(name, p) for name in pack.tensors for p in _pieces(pack, name)]
+    total, done = sum(p.nbytes for _, p in pieces), 0
 
     def advance(nbytes: int) -> None:
         nonlocal done
@@ -132,8 +173,8 @@ def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[TensorSlice], progr
         if progress:
             progress(done, total)
 
-    for p in pieces:
-        _add(writer, p, _StreamedSlice(fd, pack.weights_path, p, advance))
+    for name, p in pieces:
+        _add(writer, p, _StreamedSlice(partial(rows, name), p, advance))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -147,7 +188,7 @@ def _package() -> Any:
     return gguf_package("writing GGUF")
 
 
-def _header(pack: Pack, path: Path) -> Any:
+def _header(pack: Pack, path: Path, file_type: str) -> Any:
     gguf, s = _package(), pack.spec
     w = gguf.GGUFWriter(path, gguf_architecture(s))
     w.add_name(pack.source["name"] or pack.path.name)
@@ -168,7 +209,7 @@ def _header(pack: Pack, path: Path) -> Any:
     w.add_rope_dimension_count(s.head_dim)
     w.add_rope_freq_base(s.rope_theta)
     w.add_layer_norm_rms_eps(s.norm_eps)
-    w.add_file_type(gguf.LlamaFileType[quant.FORMATS[pack.weight_format].file_type])
+    w.add_file_type(gguf.LlamaFileType[file_type])
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return w
 
@@ -251,8 +292,10 @@ class _StreamedSlice:
 
     dtype = np.dtype(np.int8)  # with uint8 GGUFWriter would take shapes to be in bytes
 
-    def __init__(self, fd: int, path: Path, piece: TensorSlice, advance: Callable[[int], None]) -> None:
-        self._fd, self._path, self._piece, self._advance = fd, path, piece, advance
+    def __init__(
+        self, rows: Callable[[int, int], U8], piece: TensorSlice, advance: Callable[[int], None]
+    ) -> None:
+        self._rows, self._piece, self._advance = rows, piece, advance
 
     @property
     def nbytes(self) -> int:
@@ -264,8 +307,7 @@ class _StreamedSlice:
         step = max(1, _STEP_BYTES // (t.stride * whole)) * whole
         for at in range(0, p.rows, step):
             n = min(step, p.rows - at)
-            data = read_at(self._fd, t.offset + (p.first + at) * t.stride, n * t.stride, self._path)
-            data = data.reshape(n, t.stride)[:, p.at : p.at + p.row_bytes]
+            data = self._rows(p.first + at, n)[:, p.at : p.at + p.row_bytes]
             rows = quant.to_gguf(p.format, _turned(np.ascontiguousarray(data), p.head_dim))
             file.write(np.ascontiguousarray(rows).data)
             self._advance(n * p.row_bytes)

@@ -31,6 +31,7 @@ class GGUFPart:
         self.path = path
         self._fd, self.size = open_regular(path)
         try:
+            self.opened_as = self.stat()
             self.header = self._read_header()
         except BaseException:
             self.close()

@@ -1,4 +1,4 @@
-"""Where the bits of a block lie: in GGUF, and in the planes of a pack's row. Both ways, bit for bit.
+"""The bits of a block: their places in GGUF and in the planes of a pack's row. Both ways, bit for bit.
 
 A row of a pack is planar: one plane of all its blocks, then the next. Most planes are fields of GGUF's block
 as they are. The others hold the same bits in the order in which the kernels use them: every 32 weights have
@@ -8,6 +8,7 @@ a vector's weights are made with one shift and one mask, and no format has loops
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from thermocline.model.formats import FORMATS
 
 U8 = NDArray[np.uint8]
+View = Callable[[str, U8], dict[str, U8]]  # the parts of rows in one order
 Ints = NDArray[np.int64]
 
 
@@ -67,7 +69,7 @@ _PLANAR_K: Layout = {
 
 
 def _single(field: str, weights: int = 256) -> Number:
-    """One bit of each weight: bit 8k + t of a u32 for weight 4t + k, bit 8k + 4 + t for weight 16 + 4t + k."""
+    """One bit of each weight: bit 8k + t of a u32 for weight 4t + k, bit 8k + 4 + t for 16 + 4t + k."""
     return _whole(field, (_W // 32 * 4 + _K)[:weights], (_IN // 16 * 4 + _T)[:weights], 1)
 
 
@@ -128,32 +130,59 @@ _MOVED: dict[str, tuple[Layout, Layout]] = {
 }
 
 
+_WEIGHTS = 1 << 17  # moved at a time: what is made of them then stays in a 1 MiB L2 cache
+
+
 def from_gguf(format: str, blocks: U8) -> U8:
     """Return rows of blocks in GGUF's order [rows, row_bytes], one block after the other, as planar rows."""
-    f = FORMATS[format]
-    if len(f.fields) == 1:
-        return blocks
-    n, per_row = len(blocks), blocks.shape[1] // f.block_bytes
-    b = blocks.reshape(n * per_row, f.block_bytes)
-    of, at = dict[str, U8](), 0
-    for field in f.fields:
-        of[field.name] = b[:, at : at + field.nbytes]
-        at += field.nbytes
-    if format in _MOVED:
-        of |= _written(_MOVED[format][1], _numbers(_MOVED[format][0], of), _sizes(format))
-    return np.concatenate([of[p.name].reshape(n, per_row * p.nbytes) for p in f.planes], axis=1)
+    return _rearranged(format, blocks, _gguf_fields, planes)
 
 
 def to_gguf(format: str, rows: U8) -> U8:
     """Return planar rows [rows, row_bytes] in GGUF's order."""
+    return _rearranged(format, rows, planes, _gguf_fields)
+
+
+def _rearranged(format: str, rows: U8, source: View, target: View) -> U8:
     f = FORMATS[format]
     if len(f.fields) == 1:
         return rows
-    n, per_row = len(rows), rows.shape[1] // f.block_bytes
-    of = {name: plane.reshape(n * per_row, -1) for name, plane in planes(format, rows).items()}
-    if format in _MOVED:
-        of |= _written(_MOVED[format][0], _numbers(_MOVED[format][1], of), _sizes(format))
-    return np.concatenate([of[field.name] for field in f.fields], axis=1).reshape(rows.shape)
+    layouts = _MOVED.get(format, ({}, {}))
+    if source is planes:
+        layouts = layouts[::-1]
+    out = np.empty_like(rows)
+    step = max(1, _WEIGHTS // max(1, rows.shape[1] // f.block_bytes * f.block))
+    for first in range(0, len(rows), step):
+        given, made = (
+            view(format, part[first : first + step]) for view, part in ((source, rows), (target, out))
+        )
+        moved = _moved(format, *layouts, given)
+        for name, field in made.items():
+            field[:] = moved[name].T.reshape(field.shape) if name in moved else given[name]
+    return out
+
+
+def _moved(format: str, source: Layout, target: Layout, fields: dict[str, U8]) -> dict[str, U8]:
+    """Return the target's fields, each [bytes, blocks]: one byte of all blocks is then shifted in one loop."""
+    if not source:
+        return {}
+    used = {b.field for number in source.values() for b in number}
+    turned = {name: np.ascontiguousarray(_flat(fields[name]).T) for name in used}
+    return _written(target, _numbers(source, turned), _sizes(format))
+
+
+def _flat(field: U8) -> U8:
+    return field.reshape(-1, field.shape[2])
+
+
+def _gguf_fields(format: str, rows: U8) -> dict[str, U8]:
+    """Return views of rows in GGUF's order: each field's bytes [rows, blocks, bytes of a block]."""
+    f, out, at = FORMATS[format], dict[str, U8](), 0
+    blocks = rows.reshape(len(rows), rows.shape[1] // f.block_bytes, f.block_bytes)
+    for field in f.fields:
+        out[field.name] = blocks[:, :, at : at + field.nbytes]
+        at += field.nbytes
+    return out
 
 
 def planes(format: str, rows: U8) -> dict[str, U8]:
@@ -175,30 +204,31 @@ def _sizes(format: str) -> dict[str, int]:
 
 
 def _numbers(layout: Layout, fields: dict[str, U8]) -> dict[str, U8]:
-    """Return each kind of number of blocks, [blocks, numbers]."""
+    """Return each kind of number of fields [bytes, blocks]: [numbers, blocks]."""
     out = dict[str, U8]()
     for kind, number in layout.items():
         size = 1 + max(int(bits.of.max()) for bits in number)
-        blocks = len(next(iter(fields.values())))
-        made = np.zeros((blocks, size), np.uint8)
+        blocks = next(iter(fields.values())).shape[1]
+        made = np.zeros((size, blocks), np.uint8)
         for b in number:
-            part = fields[b.field][:, b.byte] >> b.shift.astype(np.uint8) & np.uint8(2**b.count - 1)
-            made[:, b.of] |= part << np.uint8(b.at)
+            part = fields[b.field][b.byte] >> b.shift.astype(np.uint8)[:, None]
+            part &= np.uint8(2**b.count - 1)
+            made[b.of] |= part << np.uint8(b.at)
         out[kind] = made
     return out
 
 
 def _written(layout: Layout, numbers: dict[str, U8], sizes: dict[str, int]) -> dict[str, U8]:
-    """Return the fields that hold these numbers."""
+    """Return the fields that hold numbers [numbers, blocks]: [bytes, blocks]."""
     out = dict[str, U8]()
     for kind, number in layout.items():
         for b in number:
             values = numbers[kind]
-            field = out.setdefault(b.field, np.zeros((len(values), sizes[b.field]), np.uint8))
+            field = out.setdefault(b.field, np.zeros((sizes[b.field], values.shape[1]), np.uint8))
             for shift in np.unique(b.shift):
                 which = b.shift == shift
-                part = values[:, b.of[which]] >> np.uint8(b.at) & np.uint8(2**b.count - 1)
-                field[:, b.byte[which]] |= part << np.uint8(shift)
+                part = values[b.of[which]] >> np.uint8(b.at) & np.uint8(2**b.count - 1)
+                field[b.byte[which]] |= part << np.uint8(shift)
     return out
 
 
@@ -210,5 +240,6 @@ def gguf_blocks_of(format: str, **numbers: U8) -> U8:
     f = FORMATS[format]
     layout = _MOVED[format][0] if format in _MOVED else {}
     of = {name: value for name, value in numbers.items() if name not in layout}
-    of |= _written(layout, {name: numbers[name] for name in layout}, _sizes(format))
+    written = _written(layout, {name: numbers[name].T for name in layout}, _sizes(format))
+    of |= {name: field.T for name, field in written.items()}
     return np.concatenate([of[field.name] for field in f.fields], axis=1)

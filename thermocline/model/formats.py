@@ -1,8 +1,8 @@
 """The weight formats, a row each: name, blocks, fields of a block, and what follows from them.
 
 Everything that differs between formats and is no code stands here. The code is numpy's in `quant`,
-`block_layout` and `gguf_blocks`, the kernels' in `csrc/kernels/formats.inl` (with a row in `formats.h`), and the GPU's in
-`ops/triton_stored.py`. numpy is not imported: commands name formats before they load anything.
+`block_layout` and `gguf_blocks`, the kernels' in `csrc/kernels/formats.inl` (with a row in `formats.h`), and
+the GPU's in `ops/triton_stored.py`. numpy is not imported: commands name formats before they load anything.
 """
 
 from __future__ import annotations
@@ -215,6 +215,9 @@ FORMATS: dict[str, Format] = {
 }
 
 DEFAULT = "q8_0"  # of a pack, and of rows that come in a format without a row here
+# What a user is told to try whose model does not fit. Below four bits answers suffer (tq2_0 is for ternary
+# weights alone), and blocks of 32 divide nearly every model's rows.
+SMALL = "q4_0"
 
 
 def fitting(format: str, columns: int) -> str:
@@ -222,8 +225,3 @@ def fitting(format: str, columns: int) -> str:
     while columns % FORMATS[format].block:
         format = FORMATS[format].fallback
     return format
-
-
-def smallest() -> str:
-    """Return the format with the fewest bits a weight."""
-    return min(FORMATS.values(), key=lambda f: f.bits).name

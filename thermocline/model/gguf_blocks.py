@@ -64,7 +64,8 @@ def _split(b: U8, group: int, *shifts: int, mask: int) -> U8:
 
 def _scaled(q: NDArray[np.generic], d: F32) -> F32:
     """Scale q [blocks, n] by d [blocks, groups], one scale for each n / groups values."""
-    return d[:, :, None] * q.astype(np.float32).reshape(len(q), d.shape[1], -1)
+    groups = d.shape[1]
+    return d[:, :, None] * q.astype(np.float32).reshape(len(q), groups, q.shape[1] // groups)
 
 
 @_decoder(4)
@@ -201,7 +202,7 @@ def _iq4_nl(b: U8) -> F32:
 
 @_decoder(136)
 def _iq4_xs(b: U8) -> F32:
-    """d 2, high scale bits 2, low scale nibbles 4, nibbles 128: w = d (scale - 32) IQ4[q], by groups of 32."""
+    """d 2, scales' high bits 2, low nibbles 4, nibbles 128: w = d (scale - 32) IQ4[q], by groups of 32."""
     high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> (2 * np.arange(8, dtype=np.uint16)) & 3
     low = _split(b[:, 4:8], 1, 0, 4, mask=15)
     scale = (low | high.astype(np.uint8) << np.uint8(4)).astype(np.float32) - np.float32(32)

@@ -3,7 +3,7 @@
 Quantised values are GGUF's, bit for bit, in planar rows: one plane of all blocks, then the next, so that a
 vector of scales is one load (see docs/internals/pack.md and `csrc/kernels/formats.inl`). To add a format:
 its row in `formats`, and its encoder here, under its name; `gguf_blocks` has the decoders, `block_layout` the
-planes. Encoders round to the nearest; a search for better scales is not made here.
+planes of those whose bits lie elsewhere in a row. Encoders round to the nearest; a search for better scales is not made here.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _CHUNK = 1 << 15
 # The largest float below 0.5. Adding it and truncating rounds halves away from zero exactly (for |q| < 2^22);
 # adding 0.5 itself would round 0.49999997 up to 1.
 _BELOW_HALF = np.float32(0.49999997)
+_NIBBLE, _FOUR = np.uint8(15), np.uint8(4)
 
 
 def row_bytes(format: str, n: int) -> int:
@@ -127,7 +128,7 @@ def _q4_0(x: F32) -> U8:
     nibble = np.minimum(b.astype(np.uint8), np.uint8(15))
     out = np.empty((b.shape[1], 18), np.uint8)
     out[:, :2] = d.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    out[:, 2:] = (nibble[:16] | (nibble[16:] << np.uint8(4))).T
+    out[:, 2:] = (nibble[:16] | (nibble[16:] << _FOUR)).T
     return out
 
 
@@ -143,12 +144,14 @@ def _nearest_half(x: F32) -> F32:
 
 def _bytes_f16(x: F32) -> U8:
     """[blocks] as f16: [blocks, 2]."""
-    return x.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    out: U8 = x.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return out
 
 
 def _quants(x: F32, low: int, high: int) -> U8:
     """The nearest integers within [low, high], from 0 on; halves go up."""
-    return (np.clip(np.nan_to_num(np.floor(x + np.float32(0.5))), low, high) - low).astype(np.uint8)
+    nearest: U8 = (np.clip(np.nan_to_num(np.floor(x + np.float32(0.5))), low, high) - low).astype(np.uint8)
+    return nearest
 
 
 def _divided(x: F32, d: F32) -> F32:
@@ -164,7 +167,7 @@ def _extreme(x: F32) -> F32:
 
 def _halves(q: U8) -> U8:
     """32 numbers of 4 bits [blocks, 32] as 16 bytes: number j and number j + 16 in byte j."""
-    return q[:, :16] | q[:, 16:] << np.uint8(4)
+    return q[:, :16] | q[:, 16:] << _FOUR
 
 
 @_encoder
@@ -186,16 +189,16 @@ def _affine(format: str, x: F32, top: int) -> U8:
     scales = {"scale": _bytes_f16(d), "minimum": _bytes_f16(low)}
     if top == 15:
         return gguf_blocks_of(format, quants=_halves(q), **scales)
-    return gguf_blocks_of(format, quants=_halves(q & 15), fifth=q >> 4, **scales)
+    return gguf_blocks_of(format, quants=_halves(q & _NIBBLE), fifth=q >> _FOUR, **scales)
 
 
 @_encoder
 def _q5_0(x: F32) -> U8:
-    """d = (the x of largest |x|) / -16, q = round(x / d) + 16."""
+    """d = (the x of largest |x|) / -16, q = x / d + 16.5 truncated to 0..31."""
     b = x.reshape(-1, 32)
     d = _extreme(b) / np.float32(-16)
-    q = _quants(b * _reciprocal(d)[:, None], -16, 15)
-    return gguf_blocks_of("q5_0", quants=_halves(q & 15), fifth=q >> 4, scale=_bytes_f16(d))
+    q = np.clip(np.nan_to_num(b * _reciprocal(d)[:, None] + np.float32(16.5)), 0, 31).astype(np.uint8)
+    return gguf_blocks_of("q5_0", quants=_halves(q & _NIBBLE), fifth=q >> _FOUR, scale=_bytes_f16(d))
 
 
 def _with_minima(x: F32, part: int, top: int, most: int) -> tuple[U8, U8, U8, U8, U8]:
@@ -222,7 +225,7 @@ def _q4_k(x: F32) -> U8:
 @_encoder
 def _q5_k(x: F32) -> U8:
     q, scales, minima, d, m = _with_minima(x, 32, 31, 63)
-    low, fifth = q & 15, q >> 4
+    low, fifth = q & _NIBBLE, q >> _FOUR
     return gguf_blocks_of("q5_k", q=low, fifth=fifth, scale=scales, minimum=minima, super=d, super_minimum=m)
 
 
@@ -230,7 +233,7 @@ def _q5_k(x: F32) -> U8:
 def _q2_k(x: F32) -> U8:
     """By 16: w = d scale q - m minimum, with scale and minimum of 4 bits."""
     q, scales, minima, d, m = _with_minima(x, 16, 3, 15)
-    both = scales | minima << np.uint8(4)
+    both = scales | minima << _FOUR
     return gguf_blocks_of("q2_k", pair=q, scales=both, super=d, super_minimum=m)
 
 
@@ -251,7 +254,7 @@ def _q6_k(x: F32) -> U8:
     b, scales, d = _with_scales(x.reshape(-1, 16, 16), -32, -128, 127)
     q = _quants(b.reshape(-1, 256), -32, 31)
     scale = scales.astype(np.int8).view(np.uint8)
-    return gguf_blocks_of("q6_k", q=q & 15, pair=q >> 4, scales=scale, super=_bytes_f16(d))
+    return gguf_blocks_of("q6_k", q=q & _NIBBLE, pair=q >> _FOUR, scales=scale, super=_bytes_f16(d))
 
 
 @_encoder
@@ -260,7 +263,9 @@ def _q3_k(x: F32) -> U8:
     b, scales, d = _with_scales(x.reshape(-1, 16, 16), -4, -32, 31)
     q = _quants(b.reshape(-1, 256), -4, 3)
     scale = (scales + 32).astype(np.uint8)
-    return gguf_blocks_of("q3_k", pair=q & 3, third=q >> 2, scale=scale, super=_bytes_f16(d))
+    return gguf_blocks_of(
+        "q3_k", pair=q & np.uint8(3), third=q >> np.uint8(2), scale=scale, super=_bytes_f16(d)
+    )
 
 
 def _of_table(x: F32, table: F32) -> U8:
@@ -283,8 +288,8 @@ def _iq4_xs(x: F32) -> U8:
     b, scales, d = _with_scales(x.reshape(-1, 8, 32), -127, -32, 31)
     q = _of_table(b, gguf_blocks.IQ4).reshape(-1, 32)
     scale = (scales + 32).astype(np.uint8)
-    low = scale[:, ::2] & 15 | (scale[:, 1::2] & 15) << np.uint8(4)
-    high = ((scale >> 4).astype(np.uint16) << (2 * np.arange(8, dtype=np.uint16))).sum(axis=1)
+    low = scale[:, ::2] & _NIBBLE | (scale[:, 1::2] & _NIBBLE) << _FOUR
+    high = ((scale >> _FOUR).astype(np.uint16) << (2 * np.arange(8, dtype=np.uint16))).sum(axis=1)
     return gguf_blocks_of(
         "iq4_xs",
         quants=_halves(q).reshape(-1, 128),
@@ -296,20 +301,25 @@ def _iq4_xs(x: F32) -> U8:
 
 @_encoder
 def _mxfp4(x: F32) -> U8:
-    """The scale is 2**(floor(log2(max|x|)) - 2), as OCP's MX formats choose it; q the nearest code."""
+    """The scale is 2**(floor(log2(max|x|)) - 2), as OCP's MX formats choose it; q the nearest code.
+
+    Of two as near, the one nearer to 0; what becomes 0 has the code of +0.
+    """
     b = x.reshape(-1, 32)
     top = np.abs(b).max(axis=1)
     exponent = np.where(top > 0, np.floor(np.log2(top)) - 2, -127)
     e = np.clip(np.nan_to_num(exponent) + 127, 0, 254).astype(np.uint8)
-    values, codes = np.unique(gguf_blocks.E2M1, return_index=True)
-    q = codes.astype(np.uint8)[_of_table(b / gguf_blocks.e8m0_half(e)[:, None], values)]
+    scaled = np.abs(b) / gguf_blocks.e8m0_half(e)[:, None]
+    q = _of_table(scaled.astype(np.float32), gguf_blocks.E2M1[:8])
+    q |= ((b < 0) & (q > 0)).astype(np.uint8) << np.uint8(3)
     return gguf_blocks_of("mxfp4", quants=_halves(q), exponent=e[:, None])
 
 
 @_encoder
 def _tq2_0(x: F32) -> U8:
-    """d = max|x|, w = d (q - 1)."""
+    """d = max|x|, w = d (q - 1), q = round(x / d) + 1, halves away from zero."""
     b = x.reshape(-1, 256)
     d = np.abs(b).max(axis=1)
-    q = _quants(b * _reciprocal(d)[:, None], -1, 1)
-    return gguf_blocks_of("tq2_0", pair=q, super=_bytes_f16(d))
+    q = b * _reciprocal(d)[:, None]
+    q = np.nan_to_num(np.trunc(q + np.copysign(_BELOW_HALF, q)))
+    return gguf_blocks_of("tq2_0", pair=(q + 1).astype(np.uint8), super=_bytes_f16(d))

@@ -22,6 +22,7 @@ from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
 from thermocline.offline import evaluate
 from thermocline.ops.interface import I32, FFNStats, Weights
+from thermocline.pack.pack import tensor_specs_of
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.session import weights
 from thermocline.session.options import EngineOptions
@@ -178,7 +179,7 @@ class Judge:
         base: FFNStats,
     ) -> Verdict:
         """Return the verdict. Exact mode counts as if it read tokens one by one: batches share rows."""
-        spec, tensor_specs = self.session.pack.spec, self.session.pack.tensor_specs()
+        spec, tensor_specs = self.session.pack.spec, tensor_specs_of(self.session.pack)
         gate, neuron = (
             statistics.fmean(tensor_specs[f"layers.{i}.{kind}"].payload for i in range(spec.n_layers))
             for kind in ("gate.weight", "bundle")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 from thermocline import _native
 from thermocline.errors import BadFile
 from thermocline.files.bounded import Json, open_regular, read_at, read_small
+from thermocline.files.small_files import FilesOfDirectory
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, formats_in
+from thermocline.pack import blocks, sidecar
 from thermocline.pack.manifest import Manifest, Predictor, parse_manifest, version_of
+from thermocline.pack.stored_model import Progress as Progress
+from thermocline.pack.stored_model import Run, StoredModel
 
 U32 = NDArray[np.uint32]
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 MAX_COPIED_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 4 << 20
@@ -30,7 +33,10 @@ ROLES = ("embed", "attention", "norm", "router", *NEURON_ROLES, "head", "predict
 
 @dataclass(frozen=True)
 class Pack:
-    """An opened pack. All of it is checked but the contents of weights.bin, which are checked when read."""
+    """An opened pack, a `StoredModel`. All of it is checked but the contents of weights.bin.
+
+    Those are checked when they are read.
+    """
 
     path: Path
     spec: ModelSpec
@@ -47,11 +53,26 @@ class Pack:
     def weights_path(self) -> Path:
         return self.path / "weights.bin"
 
-    def tensor_specs(self, *, absent: bool = False) -> dict[str, TensorSpec]:
-        """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
-        ranks = self.predictor.ranks if self.predictor is not None else ()
-        every = expected_tensors(self.spec, self.weight_format, formats_in(self.tensors), ranks)
-        return every if absent else {n: t for n, t in every.items() if n in self.tensors}
+    @property
+    def data_path(self) -> Path:
+        return self.weights_path
+
+    @property
+    def small_files(self) -> FilesOfDirectory:
+        return FilesOfDirectory(self.path)
+
+    @property
+    def stamp(self) -> tuple[str, str]:
+        return "pack", sidecar.stamp(self.path)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return blocks.block_ranges(self)
+
+    def begin_load(self, arena: _native.Arena) -> blocks.BlockReading:
+        return blocks.BlockReading(self, arena, [(begin, end, begin) for begin, end in self.ranges()])
+
+    def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
+        blocks.read_runs(self, arena, runs, progress)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Pack:
@@ -131,19 +152,29 @@ def _damage(pack: Pack, block: int) -> str:
     return f"{pack.weights_path}: block {block} (bytes {begin} to {end}) is damaged: {where}"
 
 
-def inspect(pack: Pack) -> Json:
-    """Describe a pack, ready for JSON: spec, parameters and bytes by role, bytes per token, file sizes."""
-    tensor_specs = pack.tensor_specs()
-    parts = {
+def tensor_specs_of(model: StoredModel, *, absent: bool = False) -> dict[str, TensorSpec]:
+    """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
+    ranks = model.predictor.ranks if model.predictor is not None else ()
+    every = expected_tensors(model.spec, model.weight_format, formats_in(model.tensors), ranks)
+    return every if absent else {n: t for n, t in every.items() if n in model.tensors}
+
+
+def parts_of(model: StoredModel) -> dict[str, dict[str, int]]:
+    """Return the parameters and bytes of each role that a model has tensors of."""
+    tensor_specs = tensor_specs_of(model).values()
+    return {
         role: {
-            "parameters": sum(
-                t.parameters for t in tensor_specs.values() if t.role == role and t.format != "i32"
-            ),
-            "bytes": sum(t.bytes for t in tensor_specs.values() if t.role == role),
+            "parameters": sum(t.parameters for t in tensor_specs if t.role == role and t.format != "i32"),
+            "bytes": sum(t.bytes for t in tensor_specs if t.role == role),
         }
         for role in ROLES
-        if any(t.role == role for t in tensor_specs.values())
+        if any(t.role == role for t in tensor_specs)
     }
+
+
+def inspect(pack: Pack) -> Json:
+    """Describe a pack, ready for JSON: spec, parameters and bytes by role, bytes per token, file sizes."""
+    tensor_specs, parts = tensor_specs_of(pack), parts_of(pack)
     files = ("pack.json", "weights.bin", "checksums.bin", *pack.files)
     return {
         "path": str(pack.path),

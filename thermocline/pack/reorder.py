@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from thermocline.files.bounded import read_small
 from thermocline.model import quant
 from thermocline.model.tensors import QKV, bundle_parts, formats_in
-from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress, read_tensor
+from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress, read_tensor, tensor_specs_of
 from thermocline.pack.writer import PackExtras, write_pack
 
 I64 = NDArray[np.int64]
@@ -127,7 +127,7 @@ def write_reordered(
             _carry(pack, directory, drop)
         finish(directory)
 
-    tensor_specs = pack.tensor_specs(absent=True)
+    tensor_specs = tensor_specs_of(pack, absent=True)
     has = {n for n, t in tensor_specs.items() if t.optional and (n in pack.tensors or n.endswith(".order"))}
     s = pack.source
     write_pack(

@@ -16,14 +16,14 @@ from thermocline.plan.cost import Speeds
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import GIB, context_for
 from thermocline.plan.problem import Ask
-from thermocline.plan.subject import Subject, of_pack
+from thermocline.plan.subject import Subject, of_model
 from thermocline.session import gpu
 from thermocline.session.gpu import OpenGpu
 
 if TYPE_CHECKING:
     from thermocline.machine.tiers import Tiers
     from thermocline.model.spec import ModelSpec
-    from thermocline.pack.pack import Pack
+    from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.planner import Plan
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Gpus:
             one.device.close()
 
 
-def chosen(pack: Pack, needs: Needs, asked: str, vram: float | None) -> tuple[Decision, Gpus] | None:
+def chosen(pack: StoredModel, needs: Needs, asked: str, vram: float | None) -> tuple[Decision, Gpus] | None:
     """Return the placement and the GPUs; None where they would not help.
 
     With "auto", what a GPU cannot hold or compute is the CPU's.
@@ -77,20 +77,20 @@ def check(spec: ModelSpec) -> None:
         )
 
 
-def planned(found: tuple[OpenGpu, ...], pack: Pack, needs: Needs) -> tuple[Decision, Gpus] | None:
+def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tuple[Decision, Gpus] | None:
     """Return the planner's placement; None where the GPU would not make a token faster.
 
     Neurons are left on disk where GPU and RAM together are too small. Raises OutOfBudget where that is not
     enough, or where the model has no neurons that could be skipped.
     """
     check(pack.spec)
-    subject = of_pack(pack.path, needs.sparsity, Curve())
+    subject = of_model(pack, needs.sparsity, Curve())
     here = gpu.tiers_of(found[0], subject.sizes.formats, needs.threads)
     try:
         return planned_of(found, subject, here, needs)
     except OutOfBudget:
         measured = (
-            this_machine.disk_tier(disk_speed.measure_file(pack.weights_path)) if pack.spec.sparse else None
+            this_machine.disk_tier(disk_speed.measure_file(pack.data_path)) if pack.spec.sparse else None
         )
         if measured is None:
             raise

@@ -19,7 +19,7 @@ from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights,
 from thermocline.pack import blocks
 from thermocline.plan.placement import ATTENTION, LayerPlacement, NeuronRange, Placement
 from thermocline.session import weights
-from thermocline.session.store import Progress, Store, fill_runs, opened
+from thermocline.session.store import Store, opened
 
 if TYPE_CHECKING:
     from thermocline import _native
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from thermocline.pack.checksums import NeuronChecksums
     from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
+    from thermocline.pack.stored_model import Progress, StoredModel
     from thermocline.plan.disk_split import Arrangement
 
 OnGpus = Mapping[str, Mapping[str, DeviceRows]]  # by name and device
@@ -115,7 +116,7 @@ def _whole(name: str, rows: int, device: str) -> Split:
 
 
 def load(
-    pack: Pack,
+    pack: StoredModel,
     placement: Placement,
     devices: Sequence[Device],
     cpu: CpuOps,
@@ -143,7 +144,7 @@ def load(
             end += aligned(at - end)
     arena = blocks.new_arena(end, str(pack.path))
     sent = sum(r.data.numel() for each in there.values() for r in each.values())
-    fill_runs(arena, pack, runs, _after(sent, progress))
+    pack.read_runs(arena, runs, _after(sent, progress))
     arena.gather_pages()
     made = weights.assemble(pack.spec, kept, arena, cpu, there)
     made = _with_pinned(made, pack.spec, kept, arena, devices[0])
@@ -189,7 +190,7 @@ def _after(begun: int, progress: Progress | None) -> Progress | None:
 
 
 def _all_sent(
-    pack: Pack,
+    pack: StoredModel,
     found: Sequence[Split],
     devices: Sequence[Device],
     more_bytes: int,
@@ -266,7 +267,7 @@ def _bytes_at(arena: _native.Arena) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(window))
 
 
-def _kept_bytes(pack: Pack, s: Split) -> int:
+def _kept_bytes(pack: StoredModel, s: Split) -> int:
     t = pack.tensors[s.name]
     return t.bytes - s.parts * s.rows * t.stride if s.kept else 0
 
@@ -282,7 +283,7 @@ class _Which:
 
 
 def _sent(
-    pack: Pack, which: _Which, device: Device, staging: _native.Arena, more: Callable[[int], None]
+    pack: StoredModel, which: _Which, device: Device, staging: _native.Arena, more: Callable[[int], None]
 ) -> torch.Tensor:
     """Send rows to a device; -> these there, [parts * rows, stride]."""
     t, nbytes = which.tensor, which.rows * which.tensor.stride
@@ -290,9 +291,10 @@ def _sent(
     here = _bytes_at(staging)
     for part, flat in enumerate(made.view(which.parts, -1)):
         first = t.offset + part * (t.bytes // which.parts) + which.first * t.stride
-        for begin in range(0, nbytes, STAGED_BYTES):
-            size = min(STAGED_BYTES, nbytes - begin)
-            fill_runs(staging, pack, [(first + begin, first + begin + size, 0)], None)
+        step = max(1, staging.nbytes // t.stride) * t.stride  # runs end between rows
+        for begin in range(0, nbytes, step):
+            size = min(step, nbytes - begin)
+            pack.read_runs(staging, [(first + begin, first + begin + size, 0)])
             device.put(flat[begin : begin + size], here[:size])
             more(size)
     return made

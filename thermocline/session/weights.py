@@ -1,4 +1,4 @@
-"""A pack in memory: an arena for its weights, another for predictors, and `Weights` that point into them.
+"""A model in memory: an arena for its weights, another for predictors, and `Weights` that point into them.
 
 The tensors' names: docs/internals/pack.md.
 """
@@ -6,8 +6,7 @@ The tensors' names: docs/internals/pack.md.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
@@ -32,17 +31,14 @@ from thermocline.ops.interface import (
     WeightMatrix,
     Weights,
 )
-from thermocline.pack.blocks import block_ranges, memory_bytes, new_arena, read_blocks
-from thermocline.pack.pack import Pack
+from thermocline.pack.blocks import memory_bytes, new_arena
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
+from thermocline.pack.stored_model import Progress, Reading, StoredModel
 
 if TYPE_CHECKING:
     from thermocline.ops.device_rows import DeviceRows
     from thermocline.ops.interface import OpaqueOps
 
-# Between two looks at the progress bar and Ctrl-C. The readers run dry at the end of a slice (of 256 MiB: 4 %
-# lost), so slices double until one takes SLICE_S. A multiple of every block size.
-SLICE_BYTES, SLICE_S = 64 << 20, 0.25
 Table = TypeVar("Table", covariant=True)  # of ops
 ALIGN = 64  # of a predictor's matrices: a cache line
 
@@ -77,25 +73,45 @@ class LoadedWeights(Generic[Table]):
         return None if f is None else hardware.read_gbs_of(f.arena, f.begin, f.end, threads, seconds)
 
 
+@dataclass(frozen=True)
+class BegunLoad:
+    """A model on its way into an arena. One that nobody completes is given up when it goes."""
+
+    model: StoredModel
+    arena: _native.Arena
+    reading: Reading
+
+    @staticmethod
+    def of(model: StoredModel) -> BegunLoad:
+        """Begin to read all of a model. Raises OutOfBudget."""
+        arena = new_arena(model.weights_bytes, str(model.path))  # what the offsets were checked against
+        return BegunLoad(model, arena, model.begin_load(arena))
+
+    def finish(self, progress: Progress | None = None) -> None:
+        self.reading.finish(progress)
+        self.arena.gather_pages()
+
+
 def load(
-    pack: Pack,
+    model: StoredModel | BegunLoad,
     *,
     threads: int,
     isa: str = "",
     predictors: Predictors | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> LoadedWeights[CpuOps]:
-    """Read and check the pack into RAM. `progress` is called with (bytes read, bytes in all).
+    """Read and check a model into RAM. `progress` is called with (bytes read, bytes in all).
 
     Raises BadFile or IOFailure naming the first tensor that is damaged or cannot be read, OutOfBudget.
     """
     ops = new_ops(threads, isa)
-    arena = new_arena(pack.weights_bytes, str(pack.path))  # what the tensors' offsets were checked against
-    fill(arena, pack, progress)
-    weights = assemble(pack.spec, pack.tensors, arena, ops)
+    begun = model if isinstance(model, BegunLoad) else BegunLoad.of(model)
+    model, arena = begun.model, begun.arena
+    begun.finish(progress)
+    weights = assemble(model.spec, model.tensors, arena, ops)
     if predictors is not None:
         weights = with_predictors(weights, predictors)
-    return LoadedWeights(weights, ops, memory_bytes(pack, predictors), Filled.of(arena, block_ranges(pack)))
+    return LoadedWeights(weights, ops, memory_bytes(model, predictors), Filled.of(arena, model.ranges()))
 
 
 def new_ops(threads: int, isa: str = "") -> CpuOps:
@@ -156,30 +172,9 @@ def _placed(
     return [_native.Predictor(first, second, t, p.hot, p.kind == "mlp") for second, t in parts], at
 
 
-def fill(arena: _native.Arena, pack: Pack, progress: Callable[[int, int], None] | None = None) -> None:
-    """Read a pack's bytes into the arena, checked."""
-    ranges = block_ranges(pack)
-    done, size = 0, sum(end - begin for begin, end in ranges)
-    for begin, end in _slices(ranges):
-        read_blocks(arena, pack, begin, end, begin)
-        done += end - begin
-        if progress is not None:
-            progress(done, size)
-    arena.gather_pages()
-
-
-def _slices(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    step = SLICE_BYTES
-    for begin, end in ranges:
-        while begin < end:
-            start = time.monotonic()
-            yield begin, min(end, begin + step)
-            begin, step = begin + step, step if time.monotonic() - start > SLICE_S else 2 * step
-
-
 @dataclass(frozen=True)
 class PackInMemory:
-    """A pack's tensors: where they are in an arena, and the rows that GPUs have."""
+    """A model's tensors: where they are in an arena, and the rows that GPUs have."""
 
     spec: ModelSpec
     tensors: Mapping[str, TensorInfo]  # with their offsets in the arena
@@ -304,7 +299,7 @@ def assemble(
     ops: CpuOps,
     on_gpus: Mapping[str, Mapping[str, DeviceRows]] | None = None,
 ) -> Weights:
-    """Return the weights of a pack. `tensors`, `on_gpus`: as `PackInMemory`'s."""
+    """Return the weights of a model. `tensors`, `on_gpus`: as `PackInMemory`'s."""
     made = PackInMemory(spec, tensors, arena, ops, on_gpus or {})
     embed = made.matrix("embed.weight")
     return Weights(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
-from thermocline.cli.packs import find_pack
+from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
     json_output,
     quiet_output,
@@ -26,8 +26,8 @@ from thermocline.session.options import SPARSITIES
 if TYPE_CHECKING:
     from thermocline.offline.evaluate import Reader
     from thermocline.ops.interface import I32
-    from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors
+    from thermocline.pack.stored_model import StoredModel
 
 T = TypeVar("T")
 
@@ -108,12 +108,12 @@ def evaluate(o: EvalOptions) -> int:
 class Side:
     """A model with its sparsity, which is compared with another."""
 
-    pack: Pack
+    pack: StoredModel
     sparsity: str
     predictors: Predictors | None  # what `predict` needs
 
     @staticmethod
-    def of(pack: Pack, sparsity: str) -> Side:
+    def of(pack: StoredModel, sparsity: str) -> Side:
         from thermocline.pack.predictor import predictors_for
 
         return Side(pack, sparsity, predictors_for(pack, sparsity))
@@ -131,11 +131,11 @@ def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
 
 
 def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
-    own = Side.of(_opened(o.model, progress, o.activation), o.sparsity)
+    own = Side.of(find_model(o.model, progress, activation=o.activation), o.sparsity)
     if o.against is None:
         return [own]
     if o.against not in SPARSITIES:
-        return [own, Side.of(_opened(o.against, progress, None), "exact")]
+        return [own, Side.of(find_model(o.against, progress, activation=None), "exact")]
     if not own.pack.spec.sparse:
         raise UsageError(
             f"{own.pack.path}: its activation ({own.pack.spec.activation}) is never zero, so there is "
@@ -144,12 +144,6 @@ def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
     if o.against == o.sparsity:
         raise UsageError(f"--sparsity and --against are both {o.against}: nothing to compare")
     return [own, Side.of(own.pack, o.against)]
-
-
-def _opened(model: str | None, progress: ProgressBar, activation: str | None) -> Pack:
-    from thermocline.pack.pack import Pack
-
-    return Pack.open(find_pack(model, progress, activation=activation))
 
 
 def _texts(o: EvalOptions, sides: Sequence[Side]) -> I32:
@@ -161,12 +155,12 @@ def _texts(o: EvalOptions, sides: Sequence[Side]) -> I32:
 
     for side in sides:
         evaluate.check_context(side.pack.spec, o.ctx)
-        if not (side.pack.path / FILE).exists():
+        if not side.pack.small_files.has(FILE):
             raise UsageError(f"{side.pack.path}: has no tokenizer; its text would be noise")
     text = read_text(Path(o.text)).removesuffix("\n")  # as llama-perplexity does
     found = []
     for pack in {side.pack.path: side.pack for side in sides}.values():
-        found.append(evaluate.windows(Tokenizer(pack.path, pack.spec), text, o.ctx, o.limit))
+        found.append(evaluate.windows(Tokenizer(pack.small_files, pack.spec), text, o.ctx, o.limit))
     sizes = {side.pack.spec.vocab_size for side in sides}
     if len(sizes) > 1 or not all(np.array_equal(found[0], other) for other in found):
         raise UsageError(

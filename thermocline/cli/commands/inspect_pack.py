@@ -12,7 +12,7 @@ from thermocline.cli.packs import formats_said, open_pack
 from thermocline.cli.predictor_table import fidelity_rows
 from thermocline.cli.shared_options import json_output, quiet_output, which_model
 from thermocline.cli.table import size, table
-from thermocline.errors import BadFile
+from thermocline.errors import BadFile, ThermoclineError
 
 if TYPE_CHECKING:
     from thermocline.pack.pack import Pack
@@ -40,7 +40,7 @@ def inspect(o: InspectOptions) -> int:
     from thermocline.pack import pack as packs
 
     if o.model is not None and from_gguf.is_gguf(Path(o.model)):
-        about, rows_of = from_gguf.inspect_gguf(Path(o.model)), gguf_rows
+        about, rows_of = from_gguf.inspect_gguf(Path(o.model)) | run_as(Path(o.model)), gguf_rows
     else:
         opened = open_pack(o.model)
         about, rows_of = packs.inspect(opened) | prepared(opened), pack_rows
@@ -49,6 +49,18 @@ def inspect(o: InspectOptions) -> int:
     else:
         emit(table(rows_of(about)))
     return 0
+
+
+def run_as(path: Path) -> dict[str, Any]:
+    """Say whether a GGUF runs in place, and if not, why; null if it cannot be read as a model."""
+    from thermocline.opening.gguf_model import open_gguf
+
+    try:
+        found = open_gguf(path)
+    except ThermoclineError as e:
+        return {"in_place": None, "why_packed": str(e)}
+    why = found if isinstance(found, str) else None
+    return {"in_place": why is None, "why_packed": why}
 
 
 def prepared(pack: Pack) -> dict[str, Any]:
@@ -139,9 +151,16 @@ def gguf_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         *((k, _plain(about[k])) for k in ("name", "architecture", "tokenizer")),
         ("size", f"{size(about['file_bytes'])}, {about['parameters'] / 1e6:,.2f} M parameters"),
         ("predictors", f"{about['predictors']} layers, threshold {_plain(about['sparse_threshold'])}"),
+        ("runs", _runs(about)),
         ("", ""),
     ]
     return rows + _format_rows(about["types"])
+
+
+def _runs(about: dict[str, Any]) -> str:
+    if about["in_place"] is None:
+        return f"not at all: {about['why_packed']}"
+    return "in place" if about["in_place"] else f"as a pack: {about['why_packed']}"
 
 
 def _plain(value: Any) -> str:

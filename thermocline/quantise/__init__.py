@@ -1,0 +1,4 @@
+"""Weights in few bits: the search for the best bytes, and the importance of columns.
+
+It must not know packs, nor how a model runs.
+"""
