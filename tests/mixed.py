@@ -77,10 +77,10 @@ class Source:
 
 
 def pack_of(
-    path: Path, kind: str, formats: Mapping[str, str] | None = None, weight_format: str = "q4_k"
+    path: Path, kind: str | ModelSpec, formats: Mapping[str, str] | None = None, weight_format: str = "q4_k"
 ) -> Pack:
-    """`kind`: of `SPECS`; `formats`: as `expected_tensors` takes them; None: `k_mix`."""
-    spec = SPECS[kind]
+    """`kind`: of `SPECS`, or a spec; `formats`: as `expected_tensors` takes them; None: `k_mix`."""
+    spec = SPECS[kind] if isinstance(kind, str) else kind
     formats = k_mix(spec) if formats is None else formats
     biases = [f"layers.{i}.qkv.bias" for i in range(spec.n_layers)]
     write_pack(path, spec, weight_format, Source(spec), PackExtras(formats=formats, optional=biases))
