@@ -99,7 +99,9 @@ def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> It
         defaults=SamplingParams(temperature=0.7, max_tokens=None),
         keys=bool(keys),
     )
-    server.model = ServedModel.of(ModelOpened(Pack.open(BUNDLED).spec, FilesOfDirectory(BUNDLED), 1 << 20, 4, template), "scripted")
+    server.model = ServedModel.of(
+        ModelOpened(Pack.open(BUNDLED).spec, FilesOfDirectory(BUNDLED), 1 << 20, 4, template), "scripted"
+    )
     listener = listen("127.0.0.1", 0, has_keys=bool(keys))
     made = Scripted(listener.url, engine, server)
     began: list[http.HttpServer] = []

@@ -85,9 +85,12 @@ class Loading:
     """Weights on their way into an arena, by threads of their own. One that goes is given up."""
 
     def wait(self, progress: Callable[[int], None] | None = None) -> tuple[int, int]:
-        """Wait; `progress(bytes)` and signal handlers run meanwhile. -> (0, -1), or what the first failure is:
-        of blocks (errno, -1 for EOF or 0 for a wrong checksum; the block), of rows (the same, but 0 for a scale
-        that is no number; run << ROW_BITS | row) or (CHANGED; the file)"""
+        """Wait; `progress(bytes)` and signal handlers run meanwhile.
+
+        -> (0, -1), or what the first failure is: of blocks (errno, -1 for EOF or 0 for a wrong checksum; the
+        block), of rows (the same, but 0 for a scale that is no number; run << ROW_BITS | row) or (CHANGED;
+        the file).
+        """
 
     def stop(self) -> None:
         """Give up: what is begun is finished, nothing else is read."""

@@ -23,7 +23,6 @@ from thermocline.errors import UsageError
 from thermocline.hub.download import locate
 from thermocline.opening.gguf_model import GGUFModel
 from thermocline.opening.open_model import open_model
-from thermocline.pack.stored_model import StoredModel
 from thermocline.session.options import (
     EngineOptions,
     Keywords,
@@ -40,6 +39,7 @@ from thermocline.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from thermocline.engine.engine import Engine
     from thermocline.files.small_files import SmallFiles
+    from thermocline.pack.stored_model import StoredModel
     from thermocline.text.grammar import Constraint
 
 log = logging.getLogger(__name__)
@@ -98,8 +98,8 @@ class LLM:
             print(llm.generate("Once upon a time").text)
 
     model      a pack; a GGUF file, which runs in place; a Hugging Face directory, packed once into
-               `cache_dir`; or a name on the hub, "org/name[@revision][:file or quant]", fetched once; None: the
-               bundled model. A Path is a path
+               `cache_dir`; or a name on the hub, "org/name[@revision][:file or quant]", fetched once;
+               None: the bundled model. A Path is a path
     threads    None: the physical cores this process may use
     context    tokens of prompt and answer together; None: the model's limit, but at most 4096, since memory
                for it is reserved up front; any number up to the model's limit can be asked for

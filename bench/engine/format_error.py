@@ -37,7 +37,8 @@ from thermocline.model.formats import FORMATS
 from thermocline.model.mixes import MIXES, NUMBERS
 from thermocline.ops import reference
 from thermocline.ops.interface import F32, I32, Batch, FFNStats, Weights
-from thermocline.pack.pack import Pack, tensor_specs_of
+from thermocline.pack.pack import Pack
+from thermocline.pack.stored_model import tensor_specs
 from thermocline.session import weights
 
 NUMBERS_NMSE, BLOCKS_NMSE = 1e-6, 5e-4
@@ -125,7 +126,7 @@ def error_of(directory: Path, kind: str, mix: str, isa: str, driver: Path | None
     if driver is not None and not pack.spec.sparse:
         theirs = nmse(llama_logits(pack, driver, ids), wanted[PROMPT - 1 :])
     limit = NUMBERS_NMSE if mix in NUMBERS else BLOCKS_NMSE
-    stored = tensor_specs_of(pack).values()
+    stored = tensor_specs(pack).values()
     bits = 8 * sum(t.bytes for t in stored) / sum(t.parameters for t in stored)
     return FormatError(mix, kind, formats_in(pack), bits, ours, limit, theirs)
 

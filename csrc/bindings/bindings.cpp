@@ -14,11 +14,11 @@
 #include <optional>
 #include <string>
 
-void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
-void bind_host(nanobind::module_& m);  // bindings_host.cpp
-void bind_load(nanobind::module_& m);  // bindings_load.cpp
+void bind_disk(nanobind::module_& m);      // bindings_disk.cpp
+void bind_host(nanobind::module_& m);      // bindings_host.cpp
+void bind_load(nanobind::module_& m);      // bindings_load.cpp
 void bind_quantise(nanobind::module_& m);  // bindings_quantise.cpp
-void bind_plan(nanobind::module_& m);  // bindings_plan.cpp
+void bind_plan(nanobind::module_& m);      // bindings_plan.cpp
 bool interrupted_by_python();
 
 // A matrix inside an arena. Everything a kernel will trust is checked here, once.

@@ -11,7 +11,7 @@ import gguf_twins
 import kept_twins
 import pytest
 
-from thermocline.convert import pack_cache
+from thermocline.convert import importer, pack_cache
 from thermocline.convert.from_gguf import gguf_hash
 from thermocline.errors import BadFile
 from thermocline.files import source_key
@@ -138,7 +138,7 @@ def test_a_large_file_that_was_replaced_and_looks_the_same_is_not_mistaken(
 def test_a_file_that_changes_while_it_is_packed_leaves_no_pack(
     gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = pack_cache.pack
+    made = importer.pack
 
     def meanwhile(*args: Any, **options: Any) -> Any:
         cost = made(*args, **options)

@@ -27,6 +27,7 @@ MEASURED_TOKENS = 8192
 
 def quantise(o: PackOptions) -> int:
     from thermocline.machine import hardware
+    from thermocline.offline.packing import over_texts
     from thermocline.offline.packing import quantise_pack as steps
     from thermocline.pack.pack import Pack, inspect
     from thermocline.pack.writer import check_target
@@ -39,8 +40,8 @@ def quantise(o: PackOptions) -> int:
         known = {} if o.importance is None else importance.read(Path(o.importance), pack.spec)
         moments = {}
         if o.calibrate is not None:
-            texts = steps.windows_for(pack, _text(o.calibrate), o.calibrate_tokens)
-            moments = steps.measure_inputs(pack, texts, threads, progress.at)
+            texts = over_texts.windows_for(pack, _text(o.calibrate), o.calibrate_tokens)
+            moments = over_texts.measure_inputs(pack, texts, threads, progress.at)
         if o.importance_out is not None:
             importance.write(Path(o.importance_out), importance.of_moments(moments))
         assert o.format is not None
@@ -49,7 +50,7 @@ def quantise(o: PackOptions) -> int:
         written, cost = Pack.open(o.output), None
         found = _measured(o, pack)
         if found is not None:
-            cost = steps.divergence(written, pack, found[1], threads, progress.at)
+            cost = over_texts.divergence(written, pack, found[1], threads, progress.at)
     about = inspect(written)
     about["quantised"] = {
         "format": o.format,
@@ -141,13 +142,13 @@ def _measured(o: PackOptions, pack: Pack) -> tuple[str, I32] | None:
     """Return (name, windows) of the text on which the result is measured; None if there is none."""
     import numpy as np
 
-    from thermocline.offline.packing import quantise_pack as steps
+    from thermocline.offline.packing import over_texts
 
     if o.measure is not None:
-        return o.measure, steps.windows_for(pack, _text(o.measure), MEASURED_TOKENS)
+        return o.measure, over_texts.windows_for(pack, _text(o.measure), MEASURED_TOKENS)
     if o.calibrate is not None:
-        used = steps.windows_for(pack, _text(o.calibrate), o.calibrate_tokens)
-        rest = steps.windows_for(pack, _text(o.calibrate), MEASURED_TOKENS, skip=len(used))
+        used = over_texts.windows_for(pack, _text(o.calibrate), o.calibrate_tokens)
+        rest = over_texts.windows_for(pack, _text(o.calibrate), MEASURED_TOKENS, skip=len(used))
         if len(rest):
             return f"{o.calibrate}, behind what calibrated", rest
         return f"{o.calibrate}, which calibrated (it is short: --measure takes another)", used
@@ -156,6 +157,7 @@ def _measured(o: PackOptions, pack: Pack) -> tuple[str, I32] | None:
     from thermocline.offline.trial import MIX
 
     parts = [
-        steps.windows_for(pack, _text(str(path)), MEASURED_TOKENS // 4) for path in sorted(MIX.glob("*.txt"))
+        over_texts.windows_for(pack, _text(str(path)), MEASURED_TOKENS // 4)
+        for path in sorted(MIX.glob("*.txt"))
     ]
     return "the package's texts", np.concatenate(parts)

@@ -42,7 +42,7 @@ def source_hash(src: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True)
 class SourceKeys:
-    """What a model's files were. `files`: their identity, or None if the content is hashed in full."""
+    """A model's files at one time. `files`: their identity, or None if the content is hashed in full."""
 
     content: str
     files: str | None
@@ -83,7 +83,8 @@ def resolve(
     A pack is used as it is. A Hugging Face directory or a GGUF is packed once into
     cache_dir/NAME-FORMAT-HASH and found there later. `text` refuses a model without a tokenizer before it is
     packed. `activation` is that of `pack`; a pack must have the same. The log gets a line with `why` it is
-    packed, one about what packing changed, and a warning if a large model looks like that of another pack but its files are not the same.
+    packed, one about what packing changed, and a warning if a large model looks like that of another pack but
+    its files are not the same.
     Raises BadFile, IOFailure, Unsupported, UsageError.
     """
     path = Path(model)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,13 @@ from thermocline.files.gguf_header import POWERINFER_MAGIC
 from thermocline.files.whole import replacing
 from thermocline.model import quant
 from thermocline.model.families import gguf_architecture
-from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
-from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress, tensor_specs_of
+from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
 from thermocline.pack.writer import TensorSource, stored_rows, stored_vector
 from thermocline.text.tokenizer import FILE as TOKENIZER
+
+if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
 
 U8 = NDArray[np.uint8]
 
@@ -152,10 +154,10 @@ def _rows_of(pack: Pack) -> Iterator[Rows]:
 
 def _rows_from(pack: Pack, source: TensorSource) -> Rows:
     """Return the rows that a pack would have of a source."""
-    tensor_specs = tensor_specs_of(pack)
+    specs = pack.tensor_specs()
 
     def rows(name: str, first: int, n: int) -> U8:
-        t = tensor_specs[name]
+        t = specs[name]
         if t.vector:
             return stored_vector(t, source).reshape(-1, t.stride)[first : first + n]
         return stored_rows(t, source, first, first + n)

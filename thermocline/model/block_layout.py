@@ -178,7 +178,7 @@ def _rearranged(format: str, rows: U8, source: View, target: View) -> U8:
 
 
 def _moved(format: str, source: Layout, target: Layout, fields: dict[str, U8]) -> dict[str, U8]:
-    """Return the target's fields, each [bytes, blocks]: one byte of all blocks is then shifted in one loop."""
+    """Return the target's fields, each [bytes, blocks]: a byte of all blocks is then shifted in one loop."""
     if not source:
         return {}
     used = {b.field for number in source.values() for b in number}

@@ -3,7 +3,8 @@
 Quantised values are GGUF's, bit for bit, in planar rows: one plane of all blocks, then the next, so that a
 vector of scales is one load (see docs/internals/pack.md and `csrc/kernels/formats.inl`). To add a format:
 its row in `formats`, and its encoder here, under its name; `gguf_blocks` has the decoders, `block_layout` the
-planes of those whose bits lie elsewhere in a row. Encoders round to the nearest; a search for better scales is not made here.
+planes of those whose bits lie elsewhere in a row. Encoders round to the nearest; a search for better scales
+is not made here.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,13 @@ from thermocline.files.bounded import quoted
 from thermocline.files.gguf import GGUF
 from thermocline.files.small_files import HeldFiles
 from thermocline.model.gguf_families import read_model
-from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo, expected_tensors, optional_among, place
 from thermocline.opening.row_runs import RowRun, placed_rows, why_packed
 from thermocline.pack.blocks import bytes_of
-from thermocline.pack.stored_model import Progress, Run
+
+if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
+    from thermocline.pack.stored_model import Progress, Run
 
 U8 = NDArray[np.uint8]
 FileState = tuple[int, int, int, int]  # device, inode, bytes, time of writing in ns

@@ -1,4 +1,4 @@
-"""What a user named, opened: a pack as it is, a GGUF in place, and others by way of the cache of packs."""
+"""Open what a user named: a pack as it is, a GGUF in place, and others by way of the cache of packs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which rows of a GGUF's tensors go where in weights.bin, if its tensors keep their formats.
 
-`TensorMap` says which source rows make a tensor, `expected_tensors` its format. Whatever is rows of a file as
-they are becomes a `RowRun`, which native code reads. The rest is a few bytes (norms, biases) and is made here.
+`TensorMap` says which source rows make a tensor, `expected_tensors` its format. Whatever is rows of a file
+as they are becomes a `RowRun`, which native code reads. The rest is a few bytes (norms, biases), made here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ I32 = NDArray[np.int32]
 class RowRun:
     """Consecutive rows of a tensor of a GGUF. Row r goes to byte to + stride * order[r] of weights.bin.
 
-    `order` None: r; an order of -1: nowhere. `part`: which file; `at`: the first byte there; `row`: the number
-    of the first row in the tensor.
+    `order` None: r; an order of -1: nowhere. `part`: which file; `at`: the first byte there; `row`: the
+    number of the first row in the tensor.
     """
 
     tensor: str

@@ -1,4 +1,1 @@
-"""Weights in few bits: the search for the best bytes, and the importance of columns.
-
-It must not know packs, nor how a model runs.
-"""
+"""Weights in few bits: the search for the best bytes, and the importance of columns."""

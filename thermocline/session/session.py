@@ -15,7 +15,6 @@ from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
 from thermocline.plan.budget import Decision, Needs, all_in_ram, without_gpu
-from thermocline.plan.memory import GIB
 from thermocline.session import store, weights
 from thermocline.session.store import Opened, Store
 from thermocline.session.weights import BegunLoad
@@ -264,7 +263,7 @@ def needs_of(options: EngineOptions) -> Needs:
 def budget_for(ram: float | None) -> tuple[int | None, str]:
     """(bytes that may be taken, None: nobody knows; whether they are what is "free" or what is "allowed")."""
     free = hardware.available_bytes()
-    allowed = None if ram is None else int(ram * GIB)
+    allowed = None if ram is None else int(ram * 2**30)
     return (
         min((n, why) for n, why in ((free, "free"), (allowed, "allowed")) if n is not None)
         if (free is not None or allowed is not None)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from thermocline.model import quant
 from thermocline.model.tensors import QKV, bundle_parts
-from thermocline.pack.pack import Pack, read_tensor, tensor_specs_of
+from thermocline.pack.pack import Pack, read_tensor
+from thermocline.pack.stored_model import tensor_specs
 from thermocline.quantise import encoder
 from thermocline.quantise.feedback import Feedback
 from thermocline.quantise.importance import Importance
@@ -44,7 +45,7 @@ class PackRows:
 
     def __init__(self, pack: Pack) -> None:
         self.pack = pack
-        self._vectors = {name for name, t in tensor_specs_of(pack).items() if t.vector}
+        self._vectors = {name for name, t in tensor_specs(pack).items() if t.vector}
         self._held: tuple[str, U8] = ("", np.empty((0, 0), np.uint8))
 
     def __call__(self, name: str, first: int, last: int, /) -> NDArray[Any]:
