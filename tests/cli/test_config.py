@@ -118,7 +118,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "limit_header_bytes": ("300", 300),
     "limit_buffer_bytes": ("4096", 4096),
     "calibrate": ("text.txt", "text.txt"),
-    "calibrate_tokens": ("100", 100),
+    "calibrate_tokens": ("1024", 1024),
     "importance": ("i.npz", "i.npz"),
     "importance_out": ("o.npz", "o.npz"),
     "measure": ("text.txt", "text.txt"),

@@ -30,9 +30,10 @@ def test_the_gpu_has_a_loader_for_every_format() -> None:
 
     for f in formats.FORMATS.values():
         how = loader(f.name)
-        stored = f.block // how.planes * how.size  # bytes of a block without its scale
-        assert stored + (2 if how.block else 0) == f.block_bytes
-        assert how.block in (0, f.block // how.planes)
+        first = f.planes[0].nbytes * (1 if f.block == 1 else 32) // f.block  # bytes of 32 columns, or of one
+        assert (1 if f.block == 1 else 32) // how.planes * how.size == first
+        assert how.more in ("", *(p.name for p in f.planes))
+        assert how.minima == any("minim" in p.name or f.name == "q2_k" for p in f.planes)
 
 
 def test_every_format_encodes_what_it_decodes() -> None:
