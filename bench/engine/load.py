@@ -5,7 +5,7 @@
 A model is a pack or a GGUF. A round, for each: the disk alone (direct reads of the file into a few buffers);
 then, with the file dropped from the page cache (cold) and in it (warm), a load in a process of its own, and
 the time from the start of a process to its first token; then touching as much fresh memory with a thread for
-each core. A load is bound by the slower of disk and memory: `/ bound` says how near it comes, 1.00 is the bound.
+each core. A load is bound by the slower of disk and memory: `/ bound` says how near it comes.
 
 Memory that nobody has used for a while is what a virtual machine's host takes back, and finding it again is
 slower than most disks (LOG 2026-11-21). `--pause` waits so many seconds before each measurement of memory, so
