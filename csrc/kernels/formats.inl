@@ -403,11 +403,11 @@ struct FormatBlocks {
         }
     }
 
-    // WHOLE: 16 blocks, which the compiler then knows.
-    template <int NT, bool WHOLE>
+    // BLOCKS: how many, which the compiler then knows; 0: `some`.
+    template <int NT, int BLOCKS>
     static TC_INLINE void add_chunk(const Planes& p, const XChunk* first, size_t stride, int some,
                                     vf (*acc)[16 / W]) {
-        const int blocks = WHOLE ? 16 : some;
+        const int blocks = BLOCKS ? BLOCKS : some;
         vi sums[NT][16 / W];
         Scales scales;
         ScalesOf::load(p, blocks, &scales);
@@ -449,11 +449,11 @@ struct FormatBlocks {
         constexpr size_t chunk_bytes = 512 * block_bytes / block;
         for (; b + 16 <= blocks; b += 16, x++, next += chunk_bytes, advance(&p)) {
             prefetch_on(next, chunk_bytes);
-            add_chunk<NT, true>(p, x, stride, 16, acc);
+            add_chunk<NT, 16>(p, x, stride, 16, acc);
         }
         if (b < blocks) {
             prefetch_on(next, (blocks - b) * chunk_bytes / 16);
-            add_chunk<NT, false>(p, x, stride, int(blocks - b), acc);
+            add_chunk<NT, block == 256 ? 8 : 0>(p, x, stride, int(blocks - b), acc);
         }
         for (int n = 0; n < NT; n++) {
             for (int v = 1; v < 16 / W; v++) acc[n][0] = vadd(acc[n][0], acc[n][v]);

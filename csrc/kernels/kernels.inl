@@ -20,7 +20,7 @@ constexpr int kLanes = 32;
 
 // How far ahead of its use a weight is asked for, in bytes of rows to come. 4 to 10 KiB measured alike.
 // By row, not by address: between two up rows lies a down row nobody wants yet.
-constexpr size_t kAhead = 8192;
+constexpr size_t kAhead = 16384;
 static inline void prefetch_span(const uint8_t* p, size_t n) {
     for (size_t k = 0; k < n; k += 64) prefetch(p + k);
 }
@@ -95,7 +95,7 @@ static void short_rows(const Matrix& w, size_t begin, size_t end, const Input& x
         for (size_t t = 0; t < x.tokens; t++) {
             vf acc[1][16 / W];
             for (int v = 0; v < 16 / W; v++) acc[0][v] = vzero();
-            F::template add_chunk<1, true>(both, &many[t], 0, 16, acc);
+            F::template add_chunk<1, 16>(both, &many[t], 0, 16, acc);
             float sums[16];
             for (int v = 0; v < 16 / W; v++) vstore(sums + v * W, acc[0][v]);
             for (size_t half = lanes / 2; half; half /= 2)
