@@ -177,6 +177,10 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "offset 2^64 - 32": (with_tensors(tensor(offset=(1 << 64) - 32)), "truncated"),
     "overlapping": (with_tensors(tensor(dims=(16,)), tensor(b"u", offset=32)), "overlaps"),
     "at the same place": (with_tensors(tensor(), tensor(b"u")), "overlaps"),
+    "smaller than its place": (
+        with_tensors(tensor(dims=(32,), kind=2), tensor(b"u", offset=64)),
+        "18 bytes as q4_0, and 64 bytes are there",
+    ),
 }  # fmt: skip
 
 

@@ -6,13 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline import _native
 from thermocline.convert.rows import TensorMapSource
-from thermocline.errors import Unsupported
+from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
@@ -115,6 +117,13 @@ class Cost:
         )
 
 
+def bad_scale(path: Path, tensor: str, row: int) -> BadFile:
+    return BadFile(
+        f"{path}: tensor {quoted(tensor)}, row {row}: a scale is not a finite number; the file is damaged: "
+        "fetch it again"
+    )
+
+
 class GGUFSource(TensorMapSource):
     """An `EncodedSource` over a GGUF."""
 
@@ -168,13 +177,18 @@ class GGUFSource(TensorMapSource):
             return None
         if {self._gguf.tensors[self._names[str(p.tensor)]].type for p, _, _ in spans} != {format}:
             return None
-        parts = []
-        for piece, a, b in spans:
-            for r in piece.ranges(a, b):
-                low, high = min(r[0], r[-1]), max(r[0], r[-1]) + 1
-                parts.append(self._gguf.read_rows(self._names[str(piece.tensor)], low, high)[:: r.step])
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return quant.from_gguf(format, np.ascontiguousarray(rows))
+        parts = [self._planar(self.name_of(p), format, r) for p, a, b in spans for r in p.ranges(a, b)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _planar(self, name: str, format: str, r: range) -> U8:
+        """Return rows of a tensor as a pack has them. BadFile for a scale that is no number."""
+        low, high = min(r[0], r[-1]), max(r[0], r[-1]) + 1
+        rows = np.ascontiguousarray(self._gguf.read_rows(name, low, high)[:: r.step])
+        out = np.empty_like(rows)
+        bad = _native.arranged(format, rows, out)
+        if bad is not None:
+            raise bad_scale(self._gguf.where[name].path, name, r[bad])
+        return out
 
     def _convert(self, name: str, format: str, first: int, last: int) -> U8:
         x = self(name, first, last)
@@ -207,7 +221,7 @@ def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -
         if t.vector or name == "pos_embed.weight" or t.role == "router":
             continue
         for unit, part, rows in _units(name, t, spec):
-            types = {_native(x.type) for x in source.stored(part, rows.start, rows.stop)}
+            types = {_format_for(x.type) for x in source.stored(part, rows.start, rows.stop)}
             if t.role == "bundle" and source.transposed(part):
                 layer = name.removesuffix(".bundle")
                 beside = (chosen.get(n) for n in (f"{layer}.gate.weight", f"{layer}.up"))
@@ -231,7 +245,7 @@ def _units(name: str, t: TensorSpec, spec: ModelSpec) -> Iterator[tuple[str, str
         yield name, t.parts[0], range(t.rows)
 
 
-def _native(type: str) -> str:
+def _format_for(type: str) -> str:
     return type if type in quant.FORMATS else NEAREST.get(type, CONVERTED)
 
 

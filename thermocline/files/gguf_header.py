@@ -153,7 +153,7 @@ def parse_header(data: bytes | memoryview, file_size: int, name: str) -> Header:
         if key in tensors:
             raise BadFile(f"{where} occurs twice")
         tensors[key] = _tensor(shape, kind, data_start, offset, alignment, where)
-    _check_ranges(tensors, file_size, name)
+    _check_ranges(tensors, file_size, name, alignment)
     return Header(powerinfer, metadata, tensors, c.at)
 
 
@@ -282,11 +282,21 @@ def _tensor(
     return Tensor(type_name, shape, start, start + math.prod(shape) // block * block_bytes)
 
 
-def _check_ranges(tensors: Mapping[str, Tensor], file_size: int, name: str) -> None:
+def _check_ranges(tensors: Mapping[str, Tensor], file_size: int, name: str, alignment: int) -> None:
+    """Raise BadFile unless each tensor has the bytes that its type gives it, and the next one follows.
+
+    llama.cpp asks the same of a file.
+    """
     end, last = 0, ""
     for key, t in sorted(tensors.items(), key=lambda item: item[1].start):
         if t.start < end:
             raise BadFile(f"{name}: tensor {quoted(key)} overlaps {quoted(last)}")
+        if last and t.start != -(-end // alignment) * alignment:
+            own = tensors[last]
+            raise BadFile(
+                f"{name}: tensor {quoted(last)} takes {end - own.start} bytes as {own.type}, and "
+                f"{t.start - own.start} bytes are there: its type or its shape is wrong"
+            )
         if t.end > file_size:
             raise BadFile(
                 f"{name}: tensor {quoted(key)} ends at byte {t.end}, the file at {file_size}: truncated?"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from thermocline import _native
 from thermocline.convert.from_gguf import files_of_metadata, gguf_hash
-from thermocline.convert.gguf_rows import GGUFSource, formats_of
+from thermocline.convert.gguf_rows import GGUFSource, bad_scale, formats_of
 from thermocline.convert.tokenizers import has_tokenizer
 from thermocline.errors import BadFile, IOFailure, ThermoclineError
 from thermocline.files.bounded import quoted
@@ -105,12 +105,11 @@ class RowReading:
             path = self._model.parts[where][0]
             return BadFile(f"{path}: was changed or replaced since it was opened; open the model again")
         run, row = self._rows[where >> _native.ROW_BITS], where & (1 << _native.ROW_BITS) - 1
-        path, at = self._model.parts[run.part][0], f"tensor {quoted(run.tensor)}, row {run.row + row}"
+        path, number = self._model.parts[run.part][0], run.row + row
         if not error:
-            return BadFile(
-                f"{path}: {at}: a scale is not a finite number; the file is damaged: fetch it again"
-            )
-        return IOFailure(f"{path}: {'ends early' if error < 0 else os.strerror(error)} at {at}")
+            return bad_scale(path, run.tensor, number)
+        why = "ends early" if error < 0 else os.strerror(error)
+        return IOFailure(f"{path}: {why} at tensor {quoted(run.tensor)}, row {number}")
 
 
 def _write(arena: _native.Arena, offset: int, data: U8, run: Run) -> None:
