@@ -264,7 +264,6 @@ static uint64_t read_all(const uint8_t* p, size_t n) {
     constexpr size_t S = W * 4;
     size_t i = 0;
     for (; i + 4 * S <= n; i += 4 * S) {
-        for (size_t k = 0; k < 4 * S; k += 64) prefetch(p + i + k + 16384);
         a = vmax(a, vload((const float*)(p + i)));
         b = vmax(b, vload((const float*)(p + i + S)));
         c = vmax(c, vload((const float*)(p + i + 2 * S)));
