@@ -13,7 +13,7 @@ from thermocline.model import quant
 from thermocline.ops import reference
 from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import KernelSizes
-from thermocline.ops.interface import F32, I32, Batch, Heads, KVLayer
+from thermocline.ops.interface import F32, I32, Batch, Heads, KVLayer, KVShape
 
 SIZES = KernelSizes(tokens=130, dim=320, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
 
@@ -70,7 +70,10 @@ def columns(format: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Attention:
-    """Some sequences midway: what `rope_store` and `attention` get, and what the reference says."""
+    """Some sequences midway: what `rope_store` and `attention` get, and what the reference says.
+
+    Pages are as a GPU has them: k [pages, heads, dim, block], v [pages, heads, block, dim].
+    """
 
     heads: Heads
     qkv: F32
@@ -82,9 +85,12 @@ class Attention:
 
     def expected(self) -> tuple[F32, Any, Any]:
         """out, and k and v as they are afterwards."""
-        kv = KVLayer(self.k.copy(), self.v.copy())
-        step = reference.step(self.batch, self.v.shape[2], self.cos, self.sin, self.heads.window)
-        return reference.attention(self.heads, self.qkv, step, kv), kv.k, kv.v
+        pages, _, block, _ = self.v.shape
+        shape = KVShape(pages, self.heads.n_kv, self.heads.dim, block)
+        kv = KVLayer(shape, self.k.swapaxes(0, 1).copy(), self.v.swapaxes(0, 1).copy())
+        step = reference.step(self.batch, block, self.cos, self.sin, self.heads.window)
+        out = reference.attention(self.heads, self.qkv, step, kv)
+        return out, kv.k.swapaxes(0, 1), kv.v.swapaxes(0, 1)
 
 
 def heads(n: int, n_kv: int, dim: int, **changes: Any) -> Heads:

@@ -114,12 +114,23 @@ struct Mixture {
 constexpr size_t kQueryRows = 16;    // queries at a time: their scores of a span are 32 KiB
 constexpr size_t kPassTokens = 256;  // tokens of an FFN in one pass: bounds the scratch
 
+// The keys, or the values, of a layer: [n_kv, pages] pages. A head's lie side by side: blocks that follow
+// each other are one stream from memory.
+struct CachePages {
+    uint8_t* data;
+    CacheType type;
+    size_t pages, page_bytes;
+    uint8_t* head(size_t h) const { return data + h * pages * page_bytes; }
+    uint8_t* page(size_t h, size_t p) const { return head(h) + p * page_bytes; }
+    bool rotated() const { return type != CACHE_F16; }
+};
+
 struct AttentionArgs {
     Heads heads;
     Step step;
-    uint16_t *k, *v;  // f16 pages: k [pages, n_kv, dim, block], v [pages, n_kv, block, dim]
-    float* qkv;       // [tokens, (n + 2 n_kv) * dim]; q and k are rotated in place
-    float* out;       // [tokens, n * dim]
+    CachePages k, v;
+    float* qkv;  // [tokens, (n + 2 n_kv) * dim]; worked on in place
+    float* out;  // [tokens, n * dim]
 };
 // Which neurons are computed: all; those whose gate is not zero; of the predicted ones, those whose gate is
 // not zero.
@@ -173,8 +184,8 @@ class Context {
     void matmul(const Linear& w, const Norm& norm, const float* x, size_t tokens, float* out, bool add);
     void attention(const AttentionArgs& a);
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
-    void attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k,
-                       uint16_t* v);
+    void attention_add(float* x, const float* h, const Attention& layer, const Step& step, const CachePages& k,
+                       const CachePages& v);
     FFNCounts ffn_add(const FFNArgs& a);
     // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
     FFNCounts moe_add(const MixtureArgs& a);
@@ -214,6 +225,8 @@ class Context {
     std::vector<Queries> queries(const AttentionArgs& a) const;
     void attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end,
                 float* scores, float* into);
+    void store(const AttentionArgs& a, size_t t, float* scratch);
+    void finish(const AttentionArgs& a, const Queries& q, size_t head, const float* from, float* scratch);
 
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
     Scratch<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_, marks_;

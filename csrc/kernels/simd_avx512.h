@@ -245,3 +245,15 @@ INLINE size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
 // Tokens of a matrix tile, times 2 vectors of rows. Int: a sum of a block and one of a lane for each, of 32
 // registers (8 tokens spill: 600 against 630 GFLOP/s). Float: one sum, of 24.
 constexpr int kTileTokens = 6, kFloatTileTokens = 12;
+
+// ---- attention
+
+constexpr int kRegisters = 32;
+INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+INLINE vf vload_i8(const uint8_t* p) { return bytes_f32(_mm_loadu_si128((const __m128i*)p)); }
+INLINE void vload_i4(const uint8_t* p, vf* low, vf* high) {
+    const vf values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    *low = _mm512_permutexvar_ps(x, values);
+    *high = _mm512_permutexvar_ps(_mm512_srli_epi32(x, 4), values);
+}

@@ -36,8 +36,8 @@ def fill(kv: KVCache, ids: list[int]) -> BlockTable:
 def test_storage_is_what_bytes_for_says() -> None:
     kv = KVCache(SPEC, n_blocks=3)
     assert kv.nbytes == bytes_for(SPEC, 3 * BLOCK)
-    assert kv.layer(1).k.shape == (3, 1, 4, BLOCK)
-    assert kv.layer(1).v.shape == (3, 1, BLOCK, 4)
+    assert kv.layer(1).k.shape == (1, 3, 4, BLOCK)
+    assert kv.layer(1).v.shape == (1, 3, BLOCK, 4)
     assert kv.layer(0).k.ctypes.data % 64 == kv.layer(0).v.ctypes.data % 64 == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thermocline.engine.kv_cache import bytes_for
+from thermocline.model.cache_types import PLAIN, CacheTypes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, Norm, WeightMatrix, Weights
 
@@ -19,7 +20,7 @@ class Traffic:
     position_bytes: int  # keys and values of one position
 
     @staticmethod
-    def of(spec: ModelSpec, weights: Weights) -> Traffic:
+    def of(spec: ModelSpec, weights: Weights, types: CacheTypes = PLAIN) -> Traffic:
         gates = 0.0
         fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
         for layer in weights.layers:
@@ -35,7 +36,7 @@ class Traffic:
         part = ffn.parts[-1]
         slots = part.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk, rows take turns in them
         row_bytes = _nbytes(part.up, part.down) / (slots * (2 if part.up is not None else 1))
-        return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row_bytes, bytes_for(spec, 1))
+        return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row_bytes, bytes_for(spec, 1, types))
 
 
 def _nbytes(*arrays: WeightMatrix | F32 | None) -> int:

@@ -148,15 +148,15 @@ class CpuOps:
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
-        """Compute what the reference does, and rotate q and k inside `qkv`."""
+        """Compute what the reference does. `qkv` is worked on in place."""
         out = np.empty((len(qkv), heads.n * heads.dim), np.float32)
-        self.native.attention(qkv, _heads(heads), step, kv.k, kv.v, out)
+        self.native.attention(qkv, _heads(heads), step, kv.native, out)
         return out
 
     def attention_add(
         self, x: F32, h: F32, bound: _native.Attention, step: _native.Step, kv: KVLayer
     ) -> None:
-        self.native.attention_add(x, h, bound, step, kv.k, kv.v)
+        self.native.attention_add(x, h, bound, step, kv.native)
 
     def run(self, x: F32, rows: I32, sparsity: str, stats: FFNStats, body: Callable[[F32, I32], F32]) -> F32:
         return body(x, rows)
