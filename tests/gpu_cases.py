@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from thermocline.engine.kv_cache import in_ram
 from thermocline.model import quant
 from thermocline.ops import reference
 from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import KernelSizes
-from thermocline.ops.interface import F32, I32, Batch, Heads, KVLayer, KVShape
+from thermocline.ops.interface import F32, I32, Batch, Heads, KVShape
 
 SIZES = KernelSizes(tokens=130, dim=320, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
 
@@ -87,10 +88,12 @@ class Attention:
         """out, and k and v as they are afterwards."""
         pages, _, block, _ = self.v.shape
         shape = KVShape(pages, self.heads.n_kv, self.heads.dim, block)
-        kv = KVLayer(shape, self.k.swapaxes(0, 1).copy(), self.v.swapaxes(0, 1).copy())
+        at = shape.places(np.arange(pages, dtype=np.int32)).T  # [pages, heads]
+        kv = in_ram(0, shape)
+        kv.k[at], kv.v[at] = self.k, self.v
         step = reference.step(self.batch, block, self.cos, self.sin, self.heads.window)
         out = reference.attention(self.heads, self.qkv, step, kv)
-        return out, kv.k.swapaxes(0, 1), kv.v.swapaxes(0, 1)
+        return out, kv.k[at], kv.v[at]
 
 
 def heads(n: int, n_kv: int, dim: int, **changes: Any) -> Heads:

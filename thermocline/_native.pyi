@@ -250,10 +250,14 @@ def cache_page_bytes(type: int, dim: int, block: int) -> int:
 class KVPages:
     """A layer's keys and values, whose arrays it keeps. Types: numbers of `cache_types.CACHE_TYPES`.
 
-    f16: k [heads, pages, dim, block], v [heads, pages, block, dim]; else u8 [heads, pages, bytes of a page].
+    f16: k [heads * pages, dim, block], v [heads * pages, block, dim]; else u8 [heads * pages, bytes of a
+    page]. Page p of head h is at r * heads + h * w + p - r, where r is p rounded down to a whole run of
+    `limits().page_run` pages, and w is the pages of that run: fewer in the last one.
     """
 
-    def __new__(cls, k: F16 | U8, v: F16 | U8, k_type: int, v_type: int, dim: int, block: int) -> KVPages: ...
+    def __new__(
+        cls, k: F16 | U8, v: F16 | U8, k_type: int, v_type: int, heads: int, dim: int, block: int
+    ) -> KVPages: ...
 
 class Step:
     """The tokens of one step: where they are, and their angles.
@@ -386,6 +390,10 @@ class NativeLimits:
     @property
     def measured_bytes(self) -> int:
         """The least that `read_bandwidth` measures."""
+
+    @property
+    def page_run(self) -> int:
+        """Pages of a kv head that lie side by side in a layer's keys or values."""
 
     @property
     def gap_bytes(self) -> int:

@@ -227,31 +227,34 @@ static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t 
             window};
 }
 
-// Keys or values of one type: f16 [n_kv, pages, one of dim and block, the other], else u8 [n_kv, pages,
-// bytes].
-static tc::CachePages make_pages(const AnyArray& x, int type, size_t dim, size_t block, bool keys) {
+// Keys or values: f16 [heads * pages, dim or block, the other one], else u8 [heads * pages, bytes of a page].
+static tc::CachePages make_pages(const AnyArray& x, int type, size_t heads, size_t dim, size_t block,
+                                 bool keys) {
     check(type >= 0 && type < tc::N_CACHE_TYPES, "unknown type of keys or values");
     const auto t = tc::CacheType(type);
     const bool plain = t == tc::CACHE_F16;
-    const nb::dlpack::dtype wanted = {
-        uint8_t(plain ? nb::dlpack::dtype_code::Float : nb::dlpack::dtype_code::UInt),
-        uint8_t(plain ? 16 : 8), 1};
+    const auto code = plain ? nb::dlpack::dtype_code::Float : nb::dlpack::dtype_code::UInt;
+    const nb::dlpack::dtype wanted = {uint8_t(code), uint8_t(plain ? 16 : 8), 1};
     if (x.dtype() != wanted) throw nb::type_error("the kv cache's arrays are not of its types");
     check(plain || dim % 32 == 0, "quantised keys and values need heads of whole blocks of 32");
     const size_t bytes = tc::cache_page_bytes(t, dim, block);
-    check(x.ndim() == (plain ? 4 : 3) &&
-              (plain ? x.shape(2) == (keys ? dim : block) && x.shape(3) == (keys ? block : dim)
-                     : x.shape(2) == bytes),
+    const bool fits =
+        plain ? x.ndim() == 3 && x.shape(1) == (keys ? dim : block) && x.shape(2) == (keys ? block : dim)
+              : x.ndim() == 2 && x.shape(1) == bytes;
+    check(fits && x.shape(0) % heads == 0,
           keys ? "k cache has the wrong shape" : "v cache has the wrong shape");
-    return {static_cast<uint8_t*>(x.data()), t, x.shape(1), bytes};
+    return {static_cast<uint8_t*>(x.data()), t, x.shape(0) / heads, heads, bytes};
 }
 
-static KVPages make_kv_pages(AnyArray k, AnyArray v, int k_type, int v_type, size_t dim, size_t block) {
-    check(dim > 0 && dim <= size_t(1) << 20 && block > 0 && block <= size_t(1) << 20, "pages out of range");
-    const tc::CachePages keys = make_pages(k, k_type, dim, block, true),
-                    values = make_pages(v, v_type, dim, block, false);
-    check(k.shape(0) == v.shape(0) && keys.pages == values.pages, "k and v cache differ in shape");
-    return {keys, values, k.shape(0), dim, block, k, v};
+static KVPages make_kv_pages(AnyArray k, AnyArray v, int k_type, int v_type, size_t heads, size_t dim,
+                             size_t block) {
+    check(heads > 0 && heads <= size_t(1) << 20 && dim > 0 && dim <= size_t(1) << 20 && block > 0 &&
+              block <= size_t(1) << 20,
+          "pages out of range");
+    const tc::CachePages keys = make_pages(k, k_type, heads, dim, block, true),
+                         values = make_pages(v, v_type, heads, dim, block, false);
+    check(keys.pages == values.pages, "k and v cache differ in shape");
+    return {keys, values, dim, block, k, v};
 }
 
 static void attention(Context& c, MutF2 qkv, const Heads& h, const Step& s, const KVPages& kv, MutF2 out) {
@@ -574,8 +577,8 @@ NB_MODULE(_native, m) {
                                     "table"_a.noconvert(), "block"_a, "window"_a, "cos"_a.noconvert().none(),
                                     "sin"_a.noconvert().none());
     nb::class_<KVPages>(m, "KVPages")
-        .def(nb::new_(&make_kv_pages), "k"_a.noconvert(), "v"_a.noconvert(), "k_type"_a, "v_type"_a, "dim"_a,
-             "block"_a);
+        .def(nb::new_(&make_kv_pages), "k"_a.noconvert(), "v"_a.noconvert(), "k_type"_a, "v_type"_a,
+             "heads"_a, "dim"_a, "block"_a);
     m.def(
         "cache_page_bytes",
         [](int type, size_t dim, size_t block) {

@@ -96,13 +96,13 @@ struct Step {
 // A layer's keys and values.
 struct KVPages {
     tc::CachePages k, v;
-    size_t n_kv, dim, block;
+    size_t dim, block;
     AnyArray keys, values;
 };
 
 // Check that the pages fit these heads and hold all pages that the step's tables name.
 inline void check_pages(const tc::Heads& heads, const Step& s, const KVPages& kv) {
-    check(kv.n_kv == heads.n_kv && kv.dim == heads.dim && kv.block == s.step.block,
+    check(kv.k.heads == heads.n_kv && kv.dim == heads.dim && kv.block == s.step.block,
           "the kv cache is of another shape than the heads");
     check(!s.window || (heads.window && heads.window <= s.window),
           "the heads look further back than the step's pages");

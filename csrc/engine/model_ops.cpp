@@ -106,13 +106,10 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size
     const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv,
                  width = (a.heads.n + 2 * a.heads.n_kv) * hd;
     const size_t rows = q.tokens * group;
-    Span span = {a.k.head(head),
-                 a.v.head(head),
-                 a.k.type,
-                 a.v.type,
-                 a.k.page_bytes,
-                 a.v.page_bytes,
+    Span span = {a.k,
+                 a.v,
                  a.step.table + size_t(a.step.sequence[q.first]) * a.step.table_width,
+                 head,
                  a.step.block,
                  hd,
                  0,
@@ -160,8 +157,8 @@ void Context::store(const AttentionArgs& a, size_t t, float* scratch) {
     const size_t block = a.step.block, page = size_t(table[p / block]);
     for (size_t h = 0; h < heads.n_kv; h++) {
         if (a.v.rotated()) k.rotate(value + h * hd, hd, scratch);
-        k.store_key(a.k.type, key + h * hd, hd, block, p % block, a.k.page(h, page));
-        k.store_value(a.v.type, value + h * hd, hd, block, p % block, a.v.page(h, page));
+        k.store_key(a.k.type, key + h * hd, hd, block, p % block, a.k.at(h, page));
+        k.store_value(a.v.type, value + h * hd, hd, block, p % block, a.v.at(h, page));
     }
 }
 

@@ -114,17 +114,6 @@ struct Mixture {
 constexpr size_t kQueryRows = 16;    // queries at a time: their scores of a span are 32 KiB
 constexpr size_t kPassTokens = 256;  // tokens of an FFN in one pass: bounds the scratch
 
-// The keys, or the values, of a layer: [n_kv, pages] pages. A head's lie side by side: blocks that follow
-// each other are one stream from memory.
-struct CachePages {
-    uint8_t* data;
-    CacheType type;
-    size_t pages, page_bytes;
-    uint8_t* head(size_t h) const { return data + h * pages * page_bytes; }
-    uint8_t* page(size_t h, size_t p) const { return head(h) + p * page_bytes; }
-    bool rotated() const { return type != CACHE_F16; }
-};
-
 struct AttentionArgs {
     Heads heads;
     Step step;

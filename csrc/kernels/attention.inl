@@ -23,15 +23,17 @@ struct Ahead {
     size_t left = 0;  // lines of the page
     Ahead(const Span& span, size_t begin, size_t end)
         : a(span), first(begin / span.block), pages((end + span.block - 1) / span.block - first) {
-        const size_t distance = kAheadBytes / a.k_page + 1, last = (a.following + a.block - 1) / a.block;
+        const size_t distance = kAheadBytes / a.k.page_bytes + 1,
+                     last = (a.following + a.block - 1) / a.block;
         next = distance;
         total = 2 * pages + (a.following > end ? smaller(distance, last - first - pages) : 0);
     }
     NOINLINE void turn() {
         if (next >= total) return;
         const bool values = next >= pages && next < 2 * pages;
-        const size_t page = first + next - (next < pages ? 0 : pages), bytes = values ? a.v_page : a.k_page;
-        at = (values ? a.v : a.k) + size_t(a.table[page]) * bytes, left = (bytes + 63) / 64, next++;
+        const CachePages& of = values ? a.v : a.k;
+        at = of.at(a.head, size_t(a.table[first + next - (next < pages ? 0 : pages)]));
+        left = (of.page_bytes + 63) / 64, next++;
     }
 };
 
@@ -203,7 +205,7 @@ NOINLINE static void score_pages(const Span& a, const void* const* queries, size
     for (int r = 0; r < NR; r++) q[r] = (const typename K::Query*)queries[r];
     constexpr int V = NR * 4 <= kSums && 4 * W <= 32 ? 4 : 2;
     for (size_t p = begin; p < end;) {
-        const uint8_t* page = a.k + size_t(a.table[p / a.block]) * a.k_page;
+        const uint8_t* page = a.k.at(a.head, size_t(a.table[p / a.block]));
         const size_t at = p % a.block, room = smaller(a.block - at, a.begin + kSpan - p),
                      stop = smaller(a.block - at, end - p);
         size_t i = 0;
@@ -326,7 +328,7 @@ NOINLINE static void value_pages(const Span& a, const float* const* s, size_t be
     const size_t row_bytes = a.head_dim * V::bits / 8, vectors = a.head_dim / W;
     float scaled[V::scaled ? NR : 1][kScaleBlocks][kChunk];
     for (size_t p = begin; p < end;) {
-        const uint8_t* page = a.v + size_t(a.table[p / a.block]) * a.v_page;
+        const uint8_t* page = a.v.at(a.head, size_t(a.table[p / a.block]));
         const size_t at = p % a.block, count = smaller(kChunk, smaller(a.block - at, end - p));
         const uint8_t* rows = page + at * row_bytes;
         Weights w[NR];
@@ -402,9 +404,9 @@ static void attend_rows(const Span& a, const void* const* q, const int32_t* firs
                  from = whole > a.begin ? whole : a.begin;
     Ahead pages(a, begin, end > begin ? end : begin);
     Ahead* ahead = asks ? &pages : nullptr;
-    if (a.k_type == CACHE_F16)
+    if (a.k.type == CACHE_F16)
         score_pages<KeysF16, NR>(a, q, from, end, ahead, s);
-    else if (a.k_type == CACHE_Q8_0)
+    else if (a.k.type == CACHE_Q8_0)
         score_pages<KeyBlocks<8>, NR>(a, q, from, end, ahead, s);
     else
         score_pages<KeyBlocks<4>, NR>(a, q, from, end, ahead, s);
@@ -414,9 +416,9 @@ static void attend_rows(const Span& a, const void* const* q, const int32_t* firs
             return vmul(vset1(a.softcap), vdiv(vsub(e, vset1(2)), e));
         });
     for (int r = 0; r < NR; r++) span_softmax(s[r], lo[r], hi[r], n, ahead, out[r] + hd);
-    if (a.v_type == CACHE_F16)
+    if (a.v.type == CACHE_F16)
         value_pages<ValuesF16, NR>(a, s, begin, end, ahead, out);
-    else if (a.v_type == CACHE_Q8_0)
+    else if (a.v.type == CACHE_Q8_0)
         value_pages<ValuesQ8, NR>(a, s, begin, end, ahead, out);
     else
         value_pages<ValuesQ4, NR>(a, s, begin, end, ahead, out);

@@ -72,6 +72,22 @@ constexpr size_t cache_page_bytes(CacheType type, size_t head_dim, size_t block)
                                          : head_dim / 32 * 18);
 }
 
+// The keys, or the values, of a layer. Pages of blocks that follow each other are side by side for each head,
+// in runs of kPageRun: one stream from memory. Longer runs would spread a short text's pages over all of the
+// cache's memory, and each huge page that is touched has to be cleared first (7B: 2 GiB for one token).
+constexpr size_t kPageRun = 8;
+struct CachePages {
+    uint8_t* data;
+    CacheType type;
+    size_t pages, heads, page_bytes;  // pages: of each head
+    uint8_t* at(size_t head, size_t page) const {
+        const size_t first = page / kPageRun * kPageRun, left = pages - first,
+                     run = left < kPageRun ? left : kPageRun;
+        return data + (first * heads + head * run + page - first) * page_bytes;
+    }
+    bool rotated() const { return type != CACHE_F16; }
+};
+
 // Elements of a head that are rotated together: the largest power of two that divides head_dim.
 constexpr size_t rotated(size_t head_dim) { return head_dim & (~head_dim + 1); }
 
@@ -82,14 +98,12 @@ struct QueryBlock {
     int32_t sum;
 };
 
-// Attention over positions [begin, end) of one sequence and one kv head. Page p of the sequence begins at
-// k + table[p] * k_page. end - begin <= kSpan. The caller reads [end, following) next, if that is more.
+// Attention over positions [begin, end) of one sequence and one kv head. Its keys from position p * block on
+// are page table[p]. end - begin <= kSpan. The caller reads [end, following) next, if that is more.
 struct Span {
-    const uint8_t *k, *v;
-    CacheType k_type, v_type;
-    size_t k_page, v_page;
+    CachePages k, v;
     const int32_t* table;
-    size_t block, head_dim, begin, end, following;
+    size_t head, block, head_dim, begin, end, following;
     float scale, softcap;  // softcap > 0: scores become cap * tanh(score / cap)
 };
 constexpr size_t kSpan = 512;

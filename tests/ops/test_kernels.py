@@ -934,9 +934,9 @@ class Good:
         self.c.attention(*(good | changes).values())
 
     def kv(self, **changes: Any) -> _native.KVPages:
-        """Three pages of 2 kv heads, 4 positions each, head_dim 6."""
-        good: dict[str, Any] = {"k": f16s(2, 3, 6, 4), "v": f16s(2, 3, 4, 6), "k_type": 0, "v_type": 0}
-        return _native.KVPages(*(good | {"dim": 6, "block": 4} | changes).values())
+        """Three pages of each of 2 kv heads, 4 positions each, head_dim 6."""
+        good: dict[str, Any] = {"k": f16s(6, 6, 4), "v": f16s(6, 4, 6), "k_type": 0, "v_type": 0}
+        return _native.KVPages(*(good | {"heads": 2, "dim": 6, "block": 4} | changes).values())
 
     def layer(self, **changes: Any) -> _native.Attention:
         good: dict[str, Any] = {
@@ -1085,32 +1085,33 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "attention with rope on odd heads": lambda g: g.attention(
         qkv=zeros(2, 40),
         heads=g.heads(dim=5),
-        kv=g.kv(k=f16s(2, 3, 5, 4), v=f16s(2, 3, 4, 5), dim=5),
+        kv=g.kv(k=f16s(6, 5, 4), v=f16s(6, 4, 5), dim=5),
         out=zeros(2, 20),
     ),
     "attention over other heads' pages": lambda g: g.attention(
-        kv=g.kv(k=f16s(1, 3, 6, 4), v=f16s(1, 3, 4, 6))
+        kv=g.kv(k=f16s(3, 6, 4), v=f16s(3, 4, 6), heads=1)
     ),
     "attention in other blocks": lambda g: g.attention(step=g.step(block=8)),
-    "attention without pages": lambda g: g.attention(kv=g.kv(k=f16s(2, 0, 6, 4), v=f16s(2, 0, 4, 6))),
-    "pages of signed k": lambda g: g.kv(k=zeros(2, 3, 6, 4, dtype=np.int16)),
-    "pages with k of other heads": lambda g: g.kv(k=f16s(1, 3, 6, 4)),
-    "pages with v of other blocks": lambda g: g.kv(v=f16s(2, 3, 5, 6)),
-    "pages with fewer of v": lambda g: g.kv(v=f16s(2, 2, 4, 6)),
-    "pages of strided k": lambda g: g.kv(k=f16s(2, 6, 6, 4)[:, ::2]),
+    "attention without pages": lambda g: g.attention(kv=g.kv(k=f16s(0, 6, 4), v=f16s(0, 4, 6))),
+    "pages of signed k": lambda g: g.kv(k=zeros(6, 6, 4, dtype=np.int16)),
+    "pages that the heads do not divide": lambda g: g.kv(k=f16s(5, 6, 4), v=f16s(5, 4, 6)),
+    "pages of no heads": lambda g: g.kv(heads=0),
+    "pages with v of other blocks": lambda g: g.kv(v=f16s(6, 5, 6)),
+    "pages with fewer of v": lambda g: g.kv(v=f16s(4, 4, 6)),
+    "pages of strided k": lambda g: g.kv(k=f16s(12, 6, 4)[::2]),
     "pages of type -1": lambda g: g.kv(k_type=-1),
     "pages of an unknown type": lambda g: g.kv(v_type=3),
-    "pages of no elements": lambda g: g.kv(k=f16s(2, 3, 0, 4), v=f16s(2, 3, 4, 0), dim=0),
-    "pages of no positions": lambda g: g.kv(k=f16s(2, 3, 6, 0), v=f16s(2, 3, 0, 6), block=0),
-    "pages of f16 as bytes": lambda g: g.kv(k=some_bytes(2, 3, 48)),
+    "pages of no elements": lambda g: g.kv(k=f16s(6, 0, 4), v=f16s(6, 4, 0), dim=0),
+    "pages of no positions": lambda g: g.kv(k=f16s(6, 6, 0), v=f16s(6, 0, 6), block=0),
+    "pages of f16 as bytes": lambda g: g.kv(k=some_bytes(6, 48)),
     "pages of q8_0 in f16": lambda g: g.kv(k_type=1),
-    "pages of q8_0 with half a block": lambda g: g.kv(k=some_bytes(2, 3, 4 * 48), k_type=1, dim=48),
+    "pages of q8_0 with half a block": lambda g: g.kv(
+        k=some_bytes(6, 4 * 48), v=f16s(6, 4, 48), k_type=1, dim=48
+    ),
     "pages of q8_0 that are too short": lambda g: g.kv(
-        k=some_bytes(2, 3, 4 * 34 - 1), v=f16s(2, 3, 4, 32), k_type=1, dim=32
+        k=some_bytes(6, 4 * 34 - 1), v=f16s(6, 4, 32), k_type=1, dim=32
     ),
-    "pages of q4_0 as q8_0": lambda g: g.kv(
-        k=some_bytes(2, 3, 4 * 18), v=f16s(2, 3, 4, 32), k_type=1, dim=32
-    ),
+    "pages of q4_0 as q8_0": lambda g: g.kv(k=some_bytes(6, 4 * 18), v=f16s(6, 4, 32), k_type=1, dim=32),
     "page bytes of an unknown type": lambda g: _native.cache_page_bytes(3, 32, 32),
     "attention on a page that is not there": lambda g: g.attention(step=g.step(table=ints(3, 0)[None])),
     "step in empty blocks": lambda g: g.step(block=0),
@@ -1146,9 +1147,7 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "attention block of narrow x": lambda g: g.attention_add(x=zeros(2, 31), h=zeros(2, 31)),
     "attention block of other h": lambda g: g.attention_add(h=zeros(1, 32)),
     "attention block of other tokens": lambda g: g.attention_add(x=zeros(1, 32), h=zeros(1, 32)),
-    "attention block without pages": lambda g: g.attention_add(
-        kv=g.kv(k=f16s(2, 0, 6, 4), v=f16s(2, 0, 4, 6))
-    ),
+    "attention block without pages": lambda g: g.attention_add(kv=g.kv(k=f16s(0, 6, 4), v=f16s(0, 4, 6))),
     "attention block into a read-only array": lambda g: g.attention_add(x=read_only(2, 32)),
     "attention block of an ffn": lambda g: g.attention_add(layer=g.ffn()),
     "ffn of other x": lambda g: g.ffn_add(h=zeros(1, 32)),

@@ -88,13 +88,13 @@ def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int, types
 
 def in_ram(layer: int, shape: KVShape) -> KVLayer:
     """Allocate the pages of a layer, zeros. The system backs a page with memory when it is first written."""
-    s, pages = shape, (shape.heads, shape.pages)
-    k = _zeros((*pages, s.k_bytes))
-    v = _zeros((*pages, s.v_bytes))
+    s, pages = shape, shape.heads * shape.pages
+    k = _zeros((pages, s.k_bytes))
+    v = _zeros((pages, s.v_bytes))
     return KVLayer(
         shape,
-        k.view(np.float16).reshape(*pages, s.head_dim, s.block) if s.types.k == "f16" else k,
-        v.view(np.float16).reshape(*pages, s.block, s.head_dim) if s.types.v == "f16" else v,
+        k.view(np.float16).reshape(pages, s.head_dim, s.block) if s.types.k == "f16" else k,
+        v.view(np.float16).reshape(pages, s.block, s.head_dim) if s.types.v == "f16" else v,
     )
 
 

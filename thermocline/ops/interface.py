@@ -24,6 +24,7 @@ I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 # Tokens that `predict` guesses for; more share too many neurons, and are computed exactly.
 FEW = _native.limits().few_tokens
+PAGE_RUN = _native.limits().page_run
 CPU = "cpu"  # a device's name, as in a placement; the GPUs of a session are "gpu:0", "gpu:1"
 
 
@@ -237,7 +238,10 @@ class DiskCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class KVShape:
-    """The pages of one layer: `block` positions of each kv head in each of `pages`."""
+    """The pages of one layer: `block` positions of a kv head in each, `pages` for each head.
+
+    Runs of pages of one head lie side by side, so that blocks that follow each other are a stream.
+    """
 
     pages: int
     heads: int
@@ -254,15 +258,22 @@ class KVShape:
     def v_bytes(self) -> int:
         return self.block * row_bytes(self.types.v, self.head_dim)
 
+    def places(self, pages: I32) -> I32:
+        """Return where these pages of every head are among all, [heads, pages]."""
+        first = pages // PAGE_RUN * PAGE_RUN
+        run = np.minimum(PAGE_RUN, self.pages - first)
+        heads = np.arange(self.heads, dtype=np.int32)[:, None]
+        return (first * self.heads + heads * run + pages - first).astype(np.int32)
+
 
 @dataclass(frozen=True)
 class KVLayer:
     """One layer's keys and values, written and read in place.
 
-    Keys in f16 are [heads, pages, head_dim, block], so that a vector holds one element of many positions, and
-    values [heads, pages, block, head_dim]. Quantised ones are [heads, pages, bytes of a page] (kernels.h says
-    which byte is what). A head's pages lie side by side, so that blocks that follow each other are one
-    stream. A GPU's are its own arrays, of the shape that its kernels want.
+    Keys in f16 are [heads * pages, head_dim, block], so that a vector holds one element of many positions,
+    and values [heads * pages, block, head_dim]. Quantised ones are [heads * pages, bytes of a page]
+    (kernels.h says which byte is what). `shape.places` says where a page is. A GPU's are its own arrays, of
+    the shape that its kernels want.
     """
 
     shape: KVShape
@@ -278,7 +289,7 @@ class KVLayer:
         """The same pages as the native core takes them, checked."""
         s = self.shape
         k_type, v_type = CACHE_TYPES[s.types.k], CACHE_TYPES[s.types.v]
-        return _native.KVPages(self.k, self.v, k_type, v_type, s.head_dim, s.block)
+        return _native.KVPages(self.k, self.v, k_type, v_type, s.heads, s.head_dim, s.block)
 
 
 # ---- the ops

@@ -121,9 +121,9 @@ def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
         v = _hadamard(v)
     for r in range(len(qkv)):
         b, slot = divmod(int(batch.positions[r]), kv.shape.block)
-        page = int(table[batch.sequence[r], b])
-        _store_keys(kv, page, slot, k[r])
-        _store_values(kv, page, slot, v[r])
+        pages = kv.shape.places(table[batch.sequence[r], b : b + 1])[:, 0]  # of each head
+        _store_keys(kv, pages, slot, k[r])
+        _store_values(kv, pages, slot, v[r])
     out = np.empty_like(q)
     for r in range(len(qkv)):
         out[r] = _attend(heads, q[r], int(batch.positions[r]), table[batch.sequence[r]], kv)
@@ -147,7 +147,7 @@ def _attend(heads: Heads, q: F32, position: int, pages: I32, kv: KVLayer) -> F32
     end, block = position + 1, kv.shape.block
     start = 0 if heads.window is None else max(0, end - heads.window)
     skipped = start // block * block
-    held = pages[start // block : (end + block - 1) // block]
+    held = kv.shape.places(pages[start // block : (end + block - 1) // block])
     at = slice(start - skipped, end - skipped)
     keys, values = _keys_at(kv, held)[:, at], _values_at(kv, held)[:, at]
     out = np.empty((heads.n, heads.dim), np.float32)
@@ -192,60 +192,60 @@ def _joined(low: U8, high: U8) -> U8:
     return low | high << np.uint8(4)
 
 
-def _store_keys(kv: KVLayer, page: int, slot: int, k: F32) -> None:
-    """Store k [heads, dim] as the keys of one position: dwords of 4 or 8 elements."""
+def _store_keys(kv: KVLayer, pages: I32, slot: int, k: F32) -> None:
+    """Store k [heads, dim] as the keys of one position of these pages: dwords of 4 or 8 elements."""
     s, type = kv.shape, kv.shape.types.k
     if type == "f16":
-        kv.k[:, page, :, slot] = k
+        kv.k[pages, :, slot] = k
         return
     q, scale = _encoded(type, k)
     if type == "q4_0":
         halves = q.reshape(s.heads, -1, 2, 4)
         q = _joined(halves[:, :, 0], halves[:, :, 1])
-    quants, scales = _planes(kv.k[:, page], type, s)
-    quants.reshape(s.heads, -1, s.block, 4)[:, :, slot] = q.reshape(s.heads, -1, 4)
-    scales[:, :, slot] = scale
+    quants, scales = _planes(kv.k, type, s)
+    quants.reshape(len(kv.k), -1, s.block, 4)[pages, :, slot] = q.reshape(s.heads, -1, 4)
+    scales[pages, :, slot] = scale
 
 
-def _store_values(kv: KVLayer, page: int, slot: int, v: F32) -> None:
+def _store_values(kv: KVLayer, pages: I32, slot: int, v: F32) -> None:
     """Store v [heads, dim] as the values of one position: nibbles in two's complement."""
     s, type = kv.shape, kv.shape.types.v
     if type == "f16":
-        kv.v[:, page, slot] = v
+        kv.v[pages, slot] = v
         return
     q, scale = _encoded(type, v)
     if type == "q4_0":
         halves = q.reshape(s.heads, -1, 2, 16) ^ np.uint8(8)
         q = _joined(halves[:, :, 0], halves[:, :, 1])
-    quants, scales = _planes(kv.v[:, page], type, s)
-    quants.reshape(s.heads, s.block, -1)[:, slot] = q.reshape(s.heads, -1)
-    scales[:, :, slot] = scale
+    quants, scales = _planes(kv.v, type, s)
+    quants.reshape(len(kv.v), s.block, -1)[pages, slot] = q.reshape(s.heads, -1)
+    scales[pages, :, slot] = scale
 
 
 def _keys_at(kv: KVLayer, pages: I32) -> F32:
-    """Return the keys of some pages, [heads, positions, dim]."""
+    """Return the keys of pages [heads, n], [heads, positions, dim]."""
     s, type = kv.shape, kv.shape.types.k
-    held = kv.k[:, pages]
+    held = kv.k[pages]
     if type == "f16":
         return held.swapaxes(2, 3).reshape(s.heads, -1, s.head_dim).astype(np.float32)
     q, scales = _planes(held, type, s)
     if type == "q4_0":
-        dwords = q.reshape(s.heads, len(pages), -1, s.block, 4)
+        dwords = q.reshape(*pages.shape, -1, s.block, 4)
         q = np.stack([dwords & np.uint8(15), dwords >> np.uint8(4)], axis=3) - np.uint8(8)
-    dwords = q.reshape(s.heads, len(pages), -1, s.block, 4)
-    elements = dwords.swapaxes(3, 4).reshape(s.heads, len(pages), -1, 32, s.block).view(np.int8)
+    dwords = q.reshape(*pages.shape, -1, s.block, 4)
+    elements = dwords.swapaxes(3, 4).reshape(*pages.shape, -1, 32, s.block).view(np.int8)
     x = elements.astype(np.float32) * scales[:, :, :, None].astype(np.float32)
-    return x.reshape(s.heads, len(pages), -1, s.block).swapaxes(2, 3).reshape(s.heads, -1, s.head_dim)
+    return x.reshape(*pages.shape, -1, s.block).swapaxes(2, 3).reshape(s.heads, -1, s.head_dim)
 
 
 def _values_at(kv: KVLayer, pages: I32) -> F32:
-    """Return the values of some pages, [heads, positions, dim]."""
+    """Return the values of pages [heads, n], [heads, positions, dim]."""
     s, type = kv.shape, kv.shape.types.v
-    held = kv.v[:, pages]
+    held = kv.v[pages]
     if type == "f16":
         return held.reshape(s.heads, -1, s.head_dim).astype(np.float32)
     q, scales = _planes(held, type, s)
-    q = q.reshape(s.heads, len(pages), s.block, s.head_dim // 32, -1)
+    q = q.reshape(*pages.shape, s.block, s.head_dim // 32, -1)
     if type == "q4_0":
         nibbles = np.concatenate([q & np.uint8(15), q >> np.uint8(4)], axis=4)
         q = (nibbles ^ np.uint8(8)) - np.uint8(8)
