@@ -143,7 +143,11 @@ def llama3_factors(config: dict[str, Any]) -> F32:
 
 
 # type -> (a block's bytes, where its f16 scales are); a block is 256 numbers
-K_SCALES = {"Q4_K": (144, (0, 2)), "Q6_K": (210, (208,))}
+K_SCALES = {
+    "Q2_K": (84, (80, 82)), "Q3_K": (110, (108,)), "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)),
+    "Q6_K": (210, (208,)), "IQ1_S": (50, (0,)), "IQ2_XXS": (66, (0,)), "IQ2_XS": (74, (0,)),
+    "IQ2_S": (82, (0,)), "IQ3_XXS": (98, (0,)), "IQ3_S": (110, (0,)), "IQ4_XS": (136, (0,)),
+}  # fmt: skip
 
 
 def k_blocks(kind: str, shape: tuple[int, ...], seed: int) -> NDArray[np.uint8]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from thermocline.engine.kv_cache import in_ram
 from thermocline.model import quant
@@ -16,7 +17,7 @@ from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import KernelSizes
 from thermocline.ops.interface import F32, I32, Batch, Heads, KVShape
 
-SIZES = KernelSizes(tokens=130, dim=320, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
+SIZES = KernelSizes(tokens=130, dim=768, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,27 @@ def normal(seed: int, *shape: int) -> F32:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
+def noise(format: str, rows: int, columns: int) -> NDArray[np.uint8]:
+    """Rows of random bits, with scales that are numbers."""
+    rng = np.random.default_rng(columns)
+    data = rng.integers(0, 256, (rows, quant.row_bytes(format, columns)), np.uint8)
+    for name, plane in quant.planes(format, data).items():
+        if name in ("number", "scale", "minimum", "super", "super_minimum"):
+            plane[:] = quant.encode(
+                "f32" if format == "f32" else "f16", normal(1, rows, plane[0].size // 2)
+            ).reshape(plane.shape)
+    return data
+
+
 def columns(format: str) -> tuple[int, ...]:
     """One block, odd numbers of them, and more than a step of every kernel takes in small."""
-    return (32, 96, 288) if quant.FORMATS[format].block > 1 else (1, 33, 300)
+    return {1: (1, 33, 300), 32: (32, 96, 288), 256: (256, 512, 768)}[quant.FORMATS[format].block]
+
+
+def whole(format: str, n: int) -> int:
+    """n columns, or the first whole number of blocks that has as many."""
+    block = quant.FORMATS[format].block
+    return -(-n // block) * block
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,10 @@ struct Request {
     }
     tc::Attention attention() {
         const tc::Norm n = norm();
-        const tc::Linear qkv = linear(), out = linear();
+        tc::Stack qkv = {};
+        for (uint64_t parts = number(); parts; parts--) qkv.parts.push_back(matrix());
+        qkv.bias = values<const float>();
+        const tc::Linear out = linear();
         const tc::Heads h = heads();
         const tc::Norm sub = norm();
         return {n, qkv, out, h, sub, join()};

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SIGNS = 5
+from thermocline.model.formats import FORMATS
+
+SIGNS = len(FORMATS)  # csrc/kernels/formats.h: after the others
 NONE = 2**64 - 1
 F32 = NDArray[np.float32]
 U32 = NDArray[np.uint32]
@@ -140,6 +142,12 @@ class Linear(Part):
         self.weight = weight
 
 
+class Stack(Part):
+    def __init__(self, parts: tuple[Matrix, ...], bias: F32 | None) -> None:
+        matrices = b"".join(part.packed for part in parts)
+        super().__init__(u64(len(parts)) + matrices + values(bias), *parts)
+
+
 class Heads(Part):
     def __init__(
         self,
@@ -180,7 +188,7 @@ class Step(Part):
 
 class Attention(Part):
     def __init__(
-        self, norm: Norm | None, qkv: Linear, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
+        self, norm: Norm | None, qkv: Stack, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
     ) -> None:
         parts = packed(norm, Norm) + qkv.packed + out.packed + heads.packed
         super().__init__(parts + packed(sub_norm, Norm) + join.packed, qkv, out)

@@ -14,7 +14,9 @@ from serving import TEMPLATE
 from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import IOFailure
+from thermocline.files.small_files import FilesOfDirectory
 from thermocline.llm import BUNDLED
+from thermocline.pack.pack import Pack
 from thermocline.server.api.app import application
 from thermocline.server.api.model import ServedModel
 from thermocline.server.api.state import Api
@@ -97,7 +99,9 @@ def scripted(*, template: str | None = TEMPLATE, keys: Sequence[str] = ()) -> It
         defaults=SamplingParams(temperature=0.7, max_tokens=None),
         keys=bool(keys),
     )
-    server.model = ServedModel.of(ModelOpened(str(BUNDLED), 1 << 20, 4, template), "scripted")
+    server.model = ServedModel.of(
+        ModelOpened(Pack.open(BUNDLED).spec, FilesOfDirectory(BUNDLED), 1 << 20, 4, template), "scripted"
+    )
     listener = listen("127.0.0.1", 0, has_keys=bool(keys))
     made = Scripted(listener.url, engine, server)
     began: list[http.HttpServer] = []

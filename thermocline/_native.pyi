@@ -2,6 +2,7 @@
 is a TypeError, a wrong shape or value a ValueError.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,23 @@ def read_bandwidth(nbytes: int, threads: int, seconds: float) -> float:
 
 def crc32c(buffer: bytes | memoryview | U8, seed: int = 0) -> int:
     """CRC-32C (Castagnoli); pass the last result as seed to continue."""
+
+def quantise(
+    format: str,
+    x: F32,
+    out: U8,
+    *,
+    importance: F32 | None = None,
+    feedback: F32 | None = None,
+    threads: int = 1,
+    isa: str = "",
+) -> None:
+    """Search for the bytes of rows x [rows, columns] with the least error: planar rows [rows, row bytes].
+
+    importance: what the square of an error costs, for each column. feedback: for each window of columns the
+    upper triangular U with U'U = the inverse of the inputs' covariance, [windows, window, window]; the errors
+    of a column are then evened out by later ones of its window.
+    """
 
 SIGNS: int  # a `Matrix` format for predictors: a bit a weight
 FORMATS: dict[str, tuple[int, int, int]]  # by name: id, weights of a block, bytes of a block
@@ -59,6 +77,39 @@ class Arena:
 
     def fence(self) -> None:
         """Tests: reading past the padding, where a page must begin, ends the process from now on."""
+
+ROW_BITS: int  # of a row's number in what `Loading.wait` returns
+CHANGED: int  # its error where a file is no longer what it was
+
+class Loading:
+    """Weights on their way into an arena, by threads of their own. One that goes is given up."""
+
+    def wait(self, progress: Callable[[int], None] | None = None) -> tuple[int, int]:
+        """Wait; `progress(bytes)` and signal handlers run meanwhile.
+
+        -> (0, -1), or what the first failure is: of blocks (errno, -1 for EOF or 0 for a wrong checksum; the
+        block), of rows (the same, but 0 for a scale that is no number; run << ROW_BITS | row) or (CHANGED;
+        the file).
+        """
+
+    def stop(self) -> None:
+        """Give up: what is begun is finished, nothing else is read."""
+
+def begin_blocks(
+    arena: Arena, path: str, ranges: list[tuple[int, int, int]], checksums: U32, block: int
+) -> Loading:
+    """File bytes [begin, end) to byte `to`, each range, checked."""
+
+def begin_rows(
+    arena: Arena,
+    files: list[tuple[str, tuple[int, int, int, int]]],
+    runs: list[tuple[str, int, int, int, int, int, int, I32 | None]],
+) -> Loading:
+    """Rows of GGUF files as planar rows. files: (path, (device, inode, bytes, time of writing in ns)); runs:
+    (format, columns, file, first byte, rows, to, stride, order)"""
+
+def arranged(format: str, rows: U8, out: U8) -> int | None:
+    """Rows of GGUF's blocks as planar rows. -> the first row with a scale that is no number"""
 
 class Reader:
     """Asynchronous reads of one file. OSError where it cannot be opened.
@@ -114,6 +165,11 @@ class Norm:
 class Linear:
     def __new__(cls, weight: Matrix, bias: F32 | None) -> Linear: ...
 
+class Stack:
+    """Matrices of one width, one under the other, at most 3, and a bias for all their rows."""
+
+    def __new__(cls, parts: tuple[Matrix, ...], bias: F32 | None) -> Stack: ...
+
 class Heads:
     """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none."""
 
@@ -137,7 +193,7 @@ class Join:
 
 class Attention:
     def __new__(
-        cls, norm: Norm | None, qkv: Linear, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
+        cls, norm: Norm | None, qkv: Stack, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
     ) -> Attention: ...
 
 class Predictor:

@@ -16,13 +16,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from thermocline.convert.pack_cache import resolve
 from thermocline.engine.generation_config import recommended
 from thermocline.engine.request import Chunk, Completion, Request, request_for
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
 from thermocline.hub.download import locate
-from thermocline.pack.pack import Pack
+from thermocline.opening.gguf_model import GGUFModel
+from thermocline.opening.open_model import open_model
 from thermocline.session.options import (
     EngineOptions,
     Keywords,
@@ -38,22 +38,20 @@ from thermocline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from thermocline.engine.engine import Engine
+    from thermocline.files.small_files import SmallFiles
+    from thermocline.pack.stored_model import StoredModel
     from thermocline.text.grammar import Constraint
 
 log = logging.getLogger(__name__)
 BUNDLED = Path(__file__).with_name("bundled")
 
 
-def opened_pack(files: ModelOptions, progress: Progress) -> Pack:
-    """Open the pack of a model; fetch the model and pack it, where that was not done before."""
+def opened_model(files: ModelOptions, progress: Progress) -> StoredModel:
+    """Open a model; fetch it, and pack one that does not run in place, where that was not done before."""
     cache_dir = default_cache_dir(os.environ) if files.cache_dir is None else files.cache_dir
     path = BUNDLED if files.model is None else locate(files.model, progress)
     packing = partial(progress, "packing")
-    return Pack.open(
-        resolve(
-            path, cache_dir, files.format, packing, text=True, activation=files.activation
-        )
-    )  # fmt: skip
+    return open_model(path, cache_dir, files.format, packing, text=True, activation=files.activation)
 
 
 class Stream(Iterator[Chunk]):
@@ -99,21 +97,21 @@ class LLM:
         with LLM("path/to/model") as llm:
             print(llm.generate("Once upon a time").text)
 
-    model      a pack, or a Hugging Face directory or GGUF file, packed once into `cache_dir`; or a name on
-               the hub, "org/name[@revision][:file or quant]", fetched once; None: the bundled model. A Path
-               is a path
+    model      a pack; a GGUF file, which runs in place; a Hugging Face directory, packed once into
+               `cache_dir`; or a name on the hub, "org/name[@revision][:file or quant]", fetched once;
+               None: the bundled model. A Path is a path
     threads    None: the physical cores this process may use
     context    tokens of prompt and answer together; None: the model's limit, but at most 4096, since memory
                for it is reserved up front; any number up to the model's limit can be asked for
-    format     of the weights where the model has to be packed, one of `thermocline pack --format`; None: a
-               GGUF's own, else q8_0
+    format     of the weights, one of `thermocline pack --format`: the model is packed in it; None: a GGUF's
+               own, else q8_0
     activation  "relu", on an FFN's gate alone, or "drelu", on gate and up: where the model leaves it open
     sparsity   "exact" skips neurons that are zero, with the same answer; "predict" also those that the pack's
                predictors (`thermocline train`) take for zero, with nearly the same; "off" computes all
     max_batch  requests computed together; more wait
     cache_dir  where packed models are kept; None: the system's place for caches
     progress   called with ("downloading", "packing" or "loading", bytes done, bytes in all)
-    lazy       read the weights at the first request that can be answered: a bad one is refused at once
+    lazy       wait for the weights at the first request that can be answered: a bad one is refused at once
     chat_template  Jinja, in place of the model's own
     ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
                are larger, those of the neurons that are needed least stay on disk
@@ -148,16 +146,17 @@ class LLM:
         files = changed(files or ModelOptions(), keywords)
         begin, progress = time.perf_counter(), progress or silent
         self._files = files
-        self._pack = opened_pack(files if model is None else replace(files, model=model), progress)
-        self.path, self.spec = self._pack.path, self._pack.spec
-        self.sparsity, self.weight_format = options.sparsity, self._pack.weight_format
+        self._model = opened_model(files if model is None else replace(files, model=model), progress)
+        self.path, self.spec = self._model.path, self._model.spec
+        self.sparsity, self.weight_format = options.sparsity, self._model.weight_format
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()
         self._closed = False
-        self.session = Session.open(self._pack, options, progress=progress)
+        self.session = Session.open(self._model, options, progress=progress)
         self.threads = self.session.threads
         try:
-            self.tokenizer = Tokenizer(self.path, self.spec)
+            self.session.begin()
+            self.tokenizer = Tokenizer(self._model.small_files, self.spec)
             self._grammars = Grammars(self.tokenizer)
             self.load_s = time.perf_counter() - begin
             if not lazy:
@@ -256,10 +255,20 @@ class LLM:
         params = params or self._default_params
         return self._stream(ids, replace(params, stop_ids=(*params.stop_ids, *self.chat_template.stop_ids)))
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the model's file is read as it is, instead of a pack that was made of it."""
+        return isinstance(self._model, GGUFModel)
+
+    @property
+    def small_files(self) -> SmallFiles:
+        """The model's tokenizer and chat template, as files."""
+        return self._model.small_files
+
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The model's, or the one given; UsageError where there is none."""
-        return ChatTemplate(self.path, self.tokenizer, self._files.chat_template)
+        return ChatTemplate(self._model.small_files, self.tokenizer, self._files.chat_template)
 
     @cached_property
     def recommended(self) -> dict[str, Any]:
@@ -267,7 +276,7 @@ class LLM:
 
         For `SamplingParams(**llm.recommended, seed=1)`. BadFile, Unsupported: a key is not understood.
         """
-        return recommended(self._pack) if self._files.generation_config == "auto" else {}
+        return recommended(self._model) if self._files.generation_config == "auto" else {}
 
     @property
     def _default_params(self) -> SamplingParams:

@@ -25,8 +25,8 @@ sys.path += [str(room) for room in Path(__file__).resolve().parents[1].iterdir()
 
 import numpy as np
 from build_llamacpp import PACKAGE, VERSION, build, build_driver, note, source_tree
+from engines import Driver, commit
 from memory_limit import drop_from_cache, memory_limit
-from vs_llamacpp import Driver, commit
 
 from thermocline.machine import hardware
 from thermocline.offline.bench import random_tokens

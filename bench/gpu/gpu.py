@@ -44,12 +44,12 @@ import gpu_check
 import gpu_llama
 import torch
 from build_llamacpp import note
+from engines import BENCH, commit
 from gpu_models import Model, Shape
 from gpu_report import LLAMA, OURS, key_of, table
 from gpu_results import Results
 from gpu_run import Loaded, sync_cost, timeline, write_timeline
 from gpu_sides import Clock, Lost, Machine, Rival, Side, alternate, speeds
-from vs_llamacpp import BENCH, commit
 
 from thermocline import __version__
 from thermocline.cli.console import INTERRUPTED, ProgressBar
@@ -272,7 +272,7 @@ def run(m: Machine) -> None:
         )
         return
     if "card" not in items:
-        tier = gpu.tiers_of(m.device, "f16", m.args.threads).gpu
+        tier = gpu.tiers_of(m.device, ("f16",), m.args.threads).gpu
         assert tier is not None
         m.results.add("card", dataclasses.asdict(tier))
     m.driver = gpu_llama.prepared(m.args.build_dir, m.args.llama_source, max(1.0, m.clock.left))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from reference_weights import decoded
 from synthetic_predictors import gate_of
 
 from thermocline.convert import synthetic
@@ -25,20 +26,8 @@ from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device_sizes import StepLimits
 from thermocline.ops.gpu import GpuOps, pages_on
-from thermocline.ops.interface import (
-    CPU,
-    F32,
-    FFN,
-    Batch,
-    FFNStats,
-    KVLayer,
-    KVShape,
-    Layer,
-    Linear,
-    Norm,
-    Weights,
-)
-from thermocline.pack.pack import Pack, read_tensor
+from thermocline.ops.interface import CPU, F32, Batch, FFNStats, KVLayer, KVShape, Weights
+from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
 from thermocline.session import gpu_weights
@@ -121,60 +110,6 @@ def placements(spec: ModelSpec) -> dict[str, Placement]:
     if sparse:
         made["divided"] = of((True, some), (True, max(some, neurons - least)), (False, some))
     return made
-
-
-# ---- the specification's side
-
-
-def decoded(pack: Pack) -> Weights:
-    """A pack's weights as `ops.reference` takes them."""
-    spec = pack.spec
-
-    def rows(name: str) -> F32:
-        t = pack.tensors[name]
-        found = read_tensor(pack, name)
-        return quant.decode(t.format, found[:, : quant.row_bytes(t.format, t.shape[-1])], t.shape[-1])
-
-    def vector(name: str) -> F32 | None:
-        return read_tensor(pack, name).view(np.float32).ravel() if name in pack.tensors else None
-
-    def norm(name: str) -> Norm | None:
-        weight = vector(f"{name}.weight")
-        return None if weight is None else Norm(weight, vector(f"{name}.bias"))
-
-    def linear(name: str) -> Linear:
-        return Linear(rows(f"{name}.weight"), vector(f"{name}.bias"))
-
-    def experts(name: str) -> Iterator[FFN]:
-        gate, gate_bias = rows(f"{name}.gate.weight"), vector(f"{name}.gate.bias")
-        bias = vector(f"{name}.down.bias")
-        if not spec.sparse:
-            up, down = rows(f"{name}.up.weight"), rows(f"{name}.down.weight")
-            yield FFN.whole(Linear(gate, gate_bias), up, down, bias, bundles=False)
-            return
-        t, records = pack.tensors[f"{name}.bundle"], read_tensor(pack, f"{name}.bundle")
-        size = quant.row_bytes(t.format, spec.dim)
-        parts = [
-            quant.decode(t.format, np.ascontiguousarray(records[:, i * size : (i + 1) * size]), spec.dim)
-            for i in range(2 if spec.gated else 1)
-        ]
-        n = spec.ffn_dim
-        for own in (slice(e * n, (e + 1) * n) for e in range(spec.n_experts)):
-            mine = Linear(gate[own], None if gate_bias is None else gate_bias[own])
-            yield FFN.whole(mine, parts[0][own] if spec.gated else None, parts[-1][own], bias, bundles=True)
-
-    def layer(i: int) -> Layer:
-        a = f"layers.{i}"
-        norms = norm(f"{a}.attn_norm"), norm(f"{a}.ffn_norm")
-        return Layer(
-            norms[0], linear(f"{a}.qkv"), linear(f"{a}.attn_out"), norms[1],
-            tuple(experts(a)), router=rows(f"{a}.router.weight") if spec.n_experts > 1 else None,
-        )  # fmt: skip
-
-    embed = rows("embed.weight")
-    position = rows("pos_embed.weight") if spec.position == "learned" else None
-    head = Linear(embed, None) if spec.tied_head else linear("head")
-    return Weights(embed, position, tuple(map(layer, range(spec.n_layers))), norm("out_norm"), head)
 
 
 # ---- steps

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from build_llamacpp import build, build_driver, note, source_tree
-from vs_llamacpp import Driver
+from engines import Driver
 
 OVERHEAD_BYTES = 700 << 20  # of its CUDA context and compute buffers: a first guess
 

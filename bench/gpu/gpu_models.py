@@ -19,6 +19,7 @@ import numpy as np
 from synthetic_predictors import SEED, hot_neurons, predictor_of, record, shifted
 
 from thermocline.convert import synthetic, to_gguf
+from thermocline.convert.random_weights.source import RandomWeights
 from thermocline.convert.synthetic_weights import WeightStatistics
 from thermocline.model.spec import ModelSpec
 from thermocline.pack.pack import Pack
@@ -89,7 +90,7 @@ def written(shape: Shape, config: dict[str, Any], directory: Path, name: str) ->
     model = synthetic.SyntheticModel.of(str(where), 0, shape.active, shape.skew, rank_for(few), True)
     plan, key = model.stats, hashlib.blake2b(repr((shape, few)).encode(), digest_size=16).hexdigest()
     deep = replace(plan.spec, n_layers=DEPTH if plan.spec.sparse else layers)
-    source = synthetic.RandomWeights(WeightStatistics.of(deep, plan.seed, plan.sparsity, not plan.constant))
+    source = RandomWeights(WeightStatistics.of(deep, plan.seed, plan.sparsity, not plan.constant))
     write_pack(
         where / "pack",
         plan.spec,

@@ -17,10 +17,10 @@ import gpu_llama
 import numpy as np
 import torch
 from build_llamacpp import PACKAGE, VERSION
+from engines import Driver
 from gpu_models import Model, Shape, made, write_gguf
 from gpu_report import LLAMA, OURS, key_of
 from gpu_results import Results
-from vs_llamacpp import Driver
 
 from thermocline.errors import DeviceFailure, OutOfBudget
 from thermocline.machine import hardware
@@ -98,7 +98,7 @@ class Machine:
         g = self.device
         if vram != "all":
             g = replace(g, free_bytes=min(g.free_bytes, int(float(vram) * GIB)))
-        found = gpu.tiers_of(g, model.shape.format, self.args.threads)
+        found = gpu.tiers_of(g, (model.shape.format,), self.args.threads)
         options = EngineOptions(
             sparsity=self.sparsity_of(model), context=self.context(model), max_batch=1,
             threads=self.args.threads
@@ -234,5 +234,5 @@ def losing() -> Iterator[None]:
     """What a process that ends, or says something else, raises: as Lost."""
     try:
         yield
-    except (SystemExit, OSError, ValueError, KeyError) as e:  # vs_llamacpp's Driver, a pipe, JSON
+    except (SystemExit, OSError, ValueError, KeyError) as e:  # a Driver, a pipe, JSON
         raise Lost(f"{LLAMA}: {e}") from e

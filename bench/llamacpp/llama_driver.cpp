@@ -3,6 +3,7 @@
 //
 //   llama-driver MODEL.gguf TOKENS.i32 N_CTX MMAP(0|1) REPACK(0|1) [GPU_LAYERS]
 //   run THREADS FLASH(0|1) DEPTH PROMPT GEN   -> {"ns": ...}         after DEPTH tokens, which are kept between runs
+//   first THREADS FLASH PROMPT                -> {"ns": ..., "token": ...}   the likeliest token after the prompt
 //   logits THREADS FLASH PROMPT GEN FILE      -> {"rows": GEN + 1}   f32 logits after the prompt and each token
 //   peak                                      -> {"peak_rss_bytes": ...}
 #include <algorithm>
@@ -106,6 +107,12 @@ static long long run(Driver & d, int depth, int n_prompt, int n_gen) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
 }
 
+static int likeliest(Driver & d) {
+    const float * logits = llama_get_logits_ith(d.ctx, -1);
+    const int n = llama_vocab_n_tokens(llama_model_get_vocab(d.model));
+    return int(std::max_element(logits, logits + n) - logits);
+}
+
 static void write_logits(Driver & d, int n_prompt, int n_gen, const std::string & path) {
     const size_t n = size_t(llama_vocab_n_tokens(llama_model_get_vocab(d.model)));
     std::ofstream f(path, std::ios::binary);
@@ -156,6 +163,13 @@ int main(int argc, char ** argv) {
         if (sscanf(line, "run %d %d %d %d %d", &threads, &flash, &depth, &n_prompt, &n_gen) == 5) {
             use(d, threads, flash);
             printf("{\"ns\": %lld}\n", run(d, depth, n_prompt, n_gen));
+        } else if (sscanf(line, "first %d %d %d", &threads, &flash, &n_prompt) == 3) {
+            const auto start = std::chrono::steady_clock::now();
+            use(d, threads, flash);
+            go_to(d, n_prompt);
+            const int id = likeliest(d);
+            const auto ns = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+            printf("{\"ns\": %lld, \"token\": %d}\n", (long long) ns, id);
         } else if (sscanf(line, "logits %d %d %d %d %3999[^\n]", &threads, &flash, &n_prompt, &n_gen, path) == 5) {
             use(d, threads, flash);
             write_logits(d, n_prompt, n_gen, path);

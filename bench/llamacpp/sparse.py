@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 from build_llamacpp import PACKAGE, VERSION, build, build_driver, sh, source_tree
-from vs_llamacpp import BENCH, HERE, Driver, commit, roof
+from engines import BENCH, HERE, Driver, commit
+from vs_llamacpp import roof
 
 from thermocline.machine import hardware
 from thermocline.offline.bench import Test, random_tokens

@@ -1,12 +1,17 @@
-"""Thermocline beside llama.cpp: the same random weights, threads and tests, run by run in alternation.
+"""Thermocline beside llama.cpp: the same file, threads and tests, run by run in alternation.
 
-    python bench/llamacpp/vs_llamacpp.py --dir /tmp/packs --build-dir /tmp/llama.cpp --format q8_0 q4_0 --tune
+    python bench/llamacpp/vs_llamacpp.py --row q4_k_m-7b --isa avx2 --dir /tmp/gguf --build-dir /tmp/llama
+    python bench/llamacpp/vs_llamacpp.py --shape llama-2-7b --format q8_0 q4_0 --test tg64 pp512 ...
 
-Both engines stay loaded where memory has room for both (one computes, the other waits for its next line);
-else they take turns, a process each. A ratio is of two runs one after the other, the first changing from pair
-to pair, and above 1 where Thermocline is faster. Logits are compared first: what computes something else is
-not timed. llama.cpp runs as llama-bench does (batch 2048, ubatch 512, f16 cache), with repacked weights;
-flash attention and memory mapping as given, or with --tune the fastest of their four combinations, measured.
+A row of `ROWS` names a shape, a format and tests. The GGUF file is written by `thermocline synth` where it is
+not there yet, and both engines read it. Both stay loaded where memory has room for both (one computes, the
+other waits for its next line); else they take turns, a process each. A ratio is of two runs one after the
+other, the first changing from pair to pair, and above 1 where Thermocline is faster. Logits are compared
+first: what computes something else is not timed.
+
+llama.cpp runs as llama-bench does (batch 2048, ubatch 512, f16 cache). Each test is timed with what was
+fastest for it in a trial before: weights repacked or mapped as they are, flash attention or not. --way fixes
+it.
 """
 
 from __future__ import annotations
@@ -14,173 +19,101 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from build_llamacpp import PACKAGE, VERSION, build, build_driver, note, sh, source_tree
+from engines import (
+    BENCH,
+    LOGITS_GEN,
+    LOGITS_PROMPT,
+    Driver,
+    Duel,
+    commit,
+    compare_logits,
+    machine,
+)
 
 from thermocline import __version__
-from thermocline.engine.kv_cache import bytes_for
+from thermocline.convert.synthetic import read_shape
 from thermocline.machine import hardware
+from thermocline.model.spec import ModelSpec
 from thermocline.offline.bench import ROOF_SECONDS, Test, random_tokens
-from thermocline.pack.pack import Pack
-
-HERE = Path(__file__).resolve().parent
-BENCH = HERE.parent
-LOGITS_PROMPT, LOGITS_GEN = 64, 8
-MAX_NMSE = 1e-3  # both round activations to int8, differently: 1e-5 to 1e-4 is usual
-SPARE_BYTES = 3 << 30  # the roof's buffer, both runtimes
-
-
-# ---- the two engines, one question per line
-
-
-class Driver:
-    """`seconds`: how long the process may live; what waits for its answer then meets its end."""
-
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[object],
-        environ: dict[str, str] | None = None,
-        seconds: float = math.inf,
-    ) -> None:
-        self.name = name
-        self.process = subprocess.Popen(
-            [str(c) for c in command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(environ or {})},
-            start_new_session=True,  # Ctrl-C is for us
-        )
-        self._timer = threading.Timer(seconds, self.process.kill)
-        self._timer.daemon = True
-        if seconds < math.inf:
-            self._timer.start()
-        self.hello = self._answer()
-
-    def ask(self, *words: object) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def run(self, test: Test, flash: int) -> dict[str, Any]:
-        return self.ask("run", test.threads, flash, test.depth, test.prompt, test.gen)
-
-    def logits(self, threads: int, directory: Path, gen: int = LOGITS_GEN) -> np.ndarray[Any, Any]:
-        """[gen + 1, vocab_size]: after the prompt, and after each token that follows it."""
-        path = directory / f"{self.name}.f32"
-        said = self.ask("logits", threads, 1, LOGITS_PROMPT, gen, path)
-        return np.fromfile(path, np.float32).reshape(said["rows"], -1)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended with code {self.process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def __enter__(self) -> Driver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self.process.kill()
-        self.process.communicate()
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How llama.cpp runs."""
+class Row:
+    """What is measured under one name."""
 
-    mmap: int
-    repack: int
-    flash: dict[str, int]  # by test
-    why: str
-
-
-@dataclass(frozen=True)
-class Duel:
-    """Both engines over the same weights and tokens."""
-
-    pack: Pack
-    gguf: Path
-    tokens: Path
-    tests: list[Test]
-    isa: str
-    llama_driver: Path
-
-    def ours(self) -> Driver:
-        tests = [f"{t.threads},{t.depth},{t.prompt},{t.gen}" for t in self.tests]
-        command = [sys.executable, HERE / "thermocline_driver.py", self.pack.path, self.tokens, *tests]
-        return Driver("thermocline", command, {"THERMOCLINE_ISA": "avx2"} if self.isa == "avx2" else None)
-
-    def llama(self, mmap: int, repack: int) -> Driver:
-        return Driver("llama.cpp", [self.llama_driver, self.gguf, self.tokens, self.n_ctx, mmap, repack])
-
-    @property
-    def n_ctx(self) -> int:
-        return max(t.context + 1 for t in self.tests)
-
-    @property
-    def both_fit(self) -> bool:
-        room = hardware.available_bytes()
-        need = self.pack.weights_bytes + self.gguf.stat().st_size + 2 * bytes_for(self.pack.spec, self.n_ctx)
-        return room is None or need + SPARE_BYTES < room
+    shape: str
+    format: str
+    tests: tuple[str, ...]
+    threads: tuple[int, ...] = (1, 2)
 
 
-def nmse(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> float:
-    """Squared error over squared size."""
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    return float(((x - y) ** 2).sum() / (y**2).sum())
-
-
-def compare_logits(duel: Duel, directory: Path) -> float:
-    threads = duel.tests[0].threads
-    duel = replace(duel, tests=[Test(threads, 0, LOGITS_PROMPT, LOGITS_GEN)])
-    with duel.ours() as ours:
-        a = ours.logits(threads, directory)
-    with duel.llama(mmap=1, repack=1) as llama:
-        b = llama.logits(threads, directory)
-    error, agree = nmse(a, b), float((a.argmax(1) == b.argmax(1)).mean())
-    note(f"logits: NMSE {error:.1e}, the same likeliest token in {agree:.0%} of {len(a)} rows")
-    if not error <= MAX_NMSE:
-        raise SystemExit(f"NMSE {error:.1e} is above {MAX_NMSE:.0e}: not the same model, no comparison")
-    return error
+BOTH = ("tg64", "pp128", "pp512")
+ROWS = {
+    "q4_k_m-7b": Row("llama-2-7b", "q4_k_m", BOTH),
+    "q4_k_m-1.1b": Row("tinyllama-1.1b", "q4_k_m", BOTH),
+    "q5_k_m-7b": Row("llama-2-7b", "q5_k_m", ("tg64", "pp128")),
+    "q6_k-7b": Row("llama-2-7b", "q6_k", ("tg64", "pp128")),
+    "iq4_xs-7b": Row("llama-2-7b", "iq4_xs", ("tg64", "pp128")),
+    "mxfp4": Row("gpt-oss-20b-like", "mxfp4", ("tg64", "pp128")),
+    "q4_0-7b": Row("llama-2-7b", "q4_0", ("tg64",)),  # whose share of the roof K-quants are held to
+    "f16-1.1b": Row("tinyllama-1.1b", "f16", ("pp512", "tg64")),
+    "f16-7b": Row("llama-2-7b", "f16", ("pp512",), (2,)),
+}
 
 
 # ---- measuring
 
 
-def tune(duel: Duel, repack: int) -> Settings:
-    """The faster of mapped and read weights over all tests, of flash and plain attention for each."""
-    times: dict[int, dict[str, list[int]]] = {}
-    for mmap in (0, 1):
+@dataclass(frozen=True)
+class Way:
+    """How llama.cpp runs a test."""
+
+    mmap: int
+    repack: int
+    flash: int
+
+    @property
+    def load(self) -> tuple[int, int]:
+        return self.mmap, self.repack
+
+
+LOADS = ((0, 1), (1, 0))  # repacked, into memory of its own; mapped, as the file has it
+
+
+def trial(duel: Duel) -> dict[Test, Way]:
+    """The fastest way for each test, of both loads with and without flash attention."""
+    ns: dict[Test, dict[Way, int]] = {t: {} for t in duel.tests}
+    for mmap, repack in LOADS:
         with duel.llama(mmap, repack) as llama:
-            runs = [[min(llama.run(t, f)["ns"] for _ in range(2)) for t in duel.tests] for f in (0, 1)]
-        times[mmap] = {key(t): [plain, flash] for t, plain, flash in zip(duel.tests, *runs, strict=True)}
-        note(f"tune: mmap {mmap}, ns without and with flash attention: {times[mmap]}")
-    mmap = min(times, key=lambda m: sum(math.log(min(pair)) for pair in times[m].values()))
-    flash = {name: int(pair[1] <= pair[0]) for name, pair in times[mmap].items()}
-    return Settings(mmap, repack, flash, "the fastest of mmap on/off and flash attention on/off, measured")
+            for flash in (0, 1):
+                for t in duel.tests:
+                    ns[t][Way(mmap, repack, flash)] = min(llama.run(t, flash)["ns"] for _ in range(2))
+    for t, found in ns.items():
+        shown = ", ".join(
+            f"mmap {w.mmap} repack {w.repack} fa {w.flash}: {n / 1e6:.0f}" for w, n in found.items()
+        )
+        note(f"trial of {t.name}, {t.threads} threads, ms: {shown}")
+    return {t: min(found, key=lambda w: found[w]) for t, found in ns.items()}
 
 
-def key(test: Test) -> str:
-    return f"{test.name}, {test.threads}"
+def by_load(ways: dict[Test, Way]) -> dict[tuple[int, int], list[Test]]:
+    """The tests of each way to load."""
+    out: dict[tuple[int, int], list[Test]] = {}
+    for test, way in ways.items():
+        out.setdefault(way.load, []).append(test)
+    return out
 
 
 def roof(test: Test) -> float:
@@ -192,52 +125,58 @@ class Pairs:
     """One test: pair i was run between roofs[i] and roofs[i + 1]."""
 
     test: Test
-    ours_ns: list[int]
-    llama_ns: list[int]
-    roofs: list[float]
+    ours_ns: list[int] = field(default_factory=list)
+    llama_ns: list[int] = field(default_factory=list)
+    roofs: list[float] = field(default_factory=list)
     bytes_per_token: int | None = None  # None for prompts, and where neurons are skipped
     peaks: tuple[int, int] = (0, 0)
 
 
-def resident(duel: Duel, s: Settings, pairs: int) -> Iterator[Pairs]:
+def resident(duel: Duel, ways: dict[Test, Way], pairs: int) -> Iterator[Pairs]:
     """Both loaded; the first of a pair is ours in every other one."""
-    with duel.ours() as ours, duel.llama(s.mmap, s.repack) as llama:
-        for test in duel.tests:
-            flash = s.flash[key(test)]
-            for driver in (ours, llama):
-                driver.run(test, flash)  # warms up
-            found = Pairs(test, [], [], [roof(test)])
-            for i in range(pairs):
-                sides = [(ours, found.ours_ns), (llama, found.llama_ns)]
-                for driver, ns in sides if i % 2 == 0 else reversed(sides):
-                    said = driver.run(test, flash)
-                    ns.append(said["ns"])
-                    note_bytes(found, said)
-                found.roofs.append(roof(test))
-            found.peaks = (ours.ask("peak")["peak_rss_bytes"], llama.ask("peak")["peak_rss_bytes"])
-            yield found
+    with duel.ours() as ours:
+        for load, tests in by_load(ways).items():
+            with duel.llama(*load) as llama:
+                yield from (alternate(ours, llama, t, ways[t].flash, pairs) for t in tests)
 
 
-def in_turns(duel: Duel, s: Settings, pairs: int) -> Iterator[Pairs]:
-    """One process at a time: each runs all tests once, then the other; the first changes every round."""
-    found = [Pairs(t, [], [], [roof(t)]) for t in duel.tests]
-    sides: list[tuple[int, Callable[[], Driver]]] = [
-        (0, duel.ours),
-        (1, lambda: duel.llama(s.mmap, s.repack)),
-    ]
+def alternate(ours: Driver, llama: Driver, test: Test, flash: int, pairs: int) -> Pairs:
+    for driver in (ours, llama):
+        driver.run(test, flash)  # warms up
+    found = Pairs(test, roofs=[roof(test)])
     for i in range(pairs):
-        for side, start in sides if i % 2 == 0 else reversed(sides):
+        sides = [(ours, found.ours_ns), (llama, found.llama_ns)]
+        for driver, ns in sides if i % 2 == 0 else reversed(sides):
+            said = driver.run(test, flash)
+            ns.append(said["ns"])
+            note_bytes(found, said)
+        found.roofs.append(roof(test))
+    found.peaks = (ours.ask("peak")["peak_rss_bytes"], llama.ask("peak")["peak_rss_bytes"])
+    return found
+
+
+def in_turns(duel: Duel, ways: dict[Test, Way], pairs: int) -> Iterator[Pairs]:
+    """One process at a time: each runs all tests once, then the other; the first changes every round."""
+    found = {t: Pairs(t, roofs=[roof(t)]) for t in duel.tests}
+    theirs: list[tuple[int, Callable[[], Driver], list[Test]]] = [
+        (1, lambda load=load: duel.llama(*load), tests)  # type: ignore[misc]
+        for load, tests in by_load(ways).items()
+    ]
+    sides = [(0, duel.ours, duel.tests), *theirs]
+    for i in range(pairs):
+        for side, start, tests in sides if i % 2 == 0 else reversed(sides):
             with start() as driver:
-                for p in found:
-                    driver.run(p.test, s.flash[key(p.test)])
-                    said = driver.run(p.test, s.flash[key(p.test)])
+                for t in tests:
+                    p = found[t]
+                    driver.run(t, ways[t].flash)
+                    said = driver.run(t, ways[t].flash)
                     (p.ours_ns, p.llama_ns)[side].append(said["ns"])
                     note_bytes(p, said)
                     peak = driver.ask("peak")["peak_rss_bytes"]
                     p.peaks = (peak, p.peaks[1]) if side == 0 else (p.peaks[0], peak)
-        for p in found:
+        for p in found.values():
             p.roofs.append(roof(p.test))
-    yield from found
+    yield from found.values()
 
 
 def note_bytes(p: Pairs, said: dict[str, Any]) -> None:
@@ -301,21 +240,12 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "peak GiB": lambda r: (
         f"{r['thermocline_peak_rss_bytes'] / 2**30:.2f} / {r['llama_peak_rss_bytes'] / 2**30:.2f}"
     ),
-    "llama.cpp": lambda r: f"mmap {r['llama']['mmap']}, fa {r['llama']['flash']}",
+    "llama.cpp": lambda r: f"{'repacked' if r['llama']['repack'] else 'as it is'}, fa {r['llama']['flash']}",
 }
 
 
 def table_line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def commit() -> str | None:
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(git, capture_output=True, text=True, check=False)
-    except OSError:  # no git here
-        return None
-    return done.stdout.strip() or None
 
 
 # ---- main
@@ -330,58 +260,86 @@ def parse_test(text: str) -> tuple[int, int, int]:
     return (depth, n, 0) if found[1] == "pp" else (depth, 0, n)
 
 
-def arguments() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--shape", default="llama-2-7b", help="what `thermocline synth` is asked for")
-    p.add_argument("--format", nargs="+", default=["f16", "q8_0", "q4_0"])
-    p.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    p.add_argument(
-        "--test",
-        nargs="+",
-        type=parse_test,
-        default=[*map(parse_test, ("pp64", "pp512", "tg64", "tg64@4096"))],
-    )
-    p.add_argument("--pairs", type=int, default=5)
+def parse_way(text: str) -> Way:
+    """`mmap,repack,flash`, each 0 or 1."""
+    if re.fullmatch(r"[01],[01],[01]", text) is None:
+        raise argparse.ArgumentTypeError(f"must be MMAP,REPACK,FLASH, each 0 or 1, not {text!r}")
+    return Way(*map(int, text.split(",")))
+
+
+def add_model_options(p: argparse.ArgumentParser) -> None:
+    """Which file, and where llama.cpp is."""
+    p.add_argument("--shape", help="what `thermocline synth` is asked for")
+    p.add_argument("--format", nargs="+", help="formats or mixes, as `synth --format` takes them")
+    p.add_argument("--gguf", type=Path, help="an existing file; --shape is then its model's config.json")
+    p.add_argument("--layers", type=int, help="so many layers of the shape only: a file that fits memory")
     p.add_argument("--dir", type=Path, required=True, help="where the models are, or will be written")
     p.add_argument("--build-dir", type=Path, required=True, help="where llama.cpp is, or will be, built")
     p.add_argument("--llama-source", type=Path, help="an unpacked llama.cpp tree, instead of fetching one")
     p.add_argument("--llama-build", type=Path, help="its build directory, instead of making one")
     p.add_argument("--isa", choices=["native", "avx2"], default="native", help="of both engines")
-    p.add_argument("--tune", action="store_true", help="measure mmap and flash attention first")
-    p.add_argument("--mmap", type=int, choices=[0, 1], default=0)
-    p.add_argument("--flash", type=int, choices=[0, 1], default=1)
-    p.add_argument("--repack", type=int, choices=[0, 1], default=1)
+
+
+def arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--row", choices=list(ROWS), help="shape, format, tests and threads under one name")
+    add_model_options(p)
+    p.add_argument("--threads", nargs="+", type=int)
+    p.add_argument("--test", nargs="+", type=parse_test)
+    p.add_argument("--pairs", type=int, default=5)
+    p.add_argument("--way", type=parse_way, help="how llama.cpp runs (MMAP,REPACK,FLASH), instead of a trial")
+    p.add_argument("--logits-only", action="store_true", help="compare logits and time nothing")
     p.add_argument("--json", type=Path, default=BENCH / "results" / "vs-llamacpp.jsonl", help="appended to")
-    return p.parse_args()
+    args = p.parse_args()
+    row = ROWS[args.row] if args.row else Row("llama-2-7b", "q4_0", ("pp64", "pp512", "tg64", "tg64@4096"))
+    args.shape, args.format = args.shape or row.shape, args.format or [row.format]
+    args.threads, args.test = args.threads or row.threads, args.test or [parse_test(t) for t in row.tests]
+    return args
 
 
-def models(args: argparse.Namespace, fmt: str) -> tuple[Pack, Path]:
-    pack, gguf = args.dir / f"{args.shape}-{fmt}", args.dir / f"{args.shape}-{fmt}.gguf"
-    if not (pack.exists() and gguf.exists()):
-        synth = [sys.executable, "-m", "thermocline", "synth", args.shape]
-        sh(*synth, "-o", pack, "--gguf", gguf, "--format", fmt)
-    return Pack.open(pack), gguf
+def model(args: argparse.Namespace, fmt: str) -> Path:
+    """The GGUF file that both engines open, made if it is not there."""
+    name = Path(args.shape).name.removesuffix(".json") + (f"-{args.layers}" if args.layers else "")
+    gguf: Path = args.gguf or args.dir / f"{name}-{fmt}.gguf"
+    if not gguf.exists():
+        layers = ("--layers", args.layers) if args.layers else ()
+        synth = [sys.executable, "-m", "thermocline", "synth", args.shape, *layers]
+        sh(*synth, "--gguf", gguf, "--format", fmt)
+    return gguf
 
 
 def measure(args: argparse.Namespace, fmt: str, driver: Path, directory: Path) -> Iterator[dict[str, Any]]:
-    pack, gguf = models(args, fmt)
+    gguf = model(args, fmt)
+    spec = read_shape(args.shape)[1]
     # Depth outermost: llama.cpp's context is then computed once for all that use it.
     tests = sorted((Test(t, *test) for test in args.test for t in args.threads), key=lambda t: t.depth)
-    tokens = directory / "tokens.i32"
-    needed = sum(max(getattr(t, name) for t in tests) for name in ("depth", "prompt", "gen"))
-    ids = random_tokens(pack.spec, 1, needed + LOGITS_PROMPT + LOGITS_GEN + 2)
-    np.array(ids, np.int32).tofile(tokens)
-    duel = Duel(pack, gguf, tokens, tests, args.isa, driver)
+    duel = Duel(gguf, spec, gguf, write_tokens(spec, tests, directory), tests, args.isa, driver)
     error = compare_logits(duel, directory)
-    given = Settings(args.mmap, args.repack, {key(t): args.flash for t in tests}, "as given")
-    settings = tune(duel, args.repack) if args.tune else given
-    run = resident if duel.both_fit else in_turns
     shared = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "shape": args.shape, "format": fmt}
-    ours = {"version": __version__, "commit": commit(), "isa": args.isa}
-    machine = {"cpu": hardware.cores().name, "arrangement": run.__name__, "nmse": error}
-    for p in run(duel, settings, args.pairs):
-        llama = asdict(settings) | {"flash": settings.flash[key(p.test)], "package": f"{PACKAGE} {VERSION}"}
-        yield shared | machine | {"thermocline": ours, "llama": llama} | row_of(p)
+    shared |= {"layers": args.layers, "file_bytes": gguf.stat().st_size, "nmse": error}
+    if args.logits_only:
+        return
+    ways = {t: args.way for t in tests} if args.way else trial(duel)
+    run = resident if duel.both_fit else in_turns
+    ours_facts = {"version": __version__, "commit": commit(), "isa": args.isa, "level": level(args.isa)}
+    where = {"machine": machine(), "arrangement": run.__name__}
+    why = "as given" if args.way else "the fastest of both loads and flash attention on/off, in a trial"
+    for p in run(duel, ways, args.pairs):
+        llama = asdict(ways[p.test]) | {"why": why, "package": f"{PACKAGE} {VERSION}", "isa": args.isa}
+        yield shared | where | {"thermocline": ours_facts, "llama": llama} | row_of(p)
+
+
+def level(isa: str) -> str:
+    """The instruction set that Thermocline uses."""
+    return hardware.isa().levels[0] if isa == "native" else isa
+
+
+def write_tokens(spec: ModelSpec, tests: list[Test], directory: Path) -> Path:
+    path = directory / "tokens.i32"
+    needed = sum(max(getattr(t, name) for t in tests) for name in ("depth", "prompt", "gen"))
+    ids = random_tokens(spec, 1, needed + LOGITS_PROMPT + LOGITS_GEN + 2)
+    np.array(ids, np.int32).tofile(path)
+    return path
 
 
 def main() -> None:

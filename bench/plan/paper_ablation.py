@@ -25,6 +25,7 @@ from paper_plans import CONTEXT, MODELS, PCS, kept_in_ram_us, print_or_write, th
 
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers, read_tiers
+from thermocline.model.sizes import PartSize
 from thermocline.plan import cost
 from thermocline.plan.cost import LayerWork, Reads, Speeds, Work
 from thermocline.plan.hotness import Curve, independent
@@ -94,7 +95,7 @@ def in_layers_ts(p: Problem, *, dense: bool) -> float:
 def as_dense(layer: LayerWork) -> LayerWork:
     """Every row read, in order, no predictor asked."""
     every = Reads.of(np.ones(layer.sizes.neurons), Work("off"), skips=False)
-    none = replace(layer.sizes.predictor, bytes=0, read_bytes=0, weights=0)
+    none = PartSize()
     return replace(layer, reads=every, sizes=replace(layer.sizes, predictor=none))
 
 

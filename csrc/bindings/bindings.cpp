@@ -14,9 +14,11 @@
 #include <optional>
 #include <string>
 
-void bind_disk(nanobind::module_& m);  // bindings_disk.cpp
-void bind_host(nanobind::module_& m);  // bindings_host.cpp
-void bind_plan(nanobind::module_& m);  // bindings_plan.cpp
+void bind_disk(nanobind::module_& m);      // bindings_disk.cpp
+void bind_host(nanobind::module_& m);      // bindings_host.cpp
+void bind_load(nanobind::module_& m);      // bindings_load.cpp
+void bind_quantise(nanobind::module_& m);  // bindings_quantise.cpp
+void bind_plan(nanobind::module_& m);      // bindings_plan.cpp
 bool interrupted_by_python();
 
 // A matrix inside an arena. Everything a kernel will trust is checked here, once.
@@ -46,6 +48,20 @@ static void check_weights(const Matrix& w) { check(w.format != tc::SIGNS, "signs
 static tc::Linear make_linear(const Matrix& w, const std::optional<F1>& bias) {
     check_weights(w);
     return {w, optional_vector(bias, w.rows, "bias has the wrong length")};
+}
+
+static Stack make_stack(const std::vector<const Matrix*>& parts, const std::optional<F1>& bias) {
+    check(!parts.empty() && parts.size() <= tc::kStacked, "a stack has 1 to 3 matrices");
+    Stack made;
+    for (const Matrix* part : parts) {
+        check(part != nullptr, "a stack has no gaps");
+        check_weights(*part);
+        check(part->cols == parts[0]->cols, "stacked matrices differ in width");
+        made.stack.parts.push_back(*part);
+    }
+    made.stack.bias = optional_vector(bias, made.stack.rows(), "bias has the wrong length");
+    made.bias = bias;
+    return made;
 }
 
 static Norm make_norm(F1 weight, std::optional<F1> bias, float eps, bool layer) {
@@ -80,15 +96,16 @@ static tc::Join join_of(const Join& join, size_t dim) {
     return {norm_of(join.norm ? &*join.norm : nullptr, dim), join.join.scale};
 }
 
-static Attention make_attention(const Norm* norm, const Linear& qkv, const Linear& out, const Heads& h,
+static Attention make_attention(const Norm* norm, const Stack& qkv, const Linear& out, const Heads& h,
                                 const Norm* sub_norm, const Join& join) {
     const tc::Heads& heads = h.heads;
-    const Matrix &in = qkv.linear.weight, &proj = out.linear.weight;
-    check(in.rows == (heads.n + 2 * heads.n_kv) * heads.dim, "qkv has the wrong shape");
-    check(proj.rows == in.cols && proj.cols == heads.n * heads.dim,
+    const tc::Stack& in = qkv.stack;
+    const Matrix& proj = out.linear.weight;
+    check(in.rows() == (heads.n + 2 * heads.n_kv) * heads.dim, "qkv has the wrong shape");
+    check(proj.rows == in.cols() && proj.cols == heads.n * heads.dim,
           "the output projection has the wrong shape");
-    return {{norm_of(norm, in.cols), qkv.linear, out.linear, heads, norm_of(sub_norm, proj.cols),
-             join_of(join, in.cols)},
+    return {{norm_of(norm, in.cols()), in, out.linear, heads, norm_of(sub_norm, proj.cols),
+             join_of(join, in.cols())},
             held(norm),
             held(sub_norm),
             qkv,
@@ -123,8 +140,8 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
     const size_t dim = g.cols, neurons = disk ? disk->neurons : g.rows;
     check(bundles ? (disk || d.rows == neurons) && d.cols == dim : d.rows == dim && d.cols == neurons,
           "down has the wrong shape");
-    check(!up || ((disk || up->rows == neurons) && up->cols == dim && up->format == g.format),
-          "up does not match gate");
+    check(!up || ((disk || up->rows == neurons) && up->cols == dim), "up does not match gate");
+    if (up) check_weights(*up);
     check(!disk || bundles, "only bundles can be on disk");
     check(!disk || (over_slots(d, *disk) && (!up || over_slots(*up, *disk))),
           "up and down are not over the pool's slots");
@@ -134,7 +151,6 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
           "gate does not match the neurons");
     check(!gate_disk || !gate.linear.bias, "the bias of gates on disk is gate_bias");
     check(gate_disk || !gate_bias, "gate_bias is for gates on disk");
-    check(!bundles || !up || d.format == up->format, "a bundle's parts differ in format");
     check_weights(down);
     check(neurons <= size_t(INT32_MAX), "too many neurons");
     const tc::Predictor guess = predictor ? predictor->predictor : tc::Predictor{};
@@ -270,7 +286,7 @@ static void attention(Context& c, MutF2 qkv, const Heads& h, const Step& s, cons
 }
 
 static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const Step& s, const KVPages& kv) {
-    check_rows(x, h, a.layer.qkv.weight.cols);
+    check_rows(x, h, a.layer.qkv.cols());
     check(x.shape(0) == s.step.tokens, "x and the step differ in tokens");
     check_pages(a.layer.heads, s, kv);
     nb::gil_scoped_release release;
@@ -482,12 +498,17 @@ NB_MODULE(_native, m) {
                 check(begin <= end && to <= a.bytes && end - begin <= a.bytes - to,
                       "range outside the arena");
                 check(checksums.shape(0) >= (end + block - 1) / block, "too few checksums");
-                tc::LoadResult r;
+                std::optional<tc::Failure> failed;
                 {
                     nb::gil_scoped_release release;
-                    r = tc::load(a, path.c_str(), begin, end, checksums.data(), block, to);
+                    const auto crew =
+                        tc::begin_blocks(a, path.c_str(), {{begin, end, to}}, checksums.data(), block);
+                    while (!crew->wait(1000)) {
+                    }
+                    failed = crew->failure();
                 }
-                return std::make_tuple(r.error, r.block);
+                return failed ? std::make_tuple(failed->error, int64_t(failed->where))
+                              : std::make_tuple(0, int64_t(-1));
             },
             "path"_a, "begin"_a, "end"_a, "checksums"_a.noconvert(), "block"_a, "to"_a = nb::none(),
             "Read file bytes [begin, end) to byte `to`, or to the same place, checking each block; see "
@@ -530,6 +551,7 @@ NB_MODULE(_native, m) {
             "fence", [](Arena& a) { check(a.fence(), "no page begins where the padding ends"); },
             "Tests: reading past the padding, where a page must begin, ends the process from now on.");
     bind_disk(m);
+    bind_load(m);
 
     nb::class_<Matrix>(m, "Matrix")
         .def(nb::new_(
@@ -549,6 +571,18 @@ NB_MODULE(_native, m) {
         .def(nb::new_(
                  [](const Matrix& w, std::optional<F1> bias) { return Linear{make_linear(w, bias), bias}; }),
              "weight"_a, "bias"_a.noconvert().none(), nb::keep_alive<0, 2>());
+    // The tuple of matrices is kept, and each of them keeps its arena.
+    nb::class_<Stack>(m, "Stack")
+        .def(nb::new_([](const nb::tuple& parts, std::optional<F1> bias) {
+                 std::vector<const Matrix*> found;
+                 for (nb::handle part : parts) {
+                     if (!nb::isinstance<Matrix>(part))
+                         throw nb::type_error("a part of a stack is no Matrix");
+                     found.push_back(&nb::cast<const Matrix&>(part));
+                 }
+                 return make_stack(found, bias);
+             }),
+             "parts"_a, "bias"_a.noconvert().none(), nb::keep_alive<0, 2>());
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "n"_a, "n_kv"_a, "dim"_a, "window"_a, "scale"_a, "softcap"_a,
              "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a);
@@ -647,4 +681,5 @@ NB_MODULE(_native, m) {
              "record"_a.noconvert() = nb::none());
     bind_host(m);
     bind_plan(m);
+    bind_quantise(m);
 }

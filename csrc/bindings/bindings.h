@@ -49,6 +49,10 @@ struct Linear {
     tc::Linear linear;
     std::optional<F1> bias;
 };
+struct Stack {
+    tc::Stack stack;
+    std::optional<F1> bias;
+};
 struct Heads {
     tc::Heads heads;
     std::optional<F1> q_norm, k_norm;
@@ -60,7 +64,8 @@ struct Join {
 struct Attention {
     tc::Attention layer;
     std::optional<Norm> norm, sub_norm;
-    Linear qkv, out;
+    Stack qkv;
+    Linear out;
     Heads heads;
     Join join;
 };

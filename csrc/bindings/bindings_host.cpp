@@ -42,7 +42,7 @@ static void zero(HostTask& t, MutF2 out) {
 // `slot`: the step of this attention's window.
 static void attention(HostTask& t, MutF2 x, F2 h, const Attention& a, const StepSlot& slot,
                       const KVPages& kv) {
-    check_rows(x, h, a.layer.qkv.weight.cols);
+    check_rows(x, h, a.layer.qkv.cols());
     t.task.add([&t, x, h, &a, &slot, &kv](Context& c) {
         t.tokens(x.shape(0));
         check_pages(a.layer.heads, slot.step(), kv);

@@ -27,8 +27,8 @@ Context::Guess Context::guess(const FFNArgs& a, const Input& in) {
     if (a.named) return {p, in, in, nullptr, a.named};
     const Matrix& taker = p.first.data ? p.first : p.second;
     const float* x = a.ffn.norm.weight ? normed_.data() : a.h;
-    const Input own =
-        taker.format == a.ffn.gate.weight.format ? in : input(taker, {}, x, a.tokens, guess_input_);
+    const bool shared = same_input(taker.format, a.ffn.gate.weight.format);
+    const Input own = shared ? in : input(taker, {}, x, a.tokens, guess_input_);
     if (!p.first.data) return {p, own, own, nullptr};
     float* values = grown(code_, a.tokens * p.first.rows);
     const bool copy = quantised(p.second);
@@ -59,8 +59,8 @@ Context::Walk::Walk(Context& context, const FFNArgs& args, size_t cell_size)
       skip(skips(args)),
       normed(args.ffn.sub_norm.weight != nullptr),
       few(tokens <= kFewTokens && !normed && !a.record),
-      in(context.input(args.ffn.gate.weight, args.ffn.norm, args.h, tokens, context.input_)),
-      guessed(is_guessed(args) ? std::optional<Guess>(context.guess(args, in)) : std::nullopt),
+      in(context.gate_up_inputs(args)),
+      guessed(is_guessed(args) ? std::optional<Guess>(context.guess(args, in.gate)) : std::nullopt),
       code_rows(guessed ? guessed->rank() : 0, 32, threads) {
     gate = grown(ctx.gate_, tokens * n);
     hidden = grown(ctx.hidden_, tokens * n);
@@ -70,7 +70,7 @@ Context::Walk::Walk(Context& context, const FFNArgs& args, size_t cell_size)
     partial = grown(ctx.partial_, few ? chunks * tokens * dim : size_t(threads) * tokens * kTileColumns);
     tiles = grown(ctx.tiles_, size_t(threads) * kTileRows * kTileColumns);
     factors = grown(ctx.factors_, size_t(threads) * 4 * ((dim + 31) / 32));
-    scratch = ctx.panels(!in.lanes ? 0 : k.panel_bytes(a.ffn.gate.weight.format, dim, tokens));
+    scratch = ctx.panels(ctx.gate_up_panel_bytes(a, in));
     squares = grown(ctx.scales_, (cells + 1) * tokens);
     scale = squares + cells * tokens;
 }
@@ -120,7 +120,7 @@ size_t Context::Walk::predicted_neurons(size_t begin, size_t end) {
 void Context::Walk::activations(size_t begin, size_t end, const int32_t* gate_rows, int thread) {
     float* h = guessed ? hidden : gate;
     const bool elsewhere = gate_rows && gate_rows != ids;  // rows are no neurons: their biases are added here
-    k.matmul(a.ffn.gate.weight, gate_rows, begin, end, in, elsewhere ? nullptr : a.ffn.gate.bias, false,
+    k.matmul(a.ffn.gate.weight, gate_rows, begin, end, in.gate, elsewhere ? nullptr : a.ffn.gate.bias, false,
              h + begin, n, scratch + size_t(thread) * ctx.panel_stride_);
     for (size_t t = 0; t < tokens; t++) {
         for (size_t i = begin; elsewhere && a.ffn.gate.bias && i < end; i++)
@@ -183,7 +183,7 @@ size_t Context::Walk::list_active(size_t first, size_t last) {
 void Context::Walk::hidden_values(size_t begin, size_t end, int thread) {
     size_t live = 0;
     if (a.ffn.up.data)
-        k.matmul(a.ffn.up, rows, begin, end, in, nullptr, false, hidden + begin, n,
+        k.matmul(a.ffn.up, rows, begin, end, in.up, nullptr, false, hidden + begin, n,
                  scratch + size_t(thread) * ctx.panel_stride_);
     for (size_t t = 0; t < tokens; t++) {
         for (size_t i = begin; i < end; i++) {
@@ -223,7 +223,7 @@ void Context::Walk::add_bundles(size_t at, size_t count, size_t listed, float* y
     const bool apart = surviving_up_apart();  // then gate has up in it already
     const Bundles w = {
         apart ? Matrix{} : a.ffn.up, a.ffn.down, ids + at, rows + at, count, listed, a.ffn.up_relu};
-    const size_t live = k.bundles(w, in, gate, n, y, factors + size_t(thread) * 4 * ((dim + 31) / 32));
+    const size_t live = k.bundles(w, in.up, gate, n, y, factors + size_t(thread) * 4 * ((dim + 31) / 32));
     if (!apart) active.fetch_add(live, std::memory_order_relaxed);
 }
 

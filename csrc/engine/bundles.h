@@ -71,7 +71,7 @@ struct Context::Walk {
     const bool skip;    // neurons whose activation is zero
     const bool normed;  // all activations are known before down begins
     const bool few;     // each chunk leaves a partial sum per token
-    const Input in;
+    const GateUpInputs in;
     std::optional<Guess> guessed;
     Pieces code_rows;
     float *gate, *hidden;             // [tokens, n]: activations by neuron; values by entry

@@ -25,33 +25,45 @@ FFNCounts Context::ffn_add(const FFNArgs& a) {
     return total;
 }
 
+GateUpInputs Context::gate_up_inputs(const FFNArgs& a) {
+    const Matrix both[] = {a.ffn.gate.weight, a.ffn.up};
+    Input made[2];
+    inputs(both, a.ffn.up.data ? 2 : 1, a.ffn.norm, a.h, a.tokens, inputs_, made);
+    return {made[0], a.ffn.up.data ? made[1] : made[0]};
+}
+
+size_t Context::gate_up_panel_bytes(const FFNArgs& a, const GateUpInputs& in) const {
+    const size_t gate = in.gate.lanes ? k.panel_bytes(a.ffn.gate.weight.format, a.dim, a.tokens) : 0,
+                 up = in.up.lanes && a.ffn.up.data ? k.panel_bytes(a.ffn.up.format, a.dim, a.tokens) : 0;
+    return std::max(gate, up);
+}
+
 // Rows of gate and up, then, when all are done, rows of down.
 FFNCounts Context::dense_ffn(const FFNArgs& a) {
     const size_t n = a.ffn.gate.weight.rows, tokens = a.tokens, threads = size_t(pool.threads());
     const Format f = a.ffn.down.format;
-    const Input in = input(a.ffn.gate.weight, a.ffn.norm, a.h, tokens, input_);
-    const bool copy = quantised(a.ffn.down) || in.lanes;
-    const size_t bytes = copy ? k.input_bytes(f, n) : 4 * n, tile = in.lanes ? k.tile_tokens(f) : 1;
+    const bool lanes = tokens > kFewTokens;
+    const GateUpInputs in = gate_up_inputs(a);
+    const bool copy = quantised(a.ffn.down) || lanes;
+    const size_t bytes = copy ? k.input_bytes(f, n) : 4 * n, tile = lanes ? k.tile_tokens(f) : 1;
     float* gate = grown(gate_, tokens * n);
     float* up = a.ffn.up.data ? grown(hidden_, tokens * n) : nullptr;
     uint8_t* hidden =
         copy ? grown(hidden_input_, bytes * whole(tokens, tile)) : reinterpret_cast<uint8_t*>(gate);
-    uint8_t* scratch = panels(in.lanes ? std::max(k.panel_bytes(a.ffn.gate.weight.format, a.dim, tokens),
-                                                  k.panel_bytes(f, n, tokens))
-                                       : 0);
-    const size_t unit = in.lanes ? size_t(k.panel_rows) : 32;  // 32: a block of the next input
-    Pieces neurons(n, unit, int(threads)), rows(a.dim, in.lanes ? unit : 16, int(threads));
+    uint8_t* scratch = panels(lanes ? std::max(gate_up_panel_bytes(a, in), k.panel_bytes(f, n, tokens)) : 0);
+    const size_t unit = lanes ? size_t(k.panel_rows) : 32;  // 32: a block of the next input
+    Pieces neurons(n, unit, int(threads)), rows(a.dim, lanes ? unit : 16, int(threads));
     std::atomic<size_t> active{0};
     const bool whole_rows =
-        in.lanes || a.ffn.sub_norm.weight;  // down's input is made when a token's row is complete
+        lanes || a.ffn.sub_norm.weight;  // down's input is made when a token's row is complete
 
     auto region = [&](int thread) {
         uint8_t* mine = scratch + size_t(thread) * panel_stride_;
         size_t live = 0;
         for (size_t begin, end; neurons.take(&begin, &end);) {
-            k.matmul(a.ffn.gate.weight, nullptr, begin, end, in, a.ffn.gate.bias, false, gate + begin, n,
+            k.matmul(a.ffn.gate.weight, nullptr, begin, end, in.gate, a.ffn.gate.bias, false, gate + begin, n,
                      mine);
-            if (up) k.matmul(a.ffn.up, nullptr, begin, end, in, nullptr, false, up + begin, n, mine);
+            if (up) k.matmul(a.ffn.up, nullptr, begin, end, in.up, nullptr, false, up + begin, n, mine);
             for (size_t t = 0; t < tokens; t++) {
                 float* h = gate + t * n;
                 k.activate(h + begin, end - begin, a.ffn.activation, a.ffn.threshold);
@@ -71,11 +83,11 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
                 const Norm& sub = a.ffn.sub_norm;
                 if (sub.weight)
                     k.norm(gate + t * n, sub.weight, sub.bias, sub.eps, sub.layer, n, gate + t * n);
-                if (copy) k.quantize(f, gate + t * n, n, 0, n, in.lanes, bytes, t, hidden);
+                if (copy) k.quantize(f, gate + t * n, n, 0, n, lanes, bytes, t, hidden);
             });
             pool.barrier();
         }
-        const Input h = {hidden, bytes, tokens, in.lanes};
+        const Input h = {hidden, bytes, tokens, lanes};
         for (size_t begin, end; rows.take(&begin, &end);)
             k.matmul(a.ffn.down, nullptr, begin, end, h, a.ffn.down_bias, true, a.x + begin, a.dim, mine);
     };

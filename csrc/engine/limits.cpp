@@ -23,9 +23,10 @@ size_t scratch_bytes(const LayerShape& s, size_t tokens, size_t positions, size_
     const size_t arrays = tokens * (2 * s.dim + qkv + heads);
     // The input of a matrix, at most as f32; of the FFN, gate and hidden values, and those as down's input.
     const size_t inputs = tokens * (std::max(s.dim, heads) + 64) + kPassTokens * 3 * (s.ffn_dim + kSlack);
-    // Each thread's rows of weights, unpacked (9 bytes for 8 weights at most), and their products.
-    const size_t panels = threads * (kMostPanelRows * std::max(kFloatChunk, (widest + kSlack) * 9 / 32) +
-                                     kMostPanelRows * tokens);
+    // Each thread's rows of weights, unpacked, and their products.
+    const size_t unpacked = (widest + kSlack) * kMostPanelBytes / (8 * sizeof(float));
+    const size_t panels =
+        threads * (kMostPanelRows * std::max(kFloatChunk, unpacked) + kMostPanelRows * tokens);
     // A sum for each chunk and each of a few tokens; neuron ids and counts.
     const size_t partial = parts(s.ffn_dim, kChunk) * kFewTokens * s.dim + 2 * s.ffn_dim;
     const size_t tiles =

@@ -19,7 +19,8 @@ uint8_t* Context::panels(size_t bytes) {
 size_t Context::scratch_bytes() const {
     size_t total = 0;
     auto add = [&](const auto&... each) { ((total += each.capacity() * sizeof(*each.data())), ...); };
-    add(input_, hidden_input_, panels_, guess_input_, code_input_, marks_);
+    for (const auto& each : inputs_) add(each);
+    add(hidden_input_, panels_, guess_input_, code_input_, marks_);
     add(code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_,
         scales_);
     add(ids_, slots_, entries_, places_, gate_slots_, gate_entries_, wanted_, gate_wanted_, counts_);
@@ -41,33 +42,74 @@ void Context::norm(const Norm& norm, const float* x, size_t tokens, size_t dim, 
 // norm(x) in the form w's kernels take, made once for all rows of w.
 Input Context::input(const Matrix& w, const Norm& norm, const float* x, size_t tokens,
                      Scratch<uint8_t>& buffer) {
-    const size_t cols = w.cols;
-    const bool lanes = tokens > kFewTokens, copy = quantised(w) || lanes;
-    const size_t bytes = copy ? k.input_bytes(w.format, cols) : 4 * cols,
-                 tile = lanes ? k.tile_tokens(w.format) : 1;
-    uint8_t* to = copy ? grown(buffer, bytes * whole(tokens, tile)) : nullptr;
+    Input made;
+    inputs(&w, 1, norm, x, tokens, &buffer, &made);
+    return made;
+}
+
+// The same for n matrices of one width, n buffers; those whose kernels take the same form share it. Many
+// tokens of float matrices beside others stay rows: the memory plan counts one input of f32, which has place
+// for several quantised ones.
+void Context::inputs(const Matrix* w, size_t n, const Norm& norm, const float* x, size_t tokens,
+                     Scratch<uint8_t>* buffers, Input* out) {
+    const size_t cols = w[0].cols;
+    const bool some_quantised = std::any_of(w, w + n, quantised);
     float* normed = norm.weight ? grown(normed_, tokens * cols) : nullptr;
-    each_token(pool, copy || normed ? tokens : 0, tile, [&](size_t t) {
+    const uint8_t* rows = reinterpret_cast<const uint8_t*>(normed ? normed : x);
+    struct Form {
+        Format format;
+        uint8_t* to;
+        Input made;
+    } forms[kStacked];
+    size_t made = 0, most_tile = 1;
+    for (size_t i = 0; i < n; i++) {
+        const Format format = w[i].format;
+        size_t f = 0;
+        while (f < made && !same_input(forms[f].format, format)) f++;
+        if (f == made) {
+            const bool lanes = tokens > kFewTokens && (quantised(w[i]) || !some_quantised);
+            const bool copy = quantised(w[i]) || lanes;
+            const size_t bytes = copy ? k.input_bytes(format, cols) : 4 * cols,
+                         tile = lanes ? k.tile_tokens(format) : 1;
+            uint8_t* to = copy ? grown(buffers[made], bytes * whole(tokens, tile)) : nullptr;
+            most_tile = std::max(most_tile, tile);
+            forms[made++] = {format, to, {copy ? to : rows, bytes, tokens, lanes}};
+        }
+        out[i] = forms[f].made;
+    }
+    const bool copies = std::any_of(forms, forms + made, [](const Form& f) { return f.to != nullptr; });
+    each_token(pool, copies || normed ? tokens : 0, most_tile, [&](size_t t) {
         const float* from = x + t * cols;
         if (normed) {
             k.norm(from, norm.weight, norm.bias, norm.eps, norm.layer, cols, normed + t * cols);
             from = normed + t * cols;
         }
-        if (copy) k.quantize(w.format, from, cols, 0, cols, lanes, bytes, t, to);
+        for (size_t f = 0; f < made; f++)
+            if (forms[f].to)
+                k.quantize(forms[f].format, from, cols, 0, cols, forms[f].made.lanes, forms[f].made.row_bytes,
+                           t, forms[f].to);
     });
-    return {copy ? to : reinterpret_cast<const uint8_t*>(normed ? normed : x), bytes, tokens, lanes};
 }
 
-void Context::linear(const Linear& w, const Input& in, float* out, bool add) {
-    const Matrix& m = w.weight;
-    uint8_t* scratch = in.lanes ? panels(k.panel_bytes(m.format, m.cols, in.tokens)) : nullptr;
+// Rows of n matrices, one under the other, are one piece of work: no thread waits at the end of each.
+void Context::linear(const Matrix* w, const Input* in, size_t n, const float* bias, float* out, bool add) {
+    size_t rows = 0, panel = 0, stride = 0;
+    for (size_t i = 0; i < n; i++) {
+        rows += w[i].rows, stride = std::max(stride, w[i].stride);
+        if (in[i].lanes) panel = std::max(panel, k.panel_bytes(w[i].format, w[i].cols, in[i].tokens));
+    }
+    uint8_t* scratch = panel ? panels(panel) : nullptr;
     const std::shared_ptr<Fetches> reads = early_.lock();
-    Pieces pieces(m.rows, in.lanes ? size_t(k.panel_rows) : 16, pool.threads(),
-                  reads ? kBetweenReads / m.stride : m.rows);
+    Pieces pieces(rows, in[0].tokens > kFewTokens ? size_t(k.panel_rows) : 16, pool.threads(),
+                  reads ? kBetweenReads / stride : rows);
     auto region = [&](int thread) {
         for (size_t begin, end; pieces.take(&begin, &end);) {
-            k.matmul(m, nullptr, begin, end, in, w.bias, add, out + begin, m.rows,
-                     scratch + size_t(thread) * panel_stride_);
+            for (size_t i = 0, first = 0; i < n && first < end; first += w[i].rows, i++) {
+                const size_t from = std::max(begin, first), to = std::min(end, first + w[i].rows);
+                if (from < to)
+                    k.matmul(w[i], nullptr, from - first, to - first, in[i], bias ? bias + first : nullptr,
+                             add, out + from, rows, scratch + size_t(thread) * panel_stride_);
+            }
             if (reads) reads->take_in_passing();
         }
     };
@@ -75,7 +117,14 @@ void Context::linear(const Linear& w, const Input& in, float* out, bool add) {
 }
 
 void Context::matmul(const Linear& w, const Norm& norm, const float* x, size_t tokens, float* out, bool add) {
-    linear(w, input(w.weight, norm, x, tokens, input_), out, add);
+    const Input in = input(w.weight, norm, x, tokens, inputs_[0]);
+    linear(&w.weight, &in, 1, w.bias, out, add);
+}
+
+void Context::matmul(const Stack& w, const Norm& norm, const float* x, size_t tokens, float* out) {
+    Input in[kStacked];
+    inputs(w.parts.data(), w.parts.size(), norm, x, tokens, inputs_, in);
+    linear(w.parts.data(), in, w.parts.size(), w.bias, out, false);
 }
 
 // ---- attention
@@ -220,9 +269,9 @@ void Context::attention(const AttentionArgs& a) {
 
 void Context::attention_add(float* x, const float* h, const Attention& layer, const Step& step,
                             const CachePages& k, const CachePages& v) {
-    float* qkv = grown(qkv_, step.tokens * layer.qkv.weight.rows);
+    float* qkv = grown(qkv_, step.tokens * layer.qkv.rows());
     float* out = grown(attended_, step.tokens * layer.out.weight.cols);
-    matmul(layer.qkv, layer.norm, h, step.tokens, qkv, false);
+    matmul(layer.qkv, layer.norm, h, step.tokens, qkv);
     attention({layer.heads, step, k, v, qkv, out});
     const bool plain = layer.join.plain();
     const size_t dim = layer.out.weight.rows;

@@ -42,6 +42,19 @@ struct Linear {
     const float* bias;
 };
 
+// Matrices of one width, one under the other, with a bias for all their rows, or null.
+constexpr size_t kStacked = 3;  // q, k and v
+struct Stack {
+    std::vector<Matrix> parts;  // 1 to kStacked
+    const float* bias;
+    size_t rows() const {
+        size_t n = 0;
+        for (const Matrix& m : parts) n += m.rows;
+        return n;
+    }
+    size_t cols() const { return parts[0].cols; }
+};
+
 // How the heads of a layer attend.
 struct Heads {
     size_t n, n_kv, dim, window;   // window 0: all positions
@@ -66,7 +79,8 @@ struct Join {
 // A layer's two halves, fixed when a model is loaded.
 struct Attention {
     Norm norm;
-    Linear qkv, out;
+    Stack qkv;
+    Linear out;
     Heads heads;
     Norm sub_norm;  // of what `out` takes
     Join join;
@@ -86,7 +100,7 @@ struct FFN {
     Norm norm;
     Linear gate;  // [neurons, dim]
     Matrix up;    // [neurons, dim], data null when ungated
-    Matrix down;  // [neurons, dim] of bundles, else [dim, neurons]
+    Matrix down;  // [neurons, dim] of bundles, else [dim, neurons]; each of the three has its own format
     const float* down_bias;
     Activation activation;
     float threshold;
@@ -162,6 +176,11 @@ struct FFNCounts {
     }
 };
 
+// What gate and up multiply with: the same where their formats take the same.
+struct GateUpInputs {
+    Input gate, up;
+};
+
 class Pieces;
 class Context {
  public:
@@ -171,6 +190,7 @@ class Context {
     void norm(const Norm& norm, const float* x, size_t tokens, size_t dim, float* out);
     // out = norm(x) wT + bias, or out += when `add`.
     void matmul(const Linear& w, const Norm& norm, const float* x, size_t tokens, float* out, bool add);
+    void matmul(const Stack& w, const Norm& norm, const float* x, size_t tokens, float* out);
     void attention(const AttentionArgs& a);
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
     void attention_add(float* x, const float* h, const Attention& layer, const Step& step, const CachePages& k,
@@ -196,7 +216,11 @@ class Context {
     struct Queries;  // tokens that are attended to together
 
     Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, Scratch<uint8_t>& buffer);
-    void linear(const Linear& w, const Input& in, float* out, bool add);
+    void inputs(const Matrix* w, size_t n, const Norm& norm, const float* x, size_t tokens,
+                Scratch<uint8_t>* buffers, Input* out);
+    GateUpInputs gate_up_inputs(const FFNArgs& a);
+    size_t gate_up_panel_bytes(const FFNArgs& a, const GateUpInputs& in) const;
+    void linear(const Matrix* w, const Input* in, size_t n, const float* bias, float* out, bool add);
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
     FFNCounts moe_block(const MixtureArgs& a);
     const float* routed(const MixtureArgs& a, const float** h);
@@ -218,7 +242,7 @@ class Context {
     void finish(const AttentionArgs& a, const Queries& q, size_t head, const float* from, float* scratch);
 
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
-    Scratch<uint8_t> input_, hidden_input_, panels_, guess_input_, code_input_, marks_;
+    Scratch<uint8_t> inputs_[kStacked], hidden_input_, panels_, guess_input_, code_input_, marks_;
     Scratch<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_,
         attended_, branch_, scales_;
     Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;

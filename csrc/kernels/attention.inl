@@ -146,6 +146,8 @@ static inline vi some_dwords(const uint8_t* p, int n) {
 template <int BITS>
 struct KeyBlocks {
     using Query = QueryBlock;
+    using D = Dot<BITS>;
+    static_assert(D::run >= 8, "a block is 8 steps");
     static constexpr int kAdded = BITS == 8 ? kOffsetQ8 : 8, kParts = 8 / BITS;
     template <int NR, int V, bool WHOLE>
     NOINLINE static void tile(const Span& a, const uint8_t* page, size_t at, int n, const Query* const* q,
@@ -159,7 +161,7 @@ struct KeyBlocks {
         for (size_t b = 0; b < a.head_dim / 32; b++, d += a.block) {
             vi dot[NR][V];
             for (int r = 0; r < NR; r++)
-                for (int v = 0; v < V; v++) dot[r][v] = Dot<BITS>::begin(-kAdded * q[r][b].sum);
+                for (int v = 0; v < V; v++) dot[r][v] = vi_set1(D::wide ? -kAdded * q[r][b].sum : 0);
             for (int g = 0; g < BITS; g++, k += 4 * a.block) {
                 near.template pass<4 * V * W>();
                 vi w[kParts][V];
@@ -170,13 +172,15 @@ struct KeyBlocks {
                         int32_t dword;
                         memcpy(&dword, q[r][b].q + 4 * (kParts * g + part), 4);
                         const vi x = vi_set1(dword);
-                        for (int v = 0; v < V; v++) dot[r][v] = Dot<BITS>::step(dot[r][v], w[part][v], x);
+                        for (int v = 0; v < V; v++) dot[r][v] = D::step(dot[r][v], w[part][v], x);
                     }
             }
             for (int v = 0; v < V; v++) {
                 const vf own = halfs<V, WHOLE>(d, v, n);
                 for (int r = 0; r < NR; r++) {
-                    const vf s = vi_f32(Dot<BITS>::end(dot[r][v], -kAdded * q[r][b].sum));
+                    const vi i =
+                        D::wide ? dot[r][v] : vi_add(D::widen(dot[r][v]), vi_set1(-kAdded * q[r][b].sum));
+                    const vf s = vi_f32(i);
                     sum[r][v] = vfma(s, vmul(own, vset1(q[r][b].d)), sum[r][v]);
                 }
             }
@@ -188,7 +192,7 @@ struct KeyBlocks {
     static inline void split(vi raw, int v, vi (*w)[V]) {
         if constexpr (BITS == 4) {
             const vi low = vi_set1(0x0f0f0f0f);
-            w[0][v] = vi_and(raw, low), w[1][v] = vi_and(vi_shr4(raw), low);
+            w[0][v] = vi_and(raw, low), w[1][v] = vi_and(vi_shr<4>(raw), low);
         } else if constexpr (kAdded != 0) {
             w[0][v] = vi_xor(raw, vi_set1(int32_t(0x01010101u * unsigned(kAdded))));
         } else {

@@ -1,14 +1,13 @@
 // The weight formats as the kernels read them: a struct `FormatNAME` for each row of formats.h. Included by
-// kernels.inl. A format of another kind than the two below needs all of
+// kernels.inl. FormatFloat is for numbers without blocks, FormatBlocks for all others so far: of a `Block`,
+// one line of which numbers, which scales and which arithmetic. Another kind of format needs all of
 //   block, block_bytes, row_bytes(cols)
 //   row_tokens, dot<NT>   one row times NT tokens as `quantize` left them, asking memory for the next row
 //   unpack, unpack_n      32 weights (fewer) as floats without their scale
 //   scales                h * the scale of every 32 columns; h alone where `unpack` gives the weights with it
 //   Gemm<F>               in gemm.inl: the activations' two arrangements, and a product through a panel
-// A format of 32 weights a block with one scale is FormatBlocks of a struct that says how a block is stored.
 
-// ---------------------------------------------------------------------------------------------- float
-// formats
+// -------------------------------------------------------------------------------- float formats
 
 template <class T, vf (*LOAD)(const T*), vf (*LOAD_N)(const T*, int)>
 struct FormatFloat {
@@ -50,7 +49,7 @@ struct FormatFloat {
             for (int n = 0; n < NT; n++) out[n] += vsum(halves<kLanes / W>(acc[n]));
         }
     }
-    static void unpack(const uint8_t* row, size_t c, vf* out) {
+    static void unpack(const uint8_t* row, size_t, size_t c, vf* out) {
         for (int k = 0; k < 32 / W; k++) out[k] = LOAD((const T*)row + c + k * W);
     }
     static vf unpack_n(const uint8_t* row, size_t c, int n) { return LOAD_N((const T*)row + c, n); }
@@ -62,60 +61,377 @@ using FormatF32 = FormatFloat<float, vload, vload_n>;
 using FormatF16 = FormatFloat<uint16_t, vload_f16, vload_f16_n>;
 using FormatBF16 = FormatFloat<uint16_t, vload_bf16, vload_bf16_n>;
 
-// ---------------------------------------------------------------------------------------------- blocks of 32
+// ---------------------------------------------------------------------------------------------- blocks
+//
+// A row of a format of blocks is planar: one plane of all its blocks, then the next (the bits are in
+// thermocline/model/block_layout.py). To the kernels a block is 32 weights, whatever it is in the file: a
+// format of blocks of 256 has 8, which share an f16. A weight is one of
+//   OFFSET          d * (q - added)                  d: f32 of each block
+//   AFFINE          d * q - m                        m: f32 of each block
+//   GROUPS          d * s * (q - added)              s: an int8 of each half of a block
+//   GROUPS_AFFINE   d * s * q - m * t                s, t: int8 of each half
+// q times x is added up as an integer, in GROUPS with s too: at most 16 * 2 * 32 * 127 * 128 < 2^24, so that
+// its float is exact.
+enum Kind { OFFSET, AFFINE, GROUPS, GROUPS_AFFINE };
 
 // One token's activations for the row kernels: chunks of 16 blocks. Blocks past the end are zero, scale and
 // all.
 struct XChunk {
-    int8_t q[512];  // where a block's numbers lie is the format's: `place`
+    int8_t q[512];  // in the order of `place`
     float d[16];
-    int32_t offset[16];  // - (what was added to the weights) * (sum of q)
+    int32_t extra[16];  // OFFSET: - added * (sum of q). AFFINE: - d * (sum of q), a float. GROUPS: both
+                        // halves' sums of q, an i16 each
 };
 
 // Bytes between two dwords of a block in a panel: a dword of each of 2 * W rows (gemm.inl).
 constexpr int kPanelStep = 2 * 4 * W;
 
-// Scales of f16, one a block.
-struct ScaleF16 {
-    using Stored = uint16_t;
-    static vf load(const Stored* d) { return vload_f16(d); }
-    static vf load_n(const Stored* d, int n) { return vload_f16_n(d, n); }
+constexpr int kMostPlanes = 6;
+struct Planes {
+    const uint8_t* at[kMostPlanes];
+    const uint16_t* f16(int plane) const { return (const uint16_t*)at[plane]; }
+};
+// The scales of a chunk, as far as its kind has them. Zero past the end.
+struct Scales {
+    vf d[16 / W], m[16 / W];
+    vb s[2], t[2];  // of 8 blocks each
 };
 
-// Rows of `BLOCK`, planar: the quants of all blocks, then their scales. w = scale * quant. BLOCK has
-//   Scale, quant_bytes    of 32 quants
-//   added                 what `sums` and `spread` add to each weight
-//   packs_short_rows      its blocks lie in an XChunk in their order, so that those of several rows fit one
-//   sums<NT>              the 16 dot products of a chunk's blocks, exact
-//   unpack                32 quants as floats, less nothing
-//   place                 block i of x into the chunk where `sums` wants it
-//   spread, Product       a dword of each row as dwords of int8 in a panel, and how these are multiplied
+// ---- numbers of 32 weights, from one plane or two, as bytes from 0 to `top` (as Dot<8> takes them: int8 and
+// kOffsetQ8, bytes that wrap). `load`: of one block (vb) or of kGroup (vq), its first 16 and its last 16. It
+// may read kGroup blocks where one is left: what follows is another plane, another row, or the arena's
+// padding. `spread`: dwords K and K + 4 of a block of W rows, from the block's dwords in both planes.
+
+static TC_INLINE vi repeated(int byte) { return vi_set1(int32_t(0x01010101u * unsigned(byte))); }
+template <int N>
+static TC_INLINE vi vi_times(vi a) {  // by a power of two
+    constexpr int shift = N == 16 ? 4 : 5;
+    static_assert(1 << shift == N, "no power of two known here");
+    return vi_shl<shift>(a);
+}
+template <int N>
+static TC_INLINE vi vi_moved(vi a) {  // up by N bits, or down
+    if constexpr (N >= 0)
+        return vi_shl<N>(a);
+    else
+        return vi_shr<-N>(a);
+}
+template <int K>
+static TC_INLINE void spread_nibbles(const vi* dwords, vi* lo, vi* hi) {
+    *lo = vi_and(dwords[K], repeated(15)), *hi = vi_and(vi_shr<4>(dwords[K]), repeated(15));
+}
+template <int K>
+static TC_INLINE void spread_fifths(const vi* dwords, vi* lo, vi* hi) {
+    *lo = vi_and(vi_shl<4 - K>(dwords[0]), repeated(16)), *hi = vi_and(vi_moved<-K>(dwords[0]), repeated(16));
+}
+template <int K, int AT>
+static TC_INLINE void spread_pairs(const vi* dwords, vi* lo, vi* hi) {
+    constexpr int up = AT - K / 2 * 2;
+    *lo = vi_and(vi_moved<up>(dwords[K % 2]), repeated(3 << AT));
+    *hi = vi_and(vi_moved<up - 4>(dwords[K % 2]), repeated(3 << AT));
+}
+
+// top: the largest number. first, second: bytes of a block in the first two planes.
+struct Numbers4 {
+    static constexpr int bits = 4, top = 15, first = 16, second = 0;
+    template <class T>
+    static TC_INLINE void load(const uint8_t* a, const uint8_t*, T* lo, T* hi) {
+        nibbles(a, lo, hi);
+    }
+    template <int K>
+    static TC_INLINE void spread(const vi* a, const vi*, vi* lo, vi* hi) {
+        spread_nibbles<K>(a, lo, hi);
+    }
+};
+struct Numbers5 {
+    static constexpr int bits = 5, top = 31, first = 16, second = 4;
+    template <class T>
+    static TC_INLINE void load(const uint8_t* a, const uint8_t* b, T* lo, T* hi) {
+        T l, h;
+        nibbles(a, &l, &h), fifths(b, lo, hi);
+        *lo = bits_or(l, *lo), *hi = bits_or(h, *hi);
+    }
+    template <int K>
+    static TC_INLINE void spread(const vi* a, const vi* b, vi* lo, vi* hi) {
+        vi l, h;
+        spread_nibbles<K>(a, &l, &h), spread_fifths<K>(b, lo, hi);
+        *lo = vi_or(l, *lo), *hi = vi_or(h, *hi);
+    }
+};
+struct Numbers6 {
+    static constexpr int bits = 6, top = 63, first = 16, second = 8;
+    template <class T>
+    static TC_INLINE void load(const uint8_t* a, const uint8_t* b, T* lo, T* hi) {
+        T l, h;
+        nibbles(a, &l, &h), pairs<4>(b, lo, hi);
+        *lo = bits_or(l, *lo), *hi = bits_or(h, *hi);
+    }
+    template <int K>
+    static TC_INLINE void spread(const vi* a, const vi* b, vi* lo, vi* hi) {
+        vi l, h;
+        spread_nibbles<K>(a, &l, &h), spread_pairs<K, 4>(b, lo, hi);
+        *lo = vi_or(l, *lo), *hi = vi_or(h, *hi);
+    }
+};
+struct Numbers2 {
+    static constexpr int bits = 4, top = 3, first = 8, second = 0;
+    template <class T>
+    static TC_INLINE void load(const uint8_t* a, const uint8_t*, T* lo, T* hi) {
+        pairs<0>(a, lo, hi);
+    }
+    template <int K>
+    static TC_INLINE void spread(const vi* a, const vi*, vi* lo, vi* hi) {
+        spread_pairs<K, 0>(a, lo, hi);
+    }
+};
+struct Numbers3 {  // times 4: where single bits and pairs are without another shift
+    static constexpr int bits = 5, top = 28, first = 8, second = 4;
+    template <class T>
+    static TC_INLINE void load(const uint8_t* a, const uint8_t* b, T* lo, T* hi) {
+        T l, h;
+        pairs<2>(a, &l, &h), fifths(b, lo, hi);
+        *lo = bits_or(l, *lo), *hi = bits_or(h, *hi);
+    }
+    template <int K>
+    static TC_INLINE void spread(const vi* a, const vi* b, vi* lo, vi* hi) {
+        vi l, h;
+        spread_pairs<K, 2>(a, &l, &h), spread_fifths<K>(b, lo, hi);
+        *lo = vi_or(l, *lo), *hi = vi_or(h, *hi);
+    }
+};
+template <class TABLE, int BITS, int TOP>
+struct NumbersOfTable {
+    static constexpr int bits = BITS, top = TOP, first = 16, second = 0;
+    template <class T>
+    static TC_INLINE void load(const uint8_t* a, const uint8_t*, T* lo, T* hi) {
+        nibbles(a, lo, hi);
+        *lo = looked_up(TABLE::values, *lo), *hi = looked_up(TABLE::values, *hi);
+    }
+    template <int K>
+    static TC_INLINE void spread(const vi* a, const vi*, vi* lo, vi* hi) {
+        spread_nibbles<K>(a, lo, hi);
+        *lo = looked_up(TABLE::values, *lo), *hi = looked_up(TABLE::values, *hi);
+    }
+};
+struct TableIQ4 {  // for Dot<8>
+#define TC_V(x) int8_t(uint8_t(x + kOffsetQ8))
+    static constexpr int8_t values[16] = {TC_V(-127), TC_V(-104), TC_V(-83), TC_V(-65), TC_V(-49), TC_V(-35),
+                                          TC_V(-22),  TC_V(-10),  TC_V(1),   TC_V(13),  TC_V(25),  TC_V(38),
+                                          TC_V(53),   TC_V(69),   TC_V(89),  TC_V(113)};
+#undef TC_V
+};
+struct TableE2M1 {  // doubled, and 16 more
+    static constexpr int8_t values[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+};
+struct Numbers8 {  // as they are stored; the row kernel is q8_sums
+    static constexpr int bits = 8, top = 255, first = 32, second = 0;
+    template <int K>
+    static TC_INLINE void spread(const vi* a, const vi*, vi* lo, vi* hi) {
+        *lo = vi_xor(a[K], repeated(kOffsetQ8)), *hi = vi_xor(a[4 + K], repeated(kOffsetQ8));
+    }
+};
+
+// ---- scales
+
+static TC_INLINE void f16_scales(const uint16_t* d, int blocks, vf* out) {
+    for (int v = 0; v < 16 / W; v++) {
+        const int left = blocks - v * W;
+        out[v] = left >= W ? vload_f16(d + v * W) : left > 0 ? vload_f16_n(d + v * W, left) : vzero();
+    }
+}
+static TC_INLINE void times(const vf* a, vf* b) {
+    for (int v = 0; v < 16 / W; v++) b[v] = vmul(a[v], b[v]);
+}
+// The first n bytes, n a multiple of 4 up to 16.
+static TC_INLINE vb vb_first(const uint8_t* p, int n) {
+    return n >= 16 ? vb_load(p) : vb_load_n(p, size_t(n));
+}
+// 2 bits of each number, four a byte: 16 numbers of 4 bytes, at bits 4 and 5; and of the next 4.
+static TC_INLINE void fours(vb packed, vb* first, vb* second) {
+    const vb even = vb_zip8(vb_bits<0>(packed, 3), vb_bits<2>(packed, 3)),
+             odd = vb_zip8(vb_bits<4>(packed, 3), vb_bits<6>(packed, 3));
+    *first = vb_up<4>(vb_zip16(even, odd)), *second = vb_up<4>(vb_zip16_high(even, odd));
+}
+static TC_INLINE vb nibbles_in_turn(vb packed) {
+    return vb_zip8(vb_bits<0>(packed, 15), vb_bits<4>(packed, 15));
+}
+static TC_INLINE float one_f16(const uint16_t* p) {
+    float out[W];
+    vstore(out, vload_f16_n(p, 1));
+    return out[0];
+}
+
+// What is stored of 32 weights with an f16 scale, and perhaps an f16 minimum: planes FIRST and FIRST + 1.
+template <int FIRST>
+struct ScaleF16 {
+    static constexpr bool apart = true;  // of the numbers of a block: one factor for all of them
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
+        f16_scales(p.f16(FIRST), blocks, out->d);
+    }
+};
+template <int FIRST>
+struct ScaleAndMinimumF16 {
+    static constexpr bool apart = false;
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
+        f16_scales(p.f16(FIRST), blocks, out->d), f16_scales(p.f16(FIRST + 1), blocks, out->m);
+        for (int v = 0; v < 16 / W; v++) out->m[v] = vsub(vzero(), out->m[v]);  // q4_1, q5_1: + minimum
+    }
+};
+template <int FIRST>
+struct ScaleE8M0 {
+    static constexpr bool apart = true;
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
+        alignas(16) uint8_t t[16] = {0};
+        const uint8_t* e = p.at[FIRST];
+        if (blocks < 16) memcpy(t, e, size_t(blocks)), e = t;
+        for (int v = 0; v < 16 / W; v++) out->d[v] = vload_e8m0(e + v * W);
+    }
+};
+// q4_k, q5_k: scales and minima of 6 bits, 8 + 4 bytes for 8 blocks.
+template <int FIRST>
+struct ScaleK {
+    static constexpr bool apart = false;
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
+        const vb a = vb_first(p.at[FIRST], blocks), b = vb_load_n(p.at[FIRST + 1], size_t(blocks / 2));
+        const vb high = vb_zip32(vb_bits<0>(b, 15), vb_bits<4>(b, 15));
+        vf scale[16 / W], minimum[16 / W];
+        vb_f32(vb_bits<0>(a, 63), scale), vb_f32(vb_or(vb_bits<6>(a, 3), vb_up<2>(high)), minimum);
+        super_scales(p.f16(FIRST + 2), blocks, out->d), super_scales(p.f16(FIRST + 3), blocks, out->m);
+        times(scale, out->d), times(minimum, out->m);
+    }
+};
+// iq4_xs: scales of 6 bits, less 32: 4 + 2 bytes for 8 blocks.
+template <int FIRST>
+struct ScaleXS {
+    static constexpr bool apart = false;
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
+        vb high, none;
+        fours(vb_load_n(p.at[FIRST + 1], size_t(blocks / 4)), &high, &none);
+        const vb low = nibbles_in_turn(vb_load_n(p.at[FIRST], size_t(blocks / 2)));
+        vf scale[16 / W];
+        vb_f32(vb_sub(vb_or(low, high), vb_set1(32)), scale);
+        super_scales(p.f16(FIRST + 2), blocks, out->d);
+        times(scale, out->d);
+    }
+};
+template <int FIRST>
+struct ScaleSuper {  // tq2_0
+    static constexpr bool apart = false;
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
+        super_scales(p.f16(FIRST), blocks, out->d);
+    }
+};
+template <int FIRST>
+struct GroupsQ6 {
+    static constexpr bool apart = false;
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
+        out->s[0] = vb_load(p.at[FIRST]), out->s[1] = blocks > 8 ? vb_load(p.at[FIRST] + 16) : vb_set1(0);
+        super_scales(p.f16(FIRST + 1), blocks, out->d);
+    }
+};
+template <int FIRST>
+struct GroupsQ3 {
+    static constexpr bool apart = false;
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
+        const vb low = vb_first(p.at[FIRST], blocks), thirty_two = vb_set1(32);
+        fours(vb_load_n(p.at[FIRST + 1], size_t(blocks / 2)), &out->s[0], &out->s[1]);
+        const vb even = vb_bits<0>(low, 15), odd = vb_bits<4>(low, 15);
+        out->s[0] = vb_sub(vb_or(out->s[0], vb_zip8(even, odd)), thirty_two);
+        out->s[1] = vb_sub(vb_or(out->s[1], vb_zip8_high(even, odd)), thirty_two);
+        super_scales(p.f16(FIRST + 2), blocks, out->d);
+        for (int v = 0; v < 16 / W; v++) out->d[v] = vmul(out->d[v], vset1(0.25f));  // numbers times 4
+    }
+};
+template <int FIRST>
+struct GroupsQ2 {
+    static constexpr bool apart = false;
+    static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
+        for (int h = 0; h < 2; h++) {
+            const vb both = 8 * h < blocks ? vb_load(p.at[FIRST] + 16 * h) : vb_set1(0);
+            out->s[h] = vb_bits<0>(both, 15), out->t[h] = vb_bits<4>(both, 15);
+        }
+        super_scales(p.f16(FIRST + 1), blocks, out->d), super_scales(p.f16(FIRST + 2), blocks, out->m);
+    }
+};
+
+// Numbers, their scales, what each number is too large by, and the bytes of 256 weights in each plane.
+template <class NUMBERS, class SCALES, Kind KIND, int ADDED, size_t WEIGHTS, int... PLANES>
+struct Block {
+    using Numbers = NUMBERS;
+    using ScalesOf = SCALES;
+    static constexpr Kind kind = KIND;
+    static constexpr int added = ADDED, planes[kMostPlanes] = {PLANES...};
+    static constexpr size_t weights = WEIGHTS, bytes = (PLANES + ...) * WEIGHTS / 256;
+};
+
 template <class BLOCK>
 struct FormatBlocks {
     using Block = BLOCK;
-    using Scale = typename BLOCK::Scale;
-    using StoredScale = typename Scale::Stored;
-    static constexpr size_t block = 32, block_bytes = BLOCK::quant_bytes + sizeof(StoredScale);
-    static constexpr int quant_bytes = BLOCK::quant_bytes, row_tokens = kRowTokens;
-    static constexpr bool packs_short_rows = BLOCK::packs_short_rows;
+    using Numbers = typename BLOCK::Numbers;
+    using ScalesOf = typename BLOCK::ScalesOf;
+    static constexpr Kind kind = BLOCK::kind;
+    static constexpr bool grouped = kind == GROUPS || kind == GROUPS_AFFINE,
+                          natural = Numbers::bits == 8 && Numbers::first == 32;
+    static constexpr size_t block = BLOCK::weights, block_bytes = BLOCK::bytes;
+    static constexpr int row_tokens = kRowTokens;
+    // Their blocks lie in an XChunk in their order, so that those of several rows fit one.
+    static constexpr bool packs_short_rows = natural;
     static size_t row_bytes(size_t n) { return n / block * block_bytes; }
-    static const StoredScale* row_scales(const uint8_t* row, size_t cols) {
-        return (const StoredScale*)(row + cols / 32 * quant_bytes);
+
+    // The planes of a row, from 32 weights number b on; b a multiple of 8 where blocks are of 256.
+    static TC_INLINE Planes planes(const uint8_t* row, size_t cols, size_t b) {
+        Planes p;
+        for (int i = 0; i < kMostPlanes; i++) {
+            p.at[i] = row + b * size_t(BLOCK::planes[i]) / 8;
+            row += cols * size_t(BLOCK::planes[i]) / 256;
+        }
+        return p;
     }
-    template <int NT>
-    static inline void add_chunk(const uint8_t* q, const StoredScale* d, const XChunk* first, size_t stride,
-                                 int blocks, vf (*acc)[16 / W]) {
+    static TC_INLINE void advance(Planes* p) {  // by a chunk
+        for (int i = 0; i < kMostPlanes; i++) p->at[i] += 2 * BLOCK::planes[i];
+    }
+
+    // Block i of x into a chunk: in its order; or the first halves of kGroup blocks, then their second
+    // halves, as the numbers lie in a vector.
+    static TC_INLINE void place(int8_t* chunk, size_t i, const int8_t* x) {
+        if constexpr (natural) {
+            memcpy(chunk + 32 * i, x, 32);
+        } else {
+            const size_t group = i / kGroup * kGroup;
+            memcpy(chunk + 32 * group + 16 * (i - group), x, 16);
+            memcpy(chunk + 32 * group + 16 * (kGroup + i - group), x + 16, 16);
+        }
+    }
+
+    // WHOLE: 16 blocks, which the compiler then knows.
+    template <int NT, bool WHOLE>
+    static TC_INLINE void add_chunk(const Planes& p, const XChunk* first, size_t stride, int some,
+                                    vf (*acc)[16 / W]) {
+        const int blocks = WHOLE ? 16 : some;
         vi sums[NT][16 / W];
-        BLOCK::template sums<NT>(q, first->q, stride, blocks, sums);
-        for (int v = 0; v < 16 / W; v++) {
-            const int left = blocks - v * W;
-            const vf scale = left >= W  ? Scale::load(d + v * W)
-                             : left > 0 ? Scale::load_n(d + v * W, left)
-                                        : vzero();
-            for (int n = 0; n < NT; n++) {
-                const XChunk* x = (const XChunk*)((const uint8_t*)first + size_t(n) * stride);
-                const vf s = vi_f32(vi_add(sums[n][v], vi_load(x->offset + v * W)));
-                acc[n][v] = vfma(s, vmul(scale, vload(x->d + v * W)), acc[n][v]);
+        Scales scales;
+        ScalesOf::load(p, blocks, &scales);
+        if constexpr (natural)
+            q8_sums<NT>(p.at[0], first->q, stride, blocks, sums);
+        else if constexpr (grouped)
+            group_sums<Numbers, NT>(p.at[0], p.at[1], scales.s, first->q, stride, blocks, sums);
+        else
+            q_sums<Numbers, NT>(p.at[0], p.at[1], first->q, stride, blocks, sums);
+        for (int n = 0; n < NT; n++) {
+            const XChunk* x = (const XChunk*)((const uint8_t*)first + size_t(n) * stride);
+            vi corrections[16 / W];
+            if constexpr (kind == GROUPS) pair_sums(scales.s, x->extra, corrections);
+            if constexpr (kind == GROUPS_AFFINE) pair_sums(scales.t, x->extra, corrections);
+            for (int v = 0; v < 16 / W; v++) {
+                vi s = sums[n][v];
+                const vf d = vload(x->d + v * W);
+                if constexpr (kind == OFFSET) s = vi_add(s, vi_load(x->extra + v * W));
+                if constexpr (kind == GROUPS) s = vi_sub(s, vi_times<BLOCK::added>(corrections[v]));
+                acc[n][v] = vfma(vi_f32(s), vmul(scales.d[v], d), acc[n][v]);
+                if constexpr (kind == AFFINE)
+                    acc[n][v] = vfma(scales.m[v], vload((const float*)x->extra + v * W), acc[n][v]);
+                if constexpr (kind == GROUPS_AFFINE)
+                    acc[n][v] = vfma(vi_f32(corrections[v]), vmul(scales.m[v], vsub(vzero(), d)), acc[n][v]);
             }
         }
     }
@@ -123,75 +439,118 @@ struct FormatBlocks {
     static void dot(const uint8_t* row, const uint8_t* next, const uint8_t* input, size_t stride, size_t cols,
                     float* out) {
         const XChunk* x = (const XChunk*)input;
-        const StoredScale* d = row_scales(row, cols);
         const size_t blocks = cols / 32;
+        Planes p = planes(row, cols, 0);
         vf acc[NT][16 / W];
         for (int n = 0; n < NT; n++)
             for (int v = 0; v < 16 / W; v++) acc[n][v] = vzero();
         size_t b = 0;
         prefetch(next);
-        for (; b + 16 <= blocks; b += 16, x++, next += 16 * block_bytes) {
-            prefetch_on(next, 16 * block_bytes);
-            add_chunk<NT>(row + b * quant_bytes, d + b, x, stride, 16, acc);
+        constexpr size_t chunk_bytes = 512 * block_bytes / block;
+        for (; b + 16 <= blocks; b += 16, x++, next += chunk_bytes, advance(&p)) {
+            prefetch_on(next, chunk_bytes);
+            add_chunk<NT, true>(p, x, stride, 16, acc);
         }
         if (b < blocks) {
-            prefetch_on(next, (blocks - b) * block_bytes);
-            add_chunk<NT>(row + b * quant_bytes, d + b, x, stride, int(blocks - b), acc);
+            prefetch_on(next, (blocks - b) * chunk_bytes / 16);
+            add_chunk<NT, false>(p, x, stride, int(blocks - b), acc);
         }
         for (int n = 0; n < NT; n++) {
             for (int v = 1; v < 16 / W; v++) acc[n][0] = vadd(acc[n][0], acc[n][v]);
             out[n] = vsum(acc[n][0]);
         }
     }
-    static void unpack(const uint8_t* row, size_t c, vf* out) {
-        BLOCK::unpack(row + c / 32 * quant_bytes, out);
+
+    // 32 weights from column c on: without their scale where it is one factor, else as they are.
+    static void unpack(const uint8_t* row, size_t cols, size_t c, vf* out) {
+        const size_t b = c / 32;
+        if constexpr (natural)
+            return q8_unpack(row + 32 * b, out);
+        else if constexpr (Numbers::top == 15 && BLOCK::added == 8)  // q4_0
+            return q4_unpack(row + 16 * b, out);
+        else
+            unpack_block(row, cols, b, out);
+    }
+    static TC_INLINE void unpack_block(const uint8_t* row, size_t cols, size_t b, vf* out) {
+        constexpr size_t whole = block / 32;
+        const size_t in = b % whole;  // of the blocks that share an f16
+        const Planes p = planes(row, cols, b - in);
+        vb lo, hi;
+        Numbers::load(p.at[0] + size_t(Numbers::first) * in, p.at[1] + size_t(Numbers::second) * in, &lo,
+                      &hi);
+        constexpr int added = BLOCK::added;
+        const vb zero = vb_set1(uint8_t(added));
+        vb_f32(vb_sub(lo, zero), out), vb_f32(vb_sub(hi, zero), out + 16 / W);
+        if constexpr (!ScalesOf::apart) {
+            Scales scales;
+            ScalesOf::load(p, int(whole), &scales);
+            float d[16], m[16];
+            int8_t s[32], t[32];
+            for (int v = 0; v < 16 / W; v++) vstore(d + v * W, scales.d[v]);
+            if constexpr (kind == AFFINE || kind == GROUPS_AFFINE)
+                for (int v = 0; v < 16 / W; v++) vstore(m + v * W, scales.m[v]);
+            if constexpr (grouped) vb_store(s, scales.s[0]);
+            if constexpr (kind == GROUPS_AFFINE) vb_store(t, scales.t[0]);
+            for (int h = 0; h < 2; h++) {
+                const float scale = d[in] * (grouped ? float(s[2 * in + h]) : 1.0f);
+                for (int v = 0; v < 16 / W; v++) {
+                    vf& w = out[h * (16 / W) + v];
+                    w = vmul(w, vset1(scale));
+                    if constexpr (kind == AFFINE) w = vsub(w, vset1(m[in]));
+                    if constexpr (kind == GROUPS_AFFINE) w = vsub(w, vset1(m[in] * float(t[2 * in + h])));
+                }
+            }
+        }
     }
     static vf unpack_n(const uint8_t*, size_t, int) { return vzero(); }  // cols % 32 == 0: never reached
-    // out[b] = h * scale of block c/32 + b, for b in [0, n)
+    // out[b] = h * scale of block c/32 + b, for b in [0, n); or h
     static void scales(const uint8_t* row, size_t cols, size_t c, size_t n, float h, float* out) {
-        const StoredScale* d = row_scales(row, cols) + c / 32;
-        size_t b = 0;
-        for (; b + W <= n; b += W) vstore(out + b, vmul(Scale::load(d + b), vset1(h)));
-        if (b < n) vstore_n(out + b, vmul(Scale::load_n(d + b, int(n - b)), vset1(h)), int(n - b));
+        if constexpr (ScalesOf::apart) {
+            Planes p = planes(row, cols, c / 32);
+            for (size_t b = 0; b < n; b += 16, advance(&p)) {
+                Scales scales;
+                const int left = int(smaller(16, n - b));
+                ScalesOf::load(p, left, &scales);
+                for (int v = 0; v < 16 / W && v * W < left; v++)
+                    vstore_n(out + b + v * W, vmul(scales.d[v], vset1(h)), int(smaller(W, left - v * W)));
+            }
+        } else {
+            for (size_t b = 0; b < n; b++) out[b] = h;
+        }
     }
 };
 
-struct BlockQ8_0 {  // 32 int8
-    using Scale = ScaleF16;
-    using Product = Dot<8>;
-    static constexpr int quant_bytes = 32, added = kOffsetQ8;
-    static constexpr bool packs_short_rows = true;
-    template <int NT>
-    static constexpr auto sums = q8_sums<NT>;
-    static constexpr auto unpack = q8_unpack;
-    static void place(int8_t* chunk, size_t i, const int8_t* x) { memcpy(chunk + 32 * i, x, 32); }
-    static void spread(vi dwords, uint8_t* panel) {
-        vi_store(panel, vi_xor(dwords, vi_set1(int32_t(0x01010101u * unsigned(kOffsetQ8)))));
-    }
-};
-using FormatQ8_0 = FormatBlocks<BlockQ8_0>;
-
-struct BlockQ4_0 {  // 16 bytes: weight j < 16 + 8 in the low nibble of byte j, weight j + 16 in the high one
-    using Scale = ScaleF16;
-    using Product = Dot<4>;
-    static constexpr int quant_bytes = 16, added = 8;
-    static constexpr bool packs_short_rows = false;
-    template <int NT>
-    static constexpr auto sums = q4_sums<NT>;
-    static constexpr auto unpack = q4_unpack;
-    // Low halves of kQ4Group blocks, then their high halves, as the nibbles lie in a vector.
-    static void place(int8_t* chunk, size_t i, const int8_t* x) {
-        const size_t group = i / kQ4Group * kQ4Group;
-        memcpy(chunk + 32 * group + 16 * (i - group), x, 16);
-        memcpy(chunk + 32 * group + 16 * (kQ4Group + i - group), x + 16, 16);
-    }
-    static void spread(vi dwords, uint8_t* panel) {
-        const vi low = vi_set1(0x0f0f0f0f);
-        vi_store(panel, vi_and(dwords, low));
-        vi_store(panel + 4 * kPanelStep, vi_and(vi_shr4(dwords), low));
-    }
-};
-using FormatQ4_0 = FormatBlocks<BlockQ4_0>;
+using BlockQ8_0 = Block<Numbers8, ScaleF16<1>, OFFSET, kOffsetQ8, 32, 256, 16>;
+using BlockQ4_0 = Block<Numbers4, ScaleF16<1>, OFFSET, 8, 32, 128, 16>;
+using BlockQ4_1 = Block<Numbers4, ScaleAndMinimumF16<1>, AFFINE, 0, 32, 128, 16, 16>;
+using BlockQ5_0 = Block<Numbers5, ScaleF16<2>, OFFSET, 16, 32, 128, 32, 16>;
+using BlockQ5_1 = Block<Numbers5, ScaleAndMinimumF16<2>, AFFINE, 0, 32, 128, 32, 16, 16>;
+using BlockQ4_K = Block<Numbers4, ScaleK<1>, AFFINE, 0, 256, 128, 8, 4, 2, 2>;
+using BlockQ5_K = Block<Numbers5, ScaleK<2>, AFFINE, 0, 256, 128, 32, 8, 4, 2, 2>;
+using BlockQ6_K = Block<Numbers6, GroupsQ6<2>, GROUPS, 32, 256, 128, 64, 16, 2>;
+using BlockQ3_K = Block<Numbers3, GroupsQ3<2>, GROUPS, 16, 256, 64, 32, 8, 4, 2>;
+using BlockQ2_K = Block<Numbers2, GroupsQ2<1>, GROUPS_AFFINE, 0, 256, 64, 16, 2, 2>;
+using NumbersIQ4 = NumbersOfTable<TableIQ4, 8, 255>;
+using BlockIQ4_NL = Block<NumbersIQ4, ScaleF16<1>, OFFSET, kOffsetQ8, 32, 128, 16>;
+using BlockIQ4_XS = Block<NumbersIQ4, ScaleXS<1>, OFFSET, kOffsetQ8, 256, 128, 4, 2, 2>;
+using BlockMXFP4 = Block<NumbersOfTable<TableE2M1, 5, 28>, ScaleE8M0<1>, OFFSET, 16, 32, 128, 8>;
+using BlockTQ2_0 = Block<Numbers2, ScaleSuper<1>, OFFSET, 1, 256, 64, 2>;
+#define TC_BLOCKS(id) using Format##id = FormatBlocks<Block##id>;
+TC_BLOCKS(Q8_0)
+TC_BLOCKS(Q4_0)
+TC_BLOCKS(Q4_1)
+TC_BLOCKS(Q5_0)
+TC_BLOCKS(Q5_1)
+TC_BLOCKS(Q4_K)
+TC_BLOCKS(Q5_K)
+TC_BLOCKS(Q6_K)
+TC_BLOCKS(Q3_K)
+TC_BLOCKS(Q2_K)
+TC_BLOCKS(IQ4_NL)
+TC_BLOCKS(IQ4_XS)
+TC_BLOCKS(MXFP4)
+TC_BLOCKS(TQ2_0)
+#undef TC_BLOCKS
 
 // ---------------------------------------------------------------------------------------------- signs
 
@@ -215,7 +574,7 @@ TC_WEIGHT_FORMATS(TC_ROW)
 
 // call(F()), F the struct of `format`; of SIGNS nothing.
 template <class Fn>
-static inline void for_format(Format format, Fn call) {
+static TC_INLINE void for_format(Format format, Fn call) {
     switch (format) {
 #define TC_ROW(id, ...)     \
     case id:                \

@@ -4,8 +4,8 @@
 // lane by lane, and the lanes as the same binary tree. Panels and activations are therefore stored lane by
 // lane, activations of the tokens of a tile side by side: the inner loops follow two pointers.
 //
-// A panel is for one thread and lives in its L2 cache: 32 rows of 4096 columns are 144 KiB for either int
-// format.
+// A panel is for one thread and lives in its L2 cache: 32 rows of 4096 columns are 128 KiB of int8 and 16 KiB
+// for each f32 that a format has of a block (panel_floats), 144 KiB for q4_0 and 224 for q2_k.
 
 constexpr int kPanelRows = 2 * W;
 static_assert(kPanelRows <= kMostPanelRows, "the memory plan counts kMostPanelRows");
@@ -32,8 +32,9 @@ struct Tree {
     }
 };
 
-// ---------------------------------------------------------------------------------------------- float
-// formats Chunk by chunk of kFloatChunk columns: [lane][step][kPanelRows] as stored, and activations
+// -------------------------------------------------------------------------------- float formats
+//
+// Chunk by chunk of kFloatChunk columns: [lane][step][kPanelRows] as stored, and activations
 // [lane][step][kFloatTileTokens].
 
 static size_t float_steps(size_t columns) { return (columns + kLanes - 1) / kLanes; }
@@ -118,53 +119,144 @@ static void float_tile(const typename F::Stored* panel, size_t steps, const floa
         }
 }
 
-// ---------------------------------------------------------------------------------------------- quantised
-// formats Lane l of C chunks (512 columns each) holds blocks l, 16 + l, ...: panel [lane][chunk][8
-// dwords][kPanelRows], then scales [lane][chunk][kPanelRows] f32. Activations: [lane][chunk] of XTile.
+// -------------------------------------------------------------------------------- formats of blocks
+//
+// Lane l of C chunks (512 columns each) holds blocks l, 16 + l, ...: panel [lane][chunk][8
+// dwords][kPanelRows], then f32 of each block [lane][chunk][panel_floats][kPanelRows]. Activations:
+// [lane][chunk] of XTile.
 
 static size_t int_chunks(size_t cols) { return (cols / 32 + 15) / 16; }
 static size_t lane_slot(size_t block, size_t chunks) { return block % 16 * chunks + block / 16; }
 
+// What a panel has of each block in f32: d; and m where weights have it; then the scales of both halves.
 template <class F>
-static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
-    constexpr int dwords = F::quant_bytes / 4;  // of a stored block
-    const size_t blocks = cols / 32, chunks = int_chunks(cols);
-    for (size_t b0 = 0; b0 < blocks; b0 += W / dwords) {
-        for (int v = 0; v < 2; v++) {
-            vi t[W];
-            for (int i = 0; i < W; i++) t[i] = vi_load(rows[v * W + i] + 4 * dwords * b0);
-            transpose(t);
-            for (int j = 0; j < W / dwords && b0 + j < blocks; j++) {
-                uint8_t* to = panel + (lane_slot(b0 + j, chunks) * 16 + v) * (4 * W);
-                for (int k = 0; k < dwords; k++, to += kPanelStep) F::Block::spread(t[j * dwords + k], to);
-            }
+constexpr int panel_floats() {
+    return F::kind == OFFSET ? 1 : F::kind == AFFINE ? 2 : F::kind == GROUPS ? 3 : 6;
+}
+
+// Of W rows, DWORDS dwords of each of up to 16 blocks of one plane: out[block * DWORDS + dword], a row a
+// lane.
+template <int DWORDS>
+static inline void plane_columns(const Planes* rows, int plane, int blocks, vi* out) {
+    if constexpr (DWORDS > 0)
+        for (int d = 0; d < DWORDS * blocks; d += W) {
+            for (int i = 0; i < W; i++) out[d + i] = vi_load(rows[i].at[plane] + 4 * d);
+            transpose(out + d);
         }
+}
+
+// Of W rows the f32 of 16 blocks: out[f][block][row].
+template <class F>
+static TC_INLINE void block_floats(const Planes* rows, int blocks, float (*out)[16][W]) {
+    constexpr bool minima = F::kind == AFFINE || F::kind == GROUPS_AFFINE;
+    constexpr int halves = minima ? 2 : 1;  // the first plane of the scales of halves
+    vi d[16 / W][W], m[16 / W][W];
+    for (int i = 0; i < W; i++) {
+        Scales s;
+        F::ScalesOf::load(rows[i], blocks, &s);
+        for (int v = 0; v < 16 / W; v++) {
+            d[v][i] = vf_bits(s.d[v]);
+            if constexpr (minima) m[v][i] = vf_bits(s.m[v]);
+        }
+        int8_t part[32];
+        auto apart = [&](const vb* scales, int f) {
+            vb_store(part, scales[0]), vb_store(part + 16, scales[1]);
+            for (int b = 0; b < 16; b++) out[f][b][i] = part[2 * b], out[f + 1][b][i] = part[2 * b + 1];
+        };
+        if constexpr (F::grouped) apart(s.s, halves);
+        if constexpr (F::kind == GROUPS_AFFINE) apart(s.t, halves + 2);
     }
-    float* scales = (float*)(panel + chunks * 512 * kPanelRows);
-    for (size_t b = 0; b < chunks * 16; b += W) {
-        const int left = b < blocks ? int(smaller(W, blocks - b)) : 0;
-        for (int v = 0; v < 2; v++) {
-            vi t[W];
-            for (int i = 0; i < W; i++) {
-                const typename F::StoredScale* d = F::row_scales(rows[v * W + i], cols) + b;
-                t[i] = vf_bits(left == W ? F::Scale::load(d) : left ? F::Scale::load_n(d, left) : vzero());
-            }
-            transpose(t);
-            for (int i = 0; i < W; i++) vi_store(scales + (lane_slot(b + i, chunks) * 2 + v) * W, t[i]);
+    for (int v = 0; v < 16 / W; v++) {
+        transpose(d[v]);
+        if constexpr (minima) transpose(m[v]);
+        for (int i = 0; i < W; i++) {
+            vi_store(out[0][v * W + i], d[v][i]);
+            if constexpr (minima) vi_store(out[1][v * W + i], m[v][i]);
         }
     }
 }
+// Dwords K and K + 4 of a block, as dwords of int8.
+template <class N, int K>
+static TC_INLINE void spread_block(const vi* a, const vi* b, uint8_t* to) {
+    vi lo, hi;
+    N::template spread<K>(a, b, &lo, &hi);
+    vi_store(to + K * kPanelStep, lo), vi_store(to + (4 + K) * kPanelStep, hi);
+}
+template <class F>
+static void int_panel(const uint8_t* const* rows, size_t cols, uint8_t* panel) {
+    using N = typename F::Numbers;
+    constexpr int A = N::first / 4, B = N::second / 4, floats = panel_floats<F>();
+    const size_t blocks = cols / 32, chunks = int_chunks(cols);
+    float* scales = (float*)(panel + chunks * 512 * kPanelRows);
+    for (size_t c = 0; c < chunks; c++)
+        for (int v = 0; v < 2; v++) {
+            const int left = int(smaller(16, blocks - 16 * c));
+            Planes planes[W];
+            for (int i = 0; i < W; i++) planes[i] = F::planes(rows[v * W + i], cols, 16 * c);
+            alignas(64) float of[floats][16][W];
+            if (left == 16)
+                block_floats<F>(planes, 16, of);
+            else
+                block_floats<F>(planes, left, of);
+            vi a[16 * A + W], b[16 * B + W];
+            plane_columns<A>(planes, 0, left, a), plane_columns<B>(planes, 1, left, b);
+            for (int j = 0; j < 16; j++) {
+                const size_t slot = lane_slot(16 * c + size_t(j), chunks);
+                for (int f = 0; f < floats; f++)
+                    vi_store(scales + ((slot * floats + size_t(f)) * 2 + size_t(v)) * W, vi_load(of[f][j]));
+                if (j >= left) continue;
+                uint8_t* to = panel + (slot * 16 + size_t(v)) * (4 * W);
+                spread_block<N, 0>(a + A * j, b + B * j, to), spread_block<N, 1>(a + A * j, b + B * j, to);
+                spread_block<N, 2>(a + A * j, b + B * j, to), spread_block<N, 3>(a + A * j, b + B * j, to);
+            }
+        }
+}
 
-struct XTile {                  // a block of kTileTokens tokens
+// A block of kTileTokens tokens. extra: OFFSET: - added * (sum of q). AFFINE: - d * (sum of q), a float.
+// GROUPS: OFFSET's of each half. GROUPS_AFFINE: the sum of each half, a float.
+template <Kind KIND>
+struct XTile {
+    static constexpr int extras = KIND == GROUPS || KIND == GROUPS_AFFINE ? 2 : 1;
     int32_t q[8][kTileTokens];  // dword k of each
     float d[kTileTokens];
-    int32_t offset[kTileTokens];
+    int32_t extra[extras][kTileTokens];
+    float real(int i, size_t t) const {
+        float f;
+        memcpy(&f, &extra[i][t], 4);
+        return f;
+    }
 };
 
-// x: the tile's, from its first token of NT on. Of `next`, `share` bytes are asked for per lane.
+// Integer sums of dwords [K0, K0 + steps) of a block's product with NT tokens.
 template <class DOT, int NT>
-static void int_tile(const uint8_t* panel, size_t chunks, const XTile* x, size_t first, const uint8_t* next,
-                     size_t share, float* sums) {
+static inline void block_product(const uint8_t* w, const int32_t* q, int steps, vi (*total)[NT]) {
+    constexpr int run = DOT::run < 8 ? DOT::run : 8;
+    for (int k0 = 0; k0 < steps; k0 += run) {
+        vi s[2][NT];
+        if constexpr (run < 8 || !DOT::wide)
+            for (int n = 0; n < NT; n++) s[0][n] = s[1][n] = vi_set1(0);
+        else
+            for (int n = 0; n < NT; n++) s[0][n] = total[0][n], s[1][n] = total[1][n];
+        for (int k = k0; k < k0 + run && k < steps; k++) {
+            const vi a = vi_load(w + k * 4 * kPanelRows), b = vi_load(w + k * 4 * kPanelRows + 4 * W);
+            for (int n = 0; n < NT; n++) {
+                const vi xs = vi_set1(q[k * kTileTokens + n]);
+                s[0][n] = DOT::step(s[0][n], a, xs);
+                s[1][n] = DOT::step(s[1][n], b, xs);
+            }
+        }
+        for (int v = 0; v < 2; v++)
+            for (int n = 0; n < NT; n++)
+                total[v][n] = DOT::wide ? s[v][n] : vi_add(total[v][n], DOT::widen(s[v][n]));
+    }
+}
+
+// x: the tile's, from its first token of NT on. Of `next`, `share` bytes are asked for per lane.
+template <class F, int NT>
+static void int_tile(const uint8_t* panel, size_t chunks, const XTile<F::kind>* x, size_t first,
+                     const uint8_t* next, size_t share, float* sums) {
+    using D = Dot<F::Numbers::bits>;
+    constexpr int floats = panel_floats<F>(), parts = F::grouped ? 2 : 1, steps = 8 / parts;
     const float* scales = (const float*)(panel + chunks * 512 * kPanelRows);
     Tree<NT> tree;
     vf lane[2][NT];
@@ -174,24 +266,38 @@ static void int_tile(const uint8_t* panel, size_t chunks, const XTile* x, size_t
         for (int n = 0; n < NT; n++) lane[0][n] = lane[1][n] = vzero();
         for (size_t c = at; c < at + chunks; c++) {
             const uint8_t* w = panel + c * (8 * 4 * kPanelRows);
-            const int32_t* q = x[c].q[0] + first;
-            vi s[2][NT];
-            for (int n = 0; n < NT; n++) s[0][n] = s[1][n] = DOT::begin(x[c].offset[first + n]);
-            for (int k = 0; k < 8; k++, w += 4 * kPanelRows, q += kTileTokens) {
-                const vi a = vi_load(w), b = vi_load(w + 4 * W);
+            const float* scale = scales + c * (floats * kPanelRows);
+            auto real = [&](int f, int v) { return vload(scale + f * kPanelRows + v * W); };
+            vf sum[2][NT] = {};
+            for (int p = 0; p < parts; p++) {
+                vi total[2][NT];
                 for (int n = 0; n < NT; n++) {
-                    const vi xs = vi_set1(q[n]);
-                    s[0][n] = DOT::step(s[0][n], a, xs);
-                    s[1][n] = DOT::step(s[1][n], b, xs);
+                    const bool less = F::kind == OFFSET || F::kind == GROUPS;
+                    total[0][n] = total[1][n] = vi_set1(less ? x[c].extra[p][first + n] : 0);
                 }
+                block_product<D, NT>(w + p * steps * 4 * kPanelRows, x[c].q[p * steps] + first, steps, total);
+                for (int v = 0; v < 2; v++)
+                    for (int n = 0; n < NT; n++) {
+                        const vf s = vi_f32(total[v][n]);
+                        constexpr int s0 = floats == 6 ? 2 : 1;
+                        if constexpr (!F::grouped)
+                            sum[v][n] = s;
+                        else
+                            sum[v][n] = p ? vfma(s, real(s0 + 1, v), sum[v][n]) : vmul(s, real(s0, v));
+                    }
             }
-            const vf da = vload(scales + c * kPanelRows), db = vload(scales + c * kPanelRows + W);
-            for (int n = 0; n < NT; n++) {
-                const vf d = vset1(x[c].d[first + n]);
-                const int32_t offset = x[c].offset[first + n];
-                lane[0][n] = vfma(vi_f32(DOT::end(s[0][n], offset)), vmul(da, d), lane[0][n]);
-                lane[1][n] = vfma(vi_f32(DOT::end(s[1][n], offset)), vmul(db, d), lane[1][n]);
-            }
+            for (int v = 0; v < 2; v++)
+                for (int n = 0; n < NT; n++) {
+                    const float d = x[c].d[first + n];
+                    lane[v][n] = vfma(sum[v][n], vmul(real(0, v), vset1(d)), lane[v][n]);
+                    if constexpr (F::kind == AFFINE)
+                        lane[v][n] = vfma(real(1, v), vset1(x[c].real(0, first + n)), lane[v][n]);
+                    if constexpr (F::kind == GROUPS_AFFINE) {
+                        const vf m = vfma(real(5, v), vset1(x[c].real(XTile<F::kind>::extras - 1, first + n)),
+                                          vmul(real(4, v), vset1(x[c].real(0, first + n))));
+                        lane[v][n] = vfma(m, vmul(real(1, v), vset1(-d)), lane[v][n]);
+                    }
+                }
         }
         tree.add(i, lane);
     }
@@ -199,8 +305,7 @@ static void int_tile(const uint8_t* panel, size_t chunks, const XTile* x, size_t
         for (int v = 0; v < 2; v++) vstore(sums + n * kPanelRows + v * W, lane[v][n]);
 }
 
-// ---------------------------------------------------------------------------------------------- matrix
-// products
+// -------------------------------------------------------------------------------- matrix products
 
 // Activations as a format multiplies with them: input_bytes, tile_tokens, quantize (as in kernels.h; `n`: the
 // token's place in its tile). The product: bytes (of a panel) and run, sums [tokens][kPanelRows] = panel of
@@ -245,30 +350,55 @@ struct Gemm<FormatFloat<T, LOAD, LOAD_N>> {
 template <class BLOCK>
 struct Gemm<FormatBlocks<BLOCK>> {
     using Format = FormatBlocks<BLOCK>;
+    using Tile = XTile<Format::kind>;
     static constexpr int tile_tokens = kTileTokens;
-    static size_t input_bytes(size_t cols) { return int_chunks(cols) * sizeof(XChunk); }
+    static_assert(32 + 4 * panel_floats<Format>() <= 4 * kMostPanelBytes, "the memory plan counts less");
+    static size_t input_bytes(size_t cols) {
+        const size_t rows = sizeof(XChunk), lanes = 16 * sizeof(Tile) / kTileTokens;
+        return int_chunks(cols) * (rows > lanes ? rows : lanes);
+    }
+    // A block's extra: as XChunk and XTile say.
+    static void extras(const int8_t* q, float d, int32_t sum, bool lanes, int32_t* out) {
+        int32_t half = 0;
+        for (int i = 0; i < 16; i++) half += q[i];
+        const int32_t halves[2] = {half, sum - half};
+        const float real[3] = {-(d * float(sum)), float(halves[0]), float(halves[1])};
+        if constexpr (Format::kind == OFFSET)
+            out[0] = -BLOCK::added * sum;
+        else if constexpr (Format::kind == AFFINE)
+            memcpy(out, real, 4);
+        else if (!lanes)
+            out[0] = int32_t(uint32_t(halves[0]) & 0xffff) | int32_t(uint32_t(halves[1]) << 16);
+        else if constexpr (Format::kind == GROUPS)
+            out[0] = -BLOCK::added * halves[0], out[1] = -BLOCK::added * halves[1];
+        else
+            memcpy(out, real + 1, 8);
+    }
     static void quantize(const float* x, size_t cols, size_t begin, size_t end, bool lanes, size_t n,
                          uint8_t* out) {
         const size_t chunks = int_chunks(cols), last = cols / 32;
         for (size_t b = begin / 32; b < (end == cols ? chunks * 16 : end / 32); b++) {
             alignas(64) int8_t q[32] = {0};
             float d = 0;
-            int32_t sum = 0;
+            int32_t sum = 0, extra[2];
             if (b < last) x_quantize(x + 32 * b, q, &d, &sum);
+            extras(q, d, sum, lanes, extra);
             if (lanes) {
-                XTile* to = (XTile*)out + lane_slot(b, chunks);
+                Tile* to = (Tile*)out + lane_slot(b, chunks);
                 for (int k = 0; k < 8; k++) memcpy(&to->q[k][n], q + 4 * k, 4);
                 to->d[n] = d;
-                to->offset[n] = -BLOCK::added * sum;
+                for (int i = 0; i < Tile::extras; i++) to->extra[i][n] = extra[i];
                 continue;
             }
             XChunk* chunk = (XChunk*)out + b / 16;
-            BLOCK::place(chunk->q, b % 16, q);
+            Format::place(chunk->q, b % 16, q);
             chunk->d[b % 16] = d;
-            chunk->offset[b % 16] = -BLOCK::added * sum;
+            chunk->extra[b % 16] = extra[0];
         }
     }
-    static size_t bytes(size_t cols) { return int_chunks(cols) * 16 * kPanelRows * (32 + 4); }
+    static size_t bytes(size_t cols) {
+        return int_chunks(cols) * 16 * kPanelRows * (32 + 4 * size_t(panel_floats<Format>()));
+    }
     static void run(const uint8_t* const* rows, size_t cols, const Input& x, const uint8_t* next,
                     uint8_t* panel, float* sums) {
         constexpr size_t G = kTileTokens;
@@ -276,9 +406,9 @@ struct Gemm<FormatBlocks<BLOCK>> {
                      share = kPanelRows * Format::row_bytes(cols) / (x.tokens * 16);
         int_panel<Format>(rows, cols, panel);
         tiles<kTileTokens>(0, x.tokens, [&](size_t t, auto nt) {
-            const XTile* xs = (const XTile*)(x.data + t / G * G * x.row_bytes);
-            int_tile<typename BLOCK::Product, nt.value>(panel, chunks, xs, t % G, next, nt.value * share,
-                                                        sums + t * kPanelRows);
+            const Tile* xs = (const Tile*)(x.data + t / G * G * x.row_bytes);
+            int_tile<Format, nt.value>(panel, chunks, xs, t % G, next, nt.value * share,
+                                       sums + t * kPanelRows);
             next += nt.value * share * 16;
         });
     }

@@ -45,9 +45,13 @@ struct Input {
     size_t row_bytes, tokens;
     bool lanes;
 };
+// Do matrices of both formats take activations in the same form, so that one copy serves both?
+constexpr bool same_input(Format a, Format b) {
+    return a == b || (!kFormats[a].quantised && !kFormats[b].quantised);
+}
 
 // The neurons of one FFN that a call works on, ids[0..n): rows rows[0..n) of up (data null when ungated) and
-// down. Later calls work on rows[n..listed).
+// down, which may differ in format. Later calls work on rows[n..listed).
 struct Bundles {
     Matrix up, down;
     const int32_t *ids, *rows;
@@ -110,7 +114,8 @@ constexpr size_t kSpan = 512;
 
 // Columns of a float format that are added up before the sum over chunks (kernels.inl says in which order).
 constexpr size_t kFloatChunk = 2048;
-constexpr int kMostPanelRows = 32;  // `panel_rows` of no instruction set is larger
+constexpr int kMostPanelRows = 32;      // `panel_rows` of no instruction set is larger
+constexpr size_t kMostPanelBytes = 14;  // of 8 weights in a panel: int8, and up to six f32 for each 32 (q2_k)
 
 struct Kernels {
     const char* isa;
@@ -132,7 +137,7 @@ struct Kernels {
     void (*matmul)(const Matrix& w, const int32_t* ids, size_t begin, size_t end, const Input& x,
                    const float* bias, bool add, float* y, size_t ldy, uint8_t* scratch);
 
-    // Up and down rows of the listed neurons, for the few tokens of x:
+    // Up and down rows of the listed neurons, for the few tokens of x, as up takes them:
     //   h = gate[t*ldg + id] * up_act(up row . x_t);  y[t*cols + c] += h * down row[c], neurons in list
     //   order.
     // Returns the number of (token, neuron) pairs with h != 0. factors: scratch of 4 * ceil(cols/32) floats.

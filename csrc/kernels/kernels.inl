@@ -76,24 +76,26 @@ static void short_rows(const Matrix& w, size_t begin, size_t end, const Input& x
         for (size_t at = 0; at < 16; at += lanes) {
             memcpy(many[t].q + 32 * at, once->q, 32 * lanes);
             memcpy(many[t].d + at, once->d, 4 * lanes);
-            memcpy(many[t].offset + at, once->offset, 4 * lanes);
+            memcpy(many[t].extra + at, once->extra, 4 * lanes);
         }
     }
-    constexpr size_t size = F::quant_bytes;
+    constexpr size_t size = F::Numbers::first;
     alignas(64) uint8_t q[16 * size] = {};
-    typename F::StoredScale d[16] = {};
+    uint16_t d[16] = {};
+    const Planes both = {{q, (const uint8_t*)d}};
     for (size_t r = begin; r < end; r += 16 / lanes) {
         const size_t rows = smaller(16 / lanes, end - r);
         prefetch_on(w.data + r * w.stride + kAhead, rows * w.stride);
         for (size_t i = 0; i < rows; i++) {
-            const uint8_t* row = w.data + (r + i) * w.stride;
-            for (size_t b = 0; b < blocks; b++) memcpy(q + size * (i * lanes + b), row + size * b, size);
-            for (size_t b = 0; b < blocks; b++) d[i * lanes + b] = F::row_scales(row, w.cols)[b];
+            const Planes row = F::planes(w.data + (r + i) * w.stride, w.cols, 0);
+            for (size_t b = 0; b < blocks; b++)
+                memcpy(q + size * (i * lanes + b), row.at[0] + size * b, size);
+            for (size_t b = 0; b < blocks; b++) d[i * lanes + b] = row.f16(1)[b];
         }
         for (size_t t = 0; t < x.tokens; t++) {
             vf acc[1][16 / W];
             for (int v = 0; v < 16 / W; v++) acc[0][v] = vzero();
-            F::template add_chunk<1>(q, d, &many[t], 0, 16, acc);
+            F::template add_chunk<1, true>(both, &many[t], 0, 16, acc);
             float sums[16];
             for (int v = 0; v < 16 / W; v++) vstore(sums + v * W, acc[0][v]);
             for (size_t half = lanes / 2; half; half /= 2)
@@ -152,7 +154,7 @@ static void accumulate_group(const uint8_t* const* rows, const float* h, size_t 
         for (int k = 0; k < U; k++) acc[k] = vload(y + c + k * W);
         for (int g = 0; g < G; g++) {
             vf w[U];
-            F::unpack(rows[g], c, w);
+            F::unpack(rows[g], cols, c, w);
             const vf f = vset1(factors[size_t(g) * blocks + c / 32]);
             for (int k = 0; k < U; k++) acc[k] = vfma(w[k], f, acc[k]);
         }
@@ -217,7 +219,7 @@ NOINLINE static void accumulate_format(const Matrix& w, const int32_t* ids, size
             size_t c = 0;
             for (; c + 32 <= width; c += 32) {
                 vf u[32 / W];
-                F::unpack(row, begin + c, u);
+                F::unpack(row, w.cols, begin + c, u);
                 for (int k = 0; k < 32 / W; k++) vstore(tile + g * C + c + k * W, u[k]);
             }
             for (; c < width; c += W)
@@ -239,33 +241,49 @@ NOINLINE static void accumulate_format(const Matrix& w, const int32_t* ids, size
     }
 }
 
-// A few tokens, all columns: the group's up rows, then its down rows. Meanwhile the next group's records are
-// asked for in the order they lie in memory, at the rate at which this group's are used up: memory sees one
-// stream.
+// A few tokens, all columns: the group's up rows, then its down rows, each half of its own format. Meanwhile
+// the next group's records are asked for at the rate at which this group's are used up. Where both halves
+// are of one format they are asked for in the order they lie in memory, which then sees one stream; else up
+// rows beside up rows, since a half asks for as many bytes as it reads.
 template <class F, int G>
-static size_t bundle_group(const Bundles& w, size_t k, const Input& x, const float* gate, size_t ldg,
-                           float* y, float* factors) {
-    constexpr int rows = 2;  // of a record
-    const uint8_t *up[G] = {}, *down[G], *next[rows * G];
+static void up_group(const uint8_t* const* up, const uint8_t* const* next, const Input& x, size_t cols,
+                     float (*u)[kFewTokens]) {
+    for (int g = 0; g < G; g++)
+        tiles<F::row_tokens>(0, x.tokens, [&](size_t t, auto nt) {
+            F::template dot<nt.value>(up[g], next[g], x.data + t * x.row_bytes, x.row_bytes, cols, u[g] + t);
+        });
+}
+
+// The two halves of G records, each chosen by its format: pairs of formats would be N x N loops.
+template <int G>
+struct Halves {
+    void (*up)(const uint8_t* const* up, const uint8_t* const* next, const Input& x, size_t cols,
+               float (*u)[kFewTokens]) = nullptr;
+    void (*down)(const uint8_t* const* rows, const float* h, size_t cols, float* y,
+                 const uint8_t* const* next, float* factors) = nullptr;
+    explicit Halves(const Bundles& w) {
+        if (w.up.data) for_format(w.up.format, [&](auto f) { up = up_group<decltype(f), G>; });
+        for_format(w.down.format, [&](auto f) { down = accumulate_group<decltype(f), G>; });
+    }
+};
+
+template <int G>
+static size_t bundle_group(const Halves<G>& half, const Bundles& w, size_t k, const Input& x,
+                           const float* gate, size_t ldg, float* y, float* factors) {
+    const uint8_t *up[G] = {}, *down[G], *next[2 * G];
     const size_t dim = w.down.cols;
-    const bool gated = w.up.data != nullptr;
+    const bool gated = w.up.data != nullptr, alike = w.up.format == w.down.format;
     size_t live = 0;
     for (int g = 0; g < G; g++) {
         const size_t row = size_t(w.rows[k + g]), later = size_t(w.rows[smaller(k + G + g, w.listed - 1)]);
         down[g] = w.down.data + row * w.down.stride;
-        if (gated) {
-            up[g] = w.up.data + row * w.up.stride;
-            next[rows * g] = w.up.data + later * w.up.stride;
-            next[rows * g + 1] = w.down.data + later * w.down.stride;
-        } else {
-            next[G + g] = w.down.data + later * w.down.stride;
-        }
+        next[gated && alike ? 2 * g + 1 : G + g] = w.down.data + later * w.down.stride;
+        if (!gated) continue;
+        up[g] = w.up.data + row * w.up.stride;
+        next[alike ? 2 * g : g] = w.up.data + later * w.up.stride;
     }
     float u[G][kFewTokens];
-    for (int g = 0; gated && g < G; g++)
-        tiles<F::row_tokens>(0, x.tokens, [&](size_t t, auto nt) {
-            F::template dot<nt.value>(up[g], next[g], x.data + t * x.row_bytes, x.row_bytes, dim, u[g] + t);
-        });
+    if (gated) half.up(up, next, x, dim, u);
     for (size_t t = 0; t < x.tokens; t++) {
         float h[G];
         for (int g = 0; g < G; g++) {
@@ -273,17 +291,8 @@ static size_t bundle_group(const Bundles& w, size_t k, const Input& x, const flo
             if (gated) h[g] = w.up_relu && u[g][t] <= 0 ? 0.0f : h[g] * u[g][t];
         }
         for (int g = 0; g < G; g++) live += h[g] != 0;
-        accumulate_group<F, G>(down, h, dim, y + t * dim, next + G, factors);
+        half.down(down, h, dim, y + t * dim, next + G, factors);
     }
-    return live;
-}
-
-template <class F>
-NOINLINE static size_t bundles_format(const Bundles& w, const Input& x, const float* gate, size_t ldg,
-                                      float* y, float* factors) {
-    size_t k = 0, live = 0;
-    for (; k + 4 <= w.n; k += 4) live += bundle_group<F, 4>(w, k, x, gate, ldg, y, factors);
-    for (; k < w.n; k++) live += bundle_group<F, 1>(w, k, x, gate, ldg, y, factors);
     return live;
 }
 
@@ -294,7 +303,7 @@ static void decode_row_format(const uint8_t* row, size_t cols, float* out) {
         F::scales(row, cols, c, 1, 1.0f, &scale);
         vf u[32 / W];
         if (c + 32 <= cols) {
-            F::unpack(row, c, u);
+            F::unpack(row, cols, c, u);
             for (int k = 0; k < 32 / W; k++) vstore(out + c + k * W, vmul(u[k], vset1(scale)));
         } else {
             for (size_t i = c; i < cols; i += W) {
@@ -313,9 +322,11 @@ static void accumulate(const Matrix& w, const int32_t* ids, size_t n, const floa
 }
 static size_t bundles(const Bundles& w, const Input& x, const float* gate, size_t ldg, float* y,
                       float* factors) {
-    size_t live = 0;
-    for_format(w.down.format,
-               [&](auto f) { live = bundles_format<decltype(f)>(w, x, gate, ldg, y, factors); });
+    const Halves<4> four(w);
+    const Halves<1> one(w);
+    size_t k = 0, live = 0;
+    for (; k + 4 <= w.n; k += 4) live += bundle_group<4>(four, w, k, x, gate, ldg, y, factors);
+    for (; k < w.n; k++) live += bundle_group<1>(one, w, k, x, gate, ldg, y, factors);
     return live;
 }
 static void decode_row(const Matrix& w, size_t row, float* out) {

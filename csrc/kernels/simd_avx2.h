@@ -78,7 +78,16 @@ static inline vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
 static inline vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
 static inline vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
 static inline vi vi_xor(vi a, vi b) { return _mm256_xor_si256(a, b); }
-static inline vi vi_shr4(vi a) { return _mm256_srli_epi32(a, 4); }
+template <int N>
+static inline vi vi_shr(vi a) {
+    return _mm256_srli_epi32(a, N);
+}
+template <int N>
+static inline vi vi_shl(vi a) {
+    return _mm256_slli_epi32(a, N);
+}
+static inline vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
+static inline vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 static inline vf vi_f32(vi a) { return _mm256_cvtepi32_ps(a); }
 static inline vi vf_bits(vf a) { return _mm256_castps_si256(a); }
 
@@ -95,31 +104,33 @@ static inline vi in_register(vi a) {
 constexpr int kOffsetQ8 = 128;
 template <int BITS>
 struct Dot {
-    static vi begin(int32_t offset) { return vi_set1(offset); }
+    static constexpr int run = 8;
+    static constexpr bool wide = true;
     static vi step(vi acc, vi w, vi x) { return in_register(_mm256_dpbusd_avx_epi32(acc, w, x)); }
-    static vi end(vi acc, int32_t) { return acc; }
+    static vi widen(vi acc) { return acc; }
 };
 #else
 constexpr int kOffsetQ8 = 0;
-// maddubs wants unsigned x signed and saturates at i16.
+// maddubs wants unsigned x signed and saturates at i16. A step of unsigned weights adds two products of at
+// most (2^BITS - 1) * 127, so that after `run` steps the sums still fit; `widen` makes i32 of them.
 template <int BITS>
-struct Dot {  // |w| <= 128, |x| <= 127: two products fit
-    static vi begin(int32_t offset) { return vi_set1(offset); }
+struct Dot {
+    static constexpr int run = 1 << (7 - BITS);  // 8, 4, 2
+    static constexpr bool wide = false;          // sums are i16 before
+    static vi step(vi acc, vi w, vi x) {
+        return in_register(_mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x)));
+    }
+    static vi widen(vi acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
+};
+template <>
+struct Dot<8> {  // signed: |w| <= 128, |x| <= 127: two products fit
+    static constexpr int run = 8;
+    static constexpr bool wide = true;
     static vi step(vi acc, vi w, vi x) {
         const vi p = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
         return in_register(vi_add(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1))));
     }
-    static vi end(vi acc, int32_t) { return acc; }
-};
-template <>
-struct Dot<4> {  // a step adds two products of at most 15 * 127; after eight steps they still fit
-    static vi begin(int32_t) { return _mm256_setzero_si256(); }
-    static vi step(vi acc, vi w, vi x) {
-        return in_register(_mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x)));
-    }
-    static vi end(vi acc, int32_t offset) {
-        return vi_add(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)), vi_set1(offset));
-    }
+    static vi widen(vi acc) { return acc; }
 };
 #endif
 
@@ -147,7 +158,7 @@ static inline vi add_pairs(vi a, vi b) {
     return vi_add(_mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0x88)),
                   _mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0xdd)));
 }
-constexpr int kQ4Group = 2;                         // blocks whose low nibbles fill one vector
+constexpr int kGroup = 2;                           // blocks whose first halves fill one vector
 constexpr int kRowTokens = 2, kFloatRowTokens = 2;  // of a row as it is stored
 // The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes
 // apart.
@@ -185,31 +196,198 @@ static inline vi add_pairs16(vi a, vi b) {
                             _mm256_castps_si256(_mm256_shuffle_ps(fa, fb, 0xdd)));
 }
 #endif
-template <int NT>
-static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
-    const vi low = _mm256_set1_epi8(15);
+// ---- weights of a few bits, by blocks of 32: the first 16 of each block in `lo`, the others in `hi`
+//
+// vb: 16 bytes, the halves of one block. vq: those of kGroup blocks, one after the other.
+using vb = __m128i;
+using vq = __m256i;
+static inline vb vb_load(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
+static TC_INLINE vb vb_load_n(const void* p, size_t n) {
+    if (n == 8) return _mm_loadl_epi64((const __m128i*)p);
+    int32_t four;
+    if (n == 4) return memcpy(&four, p, 4), _mm_cvtsi32_si128(four);
+    alignas(16) uint8_t t[16] = {0};
+    memcpy(t, p, n);
+    return vb_load(t);
+}
+static inline void vb_store(void* p, vb a) { _mm_storeu_si128((__m128i*)p, a); }
+static inline vb vb_or(vb a, vb b) { return _mm_or_si128(a, b); }
+static inline vb vb_sub(vb a, vb b) { return _mm_sub_epi8(a, b); }
+static inline vb vb_set1(uint8_t x) { return _mm_set1_epi8(char(x)); }
+template <int N>  // bits from N on, of those that the mask has
+static inline vb vb_bits(vb a, uint8_t mask) {
+    return _mm_and_si128(_mm_srli_epi16(a, N), vb_set1(mask));
+}
+template <int N>
+static inline vb vb_up(vb a) {  // of bytes that are below 2^(8 - N)
+    return _mm_slli_epi16(a, N);
+}
+// The first 8 bytes, 4 words, 2 dwords of each in turn; `high`: the last ones.
+static inline vb vb_zip8(vb a, vb b) { return _mm_unpacklo_epi8(a, b); }
+static inline vb vb_zip8_high(vb a, vb b) { return _mm_unpackhi_epi8(a, b); }
+static inline vb vb_zip16(vb a, vb b) { return _mm_unpacklo_epi16(a, b); }
+static inline vb vb_zip16_high(vb a, vb b) { return _mm_unpackhi_epi16(a, b); }
+static inline vb vb_zip32(vb a, vb b) { return _mm_unpacklo_epi32(a, b); }
+static inline void vb_f32(vb b, vf* out) {  // 16 int8
+    out[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b));
+    out[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)));
+}
+
+static TC_INLINE void nibbles(const uint8_t* p, vb* lo, vb* hi) {
+    const vb raw = vb_load(p);
+    *lo = vb_bits<0>(raw, 15), *hi = vb_bits<4>(raw, 15);
+}
+static TC_INLINE void nibbles(const uint8_t* p, vq* lo, vq* hi) {
+    const vq raw = vi_load(p), low = _mm256_set1_epi8(15);
+    *lo = vi_and(raw, low), *hi = vi_and(vi_shr<4>(raw), low);
+}
+// Single bits, as bit 4.
+static TC_INLINE void fifths(const uint8_t* p, vb* lo, vb* hi) {
+    int32_t bits;
+    memcpy(&bits, p, 4);
+    const vb raw = _mm_set1_epi32(bits), at = vb_set1(16);
+    *lo = _mm_and_si128(_mm_sllv_epi32(raw, _mm_setr_epi32(4, 3, 2, 1)), at);
+    *hi = _mm_and_si128(_mm_srlv_epi32(raw, _mm_setr_epi32(0, 1, 2, 3)), at);
+}
+static TC_INLINE void fifths(const uint8_t* p, vq* lo, vq* hi) {
+    const vq raw = _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i*)p)),
+                                               _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
+             at = _mm256_set1_epi8(16);
+    *lo = vi_and(_mm256_sllv_epi32(raw, _mm256_setr_epi32(4, 3, 2, 1, 4, 3, 2, 1)), at);
+    *hi = vi_and(_mm256_srlv_epi32(raw, _mm256_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3)), at);
+}
+// Pairs of bits, as bits AT and AT + 1.
+template <int AT>
+static TC_INLINE void pairs(const uint8_t* p, vb* lo, vb* hi) {
+    const vb raw = _mm_set1_epi64x(_mm_cvtsi128_si64(_mm_loadl_epi64((const __m128i*)p))),
+             at = vb_set1(3 << AT);
+    if constexpr (AT == 0) {
+        *lo = _mm_and_si128(_mm_srlv_epi64(raw, _mm_set_epi64x(2, 0)), at);
+        *hi = _mm_and_si128(_mm_srlv_epi64(raw, _mm_set_epi64x(6, 4)), at);
+    } else {
+        *lo = _mm_and_si128(_mm_sllv_epi64(raw, _mm_set_epi64x(AT - 2, AT)), at);
+        *hi = _mm_and_si128(_mm_srlv_epi64(raw, _mm_set_epi64x(6 - AT, 4 - AT)), at);
+    }
+}
+template <int AT>
+static TC_INLINE void pairs(const uint8_t* p, vq* lo, vq* hi) {
+    const vq raw = _mm256_permute4x64_epi64(_mm256_castsi128_si256(vb_load(p)), 0x50),
+             at = _mm256_set1_epi8(3 << AT);
+    if constexpr (AT == 0) {
+        *lo = vi_and(_mm256_srlv_epi64(raw, _mm256_setr_epi64x(0, 2, 0, 2)), at);
+        *hi = vi_and(_mm256_srlv_epi64(raw, _mm256_setr_epi64x(4, 6, 4, 6)), at);
+    } else {
+        *lo = vi_and(_mm256_sllv_epi64(raw, _mm256_setr_epi64x(AT, AT - 2, AT, AT - 2)), at);
+        *hi = vi_and(_mm256_srlv_epi64(raw, _mm256_setr_epi64x(4 - AT, 6 - AT, 4 - AT, 6 - AT)), at);
+    }
+}
+static inline vb bits_or(vb a, vb b) { return _mm_or_si128(a, b); }
+static inline vq bits_or(vq a, vq b) { return vi_or(a, b); }
+// table[nibble] of each byte.
+static inline vb looked_up(const int8_t* table, vb nibbles) {
+    return _mm_shuffle_epi8(vb_load(table), nibbles);
+}
+static inline vq looked_up(const int8_t* table, vq nibbles) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(vb_load(table)), nibbles);
+}
+
+// The 16 sums of products of 16 blocks of Q's numbers, as q8_sums.
+template <class Q, int NT>
+static TC_INLINE void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride,
+                             int blocks, vi (*out)[2]) {
+    using D = Dot<Q::bits>;
     for (int h = 0; h < 2; h++) {
         vi s[NT][4];
         for (int i = 0; i < 4; i++) {
             const int v = 4 * h + i;
             for (int n = 0; n < NT; n++) s[n][i] = _mm256_setzero_si256();
             if (2 * v >= blocks) continue;
-            const vi raw = vi_load(w + 32 * v), lo = vi_and(raw, low), hi = vi_and(vi_shr4(raw), low);
+            vq lo, hi;
+            Q::load(first + 2 * Q::first * v, second + 2 * Q::second * v, &lo, &hi);
             for (int n = 0; n < NT; n++) {
                 const int8_t* q = x + size_t(n) * stride + 64 * v;
-                s[n][i] = Dot<4>::step(Dot<4>::step(s[n][i], lo, vi_load(q)), hi, vi_load(q + 32));
+                s[n][i] = D::step(D::step(s[n][i], lo, vi_load(q)), hi, vi_load(q + 32));
             }
         }
         for (int n = 0; n < NT; n++) {
-#ifdef AVXVNNI
-            const vi t = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
-#else  // 16 products of at most 15 * 127 fit an i16
-            const vi p = add_pairs16(add_halves(s[n][0], s[n][1]), add_halves(s[n][2], s[n][3]));
-            const vi t = _mm256_madd_epi16(p, _mm256_set1_epi16(1));
+            vi t;
+#ifndef AVXVNNI
+            if constexpr (Q::top <= 16) {  // 16 products of at most 16 * 127 fit an i16
+                const vi p = add_pairs16(add_halves(s[n][0], s[n][1]), add_halves(s[n][2], s[n][3]));
+                t = _mm256_madd_epi16(p, _mm256_set1_epi16(1));
+            } else
 #endif
+            {
+                for (int i = 0; i < 4; i++) s[n][i] = D::widen(s[n][i]);
+                t = add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3]));
+            }
             out[n][h] = _mm256_permutevar8x32_epi32(t, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
         }
     }
+}
+// The same with a scale for each half of a block: 32 int8, of 8 blocks in each of `scales`.
+template <class Q, int NT>
+static TC_INLINE void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales,
+                                 const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
+    for (int h = 0; h < 2; h++) {
+        vi s[NT][4];
+        const vi wide = _mm256_cvtepi8_epi16(scales[h]);
+        const vi four[2] = {_mm256_permute2x128_si256(wide, wide, 0x00),
+                            _mm256_permute2x128_si256(wide, wide, 0x11)};
+        for (int i = 0; i < 4; i++) {
+            const int v = 4 * h + i;
+            for (int n = 0; n < NT; n++) s[n][i] = _mm256_setzero_si256();
+            if (2 * v >= blocks) continue;
+            vq lo, hi;
+            Q::load(first + 2 * Q::first * v, second + 2 * Q::second * v, &lo, &hi);
+            // Words 4 (i % 2) .. + 3 of `four`: two scales of each of two blocks.
+            const vi at = _mm256_setr_epi32(0x01000100, 0x01000100, 0x01000100, 0x01000100, 0x05040504,
+                                            0x05040504, 0x05040504, 0x05040504),
+                     shift = _mm256_set1_epi8(char(8 * (i % 2)));
+            const vi a = _mm256_shuffle_epi8(four[i / 2], _mm256_add_epi8(at, shift)),
+                     b = _mm256_shuffle_epi8(
+                         four[i / 2], _mm256_add_epi8(_mm256_add_epi8(at, shift), _mm256_set1_epi8(2)));
+#ifdef AVXVNNI
+            const vi both = _mm256_unpacklo_epi64(a, b);
+#endif
+            for (int n = 0; n < NT; n++) {
+                const int8_t* q = x + size_t(n) * stride + 64 * v;
+#ifdef AVXVNNI
+                using D = Dot<Q::bits>;
+                const vi zero = _mm256_setzero_si256();
+                const vi p =
+                    _mm256_packs_epi32(D::step(zero, lo, vi_load(q)), D::step(zero, hi, vi_load(q + 32)));
+                s[n][i] = _mm256_madd_epi16(p, both);
+#else
+                s[n][i] = vi_add(_mm256_madd_epi16(_mm256_maddubs_epi16(lo, vi_load(q)), a),
+                                 _mm256_madd_epi16(_mm256_maddubs_epi16(hi, vi_load(q + 32)), b));
+#endif
+            }
+        }
+        for (int n = 0; n < NT; n++)
+            out[n][h] = _mm256_permutevar8x32_epi32(
+                add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3])),
+                _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+}
+// Of each block: scale * sum of the first half of x, plus the same of the second; `sums` are pairs of i16.
+static TC_INLINE void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
+    for (int h = 0; h < 2; h++)
+        out[h] = _mm256_madd_epi16(_mm256_cvtepi8_epi16(scales[h]), vi_load(sums + 8 * h));
+}
+// f16 scales of superblocks, each for 8 blocks: n of 16/W vectors' blocks.
+static TC_INLINE void super_scales(const uint16_t* d, int blocks, vf* out) {
+    int32_t both = d[0];
+    if (blocks > 8) memcpy(&both, d, 4);
+    const __m128 two = _mm_cvtph_ps(_mm_cvtsi32_si128(both));
+    out[0] = _mm256_broadcastss_ps(two);
+    out[1] = _mm256_broadcastss_ps(_mm_movehdup_ps(two));
+}
+// E8M0, halved: 2^(e - 128).
+static inline vf vload_e8m0(const uint8_t* p) {
+    const vi e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), one = vi_set1(1);
+    return _mm256_castsi256_ps(_mm256_max_epi32(
+        vi_shl<23>(vi_sub(e, one)), _mm256_sllv_epi32(vi_set1(0x00200000), _mm256_min_epi32(e, one))));
 }
 
 // 8 rows of 8 dwords -> 8 columns.
@@ -261,7 +439,7 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
     for (; i + 32 <= n; i += 32) {
         const vi x = vi_xor(vi_load(a + i), vi_load(b + i));
         const vi counts = _mm256_add_epi8(_mm256_shuffle_epi8(table, vi_and(x, low)),
-                                          _mm256_shuffle_epi8(table, vi_and(vi_shr4(x), low)));
+                                          _mm256_shuffle_epi8(table, vi_and(vi_shr<4>(x), low)));
         sum = _mm256_add_epi64(sum, _mm256_sad_epu8(counts, _mm256_setzero_si256()));
     }
     uint64_t parts[4];

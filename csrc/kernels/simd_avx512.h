@@ -71,7 +71,16 @@ INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
-INLINE vi vi_shr4(vi a) { return _mm512_srli_epi32(a, 4); }
+template <int N>
+INLINE vi vi_shr(vi a) {
+    return _mm512_srli_epi32(a, N);
+}
+template <int N>
+INLINE vi vi_shl(vi a) {
+    return _mm512_slli_epi32(a, N);
+}
+INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
+INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 INLINE vf vi_f32(vi a) { return _mm512_cvtepi32_ps(a); }
 INLINE vi vf_bits(vf a) { return _mm512_castps_si512(a); }
 
@@ -80,9 +89,10 @@ INLINE vi vf_bits(vf a) { return _mm512_castps_si512(a); }
 constexpr int kOffsetQ8 = 128;
 template <int BITS>
 struct Dot {
-    static vi begin(int32_t offset) { return vi_set1(offset); }
+    static constexpr int run = 8;
+    static constexpr bool wide = true;
     static vi step(vi acc, vi w, vi x) { return _mm512_dpbusd_epi32(acc, w, x); }
-    static vi end(vi acc, int32_t) { return acc; }
+    static vi widen(vi acc) { return acc; }
 };
 
 // 32 floats -> int8, their scale and their sum.
@@ -105,7 +115,7 @@ INLINE vi add_pairs(vi a, vi b) {
     return _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(fa, fb, 0x88)),
                             _mm512_castps_si512(_mm512_shuffle_ps(fa, fb, 0xdd)));
 }
-constexpr int kQ4Group = 4;                         // blocks whose low nibbles fill one vector
+constexpr int kGroup = 4;                           // blocks whose first halves fill one vector
 constexpr int kRowTokens = 4, kFloatRowTokens = 4;  // of a row as it is stored
 // The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes
 // apart. A vector holds two blocks of 8-bit quants or four of 4-bit ones; its sums are added in a tree, 21
@@ -137,24 +147,171 @@ INLINE void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks
 INLINE vi add_pairs16(vi a, vi b) {
     return _mm512_madd_epi16(_mm512_packs_epi32(a, b), _mm512_set1_epi16(1));
 }
-template <int NT>
-INLINE void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[1]) {
-    const vi low = _mm512_set1_epi8(15);
+// ---- weights of a few bits, by blocks of 32: the first 16 of each block in `lo`, the others in `hi`
+//
+// vb: 16 bytes, the halves of one block. vq: those of kGroup blocks, one after the other.
+using vb = __m128i;
+using vq = __m512i;
+INLINE vb vb_load(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
+INLINE vb vb_load_n(const void* p, size_t n) {
+    if (n == 8) return _mm_loadl_epi64((const __m128i*)p);
+    int32_t four;
+    if (n == 4) return memcpy(&four, p, 4), _mm_cvtsi32_si128(four);
+    return _mm_maskz_loadu_epi8(__mmask16((1u << n) - 1), (const char*)p);
+}
+INLINE void vb_store(void* p, vb a) { _mm_storeu_si128((__m128i*)p, a); }
+INLINE vb vb_or(vb a, vb b) { return _mm_or_si128(a, b); }
+INLINE vb vb_sub(vb a, vb b) { return _mm_sub_epi8(a, b); }
+INLINE vb vb_set1(uint8_t x) { return _mm_set1_epi8(char(x)); }
+template <int N>  // bits from N on, of those that the mask has
+INLINE vb vb_bits(vb a, uint8_t mask) {
+    return _mm_and_si128(_mm_srli_epi16(a, N), vb_set1(mask));
+}
+template <int N>
+INLINE vb vb_up(vb a) {  // of bytes that are below 2^(8 - N)
+    return _mm_slli_epi16(a, N);
+}
+// The first 8 bytes, 4 words, 2 dwords of each in turn; `high`: the last ones.
+INLINE vb vb_zip8(vb a, vb b) { return _mm_unpacklo_epi8(a, b); }
+INLINE vb vb_zip8_high(vb a, vb b) { return _mm_unpackhi_epi8(a, b); }
+INLINE vb vb_zip16(vb a, vb b) { return _mm_unpacklo_epi16(a, b); }
+INLINE vb vb_zip16_high(vb a, vb b) { return _mm_unpackhi_epi16(a, b); }
+INLINE vb vb_zip32(vb a, vb b) { return _mm_unpacklo_epi32(a, b); }
+INLINE void vb_f32(vb b, vf* out) { out[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)); }  // 16 int8
+
+INLINE void nibbles(const uint8_t* p, vb* lo, vb* hi) {
+    const vb raw = vb_load(p);
+    *lo = vb_bits<0>(raw, 15), *hi = vb_bits<4>(raw, 15);
+}
+INLINE void nibbles(const uint8_t* p, vq* lo, vq* hi) {
+    const vq raw = vi_load(p), low = _mm512_set1_epi8(15);
+    *lo = vi_and(raw, low), *hi = vi_and(vi_shr<4>(raw), low);
+}
+// Single bits, as bit 4.
+INLINE void fifths(const uint8_t* p, vb* lo, vb* hi) {
+    int32_t bits;
+    memcpy(&bits, p, 4);
+    const vb raw = _mm_set1_epi32(bits), at = vb_set1(16);
+    *lo = _mm_and_si128(_mm_sllv_epi32(raw, _mm_setr_epi32(4, 3, 2, 1)), at);
+    *hi = _mm_and_si128(_mm_srlv_epi32(raw, _mm_setr_epi32(0, 1, 2, 3)), at);
+}
+INLINE void fifths(const uint8_t* p, vq* lo, vq* hi) {
+    const vq raw = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+                                            _mm512_castsi128_si512(vb_load(p))),
+             at = _mm512_set1_epi8(16);
+    *lo = vi_and(_mm512_sllv_epi32(raw, _mm512_set4_epi32(1, 2, 3, 4)), at);
+    *hi = vi_and(_mm512_srlv_epi32(raw, _mm512_set4_epi32(3, 2, 1, 0)), at);
+}
+// Pairs of bits, as bits AT and AT + 1.
+template <int AT>
+INLINE void pairs(const uint8_t* p, vb* lo, vb* hi) {
+    const vb raw = _mm_set1_epi64x(_mm_cvtsi128_si64(_mm_loadl_epi64((const __m128i*)p))),
+             at = vb_set1(3 << AT);
+    if constexpr (AT == 0) {
+        *lo = _mm_and_si128(_mm_srlv_epi64(raw, _mm_set_epi64x(2, 0)), at);
+        *hi = _mm_and_si128(_mm_srlv_epi64(raw, _mm_set_epi64x(6, 4)), at);
+    } else {
+        *lo = _mm_and_si128(_mm_sllv_epi64(raw, _mm_set_epi64x(AT - 2, AT)), at);
+        *hi = _mm_and_si128(_mm_srlv_epi64(raw, _mm_set_epi64x(6 - AT, 4 - AT)), at);
+    }
+}
+template <int AT>
+INLINE void pairs(const uint8_t* p, vq* lo, vq* hi) {
+    const vq raw = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3),
+                                            _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p))),
+             at = _mm512_set1_epi8(3 << AT);
+    if constexpr (AT == 0) {
+        *lo = vi_and(_mm512_srlv_epi64(raw, _mm512_set4_epi64(2, 0, 2, 0)), at);
+        *hi = vi_and(_mm512_srlv_epi64(raw, _mm512_set4_epi64(6, 4, 6, 4)), at);
+    } else {
+        *lo = vi_and(_mm512_sllv_epi64(raw, _mm512_set4_epi64(AT - 2, AT, AT - 2, AT)), at);
+        *hi = vi_and(_mm512_srlv_epi64(raw, _mm512_set4_epi64(6 - AT, 4 - AT, 6 - AT, 4 - AT)), at);
+    }
+}
+INLINE vb bits_or(vb a, vb b) { return _mm_or_si128(a, b); }
+INLINE vq bits_or(vq a, vq b) { return vi_or(a, b); }
+// table[nibble] of each byte.
+INLINE vb looked_up(const int8_t* table, vb nibbles) { return _mm_shuffle_epi8(vb_load(table), nibbles); }
+INLINE vq looked_up(const int8_t* table, vq nibbles) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(vb_load(table)), nibbles);
+}
+
+// Of four vectors of four blocks the sum of each block, in order.
+INLINE vi block_order(vi t) {
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                    t);
+}
+// The 16 sums of products of 16 blocks of Q's numbers, as q8_sums. TOP: the largest number. Where so many
+// products fit an i16, the multiplier adds.
+template <class Q, int NT>
+INLINE void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride, int blocks,
+                   vi (*out)[1]) {
     vi s[NT][4];
     for (int i = 0; i < 4; i++) {
         for (int n = 0; n < NT; n++) s[n][i] = _mm512_setzero_si512();
         if (4 * i >= blocks) continue;
-        const vi raw = vi_load(w + 64 * i), lo = vi_and(raw, low), hi = vi_and(vi_shr4(raw), low);
+        vq lo, hi;
+        Q::load(first + 4 * Q::first * i, second + 4 * Q::second * i, &lo, &hi);
         for (int n = 0; n < NT; n++) {
             const int8_t* q = x + size_t(n) * stride + 128 * i;
             s[n][i] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(s[n][i], lo, vi_load(q)), hi, vi_load(q + 64));
         }
     }
-    for (int n = 0; n < NT; n++) {  // at most 16 products of 15 * 127 at the second level
-        const vi t = add_pairs16(add_pairs16(s[n][0], s[n][1]), add_pairs16(s[n][2], s[n][3]));
-        out[n][0] = _mm512_permutexvar_epi32(
-            _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), t);
+    for (int n = 0; n < NT; n++) {
+        vi a, b;
+        if constexpr (Q::top <= 32)
+            a = add_pairs16(s[n][0], s[n][1]), b = add_pairs16(s[n][2], s[n][3]);
+        else
+            a = add_pairs(s[n][0], s[n][1]), b = add_pairs(s[n][2], s[n][3]);
+        if constexpr (Q::top <= 16)
+            a = add_pairs16(a, b);
+        else
+            a = add_pairs(a, b);
+        out[n][0] = block_order(a);
     }
+}
+// The same with a scale for each half of a block: 32 int8, of 8 blocks in each of `scales`.
+template <class Q, int NT>
+INLINE void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales, const int8_t* x,
+                       size_t stride, int blocks, vi (*out)[1]) {
+    const vi wide = _mm512_cvtepi8_epi16(_mm256_set_m128i(scales[1], scales[0])),
+             zero = _mm512_setzero_si512();
+    alignas(64) static const uint16_t of_four[32] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3,
+                                                     4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7};
+    vi s[NT][4];
+    for (int i = 0; i < 4; i++) {
+        for (int n = 0; n < NT; n++) s[n][i] = zero;
+        if (4 * i >= blocks) continue;
+        vq lo, hi;
+        Q::load(first + 4 * Q::first * i, second + 4 * Q::second * i, &lo, &hi);
+        const vi scale = _mm512_permutexvar_epi16(
+            _mm512_add_epi16(vi_load(of_four), _mm512_set1_epi16(short(8 * i))), wide);
+        for (int n = 0; n < NT; n++) {  // four products of at most 63 * 127 fit an i16
+            const int8_t* q = x + size_t(n) * stride + 128 * i;
+            const vi p = _mm512_packs_epi32(_mm512_dpbusd_epi32(zero, lo, vi_load(q)),
+                                            _mm512_dpbusd_epi32(zero, hi, vi_load(q + 64)));
+            s[n][i] = _mm512_madd_epi16(p, scale);
+        }
+    }
+    for (int n = 0; n < NT; n++)
+        out[n][0] = block_order(add_pairs(add_pairs(s[n][0], s[n][1]), add_pairs(s[n][2], s[n][3])));
+}
+// Of each block: scale * sum of the first half of x, plus the same of the second; `sums` are pairs of i16.
+INLINE void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
+    out[0] = _mm512_madd_epi16(_mm512_cvtepi8_epi16(_mm256_set_m128i(scales[1], scales[0])), vi_load(sums));
+}
+// f16 scales of superblocks, each for 8 of up to 16 blocks.
+INLINE void super_scales(const uint16_t* d, int blocks, vf* out) {
+    int32_t both = d[0];
+    if (blocks > 8) memcpy(&both, d, 4);
+    const __m512 two = _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128(both)));
+    out[0] = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), two);
+}
+// E8M0, halved: 2^(e - 128).
+INLINE vf vload_e8m0(const uint8_t* p) {
+    const vi e = _mm512_cvtepu8_epi32(vb_load(p)), one = vi_set1(1);
+    return _mm512_castsi512_ps(_mm512_max_epi32(
+        vi_shl<23>(vi_sub(e, one)), _mm512_sllv_epi32(vi_set1(0x00200000), _mm512_min_epi32(e, one))));
 }
 
 // 16 rows of 16 dwords -> 16 columns.
@@ -220,7 +377,7 @@ INLINE size_t differ_by_table(const uint8_t* a, const uint8_t* b, size_t n) {
     for (size_t i = 0; i < n; i += 64) {
         const vi x = differing(a + i, b + i, n - i);
         const vi counts = _mm512_add_epi8(_mm512_shuffle_epi8(table, vi_and(x, low)),
-                                          _mm512_shuffle_epi8(table, vi_and(vi_shr4(x), low)));
+                                          _mm512_shuffle_epi8(table, vi_and(vi_shr<4>(x), low)));
         sum = _mm512_add_epi64(sum, _mm512_sad_epu8(counts, _mm512_setzero_si512()));
     }
     return size_t(_mm512_reduce_add_epi64(sum));

@@ -101,10 +101,20 @@ static inline vi vi_set1(int32_t x) { return {vdupq_n_s32(x), vdupq_n_s32(x)}; }
 static inline vi vi_add(vi a, vi b) { return {vaddq_s32(a.lo, b.lo), vaddq_s32(a.hi, b.hi)}; }
 static inline vi vi_and(vi a, vi b) { return {vandq_s32(a.lo, b.lo), vandq_s32(a.hi, b.hi)}; }
 static inline vi vi_xor(vi a, vi b) { return {veorq_s32(a.lo, b.lo), veorq_s32(a.hi, b.hi)}; }
-static inline int32x4_t shift_4(int32x4_t a) {
-    return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 4));
+template <int N>
+static inline int32x4_t shifted(int32x4_t a) {
+    return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), N));
 }
-static inline vi vi_shr4(vi a) { return {shift_4(a.lo), shift_4(a.hi)}; }
+template <int N>
+static inline vi vi_shr(vi a) {
+    return {shifted<N>(a.lo), shifted<N>(a.hi)};
+}
+template <int N>
+static inline vi vi_shl(vi a) {
+    return {vshlq_n_s32(a.lo, N), vshlq_n_s32(a.hi, N)};
+}
+static inline vi vi_or(vi a, vi b) { return {vorrq_s32(a.lo, b.lo), vorrq_s32(a.hi, b.hi)}; }
+static inline vi vi_sub(vi a, vi b) { return {vsubq_s32(a.lo, b.lo), vsubq_s32(a.hi, b.hi)}; }
 static inline vf vi_f32(vi a) { return {vcvtq_f32_s32(a.lo), vcvtq_f32_s32(a.hi)}; }
 static inline vi vf_bits(vf a) { return {vreinterpretq_s32_f32(a.lo), vreinterpretq_s32_f32(a.hi)}; }
 
@@ -114,9 +124,10 @@ static inline int32x4_t dot_4(int32x4_t acc, int32x4_t a, int32x4_t b) {
 }
 template <int BITS>
 struct Dot {
-    static vi begin(int32_t offset) { return vi_set1(offset); }
+    static constexpr int run = 8;
+    static constexpr bool wide = true;
     static vi step(vi acc, vi w, vi x) { return {dot_4(acc.lo, w.lo, x.lo), dot_4(acc.hi, w.hi, x.hi)}; }
-    static vi end(vi acc, int32_t) { return acc; }
+    static vi widen(vi acc) { return acc; }
 };
 
 // 32 floats -> int8, their scale and their sum. An infinity or NaN times 0 is a NaN, and that is 0 as an
@@ -139,7 +150,7 @@ static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum)
     }
 }
 
-constexpr int kQ4Group = 1;                         // blocks whose low nibbles fill one vector
+constexpr int kGroup = 1;                           // blocks whose first halves fill one vector
 constexpr int kRowTokens = 4, kFloatRowTokens = 2;  // of a row as it is stored
 // The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), for tokens `stride` bytes
 // apart. BLOCK: the four sums of one.
@@ -162,18 +173,161 @@ static inline int32x4_t q8_block(const uint8_t* w, const int8_t* x) {
     const int32x4_t first = vdotq_s32(vdupq_n_s32(0), vreinterpretq_s8_u8(vld1q_u8(w)), vld1q_s8(x));
     return vdotq_s32(first, vreinterpretq_s8_u8(vld1q_u8(w + 16)), vld1q_s8(x + 16));
 }
-static inline int32x4_t q4_block(const uint8_t* w, const int8_t* x) {
-    const uint8x16_t raw = vld1q_u8(w), lo = vandq_u8(raw, vdupq_n_u8(15)), hi = vshrq_n_u8(raw, 4);
-    const int32x4_t first = vdotq_s32(vdupq_n_s32(0), vreinterpretq_s8_u8(lo), vld1q_s8(x));
-    return vdotq_s32(first, vreinterpretq_s8_u8(hi), vld1q_s8(x + 16));
-}
 template <int NT>
 static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
     block_sums<q8_block, 32, NT>(w, x, stride, blocks, out);
 }
-template <int NT>
-static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
-    block_sums<q4_block, 16, NT>(w, x, stride, blocks, out);
+// ---- weights of a few bits, by blocks of 32: the first 16 of each block in `lo`, the others in `hi`
+//
+// vb: 16 bytes, the halves of one block. vq: those of kGroup blocks, one after the other.
+using vb = uint8x16_t;
+using vq = vb;
+static inline vb vb_load(const void* p) { return vld1q_u8((const uint8_t*)p); }
+static inline vb vb_load_n(const void* p, size_t n) {
+    uint8_t t[16] = {0};
+    memcpy(t, p, n);
+    return vb_load(t);
+}
+static inline void vb_store(void* p, vb a) { vst1q_u8((uint8_t*)p, a); }
+static inline vb vb_or(vb a, vb b) { return vorrq_u8(a, b); }
+static inline vb vb_sub(vb a, vb b) { return vsubq_u8(a, b); }
+static inline vb vb_set1(uint8_t x) { return vdupq_n_u8(x); }
+template <int N>  // bits from N on, of those that the mask has
+static inline vb vb_bits(vb a, uint8_t mask) {
+    if constexpr (N > 0) a = vshrq_n_u8(a, N);
+    return vandq_u8(a, vdupq_n_u8(mask));
+}
+template <int N>
+static inline vb vb_up(vb a) {  // of bytes that are below 2^(8 - N)
+    return vshlq_n_u8(a, N);
+}
+// The first 8 bytes, 4 words, 2 dwords of each in turn; `high`: the last ones.
+static inline vb vb_zip8(vb a, vb b) { return vzip1q_u8(a, b); }
+static inline vb vb_zip8_high(vb a, vb b) { return vzip2q_u8(a, b); }
+static inline vb vb_zip16(vb a, vb b) {
+    return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+static inline vb vb_zip16_high(vb a, vb b) {
+    return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+static inline vb vb_zip32(vb a, vb b) {
+    return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+
+static TC_INLINE void nibbles(const uint8_t* p, vb* lo, vb* hi) {
+    const vb raw = vld1q_u8(p);
+    *lo = vandq_u8(raw, vdupq_n_u8(15)), *hi = vshrq_n_u8(raw, 4);
+}
+// Single bits, as bit 4.
+static TC_INLINE void fifths(const uint8_t* p, vb* lo, vb* hi) {
+    static const int32_t kUp[4] = {4, 3, 2, 1}, kDown[4] = {0, -1, -2, -3};
+    uint32_t bits;
+    memcpy(&bits, p, 4);
+    const uint32x4_t raw = vdupq_n_u32(bits);
+    const vb at = vdupq_n_u8(16);
+    *lo = vandq_u8(vreinterpretq_u8_u32(vshlq_u32(raw, vld1q_s32(kUp))), at);
+    *hi = vandq_u8(vreinterpretq_u8_u32(vshlq_u32(raw, vld1q_s32(kDown))), at);
+}
+// Pairs of bits, as bits AT and AT + 1.
+template <int AT>
+static TC_INLINE void pairs(const uint8_t* p, vb* lo, vb* hi) {
+    static const int64_t kFirst[2] = {AT, AT - 2}, kSecond[2] = {AT - 4, AT - 6};
+    uint64_t bits;
+    memcpy(&bits, p, 8);
+    const uint64x2_t raw = vdupq_n_u64(bits);
+    const vb at = vdupq_n_u8(uint8_t(3 << AT));
+    *lo = vandq_u8(vreinterpretq_u8_u64(vshlq_u64(raw, vld1q_s64(kFirst))), at);
+    *hi = vandq_u8(vreinterpretq_u8_u64(vshlq_u64(raw, vld1q_s64(kSecond))), at);
+}
+static inline vb bits_or(vb a, vb b) { return vorrq_u8(a, b); }
+// table[nibble] of each byte.
+static inline vb looked_up(const int8_t* table, vb nibbles) {
+    return vqtbl1q_u8(vld1q_u8((const uint8_t*)table), nibbles);
+}
+static inline vi looked_up(const int8_t* table, vi n) {
+    return {vreinterpretq_s32_u8(looked_up(table, vreinterpretq_u8_s32(n.lo))),
+            vreinterpretq_s32_u8(looked_up(table, vreinterpretq_u8_s32(n.hi)))};
+}
+
+// The 16 sums of products of 16 blocks of Q's numbers, as q8_sums.
+static inline int32x4_t dot_16(int32x4_t acc, vb w, const int8_t* x) {
+    return vdotq_s32(acc, vreinterpretq_s8_u8(w), vld1q_s8(x));
+}
+template <class Q, int NT>
+static TC_INLINE void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride,
+                             int blocks, vi (*out)[2]) {
+    int32x4_t s[NT][4];
+    for (int g = 0; g < 4; g++) {
+        int32x4_t t[NT][4];
+        for (int i = 0; i < 4; i++) {
+            const int b = 4 * g + i;
+            for (int n = 0; n < NT; n++) t[n][i] = vdupq_n_s32(0);
+            if (b >= blocks) continue;
+            vb lo, hi;
+            Q::load(first + Q::first * b, second + Q::second * b, &lo, &hi);
+            for (int n = 0; n < NT; n++) {
+                const int8_t* q = x + size_t(n) * stride + 32 * b;
+                t[n][i] = dot_16(dot_16(t[n][i], lo, q), hi, q + 16);
+            }
+        }
+        for (int n = 0; n < NT; n++)
+            s[n][g] = vpaddq_s32(vpaddq_s32(t[n][0], t[n][1]), vpaddq_s32(t[n][2], t[n][3]));
+    }
+    for (int n = 0; n < NT; n++) out[n][0] = {s[n][0], s[n][1]}, out[n][1] = {s[n][2], s[n][3]};
+}
+// The same with a scale for each half of a block: 32 int8, of 8 blocks in each of `scales`.
+template <class Q, int NT>
+static TC_INLINE void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales,
+                                 const int8_t* x, size_t stride, int blocks, vi (*out)[2]) {
+    int8_t scale[32];
+    vst1q_s8(scale, vreinterpretq_s8_u8(scales[0])), vst1q_s8(scale + 16, vreinterpretq_s8_u8(scales[1]));
+    int32x4_t s[NT][4];
+    for (int g = 0; g < 4; g++) {
+        int32x4_t t[NT][4];
+        for (int i = 0; i < 4; i++) {
+            const int b = 4 * g + i;
+            for (int n = 0; n < NT; n++) t[n][i] = vdupq_n_s32(0);
+            if (b >= blocks) continue;
+            vb lo, hi;
+            Q::load(first + Q::first * b, second + Q::second * b, &lo, &hi);
+            for (int n = 0; n < NT; n++) {
+                const int8_t* q = x + size_t(n) * stride + 32 * b;
+                const int32x4_t zero = vdupq_n_s32(0);
+                t[n][i] = vmlaq_n_s32(vmulq_n_s32(dot_16(zero, lo, q), scale[2 * b]),
+                                      dot_16(zero, hi, q + 16), scale[2 * b + 1]);
+            }
+        }
+        for (int n = 0; n < NT; n++)
+            s[n][g] = vpaddq_s32(vpaddq_s32(t[n][0], t[n][1]), vpaddq_s32(t[n][2], t[n][3]));
+    }
+    for (int n = 0; n < NT; n++) out[n][0] = {s[n][0], s[n][1]}, out[n][1] = {s[n][2], s[n][3]};
+}
+// Of each block: scale * sum of the first half of x, plus the same of the second; `sums` are pairs of i16.
+static TC_INLINE void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
+    const int16_t* of = (const int16_t*)sums;
+    for (int h = 0; h < 2; h++, of += 16) {
+        const int8x16_t s = vreinterpretq_s8_u8(scales[h]);
+        const int16x8_t lo = vmovl_s8(vget_low_s8(s)), hi = vmovl_high_s8(s);
+        const int16x8_t a = vld1q_s16(of), b = vld1q_s16(of + 8);
+        out[h].lo = vpaddq_s32(vmull_s16(vget_low_s16(lo), vget_low_s16(a)), vmull_high_s16(lo, a));
+        out[h].hi = vpaddq_s32(vmull_s16(vget_low_s16(hi), vget_low_s16(b)), vmull_high_s16(hi, b));
+    }
+}
+// f16 scales of superblocks, each for 8 of up to 16 blocks.
+static TC_INLINE void super_scales(const uint16_t* d, int blocks, vf* out) {
+    auto one = [](uint16_t h) {
+        return vset1(vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))), 0));
+    };
+    out[0] = one(d[0]);
+    out[1] = blocks > 8 ? one(d[1]) : vzero();
+}
+static inline vf vload_e8m0(const uint8_t* p) {  // E8M0, halved: 2^(e - 128)
+    float r[8];
+    for (int i = 0; i < 8; i++) {
+        const uint32_t bits = p[i] < 2 ? 0x00200000u << p[i] : uint32_t(p[i] - 1) << 23;
+        memcpy(&r[i], &bits, 4);
+    }
+    return vload(r);
 }
 
 // 8 rows of 8 dwords -> 8 columns: quarters of 4 by 4.
@@ -208,6 +362,7 @@ static inline void bytes_f32(int8x16_t b, vf* out) {
     out[0] = vi_f32({vmovl_s16(vget_low_s16(lo)), vmovl_high_s16(lo)});
     out[1] = vi_f32({vmovl_s16(vget_low_s16(hi)), vmovl_high_s16(hi)});
 }
+static inline void vb_f32(vb b, vf* out) { bytes_f32(vreinterpretq_s8_u8(b), out); }  // 16 int8
 static inline void q8_unpack(const uint8_t* q, vf* out) {
     bytes_f32(vreinterpretq_s8_u8(vld1q_u8(q)), out);
     bytes_f32(vreinterpretq_s8_u8(vld1q_u8(q + 16)), out + 2);

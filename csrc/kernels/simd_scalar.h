@@ -185,8 +185,22 @@ static inline vi vi_xor(vi a, vi b) {
     EACH a.v[i] ^= b.v[i];
     return a;
 }
-static inline vi vi_shr4(vi a) {
-    EACH a.v[i] = int32_t(uint32_t(a.v[i]) >> 4);
+template <int N>
+static inline vi vi_shr(vi a) {  // logical
+    EACH a.v[i] = int32_t(uint32_t(a.v[i]) >> N);
+    return a;
+}
+template <int N>
+static inline vi vi_shl(vi a) {
+    EACH a.v[i] = int32_t(uint32_t(a.v[i]) << N);
+    return a;
+}
+static inline vi vi_or(vi a, vi b) {
+    EACH a.v[i] |= b.v[i];
+    return a;
+}
+static inline vi vi_sub(vi a, vi b) {
+    EACH a.v[i] -= b.v[i];
     return a;
 }
 static inline vf vi_f32(vi a) {
@@ -202,18 +216,19 @@ static inline vi vf_bits(vf a) {
 
 // What is added to stored q8_0 weights before they are multiplied (mod 256): nothing here.
 constexpr int kOffsetQ8 = 0;
-// The dot products of a block of weights with x, plus the offset: eight steps of four. BITS: 8, signed but
-// for what was added to them; or 4, from 0 to 15.
+// Dot products of weights with x, four a dword. BITS: 8, signed but for what was added to them; or up to 6,
+// from 0 on. After up to `run` steps `widen` makes i32 of the sums.
 template <int BITS>
 struct Dot {
-    static vi begin(int32_t offset) { return vi_set1(offset); }
+    static constexpr int run = 8;
+    static constexpr bool wide = true;
     static vi step(vi acc, vi w, vi x) {  // acc[i] += the four int8 products of dword i
         const int8_t *a = (const int8_t*)w.v, *b = (const int8_t*)x.v;
         EACH acc.v[i] += a[4 * i] * b[4 * i] + a[4 * i + 1] * b[4 * i + 1] + a[4 * i + 2] * b[4 * i + 2] +
                          a[4 * i + 3] * b[4 * i + 3];
         return acc;
     }
-    static vi end(vi acc, int32_t) { return acc; }
+    static vi widen(vi acc) { return acc; }
 };
 
 // 32 floats -> int8, their scale and their sum. An infinity or NaN makes the block's scale NaN, so that it
@@ -229,7 +244,7 @@ static inline void x_quantize(const float* x, int8_t* q, float* d, int32_t* sum)
         q[i] = some ? int8_t(nearbyintf(x[i] * (127.0f / m))) : int8_t(0), *sum += q[i];
 }
 
-constexpr int kQ4Group = 1;                         // blocks whose low nibbles fill one vector
+constexpr int kGroup = 1;                           // blocks whose first halves fill one vector
 constexpr int kRowTokens = 1, kFloatRowTokens = 1;  // of a row as it is stored, to be multiplied at once
 // The 16 sums of products of 16 blocks (fewer: the rest is zero, because x is), as 16/W vectors, for NT
 // tokens whose x are `stride` bytes apart.
@@ -242,16 +257,147 @@ static inline void q8_sums(const uint8_t* w, const int8_t* x, size_t stride, int
             out[n][b / W].v[b % W] = s;
         }
 }
-template <int NT>  // nibbles as they are, 0 to 15
-static inline void q4_sums(const uint8_t* w, const int8_t* x, size_t stride, int blocks, vi (*out)[16 / W]) {
+// ---- weights of a few bits, by blocks of 32: the first 16 of each block in `lo`, the others in `hi`
+//
+// vb: 16 bytes, the halves of one block. vq: those of kGroup blocks, one after the other.
+struct vb {
+    uint8_t v[16];
+};
+using vq = vb;
+#define BYTES for (int i = 0; i < 16; i++)
+static inline vb vb_load(const void* p) {
+    vb r;
+    memcpy(&r, p, 16);
+    return r;
+}
+static inline vb vb_load_n(const void* p, size_t n) {
+    vb r = {};
+    memcpy(&r, p, n);
+    return r;
+}
+static inline void vb_store(void* p, vb a) { memcpy(p, &a, 16); }
+static inline vb vb_or(vb a, vb b) {
+    BYTES a.v[i] |= b.v[i];
+    return a;
+}
+static inline vb vb_sub(vb a, vb b) {
+    BYTES a.v[i] = uint8_t(a.v[i] - b.v[i]);
+    return a;
+}
+static inline vb vb_set1(uint8_t x) {
+    vb r;
+    BYTES r.v[i] = x;
+    return r;
+}
+template <int N>  // bits from N on, of those that the mask has
+static inline vb vb_bits(vb a, uint8_t mask) {
+    BYTES a.v[i] = uint8_t(a.v[i] >> N & mask);
+    return a;
+}
+template <int N>
+static inline vb vb_up(vb a) {  // of bytes that are below 2^(8 - N)
+    BYTES a.v[i] = uint8_t(a.v[i] << N);
+    return a;
+}
+// The first 8 bytes, 4 words, 2 dwords of each in turn; `high`: the last ones.
+static inline vb zipped(vb a, vb b, int size, int from) {
+    vb r;
+    for (int i = 0; i < 8; i += size) {
+        memcpy(r.v + 2 * i, a.v + from + i, size_t(size));
+        memcpy(r.v + 2 * i + size, b.v + from + i, size_t(size));
+    }
+    return r;
+}
+static inline vb vb_zip8(vb a, vb b) { return zipped(a, b, 1, 0); }
+static inline vb vb_zip8_high(vb a, vb b) { return zipped(a, b, 1, 8); }
+static inline vb vb_zip16(vb a, vb b) { return zipped(a, b, 2, 0); }
+static inline vb vb_zip16_high(vb a, vb b) { return zipped(a, b, 2, 8); }
+static inline vb vb_zip32(vb a, vb b) { return zipped(a, b, 4, 0); }
+static inline void vb_f32(vb b, vf* out) {  // 16 int8
+    BYTES out[i / W].v[i % W] = float(int8_t(b.v[i]));
+}
+
+static TC_INLINE void nibbles(const uint8_t* p, vb* lo, vb* hi) {
+    BYTES lo->v[i] = p[i] & 15, hi->v[i] = p[i] >> 4;
+}
+static TC_INLINE void fifths(const uint8_t* p, vb* lo, vb* hi) {  // single bits, as bit 4
+    BYTES {
+        lo->v[i] = uint8_t((p[i % 4] >> (i / 4) & 1) << 4);
+        hi->v[i] = uint8_t((p[i % 4] >> (4 + i / 4) & 1) << 4);
+    }
+}
+template <int AT>
+static TC_INLINE void pairs(const uint8_t* p, vb* lo, vb* hi) {  // pairs of bits, as bits AT and AT + 1
+    BYTES {
+        lo->v[i] = uint8_t((p[i % 8] >> (i / 8 * 2) & 3) << AT);
+        hi->v[i] = uint8_t((p[i % 8] >> (4 + i / 8 * 2) & 3) << AT);
+    }
+}
+static inline vb bits_or(vb a, vb b) { return vb_or(a, b); }
+static inline vb looked_up(const int8_t* table, vb nibbles) {  // table[nibble] of each byte
+    BYTES nibbles.v[i] = uint8_t(table[nibbles.v[i]]);
+    return nibbles;
+}
+static inline vi looked_up(const int8_t* table, vi nibbles) {
+    uint8_t* b = (uint8_t*)nibbles.v;
+    for (int i = 0; i < 4 * W; i++) b[i] = uint8_t(table[b[i]]);
+    return nibbles;
+}
+
+// The 16 sums of products of 16 blocks of Q's numbers, as q8_sums.
+template <class Q, int NT>
+static TC_INLINE void q_sums(const uint8_t* first, const uint8_t* second, const int8_t* x, size_t stride,
+                             int blocks, vi (*out)[16 / W]) {
     for (int n = 0; n < NT; n++, x += stride)
         for (int b = 0; b < 16; b++) {
             int32_t s = 0;
-            for (int i = 0; i < 16 && b < blocks; i++)
-                s += (w[16 * b + i] & 15) * x[32 * b + i] + (w[16 * b + i] >> 4) * x[32 * b + 16 + i];
+            if (b < blocks) {
+                vb lo, hi;
+                Q::load(first + Q::first * b, second + Q::second * b, &lo, &hi);
+                BYTES s += int8_t(lo.v[i]) * x[32 * b + i] + int8_t(hi.v[i]) * x[32 * b + 16 + i];
+            }
             out[n][b / W].v[b % W] = s;
         }
 }
+// The same with a scale for each half of a block: 32 int8, of 8 blocks in each of `scales`.
+template <class Q, int NT>
+static TC_INLINE void group_sums(const uint8_t* first, const uint8_t* second, const vb* scales,
+                                 const int8_t* x, size_t stride, int blocks, vi (*out)[16 / W]) {
+    for (int n = 0; n < NT; n++, x += stride)
+        for (int b = 0; b < 16; b++) {
+            int32_t s = 0, t = 0;
+            if (b < blocks) {
+                vb lo, hi;
+                Q::load(first + Q::first * b, second + Q::second * b, &lo, &hi);
+                BYTES s += int8_t(lo.v[i]) * x[32 * b + i], t += int8_t(hi.v[i]) * x[32 * b + 16 + i];
+            }
+            const int8_t* scale = (const int8_t*)scales[b / 8].v + b % 8 * 2;
+            out[n][b / W].v[b % W] = s * scale[0] + t * scale[1];
+        }
+}
+// Of each block: scale * sum of the first half of x, plus the same of the second; `sums` are pairs of i16.
+static TC_INLINE void pair_sums(const vb* scales, const int32_t* sums, vi* out) {
+    const int16_t* of = (const int16_t*)sums;
+    for (int b = 0; b < 16; b++) {
+        const int8_t* scale = (const int8_t*)scales[b / 8].v + b % 8 * 2;
+        out[b / W].v[b % W] = scale[0] * of[2 * b] + scale[1] * of[2 * b + 1];
+    }
+}
+// f16 scales of superblocks, each for 8 of up to 16 blocks.
+static TC_INLINE void super_scales(const uint16_t* d, int blocks, vf* out) {
+    out[0] = vset1(f16_to_f32(d[0]));
+    out[1] = blocks > 8 ? vset1(f16_to_f32(d[1])) : vzero();
+}
+static inline vf vload_e8m0(const uint8_t* p) {  // E8M0, halved: 2^(e - 128)
+    vf r;
+    EACH {
+        const uint32_t bits = p[i] < 2 ? 0x00200000u << p[i] : uint32_t(p[i] - 1) << 23;
+        memcpy(&r.v[i], &bits, 4);
+    }
+    return r;
+}
+#undef BYTES
+
 static inline void transpose(vi* t) {  // W rows of W dwords -> W columns
     for (int i = 0; i < W; i++)
         for (int k = 0; k < i; k++) {

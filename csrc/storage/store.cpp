@@ -4,11 +4,7 @@
 #include <string.h>
 
 #include <algorithm>
-#include <atomic>
-#include <exception>
-#include <mutex>
 #include <optional>
-#include <thread>
 
 #if defined(THERMOCLINE_X86) && defined(__GNUC__)
 #include <nmmintrin.h>
@@ -114,102 +110,83 @@ bool Arena::fence() { return forbid_page(data + bytes + kArenaPadding); }
 // Readers wait for the disk more than they compute: while some wait, others check. So there are more than
 // cores. On two busy cores 4 readers with 2 MiB each get 2.8 GB/s of the disk's 3.4, 8 3.1, 16 3.2, 32 3.3
 // (LOG 2026-11-21).
-static constexpr size_t kReaders = 32;
 static constexpr size_t kChunk = size_t(2) << 20;  // a huge page: one segment of a disk request, not 512
 static constexpr size_t kDirectFrom = size_t(64)
                                       << 20;  // smaller files are worth their place in the page cache
 
+bool reads_directly(const Arena& arena) { return arena.bytes >= kDirectFrom; }
+
 namespace {
 
-// Readers claim chunks in ascending order and finish every chunk below the lowest failure known, so the
-// failure that remains is the lowest of all, whoever met it: chunks below it were claimed before, and none of
-// them failed.
-struct Loading {
-    uint8_t* const to;  // where file byte `begin` goes
-    const size_t begin;
-    const File& through_cache;
-    const File* const direct;  // or null
-    const size_t end, chunk, block;
+struct Blocks {
+    uint8_t* const arena;
+    const std::vector<BlockRange> ranges;
+    const size_t block, chunk;  // bytes
     const uint32_t* const checksums;
-    std::atomic<size_t> next;
-    std::atomic<size_t> failed{SIZE_MAX};  // first byte of the lowest failing block; written under `mutex`
-    int error = 0;                         // of that block: 0 is a wrong checksum; guarded by `mutex`
-    std::mutex mutex{};
+    std::vector<size_t> first;  // the chunk that each range begins with; then the number of all
+    File through_cache;
+    std::optional<File> direct;
 
-    void fail(size_t at, int why) {
-        std::lock_guard<std::mutex> lock(mutex);
-        if (at >= failed.load()) return;
-        error = why;
-        failed.store(at);
+    Blocks(Arena& to, const char* path, const std::vector<BlockRange>& ranges, const uint32_t* checksums,
+           size_t block)
+        : arena(to.data),
+          ranges(ranges),
+          block(block),
+          chunk(std::max(block, kChunk / block * block)),
+          checksums(checksums),
+          first{0},
+          through_cache(path, File::THROUGH_CACHE) {
+        for (const BlockRange& r : ranges)
+            first.push_back(first.back() + (r.end - r.begin + chunk - 1) / chunk);
+        if (reads_directly(to)) direct.emplace(path, File::DIRECT);
     }
 
-    uint8_t* place(size_t at) const { return to + (at - begin); }
-
     // Direct unless it is refused (EINVAL: an offset, a length, a file system) or the cache has it already.
-    size_t read(size_t at, size_t n, int& why) const {
+    size_t read(uint8_t* to, size_t at, size_t n, int& why) const {
         size_t done = 0;
-        if (direct && !direct->cached(at, n)) {
-            done = direct->read(place(at), n, at, why);
+        if (direct && direct->open() && !direct->cached(at, n)) {
+            done = direct->read(to, n, at, why);
             if (done == n || (why && why != EINVAL)) return done;
         }
-        return done + through_cache.read(place(at + done), n - done, at + done, why);
+        return done + through_cache.read(to + done, n - done, at + done, why);
     }
 
     // A read that fails may give nothing of what it covers. Block by block, the first that cannot be read is
     // known.
-    size_t read_to_the_failure(size_t at, size_t n, int& why) const {
-        size_t done = read(at, n, why);
+    size_t read_to_the_failure(uint8_t* to, size_t at, size_t n, int& why) const {
+        size_t done = read(to, at, n, why);
         if (!why) return done;
         for (done = 0; done < n;) {
-            const size_t size = std::min(block, n - done), got = read(at + done, size, why);
+            const size_t size = std::min(block, n - done), got = read(to + done, at + done, size, why);
             done += got;
             if (got < size) break;
         }
         return done;
     }
 
-    void read_and_check() {
-        for (size_t at; (at = next.fetch_add(chunk)) < end && at < failed.load();) {
-            const size_t n = std::min(chunk, end - at);
-            int why = 0;
-            const size_t done = read_to_the_failure(at, n, why);
-            for (size_t b = 0; b < n; b += block) {
-                const size_t size = std::min(block, n - b);
-                if (b + size > done)
-                    fail(at + b, why ? why : -1);
-                else if (crc32c(place(at + b), size, 0) != checksums[(at + b) / block])
-                    fail(at + b, 0);
-                else
-                    continue;
-                break;
-            }
+    ChunkDone read_and_check(size_t c) const {
+        if (!through_cache.open()) return {0, Failure{through_cache.error(), ranges[0].begin / block}};
+        const size_t i = size_t(std::upper_bound(first.begin(), first.end(), c) - first.begin()) - 1;
+        const size_t at = ranges[i].begin + (c - first[i]) * chunk, n = std::min(chunk, ranges[i].end - at);
+        uint8_t* const to = arena + ranges[i].to + (at - ranges[i].begin);
+        int why = 0;
+        const size_t done = read_to_the_failure(to, at, n, why);
+        for (size_t b = 0; b < n; b += block) {
+            const size_t size = std::min(block, n - b), number = (at + b) / block;
+            if (b + size > done) return {b, Failure{why ? why : -1, number}};
+            if (crc32c(to + b, size, 0) != checksums[number]) return {b, Failure{0, number}};
         }
+        return {n, {}};
     }
 };
 
 }  // namespace
 
-LoadResult load(Arena& arena, const char* path, size_t begin, size_t end, const uint32_t* checksums,
-                size_t block, size_t to) {
-    const File through_cache(path, File::THROUGH_CACHE);
-    if (!through_cache.open()) return {through_cache.error(), int64_t(begin / block)};
-    std::optional<File> direct;
-    if (arena.bytes >= kDirectFrom) direct.emplace(path, File::DIRECT);
-    const size_t chunk = std::max(block, kChunk / block * block), chunks = (end - begin + chunk - 1) / chunk;
-    Loading l{
-        arena.data + to, begin,     through_cache, direct && direct->open() ? &*direct : nullptr, end, chunk,
-        block,           checksums, {begin}};
-    std::thread others[kReaders - 1];
-    try {
-        for (size_t i = 1; i < kReaders && i < chunks; i++)
-            others[i - 1] = std::thread([&l] { l.read_and_check(); });
-    } catch (const std::exception&) {
-    }  // the system has no more threads for us: those there are do the work
-    l.read_and_check();
-    for (std::thread& t : others)
-        if (t.joinable()) t.join();
-    const size_t failed = l.failed.load();
-    return failed == SIZE_MAX ? LoadResult{0, -1} : LoadResult{l.error, int64_t(failed / block)};
+std::unique_ptr<Crew> begin_blocks(Arena& arena, const char* path, const std::vector<BlockRange>& ranges,
+                                   const uint32_t* checksums, size_t block) {
+    const auto blocks = std::make_shared<const Blocks>(arena, path, ranges, checksums, block);
+    return std::make_unique<Crew>(blocks->first.back(), kReaders, 0,
+                                  [blocks](size_t c, uint8_t*) { return blocks->read_and_check(c); });
 }
 
 }  // namespace tc

@@ -4,7 +4,10 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <vector>
 
+#include "crew.h"
 #include "system.h"
 
 namespace tc {
@@ -12,8 +15,9 @@ namespace tc {
 uint32_t crc32c(const uint8_t* p, size_t n,
                 uint32_t seed);  // Castagnoli; seed 0 to start, the result to continue
 
-// A kernel may read (but never use) this many bytes past the end of an arena: q4_0's AVX-512 step reads 64
-// bytes where 36 are left.
+// A kernel may read (but never use) this many bytes past the end of an arena: an AVX-512 step reads four
+// blocks of nibbles, 64 bytes, where a row of one block of mxfp4 has 17, and a panel turns over whole
+// vectors.
 constexpr size_t kArenaPadding = 64;
 
 struct Arena {
@@ -31,16 +35,20 @@ struct Arena {
     Pages pages_;
 };
 
-struct LoadResult {
-    int error;      // errno of a failed read; -1: the file ends early; 0: nothing, or a wrong checksum
-    int64_t block;  // the first bad block, numbered from the start of the file, or -1
+// Bytes [begin, end) of a file, to byte `to` of an arena. begin is a multiple of the blocks' size.
+struct BlockRange {
+    size_t begin, end, to;
 };
 
-// Read file bytes [begin, end) to byte `to` of the arena. Compare each block of `block` bytes with
-// checksums[i], where i counts blocks from the start of the file. begin is a multiple of block. The page
-// cache is left as it is: cached bytes are copied, and the others are read with direct I/O if the file system
-// allows it.
-LoadResult load(Arena& arena, const char* path, size_t begin, size_t end, const uint32_t* checksums,
-                size_t block, size_t to);
+// Begin to read ranges of a file into the arena, and to compare each block of `block` bytes with
+// checksums[i], where i counts blocks from the start of the file. The page cache is left as it is: cached
+// bytes are copied, and the others are read with direct I/O if the file system allows it. A failure's `where`
+// is the block, its error 0 for a wrong checksum. Arena and checksums stay until the crew has gone.
+std::unique_ptr<Crew> begin_blocks(Arena& arena, const char* path, const std::vector<BlockRange>& ranges,
+                                   const uint32_t* checksums, size_t block);
+
+// As many readers as hide the disk's answers, and how the file is read: shared with row_load.cpp.
+constexpr size_t kReaders = 32;
+bool reads_directly(const Arena& arena);  // a small one's file is worth its place in the page cache
 
 }  // namespace tc

@@ -170,7 +170,7 @@ def test_damaged_weights_are_refused_by_run_and_verify(
         (["hello", "-f", "x"], "choose one"),
         (["hello", "world"], "needs quotes"),
         (["hello", "--nonsense"], "--nonsense"),
-        (["hello", "--format", "q3_k"], "q8_0"),
+        (["hello", "--format", "q3_x"], "q8_0"),
         (["hello", "-c", "999999"], "32768"),
         (["hello", "-c", "4"], "has 5 tokens, the context holds 4"),
         (["hello", "--sparsity", "maybe"], "exact, predict, off"),

@@ -117,6 +117,12 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "print_limits": ("on", True),
     "limit_header_bytes": ("300", 300),
     "limit_buffer_bytes": ("4096", 4096),
+    "calibrate": ("text.txt", "text.txt"),
+    "calibrate_tokens": ("1024", 1024),
+    "importance": ("i.npz", "i.npz"),
+    "importance_out": ("o.npz", "o.npz"),
+    "measure": ("text.txt", "text.txt"),
+    "layers": ("2", 2),
 }
 EXAMPLES |= {f.name: ("9", 9) for f, _ in opts.options_of(ServerLimits) if f.name not in EXAMPLES}
 

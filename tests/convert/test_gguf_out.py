@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import test_synth
 
-from thermocline.convert import to_gguf
+from thermocline.convert import synthetic, to_gguf
+from thermocline.convert.random_weights.source import RandomWeights
 from thermocline.errors import Unsupported, UsageError
 from thermocline.files.bounded import read_at
 from thermocline.model import quant
@@ -77,6 +78,27 @@ def test_a_gguf_holds_the_packs_blocks(format: str, tmp_path: Path) -> None:
         assert np.array_equal(theirs.reshape(len(ours), -1), quant.decode(kind, ours, columns)), t.name
 
 
+@pytest.mark.parametrize(("shape", "mix"), [("llama-2-7b", "q4_k_m"), ("mixtral-8x7b", "mxfp4")])
+def test_a_gguf_without_a_pack_is_the_packs(shape: str, mix: str, tmp_path: Path) -> None:
+    """Byte for byte, in the types that llama.cpp's files of that name have."""
+    config = test_synth.config_file(tmp_path, shape)
+    model = synthetic.SyntheticModel.of(str(config), 0, None, 0.26, 64)
+    formats = synthetic.formats_named(mix, model.stats.spec)
+    model.write(tmp_path / "pack", *formats)
+    to_gguf.write_gguf(Pack.open(tmp_path / "pack"), tmp_path / "of-pack.gguf")
+    unwritten = model.unwritten(tmp_path / "none", *formats)
+    to_gguf.write_gguf(unwritten, tmp_path / "direct.gguf", RandomWeights(model.stats))
+    assert (tmp_path / "direct.gguf").read_bytes() == (tmp_path / "of-pack.gguf").read_bytes()
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "direct.gguf").tensors}
+    if mix == "q4_k_m":  # 4 layers: the last half of a layer, and every third one, get more bits
+        assert (
+            types["output.weight"] == types["blk.3.attn_v.weight"] == types["blk.3.ffn_down.weight"] == "Q6_K"
+        )
+        assert types["blk.0.attn_q.weight"] == types["blk.0.attn_v.weight"] == "Q4_K"
+    else:
+        assert types["blk.0.ffn_gate_exps.weight"] == "MXFP4" and types["blk.0.attn_q.weight"] == "Q8_0"
+
+
 def test_a_tied_head_and_a_window_are_said_llama_cpps_way(tmp_path: Path) -> None:
     _, read = written(tmp_path, "q8_0", "mistral-7b", tie_word_embeddings=True, sliding_window=128)
     assert "output.weight" not in {t.name for t in read.tensors}
@@ -118,6 +140,20 @@ def test_writing_takes_little_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert (tmp_path / "m.gguf").stat().st_size > 70e6
     assert peak < 24 << 20
+
+
+def test_the_command_writes_a_gguf_alone(tmp_path: Path, thermocline: Run) -> None:
+    shape = test_synth.config_file(tmp_path, "llama-2-7b")
+    argv = ["synth", shape, "--gguf", tmp_path / "m.gguf", "--format", "q5_k_m", "--layers", "2"]
+    ran = thermocline(*argv)
+    assert ran.code == 0 and "as q5_k_m into" in ran.err
+    read = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert value(read, "general.file_type") == gguf.LlamaFileType.MOSTLY_Q5_K_M
+    assert value(read, "llama.block_count") == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "m.gguf"]
+    for wrong, said in ((["synth", shape], "-o DIR"), ([*argv, "--json", "--force"], "give its directory")):
+        ran = thermocline(*wrong)
+        assert ran.code == 2 and said in ran.err and ran.err.count("\n") == 1
 
 
 def test_the_command_writes_both(tmp_path: Path, thermocline: Run) -> None:

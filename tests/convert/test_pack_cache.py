@@ -11,8 +11,9 @@ import gguf_twins
 import kept_twins
 import pytest
 
-from thermocline.convert import pack_cache
+from thermocline.convert import importer, pack_cache
 from thermocline.convert.from_gguf import gguf_hash
+from thermocline.errors import BadFile
 from thermocline.files import source_key
 from thermocline.files.gguf import GGUF
 
@@ -103,6 +104,51 @@ def test_a_large_model_that_was_replaced_is_packed_again_and_a_line_says_why(
     assert len(doubts) == 1 and f"`thermocline rm {first.name}`" in doubts[0] and "\n" not in doubts[0]
     os.utime(file, ns=(0, 1))
     assert resolved(source, cache) not in (first, second)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("how", ["written in place", "another file under its name and number"])
+def test_a_large_file_that_was_replaced_and_looks_the_same_is_not_mistaken(
+    how: str, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `rsync --inplace -t` and a copy do: the size, the time of writing, even the inode's number stay."""
+    first, before = resolved(gguf, tmp_path / "cache"), gguf.stat()
+    if how == "written in place":
+        damage(gguf, before.st_size - 2)
+    else:
+        new = Path(shutil.copyfile(gguf, tmp_path / "new"))
+        damage(new, before.st_size - 2)
+        os.utime(new, ns=(0, before.st_mtime_ns))
+        os.replace(new, gguf)
+        stat = os.fstat
+
+        def recycled(fd: int) -> os.stat_result:
+            s = stat(fd)
+            own = tuple(before.st_ino if i == 1 else x for i, x in enumerate(s[:10]))
+            return os.stat_result(own, {f: getattr(s, f) for f in ("st_mtime_ns", "st_ctime_ns")})
+
+        monkeypatch.setattr(os, "fstat", recycled)
+    now = gguf.stat()
+    assert (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    second = resolved(gguf, tmp_path / "cache")
+    assert second != first
+    assert (first / "weights.bin").read_bytes() != (second / "weights.bin").read_bytes()
+
+
+def test_a_file_that_changes_while_it_is_packed_leaves_no_pack(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = importer.pack
+
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        cost = made(*args, **options)
+        damage(gguf, gguf.stat().st_size - 2)
+        return cost
+
+    monkeypatch.setattr(pack_cache, "pack", meanwhile)
+    with pytest.raises(BadFile, match=r"m\.gguf: was changed or replaced while it was packed"):
+        resolved(gguf, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
 
 
 @pytest.mark.usefixtures("large")

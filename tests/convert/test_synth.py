@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from thermocline.convert import synthetic
+from thermocline.convert.random_weights.source import RandomWeights
 from thermocline.convert.synthetic_weights import HOT_SHARE, HOTTEST, activities
 from thermocline.engine.decoder import bind, forward
 from thermocline.engine.kv_cache import KVCache, blocks_for
@@ -154,11 +155,17 @@ def test_equal_seeds_give_equal_packs_and_others_do_not(format: str, tmp_path: P
     assert verify(packs[0]) == []
 
 
-@pytest.mark.parametrize("shape", ["llama-2-7b", "opt-6.7b", "turbosparse-mixtral"])
-@pytest.mark.parametrize("format", ["q8_0", "q4_0", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "format"),
+    [
+        *[("llama-2-7b", f) for f in ("q8_0", "q4_1", "q4_k", "iq4_xs", "mxfp4", "tq2_0", "bf16")],
+        ("opt-6.7b", "q6_k"),
+        ("turbosparse-mixtral", "q8_0"),
+    ],
+)
 def test_rows_do_not_depend_on_how_they_are_asked_for(shape: str, format: str, tmp_path: Path) -> None:
     model = synthetic.SyntheticModel.of(str(config_file(tmp_path, shape)), 0, 0.1, 0.26, 64)
-    source = synthetic.RandomWeights(model.stats)
+    source = RandomWeights(model.stats)
     for tensor_spec in expected_tensors(model.stats.spec, format).values():
         for part in tensor_spec.parts:
             if tensor_spec.vector:
@@ -180,10 +187,11 @@ def test_hottest_first_puts_the_same_activities_in_order(shape: str, tmp_path: P
     assert np.array_equal(ordered, -np.sort(-anyhow, axis=2))
 
 
-def test_neurons_that_are_never_negative_come_in_opposite_pairs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", list(quant.FORMATS))
+def test_neurons_that_are_never_negative_come_in_opposite_pairs(format: str, tmp_path: Path) -> None:
     model = synthetic.SyntheticModel.of(str(config_file(tmp_path, "opt-6.7b")), 0, 0.1, 0.26, 64)
-    down = synthetic.RandomWeights(model.stats).encoded("layers.0.down", "f32", 3, 9)  # 4 and 5 are a pair
-    w = quant.decode("f32", down, 256)
+    down = RandomWeights(model.stats).encoded("layers.0.down", format, 3, 9)  # 4 and 5 are a pair
+    w = quant.decode(format, down, 256)
     assert np.array_equal(w[1:4:2], -w[2:5:2])
     assert not np.array_equal(w[0:3:2], -w[1:4:2])
 
@@ -191,12 +199,47 @@ def test_neurons_that_are_never_negative_come_in_opposite_pairs(tmp_path: Path) 
 @pytest.mark.parametrize("format", list(quant.FORMATS))
 def test_weights_have_the_planned_deviation_and_no_mean(format: str, tmp_path: Path) -> None:
     model = synthetic.SyntheticModel.of(str(config_file(tmp_path, "llama-2-7b")), 0, None, 0.26, 64)
-    rows = synthetic.RandomWeights(model.stats).encoded("layers.0.qkv.weight", format, 0, 512)
+    rows = RandomWeights(model.stats).encoded("layers.0.qkv.weight", format, 0, 512)
     w = quant.decode(format, rows, 256).astype(np.float64)
-    assert w.std() == pytest.approx(1 / 16, rel=0.01)
+    # MXFP4's scales are powers of two: a block's deviation is up to twice another's
+    assert w.std() == pytest.approx(1 / 16, rel=0.02 if format == "mxfp4" else 0.01)
     assert abs(w.mean()) < 4 * w.std() / np.sqrt(w.size)  # four standard errors
     correlation = np.atleast_2d(np.corrcoef(w[:64]))
     assert np.abs(correlation[np.triu_indices(64, 1)]).max() < 0.35  # rows are independent
+
+
+@pytest.mark.parametrize("format", [f.name for f in quant.FORMATS.values() if f.block > 1])
+def test_the_blocks_of_a_sparse_models_gates_have_deviations_and_offsets_of_their_own(
+    format: str, tmp_path: Path
+) -> None:
+    """As in f32, however few scales a format has."""
+    model = synthetic.SyntheticModel.of(
+        str(config_file(tmp_path, "llama-2-7b", hidden_size=1024)), 0, 0.11, 0.26, 64
+    )
+
+    def rows_of(format: str) -> Any:
+        rows = RandomWeights(model.stats).encoded("layers.1.gate.weight", format, 0, 1024)
+        return quant.decode(format, rows, 1024).reshape(1024, 32, 32)
+
+    mine, exact = rows_of(format), rows_of("f32")
+    loud = exact.std(axis=(0, 2)) > 0.05
+    ratios = mine.std(axis=(0, 2)) / exact.std(axis=(0, 2))
+    assert loud.sum() >= 2 and ratios[loud] == pytest.approx(np.ones(loud.sum()), rel=0.05)
+    assert ratios[4:] == pytest.approx(np.ones(28), rel=0.15)
+    offsets, wanted = mine[:, 0].mean(axis=1), exact[:, 0, 0]
+    assert np.sqrt(np.mean((offsets - wanted) ** 2) / np.mean(wanted**2)) < (
+        0.15 if format == "mxfp4" else 0.03
+    )
+
+
+def test_rows_that_leave_the_constant_columns_alone_are_zero_in_every_format(tmp_path: Path) -> None:
+    model = synthetic.SyntheticModel.of(str(config_file(tmp_path, "llama-2-7b")), 0, 0.1, 0.26, 64)
+    source = RandomWeights(model.stats)
+    for format in quant.FORMATS:
+        out = quant.decode(format, source.encoded("layers.0.attn_out.weight", format, 0, 64), 256)
+        assert not out[:32].any() and out[32:].any(axis=1).all()
+        down = quant.decode(format, source.encoded("layers.0.down", format, 0, 64), 256)
+        assert not down[:, :32].any() and down[:, 32:].any(axis=1).all()
 
 
 def test_it_takes_little_memory_whatever_the_shape(tmp_path: Path) -> None:
@@ -217,7 +260,7 @@ def test_it_takes_little_memory_whatever_the_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", sorted(SMALL.keys() - {"turbosparse-mixtral"}))  # sparse: in test_moe.py
-@pytest.mark.parametrize("format", ["f32", "q8_0", "q4_0"])
+@pytest.mark.parametrize("format", ["f32", "q4_0", "q4_k"])
 def test_logits_are_finite_and_spread_as_a_models(shape: str, format: str, tmp_path: Path) -> None:
     logits, _ = run(make(tmp_path, shape, format), tokens=64)
     assert np.isfinite(logits).all()
@@ -233,6 +276,14 @@ def test_as_many_neurons_are_active_as_were_asked_for(shape: str, active: float,
     assert pack.spec.sparse
     assert np.mean(ops.counted) == pytest.approx(active, rel=0.1)
     assert ops.counted == pytest.approx([active] * pack.spec.n_layers, rel=0.25)  # every layer
+
+
+@pytest.mark.parametrize("format", ["q4_k", "q6_k", "q3_k", "q2_k", "iq4_xs", "mxfp4", "tq2_0"])
+def test_as_many_neurons_are_active_in_formats_of_blocks(format: str, tmp_path: Path) -> None:
+    """Their scales have few bits, and offsets lie beside small weights in one block of 256."""
+    pack = make(tmp_path, "llama-2-7b", format, active=0.11, num_hidden_layers=2)
+    _, ops = run(pack)
+    assert np.mean(ops.counted) == pytest.approx(0.11, rel=0.15 if format == "q2_k" else 0.1)
 
 
 @pytest.mark.parametrize("shape", ["llama-2-7b", "opt-6.7b", "bamboo-7b"])
@@ -259,7 +310,7 @@ def test_tokens_differ_in_how_many_neurons_they_need(tmp_path: Path) -> None:
 def test_gates_can_be_predicted_at_their_rank(tmp_path: Path) -> None:
     """All but the noise of a gate's weights lies in `rank` directions, the shared ones and the offset's."""
     model = synthetic.SyntheticModel.of(str(config_file(tmp_path, "llama-2-7b")), 0, 0.11, 0.26, 64)
-    rows = synthetic.RandomWeights(model.stats).encoded("layers.1.gate.weight", "q8_0", 0, 1024)
+    rows = RandomWeights(model.stats).encoded("layers.1.gate.weight", "q8_0", 0, 1024)
     spectrum = np.linalg.svd(quant.decode("q8_0", rows, 256), compute_uv=False) ** 2
     assert spectrum[:66].sum() / spectrum.sum() > 0.9 > spectrum[:48].sum() / spectrum.sum()
 

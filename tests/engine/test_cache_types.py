@@ -154,7 +154,7 @@ def test_an_outlier_costs_its_neighbours_no_precision() -> None:
 
 def test_heads_that_are_no_whole_blocks_are_refused() -> None:
     odd = dataclasses.replace(SPEC, head_dim=80, n_heads=2)
-    with pytest.raises(UsageError, match="keys in q8_0 need heads of a multiple of 32 .* have 80; use f16"):
+    with pytest.raises(UsageError, match=r"keys in q8_0 need heads of a multiple of 32 .* have 80; use f16"):
         KVCache(odd, 2, types=CacheTypes("q8_0", "f16"))
     with pytest.raises(UsageError, match="values in q4_0"):
         KVCache(odd, 2, types=CacheTypes("f16", "q4_0"))

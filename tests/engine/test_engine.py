@@ -75,6 +75,10 @@ REFERENCE = Lab(reference, WEIGHTS, bit_exact=False)
 engine = REFERENCE.engine
 
 
+# Rows of a tiny model are no whole number of larger blocks.
+SMALL_BLOCKS = [f.name for f in quant.FORMATS.values() if f.block <= 32]
+
+
 def native_lab(format: str = "f32", spec: ModelSpec = SPEC, w: Weights = WEIGHTS, threads: int = 2) -> Lab:
     """The same weights in arenas, for `ops.cpu`."""
 
@@ -157,7 +161,7 @@ def test_skipping_neurons_does_not_change_tokens(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])  # bundles of neurons; a dense FFN
-@pytest.mark.parametrize("format", quant.FORMATS)
+@pytest.mark.parametrize("format", SMALL_BLOCKS)
 def test_nothing_changes_a_bit_in_any_format_and_layout(format: str, activation: str) -> None:
     """Company, chunks, threads, skipping, a reused prefix: the logits are those of one token at a time."""
     spec = dataclasses.replace(SPEC, activation=activation)
@@ -174,7 +178,7 @@ def test_nothing_changes_a_bit_in_any_format_and_layout(format: str, activation:
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])
-@pytest.mark.parametrize("format", quant.FORMATS)
+@pytest.mark.parametrize("format", [f for f in SMALL_BLOCKS if f != "mxfp4"])  # which has no NaN of weights
 def test_a_token_that_is_no_number_fails_its_own_request_alone(format: str, activation: str) -> None:
     spec = dataclasses.replace(SPEC, activation=activation)
     w, bad = random_weights(spec), PROMPTS[1][2]

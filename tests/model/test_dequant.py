@@ -27,7 +27,7 @@ def test_any_bytes_mean_what_the_package_says(type: str) -> None:
     finite = ~np.isnan(theirs)
     assert np.array_equal(np.isnan(ours), ~finite)
     assert np.array_equal(ours[finite].view(np.uint32), theirs[finite].view(np.uint32))
-    if _DECODERS[type][0] > 4:
+    if _DECODERS[type][0] > 4 and type != "mxfp4":  # its scale is a power of two, always
         assert not finite.all()
 
 
@@ -44,5 +44,5 @@ def test_zero_times_a_negative_scale_is_the_packages_zero(type: str) -> None:
 
 
 def test_types_without_a_decoder_are_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="iq4_xs"):
-        dequantise("iq4_xs", np.zeros((1, 136), np.uint8))
+    with pytest.raises(Unsupported, match="iq2_xs"):
+        dequantise("iq2_xs", np.zeros((1, 74), np.uint8))

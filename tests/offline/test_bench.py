@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import test_synth
 import toy
 
 from thermocline.cli.commands import bench as command
@@ -291,6 +292,20 @@ def test_bytes_per_token_are_what_the_engine_counts(toy_pack: Path, thermocline:
     skippable = toy.SPEC.n_layers * toy.SPEC.ffn_dim * 2 * quant.row_bytes("q8_0", toy.SPEC.dim)
     saved = (1 - sparse["rows_fraction"]) * skippable
     assert sparse["bytes_per_token"] == pytest.approx(dense["bytes_per_token"] - saved, abs=2)
+
+
+@pytest.mark.parametrize("shape", ["llama-2-7b", "bamboo-7b", "mixtral-8x7b"])
+def test_a_mixs_bytes_are_those_of_each_tensors_format(shape: str, tmp_path: Path, thermocline: Run) -> None:
+    """Of a model of Q4_K and Q6_K, and of a bundle whose two rows differ."""
+    config = test_synth.config_file(tmp_path, shape, num_hidden_layers=4)
+    assert thermocline("synth", config, "-o", tmp_path / "m", "--format", "q4_k_m", "-q").code == 0
+    pack = Pack.open(tmp_path / "m")
+    (row,) = measured(thermocline, tmp_path / "m", "-p 0 -n 4 --sparsity off")
+    assert {"Q4_K", "Q6_K"} <= set(row["model_type"].split()[-1].split("+"))
+    embedding = quant.row_bytes(pack.tensors["embed.weight"].format, pack.spec.dim)
+    weights = inspect(pack)["bytes_per_token_dense"] - embedding
+    positions = statistics.fmean(range(2, 6))
+    assert row["bytes_per_token"] == pytest.approx(weights + positions * bytes_for(pack.spec, 1), abs=2)
 
 
 def test_weights_in_the_cache_have_no_share_of_the_roof(

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from thermocline.convert.synthetic import shapes
 from thermocline.machine import hardware
+from thermocline.model.mixes import MIXES
 from thermocline.offline import bench
 from thermocline.pack.pack import Pack
 
@@ -39,13 +41,15 @@ def duel(vs: ModuleType, tiny_pack: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(hardware, "read_gbs", lambda threads, seconds: 2.0)
     pack = Pack.open(tiny_pack)
     np.array(bench.random_tokens(pack.spec, 1, 200), np.int32).tofile(tmp_path / "tokens")
-    made = vs.Duel(pack, tiny_pack / "weights.bin", tmp_path / "tokens", TESTS, "native", Path())
+    files = tiny_pack, pack.spec, tiny_pack / "weights.bin", tmp_path / "tokens"
+    made = vs.Duel(*files, TESTS, "native", Path())
     monkeypatch.setattr(vs.Duel, "llama", lambda self, mmap, repack: self.ours())
     return made
 
 
-def settings(vs: ModuleType) -> Any:
-    return vs.Settings(0, 1, {vs.key(t): 1 for t in TESTS}, "as given")
+def ways(vs: ModuleType) -> Any:
+    """The second test as the file has its weights, the others repacked."""
+    return {t: vs.Way(int(t.name == "tg4"), int(t.name != "tg4"), 1) for t in TESTS}
 
 
 @pytest.mark.parametrize(
@@ -78,26 +82,29 @@ def test_a_row_is_paired_ratios_and_shares_of_the_roofs_beside_them(vs: ModuleTy
 
 
 def given(vs: ModuleType) -> dict[str, Any]:
-    return {"shape": "s", "format": "q8_0", "llama": {"mmap": 0, "flash": 1}}
+    return {"shape": "s", "format": "q8_0", "llama": {"mmap": 0, "repack": 1, "flash": 1}}
 
 
 @pytest.mark.parametrize("way", ["resident", "in_turns"])
 def test_both_arrangements_run_every_test_and_pair(vs: ModuleType, duel: Any, way: str) -> None:
-    found = list(getattr(vs, way)(duel, settings(vs), 3))
-    assert [p.test for p in found] == TESTS
+    found = list(getattr(vs, way)(duel, ways(vs), 2))
+    assert {p.test for p in found} == set(TESTS) and len(found) == len(TESTS)
     for p in found:
-        assert len(p.ours_ns) == len(p.llama_ns) == 3 == len(p.roofs) - 1
+        assert len(p.ours_ns) == len(p.llama_ns) == 2 == len(p.roofs) - 1
         assert min(*p.ours_ns, *p.llama_ns, *p.peaks) > 0
         assert p.bytes_per_token is None  # this model skips neurons
         row = vs.row_of(p)
         assert json.loads(json.dumps(row)) == row and row["thermocline_roof_share"] is None
 
 
-def test_tuning_takes_the_fastest_of_four(vs: ModuleType, duel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mapped: 10 and 30; read: 40 and 20 with and without flash attention, and the other way round."""
+def test_llama_cpp_runs_each_test_its_fastest_way(
+    vs: ModuleType, duel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped: 10 and 30 without and with flash attention, repacked: 40 and 20; prompts vice versa."""
 
     class Timed:
-        def __init__(self, mmap: int) -> None:
+        def __init__(self, mmap: int, repack: int) -> None:
+            assert mmap != repack
             self.mmap = mmap
 
         def __enter__(self) -> Timed:
@@ -107,11 +114,34 @@ def test_tuning_takes_the_fastest_of_four(vs: ModuleType, duel: Any, monkeypatch
             pass
 
         def run(self, test: bench.Test, flash: int) -> dict[str, int]:
-            return {"ns": {(0, 0): 20, (0, 1): 40, (1, 0): 30, (1, 1): 10}[self.mmap, flash ^ bool(test.gen)]}
+            ns = {(1, 0): 10, (1, 1): 30, (0, 0): 40, (0, 1): 20}[self.mmap, flash]
+            return {"ns": ns if test.gen else 50 - ns}
 
-    monkeypatch.setattr(vs.Duel, "llama", lambda self, mmap, repack: Timed(mmap))
-    tuned = vs.tune(duel, repack=1)
-    assert tuned.mmap == 1 and tuned.flash == {"pp8, 1": 1, "tg4, 1": 0, "tg4 @ d40, 1": 0}
+    monkeypatch.setattr(vs.Duel, "llama", lambda self, mmap, repack: Timed(mmap, repack))
+    assert vs.trial(duel) == {
+        TESTS[0]: vs.Way(mmap=0, repack=1, flash=0),
+        TESTS[1]: vs.Way(mmap=1, repack=0, flash=0),
+        TESTS[2]: vs.Way(mmap=1, repack=0, flash=0),
+    }
+
+
+def test_a_way_is_three_digits(vs: ModuleType) -> None:
+    assert vs.parse_way("1,0,1") == vs.Way(1, 0, 1)
+    with pytest.raises(vs.argparse.ArgumentTypeError):
+        vs.parse_way("1,2,1")
+
+
+def test_every_row_is_a_known_shape_in_a_known_mix(vs: ModuleType) -> None:
+    for row in vs.ROWS.values():
+        assert row.shape in shapes() and row.format in MIXES
+        assert all(vs.parse_test(t) for t in row.tests) and row.threads
+
+
+def test_a_result_says_where_it_was_measured(vs: ModuleType) -> None:
+    facts = vs.machine()
+    assert facts["cores"] is None or facts["cores"] > 0
+    assert facts["arch"] and isinstance(facts["features"], list)
+    assert json.loads(json.dumps(facts)) == facts
 
 
 def test_equal_engines_have_equal_logits_and_others_are_refused(
@@ -129,7 +159,7 @@ def test_equal_engines_have_equal_logits_and_others_are_refused(
     monkeypatch.setattr(vs.Driver, "logits", off)
     with pytest.raises(SystemExit, match=r"NMSE 8\.\de-03 is above 1e-03"):
         vs.compare_logits(duel, tmp_path)
-    assert vs.nmse(np.ones(4), np.full(4, 2.0)) == 0.25
+    assert sys.modules["engines"].nmse(np.ones(4), np.full(4, 2.0)) == 0.25
     with pytest.raises(SystemExit, match="NMSE nan"):
         factors = iter([1.0, float("nan")])
         vs.compare_logits(duel, tmp_path)
@@ -147,3 +177,56 @@ def test_the_drivers_logits_are_those_of_the_tokens_given(vs: ModuleType, duel: 
 def test_a_driver_that_ends_is_said(vs: ModuleType, duel: Any) -> None:
     with duel.ours() as driver, pytest.raises(SystemExit, match="thermocline ended with code 1"):
         driver.ask("nonsense")
+
+
+def test_the_first_token_is_the_likeliest_after_the_prompt(vs: ModuleType, duel: Any, tmp_path: Path) -> None:
+    few = replace(duel, tests=[bench.Test(1, 0, vs.LOGITS_PROMPT, vs.LOGITS_GEN)])
+    with few.ours() as driver:
+        said = driver.ask("first", 1, 1, vs.LOGITS_PROMPT)
+        rows = driver.logits(1, tmp_path)
+    assert said["token"] == rows[0].argmax() and said["ns"] > 0
+
+
+# ---- from a file to the first token
+
+
+@pytest.fixture
+def first(vs: ModuleType) -> ModuleType:
+    return importlib.import_module("first_token")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="page caches are asked about as Linux answers")
+def test_a_file_leaves_the_page_cache_and_comes_back(first: ModuleType, tmp_path: Path) -> None:
+    """Where the file system has one: in memory, nothing can leave."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    cold, warm = first.make_cold(file), first.make_warm(file)
+    assert 0 <= cold <= warm == 1
+
+
+def test_the_better_way_of_llama_cpp_is_the_rival(first: ModuleType) -> None:
+    def runs(*totals: float) -> list[Any]:
+        return [first.FirstToken(total, load=total / 2, prompt=total / 4) for total in totals]
+
+    found = {
+        "thermocline": runs(1, 2, 4),
+        "llama.cpp mapped": runs(2, 2, 2),
+        "llama.cpp repacked": runs(3, 8, 9),
+    }
+    row = first.row_of("cold", found, [0.0, 0.1])
+    assert row["rival"] == "llama.cpp mapped" and row["cached_share"] == 0.1
+    assert (row["ratio"], row["ratio_q1"], row["ratio_q3"]) == (1.0, 0.75, 1.5)
+    assert row["ratio_without_start"] == 1.0 and row["thermocline"]["start"] == [0.25, 0.5, 1.0]
+    assert "1.00 (0.75–1.50) times llama.cpp mapped's speed" in first.show(
+        row | {"shape": "s", "format": "f"}
+    )
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_both_engines_start_anew_for_every_first_token(first: ModuleType, duel: Any) -> None:
+    args = first.argparse.Namespace(pairs=1, threads=[1], prompt=4)
+    duel = replace(duel, tests=[bench.Test(1, 0, 4, 1)])
+    row = first.measure(duel, "warm", args)
+    for name in ("thermocline", "llama.cpp mapped", "llama.cpp repacked"):
+        assert len(row[name]["total"]) == 1
+        assert all(s > 0 for s in row[name]["start"])  # load and prompt are a part of the whole

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,9 +242,9 @@ def measured_once(measured: dict[tuple[int, str], Any], monkeypatch: pytest.Monk
     """A CPU as fast as an idle one, since a busy machine's figures make another plan; a GPU measured once."""
     true = tier.tiers_of
 
-    def tiers_of(g: tier.OpenGpu, weight_format: str, threads: int) -> Any:
-        if (key := (g.free_bytes, weight_format)) not in measured:
-            measured[key] = true(g, weight_format, threads)
+    def tiers_of(g: tier.OpenGpu, formats: Sequence[str], threads: int) -> Any:
+        if (key := (g.free_bytes, formats[0])) not in measured:
+            measured[key] = true(g, formats, threads)
         return measured[key]
 
     def tiers_here(threads: int = 0, *, formats: Iterable[str] = (), **_: Any) -> tiers.Tiers:

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,8 +84,8 @@ def here() -> tiers.Tiers:
 def measured_before(here: tiers.Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the CPU reaches; the device is still asked for what it is asked for, in small."""
 
-    def tiers_of(found: gpu.OpenGpu, weight_format: str, threads: int) -> tiers.Tiers:
-        gpu_speed.gpu_tier(found.device, found.kernels, 4 << 20, weight_format)
+    def tiers_of(found: gpu.OpenGpu, formats: Sequence[str], threads: int) -> tiers.Tiers:
+        gpu_speed.gpu_tier(found.device, found.kernels, 4 << 20, formats[0])
         fast = dataclasses.replace(gpu.PRETENDED, vram_bytes=found.free_bytes)
         return dataclasses.replace(here, gpu=fast)
 

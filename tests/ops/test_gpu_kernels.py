@@ -15,7 +15,7 @@ import gpu_cases
 import numpy as np
 import pytest
 import torch
-from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal
+from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal, whole
 
 from thermocline.model import activations, quant
 from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS
@@ -217,6 +217,7 @@ def ffn_case(
     share: float | None = None,  # of neurons named for a token
     weights: F32 | None = None,
 ) -> None:
+    dim = whole(format, dim)
     gate, g = kernels.rows(format, normal(1, n, dim), pad=4)
     up, u = kernels.rows(format, normal(2, n, dim), skip=4)
     x = normal(3, tokens, dim) / np.float32(dim**0.5)
@@ -236,7 +237,7 @@ def ffn_case(
         assert differ == 0
         assert counts.tolist() == [n + i + 1 for i, n in enumerate(numbers)]
     else:  # tensor cores round a gate near 0 to either side
-        assert differ <= want.size // 1000
+        assert differ <= 1 + want.size // 1000
         assert counts[0] == (h != 0).sum() + 1 and counts[3] == (h != 0).any(dim=0).sum() + 4
         assert abs(int(counts[1]) - numbers[1] - 2) <= differ and counts[2] == numbers[2] + 3
 
@@ -274,7 +275,7 @@ def down_case(kernels: Kernels, format: str, tokens: int, n: int, dim: int, acti
 def test_down(kernels: Kernels, format: str, tokens: int) -> None:
     for dim in columns(format)[-1:] if kernels.slow else columns(format):
         down_case(kernels, format, tokens, 150, dim, 0.2, True)
-    down_case(kernels, format, tokens, 1, 64, 1.0, False)
+    down_case(kernels, format, tokens, 1, whole(format, 64), 1.0, False)
 
 
 def test_down_of_nothing_adds_nothing(kernels: Kernels) -> None:

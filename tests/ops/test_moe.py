@@ -16,7 +16,19 @@ import numpy as np
 import pytest
 import test_plan
 import test_synth
-from test_kernels import F32_NMSE, FORMATS, ISAS, cpu, ffn, nmse, normal, same_bits, stored, stored_bundle
+from test_kernels import (
+    F32_NMSE,
+    ISAS,
+    PAIRS,
+    cpu,
+    ffn,
+    nmse,
+    normal,
+    same_bits,
+    stored,
+    stored_bundle,
+    whole,
+)
 
 from thermocline import SamplingParams, _native
 from thermocline.cli import main
@@ -46,24 +58,26 @@ class Mix:
     """A layer with a mixture, natively and as values. Every expert is random of its own."""
 
     def __init__(self, format: str, kind: str, activation: str, bundles: bool = True) -> None:
-        one = ffn(format, NEURONS, DIM, kind, activation, bundles=bundles).spec
+        dim, neurons = whole(format, DIM), whole(format, NEURONS)
+        one = ffn(format, neurons, dim, kind, activation, bundles=bundles).spec
         self.spec = replace(one, n_experts=EXPERTS, n_experts_active=ACTIVE, residual_scale=0.5)
-        router, values = stored("f32", normal(11, EXPERTS, DIM) / np.float32(8))
-        norm = Norm(1 + normal(12, DIM) / np.float32(8), None)
+        router, values = stored("f32", normal(11, EXPERTS, dim) / np.float32(8))
+        norm = Norm(1 + normal(12, dim) / np.float32(8), None)
         each = [self.expert(format, e, bundles) for e in range(EXPERTS)]
         self.native = self.layer(norm, [native for native, _ in each], router)
         self.numpy = self.layer(norm, [values for _, values in each], values)
 
     @staticmethod
     def expert(format: str, e: int, bundles: bool) -> tuple[FFN, FFN]:
-        gate, gate_values = stored(format, normal(100 + e, NEURONS, DIM) / np.float32(8))
-        wanted = normal(200 + e, NEURONS, DIM)
-        bias, after = normal(400 + e, NEURONS) - 1, normal(500 + e, DIM)
+        dim, neurons = whole(format, DIM), whole(format, NEURONS)
+        gate, gate_values = stored(format, normal(100 + e, neurons, dim) / np.float32(8))
+        wanted = normal(200 + e, neurons, dim)
+        bias, after = normal(400 + e, neurons) - 1, normal(500 + e, dim)
         if bundles:
-            up, down, up_values, down_values = stored_bundle(format, wanted, normal(300 + e, NEURONS, DIM))
+            up, down, up_values, down_values = stored_bundle(format, wanted, normal(300 + e, neurons, dim))
         else:
             up, up_values = stored(format, wanted)
-            down, down_values = stored(format, normal(300 + e, DIM, NEURONS))
+            down, down_values = stored(format, normal(300 + e, dim, neurons))
         native = FFN.whole(Linear(gate, bias), up, down, after, bundles)
         return native, FFN.whole(Linear(gate_values, bias), up_values, down_values, after, bundles)
 
@@ -86,11 +100,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("isa", "format"), PAIRS)
 def test_a_mixture_is_the_reference_whatever_a_tokens_company(isa: str, format: str, case: str) -> None:
-    mix = Mix(format, *CASES[case])
-    x, h = normal(5, 13, DIM), normal(6, 13, DIM)
+    mix, dim = Mix(format, *CASES[case]), whole(format, DIM)
+    x, h = normal(5, 13, dim), normal(6, 13, dim)
     y, _ = mix.run(cpu(isa, 2), x, h)
     if quant.FORMATS[format].block == 1:  # the reference does not round what an expert sees
         assert nmse(y - x, mix.run(reference, x, h)[0] - x) <= 10 * F32_NMSE
@@ -105,7 +118,8 @@ def test_an_expert_is_the_ffn_it_would_be_alone(format: str) -> None:
     """One expert for each token: the mixture is that expert, to the bit, whatever the format."""
     mix = Mix(format, *CASES["ReGLU"])
     mix.spec = replace(mix.spec, n_experts_active=1, residual_scale=1.0)
-    x, h = np.zeros((9, DIM), np.float32), normal(6, 9, DIM)
+    dim = whole(format, DIM)
+    x, h = np.zeros((9, dim), np.float32), normal(6, 9, dim)
     y, _ = mix.run(cpu(ISAS[0]), x, h)
     norm = mix.native.ffn_norm
     assert norm is not None
@@ -113,7 +127,7 @@ def test_an_expert_is_the_ffn_it_would_be_alone(format: str) -> None:
     chosen = (seen @ mix.numpy.router.T).argmax(axis=1)  # type: ignore[union-attr]
     assert len(set(chosen.tolist())) > 2
     for t, e in enumerate(chosen):
-        alone = np.zeros((1, DIM), np.float32)
+        alone = np.zeros((1, dim), np.float32)
         layer = Layer(None, None, None, None, (mix.native.experts[e],))  # type: ignore[arg-type]
         ops = cpu(ISAS[0])
         ops.ffn_add(alone, seen[t : t + 1], ops.bind_ffn(mix.spec, layer), "exact", FFNStats())

@@ -39,8 +39,23 @@ X86, ARM = {"isa_avx2", "isa_avxvnni", "isa_avx512"}, {"isa_neon"}
 # Of test_kernels.py: what csrc/bindings/bindings.cpp refuses. It is not in the core that answers here.
 OF_THE_BINDINGS = "not refused and not no_other"
 # Emulated, the whole file takes minutes (ARM_TESTS=all). Of the slow tests the suite runs the smallest.
-SLOW = ("ffn_add", "dense_ffn", "tokens_skipping", "active_set", "matmul", "any_", "nan_weight", "window")
-SMALL = ("without_biases", "active_set[neon-q4_0-dReLU]", "matmul_add-neon-q8_0", "matmul_add-neon-bf16")
+SLOW = (
+    "ffn_add",
+    "dense_ffn",
+    "tokens_skipping",
+    "active_set",
+    "matmul",
+    "any_shape",
+    "any_ffn",
+    "nan_weight",
+    "window",
+)
+SMALL = (
+    "without_biases",
+    "active_set[neon-q4_0-dReLU]",
+    "active_set[neon-q5_k-gated]",
+    *(f"matmul_add-neon-{format}" for format in ("q8_0", "bf16", "q2_k")),
+)
 
 
 def need(*programs: str) -> None:

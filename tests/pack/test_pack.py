@@ -174,7 +174,7 @@ def test_a_pack_holds_the_twins_weights_in_our_order(
     assert pack.verify(p) == []
 
 
-@pytest.mark.parametrize("format", list(quant.FORMATS))
+@pytest.mark.parametrize("format", [f.name for f in quant.FORMATS.values() if f.block <= 32])
 def test_a_pack_can_be_made_from_any_source_of_rows(format: str, tmp_path: Path) -> None:
     spec = dataclasses.replace(SPEC, n_experts=3, norm="layer", position="learned")
     extra = [

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -303,15 +303,32 @@ def test_the_first_damaged_tensor_is_named(tiny_pack: Path, tmp_path: Path) -> N
         weights.load(pack, threads=1)
 
 
-def test_progress_is_told_by_slices_that_grow(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "SLICE_BYTES", BLOCK)
+def test_progress_rises_to_all_bytes(tiny_pack: Path) -> None:
     pack = Pack.open(tiny_pack)
     told: list[tuple[int, int]] = []
-    progress: Callable[[int, int], None] = lambda *at: told.append(at)  # noqa: E731
-    weights.load(pack, threads=1, progress=progress)
-    ends = [end for end, _ in told]
-    assert ends == sorted(set(ends)) and set(total for _, total in told) == {pack.weights_bytes}
-    assert ends[0] == BLOCK and ends[-1] == pack.weights_bytes
+    weights.load(pack, threads=1, progress=lambda *at: told.append(at))
+    assert told == sorted(told) and {total for _, total in told} == {pack.weights_bytes}
+    assert told[-1][0] == pack.weights_bytes
+
+
+def test_whoever_is_told_the_progress_can_end_the_load(tiny_pack: Path) -> None:
+    """As a handler of Ctrl-C does: the threads end, and the next load is whole."""
+    pack = Pack.open(tiny_pack)
+
+    def interrupt(done: int, size: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weights.load(pack, threads=1, progress=interrupt)
+    weights.load(pack, threads=1)
+
+
+def test_a_load_goes_on_while_its_owner_does_other_things(tiny_pack: Path) -> None:
+    pack = Pack.open(tiny_pack)
+    begun = weights.BegunLoad.of(pack)
+    assert weights.load(begun, threads=1).bytes == pack.weights_bytes
+    del begun
+    weights.BegunLoad.of(pack)  # nobody waits for this one
 
 
 def test_whole_blocks_load_to_any_other_place(arena_bytes: int, tmp_path: Path) -> None:

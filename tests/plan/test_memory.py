@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import golden_models
+import mixed
 import pytest
 
 from thermocline import LLM, SamplingParams, _native
@@ -12,6 +14,7 @@ from thermocline.cli import main
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.ops.cpu import CpuOps
 from thermocline.plan.memory import layer_shape
+from thermocline.session import weights
 
 CONTEXT, THREADS = 512, 2
 
@@ -33,6 +36,29 @@ def test_the_core_s_scratch_is_below_its_bound_and_not_far(tmp_path: Path, name:
             layer_shape(llm.spec), tokens=PREFILL_CHUNK, positions=CONTEXT, threads=THREADS
         )
     assert 0.3 * bound < taken <= bound
+
+
+APART = {  # forms of an input that no two of a layer's matrices have in common
+    "blocks": ("q4_k", "q6_k", "q2_k"),
+    "a float beside blocks": ("f16", "q8_0", "q6_k"),
+}
+
+
+@pytest.mark.parametrize("formats", APART)
+@pytest.mark.parametrize("kind", ["dense", "relu"])
+def test_inputs_in_several_forms_stay_below_the_bound(tmp_path: Path, kind: str, formats: str) -> None:
+    """Of a model whose inputs are nearly all of its scratch."""
+    spec = replace(
+        mixed.SPECS[kind], dim=8192, ffn_dim=256, n_layers=1, n_heads=2, n_kv_heads=1, max_context=1024
+    )
+    names = [*(f"layers.0.{n}.weight" for n in "qkv"), "layers.0.gate.weight", "layers.0.up.weight"]
+    own = dict(zip(names, APART[formats] * 2, strict=False)) | {"layers.0.up": APART[formats][1]}
+    pack = mixed.pack_of(tmp_path / "p", spec, own, "q8_0")
+    loaded = weights.load(pack, threads=THREADS)
+    ids = [1] * PREFILL_CHUNK
+    mixed.logits(spec, loaded, ids, PREFILL_CHUNK, "exact")
+    bound = _native.scratch_bytes(layer_shape(spec), tokens=PREFILL_CHUNK, positions=CONTEXT, threads=THREADS)
+    assert 0.3 * bound < loaded.ops.native.scratch_bytes <= bound
 
 
 def test_each_number_of_a_shape_counts() -> None:

@@ -370,6 +370,14 @@ def test_a_refusal_names_a_context_that_fits() -> None:
     made(spec, sizes, heat, CPU_ONLY, context=context, ram=short)
 
 
+@pytest.mark.parametrize(("format", "advised"), [("f16", True), ("q8_0", True), ("q4_0", False)])
+def test_a_refusal_advises_a_smaller_format_where_there_is_a_good_one(format: str, advised: bool) -> None:
+    """Not ternary weights, the smallest of all, and not what the model is in already."""
+    with pytest.raises(OutOfBudget) as e:
+        made(*relu(format=format), CPU_ONLY, ram=0.1)
+    assert ("--format q4_0" in str(e.value)) == advised and "tq2_0" not in str(e.value)
+
+
 def test_a_gpu_too_small_for_its_own_runtime_is_not_used() -> None:
     spec, sizes, heat = relu()
     p = made(spec, sizes, heat, NO_DISK, vram=0.3)

@@ -26,11 +26,12 @@ PROMPT = "It was the best of times, it was the worst of times, it was the age of
 # Between instruction sets only the order of sums differs: 1e-6 of a value, so 1e-12 of the power; a key or
 # value
 # that lands on the other side of an f16 rounding (2^-11) adds up to 1e-8. Quantised activations move by whole
-# steps of 1/254 where a sum falls on a rounding edge: one of 64 values in a few hundred thousand.
-ISA_NMSE = 1e-6
+# steps of 1/254 where a sum falls on a rounding edge, one in a few hundred thousand; what follows from it
+# moves others, up to the noise of int8 (5e-4). test_kernels.py holds each product to 1e-10.
+ISA_NMSE, INT8_NMSE = 1e-6, 5e-4
 
 
-@pytest.fixture(scope="module", params=quant.FORMATS)
+@pytest.fixture(scope="module", params=[f.name for f in quant.FORMATS.values() if f.block <= 32])
 def packed(request: pytest.FixtureRequest, tiny_hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("determinism") / str(request.param)
     pack(tiny_hf, path, request.param)
@@ -82,10 +83,11 @@ def logits(path: Path, isa: str) -> F32:
 
 def test_instruction_sets_agree(packed: Path) -> None:
     truth = logits(packed, "scalar")
+    limit = ISA_NMSE if quant.FORMATS[packed.name].block == 1 else INT8_NMSE
     for isa in ISAS:
         y = logits(packed, isa)
         error = float(((y - truth) ** 2).sum() / (truth**2).sum())
-        assert error <= ISA_NMSE, isa
+        assert error <= limit, isa
 
 
 def in_a_process(code: str, *args: str, timeout_s: int = 120, **env: str) -> str:

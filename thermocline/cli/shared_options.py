@@ -7,7 +7,9 @@ from typing import Any
 from thermocline.options import AS_FLAG, BY_POSITION, nonempty, one_of, opt, real, some_of, switch, whole
 from thermocline.session.options import ACTIVATIONS, CACHE_TYPES, FORMATS, SPARSITIES, SWITCHES
 
-MODEL_HELP = "A pack, or a Hugging Face directory or GGUF file, packed once into the cache."
+MODEL_HELP = (
+    "A pack; a GGUF file, which runs in place; or a Hugging Face directory, packed once into the cache."
+)
 HUB_HELP = f"{MODEL_HELP} Or org/name[@revision][:file or quant] from the hub, fetched once."
 
 

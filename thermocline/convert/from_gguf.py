@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from thermocline.pack.manifest import KIND, VERSION
 from thermocline.pack.pack import Progress
 from thermocline.pack.writer import PackExtras, write_pack
 
+KEPT = 2  # of a file's formats: 2 keeps each tensor's, where 1 had one for q, k and v, and no K formats
 _SPECIAL = ("bos", "eos", "unknown", "padding")
 
 
@@ -68,11 +70,14 @@ def pack_gguf(
 
 
 def tokenizer_files(gguf: GGUF) -> dict[str, bytes]:
+    return files_of_metadata(gguf.metadata, str(gguf.path))
+
+
+def files_of_metadata(m: Mapping[str, Any], name: str) -> dict[str, bytes]:
     """Return tokenizer.json and tokenizer_config.json, each if the metadata has what it needs."""
-    m = gguf.metadata
     out: dict[str, bytes] = {}
     if has_tokenizer(m):
-        out["tokenizer.json"] = from_gguf(m, str(gguf.path))
+        out["tokenizer.json"] = from_gguf(m, name)
     about: dict[str, Any] = {}
     template, tokens = m.get("tokenizer.chat_template"), m.get("tokenizer.ggml.tokens")
     if isinstance(template, str):
@@ -96,7 +101,7 @@ def gguf_shards(gguf: GGUF) -> list[Shard]:
 
 def gguf_hash(gguf: GGUF) -> str:
     """Return a key for the content: 32 hex digits, the same for each copy."""
-    h = hashlib.blake2b(f"{KIND} {VERSION} gguf {READING}".encode(), digest_size=16)
+    h = hashlib.blake2b(f"{KIND} {VERSION} gguf {READING} {KEPT}".encode(), digest_size=16)
     add_content(h, gguf_shards(gguf))
     return h.hexdigest()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +18,33 @@ from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
 from thermocline.model import formats, gguf_blocks, quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import TensorMap
-from thermocline.model.tensors import expected_tensors
+from thermocline.model.tensor_map import SourceSlice, TensorMap
+from thermocline.model.tensors import QKV, TensorSpec, expected_tensors
 from thermocline.pack.writer import check_range
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
-CONVERTED = formats.DEFAULT  # for rows of a format that packs do not have
+# For rows of a type that packs do not have: the smallest format that adds an RMS error of at most `ADDED`,
+# of those of as many bits the closest. Measured on random codes, with the rounding of `quant` (iq1_s 2.5 %,
+# iq1_m 6.1 %, iq2_* 2.9 to 6.3 %, iq3_* 5.2 %, nvfp4 4.3 %, tq1_0 none): these types' own errors are 10 to
+# 45 %. q4_1 has both values of q1_0 but for the rounding of its scale.
+NEAREST = {
+    "iq1_s": "q4_0", "iq1_m": "q4_k", "iq2_xxs": "q4_k", "iq2_xs": "q4_k", "iq2_s": "q4_k",
+    "iq3_xxs": "q4_k", "iq3_s": "q4_k", "tq1_0": "tq2_0", "q1_0": "q4_1", "nvfp4": "q5_k",
+}  # fmt: skip
+ADDED = 0.07
+CONVERTED = formats.DEFAULT  # for all others
 _MEASURED = 8  # the error of one conversion in so many is measured
+
+
+def gguf_package(need: str) -> Any:
+    """Return the optional gguf package. Raises Unsupported, saying that `need` needs it."""
+    try:
+        import gguf
+    except ImportError:
+        raise Unsupported(f"{need} needs the gguf package: pip install 'thermocline[gguf]'") from None
+    return gguf
 
 
 class _GGUFReader:
@@ -39,14 +58,41 @@ class _GGUFReader:
 
     def read_rows(self, name: str, first: int, last: int) -> F32:
         t = self.gguf.tensors[name]
-        if not gguf_blocks.known(t.type):
-            raise Unsupported(
-                f"{self.name}: tensor {quoted(name)} is {t.type}, which is not supported; requantise the "
-                f"model with llama-quantize, to {CONVERTED} for example"
-            )
         if len(t.shape) == 1:
-            return gguf_blocks.dequantise(t.type, self.gguf.read_rows(name, 0, 1))[0, first:last]
-        return gguf_blocks.dequantise(t.type, self.gguf.read_rows(name, first, last))
+            return self._decoded(name, self.gguf.read_rows(name, 0, 1))[0, first:last]
+        return self._decoded(name, self.gguf.read_rows(name, first, last))
+
+    def _decoded(self, name: str, rows: U8) -> F32:
+        type = self.gguf.tensors[name].type
+        return (
+            gguf_blocks.dequantise(type, rows) if gguf_blocks.known(type) else decoded_by_package(type, rows)
+        )
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise Unsupported for the first tensor that cannot be decoded here."""
+        for name in names:
+            t = self.gguf.tensors[name]
+            if gguf_blocks.known(t.type):
+                continue
+            where = f"{self.name}: tensor {quoted(name)} is {t.type}, which"
+            if t.type not in NEAREST:
+                raise Unsupported(
+                    f"{where} is not supported; requantise the model with llama-quantize, to {CONVERTED} for "
+                    "example"
+                )
+            gguf_package(where)
+            try:
+                decoded_by_package(t.type, np.zeros((1, (t.end - t.start) // t.rows), np.uint8))
+            except (KeyError, NotImplementedError):
+                raise Unsupported(f"{where} this gguf package does not know: pip install -U gguf") from None
+
+
+def decoded_by_package(type: str, rows: U8) -> F32:
+    """Return the weights of rows [rows, bytes] of a type that only the gguf package decodes."""
+    package = gguf_package(f"decoding {type}")
+    with np.errstate(all="ignore"):  # scales may be NaN or infinite
+        weights = package.quants.dequantize(rows, package.GGMLQuantizationType[type.upper()])
+    return np.ascontiguousarray(weights, np.float32)
 
 
 @dataclass(frozen=True)
@@ -79,6 +125,7 @@ class GGUFSource(TensorMapSource):
         super().__init__(
             str(gguf.path), gguf.tensors, dict.fromkeys(gguf.tensors, rows), tensor_map, "its metadata"
         )
+        rows.check(sorted(set(self._names.values())))
         self._gguf, self._calls, self._noise, self._power = gguf, 0, 0.0, 0.0
         self._weights = {True: 0, False: 0}  # copied, converted
         self._bits = [0.0, 0.0]  # before, after
@@ -87,10 +134,18 @@ class GGUFSource(TensorMapSource):
         found = self._vectors.get(name)
         return super().__call__(name, first, last) if found is None else found[first:last]
 
-    def stored(self, part: str) -> list[Tensor]:
-        """Return the GGUF's tensors that one part of a packed tensor is made of."""
-        pieces = self._tensor_map.tensors[part]
-        return [self._gguf.tensors[self._names[p.tensor]] for p in pieces if p.tensor is not None]
+    def stored(self, part: str, first: int, last: int) -> list[Tensor]:
+        """Return the GGUF's tensors that rows [first, last) of one part of a packed tensor are made of."""
+        pieces = [p.tensor for p, _, _ in self.spans(part, first, last)]
+        return [self._gguf.tensors[self._names[name]] for name in pieces if name is not None]
+
+    def transposed(self, part: str) -> bool:
+        """Return whether a part's rows are columns in the file, whose blocks can then not be copied."""
+        return any(p.transposed for p in self._tensor_map.tensors[part])
+
+    def tensor(self, piece: SourceSlice) -> Tensor:
+        """Return the GGUF's tensor that a slice is of."""
+        return self._gguf.tensors[self.name_of(piece)]
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8 | None:
         rows = self._copy(name, format, first, last)
@@ -98,7 +153,7 @@ class GGUFSource(TensorMapSource):
         if rows is None:
             rows = self._convert(name, format, first, last)
         n = rows.size // quant.FORMATS[format].block_bytes * quant.FORMATS[format].block
-        behind = self.stored(name)
+        behind = self.stored(name, first, last)
         self._weights[copied] += n
         self._bits[0] += (
             8 * n * sum(t.end - t.start for t in behind) / sum(math.prod(t.shape) for t in behind)
@@ -141,26 +196,43 @@ class GGUFSource(TensorMapSource):
 
 
 def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -> tuple[str, dict[str, str]]:
-    """Choose formats for packing a GGUF: (the format of most weights, {packed tensor: its format}).
+    """Choose formats for packing a GGUF: (the format of most weights, formats for `expected_tensors`).
 
-    A tensor keeps the file's format if packs have it; else it gets `CONVERTED`. A packed tensor whose parts
-    differ gets the finest of their formats.
+    Rows keep the file's format if packs have it; else they get the nearest. A matrix that several tensors of
+    the file make up gets the finest of their formats. A bundle's down rows are columns in most files, so that
+    their blocks are lost: they get the finest format of their layer's neurons.
     """
     chosen, weights = dict[str, str](), Counter[str]()
-    every = expected_tensors(spec, "f32", None, ranks)
-    tensor_specs = {
-        n: t for n, t in every.items() if not t.vector and n != "pos_embed.weight" and t.role != "router"
-    }
-    for name, tensor_spec in tensor_specs.items():
-        parts = list(tensor_spec.parts)
-        if tensor_spec.role == "gate":  # one format with the rows that are computed beside it
-            beside = (name.replace("gate", "up"), name.replace("gate.weight", "bundle"))
-            parts += [p for n in beside if n in tensor_specs for p in tensor_specs[n].parts]
-        types = {t.type if t.type in quant.FORMATS else CONVERTED for p in parts for t in source.stored(p)}
-        chosen[name] = _finest(types, tensor_spec.columns)
-        weights[chosen[name]] += tensor_spec.parameters
+    for name, t in expected_tensors(spec, "f32", None, ranks).items():
+        if t.vector or name == "pos_embed.weight" or t.role == "router":
+            continue
+        for unit, part, rows in _units(name, t, spec):
+            types = {_native(x.type) for x in source.stored(part, rows.start, rows.stop)}
+            if t.role == "bundle" and source.transposed(part):
+                layer = name.removesuffix(".bundle")
+                beside = (chosen.get(n) for n in (f"{layer}.gate.weight", f"{layer}.up"))
+                types |= {format for format in beside if format is not None}
+            chosen[unit] = _finest(types, t.columns)
+            weights[chosen[unit]] += len(rows) * t.columns
     main = weights.most_common(1)[0][0]
     return main, chosen
+
+
+def _units(name: str, t: TensorSpec, spec: ModelSpec) -> Iterator[tuple[str, str, range]]:
+    """Yield what of a packed tensor has a format of its own: its name there, its part, the part's rows."""
+    if name.endswith(".qkv.weight"):
+        q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        borders = (0, q, q + kv, q + 2 * kv)
+        for n, first, last in zip(QKV, borders, borders[1:], strict=False):
+            yield name.replace(".qkv.", f".{n}."), name, range(first, last)
+    elif t.role == "bundle":
+        yield from ((part, part, range(t.rows)) for part in t.parts)
+    else:
+        yield name, t.parts[0], range(t.rows)
+
+
+def _native(type: str) -> str:
+    return type if type in quant.FORMATS else NEAREST.get(type, CONVERTED)
 
 
 def _finest(types: set[str], columns: int) -> str:

@@ -71,3 +71,13 @@ def _pack_directory(
             overwrite=overwrite,
             progress=progress,
         )
+
+
+def exact_format(src: Path) -> str | None:
+    """Return the format in which a model's weights lose nothing; None: a GGUF's own."""
+    if is_gguf(src):
+        return None
+    require_model_directory(src)
+    with Checkpoint(src) as checkpoint:
+        dtypes = {entry.dtype for entry in checkpoint.tensors.values()}
+    return {"F16": "f16", "BF16": "bf16"}.get(min(dtypes), "f32") if len(dtypes) == 1 else "f32"

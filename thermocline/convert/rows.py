@@ -110,6 +110,11 @@ class TensorMapSource:
                 yield piece, a - start, b - start
             start += piece.rows
 
+    def name_of(self, piece: SourceSlice) -> str:
+        """Return the name that a slice's tensor has in the files."""
+        assert piece.tensor is not None, "a norm without weights has none"
+        return self._names[piece.tensor]
+
     def _read(self, piece: SourceSlice, first: int, last: int) -> F32:
         if piece.tensor is None:
             return np.ones((last - first, *piece.shape[1:]), np.float32)

@@ -1,19 +1,22 @@
 """Write a pack as a GGUF file: for llama.cpp, or for PowerInfer if the model has ReLU.
 
-The quantised blocks stay the same and are streamed. The optional `gguf` package is imported here alone.
+The quantised blocks stay the same and are streamed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.convert.gguf_rows import gguf_package
 from thermocline.convert.tokenizer_to_gguf import to_gguf
 from thermocline.errors import IOFailure, Unsupported, UsageError
 from thermocline.files.bounded import open_regular, parse_json, read_at, read_small
@@ -21,14 +24,17 @@ from thermocline.files.gguf_header import POWERINFER_MAGIC
 from thermocline.files.whole import replacing
 from thermocline.model import quant
 from thermocline.model.families import gguf_architecture
-from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo
+from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
 from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
+from thermocline.pack.writer import TensorSource, stored_rows, stored_vector
 from thermocline.text.tokenizer import FILE as TOKENIZER
+
+if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
 
 U8 = NDArray[np.uint8]
 
-_STEP_BYTES = 4 << 20
+_STEP_BYTES = 256 << 10  # what is made of them stays in a 1 MiB L2 cache
 _NAMES = {
     "embed.weight": "token_embd.weight",
     "head.weight": "output.weight",
@@ -45,6 +51,7 @@ _NAMES = {
 }
 _EXPERTS = {f"{part}.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
 _QKV, _BUNDLE = "qkv.weight", "bundle"
+_APART = {f"{letter}.weight": letter for letter in QKV}
 # A GGUF has no place for activation counts, nor for the original positions of sorted neurons.
 _LEFT_OUT = ("activation_count", "order")
 
@@ -54,8 +61,8 @@ class TensorSlice:
     """Rows [first, first + rows) of a pack's tensor that become GGUF's tensor `name`, [rows, columns].
 
     `head_dim` > 0 reorders the rows of each head: llama.cpp's RoPE turns neighbours (2i, 2i + 1), ours turns
-    (i, i + head_dim/2). `at` is the byte of a bundle record where the row begins. `stack` is the number of
-    stacked matrices, one for each expert.
+    (i, i + head_dim/2). `part` is where the row lies in the tensor's, and in which format. `stack` is the
+    number of stacked matrices, one for each expert.
     """
 
     name: str
@@ -64,12 +71,20 @@ class TensorSlice:
     rows: int
     columns: int
     head_dim: int = 0
-    at: int = 0
+    part: RowPart | None = None  # None: all of it
     stack: int = 1
 
     @property
+    def format(self) -> str:
+        return self.tensor.format if self.part is None else self.part.format
+
+    @property
+    def at(self) -> int:
+        return 0 if self.part is None else self.part.at
+
+    @property
     def row_bytes(self) -> int:
-        return quant.row_bytes(self.tensor.format, self.columns)
+        return quant.row_bytes(self.format, self.columns)
 
     @property
     def nbytes(self) -> int:
@@ -93,28 +108,66 @@ def check(
         raise IOFailure(f"{path}: its directory does not exist; make it first")
 
 
+Rows = Callable[[str, int, int], U8]  # (tensor, first, n): rows as the pack stores them [n, stride]
+
+
 def write_gguf(
-    pack: Pack, path: str | os.PathLike[str], *, overwrite: bool = False, progress: Progress | None = None
+    pack: Pack,
+    path: str | os.PathLike[str],
+    source: TensorSource | None = None,
+    *,
+    file_type: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> None:
     """Write `pack` as a GGUF with its tokenizer. The file appears under its name when it is complete.
 
     A ReLU model is written in PowerInfer's format, which llama.cpp does not read. Activation counts are left
-    out. Raises UsageError, IOFailure, Unsupported or BadFile.
+    out. `source` has the rows of a pack that is not on disk. `file_type` is GGUF's name for the mix of
+    formats, if it is not that of most weights. Raises UsageError, IOFailure, Unsupported or BadFile.
     """
     check(pack.spec, pack.tensors, path, overwrite)
     path = Path(path)
-    pieces = [p for name in pack.tensors for p in _pieces(pack, name)]
+    file_type = file_type or quant.FORMATS[pack.weight_format].file_type
+    with (
+        _rows_of(pack) if source is None else contextlib.nullcontext(_rows_from(pack, source)) as rows,
+        replacing(path) as tmp,
+    ):
+        _write(pack, tmp, _header(pack, tmp, file_type), rows, progress)
+
+
+@contextlib.contextmanager
+def _rows_of(pack: Pack) -> Iterator[Rows]:
+    """Give the rows of a pack's file."""
     fd, _ = open_regular(pack.weights_path)
+
+    def rows(name: str, first: int, n: int) -> U8:
+        t = pack.tensors[name]
+        data = read_at(fd, t.offset + first * t.stride, n * t.stride, pack.weights_path)
+        return data.reshape(n, t.stride)
+
     try:
-        with replacing(path) as tmp:
-            _write(pack, tmp, fd, pieces, progress)
+        yield rows
     finally:
         os.close(fd)
 
 
-def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[TensorSlice], progress: Progress | None) -> None:
-    writer = _header(pack, path)
-    total, done = sum(p.nbytes for p in pieces), 0
+def _rows_from(pack: Pack, source: TensorSource) -> Rows:
+    """Return the rows that a pack would have of a source."""
+    specs = pack.tensor_specs()
+
+    def rows(name: str, first: int, n: int) -> U8:
+        t = specs[name]
+        if t.vector:
+            return stored_vector(t, source).reshape(-1, t.stride)[first : first + n]
+        return stored_rows(t, source, first, first + n)
+
+    return rows
+
+
+def _write(pack: Pack, path: Path, writer: Any, rows: Rows, progress: Progress | None) -> None:
+    pieces = [(name, p) for name in pack.tensors for p in _pieces(pack, name)]
+    total, done = sum(p.nbytes for _, p in pieces), 0
 
     def advance(nbytes: int) -> None:
         nonlocal done
@@ -122,8 +175,8 @@ def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[TensorSlice], progr
         if progress:
             progress(done, total)
 
-    for p in pieces:
-        _add(writer, p, _StreamedSlice(fd, pack.weights_path, p, advance))
+    for name, p in pieces:
+        _add(writer, p, _StreamedSlice(partial(rows, name), p, advance))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -134,14 +187,10 @@ def _write(pack: Pack, path: Path, fd: int, pieces: Sequence[TensorSlice], progr
 
 
 def _package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise Unsupported("writing GGUF needs the gguf package: pip install 'thermocline[gguf]'") from None
-    return gguf
+    return gguf_package("writing GGUF")
 
 
-def _header(pack: Pack, path: Path) -> Any:
+def _header(pack: Pack, path: Path, file_type: str) -> Any:
     gguf, s = _package(), pack.spec
     w = gguf.GGUFWriter(path, gguf_architecture(s))
     w.add_name(pack.source["name"] or pack.path.name)
@@ -162,7 +211,7 @@ def _header(pack: Pack, path: Path) -> Any:
     w.add_rope_dimension_count(s.head_dim)
     w.add_rope_freq_base(s.rope_theta)
     w.add_layer_norm_rms_eps(s.norm_eps)
-    w.add_file_type(gguf.LlamaFileType[quant.FORMATS[pack.weight_format].file_type])
+    w.add_file_type(gguf.LlamaFileType[file_type])
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return w
 
@@ -205,14 +254,16 @@ def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
         prefix = f"blk.{layer}."
     if part == _QKV:
         first = 0
-        for letter, heads in (("q", s.n_heads), ("k", s.n_kv_heads), ("v", s.n_kv_heads)):
-            turned = s.head_dim if letter != "v" else 0
-            yield TensorSlice(f"{prefix}attn_{letter}.weight", info, first, heads * s.head_dim, s.dim, turned)
+        for letter, heads in zip(QKV, (s.n_heads, s.n_kv_heads, s.n_kv_heads), strict=True):
+            yield _projection(f"{prefix}attn_{letter}.weight", info, first, heads * s.head_dim, s)
             first += heads * s.head_dim
+    elif part in _APART:
+        yield _projection(f"{prefix}attn_{_APART[part]}.weight", info, 0, info.shape[0], s)
     elif part == _BUNDLE:
-        row = quant.row_bytes(info.format, s.dim)
-        yield TensorSlice(f"{prefix}ffn_up.weight", info, 0, s.ffn_dim, s.dim)
-        yield TensorSlice(f"{prefix}ffn_down_t.weight", info, 0, s.ffn_dim, s.dim, at=row)
+        up, down = bundle_parts(info, s)
+        assert up is not None, "GGUF is written for gated models only"
+        yield TensorSlice(f"{prefix}ffn_up.weight", info, 0, s.ffn_dim, s.dim, part=up)
+        yield TensorSlice(f"{prefix}ffn_down_t.weight", info, 0, s.ffn_dim, s.dim, part=down)
     elif part in _LEFT_OUT:
         return
     elif len(info.shape) == 1:
@@ -224,11 +275,17 @@ def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
         yield TensorSlice(f"{prefix}{_NAMES[part]}", info, 0, info.shape[-2], info.shape[-1])
 
 
+def _projection(name: str, info: TensorInfo, first: int, rows: int, spec: ModelSpec) -> TensorSlice:
+    """Return rows of q, k or v: those of q and k are reordered."""
+    turned = 0 if name.endswith("attn_v.weight") else spec.head_dim
+    return TensorSlice(name, info, first, rows, spec.dim, turned)
+
+
 def _add(writer: Any, p: TensorSlice, rows: _StreamedSlice) -> None:
     vector = len(p.tensor.shape) == 1
     stacked = (p.stack,) if p.stack > 1 else ()
     shape = (p.columns,) if vector else (*stacked, p.rows // p.stack, p.columns)
-    kind = _package().GGMLQuantizationType[p.tensor.format.upper()]
+    kind = _package().GGMLQuantizationType[p.format.upper()]
     writer.add_tensor(p.name, rows, raw_shape=shape, raw_dtype=kind)
 
 
@@ -237,8 +294,10 @@ class _StreamedSlice:
 
     dtype = np.dtype(np.int8)  # with uint8 GGUFWriter would take shapes to be in bytes
 
-    def __init__(self, fd: int, path: Path, piece: TensorSlice, advance: Callable[[int], None]) -> None:
-        self._fd, self._path, self._piece, self._advance = fd, path, piece, advance
+    def __init__(
+        self, rows: Callable[[int, int], U8], piece: TensorSlice, advance: Callable[[int], None]
+    ) -> None:
+        self._rows, self._piece, self._advance = rows, piece, advance
 
     @property
     def nbytes(self) -> int:
@@ -250,9 +309,8 @@ class _StreamedSlice:
         step = max(1, _STEP_BYTES // (t.stride * whole)) * whole
         for at in range(0, p.rows, step):
             n = min(step, p.rows - at)
-            data = read_at(self._fd, t.offset + (p.first + at) * t.stride, n * t.stride, self._path)
-            data = data.reshape(n, t.stride)[:, p.at : p.at + p.row_bytes]
-            rows = quant.to_gguf(t.format, _turned(np.ascontiguousarray(data), p.head_dim))
+            data = self._rows(p.first + at, n)[:, p.at : p.at + p.row_bytes]
+            rows = quant.to_gguf(p.format, _turned(np.ascontiguousarray(data), p.head_dim))
             file.write(np.ascontiguousarray(rows).data)
             self._advance(n * p.row_bytes)
 

@@ -15,6 +15,7 @@ from thermocline.convert.pretokenizers import PRE_TOKENIZERS
 from thermocline.convert.tokenizer_json import WORDS, Kind
 from thermocline.convert.tokenizers import WHOLE, from_gguf
 from thermocline.errors import BadFile, Unsupported
+from thermocline.files.small_files import FilesOfDirectory
 from thermocline.text.tokenizer_process import TokenizerProcess
 
 Json = dict[str, Any]
@@ -29,7 +30,7 @@ def to_gguf(path: Path, bos: int | None, eos: int | None, vocab_size: int) -> Js
     tokens as the model has, so missing ones are added as unused. A tokenizer that the keys cannot express
     is kept whole under a key that llama.cpp and PowerInfer do not read.
     """
-    library = TokenizerProcess(path)
+    library = TokenizerProcess(FilesOfDirectory(path.parent))
     original: Json = json.loads(library.canonical())
     library.close()
     keys = {f"tokenizer.ggml.{k}": v for k, v in _keys(original, bos, eos).items()}

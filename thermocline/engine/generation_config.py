@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import BadFile, Unsupported, UsageError
-from thermocline.files.bounded import Json, parse_json, quoted, read_small
+from thermocline.files.bounded import Json, parse_json, quoted
 from thermocline.pack.manifest import GENERATION_CONFIG
-from thermocline.pack.pack import Pack
+from thermocline.pack.stored_model import StoredModel
 
 log = logging.getLogger(__name__)
 
@@ -55,15 +55,16 @@ OFF: Json = {  # features that this build does not have, and the value that swit
 }
 
 
-def recommended(pack: Pack) -> Json:
-    """Return a pack's recommended sampling, by field of `SamplingParams`; {} if it recommends nothing.
+def recommended(model: StoredModel) -> Json:
+    """Return a model's recommended sampling, by field of `SamplingParams`; {} if it recommends nothing.
 
     Raises BadFile or Unsupported.
     """
-    if GENERATION_CONFIG not in pack.files:
+    files = model.small_files
+    if not files.has(GENERATION_CONFIG):
         return {}
-    path = pack.path / GENERATION_CONFIG
-    return parsed(parse_json(read_small(path, MAX_BYTES), str(path)), str(path))
+    name = files.label(GENERATION_CONFIG)
+    return parsed(parse_json(files.read(GENERATION_CONFIG, MAX_BYTES), name), name)
 
 
 def completed(said: Mapping[str, object], recommended: Mapping[str, object]) -> SamplingParams:

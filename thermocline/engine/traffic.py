@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from thermocline.engine.kv_cache import bytes_for
 from thermocline.model.cache_types import PLAIN, CacheTypes
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import F32, Norm, WeightMatrix, Weights
+from thermocline.ops.interface import F32, FFN, Norm, WeightMatrix, Weights
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,13 @@ class Traffic:
     """The bytes that one decode step reads from memory."""
 
     fixed_bytes: int  # all matrices but gate, up and down, with norms and biases: once per step
-    gate_bytes: float  # one gate row
-    row_bytes: float  # one up or down row
+    gate_bytes: float  # one gate row, as the mean of all layers
+    row_bytes: float  # one up or down row, likewise
     position_bytes: int  # keys and values of one position
 
     @staticmethod
     def of(spec: ModelSpec, weights: Weights, types: CacheTypes = PLAIN) -> Traffic:
-        gates = 0.0
+        gates = rows = 0.0
         fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
         for layer in weights.layers:
             fixed += _norm_bytes(layer.attn_norm) + _norm_bytes(layer.ffn_norm)
@@ -32,11 +32,16 @@ class Traffic:
                 row = f.parts[-1].gate.weight  # on disk, gate rows take turns in slots
                 gates += _nbytes(row) / row.shape[0]
                 gates += _nbytes(*(p.gate.bias for p in f.parts)) / spec.ffn_dim
-        ffn = weights.layers[0].experts[0]
-        part = ffn.parts[-1]
-        slots = part.down.shape[0] if ffn.bundles else spec.ffn_dim  # on disk, rows take turns in them
-        row_bytes = _nbytes(part.up, part.down) / (slots * (2 if part.up is not None else 1))
-        return Traffic(fixed, gates / (spec.n_layers * spec.n_experts), row_bytes, bytes_for(spec, 1, types))
+                rows += _row_bytes(spec, f)
+        n = spec.n_layers * spec.n_experts
+        return Traffic(fixed, gates / n, rows / n, bytes_for(spec, 1, types))
+
+
+def _row_bytes(spec: ModelSpec, f: FFN) -> float:
+    """Return the mean bytes of an up or down row: each tensor has its own format."""
+    part = f.parts[-1]
+    slots = part.down.shape[0] if f.bundles else spec.ffn_dim  # on disk, rows take turns in them
+    return _nbytes(part.up, part.down) / (slots * (2 if part.up is not None else 1))
 
 
 def _nbytes(*arrays: WeightMatrix | F32 | None) -> int:

@@ -21,7 +21,7 @@ from thermocline.files.gguf_header import Header, Short, Value, parse_header
 U8 = NDArray[np.uint8]
 
 MAX_PARTS = 4096
-_FIRST_READ = 1 << 20
+_FIRST_READ = 16 << 20  # nearly every header: one that continues is parsed again
 
 
 class GGUFPart:
@@ -31,6 +31,7 @@ class GGUFPart:
         self.path = path
         self._fd, self.size = open_regular(path)
         try:
+            self.opened_as = self.stat()
             self.header = self._read_header()
         except BaseException:
             self.close()

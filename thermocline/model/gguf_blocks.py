@@ -64,7 +64,8 @@ def _split(b: U8, group: int, *shifts: int, mask: int) -> U8:
 
 def _scaled(q: NDArray[np.generic], d: F32) -> F32:
     """Scale q [blocks, n] by d [blocks, groups], one scale for each n / groups values."""
-    return d[:, :, None] * q.astype(np.float32).reshape(len(q), d.shape[1], -1)
+    groups = d.shape[1]
+    return d[:, :, None] * q.astype(np.float32).reshape(len(q), groups, q.shape[1] // groups)
 
 
 @_decoder(4)
@@ -179,3 +180,43 @@ def _q6_k(b: U8) -> F32:
     d = _f16_at(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32)
     q = _split(b[:, :128], 64, 0, 4, mask=15) | _split(b[:, 128:192], 32, 0, 2, 4, 6, mask=3) << np.uint8(4)
     return _scaled(q.astype(np.float32) - np.float32(32), d)
+
+
+IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+)  # the 16 values of iq4_nl and iq4_xs
+E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # doubled
+
+
+def e8m0_half(e: U8) -> F32:
+    """Return 2**(e - 128): half of what an E8M0 scale says, for codes that are doubled."""
+    e = e.astype(np.uint32)
+    return np.where(e < 2, np.uint32(0x00200000) << e, (e - np.uint32(1)) << np.uint32(23)).view(np.float32)
+
+
+@_decoder(18)
+def _iq4_nl(b: U8) -> F32:
+    """d 2, nibbles 16: w = d IQ4[q]; low nibbles first."""
+    return _f16_at(b, 0) * IQ4[_split(b[:, 2:], 16, 0, 4, mask=15)]
+
+
+@_decoder(136)
+def _iq4_xs(b: U8) -> F32:
+    """d 2, scales' high bits 2, low nibbles 4, nibbles 128: w = d (scale - 32) IQ4[q], by groups of 32."""
+    high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> (2 * np.arange(8, dtype=np.uint16)) & 3
+    low = _split(b[:, 4:8], 1, 0, 4, mask=15)
+    scale = (low | high.astype(np.uint8) << np.uint8(4)).astype(np.float32) - np.float32(32)
+    return _scaled(IQ4[_split(b[:, 8:], 16, 0, 4, mask=15)], _f16_at(b, 0) * scale)
+
+
+@_decoder(17)
+def _mxfp4(b: U8) -> F32:
+    """E8M0 1, nibbles 16: w = 2**(e - 128) E2M1[q], of doubled codes; low nibbles first."""
+    return e8m0_half(b[:, :1]) * E2M1[_split(b[:, 1:], 16, 0, 4, mask=15)]
+
+
+@_decoder(66)
+def _tq2_0(b: U8) -> F32:
+    """2-bit q 64, d 2: w = d (q - 1)."""
+    q = _split(b[:, :64], 32, 0, 2, 4, 6, mask=3)
+    return _f16_at(b, 64) * (q.astype(np.float32) - np.float32(1))

@@ -7,7 +7,7 @@ neurons.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,31 @@ from thermocline.model.tensors import ALIGN, TensorSpec
 
 I64 = NDArray[np.int64]
 ATTENTION_ROLES = ("attention", "norm", "router")
+MATTERS = 0.02  # of the weights: less in a format costs too little time to be worth measuring it
+
+
+@dataclass(frozen=True)
+class FormatRead:
+    """Bytes that a token reads, and weights that it multiplies, in one format.
+
+    `format` is "" for what is too small for figures of its own: vectors, routers.
+    """
+
+    format: str
+    bytes: float
+    weights: float
+
+
+Reads = tuple[FormatRead, ...]  # one of each format
+
+
+def joined(reads: Iterable[FormatRead]) -> Reads:
+    """Return the sums by format, in the order in which formats occur."""
+    sums: dict[str, FormatRead] = {}
+    for r in reads:
+        known = sums.get(r.format, FormatRead(r.format, 0, 0))
+        sums[r.format] = FormatRead(r.format, known.bytes + r.bytes, known.weights + r.weights)
+    return tuple(sums.values())
 
 
 @dataclass(frozen=True)
@@ -26,13 +51,18 @@ class PartSize:
     """The size of one part of a model."""
 
     bytes: int = 0  # in memory: each tensor from an ALIGN boundary to the next
-    read_bytes: int = 0  # bytes that a token reads
-    weights: int = 0  # weights that a token multiplies
+    reads: Reads = ()  # by a token
+
+    @property
+    def read_bytes(self) -> float:
+        return sum(r.bytes for r in self.reads)
+
+    @property
+    def weights(self) -> float:
+        return sum(r.weights for r in self.reads)
 
     def __add__(self, other: PartSize) -> PartSize:
-        return PartSize(
-            self.bytes + other.bytes, self.read_bytes + other.read_bytes, self.weights + other.weights
-        )
+        return PartSize(self.bytes + other.bytes, joined((*self.reads, *other.reads)))
 
 
 @dataclass(frozen=True)
@@ -40,8 +70,15 @@ class NeuronTensors:
     """The tensors that have a row or a value for each neuron."""
 
     tensors: tuple[int, ...]  # bytes of each tensor, for all neurons
-    read_bytes: float  # of one neuron
-    weights: float  # of one neuron
+    reads: Reads  # of one neuron
+
+    @property
+    def read_bytes(self) -> float:
+        return sum(r.bytes for r in self.reads)
+
+    @property
+    def weights(self) -> float:
+        return sum(r.weights for r in self.reads)
 
 
 @dataclass(frozen=True)
@@ -76,11 +113,26 @@ class LayerSizes:
 class ModelSizes:
     """The sizes of all parts of a model."""
 
-    format: str
+    format: str  # of most weights
     embed: PartSize  # a token reads one row of it; if tied, all of it as the head
     head: PartSize  # if it is not the embedding
     tied: PartSize  # the embedding as the head; counted once more if the head is on another tier
     layers: tuple[LayerSizes, ...]
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Return the formats whose speed matters: `format`, and all others of some share of the weights."""
+        of_layers = (
+            r
+            for x in self.layers
+            for r in (*x.attention.reads, *(replace(r, weights=r.weights * x.neurons)
+                                            for r in (*x.gate.reads, *x.bundle.reads)))
+        )  # fmt: skip
+        found = joined((*of_layers, *self.head.reads, *self.tied.reads))
+        least = MATTERS * sum(r.weights for r in found)
+        return tuple(
+            dict.fromkeys((self.format, *(r.format for r in found if r.format and r.weights >= least)))
+        )
 
     @property
     def weights_bytes(self) -> int:
@@ -94,7 +146,7 @@ class ModelSizes:
 
     def with_predictors(self, layer_bytes: Sequence[int]) -> ModelSizes:
         """Return the sizes with int8 predictors of so many bytes for each layer."""
-        parts = [PartSize(aligned(b), b, b) for b in layer_bytes]
+        parts = [PartSize(aligned(b), (FormatRead("q8_0", b, b),)) for b in layer_bytes]
         layers = [replace(x, predictor=x.predictor + p) for x, p in zip(self.layers, parts, strict=True)]
         return replace(self, layers=tuple(layers))
 
@@ -120,10 +172,10 @@ def sizes_of(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec], weight_for
         if found := re.match(r"layers\.(\d+)\.", name):
             by_layer[int(found[1])][name] = t
         elif name == "embed.weight":
-            embed += PartSize(aligned(t.bytes), 0, 0)
+            embed += PartSize(aligned(t.bytes))
             tied = _part(t) if spec.tied_head else tied
         elif t.role == "embed":
-            embed += PartSize(aligned(t.bytes), 0, 0)
+            embed += PartSize(aligned(t.bytes))
         else:
             head += _part(t)
     layers = tuple(_layer(spec, own) for own in by_layer)
@@ -137,7 +189,7 @@ def _layer(spec: ModelSpec, own: Mapping[str, TensorSpec]) -> LayerSizes:
     neurons = spec.n_experts * spec.ffn_dim
     for name, t in own.items():
         if name.endswith((".order", ".activation_count")):
-            attention += PartSize(aligned(t.bytes), 0, 0)
+            attention += PartSize(aligned(t.bytes))
         elif t.role == "predictor":
             predictor += _part(t)
         elif t.role == "gate":
@@ -152,18 +204,21 @@ def _layer(spec: ModelSpec, own: Mapping[str, TensorSpec]) -> LayerSizes:
 
 
 def _part(t: TensorSpec) -> PartSize:
-    return PartSize(aligned(t.bytes), _read(t), 0 if t.vector else t.parameters)
+    return PartSize(aligned(t.bytes), joined(_reads(t)))
 
 
-def _read(t: TensorSpec) -> int:
-    """Return the bytes that a dense pass reads: rows without the padding between bundle records."""
-    row = 4 * t.columns if t.vector else quant.row_bytes(t.format, t.columns)
-    return row * t.rows * len(t.parts)
+def _reads(t: TensorSpec) -> Iterator[FormatRead]:
+    """Yield what a dense pass reads of a tensor: rows without the padding between bundle records."""
+    for part in t.layout:
+        if t.vector:
+            yield FormatRead("", 4 * t.columns * t.rows, 0)
+        else:
+            named = "" if t.role == "router" else part.format
+            nbytes = quant.row_bytes(part.format, t.columns)
+            yield FormatRead(named, nbytes * t.rows, t.columns * t.rows)
 
 
 def _rows(tensors: Sequence[TensorSpec], neurons: int) -> NeuronTensors:
-    return NeuronTensors(
-        tuple(t.bytes for t in tensors),
-        sum(map(_read, tensors)) / neurons,
-        sum(t.parameters for t in tensors if not t.vector) / neurons,
-    )
+    found = joined(r for t in tensors for r in _reads(t))
+    each = (FormatRead(r.format, r.bytes / neurons, r.weights / neurons) for r in found)
+    return NeuronTensors(tuple(t.bytes for t in tensors), tuple(each))

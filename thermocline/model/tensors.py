@@ -16,6 +16,8 @@ from thermocline.model.formats import fitting
 from thermocline.model.spec import ModelSpec
 
 ALIGN = 4096
+APART = 64  # where a record's two rows differ in format, down's begins at a multiple of so many bytes
+QKV = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,15 @@ class TensorInfo:
     offset: int
     bytes: int
     stride: int
+    down_format: str | None = None  # of a bundle's down rows, where it is not that of its up rows
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """A part of each row of a tensor: weights in `format` from byte `at` on. Bundles' records have two."""
+
+    format: str
+    at: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,8 @@ class TensorSpec:
     role: str  # the group in which `inspect` counts it: one of pack.py's ROLES
     vector: bool = False  # norms, biases, order: never quantised, read whole
     optional: bool = False
+    down_format: str | None = None  # as TensorInfo's
+    first: int = 0  # the row of the source at which it begins: k's rows follow q's
 
     @property
     def bytes(self) -> int:
@@ -50,6 +63,34 @@ class TensorSpec:
     @property
     def parameters(self) -> int:
         return self.rows * self.columns * len(self.parts)
+
+    @property
+    def layout(self) -> tuple[RowPart, ...]:
+        """Return where each of `parts` lies in a row of a matrix."""
+        return _layout(self.format, self.down_format, self.columns, len(self.parts))
+
+    @property
+    def payload(self) -> int:
+        """Return the bytes of weights in a row, without what lies between and behind them."""
+        if self.vector:
+            return 4 * self.columns
+        return sum(quant.row_bytes(p.format, self.columns) for p in self.layout)
+
+
+def _layout(format: str, down_format: str | None, columns: int, parts: int) -> tuple[RowPart, ...]:
+    first = RowPart(format, 0)
+    if parts == 1:
+        return (first,)
+    at = quant.row_bytes(format, columns)
+    if down_format is None:
+        return first, RowPart(format, at)
+    return first, RowPart(down_format, -(-at // APART) * APART)
+
+
+def bundle_parts(t: TensorInfo, spec: ModelSpec) -> tuple[RowPart | None, RowPart]:
+    """Return (up, None if ungated; down) of a bundle's records."""
+    *up, down = _layout(t.format, t.down_format, spec.dim, 2 if spec.gated else 1)
+    return (up[0] if up else None), down
 
 
 def bundle_stride(record_bytes: int) -> int:
@@ -69,9 +110,11 @@ def expected_tensors(
 ) -> dict[str, TensorSpec]:
     """Return every tensor that a pack of `spec` has or may have, in file order.
 
-    `formats` gives matrices and bundles formats of their own; other names in it mean nothing. `ranks` are the
-    ranks of each layer's predictor, if the model has predictors. Raises Unsupported for rows that do not fill
-    whole blocks of their format.
+    `formats` gives matrices formats of their own; other names in it mean nothing. Its names are those of
+    tensors, and `layers.I.q.weight`, `k.weight` and `v.weight` (else as `qkv.weight`): where these differ,
+    there are three tensors in place of the fused one. The rows of a bundle are `layers.I.up` (else as gate)
+    and `layers.I.down` (else as up). `ranks` are the ranks of each layer's predictor, if the model has
+    predictors. Raises Unsupported for rows that do not fill whole blocks of their format.
     """
     out: dict[str, TensorSpec] = {}
     own = formats or {}
@@ -99,7 +142,7 @@ def expected_tensors(
     for i in range(spec.n_layers):
         a = f"layers.{i}"
         norm(f"{a}.attn_norm")
-        matrix(f"{a}.qkv.weight", "attention", spec.qkv_rows, spec.dim)
+        out |= _qkv(a, spec, weight_format, own)
         vector(f"{a}.qkv.bias", "attention", spec.qkv_rows)
         for name in ("q_norm", "k_norm") if spec.qk_norm else ():
             vector(f"{a}.{name}.weight", "norm", spec.head_dim, optional=False)
@@ -113,15 +156,17 @@ def expected_tensors(
         norm(f"{a}.ffn_norm")
         if experts > 1:  # f32: rounding may change the chosen expert; this is 1/40000 of Mixtral's weights
             matrix(f"{a}.router.weight", "router", experts, spec.dim, format="f32")
-        gate = own.get(f"{a}.gate.weight", weight_format)  # up rows are computed with gate rows: one format
+        gate = own.get(f"{a}.gate.weight", weight_format)
         matrix(f"{a}.gate.weight", "gate", experts, neurons, spec.dim, format=gate)
         vector(f"{a}.gate.bias", "gate", experts, neurons)
         if spec.sparse:
-            out[f"{a}.bundle"] = _bundle(a, spec, gate)
+            up = own.get(f"{a}.up", gate)
+            out[f"{a}.bundle"] = _bundle(a, spec, up, own.get(f"{a}.down", up))
             vector(f"{a}.order", "bundle", experts, neurons, format="i32")
         else:
             if spec.gated:
-                matrix(f"{a}.up.weight", "up", experts, neurons, spec.dim, format=gate)
+                up = own.get(f"{a}.up.weight", gate)
+                matrix(f"{a}.up.weight", "up", experts, neurons, spec.dim, format=up)
             down = own.get(f"{a}.down.weight", fitting(weight_format, neurons))
             matrix(f"{a}.down.weight", "down", experts, spec.dim, neurons, format=down)
         if experts == 1:
@@ -142,17 +187,57 @@ def expected_tensors(
     return out
 
 
+def formats_in(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Return the formats of a pack's tensors as `expected_tensors` takes them."""
+    out: dict[str, str] = {}
+    for name, t in tensors.items():
+        out |= named_formats(name, t.format, t.down_format)
+    return out
+
+
+def named_formats(name: str, format: str, down_format: str | None) -> dict[str, str]:
+    """Return one tensor's formats, by the names that `expected_tensors` has for them."""
+    if not name.endswith(".bundle"):
+        return {name: format}
+    layer = name.removesuffix(".bundle")
+    return {f"{layer}.up": format, f"{layer}.down": down_format or format}
+
+
 def optional_among(names: Iterable[str], spec: ModelSpec) -> list[str]:
     """Return those of `names` that are optional tensors of a pack of `spec`."""
     known = expected_tensors(spec, "f32")
     return [n for n in names if n in known and known[n].optional]
 
 
-def _bundle(layer: str, spec: ModelSpec, weight_format: str) -> TensorSpec:
+def _qkv(layer: str, spec: ModelSpec, weight_format: str, own: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """Return q, k and v: one tensor, or three where their formats differ."""
+    fused, columns = f"{layer}.qkv.weight", spec.dim
+    otherwise = own.get(fused, weight_format)
+    formats = {n: own.get(f"{layer}.{n}.weight", otherwise) for n in QKV}
+    kv = spec.n_kv_heads * spec.head_dim
+    rows = {"q": spec.n_heads * spec.head_dim, "k": kv, "v": kv}
+    if len(set(formats.values())) == 1:
+        formats, rows = {"qkv": formats["q"]}, {"qkv": spec.qkv_rows}
+    out, first = dict[str, TensorSpec](), 0
+    for n, format in formats.items():
+        name, shape = f"{layer}.{n}.weight", (rows[n], columns)
+        stride = _row_bytes(name, format, columns)
+        out[name] = TensorSpec(format, shape, rows[n], columns, stride, (fused,), "attention", first=first)
+        first += rows[n]
+    return out
+
+
+def _bundle(layer: str, spec: ModelSpec, up: str, down: str) -> TensorSpec:
     parts = (f"{layer}.up", f"{layer}.down") if spec.gated else (f"{layer}.down",)
-    stride = bundle_stride(len(parts) * _row_bytes(f"{layer}.bundle", weight_format, spec.dim))
+    format, down_format = (up, None if up == down else down) if spec.gated else (down, None)
+    for part, of in zip(parts, (format, down), strict=False):
+        _row_bytes(part, of, spec.dim)
+    last = _layout(format, down_format, spec.dim, len(parts))[-1]
+    stride = bundle_stride(last.at + quant.row_bytes(last.format, spec.dim))
     shape = (spec.n_experts, spec.ffn_dim)
-    return TensorSpec(weight_format, shape, math.prod(shape), spec.dim, stride, parts, "bundle")
+    return TensorSpec(
+        format, shape, math.prod(shape), spec.dim, stride, parts, "bundle", down_format=down_format
+    )
 
 
 def _row_bytes(name: str, format: str, columns: int) -> int:
@@ -166,6 +251,6 @@ def place(tensor_specs: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorInfo]
     """Place tensors in weights.bin: ({name: its place}, total bytes), in order, on `ALIGN` boundaries."""
     out, offset = {}, 0
     for name, t in tensor_specs.items():
-        out[name] = TensorInfo(t.format, t.shape, offset, t.bytes, t.stride)
+        out[name] = TensorInfo(t.format, t.shape, offset, t.bytes, t.stride, t.down_format)
         offset = -(-(offset + t.bytes) // ALIGN) * ALIGN
     return out, offset

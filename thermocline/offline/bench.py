@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,13 +25,15 @@ from thermocline.errors import UsageError
 from thermocline.machine import hardware
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import CPU, opaque
-from thermocline.pack.pack import Pack, inspect
+from thermocline.pack.pack import parts_of
+from thermocline.pack.stored_model import StoredModel
 from thermocline.session.session import Session
 from thermocline.text.tokenizer import FILE, Tokenizer, read_text
 
 if TYPE_CHECKING:
     from thermocline import _native
     from thermocline.model.spec import ModelSpec
+    from thermocline.model.tensors import TensorInfo
     from thermocline.offline.need_trace import TraceRecorder
     from thermocline.session.options import EngineOptions
 
@@ -99,7 +102,7 @@ class Feed:
     ids: list[int]
 
 
-def feed_of(pack: Pack, tests: Sequence[Test], text: str | None, seed: int) -> Feed:
+def feed_of(pack: StoredModel, tests: Sequence[Test], text: str | None, seed: int) -> Feed:
     n = max(t.depth for t in tests) + max(t.context - t.depth for t in tests) + 1  # one that ends the test
     if text is None:
         return Feed(f"random, seed {seed}", random_tokens(pack.spec, seed, n))
@@ -113,10 +116,10 @@ def random_tokens(spec: ModelSpec, seed: int, n: int) -> list[int]:
     return ids if spec.bos_id is None else [spec.bos_id, *ids[1:]]
 
 
-def text_tokens(pack: Pack, path: Path, n: int) -> list[int]:
-    if not (pack.path / FILE).exists():
+def text_tokens(pack: StoredModel, path: Path, n: int) -> list[int]:
+    if not pack.small_files.has(FILE):
         raise UsageError(f"{pack.path}: has no tokenizer for {path}; leave --text out to feed random tokens")
-    found = Tokenizer(pack.path, pack.spec).encode(read_text(path), parse_special=True)
+    found = Tokenizer(pack.small_files, pack.spec).encode(read_text(path), parse_special=True)
     ids = [i for i in found if i not in pack.spec.eos_ids]
     if len(ids) < n:
         raise UsageError(f"{path}: {len(ids)} tokens, the tests need {n}; give a longer text")
@@ -174,7 +177,7 @@ class Bench:
 
     def __init__(
         self,
-        pack: Pack,
+        pack: StoredModel,
         tests: Sequence[Test],
         feed: Feed,
         options: EngineOptions,
@@ -427,11 +430,11 @@ LLAMA_BENCH: dict[str, Any] = {
 def facts_of(bench: Bench) -> dict[str, Any]:
     """Return the keys that are the same in every row."""
     pack, session, plan = bench.pack, bench.session, bench.session.plan
-    parameters = inspect(pack)["parameters"]
+    parameters = sum(part["parameters"] for part in parts_of(pack).values())
     return {
         "cpu_info": hardware.cores().name or "",
         "model_filename": str(pack.path),
-        "model_type": f"{pack.spec.architecture} {_short(parameters)} {pack.weight_format.upper()}",
+        "model_type": f"{pack.spec.architecture} {_short(parameters)} {_formats(pack.tensors.values())}",
         "model_size": sum(t.bytes for t in pack.tensors.values()),
         "model_n_params": parameters,
         "n_batch": bench.engine.prefill_chunk,
@@ -446,6 +449,16 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "vram_bytes": None if plan is None else plan.used("gpu"),
         "disabled": ",".join(session.options.disable),
     } | _gpu_facts(session)
+
+
+def _formats(tensors: Iterable[TensorInfo]) -> str:
+    """Name the formats of a model's matrices, the one of most bytes first; none that is below 1 %."""
+    found = Counter[str]()
+    for t in tensors:
+        for format in (t.format, t.down_format or t.format):  # a bundle's two rows, half of its bytes each
+            found[format] += t.bytes if len(t.shape) > 1 and format != "i32" else 0
+    named = [f.upper() for f, nbytes in found.most_common() if 100 * nbytes >= found.total()]
+    return "+".join(named)
 
 
 def _gpu_facts(session: Session) -> dict[str, Any]:

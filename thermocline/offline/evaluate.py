@@ -24,7 +24,7 @@ from thermocline.engine.kv_cache import BLOCK as KV_BLOCK
 from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, blocks_for, bytes_for
 from thermocline.engine.sampler import check_finite
 from thermocline.errors import OutOfBudget, UsageError
-from thermocline.model.formats import smallest
+from thermocline.model.formats import SMALL
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, FEW, I32, Batch, FFNStats
 from thermocline.plan.memory import GIB, runtime_bytes, scratch_bytes
@@ -92,7 +92,7 @@ def check_memory(
             f"the evaluation needs {need / GIB:.2f} GiB of memory ({weights_bytes / GIB:.2f} weights, "
             f"{cache / GIB:.2f} keys and values, {buffers / GIB:.2f} buffers), "
             f"{available_bytes / GIB:.2f} GiB is free; "
-            f"use a smaller weight format ({smallest()}), context or model"
+            f"use a smaller weight format ({SMALL}), context or model"
         )
 
 

@@ -7,6 +7,7 @@ A bound that holds on one kind of text says little about others: predictors at 0
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -19,10 +20,10 @@ import numpy as np
 from thermocline.engine.decoder import bind, for_context
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
-from thermocline.model import quant
 from thermocline.offline import evaluate
 from thermocline.ops.interface import I32, FFNStats, Weights
 from thermocline.pack.predictor import LayerPredictor, Predictors
+from thermocline.pack.stored_model import tensor_specs
 from thermocline.session import weights
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
@@ -178,10 +179,12 @@ class Judge:
         base: FFNStats,
     ) -> Verdict:
         """Return the verdict. Exact mode counts as if it read tokens one by one: batches share rows."""
-        spec, t = self.session.pack.spec, self.session.pack.tensors
-        gate, bundle = t["layers.0.gate.weight"].stride, t["layers.0.bundle"]
-        row = quant.row_bytes(bundle.format, spec.dim)  # up, or down
-        neuron = row * (2 if spec.gated else 1)
+        spec, specs = self.session.pack.spec, tensor_specs(self.session.pack)
+        gate, neuron = (
+            statistics.fmean(specs[f"layers.{i}.{kind}"].payload for i in range(spec.n_layers))
+            for kind in ("gate.weight", "bundle")
+        )
+        row = neuron / (2 if spec.gated else 1)  # up, or down
         every = spec.n_layers * spec.n_experts * spec.ffn_dim
         tokens = own.neurons / every
         active = base.active / base.neurons

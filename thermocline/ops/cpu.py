@@ -29,6 +29,7 @@ from thermocline.ops.interface import (
     NeuronCache,
     Norm,
     WeightMatrix,
+    stacked,
 )
 
 FIRST = np.zeros(1, np.int32)
@@ -91,9 +92,10 @@ class CpuOps:
         return _native.Step(batch.positions, batch.sequence, table, block, window or 0, cos, sin)
 
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> _native.Attention:
-        qkv, out = (_linear(x.weight, x.bias) for x in (layer.qkv, layer.attn_out))
+        qkv = _native.Stack(tuple(map(_native_matrix, stacked(layer.qkv.weight))), layer.qkv.bias)
+        out = _linear(layer.attn_out.weight, layer.attn_out.bias)
         sub_norm, join = _norm(spec, layer.attn_sub_norm), _join(spec, layer.attn_post_norm)
-        return _native.Attention(_norm(spec, layer.attn_norm), qkv, out, _heads(heads), sub_norm, join)
+        return _native.Attention(_norm(spec, layer.attn_norm), qkv, out, native_heads(heads), sub_norm, join)
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
         norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm)
@@ -150,7 +152,7 @@ class CpuOps:
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
         """Compute what the reference does. `qkv` is worked on in place."""
         out = np.empty((len(qkv), heads.n * heads.dim), np.float32)
-        self.native.attention(qkv, _heads(heads), step, kv.native, out)
+        self.native.attention(qkv, native_heads(heads), step, kv.native, out)
         return out
 
     def attention_add(
@@ -222,7 +224,7 @@ def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
     return _native.Norm(norm.weight, norm.bias, spec.norm_eps, spec.norm == "layer")
 
 
-def _heads(h: Heads) -> _native.Heads:
+def native_heads(h: Heads) -> _native.Heads:
     return _native.Heads(
         h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps
     )

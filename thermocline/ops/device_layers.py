@@ -24,6 +24,7 @@ from thermocline.ops.interface import (
     Norm,
     WeightMatrix,
     gpu_index,
+    stacked,
 )
 
 FIRST_GPU = "gpu:0"  # has the residual stream, if not RAM
@@ -67,7 +68,7 @@ class DeviceJoin:
 @dataclass(frozen=True)
 class DeviceAttention:
     norm: DeviceNorm | None
-    qkv: DeviceLinear
+    qkv: tuple[DeviceLinear, ...]  # rows one behind the other: q, k and v as one, or apart
     out: DeviceLinear
     heads: Heads  # with norms on the device
     sub_norm: DeviceNorm | None
@@ -181,12 +182,12 @@ class Binder:
         self.vector = self._vectors[0].of
 
     def attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> DeviceAttention | _native.Attention:
-        if not isinstance(layer.qkv.weight, DeviceRows):
+        if not isinstance(stacked(layer.qkv.weight)[0], DeviceRows):
             return self._cpu.bind_attention(spec, heads, layer)
         q, k = (self.vector(v) for v in (heads.q_norm, heads.k_norm))
         return DeviceAttention(
             norm=self._norm(layer.attn_norm),
-            qkv=self._linear(layer.qkv),
+            qkv=self._stack(layer.qkv),
             out=self._linear(layer.attn_out),
             heads=replace(heads, q_norm=q, k_norm=k),  # type: ignore[arg-type]
             sub_norm=self._norm(layer.attn_sub_norm),
@@ -250,6 +251,14 @@ class Binder:
 
     def _linear(self, x: Linear) -> DeviceLinear:
         return DeviceLinear(_rows(x.weight), self.vector(x.bias))
+
+    def _stack(self, x: Linear) -> tuple[DeviceLinear, ...]:
+        bias, made, first = self.vector(x.bias), list[DeviceLinear](), 0
+        for part in map(_rows, stacked(x.weight)):
+            own = None if bias is None else bias[first : first + part.rows]
+            made.append(DeviceLinear(part, own))
+            first += part.rows
+        return tuple(made)
 
     def _norm(self, norm: Norm | None, gpu: int = 0) -> DeviceNorm | None:
         if norm is None:

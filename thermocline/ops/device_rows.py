@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from thermocline.model.quant import row_bytes
+from thermocline.model.tensors import RowPart
 from thermocline.ops.device_sizes import KernelSizes
 from thermocline.ops.interface import Heads
 
@@ -28,6 +29,7 @@ class DeviceRows:
     format: str  # of quant.FORMATS, or SIGNS
     columns: int
     skip: int = 0  # byte of each row where the weights begin: in bundles, up is at 0 and down behind it
+    down: RowPart | None = None  # of whole bundles of gated FFNs: down's part of each record
 
     def __post_init__(self) -> None:
         data = self.data

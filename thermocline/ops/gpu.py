@@ -362,7 +362,10 @@ class GpuOps:
         self._to_device(h)
         n, run, k = x.tokens, self.device.run, self.kernels
         qkv, attended = self._qkv[:n], self._attended[:n]
-        self._queue.times(qkv, b.qkv, self._normalised(b.norm, h))
+        normed, first = self._normalised(b.norm, h), 0
+        for part in b.qkv:
+            self._queue.times(qkv[:, first : first + part.weight.rows], part, normed)
+            first += part.weight.rows
         where = (step.positions, step.sequence, step.table, kv.k, kv.v)
         run(k.rope_store, qkv, b.heads, step.cos, step.sin, *where)
         run(k.attention, attended, qkv, b.heads, *where, self._queue.scratch)

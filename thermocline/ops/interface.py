@@ -43,6 +43,26 @@ class WeightMatrix(Protocol):
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """Matrices of one width, one under the other, as one: q, k and v where their formats differ."""
+
+    parts: tuple[WeightMatrix, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(p.shape[0] for p in self.parts), self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.parts)
+
+
+def stacked(w: WeightMatrix) -> tuple[WeightMatrix, ...]:
+    """Return the matrices that `w` consists of: itself, if it is no stack."""
+    return w.parts if isinstance(w, Stacked) else (w,)
+
+
+@dataclass(frozen=True)
 class Norm:
     weight: F32  # [dim]
     bias: F32 | None
@@ -116,7 +136,7 @@ class FFN:
 @dataclass(frozen=True)
 class Layer:
     attn_norm: Norm | None
-    qkv: Linear  # rows: all q heads, all k heads, all v heads
+    qkv: Linear  # rows: all q heads, all k heads, all v heads; perhaps `Stacked`
     attn_out: Linear
     ffn_norm: Norm | None
     experts: tuple[FFN, ...]  # one where there is no router; all have the same parts

@@ -29,6 +29,7 @@ from thermocline.ops.interface import (
     Layer,
     Linear,
     Norm,
+    Stacked,
     WeightMatrix,
 )
 from thermocline.pack.predictor import LayerPredictor
@@ -370,5 +371,7 @@ def _expert(bound: Bound, f: FFN, h: F32, sparsity: str, stats: FFNStats, record
 
 
 def _values(w: WeightMatrix) -> F32:
+    if isinstance(w, Stacked):
+        return np.concatenate([_values(part) for part in w.parts])
     assert isinstance(w, np.ndarray), "the reference computes with arrays"
     return w

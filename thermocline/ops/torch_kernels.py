@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
-from thermocline.model import quant
 from thermocline.model.formats import FORMATS
+from thermocline.model.gguf_blocks import E2M1, IQ4
 from thermocline.ops.device_rows import SIGNS, Scratch
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.interface import Heads
 
 Tensor = torch.Tensor
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+NOUGHT = {"q4_0": 8, "q5_0": 16, "q6_k": 32, "q3_k": 4, "tq2_0": 1}  # what stands for 0
+BOOKS = {"iq4_nl": IQ4, "iq4_xs": IQ4, "mxfp4": E2M1}  # numbers are places in these
 
 
 def embed(out: Tensor, table: Rows, ids: Tensor, scale: float) -> None:
@@ -39,7 +40,10 @@ def add_normed(
 
 
 def matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, scratch: Scratch) -> None:
-    """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there."""
+    """out [B, rows] = x [B, columns] times w transposed, plus bias; or that added to what is there.
+
+    out may be some columns of a wider tensor.
+    """
     _put(out, _times(w, x, bias), add)
 
 
@@ -219,25 +223,88 @@ def _decode(w: Rows, data: Tensor) -> Tensor:
     part = data[:, w.skip : w.skip + w.row_bytes]
     if w.format in PLAIN:
         return _viewed(part, PLAIN[w.format]).float()
-    format = FORMATS[w.format]
-    if format.quants is None:
-        return _decode_in_numpy(w, part)
-    bits, blocks = format.quants.bits, w.columns // format.block
-    size = w.columns * bits // 8  # bytes of quants; then the scales
-    scales = _viewed(part[:, size:], torch.float16).float()[:, :, None]
-    quants = part[:, :size].reshape(len(part), blocks, -1)
-    if format.quants.offset == 0:
-        q = quants.view(torch.int8).float()
+    of = _planes(w, part)
+    scales, minima = _scales(w, of)
+    q = _numbers(w, of).view(*scales.shape, -1)
+    y = q * scales[..., None]
+    return (y if minima is None else y - minima[..., None]).view(len(part), w.columns)
+
+
+def _planes(w: Rows, part: Tensor) -> dict[str, Tensor]:
+    """The bytes of each plane, [rows, blocks, bytes of a block]."""
+    out, at, format = dict[str, Tensor](), 0, FORMATS[w.format]
+    blocks = w.columns // format.block
+    for plane in format.planes:
+        end = at + blocks * plane.nbytes
+        whole = part[:, at:end].clone(memory_format=torch.contiguous_format)  # aligned
+        out[plane.name] = whole.view(len(part), blocks, plane.nbytes)
+        at = end
+    return out
+
+
+def _numbers(w: Rows, of: dict[str, Tensor]) -> Tensor:
+    """f32 [rows, blocks of 32 columns, 32], unscaled: bits of all planes, and what they stand for."""
+
+    def spread(plane: str, bits: int, count: int) -> Tensor:
+        """`bits` bits at each of `count` places of a block's bytes, place by place."""
+        data = of[plane].reshape(len(of[plane]), w.columns // 32, -1)
+        return torch.cat([(data >> bits * i) & (2**bits - 1) for i in range(count)], dim=2)
+
+    if w.format == "q8_0":
+        return of["quants"].view(torch.int8).float()
+    if "quants" in of:
+        q, low = spread("quants", 4, 2), 4
     else:
-        levels = [(quants >> at) & (2**bits - 1) for at in range(0, 8, bits)]
-        q = torch.cat(levels, dim=2).float() - format.quants.offset
-    return (q * scales).view(len(part), w.columns)
+        q, low = spread("pairs", 2, 4), 2
+    if "quants" in of and "pairs" in of:
+        q |= spread("pairs", 2, 4) << low
+    for plane in {"fifth", "third"} & of.keys():
+        q |= spread(plane, 1, 8) << low
+    if (book := BOOKS.get(w.format)) is not None:
+        return torch.as_tensor(book, device=q.device)[q.int()]
+    return q.float() - NOUGHT.get(w.format, 0)
 
 
-def _decode_in_numpy(w: Rows, part: Tensor) -> Tensor:
-    """Decode a format that has more than scales and integers: on a CPU, where all of the stand-in runs."""
-    rows = np.ascontiguousarray(part.numpy())
-    return torch.from_numpy(quant.decode(w.format, rows, w.columns))
+def _scales(w: Rows, of: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Scales and minima f32 [rows, blocks of 32 columns, 1], or 2 where a block has two of each."""
+    shape = len(next(iter(of.values()))), w.columns // 32, -1
+    if "super" in of:
+        n, m = _integers(w.format, of)
+        scales = (_floats(of["super"]) * n.float()).view(shape)
+        return scales, None if m is None else (_floats(of["super_minimum"]) * m.float()).view(shape)
+    if "exponent" in of:
+        e = of["exponent"].int()
+        return torch.where(e < 2, (e + 1) << 21, (e - 1) << 23).view(torch.float32), None  # 2**(e - 128)
+    return _floats(of["scale"]), -_floats(of["minimum"]) if "minimum" in of else None
+
+
+def _integers(format: str, of: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The integers [rows, blocks, 8 or 16] that scale parts of blocks of 256 columns, and those of minima."""
+
+    def places(plane: str, bits: int, count: int) -> Tensor:
+        """Numbers of `bits` bits, `count` one after the other in a byte, or in two."""
+        data = of[plane] if count * bits == 8 else of[plane].view(torch.int16).int()
+        shifts = bits * torch.arange(count, device=data.device)
+        found: Tensor = (data[..., None] >> shifts.to(data.dtype)) & (2**bits - 1)
+        return found.flatten(2)
+
+    if format in ("q4_k", "q5_k"):
+        n, high = of["scales"], of["minima"]
+        return n & 63, torch.cat((high & 15, high >> 4), dim=2) << 2 | n >> 6
+    if format == "q2_k":
+        return of["scales"] & 15, of["scales"] >> 4
+    if format == "q6_k":
+        return of["scales"].view(torch.int8), None
+    if format == "q3_k":
+        return (places("scales", 4, 2) | places("scales_high", 2, 4) << 4).int() - 32, None
+    if format == "iq4_xs":
+        return (places("scales", 4, 2) | places("scales_high", 2, 8) << 4) - 32, None
+    return torch.ones(8, dtype=torch.uint8, device=of["super"].device), None
+
+
+def _floats(halves: Tensor) -> Tensor:
+    """f16 [..., 2] bytes -> f32 [..., 1]."""
+    return halves.view(torch.float16).float()
 
 
 def _viewed(part: Tensor, dtype: torch.dtype) -> Tensor:

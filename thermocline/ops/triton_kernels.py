@@ -22,10 +22,14 @@ Tensor = torch.Tensor
 ELEMENTWISE = 1024  # numbers a program of 4 warps: two 16-byte loads a thread
 # Few tokens, by their number. Chosen from what ptxas makes of them: nothing spilled, 8 warps an SM and more.
 DOT_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 4}  # of a program: what a thread reads of x serves them all
+DOT_SUMS = 64, 32  # of a thread, at most; second: where a stored number has several columns
 DOT_BYTES = {1: 8, 2: 8, 4: 16, 8: 16, 16: 8}  # of each row, that a thread has on their way
 DOT_PROGRAMS = 264  # two for each SM of an H100: a small matrix is cut into fewer rows a program
 DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
 DOWN_WARPS = 4
+DOWN_SUMS = 128  # of a thread, at most: four stored numbers, for as many tokens at once as that allows
+DOWN_COLUMNS = 128  # of a program, for many tokens: its sums stay in registers
+MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
 
 class Shape(NamedTuple):
@@ -153,7 +157,7 @@ def gate_up(
     counts: Tensor,
     scratch: Scratch,
 ) -> None:
-    assert up is None or (up.format, up.columns, up.rows) == (gate.format, gate.columns, gate.rows)
+    assert up is None or (up.columns, up.rows) == (gate.columns, gate.rows)
     t, n = h.shape
     each, pitch = (n, 0) if weights is None else (n // weights.shape[1], weights.stride(0))
     width = 0 if named is None else named.stride(0)  # more than these neurons' bytes, of a divided layer's
@@ -171,6 +175,8 @@ def gate_up(
     up_at, up_stride = (None, 0) if up is None else (_at(up), up.stride)
     args = h, _at(gate), gate_bias, up_at, x, named, weights, counts
     args += n, gate.columns, gate.stride, up_stride, width, t, each, pitch, threshold
+    of_up = _dots(gate if up is None else up, t)[2]
+    fixed |= {f"UP_{name}": of_up[name] for name in ("FORMAT", "G", "V", "U", "EVEN")}
     fixed |= {"ACTIVATION": activation, "UP_RELU": up_relu}
     launch(triton_rows.gate_up_few, (_ceil(n, rows),), *args, warps=warps, **fixed)
 
@@ -180,9 +186,13 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     if t > FEW:
         _down_many(out, rows, h, add)
         return
-    tokens = _power(t)
     how = loader(rows.format)
-    s = _shape(rows, max(4, min(16 // how.size, how.sums // tokens)), 1)
+    if (at_once := DOWN_SUMS // (4 * how.planes)) < t:
+        for i in range(0, t, at_once):
+            down(out[i : i + at_once], rows, h[i : i + at_once], add, scratch)
+        return
+    tokens = _power(t)
+    s = _shape(rows, max(4, min(how.unit, how.sums // tokens)), 1)
     chunks = _ceil(n, SPAN)
     each = _ceil(chunks, MAX_SUMS)
     programs = _ceil(chunks, each)
@@ -260,45 +270,53 @@ def _norm(
 
 
 def _matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, relu: bool) -> None:
-    assert x.is_contiguous() and out.is_contiguous()
+    assert x.is_contiguous() and out.stride(1) == 1
     t = len(x)
     fixed: dict[str, Any] = {"ADD": add, "RELU": relu}
-    args = out, _at(w), x, bias, w.rows, w.columns, w.stride, t
+    args = out, _at(w), x, bias, w.rows, w.columns, w.stride, t, out.stride(0)
     if t <= FEW:
         rows, warps, how = _dots(w, t)
         launch(triton_rows.matmul_few, (_ceil(w.rows, rows),), *args, warps=warps, **fixed, **how)
     else:
         s, m = _shape(w), min(128, _power(t))
-        fixed |= {"FORMAT": w.format, "M": m, "N": 64, "G": 32 // s.v, "V": s.v}
-        launch(triton_rows.matmul_many, (_ceil(w.rows, 64), _ceil(t, m)), *args, stages=3, **fixed)
+        g = min(32, MANY_COLUMNS // loader(w.format).planes) // s.v
+        fixed |= {"FORMAT": w.format, "M": m, "N": 64, "G": g, "V": s.v}
+        grid = _ceil(w.rows, 64), _ceil(t, m)
+        launch(triton_rows.matmul_many, grid, *args, stages=3, warps=_warps(w, m), **fixed)
 
 
 def _down_many(out: Tensor, rows: Rows, h: Tensor, add: bool) -> None:
     t, n = h.shape
     s = _shape(rows)
-    m, g = min(128, _power(t)), 64 // s.v
+    m, g = min(128, _power(t)), min(64, DOWN_COLUMNS // loader(rows.format).planes) // s.v
     fixed: dict[str, Any] = {"ADD": add, "FORMAT": rows.format, "M": m, "K": 32, "G": g, "V": s.v}
     args = out, _at(rows), h, n, rows.columns, rows.stride, t
     grid = _ceil(_units(rows, s), g), _ceil(t, m)
-    launch(triton_rows.down_many, grid, *args, stages=3, **fixed)
+    launch(triton_rows.down_many, grid, *args, stages=3, warps=_warps(rows, m), **fixed)
 
 
 def _shape(w: Rows, v: int = 0, warps: int = 4) -> Shape:
-    """Units of v numbers, or 16 bytes; as many as `warps` warps read at once, where rows are so long."""
-    v = v or 16 // loader(w.format).size
+    """Units of v numbers, or the format's; as many as `warps` warps read at once, where rows are so long."""
+    v = v or loader(w.format).unit
     g = min(32 * warps, _power(_units(w, Shape(v, 0, 0))))
     return Shape(v, g, max(1, g // 32))
 
 
 def _dots(w: Rows, tokens: int) -> tuple[int, int, dict[str, Any]]:
     """For products with few tokens: rows of a program, its warps, and how `dots` reads them."""
-    b, v = _power(tokens), loader(w.format).dot
-    s, rows = _shape(w, v), DOT_ROWS[b]
+    b, how = _power(tokens), loader(w.format)
+    v = how.dot
+    s, rows = _shape(w, v), min(DOT_ROWS[b], DOT_SUMS[how.planes > 1] // b)
     while rows > 1 and _ceil(w.rows, rows) < DOT_PROGRAMS:
         rows //= 2
-    at_once = max(1, DOT_BYTES[b] // (v * loader(w.format).size))
+    at_once = max(1, DOT_BYTES[b] // (v * how.size * max(1, how.planes // 2)))
     fixed = {"B": b, "R": rows, "G": s.g, "V": v, "U": at_once, "EVEN": w.columns % v == 0}
     return rows, s.warps, {"FORMAT": w.format, **fixed}
+
+
+def _warps(w: Rows, m: int) -> int:
+    """Warps of a program for m tokens: where a stored number has several columns, 4 spill with 128."""
+    return 4 if m < 128 or loader(w.format).planes == 1 else 8
 
 
 def _units(w: Rows, s: Shape) -> int:
@@ -307,6 +325,9 @@ def _units(w: Rows, s: Shape) -> int:
 
 def _at(w: Rows) -> Tensor:
     """Return the data from the weights of row 0 on; Triton sees how far its address is aligned."""
+    assert w.format == SIGNS or (w.stride | w.skip) % loader(w.format).align == 0, (
+        "loads are of whole numbers"
+    )
     return w.data[:, w.skip :] if w.skip else w.data
 
 

@@ -13,16 +13,18 @@ import triton
 import triton.language as tl
 
 from thermocline.ops.triton_stored import (
-    BEHIND,
-    block,
+    behind,
     columns_of,
     first_column,
+    half_of,
     kinds,
+    loader,
     numbers,
     parts,
     plane_count,
-    planes,
+    scale_count,
     stored,
+    together,
     units,
     unknown_nought,
 )
@@ -48,44 +50,61 @@ def dots(
     PLANES: tl.constexpr = plane_count(FORMAT)
     for start in range(0, tl.cdiv(columns, V * PLANES) * any_live, G * U):
         g = start + tl.arange(0, G)
-        words = ()
-        scales = ()
+        held = ()
         for u in tl.static_range(U):
-            w, scale = stored(at, live[:, None], g, columns, FORMAT, V, u * G)
-            words = words + (parts(w),)
-            scales = scales + (scale,)
+            w, scales, minima = stored(at, live[:, None], g, columns, FORMAT, V, u * G)
+            held = held + ((all_parts(w), scales, minima),)
         for u in tl.static_range(U):
             inside = (g + u * G) * (V * PLANES) < columns
             first = first_column(tl.where(inside, g + u * G, 0), FORMAT, V)  # beyond the end weights are 0
-            new = tl.zeros((B, R, G), tl.float32) if kinds(FORMAT) > 1 else sums
-            for i in tl.static_range(V // 4):
-                q = four(words[u], i, nought, FORMAT)
-                for plane in tl.static_range(PLANES):
-                    c = (first[:, None] + (BEHIND * plane + 4 * i) + tl.arange(0, 4)[None, :])[None, :, :]
-                    mine = parts(
-                        tl.load(at_token + c) if EVEN else tl.load(at_token + c, mask=c < columns, other=0)
-                    )
-                    for j in tl.static_range(4):
-                        new += q[4 * plane + j][None, :, :] * mine[j][:, None, :]
-            sums = sums + scales[u][None, :, :] * new if kinds(FORMAT) > 1 else new
+            w, scales, minima = held[u]
+            for half in tl.static_range(scale_count(FORMAT)):
+                new = tl.zeros((B, R, G), tl.float32) if kinds(FORMAT) > 1 else sums
+                total = tl.zeros((B, 1, G), tl.float32)
+                for i in tl.static_range(V // 4):
+                    for plane in tl.static_range(PLANES):
+                        if half_of(plane, FORMAT) == half:
+                            q = four(w, i, plane, nought, FORMAT)
+                            c = first[:, None] + (behind(FORMAT) * plane + 4 * i) + tl.arange(0, 4)[None, :]
+                            c = c[None, :, :]
+                            mine = parts(
+                                tl.load(at_token + c)
+                                if EVEN
+                                else tl.load(at_token + c, mask=c < columns, other=0)
+                            )
+                            for j in tl.static_range(4):
+                                new += q[j][None, :, :] * mine[j][:, None, :]
+                                total += mine[j][:, None, :]
+                sums = sums + scales[half][None, :, :] * new if kinds(FORMAT) > 1 else new
+                if loader(FORMAT).minima:
+                    sums -= minima[half][None, :, :] * total
     return tl.sum(sums, axis=2)
 
 
 @triton.jit
-def four(words, i: tl.constexpr, nought, FORMAT: tl.constexpr):
-    """The numbers of four stored ones of a unit, from 4 i on: 4, or 8 of two planes."""
+def all_parts(tensors):
+    """Return the parts of each tensor of a tuple."""
+    out = ()
+    for i in tl.static_range(len(tensors)):
+        out = out + (parts(tensors[i]),)
+    return out
+
+
+@triton.jit
+def four(w, i: tl.constexpr, plane: tl.constexpr, nought, FORMAT: tl.constexpr):
+    """The numbers of a plane that four stored ones of a unit have, from 4 i on: w, all its parts."""
     if kinds(FORMAT) > 1:
-        q = numbers(words[i], nought, FORMAT)
+        q = numbers(nth(w, i), nought, plane, FORMAT)
     else:
         q = ()
         for j in tl.static_range(4):
-            q = q + numbers(words[4 * i + j], nought, FORMAT)
+            q = q + numbers(nth(w, 4 * i + j), nought, plane, FORMAT)
     return q
 
 
 @triton.jit
 def matmul_few(
-    out, data, x, bias, rows, columns, stride, tokens, ADD: tl.constexpr, RELU: tl.constexpr,
+    out, data, x, bias, rows, columns, stride, tokens, pitch, ADD: tl.constexpr, RELU: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +112,7 @@ def matmul_few(
     b = tl.arange(0, B)[:, None]
     y = dots(data, row, row < rows, stride, columns, x, tokens, FORMAT, B, R, G, V, U, EVEN)
     ok = (b < tokens) & (row < rows)[None, :]
-    to = out + b * rows + row[None, :]
+    to = out + b * pitch + row[None, :]
     if bias is not None:
         y += tl.load(bias + row, mask=row < rows, other=0)[None, :]
     if ADD:
@@ -110,6 +129,8 @@ def gate_up_few(
     ACTIVATION: tl.constexpr, UP_RELU: tl.constexpr,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
+    UP_FORMAT: tl.constexpr, UP_G: tl.constexpr, UP_V: tl.constexpr, UP_U: tl.constexpr,
+    UP_EVEN: tl.constexpr,
 ):  # fmt: skip
     """R neurons: their gates where named and where a token goes to their expert, which has `each` of them;
     then up where a gate is open. weights: a token's are `pitch` behind the one before's.
@@ -134,7 +155,7 @@ def gate_up_few(
     a = tl.where(wanted[None, :] & going, activation(y, threshold, ACTIVATION), 0.0)
     opened = tl.max((a != 0).to(tl.int32), axis=0) != 0
     if up is not None:
-        u = dots(up, row, opened, up_stride, columns, x, tokens, FORMAT, B, R, G, V, U, EVEN)
+        u = dots(up, row, opened, up_stride, columns, x, tokens, UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN)
         u = activation(u, 0.0, "relu") if UP_RELU else u
         a = tl.where(opened[None, :] & going, a * u, 0.0)
     active = (a != 0).to(tl.int32)
@@ -161,8 +182,11 @@ def down_few(
     s, g = tl.program_id(0), tl.program_id(1) * G + tl.arange(0, G)
     nought = unknown_nought(columns)
     KINDS: tl.constexpr = kinds(FORMAT)
+    SCALES: tl.constexpr = scale_count(FORMAT)
+    MINIMA: tl.constexpr = SCALES if loader(FORMAT).minima else 0
     token = tl.arange(0, B)
     acc = (tl.zeros((W, G, V if KINDS == 1 else V // 4), tl.float32),) * (B * KINDS)
+    less = (tl.zeros((W, G), tl.float32),) * (B * MINIMA)
     for c in range(s * chunks, (s + 1) * chunks):
         i = c * CHUNK + tl.arange(0, CHUNK)
         here = (token < tokens)[:, None] & (i < n)[None, :]
@@ -175,29 +199,62 @@ def down_few(
             row = tl.sum(tl.where(number[:, None, None] == place[None, :, :], i[:, None, None], 0), axis=0)
             live = place < count
             at = data + row.to(tl.int64)[:, :, None] * stride
-            w, scale = stored(at, live[:, :, None], g, columns, FORMAT, V)
+            w, scales, minima = stored(at, live[:, :, None], g, columns, FORMAT, V)
             mine = live[:, :, None] & (token < tokens)[None, None, :]
             a = tl.load(h + token[None, None, :] * n + row[:, :, None], mask=mine, other=0)
-            scaled = parts(a[:, :, None, :] * tl.expand_dims(scale, 3))
-            weights = ()
-            for b in tl.static_range(B):
-                weights = weights + (parts(tl.permute(scaled[b], (1, 2, 0))),)
-            words = parts(tl.permute(w, (1, 2, 3, 0)))
+            weights = of_tokens(a, scales, B)
+            words = ()
+            for k in tl.static_range(len(w)):
+                words = words + (parts(tl.permute(w[k], (1, 2, 3, 0))),)
             for r in tl.static_range(R):
-                q = numbers(words[r], nought, FORMAT)
+                q = ()
+                for plane in tl.static_range(plane_count(FORMAT)):
+                    q = q + numbers(nth(words, r), nought, plane, FORMAT)
                 new = ()
                 for b in tl.static_range(B):
                     for kind in tl.static_range(KINDS):
-                        new = new + (acc[b * KINDS + kind] + weights[b][r][:, :, None] * q[kind],)
+                        weight = weights[b * SCALES + half_of(kind // 4, FORMAT)][r]
+                        new = new + (acc[b * KINDS + kind] + weight[:, :, None] * q[kind],)
                 acc = new
+            if MINIMA > 0:
+                taken = of_tokens(a, minima, B)
+                for r in tl.static_range(R):
+                    new = ()
+                    for m in tl.static_range(B * MINIMA):
+                        new = new + (less[m] + taken[m][r],)
+                    less = new
     at_column = columns_of(g, FORMAT, V)
     for b in tl.static_range(B):
-        low, high = planes(acc[b * KINDS : (b + 1) * KINDS], KINDS)
         end = tl.where(tokens > b, columns, 0)
         to = sums + (s * tokens + b) * columns + at_column
-        tl.store(to, tl.sum(low, axis=0), mask=at_column < end)
-        if plane_count(FORMAT) == 2:
-            tl.store(to + BEHIND, tl.sum(high, axis=0), mask=at_column + BEHIND < end)
+        for plane in tl.static_range(plane_count(FORMAT)):
+            y = together(acc[b * KINDS + 4 * plane : b * KINDS + min(4 * plane + 4, KINDS)])
+            if MINIMA > 0:
+                y -= less[b * MINIMA + half_of(plane, FORMAT)][:, :, None]
+            next = behind(FORMAT) * plane
+            tl.store(to + next, tl.sum(y, axis=0), mask=at_column + next < end)
+
+
+@triton.jit
+def of_tokens(a, scales, B: tl.constexpr):
+    """a [R, W, B] times each of the scales [R, W, G]: of each token and scale, R tensors [W, G]."""
+    scaled = ()
+    for i in tl.static_range(len(scales)):
+        scaled = scaled + (parts(a[:, :, None, :] * tl.expand_dims(scales[i], 3)),)
+    out = ()
+    for b in tl.static_range(B):
+        for i in tl.static_range(len(scales)):
+            out = out + (parts(tl.permute(scaled[i][b], (1, 2, 0))),)
+    return out
+
+
+@triton.jit
+def nth(tuples, i: tl.constexpr):
+    """Return the i-th of each tuple."""
+    out = ()
+    for k in tl.static_range(len(tuples)):
+        out = out + (tuples[k][i],)
+    return out
 
 
 @triton.jit
@@ -217,12 +274,10 @@ def embed(out, data, ids, columns, stride, scale, FORMAT: tl.constexpr, G: tl.co
     b = tl.program_id(0)
     g = tl.program_id(1) * G + tl.arange(0, G)
     at = data + tl.load(ids + b).to(tl.int64) * stride + tl.zeros((1, 1), tl.int64)
-    low, high, d = units(at, tl.full((1, 1), 1, tl.int1), g, columns, FORMAT, V)
-    c = columns_of(g, FORMAT, V)[None, :, :]
-    tl.store(out + b * columns + c, low * d[:, :, None] * scale, mask=c < columns)
-    if plane_count(FORMAT) == 2:
-        second = c + BEHIND
-        tl.store(out + b * columns + second, high * d[:, :, None] * scale, mask=second < columns)
+    n = units(at, tl.full((1, 1), 1, tl.int1), g, columns, FORMAT, V)
+    for plane in tl.static_range(plane_count(FORMAT)):
+        c = columns_of(g, FORMAT, V)[None, :, :] + behind(FORMAT) * plane
+        tl.store(out + b * columns + c, n[plane] * scale, mask=c < columns)
 
 
 # ---- many tokens: tiles of tensor cores, all rows
@@ -237,14 +292,15 @@ def rounded(x):
 
 
 @triton.jit
-def tile(data, row, rows, stride, g, columns, FORMAT: tl.constexpr, V: tl.constexpr):
-    """Rows [T] and units g [G] decoded: low, high [T, G * V], as tensor cores take them."""
+def tiles(data, row, rows, stride, g, columns, FORMAT: tl.constexpr, V: tl.constexpr):
+    """Rows [T] and units g [G] decoded: of each plane [T, G * V], as tensor cores take them."""
     at = data + row.to(tl.int64)[:, None] * stride
-    low, high, d = units(at, (row < rows)[:, None], g, columns, FORMAT, V)
-    shape: tl.constexpr = (row.shape[0], g.shape[0] * V)
-    if block(FORMAT) > 0:
-        low, high = rounded(low * d[:, :, None]), rounded(high * d[:, :, None])
-    return tl.reshape(low, shape), tl.reshape(high, shape)
+    n = units(at, (row < rows)[:, None], g, columns, FORMAT, V)
+    out = ()
+    for plane in tl.static_range(plane_count(FORMAT)):
+        t = rounded(n[plane]) if kinds(FORMAT) > 1 else n[plane]
+        out = out + (tl.reshape(t, (row.shape[0], g.shape[0] * V)),)
+    return out
 
 
 @triton.jit
@@ -257,7 +313,7 @@ def operand(x, token, tokens, c, width, FORMAT: tl.constexpr):
 
 @triton.jit
 def matmul_many(
-    out, data, x, bias, rows, columns, stride, tokens, ADD: tl.constexpr, RELU: tl.constexpr,
+    out, data, x, bias, rows, columns, stride, tokens, pitch, ADD: tl.constexpr, RELU: tl.constexpr,
     FORMAT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """out of M tokens and N rows. f32 weights are multiplied as such, others exactly as tf32."""
@@ -268,15 +324,14 @@ def matmul_many(
     acc = tl.zeros((M, N), tl.float32)
     for start in range(0, tl.cdiv(columns, V * PLANES), G):
         g = start + tl.arange(0, G)
-        low, high = tile(data, row, rows, stride, g, columns, FORMAT, V)
-        c = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
-        acc = tl.dot(operand(x, token, tokens, c, columns, FORMAT), tl.trans(low), acc, PRECISION)
-        if PLANES == 2:
-            behind = operand(x, token, tokens, c + BEHIND, columns, FORMAT)
-            acc = tl.dot(behind, tl.trans(high), acc, PRECISION)
+        n = tiles(data, row, rows, stride, g, columns, FORMAT, V)
+        first = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
+        for plane in tl.static_range(PLANES):
+            mine = operand(x, token, tokens, first + behind(FORMAT) * plane, columns, FORMAT)
+            acc = tl.dot(mine, tl.trans(n[plane]), acc, PRECISION)
     if bias is not None:
         acc += tl.load(bias + row, mask=row < rows, other=0)[None, :]
-    to = out + token.to(tl.int64)[:, None] * rows + row[None, :]
+    to = out + token.to(tl.int64)[:, None] * pitch + row[None, :]
     ok = (token < tokens)[:, None] & (row < rows)[None, :]
     if ADD:
         acc += tl.load(to, mask=ok, other=0)
@@ -295,19 +350,18 @@ def down_many(
     token = tl.program_id(1) * M + tl.arange(0, M)
     PLANES: tl.constexpr = plane_count(FORMAT)
     PRECISION: tl.constexpr = "ieee" if FORMAT == "f32" else "tf32"
-    acc = tl.zeros((M, G * V), tl.float32)
-    behind = tl.zeros((M, G * V), tl.float32)
+    acc = (tl.zeros((M, G * V), tl.float32),) * PLANES
     for start in range(0, n, K):
         row = start + tl.arange(0, K)
-        low, high = tile(data, row, n, stride, g, columns, FORMAT, V)
+        w = tiles(data, row, n, stride, g, columns, FORMAT, V)
         a = operand(h, token, tokens, row, n, FORMAT)
-        acc = tl.dot(a, low, acc, PRECISION)
-        if PLANES == 2:
-            behind = tl.dot(a, high, behind, PRECISION)
-    c = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
-    put(out, acc, token, tokens, c, columns, ADD)
-    if PLANES == 2:
-        put(out, behind, token, tokens, c + BEHIND, columns, ADD)
+        new = ()
+        for plane in tl.static_range(PLANES):
+            new = new + (tl.dot(a, w[plane], acc[plane], PRECISION),)
+        acc = new
+    first = tl.reshape(columns_of(g, FORMAT, V), (G * V,))
+    for plane in tl.static_range(PLANES):
+        put(out, acc[plane], token, tokens, first + behind(FORMAT) * plane, columns, ADD)
 
 
 @triton.jit

@@ -1,115 +1,297 @@
 """Device code that decodes matrices as packs store them, and how what a thread holds is taken apart.
 
-A row is read in units: V stored numbers that one thread loads at once, of one scale at most.
+A weight is scale * number - minimum. A row is read in units: V stored numbers that one thread loads at once,
+of one block of 32 columns, and the block's scales. A stored number is a float; or a byte with bits of 1, 2 or
+4 columns, whose further bits may lie in a plane of their own. `stored` makes words of them, each with the
+numbers of four columns, and `numbers` makes floats of a word.
 
 Memory: `at` points at the weights of a row, u8. Where a mask is false nothing is read.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from thermocline.model import gguf_blocks
+from thermocline.model.formats import FORMATS
+
 
 class Loader(NamedTuple):
     """How the rows of a format are read.
 
-    `size`: bytes of a stored number. `block`: stored numbers with one scale, which is an f16 behind those of
-    all blocks; 0: no scales. `kinds`: tensors that `numbers` makes of what is stored. `planes`: columns of
-    a stored number, each `BEHIND` the one before. For few tokens: `dot`, stored numbers of a unit of `dots`,
-    and `sums`, a thread's in `down_few`, of all tokens, at most.
+    `planes`: columns of a stored number, each `behind` the one before. `bits`: of a column's number, of which
+    `zero` means 0; without any, stored numbers are floats. `more`: the plane of the bits that bytes lack.
+    `book`: numbers are places in this table. `scales`: of 32 columns. `minima`: there are as many.
+    `size`: bytes of a stored number. `align`: rows begin at multiples of so many.
+
+    Stored numbers of a unit: `unit`; `dot` in `dots`; in `down_few` as many as make `sums` of all tokens.
     """
 
-    size: int
-    block: int
-    kinds: int
     planes: int
-    dot: int
-    sums: int
+    bits: int
+    zero: int = 0
+    more: str = ""
+    book: str = ""
+    scales: int = 1
+    minima: bool = False
+    size: int = 1
+    align: int = 2
+    unit: int = 16
+    dot: int = 4
+    sums: int = 16
 
 
 @triton.constexpr_function
 def loader(format):
-    """The row of a format; its numbers are made by `numbers`.
+    """The row of a format; its words are made by `words`, its scales by `scales_of`.
 
     dot: x is f32, so with more than four columns a thread, its lanes' loads conflict (2 to 8 at once); and
-    with fewer there is a scale to load and multiply with for every four numbers of q8_0.
+    with fewer there are scales to load and multiply with for every few stored numbers.
     """
     return {
-        "f32": Loader(size=4, block=0, kinds=1, planes=1, dot=4, sums=32),
-        "f16": Loader(size=2, block=0, kinds=1, planes=1, dot=4, sums=32),
-        "bf16": Loader(size=2, block=0, kinds=1, planes=1, dot=4, sums=32),
-        "q8_0": Loader(size=1, block=32, kinds=4, planes=1, dot=8, sums=32),
-        "q4_0": Loader(size=1, block=16, kinds=8, planes=2, dot=4, sums=16),
+        "f32": Loader(1, 0, size=4, align=4, unit=4, sums=32),
+        "f16": Loader(1, 0, size=2, unit=8, sums=32),
+        "bf16": Loader(1, 0, size=2, unit=8, sums=32),
+        "q8_0": Loader(1, 8, 128, dot=8, sums=32),
+        "q4_0": Loader(2, 4, 8),
+        "q4_1": Loader(2, 4, minima=True),
+        "q5_0": Loader(2, 5, 16, "fifth"),
+        "q5_1": Loader(2, 5, 0, "fifth", minima=True),
+        "q4_k": Loader(2, 4, minima=True, dot=8),
+        "q5_k": Loader(2, 5, 0, "fifth", minima=True),
+        "q6_k": Loader(2, 6, 32, "pairs", scales=2, unit=8, dot=8),
+        "q3_k": Loader(4, 3, 4, "third", scales=2, unit=8, sums=8),
+        "q2_k": Loader(4, 2, scales=2, minima=True, unit=8, sums=8),
+        "iq4_nl": Loader(2, 8, 128, book="iq4"),
+        "iq4_xs": Loader(2, 8, 128, book="iq4"),
+        "mxfp4": Loader(2, 8, 128, book="e2m1", align=1),
+        "tq2_0": Loader(4, 2, 1, unit=8, sums=8),
     }[format]
 
 
-BEHIND: tl.constexpr = tl.constexpr(16)  # columns between the halves of a byte
+def _begins():
+    """For each format, the weights of a block, and the bytes of one that come before each plane's."""
+    made = {}
+    for f in FORMATS.values():
+        before = accumulate((p.nbytes for p in f.planes), initial=0)
+        made[f.name] = f.block, {p.name: at for p, at in zip(f.planes, before, strict=False)}
+    return made
+
+
+# Being constexpr, they are part of a compiled kernel's key.
+BEGINS: tl.constexpr = tl.constexpr(_begins())
+BOOKS: tl.constexpr = tl.constexpr({"iq4": gguf_blocks.IQ4.tolist(), "e2m1": gguf_blocks.E2M1.tolist()})
+
+
+# ---- units of a row
 
 
 @triton.jit
 def stored(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr = 0):
-    """Units g + AHEAD [G] of the rows at `at` [..., 1] where `live` [..., 1]: what is stored, scale [..., G].
+    """Units g + AHEAD [G] of the rows at `at` [..., 1] where `live` [..., 1]: words, scales, minima.
 
-    Floats [..., G, V]; or uint32 [..., G, V / 4], of four stored numbers each. scale: 1 where there is none.
+    words: floats ([..., G, V],); or uint32 [..., G, V / 4], a tensor for all planes or one for each.
+    scales, minima: [..., G], as many as the format's row says. Floats have a scale of 1.
     """
-    BLOCK: tl.constexpr = block(FORMAT)
-    stored_columns = columns // plane_count(FORMAT)
-    inside = live & (g < tl.cdiv(stored_columns, V) - AHEAD)
+    inside = live & (g < tl.cdiv(columns // plane_count(FORMAT), V) - AHEAD)
     unit = tl.expand_dims(at + g * (V * size(FORMAT)), -1) + AHEAD * V * size(FORMAT)
     ok = tl.expand_dims(inside, -1)
-    if BLOCK > 0:
-        # Rows of blocks begin at even bytes. Where they are aligned further, a thread's loads become one.
-        pairs = tl.load(unit.to(tl.pointer_type(tl.uint16)) + tl.arange(0, V // 2), mask=ok, other=0)
-        first, second = tl.split(tl.reshape(pairs, pairs.shape[:-1] + (V // 4, 2)))
-        w = first.to(tl.uint32) | (second.to(tl.uint32) << 16)
-        of = at + stored_columns + (g * V // BLOCK * 2) + AHEAD * V // BLOCK * 2
-        scale = tl.load(of.to(tl.pointer_type(tl.float16)), mask=inside, other=0).to(tl.float32)
-    else:
+    if kinds(FORMAT) == 1:
         v = tl.arange(0, V)
         ok = ok & ((g * V)[:, None] + v < columns - AHEAD * V)
-        w = tl.load(unit.to(tl.pointer_type(number(FORMAT))) + v, mask=ok, other=0)
-        scale = inside.to(tl.float32)
-    return w, scale
+        w = (tl.load(unit.to(tl.pointer_type(number(FORMAT))) + v, mask=ok, other=0),)
+        scales = (inside.to(tl.float32),)
+        minima = ()
+    else:
+        w = words(load_words(unit, ok, V // 4, FORMAT), at, ok, g, columns, FORMAT, V, AHEAD)
+        UNITS: tl.constexpr = behind(FORMAT) // V  # of a block. AHEAD is whole ones of 256 columns
+        scales, minima = scales_of(at, inside, g // UNITS, columns, FORMAT, AHEAD // UNITS)
+    return w, scales, minima
 
 
 @triton.jit
-def numbers(w, zero, FORMAT: tl.constexpr):
-    """The f32 numbers of what is stored, unscaled, in `kinds(FORMAT)` tensors.
+def load_words(at, ok, N: tl.constexpr, FORMAT: tl.constexpr):
+    """Words of four bytes, [..., N], from `at` [..., 1] on. Where rows are aligned, they come at once."""
+    if loader(FORMAT).align > 1:
+        pairs = tl.load(at.to(tl.pointer_type(tl.uint16)) + tl.arange(0, 2 * N), mask=ok, other=0)
+    else:
+        pairs = paired(tl.load(at + tl.arange(0, 4 * N), mask=ok, other=0), tl.uint16)
+    return paired(pairs, tl.uint32)
 
-    (w,); or 4, of each int32 its bytes; or 8, of bytes the low halves, then the high ones, whose columns are
-    `BEHIND`.
+
+@triton.jit
+def paired(t, TYPE: tl.constexpr):
+    """Two neighbours of t [..., N] as one number of twice their bits, the first in the low ones."""
+    N: tl.constexpr = t.shape[len(t.shape) - 1] // 2
+    first, second = tl.split(tl.reshape(t, t.shape[:-1] + (N, 2)))
+    return first.to(TYPE) | (second.to(TYPE) << (TYPE.primitive_bitwidth // 2))
+
+
+@triton.jit
+def field(
+    at, ok, i, columns, FORMAT: tl.constexpr, PLANE: tl.constexpr, TYPE: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Numbers i + AHEAD [G] of a plane: [..., G]."""
+    SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
+    of = at + (columns // block(FORMAT) * begin(FORMAT, PLANE) + i * SIZE) + AHEAD * SIZE
+    return tl.load(of.to(tl.pointer_type(TYPE)), mask=ok, other=0)
+
+
+@triton.jit
+def words(w, at, ok, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr):
+    """Words [..., G, V / 4] of stored numbers as `numbers` takes them: as they are, or each plane's own."""
+    LOW: tl.constexpr = 8 // plane_count(FORMAT)  # bits of a column in a stored number
+    MORE: tl.constexpr = loader(FORMAT).bits - LOW
+    if FORMAT == "q8_0":
+        out = (w ^ 0x80808080,)  # n + 128
+    elif whole(FORMAT):
+        if loader(FORMAT).more != "":
+            more = further(at, ok, g, columns, FORMAT, V, AHEAD)
+        out = ()
+        for plane in tl.static_range(plane_count(FORMAT)):
+            n = (w >> (LOW * plane)) & every_byte(2**LOW - 1)
+            if loader(FORMAT).more != "":
+                n |= ((more >> (behind(FORMAT) // 4 * plane)) & every_byte(2**MORE - 1)) << LOW
+            else:
+                n = looked_up(n, FORMAT)
+            out = out + (n,)
+    else:
+        out = (w,)
+    return out
+
+
+@triton.jit
+def further(at, ok, g, columns, FORMAT: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr):
+    """The bits that bytes lack: [..., G, V / 4]. In each byte plane p's begin at bit p * behind / 4."""
+    PLANE: tl.constexpr = loader(FORMAT).more
+    UNITS: tl.constexpr = behind(FORMAT) // V  # of a block
+    first = g % UNITS * (V // 4)  # the unit's first word, of a block's
+    start = at + columns // block(FORMAT) * begin(FORMAT, PLANE)
+    if PLANE == "pairs":  # byte k of 8: two bits of each of the columns k, k + 8, k + 16, k + 24
+        of = start + (g // UNITS * 8 + first % 2 * 4)
+        more = load_words(tl.expand_dims(of, -1) + AHEAD // UNITS * 8, ok, V // 4, FORMAT)
+        shift = tl.expand_dims(first // 2 * 2, -1)
+    else:  # bit 8 k + t of a word: of column 4 t + k
+        more = load_words(tl.expand_dims(start + g // UNITS * 4, -1) + AHEAD // UNITS * 4, ok, 1, FORMAT)
+        shift = tl.expand_dims(first, -1) + tl.arange(0, V // 4)
+    return more >> shift.to(tl.uint32)
+
+
+@triton.jit
+def scales_of(at, ok, i, columns, FORMAT: tl.constexpr, AHEAD: tl.constexpr):
+    """The scales and the minima of blocks i + AHEAD [G] of 32 columns: tuples of [..., G]."""
+    if block(FORMAT) == 256:
+        d = field(at, ok, i // 8, columns, FORMAT, "super", tl.float16, AHEAD // 8).to(tl.float32)
+        n, m = parts_of(at, ok, i, columns, FORMAT, AHEAD)
+        scales = ()
+        for half in tl.static_range(scale_count(FORMAT)):
+            scales = scales + (d * n[half].to(tl.float32),)
+        minima = ()
+        if loader(FORMAT).minima:
+            d = field(at, ok, i // 8, columns, FORMAT, "super_minimum", tl.float16, AHEAD // 8).to(tl.float32)
+            for half in tl.static_range(scale_count(FORMAT)):
+                minima = minima + (d * m[half].to(tl.float32),)
+    elif FORMAT == "mxfp4":
+        e = field(at, ok, i, columns, FORMAT, "exponent", tl.uint8, AHEAD).to(tl.int32)
+        power = tl.where(e < 2, (e + 1) << 21, (e - 1) << 23)  # half of 2**(e - 127)
+        scales = (tl.where(ok, power.to(tl.float32, bitcast=True), 0.0),)
+        minima = ()
+    else:
+        scales = (field(at, ok, i, columns, FORMAT, "scale", tl.float16, AHEAD).to(tl.float32),)
+        minima = ()
+        if loader(FORMAT).minima:
+            minima = (-field(at, ok, i, columns, FORMAT, "minimum", tl.float16, AHEAD).to(tl.float32),)
+    return scales, minima
+
+
+@triton.jit
+def parts_of(at, ok, i, columns, FORMAT: tl.constexpr, AHEAD: tl.constexpr):
+    """The integers that scale blocks i + AHEAD [G] of a block of 256 columns, and those of their minima."""
+    b = i % 8
+    m = ()
+    if FORMAT == "q4_k" or FORMAT == "q5_k":
+        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint8, AHEAD).to(tl.int32)
+        high = field(at, ok, i // 8 * 4 + b % 4, columns, FORMAT, "minima", tl.uint8, AHEAD // 2).to(tl.int32)
+        s = (n & 63,)
+        m = (((high >> (b // 4 * 4)) & 15) << 2 | n >> 6,)
+    elif FORMAT == "q6_k":
+        n = field(at, ok, i, columns, FORMAT, "scales", tl.int16, AHEAD).to(tl.int32)
+        s = ((n << 24) >> 24, n >> 8)
+    elif FORMAT == "q3_k":
+        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint8, AHEAD).to(tl.int32)
+        high = field(at, ok, i // 2, columns, FORMAT, "scales_high", tl.uint8, AHEAD // 2).to(tl.int32)
+        high = high >> (b % 2 * 4)
+        s = ((n & 15 | (high & 3) << 4) - 32, (n >> 4 | (high & 12) << 2) - 32)
+    elif FORMAT == "q2_k":
+        n = field(at, ok, i, columns, FORMAT, "scales", tl.uint16, AHEAD).to(tl.int32)
+        s = (n & 15, (n >> 8) & 15)
+        m = ((n >> 4) & 15, n >> 12)
+    elif FORMAT == "iq4_xs":
+        n = field(at, ok, i // 2, columns, FORMAT, "scales", tl.uint8, AHEAD // 2).to(tl.int32)
+        high = field(at, ok, i // 8, columns, FORMAT, "scales_high", tl.uint16, AHEAD // 8).to(tl.int32)
+        s = (((n >> (b % 2 * 4)) & 15 | ((high >> (b * 2)) & 3) << 4) - 32,)
+    else:
+        s = (ok.to(tl.int32),)
+    return s, m
+
+
+@triton.jit
+def looked_up(places, FORMAT: tl.constexpr):
+    """The numbers of the book, plus its zero, at four places of 4 bits, a byte each.
+
+    A bit of the place chooses between two numbers, for all four bytes at once.
+    """
+    found = ()
+    for place in tl.static_range(16):
+        found = found + (entry(FORMAT, place),)
+    for bit in tl.static_range(4):
+        mask = ((places >> bit) & 0x01010101) * 0xFF
+        left = ()
+        for i in tl.static_range(8 >> bit):
+            left = left + (found[2 * i] ^ (mask & (found[2 * i] ^ found[2 * i + 1])),)
+        found = left
+    return found[0]
+
+
+# ---- what a thread holds
+
+
+@triton.jit
+def numbers(w, zero, plane: tl.constexpr, FORMAT: tl.constexpr):
+    """The f32 numbers, unscaled, of a plane's columns: four of a word, or one. w: `stored`'s, each [...].
 
     2**e + n is a float whose last bits are n, wherever they begin: so two operations make a number, one that
     masks the bits where they lie and puts the exponent before them, and a subtraction.
     """
-    if FORMAT == "q8_0":
-        w = w ^ 0x80808080  # n + 128
-        return four_of(w, zero, 0xFF, 0, 8, 128.0)
-    elif FORMAT == "q4_0":
-        return four_of(w, zero, 0xF, 0, 8, 8.0) + four_of(w, zero, 0xF, 4, 12, 8.0)
+    BITS: tl.constexpr = loader(FORMAT).bits
+    if kinds(FORMAT) == 1:
+        return (w[0].to(tl.float32),)
+    elif whole(FORMAT):
+        return four_of(w[plane], zero, BITS, 0, loader(FORMAT).zero)
     else:
-        return (w.to(tl.float32),)
+        return four_of(w[0], zero, BITS, BITS * plane, loader(FORMAT).zero)
 
 
 @triton.jit
-def four_of(w, zero, MASK: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ZERO: tl.constexpr):
-    """The numbers that begin at these bits of both halves of w [...]."""
+def four_of(w, zero, BITS: tl.constexpr, FIRST: tl.constexpr, ZERO: tl.constexpr):
+    """The numbers that begin at this bit of each byte of w [...]."""
     above = w >> 16
     return (
-        masked(w, zero, MASK, FIRST, ZERO),
-        masked(w, zero, MASK, SECOND, ZERO),
-        masked(above, zero, MASK, FIRST, ZERO),
-        masked(above, zero, MASK, SECOND, ZERO),
+        masked(w, zero, BITS, FIRST, ZERO),
+        masked(w, zero, BITS, FIRST + 8, ZERO),
+        masked(above, zero, BITS, FIRST, ZERO),
+        masked(above, zero, BITS, FIRST + 8, ZERO),
     )
 
 
 @triton.jit
-def masked(w, zero, MASK: tl.constexpr, FIRST: tl.constexpr, ZERO: tl.constexpr):
+def masked(w, zero, BITS: tl.constexpr, FIRST: tl.constexpr, ZERO: tl.constexpr):
     """The number of w that begins at bit FIRST, less ZERO. 2**(23 - FIRST) has its last bit there."""
-    bits = (w & (MASK << FIRST)) | (((150 - FIRST) << 23) + zero)
+    bits = (w & ((2**BITS - 1) << FIRST)) | (((150 - FIRST) << 23) + zero)
     return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - FIRST) + ZERO)
 
 
@@ -129,36 +311,28 @@ def parts(t):
 
 
 @triton.jit
-def together(a, b, c, d):
-    """Four [..., N] as one, [..., N * 4], in turns. Nothing moves."""
-    t = tl.join(tl.join(a, c), tl.join(b, d))  # [..., N, 2 (a or c), 2 (a or b)]
-    return tl.reshape(t, a.shape[:-1] + (a.shape[len(a.shape) - 1] * 4,))
+def together(n):
+    """One or four [..., N] as one, [..., N * 4], in turns. Nothing moves."""
+    if len(n) == 1:
+        return n[0]
+    else:
+        t = tl.join(tl.join(n[0], n[2]), tl.join(n[1], n[3]))  # [..., N, 2 (0 or 2), 2 (0 or 1)]
+        return tl.reshape(t, t.shape[:-3] + (t.shape[len(t.shape) - 3] * 4,))
 
 
 @triton.jit
 def units(at, live, g, columns, FORMAT: tl.constexpr, V: tl.constexpr):
-    """Units g [G] of rows, as `stored`: low, high [..., G, V], scale [..., G].
-
-    high: the numbers of the second plane, `BEHIND`; low again where there is one.
-    """
-    w, scale = stored(at, live, g, columns, FORMAT, V)
-    n = numbers(w, 0, FORMAT)
-    low, high = planes(n, kinds(FORMAT))
-    return low, high, scale
-
-
-@triton.jit
-def planes(n, KINDS: tl.constexpr):
-    """Return low, high [..., V] of tensors as `numbers` returns them."""
-    if KINDS == 1:
-        low = n[0]
-        high = low
-    else:
-        low = together(n[0], n[1], n[2], n[3])
-        high = low
-        if KINDS == 8:
-            high = together(n[4], n[5], n[6], n[7])
-    return low, high
+    """The weights of units g [G] of rows, as `stored`'s: of each plane [..., G, V]."""
+    w, scales, minima = stored(at, live, g, columns, FORMAT, V)
+    out = ()
+    for plane in tl.static_range(plane_count(FORMAT)):
+        n = together(numbers(w, 0, plane, FORMAT))
+        if kinds(FORMAT) > 1:
+            n *= tl.expand_dims(scales[half_of(plane, FORMAT)], -1)
+        if loader(FORMAT).minima:
+            n -= tl.expand_dims(minima[half_of(plane, FORMAT)], -1)
+        out = out + (n,)
+    return out
 
 
 @triton.jit
@@ -170,6 +344,9 @@ def unknown_nought(n):
     return tl.minimum(n, 0).to(tl.uint32)
 
 
+# ---- what follows from a format's row
+
+
 @triton.constexpr_function
 def number(format):
     return {"f32": tl.float32, "f16": tl.float16, "bf16": tl.bfloat16}[format]
@@ -177,8 +354,8 @@ def number(format):
 
 @triton.constexpr_function
 def kinds(format):
-    """Tensors that `numbers` makes."""
-    return loader(format).kinds
+    """Tensors of numbers that one of stored numbers becomes."""
+    return 4 * loader(format).planes if loader(format).bits else 1
 
 
 @triton.constexpr_function
@@ -189,8 +366,14 @@ def size(format):
 
 @triton.constexpr_function
 def block(format):
-    """Stored numbers with one scale; 0: no scales."""
-    return loader(format).block
+    """Columns of a block as the format counts them."""
+    return BEGINS.value[format][0]
+
+
+@triton.constexpr_function
+def begin(format, plane):
+    """Bytes of a block that lie before this plane's."""
+    return BEGINS.value[format][1][plane]
 
 
 @triton.constexpr_function
@@ -199,16 +382,51 @@ def plane_count(format):
     return loader(format).planes
 
 
+@triton.constexpr_function
+def behind(format):
+    """Columns from one plane to the next: stored numbers of 32 columns."""
+    return 32 // loader(format).planes
+
+
+@triton.constexpr_function
+def scale_count(format):
+    return loader(format).scales
+
+
+@triton.constexpr_function
+def half_of(plane, format):
+    """Which of the scales is a plane's."""
+    return plane * loader(format).scales // loader(format).planes
+
+
+@triton.constexpr_function
+def whole(format):
+    """Whether each plane has words of its own, of numbers that begin at their bytes."""
+    return loader(format).more != "" or loader(format).book != ""
+
+
+@triton.constexpr_function
+def every_byte(n):
+    return 0x01010101 * n
+
+
+@triton.constexpr_function
+def entry(format, place):
+    """A number of the book, in every byte."""
+    how = loader(format)
+    return every_byte(int(BOOKS.value[how.book][place]) + how.zero)
+
+
 @triton.jit
 def first_column(g, FORMAT: tl.constexpr, V: tl.constexpr):
-    """Return the first columns of units g [G]; `high` begins `BEHIND`."""
-    if plane_count(FORMAT) == 2:
-        return g // (BEHIND // V) * (2 * BEHIND) + g % (BEHIND // V) * V
-    else:
+    """Return the first columns of units g [G]; those of the next plane are `behind`."""
+    if plane_count(FORMAT) == 1:
         return g * V
+    else:
+        return g // (behind(FORMAT) // V) * 32 + g % (behind(FORMAT) // V) * V
 
 
 @triton.jit
 def columns_of(g, FORMAT: tl.constexpr, V: tl.constexpr):
-    """The column of each number of units g [G]: [G, V]."""
+    """The column of each number of units g [G], of the first plane: [G, V]."""
     return first_column(g, FORMAT, V)[:, None] + tl.arange(0, V)[None, :]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError
-from thermocline.pack.pack import Pack
-from thermocline.pack.predictor import Predictors
+from thermocline.pack.stored_model import Progress, Run, StoredModel
+
+if TYPE_CHECKING:
+    from thermocline.pack.pack import Pack
+    from thermocline.pack.predictor import Predictors
 
 
 def new_arena(size: int, what: str) -> _native.Arena:
@@ -18,9 +24,9 @@ def new_arena(size: int, what: str) -> _native.Arena:
         raise OutOfBudget(f"the system has no {size / 2**30:.1f} GiB of memory for {what}") from None
 
 
-def memory_bytes(pack: Pack, predictors: Predictors | None = None) -> int:
-    """Return the bytes that `load` keeps in memory."""
-    weights = sum(end - begin for begin, end in block_ranges(pack))
+def memory_bytes(model: StoredModel, predictors: Predictors | None = None) -> int:
+    """Return the bytes that a load keeps in memory."""
+    weights = sum(end - begin for begin, end in model.ranges())
     return weights + (0 if predictors is None else predictors.nbytes)
 
 
@@ -39,11 +45,55 @@ def block_ranges(pack: Pack) -> list[tuple[int, int]]:
     return out
 
 
-def read_blocks(arena: _native.Arena, pack: Pack, begin: int, end: int, to: int) -> None:
-    """Read whole blocks of weights.bin to byte `to` of the arena, checked. Raises BadFile or IOFailure."""
-    error, block = arena.load(str(pack.weights_path), begin, end, pack.checksums, pack.block_bytes, to)
-    if block >= 0:
-        raise block_error(pack, error, block)
+class BlockReading:
+    """Whole blocks of a pack's weights.bin on their way into an arena."""
+
+    def __init__(self, pack: Pack, arena: _native.Arena, runs: Sequence[Run]) -> None:
+        self._pack, self._size = pack, sum(end - begin for begin, end, _ in runs)
+        self._loading = _native.begin_blocks(
+            arena, str(pack.weights_path), list(runs), pack.checksums, pack.block_bytes
+        )
+
+    def finish(self, progress: Progress | None = None) -> None:
+        error, block = self._loading.wait(bytes_of(progress, self._size))
+        if block >= 0:
+            raise block_error(self._pack, error, block)
+
+
+def bytes_of(progress: Progress | None, size: int) -> Callable[[int], None] | None:
+    """Return a progress of `size` bytes as the native core calls it."""
+    return None if progress is None else lambda done: progress(done, size)
+
+
+def read_runs(
+    pack: Pack, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None
+) -> None:
+    """Read bytes [begin, end) of weights.bin to byte `to` of the arena, each run; checked."""
+    whole, edges = list[Run](), list[Run]()
+    for run in runs:
+        for piece in _pieces(run, pack.block_bytes, pack.weights_bytes):
+            begin, end, _ = piece
+            aligned = begin % pack.block_bytes == 0
+            ends = end % pack.block_bytes == 0 or end == pack.weights_bytes
+            (whole if aligned and ends else edges).append(piece)
+    if edges:  # a block is checked whole
+        edge = new_arena(pack.block_bytes, "a block")
+    for begin, end, to in edges:
+        block = begin // pack.block_bytes * pack.block_bytes
+        BlockReading(pack, edge, [(block, min(pack.weights_bytes, block + pack.block_bytes), 0)]).finish()
+        arena.copy(to, edge, begin - block, end - begin)
+    done = sum(end - begin for begin, end, _ in edges)
+    size = done + sum(end - begin for begin, end, _ in whole)
+    BlockReading(pack, arena, whole).finish(progress and (lambda n, _: progress(done + n, size)))
+
+
+def _pieces(run: Run, block: int, size: int) -> Iterator[Run]:
+    """Cut a run at its first and its last border of blocks."""
+    begin, end, to = run
+    first, last = -(-begin // block) * block, end if end == size else end // block * block
+    borders = sorted({begin, end, *(b for b in (first, last) if begin < b < end)})
+    for a, b in itertools.pairwise(borders):
+        yield a, b, to + a - begin
 
 
 def block_error(pack: Pack, error: int, block: int) -> ThermoclineError:

@@ -18,7 +18,7 @@ from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
 from thermocline.model.tensors import TensorInfo
 from thermocline.pack import sidecar
-from thermocline.pack.blocks import new_arena, read_blocks
+from thermocline.pack.blocks import new_arena
 from thermocline.pack.pack import Pack
 
 log = logging.getLogger(__name__)
@@ -114,5 +114,5 @@ def _checksum(pack: Pack, t: TensorInfo, arena: _native.Arena, first: int, out: 
     """Write the checksums of the rows from `first` on to `out`."""
     block, begin = pack.block_bytes, t.offset + first * t.stride
     from_, end = begin // block * block, begin + len(out) * t.stride
-    read_blocks(arena, pack, from_, min(pack.weights_bytes, -(-end // block) * block), 0)
+    pack.read_runs(arena, [(from_, min(pack.weights_bytes, -(-end // block) * block), 0)])
     arena.checksums(begin - from_, t.stride, out)

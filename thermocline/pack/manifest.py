@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thermocline import _native
@@ -16,9 +16,11 @@ from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import Json, parse_json, quoted
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec, RopeScaling, check_spec
-from thermocline.model.tensors import ALIGN, TensorInfo, expected_tensors
+from thermocline.model.tensors import ALIGN, TensorInfo, expected_tensors, named_formats, place
 
 KIND, VERSION = "thermocline-pack", 2
+NEWEST = 3  # which only packs have that version 2 cannot say, so that older builds open all others
+OLD_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "i32")  # version 2's
 BLOCK_BYTES = 65536
 GENERATION_CONFIG = "generation_config.json"
 COPIED = ("tokenizer.json", "tokenizer_config.json", GENERATION_CONFIG, "chat_template.jinja")
@@ -49,11 +51,23 @@ class Manifest:
     predictor: Predictor | None = None
 
 
+def version_of(tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the version of a pack of these tensors: the oldest that can say what they are."""
+    for name, t in tensors.items():
+        up = tensors.get(name.replace(".gate.weight", ".up.weight"), t)
+        beside = tensors.get(name.replace(".gate.weight", ".bundle"), t)
+        if t.format not in OLD_FORMATS or t.down_format is not None or name.endswith(".q.weight"):
+            return NEWEST
+        if t.format not in (up.format, beside.format) or up.format != beside.format:
+            return NEWEST
+    return VERSION
+
+
 def render_manifest(m: Manifest) -> bytes:
     """Return the bytes of pack.json. `parse_manifest` accepts no others, so it notices every changed byte."""
     value: Json = {
         "format": KIND,
-        "version": VERSION,
+        "version": version_of(m.tensors),
         "block_bytes": m.block_bytes,
         "weights_bytes": m.weights_bytes,
         "weight_format": m.weight_format,
@@ -61,11 +75,16 @@ def render_manifest(m: Manifest) -> bytes:
         "source": m.source,
         "checksums_crc32c": m.checksums_crc32c,
         "files": m.files,
-        "tensors": {name: dataclasses.asdict(t) for name, t in m.tensors.items()},
+        "tensors": {name: _tensor(t) for name, t in m.tensors.items()},
     }
     if m.predictor is not None:
         value["predictor"] = dataclasses.asdict(m.predictor)
     return _render(value)
+
+
+def _tensor(t: TensorInfo) -> Json:
+    """Return a tensor's fields, without a down format that it does not have."""
+    return {k: v for k, v in dataclasses.asdict(t).items() if v is not None}
 
 
 def _render(value: Json) -> bytes:
@@ -101,9 +120,9 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     value = parse_json(data, name)
     if value.get("format") != KIND:
         raise BadFile(f"{name}: not a pack: format is {quoted(value.get('format'))}, not {KIND}")
-    if type(value.get("version")) is int and value["version"] > VERSION:
+    if type(value.get("version")) is int and value["version"] > NEWEST:
         raise Unsupported(
-            f"{name}: pack version {quoted(value['version'])}; this build reads {VERSION}: update it"
+            f"{name}: pack version {quoted(value['version'])}; this build reads {NEWEST}: update it"
         )
     _check_keys(value, _KEYS | ({"predictor": dict} if "predictor" in value else {}), name)
     crc = value.pop("crc32c")
@@ -115,19 +134,23 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
         raise BadFile(
             f"{name}: pack version {value['version']}; this build reads {VERSION}: pack the model again"
         )
-    if value["version"] != VERSION or value["block_bytes"] != BLOCK_BYTES:
+    if value["version"] < VERSION or value["block_bytes"] != BLOCK_BYTES:
         raise BadFile(
             f"{name}: version must be {VERSION} and block_bytes {BLOCK_BYTES}; pack the model again"
         )
     spec = _parse_spec(value["spec"], f"{name}: spec")
     weights_bytes = _size(value, "weights_bytes", MAX_WEIGHTS_BYTES, name)
     predictor = _parse_predictor(value["predictor"], spec, name) if "predictor" in value else None
+    tensors = _parse_tensors(value["tensors"], spec, value["weight_format"], predictor, weights_bytes, name)
+    if value["version"] != version_of(tensors):
+        raise BadFile(
+            f"{name}: version is {value['version']}, and its tensors are of version {version_of(tensors)}; "
+            "pack the model again"
+        )
     return Manifest(
         spec=spec,
         weight_format=value["weight_format"],
-        tensors=_parse_tensors(
-            value["tensors"], spec, value["weight_format"], predictor, weights_bytes, name
-        ),
+        tensors=tensors,
         block_bytes=BLOCK_BYTES,
         weights_bytes=weights_bytes,
         checksums_crc32c=_size(value, "checksums_crc32c", 0xFFFFFFFF, name),
@@ -206,8 +229,11 @@ def _parse_tensors(
     weights_bytes: int,
     name: str,
 ) -> dict[str, TensorInfo]:
-    given = {t: f.get("format") for t, f in value.items() if type(f) is dict}
-    formats = {t: f for t, f in given.items() if type(f) is str and f in quant.FORMATS}
+    formats: dict[str, str] = {}
+    for tensor, fields in value.items():
+        if type(fields) is dict:
+            formats |= named_formats(tensor, fields.get("format", ""), fields.get("down_format"))
+    formats = {t: f for t, f in formats.items() if type(f) is str and f in quant.FORMATS}
     ranks = predictor.ranks if predictor is not None else ()
     expected = expected_tensors(spec, weight_format, formats, ranks)
     missing = [n for n, t in expected.items() if n not in value and not t.optional]
@@ -221,15 +247,11 @@ def _parse_tensors(
             raise BadFile(f"{where} does not belong to this model")
         if type(fields) is not dict:
             raise BadFile(f"{where} is not an object")
-        _check_keys(fields, _TENSOR_KEYS, where)
+        _check_keys(fields, _TENSOR_KEYS | ({"down_format": str} if "down_format" in fields else {}), where)
         offset = _size(fields, "offset", weights_bytes, where)
-        info = TensorInfo(
-            tensor_spec.format, tensor_spec.shape, offset, tensor_spec.bytes, tensor_spec.stride
-        )
-        if dataclasses.asdict(info) | {"shape": list(info.shape)} != fields:
-            raise BadFile(
-                f"{where} is {quoted(fields)}, and the model needs {quoted(dataclasses.asdict(info))}"
-            )
+        info = replace(place({tensor: tensor_spec})[0][tensor], offset=offset)
+        if _tensor(info) | {"shape": list(info.shape)} != fields:
+            raise BadFile(f"{where} is {quoted(fields)}, and the model needs {quoted(_tensor(info))}")
         out[tensor] = info
     if weight_format not in {out[n].format for n, t in expected.items() if n in out and not t.vector}:
         raise BadFile(f"{name}: weight_format is {quoted(weight_format)}, which no matrix has")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 from thermocline import _native
 from thermocline.errors import BadFile
 from thermocline.files.bounded import Json, open_regular, read_at, read_small
-from thermocline.model import quant
+from thermocline.files.small_files import FilesOfDirectory
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors
-from thermocline.pack.manifest import VERSION, Manifest, Predictor, parse_manifest
+from thermocline.model.tensors import TensorInfo, TensorSpec
+from thermocline.pack import blocks, sidecar
+from thermocline.pack.manifest import Manifest, Predictor, parse_manifest, version_of
+from thermocline.pack.stored_model import Progress as Progress
+from thermocline.pack.stored_model import Run, StoredModel, tensor_specs
 
 U32 = NDArray[np.uint32]
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 MAX_COPIED_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 4 << 20
@@ -31,7 +33,10 @@ ROLES = ("embed", "attention", "norm", "router", *NEURON_ROLES, "head", "predict
 
 @dataclass(frozen=True)
 class Pack:
-    """An opened pack. All of it is checked but the contents of weights.bin, which are checked when read."""
+    """An opened pack, a `StoredModel`. All of it is checked but the contents of weights.bin.
+
+    Those are checked when they are read.
+    """
 
     path: Path
     spec: ModelSpec
@@ -47,6 +52,31 @@ class Pack:
     @property
     def weights_path(self) -> Path:
         return self.path / "weights.bin"
+
+    @property
+    def data_path(self) -> Path:
+        return self.weights_path
+
+    @property
+    def small_files(self) -> FilesOfDirectory:
+        return FilesOfDirectory(self.path)
+
+    @property
+    def stamp(self) -> tuple[str, str]:
+        return "pack", sidecar.stamp(self.path)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return blocks.block_ranges(self)
+
+    def begin_load(self, arena: _native.Arena) -> blocks.BlockReading:
+        return blocks.BlockReading(self, arena, [(begin, end, begin) for begin, end in self.ranges()])
+
+    def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
+        blocks.read_runs(self, arena, runs, progress)
+
+    def tensor_specs(self, *, absent: bool = False) -> dict[str, TensorSpec]:
+        """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
+        return tensor_specs(self, absent=absent)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Pack:
@@ -126,35 +156,52 @@ def _damage(pack: Pack, block: int) -> str:
     return f"{pack.weights_path}: block {block} (bytes {begin} to {end}) is damaged: {where}"
 
 
-def inspect(pack: Pack) -> Json:
-    """Describe a pack, ready for JSON: spec, parameters and bytes by role, bytes per token, file sizes."""
-    formats = {n: t.format for n, t in pack.tensors.items()}
-    ranks = pack.predictor.ranks if pack.predictor is not None else ()
-    expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
-    tensor_specs = {n: t for n, t in expected.items() if n in pack.tensors}
-    parts = {
+def parts_of(model: StoredModel) -> dict[str, dict[str, int]]:
+    """Return the parameters and bytes of each role that a model has tensors of."""
+    specs = tensor_specs(model).values()
+    return {
         role: {
-            "parameters": sum(
-                t.parameters for t in tensor_specs.values() if t.role == role and t.format != "i32"
-            ),
-            "bytes": sum(t.bytes for t in tensor_specs.values() if t.role == role),
+            "parameters": sum(t.parameters for t in specs if t.role == role and t.format != "i32"),
+            "bytes": sum(t.bytes for t in specs if t.role == role),
         }
         for role in ROLES
-        if any(t.role == role for t in tensor_specs.values())
+        if any(t.role == role for t in specs)
     }
+
+
+def inspect(pack: Pack) -> Json:
+    """Describe a pack, ready for JSON: spec, parameters and bytes by role, bytes per token, file sizes."""
+    specs, parts = pack.tensor_specs(), parts_of(pack)
     files = ("pack.json", "weights.bin", "checksums.bin", *pack.files)
     return {
         "path": str(pack.path),
-        "version": VERSION,
+        "version": version_of(pack.tensors),
         "weight_format": pack.weight_format,
         "source": pack.source,
         "spec": dataclasses.asdict(pack.spec),
         "predictor": None if pack.predictor is None else dataclasses.asdict(pack.predictor),
         "parts": parts,
+        "formats": _by_format(specs),
         "parameters": sum(p["parameters"] for p in parts.values()),
-        "bytes_per_token_dense": _bytes_per_token(pack.spec, tensor_specs),
+        "bytes_per_token_dense": _bytes_per_token(pack.spec, specs),
         "files": {name: (pack.path / name).stat().st_size for name in files},
     }
+
+
+def _by_format(tensor_specs: Mapping[str, TensorSpec]) -> dict[str, Json]:
+    """Return the tensors, parameters and bytes of each format, the format of most bytes first.
+
+    A bundle's two rows are counted each; what lies between and behind them counts as the last one's.
+    """
+    found: dict[str, Json] = {}
+    for t in tensor_specs.values():
+        ends = [*(p.at for p in t.layout[1:]), t.stride]
+        for part, end in zip(t.layout, ends, strict=True):
+            sums = found.setdefault(part.format, {"tensors": 0, "parameters": 0, "bytes": 0})
+            sums["tensors"] += 1
+            sums["parameters"] += t.rows * t.columns if t.format != "i32" else 0
+            sums["bytes"] += t.rows * (end - part.at)
+    return dict(sorted(found.items(), key=lambda x: -x[1]["bytes"]))
 
 
 def _bytes_per_token(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec]) -> int:
@@ -166,7 +213,7 @@ def _bytes_per_token(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec]) ->
     for name, t in tensor_specs.items():
         if t.role == "predictor":
             continue
-        payload = quant.row_bytes(t.format, t.columns) * len(t.parts) if t.format != "i32" else 0
+        payload = t.payload if t.format != "i32" else 0
         rows = t.rows * spec.n_experts_active // spec.n_experts if t.role in NEURON_ROLES else t.rows
         total += payload if t.role == "embed" else payload * rows
         if name == "embed.weight" and spec.tied_head:

@@ -22,6 +22,7 @@ from thermocline.model.quant import F32, U8
 from thermocline.model.spec import ModelSpec
 from thermocline.pack import manifest, sidecar
 from thermocline.pack.pack import Pack, read_tensor
+from thermocline.pack.stored_model import StoredModel
 
 FILE, KIND = "predictors.safetensors", "predictors"
 KINDS = ("mlp", "svd", "sign")
@@ -244,7 +245,7 @@ def _crc(p: StoredPredictor) -> int:
     return crc
 
 
-def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
+def predictors_for(pack: StoredModel, sparsity: str) -> Predictors | None:
     """Open the predictors that `sparsity` needs; None if it needs none. UsageError if the pack has none.
 
     Raises BadFile or IOFailure for a damaged file.
@@ -256,7 +257,7 @@ def predictors_for(pack: Pack, sparsity: str) -> Predictors | None:
             f"{pack.path}: its {pack.spec.activation} neurons are never zero, so none can be predicted; "
             "use --sparsity exact"
         )
-    found = open_predictors(pack)
+    found = open_predictors(pack) if isinstance(pack, Pack) else None
     if found is None:
         raise UsageError(f"{pack.path} has no predictors; make them with `thermocline train {pack.path}`")
     return found

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from thermocline.files.bounded import read_small
 from thermocline.model import quant
-from thermocline.model.tensors import expected_tensors
+from thermocline.model.tensors import QKV, bundle_parts, formats_in
 from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress, read_tensor
 from thermocline.pack.writer import PackExtras, write_pack
 
@@ -63,21 +63,38 @@ class Reordered:
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8:
         layer, part = _split(name)
-        bundled = part in ("up", "down")
-        tensor = f"layers.{layer}.bundle" if bundled else name
+        if part in ("up", "down"):
+            t, spec = self._pack.tensors[f"layers.{layer}.bundle"], self._pack.spec
+            up, down = bundle_parts(t, spec)
+            begin = down.at if part == "down" or up is None else up.at
+            rows = self._rows(f"layers.{layer}.bundle")[self._places[layer][first:last]]
+            return rows[:, begin : begin + quant.row_bytes(format, spec.dim)]
+        tensor, before = self._tensor_of(name, first)
+        rows = self._rows(tensor)
+        if part in NEURON_TENSORS:
+            rows = rows[self._places[layer][first:last]]
+        else:
+            rows = rows[first - before : last - before]
+        return rows[:, : quant.row_bytes(format, self._pack.tensors[tensor].shape[-1])]
+
+    def _rows(self, tensor: str) -> U8:
         if self._held[0] != tensor:
             self._held = ("", np.empty((0, 0), np.uint8))  # free one tensor before reading the next
             self._held = (tensor, read_tensor(self._pack, tensor))
-        rows = self._held[1]
-        if bundled or part in NEURON_TENSORS:
-            rows = rows[self._places[layer][first:last]]
-        else:
-            rows = rows[first:last]
-        width = quant.row_bytes(
-            format, self._pack.spec.dim if bundled else self._pack.tensors[tensor].shape[-1]
-        )
-        begin = width if part == "down" and self._pack.spec.gated else 0
-        return rows[:, begin : begin + width]
+        return self._held[1]
+
+    def _tensor_of(self, name: str, row: int) -> tuple[str, int]:
+        """Return the tensor that has that row, and the rows before it: q, k and v may be apart."""
+        if name in self._pack.tensors:
+            return name, 0
+        before = 0
+        for n in QKV:
+            part = name.replace(".qkv.", f".{n}.")
+            rows = self._pack.tensors[part].shape[0]
+            if row < before + rows:
+                return part, before
+            before += rows
+        raise KeyError(name)
 
 
 def _split(name: str) -> tuple[int, str]:
@@ -110,9 +127,7 @@ def write_reordered(
             _carry(pack, directory, drop)
         finish(directory)
 
-    formats = {n: t.format for n, t in pack.tensors.items()}
-    ranks = pack.predictor.ranks if pack.predictor is not None else ()
-    tensor_specs = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
+    tensor_specs = pack.tensor_specs(absent=True)
     has = {n for n, t in tensor_specs.items() if t.optional and (n in pack.tensors or n.endswith(".order"))}
     s = pack.source
     write_pack(
@@ -121,7 +136,7 @@ def write_reordered(
         pack.weight_format,
         Reordered(pack, places),
         PackExtras(
-            formats=formats,
+            formats=formats_in(pack.tensors),
             predictor=pack.predictor,
             optional=has,
             files={name: read_small(pack.path / name, MAX_COPIED_BYTES) for name in pack.files},

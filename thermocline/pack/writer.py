@@ -142,7 +142,7 @@ def _write_weights(
     with _Output(path) as out:
         for name, tensor_spec in tensor_specs.items():
             out.append(bytes(tensors[name].offset - out.size))
-            for rows in _encoded(tensor_spec, source):
+            for rows in encoded_rows(tensor_spec, source):
                 out.append(rows)
                 if progress:
                     progress(out.size, weights_bytes)
@@ -152,35 +152,43 @@ def _write_weights(
         return out.checksums()
 
 
-def _encoded(tensor_spec: TensorSpec, source: TensorSource) -> Iterator[U8]:
+def encoded_rows(tensor_spec: TensorSpec, source: TensorSource) -> Iterator[U8]:
     """Yield a tensor's bytes [rows * stride], a few rows at a time."""
     if tensor_spec.vector:
-        n = tensor_spec.rows * tensor_spec.columns
-        values = np.asarray(source(tensor_spec.parts[0], 0, n)).reshape(n)
-        yield values.astype("<i4" if tensor_spec.format == "i32" else "<f4").view(np.uint8)
+        yield stored_vector(tensor_spec, source)
         return
     step = max(1, _ROWS_BYTES // (4 * tensor_spec.columns * len(tensor_spec.parts)))
-    row = quant.row_bytes(tensor_spec.format, tensor_spec.columns)
     for first in range(0, tensor_spec.rows, step):
-        last = min(tensor_spec.rows, first + step)
-        out = np.zeros((last - first, tensor_spec.stride), np.uint8)
-        for i, part in enumerate(tensor_spec.parts):
-            out[:, i * row : (i + 1) * row] = _rows(tensor_spec, part, first, last, source)
-        yield out.reshape(-1)
+        yield stored_rows(tensor_spec, source, first, min(tensor_spec.rows, first + step)).reshape(-1)
 
 
-def _rows(
-    tensor_spec: TensorSpec, part: str, first: int, last: int, source: TensorSource | EncodedSource
-) -> U8:
+def stored_vector(tensor_spec: TensorSpec, source: TensorSource) -> U8:
+    """Return the bytes of a vector as a pack has them."""
+    n = tensor_spec.rows * tensor_spec.columns
+    values = np.asarray(source(tensor_spec.parts[0], 0, n)).reshape(n)
+    return values.astype("<i4" if tensor_spec.format == "i32" else "<f4").view(np.uint8)
+
+
+def stored_rows(tensor_spec: TensorSpec, source: TensorSource, first: int, last: int) -> U8:
+    """Return rows [first, last) of a matrix as a pack has them, [last - first, stride]."""
+    out = np.zeros((last - first, tensor_spec.stride), np.uint8)
+    at = range(tensor_spec.first + first, tensor_spec.first + last)
+    for name, part in zip(tensor_spec.parts, tensor_spec.layout, strict=True):
+        rows = _rows(name, part.format, tensor_spec.columns, at, source)
+        out[:, part.at : part.at + rows.shape[1]] = rows
+    return out
+
+
+def _rows(name: str, format: str, columns: int, at: range, source: TensorSource | EncodedSource) -> U8:
     if isinstance(source, EncodedSource):
-        rows = source.encoded(part, tensor_spec.format, first, last)
+        rows = source.encoded(name, format, at.start, at.stop)
         if rows is not None:
-            _check_shape(part, rows, last - first, quant.row_bytes(tensor_spec.format, tensor_spec.columns))
+            _check_shape(name, rows, len(at), quant.row_bytes(format, columns))
             return rows
-    x = source(part, first, last)
-    _check_shape(part, x, last - first, tensor_spec.columns)
-    check_range(x, tensor_spec.format, part)
-    return quant.encode(tensor_spec.format, x)
+    x = source(name, at.start, at.stop)
+    _check_shape(name, x, len(at), columns)
+    check_range(x, format, name)
+    return quant.encode(format, x)
 
 
 def _check_shape(name: str, x: NDArray[Any], rows: int, columns: int) -> None:

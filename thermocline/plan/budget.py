@@ -15,8 +15,8 @@ from thermocline.errors import OutOfBudget
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import CPU
-from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors
+from thermocline.pack.stored_model import StoredModel
 from thermocline.plan.contents import contents_of, pack_sizes
 from thermocline.plan.disk_split import (
     Arrangement,
@@ -50,7 +50,7 @@ class Decision:
         return arrangement_of(beside(self.contents, self.placement), self.placement)
 
 
-def without_gpu(pack: Pack, predictors: Predictors | None, needs: Needs) -> Decision:
+def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) -> Decision:
     """All weights in memory if they fit in the budget, else as `arrange` has it; OutOfBudget.
 
     A default context is shorter where weights do not fit beside it.
@@ -73,7 +73,7 @@ def without_gpu(pack: Pack, predictors: Predictors | None, needs: Needs) -> Deci
     return Decision(in_part(a, context, kv_tokens), contents)
 
 
-def all_in_ram(pack: Pack, predictors: Predictors | None, needs: Needs) -> Decision:
+def all_in_ram(pack: StoredModel, predictors: Predictors | None, needs: Needs) -> Decision:
     """Place all of a pack in RAM, for a caller that made sure that it fits."""
     context = context_for(pack.spec, needs.context)
     return Decision(in_ram(pack.spec, pack_sizes(pack, predictors), needs, context, needs.kv_tokens))

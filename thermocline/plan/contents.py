@@ -5,24 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 from thermocline.model.sizes import ModelSizes, sizes_of
-from thermocline.model.tensors import expected_tensors
 from thermocline.pack import blocks
-from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, named_for_active
+from thermocline.pack.stored_model import StoredModel, tensor_specs
 from thermocline.plan import hotness
 from thermocline.plan.disk_split import Contents
 from thermocline.plan.hotness import Curve
 
 
-def pack_sizes(pack: Pack, predictors: Predictors | None) -> ModelSizes:
+def pack_sizes(pack: StoredModel, predictors: Predictors | None) -> ModelSizes:
     """Return the sizes of a pack's parts. Whole blocks are read around tensors that are left out.
 
     The bytes that those blocks add count as the embedding's.
     """
-    formats = {n: t.format for n, t in pack.tensors.items()}
-    ranks = pack.predictor.ranks if pack.predictor is not None else ()
-    expected = expected_tensors(pack.spec, pack.weight_format, formats, ranks)
-    held = {n: t for n, t in expected.items() if n in pack.tensors and ".predictor." not in n}
+    held = {n: t for n, t in tensor_specs(pack).items() if ".predictor." not in n}
     sizes = sizes_of(pack.spec, held, pack.weight_format)
     more = max(0, blocks.memory_bytes(pack) - sizes.weights_bytes)
     sizes = dataclasses.replace(sizes, embed=dataclasses.replace(sizes.embed, bytes=sizes.embed.bytes + more))
@@ -33,7 +29,7 @@ def pack_sizes(pack: Pack, predictors: Predictors | None) -> ModelSizes:
 
 
 def contents_of(
-    pack: Pack, predictors: Predictors | None, sparsity: str, curve: Curve | None = None
+    pack: StoredModel, predictors: Predictors | None, sparsity: str, curve: Curve | None = None
 ) -> Contents:
     """Return what memory is divided for, with the pack's hotness, or `curve`'s where that says so."""
     excess = None if predictors is None else named_for_active(predictors.report)

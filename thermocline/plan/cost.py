@@ -12,14 +12,15 @@ has it once a token, since like layers lie together.)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.machine.tiers import DiskTier, Tiers
-from thermocline.model.sizes import LayerSizes, ModelSizes, PartSize
+from thermocline.machine.tiers import DiskTier, Kernel, Tiers
+from thermocline.model.sizes import FormatRead, LayerSizes, ModelSizes, PartSize, joined
+from thermocline.model.sizes import Reads as FormatReads
 from thermocline.ops.interface import FEW
 from thermocline.plan.cache_split import Fetch
 
@@ -100,12 +101,27 @@ class Speeds:
     format: str
     batch: int
 
-    def cpu(self, read_bytes: F64 | float, weights: F64 | float, share: float = MATRIX_SHARE) -> F64:
-        k = self.tiers.kernel(self.format)
-        us: F64 = np.maximum(
-            np.asarray(read_bytes) / (k.gbs * share * 1e3), 2.0 * self.batch * weights / (k.gflops * 1e3)
-        )
-        return us
+    def cpu(self, reads: FormatReads, times: F64 | float = 1, share: float = MATRIX_SHARE) -> F64:
+        """Return the time of `times` such reads: of each format at its own speed, one after the other.
+
+        A format without figures is read like the model's own: it is a small part of the weights.
+        """
+        total: F64 = np.zeros(())
+        for k, r in self._by_kernel(reads):
+            total = total + np.maximum(
+                np.asarray(times * r.bytes) / (k.gbs * share * 1e3),
+                2.0 * self.batch * (times * r.weights) / (k.gflops * 1e3),
+            )
+        return total
+
+    def multiplied_ns(self, reads: FormatReads) -> float:
+        """Return the time of a token's multiplications, of many tokens, without that of reading."""
+        return sum(2.0 * r.weights / k.gflops for k, r in self._by_kernel(reads))
+
+    def _by_kernel(self, reads: FormatReads) -> Iterator[tuple[Kernel, FormatRead]]:
+        known = self.tiers.cpu.kernels
+        for r in joined(replace(r, format=r.format if r.format in known else self.format) for r in reads):
+            yield self.tiers.kernel(r.format), r
 
     def gpu(self, read_bytes: F64 | float, weights: F64 | float) -> F64:
         g = self.tiers.gpu
@@ -217,7 +233,7 @@ def layer_columns(
 def attention_us(layer: LayerWork, v: Speeds) -> float:
     """On the CPU."""
     kv = layer.kv_read_bytes / (v.tiers.cpu.read_gbs * KV_SHARE * 1e3)
-    return float(v.cpu(layer.sizes.attention.read_bytes, layer.sizes.attention.weights)) + kv + CALL_US
+    return float(v.cpu(layer.sizes.attention.reads)) + kv + CALL_US
 
 
 def stored_times(layer: LayerWork, v: Speeds, work: Work, fetched: Sequence[Fetch]) -> tuple[float, float]:
@@ -249,7 +265,7 @@ def layer_times(
     attention = s.attention
     cpu = np.where(a, 0.0, attention_us(layer, v))
     predictor = s.predictor if work.predicts else PartSize()
-    asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
+    asked = v.cpu(predictor.reads, work.routed)
     cpu += np.where(p | (g == n), 0.0, asked)
     rest = _ffn_us(layer, v, gates[n] - gates[g], bundles[n] - bundles[g], on_gpu=False)
     ffn_cpu = rest + np.where(g < n, CALL_US, 0.0)
@@ -279,11 +295,11 @@ def step_us(layer: LayerWork, v: Speeds, work: Work, needed: F64, missed: F64) -
     s, disk = layer.sizes, v.tiers.disk
     assert disk is not None
     predictor = s.predictor if work.predicts else PartSize()
-    asked = v.cpu(work.routed * predictor.read_bytes, work.routed * predictor.weights)
+    asked = v.cpu(predictor.reads, work.routed)
     attention = attention_us(layer, v)
     gates = float(layer.reads.gates[-1])
-    ffn = v.cpu(gates * s.gate.read_bytes, gates * s.gate.weights, layer.reads.gate_share) + CALL_US
-    ffn = ffn + v.cpu(needed * s.bundle.read_bytes, needed * s.bundle.weights, layer.reads.bundle_share)
+    ffn = v.cpu(s.gate.reads, gates, layer.reads.gate_share) + CALL_US
+    ffn = ffn + v.cpu(s.bundle.reads, needed, layer.reads.bundle_share)
     waits = np.minimum(work.ffns, missed) * (IN_FLIGHT * 1e6 / disk.reads_per_s)
     work_us = missed * (MISS_US / v.tiers.cpu.threads)
     beside = ffn + work_us + _early_us(attention, work)
@@ -308,8 +324,8 @@ def _ffn_us(layer: LayerWork, v: Speeds, gate_rows: F64, bundle_rows: F64, *, on
     gate, bundle, r = layer.sizes.gate, layer.sizes.bundle, layer.reads
     total = np.zeros(len(gate_rows))
     for rows, each, share in ((gate_rows, gate, r.gate_share), (bundle_rows, bundle, r.bundle_share)):
-        read, weights = rows * each.read_bytes, rows * each.weights
-        total = total + (v.gpu(read, weights) if on_gpu else v.cpu(read, weights, share))
+        there = v.gpu(rows * each.read_bytes, rows * each.weights) if on_gpu else 0.0
+        total = total + (there if on_gpu else v.cpu(each.reads, rows, share))
     return total
 
 
@@ -326,7 +342,7 @@ def disk_us(row_bytes: int, v: Speeds, needed: F64, of: I64) -> F64:
 
 def head_columns(sizes: ModelSizes, v: Speeds, *, gpu: bool) -> Columns:
     """The head in RAM, or on the GPU (a tied one as a copy)."""
-    part = sizes.head + PartSize(0, sizes.tied.read_bytes, sizes.tied.weights)
+    part = sizes.head + PartSize(0, sizes.tied.reads)
     where = np.array([False, True]) if gpu else np.array([False])
     none = np.zeros(len(where), np.int64)
     there = v.gpu(part.read_bytes, part.weights) if gpu else 0.0
@@ -339,7 +355,7 @@ def head_columns(sizes: ModelSizes, v: Speeds, *, gpu: bool) -> Columns:
         vram_bytes=where * (sizes.head.bytes + sizes.tied.bytes),
         ram_bytes=~where * sizes.head.bytes,
         gpu_us=np.where(where, there, 0.0),
-        cpu_us=np.where(where, 0.0, v.cpu(part.read_bytes, part.weights)),
+        cpu_us=np.where(where, 0.0, v.cpu(part.reads)),
         disk_us=np.zeros(len(where)),
         sync_us=np.zeros(len(where)),
     )

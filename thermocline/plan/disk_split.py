@@ -26,7 +26,7 @@ from thermocline.plan.memory import (
     size_down,
     size_up,
 )
-from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
+from thermocline.plan.placement import ATTENTION, DISK, LayerPlacement, NeuronRange, Placement
 
 DEPTH, BUFFER_BYTES = 128, 128 << 10  # reads in flight, and of how many bytes
 
@@ -201,7 +201,7 @@ def _has_rows_beside(name: str, spec: ModelSpec, placement: Placement) -> bool:
         return not (name == "head.weight" and placement.head != CPU)
     _, layer, part = name.split(".", 2)
     x = placement.layers[int(layer)]
-    if part in ("qkv.weight", "attn_out.weight"):
+    if part in ATTENTION:
         return x.attention == CPU
     if part in ("gate.weight", "bundle", "up.weight", "down.weight"):
         return x.on_gpus < spec.ffn_dim

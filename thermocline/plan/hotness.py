@@ -16,6 +16,7 @@ from thermocline.files.bounded import open_regular, read_at
 from thermocline.model.spec import ModelSpec
 from thermocline.pack.activity_profile import Profile, open_profile
 from thermocline.pack.pack import Pack
+from thermocline.pack.stored_model import StoredModel
 
 F64 = NDArray[np.float64]
 
@@ -47,15 +48,16 @@ class Curve:
         return assumed(spec.n_layers, neurons, active, self.skew, spec.n_experts, spec.routed(1))
 
 
-def of_pack(pack: Pack, curve: Curve, excess: float | None = None) -> Hotness:
+def of_pack(pack: StoredModel, curve: Curve, excess: float | None = None) -> Hotness:
     """Return the hotness of a pack: by its profile, else its authors' counts, else `curve`.
 
     A curve that says how many neurons are active comes first."""
     spec = pack.spec
-    profile = open_profile(pack) if spec.sparse else None
+    sparse = pack if isinstance(pack, Pack) and spec.sparse else None  # others have no profile
+    profile = None if sparse is None else open_profile(sparse)
     if profile is not None and curve.active is None:
         return replace(profiled(profile), excess=excess)
-    found = counted(pack) if spec.sparse and curve.active is None else None
+    found = None if sparse is None or curve.active is not None else counted(sparse)
     found = found or curve.hotness(spec)
     return replace(found, ordered=profile is not None, excess=excess)
 

@@ -11,7 +11,7 @@ from thermocline.engine.kv_cache import BLOCK, reserved_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.cache_types import PLAIN, CacheTypes
-from thermocline.model.formats import smallest
+from thermocline.model.formats import SMALL
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import StepLimits as Limits
 
@@ -143,9 +143,7 @@ def fit(spec: ModelSpec, needs: Needs, *, weights_bytes: int, context: int) -> i
     if least(context) <= available_bytes:
         return at_least
     tokens = bisect.bisect_right(range(1, context), available_bytes, key=least)
-    change = (
-        f"a context of at most {tokens}" if tokens > 0 else f"a smaller weight format ({smallest()}) or model"
-    )
+    change = f"a context of at most {tokens}" if tokens > 0 else f"a smaller weight format ({SMALL}) or model"
     change = f"--ram {gib_up(least(context))} or {change}" if needs.limit == "allowed" else change
     raise OutOfBudget(
         f"the model needs {size_up(least(context))} of memory ({size_up(weights_bytes)} weights, "

@@ -13,6 +13,8 @@ from thermocline.files.bounded import Json
 from thermocline.ops.interface import CPU
 
 DISK = "disk"
+# The tensors of a layer that lie with its attention: q, k and v as one, or apart.
+ATTENTION = ("qkv.weight", "q.weight", "k.weight", "v.weight", "attn_out.weight")
 
 
 def gpu(index: int) -> str:

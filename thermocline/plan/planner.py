@@ -14,7 +14,7 @@ import numpy as np
 
 from thermocline.errors import OutOfBudget
 from thermocline.machine.tiers import Tiers
-from thermocline.model.formats import smallest
+from thermocline.model.formats import FORMATS, SMALL
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import CPU
@@ -368,8 +368,8 @@ def refusal(p: Problem) -> str:
         )
     if context := _largest_context(p):
         changes.append(f"--ctx {context}")
-    elif p.sizes.format != smallest():
-        changes.append(f"a smaller weight format (--format {smallest()})")
+    elif FORMATS[p.sizes.format].bits > FORMATS[SMALL].bits:
+        changes.append(f"a smaller weight format (--format {SMALL})")
     vram = f" beside {p.vram / GIB:.2f} GiB of VRAM" if p.vram else ""
     disk = "" if p.tiers.disk is not None else ", and the hardware has no disk to keep cold neurons on"
     return (

@@ -16,7 +16,7 @@ from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack.activity_profile import PROFILE
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import open_predictors
-from thermocline.pack.sidecar import stamp
+from thermocline.pack.stored_model import StoredModel
 from thermocline.plan.contents import contents_of, pack_sizes
 from thermocline.plan.disk_split import Contents
 from thermocline.plan.hotness import Curve, Hotness
@@ -39,18 +39,22 @@ class Subject:
 
 
 def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
-    """Return a pack's subject, with its predictors where `sparsity` needs them."""
-    pack = Pack.open(path)
-    made_from = {"pack": stamp(path)}
+    return of_model(Pack.open(path), sparsity, curve)
+
+
+def of_model(model: StoredModel, sparsity: str, curve: Curve) -> Subject:
+    """Return a model's subject, with its predictors where `sparsity` needs them."""
+    path, spec, made_from = model.path, model.spec, dict([model.stamp])
     if (path / PROFILE).exists():
         made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
-    predictors = open_predictors(pack) if sparsity == "predict" and pack.spec.sparse else None
-    sizes, contents = pack_sizes(pack, predictors), contents_of(pack, predictors, sparsity, curve)
-    if predictors is None:
-        return Subject(str(path), pack.spec, sizes, contents.hotness, made_from, contents)
+    predicted = sparsity == "predict" and spec.sparse
+    predictors = open_predictors(model) if predicted and isinstance(model, Pack) else None
+    sizes, contents = pack_sizes(model, predictors), contents_of(model, predictors, sparsity, curve)
+    made = Subject(str(path), spec, sizes, contents.hotness, made_from, contents)
+    if predictors is None or not isinstance(model, Pack):
+        return made
     predictors.close()
-    parts = partial(parts_of, pack)
-    return Subject(str(path), pack.spec, sizes, contents.hotness, made_from, contents, parts)
+    return dataclasses.replace(made, predictor_parts=partial(parts_of, model))
 
 
 def parts_of(pack: Pack) -> PredictorParts:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -123,9 +124,9 @@ def _cuda(index: int, vram: float | None) -> OpenGpu:
     return OpenGpu(device, triton_kernels, free, device.others)
 
 
-def tiers_of(gpu: OpenGpu, weight_format: str, threads: int) -> tiers.Tiers:
-    """Measure this machine with that GPU."""
-    here = this_machine.tiers_here(threads, formats=[weight_format])
+def tiers_of(gpu: OpenGpu, formats: Sequence[str], threads: int) -> tiers.Tiers:
+    """Measure this machine with that GPU: its speeds for the first of the formats."""
+    here = this_machine.tiers_here(threads, formats=formats)
     if gpu.device.name == STAND_IN:
         return replace(here, gpu=replace(PRETENDED, vram_bytes=gpu.free_bytes))
-    return this_machine.with_gpu(here, gpu.device, gpu.kernels, gpu.free_bytes, weight_format)
+    return this_machine.with_gpu(here, gpu.device, gpu.kernels, gpu.free_bytes, formats[0])

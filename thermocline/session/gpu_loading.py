@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from thermocline.engine.kv_cache import in_ram
 from thermocline.ops.gpu import GpuOps, pages_on
 from thermocline.ops.interface import CPU, KVLayer, KVShape, opaque
+from thermocline.pack.pack import Pack
 from thermocline.plan.memory import device_limits
 from thermocline.session.gpu_weights import load, load_in_part
 from thermocline.session.store import Opened
@@ -15,14 +16,14 @@ from thermocline.session.weights import LoadedWeights, new_ops
 
 if TYPE_CHECKING:
     from thermocline.pack.checksums import NeuronChecksums
-    from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors
+    from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.budget import Decision
     from thermocline.session.gpu_tier import Gpus
 
 
 def opened(
-    pack: Pack,
+    pack: StoredModel,
     decision: Decision,
     gpus: Gpus,
     predictors: Predictors | None,
@@ -44,7 +45,7 @@ def opened(
     if a is None:
         made = load(pack, placement, devices, ops.cpu, predictors=predictors, progress=progress)
     else:
-        assert records is not None
+        assert records is not None and isinstance(pack, Pack), "neurons on disk are records of a pack"
         made, store = load_in_part(
             pack, placement, a, records, devices, ops.cpu, predictors=predictors, progress=progress
         )

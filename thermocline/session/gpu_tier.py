@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from thermocline.errors import DeviceFailure, OutOfBudget, Unsupported
 from thermocline.machine import disk_speed, this_machine
-from thermocline.model import quant
+from thermocline.model.sizes import joined
 from thermocline.plan import place
 from thermocline.plan.budget import Decision
+from thermocline.plan.cost import Speeds
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import GIB, Needs, context_for
 from thermocline.plan.problem import Ask
-from thermocline.plan.subject import Subject, of_pack
+from thermocline.plan.subject import Subject, of_model
 from thermocline.session import gpu
 from thermocline.session.gpu import OpenGpu
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from thermocline.machine.tiers import Tiers
     from thermocline.model.cache_types import CacheTypes
     from thermocline.model.spec import ModelSpec
-    from thermocline.pack.pack import Pack
+    from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.planner import Plan
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Gpus:
             one.device.close()
 
 
-def chosen(pack: Pack, needs: Needs, asked: str, vram: float | None) -> tuple[Decision, Gpus] | None:
+def chosen(pack: StoredModel, needs: Needs, asked: str, vram: float | None) -> tuple[Decision, Gpus] | None:
     """Return the placement and the GPUs; None where they would not help.
 
     With "auto", what a GPU cannot hold or compute is the CPU's.
@@ -79,20 +80,20 @@ def check(spec: ModelSpec, types: CacheTypes) -> None:
         )
 
 
-def planned(found: tuple[OpenGpu, ...], pack: Pack, needs: Needs) -> tuple[Decision, Gpus] | None:
+def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tuple[Decision, Gpus] | None:
     """Return the planner's placement; None where the GPU would not make a token faster.
 
     Neurons are left on disk where GPU and RAM together are too small. Raises OutOfBudget where that is not
     enough, or where the model has no neurons that could be skipped.
     """
     check(pack.spec, needs.types)
-    subject = of_pack(pack.path, needs.sparsity, Curve())
-    here = gpu.tiers_of(found[0], pack.weight_format, needs.threads)
+    subject = of_model(pack, needs.sparsity, Curve())
+    here = gpu.tiers_of(found[0], subject.sizes.formats, needs.threads)
     try:
         return planned_of(found, subject, here, needs)
     except OutOfBudget:
         measured = (
-            this_machine.disk_tier(disk_speed.measure_file(pack.weights_path)) if pack.spec.sparse else None
+            this_machine.disk_tier(disk_speed.measure_file(pack.data_path)) if pack.spec.sparse else None
         )
         if measured is None:
             raise
@@ -139,6 +140,8 @@ def send_from(here: Tiers, subject: Subject) -> int:
     Both were measured. In a mixture only some of the tokens need it.
     """
     assert here.gpu is not None
-    weight_format, share = subject.sizes.format, subject.spec.routed(1)
-    weight_bytes = quant.row_bytes(weight_format, 4096) / 4096
-    return math.ceil(here.kernel(weight_format).gflops * weight_bytes / (2 * share * here.gpu.link_gbs))
+    share, layers = subject.spec.routed(1), subject.sizes.layers
+    reads = joined(r for x in layers for r in (*x.gate.reads, *x.bundle.reads))
+    sent_ns = sum(r.bytes for r in reads) / here.gpu.link_gbs
+    token_ns = Speeds(here, subject.sizes.format, 1).multiplied_ns(reads)
+    return math.ceil(sent_ns / (share * token_ns))

@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from thermocline.model.sizes import aligned
+from thermocline.model.tensors import bundle_parts
 from thermocline.ops.device_layers import FIRST_GPU, DevicePredictor
 from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights, gpu_index
 from thermocline.pack import blocks
-from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
+from thermocline.plan.placement import ATTENTION, LayerPlacement, NeuronRange, Placement
 from thermocline.session import weights
-from thermocline.session.store import Progress, Store, fill_runs, opened
+from thermocline.session.store import Store, opened
 
 if TYPE_CHECKING:
     from thermocline import _native
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from thermocline.pack.checksums import NeuronChecksums
     from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
+    from thermocline.pack.stored_model import Progress, StoredModel
     from thermocline.plan.disk_split import Arrangement
 
 OnGpus = Mapping[str, Mapping[str, DeviceRows]]  # by name and device
@@ -94,7 +96,7 @@ def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placem
         _, layer, part = name.split(".", 2)
         here = placement.layers[int(layer)]
         ranges = gpu_ranges(here)
-        if part in ("qkv.weight", "attn_out.weight"):
+        if part in ATTENTION:
             yield _whole(name, rows, here.attention)
         elif part in ("gate.weight", "bundle"):
             alone = [r.neurons for r in ranges] == [spec.ffn_dim]  # then it goes as a whole
@@ -114,7 +116,7 @@ def _whole(name: str, rows: int, device: str) -> Split:
 
 
 def load(
-    pack: Pack,
+    pack: StoredModel,
     placement: Placement,
     devices: Sequence[Device],
     cpu: CpuOps,
@@ -142,7 +144,7 @@ def load(
             end += aligned(at - end)
     arena = blocks.new_arena(end, str(pack.path))
     sent = sum(r.data.numel() for each in there.values() for r in each.values())
-    fill_runs(arena, pack, runs, _after(sent, progress))
+    pack.read_runs(arena, runs, _after(sent, progress))
     arena.gather_pages()
     made = weights.assemble(pack.spec, kept, arena, cpu, there)
     made = _with_pinned(made, pack.spec, kept, arena, devices[0])
@@ -188,7 +190,7 @@ def _after(begun: int, progress: Progress | None) -> Progress | None:
 
 
 def _all_sent(
-    pack: Pack,
+    pack: StoredModel,
     found: Sequence[Split],
     devices: Sequence[Device],
     more_bytes: int,
@@ -211,11 +213,18 @@ def _all_sent(
         first = 0
         for name, rows in s.there:
             which = _Which(pack.tensors[s.name], s.parts, first, rows)
-            columns = pack.spec.dim if s.name.endswith(".bundle") else which.tensor.shape[-1]
             sent = _sent(pack, which, devices[gpu_index(name)], staging, more)
-            there.setdefault(s.name, {})[name] = DeviceRows(sent, which.tensor.format, columns)
+            there.setdefault(s.name, {})[name] = _rows(sent, s.name, which.tensor, pack.spec)
             first += rows
     return there
+
+
+def _rows(data: torch.Tensor, name: str, t: TensorInfo, spec: ModelSpec) -> DeviceRows:
+    """Return rows of a tensor, of which `data` has the bytes."""
+    if not name.endswith(".bundle"):
+        return DeviceRows(data, t.format, t.shape[-1])
+    up, down = bundle_parts(t, spec)
+    return DeviceRows(data, t.format, spec.dim, down=None if up is None else down)
 
 
 def _with_pinned(
@@ -234,7 +243,7 @@ def _with_pinned(
 
     def rows(name: str) -> DeviceRows:
         t = kept[name]
-        return DeviceRows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), t.format, spec.dim)
+        return _rows(here[t.offset : t.offset + t.bytes].view(-1, t.stride), name, t, spec)
 
     def pinned(i: int, experts: tuple[FFN, ...]) -> Iterator[FFN]:
         gates, bundles = rows(f"layers.{i}.gate.weight"), rows(f"layers.{i}.bundle")
@@ -242,7 +251,7 @@ def _with_pinned(
             gate, bundle = (x.part(e, len(experts)) for x in (gates, bundles))
             part = f.on(CPU)
             assert part is not None
-            again = FFNPart(Linear(gate, None), *weights.records(spec, bundle))
+            again = FFNPart(Linear(gate, None), *weights.records(bundle))
             yield f.with_part(replace(part, pinned=again))
 
     layers = (
@@ -258,7 +267,7 @@ def _bytes_at(arena: _native.Arena) -> torch.Tensor:
     return torch.from_numpy(np.ctypeslib.as_array(window))
 
 
-def _kept_bytes(pack: Pack, s: Split) -> int:
+def _kept_bytes(pack: StoredModel, s: Split) -> int:
     t = pack.tensors[s.name]
     return t.bytes - s.parts * s.rows * t.stride if s.kept else 0
 
@@ -274,7 +283,7 @@ class _Which:
 
 
 def _sent(
-    pack: Pack, which: _Which, device: Device, staging: _native.Arena, more: Callable[[int], None]
+    pack: StoredModel, which: _Which, device: Device, staging: _native.Arena, more: Callable[[int], None]
 ) -> torch.Tensor:
     """Send rows to a device; -> these there, [parts * rows, stride]."""
     t, nbytes = which.tensor, which.rows * which.tensor.stride
@@ -282,9 +291,10 @@ def _sent(
     here = _bytes_at(staging)
     for part, flat in enumerate(made.view(which.parts, -1)):
         first = t.offset + part * (t.bytes // which.parts) + which.first * t.stride
-        for begin in range(0, nbytes, STAGED_BYTES):
-            size = min(STAGED_BYTES, nbytes - begin)
-            fill_runs(staging, pack, [(first + begin, first + begin + size, 0)], None)
+        step = max(1, staging.nbytes // t.stride) * t.stride  # runs end between rows
+        for begin in range(0, nbytes, step):
+            size = min(step, nbytes - begin)
+            pack.read_runs(staging, [(first + begin, first + begin + size, 0)])
             device.put(flat[begin : begin + size], here[:size])
             more(size)
     return made

@@ -1,4 +1,4 @@
-"""`Session`, the one way from a pack to an engine: choose the placement, read the weights, own the engine."""
+"""`Session`, the one way from a model to an engine: places the weights, reads them, owns the engine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from thermocline.errors import UsageError
 from thermocline.machine import hardware
 from thermocline.pack import blocks
 from thermocline.pack.checksums import open_checksums
+from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
 from thermocline.plan.budget import Decision, all_in_ram, without_gpu
-from thermocline.plan.memory import GIB, Needs
+from thermocline.plan.memory import Needs
 from thermocline.session import store, weights
 from thermocline.session.store import Opened, Store
+from thermocline.session.weights import BegunLoad
 
 if TYPE_CHECKING:
     from thermocline.ops.interface import OpaqueOps
-    from thermocline.pack.pack import Pack
+    from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.disk_split import Arrangement
     from thermocline.plan.placement import Placement
     from thermocline.plan.planner import Plan
@@ -38,14 +40,15 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 class Session:
-    """A pack, where its weights lie, and once they are read the engine over them. Close it.
+    """A model, where its weights lie, and once they are read the engine over them. Close it.
 
-    Opening decides the placement. `load` reads the weights, `engine` does so at its first use.
+    Opening decides the placement. `begin` lets the weights be read while other things are done; `load` waits
+    for them.
     """
 
     def __init__(
         self,
-        pack: Pack,
+        pack: StoredModel,
         options: EngineOptions,
         decision: Decision,
         *,
@@ -57,13 +60,14 @@ class Session:
         self.threads = threads_of(options)
         self.weights_bytes = blocks.memory_bytes(pack, predictors)
         self._predictors, self._gpus, self._progress = predictors, gpus, progress
+        self._begun: BegunLoad | None = None
         self._opened: Opened | None = None
         self._engine: Engine | None = None
         self._closed = False
 
     @classmethod
     def open(
-        cls, pack: Pack, options: EngineOptions, *, progress: Progress = silent, fits: bool = False
+        cls, pack: StoredModel, options: EngineOptions, *, progress: Progress = silent, fits: bool = False
     ) -> Session:
         """Choose where the weights go; read none. `fits`: all of them in RAM, since the caller made sure.
 
@@ -122,6 +126,14 @@ class Session:
         """Neurons that come from disk; None before the weights are read, and where all are in memory."""
         return None if self._opened is None else self._opened.store
 
+    def begin(self) -> None:
+        """Begin to read the weights, where all of them go to RAM. What is wrong with them, `load` says.
+
+        Raises OutOfBudget.
+        """
+        if self._opened is None and self._begun is None and self.arrangement is None and self._gpus is None:
+            self._begun = BegunLoad.of(self.pack)
+
     def load(self, tokenizer: Tokenizer | None = None) -> Engine:
         """Return the engine; read the weights where that was not done yet. `tokenizer`: for texts."""
         if self._engine is None:
@@ -171,6 +183,7 @@ class Session:
         predictors, threads = self._predictors, self.threads
         records = None
         if a is not None:
+            assert isinstance(self.pack, Pack), "neurons on disk are records of a pack"
             records = open_checksums(self.pack, partial(self._progress, "checksumming"))
         if self._gpus is not None:
             from thermocline.session import gpu_loading
@@ -179,9 +192,11 @@ class Session:
                 self.pack, self.decision, self._gpus, predictors, records,
                 threads=threads, max_batch=self.options.max_batch, progress=loading
             )  # fmt: skip
-        if a is None or records is None:
-            made = weights.load(self.pack, threads=threads, predictors=predictors, progress=loading)
-            return Opened(made.opaque())
+        if a is None or records is None or not isinstance(self.pack, Pack):
+            begun, self._begun = self._begun or BegunLoad.of(self.pack), None
+            return Opened(
+                weights.load(begun, threads=threads, predictors=predictors, progress=loading).opaque()
+            )
         disable = self.options.disable
         made, on_disk = store.load(
             self.pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading
@@ -213,7 +228,7 @@ class Session:
         """Free the weights and the cache; GPUs stay open."""
         if self._gpus is not None:
             self._gpus.release()  # a step that was given up may still be computed with what goes now
-        self._engine = self._opened = None
+        self._engine = self._opened = self._begun = None
 
     def close(self) -> None:
         """Free all that is held. Requests of the engine have to be over."""
@@ -260,7 +275,7 @@ def needs_of(options: EngineOptions) -> Needs:
 def budget_for(ram: float | None) -> tuple[int | None, str]:
     """(bytes that may be taken, None: nobody knows; whether they are what is "free" or what is "allowed")."""
     free = hardware.available_bytes()
-    allowed = None if ram is None else int(ram * GIB)
+    allowed = None if ram is None else int(ram * 2**30)
     return (
         min((n, why) for n, why in ((free, "free"), (allowed, "allowed")) if n is not None)
         if (free is not None or allowed is not None)
@@ -269,7 +284,7 @@ def budget_for(ram: float | None) -> tuple[int | None, str]:
 
 
 def _chosen(
-    pack: Pack, predictors: Predictors | None, options: EngineOptions, needs: Needs
+    pack: StoredModel, predictors: Predictors | None, options: EngineOptions, needs: Needs
 ) -> tuple[Decision, Gpus | None]:
     """On a GPU what helps there, else as `without_gpu` has it."""
     if options.gpu != "off":

@@ -5,7 +5,7 @@ Owns the places in the arena, and the counts of the disk's reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,10 +35,7 @@ if TYPE_CHECKING:
     from thermocline.pack.checksums import NeuronChecksums
     from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors
-
-Progress = Callable[[int, int], None]
-
-SLICE_BYTES = 256 << 20  # read between two looks at Ctrl-C
+    from thermocline.pack.stored_model import Progress
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,9 @@ def mapped(pack: Pack, a: Arrangement) -> Map:
             shape = (1, slots, *like.shape[2:])
             pools[kind, stride] = TensorInfo(like.format, shape, end, slots * stride, stride)
             end += aligned(slots * stride)
-        placed |= {f"layers.{i}.{kind}": pools[kind, t.stride] for i, t in of.items()}
+        for i, t in of.items():  # of one stride, but perhaps of several formats
+            there = replace(pools[kind, t.stride], format=t.format, down_format=t.down_format)
+            placed[f"layers.{i}.{kind}"] = there
     return Map(placed, tuple(runs), pools, end)
 
 
@@ -156,7 +155,7 @@ def opened(
     """`load`'s, without predictors. `on_gpus`: as `weights.assemble`'s."""
     m = mapped(pack, a)
     arena = blocks.new_arena(m.bytes, str(pack.path))
-    fill_runs(arena, pack, m.runs, progress)
+    pack.read_runs(arena, m.runs, progress)
     made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops, on_gpus), pack, m, arena)
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
@@ -246,37 +245,3 @@ def _with_lookups(made: Weights, pack: Pack, m: Map, arena: _native.Arena) -> We
     if "pos_embed.weight" in tables:
         made = replace(made, pos_embed=lookup("pos_embed.weight", made.pos_embed))
     return made
-
-
-def fill_runs(
-    arena: _native.Arena, pack: Pack, runs: Sequence[tuple[int, int, int]], progress: Progress | None
-) -> None:
-    """Bytes [begin, end) of weights.bin to byte `to` of the arena, each; checked."""
-    done, size = 0, sum(end - begin for begin, end, _ in runs)
-    edge = blocks.new_arena(pack.block_bytes, "a block")
-    for begin, end, to in runs:
-        for first, last in _pieces(begin, end, pack.block_bytes):
-            block = first // pack.block_bytes * pack.block_bytes
-            if block == first and (last % pack.block_bytes == 0 or last == pack.weights_bytes):
-                blocks.read_blocks(arena, pack, first, last, to + first - begin)
-            else:  # a block is checked whole
-                stop = min(pack.weights_bytes, block + pack.block_bytes)
-                blocks.read_blocks(edge, pack, block, stop, 0)
-                arena.copy(to + first - begin, edge, first - block, last - first)
-            done += last - first
-            if progress is not None:
-                progress(done, size)
-
-
-def _pieces(begin: int, end: int, block: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) cut at its first and its last border of blocks, and between them into slices."""
-    first, last = -(-begin // block) * block, end // block * block
-    if first > last:
-        yield begin, end
-        return
-    if begin < first:
-        yield begin, first
-    for at in range(first, last, SLICE_BYTES):
-        yield at, min(last, at + SLICE_BYTES)
-    if last < end:
-        yield last, end

@@ -1,4 +1,4 @@
-"""A pack in memory: an arena for its weights, another for predictors, and `Weights` that point into them.
+"""A model in memory: an arena for its weights, another for predictors, and `Weights` that point into them.
 
 The tensors' names: docs/internals/pack.md.
 """
@@ -6,8 +6,7 @@ The tensors' names: docs/internals/pack.md.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
@@ -18,20 +17,28 @@ from thermocline.errors import OutOfBudget
 from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import TensorInfo
+from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import CPU, F32, FFN, FFNPart, Layer, Linear, Norm, WeightMatrix, Weights
-from thermocline.pack.blocks import block_ranges, memory_bytes, new_arena, read_blocks
-from thermocline.pack.pack import Pack
+from thermocline.ops.interface import (
+    CPU,
+    F32,
+    FFN,
+    FFNPart,
+    Layer,
+    Linear,
+    Norm,
+    Stacked,
+    WeightMatrix,
+    Weights,
+)
+from thermocline.pack.blocks import memory_bytes, new_arena
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
+from thermocline.pack.stored_model import Progress, Reading, StoredModel
 
 if TYPE_CHECKING:
     from thermocline.ops.device_rows import DeviceRows
     from thermocline.ops.interface import OpaqueOps
 
-# Between two looks at the progress bar and Ctrl-C. The readers run dry at the end of a slice (of 256 MiB: 4 %
-# lost), so slices double until one takes SLICE_S. A multiple of every block size.
-SLICE_BYTES, SLICE_S = 64 << 20, 0.25
 Table = TypeVar("Table", covariant=True)  # of ops
 ALIGN = 64  # of a predictor's matrices: a cache line
 
@@ -66,25 +73,45 @@ class LoadedWeights(Generic[Table]):
         return None if f is None else hardware.read_gbs_of(f.arena, f.begin, f.end, threads, seconds)
 
 
+@dataclass(frozen=True)
+class BegunLoad:
+    """A model on its way into an arena. One that nobody completes is given up when it goes."""
+
+    model: StoredModel
+    arena: _native.Arena
+    reading: Reading
+
+    @staticmethod
+    def of(model: StoredModel) -> BegunLoad:
+        """Begin to read all of a model. Raises OutOfBudget."""
+        arena = new_arena(model.weights_bytes, str(model.path))  # what the offsets were checked against
+        return BegunLoad(model, arena, model.begin_load(arena))
+
+    def finish(self, progress: Progress | None = None) -> None:
+        self.reading.finish(progress)
+        self.arena.gather_pages()
+
+
 def load(
-    pack: Pack,
+    model: StoredModel | BegunLoad,
     *,
     threads: int,
     isa: str = "",
     predictors: Predictors | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> LoadedWeights[CpuOps]:
-    """Read and check the pack into RAM. `progress` is called with (bytes read, bytes in all).
+    """Read and check a model into RAM. `progress` is called with (bytes read, bytes in all).
 
     Raises BadFile or IOFailure naming the first tensor that is damaged or cannot be read, OutOfBudget.
     """
     ops = new_ops(threads, isa)
-    arena = new_arena(pack.weights_bytes, str(pack.path))  # what the tensors' offsets were checked against
-    fill(arena, pack, progress)
-    weights = assemble(pack.spec, pack.tensors, arena, ops)
+    begun = model if isinstance(model, BegunLoad) else BegunLoad.of(model)
+    model, arena = begun.model, begun.arena
+    begun.finish(progress)
+    weights = assemble(model.spec, model.tensors, arena, ops)
     if predictors is not None:
         weights = with_predictors(weights, predictors)
-    return LoadedWeights(weights, ops, memory_bytes(pack, predictors), Filled.of(arena, block_ranges(pack)))
+    return LoadedWeights(weights, ops, memory_bytes(model, predictors), Filled.of(arena, model.ranges()))
 
 
 def new_ops(threads: int, isa: str = "") -> CpuOps:
@@ -145,30 +172,9 @@ def _placed(
     return [_native.Predictor(first, second, t, p.hot, p.kind == "mlp") for second, t in parts], at
 
 
-def fill(arena: _native.Arena, pack: Pack, progress: Callable[[int, int], None] | None = None) -> None:
-    """Read a pack's bytes into the arena, checked."""
-    ranges = block_ranges(pack)
-    done, size = 0, sum(end - begin for begin, end in ranges)
-    for begin, end in _slices(ranges):
-        read_blocks(arena, pack, begin, end, begin)
-        done += end - begin
-        if progress is not None:
-            progress(done, size)
-    arena.gather_pages()
-
-
-def _slices(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    step = SLICE_BYTES
-    for begin, end in ranges:
-        while begin < end:
-            start = time.monotonic()
-            yield begin, min(end, begin + step)
-            begin, step = begin + step, step if time.monotonic() - start > SLICE_S else 2 * step
-
-
 @dataclass(frozen=True)
 class PackInMemory:
-    """A pack's tensors: where they are in an arena, and the rows that GPUs have."""
+    """A model's tensors: where they are in an arena, and the rows that GPUs have."""
 
     spec: ModelSpec
     tensors: Mapping[str, TensorInfo]  # with their offsets in the arena
@@ -185,21 +191,20 @@ class PackInMemory:
         (rows,) = self.on_gpus[name].values()
         return rows
 
-    def _in_ram(
-        self, name: str, expert: int | None = None, skip_bytes: int = 0, columns: int | None = None
-    ) -> _native.Matrix:
-        """Return a tensor's rows, or one expert's; of a bundle, the part `skip_bytes` into each record.
+    def _in_ram(self, name: str, expert: int | None = None, part: RowPart | None = None) -> _native.Matrix:
+        """Return a tensor's rows, or one expert's; of a bundle, one `part` of each record.
 
         Slots in which rows from disk take turns are the same for all experts.
         """
         info = self.tensors[name]
-        lead, last = (info.shape[:-1], info.shape[-1]) if columns is None else (info.shape, columns)
+        lead, last = (info.shape[:-1], info.shape[-1]) if part is None else (info.shape, self.spec.dim)
+        part = part or RowPart(info.format, 0)
         rows, first = math.prod(lead), 0
         if expert is not None:
             rows //= info.shape[0]
             first = expert % info.shape[0] * rows
-        offset = info.offset + first * info.stride + skip_bytes
-        return _native.Matrix(self.arena, offset, quant.FORMATS[info.format].id, rows, last, info.stride)
+        offset = info.offset + first * info.stride + part.at
+        return _native.Matrix(self.arena, offset, quant.FORMATS[part.format].id, rows, last, info.stride)
 
     def vector(self, name: str) -> F32 | None:
         if name not in self.tensors:
@@ -240,10 +245,9 @@ class PackInMemory:
         if not spec.sparse:
             up = self._in_ram(f"{layer}.up.weight", expert) if spec.gated else None
             return FFNPart(gate, up, self._in_ram(f"{layer}.down.weight", expert))
-        up = self._in_ram(bundle, expert, columns=spec.dim) if spec.gated else None
-        row_bytes = quant.row_bytes(self.tensors[bundle].format, spec.dim)
-        skip_bytes = row_bytes if spec.gated else 0
-        return FFNPart(gate, up, self._in_ram(bundle, expert, skip_bytes, spec.dim))
+        of_up, of_down = bundle_parts(self.tensors[bundle], spec)
+        up = None if of_up is None else self._in_ram(bundle, expert, of_up)
+        return FFNPart(gate, up, self._in_ram(bundle, expert, of_down))
 
     def _gpu_part(self, layer: str, expert: int, device: str, bias: F32 | None) -> FFNPart:
         spec = self.spec
@@ -254,13 +258,20 @@ class PackInMemory:
         gate = Linear(rows("gate.weight"), bias)
         if not spec.sparse:
             return FFNPart(gate, rows("up.weight") if spec.gated else None, rows("down.weight"), device)
-        return FFNPart(gate, *records(spec, rows("bundle")), device)
+        return FFNPart(gate, *records(rows("bundle")), device)
+
+    def qkv(self, layer: str) -> Linear:
+        """Return q, k and v, which are three tensors where their formats differ."""
+        fused, bias = f"{layer}.qkv.weight", self.vector(f"{layer}.qkv.bias")
+        if fused in self.tensors or fused in self.on_gpus:
+            return Linear(self.matrix(fused), bias)
+        return Linear(Stacked(tuple(self.matrix(f"{layer}.{n}.weight") for n in QKV)), bias)
 
     def layer(self, i: int) -> Layer:
         a, router = f"layers.{i}", f"layers.{i}.router.weight"
         return Layer(
             attn_norm=self.norm(f"{a}.attn_norm"),
-            qkv=self.linear(f"{a}.qkv"),
+            qkv=self.qkv(a),
             attn_out=self.linear(f"{a}.attn_out"),
             ffn_norm=self.norm(f"{a}.ffn_norm"),
             experts=tuple(self.ffn(a, e) for e in range(self.spec.n_experts)),
@@ -275,10 +286,10 @@ class PackInMemory:
         )
 
 
-def records(spec: ModelSpec, bundle: DeviceRows) -> tuple[DeviceRows | None, DeviceRows]:
+def records(bundle: DeviceRows) -> tuple[DeviceRows | None, DeviceRows]:
     """Return up (None: ungated) and down of a bundle, whose records have one behind the other."""
-    rows = replace(bundle, columns=spec.dim, skip=0)
-    return (rows, replace(rows, skip=rows.row_bytes)) if spec.gated else (None, rows)
+    first, down = replace(bundle, down=None), bundle.down
+    return (None, first) if down is None else (first, replace(first, format=down.format, skip=down.at))
 
 
 def assemble(
@@ -288,7 +299,7 @@ def assemble(
     ops: CpuOps,
     on_gpus: Mapping[str, Mapping[str, DeviceRows]] | None = None,
 ) -> Weights:
-    """Return the weights of a pack. `tensors`, `on_gpus`: as `PackInMemory`'s."""
+    """Return the weights of a model. `tensors`, `on_gpus`: as `PackInMemory`'s."""
     made = PackInMemory(spec, tensors, arena, ops, on_gpus or {})
     embed = made.matrix("embed.weight")
     return Weights(

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from thermocline.errors import BadFile, UsageError
-from thermocline.files.bounded import parse_json, quoted, read_small
+from thermocline.files.bounded import parse_json, quoted
+from thermocline.files.small_files import SmallFiles, small_files
 from thermocline.text.template_process import ANSWERS, OWN, SPOKEN, Span, TemplateProcess
 from thermocline.text.tokenizer import Tokenizer
 from thermocline.text.tokenizer_parts import MARKER
@@ -31,19 +32,21 @@ RESERVED = {"messages", "add_generation_prompt", *(f"{name}_token" for name in T
 
 
 class ChatTemplate:
-    """The chat template of the model in `directory`, or `source` in its place.
+    """The chat template among a model's small files, or `source` in its place.
 
     An answer ends at `stop_ids`: the control token, if any, that the template writes after an answer.
     """
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, source: str | None = None) -> None:
-        config = _config(directory / CONFIG_FILE)
+    def __init__(self, files: SmallFiles | Path, tokenizer: Tokenizer, source: str | None = None) -> None:
+        """`files`: or the directory that they are in."""
+        files = small_files(files)
+        config = _config(files)
         name = "the template given"
         if source is None:
-            source, name = _source(directory, config)
+            source, name = _source(files, config)
         if source is None:
             raise UsageError(
-                f"{directory.name}: this model has no chat template, so it was made to continue texts, "
+                f"{files.origin.name}: this model has no chat template, so it was made to continue texts, "
                 "not to chat; use `thermocline run`, or give a template with --template FILE"
             )
         if len(source) > MAX_TEMPLATE_BYTES:
@@ -51,7 +54,7 @@ class ChatTemplate:
                 f"{name}: the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_BYTES}"
             )
         self.source = source
-        self._tokens = _special_tokens(config, directory / CONFIG_FILE)
+        self._tokens = _special_tokens(config, files.label(CONFIG_FILE))
         self._process = TemplateProcess(source, name)
         self._encoder = GuardedEncoder(tokenizer, source)
         self._stop_ids: tuple[int, ...] | None = None
@@ -135,19 +138,21 @@ def _plain(message: Message) -> dict[str, Any]:
 # ---- the model's files
 
 
-def _config(path: Path) -> dict[str, Any]:
-    return parse_json(read_small(path, MAX_CONFIG_BYTES), str(path)) if path.exists() else {}
+def _config(files: SmallFiles) -> dict[str, Any]:
+    if not files.has(CONFIG_FILE):
+        return {}
+    return parse_json(files.read(CONFIG_FILE, MAX_CONFIG_BYTES), files.label(CONFIG_FILE))
 
 
-def _source(directory: Path, config: dict[str, Any]) -> tuple[str | None, str]:
+def _source(files: SmallFiles, config: dict[str, Any]) -> tuple[str | None, str]:
     """Return the template and its place. A file of its own wins, as in transformers."""
-    path = directory / JINJA_FILE
-    if path.exists():
+    if files.has(JINJA_FILE):
+        name = files.label(JINJA_FILE)
         try:
-            return read_small(path, MAX_TEMPLATE_BYTES).decode(), str(path)
+            return files.read(JINJA_FILE, MAX_TEMPLATE_BYTES).decode(), name
         except UnicodeDecodeError:
-            raise BadFile(f"{path}: not UTF-8 text") from None
-    name = f"{directory / CONFIG_FILE}: chat_template"
+            raise BadFile(f"{name}: not UTF-8 text") from None
+    name = f"{files.label(CONFIG_FILE)}: chat_template"
     found = config.get("chat_template")
     if isinstance(found, list):  # several templates, by name
         named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
@@ -159,7 +164,7 @@ def _source(directory: Path, config: dict[str, Any]) -> tuple[str | None, str]:
     return found, name
 
 
-def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:
+def _special_tokens(config: dict[str, Any], file: str) -> dict[str, str]:
     """Return `bos_token` and the like for the template. The file has texts, or objects with `content`."""
     out = {}
     for name in (f"{n}_token" for n in TOKEN_NAMES):
@@ -169,7 +174,7 @@ def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:
         if isinstance(value, str):
             out[name] = value
         elif value is not None:
-            raise BadFile(f"{path}: {name} is {quoted(value)}, not a token")
+            raise BadFile(f"{file}: {name} is {quoted(value)}, not a token")
     return out
 
 

@@ -14,31 +14,33 @@ from pathlib import Path
 from typing import Any
 
 from thermocline.errors import BadFile, Unsupported, UsageError
+from thermocline.files.small_files import SmallFiles, small_files
 from thermocline.model.spec import ModelSpec
+from thermocline.text.tokenizer_process import FILE as FILE
 from thermocline.text.tokenizer_process import Added, TokenizerProcess
-
-FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """The tokenizer.json of a pack or Hugging Face directory. `spec` bounds the ids, names the eos tokens."""
+    """The tokenizer.json among a model's small files. `spec` bounds the ids, names the eos tokens."""
 
-    def __init__(self, directory: Path | str, spec: ModelSpec | None = None) -> None:
-        path = Path(directory) / FILE
+    def __init__(self, source: SmallFiles | Path | str, spec: ModelSpec | None = None) -> None:
+        """`source`: the files, or the directory that they are in."""
+        files = small_files(source)
+        name = files.label(FILE)
         ends = () if spec is None else tuple(i for i in (spec.bos_id, *spec.eos_ids) if i is not None)
-        self._process = found = TokenizerProcess(path, ends)  # control tokens, whatever the file says
+        self._process = found = TokenizerProcess(files, ends)  # control tokens, whatever the file says
         highest = found.size - 1
         if spec is not None and highest >= spec.vocab_size:
             found.close()
             raise BadFile(
-                f"{path}: has the token {highest}, but the model's tokens are 0 to {spec.vocab_size - 1}; "
+                f"{name}: has the token {highest}, but the model's tokens are 0 to {spec.vocab_size - 1}; "
                 "it belongs to another model"
             )
         self.vocab_size: int = spec.vocab_size if spec is not None else found.size
         self.eos_ids: tuple[int, ...] = spec.eos_ids if spec is not None else ()
         self._special = {t.id for t in found.added if t.special}
         self._controls = {i: found.name(i) for i in found.about["controls"]}
-        self._bytes_of, self._trim = _decoder(found.about["decoder"], path)
+        self._bytes_of, self._trim = _decoder(found.about["decoder"], name)
 
     @property
     def added(self) -> Sequence[Added]:
@@ -142,15 +144,15 @@ def read_text(path: Path) -> str:
 
 
 def _decoder(
-    state: dict[str, Any] | None, path: Path
+    state: dict[str, Any] | None, name: str
 ) -> tuple[Callable[[str], bytes], Callable[[bytes], bytes]]:
     """Return the file's decoder as two functions: a token's name to its bytes, and the trim of the first."""
     if state is None:
         raise Unsupported(
-            f"{path}: has no decoder, which is needed to turn tokens into text; use a complete tokenizer.json"
+            f"{name}: has no decoder, which is needed to turn tokens into text; use a complete tokenizer.json"
         )
     parts: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
-    steps = [_step(part, path) for part in parts]
+    steps = [_step(part, name) for part in parts]
 
     def bytes_of(text: str) -> bytes:
         for step in steps:
@@ -160,7 +162,7 @@ def _decoder(
                 text = data
         return text.encode()
 
-    return bytes_of, _trim(parts, path)
+    return bytes_of, _trim(parts, name)
 
 
 Step = Callable[
@@ -168,7 +170,7 @@ Step = Callable[
 ]  # returns text for the next step, final bytes, or None for no change
 
 
-def _step(part: dict[str, Any], path: Path) -> Step:
+def _step(part: dict[str, Any], name: str) -> Step:
     match part["type"]:
         case "ByteLevel":
             return _byte_level
@@ -182,17 +184,17 @@ def _step(part: dict[str, Any], path: Path) -> Step:
             return lambda text: text.replace(old, new)
         case "Fuse" | "Strip":
             return lambda text: None
-    raise Unsupported(f"{path}: its decoder has a {part['type']} step, which Thermocline does not know")
+    raise Unsupported(f"{name}: its decoder has a {part['type']} step, which Thermocline does not know")
 
 
-def _trim(parts: list[dict[str, Any]], path: Path) -> Callable[[bytes], bytes]:
+def _trim(parts: list[dict[str, Any]], name: str) -> Callable[[bytes], bytes]:
     """Return the function that trims a text's first token: SentencePiece adds a space there."""
     for i, part in enumerate(parts):
         if part["type"] == "Strip":
             fused = any(p["type"] == "Fuse" for p in parts[:i])
             if not fused or part["start"] > 1 or part["stop"]:
                 raise Unsupported(
-                    f"{path}: its decoder strips more than one character from the start of the text"
+                    f"{name}: its decoder strips more than one character from the start of the text"
                 )
             content = part["content"].encode() if part["start"] else b""
             return lambda data: data.removeprefix(content)

@@ -11,13 +11,14 @@ import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from thermocline.errors import BadFile, IOFailure, Unsupported, UsageError
+from thermocline.errors import BadFile, Unsupported, UsageError
+from thermocline.files.small_files import SmallFiles
 from thermocline.text.confined_process import WAIT_S, Ask, ConfinedProcess, ProcessEnded, paths_of
 
 WORKER = "thermocline.text.tokenizer_worker"
+FILE = "tokenizer.json"
 WAIT_S_PER_BYTE = 2e-5
 MAX_BYTES = 256 << 20  # the largest known (vocabulary 262144) has 33 MB
 _ERRORS = {e.__name__: e for e in (BadFile, Unsupported, UsageError)}
@@ -39,16 +40,17 @@ class Added:
 class TokenizerProcess:
     """The process of one tokenizer.json. Safe to use from several threads."""
 
-    def __init__(self, path: Path, ends: Sequence[int] = ()) -> None:
+    def __init__(self, files: SmallFiles, ends: Sequence[int] = ()) -> None:
         """`ends`: tokens that begin or end a text; those that look like control tokens count as such."""
-        self._path, self._control_ids = path, array("I", ends).tobytes()
+        self._files, self._name = files, files.label(FILE)
+        self._control_ids = array("I", ends).tobytes()
         self._facts = b""
         self._twins: list[bytes] = []
         self._confined = ConfinedProcess(WORKER, paths_of("tokenizers"), self._begin)
         try:
             self._confined.start()
         except ProcessEnded as e:
-            raise BadFile(f"{path}: not a usable tokenizer: reading it {e}") from None
+            raise BadFile(f"{self._name}: not a usable tokenizer: reading it {e}") from None
         (head,) = struct.unpack_from("=I", self._facts)
         self.about: dict[str, Any] = json.loads(self._facts[4 : 4 + head])
         self.size: int = self.about["tokens"]
@@ -60,9 +62,9 @@ class TokenizerProcess:
     def _begin(self, ask: Ask) -> None:
         """Send a new process the file, then the twins."""
         ends = struct.pack("=I", len(self._control_ids)) + self._control_ids
-        facts = self._done(ask(b"L" + ends + _read(self._path)))
+        facts = self._done(ask(b"L" + ends + self._read()))
         if self._facts and facts != self._facts:
-            raise BadFile(f"{self._path}: was replaced while in use; open the model again")
+            raise BadFile(f"{self._name}: was replaced while in use; open the model again")
         self._facts = facts
         for twin in self._twins:
             self._done(ask(twin))
@@ -72,15 +74,22 @@ class TokenizerProcess:
             return reply[1:]
         failed = json.loads(reply[1:])
         error, why = _ERRORS[failed["error"]], failed["why"]
-        raise error(why if error is UsageError else f"{self._path}: {why}")
+        raise error(why if error is UsageError else f"{self._name}: {why}")
 
     def _ask(self, request: bytes) -> bytes:
         try:
             return self._done(self._confined.ask(request, WAIT_S + WAIT_S_PER_BYTE * len(request)))
         except ProcessEnded as e:
             raise BadFile(
-                f"{self._path}: this text {e} to tokenise with this tokenizer; shorten it"
+                f"{self._name}: this text {e} to tokenise with this tokenizer; shorten it"
             ) from None
+
+    def _read(self) -> bytes:
+        if not self._files.has(FILE):
+            raise BadFile(
+                f"{self._name}: not found; the model's directory needs a {FILE} to turn text into tokens"
+            )
+        return self._files.read(FILE, MAX_BYTES)
 
     def name(self, token: int) -> str:
         """Return the vocabulary's name of a token, "" for unused ids."""
@@ -118,17 +127,3 @@ class TokenizerProcess:
 
 def _ids(reply: bytes) -> list[int]:
     return array("I", reply).tolist()
-
-
-def _read(path: Path) -> bytes:
-    if not path.is_file():
-        raise BadFile(
-            f"{path}: not found; the model's directory needs a {path.name} to turn text into tokens"
-        )
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise BadFile(f"{path}: {size} bytes are too many for a tokenizer (limit {MAX_BYTES})")
-        return path.read_bytes()
-    except OSError as e:
-        raise IOFailure(f"{path}: {e.strerror}") from None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit
-from thermocline.cli.packs import find_pack
+from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
     cache_directory,
     cache_type_keys,
@@ -146,12 +146,9 @@ def open_bench(o: BenchOptions, progress: ProgressBar) -> Bench:
     """Open the model for its tests. A test that cannot be run is refused before the weights are read."""
     from thermocline.machine import hardware
     from thermocline.offline import bench as benchmark
-    from thermocline.pack.pack import Pack
     from thermocline.session.options import EngineOptions
 
-    pack = Pack.open(
-        find_pack(o.model, progress, activation=o.activation, format=o.format, cache=o.cache_dir)
-    )
+    model = find_model(o.model, progress, activation=o.activation, format=o.format, cache=o.cache_dir)
     tests = benchmark.tests_of(
         prompts=o.n_prompt,
         gens=o.n_gen,
@@ -159,8 +156,8 @@ def open_bench(o: BenchOptions, progress: ProgressBar) -> Bench:
         depths=o.n_depth,
         threads=[t or hardware.default_threads() for t in o.threads],
     )
-    benchmark.check_context(pack.spec, tests)
-    feed = benchmark.feed_of(pack, tests, o.text, o.seed)
+    benchmark.check_context(model.spec, tests)
+    feed = benchmark.feed_of(model, tests, o.text, o.seed)
     options = EngineOptions(
         sparsity=o.sparsity,
         ram=o.ram,
@@ -170,7 +167,7 @@ def open_bench(o: BenchOptions, progress: ProgressBar) -> Bench:
         cache_type_k=o.cache_type_k,
         cache_type_v=o.cache_type_v,
     )
-    return benchmark.Bench(pack, tests, feed, options, progress.at)
+    return benchmark.Bench(model, tests, feed, options, progress.at)
 
 
 # ---- rows in, text as llama-bench prints it out, each row as it comes

@@ -130,7 +130,7 @@ def _tiers(o: BenchOptions, pack: Pack, subject: Subject) -> Any:
 
     if o.hardware is None:
         measured = disk_speed.measure_disk(pack.path)
-        tiers = this_machine.tiers_here(o.threads[0], disk=measured, formats=[subject.sizes.format])
+        tiers = this_machine.tiers_here(o.threads[0], disk=measured, formats=subject.sizes.formats)
         why = f": {measured.why}" if measured.why else ""
     else:
         tiers, why = read_tiers(o.hardware), ""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
-from thermocline.cli.packs import find_pack
+from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
+    HUB_HELP,
     cache_type_keys,
     cache_type_values,
     json_output,
@@ -29,8 +30,8 @@ from thermocline.session.options import SPARSITIES
 if TYPE_CHECKING:
     from thermocline.offline.evaluate import Reader
     from thermocline.ops.interface import I32
-    from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors
+    from thermocline.pack.stored_model import StoredModel
 
 T = TypeVar("T")
 
@@ -41,8 +42,7 @@ class EvalOptions:
 
     model: str | None = opt(
         None, str, "PATH", "Model",
-        "A pack, or a Hugging Face directory or GGUF file, packed once into the cache. "
-        "Or org/name[@revision][:file or quant] from the hub, fetched once.",
+        HUB_HELP,
         flags="-m", shown="the bundled model", given=BY_POSITION
     )  # fmt: skip
     activation: str | None = which_activation()
@@ -116,13 +116,13 @@ def evaluate(o: EvalOptions) -> int:
 class Side:
     """A model with its sparsity, which is compared with another."""
 
-    pack: Pack
+    pack: StoredModel
     sparsity: str
     predictors: Predictors | None  # what `predict` needs
     types: CacheTypes  # of keys and values
 
     @staticmethod
-    def of(pack: Pack, sparsity: str, types: CacheTypes = PLAIN) -> Side:
+    def of(pack: StoredModel, sparsity: str, types: CacheTypes = PLAIN) -> Side:
         from thermocline.pack.predictor import predictors_for
 
         types.check(pack.spec.head_dim)
@@ -142,11 +142,11 @@ def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
 
 def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
     types = CacheTypes(o.cache_type_k, o.cache_type_v)
-    own = Side.of(_opened(o.model, progress, o.activation), o.sparsity, types)
+    own = Side.of(find_model(o.model, progress, activation=o.activation), o.sparsity, types)
     if o.against is None:
         return [own]
     if o.against not in SPARSITIES:
-        return [own, Side.of(_opened(o.against, progress, None), "exact")]
+        return [own, Side.of(find_model(o.against, progress, activation=None), "exact")]
     if not own.pack.spec.sparse and not types.quantised:
         raise UsageError(
             f"{own.pack.path}: its activation ({own.pack.spec.activation}) is never zero, so there is "
@@ -155,12 +155,6 @@ def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
     if o.against == o.sparsity and not types.quantised:
         raise UsageError(f"--sparsity and --against are both {o.against}: nothing to compare")
     return [own, Side.of(own.pack, o.against)]
-
-
-def _opened(model: str | None, progress: ProgressBar, activation: str | None) -> Pack:
-    from thermocline.pack.pack import Pack
-
-    return Pack.open(find_pack(model, progress, activation=activation))
 
 
 def _texts(o: EvalOptions, sides: Sequence[Side]) -> I32:
@@ -172,12 +166,12 @@ def _texts(o: EvalOptions, sides: Sequence[Side]) -> I32:
 
     for side in sides:
         evaluate.check_context(side.pack.spec, o.ctx)
-        if not (side.pack.path / FILE).exists():
+        if not side.pack.small_files.has(FILE):
             raise UsageError(f"{side.pack.path}: has no tokenizer; its text would be noise")
     text = read_text(Path(o.text)).removesuffix("\n")  # as llama-perplexity does
     found = []
     for pack in {side.pack.path: side.pack for side in sides}.values():
-        found.append(evaluate.windows(Tokenizer(pack.path, pack.spec), text, o.ctx, o.limit))
+        found.append(evaluate.windows(Tokenizer(pack.small_files, pack.spec), text, o.ctx, o.limit))
     sizes = {side.pack.spec.vocab_size for side in sides}
     if len(sizes) > 1 or not all(np.array_equal(found[0], other) for other in found):
         raise UsageError(

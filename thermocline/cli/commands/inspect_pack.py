@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thermocline.cli.console import ProgressBar, emit, emit_json
-from thermocline.cli.packs import open_pack
+from thermocline.cli.packs import formats_said, open_pack
 from thermocline.cli.predictor_table import fidelity_rows
 from thermocline.cli.shared_options import json_output, quiet_output, which_model
 from thermocline.cli.table import size, table
-from thermocline.errors import BadFile
+from thermocline.errors import BadFile, ThermoclineError
 
 if TYPE_CHECKING:
     from thermocline.pack.pack import Pack
@@ -40,7 +40,7 @@ def inspect(o: InspectOptions) -> int:
     from thermocline.pack import pack as packs
 
     if o.model is not None and from_gguf.is_gguf(Path(o.model)):
-        about, rows_of = from_gguf.inspect_gguf(Path(o.model)), gguf_rows
+        about, rows_of = from_gguf.inspect_gguf(Path(o.model)) | run_as(Path(o.model)), gguf_rows
     else:
         opened = open_pack(o.model)
         about, rows_of = packs.inspect(opened) | prepared(opened), pack_rows
@@ -49,6 +49,18 @@ def inspect(o: InspectOptions) -> int:
     else:
         emit(table(rows_of(about)))
     return 0
+
+
+def run_as(path: Path) -> dict[str, Any]:
+    """Say whether a GGUF runs in place, and if not, why; null if it cannot be read as a model."""
+    from thermocline.opening.gguf_model import open_gguf
+
+    try:
+        found = open_gguf(path)
+    except ThermoclineError as e:
+        return {"in_place": None, "why_packed": str(e)}
+    why = found if isinstance(found, str) else None
+    return {"in_place": why is None, "why_packed": why}
 
 
 def prepared(pack: Pack) -> dict[str, Any]:
@@ -88,14 +100,14 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("pack", f"{about['path']} (version {about['version']})"),
         ("source", f"{source['name']} ({source['kind']}, {source['hash']})"),
-        ("weights", f"{about['weight_format']}, {about['parameters'] / 1e6:,.2f} M parameters"),
+        ("weights", f"{formats_said(about)}, {about['parameters'] / 1e6:,.2f} M parameters"),
         ("size", size(sum(about["files"].values()))),
         ("per token", f"{about['bytes_per_token_dense'] / 1e6:,.2f} MB, dense"),
         ("", ""),
     ]
     parts = about["parts"].items()
     rows += [(name, f"{size(p['bytes']):>10}  {p['parameters']:>14,} parameters") for name, p in parts]
-    rows.append(("", ""))
+    rows += [("", ""), *_format_rows(about["formats"]), ("", "")]
     if about["predictor"] is not None:
         ranks, threshold = about["predictor"]["ranks"], about["predictor"]["threshold"]
         rows.append(("predictor", f"ranks {min(ranks)} to {max(ranks)}, threshold {threshold:g}"))
@@ -103,6 +115,13 @@ def pack_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         rows += [*sidecars, ("", "")]
     rows += [(name, _plain(value)) for name, value in about["spec"].items()]
     return rows
+
+
+def _format_rows(formats: dict[str, dict[str, int]]) -> list[tuple[str, str]]:
+    return [
+        (name, f"{size(f['bytes']):>10}  {f['parameters']:>14,} parameters  {f['tensors']:>5,} tensors")
+        for name, f in formats.items()
+    ]
 
 
 def _profile_rows(p: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -132,10 +151,16 @@ def gguf_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
         *((k, _plain(about[k])) for k in ("name", "architecture", "tokenizer")),
         ("size", f"{size(about['file_bytes'])}, {about['parameters'] / 1e6:,.2f} M parameters"),
         ("predictors", f"{about['predictors']} layers, threshold {_plain(about['sparse_threshold'])}"),
+        ("runs", _runs(about)),
         ("", ""),
     ]
-    types = about["types"].items()
-    return rows + [(name, f"{size(t['bytes']):>10}  {t['parameters']:>14,} parameters") for name, t in types]
+    return rows + _format_rows(about["types"])
+
+
+def _runs(about: dict[str, Any]) -> str:
+    if about["in_place"] is None:
+        return f"not at all: {about['why_packed']}"
+    return "in place" if about["in_place"] else f"as a pack: {about['why_packed']}"
 
 
 def _plain(value: Any) -> str:

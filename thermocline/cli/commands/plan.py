@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,8 +48,8 @@ class PlanOptions:
     """Say which neurons go to the GPU, to RAM and to disk, and how fast a token then is."""
 
     model: str | None = opt(
-        None, str, "PACK|SHAPE", "Model",
-        "A pack; or a known shape, such as opt-30b (a wrong one lists them all), or a config.json.",
+        None, str, "PACK|GGUF|SHAPE", "Model",
+        "A pack, a GGUF file, a config.json, or a known shape, such as opt-30b (a wrong one lists them all).",
         flags="-m", shown="the bundled model", given=BY_POSITION
     )  # fmt: skip
     format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format of a shape.")
@@ -104,7 +105,7 @@ def plan(o: PlanOptions) -> int:
 
     subject = plan_subject(o)
     CacheTypes(o.cache_type_k, o.cache_type_v).check(subject.spec.head_dim)
-    tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.format))
+    tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.formats))
     about = plan_file.plan_json(subject, tiers, ask, made)
     if o.output is not None:
         plan_file.write(Path(o.output), about, overwrite=o.force)
@@ -155,8 +156,10 @@ def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
 
 
 def plan_subject(o: PlanOptions) -> Subject:
+    from thermocline.convert.from_gguf import is_gguf
     from thermocline.convert.pack_cache import resolve
     from thermocline.llm import BUNDLED
+    from thermocline.opening.gguf_model import open_gguf
     from thermocline.plan import subject as subjects
     from thermocline.plan.hotness import Curve
 
@@ -164,11 +167,18 @@ def plan_subject(o: PlanOptions) -> Subject:
     path = BUNDLED if o.model is None else Path(o.model)
     if (path / "pack.json").exists():
         return subjects.of_pack(resolve(path, "", None, activation=o.activation), o.sparsity, curve)
+    if is_gguf(path):
+        found = open_gguf(path, o.activation)
+        if isinstance(found, str):
+            raise UsageError(
+                f"{path}: {found}: make a pack of it with `thermocline pack {path} -o DIR`, and plan DIR"
+            )
+        return subjects.of_model(found, o.sparsity, curve)
     share = o.predictor_share if o.sparsity == "predict" else 0.0
     return subjects.of_shape(str(o.model), o.format, o.sparsity, share, curve, o.activation)
 
 
-def plan_tiers(o: PlanOptions, weight_format: str) -> Tiers:
+def plan_tiers(o: PlanOptions, formats: Sequence[str]) -> Tiers:
     from thermocline.machine import this_machine
     from thermocline.machine.tiers import read_tiers
 
@@ -177,17 +187,16 @@ def plan_tiers(o: PlanOptions, weight_format: str) -> Tiers:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > 0.3:
         log.warning(f"the machine is busy (load {load:.1f}): its speed, measured now, is a lower bound")
-    return this_machine.tiers_here(o.threads, formats=[weight_format])
+    return this_machine.tiers_here(o.threads, formats=formats)
 
 
 def measured(o: PlanOptions, subject: Subject, tiers: Tiers) -> Tiers:
     """Add this machine's disk, which is measured only where memory is too small: that takes seconds."""
     from thermocline.machine import disk_speed, this_machine
 
-    pack = Path(subject.name)
-    found = (
-        disk_speed.measure_file(pack / "weights.bin") if pack.is_dir() else disk_speed.measure_disk(Path())
-    )
+    model = Path(subject.name)
+    files = [file for file in (model / "weights.bin", model) if file.is_file()]
+    found = disk_speed.measure_file(files[0]) if files else disk_speed.measure_disk(Path())
     why = f"not measured: {found.why}" if found.sequential_gbs is None else "measured"
     log.info(f"it does not fit in memory; the disk of {found.path} was {why}")
     return replace(tiers, disk=this_machine.disk_tier(found))

@@ -165,6 +165,7 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
     figures: dict[str, Any] = {
         "model": model,
         "format": llm.weight_format,
+        "in_place": llm.in_place,
         "text": done.text,
         "token_ids": done.token_ids,
         "finish_reason": done.finish_reason,

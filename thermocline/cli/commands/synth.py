@@ -1,4 +1,4 @@
-"""`thermocline synth`: a pack of random weights in a real model's shape, for measuring."""
+"""`thermocline synth`: a pack or a GGUF file of random weights in a real model's shape, for measuring."""
 
 from __future__ import annotations
 
@@ -9,26 +9,38 @@ from functools import partial
 from thermocline.cli.console import ProgressBar, emit_json
 from thermocline.cli.shared_options import json_output, quiet_output, which_activation
 from thermocline.cli.table import size
+from thermocline.errors import UsageError
+from thermocline.model.formats import FORMATS
+from thermocline.model.mixes import MIXES
 from thermocline.options import BY_POSITION, REQUIRED, nonempty, one_of, opt, real, switch, whole
-from thermocline.session.options import FORMATS
 
 log = logging.getLogger(__name__)
+NAMES = tuple(dict.fromkeys([*MIXES, *FORMATS]))  # mixes, and formats that all matrices have
 
 
 @dataclass(frozen=True)
 class SynthOptions:
-    """Write a pack with a real model's shape and random weights: for measuring, not for text."""
+    """Write a model with a real model's shape and random weights: for measuring, not for text."""
 
     shape: str = opt(
         "", nonempty, "SHAPE", "Model",
         "A known shape, such as llama-2-7b or opt-6.7b (a wrong one lists them all), or a config.json.",
         given=BY_POSITION | REQUIRED
     )  # fmt: skip
-    output: str = opt("", nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", given=REQUIRED)
-    format: str = opt("q8_0", one_of(*FORMATS), "|".join(FORMATS), "Model", "Weight format.")
+    output: str | None = opt(
+        None, nonempty, "DIR", "Model", "Pack directory to write.", flags="-o", shown="none"
+    )
+    format: str = opt(
+        "q8_0", one_of(*NAMES), "NAME", "Model",
+        "Formats of the matrices, as llama.cpp's files of this name mix them: q4_k_m, q5_k_m, q6_k, iq4_xs, "
+        "mxfp4 ... (a wrong one lists them all)."
+    )  # fmt: skip
+    layers: int | None = opt(
+        None, whole(1), "N", "Model", "So many layers only, for a model that fits memory.", shown="all"
+    )
     activation: str | None = which_activation()
     gguf: str | None = opt(
-        None, nonempty, "FILE", "Model", "Write the same weights as a GGUF file too, for llama.cpp.",
+        None, nonempty, "FILE", "Model", "GGUF file to write, with or without a pack of the same weights.",
         shown="none"
     )  # fmt: skip
     seed: int = opt(0, whole(0, 2**63 - 1), "N", "Model", "Equal seeds give equal packs.", flags="-s")
@@ -55,24 +67,37 @@ class SynthOptions:
 
 def synth(o: SynthOptions) -> int:
     from thermocline.convert import synthetic, to_gguf
+    from thermocline.convert.random_weights.source import RandomWeights
     from thermocline.pack.pack import Pack, inspect
 
+    if o.output is None and (o.gguf is None or o.json):
+        raise UsageError(
+            "--json describes a pack; give its directory with -o DIR"
+            if o.gguf
+            else "nothing to write; give -o DIR for a pack, --gguf FILE for a GGUF file, or both"
+        )
     model = synthetic.SyntheticModel.of(
-        o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation
+        o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation, o.layers
     )
+    formats = synthetic.formats_named(o.format, model.stats.spec)
     if o.gguf is not None:
         to_gguf.check(model.stats.spec, model.optional, o.gguf, o.force)
     with ProgressBar(quiet=o.quiet) as progress:
-        model.write(o.output, o.format, overwrite=o.force, progress=partial(progress.at, "writing"))
-        made = Pack.open(o.output)
+        if o.output is not None:
+            model.write(o.output, *formats, overwrite=o.force, progress=partial(progress.at, "writing"))
+            made, source = Pack.open(o.output), None
+        else:
+            made, source = model.unwritten(o.gguf or "", *formats), RandomWeights(model.stats)
         if o.gguf is not None:
             bar = partial(progress.at, "writing GGUF")
-            to_gguf.write_gguf(made, o.gguf, overwrite=o.force, progress=bar)
-    about = inspect(made)
+            kind = MIXES[o.format].file_type if o.format in MIXES else None
+            to_gguf.write_gguf(made, o.gguf, source, file_type=kind, overwrite=o.force, progress=bar)
     if o.json:
-        emit_json(about)
-    layout = " (PowerInfer's layout)" if made.spec.sparse else ""
-    too = f" and {o.gguf}{layout}" if o.gguf is not None else ""
-    nbytes = size(sum(about["files"].values()))
-    log.info(f"wrote random weights ({made.source['name']}) as {o.format} into {o.output}{too}, {nbytes}")
+        emit_json(inspect(made))
+    layout = " (PowerInfer's layout)" if o.gguf is not None and made.spec.sparse else ""
+    places = " and ".join(p for p in (o.output, o.gguf) if p is not None)
+    log.info(
+        f"wrote random weights ({made.source['name']}) as {o.format} into {places}{layout}, "
+        f"{size(made.weights_bytes)}"
+    )
     return 0

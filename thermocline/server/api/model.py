@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from thermocline.errors import ThermoclineError
 from thermocline.model.spec import ModelSpec
-from thermocline.pack.pack import Pack
 from thermocline.server.api.answer_parser import AnswerFormat
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.messages import ModelOpened
@@ -29,16 +27,15 @@ class ServedModel:
 
     @staticmethod
     def of(opened: ModelOpened, name: str | None) -> ServedModel:
-        path = Path(opened.path)
-        spec = Pack.open(path).spec
-        tokenizer = Tokenizer(path, spec)
+        spec, files = opened.spec, opened.files
+        tokenizer = Tokenizer(files, spec)
         template, why = None, ""
         try:
-            template = ChatTemplate(path, tokenizer, opened.template)
+            template = ChatTemplate(files, tokenizer, opened.template)
         except ThermoclineError as e:
             why = str(e)
         format = AnswerFormat.of("" if template is None else template.source)
-        about = path.name if name is None else name
+        about = files.origin.name if name is None else name
         most = tokenizer.most_bytes(opened.context)
         return ServedModel(
             about, spec, opened.context, opened.max_batch, tokenizer, template, why, format, most

@@ -10,6 +10,8 @@ from thermocline.engine.engine import Counts
 from thermocline.engine.live_activity import ActivityReport
 from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
+from thermocline.files.small_files import SmallFiles
+from thermocline.model.spec import ModelSpec
 
 # ---- to the engine
 
@@ -63,7 +65,8 @@ class LogLine:
 class ModelOpened:
     """The model's files are known: requests can be checked while the weights are read."""
 
-    path: str  # of the pack
+    spec: ModelSpec
+    files: SmallFiles  # the tokenizer, the chat template
     context: int
     max_batch: int
     template: str | None  # replaces the model's own

@@ -115,7 +115,9 @@ def _opened(connection: Connection, files: ModelOptions, options: EngineOptions)
 
     llm = LLM(files=files, options=options, lazy=True, progress=progress)
     connection.send(
-        ModelOpened(str(llm.path), llm.context, options.max_batch, files.chat_template, llm.recommended)
+        ModelOpened(
+            llm.spec, llm.small_files, llm.context, options.max_batch, files.chat_template, llm.recommended
+        )
     )
     return llm
 

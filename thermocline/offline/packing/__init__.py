@@ -1,0 +1,1 @@
+"""The steps of `pack --format`: measuring a model's inputs, writing its pack, measuring what that cost."""

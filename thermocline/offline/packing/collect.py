@@ -1,0 +1,136 @@
+"""Run a model over text and sum up the second moments of what each of its matrices is multiplied with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from thermocline.engine.decoder import bind, for_context, forward
+from thermocline.engine.kv_cache import KVCache, blocks_for
+from thermocline.errors import NumericalError
+from thermocline.model.spec import ModelSpec
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import (
+    F32,
+    I32,
+    Batch,
+    FFNStats,
+    Heads,
+    KVLayer,
+    Layer,
+    Linear,
+    Norm,
+    WeightMatrix,
+    Weights,
+    stacked,
+)
+from thermocline.quantise.moments import HEAD, InputMoments, Moments
+
+STEP = 256  # tokens computed together
+
+
+@dataclass(frozen=True)
+class BoundHalf:
+    """A layer's half, and which layer it is."""
+
+    index: int
+    layer: Layer
+    native: Any  # the FFN; an attention's heads
+
+
+class InputCollector(CpuOps):
+    """The native ops, which also sum up the moments of the inputs of matrices. One step is one text."""
+
+    def __init__(self, threads: int, spec: ModelSpec, window: int = 0) -> None:
+        super().__init__(threads)
+        self._spec, self._window, self._bound = spec, window, [0, 0]
+        self.moments: Moments = {}
+
+    def _add(self, name: str, x: F32, expert: int = 0, experts: int = 1) -> None:
+        found = self.moments.get(name)
+        if found is None:
+            found = [InputMoments.none(x.shape[1], self._window) for _ in range(experts)]
+            self.moments[name] = found
+        found[expert].add(x)
+
+    def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> Any:
+        self._bound[0] += 1
+        return BoundHalf(self._bound[0] - 1, layer, heads)
+
+    def bind_ffn(self, spec: ModelSpec, layer: Layer) -> Any:
+        self._bound[1] += 1
+        return BoundHalf(self._bound[1] - 1, layer, super().bind_ffn(spec, layer))
+
+    def attention_add(self, x: F32, h: F32, bound: Any, step: Any, kv: KVLayer) -> None:
+        half: BoundHalf = bound
+        name, layer = f"layers.{half.index}", half.layer
+        seen = self._normed(layer.attn_norm, h)
+        self._add(f"{name}.qkv", seen)
+        qkv = [self.matmul(w, seen, None) for w in stacked(layer.qkv.weight)]
+        rows = qkv[0] if len(qkv) == 1 else np.concatenate(qkv, axis=1)
+        if layer.qkv.bias is not None:
+            rows += layer.qkv.bias
+        a = self._normed(layer.attn_sub_norm, self.attention(half.native, rows, step, kv))
+        self._add(f"{name}.attn_out", a)
+        y = self.matmul(layer.attn_out.weight, a, layer.attn_out.bias)
+        x += np.float32(self._spec.residual_scale) * self._normed(layer.attn_post_norm, y)
+
+    def read_ahead(self, h: F32, bound: Any, sparsity: str) -> None:
+        """All weights are in memory."""
+
+    def ffn_add(
+        self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, record: F32 | None = None
+    ) -> None:
+        half: BoundHalf = bound
+        seen = self._normed(half.layer.ffn_norm, h)
+        record = np.empty((len(x), half.native.neurons), np.float32)
+        super().ffn_add(x, h, half.native, sparsity, stats, record)
+        name, s = f"layers.{half.index}", self._spec
+        for e in range(s.n_experts):
+            own = record[:, e * s.ffn_dim : (e + 1) * s.ffn_dim]
+            mine = slice(None) if s.n_experts == 1 else (own != 0).any(axis=1)
+            self._add(f"{name}.ffn", seen[mine], e, s.n_experts)
+            down = self._normed(half.layer.ffn_sub_norm, np.ascontiguousarray(own[mine]))
+            self._add(f"{name}.down", down, e, s.n_experts)
+
+    def head(self, x: F32, rows: Linear, project: WeightMatrix | None) -> F32:
+        """Sum up the head's input; the logits themselves are not needed."""
+        self._add(HEAD, x if project is None else self.matmul(project, x, None))
+        return np.zeros((len(x), 1), np.float32)
+
+    def _normed(self, norm: Norm | None, x: F32) -> F32:
+        if norm is None:
+            return x
+        return self.norm(x, norm.weight, norm.bias, self._spec.norm_eps, self._spec.norm)
+
+
+def collect(
+    spec: ModelSpec,
+    weights: Weights,
+    texts: I32,
+    *,
+    threads: int,
+    window: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Moments:
+    """Return the moments over texts [texts, tokens]. Raises NumericalError."""
+    ops = InputCollector(threads, spec, window)
+    context = texts.shape[1]
+    model = bind(for_context(spec, context), weights, ops)
+    kv = KVCache(spec, blocks_for(context))
+    table = np.arange(blocks_for(context), dtype=np.int32)[None]
+    for i, ids in enumerate(texts):
+        for at in range(0, context, STEP):
+            end = min(at + STEP, context)
+            tokens = np.arange(end - at, dtype=np.int32)
+            batch = Batch(ids[at:end], tokens + at, np.zeros(end - at, np.int32), table, tokens, table)
+            forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats())
+        if progress is not None:
+            progress(i + 1, len(texts))
+    for name, found in ops.moments.items():
+        if not all(np.isfinite(m.squares).all() for m in found):
+            raise NumericalError(f"the inputs of {name} are NaN or infinite: the model's weights are damaged")
+    return ops.moments

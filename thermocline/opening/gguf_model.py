@@ -1,0 +1,156 @@
+"""A GGUF that runs in place: it is read as it is, and its rows become planar on their way into memory.
+
+Nothing is written. Its weights.bin is only a layout, the one that `pack` would give it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline import _native
+from thermocline.convert.from_gguf import files_of_metadata, gguf_hash
+from thermocline.convert.gguf_rows import GGUFSource, formats_of
+from thermocline.convert.tokenizers import has_tokenizer
+from thermocline.errors import BadFile, IOFailure, ThermoclineError
+from thermocline.files.bounded import quoted
+from thermocline.files.gguf import GGUF
+from thermocline.files.small_files import HeldFiles
+from thermocline.model.gguf_families import read_model
+from thermocline.model.tensors import TensorInfo, expected_tensors, optional_among, place
+from thermocline.opening.row_runs import RowRun, placed_rows, why_packed
+from thermocline.pack.blocks import bytes_of
+
+if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
+    from thermocline.pack.stored_model import Progress, Run
+
+U8 = NDArray[np.uint8]
+FileState = tuple[int, int, int, int]  # device, inode, bytes, time of writing in ns
+
+
+@dataclass(frozen=True)
+class GGUFModel:
+    """A `StoredModel`. `parts`: the files, and what they were when their headers were read."""
+
+    path: Path
+    spec: ModelSpec
+    weight_format: str
+    tensors: Mapping[str, TensorInfo]
+    weights_bytes: int
+    parts: tuple[tuple[Path, FileState], ...]
+    rows: tuple[RowRun, ...]
+    made: Mapping[str, U8]  # tensors that are no rows of the files
+    metadata: Mapping[str, Any]
+    predictor: None = None
+
+    @property
+    def data_path(self) -> Path:
+        return max(self.parts, key=lambda part: part[1][2])[0]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return has_tokenizer(self.metadata)
+
+    @cached_property
+    def small_files(self) -> HeldFiles:
+        return HeldFiles(self.path, files_of_metadata(self.metadata, str(self.path)))
+
+    @property
+    def stamp(self) -> tuple[str, str]:
+        with GGUF(self.path) as gguf:
+            return "gguf", gguf_hash(gguf)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(0, self.weights_bytes)]
+
+    def begin_load(self, arena: _native.Arena) -> RowReading:
+        return RowReading(self, arena, [(0, self.weights_bytes, 0)])
+
+    def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
+        RowReading(self, arena, runs).finish(progress)
+
+
+class RowReading:
+    """Rows of a GGUF on their way into an arena."""
+
+    def __init__(self, model: GGUFModel, arena: _native.Arena, runs: Sequence[Run]) -> None:
+        self._model = model
+        self._rows = [found for r in model.rows for run in runs if (found := r.within(*run)) is not None]
+        self._size = sum(r.nbytes for r in self._rows)
+        for name, data in model.made.items():
+            for run in runs:
+                _write(arena, model.tensors[name].offset, data, run)
+        self._loading = _native.begin_rows(
+            arena,
+            [(str(path), state) for path, state in model.parts],
+            [(r.format, r.columns, r.part, r.at, r.rows, r.to, r.stride, r.order) for r in self._rows],
+        )
+
+    def finish(self, progress: Progress | None = None) -> None:
+        error, where = self._loading.wait(bytes_of(progress, self._size))
+        if where >= 0:
+            raise self._failure(error, where)
+
+    def _failure(self, error: int, where: int) -> ThermoclineError:
+        if error == _native.CHANGED:
+            path = self._model.parts[where][0]
+            return BadFile(f"{path}: was changed or replaced since it was opened; open the model again")
+        run, row = self._rows[where >> _native.ROW_BITS], where & (1 << _native.ROW_BITS) - 1
+        path, at = self._model.parts[run.part][0], f"tensor {quoted(run.tensor)}, row {run.row + row}"
+        if not error:
+            return BadFile(
+                f"{path}: {at}: a scale is not a finite number; the file is damaged: fetch it again"
+            )
+        return IOFailure(f"{path}: {'ends early' if error < 0 else os.strerror(error)} at {at}")
+
+
+def _write(arena: _native.Arena, offset: int, data: U8, run: Run) -> None:
+    """Write what a run has of a tensor at `offset` of weights.bin."""
+    begin, end, to = run
+    first, last = max(begin, offset), min(end, offset + len(data))
+    if first < last:
+        arena.write(to + first - begin, data[first - offset : last - offset])
+
+
+def open_gguf(path: Path, activation: str | None = None) -> GGUFModel | str:
+    """Open a GGUF to run in place, or return why it has to be packed. Raises as `pack` does."""
+    with GGUF(path) as gguf:
+        spec, tensor_map = read_model(gguf, activation)
+        if gguf.powerinfer or spec.sparse:
+            return "its neurons can be skipped, for which their rows have to lie together"
+        source = GGUFSource(gguf, tensor_map, {})
+        weight_format, chosen = formats_of(source, spec)
+        expected = expected_tensors(spec, weight_format, chosen)
+        optional = optional_among(tensor_map.tensors, spec)
+        expected = {n: t for n, t in expected.items() if not t.optional or n in optional}
+        if (why := why_packed(source, expected)) is not None:
+            return why
+        tensors, weights_bytes = place(expected)
+        rows, made = placed_rows(gguf, source, expected, tensors)
+        return GGUFModel(
+            path=path,
+            spec=spec,
+            weight_format=weight_format,
+            tensors=tensors,
+            weights_bytes=weights_bytes,
+            parts=tuple((part.path, _state(part.opened_as)) for part in gguf.parts),
+            rows=tuple(rows),
+            made=made,
+            metadata=gguf.metadata,
+        )
+
+
+def _state(s: os.stat_result) -> FileState:
+    """Return the state of a file as native code compares it."""
+    if sys.platform == "win32":
+        return 0, 0, s.st_size, s.st_mtime_ns // 10**9 * 10**9
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns

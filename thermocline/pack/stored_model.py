@@ -1,0 +1,77 @@
+"""A model in files as a session takes it: a pack, or a GGUF that runs in place.
+
+Its tensors lie in weights.bin, which a pack has on disk and a GGUF only in memory: with the same layout, so
+that planner, budget and kernels see no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from thermocline.files.small_files import SmallFiles
+from thermocline.model.spec import ModelSpec
+from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, formats_in
+from thermocline.pack.manifest import Predictor
+
+if TYPE_CHECKING:
+    from thermocline import _native
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Run = tuple[int, int, int]  # of weights.bin: from byte, to byte, where in the arena
+
+
+class Reading(Protocol):
+    """Weights on their way into an arena. One that nobody finishes is given up when it goes."""
+
+    def finish(self, progress: Progress | None = None) -> None:
+        """Wait until all are there, checked. Raises BadFile or IOFailure, naming the first bad tensor."""
+
+
+class StoredModel(Protocol):
+    @property
+    def path(self) -> Path:
+        """The pack's directory, or the GGUF file."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def weight_format(self) -> str:
+        """The format of most weights."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    @property
+    def weights_bytes(self) -> int:
+        """The size of weights.bin."""
+
+    @property
+    def predictor(self) -> Predictor | None: ...
+    @property
+    def small_files(self) -> SmallFiles:
+        """The tokenizer, the chat template, what its makers recommend."""
+
+    @property
+    def stamp(self) -> tuple[str, str]:
+        """(its kind, the hash of what it is), for files that were made for it."""
+
+    @property
+    def data_path(self) -> Path:
+        """A file with the weights: the disk under it is what they are read from."""
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the ranges of weights.bin that are kept in memory, where all are."""
+
+    def begin_load(self, arena: _native.Arena) -> Reading:
+        """Begin to read `ranges`, each to its own place in an arena as large as weights.bin."""
+
+    def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
+        """Read runs that begin and end between rows. Raises as `Reading.finish` does."""
+
+
+def tensor_specs(model: StoredModel, *, absent: bool = False) -> dict[str, TensorSpec]:
+    """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
+    ranks = model.predictor.ranks if model.predictor is not None else ()
+    every = expected_tensors(model.spec, model.weight_format, formats_in(model.tensors), ranks)
+    return every if absent else {n: t for n, t in every.items() if n in model.tensors}
