@@ -253,6 +253,7 @@ static tc::CachePages make_pages(const AnyArray& x, int type, size_t heads, size
     const nb::dlpack::dtype wanted = {uint8_t(code), uint8_t(plain ? 16 : 8), 1};
     if (x.dtype() != wanted) throw nb::type_error("the kv cache's arrays are not of its types");
     check(plain || dim % 32 == 0, "quantised keys and values need heads of whole blocks of 32");
+    check(plain || keys || block % 4 == 0, "quantised values need pages of a multiple of 4 positions");
     const size_t bytes = tc::cache_page_bytes(t, dim, block);
     const bool fits =
         plain ? x.ndim() == 3 && x.shape(1) == (keys ? dim : block) && x.shape(2) == (keys ? block : dim)

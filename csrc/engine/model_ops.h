@@ -193,8 +193,8 @@ class Context {
     void matmul(const Stack& w, const Norm& norm, const float* x, size_t tokens, float* out);
     void attention(const AttentionArgs& a);
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
-    void attention_add(float* x, const float* h, const Attention& layer, const Step& step, const CachePages& k,
-                       const CachePages& v);
+    void attention_add(float* x, const float* h, const Attention& layer, const Step& step,
+                       const CachePages& k, const CachePages& v);
     FFNCounts ffn_add(const FFNArgs& a);
     // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
     FFNCounts moe_add(const MixtureArgs& a);

@@ -4,7 +4,8 @@
 // softmax parts are merged in order (the rule of flash attention, arXiv 2205.14135). Nothing here depends on
 // which queries or spans a call works on: each sum has one order, whatever the tile. A score of f16 keys is
 // the sum of the even elements' products plus that of the odd ones'; of quantised keys, blocks of 32 are
-// exact integers, added in order. A value is added position after position.
+// exact integers, added in order. f16 values are added position after position; of quantised ones, chunks of
+// 32 positions are exact integers.
 
 constexpr int kSums = kRegisters / 2;  // accumulators of a tile; as many registers are left for operands
 constexpr int kTileQueries = 4;        // of a tile at most
@@ -75,7 +76,7 @@ static inline bool all_of(int v, int n) {
     return WHOLE || n >= (v + 1) * W;
 }
 template <int V, bool WHOLE>
-static inline vf halfs(const uint16_t* p, int v, int n) {
+static inline vf some_f16(const uint16_t* p, int v, int n) {
     return all_of<V, WHOLE>(v, n) ? vload_f16(p + v * W)
            : n > v * W            ? vload_f16_n(p + v * W, n - v * W)
                                   : vzero();
@@ -109,7 +110,7 @@ struct KeysF16 {
                 vf x[NR];
                 for (int r = 0; r < NR; r++) x[r] = vset1(q[r][i]);
                 for (int v = 0; v < V; v++) {
-                    const vf key = halfs<V, WHOLE>(k + i * block, v, n);
+                    const vf key = some_f16<V, WHOLE>(k + i * block, v, n);
                     for (int r = 0; r < NR; r++) to[r][v] = vfma(key, x[r], to[r][v]);
                 }
             };
@@ -176,7 +177,7 @@ struct KeyBlocks {
                     }
             }
             for (int v = 0; v < V; v++) {
-                const vf own = halfs<V, WHOLE>(d, v, n);
+                const vf own = some_f16<V, WHOLE>(d, v, n);
                 for (int r = 0; r < NR; r++) {
                     const vi i =
                         D::wide ? dot[r][v] : vi_add(D::widen(dot[r][v]), vi_set1(-kAdded * q[r][b].sum));
@@ -229,135 +230,167 @@ NOINLINE static void score_pages(const Span& a, const void* const* queries, size
 
 // ---------------------------------------------------------------------------------------------- values
 
-// load<U>: U vectors of a position's row from its vector j on, j a multiple of U. Vector j + u holds columns
-// from first(j) + next(u) on.
-struct ValuesF16 {
-    static constexpr bool scaled = false;
-    static constexpr int bits = 16, least = 1;
-    static size_t first(size_t j) { return j * W; }
-    static constexpr int next(int u) { return u * W; }
-    template <int U>
-    static inline void load(const uint8_t* row, size_t j, vf* x) {
-        for (int u = 0; u < U; u++) x[u] = vload_f16((const uint16_t*)row + j * W + size_t(u * W));
-    }
-};
-struct ValuesQ8 {
-    static constexpr bool scaled = true;
-    static constexpr int bits = 8, least = 1;
-    static size_t first(size_t j) { return j * W; }
-    static constexpr int next(int u) { return u * W; }
-    template <int U>
-    static inline void load(const uint8_t* row, size_t j, vf* x) {
-        for (int u = 0; u < U; u++) x[u] = vload_i8(row + j * W + size_t(u * W));
-    }
-};
-// Byte j of a block's 16 has elements j and j + 16, so that W bytes are two vectors.
-struct ValuesQ4 {
-    static constexpr bool scaled = true;
-    static constexpr int bits = 4, least = 2, kPairs = 16 / W;  // of a block
-    static size_t first(size_t j) { return j / (2 * kPairs) * 32 + j / 2 % kPairs * W; }
-    static constexpr int next(int u) { return u / (2 * kPairs) * 32 + u / 2 % kPairs * W + u % 2 * 16; }
-    template <int U>
-    static inline void load(const uint8_t* row, size_t j, vf* x) {
-        for (int u = 0; u < U; u += 2) vload_i4(row + (j + size_t(u)) / 2 * W, x + u, x + u + 1);
-    }
-};
+constexpr size_t kChunk = 32;  // positions that are added at a time
 
-constexpr size_t kChunk = 32;       // positions that are added at a time
-constexpr size_t kScaleBlocks = 8;  // blocks of 32 columns whose scales are multiplied with weights at a time
-
-// The weights of kChunk positions: as they are, or times each block's scales.
-struct Weights {
-    const float* at;
-    size_t stride;  // from block to block
-};
-
-// out[r] += sum over `count` positions of weight * value, of U vectors of columns from vector j on.
-template <class V, int NR, int U>
-NOINLINE static void add_values(const uint8_t* rows, size_t row_bytes, size_t count, size_t j,
-                                const Weights* w, Ahead* ahead, float* const* out) {
-    constexpr int kBlock = V::scaled ? 32 / W : U, N = U > kBlock ? U / kBlock : 1;
-    const float* weight[NR][N];
+// out[r] += sum over `count` positions of weight * value, of U vectors of columns.
+template <int NR, int U>
+NOINLINE static void add_values(const uint16_t* v, size_t head_dim, size_t count, const float* const* weight,
+                                Ahead* ahead, float* const* out, size_t column) {
     vf acc[NR][U];
-    for (int r = 0; r < NR; r++)
-        for (int b = 0; b < N; b++)
-            weight[r][b] = w[r].at + (j * W / 32 % kScaleBlocks + size_t(b)) * w[r].stride;
 #pragma GCC unroll 8
     for (int r = 0; r < NR; r++)
 #pragma GCC unroll 8
-        for (int u = 0; u < U; u++) acc[r][u] = vload(out[r] + V::first(j) + V::next(u));
-    Near near(ahead, count * U * W * V::bits / 8, rows);
-    for (size_t p = 0; p < count; p++, rows += row_bytes) {
-        near.template pass<U * W * V::bits / 8>();
+        for (int u = 0; u < U; u++) acc[r][u] = vload(out[r] + column + size_t(u * W));
+    Near near(ahead, count * U * W * 2, v);
+    v += column;
+    for (size_t p = 0; p < count; p++, v += head_dim) {
+        near.template pass<U * W * 2>();
         vf x[U];
-        V::template load<U>(rows, j, x);
+        for (int u = 0; u < U; u++) x[u] = vload_f16(v + u * W);
 #pragma GCC unroll 8
         for (int r = 0; r < NR; r++)
 #pragma GCC unroll 8
-            for (int u = 0; u < U; u++) acc[r][u] = vfma(x[u], vset1(weight[r][u * N / U][p]), acc[r][u]);
+            for (int u = 0; u < U; u++) acc[r][u] = vfma(x[u], vset1(weight[r][p]), acc[r][u]);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < NR; r++)
 #pragma GCC unroll 8
-        for (int u = 0; u < U; u++) vstore(out[r] + V::first(j) + V::next(u), acc[r][u]);
+        for (int u = 0; u < U; u++) vstore(out[r] + column + size_t(u * W), acc[r][u]);
 }
 
-// All whole vectors from j to `end`: U at a time, then fewer.
-template <class V, int NR, int U>
-static inline void add_columns(const uint8_t* rows, size_t row_bytes, size_t count, size_t j, size_t end,
-                               const Weights* w, Ahead* ahead, float* const* out) {
-    for (; j + U <= end; j += U) add_values<V, NR, U>(rows, row_bytes, count, j, w, ahead, out);
-    if constexpr (U > V::least)
-        if (j < end) add_columns<V, NR, U / 2>(rows, row_bytes, count, j, end, w, ahead, out);
+// All whole vectors from a column on: U at a time, then fewer.
+template <int NR, int U>
+static inline void add_columns(const uint16_t* v, size_t head_dim, size_t count, const float* const* weight,
+                               Ahead* ahead, float* const* out, size_t column) {
+    for (; column + U * W <= head_dim; column += U * W)
+        add_values<NR, U>(v, head_dim, count, weight, ahead, out, column);
+    if constexpr (U > 1)
+        if (column + W <= head_dim) add_columns<NR, U / 2>(v, head_dim, count, weight, ahead, out, column);
 }
 
-// The last columns of f16, which fill no vector.
+// The last columns, which fill no vector.
 template <int NR>
-static void add_rest(const uint16_t* v, size_t head_dim, size_t count, const Weights* w, float* const* out) {
+static void add_rest(const uint16_t* v, size_t head_dim, size_t count, const float* const* weight,
+                     float* const* out) {
     const size_t c = head_dim / W * W;
     const int n = int(head_dim - c);
     for (int r = 0; r < NR; r++) {
         vf acc = vload_n(out[r] + c, n);
         for (size_t p = 0; p < count; p++)
-            acc = vfma(vload_f16_n(v + p * head_dim + c, n), vset1(w[r].at[p]), acc);
+            acc = vfma(vload_f16_n(v + p * head_dim + c, n), vset1(weight[r][p]), acc);
         vstore_n(out[r] + c, acc, n);
     }
 }
 
 // out[r] += the values of positions [begin, end), weighted with s[r].
-template <class V, int NR>
+template <int NR>
 NOINLINE static void value_pages(const Span& a, const float* const* s, size_t begin, size_t end, Ahead* ahead,
                                  float* const* out) {
     constexpr int U = NR == 1 ? 8 : NR == 2 ? 4 : 2;  // eight sums hide the latency of the multiply-add
-    const size_t row_bytes = a.head_dim * V::bits / 8, vectors = a.head_dim / W;
-    float scaled[V::scaled ? NR : 1][kScaleBlocks][kChunk];
     for (size_t p = begin; p < end;) {
         const uint8_t* page = a.v.at(a.head, size_t(a.table[p / a.block]));
         const size_t at = p % a.block, count = smaller(kChunk, smaller(a.block - at, end - p));
-        const uint8_t* rows = page + at * row_bytes;
-        Weights w[NR];
-        for (int r = 0; r < NR; r++) w[r] = {s[r] + (p - a.begin), 0};
-        if constexpr (V::scaled) {
-            const uint16_t* d = (const uint16_t*)(page + a.block * row_bytes) + at;
-            for (size_t b0 = 0; b0 < a.head_dim / 32; b0 += kScaleBlocks) {
-                const size_t blocks = smaller(kScaleBlocks, a.head_dim / 32 - b0);
-                for (size_t b = 0; b < blocks; b++)
-                    for (size_t i = 0; i < count; i += W) {
-                        const int n = int(smaller(W, count - i));
-                        const uint16_t* from = d + (b0 + b) * a.block + i;
-                        const vf scale = n >= W ? vload_f16(from) : vload_f16_n(from, n);
-                        for (int r = 0; r < NR; r++)
-                            vstore(scaled[r][b] + i, vmul(x_some(s[r] + (p + i - a.begin), n), scale));
-                    }
-                for (int r = 0; r < NR; r++) w[r] = {scaled[r][0], kChunk};
-                add_columns<V, NR, U>(rows, row_bytes, count, b0 * 32 / W, (b0 + blocks) * 32 / W, w, ahead,
-                                      out);
-            }
-        } else {
-            add_columns<V, NR, U>(rows, row_bytes, count, 0, vectors, w, ahead, out);
-            if (a.head_dim % W) add_rest<NR>((const uint16_t*)rows, a.head_dim, count, w, out);
-        }
+        const uint16_t* v = (const uint16_t*)page + at * a.head_dim;
+        const float* weight[NR];
+        for (int r = 0; r < NR; r++) weight[r] = s[r] + (p - a.begin);
+        add_columns<NR, U>(v, a.head_dim, count, weight, ahead, out, 0);
+        if (a.head_dim % W) add_rest<NR>(v, a.head_dim, count, weight, out);
         p += count;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- values in
+// blocks
+
+constexpr size_t kCodedBlocks = 8;  // blocks of 32 columns whose weights are made at a time
+
+// The weights of a chunk's positions [lo, hi) for a block of columns, times their scales, as int8.
+static inline QueryBlock code_weights(const float* s, const uint16_t* scales, int lo, int hi) {
+    float x[kChunk];
+    for (int i = 0; i < int(kChunk); i += W) {
+        if (lo <= i && i + W <= hi) {
+            vstore(x + i, vmul(vload(s + i), vload_f16(scales + i)));
+            continue;
+        }
+        float scale[W] = {0};
+        if (i < hi) vstore(scale, vload_f16_n(scales + i, hi - i < W ? hi - i : W));
+        for (int k = i; k < i + W; k++) x[k] = lo <= k && k < hi ? s[k] * scale[k - i] : 0;
+    }
+    QueryBlock made;
+    x_quantize(x, made.q, &made.d, &made.sum);
+    return made;
+}
+
+// out[r] += L loads of a block's columns, of the dwords [begin, end) of a chunk: 4 positions each.
+template <int BITS, int NR, int L>
+NOINLINE static void add_dwords(const uint8_t* v, size_t row_bytes, size_t begin, size_t end,
+                                const QueryBlock (*w)[kCodedBlocks], Ahead* ahead, float* const* out) {
+    using K = KeyBlocks<BITS>;
+    using D = Dot<BITS>;
+    constexpr int P = K::kParts;
+    vi dot[NR][P][L];
+    for (int r = 0; r < NR; r++)
+        for (int part = 0; part < P; part++)
+            for (int l = 0; l < L; l++) dot[r][part][l] = vi_set1(D::wide ? -K::kAdded * w[r]->sum : 0);
+    Near near(ahead, (end - begin) * 4 * L * W, v);
+    v += begin * row_bytes;
+    for (size_t g = begin; g < end; g++, v += row_bytes) {
+        near.template pass<4 * L * W>();
+        vi x[P][L];
+        for (int l = 0; l < L; l++) K::template split<L>(vi_load(v + 4 * l * W), l, x);
+        for (int r = 0; r < NR; r++) {
+            int32_t dword;
+            memcpy(&dword, w[r]->q + 4 * g, 4);
+            const vi weights = vi_set1(dword);
+            for (int part = 0; part < P; part++)
+                for (int l = 0; l < L; l++) dot[r][part][l] = D::step(dot[r][part][l], x[part][l], weights);
+        }
+    }
+    for (int r = 0; r < NR; r++) {
+        const vf d = vset1(w[r]->d);
+        const vi added = vi_set1(D::wide ? 0 : -K::kAdded * w[r]->sum);
+        for (int part = 0; part < P; part++)
+            for (int l = 0; l < L; l++) {
+                float* to = out[r] + 16 * part + l * W;
+                vstore(to, vfma(vi_f32(vi_add(D::widen(dot[r][part][l]), added)), d, vload(to)));
+            }
+    }
+}
+
+// `value_pages`, where the weights of query r are 0 outside [lo[r], hi[r]) of the span.
+template <int BITS, int NR>
+NOINLINE static void value_blocks(const Span& a, const float* const* s, const size_t* lo, const size_t* hi,
+                                  size_t begin, size_t end, Ahead* ahead, float* const* out) {
+    constexpr int kLoads = (NR * 32 / W <= kSums ? 32 / W : 2) / KeyBlocks<BITS>::kParts;
+    const size_t blocks = a.head_dim / 32, row_bytes = a.head_dim * BITS / 2;
+    QueryBlock coded[NR][kCodedBlocks];
+    for (size_t p = begin; p < end;) {
+        const size_t at = p % a.block / kChunk * kChunk, start = p - p % a.block + at,
+                     count = smaller(kChunk, a.block - at), stop = smaller(start + count, end);
+        const ptrdiff_t first = ptrdiff_t(start) - ptrdiff_t(a.begin);
+        const uint8_t* page = a.v.at(a.head, size_t(a.table[p / a.block]));
+        const uint16_t* scales = (const uint16_t*)(page + a.block * a.head_dim * BITS / 8) + at;
+        auto within = [&](size_t i) {
+            const ptrdiff_t k = ptrdiff_t(i) - first;
+            return k < 0 ? 0 : k > ptrdiff_t(count) ? int(count) : int(k);
+        };
+        for (size_t b0 = 0; b0 < blocks; b0 += kCodedBlocks) {
+            const size_t n = smaller(kCodedBlocks, blocks - b0);
+            for (int r = 0; r < NR; r++)
+                for (size_t b = 0; b < n; b++)
+                    coded[r][b] =
+                        code_weights(s[r] + first, scales + (b0 + b) * a.block, within(lo[r]), within(hi[r]));
+            for (size_t b = 0; b < n; b++)
+                for (size_t l = 0; l < 4 * BITS / W; l += kLoads) {
+                    float* to[NR];
+                    for (int r = 0; r < NR; r++) to[r] = out[r] + (b0 + b) * 32 + l * W;
+                    const uint8_t* v = page + at / 4 * row_bytes + (b0 + b) * 16 * BITS + 4 * l * W;
+                    add_dwords<BITS, NR, kLoads>(v, row_bytes, (p - start) / 4, (stop - start + 3) / 4,
+                                                 (const QueryBlock(*)[kCodedBlocks]) & coded[0][b], ahead,
+                                                 to);
+                }
+        }
+        p = stop;
     }
 }
 
@@ -421,11 +454,11 @@ static void attend_rows(const Span& a, const void* const* q, const int32_t* firs
         });
     for (int r = 0; r < NR; r++) span_softmax(s[r], lo[r], hi[r], n, ahead, out[r] + hd);
     if (a.v.type == CACHE_F16)
-        value_pages<ValuesF16, NR>(a, s, begin, end, ahead, out);
+        value_pages<NR>(a, s, begin, end, ahead, out);
     else if (a.v.type == CACHE_Q8_0)
-        value_pages<ValuesQ8, NR>(a, s, begin, end, ahead, out);
+        value_blocks<8, NR>(a, s, lo, hi, begin, end, ahead, out);
     else
-        value_pages<ValuesQ4, NR>(a, s, begin, end, ahead, out);
+        value_blocks<4, NR>(a, s, lo, hi, begin, end, ahead, out);
 }
 
 static void attend(const Span& a, const void* const* q, const int32_t* first, const int32_t* last,
@@ -469,30 +502,69 @@ static void rotate(float* x, size_t head_dim, float* scratch) {
     }
 }
 
-// 32 floats as GGUF's q8_0 or q4_0: bytes of q + 8 from 0 to 15 for q4_0, of int8 for q8_0; returns the
-// scale. The scale of a block that holds an infinity or NaN is NaN. Quants are those of 0 where the scale is
-// 0 or no number.
-template <int BITS>
-static uint16_t encode_block(const float* x, uint8_t* q) {
-    float most = 0, extreme = 0, odd = 0;
-    for (int i = 0; i < 32; i++) {
-        odd += x[i] - x[i];
-        if (fabsf(x[i]) > most) most = fabsf(x[i]), extreme = x[i];
+// Of 32 floats: the largest size, its element, and 0; or NaN, where one is infinite or NaN.
+struct Extreme {
+    float most = 0, element = 0, odd = 0;
+    explicit Extreme(const float* x) {
+        for (int i = 0; i < 32; i++) {
+            odd += x[i] - x[i];
+            if (fabsf(x[i]) > most) most = fabsf(x[i]), element = x[i];
+        }
     }
-    const float d = odd != 0 ? odd : BITS == 8 ? most / 127.0f : extreme / -8.0f;
+};
+
+// The f16 scale; *some: quants are those of 0 where it is 0 or no number.
+static inline uint16_t block_scale(float d, bool* some) {
     uint16_t stored;
     float scale[W] = {d};
     vstore_f16_n(&stored, vload(scale), 1);
-    const bool some = (stored & 0x7fff) != 0 && (stored & 0x7c00) != 0x7c00;
+    *some = (stored & 0x7fff) != 0 && (stored & 0x7c00) != 0x7c00;
+    return stored;
+}
+
+// 32 floats as GGUF's q8_0; returns the scale, which is NaN for a block with an infinity or NaN.
+static uint16_t encode_q8(const float* x, uint8_t* q) {
+    const Extreme e(x);
+    const float d = e.odd != 0 ? e.odd : e.most / 127.0f;
+    bool some;
+    const uint16_t stored = block_scale(d, &some);
     const float inverse = some ? 1.0f / d : 0.0f;
-    for (int i = 0; i < 32; i++) {
+    for (int i = 0; i < 32; i++) {  // halves away from zero
         const float v = (some ? x[i] : 0.0f) * inverse;
-        if (BITS == 8) {  // halves away from zero
-            q[i] = uint8_t(int8_t(v + copysignf(0.49999997f, v)));
-        } else {
-            const int n = int(v + 8.5f);
-            q[i] = uint8_t(n > 15 ? 15 : n);
+        q[i] = uint8_t(int8_t(v + copysignf(0.49999997f, v)));
+    }
+    return stored;
+}
+
+// 32 floats as GGUF's q4_0, quants + 8. Of eight quants that the largest element could have, those that leave
+// the least squared error: 11 % less than with -8, of random numbers. A lane is a candidate, so that sums
+// have one order on every instruction set.
+constexpr float kLargest[16] = {-9.1f, -8.75f, -8.4f, -8.05f, -7.7f, -7.35f, -7.0f, -6.65f,
+                                -9.1f, -8.75f, -8.4f, -8.05f, -7.7f, -7.35f, -7.0f, -6.65f};
+static uint16_t encode_q4(const float* x, uint8_t* q) {
+    static_assert(W >= 8 && W <= 16, "a lane is a candidate");
+    const Extreme e(x);
+    const vf least = vset1(-8), top = vset1(7);
+    float d = e.odd != 0 ? e.odd : e.element / -8.0f, inverse = 1.0f / d;
+    if (e.odd == 0 && e.most > 1e-7f && e.most < 1e5f) {  // else it is 0, or large enough to overflow sums
+        const vf inverses = vdiv(vload(kLargest), vset1(e.element));
+        vf products = vzero(), squares = vzero();
+        for (int i = 0; i < 32; i++) {
+            const vf v = vset1(x[i]), r = vmin(vmax(vround(vmul(v, inverses)), least), top);
+            products = vadd(products, vmul(v, r)), squares = vadd(squares, vmul(r, r));
         }
+        float xq[W], qq[W], best = -1;
+        vstore(xq, products), vstore(qq, squares);
+        for (int c = 0; c < 8; c++)
+            if (xq[c] * xq[c] / qq[c] > best)
+                best = xq[c] * xq[c] / qq[c], d = xq[c] / qq[c], inverse = kLargest[c] / e.element;
+    }
+    bool some;
+    const uint16_t stored = block_scale(d, &some);
+    for (int i = 0; i < 32; i += W) {
+        float r[W];
+        vstore(r, vmin(vmax(vround(vmul(vload(x + i), vset1(inverse))), least), top));
+        for (int k = 0; k < W; k++) q[i + k] = some ? uint8_t(int(r[k]) + 8) : 8;
     }
     return stored;
 }
@@ -513,7 +585,7 @@ static void store_key(CacheType type, const float* x, size_t head_dim, size_t bl
     uint16_t* scales = (uint16_t*)(page + block * head_dim * bits / 8) + p;
     for (size_t b = 0; b < head_dim / 32; b++) {
         uint8_t q[32];
-        scales[b * block] = bits == 8 ? encode_block<8>(x + 32 * b, q) : encode_block<4>(x + 32 * b, q);
+        scales[b * block] = bits == 8 ? encode_q8(x + 32 * b, q) : encode_q4(x + 32 * b, q);
         for (size_t g = 0; g < bits; g++) {
             uint8_t* to = page + 4 * ((b * bits + g) * block + p);
             for (size_t i = 0; i < 4; i++)
@@ -525,15 +597,12 @@ static void store_key(CacheType type, const float* x, size_t head_dim, size_t bl
 static void store_value(CacheType type, const float* x, size_t head_dim, size_t block, size_t p,
                         uint8_t* page) {
     if (type == CACHE_F16) return to_f16(x, head_dim, (uint16_t*)page + p * head_dim);
-    const size_t bits = type == CACHE_Q8_0 ? 8 : 4, row_bytes = head_dim * bits / 8;
-    uint16_t* scales = (uint16_t*)(page + block * row_bytes) + p;
+    const size_t bits = type == CACHE_Q8_0 ? 8 : 4, columns = 4 * bits;  // dwords of a block
+    uint16_t* scales = (uint16_t*)(page + block * head_dim * bits / 8) + p;
     for (size_t b = 0; b < head_dim / 32; b++) {
-        uint8_t q[32], *to = page + p * row_bytes + b * 4 * bits;
-        scales[b * block] = bits == 8 ? encode_block<8>(x + 32 * b, q) : encode_block<4>(x + 32 * b, q);
-        if (bits == 8)
-            memcpy(to, q, 32);
-        else  // nibbles in two's complement: less 8, of 16
-            for (size_t i = 0; i < 16; i++) to[i] = uint8_t((q[i] | q[i + 16] << 4) ^ 0x88);
+        uint8_t q[32], *to = page + p / 4 * (head_dim * bits / 2) + b * 4 * columns + p % 4;
+        scales[b * block] = bits == 8 ? encode_q8(x + 32 * b, q) : encode_q4(x + 32 * b, q);
+        for (size_t i = 0; i < columns; i++) to[4 * i] = bits == 8 ? q[i] : uint8_t(q[i] | q[i + 16] << 4);
     }
 }
 

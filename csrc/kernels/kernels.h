@@ -65,11 +65,12 @@ enum CacheType : int32_t { CACHE_F16 = 0, CACHE_Q8_0 = 1, CACHE_Q4_0 = 2, N_CACH
 
 // A page holds `block` positions of a kv head:
 //   f16   keys [head_dim][block]; values [block][head_dim]
-//   q8_0  keys [head_dim / 4][block][4] int8; values [block][head_dim] int8
+//   q8_0  keys [head_dim / 4][block][4] int8: 4 elements of a position; values [block / 4][head_dim][4] int8:
+//         an element of 4 positions
 //   q4_0  keys [head_dim / 8][block][4]: byte i of dword g has element 8g + i, plus 8, in its low nibble,
-//         8g + 4 + i in its high one; values [block][head_dim / 32][16]: byte i has element i in its low
-//         nibble, 16 + i in its high one, in two's complement
-// and of quantised ones, behind that, the scales [head_dim / 32][block] f16.
+//         8g + 4 + i in its high one; values [block / 4][head_dim / 32][16][4]: byte i of dword e has, of
+//         position i, element e of 32, plus 8, in its low nibble, 16 + e in its high one
+// and of quantised ones, behind that, the scales [head_dim / 32][block] f16. block % 4 == 0 for values.
 constexpr size_t cache_page_bytes(CacheType type, size_t head_dim, size_t block) {
     return block * (type == CACHE_F16    ? 2 * head_dim
                     : type == CACHE_Q8_0 ? head_dim / 32 * 34
@@ -164,7 +165,7 @@ struct Kernels {
     // scratch: head_dim floats.
     void (*rotate)(float* x, size_t head_dim, float* scratch);
     // Position p's key or value [head_dim] into its page, quantised in the same blocks whatever else is
-    // there. head_dim % 32 == 0, unless the type is f16.
+    // there. head_dim % 32 == 0 and, for values, block % 4 == 0, unless the type is f16.
     void (*store_key)(CacheType type, const float* x, size_t head_dim, size_t block, size_t p, uint8_t* page);
     void (*store_value)(CacheType type, const float* x, size_t head_dim, size_t block, size_t p,
                         uint8_t* page);

@@ -455,9 +455,3 @@ constexpr int kFloatTileTokens = 6;
 
 constexpr int kRegisters = 16;
 static inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
-static inline vf vload_i8(const uint8_t* p) { return bytes_f32(_mm_loadl_epi64((const __m128i*)p)); }
-static inline void vload_i4(const uint8_t* p, vf* low, vf* high) {
-    const vi x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
-    *low = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x, 28), 28));
-    *high = _mm256_cvtepi32_ps(_mm256_srai_epi32(x, 4));
-}

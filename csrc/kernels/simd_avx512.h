@@ -407,10 +407,3 @@ constexpr int kTileTokens = 6, kFloatTileTokens = 12;
 
 constexpr int kRegisters = 32;
 INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
-INLINE vf vload_i8(const uint8_t* p) { return bytes_f32(_mm_loadu_si128((const __m128i*)p)); }
-INLINE void vload_i4(const uint8_t* p, vf* low, vf* high) {
-    const vf values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-    *low = _mm512_permutexvar_ps(x, values);
-    *high = _mm512_permutexvar_ps(_mm512_srli_epi32(x, 4), values);
-}

@@ -393,10 +393,3 @@ static inline void prefetch_far(const void* p) { __prefetch(p); }
 #else
 static inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 #endif
-static inline vf words_f32(int16x8_t x) { return vi_f32({vmovl_s16(vget_low_s16(x)), vmovl_high_s16(x)}); }
-static inline vf vload_i8(const uint8_t* p) { return words_f32(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)))); }
-static inline void vload_i4(const uint8_t* p, vf* low, vf* high) {
-    const int8x8_t x = vreinterpret_s8_u8(vld1_u8(p));
-    *low = words_f32(vmovl_s8(vshr_n_s8(vshl_n_s8(x, 4), 4)));
-    *high = words_f32(vmovl_s8(vshr_n_s8(x, 4)));
-}

@@ -433,13 +433,4 @@ constexpr int kFloatTileTokens = 4;
 
 constexpr int kRegisters = 16;                   // how many vectors registers hold
 static inline void prefetch_far(const void*) {}  // into L2
-static inline vf vload_i8(const uint8_t* p) {
-    vf r;
-    EACH r.v[i] = float(int8_t(p[i]));
-    return r;
-}
-// W bytes of two nibbles, in two's complement.
-static inline void vload_i4(const uint8_t* p, vf* low, vf* high) {
-    EACH low->v[i] = float(((p[i] & 15) ^ 8) - 8), high->v[i] = float(((p[i] >> 4) ^ 8) - 8);
-}
 #undef EACH

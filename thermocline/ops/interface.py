@@ -306,7 +306,7 @@ class KVLayer:
 
     @cached_property
     def native(self) -> _native.KVPages:
-        """The same pages as the native core takes them, checked."""
+        """Return the pages as the native core takes them, checked."""
         s = self.shape
         k_type, v_type = CACHE_TYPES[s.types.k], CACHE_TYPES[s.types.v]
         return _native.KVPages(self.k, self.v, k_type, v_type, s.heads, s.head_dim, s.block)

@@ -27,7 +27,8 @@ from thermocline.plan.disk_split import (
     in_part,
     least_bytes,
 )
-from thermocline.plan.memory import Needs, context_for, contexts_for, fit, others_of
+from thermocline.plan.memory import Needs as Needs
+from thermocline.plan.memory import context_for, contexts_for, fit, others_of
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 
 if TYPE_CHECKING:

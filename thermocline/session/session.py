@@ -14,8 +14,7 @@ from thermocline.pack import blocks
 from thermocline.pack.checksums import open_checksums
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import Predictors, measured_on, predictors_for
-from thermocline.plan.budget import Decision, all_in_ram, without_gpu
-from thermocline.plan.memory import Needs
+from thermocline.plan.budget import Decision, Needs, all_in_ram, without_gpu
 from thermocline.session import store, weights
 from thermocline.session.store import Opened, Store
 from thermocline.session.weights import BegunLoad
