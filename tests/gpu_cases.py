@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from thermocline.engine.kv_cache import in_ram
 from thermocline.model import quant
 from thermocline.ops import reference
 from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import KernelSizes
-from thermocline.ops.interface import F32, I32, Batch, Heads, KVLayer
+from thermocline.ops.interface import F32, I32, Batch, Heads, KVShape
 
 SIZES = KernelSizes(tokens=130, dim=768, neurons=320, heads=8, head_dim=128, positions=512, rank=64)
 
@@ -89,7 +90,10 @@ def whole(format: str, n: int) -> int:
 
 @dataclass(frozen=True)
 class Attention:
-    """Some sequences midway: what `rope_store` and `attention` get, and what the reference says."""
+    """Some sequences midway: what `rope_store` and `attention` get, and what the reference says.
+
+    Pages are as a GPU has them: k [pages, heads, dim, block], v [pages, heads, block, dim].
+    """
 
     heads: Heads
     qkv: F32
@@ -101,9 +105,14 @@ class Attention:
 
     def expected(self) -> tuple[F32, Any, Any]:
         """out, and k and v as they are afterwards."""
-        kv = KVLayer(self.k.copy(), self.v.copy())
-        step = reference.step(self.batch, self.v.shape[2], self.cos, self.sin, self.heads.window)
-        return reference.attention(self.heads, self.qkv, step, kv), kv.k, kv.v
+        pages, _, block, _ = self.v.shape
+        shape = KVShape(pages, self.heads.n_kv, self.heads.dim, block)
+        at = shape.places(np.arange(pages, dtype=np.int32)).T  # [pages, heads]
+        kv = in_ram(0, shape)
+        kv.k[at], kv.v[at] = self.k, self.v
+        step = reference.step(self.batch, block, self.cos, self.sin, self.heads.window)
+        out = reference.attention(self.heads, self.qkv, step, kv)
+        return out, kv.k[at], kv.v[at]
 
 
 def heads(n: int, n_kv: int, dim: int, **changes: Any) -> Heads:

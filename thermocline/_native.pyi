@@ -300,6 +300,21 @@ class Mixture:
     @property
     def from_disk(self) -> bool: ...
 
+def cache_page_bytes(type: int, dim: int, block: int) -> int:
+    """Bytes of a page of one head's keys, or values: `block` positions."""
+
+class KVPages:
+    """A layer's keys and values, whose arrays it keeps. Types: numbers of `cache_types.CACHE_TYPES`.
+
+    f16: k [heads * pages, dim, block], v [heads * pages, block, dim]; else u8 [heads * pages, bytes of a
+    page]. Page p of head h is at r * heads + h * w + p - r, where r is p rounded down to a whole run of
+    `limits().page_run` pages, and w is the pages of that run: fewer in the last one.
+    """
+
+    def __new__(
+        cls, k: F16 | U8, v: F16 | U8, k_type: int, v_type: int, heads: int, dim: int, block: int
+    ) -> KVPages: ...
+
 class Step:
     """The tokens of one step: where they are, and their angles.
 
@@ -332,8 +347,10 @@ class Context:
     def embed(self, w: Matrix, ids: I32, out: F32) -> None: ...
     def norm(self, x: F32, weight: F32, bias: F32 | None, eps: float, layer: bool, out: F32) -> None: ...
     def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None: ...
-    def attention(self, qkv: F32, heads: Heads, step: Step, k: F16, v: F16, out: F32) -> None: ...
-    def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, k: F16, v: F16) -> None: ...
+    def attention(self, qkv: F32, heads: Heads, step: Step, kv: KVPages, out: F32) -> None:
+        """`qkv` is worked on in place."""
+
+    def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, kv: KVPages) -> None: ...
     def read_ahead(self, h: F32, layer: FFN | Mixture, sparsity: int) -> None:
         """Begins the reads that `ffn_add` or `moe_add` will need. `h`: the residual before attention."""
 
@@ -370,7 +387,7 @@ class HostTask:
     def zero(self, out: F32) -> None:
         """The rows of the step's tokens become 0."""
 
-    def attention(self, x: F32, h: F32, layer: Attention, slot: StepSlot, k: Any, v: Any) -> None:
+    def attention(self, x: F32, h: F32, layer: Attention, slot: StepSlot, kv: KVPages) -> None:
         """`slot`: that of the attention's window."""
 
     def matmul(self, w: Linear, x: F32, out: F32) -> None:
@@ -429,6 +446,10 @@ class NativeLimits:
     @property
     def measured_bytes(self) -> int:
         """The least that `read_bandwidth` measures."""
+
+    @property
+    def page_run(self) -> int:
+        """Pages of a kv head that lie side by side in a layer's keys or values."""
 
     @property
     def gap_bytes(self) -> int:

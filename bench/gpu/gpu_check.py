@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from reference_weights import decoded
 from synthetic_predictors import gate_of
 
@@ -26,8 +25,8 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device_sizes import StepLimits
-from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import CPU, F32, Batch, FFNStats, Weights
+from thermocline.ops.gpu import GpuOps, pages_on
+from thermocline.ops.interface import CPU, F32, Batch, FFNStats, KVLayer, KVShape, Weights
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
@@ -249,9 +248,9 @@ def _on(
     ops = GpuOps((device,), gpu.kernels, CpuOps(2), pack.spec, limits)
     made = gpu_weights.load(pack, places, (device,), ops.cpu, predictors=predictors)
 
-    def storage(layer: int, room: tuple[int, ...]) -> Any:
+    def storage(layer: int, room: KVShape) -> KVLayer:
         on_device = places.layers[layer].attention != CPU
-        return device.zeros(room, torch.float16) if on_device else in_ram(layer, room)
+        return pages_on(device, room) if on_device else in_ram(layer, room)
 
     sparsity = "off" if not pack.spec.sparse else "exact" if predictors is None else "predict"
     try:

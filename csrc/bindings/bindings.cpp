@@ -243,28 +243,56 @@ static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t 
             window};
 }
 
-static void attention(Context& c, MutF2 qkv, const Heads& h, const Step& s, Half4 k, Half4 v, MutF2 out) {
+// Keys or values: f16 [heads * pages, dim or block, the other one], else u8 [heads * pages, bytes of a page].
+static tc::CachePages make_pages(const AnyArray& x, int type, size_t heads, size_t dim, size_t block,
+                                 bool keys) {
+    check(type >= 0 && type < tc::N_CACHE_TYPES, "unknown type of keys or values");
+    const auto t = tc::CacheType(type);
+    const bool plain = t == tc::CACHE_F16;
+    const auto code = plain ? nb::dlpack::dtype_code::Float : nb::dlpack::dtype_code::UInt;
+    const nb::dlpack::dtype wanted = {uint8_t(code), uint8_t(plain ? 16 : 8), 1};
+    if (x.dtype() != wanted) throw nb::type_error("the kv cache's arrays are not of its types");
+    check(plain || dim % 32 == 0, "quantised keys and values need heads of whole blocks of 32");
+    check(plain || keys || block % 4 == 0, "quantised values need pages of a multiple of 4 positions");
+    const size_t bytes = tc::cache_page_bytes(t, dim, block);
+    const bool fits =
+        plain ? x.ndim() == 3 && x.shape(1) == (keys ? dim : block) && x.shape(2) == (keys ? block : dim)
+              : x.ndim() == 2 && x.shape(1) == bytes;
+    check(fits && x.shape(0) % heads == 0,
+          keys ? "k cache has the wrong shape" : "v cache has the wrong shape");
+    return {static_cast<uint8_t*>(x.data()), t, x.shape(0) / heads, heads, bytes};
+}
+
+static KVPages make_kv_pages(AnyArray k, AnyArray v, int k_type, int v_type, size_t heads, size_t dim,
+                             size_t block) {
+    check(heads > 0 && heads <= size_t(1) << 20 && dim > 0 && dim <= size_t(1) << 20 && block > 0 &&
+              block <= size_t(1) << 20,
+          "pages out of range");
+    const tc::CachePages keys = make_pages(k, k_type, heads, dim, block, true),
+                         values = make_pages(v, v_type, heads, dim, block, false);
+    check(keys.pages == values.pages, "k and v cache differ in shape");
+    return {keys, values, dim, block, k, v};
+}
+
+static void attention(Context& c, MutF2 qkv, const Heads& h, const Step& s, const KVPages& kv, MutF2 out) {
     const tc::Heads& heads = h.heads;
-    check_pages(heads, s, k, v);
+    check_pages(heads, s, kv);
     check(qkv.shape(0) == s.step.tokens && qkv.shape(1) == (heads.n + 2 * heads.n_kv) * heads.dim,
           "qkv has the wrong shape");
     check(out.shape(0) == s.step.tokens && out.shape(1) == heads.n * heads.dim, "out has the wrong shape");
-    const tc::AttentionArgs a = {
-        heads,      s.step,    static_cast<uint16_t*>(k.data()), static_cast<uint16_t*>(v.data()),
-        qkv.data(), out.data()};
+    const tc::AttentionArgs a = {heads, s.step, kv.k, kv.v, qkv.data(), out.data()};
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
     c.attention(a);
 }
 
-static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const Step& s, Half4 k, Half4 v) {
+static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const Step& s, const KVPages& kv) {
     check_rows(x, h, a.layer.qkv.cols());
     check(x.shape(0) == s.step.tokens, "x and the step differ in tokens");
-    check_pages(a.layer.heads, s, k, v);
+    check_pages(a.layer.heads, s, kv);
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
-    c.attention_add(x.data(), h.data(), a.layer, s.step, static_cast<uint16_t*>(k.data()),
-                    static_cast<uint16_t*>(v.data()));
+    c.attention_add(x.data(), h.data(), a.layer, s.step, kv.k, kv.v);
 }
 
 using Counts = std::tuple<size_t, size_t, size_t, size_t, size_t>;
@@ -583,6 +611,17 @@ NB_MODULE(_native, m) {
     nb::class_<Step>(m, "Step").def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(),
                                     "table"_a.noconvert(), "block"_a, "window"_a, "cos"_a.noconvert().none(),
                                     "sin"_a.noconvert().none());
+    nb::class_<KVPages>(m, "KVPages")
+        .def(nb::new_(&make_kv_pages), "k"_a.noconvert(), "v"_a.noconvert(), "k_type"_a, "v_type"_a,
+             "heads"_a, "dim"_a, "block"_a);
+    m.def(
+        "cache_page_bytes",
+        [](int type, size_t dim, size_t block) {
+            check(type >= 0 && type < tc::N_CACHE_TYPES && dim <= size_t(1) << 20 && block <= size_t(1) << 20,
+                  "arguments out of range");
+            return tc::cache_page_bytes(tc::CacheType(type), dim, block);
+        },
+        "type"_a, "dim"_a, "block"_a);
 
     nb::class_<Context>(m, "Context")
         .def(
@@ -632,10 +671,9 @@ NB_MODULE(_native, m) {
                 c.matmul(linear, {}, x.data(), x.shape(0), out.data(), add);
             },
             "w"_a, "x"_a.noconvert(), "bias"_a.noconvert().none(), "out"_a.noconvert(), "add"_a)
-        .def("attention", &attention, "qkv"_a.noconvert(), "heads"_a, "step"_a, "k"_a.noconvert(),
-             "v"_a.noconvert(), "out"_a.noconvert())
+        .def("attention", &attention, "qkv"_a.noconvert(), "heads"_a, "step"_a, "kv"_a, "out"_a.noconvert())
         .def("attention_add", &attention_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "step"_a,
-             "k"_a.noconvert(), "v"_a.noconvert())
+             "kv"_a)
         .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none())
         .def("read_ahead", &read_ahead<tc::FFNArgs, FFN>, "h"_a.noconvert(), "layer"_a, "sparsity"_a)

@@ -27,7 +27,7 @@ using F2 = Array<const float, 2>;
 using MutF2 = Array<float, 2>;
 using I1 = Array<const int32_t, 1>;
 using I2 = Array<const int32_t, 2>;
-using Half4 = nb::ndarray<nb::ndim<4>, nb::c_contig, nb::device::cpu>;  // f16: checked where it is used
+using AnyArray = nb::ndarray<nb::c_contig, nb::device::cpu>;  // type and shape are checked where it is used
 
 inline void check(bool ok, const char* what) {
     if (!ok) throw nb::value_error(what);
@@ -98,18 +98,20 @@ struct Step {
     size_t window;  // the window of its heads, which touch no page before it; 0: any heads
 };
 
+// A layer's keys and values.
+struct KVPages {
+    tc::CachePages k, v;
+    size_t dim, block;
+    AnyArray keys, values;
+};
+
 // Check that the pages fit these heads and hold all pages that the step's tables name.
-inline void check_pages(const tc::Heads& heads, const Step& s, const Half4& k, const Half4& v) {
-    const size_t block = s.step.block, pages = k.shape(0);
-    check(k.shape(1) == heads.n_kv && k.shape(2) == heads.dim && k.shape(3) == block,
-          "k cache has the wrong shape");
-    check(v.shape(0) == pages && v.shape(1) == heads.n_kv && v.shape(2) == block && v.shape(3) == heads.dim,
-          "k and v cache differ in shape");
-    const nb::dlpack::dtype f16 = {uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
-    if (k.dtype() != f16 || v.dtype() != f16) throw nb::type_error("the kv cache must be f16");
+inline void check_pages(const tc::Heads& heads, const Step& s, const KVPages& kv) {
+    check(kv.k.heads == heads.n_kv && kv.dim == heads.dim && kv.block == s.step.block,
+          "the kv cache is of another shape than the heads");
     check(!s.window || (heads.window && heads.window <= s.window),
           "the heads look further back than the step's pages");
-    check(s.pages <= pages, "block table names a page that does not exist");
+    check(s.pages <= kv.k.pages, "block table names a page that does not exist");
     check(s.step.rotary <= heads.dim, "cos is wider than a head");
 }
 

@@ -40,14 +40,13 @@ static void zero(HostTask& t, MutF2 out) {
 }
 
 // `slot`: the step of this attention's window.
-static void attention(HostTask& t, MutF2 x, F2 h, const Attention& a, const StepSlot& slot, Half4 k,
-                      Half4 v) {
+static void attention(HostTask& t, MutF2 x, F2 h, const Attention& a, const StepSlot& slot,
+                      const KVPages& kv) {
     check_rows(x, h, a.layer.qkv.cols());
-    t.task.add([&t, x, h, &a, &slot, k, v](Context& c) {
+    t.task.add([&t, x, h, &a, &slot, &kv](Context& c) {
         t.tokens(x.shape(0));
-        check_pages(a.layer.heads, slot.step(), k, v);
-        c.attention_add(x.data(), h.data(), a.layer, slot.step().step, static_cast<uint16_t*>(k.data()),
-                        static_cast<uint16_t*>(v.data()));
+        check_pages(a.layer.heads, slot.step(), kv);
+        c.attention_add(x.data(), h.data(), a.layer, slot.step().step, kv.k, kv.v);
         return tc::FFNCounts{};
     });
 }
@@ -95,8 +94,8 @@ void bind_host(nb::module_& m) {
     nb::class_<HostTask>(m, "HostTask")
         .def(nb::init<nb::object, nb::object>(), "context"_a, "slot"_a)
         .def("zero", &zero, "out"_a.noconvert(), "The rows of the step's tokens become 0.")
-        .def("attention", &attention, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "slot"_a,
-             "k"_a.noconvert(), "v"_a.noconvert(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>())
+        .def("attention", &attention, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "slot"_a, "kv"_a,
+             nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
         .def("matmul", &matmul, "w"_a, "x"_a.noconvert(), "out"_a.noconvert(), nb::keep_alive<1, 2>())
         .def("ffn", &ffn, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "named"_a.noconvert().none() = nb::none(), nb::keep_alive<1, 4>())

@@ -16,6 +16,7 @@ static void bind_limits(nb::module_& m) {
         .def_ro("slot_alignment", &tc::Limits::slot_alignment)
         .def_ro("arena_padding", &tc::Limits::arena_padding)
         .def_ro("measured_bytes", &tc::Limits::measured_bytes)
+        .def_ro("page_run", &tc::Limits::page_run)
         .def_ro("gap_bytes", &tc::Limits::gap_bytes)
         .def_ro("slot_table_bytes", &tc::Limits::slot_table_bytes)
         .def_ro("record_table_bytes", &tc::Limits::record_table_bytes)

@@ -9,8 +9,8 @@
 namespace tc {
 
 Limits limits() {
-    return {kPassTokens,    kFewTokens,    kChunk,          kStreamSlots,      kSlotAlignment, kArenaPadding,
-            kMeasuredBytes, kMostGapBytes, kSlotTableBytes, kRecordTableBytes, LFU::kHalfLife};
+    return {kPassTokens,    kFewTokens, kChunk,        kStreamSlots,    kSlotAlignment,    kArenaPadding,
+            kMeasuredBytes, kPageRun,   kMostGapBytes, kSlotTableBytes, kRecordTableBytes, LFU::kHalfLife};
 }
 
 static size_t parts(size_t n, size_t size) { return (n + size - 1) / size; }

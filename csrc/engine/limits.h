@@ -14,6 +14,7 @@ struct Limits {
     size_t slot_alignment;      // bytes: offset and stride of a slot pool are multiples of it
     size_t arena_padding;       // bytes past the end of an arena that a kernel may read
     size_t measured_bytes;      // the least that `read_bandwidth` measures, and what a thread takes at a time
+    size_t page_run;            // pages of a kv head that lie side by side in a layer's keys or values
     size_t gap_bytes;           // two reads of a disk are one where at most so many bytes lie between
     size_t slot_table_bytes;    // tables beside each slot of a layer's cache, at most
     size_t record_table_bytes;  // tables for each record that can be on disk, at most, Python's included

@@ -154,13 +154,14 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size
                      float* scores, float* into) {
     const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv,
                  width = (a.heads.n + 2 * a.heads.n_kv) * hd;
-    const size_t rows = q.tokens * group, at = head * a.step.block * hd;
-    Span span = {a.k + at,
-                 a.v + at,
+    const size_t rows = q.tokens * group;
+    Span span = {a.k,
+                 a.v,
                  a.step.table + size_t(a.step.sequence[q.first]) * a.step.table_width,
-                 a.heads.n_kv * a.step.block * hd,
+                 head,
                  a.step.block,
                  hd,
+                 0,
                  0,
                  0,
                  a.heads.scale,
@@ -168,10 +169,10 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size
     float* partial = scores + 4 * kSpan;
     for (size_t r = 0; r < rows; r++) into[r * (hd + 2) + hd + 1] = 0;
     for (size_t s = begin / kSpan * kSpan; s < end; s += kSpan) {
-        span.begin = s, span.end = std::min(s + kSpan, end);
+        span.begin = s, span.end = std::min(s + kSpan, end), span.following = std::min(s + 2 * kSpan, end);
         for (size_t r0 = 0; r0 < rows; r0 += kQueryRows) {  // more than one turn only for very large groups
             const size_t n = std::min(kQueryRows, rows - r0);
-            const float* query[kQueryRows];
+            const void* query[kQueryRows];
             int32_t first[kQueryRows], last[kQueryRows];
             for (size_t r = 0; r < n; r++) {
                 const size_t t = q.first + (r0 + r) / group;
@@ -187,10 +188,43 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size
     }
 }
 
+// Turns a token's queries and key, and writes its key and value into their pages. scratch: [head_dim].
+void Context::store(const AttentionArgs& a, size_t t, float* scratch) {
+    const Heads& heads = a.heads;
+    const size_t hd = heads.dim, rotary = a.step.rotary, p = size_t(a.step.positions[t]);
+    float *q = a.qkv + t * (heads.n + 2 * heads.n_kv) * hd, *key = q + heads.n * hd,
+          *value = key + heads.n_kv * hd;
+    for (size_t h = 0; h < heads.n + heads.n_kv; h++) {
+        float* x = q + h * hd;
+        const float* weight = h < heads.n ? heads.q_norm : heads.k_norm;
+        if (weight) k.norm(x, weight, nullptr, heads.norm_eps, false, hd, x);
+        if (rotary) k.rope(x, a.step.cos + t * (rotary / 2), a.step.sin + t * (rotary / 2), rotary);
+        if (a.k.rotated()) k.rotate(x, hd, scratch);
+        if (a.k.rotated() && h < heads.n) k.code_query(x, hd);
+    }
+    const int32_t* table = a.step.table + size_t(a.step.sequence[t]) * a.step.table_width;
+    const size_t block = a.step.block, page = size_t(table[p / block]);
+    for (size_t h = 0; h < heads.n_kv; h++) {
+        if (a.v.rotated()) k.rotate(value + h * hd, hd, scratch);
+        k.store_key(a.k.type, key + h * hd, hd, block, p % block, a.k.at(h, page));
+        k.store_value(a.v.type, value + h * hd, hd, block, p % block, a.v.at(h, page));
+    }
+}
+
+// `from`, as `attend` leaves it, is the output of these queries. scratch: [head_dim].
+void Context::finish(const AttentionArgs& a, const Queries& q, size_t head, const float* from,
+                     float* scratch) {
+    const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv;
+    for (size_t r = 0; r < q.tokens * group; r++, from += hd + 2) {
+        float* out = a.out + (q.first + r / group) * a.heads.n * hd + (head * group + r % group) * hd;
+        const float inverse = 1.0f / from[hd + 1];
+        for (size_t i = 0; i < hd; i++) out[i] = from[i] * inverse;
+        if (a.v.rotated()) k.rotate(out, hd, scratch);  // back
+    }
+}
+
 void Context::attention(const AttentionArgs& a) {
-    const size_t hd = a.heads.dim, width = (a.heads.n + 2 * a.heads.n_kv) * hd,
-                 group = a.heads.n / a.heads.n_kv;
-    const size_t page_stride = a.heads.n_kv * a.step.block * hd, threads = size_t(pool.threads());
+    const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv, threads = size_t(pool.threads());
     const std::vector<Queries> all = queries(a);
     const size_t tasks = all.size() * a.heads.n_kv;
     size_t rows = 0, spans = 1;  // few tasks: each span of positions is one of its own
@@ -203,37 +237,9 @@ void Context::attention(const AttentionArgs& a) {
     std::atomic<size_t> next{0}, next_sum{0};
     const std::shared_ptr<Fetches> reads = early_.lock();
 
-    auto store = [&](size_t t,
-                     uint16_t* half) {  // rotate, then write this token's keys and values into its page
-        float *q = a.qkv + t * width, *key = q + a.heads.n * hd, *value = key + a.heads.n_kv * hd;
-        const size_t rotary = a.step.rotary;
-        for (size_t h = 0; h < a.heads.n + a.heads.n_kv; h++) {
-            const float* weight = h < a.heads.n ? a.heads.q_norm : a.heads.k_norm;
-            if (weight) k.norm(q + h * hd, weight, nullptr, a.heads.norm_eps, false, hd, q + h * hd);
-            if (rotary)
-                k.rope(q + h * hd, a.step.cos + t * (rotary / 2), a.step.sin + t * (rotary / 2), rotary);
-        }
-        const size_t p = size_t(a.step.positions[t]);
-        const size_t page =
-            size_t(a.step.table[size_t(a.step.sequence[t]) * a.step.table_width + p / a.step.block]);
-        for (size_t h = 0; h < a.heads.n_kv; h++) {
-            const size_t at = page * page_stride + h * a.step.block * hd;
-            k.to_f16(key + h * hd, hd, half);
-            for (size_t i = 0; i < hd; i++) a.k[at + i * a.step.block + p % a.step.block] = half[i];
-            k.to_f16(value + h * hd, hd, a.v + at + p % a.step.block * hd);
-        }
-    };
-    auto finish = [&](const Queries& q, size_t head, const float* from) {
-        for (size_t r = 0; r < q.tokens * group; r++, from += hd + 2) {
-            float* out = a.out + (q.first + r / group) * a.heads.n * hd + (head * group + r % group) * hd;
-            const float inverse = 1.0f / from[hd + 1];
-            for (size_t i = 0; i < hd; i++) out[i] = from[i] * inverse;
-        }
-    };
     auto region = [&](int thread) {
-        float* mine = scores + size_t(thread) * own;
-        for (size_t t = size_t(thread); t < a.step.tokens; t += threads)
-            store(t, reinterpret_cast<uint16_t*>(mine));
+        float *mine = scores + size_t(thread) * own, *head_scratch = mine + own - hd;
+        for (size_t t = size_t(thread); t < a.step.tokens; t += threads) store(a, t, head_scratch);
         pool.barrier();
         for (size_t task; (task = next.fetch_add(1)) < tasks * spans;) {
             const size_t i = all.size() - 1 - task / spans / a.heads.n_kv, head = task / spans % a.heads.n_kv;
@@ -241,7 +247,7 @@ void Context::attention(const AttentionArgs& a) {
             const size_t s = q.begin / kSpan + task % spans;
             float* into = partial + (spans > 1 ? task : size_t(thread)) * stride;
             if (spans == 1)
-                attend(a, q, head, q.begin, q.end, mine, into), finish(q, head, into);
+                attend(a, q, head, q.begin, q.end, mine, into), finish(a, q, head, into, head_scratch);
             else
                 attend(a, q, head, std::max(q.begin, s * kSpan), std::min(q.end, (s + 1) * kSpan), mine,
                        into);
@@ -255,14 +261,14 @@ void Context::attention(const AttentionArgs& a) {
             for (size_t s = 1; s < spans; s++)
                 for (size_t r = 0; r < q.tokens * group; r++)
                     k.merge(into + r * (hd + 2), into + s * stride + r * (hd + 2), hd);
-            finish(q, task % a.heads.n_kv, into);
+            finish(a, q, task % a.heads.n_kv, into, head_scratch);
         }
     };
     pool.run(region);
 }
 
-void Context::attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k,
-                            uint16_t* v) {
+void Context::attention_add(float* x, const float* h, const Attention& layer, const Step& step,
+                            const CachePages& k, const CachePages& v) {
     float* qkv = grown(qkv_, step.tokens * layer.qkv.rows());
     float* out = grown(attended_, step.tokens * layer.out.weight.cols);
     matmul(layer.qkv, layer.norm, h, step.tokens, qkv);

@@ -131,9 +131,9 @@ constexpr size_t kPassTokens = 256;  // tokens of an FFN in one pass: bounds the
 struct AttentionArgs {
     Heads heads;
     Step step;
-    uint16_t *k, *v;  // f16 pages: k [pages, n_kv, dim, block], v [pages, n_kv, block, dim]
-    float* qkv;       // [tokens, (n + 2 n_kv) * dim]; q and k are rotated in place
-    float* out;       // [tokens, n * dim]
+    CachePages k, v;
+    float* qkv;  // [tokens, (n + 2 n_kv) * dim]; worked on in place
+    float* out;  // [tokens, n * dim]
 };
 // Which neurons are computed: all; those whose gate is not zero; of the predicted ones, those whose gate is
 // not zero.
@@ -193,8 +193,8 @@ class Context {
     void matmul(const Stack& w, const Norm& norm, const float* x, size_t tokens, float* out);
     void attention(const AttentionArgs& a);
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
-    void attention_add(float* x, const float* h, const Attention& layer, const Step& step, uint16_t* k,
-                       uint16_t* v);
+    void attention_add(float* x, const float* h, const Attention& layer, const Step& step,
+                       const CachePages& k, const CachePages& v);
     FFNCounts ffn_add(const FFNArgs& a);
     // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
     FFNCounts moe_add(const MixtureArgs& a);
@@ -238,6 +238,8 @@ class Context {
     std::vector<Queries> queries(const AttentionArgs& a) const;
     void attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end,
                 float* scores, float* into);
+    void store(const AttentionArgs& a, size_t t, float* scratch);
+    void finish(const AttentionArgs& a, const Queries& q, size_t head, const float* from, float* scratch);
 
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
     Scratch<uint8_t> inputs_[kStacked], hidden_input_, panels_, guess_input_, code_input_, marks_;

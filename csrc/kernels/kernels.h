@@ -59,12 +59,56 @@ struct Bundles {
     bool up_relu;  // dReLU: up_act is max(0, .), else the identity
 };
 
-// Attention over positions [begin, end) of one sequence and one kv head. Page p of the sequence begins at
-// k + table[p]*page_stride: keys [head_dim][block], values [block][head_dim], f16. end - begin <= kSpan.
+// How keys, or values, are stored: as they are, or as GGUF's blocks of 32 elements of one position with an
+// f16 scale each. Quantised ones are rotated (`rotate`) first, so that no element stands out of its block.
+enum CacheType : int32_t { CACHE_F16 = 0, CACHE_Q8_0 = 1, CACHE_Q4_0 = 2, N_CACHE_TYPES };
+
+// A page holds `block` positions of a kv head:
+//   f16   keys [head_dim][block]; values [block][head_dim]
+//   q8_0  keys [head_dim / 4][block][4] int8: 4 elements of a position; values [block / 4][head_dim][4] int8:
+//         an element of 4 positions
+//   q4_0  keys [head_dim / 8][block][4]: byte i of dword g has element 8g + i, plus 8, in its low nibble,
+//         8g + 4 + i in its high one; values [block / 4][head_dim / 32][16][4]: byte i of dword e has, of
+//         position i, element e of 32, plus 8, in its low nibble, 16 + e in its high one
+// and of quantised ones, behind that, the scales [head_dim / 32][block] f16. block % 4 == 0 for values.
+constexpr size_t cache_page_bytes(CacheType type, size_t head_dim, size_t block) {
+    return block * (type == CACHE_F16    ? 2 * head_dim
+                    : type == CACHE_Q8_0 ? head_dim / 32 * 34
+                                         : head_dim / 32 * 18);
+}
+
+// The keys, or the values, of a layer. Pages of blocks that follow each other are side by side for each head,
+// in runs of kPageRun: one stream from memory. Longer runs would spread a short text's pages over all of the
+// cache's memory, and each huge page that is touched has to be cleared first (7B: 2 GiB for one token).
+constexpr size_t kPageRun = 8;
+struct CachePages {
+    uint8_t* data;
+    CacheType type;
+    size_t pages, heads, page_bytes;  // pages: of each head
+    uint8_t* at(size_t head, size_t page) const {
+        const size_t first = page / kPageRun * kPageRun, left = pages - first,
+                     run = left < kPageRun ? left : kPageRun;
+        return data + (first * heads + head * run + page - first) * page_bytes;
+    }
+    bool rotated() const { return type != CACHE_F16; }
+};
+
+// Elements of a head that are rotated together: the largest power of two that divides head_dim.
+constexpr size_t rotated(size_t head_dim) { return head_dim & (~head_dim + 1); }
+
+// 32 elements of a query for quantised keys: int8 with an f32 scale (max|x| / 127), and their sum.
+struct QueryBlock {
+    int8_t q[32];
+    float d;
+    int32_t sum;
+};
+
+// Attention over positions [begin, end) of one sequence and one kv head. Its keys from position p * block on
+// are page table[p]. end - begin <= kSpan. The caller reads [end, following) next, if that is more.
 struct Span {
-    const uint16_t *k, *v;
+    CachePages k, v;
     const int32_t* table;
-    size_t page_stride, block, head_dim, begin, end;
+    size_t head, block, head_dim, begin, end, following;
     float scale, softcap;  // softcap > 0: scores become cap * tanh(score / cap)
 };
 constexpr size_t kSpan = 512;
@@ -116,12 +160,22 @@ struct Kernels {
 
     // Half-rotation RoPE in place on one head: pairs (i, i + head_dim/2).
     void (*rope)(float* x, const float* cos, const float* sin, size_t head_dim);
-    void (*to_f16)(const float* x, size_t n, uint16_t* out);
 
-    // For each query q[r] [head_dim], over the positions of the span in [first[r], last[r]): partial[r],
-    // head_dim + 2 floats: the sum of e^(s - top) * value, top = max s, the sum of e^(s - top). scores:
-    // scratch of 4 * kSpan floats.
-    void (*attend)(const Span& a, const float* const* q, const int32_t* first, const int32_t* last,
+    // In place, the normalised Hadamard transform of each `rotated(head_dim)` elements: its own inverse.
+    // scratch: head_dim floats.
+    void (*rotate)(float* x, size_t head_dim, float* scratch);
+    // Position p's key or value [head_dim] into its page, quantised in the same blocks whatever else is
+    // there. head_dim % 32 == 0 and, for values, block % 4 == 0, unless the type is f16.
+    void (*store_key)(CacheType type, const float* x, size_t head_dim, size_t block, size_t p, uint8_t* page);
+    void (*store_value)(CacheType type, const float* x, size_t head_dim, size_t block, size_t p,
+                        uint8_t* page);
+    // A query [head_dim], in place, as QueryBlocks.
+    void (*code_query)(float* q, size_t head_dim);
+
+    // For each query q[r] (f32 [head_dim], or QueryBlocks where keys are quantised), over the positions of
+    // the span in [first[r], last[r]): partial[r], head_dim + 2 floats: the sum of e^(s - top) * value, top =
+    // max s, the sum of e^(s - top). scores: scratch of 4 * kSpan floats.
+    void (*attend)(const Span& a, const void* const* q, const int32_t* first, const int32_t* last,
                    size_t rows, float* scores, float* partial);
     // into := into joined with the partial of a later span. A total of 0 means no positions.
     void (*merge)(float* into, const float* partial, size_t head_dim);

@@ -1,4 +1,4 @@
-// Norms, activations, rope and attention.
+// Norms, activations, rope; attention.inl has attention.
 
 // ---------------------------------------------------------------------------------------------- small ops
 
@@ -104,160 +104,7 @@ static void to_f16(const float* x, size_t n, uint16_t* out) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------- attention
-//
-// Scores of W positions at a time (keys lie [head_dim][block] in their page), even and odd elements of the
-// head apart; positions in spans of kSpan, whose softmax parts are merged in order (the rule of flash
-// attention, arXiv 2205.14135). Nothing here depends on which queries or spans a call works on.
-
-// Queries times the keys of n <= 2W positions. `ahead`: the page that will be read next, asked for line by
-// line: all of it at once would fill the queue to memory and then leave it empty (16 GB/s instead of 30).
-template <int NR, bool FULL>
-static void score_tile(const uint16_t* k, size_t block, size_t head_dim, int n, const float* const* q,
-                       float scale, const uint16_t* ahead, float* const* out) {
-    vf sum[2][NR][2];
-    for (int odd = 0; odd < 2; odd++)
-        for (int r = 0; r < NR; r++) sum[odd][r][0] = sum[odd][r][1] = vzero();
-    for (size_t i = 0; i < head_dim; i += 2, ahead += 2 * block) {
-        prefetch_span((const uint8_t*)ahead, 4 * block);
-        for (int odd = 0; odd < 2; odd++) {
-            if (i + odd >= head_dim) break;
-            const uint16_t* at = k + (i + odd) * block;
-            const vf a = FULL ? vload_f16(at) : vload_f16_n(at, n < W ? n : W);
-            const vf b = FULL ? vload_f16(at + W) : n > W ? vload_f16_n(at + W, n - W) : vzero();
-            for (int r = 0; r < NR; r++) {
-                const vf x = vset1(q[r][i + odd]);
-                sum[odd][r][0] = vfma(a, x, sum[odd][r][0]);
-                sum[odd][r][1] = vfma(b, x, sum[odd][r][1]);
-            }
-        }
-    }
-    for (int r = 0; r < NR; r++) {
-        const vf a = vmul(vadd(sum[0][r][0], sum[1][r][0]), vset1(scale));
-        const vf b = vmul(vadd(sum[0][r][1], sum[1][r][1]), vset1(scale));
-        vstore_n(out[r], a, n < W ? n : W);
-        if (n > W) vstore_n(out[r] + W, b, n - W);
-    }
-}
-
-// out[r] += sum over `count` positions of weight[r][p] * v[p]; n columns, or U vectors of them.
-template <int NR, int U>
-static void value_tile(const uint16_t* v, size_t head_dim, size_t count, int n, const float* const* weight,
-                       const uint16_t* ahead, float* const* out) {
-    vf acc[NR][U];
-    for (int r = 0; r < NR; r++)
-        for (int u = 0; u < U; u++) acc[r][u] = U > 1 ? vload(out[r] + u * W) : vload_n(out[r], n);
-    for (size_t p = 0; p < count; p++, v += head_dim, ahead += head_dim) {
-        prefetch_span((const uint8_t*)ahead, 2 * U * W);
-        vf x[U];
-        for (int u = 0; u < U; u++) x[u] = U > 1 || n == W ? vload_f16(v + u * W) : vload_f16_n(v, n);
-        for (int r = 0; r < NR; r++)
-            for (int u = 0; u < U; u++) acc[r][u] = vfma(x[u], vset1(weight[r][p]), acc[r][u]);
-    }
-    for (int r = 0; r < NR; r++)
-        for (int u = 0; u < U; u++) {
-            if (U > 1)
-                vstore(out[r] + u * W, acc[r][u]);
-            else
-                vstore_n(out[r], acc[r][u], n);
-        }
-}
-
-// Scores of one query over [begin, end) -> weights e^(s - top), 0 outside [lo, hi); partial's top and total.
-static void span_softmax(float* s, size_t lo, size_t hi, size_t n, float* top_total) {
-    float top = -INFINITY;
-    for (size_t i = lo; i < hi; i++) top = s[i] > top ? s[i] : top;
-    if (hi > lo) map(s, n, [=](vf x) { return vexp(vsub(x, vset1(top))); });
-    for (size_t i = 0; i < smaller(lo, n); i++) s[i] = 0;
-    for (size_t i = hi > lo ? hi : 0; i < n; i++) s[i] = 0;
-    vf sum = vzero();
-    for (size_t i = 0; i < n; i += W) sum = vadd(sum, vload_n(s + i, int(smaller(W, n - i))));
-    top_total[0] = top, top_total[1] = vsum(sum);
-}
-
-template <int NR>
-static void attend_rows(const Span& a, const float* const* q, const int32_t* first, const int32_t* last,
-                        float* scores, float* partial) {
-    const size_t n = a.end - a.begin, hd = a.head_dim;
-    float *s[NR], *out[NR];
-    size_t lo[NR], hi[NR], lowest = n, highest = 0;  // what each query attends to, and any of them
-    for (int r = 0; r < NR; r++) {
-        s[r] = scores + size_t(r) * kSpan;
-        out[r] = partial + size_t(r) * (hd + 2);
-        for (size_t i = 0; i < hd; i++) out[r][i] = 0;
-        lo[r] = size_t(first[r]) > a.begin ? smaller(size_t(first[r]) - a.begin, n) : 0;
-        hi[r] = size_t(last[r]) > a.begin ? smaller(size_t(last[r]) - a.begin, n) : 0;
-        if (hi[r] > lo[r]) lowest = smaller(lowest, lo[r]), highest = hi[r] > highest ? hi[r] : highest;
-    }
-    // Pages before the queries' windows are not touched: they may be gone. Scores not written here are never
-    // used.
-    const size_t touched = (a.begin + lowest) / a.block * a.block, until = a.begin + highest;
-    for (size_t p = touched > a.begin ? touched : a.begin; p < until;) {
-        const size_t page = p / a.block, stop = smaller((page + 1) * a.block, until);
-        const uint16_t* k = a.k + size_t(a.table[page]) * a.page_stride + p % a.block;
-        const uint16_t* ahead = stop < until
-                                    ? a.k + size_t(a.table[page + 1]) * a.page_stride
-                                    : a.v + size_t(a.table[(a.begin + lowest) / a.block]) * a.page_stride;
-        for (size_t i = p; i < stop; i += 2 * W, k += 2 * W) {
-            const int count = int(smaller(2 * W, stop - i));
-            float* to[NR];
-            for (int r = 0; r < NR; r++) to[r] = s[r] + (i - a.begin);
-            if (count == 2 * W)
-                score_tile<NR, true>(k, a.block, hd, count, q, a.scale, ahead, to);
-            else
-                score_tile<NR, false>(k, a.block, hd, count, q, a.scale, ahead, to);
-        }
-        p = stop;
-    }
-    for (int r = 0; r < NR && a.softcap > 0; r++)  // tanh(z) = 1 - 2/(1 + e^2z)
-        map(s[r], n, [&](vf x) {
-            const vf z = vmul(x, vset1(2 / a.softcap)), e = vadd(vexp(z), vset1(1));
-            return vmul(vset1(a.softcap), vdiv(vsub(e, vset1(2)), e));
-        });
-    for (int r = 0; r < NR; r++) span_softmax(s[r], lo[r], hi[r], n, out[r] + hd);
-    for (size_t p = a.begin + lowest; p < until;) {
-        const size_t page = p / a.block, stop = smaller((page + 1) * a.block, until);
-        const uint16_t* v = a.v + size_t(a.table[page]) * a.page_stride + p % a.block * hd;
-        const uint16_t* ahead = stop < until ? a.v + size_t(a.table[page + 1]) * a.page_stride : v;
-        const float* weight[NR];
-        for (int r = 0; r < NR; r++) weight[r] = s[r] + (p - a.begin);
-        constexpr int U = 4;
-        size_t i = 0;
-        float* to[NR];
-        for (; i + U * W <= hd; i += U * W) {
-            for (int r = 0; r < NR; r++) to[r] = out[r] + i;
-            value_tile<NR, U>(v + i, hd, stop - p, W, weight, ahead + i, to);
-        }
-        for (; i < hd; i += W) {
-            for (int r = 0; r < NR; r++) to[r] = out[r] + i;
-            value_tile<NR, 1>(v + i, hd, stop - p, int(smaller(W, hd - i)), weight, ahead + i, to);
-        }
-        p = stop;
-    }
-}
-
-static void attend(const Span& a, const float* const* q, const int32_t* first, const int32_t* last,
-                   size_t rows, float* scores, float* partial) {
-    constexpr int NR = W / 4;  // 4 queries times 2 vectors, even and odd: half of the registers
-    size_t r = 0;
-    for (; r + NR <= rows; r += NR)
-        attend_rows<NR>(a, q + r, first + r, last + r, scores, partial + r * (a.head_dim + 2));
-    for (; r < rows; r++)
-        attend_rows<1>(a, q + r, first + r, last + r, scores, partial + r * (a.head_dim + 2));
-}
-
-static void merge(float* into, const float* partial, size_t n) {
-    const float a = into[n], b = partial[n], top = a > b ? a : b;
-    if (partial[n + 1] == 0) return;  // no position of this span was for this query
-    if (into[n + 1] == 0) {
-        for (size_t i = 0; i < n + 2; i++) into[i] = partial[i];
-        return;
-    }
-    float scale[2 * W] = {a - top, b - top};
-    vstore(scale, vexp(vload(scale)));
-    for (size_t i = 0; i < n; i++) into[i] = into[i] * scale[0] + partial[i] * scale[1];
-    into[n] = top, into[n + 1] = into[n + 1] * scale[0] + partial[n + 1] * scale[1];
-}
+#include "attention.inl"
 
 static uint64_t read_all(const uint8_t* p, size_t n) {
     vf a = vzero(), b = vzero(), c = vzero(), d = vzero();
@@ -275,6 +122,6 @@ static uint64_t read_all(const uint8_t* p, size_t n) {
     return bits;
 }
 
-static const Kernels table = {ISA_NAME, kPanelRows, input_bytes, tile_tokens, quantize, panel_bytes,
-                              matmul,   bundles,    accumulate,  decode_row,  norm,     activate,
-                              rope,     to_f16,     attend,      merge,       read_all};
+static const Kernels table = {ISA_NAME,  kPanelRows,  input_bytes, tile_tokens, quantize, panel_bytes, matmul,
+                              bundles,   accumulate,  decode_row,  norm,        activate, rope,        rotate,
+                              store_key, store_value, code_query,  attend,      merge,    read_all};

@@ -450,3 +450,8 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
 constexpr int kTileTokens =
     4;  // a matrix tile: 2 vectors of rows times this many tokens of accumulators, of 16 registers
 constexpr int kFloatTileTokens = 6;
+
+// ---- attention
+
+constexpr int kRegisters = 16;
+static inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }

@@ -402,3 +402,8 @@ INLINE size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t n) {
 // Tokens of a matrix tile, times 2 vectors of rows. Int: a sum of a block and one of a lane for each, of 32
 // registers (8 tokens spill: 600 against 630 GFLOP/s). Float: one sum, of 24.
 constexpr int kTileTokens = 6, kFloatTileTokens = 12;
+
+// ---- attention
+
+constexpr int kRegisters = 32;
+INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }

@@ -384,3 +384,12 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
     return count;
 }
 constexpr int kTileTokens = 6, kFloatTileTokens = 4;
+
+// ---- attention
+
+constexpr int kRegisters = 16;
+#ifdef _MSC_VER
+static inline void prefetch_far(const void* p) { __prefetch(p); }
+#else
+static inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+#endif

@@ -428,4 +428,9 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b,
 }
 constexpr int kTileTokens = 4;  // a matrix tile: 2 vectors of rows times this many tokens
 constexpr int kFloatTileTokens = 4;
+
+// ---- attention
+
+constexpr int kRegisters = 16;                   // how many vectors registers hold
+static inline void prefetch_far(const void*) {}  // into L2
 #undef EACH

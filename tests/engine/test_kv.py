@@ -36,15 +36,15 @@ def fill(kv: KVCache, ids: list[int]) -> BlockTable:
 def test_storage_is_what_bytes_for_says() -> None:
     kv = KVCache(SPEC, n_blocks=3)
     assert kv.nbytes == bytes_for(SPEC, 3 * BLOCK)
-    assert kv.layer(1).k.shape == (3, 1, 4, BLOCK)
-    assert kv.layer(1).v.shape == (3, 1, BLOCK, 4)
+    assert kv.layer(1).k.shape == (3, 4, BLOCK)
+    assert kv.layer(1).v.shape == (3, BLOCK, 4)
     assert kv.layer(0).k.ctypes.data % 64 == kv.layer(0).v.ctypes.data % 64 == 0
 
 
 def test_a_layer_is_a_view_not_a_copy() -> None:
     kv = KVCache(SPEC, n_blocks=2)
-    kv.layer(1).v[0, 0, 5] = 7
-    assert (kv.layer(1).v[0, 0, 5] == 7).all() and not kv.layer(0).v.any()
+    kv.layer(1).v[0, 5] = 7
+    assert (kv.layer(1).v[0, 5] == 7).all() and not kv.layer(0).v.any()
 
 
 def test_blocks_for_rounds_up() -> None:

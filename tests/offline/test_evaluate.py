@@ -293,6 +293,44 @@ def test_a_single_token_has_no_error() -> None:
     assert math.isnan(Perplexity.of(np.array([1.0])).perplexity.error)
 
 
+# ---- types of keys and values
+
+STORY = (
+    "Once upon a time there was a little girl called Lily. She lived in a small house near the river with "
+    "her mother and her brother Tom. One day she found an old key under a stone in the garden. It was brown "
+    'and heavy. "What does it open?" she asked her brother. Tom did not know. They tried the door of the '
+    "house, but the key was too big. They tried the box in the kitchen, but the key was too small. Then they "
+    "walked to the forest, where a tall tree stood by the path. In the tree there was a tiny door. Lily put "
+    'the key in the lock and turned it slowly. The door opened, and a grey cat looked out. "Thank you," '
+    'said the cat. "I lost my key last winter, and since then I could not go out to play." Lily was very '
+    "happy. She gave the cat some of her bread, and the cat showed them the way to a pond where ducks swam "
+    'in the sun. They played until it was dark. Then their mother called them, and they ran home. "Where '
+    'have you been?" she asked. Lily smiled and told her about the tree, the door and the cat. Her mother '
+    'laughed. "Tomorrow," she said, "you must show me." And in the morning all of them went to the '
+    "forest, and the cat was waiting for them on the stone, with a ball of red wool beside it. "
+)
+
+
+@pytest.mark.parametrize(("type", "most"), [("q8_0", 0.001), ("q4_0", 0.01)])
+def test_quantised_keys_and_values_keep_the_bundled_models_predictions(
+    thermocline: Run, tmp_path: Path, type: str, most: float
+) -> None:
+    """The mean divergence from f16 keys and values, in nats, in the same pack."""
+    path = tmp_path / "story.txt"
+    path.write_text(STORY)
+    how = ("--cache-type-k", type, "--cache-type-v", type, "--against", "exact")
+    ran = thermocline("eval", "--text", path, "-t", "1", "--ctx", "256", "--json", *how)
+    assert (ran.code, ran.err) == (0, "")
+    found = json.loads(ran.out)
+    assert (found["cache_type_k"], found["cache_type_v"], found["windows"]) == (type, type, 1)
+    assert 0 < found["against"]["kld"]["value"] <= most
+
+
+def test_the_same_types_are_nothing_to_compare(thermocline: Run, silu: Path, text: Path) -> None:
+    ran = thermocline("eval", silu, "--text", text, "--against", "exact")
+    assert ran.code == 2 and "is the same model" in ran.err
+
+
 # ---- prediction
 
 

@@ -24,7 +24,7 @@ from thermocline import LLM, _native
 from thermocline.convert import synthetic
 from thermocline.engine.decoder import bind, forward
 from thermocline.engine.engine import Engine, EngineSettings
-from thermocline.engine.kv_cache import BLOCK, KVCache, blocks_for, in_ram
+from thermocline.engine.kv_cache import BLOCK, KVCache, Storage, blocks_for, in_ram
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import DeviceFailure
 from thermocline.machine import hardware, this_machine, tiers
@@ -35,8 +35,19 @@ from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
 from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.device_sizes import StepLimits, device_bytes, host_bytes
-from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import F32, FFN, Batch, FFNPart, FFNStats, Layer, Linear, Weights
+from thermocline.ops.gpu import GpuOps, pages_on
+from thermocline.ops.interface import (
+    F32,
+    FFN,
+    Batch,
+    FFNPart,
+    FFNStats,
+    KVLayer,
+    KVShape,
+    Layer,
+    Linear,
+    Weights,
+)
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, Predictors
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
@@ -60,10 +71,10 @@ def gpu_ops(stand_in: StandIn, spec: ModelSpec, *, sequences: int = 4, rank: int
     return GpuOps((stand_in,), torch_kernels, CpuOps(2), spec, limits)
 
 
-def storage(places: Placement) -> Callable[[int, tuple[int, ...]], Any]:
-    def made(layer: int, shape: tuple[int, ...]) -> Any:
+def storage(places: Placement) -> Storage:
+    def made(layer: int, shape: KVShape) -> KVLayer:
         on_device = places.layers[layer].attention != "cpu"
-        return torch.zeros(shape, dtype=torch.float16) if on_device else in_ram(layer, shape)
+        return pages_on(StandIn(), shape) if on_device else in_ram(layer, shape)
 
     return made
 

@@ -25,12 +25,25 @@ from numpy.typing import NDArray
 
 from thermocline import _native
 from thermocline.engine.decoder import rope_tables
+from thermocline.engine.kv_cache import in_ram
 from thermocline.model import quant
+from thermocline.model.cache_types import CACHE_TYPES, PLAIN, CacheTypes
 from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS, ModelSpec
 from thermocline.model.tensors import bundle_stride
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Heads, KVLayer, Layer, Linear, Norm
+from thermocline.ops.interface import (
+    F32,
+    FFN,
+    Batch,
+    FFNStats,
+    Heads,
+    KVLayer,
+    KVShape,
+    Layer,
+    Linear,
+    Norm,
+)
 
 ISAS = _native.isa_levels()
 FORMATS = list(quant.FORMATS)
@@ -232,24 +245,37 @@ class Case:
 
     spec: ModelSpec
     qkv: F32
-    k: NDArray[np.float16]
-    v: NDArray[np.float16]
+    kv: KVLayer
     batch: Batch
     cos: F32 | None
     sin: F32 | None
 
     def run(self, ops: Any) -> tuple[F32, KVLayer]:
-        kv = KVLayer(self.k.copy(), self.v.copy())
+        kv = KVLayer(self.kv.shape, self.kv.k.copy(), self.kv.v.copy())
         return ops.attention(Heads.of(self.spec), self.qkv.copy(), self.step(ops), kv), kv
 
     def step(self, ops: Any) -> Any:
-        return ops.step(self.batch, self.v.shape[2], self.cos, self.sin)
+        return ops.step(self.batch, self.kv.shape.block, self.cos, self.sin)
 
     def rows(self, begin: int, end: int) -> Case:
         b, at = self.batch, slice(begin, end)
         cut = replace(b, ids=b.ids[at], positions=b.positions[at], sequence=b.sequence[at])
         cos, sin = (None, None) if self.cos is None or self.sin is None else (self.cos[at], self.sin[at])
         return replace(self, qkv=np.ascontiguousarray(self.qkv[at]), batch=cut, cos=cos, sin=sin)
+
+
+def full_pages(rng: np.random.Generator, shape: KVShape) -> KVLayer:
+    """Pages full of random numbers: every quant there is, and scales of either sign."""
+    kv = in_ram(0, shape)
+    for x, type in ((kv.k, shape.types.k), (kv.v, shape.types.v)):
+        if type == "f16":
+            x[...] = rng.standard_normal(x.shape)
+            continue
+        x[...] = rng.integers(0, 256, x.shape)
+        scales = shape.head_dim // 32 * shape.block
+        at = x[..., -2 * scales :].view(np.float16)
+        at[...] = rng.standard_normal(at.shape) * 2.0 ** (-6 if type == "q8_0" else -3)
+    return kv
 
 
 def attention_case(
@@ -259,6 +285,7 @@ def attention_case(
     spans: list[tuple[int, int]],
     window: int | None,
     block: int = 32,
+    types: CacheTypes = PLAIN,
 ) -> Case:
     """`spans`: for each sequence, the positions [start, stop) that are in the call."""
     rope = head_dim % 2 == 0
@@ -280,13 +307,11 @@ def attention_case(
         table[s, :n] = shuffled[sum(pages[:s]) : sum(pages[:s]) + n]
     positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in spans])
     sequence = np.repeat(np.arange(len(spans), dtype=np.int32), [b - a for a, b in spans])
-    heads = (len(shuffled), kv_heads)
     cos, sin = rope_tables(spec, positions) if rope else (None, None)
     return Case(
         spec,
         normal(7, len(positions), spec.qkv_rows),
-        rng.standard_normal((*heads, head_dim, block)).astype(np.float16),
-        rng.standard_normal((*heads, block, head_dim)).astype(np.float16),
+        full_pages(rng, KVShape(len(shuffled), kv_heads, head_dim, block, types)),
         Batch(np.zeros_like(positions), positions, sequence, table, np.zeros(0, np.int32)),
         cos,
         sin,
@@ -312,20 +337,43 @@ ATTENTION = [
     attention_case(16, 5, 1, [(1500, 1503)], None),  # one thread: spans in a row; more: side by side
     attention_case(32, 1, 2, [(699, 700)], 189),  # of a window, only the first position is in the first span
     attention_case(16, 1, 20, [(1023, 1026)], 600),  # more queries for a head than one turn takes
+    *(attention_case(64, 1, group, SPANS, None) for group in (3, 5, 7, 8)),
+]
+KINDS_OF_CACHE = [CacheTypes(k, v) for k in CACHE_TYPES for v in CACHE_TYPES]
+QUANTISED_ATTENTION = [
+    *(
+        attention_case(hd, 2, 2, SPANS, None, types=CacheTypes(t, t))
+        for t in ("q8_0", "q4_0")
+        for hd in (32, 64, 96, 128, 160, 256)
+    ),
+    *(
+        attention_case(64, 2, group, SPANS, None, types=t)
+        for t, group in zip(KINDS_OF_CACHE, (1, 2, 3, 4, 5, 6, 7, 8, 20), strict=True)
+    ),
+    *(
+        attention_case(32, 1, 3, SPANS, window, block, types=t)
+        for t in KINDS_OF_CACHE[1:]
+        for window, block in ((None, 4), (9, 12), (33, 32), (None, 64), (1000, 48))
+    ),
+    *(attention_case(96, 1, 2, [(690, 700), (0, 40)], 500, types=t) for t in KINDS_OF_CACHE[1:]),
+    *(attention_case(32, 1, 1, [(1500, 1540)], None, types=CacheTypes(t, t)) for t in ("q8_0", "q4_0")),
+    attention_case(
+        544, 1, 2, [(20, 50)], None, types=CacheTypes("q4_0", "q8_0")
+    ),  # more columns than scales at a time
 ]
 
 
 def check_attention(isa: str, format: str) -> None:
-    for case in ATTENTION:
-        at = (case.spec, case.k.shape)
+    for case in (*ATTENTION, *QUANTISED_ATTENTION):
+        at = (case.spec, case.kv.shape)
         truth, truth_kv = case.run(reference)
         y, kv = case.run(cpu(isa))
-        assert nmse(y, truth) <= F32_NMSE, at
+        assert nmse(y, truth) <= (F32_NMSE if case.kv.shape.types.v == "f16" else INT8_NMSE), at
         # Rotation rounds like numpy, so the cache holds the same bits: nothing else in it was touched either.
         assert same_bits(kv.k, truth_kv.k) and same_bits(kv.v, truth_kv.v), at
         for threads in (2, 3, 5):
             assert same_bits(case.run(cpu(isa, threads))[0], y), (at, threads)
-        part, start = replace(case, k=kv.k, v=kv.v), 0
+        part, start = replace(case, kv=kv), 0
         for step in itertools.cycle((1, 2)):
             if start >= len(y):
                 break
@@ -351,7 +399,7 @@ def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> No
     def run(ops: Any, a: Any, b: Any, begin: int = 0, end: int = tokens) -> F32:
         layer = Layer(norm, Linear(a, bias[0]), Linear(b, bias[1]), norm, experts=())
         y, part = x[begin:end].copy(), case.rows(begin, end)
-        kv = KVLayer(case.k, case.v)
+        kv = case.kv
         bound = ops.bind_attention(spec, Heads.of(spec), layer)
         ops.attention_add(y, h[begin:end].copy(), bound, part.step(ops), kv)
         return y
@@ -764,12 +812,60 @@ def test_the_cache_rounds_to_f16_as_numpy_does(isa: str) -> None:
     v = np.concatenate([v, -v])
     spec = replace(SPEC, head_dim=len(v))
     qkv = np.concatenate([np.zeros(2 * len(v), np.float32), v])[None]
-    kv = KVLayer(np.zeros((1, 1, len(v), 1), np.float16), np.zeros((1, 1, 1, len(v)), np.float16))
+    kv = in_ram(0, KVShape(1, 1, len(v), 1))
     zero = np.zeros(1, np.int32)
     step = cpu(isa).step(Batch(zero, zero, zero, zero[None], zero), 1, None, None)
     cpu(isa).attention(Heads.of(spec), qkv, step, kv)
     with np.errstate(over="ignore"):
         assert same_bits(kv.v.reshape(-1), v.astype(np.float16))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("type", ["q8_0", "q4_0"])
+def test_the_cache_rounds_to_blocks_as_the_reference_does(type: str, isa: str) -> None:
+    """From zeros and sizes that a scale cannot say to those that f16 cannot; what is no number says so."""
+    case = attention_case(64, 1, 1, [(0, 32)], None, types=CacheTypes(type, type))
+    case.qkv[:] *= (np.float32(10) ** np.arange(-16, 16, dtype=np.float32))[:, None]
+    case.qkv[3], case.qkv[5, 64:], case.qkv[7, 70], case.qkv[9, 130] = 0, 1e-8, np.nan, np.inf
+    with np.errstate(all="ignore"):
+        truth = case.run(reference)[1]
+    kv = case.run(cpu(isa))[1]
+    for x, y in ((kv.k, truth.k), (kv.v, truth.v)):
+        bytes = 64 * 32 * (8 if type == "q8_0" else 4) // 8
+        assert same_bits(x[:, :bytes], y[:, :bytes])
+        scales, wanted = (a[:, bytes:].view(np.float16) for a in (x, y))
+        number = ~np.isnan(wanted)
+        assert same_bits(scales[number], wanted[number]) and np.isnan(scales[~number]).all()
+        assert not number.all() and np.isinf(wanted).any() and (wanted == 0).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [None, 37])
+def test_what_lies_in_a_page_after_a_text_and_before_a_window_is_not_read(
+    window: int | None, isa: str
+) -> None:
+    """A page was another text's before: what is no number there is none here, whatever its weight of 0."""
+    for t in CACHE_TYPES:
+        case = attention_case(32, 1, 2, [(0, 70)], window, types=CacheTypes(t, t))
+        y, kv = case.run(cpu(isa))
+        pages = case.kv.shape.places(case.batch.block_table[0])[0]
+        spoil(kv, pages[2], slice(6, None))
+        if window is not None:
+            spoil(kv, pages[0], slice(None))
+            spoil(kv, pages[1], slice(0, 1))  # position 32; position 69 attends from 33 on
+        assert same_bits(replace(case.rows(69, 70), kv=kv).run(cpu(isa))[0], y[69:]), t
+
+
+def spoil(kv: KVLayer, page: int, slots: slice) -> None:
+    """Make NaN of one head's keys and values of 32 elements at some positions of a page."""
+    for x, type, f16_slots in (
+        (kv.k, kv.shape.types.k, (slice(None), slots)),
+        (kv.v, kv.shape.types.v, slots),
+    ):
+        if type == "f16":
+            x[page][f16_slots] = np.nan
+        else:
+            x[page, -2 * kv.shape.block :].view(np.float16)[slots] = np.nan
 
 
 def activated(isa: str, activation: str, values: F32, threshold: float = 0.0) -> F32:
@@ -950,8 +1046,6 @@ class Good:
         self.x, self.y = np.zeros((2, 32), np.float32), np.zeros((2, 8), np.float32)
         self.v8, self.v32 = np.zeros(8, np.float32), np.zeros(32, np.float32)
         self.ids = np.zeros(2, np.int32)
-        self.page = np.zeros((3, 2, 4, 6), np.float16)  # [pages, kv heads, block, head_dim], as v is
-        self.keys = np.zeros((3, 2, 6, 4), np.float16)
         self.table = np.zeros((1, 2), np.int32)
 
     def matrix(
@@ -999,11 +1093,15 @@ class Good:
             "qkv": np.zeros((2, 48), np.float32),  # 4 heads, 2 kv heads, head_dim 6
             "heads": self.heads(),
             "step": self.step(),
-            "k": self.keys,
-            "v": self.page,
+            "kv": self.kv(),
             "out": np.zeros((2, 24), np.float32),
         }
         self.c.attention(*(good | changes).values())
+
+    def kv(self, **changes: Any) -> _native.KVPages:
+        """Three pages of each of 2 kv heads, 4 positions each, head_dim 6."""
+        good: dict[str, Any] = {"k": f16s(6, 6, 4), "v": f16s(6, 4, 6), "k_type": 0, "v_type": 0}
+        return _native.KVPages(*(good | {"heads": 2, "dim": 6, "block": 4} | changes).values())
 
     def layer(self, **changes: Any) -> _native.Attention:
         good: dict[str, Any] = {
@@ -1021,7 +1119,7 @@ class Good:
 
     def attention_add(self, **changes: Any) -> None:
         good: dict[str, Any] = {"x": self.x.copy(), "h": self.x, "layer": self.layer(), "step": self.step()}
-        self.c.attention_add(*(good | {"k": self.keys, "v": self.page} | changes).values())
+        self.c.attention_add(*(good | {"kv": self.kv()} | changes).values())
 
     def ffn(self, **changes: Any) -> _native.FFN:
         good: dict[str, Any] = {
@@ -1066,6 +1164,14 @@ class Good:
 
 def zeros(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
     return np.zeros(shape, dtype)
+
+
+def f16s(*shape: int) -> NDArray[np.float16]:
+    return np.zeros(shape, np.float16)
+
+
+def some_bytes(*shape: int) -> NDArray[np.uint8]:
+    return np.zeros(shape, np.uint8)
 
 
 def read_only(*shape: int) -> F32:
@@ -1147,19 +1253,37 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "attention with rope on odd heads": lambda g: g.attention(
         qkv=zeros(2, 40),
         heads=g.heads(dim=5),
-        k=zeros(3, 2, 5, 4, dtype=np.float16),
-        v=zeros(3, 2, 4, 5, dtype=np.float16),
+        kv=g.kv(k=f16s(6, 5, 4), v=f16s(6, 4, 5), dim=5),
         out=zeros(2, 20),
     ),
-    "attention with signed k": lambda g: g.attention(k=zeros(3, 2, 6, 4, dtype=np.int16)),
-    "attention with k of other heads": lambda g: g.attention(k=zeros(3, 1, 6, 4, dtype=np.float16)),
-    "attention with v of other blocks": lambda g: g.attention(v=zeros(3, 2, 5, 6, dtype=np.float16)),
-    "attention with fewer v pages": lambda g: g.attention(v=zeros(2, 2, 4, 6, dtype=np.float16)),
-    "attention in other blocks": lambda g: g.attention(step=g.step(block=8)),
-    "attention with strided k": lambda g: g.attention(k=zeros(6, 2, 6, 4, dtype=np.float16)[::2]),
-    "attention without pages": lambda g: g.attention(
-        k=zeros(0, 2, 6, 4, dtype=np.float16), v=zeros(0, 2, 4, 6, dtype=np.float16)
+    "attention over other heads' pages": lambda g: g.attention(
+        kv=g.kv(k=f16s(3, 6, 4), v=f16s(3, 4, 6), heads=1)
     ),
+    "attention in other blocks": lambda g: g.attention(step=g.step(block=8)),
+    "attention without pages": lambda g: g.attention(kv=g.kv(k=f16s(0, 6, 4), v=f16s(0, 4, 6))),
+    "pages of signed k": lambda g: g.kv(k=zeros(6, 6, 4, dtype=np.int16)),
+    "pages that the heads do not divide": lambda g: g.kv(k=f16s(5, 6, 4), v=f16s(5, 4, 6)),
+    "pages of no heads": lambda g: g.kv(heads=0),
+    "pages with v of other blocks": lambda g: g.kv(v=f16s(6, 5, 6)),
+    "pages with fewer of v": lambda g: g.kv(v=f16s(4, 4, 6)),
+    "pages of strided k": lambda g: g.kv(k=f16s(12, 6, 4)[::2]),
+    "pages of type -1": lambda g: g.kv(k_type=-1),
+    "pages of an unknown type": lambda g: g.kv(v_type=3),
+    "pages of no elements": lambda g: g.kv(k=f16s(6, 0, 4), v=f16s(6, 4, 0), dim=0),
+    "pages of no positions": lambda g: g.kv(k=f16s(6, 6, 0), v=f16s(6, 0, 6), block=0),
+    "pages of f16 as bytes": lambda g: g.kv(k=some_bytes(6, 48)),
+    "pages of q8_0 in f16": lambda g: g.kv(k_type=1),
+    "pages of q8_0 with half a block": lambda g: g.kv(
+        k=some_bytes(6, 4 * 48), v=f16s(6, 4, 48), k_type=1, dim=48
+    ),
+    "pages of q8_0 that are too short": lambda g: g.kv(
+        k=some_bytes(6, 4 * 34 - 1), v=f16s(6, 4, 32), k_type=1, dim=32
+    ),
+    "pages of q8_0 values that end within four": lambda g: g.kv(
+        k=f16s(6, 32, 6), v=some_bytes(6, 6 * 34), v_type=1, dim=32, block=6
+    ),
+    "pages of q4_0 as q8_0": lambda g: g.kv(k=some_bytes(6, 4 * 18), v=f16s(6, 4, 32), k_type=1, dim=32),
+    "page bytes of an unknown type": lambda g: _native.cache_page_bytes(3, 32, 32),
     "attention on a page that is not there": lambda g: g.attention(step=g.step(table=ints(3, 0)[None])),
     "step in empty blocks": lambda g: g.step(block=0),
     "step with cos alone": lambda g: g.step(sin=None),
@@ -1200,7 +1324,7 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "attention block of narrow x": lambda g: g.attention_add(x=zeros(2, 31), h=zeros(2, 31)),
     "attention block of other h": lambda g: g.attention_add(h=zeros(1, 32)),
     "attention block of other tokens": lambda g: g.attention_add(x=zeros(1, 32), h=zeros(1, 32)),
-    "attention block without pages": lambda g: g.attention_add(k=zeros(0, 2, 6, 4, dtype=np.float16)),
+    "attention block without pages": lambda g: g.attention_add(kv=g.kv(k=f16s(0, 6, 4), v=f16s(0, 4, 6))),
     "attention block into a read-only array": lambda g: g.attention_add(x=read_only(2, 32)),
     "attention block of an ffn": lambda g: g.attention_add(layer=g.ffn()),
     "ffn of other x": lambda g: g.ffn_add(h=zeros(1, 32)),

@@ -33,7 +33,7 @@ from thermocline import _native
 from thermocline.model import quant
 from thermocline.model.tensors import APART, bundle_stride
 from thermocline.ops import reference
-from thermocline.ops.interface import F32, FFN, Heads, KVLayer, Layer, Linear, Norm, Stacked
+from thermocline.ops.interface import F32, FFN, Heads, Layer, Linear, Norm, Stacked
 
 MIXES = [
     ("q4_k", "q4_k", "q6_k"),  # llama.cpp's Q4_K_M
@@ -77,9 +77,8 @@ class Block:
         out = self.out[1 if ops is reference else 0]
         layer = Layer(self.norm, Linear(qkv, self.bias), Linear(out, None), None, experts=())
         y, part = self.x[begin:end].copy(), self.case.rows(begin, end)
-        kv = KVLayer(self.case.k, self.case.v)  # the tokens before this part are in it
         made = ops.bind_attention(self.spec, Heads.of(self.spec), layer)
-        ops.attention_add(y, self.h[begin:end].copy(), made, part.step(ops), kv)
+        ops.attention_add(y, self.h[begin:end].copy(), made, part.step(ops), self.case.kv)  # begun before
         return y
 
 

@@ -26,7 +26,7 @@ from thermocline.engine.kv_cache import (
 from thermocline.errors import OutOfBudget
 from thermocline.model.spec import ModelSpec, RopeScaling
 from thermocline.ops.interface import Batch, FFNStats
-from thermocline.plan.memory import fit
+from thermocline.plan.memory import Needs, fit
 
 ALL = dataclasses.replace(SPEC, sliding_window=40)
 SOME = dataclasses.replace(ALL, window_layers=(0,), local_rope_theta=100.0)
@@ -185,8 +185,8 @@ def test_the_plan_s_bytes_are_the_cache_s(lab: Lab, spec: ModelSpec) -> None:
 
 
 def plan(context: int, available: int, spec: ModelSpec = MISTRAL, **changes: Any) -> int:
-    given = {"weights_bytes": 4 << 30, "available_bytes": available, "max_batch": 8, "threads": 2}
-    return fit(spec, context=context, **(given | changes))
+    needs = Needs("exact", context, max_batch=8, threads=2, budget=available, **changes)
+    return fit(spec, needs, weights_bytes=4 << 30, context=context)
 
 
 def test_a_long_context_fits_where_its_window_does() -> None:

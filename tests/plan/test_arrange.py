@@ -18,7 +18,7 @@ from thermocline.llm import BUNDLED
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack.pack import Pack
 from thermocline.plan import hotness
-from thermocline.plan.budget import Needs, without_gpu
+from thermocline.plan.budget import without_gpu
 from thermocline.plan.cache_split import LEAST, NeuronRows, Share, fetch, split
 from thermocline.plan.disk_split import (
     Arrangement,
@@ -27,7 +27,7 @@ from thermocline.plan.disk_split import (
     least_bytes,
     resident,
 )
-from thermocline.plan.memory import GIB, contexts_for, gib_up, others_of, size_down, size_up
+from thermocline.plan.memory import GIB, Needs, contexts_for, gib_up, others_of, size_down, size_up
 
 # ---- places
 

@@ -32,7 +32,7 @@ from thermocline.pack.pack import Pack
 from thermocline.plan import cost, hotness, planner
 from thermocline.plan import subject as subjects
 from thermocline.plan.hotness import Curve, Hotness
-from thermocline.plan.memory import GIB, fit
+from thermocline.plan.memory import GIB, Needs, fit
 from thermocline.plan.place import larger
 from thermocline.plan.planner import Plan, plan
 from thermocline.plan.problem import Ask, Problem
@@ -86,15 +86,14 @@ def test_a_real_pack_is_planned_with_its_own_bytes(tiny_pack: Path) -> None:
 def test_ram_on_a_cpu_is_what_the_engine_asks_for_to_the_byte(batch: int) -> None:
     spec, sizes, heat = relu()
     ram = made(spec, sizes, heat, CPU_ONLY, batch=batch).used("ram")
-    asked: dict[str, Any] = {
-        "weights_bytes": sizes.weights_bytes,
-        "context": 512,
-        "max_batch": batch,
-        "threads": 8,
-    }
-    assert fit(spec, available_bytes=ram, at_least=512 * batch, **asked) >= 512 * batch
+
+    def fitting(budget: int) -> int:
+        needs = Needs("exact", 512, batch, threads=8, budget=budget, kv_tokens=512 * batch)
+        return fit(spec, needs, weights_bytes=sizes.weights_bytes, context=512)
+
+    assert fitting(ram) >= 512 * batch
     with pytest.raises(OutOfBudget):
-        fit(spec, available_bytes=ram - 1, at_least=512 * batch, **asked)
+        fitting(ram - 1)
 
 
 def test_keys_and_values_are_bounded_by_the_window() -> None:

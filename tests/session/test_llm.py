@@ -23,7 +23,7 @@ from thermocline.llm import LLM
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.interface import F32
-from thermocline.plan.memory import GIB, context_for, fit
+from thermocline.plan.memory import GIB, Needs, context_for, fit
 from thermocline.session import weights
 from thermocline.session.options import EngineOptions, Keywords, ModelOptions
 from thermocline.session.session import Session
@@ -35,14 +35,8 @@ LLAMA_7B = ModelSpec("llama", 4096, 11008, 32, 32, 32, 128, 32000, 4096, "rms", 
 
 
 def budget(available_gib: float, context: int = 4096) -> int:
-    return fit(
-        LLAMA_7B,
-        weights_bytes=7 * GIB,
-        available_bytes=int(available_gib * GIB),
-        context=context,
-        max_batch=8,
-        threads=2,
-    )
+    needs = Needs("exact", context, max_batch=8, threads=2, budget=int(available_gib * GIB))
+    return fit(LLAMA_7B, needs, weights_bytes=7 * GIB, context=context)
 
 
 def test_a_model_that_does_not_fit_is_refused_in_gib_with_a_way_out() -> None:

@@ -10,6 +10,8 @@ from thermocline.cli.console import ProgressBar
 from thermocline.cli.environment import cache_dir
 from thermocline.cli.shared_options import (
     cache_directory,
+    cache_type_keys,
+    cache_type_values,
     gpu_memory,
     quiet_output,
     ram_limit,
@@ -52,6 +54,8 @@ class GenerationOptions:
     gpu: str = which_gpu()
     vram: float | None = gpu_memory()
     disable: tuple[str, ...] = switched_off()
+    cache_type_k: str = cache_type_keys()
+    cache_type_v: str = cache_type_values()
 
     n_predict: int | None = opt(
         None, count_or_all, "N", "Generation", "Tokens to generate at most.",
@@ -169,6 +173,8 @@ def engine_options(o: GenerationOptions, max_batch: int) -> EngineOptions:
         gpu=o.gpu,
         vram=o.vram,
         disable=o.disable,
+        cache_type_k=o.cache_type_k,
+        cache_type_v=o.cache_type_v,
     )
 
 

@@ -15,7 +15,7 @@ from operator import eq
 import numpy as np
 
 from thermocline.engine.decoder import bind, for_context, forward
-from thermocline.engine.kv_cache import KVCache, Storage, block_counts, in_ram
+from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
 from thermocline.engine.prefill_budget import PREFILL_CHUNK, PrefillBudget
 from thermocline.engine.request import Chunk, Request, request_for
@@ -94,6 +94,7 @@ class EngineSettings:
     sparsity: str = "exact"
     prefill_chunk: int = PREFILL_CHUNK
     kv_tokens: int | None = None
+    cache: CacheTypes = PLAIN  # of keys and values
 
 
 class Engine:
@@ -127,8 +128,8 @@ class Engine:
         self.sparsity = settings.sparsity
         self.tokenizer = tokenizer
         blocks = block_counts(spec, kv_tokens, context, chunk)
-        self.kv = KVCache(spec, *blocks, chunk=chunk, storage=storage)
-        self.traffic = Traffic.of(spec, weights)
+        self.kv = KVCache(spec, *blocks, chunk=chunk, types=settings.cache, storage=storage)
+        self.traffic = Traffic.of(spec, weights, settings.cache)
         self._disk, self._clock = disk, clock
         self.pace = PrefillBudget()
         self._prompt_tokens = self._cached_tokens = self._tokens = 0

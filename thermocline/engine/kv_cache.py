@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
+from numpy.typing import NDArray
 
+from thermocline.model.cache_types import PLAIN as PLAIN
+from thermocline.model.cache_types import CacheTypes as CacheTypes
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import F16, I32, KVLayer
+from thermocline.ops.interface import I32, U8, KVLayer, KVShape
 
 BLOCK = 32  # positions per block
-Storage = Callable[[int, tuple[int, ...]], F16]  # allocates a layer's keys or values: (layer, shape) -> array
+Storage = Callable[[int, KVShape], KVLayer]  # allocates a layer's keys and values
 ROOT = b""  # the name of no tokens
 ABSENT = -1  # a block that no position still to come attends to
 
@@ -42,13 +45,13 @@ class BlockTable:
 # ---- sizes
 
 
-def bytes_for(spec: ModelSpec, tokens: int) -> int:
+def bytes_for(spec: ModelSpec, tokens: int, types: CacheTypes = PLAIN) -> int:
     """Return the bytes of keys and values of `tokens` positions in all layers."""
-    return tokens * spec.n_layers * _layer_bytes(spec)
+    return tokens * spec.n_layers * _layer_bytes(spec, types)
 
 
-def _layer_bytes(spec: ModelSpec) -> int:
-    return 2 * spec.n_kv_heads * spec.head_dim * np.dtype(np.float16).itemsize
+def _layer_bytes(spec: ModelSpec, types: CacheTypes) -> int:
+    return spec.n_kv_heads * types.head_bytes(spec.head_dim)
 
 
 def blocks_for(tokens: int, block: int = BLOCK) -> int:
@@ -75,20 +78,32 @@ def block_counts(spec: ModelSpec, tokens: int, context: int, chunk: int) -> tupl
     return blocks, min(blocks, -(-tokens * one // context))
 
 
-def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int) -> int:
+def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int, types: CacheTypes = PLAIN) -> int:
     """Return the bytes of a cache with as many blocks as `block_counts` gives."""
     blocks, window_blocks = block_counts(spec, tokens, context, chunk)
     windowed = sum(spec.window(i) is not None for i in range(spec.n_layers))
     layers = blocks * (spec.n_layers - windowed) + window_blocks * windowed
-    return layers * BLOCK * _layer_bytes(spec)
+    return layers * BLOCK * _layer_bytes(spec, types)
 
 
-def in_ram(layer: int, shape: tuple[int, ...]) -> F16:
-    """Allocate zeros on a 64-byte boundary. The system backs a page with memory when it is first written."""
-    size = int(np.prod(shape, dtype=np.int64)) * 2
-    raw = np.zeros(size + 64, np.uint8)
+def in_ram(layer: int, shape: KVShape) -> KVLayer:
+    """Allocate the pages of a layer, zeros. The system backs a page with memory when it is first written."""
+    s, pages = shape, shape.heads * shape.pages
+    k = _zeros((pages, s.k_bytes))
+    v = _zeros((pages, s.v_bytes))
+    return KVLayer(
+        shape,
+        k.view(np.float16).reshape(pages, s.head_dim, s.block) if s.types.k == "f16" else k,
+        v.view(np.float16).reshape(pages, s.block, s.head_dim) if s.types.v == "f16" else v,
+    )
+
+
+def _zeros(shape: tuple[int, ...]) -> U8:
+    """Return bytes that begin at a cache line."""
+    size = int(np.prod(shape, dtype=np.int64))
+    raw: NDArray[np.uint8] = np.zeros(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(np.float16).reshape(shape)
+    return raw[start : start + size].reshape(shape)
 
 
 # ---- blocks and their holders
@@ -232,12 +247,14 @@ class KVCache:
         *,
         block: int = BLOCK,
         chunk: int = 1 << 31,
+        types: CacheTypes = PLAIN,
         storage: Storage = in_ram,
     ) -> None:
         """Make a cache with `n_blocks` blocks in each layer, and `window_blocks` in layers with a window.
 
         `window_blocks` None means `n_blocks`. `chunk` is the most positions of a sequence in one step.
         """
+        types.check(spec.head_dim)
         self.block = block
         windows = [spec.window(i) for i in range(spec.n_layers)]
         self.windows = sorted(set(windows), key=lambda window: window is not None)  # a pool each
@@ -247,18 +264,17 @@ class KVCache:
             blocks[window] = n_blocks if window is None or window_blocks is None else window_blocks
             self.pools.append(BlockPool(blocks[window], block, window, chunk))
 
-        def made(i: int) -> KVLayer:
-            n, heads, dim = blocks[windows[i]], spec.n_kv_heads, spec.head_dim
-            return KVLayer(storage(i, (n, heads, dim, block)), storage(i, (n, heads, block, dim)))
-
-        self._layers = [made(i) for i in range(spec.n_layers)]
+        self._layers = [
+            storage(i, KVShape(blocks[windows[i]], spec.n_kv_heads, spec.head_dim, block, types))
+            for i in range(spec.n_layers)
+        ]
 
     def layer(self, i: int) -> KVLayer:
         return self._layers[i]
 
     @property
     def nbytes(self) -> int:
-        return sum(x.k.nbytes + x.v.nbytes for x in self._layers)
+        return sum(x.nbytes for x in self._layers)
 
     @property
     def used(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thermocline.engine.kv_cache import bytes_for
+from thermocline.model.cache_types import PLAIN, CacheTypes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, FFN, Norm, WeightMatrix, Weights
 
@@ -19,7 +20,7 @@ class Traffic:
     position_bytes: int  # keys and values of one position
 
     @staticmethod
-    def of(spec: ModelSpec, weights: Weights) -> Traffic:
+    def of(spec: ModelSpec, weights: Weights, types: CacheTypes = PLAIN) -> Traffic:
         gates = rows = 0.0
         fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
         for layer in weights.layers:
@@ -33,7 +34,7 @@ class Traffic:
                 gates += _nbytes(*(p.gate.bias for p in f.parts)) / spec.ffn_dim
                 rows += _row_bytes(spec, f)
         n = spec.n_layers * spec.n_experts
-        return Traffic(fixed, gates / n, rows / n, bytes_for(spec, 1))
+        return Traffic(fixed, gates / n, rows / n, bytes_for(spec, 1, types))
 
 
 def _row_bytes(spec: ModelSpec, f: FFN) -> float:

@@ -439,6 +439,8 @@ def facts_of(bench: Bench) -> dict[str, Any]:
         "model_n_params": parameters,
         "n_batch": bench.engine.prefill_chunk,
         "n_ubatch": bench.engine.prefill_chunk,
+        "type_k": session.options.cache_type_k,
+        "type_v": session.options.cache_type_v,
         "tokens": bench.feed.name,
         "sparsity": bench.engine.sparsity,
         "isa": hardware.isa().chosen,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from thermocline.engine.decoder import Model, forward
 from thermocline.engine.kv_cache import BLOCK as KV_BLOCK
-from thermocline.engine.kv_cache import KVCache, blocks_for, bytes_for
+from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, blocks_for, bytes_for
 from thermocline.engine.sampler import check_finite
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.formats import SMALL
@@ -76,9 +76,14 @@ def check_memory(
     context: int,
     threads: int,
     side: int = 1,
+    types: Sequence[CacheTypes] = (),
 ) -> None:
-    """Raise OutOfBudget if readers of these models will not fit in memory."""
-    cache = sum(bytes_for(s, side * blocks_for(context) * KV_BLOCK) for s in specs)
+    """Raise OutOfBudget if readers of these models will not fit in memory.
+
+    `types`: of each one's keys and values; none: all are f16.
+    """
+    positions = side * blocks_for(context) * KV_BLOCK
+    cache = sum(bytes_for(s, positions, t) for s, t in zip(specs, types or [PLAIN] * len(specs), strict=True))
     step = sum(scratch_bytes(s, context=context, max_batch=FEW, threads=threads) for s in specs)
     buffers = step + runtime_bytes(specs[0]) + len(specs) * 4 * LOGITS
     need = weights_bytes + cache + buffers
@@ -104,6 +109,7 @@ class Reader:
 
     model    from `decoder.bind`, with `for_context`; readers may share it, and `ops`
     step     tokens of a window in a forward pass; None: as many as the mode allows
+    types    of keys and values
     """
 
     def __init__(
@@ -115,6 +121,7 @@ class Reader:
         sparsity: str = "exact",
         side: int = 1,
         step: int | None = None,
+        types: CacheTypes = PLAIN,
     ) -> None:
         check_context(model.spec, context)
         assert 1 <= side <= FEW
@@ -122,7 +129,7 @@ class Reader:
         self.step = step or (1 if sparsity == "predict" else PIECE // side)
         assert sparsity != "predict" or side * self.step <= FEW, "more tokens are read exactly"
         self.stats = FFNStats()
-        self._kv = KVCache(model.spec, side * blocks_for(context))
+        self._kv = KVCache(model.spec, side * blocks_for(context), types=types)
         self._tables = [self._kv.open([]) for _ in range(side)]
         for table in self._tables:
             self._kv.grow(table, context)  # always succeeds: the cache is large enough for all

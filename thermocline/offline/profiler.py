@@ -34,7 +34,7 @@ from thermocline.pack.activity_profile import (
     write_samples,
 )
 from thermocline.pack.reorder import hottest_first, write_reordered
-from thermocline.plan.memory import fit, scratch_bytes
+from thermocline.plan.memory import Needs, fit, scratch_bytes
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
 
@@ -144,13 +144,12 @@ def _check_disk(pack: Pack, output: Path, n: int) -> None:
 def _check_memory(r: ProfileJob) -> None:
     s = r.pack.spec
     scratch = scratch_bytes(s, context=r.context, max_batch=1, threads=r.threads // r.workers or 1)
+    context = r.context * r.workers
     fit(
         s,
+        Needs("exact", context, 1, r.threads, hardware.available_bytes()),
         weights_bytes=r.pack.weights_bytes + r.workers * (scratch + 5 * STEP * s.n_experts * s.ffn_dim),
-        available_bytes=hardware.available_bytes(),
-        context=r.context * r.workers,
-        max_batch=1,
-        threads=r.threads,
+        context=context,
     )
 
 

@@ -95,7 +95,7 @@ class CpuOps:
         qkv = _native.Stack(tuple(map(_native_matrix, stacked(layer.qkv.weight))), layer.qkv.bias)
         out = _linear(layer.attn_out.weight, layer.attn_out.bias)
         sub_norm, join = _norm(spec, layer.attn_sub_norm), _join(spec, layer.attn_post_norm)
-        return _native.Attention(_norm(spec, layer.attn_norm), qkv, out, _heads(heads), sub_norm, join)
+        return _native.Attention(_norm(spec, layer.attn_norm), qkv, out, native_heads(heads), sub_norm, join)
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
         norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm)
@@ -150,15 +150,15 @@ class CpuOps:
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
-        """Compute what the reference does, and rotate q and k inside `qkv`."""
+        """Compute what the reference does. `qkv` is worked on in place."""
         out = np.empty((len(qkv), heads.n * heads.dim), np.float32)
-        self.native.attention(qkv, _heads(heads), step, kv.k, kv.v, out)
+        self.native.attention(qkv, native_heads(heads), step, kv.native, out)
         return out
 
     def attention_add(
         self, x: F32, h: F32, bound: _native.Attention, step: _native.Step, kv: KVLayer
     ) -> None:
-        self.native.attention_add(x, h, bound, step, kv.k, kv.v)
+        self.native.attention_add(x, h, bound, step, kv.native)
 
     def run(self, x: F32, rows: I32, sparsity: str, stats: FFNStats, body: Callable[[F32, I32], F32]) -> F32:
         return body(x, rows)
@@ -224,7 +224,7 @@ def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
     return _native.Norm(norm.weight, norm.bias, spec.norm_eps, spec.norm == "layer")
 
 
-def _heads(h: Heads) -> _native.Heads:
+def native_heads(h: Heads) -> _native.Heads:
     return _native.Heads(
         h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps
     )

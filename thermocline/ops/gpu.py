@@ -12,6 +12,7 @@ import contextlib
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from thermocline.ops.device_layers import (
 from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch, Vector
 from thermocline.ops.device_sizes import STREAMS, StepLimits
 from thermocline.ops.interface import (
+    F16,
     F32,
     FEW,
     I32,
@@ -42,6 +44,7 @@ from thermocline.ops.interface import (
     FFNStats,
     Heads,
     KVLayer,
+    KVShape,
     Layer,
     Linear,
     WeightMatrix,
@@ -51,6 +54,15 @@ BoundAttention = DeviceAttention | _native.Attention
 BoundFFN = DeviceFFN | _native.FFN | _native.Mixture
 ProgramKey = tuple[int, int, str]  # tokens, logits, sparsity
 RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
+
+
+def pages_on(device: Device, shape: KVShape) -> KVLayer:
+    """Allocate a layer's pages: k [pages, heads, head_dim, block], v [pages, heads, block, head_dim]."""
+    assert not shape.types.quantised, "a session refuses it"
+    pages = shape.pages, shape.heads
+    k = device.zeros((*pages, shape.head_dim, shape.block), torch.float16)
+    v = device.zeros((*pages, shape.block, shape.head_dim), torch.float16)
+    return KVLayer(shape, cast("F16", k), cast("F16", v))  # the GPU's ops alone read it
 
 
 class Hidden:
@@ -344,7 +356,7 @@ class GpuOps:
         if not isinstance(b, DeviceAttention):
             self._to_host(x)
             self._to_host(h)
-            self._host().attention(x.array, h.array, b, step.slot, kv.k, kv.v)
+            self._host().attention(x.array, h.array, b, step.slot, kv.native)
             return
         self._to_device(x)
         self._to_device(h)

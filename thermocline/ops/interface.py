@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thermocline import _native
+from thermocline.model.cache_types import CACHE_TYPES, PLAIN, CacheTypes, row_bytes
 from thermocline.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 F16 = NDArray[np.float16]
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
+U8 = NDArray[np.uint8]
 # Tokens that `predict` guesses for; more share too many neurons, and are computed exactly.
 FEW = _native.limits().few_tokens
+PAGE_RUN = _native.limits().page_run
 CPU = "cpu"  # a device's name, as in a placement; the GPUs of a session are "gpu:0", "gpu:1"
 
 
@@ -253,11 +257,59 @@ class DiskCounts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KVLayer:
-    """One layer's view of the storage, written and read in place."""
+class KVShape:
+    """The pages of one layer: `block` positions of a kv head in each, `pages` for each head.
 
-    k: F16  # [n_blocks, n_kv_heads, head_dim, block]: a vector holds one element of many positions' keys
-    v: F16  # [n_blocks, n_kv_heads, block, head_dim]
+    Runs of pages of one head lie side by side, so that blocks that follow each other are a stream.
+    """
+
+    pages: int
+    heads: int
+    head_dim: int
+    block: int
+    types: CacheTypes = PLAIN
+
+    @property
+    def k_bytes(self) -> int:
+        """Return the bytes of a page of one head's keys."""
+        return self.block * row_bytes(self.types.k, self.head_dim)
+
+    @property
+    def v_bytes(self) -> int:
+        return self.block * row_bytes(self.types.v, self.head_dim)
+
+    def places(self, pages: I32) -> I32:
+        """Return where these pages of every head are among all, [heads, pages]."""
+        first = pages // PAGE_RUN * PAGE_RUN
+        run = np.minimum(PAGE_RUN, self.pages - first)
+        heads = np.arange(self.heads, dtype=np.int32)[:, None]
+        return (first * self.heads + heads * run + pages - first).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """One layer's keys and values, written and read in place.
+
+    Keys in f16 are [heads * pages, head_dim, block], so that a vector holds one element of many positions,
+    and values [heads * pages, block, head_dim]. Quantised ones are [heads * pages, bytes of a page]
+    (kernels.h says which byte is what). `shape.places` says where a page is. A GPU's are its own arrays, of
+    the shape that its kernels want.
+    """
+
+    shape: KVShape
+    k: F16 | U8
+    v: F16 | U8
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @cached_property
+    def native(self) -> _native.KVPages:
+        """Return the pages as the native core takes them, checked."""
+        s = self.shape
+        k_type, v_type = CACHE_TYPES[s.types.k], CACHE_TYPES[s.types.v]
+        return _native.KVPages(self.k, self.v, k_type, v_type, s.heads, s.head_dim, s.block)
 
 
 # ---- the ops

@@ -11,17 +11,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.model import quant
 from thermocline.model.activations import activate, route
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import (
+    F16,
     F32,
     FEW,
     FFN,
     I32,
+    U8,
     Batch,
     FFNStats,
     Heads,
     KVLayer,
+    KVShape,
     Layer,
     Linear,
     Norm,
@@ -84,45 +88,203 @@ def step(batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int
     return Step(batch, batch.table(window), cos, sin)
 
 
+def _hadamard(x: F32) -> F32:
+    """Return x [..., n] under the normalised Hadamard transform, which is its own inverse.
+
+    Of the largest power of two that divides n, at a time. It makes a block's elements alike in size.
+    """
+    n = x.shape[-1] & -x.shape[-1]
+    y = x.reshape(-1, n)
+    for _ in range(n.bit_length() - 1):
+        a, b = y[:, 0::2], y[:, 1::2]
+        y = np.concatenate([a + b, a - b], axis=1)
+    scaled: F32 = y * (np.float32(1) / np.sqrt(np.float32(n)))
+    return scaled.reshape(x.shape)
+
+
+def _coded(q: F32) -> F32:
+    """Return queries [..., n] as they meet quantised keys: int8 with a scale for each 32."""
+    blocks = q.reshape(-1, 32)
+    top = np.abs(blocks).max(axis=1, keepdims=True)
+    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 1e-36)
+    seen: F32 = np.rint(blocks * inverse) * (top / np.float32(127))
+    return seen.reshape(q.shape)
+
+
 def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
-    """Rotate q and k, store k and v (as f16), attend causally. qkv -> [tokens, n_heads*head_dim]."""
+    """Rotate q and k, store k and v, attend causally. qkv -> [tokens, n_heads*head_dim]."""
     batch, table, cos, sin = step
-    t, hd = len(qkv), heads.dim
-    n_q, n_kv = heads.n * hd, heads.n_kv * hd
-    q = qkv[:, :n_q].reshape(t, heads.n, hd)
-    k = qkv[:, n_q : n_q + n_kv].reshape(t, heads.n_kv, hd)
-    v = qkv[:, n_q + n_kv :].reshape(t, heads.n_kv, hd)
+    q, k, v = _heads_of(heads, qkv, cos, sin)
+    types = kv.shape.types
+    if types.k != "f16":  # scores do not change if both sides turn
+        q, k = _coded(_hadamard(q)), _hadamard(k)
+    if types.v != "f16":
+        v = _hadamard(v)
+    for r in range(len(qkv)):
+        b, slot = divmod(int(batch.positions[r]), kv.shape.block)
+        pages = kv.shape.places(table[batch.sequence[r], b : b + 1])[:, 0]  # of each head
+        _store_keys(kv, pages, slot, k[r])
+        _store_values(kv, pages, slot, v[r])
+    out = np.empty_like(q)
+    for r in range(len(qkv)):
+        out[r] = _attend(heads, q[r], int(batch.positions[r]), table[batch.sequence[r]], kv)
+    return (out if types.v == "f16" else _hadamard(out)).reshape(len(qkv), -1)
+
+
+def _heads_of(heads: Heads, qkv: F32, cos: F32 | None, sin: F32 | None) -> tuple[F32, F32, F32]:
+    """Return q [tokens, heads, dim], k and v [tokens, kv heads, dim]; q and k normed and turned."""
+    x = qkv.reshape(len(qkv), heads.n + 2 * heads.n_kv, heads.dim)
+    q, k, v = x[:, : heads.n], x[:, heads.n : heads.n + heads.n_kv], x[:, heads.n + heads.n_kv :]
     if heads.q_norm is not None and heads.k_norm is not None:
         q = norm(q, heads.q_norm, None, heads.norm_eps, "rms")
         k = norm(k, heads.k_norm, None, heads.norm_eps, "rms")
     if cos is not None and sin is not None:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return q, k, v
 
-    block = kv.v.shape[2]
-    for r in range(t):
-        b, slot = divmod(int(batch.positions[r]), block)
-        page = table[batch.sequence[r], b]
-        kv.k[page, :, :, slot], kv.v[page, :, slot] = k[r], v[r]
 
-    out = np.empty((t, heads.n, hd), np.float32)
-    for r in range(t):
-        end = int(batch.positions[r]) + 1
-        start = 0 if heads.window is None else max(0, end - heads.window)
-        skipped = start // block * block
-        pages = table[batch.sequence[r], start // block : (end + block - 1) // block]
-        at = slice(start - skipped, end - skipped)
-        # [kv_heads, positions, head_dim], then every kv head serves a group of q heads
-        keys = kv.k[pages].transpose(1, 0, 3, 2).reshape(heads.n_kv, -1, hd)[:, at]
-        keys = keys.astype(np.float32)
-        values = kv.v[pages].swapaxes(0, 1).reshape(heads.n_kv, -1, hd)[:, at].astype(np.float32)
-        for head in range(heads.n):
-            g = head // (heads.n // heads.n_kv)
-            scores = keys[g] @ q[r, head] * np.float32(heads.scale)
-            if heads.softcap is not None:
-                scores = np.float32(heads.softcap) * np.tanh(scores / np.float32(heads.softcap))
-            p = np.exp(scores - scores.max())
-            out[r, head] = (p / p.sum()) @ values[g]
-    return out.reshape(t, -1)
+def _attend(heads: Heads, q: F32, position: int, pages: I32, kv: KVLayer) -> F32:
+    """Return the output [heads, dim] of one token's queries."""
+    end, block = position + 1, kv.shape.block
+    start = 0 if heads.window is None else max(0, end - heads.window)
+    skipped = start // block * block
+    held = kv.shape.places(pages[start // block : (end + block - 1) // block])
+    at = slice(start - skipped, end - skipped)
+    keys, values = _keys_at(kv, held)[:, at], _values_at(kv, held)[:, at]
+    out = np.empty((heads.n, heads.dim), np.float32)
+    for head in range(heads.n):
+        g = head // (heads.n // heads.n_kv)  # every kv head serves a group of q heads
+        scores = keys[g] @ q[head] * np.float32(heads.scale)
+        if heads.softcap is not None:
+            scores = np.float32(heads.softcap) * np.tanh(scores / np.float32(heads.softcap))
+        p = np.exp(scores - scores.max())
+        out[head] = (p / p.sum()) @ values[g]
+    return out
+
+
+# ---- pages: csrc/kernels/kernels.h says the same
+
+
+def _encoded(type: str, x: F32) -> tuple[U8, F16]:
+    """Return quants [heads, dim], as a format of weights has them, a byte each; and scales [heads, blocks].
+
+    The scale of a block that holds an infinity or NaN is NaN; where it is 0 or no number, quants are those
+    of 0.
+    """
+    f, blocks = quant.FORMATS[type], x.reshape(len(x), -1, 32)
+    assert f.quants is not None
+    with np.errstate(all="ignore"):
+        q, scale = _searched(blocks) if type == "q4_0" else _rounded(blocks)
+    scale[~np.isfinite(blocks).all(axis=2)] = np.nan
+    q = np.where((np.isfinite(scale) & (scale != 0))[..., None], q, np.uint8(f.quants.offset))
+    return q.reshape(x.shape), scale
+
+
+def _rounded(x: F32) -> tuple[U8, F16]:
+    """Return q8_0's quants and scales of blocks [heads, blocks, 32]."""
+    planes = quant.planes("q8_0", quant.encode("q8_0", x.reshape(len(x), -1)))
+    return planes["quants"], np.ascontiguousarray(planes["scale"]).view(np.float16)[..., 0]
+
+
+LARGEST = np.array([-9.1, -8.75, -8.4, -8.05, -7.7, -7.35, -7.0, -6.65], np.float32)
+
+
+def _searched(x: F32) -> tuple[U8, F16]:
+    """Return q4_0's quants and scales of blocks [heads, blocks, 32].
+
+    Of the quants that `LARGEST` makes of a block's largest element, those with the least squared error.
+    Sums are made element by element: the native core's bits.
+    """
+    at = np.abs(x).argmax(axis=2)[..., None]
+    extreme = np.take_along_axis(x, at, axis=2)  # [heads, blocks, 1]
+    inverses = LARGEST / extreme  # [heads, blocks, candidates]
+    products, squares = np.zeros_like(inverses), np.zeros_like(inverses)
+    for i in range(32):
+        v = x[..., i : i + 1]
+        r = np.clip(np.rint(v * inverses), np.float32(-8), np.float32(7))
+        products, squares = products + v * r, squares + r * r
+    best = (products * products / squares).argmax(axis=2)[..., None]
+    d = np.take_along_axis(products / squares, best, axis=2)
+    inverse = np.take_along_axis(inverses, best, axis=2)
+    most = np.abs(extreme)
+    searched = (most > np.float32(1e-7)) & (most < np.float32(1e5))
+    d = np.where(searched, d, extreme / np.float32(-8))
+    inverse = np.where(searched, inverse, np.float32(1) / d)
+    q = np.clip(np.rint(x * inverse), -8, 7) + 8
+    return np.nan_to_num(q).astype(np.uint8), d[..., 0].astype(np.float16)
+
+
+def _planes(pages: F16 | U8, type: str, shape: KVShape) -> tuple[U8, F16]:
+    """Return views of pages [..., bytes]: their quants, and scales [..., blocks of a head, block]."""
+    n = shape.block * shape.head_dim * (1 if type == "q8_0" else 0.5)
+    scales = pages[..., int(n) :].view(np.float16)
+    return pages[..., : int(n)].view(np.uint8), scales.reshape(*scales.shape[:-1], -1, shape.block)
+
+
+def _joined(low: U8, high: U8) -> U8:
+    """Return nibbles as bytes."""
+    return low | high << np.uint8(4)
+
+
+def _store_keys(kv: KVLayer, pages: I32, slot: int, k: F32) -> None:
+    """Store k [heads, dim] as the keys of one position of these pages: dwords of 4 or 8 elements."""
+    s, type = kv.shape, kv.shape.types.k
+    if type == "f16":
+        kv.k[pages, :, slot] = k
+        return
+    q, scale = _encoded(type, k)
+    if type == "q4_0":
+        halves = q.reshape(s.heads, -1, 2, 4)
+        q = _joined(halves[:, :, 0], halves[:, :, 1])
+    quants, scales = _planes(kv.k, type, s)
+    quants.reshape(len(kv.k), -1, s.block, 4)[pages, :, slot] = q.reshape(s.heads, -1, 4)
+    scales[pages, :, slot] = scale
+
+
+def _store_values(kv: KVLayer, pages: I32, slot: int, v: F32) -> None:
+    """Store v [heads, dim] as the values of one position: bytes of dwords of 4 positions."""
+    s, type = kv.shape, kv.shape.types.v
+    if type == "f16":
+        kv.v[pages, slot] = v
+        return
+    q, scale = _encoded(type, v)
+    if type == "q4_0":
+        halves = q.reshape(s.heads, -1, 2, 16)
+        q = _joined(halves[:, :, 0], halves[:, :, 1])
+    quants, scales = _planes(kv.v, type, s)
+    quants.reshape(len(kv.v), s.block // 4, -1, 4)[pages, slot // 4, :, slot % 4] = q.reshape(s.heads, -1)
+    scales[pages, :, slot] = scale
+
+
+def _keys_at(kv: KVLayer, pages: I32) -> F32:
+    """Return the keys of pages [heads, n], [heads, positions, dim]."""
+    s, type = kv.shape, kv.shape.types.k
+    held = kv.k[pages]
+    if type == "f16":
+        return held.swapaxes(2, 3).reshape(s.heads, -1, s.head_dim).astype(np.float32)
+    q, scales = _planes(held, type, s)
+    if type == "q4_0":
+        dwords = q.reshape(*pages.shape, -1, s.block, 4)
+        q = np.stack([dwords & np.uint8(15), dwords >> np.uint8(4)], axis=3) - np.uint8(8)
+    dwords = q.reshape(*pages.shape, -1, s.block, 4)
+    elements = dwords.swapaxes(3, 4).reshape(*pages.shape, -1, 32, s.block).view(np.int8)
+    x = elements.astype(np.float32) * scales[:, :, :, None].astype(np.float32)
+    return x.reshape(*pages.shape, -1, s.block).swapaxes(2, 3).reshape(s.heads, -1, s.head_dim)
+
+
+def _values_at(kv: KVLayer, pages: I32) -> F32:
+    """Return the values of pages [heads, n], [heads, positions, dim]."""
+    s, type = kv.shape, kv.shape.types.v
+    held = kv.v[pages]
+    if type == "f16":
+        return held.reshape(s.heads, -1, s.head_dim).astype(np.float32)
+    q, scales = _planes(held, type, s)
+    dwords = q.reshape(*pages.shape, s.block // 4, -1, 4).swapaxes(3, 4)
+    q = dwords.reshape(*pages.shape, s.block, s.head_dim // 32, -1)
+    if type == "q4_0":
+        q = np.concatenate([q & np.uint8(15), q >> np.uint8(4)], axis=4) - np.uint8(8)
+    x = q.view(np.int8).astype(np.float32) * scales.swapaxes(2, 3)[..., None].astype(np.float32)
+    return x.reshape(s.heads, -1, s.head_dim)
 
 
 class Bound(NamedTuple):

@@ -27,24 +27,12 @@ from thermocline.plan.disk_split import (
     in_part,
     least_bytes,
 )
+from thermocline.plan.memory import Needs as Needs
 from thermocline.plan.memory import context_for, contexts_for, fit, others_of
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
 
 if TYPE_CHECKING:
     from thermocline.plan.planner import Plan
-
-
-@dataclass(frozen=True)
-class Needs:
-    """A session's demands on RAM. `limit`: whether the budget is what is "free" or what is "allowed"."""
-
-    sparsity: str
-    context: int | None
-    max_batch: int
-    threads: int
-    budget: int | None = None  # bytes; None: nobody knows
-    limit: str = "free"
-    kv_tokens: int | None = None  # positions of the cache; None: as many full contexts as are cheap
 
 
 @dataclass(frozen=True)
@@ -69,12 +57,9 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
     A default context is shorter where weights do not fit beside it.
     """
     spec, sizes = pack.spec, pack_sizes(pack, predictors)
-    for context in contexts_for(spec, needs.context, needs.budget):
+    for context in contexts_for(spec, needs.context, needs.budget, needs.types):
         try:
-            found = fit(
-                spec, weights_bytes=sizes.weights_bytes, available_bytes=needs.budget, context=context,
-                max_batch=needs.max_batch, threads=needs.threads, at_least=needs.kv_tokens, limit=needs.limit
-            )  # fmt: skip
+            found = fit(spec, needs, weights_bytes=sizes.weights_bytes, context=context)
             return Decision(in_ram(spec, sizes, needs, context, needs.kv_tokens or found))
         except OutOfBudget as e:
             refused = e
@@ -97,7 +82,12 @@ def all_in_ram(pack: StoredModel, predictors: Predictors | None, needs: Needs) -
 
 def _others(spec: ModelSpec, needs: Needs, context: int, kv_tokens: int) -> dict[str, int]:
     return others_of(
-        spec, context=context, kv_tokens=kv_tokens, max_batch=needs.max_batch, threads=needs.threads
+        spec,
+        context=context,
+        kv_tokens=kv_tokens,
+        max_batch=needs.max_batch,
+        threads=needs.threads,
+        types=needs.types,
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import math
+from dataclasses import dataclass
 
 from thermocline import _native
 from thermocline.engine.kv_cache import BLOCK, reserved_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget, UsageError
+from thermocline.model.cache_types import PLAIN, CacheTypes
 from thermocline.model.formats import SMALL
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import StepLimits as Limits
@@ -21,6 +23,20 @@ RUNTIME_BYTES = 48 << 20  # 44 MB measured with 512 tokens: 34 here, 10 in the t
 TOKEN_BYTES = 1024
 
 
+@dataclass(frozen=True)
+class Needs:
+    """A session's demands on RAM. `limit`: whether the budget is what is "free" or what is "allowed"."""
+
+    sparsity: str
+    context: int | None
+    max_batch: int
+    threads: int
+    budget: int | None = None  # bytes; None: nobody knows
+    limit: str = "free"
+    kv_tokens: int | None = None  # positions of the cache; None: as many full contexts as are cheap
+    types: CacheTypes = PLAIN  # of keys and values
+
+
 def context_for(spec: ModelSpec, asked: int | None) -> int:
     if asked is not None and asked > spec.max_context:
         raise UsageError(
@@ -29,7 +45,9 @@ def context_for(spec: ModelSpec, asked: int | None) -> int:
     return min(spec.max_context, CONTEXT) if asked is None else asked
 
 
-def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list[int]:
+def contexts_for(
+    spec: ModelSpec, asked: int | None, budget: int | None, types: CacheTypes = PLAIN
+) -> list[int]:
     """Return contexts to try: a default one is shorter where the weights do not fit in `budget` beside it.
 
     The shorter one leaves most of the memory to the weights.
@@ -38,17 +56,27 @@ def contexts_for(spec: ModelSpec, asked: int | None, budget: int | None) -> list
     if asked is not None or budget is None or not spec.sparse:
         return [context]
     shorter = context
-    while shorter > LEAST_CONTEXT and reserved_bytes(spec, shorter, shorter, PREFILL_CHUNK) > budget // 8:
+
+    def cache(context: int) -> int:
+        return reserved_bytes(spec, context, context, PREFILL_CHUNK, types)
+
+    while shorter > LEAST_CONTEXT and cache(shorter) > budget // 8:
         shorter //= 2
     return list(dict.fromkeys((context, shorter)))
 
 
 def others_of(
-    spec: ModelSpec, *, context: int, kv_tokens: int, max_batch: int, threads: int
+    spec: ModelSpec,
+    *,
+    context: int,
+    kv_tokens: int,
+    max_batch: int,
+    threads: int,
+    types: CacheTypes = PLAIN,
 ) -> dict[str, int]:
     """Part -> bytes of what a session takes besides weights."""
     return {
-        "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK),
+        "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK, types),
         "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
         "runtime": runtime_bytes(spec),
     }
@@ -90,34 +118,25 @@ def runtime_bytes(spec: ModelSpec) -> int:
     return RUNTIME_BYTES + TOKEN_BYTES * spec.vocab_size
 
 
-def fit(
-    spec: ModelSpec,
-    *,
-    weights_bytes: int,
-    available_bytes: int | None,
-    context: int,
-    max_batch: int,
-    threads: int,
-    at_least: int | None = None,
-    limit: str = "free",
-) -> int:
+def fit(spec: ModelSpec, needs: Needs, *, weights_bytes: int, context: int) -> int:
     """Positions for the KV cache: as many full contexts as are cheap, at least one; else OutOfBudget.
 
-    `at_least`: fewer than that many positions will not do; None: `context`. `limit`: what available is.
+    Fewer than `kv_tokens` positions will not do, or than `context` if these are not said.
     """
-    at_least = context if at_least is None else at_least
+    at_least = context if needs.kv_tokens is None else needs.kv_tokens
+    available_bytes = needs.budget
 
     def cache(tokens: int, context: int = context) -> int:
-        return reserved_bytes(spec, tokens, context, PREFILL_CHUNK)
+        return reserved_bytes(spec, tokens, context, PREFILL_CHUNK, needs.types)
 
     def others(context: int) -> int:
-        scratch = scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads)
+        scratch = scratch_bytes(spec, context=context, max_batch=needs.max_batch, threads=needs.threads)
         return weights_bytes + scratch + runtime_bytes(spec)
 
     def least(shorter: int) -> int:  # what a session of such a context needs
         return others(shorter) + cache(-(-at_least * shorter // context), shorter)
 
-    cheap = bisect.bisect_right(range(context * max_batch + 1), KV_POOL_BYTES, key=cache) - 1
+    cheap = bisect.bisect_right(range(context * needs.max_batch + 1), KV_POOL_BYTES, key=cache) - 1
     pool = max(at_least, cheap)
     if available_bytes is None or others(context) + cache(pool) <= available_bytes:
         return pool
@@ -125,12 +144,12 @@ def fit(
         return at_least
     tokens = bisect.bisect_right(range(1, context), available_bytes, key=least)
     change = f"a context of at most {tokens}" if tokens > 0 else f"a smaller weight format ({SMALL}) or model"
-    change = f"--ram {gib_up(least(context))} or {change}" if limit == "allowed" else change
+    change = f"--ram {gib_up(least(context))} or {change}" if needs.limit == "allowed" else change
     raise OutOfBudget(
         f"the model needs {size_up(least(context))} of memory ({size_up(weights_bytes)} weights, "
         f"{size_up(cache(at_least))} keys and values at context {context}, "
         f"{size_up(others(context) - weights_bytes)} buffers), {size_down(available_bytes)} is "
-        f"{limit}; use {change}"
+        f"{needs.limit}; use {change}"
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from thermocline.engine.kv_cache import BLOCK, block_counts, bytes_for
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.machine.tiers import Tiers
+from thermocline.model.cache_types import PLAIN, CacheTypes
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import StepLimits as Limits
@@ -39,6 +40,7 @@ class Ask:
     vram_bytes: int | None = None
     ram_bytes: int | None = None
     max_batch: int | None = None  # requests that buffers are made for; None: `batch`
+    cache: CacheTypes = PLAIN  # of keys and values
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Problem:
         context = self.ask.context
         whole, windowed = block_counts(self.spec, context * self.ask.batch, context, PREFILL_CHUNK)
         blocks = whole if self.spec.window(layer) is None else windowed
-        return bytes_for(self.spec, blocks * BLOCK) // self.spec.n_layers
+        return bytes_for(self.spec, blocks * BLOCK, self.ask.cache) // self.spec.n_layers
 
     @property
     def scratch(self) -> int:
@@ -124,7 +126,7 @@ class Problem:
             reads = self.reads(self.hotness.key(i), i, work) if self.spec.sparse else dense
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
-            kv_read = bytes_for(self.spec, depth * work.batch) // self.spec.n_layers
+            kv_read = bytes_for(self.spec, depth * work.batch, self.ask.cache) // self.spec.n_layers
             yield LayerWork(sizes, reads, self.kv_layer_bytes(i), kv_read, self.spec.dim, divides(self.spec))
 
 

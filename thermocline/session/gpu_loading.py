@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
-
-import torch
+from typing import TYPE_CHECKING
 
 from thermocline.engine.kv_cache import in_ram
-from thermocline.ops.gpu import GpuOps
-from thermocline.ops.interface import CPU, F16, opaque
+from thermocline.ops.gpu import GpuOps, pages_on
+from thermocline.ops.interface import CPU, KVLayer, KVShape, opaque
 from thermocline.pack.pack import Pack
 from thermocline.plan.memory import device_limits
 from thermocline.session.gpu_weights import load, load_in_part
@@ -52,9 +50,9 @@ def opened(
             pack, placement, a, records, devices, ops.cpu, predictors=predictors, progress=progress
         )
 
-    def storage(layer: int, shape: tuple[int, ...]) -> F16:
+    def storage(layer: int, shape: KVShape) -> KVLayer:
         if placement.layers[layer].attention == CPU:
             return in_ram(layer, shape)
-        return cast("F16", devices[0].zeros(shape, torch.float16))  # the GPU's ops alone read it
+        return pages_on(devices[0], shape)
 
     return Opened(LoadedWeights(made, opaque(ops), placement.ram_bytes), store, storage)

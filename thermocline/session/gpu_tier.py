@@ -11,10 +11,10 @@ from thermocline.errors import DeviceFailure, OutOfBudget, Unsupported
 from thermocline.machine import disk_speed, this_machine
 from thermocline.model.sizes import joined
 from thermocline.plan import place
-from thermocline.plan.budget import Decision, Needs
+from thermocline.plan.budget import Decision
 from thermocline.plan.cost import Speeds
 from thermocline.plan.hotness import Curve
-from thermocline.plan.memory import GIB, context_for
+from thermocline.plan.memory import GIB, Needs, context_for
 from thermocline.plan.problem import Ask
 from thermocline.plan.subject import Subject, of_model
 from thermocline.session import gpu
@@ -22,6 +22,7 @@ from thermocline.session.gpu import OpenGpu
 
 if TYPE_CHECKING:
     from thermocline.machine.tiers import Tiers
+    from thermocline.model.cache_types import CacheTypes
     from thermocline.model.spec import ModelSpec
     from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.planner import Plan
@@ -70,7 +71,9 @@ def chosen(pack: StoredModel, needs: Needs, asked: str, vram: float | None) -> t
     return made
 
 
-def check(spec: ModelSpec) -> None:
+def check(spec: ModelSpec, types: CacheTypes) -> None:
+    if types.quantised:
+        raise Unsupported(f"a GPU keeps keys and values as f16, and {types} is asked for; use --gpu off")
     if spec.embed_dim is not None:
         raise Unsupported(
             f"{spec.architecture}: embeddings of another width than its layers have no GPU ops; use --gpu off"
@@ -83,7 +86,7 @@ def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tupl
     Neurons are left on disk where GPU and RAM together are too small. Raises OutOfBudget where that is not
     enough, or where the model has no neurons that could be skipped.
     """
-    check(pack.spec)
+    check(pack.spec, needs.types)
     subject = of_model(pack, needs.sparsity, Curve())
     here = gpu.tiers_of(found[0], subject.sizes.formats, needs.threads)
     try:

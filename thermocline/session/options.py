@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from thermocline.errors import UsageError
-from thermocline.model import formats
+from thermocline.model import cache_types, formats
 from thermocline.model import sparsity as modes
 
 FORMATS = tuple(formats.FORMATS)
 SPARSITIES = tuple(modes.SPARSITIES)
+CACHE_TYPES = tuple(cache_types.CACHE_TYPES)
 GENERATION_CONFIGS = ("auto", "off")
 ACTIVATIONS = ("drelu", "relu")
 SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
@@ -27,6 +28,8 @@ class EngineOptions:
     context: int | None = None  # tokens of prompt and answer; None: the model's limit, but at most 4096
     max_batch: int = 8  # requests computed together
     kv_tokens: int | None = None  # positions of the cache; None: as many full contexts as are cheap
+    cache_type_k: str = "f16"  # of keys
+    cache_type_v: str = "f16"  # of values
     threads: int | None = None  # None: the physical cores this process may use
     ram: float | None = None  # GiB that all of it may take; None: what is free
     gpu: str = "off"  # "off", "auto", a GPU's number, several with commas, or "stand-in"
@@ -37,6 +40,8 @@ class EngineOptions:
         _check_choice("sparsity", self.sparsity, SPARSITIES)
         for part in self.disable:
             _check_choice("disable", part, SWITCHES)
+        for name in ("cache_type_k", "cache_type_v"):
+            _check_choice(name, getattr(self, name), CACHE_TYPES)
         for name in ("threads", "context", "max_batch", "kv_tokens"):
             _check_count(name, getattr(self, name))
         if self.gpu != "off" and self.disable:
@@ -44,6 +49,15 @@ class EngineOptions:
                 f"--gpu {self.gpu} with --disable {','.join(self.disable)}: the disk tier's parts are "
                 "measured without a GPU; leave one of them out"
             )
+        if self.gpu not in ("off", "auto") and self.cache.quantised:
+            raise UsageError(
+                f"--gpu {self.gpu} with keys and values in {self.cache}: a GPU keeps them as f16; leave one "
+                "of them out"
+            )
+
+    @property
+    def cache(self) -> cache_types.CacheTypes:
+        return cache_types.CacheTypes(self.cache_type_k, self.cache_type_v)
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,8 @@ class Keywords(TypedDict, total=False):
     gpu: str
     vram: float | None
     disable: Sequence[str]
+    cache_type_k: str
+    cache_type_v: str
     format: str | None
     activation: str | None
     cache_dir: str | Path | None

@@ -72,6 +72,7 @@ class Session:
 
         Raises UsageError, OutOfBudget, Unsupported and DeviceFailure, before a weight is read.
         """
+        options.cache.check(pack.spec.head_dim)
         predictors = predictors_for(pack, options.sparsity)
         if predictors is not None and (measured := measured_on(predictors.report)):
             log.info(measured)
@@ -140,7 +141,9 @@ class Session:
                 self.pack.spec,
                 opened.loaded.weights,
                 opened.loaded.ops,
-                EngineSettings(self.context, o.max_batch, o.sparsity, kv_tokens=self.placement.kv_tokens),
+                EngineSettings(
+                    self.context, o.max_batch, o.sparsity, kv_tokens=self.placement.kv_tokens, cache=o.cache
+                ),
                 tokenizer=tokenizer,
                 storage=opened.storage,
                 disk=None if opened.store is None else opened.store.counts,
@@ -256,8 +259,16 @@ def threads_of(options: EngineOptions) -> int:
 def needs_of(options: EngineOptions) -> Needs:
     """Return what a session asks of RAM: of what is free, or allowed where that is less."""
     budget, limit = budget_for(options.ram)
-    threads, kv_tokens = threads_of(options), options.kv_tokens
-    return Needs(options.sparsity, options.context, options.max_batch, threads, budget, limit, kv_tokens)
+    return Needs(
+        options.sparsity,
+        options.context,
+        options.max_batch,
+        threads_of(options),
+        budget,
+        limit,
+        options.kv_tokens,
+        options.cache,
+    )
 
 
 def budget_for(ram: float | None) -> tuple[int | None, str]:

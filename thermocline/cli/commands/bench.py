@@ -14,6 +14,8 @@ from thermocline.cli.console import INTERRUPTED, ProgressBar, emit
 from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
     cache_directory,
+    cache_type_keys,
+    cache_type_values,
     gpu_memory,
     ram_limit,
     sparsity_mode,
@@ -50,6 +52,8 @@ class BenchOptions:
     gpu: str = which_gpu()
     vram: float | None = gpu_memory()
     disable: tuple[str, ...] = switched_off()
+    cache_type_k: str = cache_type_keys()
+    cache_type_v: str = cache_type_values()
 
     n_prompt: tuple[int, ...] = opt(
         (512,), counts(0), "N,...", "Tests", "Prompt tokens, computed together; 0 leaves this test out.",
@@ -154,7 +158,15 @@ def open_bench(o: BenchOptions, progress: ProgressBar) -> Bench:
     )
     benchmark.check_context(model.spec, tests)
     feed = benchmark.feed_of(model, tests, o.text, o.seed)
-    options = EngineOptions(sparsity=o.sparsity, ram=o.ram, disable=o.disable, gpu=o.gpu, vram=o.vram)
+    options = EngineOptions(
+        sparsity=o.sparsity,
+        ram=o.ram,
+        disable=o.disable,
+        gpu=o.gpu,
+        vram=o.vram,
+        cache_type_k=o.cache_type_k,
+        cache_type_v=o.cache_type_v,
+    )
     return benchmark.Bench(model, tests, feed, options, progress.at)
 
 

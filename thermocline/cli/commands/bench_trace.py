@@ -144,9 +144,9 @@ def _cases(o: BenchOptions, pack: Pack, found: Trace) -> list[Case]:
     from thermocline.machine import hardware
     from thermocline.offline.replay import even_shares
     from thermocline.pack.predictor import predictors_for
-    from thermocline.plan.budget import Needs, without_gpu
+    from thermocline.plan.budget import without_gpu
     from thermocline.plan.cache_split import Share
-    from thermocline.plan.memory import GIB
+    from thermocline.plan.memory import GIB, Needs
 
     parts, neurons = pack.spec.n_layers * found.experts, pack.spec.ffn_dim
     if not o.budgets:

@@ -13,6 +13,8 @@ from thermocline.cli.console import INTERRUPTED, ProgressBar, emit, emit_json
 from thermocline.cli.packs import find_model
 from thermocline.cli.shared_options import (
     HUB_HELP,
+    cache_type_keys,
+    cache_type_values,
     json_output,
     quiet_output,
     sparsity_mode,
@@ -21,6 +23,7 @@ from thermocline.cli.shared_options import (
 )
 from thermocline.cli.table import percent, table
 from thermocline.errors import UsageError
+from thermocline.model.cache_types import PLAIN, CacheTypes
 from thermocline.options import BY_POSITION, REQUIRED, nonempty, opt, whole
 from thermocline.session.options import SPARSITIES
 
@@ -45,6 +48,8 @@ class EvalOptions:
     activation: str | None = which_activation()
     sparsity: str = sparsity_mode()
     threads: int = thread_count()
+    cache_type_k: str = cache_type_keys()
+    cache_type_v: str = cache_type_values()
 
     text: str = opt(
         "", nonempty, "FILE", "Text", "The text to predict, UTF-8, such as WikiText-2's raw test split.",
@@ -62,7 +67,8 @@ class EvalOptions:
 
     against: str | None = opt(
         None, nonempty, "exact|off|PATH", "Comparison",
-        "Compare predictions with those of this sparsity, or of another model with the same tokens.",
+        "Compare predictions with those of this sparsity, or of another model with the same tokens. Its "
+        "keys and values are f16.",
         shown="none"
     )  # fmt: skip
 
@@ -88,6 +94,8 @@ def evaluate(o: EvalOptions) -> int:
         "model": str(sides[0].pack.path),
         "format": sides[0].pack.weight_format,
         "sparsity": sides[0].sparsity,
+        "cache_type_k": sides[0].types.k,
+        "cache_type_v": sides[0].types.v,
         "text": o.text,
         "context": o.ctx,
         "windows": windows,
@@ -111,12 +119,14 @@ class Side:
     pack: StoredModel
     sparsity: str
     predictors: Predictors | None  # what `predict` needs
+    types: CacheTypes  # of keys and values
 
     @staticmethod
-    def of(pack: StoredModel, sparsity: str) -> Side:
+    def of(pack: StoredModel, sparsity: str, types: CacheTypes = PLAIN) -> Side:
         from thermocline.pack.predictor import predictors_for
 
-        return Side(pack, sparsity, predictors_for(pack, sparsity))
+        types.check(pack.spec.head_dim)
+        return Side(pack, sparsity, predictors_for(pack, sparsity), types)
 
 
 def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
@@ -131,17 +141,18 @@ def until_interrupted(items: Iterable[T]) -> tuple[list[T], bool]:
 
 
 def _sides(o: EvalOptions, progress: ProgressBar) -> list[Side]:
-    own = Side.of(find_model(o.model, progress, activation=o.activation), o.sparsity)
+    types = CacheTypes(o.cache_type_k, o.cache_type_v)
+    own = Side.of(find_model(o.model, progress, activation=o.activation), o.sparsity, types)
     if o.against is None:
         return [own]
     if o.against not in SPARSITIES:
         return [own, Side.of(find_model(o.against, progress, activation=None), "exact")]
-    if not own.pack.spec.sparse:
+    if not own.pack.spec.sparse and not types.quantised:
         raise UsageError(
             f"{own.pack.path}: its activation ({own.pack.spec.activation}) is never zero, so there is "
             f"nothing to skip and {o.against} is the same model; --against takes another pack"
         )
-    if o.against == o.sparsity:
+    if o.against == o.sparsity and not types.quantised:
         raise UsageError(f"--sparsity and --against are both {o.against}: nothing to compare")
     return [own, Side.of(own.pack, o.against)]
 
@@ -187,6 +198,7 @@ def _readers(sides: Sequence[Side], context: int, threads: int, progress: Progre
         available_bytes=hardware.available_bytes(),
         context=context,
         threads=threads,
+        types=[side.types for side in sides],
     )
     loaded = {}
     for path, pack in packs.items():
@@ -200,7 +212,9 @@ def _readers(sides: Sequence[Side], context: int, threads: int, progress: Progre
         path: bind(for_context(packs[path].spec, context), one.weights, ops) for path, one in loaded.items()
     }
     return [
-        evaluate.Reader(models[side.pack.path], ops, context=context, sparsity=side.sparsity)
+        evaluate.Reader(
+            models[side.pack.path], ops, context=context, sparsity=side.sparsity, types=side.types
+        )
         for side in sides
     ]
 
@@ -235,8 +249,10 @@ def _active(reader: Reader) -> dict[str, Any]:
 
 
 def evaluation_rows(f: dict[str, Any]) -> list[tuple[str, str]]:
+    types = CacheTypes(f["cache_type_k"], f["cache_type_v"])
+    kept = f", keys and values in {types}" if types.quantised else ""
     rows = [
-        ("model", f"{f['model']} ({f['format']}, {f['sparsity']})"),
+        ("model", f"{f['model']} ({f['format']}, {f['sparsity']}{kept})"),
         ("text", f"{f['text']}, {f['windows']} windows of {f['context']}, {f['tokens']:,} tokens scored"),
         ("perplexity", _estimate(f["perplexity"])),
     ]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from thermocline.cli.console import emit, emit_json
 from thermocline.cli.shared_options import (
+    cache_type_keys,
+    cache_type_values,
     json_output,
     memory_limit,
     quiet_output,
@@ -21,6 +23,7 @@ from thermocline.cli.shared_options import (
 )
 from thermocline.cli.table import size, table
 from thermocline.errors import OutOfBudget, UsageError
+from thermocline.model.cache_types import CacheTypes
 from thermocline.options import BY_POSITION, nonempty, one_of, opt, real, switch, whole
 from thermocline.session.options import FORMATS
 
@@ -75,6 +78,8 @@ class PlanOptions:
         shown="0 = the model's limit, but at most 4096"
     )  # fmt: skip
     batch: int = opt(1, whole(1, 1024), "N", "Budget", "Sequences that are computed together.")
+    cache_type_k: str = cache_type_keys("Budget")
+    cache_type_v: str = cache_type_values("Budget")
 
     hardware: str | None = opt(
         None, nonempty, "FILE|NAME", "Hardware",
@@ -99,6 +104,7 @@ def plan(o: PlanOptions) -> int:
     from thermocline.plan import place, plan_file
 
     subject = plan_subject(o)
+    CacheTypes(o.cache_type_k, o.cache_type_v).check(subject.spec.head_dim)
     tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.formats))
     about = plan_file.plan_json(subject, tiers, ask, made)
     if o.output is not None:
@@ -118,7 +124,12 @@ def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask,
     from thermocline.plan.memory import contexts_for
 
     ram = tiers.cpu.ram_bytes if o.ram is None else int(o.ram * GIB)
-    contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None)
+    types = CacheTypes(o.cache_type_k, o.cache_type_v)
+    if types.quantised and tiers.gpu is not None and o.vram != 0:
+        raise UsageError(
+            f"{tiers.name}: a GPU keeps keys and values as f16, and {types} is asked for; plan with --vram 0"
+        )
+    contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None, types)
     for context in contexts:
         ask, last = ask_of(o, subject, context), context == contexts[-1]
         try:
@@ -140,6 +151,7 @@ def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
         objective=o.objective,
         vram_bytes=None if o.vram is None else int(o.vram * GIB),
         ram_bytes=None if o.ram is None else int(o.ram * GIB),
+        cache=CacheTypes(o.cache_type_k, o.cache_type_v),
     )
 
 

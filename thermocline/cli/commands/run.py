@@ -186,6 +186,8 @@ def figures_of(llm: LLM, done: Completion, first_token_s: float | None, model: s
         "isa": hardware.isa().chosen,
         "threads": llm.threads,
         "context": llm.context,
+        "cache_type_k": llm.session.options.cache_type_k,
+        "cache_type_v": llm.session.options.cache_type_v,
         "load_s": llm.load_s,
         "first_token_s": first_token_s,
         "peak_rss_bytes": hardware.peak_rss_bytes(),

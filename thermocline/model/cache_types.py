@@ -1,0 +1,53 @@
+"""The types that keys and values are stored in, and the bytes that these take.
+
+numpy is not imported: commands name the types before they load anything. What the bytes of a page mean:
+`csrc/kernels/kernels.h`, and in numpy `ops.reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thermocline.errors import UsageError
+from thermocline.model.formats import FORMATS
+
+# Each with its number in the native core. Those in blocks are formats of weights, rotated before they are
+# quantised.
+CACHE_TYPES = {"f16": 0, "q8_0": 1, "q4_0": 2}
+
+
+@dataclass(frozen=True)
+class CacheTypes:
+    """The type of the keys and that of the values."""
+
+    k: str = "f16"
+    v: str = "f16"
+
+    def __str__(self) -> str:
+        return self.k if self.k == self.v else f"{self.k} keys, {self.v} values"
+
+    @property
+    def quantised(self) -> bool:
+        return (self.k, self.v) != ("f16", "f16")
+
+    def head_bytes(self, head_dim: int) -> int:
+        """Return the bytes of one position's key and value in one head."""
+        return sum(row_bytes(type, head_dim) for type in (self.k, self.v))
+
+    def check(self, head_dim: int) -> None:
+        """Raise UsageError where heads are no whole number of blocks."""
+        for name, type in (("keys", self.k), ("values", self.v)):
+            if head_dim % FORMATS[type].block:
+                raise UsageError(
+                    f"{name} in {type} need heads of a multiple of {FORMATS[type].block} elements, and this "
+                    f"model's have {head_dim}; use f16"
+                )
+
+
+PLAIN = CacheTypes()
+
+
+def row_bytes(type: str, head_dim: int) -> int:
+    """Return the bytes of a key, or a value, of one head."""
+    f = FORMATS[type]
+    return head_dim // f.block * f.block_bytes
