@@ -47,7 +47,7 @@ struct Near {
         if (!ahead) return;
         const size_t lines = bytes / 64;
         if (ahead->left < lines) {
-            for (; ahead->left; ahead->left--, ahead->at += 64) prefetch_far(ahead->at);
+            for (; ahead->left; ahead->left--, ahead->at += 64) prefetch(ahead->at);
             ahead->turn();
         }
         if (ahead->left < lines) return;
@@ -56,7 +56,7 @@ struct Near {
     }
     template <int BYTES>
     inline void pass() {
-        for (int k = 0; k < BYTES; k += 64) prefetch_far(at + k);
+        for (int k = 0; k < BYTES; k += 64) prefetch(at + k);
         at += size_t(BYTES) & mask;
     }
 };

@@ -454,4 +454,3 @@ constexpr int kFloatTileTokens = 6;
 // ---- attention
 
 constexpr int kRegisters = 16;
-static inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }

@@ -406,4 +406,3 @@ constexpr int kTileTokens = 6, kFloatTileTokens = 12;
 // ---- attention
 
 constexpr int kRegisters = 32;
-INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }

@@ -83,7 +83,7 @@ static inline float vmaximum(vf a) { return vmaxvq_f32(larger(a.lo, a.hi)); }
 #ifdef _MSC_VER
 static inline void prefetch(const void* p) { __prefetch(p); }
 #else
-static inline void prefetch(const void* p) { __builtin_prefetch(p); }
+static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 #endif
 
 // ---- int32 vectors and quantised weights
@@ -388,8 +388,3 @@ constexpr int kTileTokens = 6, kFloatTileTokens = 4;
 // ---- attention
 
 constexpr int kRegisters = 16;
-#ifdef _MSC_VER
-static inline void prefetch_far(const void* p) { __prefetch(p); }
-#else
-static inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
-#endif
