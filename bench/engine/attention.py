@@ -1,11 +1,11 @@
-"""Attention at depth, in GB/s of keys and values beside the run's roof; with --pack, whole tokens too.
+"""Attention at depth, in GB/s of keys and values beside the run's roof; with -m, whole tokens too.
 
     python bench/engine/attention.py [--cache f16 q8_0 q4_0 q8_0/q4_0] [--shape llama-2-7b tinyllama-1.1b]
-        [--isa avx2 avx512] [--threads 1 2] [--depth 4096] [--pack PACK] [-o FILE]
+        [--isa avx2 avx512] [--threads 1 2] [--depth 4096] [--model MODEL] [-o FILE]
 
 Pages are full of random numbers, and lie in memory as a long prompt leaves them. Layers go in turn, more of
 them than the caches hold, and so do the types of the cache and the roof: a figure is the median of its
-rounds, and a share of the roof that of ratios within a round. `--pack` (of `thermocline synth`) computes
+rounds, and a share of the roof that of ratios within a round. `-m` (a pack or a GGUF) computes
 tokens after such pages: all types over the same weights, in turn.
 """
 
@@ -28,9 +28,10 @@ from thermocline.engine.kv_cache import KVCache, blocks_for, bytes_for
 from thermocline.machine import hardware
 from thermocline.model.cache_types import CacheTypes
 from thermocline.model.spec import ModelSpec
+from thermocline.opening.open_model import open_model
 from thermocline.ops.cpu import CpuOps, native_heads
 from thermocline.ops.interface import F16, U8, Batch, FFNStats, Heads
-from thermocline.pack.pack import Pack
+from thermocline.pack.stored_model import StoredModel
 from thermocline.session import weights
 
 LEAST_BYTES = 512 << 20  # of all layers' keys and values: none of them is in a cache when its turn comes
@@ -91,15 +92,15 @@ def attention_of(spec: ModelSpec, depth: int, types: CacheTypes, ops: CpuOps) ->
     return call
 
 
-def tokens_of(pack: Pack, depth: int, types: CacheTypes, loaded: Any) -> Callable[[], float]:
+def tokens_of(stored: StoredModel, depth: int, types: CacheTypes, loaded: Any) -> Callable[[], float]:
     """Return a call that computes tokens after `depth` positions, and returns how many a second."""
-    model = bind(pack.spec, loaded.weights, loaded.ops)
-    kv, count = filled(pack.spec, depth + 1, types), 6
+    model = bind(stored.spec, loaded.weights, loaded.ops)
+    kv, count = filled(stored.spec, depth + 1, types), 6
 
     def call() -> float:
         begin = time.perf_counter()
         for _ in range(count):
-            forward(model, kv, one_token(pack.spec, depth), loaded.ops, sparsity="off", stats=FFNStats())
+            forward(model, kv, one_token(stored.spec, depth), loaded.ops, sparsity="off", stats=FFNStats())
         return count / (time.perf_counter() - begin)
 
     return call
@@ -133,16 +134,16 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 gbs, roof = (statistics.median(found[name]) for name in (cache, "roof"))
                 yield about | {"shape": shape, "cache": cache, "gbs": gbs, "roof_gbs": roof,
                                "of_roof": ratio(found, cache, "roof")}  # fmt: skip
-        if args.pack is not None:
-            pack = Pack.open(args.pack)
-            loaded = weights.load(pack, threads=threads, isa=isa)
+        if args.model is not None:
+            stored = open_model(args.model, "", None)
+            loaded = weights.load(stored, threads=threads, isa=isa)
             found = in_turn(
-                {c: tokens_of(pack, args.depth, types_of(c), loaded) for c in args.cache},
+                {c: tokens_of(stored, args.depth, types_of(c), loaded) for c in args.cache},
                 threads,
                 args.rounds,
             )
             for cache in args.cache:
-                yield about | {"pack": str(args.pack), "cache": cache,
+                yield about | {"model": str(args.model), "cache": cache,
                                "tokens_per_s": statistics.median(found[cache]),
                                "of_first": ratio(found, cache, args.cache[0])}  # fmt: skip
 
@@ -153,7 +154,7 @@ def said(row: dict[str, Any]) -> str:
         return (
             f"{row['shape']}, {where}: {row['gbs']:.1f} of {row['roof_gbs']:.1f} GB/s ({row['of_roof']:.0%})"
         )
-    return f"{row['pack']}, {where}: {row['tokens_per_s']:.2f} tokens/s ({row['of_first']:.2f} x the first)"
+    return f"{row['model']}, {where}: {row['tokens_per_s']:.2f} tokens/s ({row['of_first']:.2f} x the first)"
 
 
 def main() -> None:
@@ -168,7 +169,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--depth", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--pack", type=Path, help="measure tokens of this model too")
+    parser.add_argument("-m", "--model", type=Path, help="a pack or a GGUF: measure its tokens too")
     parser.add_argument("-o", "--output", type=Path, help="append a JSON line a row")
     args = parser.parse_args()
     for row in rows(args):
