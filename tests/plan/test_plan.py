@@ -431,7 +431,6 @@ def test_a_disk_is_measured_where_memory_is_too_small(
     from thermocline.machine import disk_speed, this_machine
 
     measured: list[Path] = []
-    monkeypatch.setattr(this_machine, "SECONDS", 0.02)
     monkeypatch.setattr(
         disk_speed,
         "measure_disk",
@@ -485,11 +484,10 @@ def test_bad_requests_are_one_line_and_a_code(
 def test_doctor_writes_what_plan_reads(
     tmp_path: Path, thermocline: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from thermocline.machine import hardware, this_machine
+    from thermocline.machine import hardware
     from thermocline.machine.disk_speed import DiskSpeed
 
     monkeypatch.setattr(hardware, "measure_disk", lambda path: DiskSpeed("/here", 1 << 30, 2.0, 1e5))
-    monkeypatch.setattr(this_machine, "SECONDS", 0.02)
     # Kernels faster than memory are refused, and on a busy machine two measurements differ by any factor.
     monkeypatch.setattr(hardware, "read_gbs", lambda *_: 1e6)
     hw = tmp_path / "hw.json"
