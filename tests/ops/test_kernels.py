@@ -449,7 +449,9 @@ FFNS += [("gated", activation) for activation in ACTIVATIONS if activation not i
 
 def check_ffn_add(isa: str, format: str) -> None:
     """Every kind of FFN, and every shape: not each of both, for that takes seconds."""
-    check_ffns(isa, format, [(*pair, shape) for pair, shape in zip(FFNS, itertools.cycle(ffn_shapes(format)))])
+    check_ffns(
+        isa, format, [(*pair, shape) for pair, shape in zip(FFNS, itertools.cycle(ffn_shapes(format)))]
+    )
 
 
 def check_ffns(isa: str, format: str, cases: list[tuple[str, str, tuple[int, int]]]) -> None:
