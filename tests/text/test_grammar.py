@@ -70,7 +70,7 @@ def params(g: Grammar, seed: int = 0, **changes: Any) -> SamplingParams:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_answer_under_a_schema_parses_and_validates(llm: LLM, name: str) -> None:
     schema = SCHEMAS[name]
-    for seed in range(3):
+    for seed in range(2):
         done = llm.generate(PROMPT, params(Grammar.json_schema(schema), seed))
         assert done.finish_reason == "stop", done
         jsonschema.validate(json.loads(done.text), schema)
@@ -103,7 +103,7 @@ def test_an_answer_matches_all_of_its_pattern_and_ends_with_it(llm: LLM, g: Gram
 
 
 def test_grammars_side_by_side_with_free_answers_give_what_each_gives_alone(llm: LLM) -> None:
-    asked = [params(Grammar.json_schema(SCHEMAS[n]), seed=i) for i, n in enumerate(SCHEMAS)]
+    asked = [params(Grammar.json_schema(SCHEMAS[n]), seed=i) for i, n in enumerate([*SCHEMAS][:4])]
     asked[2] = dataclasses.replace(asked[2], grammar=None, max_tokens=30)
 
     def key(done: Completion) -> tuple[list[int], str]:
