@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import one_thread  # noqa: F401  (first)
 import pytest
 import tiny
 
