@@ -449,12 +449,12 @@ FFNS += [("gated", activation) for activation in ACTIVATIONS if activation not i
 
 def check_ffn_add(isa: str, format: str) -> None:
     """Every kind of FFN, and every shape: not each of both, for that takes seconds."""
-    check_ffns(
+    assert_ffns(
         isa, format, [(*pair, shape) for pair, shape in zip(FFNS, itertools.cycle(ffn_shapes(format)))]
     )
 
 
-def check_ffns(isa: str, format: str, cases: list[tuple[str, str, tuple[int, int]]]) -> None:
+def assert_ffns(isa: str, format: str, cases: list[tuple[str, str, tuple[int, int]]]) -> None:
     ops = cpu(isa)
     for kind, activation, (ffn_dim, dim) in cases:
         f, at = ffn(format, ffn_dim, dim, kind, activation), (ffn_dim, dim, kind, activation)
@@ -474,7 +474,7 @@ def check_ffns(isa: str, format: str, cases: list[tuple[str, str, tuple[int, int
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("isa", "format"), [pair.values for pair in FFN_PAIRS if not pair.marks])
 def test_every_kind_of_ffn_in_every_shape_equals_the_reference(isa: str, format: str, kind: str) -> None:
-    check_ffns(isa, format, [(*f, shape) for f in FFNS if f[0] == kind for shape in ffn_shapes(format)])
+    assert_ffns(isa, format, [(*f, shape) for f in FFNS if f[0] == kind for shape in ffn_shapes(format)])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -46,6 +46,7 @@ SLOW = (
     "ffn_add",
     "every_kind_of_ffn",
     "dense_ffn",
+    "ffn_records",
     "tokens_skipping",
     "active_set",
     "matmul",
