@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import one_thread  # noqa: F401  (first)
 import pytest
 import tiny
 
 from thermocline.cli import main
+from thermocline.machine import hardware, this_machine
 
 pytest_plugins = ["selection"]
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -44,6 +46,15 @@ def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
             monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a test of the hub says where its own is
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def little_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No claim is about this machine's speed, and a gigabyte of new memory takes up to a second each time."""
+    monkeypatch.setattr(hardware, "ROOF_BYTES", 32 << 20)
+    monkeypatch.setattr(hardware, "DOCTOR_SECONDS", 0.02)
+    monkeypatch.setattr(this_machine, "ARENA_BYTES", 16 << 20)
+    monkeypatch.setattr(this_machine, "SECONDS", 0.02)
 
 
 @pytest.fixture(scope="session")

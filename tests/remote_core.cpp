@@ -140,16 +140,9 @@ Bytes memory(const std::string& what, Request& r) {
     if (what == "free") return arenas.erase(id), Bytes();
     tc::Arena& arena = *arenas.at(id);
     if (what == "fence") return number(arena.fence());
-    if (what == "write") {
-        const uint64_t offset = r.number();
-        const Bytes& data = r.array();
-        return memcpy(arena.data + offset, data.data(), data.size()), Bytes();
-    }
-    const std::string path = r.text();
-    const uint64_t begin = r.number(), end = r.number();
-    const Bytes& checksums = r.array();
-    const tc::LoadResult got = tc::load(arena, path.c_str(), begin, end, reinterpret_cast<const uint32_t*>(checksums.data()), r.number(), begin);
-    return joined(number(uint64_t(int64_t(got.error))), number(uint64_t(got.block)));
+    const uint64_t offset = r.number();  // write
+    const Bytes& data = r.array();
+    return memcpy(arena.data + offset, data.data(), data.size()), Bytes();
 }
 
 Bytes op(const std::string& what, tc::Context& c, Request& r) {
@@ -215,7 +208,7 @@ Bytes answer(const std::string& what, Request& r) {
         contexts.push_back(std::make_unique<tc::Context>(int(threads), tc::kernels_named(isa.c_str())));
         return number(contexts.size() - 1);
     }
-    for (const char* name : {"arena", "free", "fence", "write", "load"})
+    for (const char* name : {"arena", "free", "fence", "write"})
         if (what == name) return memory(what, r);
     tc::Context& c = *contexts.at(r.number());
     return op(what, c, r);

@@ -24,7 +24,6 @@ from thermocline.model.formats import FORMATS
 SIGNS = len(FORMATS)  # csrc/kernels/formats.h: after the others
 NONE = 2**64 - 1
 F32 = NDArray[np.float32]
-U32 = NDArray[np.uint32]
 
 _core = subprocess.Popen(
     shlex.split(os.environ["REMOTE_CORE"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -108,11 +107,6 @@ class Arena:
 
     def write(self, offset: int, data: NDArray[np.uint8]) -> None:
         ask("write", u64(self.id, offset), array(data))
-
-    def load(self, path: str, begin: int, end: int, checksums: U32, block: int) -> tuple[int, int]:
-        fields = array(os.fsencode(path)) + u64(begin, end) + array(checksums) + u64(block)
-        error, bad = numbers(ask("load", u64(self.id), fields))
-        return error, bad
 
     def fence(self) -> None:
         assert numbers(ask("fence", u64(self.id)))[0]

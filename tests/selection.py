@@ -20,7 +20,7 @@ ORACLES = ("torch", "transformers")  # the extra test-all brings more; these tel
 MARKS = ("oracle", "slow")  # a test that has both counts as the first
 WHOLE_FILE = re.compile(r"^pytestmark = .*\boracle\b", re.MULTILINE)
 BUDGET_S = 2.0
-FAILS_S = 6.0  # with --budget; the same test on a slower machine, or a busy one, stays below
+FAILS_S = 20.0  # with --budget: a loop that runs away; a test within its budget stays far below
 WORKERS = 8  # more of them spend their time starting: each imports everything
 
 left_out = pytest.StashKey["Counter[str]"]()
@@ -39,7 +39,7 @@ def oracles_run(config: pytest.Config) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = f"fail if a test not marked slow takes over {FAILS_S:g} s, by the clock and of processor time"
+    text = f"fail if a test without a mark takes over {FAILS_S:g} s, by the clock and of processor time"
     parser.addoption("--budget", action="store_true", help=text)
 
 
@@ -91,7 +91,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     clock, processors = time.perf_counter(), _processors()
     yield
     took = min(time.perf_counter() - clock, _processors() - processors)
-    if took > BUDGET_S and not item.get_closest_marker("slow"):
+    if took > BUDGET_S and not any(item.get_closest_marker(mark) for mark in MARKS):
         item.user_properties.append(("over budget", took))
 
 
@@ -130,7 +130,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for took, name in sorted(over_budget, reverse=True):
-        terminalreporter.write_line(f"over {BUDGET_S:g} s and not marked slow: {name} ({took:.1f} s)")
+        terminalreporter.write_line(f"over {BUDGET_S:g} s without a mark: {name} ({took:.1f} s)")
     counts = config.stash[left_out]
     if counts and not config.option.keyword:
         terminalreporter.write_line(said(counts))

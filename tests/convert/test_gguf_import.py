@@ -683,7 +683,7 @@ def as_spec(m: dict[str, Any]) -> dict[str, Any] | None:
     return {k: value for k, (value, _) in whole.items()} | {"norm_eps": eps, "rope_theta": theta}
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SANE, ONE_WILD | st.just({}))
 def test_sizes_are_read_as_they_are_or_refused_in_a_line(
     tmp_path: Path, sane: dict[str, Any], wild: dict[str, Any]

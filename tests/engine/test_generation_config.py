@@ -175,6 +175,9 @@ def test_serve_samples_as_recommended_before_its_flags_before_the_request(greedy
             return [c["message"]["content"] for c in answered["choices"]]
 
         assert len(set(texts())) == 1 and len(set(texts(temperature=1.5, top_k=0))) == 3
+
+
+def test_serve_does_without_what_is_recommended_if_asked(greedy: Path) -> None:
     with served(model=greedy, generation_config="off") as server, server.client() as client:
         shown = client.get("/props").json()["default_generation_settings"]["params"]
         assert shown["temperature"] == 0.8 and not any("recommends" in line for line in server.notes)

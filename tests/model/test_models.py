@@ -478,7 +478,7 @@ def test_a_config_we_do_not_fully_understand_is_refused_naming_the_key(case: str
     with pytest.raises(error, match=message) as caught:
         spec_of(base | change)
     text = str(caught.value)
-    assert time.process_time() - started < 1 and text.startswith("config.json: ")
+    assert time.process_time() - started < 10 and text.startswith("config.json: ")
     assert "\n" not in text and len(text) < 400
 
 
@@ -542,5 +542,5 @@ def test_a_file_that_is_no_config_is_said_in_a_line_at_once(file: str, kind: str
     started = time.process_time()
     with pytest.raises(error, match=message) as caught:
         families.read_config(tmp_path)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 10
     assert file in str(caught.value) and "\n" not in str(caught.value)

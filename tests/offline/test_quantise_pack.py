@@ -48,7 +48,7 @@ def test_a_pack_has_the_mixs_formats_and_calibration_lowers_its_divergence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, activation: str
 ) -> None:
     source = model(tmp_path, monkeypatch, activation)
-    texts = over_texts.windows_for(source, TEXT, 1024)
+    texts = over_texts.windows_for(source, TEXT, 512)
     moments = over_texts.measure_inputs(source, texts, 1, silent)
     klds = []
     for name, known in (("plain", {}), ("calibrated", moments)):

@@ -488,14 +488,23 @@ def ffn_shapes(format: str) -> list[tuple[int, int]]:
             {whole(format, n) for n in ((32, 96, 160, 288) if format in QUANTISED else (1, 17, 33, 129, 300))}
         )
     )
-    return list(zip((1, 5, 255, 256, 600, 257), itertools.cycle(dims), strict=False))
+    return list(zip((257, 5, 600, 1, 256, 255), itertools.cycle(dims), strict=False))
+
+
+FFNS = [*itertools.product(KINDS, SPARSE_ACTIVATIONS)]
+FFNS += [("gated", activation) for activation in ACTIVATIONS if activation not in SPARSE_ACTIVATIONS]
 
 
 def check_ffn_add(isa: str, format: str) -> None:
+    """Every kind of FFN, and every shape: not each of both, for that takes seconds."""
+    assert_ffns(
+        isa, format, [(*pair, shape) for pair, shape in zip(FFNS, itertools.cycle(ffn_shapes(format)))]
+    )
+
+
+def assert_ffns(isa: str, format: str, cases: list[tuple[str, str, tuple[int, int]]]) -> None:
     ops = cpu(isa)
-    cases = [(s, k, a) for s in ffn_shapes(format) for k in KINDS for a in SPARSE_ACTIVATIONS]
-    cases += [(s, "gated", a) for s in ffn_shapes(format) for a in ACTIVATIONS if a not in SPARSE_ACTIVATIONS]
-    for (ffn_dim, dim), kind, activation in cases:
+    for kind, activation, (ffn_dim, dim) in cases:
         f, at = ffn(format, ffn_dim, dim, kind, activation), (ffn_dim, dim, kind, activation)
         x, h = normal(5, max(TOKENS), dim), normal(6, max(TOKENS), dim)
         y, _ = f.run(ops, x, h)
@@ -509,11 +518,18 @@ def check_ffn_add(isa: str, format: str) -> None:
                 assert same_bits(f.run(ops, x[:tokens], h[:tokens], sparsity="off")[0], part), (*at, tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("isa", "format"), [pair.values for pair in FFN_PAIRS if not pair.marks])
+def test_every_kind_of_ffn_in_every_shape_equals_the_reference(isa: str, format: str, kind: str) -> None:
+    assert_ffns(isa, format, [(*f, shape) for f in FFNS if f[0] == kind for shape in ffn_shapes(format)])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("isa", "format"), FFN_PAIRS)
 def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> None:
     """Without bundles; its second input is quantised too. Nor do tokens, threads or `exact` change a bit."""
-    shapes = ((32, 32), (96, 160), (544, 96), (1056, 288))
+    shapes = ((32, 288), (96, 160), (544, 96), (1056, 32))
     for sizes, activation in zip(shapes, itertools.cycle(("silu", "gelu_tanh", "relu"))):
         ffn_dim, dim = (whole(format, n) for n in sizes)
         f, at = ffn(format, ffn_dim, dim, kind, activation, bundles=False), (ffn_dim, dim, activation)
@@ -524,7 +540,9 @@ def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> N
         rows = ffn_dim * (2 if f.spec.gated else 1)
         assert (stats.neurons, stats.rows, stats.rows_dense) == (counted.neurons, rows, rows)
         assert abs(stats.active - counted.active) <= counted.neurons // 1000
-        for tokens, threads, sparsity in itertools.product(TOKENS, (1, 3), ("exact", "off")):
+        ways = [(tokens, 1, "exact") for tokens in TOKENS]
+        ways += itertools.product((1, 4, 5, 64), (1, 3), ("exact", "off"))
+        for tokens, threads, sparsity in ways:
             part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens], sparsity=sparsity)
             assert same_bits(part, y[:tokens]), (*at, tokens, threads)
 

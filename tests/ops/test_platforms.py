@@ -34,14 +34,19 @@ FILE_FLAGS = {
     "isa_avxvnni": "-mavx2 -mfma -mf16c -mavxvnni",
     "isa_avx512": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"
     " -Wno-uninitialized -Wno-maybe-uninitialized",
+    "search_avx2": "-mavx2 -mfma",
+    "search_avx512": "-mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq",
 }
-X86, ARM = {"isa_avx2", "isa_avxvnni", "isa_avx512"}, {"isa_neon"}
+X86 = {"isa_avx2", "isa_avxvnni", "isa_avx512", "search_avx2", "search_avx512"}
+ARM = {"isa_neon"}
 # Of test_kernels.py: what csrc/bindings/bindings.cpp refuses. It is not in the core that answers here.
 OF_THE_BINDINGS = "not refused and not no_other"
 # Emulated, the whole file takes minutes (ARM_TESTS=all). Of the slow tests the suite runs the smallest.
 SLOW = (
     "ffn_add",
+    "every_kind_of_ffn",
     "dense_ffn",
+    "ffn_records",
     "tokens_skipping",
     "active_set",
     "matmul",
@@ -92,9 +97,9 @@ def arm_core(tmp_path_factory: pytest.TempPathFactory) -> str:
     need(ARM_COMPILER, ARM_EMULATOR)
     out = tmp_path_factory.mktemp("arm")
     sources = [source for source in CORE if source.stem not in X86] + [TESTS / "remote_core.cpp"]
-    for source in sources:
-        compiled(ARM_COMPILER, source, "-DTHERMOCLINE_ARM=1", "-c", "-o", str(out / f"{source.stem}.o"))
-    objects = [str(out / f"{source.stem}.o") for source in sources]
+    objects = [str(out / f"{source.parent.name}-{source.stem}.o") for source in sources]  # two are store.cpp
+    for source, object in zip(sources, objects, strict=True):
+        compiled(ARM_COMPILER, source, "-DTHERMOCLINE_ARM=1", "-c", "-o", object)
     subprocess.run([ARM_COMPILER, "-static", "-pthread", *objects, "-o", str(out / "core")], check=True)
     return shlex.join([ARM_EMULATOR, str(out / "core")])
 

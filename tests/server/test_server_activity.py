@@ -188,4 +188,4 @@ def test_onlookers_are_bounded_and_one_that_leaves_makes_room() -> None:
 
 def test_a_client_without_a_key_sees_nothing() -> None:
     with served(keys=["k"], wait=False) as s:
-        assert httpx2.get(f"{s.url}/activity").status_code == 401
+        assert httpx2.get(f"{s.url}/activity", timeout=60).status_code == 401

@@ -197,7 +197,7 @@ def test_a_token_s_text_is_written_once_however_often_it_is_there(
     piece = responses._piece
     monkeypatch.setattr(responses, "_piece", lambda tokenizer, i: asked.append(i) or piece(tokenizer, i))
     got = httpx2.post(
-        f"{puppet.url}/tokenize", json={"content": "the cat \x01é" * 2000, "with_pieces": True}
+        f"{puppet.url}/tokenize", json={"content": "the cat \x01é" * 2000, "with_pieces": True}, timeout=60
     ).json()["tokens"]
     assert len(got) > 5000 and len(asked) == len({t["id"] for t in got}) < 20
     assert all(t["piece"] == piece(puppet.server.model.tokenizer, t["id"]) for t in got)  # type: ignore[union-attr]
@@ -343,10 +343,12 @@ def test_a_conversation_that_its_template_fails_at_is_its_client_s_fault() -> No
     """This was a 500, after which clients try again."""
     with scripted(template="{% for m in messages %}{{ m.content[0].text }}{% endfor %}") as made:
         user = {"role": "user", "content": ""}
-        got = httpx2.post(f"{made.url}/v1/chat/completions", json={"messages": [user]})
+        got = httpx2.post(f"{made.url}/v1/chat/completions", json={"messages": [user]}, timeout=60)
         assert (got.status_code, got.json()["error"]["param"]) == (400, "messages"), got.text
 
 
 def test_an_error_names_a_long_key_by_its_beginning(puppet: Scripted) -> None:
-    got = httpx2.post(f"{puppet.url}/v1/completions", json={"prompt": "a", "logit_bias": {"x" * MIB: None}})
+    got = httpx2.post(
+        f"{puppet.url}/v1/completions", json={"prompt": "a", "logit_bias": {"x" * MIB: None}}, timeout=60
+    )
     assert got.status_code == 400 and got.json()["error"]["param"] == "logit_bias." + "x" * 64

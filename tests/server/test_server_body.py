@@ -89,6 +89,4 @@ def test_large_bodies_are_checked_in_time_that_grows_with_their_size() -> None:
         began = time.process_time()
         with pytest.raises(Refusal):
             body.parse_json(bytearray(text), ServerLimits())
-        assert (
-            time.process_time() - began < 5
-        )  # measured: 0.1 s, 1 s late in a long run; quadratic ones took minutes
+        assert time.process_time() - began < 20  # measured: 0.1 s; quadratic ones took minutes

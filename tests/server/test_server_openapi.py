@@ -78,7 +78,7 @@ def puppet() -> Iterator[Scripted]:
 
 def said(puppet: Scripted, path: str) -> Any:
     """A validator of bodies, from the document alone."""
-    document = httpx2.get(f"{puppet.url}/openapi.json").json()
+    document = httpx2.get(f"{puppet.url}/openapi.json", timeout=60).json()
     schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     return jsonschema.Draft202012Validator(document | schema)
 
@@ -96,7 +96,7 @@ def test_other_bodies_are_taken_as_the_document_says(puppet: Scripted, case: int
 
 def agrees(puppet: Scripted, path: str, body: dict[str, Any], want: bool) -> None:
     assert said(puppet, path).is_valid(body) == want
-    got = httpx2.post(f"{puppet.url}{path}", json=body)
+    got = httpx2.post(f"{puppet.url}{path}", json=body, timeout=60)
     assert got.status_code == (200 if want else 400), got.text
 
 
@@ -112,20 +112,20 @@ def test_an_error_is_where_the_client_wrote_it(puppet: Scripted) -> None:
     ]:  # fmt: skip
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
         body |= changes
-        error = httpx2.post(f"{puppet.url}/v1/chat/completions", json=body).json()["error"]
+        error = httpx2.post(f"{puppet.url}/v1/chat/completions", json=body, timeout=60).json()["error"]
         assert error["param"] == param and error["message"].startswith(f"{param}: "), error
 
 
 def test_the_document_describes_a_stream_as_such_and_no_more(puppet: Scripted) -> None:
     """Said to be a string, each of its events was held against that by schemathesis."""
-    paths = httpx2.get(f"{puppet.url}/openapi.json").json()["paths"]
+    paths = httpx2.get(f"{puppet.url}/openapi.json", timeout=60).json()["paths"]
     answers = [paths[p][m]["responses"]["200"]["content"] for p, m in (
         ("/v1/chat/completions", "post"), ("/v1/completions", "post"), ("/activity", "get"))]  # fmt: skip
     assert [a["text/event-stream"] for a in answers] == [{}, {}, {}]
 
 
 def test_the_page_names_types_as_a_person_reads_them(puppet: Scripted) -> None:
-    text = html.unescape(httpx2.get(f"{puppet.url}/docs").text)
+    text = html.unescape(httpx2.get(f"{puppet.url}/docs", timeout=60).text)
     rows = dict(re.findall(r"<tr><td>(\w+)</td><td>(.*?)</td>", text))
     assert rows["tool_choice"] == '"none" | "auto" | "required" | NamedTool | AllowedTools | null'
     assert rows["prompt"] == "str | list[str] | list[Id] | list[list[Id]]"

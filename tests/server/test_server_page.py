@@ -88,13 +88,13 @@ def test_every_file_of_the_page_is_served_as_what_it_is(chat: Scripted) -> None:
     kinds = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
     assert {file for file, _ in assets.FILES.values()} == {p.name for p in FILES}
     for where, (name, _) in assets.FILES.items():
-        found = httpx2.get(chat.url + where)
+        found = httpx2.get(chat.url + where, timeout=60)
         assert found.content == (FOLDER / name).read_bytes()
         assert found.headers["content-type"].split(";")[0] == kinds[Path(name).suffix]
         assert "script-src 'self'" in found.headers["content-security-policy"]
         known = {"If-None-Match": found.headers["etag"]}
         assert found.headers["cache-control"] == "no-cache"
-        again = httpx2.get(chat.url + where, headers=known)
+        again = httpx2.get(chat.url + where, headers=known, timeout=60)
         assert (again.status_code, again.content) == (304, b"")
 
 
@@ -102,7 +102,7 @@ def test_every_file_of_the_page_is_served_as_what_it_is(chat: Scripted) -> None:
     "path", ["/page/", "/page/../page.py", "/page/%2e%2e/page.py", "/page/APP.js", "/page/x.js"]
 )
 def test_nothing_else_is_served(chat: Scripted, path: str) -> None:
-    assert httpx2.get(chat.url + path).status_code == 404
+    assert httpx2.get(chat.url + path, timeout=60).status_code == 404
 
 
 def test_the_page_has_no_inline_code_and_names_no_other_place() -> None:

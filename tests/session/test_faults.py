@@ -398,7 +398,7 @@ def press():
 def emit(text, original=cli_text.emit):
     original(text)
     if text == "Cold":  # and the first token; the next one waits for the disk
-        bad(b"slow 3000")
+        bad(b"slow 60000")
         threading.Timer(0.3, press).start()
 
 cli_text.emit = emit
@@ -410,13 +410,9 @@ sys.exit(code)
 
 
 def test_the_first_ctrl_c_does_not_wait_for_a_slow_disk(pack: Path, library: Path) -> None:
-    """Each read takes three seconds. Nobody waits for those that were begun: not the figures, not the end."""
-    ram, seconds = budget(pack, 0.4, "predict"), [1.0]
-    while min(seconds) > 0.2 and len(seconds) < 5:
-        ran = process(STOPPED, library, pack, ram)
-        took, pressed = map(float, ran.stdout.split()[-2:])
-        seconds.append(took)
-        assert time.monotonic() - pressed < 2
-        figures = ran.stderr.splitlines()[-1]
-        assert ran.returncode == 130 and "1 token · cancelled" in figures and "Traceback" not in ran.stderr
-    assert min(seconds) < 0.2
+    """Each read takes a minute. Nobody waits for those that were begun: not the figures, not the end."""
+    ran = process(STOPPED, library, pack, budget(pack, 0.4, "predict"))
+    took, pressed = map(float, ran.stdout.split()[-2:])
+    assert took < 30 and time.monotonic() - pressed < 50
+    figures = ran.stderr.splitlines()[-1]
+    assert ran.returncode == 130 and "1 token · cancelled" in figures and "Traceback" not in ran.stderr

@@ -30,7 +30,7 @@ from thermocline.text.chat_template import GuardedEncoder
 from thermocline.text.template_process import OWN
 from thermocline.text.tokenizer import Tokenizer
 
-MUTANTS = [40, pytest.param(600, marks=pytest.mark.slow)]  # of each kind
+MUTANTS = [25, pytest.param(600, marks=pytest.mark.slow)]  # of each kind
 TEXT = "<s><|im_start|>he ab</s>"
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 
 import pytest
 from hypothesis import given
@@ -106,12 +105,9 @@ def test_the_process_is_started_once_and_ends_with_the_sandbox() -> None:
     sandbox.render(MESSAGES, {}, {})
     process = sandbox._confined._process
     assert process is not None
-    begin = time.perf_counter()
     for _ in range(20):
         sandbox.render(MESSAGES, {}, {})
-    assert (
-        time.perf_counter() - begin
-    ) / 20 < 0.05 and sandbox._confined._process is process  # 0.6 ms measured
+    assert sandbox._confined._process is process
     sandbox.close()
     assert process.returncode is not None
 

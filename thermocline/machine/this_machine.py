@@ -19,6 +19,7 @@ from thermocline.model import quant
 
 COLUMNS, TOKENS, ROWS = 4096, 64, 2048  # of the matrix of the measurement with many tokens: 1 GFLOP
 SECONDS = 0.25
+ARENA_BYTES = 512 << 20  # the most weights that a measurement with one token reads
 DEFAULT_CACHE_BYTES = 32 << 20
 
 
@@ -32,7 +33,7 @@ def tiers_here(
     cores = hardware.cores()
     threads = threads if threads > 0 else cores.threads
     ram, _ = hardware.available_memory()
-    roof = hardware.read_gbs(threads, 0.3)
+    roof = hardware.read_gbs(threads, hardware.DOCTOR_SECONDS)
     if ram is None or roof is None:
         raise Unsupported("this machine cannot be measured (see `thermocline doctor`); give --hardware FILE")
     cache = hardware.cache_bytes() or DEFAULT_CACHE_BYTES
@@ -58,7 +59,7 @@ def disk_tier(found: MeasuredDisk) -> DiskTier | None:
 
 def kernel_arena(cache: int, ram: int) -> _native.Arena:
     """Allocate random weights that are too large for the caches. Raises OutOfBudget."""
-    nbytes = min(16 * cache, 512 << 20)
+    nbytes = min(16 * cache, ARENA_BYTES)
     if nbytes > ram // 2:
         raise OutOfBudget(f"{ram / 2**20:.0f} MiB of memory is too little to measure the kernels in")
     arena = _native.Arena(nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -71,14 +72,21 @@ class Tiers:
     disk: DiskTier | None
 
     def kernel(self, weight_format: str) -> Kernel:
-        """Return the speeds of a weight format. UsageError if the file has none for it."""
-        if weight_format not in self.cpu.kernels:
-            have = ", ".join(self.cpu.kernels)
-            raise UsageError(
-                f"hardware {self.name!r} has no cpu.kernels.{weight_format} (it has {have}); "
-                "measure with `thermocline doctor -o FILE`, or add gbs and gflops of this format to the file"
-            )
-        return self.cpu.kernels[weight_format]
+        """Return the speeds of a weight format: where the file has none, the least of the formats it has."""
+        known = self.cpu.kernels
+        if weight_format in known:
+            return known[weight_format]
+        return Kernel(min(k.gbs for k in known.values()), min(k.gflops for k in known.values()))
+
+    def assumed(self, formats: Iterable[str]) -> str | None:
+        """Return a sentence on the formats of which the file has no speeds; None if it has all of them."""
+        without = [f for f in formats if f not in self.cpu.kernels]
+        if not without:
+            return None
+        return (
+            f"the hardware file has no speeds of {', '.join(without)}: taken as its slowest format's "
+            "(`thermocline doctor -o FILE` measures all on this machine)"
+        )
 
 
 def names() -> list[str]:

@@ -38,12 +38,11 @@ def plan(
 ) -> Plan:
     """Return the fastest placement that fits, as a session loads it, and how fast a token then is.
 
-    Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.
+    Raises OutOfBudget with the smallest change that would fit.
     `whole`: also where neurons would have to be left on disk, without a GPU. `further`: bytes that are free
     on GPUs beside the first.
     """
     p = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask, 1 + len(further))
-    tiers.kernel(subject.sizes.format)
     if subject.spec.sparse and tiers.disk is not None and not p.vram and not fits_in(p, disk=False):
         if whole:
             raise OutOfBudget("a shorter context leaves more to the weights")
@@ -156,6 +155,8 @@ def _stored_notes(p: Problem, c: Contents, a: Arrangement) -> list[str]:
     hits = 1 - sum(f.rows for f in each) / (needed + gates)
     read = sum(f.bytes for f in each)
     notes = [f"hotness: {p.hotness.source}"]
+    if assumed := p.tiers.assumed(p.sizes.formats):
+        notes.append(assumed)
     notes.append(
         f"of the rows that a token needs {hits:.1%} are expected in memory; {read / 1e6:.3g} MB are read"
     )

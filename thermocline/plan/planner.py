@@ -127,10 +127,9 @@ def plan(spec: ModelSpec, sizes: ModelSizes, hotness: Hotness, tiers: Tiers, ask
     """Solve the placement, as if every tier were there to the byte: `place.plan` is what a session does.
 
     `gpus`: how many a session uses; the solver places on the first.
-    Raises OutOfBudget with the smallest change that would fit, UsageError for a format without figures.
+    Raises OutOfBudget with the smallest change that would fit.
     """
     problem = Problem(spec, sizes, hotness, tiers, ask, gpus)
-    tiers.kernel(sizes.format)
     placed = _best(problem)
     if placed is None:
         raise OutOfBudget(refusal(problem))
@@ -338,6 +337,8 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
         yield f"hotness: {p.hotness.source}"
     elif p.ask.sparsity != "off":
         yield f"{p.spec.activation} has no inactive neurons: every token computes all of them"
+    if assumed := p.tiers.assumed(p.sizes.formats):
+        yield assumed
     if p.work().predicts and not any(s.predictor.bytes for s in p.sizes.layers):
         yield "there are no predictors: they are taken to cost nothing"
     if p.work().predicts:

@@ -134,7 +134,8 @@ def _tiers(o: BenchOptions, pack: Pack, subject: Subject) -> Any:
         why = f": {measured.why}" if measured.why else ""
     else:
         tiers, why = read_tiers(o.hardware), ""
-    tiers.kernel(subject.sizes.format)  # or raises
+    if assumed := tiers.assumed(subject.sizes.formats):
+        log.warning(assumed)
     if tiers.disk is None:
         raise UsageError(f"{tiers.name}: no disk was measured{why}; give --hardware FILE with one")
     return tiers
