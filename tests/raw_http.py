@@ -75,7 +75,7 @@ class Running:
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port))
-        sock.settimeout(10)
+        sock.settimeout(60)
         return sock
 
     def ask(self, request: bytes) -> Answer:
@@ -147,7 +147,7 @@ class Process:
         unix = self.url.startswith("unix:")
         sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
         where: Any = self.url[5:] if unix else ("127.0.0.1", int(self.url.rpartition(":")[2]))
-        sock.settimeout(5)
+        sock.settimeout(60)
         sock.connect(where)
         return sock
 
