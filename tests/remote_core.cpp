@@ -122,7 +122,22 @@ Bytes number(uint64_t x) {
 template <class T>
 Bytes array_of(size_t n) { return Bytes(n * sizeof(T)); }
 float* floats(Bytes& b) { return reinterpret_cast<float*>(b.data()); }
-uint16_t* halves(Bytes& b) { return reinterpret_cast<uint16_t*>(b.data()); }
+
+// Keys and values: what the binding's KVPages has, and their bytes, which are sent back.
+struct Cache {
+    tc::CachePages k, v;
+    Bytes &keys, &values;
+    static Cache of(Request& r) {
+        const auto k_type = tc::CacheType(r.number()), v_type = tc::CacheType(r.number());
+        const size_t heads = r.number(), dim = r.number(), block = r.number();
+        Bytes &k = r.array(), &v = r.array();
+        return {pages(k, k_type, heads, dim, block), pages(v, v_type, heads, dim, block), k, v};
+    }
+    static tc::CachePages pages(Bytes& b, tc::CacheType type, size_t heads, size_t dim, size_t block) {
+        const size_t bytes = tc::cache_page_bytes(type, dim, block);
+        return {b.data(), type, b.size() / (bytes * heads), heads, bytes};
+    }
+};
 
 Bytes levels() {
     std::string names;
@@ -168,17 +183,19 @@ Bytes op(const std::string& what, tc::Context& c, Request& r) {
     if (what == "attention") {
         const tc::Heads h = r.heads();
         const tc::Step s = r.step();
-        Bytes &k = r.array(), &v = r.array(), &qkv = r.array();
+        const Cache cache = Cache::of(r);
+        Bytes& qkv = r.array();
         Bytes out = array_of<float>(s.tokens * h.n * h.dim);
-        c.attention({h, s, halves(k), halves(v), floats(qkv), floats(out)});
-        return joined(k, v, qkv, out);
+        c.attention({h, s, cache.k, cache.v, floats(qkv), floats(out)});
+        return joined(cache.keys, cache.values, qkv, out);
     }
     if (what == "attention_add") {
         const tc::Attention a = r.attention();
         const tc::Step s = r.step();
-        Bytes &k = r.array(), &v = r.array(), &x = r.array(), &h = r.array();
-        c.attention_add(floats(x), floats(h), a, s, halves(k), halves(v));
-        return joined(k, v, x);
+        const Cache cache = Cache::of(r);
+        Bytes &x = r.array(), &h = r.array();
+        c.attention_add(floats(x), floats(h), a, s, cache.k, cache.v);
+        return joined(cache.keys, cache.values, x);
     }
     const tc::FFN f = r.ffn();
     Bytes &x = r.array(), &h = r.array();
@@ -194,9 +211,12 @@ Bytes answer(const std::string& what, Request& r) {
     if (what == "levels") return levels();
     if (what == "limits") {
         const tc::Limits own = tc::limits();
-        Bytes answer = number(own.arena_padding);
-        for (const uint8_t byte : number(own.few_tokens)) answer.push_back(byte);
-        return answer;
+        return joined(number(own.arena_padding), number(own.few_tokens), number(own.page_run));
+    }
+    if (what == "cache_page_bytes") {
+        const auto type = tc::CacheType(r.number());
+        const size_t dim = r.number();
+        return number(tc::cache_page_bytes(type, dim, r.number()));
     }
     if (what == "crc32c") {
         const Bytes& data = r.array();

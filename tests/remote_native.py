@@ -83,12 +83,16 @@ def isa_levels() -> list[str]:
 
 
 def limits() -> types.SimpleNamespace:
-    padding, few = numbers(ask("limits"))
-    return types.SimpleNamespace(arena_padding=padding, few_tokens=few)
+    padding, few, run = numbers(ask("limits"))
+    return types.SimpleNamespace(arena_padding=padding, few_tokens=few, page_run=run)
 
 
 def isa() -> str:
     return isa_levels()[0]
+
+
+def cache_page_bytes(type: int, dim: int, block: int) -> int:
+    return numbers(ask("cache_page_bytes", u64(type, dim, block)))[0]
 
 
 def crc32c(buffer: Any, seed: int = 0) -> int:
@@ -221,6 +225,17 @@ class FFN(Part):
         self.neurons = gate.weight.shape[0]
 
 
+class KVPages:
+    def __init__(
+        self, k: NDArray[Any], v: NDArray[Any], k_type: int, v_type: int, heads: int, dim: int, block: int
+    ) -> None:
+        self.k, self.v, self.shape = k, v, u64(k_type, v_type, heads, dim, block)
+
+    @property
+    def packed(self) -> bytes:
+        return self.shape + array(self.k) + array(self.v)
+
+
 class Context:
     def __init__(self, threads: int, isa: str = "") -> None:
         self.threads, self.isa = threads, isa or isa_levels()[0]
@@ -236,17 +251,13 @@ class Context:
     def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None:
         take(ask("matmul", self.id, w.packed, values(bias), array(x), array(out), u64(add)), out)
 
-    def attention(
-        self, qkv: F32, heads: Heads, step: Step, k: NDArray[np.float16], v: NDArray[np.float16], out: F32
-    ) -> None:
-        fields = heads.packed, step.packed, array(k), array(v), array(qkv)
-        take(ask("attention", self.id, *fields), k, v, qkv, out)
+    def attention(self, qkv: F32, heads: Heads, step: Step, kv: KVPages, out: F32) -> None:
+        fields = heads.packed, step.packed, kv.packed, array(qkv)
+        take(ask("attention", self.id, *fields), kv.k, kv.v, qkv, out)
 
-    def attention_add(
-        self, x: F32, h: F32, layer: Attention, step: Step, k: NDArray[np.float16], v: NDArray[np.float16]
-    ) -> None:
-        fields = layer.packed, step.packed, array(k), array(v), array(x), array(h)
-        take(ask("attention_add", self.id, *fields), k, v, x)
+    def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, kv: KVPages) -> None:
+        fields = layer.packed, step.packed, kv.packed, array(x), array(h)
+        take(ask("attention_add", self.id, *fields), kv.k, kv.v, x)
 
     def ffn_add(
         self, x: F32, h: F32, layer: FFN, sparsity: int, record: F32 | None = None
