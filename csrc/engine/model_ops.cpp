@@ -100,8 +100,9 @@ void Context::linear(const Matrix* w, const Input* in, size_t n, const float* bi
     }
     uint8_t* scratch = panel ? panels(panel) : nullptr;
     const std::shared_ptr<Fetches> reads = early_.lock();
-    Pieces pieces(rows, in[0].tokens > kFewTokens ? size_t(k.panel_rows) : 16, pool.threads(),
-                  reads ? kBetweenReads / stride : rows);
+    Pieces pieces(rows,
+                  in[0].tokens > kFewTokens ? size_t(k.panel_rows) : piece_rows(stride, 16, pool.threads()),
+                  pool.threads(), reads ? kBetweenReads / stride : rows);
     auto region = [&](int thread) {
         for (size_t begin, end; pieces.take(&begin, &end);) {
             for (size_t i = 0, first = 0; i < n && first < end; first += w[i].rows, i++) {

@@ -22,6 +22,13 @@ T* grown(Scratch<T>& v, size_t n) {
 inline size_t whole(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 inline bool quantised(const Matrix& w) { return kFormats[w.format].quantised; }  // x is, then
 
+// The rows of a piece at least, a multiple of `unit`: the shares of all threads are 128 KiB. A piece begins
+// with lines that nobody has asked for, and the last one to end is waited for.
+inline size_t piece_rows(size_t row_bytes, size_t unit, int threads) {
+    return whole(std::max<size_t>(1, (size_t(128) << 10) / size_t(threads) / std::max<size_t>(1, row_bytes)),
+                 unit);
+}
+
 // Work handed out in pieces that shrink: a thread whose core is busy elsewhere simply takes fewer, and the
 // long first pieces let prefetching run on. `unit`: pieces are multiples of it; `most`: none is longer.
 class Pieces {

@@ -116,6 +116,8 @@ NOINLINE static void matmul_rows(const Matrix& w, const int32_t* ids, size_t beg
         if (!ids && w.cols <= 32 * kShortBlocks && x.tokens <= kFewTokens)
             return short_rows<F>(w, begin, end, x, bias, add, y, ldy);
     const size_t ahead = kAhead / F::row_bytes(w.cols) + 1;
+    for (size_t r = begin; r < smaller(end, begin + ahead); r++)
+        prefetch_on(w.data + (ids ? size_t(ids[r]) : r) * w.stride, F::row_bytes(w.cols));
     for (size_t r = begin; r < end; r++) {
         const size_t id = ids ? size_t(ids[r]) : r, later = smaller(r + ahead, end - 1);
         const uint8_t* next = w.data + (ids ? size_t(ids[later]) : later) * w.stride;
