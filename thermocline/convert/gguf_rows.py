@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,12 @@ from thermocline.files.bounded import quoted
 from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
 from thermocline.model import formats, gguf_blocks, quant
-from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import SourceSlice, TensorMap
 from thermocline.model.tensors import QKV, TensorSpec, expected_tensors
 from thermocline.pack.writer import check_range
+
+if TYPE_CHECKING:
+    from thermocline.model.spec import ModelSpec
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
