@@ -304,7 +304,7 @@ def cache_page_bytes(type: int, dim: int, block: int) -> int:
     """Bytes of a page of one head's keys, or values: `block` positions."""
 
 class KVPages:
-    """A layer's keys and values, whose arrays it keeps. Types: numbers of `cache_types.CACHE_TYPES`.
+    """A layer's keys and values, whose arrays it keeps. Types: numbers of `modes.CACHE_TYPES`.
 
     f16: k [heads * pages, dim, block], v [heads * pages, block, dim]; else u8 [heads * pages, bytes of a
     page]. Page p of head h is at r * heads + h * w + p - r, where r is p rounded down to a whole run of

@@ -116,7 +116,8 @@ class LLM:
     ram        GiB that all of it may take together; None: what is free. Where the weights of a ReLU model
                are larger, those of the neurons that are needed least stay on disk
     disable    of "bundle", "cache" and "pipeline": what the disk tier is to do without, to measure its parts
-    cache_type_k, cache_type_v  of keys and values: "f16", "q8_0" (53 % of its memory) or "q4_0" (28 %)
+    cache_type_k  of keys: "f16", "q8_0" (53 % of its memory) or "q4_0" (28 %)
+    cache_type_v  of values: the same
     gpu        "off"; "auto": a GPU if there is one and it helps; or its number, "0", or several, "0,1". What
                fits there is computed there, the hottest neurons first, and the rest here. Not yet verified on
                a card

@@ -26,7 +26,7 @@ from thermocline.convert.synthetic import read_shape
 from thermocline.engine.decoder import bind, forward, rope_tables
 from thermocline.engine.kv_cache import KVCache, blocks_for, bytes_for
 from thermocline.machine import hardware
-from thermocline.model.cache_types import CacheTypes
+from thermocline.model.modes import CacheTypes
 from thermocline.model.spec import ModelSpec
 from thermocline.opening.open_model import open_model
 from thermocline.ops.cpu import CpuOps, native_heads

@@ -29,6 +29,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "activation": ("drelu", "drelu"),
     "cache_dir": ("/tmp/c", "/tmp/c"),
     "ctx_size": ("128", 128),
+    "cache_type_k": ("q8_0", "q8_0"),
+    "cache_type_v": ("q4_0", "q4_0"),
     "threads": ("3", 3),
     "sparsity": ("off", "off"),
     "system": ("Be brief.", "Be brief."),

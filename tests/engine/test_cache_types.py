@@ -18,7 +18,7 @@ from thermocline.engine.kv_cache import BLOCK, KVCache, bytes_for, in_ram, reser
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import UsageError
 from thermocline.llm import BUNDLED
-from thermocline.model.cache_types import CACHE_TYPES, PLAIN, CacheTypes, row_bytes
+from thermocline.model.modes import CACHE_TYPES, PLAIN, CacheTypes, row_bytes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import reference
 from thermocline.ops.interface import F32, KVShape

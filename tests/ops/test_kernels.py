@@ -27,7 +27,7 @@ from thermocline import _native
 from thermocline.engine.decoder import rope_tables
 from thermocline.engine.kv_cache import in_ram
 from thermocline.model import quant
-from thermocline.model.cache_types import CACHE_TYPES, PLAIN, CacheTypes
+from thermocline.model.modes import CACHE_TYPES, PLAIN, CacheTypes
 from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS, ModelSpec
 from thermocline.model.tensors import bundle_stride
 from thermocline.ops import reference

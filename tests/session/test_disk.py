@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from thermocline import _native
 from thermocline.model import quant
-from thermocline.model.sparsity import SPARSITIES
+from thermocline.model.modes import SPARSITIES
 from thermocline.model.spec import ACTIVATIONS
 
 F32 = NDArray[np.float32]

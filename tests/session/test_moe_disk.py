@@ -22,8 +22,8 @@ from thermocline import LLM, SamplingParams, _native
 from thermocline.cli import main
 from thermocline.convert.synthetic import read_shape
 from thermocline.errors import BadFile, OutOfBudget
+from thermocline.model.modes import SPARSITIES
 from thermocline.model.sizes import sizes_of
-from thermocline.model.sparsity import SPARSITIES
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.offline import bench, fit_svd, train

@@ -13,8 +13,8 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.model.cache_types import PLAIN as PLAIN
-from thermocline.model.cache_types import CacheTypes as CacheTypes
+from thermocline.model.modes import PLAIN as PLAIN
+from thermocline.model.modes import CacheTypes as CacheTypes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import I32, U8, KVLayer, KVShape
 

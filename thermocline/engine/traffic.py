@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thermocline.engine.kv_cache import bytes_for
-from thermocline.model.cache_types import PLAIN, CacheTypes
+from thermocline.model.modes import PLAIN, CacheTypes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, FFN, Norm, WeightMatrix, Weights
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
-from thermocline.model.sparsity import SPARSITIES
+from thermocline.model.modes import SPARSITIES
 from thermocline.model.spec import ACTIVATIONS, ModelSpec
 from thermocline.ops.interface import (
     CPU,

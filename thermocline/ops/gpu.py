@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.model.sparsity import SPARSITIES
+from thermocline.model.modes import SPARSITIES
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.cpu import CpuOps, disk_error

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline import _native
-from thermocline.model.cache_types import CACHE_TYPES, PLAIN, CacheTypes, row_bytes
+from thermocline.model.modes import CACHE_TYPES, PLAIN, CacheTypes, row_bytes
 from thermocline.model.spec import ModelSpec
 
 if TYPE_CHECKING:

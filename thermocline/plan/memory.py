@@ -10,8 +10,8 @@ from thermocline import _native
 from thermocline.engine.kv_cache import BLOCK, reserved_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.errors import OutOfBudget, UsageError
-from thermocline.model.cache_types import PLAIN, CacheTypes
 from thermocline.model.formats import SMALL
+from thermocline.model.modes import PLAIN, CacheTypes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import StepLimits as Limits
 

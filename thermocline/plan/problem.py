@@ -13,7 +13,7 @@ import numpy as np
 from thermocline.engine.kv_cache import BLOCK, block_counts, bytes_for
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.machine.tiers import Tiers
-from thermocline.model.cache_types import PLAIN, CacheTypes
+from thermocline.model.modes import PLAIN, CacheTypes
 from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.device_sizes import StepLimits as Limits

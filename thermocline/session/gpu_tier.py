@@ -22,7 +22,7 @@ from thermocline.session.gpu import OpenGpu
 
 if TYPE_CHECKING:
     from thermocline.machine.tiers import Tiers
-    from thermocline.model.cache_types import CacheTypes
+    from thermocline.model.modes import CacheTypes
     from thermocline.model.spec import ModelSpec
     from thermocline.pack.stored_model import StoredModel
     from thermocline.plan.planner import Plan

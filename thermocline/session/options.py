@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from thermocline.errors import UsageError
-from thermocline.model import cache_types, formats
-from thermocline.model import sparsity as modes
+from thermocline.model import formats, modes
 
 FORMATS = tuple(formats.FORMATS)
 SPARSITIES = tuple(modes.SPARSITIES)
-CACHE_TYPES = tuple(cache_types.CACHE_TYPES)
+CACHE_TYPES = tuple(modes.CACHE_TYPES)
 GENERATION_CONFIGS = ("auto", "off")
 ACTIVATIONS = ("drelu", "relu")
 SWITCHES = ("bundle", "cache", "pipeline")  # of the disk tier
@@ -56,8 +55,8 @@ class EngineOptions:
             )
 
     @property
-    def cache(self) -> cache_types.CacheTypes:
-        return cache_types.CacheTypes(self.cache_type_k, self.cache_type_v)
+    def cache(self) -> modes.CacheTypes:
+        return modes.CacheTypes(self.cache_type_k, self.cache_type_v)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from thermocline.cli.shared_options import (
 )
 from thermocline.cli.table import percent, table
 from thermocline.errors import UsageError
-from thermocline.model.cache_types import PLAIN, CacheTypes
+from thermocline.model.modes import PLAIN, CacheTypes
 from thermocline.options import BY_POSITION, REQUIRED, nonempty, opt, whole
 from thermocline.session.options import SPARSITIES
 

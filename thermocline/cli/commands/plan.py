@@ -23,7 +23,7 @@ from thermocline.cli.shared_options import (
 )
 from thermocline.cli.table import size, table
 from thermocline.errors import OutOfBudget, UsageError
-from thermocline.model.cache_types import CacheTypes
+from thermocline.model.modes import CacheTypes
 from thermocline.options import BY_POSITION, nonempty, one_of, opt, real, switch, whole
 from thermocline.session.options import FORMATS
 

@@ -1,7 +1,7 @@
-"""The types that keys and values are stored in, and the bytes that these take.
+"""How a model is computed, as its user says it: which neurons, and the types of keys and values.
 
-numpy is not imported: commands name the types before they load anything. What the bytes of a page mean:
-`csrc/kernels/kernels.h`, and in numpy `ops.reference`.
+numpy is not imported: commands name the choices before they load anything. What the bytes of a page of keys
+or values mean: `csrc/kernels/kernels.h`, and in numpy `ops.reference`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from thermocline.errors import UsageError
 from thermocline.model.formats import FORMATS
 
-# Each with its number in the native core. Those in blocks are formats of weights, rotated before they are
-# quantised.
+# Neurons of an FFN that a step computes: all that may matter ("exact": those whose gate is not zero, the same
+# answer); of these, those that a predictor names; all. Each with its number in the native core.
+SPARSITIES = {"exact": 1, "predict": 2, "off": 0}
+
+# Types of keys and values, each with its number in the native core. Those in blocks are formats of weights;
+# they are rotated before they are quantised.
 CACHE_TYPES = {"f16": 0, "q8_0": 1, "q4_0": 2}
 
 
