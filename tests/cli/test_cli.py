@@ -471,7 +471,7 @@ def test_the_suite_itself_may_run_with_ctrl_c_ignored(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "pytest", "-n0", "-p", "no:cacheprovider", *tests]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     finally:
         signal.signal(signal.SIGINT, before)
     assert ran.returncode == 0 and "2 passed" in ran.stdout, ran.stdout

@@ -5,6 +5,7 @@ Kernels are `ops.torch_kernels` (test_gpu_kernels.py holds Triton's against them
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -73,8 +74,10 @@ def gpu_ops(stand_in: StandIn, spec: ModelSpec, *, sequences: int = 4, rank: int
 
 def storage(places: Placement) -> Storage:
     def made(layer: int, shape: KVShape) -> KVLayer:
-        on_device = places.layers[layer].attention != "cpu"
-        return pages_on(StandIn(), shape) if on_device else in_ram(layer, shape)
+        if places.layers[layer].attention == "cpu":
+            return in_ram(layer, shape)
+        with contextlib.closing(StandIn()) as device:
+            return pages_on(device, shape)
 
     return made
 
