@@ -18,7 +18,7 @@ constexpr int kLanes = 32;
 #define NOINLINE __attribute__((noinline))
 #endif
 
-// How far ahead of its use a weight is asked for, in bytes of rows to come. 4 to 10 KiB measured alike.
+// How far ahead of its use a weight is asked for, in bytes of rows to come. 8 to 32 KiB measured alike (Zen 4).
 // By row, not by address: between two up rows lies a down row nobody wants yet.
 constexpr size_t kAhead = 16384;
 static inline void prefetch_span(const uint8_t* p, size_t n) {
