@@ -452,6 +452,8 @@ struct FormatBlocks {
             add_chunk<NT, 16>(p, x, stride, 16, acc);
         }
         if (b < blocks) {
+            // Of formats of 256 half a chunk is left, if anything. For any number rows of 11008 are 1.4 times
+            // as slow in q6_k.
             prefetch_on(next, (blocks - b) * chunk_bytes / 16);
             add_chunk<NT, block == 256 ? 8 : 0>(p, x, stride, int(blocks - b), acc);
         }

@@ -18,8 +18,8 @@ constexpr int kLanes = 32;
 #define NOINLINE __attribute__((noinline))
 #endif
 
-// How far ahead of its use a weight is asked for, in bytes of rows to come. 8 to 32 KiB measured alike (Zen 4).
-// By row, not by address: between two up rows lies a down row nobody wants yet.
+// How far ahead of its use a weight is asked for, in bytes of rows to come. On Zen 4, 8 to 32 KiB measured
+// alike. By row, not by address: between two up rows lies a down row nobody wants yet.
 constexpr size_t kAhead = 16384;
 static inline void prefetch_span(const uint8_t* p, size_t n) {
     for (size_t k = 0; k < n; k += 64) prefetch(p + k);
@@ -116,11 +116,12 @@ NOINLINE static void matmul_rows(const Matrix& w, const int32_t* ids, size_t beg
         if (!ids && w.cols <= 32 * kShortBlocks && x.tokens <= kFewTokens)
             return short_rows<F>(w, begin, end, x, bias, add, y, ldy);
     const size_t ahead = kAhead / F::row_bytes(w.cols) + 1;
+    auto number = [&](size_t r) { return ids ? size_t(ids[r]) : r; };
     for (size_t r = begin; r < smaller(end, begin + ahead); r++)
-        prefetch_on(w.data + (ids ? size_t(ids[r]) : r) * w.stride, F::row_bytes(w.cols));
+        prefetch_on(w.data + number(r) * w.stride, F::row_bytes(w.cols));
     for (size_t r = begin; r < end; r++) {
-        const size_t id = ids ? size_t(ids[r]) : r, later = smaller(r + ahead, end - 1);
-        const uint8_t* next = w.data + (ids ? size_t(ids[later]) : later) * w.stride;
+        const size_t id = number(r);
+        const uint8_t* next = w.data + number(smaller(r + ahead, end - 1)) * w.stride;
         tiles<F::row_tokens>(0, x.tokens, [&](size_t t, auto nt) {
             float sums[nt.value];
             F::template dot<nt.value>(w.data + id * w.stride, next, x.data + t * x.row_bytes, x.row_bytes,

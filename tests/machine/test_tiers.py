@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from thermocline.errors import BadFile, UsageError
-from thermocline.machine import tiers
+from thermocline.machine import hardware, this_machine, tiers
 from thermocline.machine.tiers import parse_tiers, read_tiers, render, tiers_json
 
 Json = dict[str, Any]
@@ -100,3 +100,11 @@ def test_a_format_without_figures_is_as_slow_as_any_and_a_sentence_says_so() -> 
     assert (tiers.kernel("q4_k").gbs, tiers.kernel("q4_k").gflops) == (53.8, 690)  # q4_0's, f16's
     assert re.search(r"no speeds of q4_k, q6_k:.*doctor -o", tiers.assumed(("q4_k", "f16", "q6_k")) or "")
     assert tiers.assumed(("q4_0", "f16")) is None
+
+
+def test_memory_is_as_fast_as_the_fastest_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disturbed measurement of memory makes no file that is refused."""
+    monkeypatch.setattr(hardware, "read_gbs", lambda *_: 1e-6)
+    found = this_machine.tiers_here(1, formats=["q8_0", "f32"])
+    assert found.cpu.read_gbs == max(k.gbs for k in found.cpu.kernels.values())
+    assert parse_tiers(tiers_json(found), "here") == found

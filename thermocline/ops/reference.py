@@ -221,9 +221,11 @@ def _planes(pages: F16 | U8, type: str, shape: KVShape) -> tuple[U8, F16]:
     return pages[..., : int(n)].view(np.uint8), scales.reshape(*scales.shape[:-1], -1, shape.block)
 
 
-def _joined(low: U8, high: U8) -> U8:
-    """Return nibbles as bytes."""
-    return low | high << np.uint8(4)
+def _joined(q: U8, half: int) -> U8:
+    """Return nibbles [heads, dim] as bytes: `half` in the low nibbles, the next as many in the high ones."""
+    pairs = q.reshape(len(q), -1, 2, half)
+    joined: U8 = pairs[:, :, 0] | pairs[:, :, 1] << np.uint8(4)
+    return joined
 
 
 def _store_keys(kv: KVLayer, pages: I32, slot: int, k: F32) -> None:
@@ -234,8 +236,7 @@ def _store_keys(kv: KVLayer, pages: I32, slot: int, k: F32) -> None:
         return
     q, scale = _encoded(type, k)
     if type == "q4_0":
-        halves = q.reshape(s.heads, -1, 2, 4)
-        q = _joined(halves[:, :, 0], halves[:, :, 1])
+        q = _joined(q, 4)
     quants, scales = _planes(kv.k, type, s)
     quants.reshape(len(kv.k), -1, s.block, 4)[pages, :, slot] = q.reshape(s.heads, -1, 4)
     scales[pages, :, slot] = scale
@@ -249,8 +250,7 @@ def _store_values(kv: KVLayer, pages: I32, slot: int, v: F32) -> None:
         return
     q, scale = _encoded(type, v)
     if type == "q4_0":
-        halves = q.reshape(s.heads, -1, 2, 16)
-        q = _joined(halves[:, :, 0], halves[:, :, 1])
+        q = _joined(q, 16)
     quants, scales = _planes(kv.v, type, s)
     quants.reshape(len(kv.v), s.block // 4, -1, 4)[pages, slot // 4, :, slot % 4] = q.reshape(s.heads, -1)
     scales[pages, :, slot] = scale

@@ -99,12 +99,16 @@ class PlanOptions:
     json: bool = json_output()
     quiet: bool = quiet_output("no remarks")
 
+    @property
+    def cache(self) -> CacheTypes:
+        return CacheTypes(self.cache_type_k, self.cache_type_v)
+
 
 def plan(o: PlanOptions) -> int:
     from thermocline.plan import place, plan_file
 
     subject = plan_subject(o)
-    CacheTypes(o.cache_type_k, o.cache_type_v).check(subject.spec.head_dim)
+    o.cache.check(subject.spec.head_dim)
     tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.formats))
     about = plan_file.plan_json(subject, tiers, ask, made)
     if o.output is not None:
@@ -124,12 +128,12 @@ def planned(o: PlanOptions, subject: Subject, tiers: Tiers) -> tuple[Tiers, Ask,
     from thermocline.plan.memory import contexts_for
 
     ram = tiers.cpu.ram_bytes if o.ram is None else int(o.ram * GIB)
-    types = CacheTypes(o.cache_type_k, o.cache_type_v)
-    if types.quantised and tiers.gpu is not None and o.vram != 0:
+    if o.cache.quantised and tiers.gpu is not None and o.vram != 0:
         raise UsageError(
-            f"{tiers.name}: a GPU keeps keys and values as f16, and {types} is asked for; plan with --vram 0"
+            f"{tiers.name}: a GPU keeps keys and values as f16, and {o.cache} is asked for;"
+            " plan with --vram 0"
         )
-    contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None, types)
+    contexts = contexts_for(subject.spec, o.ctx or None, ram if tiers.gpu is None else None, o.cache)
     for context in contexts:
         ask, last = ask_of(o, subject, context), context == contexts[-1]
         try:
@@ -151,7 +155,7 @@ def ask_of(o: PlanOptions, subject: Subject, context: int) -> Ask:
         objective=o.objective,
         vram_bytes=None if o.vram is None else int(o.vram * GIB),
         ram_bytes=None if o.ram is None else int(o.ram * GIB),
-        cache=CacheTypes(o.cache_type_k, o.cache_type_v),
+        cache=o.cache,
     )
 
 
