@@ -53,9 +53,9 @@ struct Request {
     tc::Matrix matrix() {
         const uint64_t arena = number(), offset = number();
         const auto format = tc::Format(number());
-        const size_t rows = number(), cols = number(), stride = number();
+        const size_t rows = number(), cols = number(), stride = number(), group = number();
         if (arena == kNone) return {};
-        return {arenas.at(arena)->data + offset, format, rows, cols, stride};
+        return {arenas.at(arena)->data + offset, format, rows, cols, stride, group};
     }
     tc::Linear linear() {
         const tc::Matrix w = matrix();
@@ -166,6 +166,12 @@ Bytes op(const std::string& what, tc::Context& c, Request& r) {
         const Bytes& ids = r.array();
         Bytes out = array_of<float>(ids.size() / 4 * w.cols);
         return c.embed(w, reinterpret_cast<const int32_t*>(ids.data()), ids.size() / 4, floats(out)), out;
+    }
+    if (what == "interleaves") return number(c.k.interleaves);
+    if (what == "interleaved") {
+        tc::Arena& arena = *arenas.at(r.number());
+        const tc::Matrix w = r.matrix();
+        return number(c.interleaved(w, arena.data + (w.data - arena.data)).group);
     }
     if (what == "norm") {
         const tc::Norm n = r.norm();

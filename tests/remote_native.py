@@ -52,7 +52,7 @@ def packed(part: Any, kind: type) -> bytes:
     """A part of a layer, or what stands for its absence."""
     if part is not None:
         return bytes(part.packed)
-    return u64(NONE, 0, 0, 0, 0, 0) if kind is Matrix else values(None) * 2 + f32(0) + u64(0)
+    return u64(NONE, 0, 0, 0, 0, 0, 1) if kind is Matrix else values(None) * 2 + f32(0) + u64(0)
 
 
 def ask(what: str, *fields: bytes) -> bytes:
@@ -117,9 +117,12 @@ class Arena:
 
 
 class Matrix:
-    def __init__(self, arena: Arena, offset: int, format: int, rows: int, cols: int, stride: int) -> None:
-        self.arena, self.shape = arena, (rows, cols)
-        self.packed = u64(arena.id, offset, format, rows, cols, stride)
+    def __init__(
+        self, arena: Arena, offset: int, format: int, rows: int, cols: int, stride: int, group: int = 1
+    ) -> None:
+        self.arena, self.shape, self.interleaved = arena, (rows, cols), group > 1
+        self.of = offset, format, rows, cols, stride
+        self.packed = u64(arena.id, *self.of, group)
 
 
 class Part:
@@ -240,6 +243,13 @@ class Context:
     def __init__(self, threads: int, isa: str = "") -> None:
         self.threads, self.isa = threads, isa or isa_levels()[0]
         self.id = u64(*numbers(ask("context", u64(threads), array(self.isa.encode()))))
+
+    def interleaves(self, w: Matrix) -> bool:
+        return not w.interleaved and bool(numbers(ask("interleaves", self.id))[0])
+
+    def interleaved(self, arena: Arena, w: Matrix) -> Matrix:
+        (group,) = numbers(ask("interleaved", self.id, u64(arena.id), w.packed))
+        return Matrix(arena, *w.of, group)
 
     def embed(self, w: Matrix, ids: NDArray[np.int32], out: F32) -> None:
         take(ask("embed", self.id, w.packed, array(ids)), out)

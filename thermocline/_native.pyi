@@ -153,6 +153,8 @@ class Matrix:
     @property
     def row_bytes(self) -> int: ...
     @property
+    def interleaved(self) -> bool: ...
+    @property
     def nbytes(self) -> int: ...
 
 # Parts of a layer, validated when they are made; they keep the arrays and matrices they were given.
@@ -344,6 +346,10 @@ class Context:
     def scratch_bytes(self) -> int:
         """Bytes that calls have taken so far, and keep."""
 
+    def interleaves(self, w: Matrix) -> bool:
+        """Return whether this matrix is multiplied faster with its rows interleaved."""
+    def interleaved(self, arena: Arena, w: Matrix) -> Matrix:
+        """Interleave a matrix's rows where they are. Other matrices over them see nonsense."""
     def embed(self, w: Matrix, ids: I32, out: F32) -> None: ...
     def norm(self, x: F32, weight: F32, bias: F32 | None, eps: float, layer: bool, out: F32) -> None: ...
     def matmul(self, w: Matrix, x: F32, bias: F32 | None, out: F32, add: bool) -> None: ...

@@ -43,6 +43,18 @@ static void check_ids(const I1& ids, size_t limit, const char* what) {
         check(ids.data()[i] >= 0 && size_t(ids.data()[i]) < limit, what);
 }
 
+// Can its rows be interleaved?
+static bool in_groups(const Context& c, const Matrix& w) {
+    return w.format != tc::SIGNS && tc::kFormats[w.format].block > 1 && w.group == 1 &&
+           w.stride == tc::row_bytes(w.format, w.cols) && w.rows % size_t(c.k.panel_rows) == 0;
+}
+static void check_groups(const Context& c, const Matrix& w) {
+    check(w.group == 1 || w.group == size_t(c.k.panel_rows), "interleaved for another instruction set");
+}
+static void check_groups(const Context& c, const tc::FFN& f) {
+    check_groups(c, f.gate.weight), check_groups(c, f.up), check_groups(c, f.down);
+}
+
 static void check_weights(const Matrix& w) { check(w.format != tc::SIGNS, "signs are no weights"); }
 
 static tc::Linear make_linear(const Matrix& w, const std::optional<F1>& bias) {
@@ -57,6 +69,8 @@ static Stack make_stack(const std::vector<const Matrix*>& parts, const std::opti
         check(part != nullptr, "a stack has no gaps");
         check_weights(*part);
         check(part->cols == parts[0]->cols, "stacked matrices differ in width");
+        const bool divided = made.stack.rows() % part->group != 0;  // a piece of work would divide a group
+        check(!divided, "the rows above are no whole groups");
         made.stack.parts.push_back(*part);
     }
     made.stack.bias = optional_vector(bias, made.stack.rows(), "bias has the wrong length");
@@ -158,6 +172,8 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
     check(!predictor || (guess.second.rows == neurons && taker.cols == dim),
           "the predictor is of another shape");
     check(!predictor || bundles, "only neurons in bundles can be skipped");
+    check(!bundles || (g.group == 1 && d.group == 1 && (!up || up->group == 1)),
+          "rows of neurons are interleaved");
     check(activation >= 0 && activation < tc::N_ACTIVATIONS, "unknown activation");
     // The kernels skip a neuron when its activation is zero; that is the answer only where zero means "not
     // above".
@@ -290,6 +306,8 @@ static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const S
     check_rows(x, h, a.layer.qkv.cols());
     check(x.shape(0) == s.step.tokens, "x and the step differ in tokens");
     check_pages(a.layer.heads, s, kv);
+    for (const Matrix& part : a.layer.qkv.parts) check_groups(c, part);
+    check_groups(c, a.layer.out.weight);
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
     c.attention_add(x.data(), h.data(), a.layer, s.step, kv.k, kv.v);
@@ -303,6 +321,7 @@ static Counts counts_of(const tc::FFNCounts& r) {
 static Counts ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity, std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, f.layer.gate.weight.cols);
+    check_groups(c, f.layer);
     check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == f.layer.neurons()),
           "record has the wrong shape");
     const tc::FFNArgs a = {f.layer,
@@ -325,6 +344,8 @@ static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity,
                       std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, m.layer.router.cols);
+    check_groups(c, m.layer.router);
+    for (const tc::FFN* expert : m.layer.experts) check_groups(c, *expert);
     const size_t neurons = m.layer.experts.size() * m.layer.neurons();
     check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == neurons),
           "record has the wrong shape");
@@ -563,6 +584,7 @@ NB_MODULE(_native, m) {
              nb::keep_alive<0, 2>())  // argument 1 of __new__ is the class
         .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.rows, w.cols); })
         .def_prop_ro("row_bytes", [](const Matrix& w) { return tc::row_bytes(w.format, w.cols); })
+        .def_prop_ro("interleaved", [](const Matrix& w) { return w.group > 1; })
         .def_prop_ro("nbytes", [](const Matrix& w) { return w.rows * tc::row_bytes(w.format, w.cols); });
 
     // nb::new_: argument 1 of __new__ is the class, the result 0
@@ -638,9 +660,22 @@ NB_MODULE(_native, m) {
         .def_prop_ro("isa", [](const Context& c) { return std::string(c.k.isa); })
         .def_prop_ro("scratch_bytes", &Context::scratch_bytes)
         .def(
+            "interleaves",
+            [](const Context& c, const Matrix& w) { return c.k.interleaves && in_groups(c, w); }, "w"_a)
+        .def(
+            "interleaved",
+            [](Context& c, const Arena& arena, const Matrix& w) {
+                check(w.data >= arena.data && w.data < arena.data + arena.bytes, "matrix of another arena");
+                check(in_groups(c, w), "rows cannot be interleaved");
+                nb::gil_scoped_release release;
+                std::lock_guard<std::mutex> lock(c.one_call);
+                return c.interleaved(w, arena.data + (w.data - arena.data));
+            },
+            "arena"_a, "w"_a, nb::keep_alive<0, 2>())
+        .def(
             "embed",
             [](Context& c, const Matrix& w, I1 ids, MutF2 out) {
-                check_weights(w);
+                check_weights(w), check_groups(c, w);
                 check(out.shape(0) == ids.shape(0) && out.shape(1) == w.cols, "out has the wrong shape");
                 check_ids(ids, w.rows, "token id out of range");
                 nb::gil_scoped_release release;
@@ -666,6 +701,7 @@ NB_MODULE(_native, m) {
                 check(x.shape(1) == w.cols, "x has the wrong width");
                 check(out.shape(0) == x.shape(0) && out.shape(1) == w.rows, "out has the wrong shape");
                 const tc::Linear linear = make_linear(w, bias);
+                check_groups(c, w);
                 nb::gil_scoped_release release;
                 std::lock_guard<std::mutex> lock(c.one_call);
                 c.matmul(linear, {}, x.data(), x.shape(0), out.data(), add);

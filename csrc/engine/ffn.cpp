@@ -51,9 +51,10 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
     uint8_t* hidden =
         copy ? grown(hidden_input_, bytes * whole(tokens, tile)) : reinterpret_cast<uint8_t*>(gate);
     uint8_t* scratch = panels(lanes ? std::max(gate_up_panel_bytes(a, in), k.panel_bytes(f, n, tokens)) : 0);
-    const size_t unit = lanes ? size_t(k.panel_rows) : 32;  // 32: a block of the next input
-    Pieces neurons(n, lanes ? unit : piece_rows(a.ffn.gate.weight.stride, unit, int(threads)), int(threads)),
-        rows(a.dim, lanes ? unit : piece_rows(a.ffn.down.stride, 16, int(threads)), int(threads));
+    const size_t panel = size_t(k.panel_rows), block = 32;  // of the next input: some panels
+    Pieces neurons(n, lanes ? panel : piece_rows(a.ffn.gate.weight.stride, block, int(threads)),
+                   int(threads)),
+        rows(a.dim, lanes ? panel : piece_rows(a.ffn.down.stride, panel, int(threads)), int(threads));
     std::atomic<size_t> active{0};
     const bool whole_rows =
         lanes || a.ffn.sub_norm.weight;  // down's input is made when a token's row is complete

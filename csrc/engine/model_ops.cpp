@@ -1,5 +1,7 @@
 #include "model_ops.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -27,6 +29,25 @@ size_t Context::scratch_bytes() const {
     add(routed_.normed, routed_.logits, routed_.weights, routed_.in, routed_.out, routed_.sum, routed_.record,
         routed_.tokens);
     return total;
+}
+
+Matrix Context::interleaved(const Matrix& w, uint8_t* to) {
+    const size_t group = size_t(k.panel_rows), bytes = group * w.stride;
+    uint8_t* scratch = panels(bytes);
+    Pieces pieces(w.rows, group, pool.threads());
+    auto region = [&](int thread) {
+        uint8_t* const rows = scratch + size_t(thread) * panel_stride_;
+        for (size_t begin, end; pieces.take(&begin, &end);)
+            for (size_t r = begin; r < end; r += group) {
+                memcpy(rows, to + r * w.stride, bytes);
+                for (size_t i = 0; i < group; i++)
+                    interleave_row(w.format, w.cols, group, i, rows + i * w.stride, to + r * w.stride);
+            }
+    };
+    pool.run(region);
+    Matrix made = w;
+    made.group = group;
+    return made;
 }
 
 void Context::embed(const Matrix& table, const int32_t* ids, size_t tokens, float* out) {
@@ -100,8 +121,8 @@ void Context::linear(const Matrix* w, const Input* in, size_t n, const float* bi
     }
     uint8_t* scratch = panel ? panels(panel) : nullptr;
     const std::shared_ptr<Fetches> reads = early_.lock();
-    Pieces pieces(rows,
-                  in[0].tokens > kFewTokens ? size_t(k.panel_rows) : piece_rows(stride, 16, pool.threads()),
+    const size_t unit = size_t(k.panel_rows);
+    Pieces pieces(rows, in[0].tokens > kFewTokens ? unit : piece_rows(stride, unit, pool.threads()),
                   pool.threads(), reads ? kBetweenReads / stride : rows);
     auto region = [&](int thread) {
         for (size_t begin, end; pieces.take(&begin, &end);) {

@@ -186,6 +186,8 @@ class Context {
  public:
     explicit Context(int threads, const Kernels* kernels) : pool(threads), k(*kernels) {}
 
+    // A matrix that is only multiplied, as rows that are interleaved. to: its data.
+    Matrix interleaved(const Matrix& w, uint8_t* to);
     void embed(const Matrix& table, const int32_t* ids, size_t tokens, float* out);
     void norm(const Norm& norm, const float* x, size_t tokens, size_t dim, float* out);
     // out = norm(x) wT + bias, or out += when `add`.

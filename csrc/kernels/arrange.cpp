@@ -193,6 +193,36 @@ void tq2_0(size_t n, const uint8_t* from, uint8_t* to) {
     fields<66, Field<64, 2>>(n, from, to + 64 * n);
 }
 
+// ---- rows in groups
+
+template <size_t UNIT>
+void move_units(size_t n, const uint8_t* from, size_t from_step, uint8_t* to, size_t to_step) {
+    for (size_t i = 0; i < n; i++, from += from_step, to += to_step) memcpy(to, from, UNIT);
+}
+
+// Calls f(unit, n, where n units begin in a row of `cols` columns, and in their slab of a group) for what the
+// slab at column c has of a row. Returns the slab's bytes.
+template <class Fn>
+size_t each_run(Format format, size_t cols, size_t c, size_t group, size_t lane, Fn f) {
+    const FormatFacts& facts = kFormats[format];
+    const size_t n = kSlab * 32 < cols - c ? kSlab * 32 : cols - c;
+    size_t plane[kMostPlanes], start = 0, at = 0;
+    int numbers = 0;  // planes of them, which come first in a row
+    for (int i = 0; i < kMostPlanes; start += cols * facts.planes[i++] / 256) {
+        plane[i] = start + c * facts.planes[i] / 256;
+        numbers += facts.units[i] == 4;
+    }
+    auto run = [&](int i, size_t from, size_t bytes) {
+        f(facts.units[i], bytes / facts.units[i], from, at + lane * facts.units[i]);
+        at += bytes * group;
+    };
+    for (int i = numbers; i < kMostPlanes && facts.planes[i]; i++)
+        run(i, plane[i], n * facts.planes[i] / 256);
+    for (size_t b = 0; b < n / 32; b++)
+        for (int i = 0; i < numbers; i++) run(i, plane[i] + b * facts.planes[i] / 8, facts.planes[i] / 8);
+    return at;
+}
+
 constexpr Arrangement kArrangements[] = {
     {"f32", 1, 4, 0, false, nullptr},
     {"f16", 1, 2, 0, false, nullptr},
@@ -228,6 +258,29 @@ bool scales_are_finite(const Arrangement& a, size_t blocks, const uint8_t* row) 
     for (const uint8_t* p = end - 2 * a.halves * blocks; p != end; p += 2)
         bad |= uint16_t((load<uint16_t>(p) & 0x7c00) == 0x7c00);
     return !bad;
+}
+
+void interleave_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* row, uint8_t* to) {
+    for (size_t c = 0; c < cols; c += kSlab * 32)
+        to += each_run(format, cols, c, group, lane, [&](size_t unit, size_t n, size_t from, size_t at) {
+            if (unit == 4)
+                move_units<4>(n, row + from, 4, to + at, 4 * group);
+            else if (unit == 2)
+                move_units<2>(n, row + from, 2, to + at, 2 * group);
+            else
+                move_units<1>(n, row + from, 1, to + at, group);
+        });
+}
+
+void slab_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* from, uint8_t* row) {
+    each_run(format, cols, 0, group, lane, [&](size_t unit, size_t n, size_t to, size_t at) {
+        if (unit == 4)
+            move_units<4>(n, from + at, 4 * group, row + to, 4);
+        else if (unit == 2)
+            move_units<2>(n, from + at, 2 * group, row + to, 2);
+        else
+            move_units<1>(n, from + at, group, row + to, 1);
+    });
 }
 
 }  // namespace tc

@@ -4,6 +4,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "formats.h"
+
 namespace tc {
 
 // One format's rows. `row` writes `blocks * block_bytes` bytes and reads as many; they must not overlap.
@@ -19,5 +21,18 @@ const Arrangement* arrangement(const char* format);  // null: no such format
 
 // Whether all scales of a planar row are numbers. A block with one that is not was damaged.
 bool scales_are_finite(const Arrangement& a, size_t blocks, const uint8_t* row);
+
+// ---- rows in groups
+//
+// `group` rows of blocks, interleaved: slab after slab of kSlab * 32 columns. In a slab come the scales,
+// plane after plane, then the numbers, 32 columns after the other, of these plane after plane; of each, a
+// unit (kFormats) of each row in turn. The bytes of a group are those of its rows.
+constexpr size_t kSlab = 8;                    // blocks of 32 weights
+constexpr size_t kMostSlabBytes = 34 * kSlab;  // of a row
+
+// A row to its place in a group, which begins at `to`.
+void interleave_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* row, uint8_t* to);
+// What the slab at `from` has of a row: `cols` columns, at most kSlab * 32.
+void slab_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* from, uint8_t* row);
 
 }  // namespace tc

@@ -86,7 +86,6 @@ struct XChunk {
 // Bytes between two dwords of a block in a panel: a dword of each of 2 * W rows (gemm.inl).
 constexpr int kPanelStep = 2 * 4 * W;
 
-constexpr int kMostPlanes = 6;
 struct Planes {
     const uint8_t* at[kMostPlanes];
     const uint16_t* f16(int plane) const { return (const uint16_t*)at[plane]; }
@@ -261,30 +260,56 @@ static TC_INLINE float one_f16(const uint16_t* p) {
     return out[0];
 }
 
+// Of interleaved rows (interleaved.inl): unit `at` of a plane, of W rows.
+constexpr size_t kGroupRows = 2 * W;
+static TC_INLINE vi bytes_of(const Planes& p, int plane, size_t at) {
+    return vi_u8(p.at[plane] + at * kGroupRows);
+}
+static TC_INLINE vf halves_of(const Planes& p, int plane, size_t at) {
+    return vload_f16(p.f16(plane) + at * kGroupRows);
+}
+static TC_INLINE vi vi_bits(vi a, size_t n, int mask) {  // from n on, of those that the mask has
+    return vi_and(vi_shr_by(a, int(n)), vi_set1(mask));
+}
+
+// `load`: of a chunk. `of_rows`: of block j of a slab of W rows, as floats in the order of a panel
+// (panel_floats), after `unpack`, which may put bytes elsewhere once for a slab.
+struct AsTheyAre {
+    static TC_INLINE void unpack(Planes*, uint8_t*) {}
+};
+constexpr size_t kUnpacked = 2 * kSlab * kGroupRows;  // bytes
+//
 // What is stored of 32 weights with an f16 scale, and perhaps an f16 minimum: planes FIRST and FIRST + 1.
 template <int FIRST>
-struct ScaleF16 {
+struct ScaleF16 : AsTheyAre {
     static constexpr bool apart = true;  // of the numbers of a block: one factor for all of them
     static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         f16_scales(p.f16(FIRST), blocks, out->d);
     }
+    static TC_INLINE void of_rows(const Planes& p, size_t j, vf* out) { out[0] = halves_of(p, FIRST, j); }
 };
 template <int FIRST>
-struct ScaleAndMinimumF16 {
+struct ScaleAndMinimumF16 : AsTheyAre {
     static constexpr bool apart = false;
     static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         f16_scales(p.f16(FIRST), blocks, out->d), f16_scales(p.f16(FIRST + 1), blocks, out->m);
         for (int v = 0; v < 16 / W; v++) out->m[v] = vsub(vzero(), out->m[v]);  // q4_1, q5_1: + minimum
     }
+    static TC_INLINE void of_rows(const Planes& p, size_t j, vf* out) {
+        out[0] = halves_of(p, FIRST, j), out[1] = vsub(vzero(), halves_of(p, FIRST + 1, j));
+    }
 };
 template <int FIRST>
-struct ScaleE8M0 {
+struct ScaleE8M0 : AsTheyAre {
     static constexpr bool apart = true;
     static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         alignas(16) uint8_t t[16] = {0};
         const uint8_t* e = p.at[FIRST];
         if (blocks < 16) memcpy(t, e, size_t(blocks)), e = t;
         for (int v = 0; v < 16 / W; v++) out->d[v] = vload_e8m0(e + v * W);
+    }
+    static TC_INLINE void of_rows(const Planes& p, size_t j, vf* out) {
+        out[0] = vload_e8m0(p.at[FIRST] + j * kGroupRows);
     }
 };
 // q4_k, q5_k: scales and minima of 6 bits, 8 + 4 bytes for 8 blocks.
@@ -299,10 +324,24 @@ struct ScaleK {
         super_scales(p.f16(FIRST + 2), blocks, out->d), super_scales(p.f16(FIRST + 3), blocks, out->m);
         times(scale, out->d), times(minimum, out->m);
     }
+    static TC_INLINE void unpack(Planes* p, uint8_t* to) {
+        constexpr size_t half = kSlab * kGroupRows;
+        for (size_t i = 0; i < half; i += 4 * W) {
+            const vi a = vi_load(p->at[FIRST] + i), high = vi_load(p->at[FIRST + 1] + i % (half / 2));
+            const vi top = i < half / 2 ? vi_shl<2>(high) : vi_shr<2>(high);
+            vi_store(to + i, vi_and(a, repeated(63)));
+            vi_store(to + half + i, vi_or(vi_and(vi_shr<6>(a), repeated(3)), vi_and(top, repeated(60))));
+        }
+        p->at[FIRST] = to, p->at[FIRST + 1] = to + half;
+    }
+    static TC_INLINE void of_rows(const Planes& p, size_t j, vf* out) {
+        out[0] = vmul(vi_f32(bytes_of(p, FIRST, j)), halves_of(p, FIRST + 2, 0));
+        out[1] = vmul(vi_f32(bytes_of(p, FIRST + 1, j)), halves_of(p, FIRST + 3, 0));
+    }
 };
 // iq4_xs: scales of 6 bits, less 32: 4 + 2 bytes for 8 blocks.
 template <int FIRST>
-struct ScaleXS {
+struct ScaleXS : AsTheyAre {
     static constexpr bool apart = false;
     static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         vb high, none;
@@ -313,24 +352,35 @@ struct ScaleXS {
         super_scales(p.f16(FIRST + 2), blocks, out->d);
         times(scale, out->d);
     }
+    static TC_INLINE void of_rows(const Planes& p, size_t j, vf* out) {
+        const vi low = vi_bits(bytes_of(p, FIRST, j / 2), j % 2 * 4, 15),
+                 high = vi_bits(bytes_of(p, FIRST + 1, j / 4), j % 4 * 2, 3);
+        const vi scale = vi_sub(vi_or(low, vi_shl<4>(high)), vi_set1(32));
+        out[0] = vmul(vi_f32(scale), halves_of(p, FIRST + 2, 0));
+    }
 };
 template <int FIRST>
-struct ScaleSuper {  // tq2_0
+struct ScaleSuper : AsTheyAre {  // tq2_0
     static constexpr bool apart = false;
     static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         super_scales(p.f16(FIRST), blocks, out->d);
     }
+    static TC_INLINE void of_rows(const Planes& p, size_t, vf* out) { out[0] = halves_of(p, FIRST, 0); }
 };
 template <int FIRST>
-struct GroupsQ6 {
+struct GroupsQ6 : AsTheyAre {
     static constexpr bool apart = false;
     static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         out->s[0] = vb_load(p.at[FIRST]), out->s[1] = blocks > 8 ? vb_load(p.at[FIRST] + 16) : vb_set1(0);
         super_scales(p.f16(FIRST + 1), blocks, out->d);
     }
+    static TC_INLINE void of_rows(const Planes& p, size_t j, vf* out) {
+        out[0] = halves_of(p, FIRST + 1, 0);
+        for (size_t h = 0; h < 2; h++) out[1 + h] = vi_f32(vi_i8(p.at[FIRST] + (2 * j + h) * kGroupRows));
+    }
 };
 template <int FIRST>
-struct GroupsQ3 {
+struct GroupsQ3 : AsTheyAre {
     static constexpr bool apart = false;
     static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         const vb low = vb_first(p.at[FIRST], blocks), thirty_two = vb_set1(32);
@@ -341,9 +391,17 @@ struct GroupsQ3 {
         super_scales(p.f16(FIRST + 2), blocks, out->d);
         for (int v = 0; v < 16 / W; v++) out->d[v] = vmul(out->d[v], vset1(0.25f));  // numbers times 4
     }
+    static TC_INLINE void of_rows(const Planes& p, size_t j, vf* out) {
+        const vi low = bytes_of(p, FIRST, j), high = bytes_of(p, FIRST + 1, j / 2), most = vi_set1(32);
+        out[0] = vmul(halves_of(p, FIRST + 2, 0), vset1(0.25f));
+        for (size_t h = 0; h < 2; h++) {
+            const vi top = vi_shl<4>(vi_bits(high, j % 2 * 4 + 2 * h, 3));
+            out[1 + h] = vi_f32(vi_sub(vi_or(vi_bits(low, 4 * h, 15), top), most));
+        }
+    }
 };
 template <int FIRST>
-struct GroupsQ2 {
+struct GroupsQ2 : AsTheyAre {
     static constexpr bool apart = false;
     static TC_INLINE void load(const Planes& p, int blocks, Scales* out) {
         for (int h = 0; h < 2; h++) {
@@ -352,16 +410,23 @@ struct GroupsQ2 {
         }
         super_scales(p.f16(FIRST + 1), blocks, out->d), super_scales(p.f16(FIRST + 2), blocks, out->m);
     }
+    static TC_INLINE void of_rows(const Planes& p, size_t j, vf* out) {
+        out[0] = halves_of(p, FIRST + 1, 0), out[1] = halves_of(p, FIRST + 2, 0);
+        for (size_t h = 0; h < 2; h++) {
+            const vi both = bytes_of(p, FIRST, 2 * j + h);
+            out[2 + h] = vi_f32(vi_and(both, vi_set1(15))), out[4 + h] = vi_f32(vi_shr<4>(both));
+        }
+    }
 };
 
-// Numbers, their scales, what each number is too large by, and the bytes of 256 weights in each plane.
-template <class NUMBERS, class SCALES, Kind KIND, int ADDED, size_t WEIGHTS, int... PLANES>
+// Numbers, their scales, and what each number is too large by.
+template <Format FORMAT, class NUMBERS, class SCALES, Kind KIND, int ADDED>
 struct Block {
     using Numbers = NUMBERS;
     using ScalesOf = SCALES;
     static constexpr Kind kind = KIND;
-    static constexpr int added = ADDED, planes[kMostPlanes] = {PLANES...};
-    static constexpr size_t weights = WEIGHTS, bytes = (PLANES + ...) * WEIGHTS / 256;
+    static constexpr int added = ADDED;
+    static constexpr const FormatFacts& facts = kFormats[FORMAT];
 };
 
 template <class BLOCK>
@@ -370,9 +435,11 @@ struct FormatBlocks {
     using Numbers = typename BLOCK::Numbers;
     using ScalesOf = typename BLOCK::ScalesOf;
     static constexpr Kind kind = BLOCK::kind;
+    static constexpr int added = BLOCK::added;
     static constexpr bool grouped = kind == GROUPS || kind == GROUPS_AFFINE,
                           natural = Numbers::bits == 8 && Numbers::first == 32;
-    static constexpr size_t block = BLOCK::weights, block_bytes = BLOCK::bytes;
+    static constexpr const FormatFacts& facts = BLOCK::facts;
+    static constexpr size_t block = facts.block, block_bytes = facts.block_bytes;
     static constexpr int row_tokens = kRowTokens;
     // Their blocks lie in an XChunk in their order, so that those of several rows fit one.
     static constexpr bool packs_short_rows = natural;
@@ -382,25 +449,23 @@ struct FormatBlocks {
     static TC_INLINE Planes planes(const uint8_t* row, size_t cols, size_t b) {
         Planes p;
         for (int i = 0; i < kMostPlanes; i++) {
-            p.at[i] = row + b * size_t(BLOCK::planes[i]) / 8;
-            row += cols * size_t(BLOCK::planes[i]) / 256;
+            p.at[i] = row + b * facts.planes[i] / 8;
+            row += cols * facts.planes[i] / 256;
         }
         return p;
     }
     static TC_INLINE void advance(Planes* p) {  // by a chunk
-        for (int i = 0; i < kMostPlanes; i++) p->at[i] += 2 * BLOCK::planes[i];
+        for (int i = 0; i < kMostPlanes; i++) p->at[i] += 2 * facts.planes[i];
     }
 
-    // Block i of x into a chunk: in its order; or the first halves of kGroup blocks, then their second
-    // halves, as the numbers lie in a vector.
+    // Where a half of block i of x lies in a chunk: in its order; or the first halves of kGroup blocks, then
+    // their second halves, as the numbers lie in a vector.
+    static constexpr size_t half_at(size_t i, size_t half) {
+        const size_t group = i / kGroup * kGroup;
+        return natural ? 32 * i + 16 * half : 32 * group + 16 * (half * kGroup + i - group);
+    }
     static TC_INLINE void place(int8_t* chunk, size_t i, const int8_t* x) {
-        if constexpr (natural) {
-            memcpy(chunk + 32 * i, x, 32);
-        } else {
-            const size_t group = i / kGroup * kGroup;
-            memcpy(chunk + 32 * group + 16 * (i - group), x, 16);
-            memcpy(chunk + 32 * group + 16 * (kGroup + i - group), x + 16, 16);
-        }
+        for (size_t half = 0; half < 2; half++) memcpy(chunk + half_at(i, half), x + 16 * half, 16);
     }
 
     // BLOCKS: how many, which the compiler then knows; 0: `some`.
@@ -480,7 +545,6 @@ struct FormatBlocks {
         vb lo, hi;
         Numbers::load(p.at[0] + size_t(Numbers::first) * in, p.at[1] + size_t(Numbers::second) * in, &lo,
                       &hi);
-        constexpr int added = BLOCK::added;
         const vb zero = vb_set1(uint8_t(added));
         vb_f32(vb_sub(lo, zero), out), vb_f32(vb_sub(hi, zero), out + 16 / W);
         if constexpr (!ScalesOf::apart) {
@@ -522,21 +586,21 @@ struct FormatBlocks {
     }
 };
 
-using BlockQ8_0 = Block<Numbers8, ScaleF16<1>, OFFSET, kOffsetQ8, 32, 256, 16>;
-using BlockQ4_0 = Block<Numbers4, ScaleF16<1>, OFFSET, 8, 32, 128, 16>;
-using BlockQ4_1 = Block<Numbers4, ScaleAndMinimumF16<1>, AFFINE, 0, 32, 128, 16, 16>;
-using BlockQ5_0 = Block<Numbers5, ScaleF16<2>, OFFSET, 16, 32, 128, 32, 16>;
-using BlockQ5_1 = Block<Numbers5, ScaleAndMinimumF16<2>, AFFINE, 0, 32, 128, 32, 16, 16>;
-using BlockQ4_K = Block<Numbers4, ScaleK<1>, AFFINE, 0, 256, 128, 8, 4, 2, 2>;
-using BlockQ5_K = Block<Numbers5, ScaleK<2>, AFFINE, 0, 256, 128, 32, 8, 4, 2, 2>;
-using BlockQ6_K = Block<Numbers6, GroupsQ6<2>, GROUPS, 32, 256, 128, 64, 16, 2>;
-using BlockQ3_K = Block<Numbers3, GroupsQ3<2>, GROUPS, 16, 256, 64, 32, 8, 4, 2>;
-using BlockQ2_K = Block<Numbers2, GroupsQ2<1>, GROUPS_AFFINE, 0, 256, 64, 16, 2, 2>;
+using BlockQ8_0 = Block<Q8_0, Numbers8, ScaleF16<1>, OFFSET, kOffsetQ8>;
+using BlockQ4_0 = Block<Q4_0, Numbers4, ScaleF16<1>, OFFSET, 8>;
+using BlockQ4_1 = Block<Q4_1, Numbers4, ScaleAndMinimumF16<1>, AFFINE, 0>;
+using BlockQ5_0 = Block<Q5_0, Numbers5, ScaleF16<2>, OFFSET, 16>;
+using BlockQ5_1 = Block<Q5_1, Numbers5, ScaleAndMinimumF16<2>, AFFINE, 0>;
+using BlockQ4_K = Block<Q4_K, Numbers4, ScaleK<1>, AFFINE, 0>;
+using BlockQ5_K = Block<Q5_K, Numbers5, ScaleK<2>, AFFINE, 0>;
+using BlockQ6_K = Block<Q6_K, Numbers6, GroupsQ6<2>, GROUPS, 32>;
+using BlockQ3_K = Block<Q3_K, Numbers3, GroupsQ3<2>, GROUPS, 16>;
+using BlockQ2_K = Block<Q2_K, Numbers2, GroupsQ2<1>, GROUPS_AFFINE, 0>;
 using NumbersIQ4 = NumbersOfTable<TableIQ4, 8, 255>;
-using BlockIQ4_NL = Block<NumbersIQ4, ScaleF16<1>, OFFSET, kOffsetQ8, 32, 128, 16>;
-using BlockIQ4_XS = Block<NumbersIQ4, ScaleXS<1>, OFFSET, kOffsetQ8, 256, 128, 4, 2, 2>;
-using BlockMXFP4 = Block<NumbersOfTable<TableE2M1, 5, 28>, ScaleE8M0<1>, OFFSET, 16, 32, 128, 8>;
-using BlockTQ2_0 = Block<Numbers2, ScaleSuper<1>, OFFSET, 1, 256, 64, 2>;
+using BlockIQ4_NL = Block<IQ4_NL, NumbersIQ4, ScaleF16<1>, OFFSET, kOffsetQ8>;
+using BlockIQ4_XS = Block<IQ4_XS, NumbersIQ4, ScaleXS<1>, OFFSET, kOffsetQ8>;
+using BlockMXFP4 = Block<MXFP4, NumbersOfTable<TableE2M1, 5, 28>, ScaleE8M0<1>, OFFSET, 16>;
+using BlockTQ2_0 = Block<TQ2_0, Numbers2, ScaleSuper<1>, OFFSET, 1>;
 #define TC_BLOCKS(id) using Format##id = FormatBlocks<Block##id>;
 TC_BLOCKS(Q8_0)
 TC_BLOCKS(Q4_0)
@@ -568,11 +632,6 @@ struct FormatSigns {
         *out = float(int64_t(cols) - 2 * int64_t(bits_that_differ(row, input, sign_bytes(cols))));
     }
 };
-
-#define TC_ROW(id, name, weights, bytes, ...) \
-    static_assert(Format##id::block == weights && Format##id::block_bytes == bytes, "formats.h differs");
-TC_WEIGHT_FORMATS(TC_ROW)
-#undef TC_ROW
 
 // call(F()), F the struct of `format`; of SIGNS nothing.
 template <class Fn>

@@ -305,11 +305,14 @@ static void int_tile(const uint8_t* panel, size_t chunks, const XTile<F::kind>* 
         for (int v = 0; v < 2; v++) vstore(sums + n * kPanelRows + v * W, lane[v][n]);
 }
 
+#include "interleaved.inl"
+
 // -------------------------------------------------------------------------------- matrix products
 
 // Activations as a format multiplies with them: input_bytes, tile_tokens, quantize (as in kernels.h; `n`: the
 // token's place in its tile). The product: bytes (of a panel) and run, sums [tokens][kPanelRows] = panel of
-// rows . tokens; `next`: what to ask memory for meanwhile.
+// rows . tokens; `next`: what to ask memory for meanwhile. rows: of `interleaved` ones the first, where
+// their group begins.
 template <class F>
 struct Gemm;
 
@@ -327,7 +330,7 @@ struct Gemm<FormatFloat<T, LOAD, LOAD_N>> {
     static size_t bytes(size_t cols) {
         return sizeof(T) * kLanes * lane_stride(float_steps(smaller(cols, kFloatChunk)));
     }
-    static void run(const uint8_t* const* rows, size_t cols, const Input& x, const uint8_t* next,
+    static void run(const uint8_t* const* rows, bool, size_t cols, const Input& x, const uint8_t* next,
                     uint8_t* panel, float* sums) {
         constexpr size_t G = kFloatTileTokens;
         const size_t chunks = (cols + kFloatChunk - 1) / kFloatChunk;
@@ -399,12 +402,15 @@ struct Gemm<FormatBlocks<BLOCK>> {
     static size_t bytes(size_t cols) {
         return int_chunks(cols) * 16 * kPanelRows * (32 + 4 * size_t(panel_floats<Format>()));
     }
-    static void run(const uint8_t* const* rows, size_t cols, const Input& x, const uint8_t* next,
-                    uint8_t* panel, float* sums) {
+    static void run(const uint8_t* const* rows, bool interleaved, size_t cols, const Input& x,
+                    const uint8_t* next, uint8_t* panel, float* sums) {
         constexpr size_t G = kTileTokens;
         const size_t chunks = int_chunks(cols),
                      share = kPanelRows * Format::row_bytes(cols) / (x.tokens * 16);
-        int_panel<Format>(rows, cols, panel);
+        if (interleaved)
+            interleaved_panel<Format>(rows[0], cols, panel);
+        else
+            int_panel<Format>(rows, cols, panel);
         tiles<kTileTokens>(0, x.tokens, [&](size_t t, auto nt) {
             const Tile* xs = (const Tile*)(x.data + t / G * G * x.row_bytes);
             int_tile<Format, nt.value>(panel, chunks, xs, t % G, next, nt.value * share,
@@ -428,7 +434,8 @@ NOINLINE static void matmul_panels(const Matrix& w, const int32_t* ids, size_t b
             rows[i] = w.data + (ids ? size_t(ids[at]) : at) * w.stride;
         }
         const size_t later = smaller(r + kPanelRows, end - 1);
-        Gemm<F>::run(rows, w.cols, x, w.data + (ids ? size_t(ids[later]) : later) * w.stride, panel, sums);
+        Gemm<F>::run(rows, w.group > 1, w.cols, x, w.data + (ids ? size_t(ids[later]) : later) * w.stride,
+                     panel, sums);
         for (size_t t = 0; t < x.tokens; t++) {
             for (size_t i = 0; i < size_t(kPanelRows) && r + i < end; i += W) {
                 const int n = int(smaller(W, end - r - i));
@@ -449,6 +456,11 @@ static void matmul(const Matrix& w, const int32_t* ids, size_t begin, size_t end
         });
     } else if (w.format == SIGNS) {
         matmul_rows<FormatSigns>(w, ids, begin, end, x, bias, add, y, ldy);
+    } else if (w.group > 1) {
+        for_format(w.format, [&](auto f) {
+            if constexpr (decltype(f)::block > 1)
+                matmul_groups<decltype(f)>(w, begin, end, x, bias, add, y, ldy);
+        });
     } else {
         for_format(w.format,
                    [&](auto f) { matmul_rows<decltype(f)>(w, ids, begin, end, x, bias, add, y, ldy); });

@@ -10,7 +10,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "formats.h"
+#include "arrange.h"
 
 namespace tc {
 
@@ -29,10 +29,14 @@ enum Activation : int32_t {
 // thermocline/model/quant.py. SIGNS is for predictors, which only `matmul` of few tokens reads: bit i % 8 of
 // byte i / 8 says that weight i is positive, and the product with the signs of x is +1 for each pair that
 // agrees, -1 for the others.
+//
+// Of a matrix that is only multiplied, rows of blocks may lie in groups, interleaved (arrange.h): a number of
+// rows that is a multiple of `group`, one behind the other, no ids, begin and end at groups.
 struct Matrix {
     const uint8_t* data;
     Format format;
     size_t rows, cols, stride;
+    size_t group = 1;  // 1: not interleaved; else Kernels::panel_rows
 };
 
 // Activations as matmul wants them, made by `quantize`: `row_bytes` per token. Two arrangements: rows for few
@@ -120,7 +124,8 @@ constexpr size_t kMostPanelBytes = 14;  // of 8 weights in a panel: int8, and up
 
 struct Kernels {
     const char* isa;
-    int panel_rows;  // matmul of many tokens is fastest on multiples of this
+    int panel_rows;    // matmul is fastest on multiples of this; rows of a group
+    bool interleaves;  // Are matrices multiplied faster in groups of rows?
 
     // Bytes of one activation row for weights of this format, in either arrangement.
     size_t (*input_bytes)(Format format, size_t cols);

@@ -333,6 +333,14 @@ static size_t bundles(const Bundles& w, const Input& x, const float* gate, size_
     return live;
 }
 static void decode_row(const Matrix& w, size_t row, float* out) {
-    for_format(w.format,
-               [&](auto f) { decode_row_format<decltype(f)>(w.data + row * w.stride, w.cols, out); });
+    if (w.group == 1)
+        return for_format(
+            w.format, [&](auto f) { decode_row_format<decltype(f)>(w.data + row * w.stride, w.cols, out); });
+    alignas(64) uint8_t part[kMostSlabBytes];
+    const uint8_t* group = w.data + row / w.group * w.group * w.stride;
+    for (size_t c = 0, n; c < w.cols; c += n) {
+        n = smaller(32 * kSlab, w.cols - c);
+        slab_row(w.format, n, w.group, row % w.group, group + row_bytes(w.format, c) * w.group, part);
+        for_format(w.format, [&](auto f) { decode_row_format<decltype(f)>(part, n, out + c); });
+    }
 }

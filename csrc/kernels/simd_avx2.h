@@ -73,6 +73,10 @@ static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HI
 // ---- int32 vectors and quantised weights
 using vi = __m256i;
 static inline vi vi_load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline vi vi_u8(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}  // W bytes
+static inline vi vi_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 static inline void vi_store(void* p, vi a) { _mm256_storeu_si256((__m256i*)p, a); }
 static inline vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
 static inline vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
@@ -86,6 +90,7 @@ template <int N>
 static inline vi vi_shl(vi a) {
     return _mm256_slli_epi32(a, N);
 }
+static inline vi vi_shr_by(vi a, int n) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(n)); }
 static inline vi vi_or(vi a, vi b) { return _mm256_or_si256(a, b); }
 static inline vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 static inline vf vi_f32(vi a) { return _mm256_cvtepi32_ps(a); }
@@ -447,6 +452,7 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
     for (; i < n; i++) parts[0] += size_t(_mm_popcnt_u32(uint32_t(a[i] ^ b[i])));
     return size_t(parts[0] + parts[1] + parts[2] + parts[3]);
 }
+constexpr bool kInterleaves = true;  // 1.1 to 1.6 times as fast from the L2 cache (Zen 4)
 constexpr int kTileTokens =
     4;  // a matrix tile: 2 vectors of rows times this many tokens of accumulators, of 16 registers
 constexpr int kFloatTileTokens = 6;

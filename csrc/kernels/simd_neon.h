@@ -94,6 +94,15 @@ static inline vi vi_load(const void* p) {
     return {vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)),
             vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p + 16))};
 }
+static inline vi vi_u8(const uint8_t* p) {  // W bytes
+    const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+    return {vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide))),
+            vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(wide)))};
+}
+static inline vi vi_i8(const uint8_t* p) {
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)));
+    return {vmovl_s16(vget_low_s16(wide)), vmovl_s16(vget_high_s16(wide))};
+}
 static inline void vi_store(void* p, vi a) {
     vst1q_u8((uint8_t*)p, vreinterpretq_u8_s32(a.lo)), vst1q_u8((uint8_t*)p + 16, vreinterpretq_u8_s32(a.hi));
 }
@@ -112,6 +121,11 @@ static inline vi vi_shr(vi a) {
 template <int N>
 static inline vi vi_shl(vi a) {
     return {vshlq_n_s32(a.lo, N), vshlq_n_s32(a.hi, N)};
+}
+static inline vi vi_shr_by(vi a, int n) {
+    const int32x4_t by = vdupq_n_s32(-n);
+    return {vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a.lo), by)),
+            vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a.hi), by))};
 }
 static inline vi vi_or(vi a, vi b) { return {vorrq_s32(a.lo, b.lo), vorrq_s32(a.hi, b.hi)}; }
 static inline vi vi_sub(vi a, vi b) { return {vsubq_s32(a.lo, b.lo), vsubq_s32(a.hi, b.hi)}; }
@@ -383,6 +397,7 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
         for (uint32_t x = uint32_t(a[i] ^ b[i]); x; x &= x - 1) count++;
     return count;
 }
+constexpr bool kInterleaves = false;  // nobody has measured it
 constexpr int kTileTokens = 6, kFloatTileTokens = 4;
 
 // ---- attention

@@ -678,6 +678,81 @@ def test_threads_change_no_bit_of_a_matmul(isa: str, format: str) -> None:
         assert same_bits(cpu(isa, threads).matmul(matrix, x[:tokens], bias), y[:tokens]), (threads, tokens)
 
 
+# ---- interleaved rows
+
+
+def interleaved(isa: str, format: str, w: F32) -> tuple[_native.Matrix, _native.Matrix]:
+    """The same rows in two arenas: one behind the other, and interleaved."""
+    planar, data = stored(format, w)[0], quant.encode(format, w)
+    arena, offset = in_arena(data)
+    matrix = _native.Matrix(arena, offset, quant.FORMATS[format].id, *w.shape, data.shape[1])
+    return planar, cpu(isa).native.interleaved(arena, matrix)
+
+
+@pytest.mark.parametrize("isa, format", [p for p in PAIRS if p.values[1] in QUANTISED])
+def test_interleaved_rows_give_the_bits_of_rows_in_turn(isa: str, format: str) -> None:
+    for cols, rows in itertools.product(columns(format), (32, 96)):
+        planar, matrix = interleaved(isa, format, normal(rows, rows, cols))
+        assert matrix.interleaved and not planar.interleaved
+        assert cpu(isa).native.interleaves(planar) == (isa not in ("scalar", "neon"))
+        assert not cpu(isa).native.interleaves(matrix)
+        ids = np.array([rows - 1, 0, 17, 17], np.int32)
+        assert same_bits(cpu(isa).embed(matrix, ids), cpu(isa).embed(planar, ids)), cols
+        x, bias, before = normal(cols, 12, cols), normal(3, rows), normal(4, 12, rows)
+        y, added = cpu(isa).matmul(planar, x, bias), before.copy()
+        cpu(isa).matmul_add(added, planar, x, bias)
+        for tokens, threads in itertools.product((1, 2, 3, 4, 5, 12), (1, 3)):
+            of = cols, rows, tokens, threads
+            assert same_bits(cpu(isa, threads).matmul(matrix, x[:tokens], bias), y[:tokens]), of
+            out = before[:tokens].copy()
+            cpu(isa, threads).matmul_add(out, matrix, x[:tokens], bias)
+            assert same_bits(out, added[:tokens]), of
+
+
+def test_what_cannot_be_interleaved_is_refused() -> None:
+    native, row = cpu(ISAS[0]).native, quant.row_bytes("q4_k", 256)
+    arena, other = _native.Arena(256 * row), _native.Arena(64)
+    q4_k, f32 = quant.FORMATS["q4_k"].id, quant.FORMATS["f32"].id
+    for matrix in (
+        _native.Matrix(arena, 0, f32, 32, 8, 32),  # no blocks
+        _native.Matrix(arena, 0, q4_k, 33, 256, row),  # no whole groups
+        _native.Matrix(arena, 0, q4_k, 32, 256, 2 * row),  # gaps
+        native.interleaved(arena, _native.Matrix(arena, 0, q4_k, 32, 256, row)),
+    ):
+        assert not native.interleaves(matrix)
+        with pytest.raises(ValueError, match="cannot be interleaved"):
+            native.interleaved(arena, matrix)
+    with pytest.raises(ValueError, match="another arena"):
+        native.interleaved(other, _native.Matrix(arena, 0, q4_k, 32, 256, row))
+
+
+@pytest.mark.skipif("avx512" not in ISAS, reason="all instruction sets of this CPU have groups of 16 rows")
+def test_rows_interleaved_for_another_instruction_set_are_refused() -> None:
+    _, matrix = interleaved("avx512", "q4_k", normal(1, 32, 256))
+    x, out, bound = normal(2, 1, 256), np.empty((1, 32), np.float32), cpu("avx2")
+    calls: list[Callable[[], object]] = [
+        lambda: bound.matmul(matrix, x, None),
+        lambda: bound.embed(matrix, np.zeros(1, np.int32)),
+        lambda: bound.matmul_add(out, matrix, x, None),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="another instruction set"):
+            call()
+
+
+def test_interleaved_neurons_in_bundles_and_rows_below_half_a_group_are_refused() -> None:
+    isa = ISAS[0]
+    planar, matrix = interleaved(isa, "q4_k", normal(1, 256, 256))
+    gate, plain = _native.Linear(matrix, None), _native.Linear(planar, None)
+    join = _native.Join(None, 1.0)
+    for gates, up, down in ((gate, planar, planar), (plain, matrix, planar), (plain, planar, matrix)):
+        with pytest.raises(ValueError, match="rows of neurons are interleaved"):
+            _native.FFN(None, gates, up, down, None, ACTIVATIONS.index("relu"), 0.0, False, True, None, join)
+    short = stored("q4_k", normal(2, 8, 256))[0]
+    with pytest.raises(ValueError, match="no whole groups"):
+        _native.Stack((short, matrix), None)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_dense_activations_skip_nothing(isa: str) -> None:
     f = ffn("f32", 40, 33, "gated", "silu", -100.0)

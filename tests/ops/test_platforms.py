@@ -52,6 +52,7 @@ SLOW = (
     "matmul",
     "any_shape",
     "any_ffn",
+    "interleaved_rows",
     "nan_weight",
     "window",
 )
@@ -59,6 +60,7 @@ SMALL = (
     "without_biases",
     "active_set[neon-q4_0-dReLU]",
     "active_set[neon-q5_k-gated]",
+    *(f"in_turn[neon-{format}]" for format in ("q4_k", "q3_k")),
     *(f"matmul_add-neon-{format}" for format in ("q8_0", "bf16", "q2_k")),
 )
 

@@ -15,6 +15,7 @@ import pytest
 from test_disk_tier import small_buffers
 from test_twins import Model, in_numpy, nmse
 
+from thermocline import _native
 from thermocline.engine.traffic import Traffic
 from thermocline.machine import tiers
 from thermocline.pack.checksums import open_checksums
@@ -46,6 +47,25 @@ def test_logits_are_the_references_and_no_chunk_changes_a_bit(kind: str, tmp_pat
     assert (np.median(each) if "mixture" in kind else max(each)) <= 2e-3
     for chunk, threads in itertools.product((1, 3, 7), (1, 3)):
         assert np.array_equal(model_of(Pack.open(tmp_path / "p"), threads).logits(IDS, chunk), whole), chunk
+
+
+@pytest.mark.parametrize("kind", mixed.SPECS)
+def test_rows_are_interleaved_where_a_matrix_is_multiplied_as_a_whole(kind: str, tmp_path: Path) -> None:
+    """The rows of neurons that may be skipped are not. No bit of an answer changes."""
+    pack = mixed.pack_of(tmp_path / "p", kind)
+    begun, ops = weights.BegunLoad.of(pack), weights.new_ops(2)
+    begun.finish()
+    planar = Model(pack.spec, weights.assemble(pack.spec, pack.tensors, begun.arena, ops), ops)
+    loaded = model_of(pack)
+    assert np.array_equal(loaded.logits(IDS, 1), planar.logits(IDS, 1))
+    assert np.array_equal(loaded.logits(IDS, 40), planar.logits(IDS, 1))
+    for layer, other in zip(loaded.weights.layers, planar.weights.layers, strict=True):
+        neurons = layer.experts[0].parts[0]
+        for w, before in ((layer.attn_out.weight, other.attn_out.weight),
+                          (neurons.down, other.experts[0].parts[0].down)):  # fmt: skip
+            assert isinstance(w, _native.Matrix) and isinstance(before, _native.Matrix)
+            whole = w is layer.attn_out.weight or not pack.spec.sparse
+            assert w.interleaved == (whole and ops.native.interleaves(before)), w.shape
 
 
 def test_floats_of_several_widths_are_the_references(tmp_path: Path) -> None:

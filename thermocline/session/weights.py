@@ -108,7 +108,7 @@ def load(
     begun = model if isinstance(model, BegunLoad) else BegunLoad.of(model)
     model, arena = begun.model, begun.arena
     begun.finish(progress)
-    weights = assemble(model.spec, model.tensors, arena, ops)
+    weights = assemble(model.spec, model.tensors, arena, ops, interleave=True)
     if predictors is not None:
         weights = with_predictors(weights, predictors)
     return LoadedWeights(weights, ops, memory_bytes(model, predictors), Filled.of(arena, model.ranges()))
@@ -183,6 +183,7 @@ class PackInMemory:
     on_gpus: Mapping[
         str, Mapping[str, DeviceRows]
     ]  # by name and device: whole, or the first rows of each expert
+    interleave: bool = False  # rows of what is multiplied as a whole, where this CPU is faster then
 
     def matrix(self, name: str) -> WeightMatrix:
         """Return all rows of a tensor: those in RAM, if it is there, or those of the one GPU that has it."""
@@ -219,8 +220,14 @@ class PackInMemory:
         weight = self.vector(f"{name}.weight")
         return None if weight is None else Norm(weight, self.vector(f"{name}.bias"))
 
+    def multiplied(self, w: WeightMatrix) -> WeightMatrix:
+        """Return a matrix of which no rows are asked for, as products take it."""
+        if self.interleave and isinstance(w, _native.Matrix) and self.ops.native.interleaves(w):
+            return self.ops.native.interleaved(self.arena, w)
+        return w
+
     def linear(self, name: str) -> Linear:
-        return Linear(self.matrix(f"{name}.weight"), self.vector(f"{name}.bias"))
+        return Linear(self.multiplied(self.matrix(f"{name}.weight")), self.vector(f"{name}.bias"))
 
     def ffn(self, layer: str, expert: int) -> FFN:
         biases = self.vector(f"{layer}.gate.bias")
@@ -244,7 +251,9 @@ class PackInMemory:
         gate = Linear(self._in_ram(f"{layer}.gate.weight", expert), bias)
         if not spec.sparse:
             up = self._in_ram(f"{layer}.up.weight", expert) if spec.gated else None
-            return FFNPart(gate, up, self._in_ram(f"{layer}.down.weight", expert))
+            down = self._in_ram(f"{layer}.down.weight", expert)
+            gate = Linear(self.multiplied(gate.weight), bias)
+            return FFNPart(gate, None if up is None else self.multiplied(up), self.multiplied(down))
         of_up, of_down = bundle_parts(self.tensors[bundle], spec)
         up = None if of_up is None else self._in_ram(bundle, expert, of_up)
         return FFNPart(gate, up, self._in_ram(bundle, expert, of_down))
@@ -264,8 +273,11 @@ class PackInMemory:
         """Return q, k and v, which are three tensors where their formats differ."""
         fused, bias = f"{layer}.qkv.weight", self.vector(f"{layer}.qkv.bias")
         if fused in self.tensors or fused in self.on_gpus:
-            return Linear(self.matrix(fused), bias)
-        return Linear(Stacked(tuple(self.matrix(f"{layer}.{n}.weight") for n in QKV)), bias)
+            return Linear(self.multiplied(self.matrix(fused)), bias)
+        parts = [self.matrix(f"{layer}.{n}.weight") for n in QKV]
+        if all(isinstance(w, _native.Matrix) and self.ops.native.interleaves(w) for w in parts):
+            parts = [self.multiplied(w) for w in parts]
+        return Linear(Stacked(tuple(parts)), bias)
 
     def layer(self, i: int) -> Layer:
         a, router = f"layers.{i}", f"layers.{i}.router.weight"
@@ -298,10 +310,14 @@ def assemble(
     arena: _native.Arena,
     ops: CpuOps,
     on_gpus: Mapping[str, Mapping[str, DeviceRows]] | None = None,
+    *,
+    interleave: bool = False,
 ) -> Weights:
-    """Return the weights of a model. `tensors`, `on_gpus`: as `PackInMemory`'s."""
-    made = PackInMemory(spec, tensors, arena, ops, on_gpus or {})
+    """Return the weights of a model. `tensors`, `on_gpus`, `interleave`: as `PackInMemory`'s."""
+    made = PackInMemory(spec, tensors, arena, ops, on_gpus or {}, interleave)
     embed = made.matrix("embed.weight")
+    if spec.tied_head:
+        embed = made.multiplied(embed)
     return Weights(
         embed=embed,
         pos_embed=made.matrix("pos_embed.weight") if spec.position == "learned" else None,
