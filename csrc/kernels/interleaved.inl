@@ -25,7 +25,8 @@ struct Slab {
         for (size_t i = 0; i < bytes; i += 2 * W) memcpy(scales + i, from + i, 2 * W);
         planes[0].at[0] = from + bytes;
         if (blocks) F::ScalesOf::unpack(planes, unpacked);
-        for (int i = 0; i < kMostPlanes; i++) planes[1].at[i] = planes[0].at[i] + F::facts.units[i] * W;
+        for (int i = 0; i < kMostPlanes; i++)
+            if (planes[0].at[i]) planes[1].at[i] = planes[0].at[i] + F::facts.units[i] * W;
     }
 };
 
@@ -55,8 +56,8 @@ struct BlockSums {
     static constexpr int parts = F::grouped || D::run < 8 ? 2 : 1;
     const XChunk* first;
     size_t stride, at;
-    static constexpr int G = 2;  // vectors of W rows
-    vi s[2][G][NT], total[2][G][NT];
+    static constexpr int G = 2;       // vectors of W rows
+    vi s[2][G][NT], total[2][G][NT];  // total: of the first half of the steps, where not all of them fit
 
     TC_INLINE const XChunk* chunk(int n) const {
         return (const XChunk*)((const uint8_t*)first + size_t(n) * stride);
