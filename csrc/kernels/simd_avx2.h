@@ -73,9 +73,8 @@ static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HI
 // ---- int32 vectors and quantised weights
 using vi = __m256i;
 static inline vi vi_load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-static inline vi vi_u8(const uint8_t* p) {
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-}  // W bytes
+// W bytes.
+static inline vi vi_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 static inline vi vi_i8(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 static inline void vi_store(void* p, vi a) { _mm256_storeu_si256((__m256i*)p, a); }
 static inline vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
@@ -452,7 +451,7 @@ static inline size_t bits_that_differ(const uint8_t* a, const uint8_t* b, size_t
     for (; i < n; i++) parts[0] += size_t(_mm_popcnt_u32(uint32_t(a[i] ^ b[i])));
     return size_t(parts[0] + parts[1] + parts[2] + parts[3]);
 }
-constexpr bool kInterleaves = true;  // 1.1 to 1.6 times as fast from the L2 cache (Zen 4)
+constexpr bool kInterleaves = true;  // 1.3 to 1.9 times as fast from the L2 cache (Zen 4, 1792 columns)
 constexpr int kTileTokens =
     4;  // a matrix tile: 2 vectors of rows times this many tokens of accumulators, of 16 registers
 constexpr int kFloatTileTokens = 6;
