@@ -199,6 +199,14 @@ template <size_t UNIT>
 void move_units(size_t n, const uint8_t* from, size_t from_step, uint8_t* to, size_t to_step) {
     for (size_t i = 0; i < n; i++, from += from_step, to += to_step) memcpy(to, from, UNIT);
 }
+void move_units(size_t unit, size_t n, const uint8_t* from, size_t from_step, uint8_t* to, size_t to_step) {
+    if (unit == 4)
+        move_units<4>(n, from, from_step, to, to_step);
+    else if (unit == 2)
+        move_units<2>(n, from, from_step, to, to_step);
+    else
+        move_units<1>(n, from, from_step, to, to_step);
+}
 
 // Calls f(unit, n, where n units begin in a row of `cols` columns, and in their slab of a group) for what the
 // slab at column c has of a row. Returns the slab's bytes.
@@ -263,23 +271,13 @@ bool scales_are_finite(const Arrangement& a, size_t blocks, const uint8_t* row) 
 void interleave_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* row, uint8_t* to) {
     for (size_t c = 0; c < cols; c += kSlab * 32)
         to += each_run(format, cols, c, group, lane, [&](size_t unit, size_t n, size_t from, size_t at) {
-            if (unit == 4)
-                move_units<4>(n, row + from, 4, to + at, 4 * group);
-            else if (unit == 2)
-                move_units<2>(n, row + from, 2, to + at, 2 * group);
-            else
-                move_units<1>(n, row + from, 1, to + at, group);
+            move_units(unit, n, row + from, unit, to + at, unit * group);
         });
 }
 
 void slab_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* from, uint8_t* row) {
     each_run(format, cols, 0, group, lane, [&](size_t unit, size_t n, size_t to, size_t at) {
-        if (unit == 4)
-            move_units<4>(n, from + at, 4 * group, row + to, 4);
-        else if (unit == 2)
-            move_units<2>(n, from + at, 2 * group, row + to, 2);
-        else
-            move_units<1>(n, from + at, group, row + to, 1);
+        move_units(unit, n, from + at, unit * group, row + to, unit);
     });
 }
 
