@@ -124,9 +124,9 @@ struct Mixture {
     size_t active;
     Join join;
     RouterRule rule;
-    const float* selection_bias;           // [experts], or null
-    const FFN* shared = nullptr;           // takes every token; as plain matrices in memory, or null
-    Matrix shared_router = {};             // f32 [1, dim]: shared is multiplied by sigmoid(w . x); or data null
+    const float* selection_bias;  // [experts], or null
+    const FFN* shared = nullptr;  // takes every token; as plain matrices in memory, or null
+    Matrix shared_router = {};    // f32 [1, dim]: shared is multiplied by sigmoid(w . x); or data null
     size_t neurons() const { return experts[0]->neurons(); }  // of an expert
 };
 

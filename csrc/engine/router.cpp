@@ -51,7 +51,7 @@ static void keep_best_groups(const RouterRule& rule, size_t experts, float* want
     for (size_t g = 0; g < rule.groups; g++) {
         const float* mine = wanted + g * each;
         find_best(mine, each, std::min<size_t>(2, each), best);
-        scores[g] = mine[best[0]] + (rule.group_score == RouterRule::SUM2 ? mine[best[1]] : 0.0f);
+        scores[g] = mine[best[0]] + (rule.group_rule == RouterRule::SUM2 ? mine[best[1]] : 0.0f);
     }
     find_best(scores, rule.groups, rule.groups_kept, best);
     bool kept[kMostExperts] = {};

@@ -11,14 +11,14 @@ struct RouterRule {
     enum Score : int32_t { SOFTMAX = 0, SIGMOID = 1, LOGITS = 2, N_SCORES = 3 };
     // Softmax of the chosen experts' logits; their scores; their scores by the sum of them.
     enum Weights : int32_t { CHOSEN = 0, SCORE = 1, NORMALISED = 2, N_WEIGHTS = 3 };
-    enum GroupScore : int32_t { MAX = 0, SUM2 = 1, N_GROUP_SCORES = 2 };  // SUM2: the sum of its two best
+    enum GroupRule : int32_t { MAX = 0, SUM2 = 1, N_GROUP_RULES = 2 };  // SUM2: the sum of its two best
     Score score = SOFTMAX;
     Weights weights = CHOSEN;
-    float epsilon = 0;           // added to the sum that divides
-    bool epsilon_floor = false;  // or else the least that it is
-    float scale = 1;             // of the weights
+    float epsilon = 0;                   // added to the sum that divides
+    bool epsilon_floor = false;          // or else the least that it is
+    float scale = 1;                     // of the weights
     size_t groups = 1, groups_kept = 1;  // of consecutive experts; those chosen from
-    GroupScore group_score = MAX;
+    GroupRule group_rule = MAX;
 };
 
 // weights [experts]: how much of each a token gets, 0 for all but the `active` best. Of equal ones the lower
