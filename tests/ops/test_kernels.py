@@ -1248,10 +1248,10 @@ class Good:
         return _native.Mixture(**(good | changes))
 
     @staticmethod
-    def rule(**changes: int) -> _native.RouterRule:
-        good = {"score": 0, "weights": 0, "epsilon": 0, "epsilon_floor": 0, "scale": 1, "groups": 1,
+    def rule(**changes: Any) -> _native.RouterRule:
+        good: dict[str, Any] = {"score": 0, "weights": 0, "epsilon": 0, "epsilon_floor": False, "scale": 1, "groups": 1,
                 "groups_kept": 1, "group_rule": 0}  # fmt: skip
-        return _native.RouterRule(**(good | changes))  # type: ignore[arg-type]
+        return _native.RouterRule(**(good | changes))
 
     def moe_add(self, x: Any = None, h: Any = None, record: Any = None, **changes: Any) -> None:
         x, h = self.x.copy() if x is None else x, self.x if h is None else h

@@ -220,7 +220,7 @@ def test_every_rule_is_the_references(active: int, biased: bool) -> None:
     damaged = logits[:40].copy()
     damaged[np.arange(40), rng.integers(0, n, 40)] = np.nan
     logits = np.concatenate([logits, damaged]).astype(np.float32)
-    bias = rng.integers(-2, 3, n).astype(np.float32) / 4 if biased else None
+    bias = (rng.integers(-2, 3, n) / 4).astype(np.float32) if biased else None
     for rule in RULES:
         cancels = rule.score == "logits" and rule.weights == "normalised"  # a sum of both signs is noise
         given = np.abs(logits) if cancels else logits
