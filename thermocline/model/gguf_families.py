@@ -31,7 +31,7 @@ from thermocline.model.gguf_metadata import (
 from thermocline.model.mixtures import gguf as mixtures
 from thermocline.model.mixtures.gguf import experts
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import SourceSlice, TensorMap
+from thermocline.model.tensor_map import SourceSlice, TensorMap, pairs
 
 
 def _llama(k: GGUFKeys) -> Json:
@@ -309,7 +309,7 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
     if short == "attn_qkv":
         return replace(piece, pick=())
     if short in a.turned:
-        return replace(piece, pick=_pairs(piece.shape[0], spec.head_dim))
+        return replace(piece, pick=pairs(piece.shape[0], spec.head_dim))
     if short == "position_embd":
         return _positions(piece, gguf)
     return piece
@@ -335,11 +335,6 @@ def _transposed_down(piece: SourceSlice) -> SourceSlice:
     if len(piece.shape) == 1:
         return replace(piece, tensor=name)
     return replace(piece, tensor=name, shape=piece.shape[::-1], transposed=not piece.transposed)
-
-
-def _pairs(rows: int, head_dim: int) -> tuple[range, ...]:
-    """Return where our rows are among llama.cpp's: in each head the even ones, then the odd ones."""
-    return tuple(range(head + odd, head + head_dim, 2) for head in range(0, rows, head_dim) for odd in (0, 1))
 
 
 def _positions(piece: SourceSlice, gguf: GGUF) -> SourceSlice:
