@@ -55,6 +55,12 @@ CASES: dict[str, tuple[str, bool]] = {
     "minicpm": ("minicpm", False),
     "qwen2_drelu": ("qwen2", False),
     "qwen3_moe": ("qwen3moe", False),
+    "olmoe": ("olmoe", False),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_air"), ("glm4moe", False)),
+    "dots1": ("dots1", False),
+    "ernie4_5_moe": ("ernie4_5-moe", False),
+    "granite_moe": ("granitemoe", False),
+    "minimax_m2": ("minimax-m2", False),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -64,6 +70,8 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 16},
     "falcon_relu": {"activation": "relu"},
     "minicpm": {"hidden_act": "silu"},
+    "dots1": {"sliding_window": None, "layer_types": None},
+    "ernie4_5_moe": {"moe_norm_min": 1e-12},
 }
 
 
