@@ -38,6 +38,14 @@ size_t Context::gate_up_panel_bytes(const FFNArgs& a, const GateUpInputs& in) co
     return std::max(gate, up);
 }
 
+size_t activate(const Kernels& k, const FFN& f, float* gate, const float* up, size_t n) {
+    k.activate(gate, n, f.activation, f.threshold);
+    for (size_t i = 0; i < n && up; i++) gate[i] = f.up_relu && up[i] <= 0 ? 0.0f : gate[i] * up[i];
+    size_t live = 0;
+    for (size_t i = 0; i < n; i++) live += gate[i] != 0;
+    return live;
+}
+
 // Rows of gate and up, then, when all are done, rows of down.
 FFNCounts Context::dense_ffn(const FFNArgs& a) {
     const size_t n = a.ffn.gate.weight.rows, tokens = a.tokens, threads = size_t(pool.threads());
@@ -67,14 +75,9 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
                      mine);
             if (up) k.matmul(a.ffn.up, nullptr, begin, end, in.up, nullptr, false, up + begin, n, mine);
             for (size_t t = 0; t < tokens; t++) {
-                float* h = gate + t * n;
-                k.activate(h + begin, end - begin, a.ffn.activation, a.ffn.threshold);
-                for (size_t i = begin; i < end && up; i++) {
-                    const float u = up[t * n + i];
-                    h[i] = a.ffn.up_relu && u <= 0 ? 0.0f : h[i] * u;
-                }
-                for (size_t i = begin; i < end; i++) live += h[i] != 0;
-                if (a.record) std::copy(h + begin, h + end, a.record + t * n + begin);
+                float* h = gate + t * n + begin;
+                live += activate(k, a.ffn, h, up ? up + t * n + begin : nullptr, end - begin);
+                if (a.record) std::copy(h, h + (end - begin), a.record + t * n + begin);
                 if (!whole_rows && copy) k.quantize(f, h, n, begin, end, false, bytes, t, hidden);
             }
         }

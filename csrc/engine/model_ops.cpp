@@ -22,12 +22,12 @@ size_t Context::scratch_bytes() const {
     size_t total = 0;
     auto add = [&](const auto&... each) { ((total += each.capacity() * sizeof(*each.data())), ...); };
     for (const auto& each : inputs_) add(each);
-    add(hidden_input_, panels_, guess_input_, code_input_, marks_);
+    add(hidden_input_, panels_, guess_input_, code_input_, marks_, expert_input_);
     add(code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_,
-        scales_);
+        scales_, products_);
     add(ids_, slots_, entries_, places_, gate_slots_, gate_entries_, wanted_, gate_wanted_, counts_);
     add(routed_.normed, routed_.logits, routed_.weights, routed_.in, routed_.out, routed_.sum, routed_.record,
-        routed_.tokens);
+        routed_.shares, routed_.shared, routed_.tokens, routed_.visits);
     return total;
 }
 
