@@ -168,6 +168,7 @@ Bytes op(const std::string& what, tc::Context& c, Request& r) {
         return c.embed(w, reinterpret_cast<const int32_t*>(ids.data()), ids.size() / 4, floats(out)), out;
     }
     if (what == "interleaves") return number(c.k.interleaves);
+    if (what == "group") return number(size_t(c.k.panel_rows));
     if (what == "interleaved") {
         tc::Arena& arena = *arenas.at(r.number());
         const tc::Matrix w = r.matrix();

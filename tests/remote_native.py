@@ -244,6 +244,10 @@ class Context:
         self.threads, self.isa = threads, isa or isa_levels()[0]
         self.id = u64(*numbers(ask("context", u64(threads), array(self.isa.encode()))))
 
+    @property
+    def group(self) -> int:
+        return int(numbers(ask("group", self.id))[0])
+
     def interleaves(self, w: Matrix) -> bool:
         return not w.interleaved and bool(numbers(ask("interleaves", self.id))[0])
 

@@ -103,10 +103,11 @@ def begin_blocks(
 def begin_rows(
     arena: Arena,
     files: list[tuple[str, tuple[int, int, int, int]]],
-    runs: list[tuple[str, int, int, int, int, int, int, I32 | None]],
+    runs: list[tuple[str, int, int, int, int, int, int, I32 | None, int, int]],
 ) -> Loading:
     """Rows of GGUF files as planar rows. files: (path, (device, inode, bytes, time of writing in ns)); runs:
-    (format, columns, file, first byte, rows, to, stride, order)"""
+    (format, columns, file, first byte, rows, to, stride, order, rows of a group (1: none), rows of the first
+    one's group before it)"""
 
 def arranged(format: str, rows: U8, out: U8) -> int | None:
     """Rows of GGUF's blocks as planar rows. -> the first row with a scale that is no number"""
@@ -145,9 +146,14 @@ class Reader:
         """Read at each offset, `depth` at a time, for so long. -> (how many were read, the first error)"""
 
 class Matrix:
-    """Rows inside an arena, one every `stride` bytes. `format`: `quant.FORMATS[...].id`."""
+    """Rows inside an arena, one every `stride` bytes. `format`: `quant.FORMATS[...].id`.
 
-    def __new__(cls, arena: Arena, offset: int, format: int, rows: int, cols: int, stride: int) -> Matrix: ...
+    `group`: of rows that are interleaved, `Context.group`.
+    """
+
+    def __new__(
+        cls, arena: Arena, offset: int, format: int, rows: int, cols: int, stride: int, group: int = 1
+    ) -> Matrix: ...
     @property
     def shape(self) -> tuple[int, int]: ...
     @property
@@ -380,6 +386,10 @@ class Context:
     def threads(self) -> int: ...
     @property
     def isa(self) -> str: ...
+    @property
+    def group(self) -> int:
+        """Rows of a group, in which rows are interleaved."""
+
     @property
     def scratch_bytes(self) -> int:
         """Bytes that calls have taken so far, and keep."""

@@ -40,7 +40,7 @@ from thermocline.opening.open_model import open_model
 from thermocline.pack.stored_model import StoredModel
 from thermocline.session.options import EngineOptions
 from thermocline.session.session import Session
-from thermocline.session.weights import BegunLoad
+from thermocline.session.weights import BegunLoad, new_ops
 from thermocline.text.tokenizer import FILE
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -58,7 +58,7 @@ def opened(path: str) -> StoredModel:
 def load(path: str) -> float:
     model = opened(path)
     start = time.perf_counter()
-    BegunLoad.of(model).finish()
+    BegunLoad.of(model, new_ops(hardware.default_threads())).read()
     return time.perf_counter() - start
 
 

@@ -44,9 +44,12 @@ static void check_ids(const I1& ids, size_t limit, const char* what) {
 }
 
 // Can its rows be interleaved?
+static bool fits_groups(const Matrix& w, size_t group) {
+    return w.format != tc::SIGNS && tc::kFormats[w.format].block > 1 && group > 0 &&
+           w.stride == tc::row_bytes(w.format, w.cols) && w.rows % group == 0;
+}
 static bool in_groups(const Context& c, const Matrix& w) {
-    return w.format != tc::SIGNS && tc::kFormats[w.format].block > 1 && w.group == 1 &&
-           w.stride == tc::row_bytes(w.format, w.cols) && w.rows % size_t(c.k.panel_rows) == 0;
+    return w.group == 1 && fits_groups(w, size_t(c.k.panel_rows));
 }
 static void check_groups(const Context& c, const Matrix& w) {
     check(w.group == 1 || w.group == size_t(c.k.panel_rows), "interleaved for another instruction set");
@@ -642,11 +645,14 @@ NB_MODULE(_native, m) {
     bind_load(m);
 
     nb::class_<Matrix>(m, "Matrix")
-        .def(nb::new_(
-                 [](const Arena& arena, size_t offset, int format, size_t rows, size_t cols, size_t stride) {
-                     return new Matrix(make_matrix(arena, offset, format, rows, cols, stride));
-                 }),
-             "arena"_a, "offset"_a, "format"_a, "rows"_a, "cols"_a, "stride"_a,
+        .def(nb::new_([](const Arena& arena, size_t offset, int format, size_t rows, size_t cols,
+                         size_t stride, size_t group) {
+                 Matrix made = make_matrix(arena, offset, format, rows, cols, stride);
+                 check(group == 1 || fits_groups(made, group), "rows cannot be in groups");
+                 made.group = group;
+                 return new Matrix(made);
+             }),
+             "arena"_a, "offset"_a, "format"_a, "rows"_a, "cols"_a, "stride"_a, "group"_a = 1,
              nb::keep_alive<0, 2>())  // argument 1 of __new__ is the class
         .def_prop_ro("shape", [](const Matrix& w) { return std::make_tuple(w.rows, w.cols); })
         .def_prop_ro("row_bytes", [](const Matrix& w) { return tc::row_bytes(w.format, w.cols); })
@@ -731,6 +737,7 @@ NB_MODULE(_native, m) {
             "threads"_a, "isa"_a = "")
         .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
         .def_prop_ro("isa", [](const Context& c) { return std::string(c.k.isa); })
+        .def_prop_ro("group", [](const Context& c) { return c.k.panel_rows; })
         .def_prop_ro("scratch_bytes", &Context::scratch_bytes)
         .def(
             "interleaves",

@@ -14,7 +14,8 @@ using tc::Crew;
 using Checksums = Array<const uint32_t, 1>;
 using Progress = std::optional<nb::callable>;
 using State = std::tuple<uint64_t, uint64_t, uint64_t, int64_t>;
-using Run = std::tuple<std::string, size_t, unsigned, uint64_t, size_t, size_t, size_t, std::optional<I1>>;
+using Run = std::tuple<std::string, size_t, unsigned, uint64_t, size_t, size_t, size_t, std::optional<I1>,
+                       size_t, size_t>;
 
 static constexpr unsigned kLook = 50;  // ms between two looks at Ctrl-C and the progress
 
@@ -43,8 +44,18 @@ static Loading* begin_blocks(Arena& arena, const std::string& path,
     return new Loading{tc::begin_blocks(arena, path.c_str(), found, checksums.data(), block), {}};
 }
 
+// Do whole groups lie in the arena, from the one of row 0 to the one of row `last`?
+static void check_groups(const tc::Arrangement& form, const Run& run, size_t row_bytes, size_t last,
+                         const Arena& arena) {
+    const auto& [format, columns, file, at, rows, to, stride, order, group, lane] = run;
+    check(tc::kFormats[form.format].block > 1 && group <= 1024, "rows that cannot be in groups");
+    check(stride == row_bytes && lane < group && lane * stride <= to, "rows of groups out of place");
+    const size_t begin = to - lane * stride, all = (lane + last) / group * group + group;
+    check(all <= (arena.bytes - begin) / stride, "groups outside the arena");
+}
+
 static tc::RowRun make_run(const Run& run, const Arena& arena, size_t files) {
-    const auto& [format, columns, file, at, rows, to, stride, order] = run;
+    const auto& [format, columns, file, at, rows, to, stride, order, group, lane] = run;
     const tc::Arrangement* form = tc::arrangement(format.c_str());
     check(form != nullptr, "unknown weight format");
     check(columns > 0 && columns <= size_t(1) << 31 && columns % form->block == 0, "no whole blocks");
@@ -54,6 +65,7 @@ static tc::RowRun make_run(const Run& run, const Arena& arena, size_t files) {
               row_bytes <= (uint64_t(1) << 62) / rows,
           "rows out of range");
     check(stride >= row_bytes && stride <= size_t(1) << 40, "row stride smaller than a row");
+    check(group >= 1, "no group");
     size_t last = rows - 1;
     if (order) {
         check(order->shape(0) == rows, "order has the wrong length");
@@ -64,7 +76,8 @@ static tc::RowRun make_run(const Run& run, const Arena& arena, size_t files) {
     check(
         to <= arena.bytes && row_bytes <= arena.bytes - to && last <= (arena.bytes - to - row_bytes) / stride,
         "rows outside the arena");
-    return {form, blocks, file, at, rows, to, stride, order ? order->data() : nullptr};
+    if (group > 1) check_groups(*form, run, row_bytes, last, arena);
+    return {form, blocks, file, at, rows, to, stride, order ? order->data() : nullptr, group, lane};
 }
 
 static Loading* begin_rows(Arena& arena, const std::vector<std::tuple<std::string, State>>& files,

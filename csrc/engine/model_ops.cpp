@@ -37,11 +37,12 @@ Matrix Context::interleaved(const Matrix& w, uint8_t* to) {
     Pieces pieces(w.rows, group, pool.threads());
     auto region = [&](int thread) {
         uint8_t* const rows = scratch + size_t(thread) * panel_stride_;
+        std::vector<LaneOfGroup> lanes;
+        for (size_t i = 0; i < group; i++) lanes.push_back({rows + i * w.stride, i});
         for (size_t begin, end; pieces.take(&begin, &end);)
             for (size_t r = begin; r < end; r += group) {
                 memcpy(rows, to + r * w.stride, bytes);
-                for (size_t i = 0; i < group; i++)
-                    interleave_row(w.format, w.cols, group, i, rows + i * w.stride, to + r * w.stride);
+                interleave_rows(w.format, w.cols, group, lanes.data(), group, to + r * w.stride);
             }
     };
     pool.run(region);

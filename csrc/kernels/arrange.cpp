@@ -195,23 +195,21 @@ void tq2_0(size_t n, const uint8_t* from, uint8_t* to) {
 
 // ---- rows in groups
 
+// n units of each of `count` rows, from byte `from` of a row on, to the lanes of a group, or back.
 template <size_t UNIT>
-void move_units(size_t n, const uint8_t* from, size_t from_step, uint8_t* to, size_t to_step) {
-    for (size_t i = 0; i < n; i++, from += from_step, to += to_step) memcpy(to, from, UNIT);
+void to_group(size_t n, size_t from, const LaneOfGroup* rows, size_t count, uint8_t* to, size_t group) {
+    for (size_t i = 0; i < n; i++, from += UNIT, to += UNIT * group)
+        for (size_t r = 0; r < count; r++) memcpy(to + rows[r].lane * UNIT, rows[r].row + from, UNIT);
 }
-void move_units(size_t unit, size_t n, const uint8_t* from, size_t from_step, uint8_t* to, size_t to_step) {
-    if (unit == 4)
-        move_units<4>(n, from, from_step, to, to_step);
-    else if (unit == 2)
-        move_units<2>(n, from, from_step, to, to_step);
-    else
-        move_units<1>(n, from, from_step, to, to_step);
+template <size_t UNIT>
+void from_group(size_t n, const uint8_t* from, size_t group, uint8_t* to) {
+    for (size_t i = 0; i < n; i++) memcpy(to + i * UNIT, from + i * UNIT * group, UNIT);
 }
 
 // Calls f(unit, n, where n units begin in a row of `cols` columns, and in their slab of a group) for what the
-// slab at column c has of a row. Returns the slab's bytes.
+// slab at column c has of its first row. Returns the slab's bytes.
 template <class Fn>
-size_t each_run(Format format, size_t cols, size_t c, size_t group, size_t lane, Fn f) {
+size_t each_run(Format format, size_t cols, size_t c, size_t group, Fn f) {
     const FormatFacts& facts = kFormats[format];
     const size_t n = kSlab * 32 < cols - c ? kSlab * 32 : cols - c;
     size_t plane[kMostPlanes], start = 0, at = 0;
@@ -221,7 +219,7 @@ size_t each_run(Format format, size_t cols, size_t c, size_t group, size_t lane,
         numbers += facts.units[i] == 4;
     }
     auto run = [&](int i, size_t from, size_t bytes) {
-        f(facts.units[i], bytes / facts.units[i], from, at + lane * facts.units[i]);
+        f(facts.units[i], bytes / facts.units[i], from, at);
         at += bytes * group;
     };
     for (int i = numbers; i < kMostPlanes && facts.planes[i]; i++)
@@ -232,30 +230,30 @@ size_t each_run(Format format, size_t cols, size_t c, size_t group, size_t lane,
 }
 
 constexpr Arrangement kArrangements[] = {
-    {"f32", 1, 4, 0, false, nullptr},
-    {"f16", 1, 2, 0, false, nullptr},
-    {"bf16", 1, 2, 0, false, nullptr},
-    {"q8_0", 32, 34, 1, false, fields<34, Field<2, 32>, Field<0, 2>>},
-    {"q4_0", 32, 18, 1, false, fields<18, Field<2, 16>, Field<0, 2>>},
-    {"q4_1", 32, 20, 2, false, fields<20, Field<4, 16>, Field<0, 2>, Field<2, 2>>},
-    {"q5_0", 32, 22, 1, false, q5_0},
-    {"q5_1", 32, 24, 2, false, q5_1},
-    {"q4_k", 256, 144, 2, false, q4_k},
-    {"q5_k", 256, 176, 2, false, q5_k},
-    {"q6_k", 256, 210, 1, false, q6_k},
-    {"q3_k", 256, 110, 1, false, q3_k},
-    {"q2_k", 256, 84, 2, false, q2_k},
-    {"iq4_nl", 32, 18, 1, false, fields<18, Field<2, 16>, Field<0, 2>>},
-    {"iq4_xs", 256, 136, 1, false, fields<136, Field<8, 128>, Field<4, 4>, Field<2, 2>, Field<0, 2>>},
-    {"mxfp4", 32, 17, 0, true, fields<17, Field<1, 16>, Field<0, 1>>},
-    {"tq2_0", 256, 66, 1, false, tq2_0},
+    {F32, 1, 4, 0, false, nullptr},
+    {F16, 1, 2, 0, false, nullptr},
+    {BF16, 1, 2, 0, false, nullptr},
+    {Q8_0, 32, 34, 1, false, fields<34, Field<2, 32>, Field<0, 2>>},
+    {Q4_0, 32, 18, 1, false, fields<18, Field<2, 16>, Field<0, 2>>},
+    {Q4_1, 32, 20, 2, false, fields<20, Field<4, 16>, Field<0, 2>, Field<2, 2>>},
+    {Q5_0, 32, 22, 1, false, q5_0},
+    {Q5_1, 32, 24, 2, false, q5_1},
+    {Q4_K, 256, 144, 2, false, q4_k},
+    {Q5_K, 256, 176, 2, false, q5_k},
+    {Q6_K, 256, 210, 1, false, q6_k},
+    {Q3_K, 256, 110, 1, false, q3_k},
+    {Q2_K, 256, 84, 2, false, q2_k},
+    {IQ4_NL, 32, 18, 1, false, fields<18, Field<2, 16>, Field<0, 2>>},
+    {IQ4_XS, 256, 136, 1, false, fields<136, Field<8, 128>, Field<4, 4>, Field<2, 2>, Field<0, 2>>},
+    {MXFP4, 32, 17, 0, true, fields<17, Field<1, 16>, Field<0, 1>>},
+    {TQ2_0, 256, 66, 1, false, tq2_0},
 };
 
 }  // namespace
 
 const Arrangement* arrangement(const char* format) {
     for (const Arrangement& a : kArrangements)
-        if (!strcmp(a.format, format)) return &a;
+        if (!strcmp(kFormats[a.format].name, format)) return &a;
     return nullptr;
 }
 
@@ -268,16 +266,28 @@ bool scales_are_finite(const Arrangement& a, size_t blocks, const uint8_t* row) 
     return !bad;
 }
 
-void interleave_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* row, uint8_t* to) {
+void interleave_rows(Format format, size_t cols, size_t group, const LaneOfGroup* rows, size_t count,
+                     uint8_t* to) {
     for (size_t c = 0; c < cols; c += kSlab * 32)
-        to += each_run(format, cols, c, group, lane, [&](size_t unit, size_t n, size_t from, size_t at) {
-            move_units(unit, n, row + from, unit, to + at, unit * group);
+        to += each_run(format, cols, c, group, [&](size_t unit, size_t n, size_t from, size_t at) {
+            if (unit == 4)
+                to_group<4>(n, from, rows, count, to + at, group);
+            else if (unit == 2)
+                to_group<2>(n, from, rows, count, to + at, group);
+            else
+                to_group<1>(n, from, rows, count, to + at, group);
         });
 }
 
 void slab_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* from, uint8_t* row) {
-    each_run(format, cols, 0, group, lane, [&](size_t unit, size_t n, size_t to, size_t at) {
-        move_units(unit, n, from + at, unit * group, row + to, unit);
+    each_run(format, cols, 0, group, [&](size_t unit, size_t n, size_t to, size_t at) {
+        const uint8_t* const units = from + at + lane * unit;
+        if (unit == 4)
+            from_group<4>(n, units, group, row + to);
+        else if (unit == 2)
+            from_group<2>(n, units, group, row + to);
+        else
+            from_group<1>(n, units, group, row + to);
     });
 }
 

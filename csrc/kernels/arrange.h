@@ -10,7 +10,7 @@ namespace tc {
 
 // One format's rows. `row` writes `blocks * block_bytes` bytes and reads as many; they must not overlap.
 struct Arrangement {
-    const char* format;
+    Format format;
     size_t block, block_bytes;  // weights and bytes of GGUF's block
     size_t halves;              // f16 scales and minima of a block: the last planes of a row
     bool exponents;             // the last plane is a byte of exponent for each block
@@ -30,8 +30,15 @@ bool scales_are_finite(const Arrangement& a, size_t blocks, const uint8_t* row);
 constexpr size_t kSlab = 8;                    // blocks of 32 weights
 constexpr size_t kMostSlabBytes = 34 * kSlab;  // of a row
 
-// A row to its place in a group, which begins at `to`.
-void interleave_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* row, uint8_t* to);
+struct LaneOfGroup {
+    const uint8_t* row;
+    size_t lane;
+};
+
+// Rows to their lanes of the group that begins at `to`. Of many at once, the lines of a slab stay in the
+// first cache.
+void interleave_rows(Format format, size_t cols, size_t group, const LaneOfGroup* rows, size_t count,
+                     uint8_t* to);
 // What the slab at `from` has of a row: `cols` columns, at most kSlab * 32.
 void slab_row(Format format, size_t cols, size_t group, size_t lane, const uint8_t* from, uint8_t* row);
 

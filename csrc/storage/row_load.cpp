@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 namespace tc {
 namespace {
@@ -68,7 +69,8 @@ struct RowLoad {
     const std::vector<RowRun> runs;
     std::vector<std::unique_ptr<OpenFile>> files;
     std::vector<Part> parts;
-    size_t buffer_bytes = kBuffer;
+    size_t buffer_bytes = kBuffer;  // for what is read
+    size_t group_bytes = 0;         // behind it, for planar rows that wait for the others of their group
 
     RowLoad(Arena& to, const std::vector<SourceFile>& sources, const std::vector<RowRun>& given)
         : arena(to.data), runs(given) {
@@ -77,9 +79,12 @@ struct RowLoad {
         for (size_t i = 0; i < runs.size(); i++) {
             const size_t row_bytes = runs[i].row_bytes();
             buffer_bytes = std::max(buffer_bytes, (row_bytes + 2 * kSlack) / kSlack * kSlack);
+            const size_t group = runs[i].group;
+            if (group > 1) group_bytes = std::max(group_bytes, group * row_bytes);
             for (size_t r = 0; r < runs[i].rows;) {
                 const size_t begin = runs[i].to + r * runs[i].stride, end = (begin / kPart + 1) * kPart;
-                const size_t n = (end - begin + runs[i].stride - 1) / runs[i].stride;
+                size_t n = (end - begin + runs[i].stride - 1) / runs[i].stride;
+                n += (group - (runs[i].lane + r + n) % group) % group;  // to the end of a group
                 parts.push_back({i, r, std::min(n, runs[i].rows - r)});
                 r += parts.back().rows;
             }
@@ -111,6 +116,35 @@ struct RowLoad {
         return first + n;
     }
 
+    // The same of rows that come in groups, whose planar rows are made in `scratch`. Rows of a file that the
+    // order scatters are taken in the order of their lanes: lines of a group are written once.
+    size_t arrange_groups(const RowRun& run, size_t first, size_t n, const uint8_t* from,
+                          uint8_t* scratch) const {
+        const size_t bytes = run.row_bytes();
+        std::vector<std::pair<size_t, size_t>>
+            places;  // (row of the tensor from the first group on, of these)
+        for (size_t i = 0; i < n; i++) {
+            const int64_t to = run.order ? run.order[first + i] : int64_t(first + i);
+            if (to >= 0) places.emplace_back(run.lane + size_t(to), i);
+        }
+        if (run.order) std::sort(places.begin(), places.end());
+        size_t bad = n;
+        std::vector<LaneOfGroup> lanes;
+        for (size_t i = 0; i < places.size(); i++) {
+            const auto [to, row] = places[i];
+            uint8_t* const planar = scratch + lanes.size() * bytes;
+            run.form->row(run.blocks, from + row * bytes, planar);
+            if (!scales_are_finite(*run.form, run.blocks, planar)) bad = std::min(bad, row);
+            lanes.push_back({planar, to % run.group});
+            if (i + 1 < places.size() && places[i + 1].first / run.group == to / run.group) continue;
+            interleave_rows(run.form->format, run.blocks * run.form->block, run.group, lanes.data(),
+                            lanes.size(),
+                            arena + run.to + (to / run.group * run.group - run.lane) * run.stride);
+            lanes.clear();
+        }
+        return first + bad;
+    }
+
     ChunkDone load(size_t i, uint8_t* buffer) const {
         const Part& part = parts[i];
         const RowRun& run = runs[part.run];
@@ -131,7 +165,10 @@ struct RowLoad {
             int why;
             const uint8_t* from =
                 file.read(at, n * row_bytes, straight ? place(run, r) : buffer, cached, got, why);
-            const size_t whole = got / row_bytes, found = straight ? r + whole : arrange(run, r, whole, from);
+            const size_t whole = got / row_bytes;
+            const size_t found = straight        ? r + whole
+                                 : run.group > 1 ? arrange_groups(run, r, whole, from, buffer + buffer_bytes)
+                                                 : arrange(run, r, whole, from);
             done.bytes += got;
             if (found < r + whole)
                 done.failure = at_row(part, found, 0);
@@ -157,7 +194,7 @@ std::unique_ptr<Crew> begin_rows(Arena& arena, const std::vector<SourceFile>& fi
     const auto load = std::make_shared<const RowLoad>(arena, files, runs);
     const size_t most = std::max(size_t(1), kReaders * 2 * kBuffer / load->buffer_bytes);
     return std::make_unique<Crew>(
-        load->parts.size(), std::min(kReaders, most), load->buffer_bytes,
+        load->parts.size(), std::min(kReaders, most), load->buffer_bytes + load->group_bytes,
         [load](size_t part, uint8_t* buffer) { return load->load(part, buffer); },
         [load] { return load->changed(); });
 }

@@ -21,7 +21,9 @@ struct SourceFile {
 };
 
 // `rows` rows of a file from byte `at` on, one behind the other. Row r goes to byte to + stride * order[r] of
-// the arena, with order[r] = r if there is no `order`, and nowhere if it is negative.
+// the arena, with order[r] = r if there is no `order`, and nowhere if it is negative. Or, in groups
+// (arrange.h), to its lane: `to` is then where the row before which there are `lane` others of its group
+// would be, if they came in turn.
 struct RowRun {
     const Arrangement* form;
     size_t blocks;  // of a row
@@ -29,6 +31,7 @@ struct RowRun {
     uint64_t at;
     size_t rows, to, stride;
     const int32_t* order;
+    size_t group = 1, lane = 0;
 
     size_t row_bytes() const { return blocks * form->block_bytes; }
 };
@@ -38,7 +41,7 @@ struct RowRun {
 constexpr int kRowBits = 40, kChanged = -2;
 
 // Begin to load the runs, in their order. Arena and orders stay until the crew has gone. Buffers take 32 MiB,
-// or 64 rows where those are larger.
+// or 64 rows where those are larger, and a group of rows each where there are groups.
 std::unique_ptr<Crew> begin_rows(Arena& arena, const std::vector<SourceFile>& files,
                                  const std::vector<RowRun>& runs);
 

@@ -14,6 +14,7 @@ import kept_twins
 import numpy as np
 import pytest
 import tiny
+from test_twins import Model
 
 from thermocline import _native
 from thermocline.convert.importer import pack
@@ -23,8 +24,10 @@ from thermocline.llm import LLM
 from thermocline.model import formats, quant
 from thermocline.opening.gguf_model import GGUFModel, open_gguf
 from thermocline.opening.open_model import open_model
+from thermocline.ops.cpu import CpuOps
 from thermocline.pack.blocks import new_arena
 from thermocline.pack.pack import Pack
+from thermocline.session import weights
 
 gguf = pytest.importorskip("gguf")
 Run = Callable[..., Any]
@@ -308,8 +311,8 @@ def test_rows_at_any_place_of_a_file_are_read_past_the_page_cache_or_through_it(
         order[::7] = -1
         second = 9000 * row_bytes + 4096
         runs: list[Any] = [
-            (format, columns, 0, lead, 9000, 64, row_bytes, None),
-            (format, columns, 0, lead, 9000, second, row_bytes, order),
+            (format, columns, 0, lead, 9000, 64, row_bytes, None, 1, 0),
+            (format, columns, 0, lead, 9000, second, row_bytes, order, 1, 0),
         ]
         assert _native.begin_rows(arena, [(str(path), state)], runs).wait() == (0, -1)
     finally:
@@ -323,15 +326,21 @@ def test_rows_at_any_place_of_a_file_are_read_past_the_page_cache_or_through_it(
 
 
 WRONG: dict[str, Callable[[_native.Arena], Any]] = {
-    "an unknown format": lambda a: [("q9", 32, 0, 0, 1, 0, 34, None)],
-    "half a block": lambda a: [("q8_0", 48, 0, 0, 1, 0, 34, None)],
-    "no such file": lambda a: [("q8_0", 32, 1, 0, 1, 0, 34, None)],
-    "a short stride": lambda a: [("q8_0", 32, 0, 0, 1, 0, 33, None)],
-    "rows past the arena": lambda a: [("q8_0", 32, 0, 0, 200, 0, 34, None)],
-    "a row past the arena": lambda a: [("q8_0", 32, 0, 0, 1, 4090, 34, None)],
-    "an order past the arena": lambda a: [("q8_0", 32, 0, 0, 1, 0, 34, np.array([120], np.int32))],
-    "an order of another length": lambda a: [("q8_0", 32, 0, 0, 2, 0, 34, np.zeros(1, np.int32))],
-    "no rows": lambda a: [("q8_0", 32, 0, 0, 0, 0, 34, None)],
+    "an unknown format": lambda a: [("q9", 32, 0, 0, 1, 0, 34, None, 1, 0)],
+    "half a block": lambda a: [("q8_0", 48, 0, 0, 1, 0, 34, None, 1, 0)],
+    "no such file": lambda a: [("q8_0", 32, 1, 0, 1, 0, 34, None, 1, 0)],
+    "a short stride": lambda a: [("q8_0", 32, 0, 0, 1, 0, 33, None, 1, 0)],
+    "rows past the arena": lambda a: [("q8_0", 32, 0, 0, 200, 0, 34, None, 1, 0)],
+    "a row past the arena": lambda a: [("q8_0", 32, 0, 0, 1, 4090, 34, None, 1, 0)],
+    "an order past the arena": lambda a: [("q8_0", 32, 0, 0, 1, 0, 34, np.array([120], np.int32), 1, 0)],
+    "an order of another length": lambda a: [("q8_0", 32, 0, 0, 2, 0, 34, np.zeros(1, np.int32), 1, 0)],
+    "no rows": lambda a: [("q8_0", 32, 0, 0, 0, 0, 34, None, 1, 0)],
+    "no group": lambda a: [("q8_0", 32, 0, 0, 1, 0, 34, None, 0, 0)],
+    "floats in groups": lambda a: [("f16", 32, 0, 0, 16, 0, 64, None, 16, 0)],
+    "a group with gaps": lambda a: [("q8_0", 32, 0, 0, 16, 0, 64, None, 16, 0)],
+    "a lane beyond its group": lambda a: [("q8_0", 32, 0, 0, 16, 34 * 16, 34, None, 16, 16)],
+    "a group that begins before the arena": lambda a: [("q8_0", 32, 0, 0, 16, 34, 34, None, 16, 2)],
+    "a group that ends behind the arena": lambda a: [("q8_0", 32, 0, 0, 113, 0, 34, None, 16, 0)],
 }
 
 
@@ -341,6 +350,58 @@ def test_native_code_refuses_runs_that_would_leave_the_arena(what: str, tmp_path
     arena = _native.Arena(4096)
     with pytest.raises(ValueError):
         _native.begin_rows(arena, [(str(tmp_path / "f"), (0, 0, 0, 0))], WRONG[what](arena))
+
+
+@pytest.mark.parametrize("format", BLOCKS)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_rows_come_in_groups_as_if_they_were_interleaved_later(
+    format: str, ordered: bool, tmp_path: Path
+) -> None:
+    """Three runs fill a matrix; none begins at a group. An order scatters rows, as RoPE's pairs do."""
+    native = CpuOps(1).native
+    rows, columns, row_bytes = 8 * native.group, 768, quant.row_bytes(format, 768)
+    data = rows_file(tmp_path / "f", 0, rows, row_bytes)
+    s = (tmp_path / "f").stat()
+    order = np.random.default_rng(2).permutation(rows).astype(np.int32)
+    arena, begin = _native.Arena(2 * rows * row_bytes + 8192), 64
+    runs: list[Any] = []
+    for first, last in ((0, 5), (5, 3 * native.group + 1), (3 * native.group + 1, rows)):
+        own = order[first:last] - order[first:last].min() if ordered else None
+        least = int(order[first:last].min()) if ordered else first
+        at, lane = begin + least * row_bytes, least % native.group
+        runs.append(
+            (format, columns, 0, first * row_bytes, last - first, at, row_bytes, own, native.group, lane)
+        )
+    files = [(str(tmp_path / "f"), (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns))]
+    assert _native.begin_rows(arena, files, runs).wait() == (0, -1)
+
+    planar, second = quant.from_gguf(format, data), begin + rows * row_bytes
+    in_order = np.empty_like(planar)
+    in_order[order if ordered else np.arange(rows)] = planar
+    arena.write(second, in_order.ravel())
+    native.interleaved(
+        arena, _native.Matrix(arena, second, quant.FORMATS[format].id, rows, columns, row_bytes)
+    )
+    found = bytes_of(arena, second + rows * row_bytes)
+    assert np.array_equal(found[begin:second], found[second:])
+
+
+def test_a_file_in_place_computes_what_its_pack_does(of_blocks: Callable[..., Path], tmp_path: Path) -> None:
+    """Its rows come in groups, where the CPU wants them so, and the pack's are put there afterwards."""
+    path = of_blocks("q4_k", attn_v="q6_k", ffn_down="q6_k", ffn_up="q5_k")
+    pack(path, tmp_path / "p")
+    model, made, ops = open_gguf(path), Pack.open(tmp_path / "p"), CpuOps(2)
+    assert isinstance(model, GGUFModel)
+    begun, later = weights.BegunLoad.of(model, ops), weights.BegunLoad.of(made, ops)
+    grows = ops.native.isa not in ("scalar", "neon")
+    assert ("layers.1.q.weight" in begun.grouped) == ("layers.1.gate.weight" in begun.grouped) == grows
+    assert "head.weight" not in begun.grouped  # 131 rows
+    assert begun.grouped == begun.reading.grouped == later.grouped and not later.reading.grouped
+    ids = list(range(3, 40))
+    one, other = (
+        Model(m.spec, m_.weights, ops) for m, m_ in ((model, begun.finish()), (made, later.finish()))
+    )
+    assert np.array_equal(one.logits(ids, 1), other.logits(ids, len(ids)))
 
 
 # ---- the commands

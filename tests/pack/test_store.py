@@ -325,10 +325,10 @@ def test_whoever_is_told_the_progress_can_end_the_load(tiny_pack: Path) -> None:
 
 def test_a_load_goes_on_while_its_owner_does_other_things(tiny_pack: Path) -> None:
     pack = Pack.open(tiny_pack)
-    begun = weights.BegunLoad.of(pack)
-    assert weights.load(begun, threads=1).bytes == pack.weights_bytes
+    begun = weights.BegunLoad.of(pack, weights.new_ops(1))
+    assert begun.finish().bytes == pack.weights_bytes
     del begun
-    weights.BegunLoad.of(pack)  # nobody waits for this one
+    weights.BegunLoad.of(pack, weights.new_ops(1))  # nobody waits for this one
 
 
 def test_whole_blocks_load_to_any_other_place(arena_bytes: int, tmp_path: Path) -> None:

@@ -53,9 +53,11 @@ def test_logits_are_the_references_and_no_chunk_changes_a_bit(kind: str, tmp_pat
 def test_rows_are_interleaved_where_a_matrix_is_multiplied_as_a_whole(kind: str, tmp_path: Path) -> None:
     """The rows of neurons that may be skipped are not. No bit of an answer changes."""
     pack = mixed.pack_of(tmp_path / "p", kind)
-    begun, ops = weights.BegunLoad.of(pack), weights.new_ops(2)
-    begun.finish()
-    planar = Model(pack.spec, weights.assemble(pack.spec, pack.tensors, begun.arena, ops), ops)
+    ops = weights.new_ops(2)
+    begun = weights.BegunLoad.of(pack, ops)
+    begun.read()
+    in_turn = weights.PackInMemory(pack.spec, pack.tensors, begun.arena, ops)
+    planar = Model(pack.spec, weights.assemble(in_turn), ops)
     loaded = model_of(pack)
     assert np.array_equal(loaded.logits(IDS, 1), planar.logits(IDS, 1))
     assert np.array_equal(loaded.logits(IDS, 40), planar.logits(IDS, 1))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -72,8 +72,8 @@ class GGUFModel:
     def ranges(self) -> list[tuple[int, int]]:
         return [(0, self.weights_bytes)]
 
-    def begin_load(self, arena: _native.Arena) -> RowReading:
-        return RowReading(self, arena, [(0, self.weights_bytes, 0)])
+    def begin_load(self, arena: _native.Arena, grouped: Collection[str] = (), group: int = 1) -> RowReading:
+        return RowReading(self, arena, [(0, self.weights_bytes, 0)], grouped, group)
 
     def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
         RowReading(self, arena, runs).finish(progress)
@@ -82,8 +82,16 @@ class GGUFModel:
 class RowReading:
     """Rows of a GGUF on their way into an arena."""
 
-    def __init__(self, model: GGUFModel, arena: _native.Arena, runs: Sequence[Run]) -> None:
+    def __init__(
+        self,
+        model: GGUFModel,
+        arena: _native.Arena,
+        runs: Sequence[Run],
+        grouped: Collection[str] = (),
+        group: int = 1,
+    ) -> None:
         self._model = model
+        self.grouped = frozenset(grouped).difference(model.made)
         self._rows = [found for r in model.rows for run in runs if (found := r.within(*run)) is not None]
         self._size = sum(r.nbytes for r in self._rows)
         for name, data in model.made.items():
@@ -92,8 +100,17 @@ class RowReading:
         self._loading = _native.begin_rows(
             arena,
             [(str(path), state) for path, state in model.parts],
-            [(r.format, r.columns, r.part, r.at, r.rows, r.to, r.stride, r.order) for r in self._rows],
+            [
+                (r.format, r.columns, r.part, r.at, r.rows, r.to, r.stride, r.order, *self._lane(r, group))
+                for r in self._rows
+            ],
         )
+
+    def _lane(self, r: RowRun, group: int) -> tuple[int, int]:
+        """Return (rows of a group, those of the first row's that come before it)."""
+        if r.of not in self.grouped:
+            return 1, 0
+        return group, (r.to - self._model.tensors[r.of].offset) // r.stride % group
 
     def finish(self, progress: Progress | None = None) -> None:
         error, where = self._loading.wait(bytes_of(progress, self._size))

@@ -29,9 +29,10 @@ class RowRun:
     """Consecutive rows of a tensor of a GGUF. Row r goes to byte to + stride * order[r] of weights.bin.
 
     `order` None: r; an order of -1: nowhere. `part`: which file; `at`: the first byte there; `row`: the
-    number of the first row in the tensor.
+    number of the first row in the tensor. `of`: the tensor of weights.bin.
     """
 
+    of: str
     tensor: str
     part: int
     format: str
@@ -92,7 +93,7 @@ def placed_rows(
     made: dict[str, U8] = {}
     for name, t in expected.items():
         if not t.vector and all(_is_rows(source, piece, t) for piece, _, _ in _spans(source, t)):
-            runs += _runs_of(gguf, source, t, tensors[name])
+            runs += _runs_of(gguf, source, t, name, tensors[name].offset)
         else:
             made[name] = np.concatenate(list(encoded_rows(t, source)))
     return sorted(_joined(runs), key=lambda r: (r.part, r.at)), made
@@ -110,8 +111,7 @@ def _is_rows(source: GGUFSource, piece: SourceSlice, t: TensorSpec) -> bool:
     return stored.type == t.format and stored.shape[-1] == t.columns
 
 
-def _runs_of(gguf: GGUF, source: GGUFSource, t: TensorSpec, info: TensorInfo) -> Iterator[RowRun]:
-    to = info.offset
+def _runs_of(gguf: GGUF, source: GGUFSource, t: TensorSpec, ours: str, to: int) -> Iterator[RowRun]:
     parts = {id(part): i for i, part in enumerate(gguf.parts)}
     for piece, begin, end in _spans(source, t):
         name = source.name_of(piece)
@@ -119,7 +119,7 @@ def _runs_of(gguf: GGUF, source: GGUFSource, t: TensorSpec, info: TensorInfo) ->
         assert _row_bytes(stored) == t.stride, "a row has the bytes that GGUF gives it"
         first, last, order = _order(list(piece.ranges(begin, end)))
         at = stored.start + first * t.stride
-        yield RowRun(name, where, t.format, t.columns, first, at, last - first, to, t.stride, order)
+        yield RowRun(ours, name, where, t.format, t.columns, first, at, last - first, to, t.stride, order)
         to += (end - begin) * t.stride
 
 
@@ -144,7 +144,8 @@ def _joined(runs: list[RowRun]) -> list[RowRun]:
     out: list[RowRun] = []
     for r in runs:
         p = out[-1] if out else None
-        follows = p is not None and p.tensor == r.tensor and p.order is None and r.order is None
+        same = p is not None and (p.of, p.tensor) == (r.of, r.tensor)
+        follows = same and p is not None and p.order is None and r.order is None
         if p is not None and follows and (p.at + p.nbytes, p.to + p.nbytes) == (r.at, r.to):
             out[-1] = replace(p, rows=p.rows + r.rows)
         else:

@@ -48,6 +48,8 @@ def block_ranges(pack: Pack) -> list[tuple[int, int]]:
 class BlockReading:
     """Whole blocks of a pack's weights.bin on their way into an arena."""
 
+    grouped: frozenset[str] = frozenset()  # they are checked as they are
+
     def __init__(self, pack: Pack, arena: _native.Arena, runs: Sequence[Run]) -> None:
         self._pack, self._size = pack, sum(end - begin for begin, end, _ in runs)
         self._loading = _native.begin_blocks(

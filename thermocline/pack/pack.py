@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +68,9 @@ class Pack:
     def ranges(self) -> list[tuple[int, int]]:
         return blocks.block_ranges(self)
 
-    def begin_load(self, arena: _native.Arena) -> blocks.BlockReading:
+    def begin_load(
+        self, arena: _native.Arena, grouped: Collection[str] = (), group: int = 1
+    ) -> blocks.BlockReading:
         return blocks.BlockReading(self, arena, [(begin, end, begin) for begin, end in self.ranges()])
 
     def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:

@@ -6,7 +6,7 @@ that planner, budget and kernels see no difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +24,10 @@ Run = tuple[int, int, int]  # of weights.bin: from byte, to byte, where in the a
 
 class Reading(Protocol):
     """Weights on their way into an arena. One that nobody finishes is given up when it goes."""
+
+    @property
+    def grouped(self) -> frozenset[str]:
+        """The tensors whose rows come interleaved in groups."""
 
     def finish(self, progress: Progress | None = None) -> None:
         """Wait until all are there, checked. Raises BadFile or IOFailure, naming the first bad tensor."""
@@ -63,8 +67,11 @@ class StoredModel(Protocol):
     def ranges(self) -> list[tuple[int, int]]:
         """Return the ranges of weights.bin that are kept in memory, where all are."""
 
-    def begin_load(self, arena: _native.Arena) -> Reading:
-        """Begin to read `ranges`, each to its own place in an arena as large as weights.bin."""
+    def begin_load(self, arena: _native.Arena, grouped: Collection[str] = (), group: int = 1) -> Reading:
+        """Begin to read `ranges`, each to its own place in an arena as large as weights.bin.
+
+        The rows of the tensors `grouped` may be interleaved in groups of `group` on the way.
+        """
 
     def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
         """Read runs that begin and end between rows. Raises as `Reading.finish` does."""

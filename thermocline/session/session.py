@@ -131,7 +131,7 @@ class Session:
         Raises OutOfBudget.
         """
         if self._opened is None and self._begun is None and self.arrangement is None and self._gpus is None:
-            self._begun = BegunLoad.of(self.pack)
+            self._begun = BegunLoad.of(self.pack, weights.new_ops(self.threads))
 
     def load(self, tokenizer: Tokenizer | None = None) -> Engine:
         """Return the engine; read the weights where that was not done yet. `tokenizer`: for texts."""
@@ -192,10 +192,8 @@ class Session:
                 threads=threads, max_batch=self.options.max_batch, progress=loading
             )  # fmt: skip
         if a is None or records is None or not isinstance(self.pack, Pack):
-            begun, self._begun = self._begun or BegunLoad.of(self.pack), None
-            return Opened(
-                weights.load(begun, threads=threads, predictors=predictors, progress=loading).opaque()
-            )
+            begun, self._begun = self._begun or BegunLoad.of(self.pack, weights.new_ops(threads)), None
+            return Opened(begun.finish(predictors, loading).opaque())
         disable = self.options.disable
         made, on_disk = store.load(
             self.pack, a, records, threads=threads, predictors=predictors, disable=disable, progress=loading

@@ -152,11 +152,12 @@ def opened(
     disable: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[Weights, Store, Filled]:
-    """`load`'s, without predictors. `on_gpus`: as `weights.assemble`'s."""
+    """`load`'s, without predictors. `on_gpus`: as `PackInMemory`'s."""
     m = mapped(pack, a)
     arena = blocks.new_arena(m.bytes, str(pack.path))
     pack.read_runs(arena, m.runs, progress)
-    made = _with_lookups(weights.assemble(pack.spec, m.tensors, arena, ops, on_gpus), pack, m, arena)
+    in_memory = weights.PackInMemory(pack.spec, m.tensors, arena, ops, on_gpus or {})
+    made = _with_lookups(weights.assemble(in_memory), pack, m, arena)
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
     rows = _rows(pack, a, records, m, arena, reader, _switches(disable))

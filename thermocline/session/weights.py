@@ -6,8 +6,8 @@ The tensors' names: docs/internals/pack.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import numpy as np
@@ -79,21 +79,41 @@ class BegunLoad:
 
     model: StoredModel
     arena: _native.Arena
+    ops: CpuOps
+    grouped: frozenset[str]  # tensors whose rows will be interleaved
     reading: Reading
 
     @staticmethod
-    def of(model: StoredModel) -> BegunLoad:
+    def of(model: StoredModel, ops: CpuOps) -> BegunLoad:
         """Begin to read all of a model. Raises OutOfBudget."""
         arena = new_arena(model.weights_bytes, str(model.path))  # what the offsets were checked against
-        return BegunLoad(model, arena, model.begin_load(arena))
+        grouped = frozenset(_faster_in_groups(PackInMemory(model.spec, model.tensors, arena, ops)))
+        reading = model.begin_load(arena, grouped, ops.native.group)
+        return BegunLoad(model, arena, ops, grouped, reading)
 
-    def finish(self, progress: Progress | None = None) -> None:
+    def read(self, progress: Progress | None = None) -> None:
+        """Wait until all tensors are there, as `Reading.grouped` says. Raises as `load` does."""
         self.reading.finish(progress)
         self.arena.gather_pages()
 
+    def finish(
+        self, predictors: Predictors | None = None, progress: Progress | None = None
+    ) -> LoadedWeights[CpuOps]:
+        """Return the weights, once they are there. Raises as `load` does."""
+        self.read(progress)
+        model, ops = self.model, self.ops
+        made = PackInMemory(model.spec, model.tensors, self.arena, ops, grouped=self.reading.grouped)
+        for name in sorted(self.grouped - self.reading.grouped):
+            ops.native.interleaved(self.arena, made.all_rows(name))
+        weights = assemble(replace(made, grouped=self.grouped))
+        if predictors is not None:
+            weights = with_predictors(weights, predictors)
+        filled = Filled.of(self.arena, model.ranges())
+        return LoadedWeights(weights, ops, memory_bytes(model, predictors), filled)
+
 
 def load(
-    model: StoredModel | BegunLoad,
+    model: StoredModel,
     *,
     threads: int,
     isa: str = "",
@@ -104,14 +124,23 @@ def load(
 
     Raises BadFile or IOFailure naming the first tensor that is damaged or cannot be read, OutOfBudget.
     """
-    ops = new_ops(threads, isa)
-    begun = model if isinstance(model, BegunLoad) else BegunLoad.of(model)
-    model, arena = begun.model, begun.arena
-    begun.finish(progress)
-    weights = assemble(model.spec, model.tensors, arena, ops, interleave=True)
-    if predictors is not None:
-        weights = with_predictors(weights, predictors)
-    return LoadedWeights(weights, ops, memory_bytes(model, predictors), Filled.of(arena, model.ranges()))
+    return BegunLoad.of(model, new_ops(threads, isa)).finish(predictors, progress)
+
+
+def _faster_in_groups(made: PackInMemory) -> Iterator[str]:
+    """Yield the tensors that are multiplied as a whole, by a CPU that is faster then with rows in groups.
+
+    No row of them is asked for but a tied embedding's. q, k and v are one product: all of them or none.
+    """
+    s = made.spec
+    always = ["embed.weight" if s.tied_head else "head.weight"]
+    for i in range(s.n_layers):
+        a, ffn = f"layers.{i}", () if s.sparse else ("gate", "up", "down")
+        always += [f"{a}.{part}.weight" for part in ("qkv", "attn_out", *ffn)]
+        parts = [f"{a}.{n}.weight" for n in QKV]
+        if all(map(made.faster_in_groups, parts)):
+            yield from parts
+    yield from filter(made.faster_in_groups, always)
 
 
 def new_ops(threads: int, isa: str = "") -> CpuOps:
@@ -180,10 +209,9 @@ class PackInMemory:
     tensors: Mapping[str, TensorInfo]  # with their offsets in the arena
     arena: _native.Arena
     ops: CpuOps
-    on_gpus: Mapping[
-        str, Mapping[str, DeviceRows]
-    ]  # by name and device: whole, or the first rows of each expert
-    interleave: bool = False  # rows of what is multiplied as a whole, where this CPU is faster then
+    # By name and device: whole, or the first rows of each expert.
+    on_gpus: Mapping[str, Mapping[str, DeviceRows]] = field(default_factory=dict)
+    grouped: Collection[str] = ()  # tensors whose rows are interleaved
 
     def matrix(self, name: str) -> WeightMatrix:
         """Return all rows of a tensor: those in RAM, if it is there, or those of the one GPU that has it."""
@@ -197,7 +225,7 @@ class PackInMemory:
 
         Slots in which rows from disk take turns are the same for all experts.
         """
-        info = self.tensors[name]
+        info, group = self.tensors[name], self.ops.native.group if name in self.grouped else 1
         lead, last = (info.shape[:-1], info.shape[-1]) if part is None else (info.shape, self.spec.dim)
         part = part or RowPart(info.format, 0)
         rows, first = math.prod(lead), 0
@@ -205,7 +233,19 @@ class PackInMemory:
             rows //= info.shape[0]
             first = expert % info.shape[0] * rows
         offset = info.offset + first * info.stride + part.at
-        return _native.Matrix(self.arena, offset, quant.FORMATS[part.format].id, rows, last, info.stride)
+        id = quant.FORMATS[part.format].id
+        return _native.Matrix(self.arena, offset, id, rows, last, info.stride, group)
+
+    def faster_in_groups(self, name: str) -> bool:
+        """Return whether this CPU multiplies a tensor (an expert's part of one) faster in groups of rows."""
+        if name not in self.tensors:
+            return False
+        expert = 0 if len(self.tensors[name].shape) == 3 else None
+        return self.ops.native.interleaves(self._in_ram(name, expert))
+
+    def all_rows(self, name: str) -> _native.Matrix:
+        """Return a tensor's rows, of all experts."""
+        return self._in_ram(name)
 
     def vector(self, name: str) -> F32 | None:
         if name not in self.tensors:
@@ -220,14 +260,8 @@ class PackInMemory:
         weight = self.vector(f"{name}.weight")
         return None if weight is None else Norm(weight, self.vector(f"{name}.bias"))
 
-    def multiplied(self, w: WeightMatrix) -> WeightMatrix:
-        """Return a matrix of which no rows are asked for, as products take it."""
-        if self.interleave and isinstance(w, _native.Matrix) and self.ops.native.interleaves(w):
-            return self.ops.native.interleaved(self.arena, w)
-        return w
-
     def linear(self, name: str) -> Linear:
-        return Linear(self.multiplied(self.matrix(f"{name}.weight")), self.vector(f"{name}.bias"))
+        return Linear(self.matrix(f"{name}.weight"), self.vector(f"{name}.bias"))
 
     def ffn(self, layer: str, expert: int, experts: int) -> FFN:
         biases = self.vector(f"{layer}.gate.bias")
@@ -265,8 +299,7 @@ class PackInMemory:
         if not spec.sparse:
             up = self._in_ram(f"{layer}.up.weight", expert) if spec.gated else None
             down = self._in_ram(f"{layer}.down.weight", expert)
-            gate = Linear(self.multiplied(gate.weight), bias)
-            return FFNPart(gate, None if up is None else self.multiplied(up), self.multiplied(down))
+            return FFNPart(gate, up, down)
         of_up, of_down = bundle_parts(self.tensors[bundle], spec)
         up = None if of_up is None else self._in_ram(bundle, expert, of_up)
         return FFNPart(gate, up, self._in_ram(bundle, expert, of_down))
@@ -286,11 +319,8 @@ class PackInMemory:
         """Return q, k and v, which are three tensors where their formats differ."""
         fused, bias = f"{layer}.qkv.weight", self.vector(f"{layer}.qkv.bias")
         if fused in self.tensors or fused in self.on_gpus:
-            return Linear(self.multiplied(self.matrix(fused)), bias)
-        parts = [self.matrix(f"{layer}.{n}.weight") for n in QKV]
-        if all(isinstance(w, _native.Matrix) and self.ops.native.interleaves(w) for w in parts):
-            parts = [self.multiplied(w) for w in parts]
-        return Linear(Stacked(tuple(parts)), bias)
+            return Linear(self.matrix(fused), bias)
+        return Linear(Stacked(tuple(self.matrix(f"{layer}.{n}.weight") for n in QKV)), bias)
 
     def layer(self, i: int) -> Layer:
         a, experts = f"layers.{i}", self.spec.ffn(i).experts
@@ -321,20 +351,9 @@ def records(bundle: DeviceRows) -> tuple[DeviceRows | None, DeviceRows]:
     return (None, first) if down is None else (first, replace(first, format=down.format, skip=down.at))
 
 
-def assemble(
-    spec: ModelSpec,
-    tensors: Mapping[str, TensorInfo],
-    arena: _native.Arena,
-    ops: CpuOps,
-    on_gpus: Mapping[str, Mapping[str, DeviceRows]] | None = None,
-    *,
-    interleave: bool = False,
-) -> Weights:
-    """Return the weights of a model. `tensors`, `on_gpus`, `interleave`: as `PackInMemory`'s."""
-    made = PackInMemory(spec, tensors, arena, ops, on_gpus or {}, interleave)
-    embed = made.matrix("embed.weight")
-    if spec.tied_head:
-        embed = made.multiplied(embed)
+def assemble(made: PackInMemory) -> Weights:
+    """Return the weights of a model that is in memory."""
+    spec, embed = made.spec, made.matrix("embed.weight")
     return Weights(
         embed=embed,
         pos_embed=made.matrix("pos_embed.weight") if spec.position == "learned" else None,
