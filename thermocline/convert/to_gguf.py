@@ -23,7 +23,7 @@ from thermocline.files.bounded import open_regular, parse_json, read_at, read_sm
 from thermocline.files.gguf_header import POWERINFER_MAGIC
 from thermocline.files.whole import replacing
 from thermocline.model import quant
-from thermocline.model.families import gguf_architecture
+from thermocline.model.gguf_families import written_as
 from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
 from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
 from thermocline.pack.writer import TensorSource, stored_rows, stored_vector
@@ -46,11 +46,19 @@ _NAMES = {
     "gate.weight": "ffn_gate.weight",
     "up.weight": "ffn_up.weight",
     "down.weight": "ffn_down.weight",
+    "router.bias": "ffn_gate_inp.bias",
+    "router.selection_bias": "exp_probs_b.bias",
+    "shared.gate.weight": "ffn_gate_shexp.weight",
+    "shared.up.weight": "ffn_up_shexp.weight",
+    "shared.down.weight": "ffn_down_shexp.weight",
+    "q_norm.weight": "attn_q_norm.weight",
+    "k_norm.weight": "attn_k_norm.weight",
+    "attn_out.bias": "attn_output.bias",
     "predictor.fc1.weight": "fc1.weight",
     "predictor.fc2.weight": "fc2.weight",
 }
 _EXPERTS = {f"{part}.weight": f"ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
-_QKV, _BUNDLE = "qkv.weight", "bundle"
+_QKV, _QKV_BIAS, _BUNDLE = "qkv.weight", "qkv.bias", "bundle"
 _APART = {f"{letter}.weight": letter for letter in QKV}
 # A GGUF has no place for activation counts, nor for the original positions of sorted neurons.
 _LEFT_OUT = ("activation_count", "order")
@@ -95,10 +103,12 @@ def check(
     spec: ModelSpec, tensors: Iterable[str], path: str | os.PathLike[str], overwrite: bool = False
 ) -> None:
     """Raise what can be refused before there is a pack: UsageError, IOFailure or Unsupported."""
-    gguf_architecture(spec)
+    architecture, _ = written_as(spec)
     extra = [name for name in tensors if name.endswith(".bias")]
-    if extra:
-        raise Unsupported(f"GGUF is written for models without biases only; this one has {extra[0]}")
+    if extra and architecture in ("llama", "bamboo"):
+        raise Unsupported(
+            f"GGUF is written for Llamas without biases only; this {spec.architecture} has {extra[0]}"
+        )
     if len(spec.eos_ids) > len(_ENDS):
         raise Unsupported(f"a GGUF names {len(_ENDS)} end tokens; this model has {len(spec.eos_ids)}")
     _package()
@@ -192,7 +202,7 @@ def _package() -> Any:
 
 def _header(pack: Pack, path: Path, file_type: str) -> Any:
     gguf, s = _package(), pack.spec
-    w = gguf.GGUFWriter(path, gguf_architecture(s))
+    w = gguf.GGUFWriter(path, written_as(s)[0])
     w.add_name(pack.source["name"] or pack.path.name)
     w.add_vocab_size(s.vocab_size)
     _add_tokenizer(w, pack)
@@ -200,20 +210,37 @@ def _header(pack: Pack, path: Path, file_type: str) -> Any:
     w.add_context_length(min(s.max_context, s.sliding_window or s.max_context))
     w.add_embedding_length(s.dim)
     w.add_block_count(s.n_layers)
-    w.add_feed_forward_length(s.ffn_dim)
+    w.add_feed_forward_length(s.dense_dim or s.ffn_dim)
     w.add_head_count(s.n_heads)
     w.add_head_count_kv(s.n_kv_heads)
     w.add_key_length(s.head_dim)
     w.add_value_length(s.head_dim)
     if s.n_experts > 1:
-        w.add_expert_count(s.n_experts)
-        w.add_expert_used_count(s.n_experts_active)
-    w.add_rope_dimension_count(s.head_dim)
+        _add_experts(w, s)
+    w.add_rope_dimension_count(s.rotary_dim or s.head_dim)
     w.add_rope_freq_base(s.rope_theta)
     w.add_layer_norm_rms_eps(s.norm_eps)
     w.add_file_type(gguf.LlamaFileType[file_type])
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return w
+
+
+def _add_experts(w: Any, s: ModelSpec) -> None:
+    """Add a mixture's sizes and its router. llama.cpp's code knows what a Mixtral's does."""
+    w.add_expert_count(s.n_experts)
+    w.add_expert_used_count(s.n_experts_active)
+    if s.architecture == "mixtral":
+        return
+    gguf, r = _package(), s.router
+    w.add_expert_feed_forward_length(s.ffn_dim)
+    w.add_expert_gating_func(gguf.ExpertGatingFuncType[r.score.upper()])
+    if r.score == "sigmoid":
+        w.add_expert_weights_norm(r.weights == "normalised")
+        w.add_expert_weights_scale(r.scale)
+        w.add_expert_group_count(r.groups)
+        w.add_expert_group_used_count(r.groups_kept)
+        w.add_leading_dense_block_count(len(s.dense_layers))
+        w.add_expert_shared_count(s.shared_dim // s.ffn_dim)
 
 
 def _add_tokenizer(w: Any, pack: Pack) -> None:
@@ -248,17 +275,23 @@ def _chat_template(pack: Pack) -> str | None:
 
 def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
     info, s = pack.tensors[name], pack.spec
-    prefix, part = "", name
+    _, architecture = written_as(s)
+    prefix, part, experts = "", name, 1
     if name.startswith("layers."):
         _, layer, part = name.split(".", 2)
-        prefix = f"blk.{layer}."
-    if part == _QKV:
+        prefix, experts = f"blk.{layer}.", s.ffn(int(layer)).experts
+    if part in (_QKV, _QKV_BIAS):
         first = 0
         for letter, heads in zip(QKV, (s.n_heads, s.n_kv_heads, s.n_kv_heads), strict=True):
-            yield _projection(f"{prefix}attn_{letter}.weight", info, first, heads * s.head_dim, s)
-            first += heads * s.head_dim
+            n = heads * s.head_dim
+            if part == _QKV:
+                yield _projection(f"attn_{letter}", prefix, info, range(first, first + n), s)
+            else:
+                own = RowPart(info.format, 4 * first)
+                yield TensorSlice(f"{prefix}attn_{letter}.bias", info, 0, 1, n, part=own)
+            first += n
     elif part in _APART:
-        yield _projection(f"{prefix}attn_{_APART[part]}.weight", info, 0, info.shape[0], s)
+        yield _projection(f"attn_{_APART[part]}", prefix, info, range(info.shape[0]), s)
     elif part == _BUNDLE:
         up, down = bundle_parts(info, s)
         assert up is not None, "GGUF is written for gated models only"
@@ -267,18 +300,21 @@ def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
     elif part in _LEFT_OUT:
         return
     elif len(info.shape) == 1:
-        yield TensorSlice(f"{prefix}{_NAMES[part]}", info, 0, 1, info.shape[0])
-    elif s.n_experts > 1 and part in _EXPERTS:
-        rows = s.n_experts * info.shape[-2]
-        yield TensorSlice(f"{prefix}{_EXPERTS[part]}", info, 0, rows, info.shape[-1], stack=s.n_experts)
+        theirs = _NAMES[part]
+        if part == "ffn_norm.weight":
+            theirs = architecture.names["post_attention_layernorm"] + ".weight"
+        yield TensorSlice(f"{prefix}{theirs}", info, 0, 1, info.shape[0])
+    elif experts > 1 and part in _EXPERTS:
+        rows = experts * info.shape[-2]
+        yield TensorSlice(f"{prefix}{_EXPERTS[part]}", info, 0, rows, info.shape[-1], stack=experts)
     else:
         yield TensorSlice(f"{prefix}{_NAMES[part]}", info, 0, info.shape[-2], info.shape[-1])
 
 
-def _projection(name: str, info: TensorInfo, first: int, rows: int, spec: ModelSpec) -> TensorSlice:
-    """Return rows of q, k or v: those of q and k are reordered."""
-    turned = 0 if name.endswith("attn_v.weight") else spec.head_dim
-    return TensorSlice(name, info, first, rows, spec.dim, turned)
+def _projection(name: str, prefix: str, info: TensorInfo, rows: range, spec: ModelSpec) -> TensorSlice:
+    """Return rows of q, k or v. Some architectures have those of q and k in pairs."""
+    turned = spec.head_dim if name in written_as(spec)[1].turned else 0
+    return TensorSlice(f"{prefix}{name}.weight", info, rows.start, len(rows), spec.dim, turned)
 
 
 def _add(writer: Any, p: TensorSlice, rows: _StreamedSlice) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -548,19 +548,3 @@ FAMILIES: dict[str, Family] = {
     "BitNetForCausalLM": Family("bitnet", _bitnet),
     "FalconForCausalLM": Family("falcon", _falcon),
 }
-
-
-def gguf_architecture(spec: ModelSpec) -> str:
-    """Return GGUF's name for the architecture: llama.cpp's, or PowerInfer's for ReLU. Raises Unsupported."""
-    s = spec
-    like_llama = s.norm == "rms" and s.gated and s.activation in ("silu", "relu") and s.position == "rope"
-    later = [f for f in fields(ModelSpec) if "later" in f.metadata]
-    plain = all(getattr(s, f.name) == f.default for f in later)
-    drelu = s.up_activation == "relu"
-    mixture = s.n_experts > 1 and s.sparse  # no engine reads a GGUF of ReLU experts
-    if not like_llama or not plain or mixture or s.rope_scaling is not None or drelu > s.sparse:
-        raise Unsupported(
-            "GGUF is written for models with SiLU or ReLU in a gated FFN, an RMS norm and plain RoPE only, "
-            "such as llama-2-7b; for mixtures of experts with SiLU, such as mixtral-8x7b"
-        )
-    return "bamboo" if drelu else "llama"

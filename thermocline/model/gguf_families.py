@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from thermocline.model.gguf_metadata import (
 )
 from thermocline.model.mixtures import gguf as mixtures
 from thermocline.model.mixtures.gguf import experts
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import PLAIN_ROUTER, ModelSpec, Router
 from thermocline.model.tensor_map import SourceSlice, TensorMap, pairs
 
 
@@ -231,24 +232,63 @@ _OPT_NAMES = {
 
 
 @dataclass(frozen=True)
+class Written:
+    """What a family's files say, so that we write them too: fields in which it may differ from a Llama.
+
+    always  what llama.cpp's code knows of the family
+    says    what keys of the header and names of tensors say
+    """
+
+    family: str  # a spec's `architecture`
+    always: Mapping[str, Any]
+    says: frozenset[str] = frozenset()
+
+    def fits(self, s: ModelSpec) -> bool:
+        """Return whether a file says all of this model."""
+        known = all(getattr(s, key) == value for key, value in self.always.items())
+        plain = (f for f in fields(ModelSpec) if "later" in f.metadata or f.name == "rope_scaling")
+        others = (f for f in plain if f.name not in self.says and f.name not in self.always)
+        first_dense = s.dense_layers == tuple(range(len(s.dense_layers)))
+        return known and first_dense and all(getattr(s, f.name) == f.default for f in others)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A GGUF architecture: how to read its config, and its names of tensors."""
 
     config: Callable[[GGUFKeys], Json]
     names: dict[str, str]  # Hugging Face's -> GGUF's, without `layers.N.` and the last part
     turned: tuple[str, ...] = ()  # whose rows llama.cpp stores in pairs (i, i + head_dim/2) for its RoPE
+    written: Written | None = None
 
 
+_DEEPSEEKS = frozenset(("router", "shared_dim", "dense_layers", "dense_dim"))
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(_llama, _LLAMA_NAMES, ("attn_q", "attn_k")),
     "bamboo": Architecture(_bamboo, _LLAMA_NAMES, ("attn_q", "attn_k")),
     "opt": Architecture(_opt, _OPT_NAMES),
     "qwen2": Architecture(_qwen2, _LLAMA_NAMES),
-    "qwen3": Architecture(_qwen3, _LLAMA_NAMES | _QK_NORMS),
-    "qwen3moe": Architecture(mixtures.qwen3_moe, _MIXTURE_NAMES | _QK_NORMS),
-    "olmoe": Architecture(mixtures.olmoe, _MIXTURE_NAMES | _QK_NORMS),
-    "glm4moe": Architecture(mixtures.glm4_moe, _MIXTURE_NAMES | _QK_NORMS | _GLM_NAMES),
-    "dots1": Architecture(mixtures.dots1, _MIXTURE_NAMES | _QK_NORMS),
+    "qwen3": Architecture(_qwen3, _LLAMA_NAMES | _QK_NORMS, written=Written("qwen3", {"qk_norm": True})),
+    "qwen3moe": Architecture(
+        mixtures.qwen3_moe,
+        _MIXTURE_NAMES | _QK_NORMS,
+        written=Written("qwen3-moe", {"qk_norm": True, "router": PLAIN_ROUTER}),
+    ),
+    "olmoe": Architecture(
+        mixtures.olmoe,
+        _MIXTURE_NAMES | _QK_NORMS,
+        written=Written("olmoe", {"qk_norm": True, "qk_norm_whole": True, "router": Router(weights="score")}),
+    ),
+    "glm4moe": Architecture(
+        mixtures.glm4_moe,
+        _MIXTURE_NAMES | _QK_NORMS | _GLM_NAMES,
+        written=Written("glm4-moe", {}, _DEEPSEEKS | {"rotary_dim", "qk_norm"}),
+    ),
+    "dots1": Architecture(
+        mixtures.dots1,
+        _MIXTURE_NAMES | _QK_NORMS,
+        written=Written("dots1", {"qk_norm": True}, _DEEPSEEKS),
+    ),
     "ernie4_5-moe": Architecture(mixtures.ernie4_5_moe, _MIXTURE_NAMES, ("attn_q", "attn_k")),
     "granitemoe": Architecture(
         mixtures.granite_moe,
@@ -264,6 +304,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     "arcee": Architecture(_arcee, _LLAMA_NAMES, ("attn_q", "attn_k")),
     "minicpm": Architecture(_minicpm, _LLAMA_NAMES, ("attn_q", "attn_k")),
 }
+
+
+def written_as(spec: ModelSpec) -> tuple[str, Architecture]:
+    """Return the architecture of a GGUF of this model, llama.cpp's or PowerInfer's. Raises Unsupported."""
+    s = spec
+    like_llama = s.norm == "rms" and s.gated and s.activation in ("silu", "relu") and s.position == "rope"
+    if like_llama and not s.sparse:
+        for name, a in ARCHITECTURES.items():
+            if a.written is not None and a.written.family == s.architecture and a.written.fits(s):
+                return name, a
+    drelu = s.up_activation == "relu"
+    mixture = s.n_experts > 1 and s.sparse  # no engine reads a GGUF of ReLU experts
+    if not like_llama or not Written("", {}).fits(s) or mixture or drelu > s.sparse:
+        families = [a.written.family for a in ARCHITECTURES.values() if a.written is not None]
+        raise Unsupported(
+            "GGUF is written for models with SiLU or ReLU in a gated FFN, an RMS norm and plain RoPE only, "
+            "such as llama-2-7b; for mixtures of experts with SiLU, such as mixtral-8x7b; and for "
+            + ", ".join(families)
+        )
+    name = "bamboo" if drelu else "llama"
+    return name, ARCHITECTURES[name]
+
+
 # Published names of models with ReLU: ReluLLaMA, ProSparse, TurboSparse-Mistral and -Mixtral, SparseQwen2.
 _RELU_NAMES = re.compile("relu|prosparse|turbosparse|sparseqwen", re.IGNORECASE)
 _LAYER = re.compile(r".*(?:layers|h)\.(\d+)\.(.+)")

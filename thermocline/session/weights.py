@@ -135,8 +135,9 @@ def _faster_in_groups(made: PackInMemory) -> Iterator[str]:
     s = made.spec
     always = ["embed.weight" if s.tied_head else "head.weight"]
     for i in range(s.n_layers):
-        a, ffn = f"layers.{i}", () if s.sparse else ("gate", "up", "down")
-        always += [f"{a}.{part}.weight" for part in ("qkv", "attn_out", *ffn)]
+        a, ffn = f"layers.{i}", ("gate", "up", "down")
+        always += [f"{a}.{part}.weight" for part in ("qkv", "attn_out", *(() if s.sparse else ffn))]
+        always += [f"{a}.shared.{part}.weight" for part in ffn]
         parts = [f"{a}.{n}.weight" for n in QKV]
         if all(map(made.faster_in_groups, parts)):
             yield from parts
@@ -286,9 +287,7 @@ class PackInMemory:
         if f"{layer}.shared.gate.weight" not in self.tensors:
             return None
         gate, down = (self.linear(f"{layer}.shared.{part}") for part in ("gate", "down"))
-        return FFN.whole(
-            gate, self.multiplied(self.matrix(up)) if up in self.tensors else None, down.weight, None, False
-        )
+        return FFN.whole(gate, self.matrix(up) if up in self.tensors else None, down.weight, None, False)
 
     def router(self, layer: str) -> Linear:
         return Linear(self.matrix(f"{layer}.router.weight"), self.vector(f"{layer}.router.bias"))
