@@ -26,6 +26,9 @@ HERE = Path(__file__).resolve().parent
 BENCH = HERE.parent
 LOGITS_PROMPT, LOGITS_GEN = 64, 8
 MAX_NMSE = 1e-3  # both round activations to int8, differently: 1e-5 to 1e-4 is usual
+# In a mixture with random routers, that sends some tokens to another expert of nearly the same score:
+# Qwen3-30B-A3B, 8 layers, 5e-3 to 1e-2 with q4_k_m and q4_0, 1.5e-7 with f16 (2 layers), which rounds nothing.
+MAX_NMSE_ROUTED = 2e-2
 SPARE_BYTES = 3 << 30  # the roof's buffer, both runtimes
 
 
@@ -143,8 +146,9 @@ def compare_logits(duel: Duel, directory: Path) -> float:
         b = llama.logits(threads, directory)
     error, agree = nmse(a, b), float((a.argmax(1) == b.argmax(1)).mean())
     note(f"logits: NMSE {error:.1e}, the same likeliest token in {agree:.0%} of {len(a)} rows")
-    if not error <= MAX_NMSE:
-        raise SystemExit(f"NMSE {error:.1e} is above {MAX_NMSE:.0e}: not the same model, no comparison")
+    most = MAX_NMSE_ROUTED if duel.spec.n_experts > 1 else MAX_NMSE
+    if not error <= most:
+        raise SystemExit(f"NMSE {error:.1e} is above {most:.0e}: not the same model, no comparison")
     return error
 
 

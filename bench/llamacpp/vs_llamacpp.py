@@ -67,6 +67,7 @@ ROWS = {
     "q6_k-7b": Row("llama-2-7b", "q6_k", ("tg64", "pp128")),
     "iq4_xs-7b": Row("llama-2-7b", "iq4_xs", ("tg64", "pp128")),
     "mxfp4": Row("gpt-oss-20b-like", "mxfp4", ("tg64", "pp128")),
+    "qwen3-30b": Row("qwen3-30b-a3b", "q4_0", ("tg64", "pp128")),
     "q4_0-7b": Row("llama-2-7b", "q4_0", ("tg64",)),  # whose share of the roof K-quants are held to
     "f16-1.1b": Row("tinyllama-1.1b", "f16", ("pp512", "tg64")),
     "f16-7b": Row("llama-2-7b", "f16", ("pp512",), (2,)),

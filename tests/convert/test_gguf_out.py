@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import json
 import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kept_twins
 import numpy as np
 import pytest
 import test_synth
 
-from thermocline.convert import synthetic, to_gguf
+from thermocline import _native
+from thermocline.convert import importer, synthetic, to_gguf
 from thermocline.convert.random_weights.source import RandomWeights
 from thermocline.errors import Unsupported, UsageError
 from thermocline.files.bounded import read_at
-from thermocline.model import quant
+from thermocline.model import gguf_families, quant
+from thermocline.model.spec import RopeScaling, Router
+from thermocline.opening.gguf_model import GGUFModel, open_gguf
 from thermocline.pack.pack import Pack
 
 gguf = pytest.importorskip("gguf")
@@ -198,6 +205,53 @@ def test_what_llama_cpp_cannot_express_is_refused_before_the_pack_is_written(
     assert ran.code == 6
     assert said in ran.err and ran.err.count("\n") == 1
     assert not (tmp_path / "pack").exists()
+
+
+# twin -> GGUF's architecture
+SAID = {
+    "qwen3": "qwen3", "olmoe": "olmoe", "glm4_moe": "glm4moe", "glm4_moe_air": "glm4moe", "dots1": "dots1",
+}  # fmt: skip
+
+
+def of_twin(name: str, directory: Path) -> Pack:
+    """Pack a twin in f32, without the window that llama.cpp's code for dots has not."""
+    config = kept_twins.TWINS[name](directory / "hf") / "config.json"
+    said = json.loads(config.read_text())
+    if name == "dots1":
+        said |= {"sliding_window": None, "layer_types": None}
+    config.write_text(json.dumps(said))
+    importer.pack(config.parent, directory / "p", "f32")
+    return Pack.open(directory / "p")
+
+
+@pytest.mark.parametrize("name", [*SAID, "qwen3-30b-a3b"])
+def test_what_a_family_has_beyond_a_llama_is_said_in_its_file(name: str, tmp_path: Path) -> None:
+    """Read again, the file is the same model, tensor by tensor."""
+    made = of_twin(name, tmp_path) if name in SAID else test_synth.make(tmp_path, name, "f32")
+    to_gguf.write_gguf(made, tmp_path / "m.gguf")
+    read = open_gguf(tmp_path / "m.gguf")
+    assert isinstance(read, GGUFModel)
+    assert read.metadata["general.architecture"] == SAID.get(name, "qwen3moe")
+    assert (read.spec, read.tensors) == (made.spec, made.tensors)
+    held = _native.Arena(read.weights_bytes)
+    read.begin_load(held).finish()
+    found = (ctypes.c_uint8 * read.weights_bytes).from_address(held.address)
+    assert bytes(found) == made.weights_path.read_bytes()
+
+
+def test_what_no_file_can_say_is_refused() -> None:
+    """llama.cpp's code for Qwen3-MoE always divides weights by their sum, and has a router in every layer."""
+    spec = synthetic.read_shape("qwen3-30b-a3b")[1]
+    assert gguf_families.written_as(spec)[0] == "qwen3moe"
+    for change in (
+        {"router": Router(weights="score")},
+        {"dense_layers": (1,), "dense_dim": 64},
+        {"residual_scale": 0.5},
+        {"sliding_window": 9, "window_layers": (1,)},
+        {"rope_scaling": RopeScaling(kind="linear", factor=2.0)},
+    ):
+        with pytest.raises(Unsupported, match="GGUF is written for"):
+            gguf_families.written_as(dataclasses.replace(spec, **change))
 
 
 def test_without_the_package_the_error_names_the_extra(

@@ -45,6 +45,10 @@ SMALL: dict[str, dict[str, Any]] = {  # a shape and what makes it small
         "vocab_size": 512,
     },
 }
+SMALL["qwen3-30b-a3b"] = {
+    **SMALL["llama-2-7b"], "bos_token_id": 1, "eos_token_id": 2, "head_dim": 64, "num_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 256,
+}  # fmt: skip
 SMALL["mistral-7b"] = SMALL["bamboo-7b"] = SMALL["mixtral-8x7b"] = SMALL["llama-2-7b"]
 SMALL["turbosparse-mixtral"] = SMALL["mixtral-8x7b"]
 

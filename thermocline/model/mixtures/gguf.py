@@ -51,8 +51,11 @@ def _without_router(k: GGUFKeys, layers: int) -> list[int]:
 
 def olmoe(k: GGUFKeys) -> Json:
     _gating(k, SOFTMAX)
-    more = experts(k) | biased(k, "attention_bias")
-    return like_llama(k, "OlmoeForCausalLM", mixture=True) | more | {"norm_topk_prob": False}
+    config = like_llama(k, "OlmoeForCausalLM", mixture=True)
+    width = config["intermediate_size"]
+    if k.integer(".expert_feed_forward_length", default=width) != width:
+        raise Unsupported(f"{k.name}: expert_feed_forward_length differs from feed_forward_length")
+    return {**config, **experts(k), **biased(k, "attention_bias"), "norm_topk_prob": False}
 
 
 def glm4_moe(k: GGUFKeys) -> Json:
