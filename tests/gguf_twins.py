@@ -43,6 +43,17 @@ LAYER = {
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
+    "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+    "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -57,6 +68,7 @@ WHOLE = {
 
 
 EXPERTS = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+EXPERTS |= {"gate_proj": "ffn_gate", "down_proj": "ffn_down", "up_proj": "ffn_up"}
 
 
 def experts_of(out: dict[str, F32], part: str, layer: str, w: F32, apart: bool) -> None:
@@ -76,7 +88,7 @@ def paired(w: F32, heads: int) -> F32:
     return w.reshape(heads, 2, len(w) // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
-PAIRED = ("llama", "mistral", "mixtral", "bamboo", "arcee", "minicpm")
+PAIRED = ("llama", "mistral", "mixtral", "bamboo", "arcee", "minicpm", "granitemoe")
 PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 
 
@@ -101,11 +113,23 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
             if stem in WHOLE:
                 out[f"{WHOLE[stem]}.{last}"] = w
                 continue
+            if last == "e_score_correction_bias":
+                layer = stem.split("layers.")[1].split(".")[0]
+                out[f"blk.{layer}.exp_probs_b.bias"] = w.reshape(-1)
+                continue
             layer, part = stem.split(".h." if ".h." in stem else "layers.")[1].split(".", 1)
             if ".experts." in part:
                 experts_of(out, part, layer, w, apart)
                 continue
+            if "_linear" in part:
+                half = len(w[0]) // 2
+                both = {"gate": w[:, :half], "up": w[:, half:]} if "input" in part else {"down": w}
+                for which, x in both.items():
+                    out[f"blk.{layer}.ffn_{which}_exps.weight"] = np.ascontiguousarray(x)
+                continue
             short = LAYER[part]
+            if kind == "glm4_moe" and part == "post_attention_layernorm":
+                short = "post_attention_norm"
             if kind.startswith("gemma") and part == "post_attention_layernorm":
                 short = "post_attention_norm"
             if part == "self_attention.query_key_value":
@@ -116,6 +140,15 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 short, w = "ffn_down_t", w.T if w.ndim == 2 else w
             out[f"blk.{layer}.{short}.{last}"] = np.ascontiguousarray(w)
     return out
+
+
+def merged(out: dict[str, F32]) -> dict[str, F32]:
+    """Experts' gates and ups in one stack, as newer files have them."""
+    made = dict(out)
+    for name in [n for n in out if n.endswith("ffn_gate_exps.weight")]:
+        up = made.pop(name.replace("gate", "up"))
+        made[name.replace("gate", "gate_up")] = np.concatenate([made.pop(name), up], axis=1)
+    return made
 
 
 def kv_heads(config: dict[str, Any]) -> int:
@@ -173,7 +206,8 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
     rope = config.get("rope_parameters") or {}
     near, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     w.add_rope_dimension_count(int(head_dim * (rope.get("partial_rotary_factor") or 1)))
-    w.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    grown = float(rope.get("alpha") or 1.0) ** (head_dim / (head_dim - 2))  # Hunyuan's
+    w.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)) * grown)
     if near:
         w.add_float32(f"{w.arch}.rope.freq_base_swa", near["rope_theta"])
     if rope.get("rope_type") in ("linear", "yarn"):
@@ -184,6 +218,41 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
                 w.add_float32(f"{w.arch}.rope.scaling.yarn_{theirs}", rope[key])
     if "original_max_position_embeddings" in rope and rope["rope_type"] != "llama3":
         w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def add_experts(w: Any, config: dict[str, Any]) -> None:
+    """Each of them that a config has is written as the converter does."""
+    for keys, add in (
+        (("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), w.add_expert_count),
+        (("num_experts_per_tok", "moe_k", "moe_topk"), w.add_expert_used_count),
+        (("moe_intermediate_size",), w.add_expert_feed_forward_length),
+        (("n_shared_experts", "moe_num_shared_experts"), w.add_expert_shared_count),
+        (("first_k_dense_replace", "moe_layer_start_index"), w.add_leading_dense_block_count),
+        (("moe_layer_interval",), w.add_interleave_moe_layer_step),
+        (("routed_scaling_factor",), w.add_expert_weights_scale),
+        (("n_group",), w.add_expert_group_count),
+        (("topk_group",), w.add_expert_group_used_count),
+        (("num_nextn_predict_layers",), w.add_nextn_predict_layers),
+        (("attention_multiplier",), w.add_attention_scale),
+        (("embedding_multiplier",), w.add_embedding_scale),
+        (("residual_multiplier",), w.add_residual_scale),
+        (("logits_scaling",), w.add_logit_scale),
+    ):
+        for key in keys:
+            if key in config:
+                add(config[key])
+    if "norm_topk_prob" in config and "n_routed_experts" in config:
+        w.add_expert_weights_norm(config["norm_topk_prob"])
+    sigmoid = w.arch in ("glm4moe", "dots1", "minimax-m2")
+    if sigmoid:
+        import gguf
+
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if w.arch in ("minimax-m2", "hunyuan-moe"):
+        w.add_expert_feed_forward_length(config["intermediate_size"])
+    if w.arch == "hunyuan-moe":
+        w.add_expert_shared_feed_forward_length(config["intermediate_size"])
+        w.add_rope_scaling_factor(1.0)
 
 
 def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
@@ -222,6 +291,7 @@ def write(
     as_f32: bool = False,
     more: Any = None,
     apart: bool = False,
+    merge: bool = False,
 ) -> Path:
     """`types`: name -> a gguf type's name, or None for f32. Norms and biases are always f32.
 
@@ -234,7 +304,7 @@ def write(
     heads = config["num_attention_heads"]
     w.add_context_length(config["max_position_embeddings"])
     w.add_embedding_length(config["hidden_size"])
-    w.add_block_count(config["num_hidden_layers"])
+    w.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
     ffn = config.get("intermediate_size") or config.get("ffn_dim") or config["ffn_hidden_size"]
     w.add_feed_forward_length(ffn)
     w.add_head_count(heads)
@@ -248,9 +318,8 @@ def write(
         w.add_key_length(head_dim)
         w.add_value_length(head_dim)
     out = tensors_of(hf, powerinfer, apart)
-    if "num_local_experts" in config:
-        w.add_expert_count(config["num_local_experts"])
-        w.add_expert_used_count(config["num_experts_per_tok"])
+    out = merged(out) if merge else out
+    add_experts(w, config)
     add_family(w, config, out)
     if more is not None:
         more(w)

@@ -7,6 +7,7 @@ nothing of ours: it must not import `thermocline`, or the twin would share our m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ def _randomise(model: Any, seed: int) -> None:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
+    if name.endswith("e_score_correction_bias"):  # decides between experts whose scores are no near tie
+        step = 0.4 if "moe_statics" in name else 0.25
+        return np.asarray(step * rng.integers(0, 2, shape), dtype=np.float32)
     noise = rng.standard_normal(shape, dtype=np.float32)
     if len(shape) >= 2:
         gain = 1.0 if "q_proj" in name or "k_proj" in name else 0.8
@@ -238,6 +242,10 @@ def _opt(path: Path, seed: int, **changes: Any) -> Path:
 
 
 def _transformers(name: str, path: Path, seed: int, **changes: Any) -> Path:
+    return _save(_model(name, **changes), path, seed)
+
+
+def _model(name: str, **changes: Any) -> Any:
     import transformers
 
     base = _llama_config().to_dict()
@@ -246,7 +254,7 @@ def _transformers(name: str, path: Path, seed: int, **changes: Any) -> Path:
     cls = getattr(transformers, CONFIG_CLASSES.get(name, f"{name}Config"))
     known = cls()
     config = cls(**({k: v for k, v in base.items() if hasattr(known, k)} | changes))
-    return _save(getattr(transformers, f"{name}ForCausalLM")(config), path, seed)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
@@ -467,6 +475,113 @@ def minicpm_s(path: Path) -> Path:
     return path
 
 
+# ---- mixtures: routers that mostly read what the token's embedding says in a few columns, as `_mixtral`'s
+
+EXPERTS, ACTIVE = 8, 3
+
+
+def _mixture(name: str, path: Path, seed: int, **changes: Any) -> Path:
+    """Eight experts, three for each token. What routers add to scores is random and decides some choices."""
+    import torch
+
+    model = _model(name, **({"num_experts_per_tok": ACTIVE, "tie_word_embeddings": False} | changes))
+    _randomise(model, seed)
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for key, p in model.named_buffers():
+            if key.endswith("bias"):
+                p.copy_(torch.from_numpy(random_tensor(key, tuple(p.shape), rng)))
+    tensors = {key: p.detach().numpy() for key, p in model.named_parameters()}
+    steer(tensors, seed)
+    model.save_pretrained(path)
+    return path
+
+
+def steer(tensors: dict[str, NDArray[np.float32]], seed: int) -> None:
+    """Let routers mostly read what a token's embedding says in the first columns, in place."""
+    routers = [
+        w
+        for name, w in tensors.items()
+        if re.search(r"\.(gate|gate\.wg|router|router\.layer)\.weight$", name)
+    ]
+    if not routers:
+        return
+    rng, n = np.random.default_rng(seed), len(routers[0])
+    (embed,) = (w for name, w in tensors.items() if name.endswith("embed_tokens.weight"))
+    levels = np.linspace(3, -2.5, n)  # not symmetric: sums of two sigmoids would be alike
+    embed[:, :n] = [rng.permutation(levels) for _ in range(len(embed))]
+    for w in routers:
+        w *= np.float32(0.1)
+        w[:, :n] += np.eye(n, dtype=np.float32)
+
+
+def qwen3_moe(path: Path) -> Path:
+    """Weights that add up to one, q and k normed by head, and the second layer without experts."""
+    more = {"moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 24}
+    return _mixture("Qwen3Moe", path, 40, num_experts=EXPERTS, **more)
+
+
+def qwen3_moe_scores(path: Path) -> Path:
+    """Weights as they are scored, experts in every second layer, biases, and a window."""
+    more = {"moe_intermediate_size": 48, "norm_topk_prob": False, "decoder_sparse_step": 2}
+    more |= {"attention_bias": True, "use_sliding_window": True, "sliding_window": 9}
+    return _mixture("Qwen3Moe", path, 41, num_experts=EXPERTS, head_dim=16, **more)
+
+
+def olmoe(path: Path) -> Path:
+    """Norms over all heads of q and k; weights that do not add up to one."""
+    return _mixture("Olmoe", path, 42, num_experts=EXPERTS, intermediate_size=48)
+
+
+GROUPED = {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+GROUPED |= {"moe_intermediate_size": 48, "first_k_dense_replace": 1, "norm_topk_prob": True}
+
+
+def glm4_moe(path: Path) -> Path:
+    """GLM-4.5: two shared experts, the best of groups, a scale, a quarter of each head turned."""
+    more = {"n_shared_experts": 2, "use_qk_norm": True, "partial_rotary_factor": 0.25, "head_dim": 24}
+    return _mixture("Glm4Moe", path, 43, **GROUPED, **more)
+
+
+def glm4_moe_air(path: Path) -> Path:
+    """GLM-4.5-Air: biases on q, k and v, no groups; weights as they are scored."""
+    more = {"n_shared_experts": 1, "attention_bias": True, "head_dim": 16, "n_group": 1, "topk_group": 1}
+    return _mixture("Glm4Moe", path, 44, **(GROUPED | more | {"norm_topk_prob": False}))
+
+
+def dots1(path: Path) -> Path:
+    """dots.llm1: norms of q and k, and a window in the last layer."""
+    more = {"n_shared_experts": 1, "sliding_window": 9, "max_window_layers": 2, "head_dim": 16}
+    return _mixture("Dots1", path, 45, **GROUPED, **more)
+
+
+def ernie4_5_moe(path: Path) -> Path:
+    """ERNIE 4.5: rope on neighbours; the sum of weights is bounded from below, here by what matters."""
+    more = {"moe_num_experts": EXPERTS, "moe_k": ACTIVE, "moe_num_shared_experts": 2, "moe_norm_min": 0.7}
+    more |= {"moe_layer_start_index": 1, "moe_intermediate_size": 48, "head_dim": 16}
+    return _mixture("Ernie4_5_Moe", path, 46, **more)
+
+
+def granite_moe(path: Path) -> Path:
+    """Granite 3 MoE: stacked experts, and four scales."""
+    scales = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
+    more = {"num_local_experts": EXPERTS, "intermediate_size": 48, "logits_scaling": 1.3}
+    return _mixture("GraniteMoe", path, 47, **scales, **more)
+
+
+def minimax_m2(path: Path) -> Path:
+    """MiniMax-M2: norms over all heads of q and k, half of each head turned."""
+    more = {"num_local_experts": EXPERTS, "intermediate_size": 48, "head_dim": 24, "rotary_dim": 12}
+    return _mixture("MiniMaxM2", path, 48, **more)
+
+
+def hunyuan_moe(path: Path) -> Path:
+    """Hunyuan-A13B: norms of q and k behind rope, whose theta grows by alpha; one shared expert."""
+    rope = {"rope_type": "dynamic", "type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
+    more = {"moe_topk": ACTIVE, "intermediate_size": 48, "head_dim": 24, "rope_parameters": rope}
+    return _mixture("HunYuanMoEV1", path, 49, num_experts=EXPERTS, **more)
+
+
 # What a user has to say of them: their configs leave open which ReLU it is.
 ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
@@ -514,6 +629,16 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         llama_yarn_beta,
         minicpm,
         minicpm_s,
+        qwen3_moe,
+        qwen3_moe_scores,
+        olmoe,
+        glm4_moe,
+        glm4_moe_air,
+        dots1,
+        ernie4_5_moe,
+        granite_moe,
+        minimax_m2,
+        hunyuan_moe,
     )
 }
 

@@ -173,7 +173,10 @@ class Stack:
     def __new__(cls, parts: tuple[Matrix, ...], bias: F32 | None) -> Stack: ...
 
 class Heads:
-    """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none."""
+    """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none.
+
+    `whole_norms`: the norms are of all heads as one. `norms_last`: they are behind rope.
+    """
 
     def __new__(
         cls,
@@ -186,6 +189,8 @@ class Heads:
         q_norm: F32 | None,
         k_norm: F32 | None,
         eps: float,
+        whole_norms: bool = False,
+        norms_last: bool = False,
     ) -> Heads: ...
 
 class Join:

@@ -98,15 +98,21 @@ static tc::Norm norm_of(const Norm* norm, size_t dim) {
 static std::optional<Norm> held(const Norm* norm) { return norm ? std::optional<Norm>(*norm) : std::nullopt; }
 
 static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float scale, float softcap,
-                        std::optional<F1> q_norm, std::optional<F1> k_norm, float eps) {
+                        std::optional<F1> q_norm, std::optional<F1> k_norm, float eps, bool whole_norms,
+                        bool norms_last) {
     check(n > 0 && n_kv > 0 && n % n_kv == 0 && dim > 0, "heads do not divide");
     check(softcap >= 0, "negative soft cap");
-    const float* q = optional_vector(q_norm, dim, "q_norm has the wrong length");
+    check(!whole_norms || (q_norm && k_norm && !norms_last), "norms of all heads as one need both");
+    const float* q = optional_vector(q_norm, whole_norms ? n * dim : dim, "q_norm has the wrong length");
     window = std::min(window, size_t(INT32_MAX));  // positions go no further
-    return {{n, n_kv, dim, window, scale, softcap, q,
-             optional_vector(k_norm, dim, "k_norm has the wrong length"), eps},
-            q_norm,
-            k_norm};
+    tc::Heads heads{
+        n,     n_kv,
+        dim,   window,
+        scale, softcap,
+        q,     optional_vector(k_norm, whole_norms ? n_kv * dim : dim, "k_norm has the wrong length"),
+        eps};
+    heads.whole_norms = whole_norms, heads.norms_last = norms_last;
+    return {heads, q_norm, k_norm};
 }
 
 static Join make_join(const Norm* norm, float scale) {
@@ -206,7 +212,7 @@ static tc::RouterRule make_rule(int score, int weights, float epsilon, bool epsi
               group_rule >= 0 && group_rule < Rule::N_GROUP_RULES,
           "unknown router rule");
     check(groups_kept >= 1 && groups_kept <= groups, "more groups kept than there are");
-    return {Rule::Score(score), Rule::Weights(weights),       epsilon, epsilon_floor, scale, groups,
+    return {Rule::Score(score), Rule::Weights(weights),     epsilon, epsilon_floor, scale, groups,
             groups_kept,        Rule::GroupRule(group_rule)};
 }
 
@@ -668,7 +674,8 @@ NB_MODULE(_native, m) {
              "parts"_a, "bias"_a.noconvert().none(), nb::keep_alive<0, 2>());
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "n"_a, "n_kv"_a, "dim"_a, "window"_a, "scale"_a, "softcap"_a,
-             "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a);
+             "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a, "whole_norms"_a = false,
+             "norms_last"_a = false);
     nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a);
     nb::class_<Attention>(m, "Attention")
         .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(),

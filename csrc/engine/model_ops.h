@@ -62,6 +62,8 @@ struct Heads {
     float scale, softcap;          // scores: scale * q.k, then cap * tanh(score / cap); softcap 0: none
     const float *q_norm, *k_norm;  // [dim], of an RMS norm of each head before rope; or null
     float norm_eps;
+    bool whole_norms = false;  // of all heads as one instead: [n * dim], [n_kv * dim]
+    bool norms_last = false;   // behind rope
 };
 // The tokens of a call: the same for every layer.
 struct Step {

@@ -244,8 +244,9 @@ def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
 
 def native_heads(h: Heads) -> _native.Heads:
     return _native.Heads(
-        h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps
-    )
+        h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps,
+        whole_norms=h.whole_norms, norms_last=h.norms_last,
+    )  # fmt: skip
 
 
 def native_rule(r: Router) -> _native.RouterRule:
