@@ -28,6 +28,8 @@ def qwen3_moe(keys: ConfigKeys, stop: Any) -> Read:
     keys.raw("max_window_layers")  # the window, if there is one, is every layer's
     n, step = keys.size("num_hidden_layers", "n_layers"), keys.integer("decoder_sparse_step")
     alone = keys.indices("mlp_only_layers")
+    if all(i in alone or (i + 1) % step for i in range(n)):
+        raise keys.bad("mlp_only_layers", "and decoder_sparse_step say that no layer has experts")
     window = keys.integer_or_none("sliding_window") if keys.flag("use_sliding_window") else None
     keys.raw("sliding_window")
     spec = read_spec(
