@@ -74,7 +74,8 @@ struct Request {
         const size_t n = number(), n_kv = number(), dim = number(), window = number();
         const float scale = real(), softcap = real();
         const float *q_norm = values<const float>(), *k_norm = values<const float>();
-        return {n, n_kv, dim, window, scale, softcap, q_norm, k_norm, real()};
+        const float eps = real();
+        return {n, n_kv, dim, window, scale, softcap, q_norm, k_norm, eps, values<const float>()};
     }
     tc::Step step() {
         const int32_t *positions = values<int32_t>(), *sequence = values<int32_t>(), *table = values<int32_t>();

@@ -161,9 +161,11 @@ class Heads(Part):
         q_norm: F32 | None,
         k_norm: F32 | None,
         eps: float,
+        sinks: F32 | None = None,
     ) -> None:
         sizes = u64(n, n_kv, dim, min(window, 2**31 - 1))
-        super().__init__(sizes + f32(scale, softcap) + values(q_norm) + values(k_norm) + f32(eps))
+        norms = values(q_norm) + values(k_norm) + f32(eps)
+        super().__init__(sizes + f32(scale, softcap) + norms + values(sinks))
 
 
 class Join(Part):

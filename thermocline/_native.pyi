@@ -173,7 +173,7 @@ class Stack:
     def __new__(cls, parts: tuple[Matrix, ...], bias: F32 | None) -> Stack: ...
 
 class Heads:
-    """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none."""
+    """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none; `sinks` [n]."""
 
     def __new__(
         cls,
@@ -186,6 +186,7 @@ class Heads:
         q_norm: F32 | None,
         k_norm: F32 | None,
         eps: float,
+        sinks: F32 | None = None,
     ) -> Heads: ...
 
 class Join:

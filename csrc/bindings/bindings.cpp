@@ -92,15 +92,18 @@ static tc::Norm norm_of(const Norm* norm, size_t dim) {
 static std::optional<Norm> held(const Norm* norm) { return norm ? std::optional<Norm>(*norm) : std::nullopt; }
 
 static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float scale, float softcap,
-                        std::optional<F1> q_norm, std::optional<F1> k_norm, float eps) {
+                        std::optional<F1> q_norm, std::optional<F1> k_norm, float eps,
+                        std::optional<F1> sinks) {
     check(n > 0 && n_kv > 0 && n % n_kv == 0 && dim > 0, "heads do not divide");
     check(softcap >= 0, "negative soft cap");
     const float* q = optional_vector(q_norm, dim, "q_norm has the wrong length");
     window = std::min(window, size_t(INT32_MAX));  // positions go no further
-    return {{n, n_kv, dim, window, scale, softcap, q,
-             optional_vector(k_norm, dim, "k_norm has the wrong length"), eps},
-            q_norm,
-            k_norm};
+    return {
+        {n, n_kv, dim, window, scale, softcap, q, optional_vector(k_norm, dim, "k_norm has the wrong length"),
+         eps, optional_vector(sinks, n, "sinks have the wrong length")},
+        q_norm,
+        k_norm,
+        sinks};
 }
 
 static Join make_join(const Norm* norm, float scale) {
@@ -608,7 +611,8 @@ NB_MODULE(_native, m) {
              "parts"_a, "bias"_a.noconvert().none(), nb::keep_alive<0, 2>());
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "n"_a, "n_kv"_a, "dim"_a, "window"_a, "scale"_a, "softcap"_a,
-             "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a);
+             "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a,
+             "sinks"_a.noconvert().none() = nb::none());
     nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a);
     nb::class_<Attention>(m, "Attention")
         .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(),

@@ -55,7 +55,7 @@ struct Stack {
 };
 struct Heads {
     tc::Heads heads;
-    std::optional<F1> q_norm, k_norm;
+    std::optional<F1> q_norm, k_norm, sinks;
 };
 struct Join {
     tc::Join join;

@@ -61,6 +61,8 @@ struct Heads {
     float scale, softcap;          // scores: scale * q.k, then cap * tanh(score / cap); softcap 0: none
     const float *q_norm, *k_norm;  // [dim], of an RMS norm of each head before rope; or null
     float norm_eps;
+    const float* sinks =
+        nullptr;  // [n]: a score that each head's softmax has besides, without a value; or null
 };
 // The tokens of a call: the same for every layer.
 struct Step {

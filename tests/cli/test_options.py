@@ -69,6 +69,7 @@ FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "rotary_dim": (SPEC, 8),
     "window_layers": (WINDOW, (1,)),
     "local_rope_theta": (WINDOW, 50.0),
+    "attention_sinks": (SPEC, True),
 }
 MORE = {
     "post": (SPEC, replace(SPEC, norm_order="post")),
@@ -129,6 +130,7 @@ def random_weights(spec: ModelSpec) -> Weights:
             ffn_sub_norm=norm(a + "fs", f) if s.sub_norms else None,
             attn_post_norm=norm(a + "ap") if sandwich else None,
             ffn_post_norm=norm(a + "fp") if sandwich else None,
+            sinks=3 * values(a + "sinks", s.n_heads) if s.attention_sinks else None,
         )
 
     width = spec.embed_dim or spec.dim

@@ -249,10 +249,12 @@ class Case:
     batch: Batch
     cos: F32 | None
     sin: F32 | None
+    sinks: F32 | None = None  # [heads]
 
     def run(self, ops: Any) -> tuple[F32, KVLayer]:
         kv = KVLayer(self.kv.shape, self.kv.k.copy(), self.kv.v.copy())
-        return ops.attention(Heads.of(self.spec), self.qkv.copy(), self.step(ops), kv), kv
+        heads = replace(Heads.of(self.spec), sinks=self.sinks)
+        return ops.attention(heads, self.qkv.copy(), self.step(ops), kv), kv
 
     def step(self, ops: Any) -> Any:
         return ops.step(self.batch, self.kv.shape.block, self.cos, self.sin)
@@ -338,6 +340,15 @@ ATTENTION = [
     attention_case(32, 1, 2, [(699, 700)], 189),  # of a window, only the first position is in the first span
     attention_case(16, 1, 20, [(1023, 1026)], 600),  # more queries for a head than one turn takes
     *(attention_case(64, 1, group, SPANS, None) for group in (3, 5, 7, 8)),
+    *(
+        replace(case, sinks=4 * normal(9, case.spec.n_heads))
+        for case in (
+            attention_case(64, 2, 8, SPANS, None),
+            attention_case(24, 2, 3, SPANS, 32),
+            attention_case(32, 1, 1, [(1500, 1540)], None),
+            attention_case(32, 1, 2, [(690, 700), (0, 40)], 500, types=CacheTypes("q8_0", "q4_0")),
+        )
+    ),
 ]
 KINDS_OF_CACHE = [CacheTypes(k, v) for k in CACHE_TYPES for v in CACHE_TYPES]
 QUANTISED_ATTENTION = [
@@ -1087,6 +1098,32 @@ def test_attention_to_an_overflowed_key_is_nan(isa: str) -> None:
     assert np.array_equal(np.isnan(case.run(cpu(isa))[0]), np.isnan(truth))
 
 
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_a_sink_takes_its_share_of_the_softmax(isa: str) -> None:
+    """One more score of each head, without a value. Of -inf: none; a large one leaves nothing."""
+    case = attention_case(64, 2, 2, [(0, 40)], 9)
+    ops = reference if isa == "reference" else cpu(isa)
+    plain = case.run(ops)[0]
+    q, k, v = (x.astype(np.float64).reshape(40, -1, 64) for x in np.split(case.qkv, (256, 384), axis=1))
+    assert case.cos is not None and case.sin is not None
+    q, k = (reference.rotate(x, case.cos, case.sin) for x in (q, k))
+    k, v = (x.astype(np.float16).astype(np.float64) for x in (k, v))
+    at = np.arange(40)
+    seen = (at <= at[:, None]) & (at > at[:, None] - 9)
+    for sinks in (np.array([-3, 0.5, 2, 6], np.float32), np.array([0, -1e4, 90, 1], np.float32)):
+        truth = np.empty((40, 4, 64))
+        for head, sink in enumerate(sinks):
+            scores = np.where(seen, q[:, head] @ k[:, head // 2].T / 8, -np.inf)
+            weights = np.exp(scores)
+            truth[:, head] = weights @ v[:, head // 2] / (weights.sum(axis=1) + np.exp(float(sink)))[:, None]
+        y = replace(case, sinks=sinks).run(ops)[0].reshape(40, 4, 64)
+        for head, sink in enumerate(sinks):
+            error = ((y[:, head] - truth[:, head]) ** 2).sum() / (truth[:, head] ** 2).sum()
+            assert error <= F32_NMSE or (sink == 90 and np.abs(y[:, head]).max() < 1e-30), (head, sink)
+    assert nmse(plain.reshape(40, 4, 64)[:, 1], y[:, 1]) <= 1e-12  # of -1e4
+    assert nmse(plain, y.reshape(40, -1)) > 0.01
+
+
 # ---- random shapes
 
 
@@ -1178,7 +1215,7 @@ class Good:
 
     def heads(self, **changes: Any) -> _native.Heads:
         good: dict[str, Any] = {"n": 4, "n_kv": 2, "dim": 6, "window": 0, "scale": 0.5, "softcap": 0.0}
-        good |= {"q_norm": None, "k_norm": None, "eps": 1e-5}
+        good |= {"q_norm": None, "k_norm": None, "eps": 1e-5, "sinks": None}
         return _native.Heads(*(good | changes).values())
 
     def attention(self, **changes: Any) -> None:
@@ -1330,6 +1367,7 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "matmul into narrow rows": lambda g: g.matmul(out=zeros(2, 7)),
     "matmul by an array": lambda g: g.matmul(w=zeros(8, 32)),
     "matmul by nothing": lambda g: g.matmul(w=None),
+    "heads with too few sinks": lambda g: g.heads(sinks=zeros(3)),
     "attention of narrow qkv": lambda g: g.attention(qkv=zeros(2, 47)),
     "heads, none": lambda g: g.heads(n=0),
     "heads without kv heads": lambda g: g.heads(n_kv=0),

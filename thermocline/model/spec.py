@@ -103,6 +103,7 @@ class ModelSpec:
     rotary_dim: int | None = later(None)  # rope turns the first `rotary_dim` elements of a head; None: all
     window_layers: tuple[int, ...] | None = later(None)  # layers with the sliding window; None: all
     local_rope_theta: float | None = later(None)  # unscaled, in layers with a window; None: rope_theta
+    attention_sinks: bool = later(False)  # a score of each head's own joins its softmax, and adds no value
 
     @property
     def sparse(self) -> bool:

@@ -147,6 +147,8 @@ def tensors(
             norm(f"{a}.ffn_post_norm", b + names.ffn_post_norm)
         for part in ("q_norm", "k_norm") if spec.qk_norm else ():
             norm(f"{a}.{part}", f"{b}self_attn.{part}", spec.head_dim)
+        if spec.attention_sinks:
+            out[f"{a}.sinks"] = (SourceSlice(f"{b}self_attn.sinks", (spec.n_heads,)),)
         if spec.sub_norms:
             norm(f"{a}.attn_sub_norm", f"{b}self_attn.attn_sub_norm", q)
             norm(f"{a}.ffn_sub_norm", f"{b}mlp.ffn_sub_norm", f)

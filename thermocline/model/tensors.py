@@ -146,6 +146,8 @@ def expected_tensors(
         vector(f"{a}.qkv.bias", "attention", spec.qkv_rows)
         for name in ("q_norm", "k_norm") if spec.qk_norm else ():
             vector(f"{a}.{name}.weight", "norm", spec.head_dim, optional=False)
+        if spec.attention_sinks:
+            vector(f"{a}.sinks", "attention", spec.n_heads, optional=False)
         if spec.sub_norms:
             norm(f"{a}.attn_sub_norm", spec.n_heads * spec.head_dim)
             norm(f"{a}.ffn_sub_norm", neurons)

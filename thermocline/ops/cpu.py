@@ -225,9 +225,8 @@ def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
 
 
 def native_heads(h: Heads) -> _native.Heads:
-    return _native.Heads(
-        h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps
-    )
+    shape = h.n, h.n_kv, h.dim, h.window or 0
+    return _native.Heads(*shape, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps, h.sinks)
 
 
 def _join(spec: ModelSpec, norm: Norm | None) -> _native.Join:

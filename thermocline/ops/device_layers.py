@@ -184,12 +184,12 @@ class Binder:
     def attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> DeviceAttention | _native.Attention:
         if not isinstance(stacked(layer.qkv.weight)[0], DeviceRows):
             return self._cpu.bind_attention(spec, heads, layer)
-        q, k = (self.vector(v) for v in (heads.q_norm, heads.k_norm))
+        q, k, sinks = (self.vector(v) for v in (heads.q_norm, heads.k_norm, heads.sinks))
         return DeviceAttention(
             norm=self._norm(layer.attn_norm),
             qkv=self._stack(layer.qkv),
             out=self._linear(layer.attn_out),
-            heads=replace(heads, q_norm=q, k_norm=k),  # type: ignore[arg-type]
+            heads=replace(heads, q_norm=q, k_norm=k, sinks=sinks),  # type: ignore[arg-type]
             sub_norm=self._norm(layer.attn_sub_norm),
             join=DeviceJoin(self._norm(layer.attn_post_norm), spec.residual_scale),
         )

@@ -146,6 +146,7 @@ class Layer:
     ffn_sub_norm: Norm | None = None  # of the activations, before down
     attn_post_norm: Norm | None = None  # of a half's result, before it joins the residual stream
     ffn_post_norm: Norm | None = None
+    sinks: F32 | None = None  # [n_heads]: a score that each head's softmax has besides
     router: WeightMatrix | None = None  # of a mixture: [n_experts, dim]
     router_copies: Mapping[str, WeightMatrix] = field(default_factory=dict)  # on GPUs, by device
 
@@ -174,6 +175,7 @@ class Heads:
     q_norm: F32 | None  # [dim], of an RMS norm
     k_norm: F32 | None
     norm_eps: float
+    sinks: F32 | None = None  # [n]: one more score of each head, whose value is 0
 
     @staticmethod
     def of(spec: ModelSpec, index: int = 0, layer: Layer | None = None) -> Heads:
@@ -187,6 +189,7 @@ class Heads:
             q_norm=None if layer is None else layer.q_norm,
             k_norm=None if layer is None else layer.k_norm,
             norm_eps=spec.norm_eps,
+            sinks=None if layer is None else layer.sinks,
         )
 
 

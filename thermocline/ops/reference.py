@@ -157,8 +157,10 @@ def _attend(heads: Heads, q: F32, position: int, pages: I32, kv: KVLayer) -> F32
         scores = keys[g] @ q[head] * np.float32(heads.scale)
         if heads.softcap is not None:
             scores = np.float32(heads.softcap) * np.tanh(scores / np.float32(heads.softcap))
-        p = np.exp(scores - scores.max())
-        out[head] = (p / p.sum()) @ values[g]
+        sink = np.float32(-np.inf) if heads.sinks is None else heads.sinks[head]
+        top = np.maximum(scores.max(), sink)
+        p = np.exp(scores - top)
+        out[head] = (p / (p.sum() + np.exp(sink - top))) @ values[g]
     return out
 
 

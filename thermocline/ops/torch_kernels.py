@@ -105,7 +105,12 @@ def attention(
     scores = q @ keys * heads.scale
     if heads.softcap is not None:
         scores = heads.softcap * torch.tanh(scores / heads.softcap)
-    p = torch.where(seen, scores, -math.inf).softmax(dim=-1)
+    scores = torch.where(seen, scores, -math.inf)
+    if heads.sinks is None:
+        p = scores.softmax(dim=-1)
+    else:
+        sinks = torch.as_tensor(heads.sinks, device=qkv.device).view(heads.n_kv, group, 1)
+        p = torch.cat([scores, sinks.expand(t, -1, -1, -1)], dim=-1).softmax(dim=-1)[..., :-1]
     zero = values.new_zeros(())  # what an unused slot holds may be no number, and would show through a 0
     torch.matmul(p, torch.where(seen.mT, values, zero), out=out.view(q.shape))
 

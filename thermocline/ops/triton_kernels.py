@@ -128,7 +128,7 @@ def attention(
     launch(
         triton_tokens.join_spans,
         (t, heads.n),
-        *(out, parts, positions, heads.n, span, n_spans, window),
+        *(out, parts, heads.sinks, positions, heads.n, span, n_spans, window),
         DIM=heads.dim,
         D=wide,
         S=min(16, _power(n_spans)),

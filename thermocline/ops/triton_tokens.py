@@ -277,9 +277,12 @@ def attend(
 
 @triton.jit
 def join_spans(
-    out, parts, positions, heads, span, spans, window, DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr
-):
-    """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time."""
+    out, parts, sinks, positions, heads, span, spans, window,
+    DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time,
+    and the head's sink: a score without a value.
+    """
     b, head = tl.program_id(0), tl.program_id(1)
     own = tl.load(positions + b)
     d = tl.arange(0, D)
@@ -300,4 +303,10 @@ def join_spans(
         mine = tl.load(at + s[:, None] * (DIM + 2) + d[None, :], mask=inside, other=0)
         acc = acc * fade + tl.sum(weights[:, None] * mine, axis=0)
         top = higher
+    if sinks is not None:
+        sink = tl.load(sinks + head)
+        higher = tl.maximum(top, sink)
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.exp(sink - higher)
+        acc = acc * fade
     tl.store(out + (b.to(tl.int64) * heads + head) * DIM + d, acc / total, mask=d < DIM)

@@ -293,6 +293,7 @@ class PackInMemory:
             ffn_sub_norm=self.norm(f"{a}.ffn_sub_norm"),
             attn_post_norm=self.norm(f"{a}.attn_post_norm"),
             ffn_post_norm=self.norm(f"{a}.ffn_post_norm"),
+            sinks=self.vector(f"{a}.sinks"),
             router=self.matrix(router) if self.spec.n_experts > 1 else None,
             router_copies=self.on_gpus.get(router, {}),
         )
