@@ -61,7 +61,7 @@ def decoded(pack: Pack) -> Weights:
         norms = norm(f"{a}.attn_norm"), norm(f"{a}.ffn_norm")
         return Layer(
             norms[0], qkv(a), linear(f"{a}.attn_out"), norms[1],
-            tuple(experts(a)), router=rows(f"{a}.router.weight") if spec.n_experts > 1 else None,
+            tuple(experts(a)), router=linear(f"{a}.router") if spec.n_experts > 1 else None,
         )  # fmt: skip
 
     embed = rows("embed.weight")

@@ -131,7 +131,7 @@ def placed(w: Weights, places: Placement) -> Weights:
     def layer(x: Layer, p: LayerPlacement) -> Layer:
         y: Layer = replace(natively(replace(x, experts=())), experts=parted(x.experts, p.ranges))
         if x.router is not None and p.ranges[0].device != "cpu":
-            y = replace(y, router_copies={"gpu:0": rows(x.router)})
+            y = replace(y, router_copies={"gpu:0": rows(x.router.weight)})
         on_gpu = p.attention == "gpu:0"
         return replace(y, qkv=linear(x.qkv), attn_out=linear(x.attn_out)) if on_gpu else y
 

@@ -77,7 +77,9 @@ def random_mixture(spec: ModelSpec, *, biased: bool = False) -> Weights:
             up = matrix(n) if spec.gated else None
             return interface.FFN.whole(Linear(matrix(n), bias), up, matrix(n) / 2, None, bundles=True)
 
-        return replace(x, experts=tuple(expert() for _ in range(EXPERTS)), router=4 * matrix(EXPERTS))
+        return replace(
+            x, experts=tuple(expert() for _ in range(EXPERTS)), router=Linear(4 * matrix(EXPERTS), None)
+        )
 
     w = random_weights(replace(spec, n_experts=1, n_experts_active=1))
     return replace(w, layers=tuple(layer(i, x) for i, x in enumerate(w.layers)))
@@ -137,7 +139,7 @@ def test_the_cpus_experts_take_the_devices_word_for_who_goes_where() -> None:
 
     own = np.zeros_like(x)
     ops.native.moe_add(own, x, bound, 1)
-    shares = activations.route(ops.matmul(layer.router, x, None), ACTIVE)
+    shares = activations.route(ops.matmul(layer.router.weight, x, None), ACTIVE)
     assert nmse(with_shares(shares), own) < 1e-10
     other = np.roll(shares, 1, axis=1)
     wanted = np.zeros_like(x)

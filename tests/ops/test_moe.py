@@ -83,7 +83,7 @@ class Mix:
 
     @staticmethod
     def layer(norm: Norm, experts: list[FFN], router: Any) -> Layer:
-        return Layer(None, None, None, norm, tuple(experts), router=router)  # type: ignore[arg-type]
+        return Layer(None, None, None, norm, tuple(experts), router=Linear(router, None))  # type: ignore[arg-type]
 
     def run(self, ops: Any, x: F32, h: F32, sparsity: str = "exact", record: F32 | None = None) -> Any:
         y, stats = x.copy(), FFNStats()
@@ -124,7 +124,7 @@ def test_an_expert_is_the_ffn_it_would_be_alone(format: str) -> None:
     norm = mix.native.ffn_norm
     assert norm is not None
     seen = cpu(ISAS[0]).norm(h, norm.weight, None, mix.spec.norm_eps, "rms")
-    chosen = (seen @ mix.numpy.router.T).argmax(axis=1)  # type: ignore[union-attr]
+    chosen = (seen @ mix.numpy.router.weight.T).argmax(axis=1)  # type: ignore[union-attr]
     assert len(set(chosen.tolist())) > 2
     for t, e in enumerate(chosen):
         alone = np.zeros((1, dim), np.float32)
@@ -189,9 +189,9 @@ def test_the_native_router_chooses_as_the_reference() -> None:
 
 def test_a_damaged_router_row_shows() -> None:
     mix = Mix("f32", *CASES["ReGLU"])
-    broken = mix.numpy.router.copy()  # type: ignore[union-attr]
+    broken = mix.numpy.router.weight.copy()  # type: ignore[union-attr]
     broken[2] = np.nan
-    mix.native = replace(mix.native, router=stored("f32", broken)[0])
+    mix.native = replace(mix.native, router=Linear(stored("f32", broken)[0], None))
     y, _ = mix.run(cpu(ISAS[0]), normal(5, 3, DIM), normal(6, 3, DIM))
     assert np.isnan(y).all()
 

@@ -104,7 +104,8 @@ class WeightStatistics:
     spec: ModelSpec
     seed: int
     embed_sd: float
-    down_sd: float
+    power: float  # of a neuron's activation
+    mixed: float  # power of a mixture's answer over an expert's
     sparsity: SyntheticSparsity | None
     constant: bool  # the first BLOCK columns of the residual stream are constant
     # If neurons' values are never negative (ungated, dReLU), neurons 2 i and 2 i + 1 are about equally hot
@@ -138,13 +139,19 @@ class WeightStatistics:
             seed=seed,
             # A tied head would favour the token's own embedding, so that is kept small in the sum.
             embed_sd=LOGIT_SD / math.sqrt(spec.dim) if spec.tied_head else 1.0,
-            down_sd=math.sqrt(FFN_ADDS / spec.n_layers / (spec.ffn_dim * power * _mixed(spec))),
+            power=power,
+            mixed=_mixed(spec),
             sparsity=sparsity,
             constant=sparsity is not None and not gate_bias,
             mirrored=mirrored,
             activities=p,
             quantiles=quantiles,
         )
+
+    def down_sd(self, width: int, experts: int) -> float:
+        """Return the deviation of the down weights of an FFN of this width, or of so many."""
+        power = width * self.power * (self.mixed if experts > 1 else 1.0)
+        return math.sqrt(FFN_ADDS / self.spec.n_layers / power)
 
     @property
     def attn_out_sd(self) -> float:
@@ -234,7 +241,7 @@ def _mixed(spec: ModelSpec) -> float:
         return 1.0
     raw = np.random.PCG64(0).random_raw(max(64, 16384 // spec.n_experts) * spec.n_experts)
     normal = np.array([NormalDist().inv_cdf((int(r >> 11) + 0.5) / 2**53) for r in raw.tolist()])
-    weights = route(normal.reshape(-1, spec.n_experts).astype(np.float32), spec.n_experts_active)
+    weights = route(normal.reshape(-1, spec.n_experts).astype(np.float32), spec.n_experts_active, spec.router)
     return float((weights.astype(np.float64) ** 2).sum(axis=1).mean())
 
 

@@ -14,33 +14,36 @@ from thermocline.ops.interface import F32, FFN, Norm, WeightMatrix, Weights
 class Traffic:
     """The bytes that one decode step reads from memory."""
 
-    fixed_bytes: int  # all matrices but gate, up and down, with norms and biases: once per step
+    fixed_bytes: int  # all but experts' gate, up and down, with norms and biases: once per step
     gate_bytes: float  # one gate row, as the mean of all layers
     row_bytes: float  # one up or down row, likewise
     position_bytes: int  # keys and values of one position
 
     @staticmethod
     def of(spec: ModelSpec, weights: Weights, types: CacheTypes = PLAIN) -> Traffic:
-        gates = rows = 0.0
+        gates, rows, ffns = 0.0, 0.0, 0
         fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
         for layer in weights.layers:
             fixed += _norm_bytes(layer.attn_norm) + _norm_bytes(layer.ffn_norm)
             fixed += _nbytes(layer.qkv.weight, layer.qkv.bias, layer.attn_out.weight, layer.attn_out.bias)
-            fixed += _nbytes(layer.router)
+            if layer.router is not None:
+                fixed += _nbytes(layer.router.weight, layer.router.bias, layer.shared_router)
+            for p in () if layer.shared is None else layer.shared.parts:
+                fixed += _nbytes(p.gate.weight, p.up, p.down)
+            ffns += len(layer.experts)
             for f in layer.experts:
                 fixed += _nbytes(f.down_bias)
                 row = f.parts[-1].gate.weight  # on disk, gate rows take turns in slots
                 gates += _nbytes(row) / row.shape[0]
-                gates += _nbytes(*(p.gate.bias for p in f.parts)) / spec.ffn_dim
-                rows += _row_bytes(spec, f)
-        n = spec.n_layers * spec.n_experts
-        return Traffic(fixed, gates / n, rows / n, bytes_for(spec, 1, types))
+                gates += 4.0 * any(p.gate.bias is not None for p in f.parts)
+                rows += _row_bytes(f)
+        return Traffic(fixed, gates / ffns, rows / ffns, bytes_for(spec, 1, types))
 
 
-def _row_bytes(spec: ModelSpec, f: FFN) -> float:
+def _row_bytes(f: FFN) -> float:
     """Return the mean bytes of an up or down row: each tensor has its own format."""
     part = f.parts[-1]
-    slots = part.down.shape[0] if f.bundles else spec.ffn_dim  # on disk, rows take turns in them
+    slots = part.down.shape[0 if f.bundles else 1]  # on disk, rows take turns in them
     return _nbytes(part.up, part.down) / (slots * (2 if part.up is not None else 1))
 
 

@@ -7,7 +7,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from thermocline.model.spec import PLAIN_ROUTER, Router
+
 F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 
@@ -34,15 +37,53 @@ def activate(g: F32, kind: str, threshold: float) -> F32:
     return y
 
 
-def route(logits: F32, active: int) -> F32:
-    """Return each token's expert weights: the softmax of its `active` largest logits, and 0 elsewhere.
+def route(logits: F32, active: int, router: Router = PLAIN_ROUTER, selection_bias: F32 | None = None) -> F32:
+    """Return each token's expert weights as `router` has them: those of `active` experts, and 0 elsewhere.
 
-    Logits and weights are [tokens, n_experts]. Among equal logits the first is chosen. A NaN counts as the
-    largest, so that damage shows.
+    Logits and weights are [tokens, n_experts]. Of equal scores the first is chosen. A NaN counts as the
+    largest, so that damage shows. Where nothing is added to scores, logits decide, which scores follow.
     """
     out = np.zeros_like(logits)
     for row, weights in zip(logits, out, strict=True):
-        chosen = np.lexsort((-row, ~np.isnan(row)))[:active]
-        p = np.exp(row[chosen] - row[chosen[0]])
-        weights[chosen] = p / p.sum()
+        scores = _scores(row, router.score)
+        wanted = row if selection_bias is None and router.groups == 1 else scores
+        wanted = wanted if selection_bias is None else wanted + selection_bias
+        chosen = _best(_in_best_groups(wanted, router), active)
+        weights[chosen] = _weights(row[chosen], scores[chosen], router)
     return out
+
+
+def _scores(row: F32, score: str) -> F32:
+    """Return the scores of a token's logits [n_experts]."""
+    if score == "logits":
+        return row
+    if score == "sigmoid":
+        return np.asarray(1 / (1 + np.exp(-row)), np.float32)
+    p: F32 = np.exp(row - row.max())
+    return p / p.sum()
+
+
+def _best(values: F32, n: int) -> I64:
+    """Return where the n largest are, of equal ones the first, and NaNs before all."""
+    return np.lexsort((-values, ~np.isnan(values)))[:n]
+
+
+def _in_best_groups(wanted: F32, router: Router) -> F32:
+    """Return what experts are chosen by, with -inf for those of other groups than the best."""
+    groups = wanted.reshape(router.groups, -1)
+    best_two = np.sort(groups, axis=1)[:, -2:]  # NaNs are last
+    kept = _best(best_two[:, -1] if router.group_rule == "max" else best_two.sum(axis=1), router.groups_kept)
+    left: F32 = np.full_like(groups, -np.inf)
+    left[kept] = groups[kept]
+    return left.ravel()
+
+
+def _weights(logits: F32, scores: F32, router: Router) -> F32:
+    """Return the weights of the chosen experts."""
+    epsilon = np.float32(router.epsilon)
+    if router.weights == "chosen":
+        scores = np.exp(logits - logits.max())
+    if router.weights != "score":
+        total = scores.sum()
+        scores = scores / (np.maximum(total, epsilon) if router.epsilon_floor else total + epsilon)
+    return scores * np.float32(router.scale)

@@ -18,7 +18,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorSpec
 
 I64 = NDArray[np.int64]
-ATTENTION_ROLES = ("attention", "norm", "router")
+ATTENTION_ROLES = ("attention", "norm", "router", "shared")  # what every token reads
 MATTERS = 0.02  # of the weights: less in a format costs too little time to be worth measuring it
 
 
@@ -178,15 +178,16 @@ def sizes_of(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec], weight_for
             embed += PartSize(aligned(t.bytes))
         else:
             head += _part(t)
-    layers = tuple(_layer(spec, own) for own in by_layer)
+    layers = tuple(_layer(spec, i, own) for i, own in enumerate(by_layer))
     return ModelSizes(weight_format, embed, head, tied, layers)
 
 
-def _layer(spec: ModelSpec, own: Mapping[str, TensorSpec]) -> LayerSizes:
+def _layer(spec: ModelSpec, i: int, own: Mapping[str, TensorSpec]) -> LayerSizes:
     attention = predictor = router = PartSize()
     gate: list[TensorSpec] = []
     bundle: list[TensorSpec] = []
-    neurons = spec.n_experts * spec.ffn_dim
+    experts, _, width = spec.ffn(i)
+    neurons = experts * width
     for name, t in own.items():
         if name.endswith((".order", ".activation_count")):
             attention += PartSize(aligned(t.bytes))

@@ -7,7 +7,7 @@ only a label here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from thermocline.errors import BadFile
 from thermocline.files.bounded import quoted
@@ -22,6 +22,9 @@ SPARSE_ACTIVATIONS = ("relu", "fatrelu", "relu2")
 
 NORM_ORDERS = ("pre", "post", "sandwich")
 ROPE_SCALINGS = ("linear", "yarn", "llama3", "longrope")
+ROUTER_SCORES = ("softmax", "sigmoid", "logits")
+ROUTER_WEIGHTS = ("chosen", "score", "normalised")
+GROUP_RULES = ("max", "sum2")
 
 
 def later(default: Any) -> Any:
@@ -51,11 +54,43 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Router:
+    """How a mixture's router picks experts for a token, and weighs what they give.
+
+    Every expert has a score. The `n_experts_active` best are chosen by score plus selection bias, of equal
+    ones the first; if there are groups, out of the best groups. Weights are those of the chosen experts:
+    "chosen" is the softmax of their logits, "score" their scores, "normalised" their scores by their sum.
+    """
+
+    score: str = "softmax"  # of the logits: "softmax" of all experts', "sigmoid", or "logits" as they are
+    weights: str = "chosen"
+    epsilon: float = 0.0  # normalised: added to the sum
+    epsilon_floor: bool = False  # normalised: `epsilon` is the least sum instead
+    scale: float = 1.0  # of the weights
+    biased: bool = False  # logits have a bias
+    selection_bias: bool = False  # added to scores for the choice alone
+    groups: int = 1  # of consecutive experts, as many in each
+    groups_kept: int = 1
+    group_rule: str = "max"  # a group's score: "max" of its experts', or "sum2", the sum of its two best
+
+
+PLAIN_ROUTER = Router()  # Mixtral's: the softmax of the chosen logits
+
+
+class FFNShape(NamedTuple):
+    """A layer's FFN: `width` neurons in each of `experts`, of which a token takes `active`."""
+
+    experts: int
+    active: int
+    width: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only transformer. A dense FFN is a mixture with `n_experts == 1`.
 
-    With more experts, a router picks `n_experts_active` for each token. Their outputs are added up,
-    weighted by the softmax of the chosen experts' router logits.
+    With more experts, a router picks `n_experts_active` for each token, as `router` says. Their weighted
+    outputs are added up in ascending order, then that of the shared FFN, which every token takes.
 
     An FFN computes y = sum_i h_i * down_i + b over its neurons i:
     gated    h_i = act(gate_i . x + b_i) * up_act(up_i . x)
@@ -104,11 +139,23 @@ class ModelSpec:
     window_layers: tuple[int, ...] | None = later(None)  # layers with the sliding window; None: all
     local_rope_theta: float | None = later(None)  # unscaled, in layers with a window; None: rope_theta
     attention_sinks: bool = later(False)  # a score of each head's own joins its softmax, and adds no value
+    # One expert has no router; a pack that lacks the field has Mixtral's, which is this.
+    router: Router = field(default=PLAIN_ROUTER, metadata={"later": True})
+    shared_dim: int = later(0)  # width of the FFN that every token takes beside its experts
+    shared_gate: bool = later(False)  # the shared FFN is multiplied by sigmoid(w . x)
+    dense_layers: tuple[int, ...] = later(())  # of a mixture: layers with one plain FFN and no router
+    dense_dim: int = later(0)  # its width
 
     @property
     def sparse(self) -> bool:
         """Return whether inactive neurons can be skipped without changing the answer."""
         return self.activation in SPARSE_ACTIVATIONS
+
+    def ffn(self, layer: int) -> FFNShape:
+        """Return the shape of a layer's FFN, without the shared one."""
+        if layer in self.dense_layers:
+            return FFNShape(1, 1, self.dense_dim)
+        return FFNShape(self.n_experts, self.n_experts_active, self.ffn_dim)
 
     def routed(self, tokens: int) -> float:
         """Return the expected share of experts that some of `tokens` independent tokens choose."""
@@ -140,6 +187,8 @@ LIMITS: dict[str, tuple[int, int]] = {
     "max_context": (1, 1 << 24),
     "n_experts": (1, 1024),
     "n_experts_active": (1, 1024),
+    "shared_dim": (0, 1 << 20),
+    "dense_dim": (0, 1 << 20),
 }
 
 
@@ -160,7 +209,7 @@ def check_spec(spec: ModelSpec, name: str) -> None:
     ):
         if getattr(spec, key) not in known:
             raise BadFile(f"{name}: {key} {quoted(getattr(spec, key))} is not one of {', '.join(known)}")
-    for problem, wrong in [*_problems(spec), *_option_problems(spec)]:
+    for problem, wrong in [*_problems(spec), *_option_problems(spec), *_mixture_problems(spec)]:
         if wrong:
             raise BadFile(f"{name}: {problem}")
 
@@ -226,6 +275,35 @@ def _option_problems(s: ModelSpec) -> list[tuple[str, bool]]:
         ("parallel halves need norms before them", s.parallel and s.norm_order != "pre"),
         ("sub_norms needs an RMS norm", s.sub_norms and s.norm != "rms"),
         ("longrope's factors do not fit", s.rope_scaling is not None and not _factors_fit(s, s.rope_scaling)),
+    ]
+
+
+def _mixture_problems(s: ModelSpec) -> list[tuple[str, bool]]:
+    r, mixture, dense = s.router, s.n_experts > 1, s.dense_layers
+    known = r.score in ROUTER_SCORES and r.weights in ROUTER_WEIGHTS and r.group_rule in GROUP_RULES
+    fit = 1 <= r.groups_kept <= r.groups <= s.n_experts and s.n_experts % r.groups == 0
+    each = s.n_experts // max(1, r.groups)
+    return [
+        ("router has a rule that is unknown", not known),
+        ("router is for mixtures", not mixture and r != PLAIN_ROUTER),
+        ("router.epsilon is not within 0..1", not 0.0 <= r.epsilon <= 1.0),
+        ("router.epsilon needs normalised weights", r.weights != "normalised" and r.epsilon != 0.0),
+        ("router.epsilon_floor needs an epsilon", r.epsilon_floor and r.epsilon == 0.0),
+        ("router.scale is out of range", not _within(r.scale, 1e-6, 1e6)),
+        ("router.groups do not divide the experts", not fit),
+        ("router's groups have too few experts", fit and each * r.groups_kept < s.n_experts_active),
+        ("router.group_rule sum2 needs two experts a group", r.group_rule == "sum2" and each < 2),
+        ("shared_dim is for mixtures", s.shared_dim > 0 and not mixture),
+        ("shared_gate needs a shared_dim", s.shared_gate and not s.shared_dim),
+        (
+            "dense_layers are for mixtures whose neurons are all computed",
+            bool(dense) and (not mixture or s.sparse),
+        ),
+        (
+            "dense_layers are not some of the layers, in order",
+            list(dense) != sorted(set(dense)) or any(not 0 <= i < s.n_layers for i in dense),
+        ),
+        ("dense_dim and dense_layers need each other", bool(dense) != (s.dense_dim > 0)),
     ]
 
 

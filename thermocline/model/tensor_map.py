@@ -101,7 +101,12 @@ class Names:
     gate: str = "mlp.gate_proj"  # equal to `up` if both are fused, gate rows first
     up: str = "mlp.up_proj"  # in an ungated FFN this is the spec's gate
     down: str = "mlp.down_proj"
-    router: str = ""  # for mixtures; gate, up and down then have {} for the expert's number
+    # For mixtures; gate, up and down then have {} for the expert's number. Layers of others have no experts.
+    router: str = ""
+    selection_bias: str = ""  # the whole name
+    shared: tuple[str, str, str] = ("", "", "")  # gate, up, down
+    shared_router: str = ""
+    dense: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     norm_plus: float = 0.0  # norms are stored as weights minus this
     affine: bool = True  # norms have weights
 
@@ -114,7 +119,7 @@ def tensors(
     `biases` names those of norm, qkv, attn_out and ffn that have biases. `pick` puts a fused qkv's rows in
     our order.
     """
-    d, f, width = spec.dim, spec.ffn_dim, spec.embed_dim or spec.dim
+    d, width = spec.dim, spec.embed_dim or spec.dim
     q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     out: dict[str, tuple[SourceSlice, ...]] = {}
 
@@ -139,7 +144,7 @@ def tensors(
     if not spec.tied_head:
         out["head.weight"] = (SourceSlice(HEAD, (spec.vocab_size, width)),)
     for i in range(spec.n_layers):
-        a, b = f"layers.{i}", f"{names.root}{names.layers}.{i}."
+        a, b, (experts, _, f) = f"layers.{i}", f"{names.root}{names.layers}.{i}.", spec.ffn(i)
         norm(f"{a}.attn_norm", b + names.attn_norm)
         norm(f"{a}.ffn_norm", b + names.ffn_norm)
         if spec.norm_order == "sandwich":
@@ -155,11 +160,12 @@ def tensors(
         rows = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
         linear(f"{a}.qkv", "qkv", *((b + n, r, pick) for n, r in zip(names.qkv, rows, strict=True)))
         linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
-        if spec.n_experts > 1:
-            out[f"{a}.router.weight"] = (SourceSlice(f"{b}{names.router}.weight", (spec.n_experts, d)),)
+        if experts > 1:
+            out |= _beside_experts(spec, names, a, b)
+        own = names.dense if i in spec.dense_layers else (names.gate, names.up, names.down)
         gate, ups, downs = (
-            [b + name.format(e) for e in range(spec.n_experts)]
-            for name in (names.gate if spec.gated else names.up, names.up, names.down)
+            [b + name.format(e) for e in range(experts)]
+            for name in (own[0] if spec.gated else own[1], *own[1:])
         )
         up = f"{a}.up" if spec.sparse else f"{a}.up.weight"
         if spec.gated and names.gate == names.up:
@@ -176,3 +182,21 @@ def tensors(
     # Old checkpoints stored inv_freq; it is computed from the config.
     tied = (re.escape(HEAD),) if spec.tied_head else ()
     return TensorMap(out, (r".*\.rotary_emb\.inv_freq", *tied))
+
+
+def _beside_experts(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, tuple[SourceSlice, ...]]:
+    """Return what a layer's mixture has beside its experts: router and shared FFN. `a`, `b`: prefixes."""
+    n, d, f, r = spec.n_experts, spec.dim, spec.shared_dim, spec.router
+    out: dict[str, tuple[SourceSlice, ...]]
+    out = {f"{a}.router.weight": (SourceSlice(f"{b}{names.router}.weight", (n, d)),)}
+    if r.biased:
+        out[f"{a}.router.bias"] = (SourceSlice(f"{b}{names.router}.bias", (n,)),)
+    if r.selection_bias:
+        out[f"{a}.router.selection_bias"] = (SourceSlice(b + names.selection_bias, (n,)),)
+    if f:
+        shapes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        for (part, shape), name in zip(shapes.items(), names.shared, strict=True):
+            out[f"{a}.shared.{part}.weight"] = (SourceSlice(f"{b}{name}.weight", shape),)
+    if spec.shared_gate:
+        out[f"{a}.shared.router.weight"] = (SourceSlice(f"{b}{names.shared_router}.weight", (1, d)),)
+    return out

@@ -133,14 +133,13 @@ def expected_tensors(
         if spec.norm == "layer":
             vector(f"{name}.bias", "norm", size)
 
-    experts, neurons = spec.n_experts, spec.ffn_dim
     matrix("embed.weight", "embed", spec.vocab_size, spec.embed_dim or spec.dim)
     if spec.embed_dim is not None:
         matrix("project_in.weight", "head", spec.dim, spec.embed_dim)
     if spec.position == "learned":
         matrix("pos_embed.weight", "embed", spec.max_context, spec.dim, format="f32")
     for i in range(spec.n_layers):
-        a = f"layers.{i}"
+        a, (experts, _, neurons) = f"layers.{i}", spec.ffn(i)
         norm(f"{a}.attn_norm")
         out |= _qkv(a, spec, weight_format, own)
         vector(f"{a}.qkv.bias", "attention", spec.qkv_rows)
@@ -158,12 +157,14 @@ def expected_tensors(
         norm(f"{a}.ffn_norm")
         if experts > 1:  # f32: rounding may change the chosen expert; this is 1/40000 of Mixtral's weights
             matrix(f"{a}.router.weight", "router", experts, spec.dim, format="f32")
+            for name in router_biases(spec):
+                vector(f"{a}.{name}", "router", experts, optional=False)
         gate = own.get(f"{a}.gate.weight", weight_format)
         matrix(f"{a}.gate.weight", "gate", experts, neurons, spec.dim, format=gate)
         vector(f"{a}.gate.bias", "gate", experts, neurons)
         if spec.sparse:
             up = own.get(f"{a}.up", gate)
-            out[f"{a}.bundle"] = _bundle(a, spec, up, own.get(f"{a}.down", up))
+            out[f"{a}.bundle"] = _bundle(a, spec, (experts, neurons), up, own.get(f"{a}.down", up))
             vector(f"{a}.order", "bundle", experts, neurons, format="i32")
         else:
             if spec.gated:
@@ -173,6 +174,14 @@ def expected_tensors(
             matrix(f"{a}.down.weight", "down", experts, spec.dim, neurons, format=down)
         if experts == 1:
             vector(f"{a}.down.bias", "bundle" if spec.sparse else "down", spec.dim)
+        elif spec.shared_dim:
+            matrix(f"{a}.shared.gate.weight", "shared", spec.shared_dim, spec.dim)
+            if spec.gated:
+                matrix(f"{a}.shared.up.weight", "shared", spec.shared_dim, spec.dim)
+            down = own.get(f"{a}.shared.down.weight", fitting(weight_format, spec.shared_dim))
+            matrix(f"{a}.shared.down.weight", "shared", spec.dim, spec.shared_dim, format=down)
+            if spec.shared_gate:
+                matrix(f"{a}.shared.router.weight", "router", 1, spec.dim, format="f32")
         if ranks:
             matrix(f"{a}.predictor.fc1.weight", "predictor", ranks[i], spec.dim)
             fc2 = f"{a}.predictor.fc2.weight"
@@ -229,14 +238,19 @@ def _qkv(layer: str, spec: ModelSpec, weight_format: str, own: Mapping[str, str]
     return out
 
 
-def _bundle(layer: str, spec: ModelSpec, up: str, down: str) -> TensorSpec:
+def router_biases(spec: ModelSpec) -> list[str]:
+    """Return the names of a router's vectors, without the layer's."""
+    r = spec.router
+    return ["router.bias"] * r.biased + ["router.selection_bias"] * r.selection_bias
+
+
+def _bundle(layer: str, spec: ModelSpec, shape: tuple[int, int], up: str, down: str) -> TensorSpec:
     parts = (f"{layer}.up", f"{layer}.down") if spec.gated else (f"{layer}.down",)
     format, down_format = (up, None if up == down else down) if spec.gated else (down, None)
     for part, of in zip(parts, (format, down), strict=False):
         _row_bytes(part, of, spec.dim)
     last = _layout(format, down_format, spec.dim, len(parts))[-1]
     stride = bundle_stride(last.at + quant.row_bytes(last.format, spec.dim))
-    shape = (spec.n_experts, spec.ffn_dim)
     return TensorSpec(
         format, shape, math.prod(shape), spec.dim, stride, parts, "bundle", down_format=down_format
     )

@@ -85,7 +85,8 @@ class TraceRecorder(CpuOps):
         )
         needed = gates > s.activation_threshold  # [tokens, n_experts, ffn_dim]
         if own.router is not None:
-            needed &= route(self.matmul(own.router, h, None), s.n_experts_active)[:, :, None] != 0
+            logits = self.matmul(own.router.weight, h, own.router.bias)
+            needed &= route(logits, s.n_experts_active, s.router, own.selection_bias)[:, :, None] != 0
         return needed.reshape(len(h), -1)
 
 

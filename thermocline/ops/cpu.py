@@ -14,7 +14,7 @@ import numpy as np
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
 from thermocline.model.modes import SPARSITIES
-from thermocline.model.spec import ACTIVATIONS, ModelSpec
+from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, ModelSpec
 from thermocline.ops.interface import (
     CPU,
     F32,
@@ -111,8 +111,12 @@ class CpuOps:
         self, spec: ModelSpec, layer: Layer, norm: _native.Norm | None, join: _native.Join
     ) -> _native.Mixture:
         assert layer.router is not None
+        plain = spec.router == PLAIN_ROUTER and layer.shared is None
+        assert plain, "the native core knows one rule"
         experts = tuple(self.bind_part(spec, f) for f in layer.experts)
-        return _native.Mixture(norm, _native_matrix(layer.router), experts, spec.n_experts_active, join)
+        return _native.Mixture(
+            norm, _native_matrix(layer.router.weight), experts, spec.n_experts_active, join
+        )
 
     def bind_part(self, spec: ModelSpec, f: FFN) -> _native.FFN:
         """Return the CPU's neurons of an FFN, without the norm before and the norm of the sum."""

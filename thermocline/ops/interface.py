@@ -147,7 +147,10 @@ class Layer:
     attn_post_norm: Norm | None = None  # of a half's result, before it joins the residual stream
     ffn_post_norm: Norm | None = None
     sinks: F32 | None = None  # [n_heads]: a score that each head's softmax has besides
-    router: WeightMatrix | None = None  # of a mixture: [n_experts, dim]
+    router: Linear | None = None  # of a mixture: [n_experts, dim]
+    selection_bias: F32 | None = None  # [n_experts]
+    shared: FFN | None = None  # what every token takes beside its experts; never in bundles
+    shared_router: WeightMatrix | None = None  # [1, dim]
     router_copies: Mapping[str, WeightMatrix] = field(default_factory=dict)  # on GPUs, by device
 
 

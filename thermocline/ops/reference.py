@@ -340,16 +340,17 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
     """x += FFN(norm(h)), in place; h may be x. `exact` skips the neurons no token needs: same answer;
     `predict` also those that are not predicted for any of a few tokens.
 
-    `record` [tokens, n_experts * ffn_dim] takes what down is multiplied with (before a sub-norm).
+    `record` [tokens, neurons of all experts] takes what down is multiplied with (before a sub-norm).
     """
     spec, layer = bound.spec, bound.layer
     h = _normed(spec, layer.ffn_norm, h)
-    record = np.empty((len(x), spec.n_experts * spec.ffn_dim), np.float32) if record is None else record
+    experts, width = len(layer.experts), layer.experts[0].part.gate.weight.shape[0]
+    record = np.empty((len(x), experts * width), np.float32) if record is None else record
     sparsity = "exact" if sparsity == "predict" and len(x) > FEW else sparsity
-    rows = spec.ffn_dim * (2 if spec.gated else 1)
+    rows = width * (2 if spec.gated else 1)
     before = stats.active, stats.rows, stats.predicted
     stats.neurons += record.size
-    stats.rows_dense += spec.n_experts * rows
+    stats.rows_dense += experts * rows
     stats.gates_dense += record.shape[1]
     if layer.router is None:
         y = _expert(bound, layer.experts[0], h, sparsity, stats, record)
@@ -362,10 +363,11 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
 
 
 def _mixture(bound: Bound, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:
-    """The chosen experts' answers, weighted and added up in ascending order."""
+    """The chosen experts' answers, weighted and added up in ascending order, then the shared FFN's."""
     spec, layer = bound.spec, bound.layer
     assert layer.router is not None
-    weights = route(matmul(layer.router, h, None), spec.n_experts_active)
+    logits = matmul(layer.router.weight, h, layer.router.bias)
+    weights = route(logits, spec.n_experts_active, spec.router, layer.selection_bias)
     y, n = np.zeros_like(h), spec.ffn_dim
     record[:] = 0
     for e, expert in enumerate(layer.experts):
@@ -374,7 +376,15 @@ def _mixture(bound: Bound, h: F32, sparsity: str, stats: FFNStats, record: F32) 
             own = np.empty((len(mine), n), np.float32)
             y[mine] += weights[mine, e, None] * _expert(bound, expert, h[mine], sparsity, stats, own)
             record[mine, e * n : (e + 1) * n] = own
-    return y
+    return y if layer.shared is None else y + _shared(bound, layer.shared, h)
+
+
+def _shared(bound: Bound, f: FFN, h: F32) -> F32:
+    """The FFN of every token, which no statistics count."""
+    unseen = np.empty((len(h), f.part.gate.weight.shape[0]), np.float32)
+    y = _expert(bound, f, h, "off", FFNStats(), unseen)
+    gate = bound.layer.shared_router
+    return y if gate is None else y / (1 + np.exp(-matmul(gate, h, None)))
 
 
 def _expert(bound: Bound, f: FFN, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:
@@ -382,14 +392,14 @@ def _expert(bound: Bound, f: FFN, h: F32, sparsity: str, stats: FFNStats, record
     spec, part = bound.spec, f.part
     down = _values(part.down)
     gated = matmul(part.gate.weight, h, part.gate.bias)
-    a = activate(gated, spec.activation, spec.activation_threshold)  # [tokens, ffn_dim]
-    computed: NDArray[np.bool_] = np.ones(spec.ffn_dim, bool)
+    a = activate(gated, spec.activation, spec.activation_threshold)  # [tokens, neurons]
+    computed: NDArray[np.bool_] = np.ones(a.shape[1], bool)
     if sparsity == "predict" and spec.sparse and part.predictor is not None:
         assert isinstance(part.predictor, LayerPredictor)
         computed = np.asarray(part.predictor.predicted(h).any(axis=0))
         a = np.where(computed, a, np.float32(0))
     skip = sparsity != "off" and spec.sparse
-    needed = np.flatnonzero((a != 0).any(axis=0)) if skip else np.arange(spec.ffn_dim)
+    needed = np.flatnonzero((a != 0).any(axis=0)) if skip else np.arange(a.shape[1])
     if part.up is not None:
         u = matmul(_values(part.up)[needed], h, None)
         a = a.copy()

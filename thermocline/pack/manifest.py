@@ -15,7 +15,7 @@ from thermocline import _native
 from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import Json, parse_json, quoted
 from thermocline.model import quant
-from thermocline.model.spec import ModelSpec, RopeScaling, check_spec
+from thermocline.model.spec import ModelSpec, RopeScaling, Router, check_spec
 from thermocline.model.tensors import ALIGN, TensorInfo, expected_tensors, named_formats, place
 
 KIND, VERSION = "thermocline-pack", 2
@@ -190,6 +190,7 @@ _FIELD_TYPES: dict[str, Callable[[Any], bool]] = {
     "tuple[int, ...] | None": lambda v: v is None or _FIELD_TYPES["tuple[int, ...]"](v),
     "tuple[int, ...]": lambda v: type(v) is list and all(type(i) is int for i in v),
     "RopeScaling | None": lambda v: v is None or type(v) is dict,
+    "Router": lambda v: type(v) is dict,
 }
 
 
@@ -205,14 +206,16 @@ def _parse_fields(cls: type[Any], value: Json, name: str) -> Json:
 
 
 def _json(default: Any) -> Any:
+    if type(default) is Router:
+        return dataclasses.asdict(default)
     return list(default) if type(default) is tuple else default
 
 
 def _parse_spec(value: Json, name: str) -> ModelSpec:
     fields = _parse_fields(ModelSpec, value, name)
-    if fields["rope_scaling"] is not None:
-        inner = f"{name}: rope_scaling"
-        fields["rope_scaling"] = RopeScaling(**_parse_fields(RopeScaling, fields["rope_scaling"], inner))
+    for key, cls in (("rope_scaling", RopeScaling), ("router", Router)):
+        if fields[key] is not None:
+            fields[key] = cls(**_parse_fields(cls, fields[key], f"{name}: {key}"))
     spec = ModelSpec(**fields)
     check_spec(spec, name)
     return spec

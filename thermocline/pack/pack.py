@@ -28,7 +28,7 @@ MAX_COPIED_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 4 << 20
 _STEP_BYTES = 4 << 20  # read and checked at a time
 NEURON_ROLES = ("gate", "up", "down", "bundle")
-ROLES = ("embed", "attention", "norm", "router", *NEURON_ROLES, "head", "predictor")
+ROLES = ("embed", "attention", "norm", "router", *NEURON_ROLES, "shared", "head", "predictor")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,10 @@ def _bytes_per_token(spec: ModelSpec, tensor_specs: Mapping[str, TensorSpec]) ->
         if t.role == "predictor":
             continue
         payload = t.payload if t.format != "i32" else 0
-        rows = t.rows * spec.n_experts_active // spec.n_experts if t.role in NEURON_ROLES else t.rows
+        rows = t.rows
+        if t.role in NEURON_ROLES:
+            experts, active, _ = spec.ffn(int(name.split(".")[1]))
+            rows = rows * active // experts
         total += payload if t.role == "embed" else payload * rows
         if name == "embed.weight" and spec.tied_head:
             total += payload * t.rows  # as the head

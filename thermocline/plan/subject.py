@@ -90,7 +90,8 @@ def of_shape(
         each = round(numbers / spec.n_layers) * 34 // 32  # int8, a scale for each 32
         nbytes, parts = each * spec.n_layers, ((0, each),) * spec.n_layers
         sizes = sizes.with_predictors([each] * spec.n_layers)
-    digest = hashlib.sha256(repr((spec, sorted(held))).encode()).hexdigest()
+    own = [(f.name, x) for f in dataclasses.fields(spec) if (x := getattr(spec, f.name)) != f.default]
+    digest = hashlib.sha256(repr((own, sorted(held))).encode()).hexdigest()
     heat = curve.hotness(spec)
     contents = Contents(spec, place(held)[0], nbytes, sparsity, heat)
     made_from = {"shape": digest}

@@ -229,15 +229,15 @@ class PackInMemory:
     def linear(self, name: str) -> Linear:
         return Linear(self.multiplied(self.matrix(f"{name}.weight")), self.vector(f"{name}.bias"))
 
-    def ffn(self, layer: str, expert: int) -> FFN:
+    def ffn(self, layer: str, expert: int, experts: int) -> FFN:
         biases = self.vector(f"{layer}.gate.bias")
-        bias = None if biases is None else np.split(biases, self.spec.n_experts)[expert]
+        bias = None if biases is None else np.split(biases, experts)[expert]
         gate = f"{layer}.gate.weight"
         gpus, in_ram = self.on_gpus.get(gate, {}), gate in self.tensors
         divided = len(gpus) + in_ram > 1
         parts, first = [], 0
         for device, rows in gpus.items():
-            n = rows.rows // self.spec.n_experts
+            n = rows.rows // experts
             own = bias[first : first + n].copy() if bias is not None and divided else bias
             parts.append(self._gpu_part(layer, expert, device, own))
             first += n
@@ -245,6 +245,19 @@ class PackInMemory:
             own = bias[first:].copy() if bias is not None and divided else bias
             parts.append(self._cpu_part(layer, expert, own))
         return FFN(tuple(parts), self.vector(f"{layer}.down.bias"), self.spec.sparse)
+
+    def shared(self, layer: str) -> FFN | None:
+        """Return the FFN of every token of a mixture."""
+        up = f"{layer}.shared.up.weight"
+        if f"{layer}.shared.gate.weight" not in self.tensors:
+            return None
+        gate, down = (self.linear(f"{layer}.shared.{part}") for part in ("gate", "down"))
+        return FFN.whole(
+            gate, self.multiplied(self.matrix(up)) if up in self.tensors else None, down.weight, None, False
+        )
+
+    def router(self, layer: str) -> Linear:
+        return Linear(self.matrix(f"{layer}.router.weight"), self.vector(f"{layer}.router.bias"))
 
     def _cpu_part(self, layer: str, expert: int, bias: F32 | None) -> FFNPart:
         spec, bundle = self.spec, f"{layer}.bundle"
@@ -280,13 +293,14 @@ class PackInMemory:
         return Linear(Stacked(tuple(parts)), bias)
 
     def layer(self, i: int) -> Layer:
-        a, router = f"layers.{i}", f"layers.{i}.router.weight"
+        a, experts = f"layers.{i}", self.spec.ffn(i).experts
+        gate = f"{a}.shared.router.weight"
         return Layer(
             attn_norm=self.norm(f"{a}.attn_norm"),
             qkv=self.qkv(a),
             attn_out=self.linear(f"{a}.attn_out"),
             ffn_norm=self.norm(f"{a}.ffn_norm"),
-            experts=tuple(self.ffn(a, e) for e in range(self.spec.n_experts)),
+            experts=tuple(self.ffn(a, e, experts) for e in range(experts)),
             q_norm=self.vector(f"{a}.q_norm.weight"),
             k_norm=self.vector(f"{a}.k_norm.weight"),
             attn_sub_norm=self.norm(f"{a}.attn_sub_norm"),
@@ -294,8 +308,11 @@ class PackInMemory:
             attn_post_norm=self.norm(f"{a}.attn_post_norm"),
             ffn_post_norm=self.norm(f"{a}.ffn_post_norm"),
             sinks=self.vector(f"{a}.sinks"),
-            router=self.matrix(router) if self.spec.n_experts > 1 else None,
-            router_copies=self.on_gpus.get(router, {}),
+            router=self.router(a) if experts > 1 else None,
+            selection_bias=self.vector(f"{a}.router.selection_bias"),
+            shared=self.shared(a),
+            shared_router=self.matrix(gate) if gate in self.tensors else None,
+            router_copies=self.on_gpus.get(f"{a}.router.weight", {}),
         )
 
 

@@ -60,7 +60,12 @@ class RandomWeights:
         s = self._stats.spec
         if name.endswith(".attn_out.weight"):
             return s.n_heads * s.head_dim
-        return s.ffn_dim if name.endswith(".down.weight") else s.dim
+        return self._width(name) if name.endswith(".down.weight") else s.dim
+
+    def _width(self, name: str) -> int:
+        """Return the neurons of the FFN that a tensor belongs to."""
+        s = self._stats.spec
+        return s.shared_dim if ".shared." in name else s.ffn(_layer(name)).width
 
     def _make(self, name: str, format: str) -> StoredRows:
         return StoredRows(self._matrix(name), format, self._columns(name))
@@ -81,7 +86,10 @@ class RandomWeights:
             case "attn_out":
                 return Matrix(_number(stats.attn_out_sd), silent=stats.constant)
             case "down":
-                return Matrix(_number(stats.down_sd), quiet, mirrored=stats.mirrored)
+                sd = stats.down_sd(self._width(name), s.ffn(_layer(name)).experts)
+                return Matrix(_number(sd), quiet, mirrored=stats.mirrored)
+            case "shared.down":
+                return Matrix(_number(stats.down_sd(s.shared_dim, 1)), quiet)
             case "gate" if stats.sparsity:
                 moods = tuple(_number(m) for m in stats.moods(_layer(name)))
                 return self._gate_like(_layer(name), s.activation_threshold, moods)
