@@ -106,7 +106,11 @@ struct Request {
         const tc::Matrix first = matrix(), second = matrix();
         const float* least = values<const float>();
         const size_t hot = number();
-        return {n, gate, up, down, bias, activation, threshold, up_relu, bundles, sub, how, {first, second, least, hot, number() != 0}};
+        const bool relu = number();
+        const float* up_bias = values<const float>();
+        const float alpha = real();
+        const tc::Predictor guess = {first, second, least, hot, relu};
+        return {n, gate, up, down, bias, activation, threshold, up_relu, bundles, sub, how, guess, nullptr, nullptr, up_bias, alpha, real()};
     }
 };
 

@@ -221,11 +221,15 @@ class FFN(Part):
         disk: None = None,
         gate_disk: None = None,
         gate_bias: None = None,
+        up_bias: F32 | None = None,
+        alpha: float = 1.0,
+        limit: float = 0.0,
     ) -> None:
         assert disk is gate_disk is gate_bias is None, "no disk over there"
         parts = packed(norm, Norm) + gate.packed + packed(up, Matrix) + down.packed + values(down_bias)
         rest = u64(activation) + f32(threshold) + u64(up_relu, bundles) + packed(sub_norm, Norm) + join.packed
         guess = packed(None, Matrix) * 2 + values(None) + u64(0, 0) if predictor is None else predictor.packed
+        guess += values(up_bias) + f32(alpha, limit)
         super().__init__(parts + rest + guess, gate, up, down, predictor)
         self.neurons = gate.weight.shape[0]
 

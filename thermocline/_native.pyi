@@ -281,9 +281,13 @@ class FFN:
         disk: DiskRows | None = None,
         gate_disk: DiskRows | None = None,
         gate_bias: F32 | None = None,
+        up_bias: F32 | None = None,
+        alpha: float = 1.0,
+        limit: float = 0.0,
     ) -> FFN:
         """`disk`: up and down are matrices over its whole pool, [slots, dim]. `gate_disk`: gate is, without a
-        bias, which is `gate_bias` [neurons] then."""
+        bias, which is `gate_bias` [neurons] then. `up_bias` [neurons]: not of bundles. `alpha`, `limit`:
+        swiglu_oai's."""
 
     @property
     def neurons(self) -> int: ...

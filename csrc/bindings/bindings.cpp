@@ -150,7 +150,8 @@ static bool over_slots(const Matrix& w, const DiskRows& disk) {
 static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, const Matrix& down,
                     std::optional<F1> down_bias, int activation, float threshold, bool up_relu, bool bundles,
                     const Norm* sub_norm, const Join& join, const Predictor* predictor, DiskRows* disk,
-                    DiskRows* gate_disk, std::optional<F1> gate_bias) {
+                    DiskRows* gate_disk, std::optional<F1> gate_bias, std::optional<F1> up_bias, float alpha,
+                    float limit) {
     check(!sub_norm || !bundles || (!sub_norm->norm.layer && !sub_norm->bias),
           "bundles take an RMS sub-norm without bias");
     const Matrix &g = gate.linear.weight, &d = down;
@@ -181,19 +182,23 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
     // The kernels skip a neuron when its activation is zero; that is the answer only where zero means "not
     // above".
     check(threshold >= 0, "negative activation threshold");
+    check(limit >= 0 && (limit > 0 || activation != tc::SWIGLU_OAI), "a clamped activation needs a limit");
+    check(!bundles || activation != tc::SWIGLU_OAI, "no neuron of this activation can be skipped");
+    check(!up_bias || (up && !bundles), "only up as a plain matrix has a bias");
     tc::Linear gates = gate.linear;
     if (gate_disk) gates.bias = optional_vector(gate_bias, neurons, "gate_bias has the wrong length");
-    return {
-        {norm_of(norm, dim), gates, up ? *up : Matrix{}, down,
-         optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation),
-         threshold, up_relu, bundles, norm_of(sub_norm, neurons), join_of(join, dim), guess, disk, gate_disk},
-        held(norm),
-        held(sub_norm),
-        gate,
-        down_bias,
-        join,
-        predictor ? std::optional<Predictor>(*predictor) : std::nullopt,
-        gate_bias};
+    return {{norm_of(norm, dim), gates, up ? *up : Matrix{}, down,
+             optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation),
+             threshold, up_relu, bundles, norm_of(sub_norm, neurons), join_of(join, dim), guess, disk,
+             gate_disk, optional_vector(up_bias, neurons, "up_bias has the wrong length"), alpha, limit},
+            held(norm),
+            held(sub_norm),
+            gate,
+            down_bias,
+            join,
+            predictor ? std::optional<Predictor>(*predictor) : std::nullopt,
+            gate_bias,
+            up_bias};
 }
 
 // `experts`: of FFN, kept alive as they are.
@@ -625,6 +630,7 @@ NB_MODULE(_native, m) {
              "down_bias"_a.noconvert().none(), "activation"_a, "threshold"_a, "up_relu"_a, "bundles"_a,
              "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(), "disk"_a.none() = nb::none(),
              "gate_disk"_a.none() = nb::none(), "gate_bias"_a.noconvert().none() = nb::none(),
+             "up_bias"_a.noconvert().none() = nb::none(), "alpha"_a = 1.0f, "limit"_a = 0.0f,
              nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(),
              nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
         .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); })

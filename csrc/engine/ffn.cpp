@@ -65,14 +65,10 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
         for (size_t begin, end; neurons.take(&begin, &end);) {
             k.matmul(a.ffn.gate.weight, nullptr, begin, end, in.gate, a.ffn.gate.bias, false, gate + begin, n,
                      mine);
-            if (up) k.matmul(a.ffn.up, nullptr, begin, end, in.up, nullptr, false, up + begin, n, mine);
+            if (up) k.matmul(a.ffn.up, nullptr, begin, end, in.up, a.ffn.up_bias, false, up + begin, n, mine);
             for (size_t t = 0; t < tokens; t++) {
                 float* h = gate + t * n;
-                k.activate(h + begin, end - begin, a.ffn.activation, a.ffn.threshold);
-                for (size_t i = begin; i < end && up; i++) {
-                    const float u = up[t * n + i];
-                    h[i] = a.ffn.up_relu && u <= 0 ? 0.0f : h[i] * u;
-                }
+                k.combine(h + begin, up ? up + t * n + begin : nullptr, end - begin, a.ffn.gating());
                 for (size_t i = begin; i < end; i++) live += h[i] != 0;
                 if (a.record) std::copy(h + begin, h + end, a.record + t * n + begin);
                 if (!whole_rows && copy) k.quantize(f, h, n, begin, end, false, bytes, t, hidden);

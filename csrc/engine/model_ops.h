@@ -113,6 +113,9 @@ struct FFN {
     // Where neurons are on disk, rows of up and down are the slots of disk->pool(). With gate_disk, too, rows
     // of gate are the slots of its pool.
     DiskRows *disk = nullptr, *gate_disk = nullptr;
+    const float* up_bias = nullptr;  // [neurons], or null: of plain matrices only
+    float alpha = 1, limit = 0;      // SWIGLU_OAI's
+    Gating gating() const { return {activation, threshold, up_relu, alpha, limit}; }
     size_t neurons() const { return disk ? disk->neurons : gate.weight.rows; }
 };
 

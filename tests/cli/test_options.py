@@ -41,6 +41,7 @@ YARN = RopeScaling(kind="yarn", factor=4.0, original_context=64, attention_facto
 LONG = RopeScaling(kind="longrope", original_context=64, short_factors=(1.5,) * 8, long_factors=(3.0,) * 8)
 LLAMA3 = RopeScaling(4.0, 1.0, 4.0, 16)
 WINDOW = replace(SPEC, sliding_window=9)
+CLAMPED = replace(SPEC, activation="swiglu_oai", swiglu_limit=0.5, swiglu_alpha=1.702)
 # field -> (a spec, what the field may be instead)
 FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "norm": (SPEC, "layer"),
@@ -70,6 +71,8 @@ FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "window_layers": (WINDOW, (1,)),
     "local_rope_theta": (WINDOW, 50.0),
     "attention_sinks": (SPEC, True),
+    "swiglu_alpha": (CLAMPED, 3.0),
+    "swiglu_limit": (CLAMPED, 0.2),
 }
 MORE = {
     "post": (SPEC, replace(SPEC, norm_order="post")),

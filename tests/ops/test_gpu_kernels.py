@@ -158,14 +158,14 @@ def test_attention(kernels: Kernels, case: str) -> None:
 def test_activations(kernels: Kernels, activation: str) -> None:
     gate, up = 4 * normal(1, 3, 50), normal(2, 3, 50)
     gate[0, :4] = 0, -0.0, 0.05, -30
-    plain = activations.activate(gate, activation, 0.05)
+    plain = activations.activate(gate, activation, 0.05, 1.702)
     for u, relu, want in (
         (None, False, plain),
-        (up, False, plain * up),
+        (up, False, plain * activations.up_factor(up, activation, 0.05, False)),
         (up, True, plain * np.maximum(up, 0)),
     ):
         out = kernels.put(gate)
-        kernels.ops.activate(out, out, kernels.some(u), activation, 0.05, relu)
+        kernels.ops.activate(out, out, kernels.some(u), activation, 0.05, relu, 1.702)
         kernels.check(out, want)
 
 

@@ -503,7 +503,7 @@ def ffn_shapes(format: str) -> list[tuple[int, int]]:
 
 
 FFNS = [*itertools.product(KINDS, SPARSE_ACTIVATIONS)]
-FFNS += [("gated", activation) for activation in ACTIVATIONS if activation not in SPARSE_ACTIVATIONS]
+FFNS += [("gated", a) for a in ACTIVATIONS if a not in (*SPARSE_ACTIVATIONS, "swiglu_oai")]
 
 
 def check_ffn_add(isa: str, format: str) -> None:
@@ -556,6 +556,50 @@ def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> N
         for tokens, threads, sparsity in ways:
             part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens], sparsity=sparsity)
             assert same_bits(part, y[:tokens]), (*at, tokens, threads)
+
+
+@pytest.mark.parametrize(("isa", "format"), FFN_PAIRS)
+def test_a_clamped_swiglu_equals_the_reference(isa: str, format: str) -> None:
+    """gpt-oss's, whose up has a bias too. Values are beyond the limit on all sides."""
+    for sizes in ((32, 288), (96, 160), (1056, 32)):
+        neurons, dim = (whole(format, n) for n in sizes)
+        f = ffn(format, neurons, dim, "gated", "swiglu_oai", bundles=False)
+        f = replace(f, spec=replace(f.spec, swiglu_alpha=ALPHA, swiglu_limit=0.9))
+        bias = normal(8, neurons)
+        f = replace(
+            f,
+            **{
+                k: g.with_part(replace(g.part, up_bias=bias))
+                for k, g in (("native", f.native), ("numpy", f.numpy))
+            },
+        )
+        x, h = normal(5, max(TOKENS), dim), normal(6, max(TOKENS), dim)
+        y, _ = f.run(cpu(isa), x, h)
+        truth, _ = f.truth(x, h)
+        assert nmse(y - x, truth - x) <= (3 * INT8_NMSE if format in QUANTISED else F32_NMSE), sizes
+        for tokens, threads in itertools.product((1, 4, 5, 64), (1, 3)):
+            part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens])
+            assert same_bits(part, y[:tokens]), (*sizes, tokens, threads)
+
+
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_a_clamped_swiglu_is_the_formula(isa: str) -> None:
+    g = np.array([[-40, -7.5, -1, 0, 0.5, 6.9, 7.1, 100, np.nan, 1, 1, 1]], np.float32)
+    u = np.array([[1, -0.5, -8, 3, 7.1, 100, -100, 0, 1, -1, np.nan, 6.5]], np.float32)
+    n = g.shape[1]
+    eye = np.eye(n, dtype=np.float32)
+    native, still = stored("f32", eye)[0], stored("f32", 0 * eye)[0]
+    if isa == "reference":
+        native, still = eye, 0 * eye
+    spec = replace(SPEC, dim=n, ffn_dim=n, activation="swiglu_oai", swiglu_alpha=ALPHA, swiglu_limit=LIMIT)
+    f = FFN.whole(Linear(still, g[0]), still, native, None, False)
+    f = f.with_part(replace(f.part, up_bias=u[0]))
+    ops, y = reference if isa == "reference" else cpu(isa), np.zeros((1, n), np.float32)
+    hidden = np.empty((1, n), np.float32)
+    ops.ffn_add(y, np.zeros((1, n), np.float32), bound_ffn(ops, spec, f), "off", FFNStats(), hidden)
+    low = np.minimum(g.astype(np.float64), LIMIT)
+    truth = (np.clip(u.astype(np.float64), -LIMIT, LIMIT) + 1) * low / (1 + np.exp(-ALPHA * low))
+    assert np.allclose(hidden, truth, rtol=1e-5, atol=1e-28, equal_nan=True)
 
 
 @pytest.mark.parametrize("bundles", [True, False])
@@ -977,10 +1021,16 @@ def activated(isa: str, activation: str, values: F32, threshold: float = 0.0) ->
     n = values.shape[1]
     eye, _ = stored("f32", np.eye(n, dtype=np.float32))
     spec = replace(SPEC, dim=n, ffn_dim=n, activation=activation, activation_threshold=threshold, gated=False)
+    clamped = activation == "swiglu_oai"
+    if clamped:
+        spec = replace(spec, swiglu_alpha=ALPHA, swiglu_limit=LIMIT)
     y = np.zeros_like(values)
-    bound = bound_ffn(cpu(isa), spec, FFN.whole(Linear(eye, None), None, eye, None, True))
+    bound = bound_ffn(cpu(isa), spec, FFN.whole(Linear(eye, None), None, eye, None, not clamped))
     cpu(isa).ffn_add(y, values, bound, "off", FFNStats())
     return y
+
+
+ALPHA, LIMIT = 1.702, 7.0  # swiglu_oai's, in gpt-oss
 
 
 def exactly(activation: str, g: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
@@ -996,13 +1046,22 @@ def exactly(activation: str, g: NDArray[np.float64], threshold: float) -> NDArra
             return np.where(g > threshold, g, 0)
         case "relu2":
             return np.where(g > 0, g * g, 0)
+        case "swiglu_oai":
+            g = np.minimum(g, LIMIT)
+            return g * np.exp(-np.logaddexp(0, -float(np.float32(ALPHA)) * g))
     raise ValueError(activation)
 
 
 # Largest |error| allowed: relative * |truth| + absolute. SiLU and GELU-tanh are one e^x (2e-7), a sum, a
 # division; where e^x would overflow they stop at 1e-34 instead of 0. GELU-tanh's cube and GELU's 1 + erf
 # cancel for g < 0.
-ERROR = {"silu": (6e-7, 1e-34), "gelu_tanh": (3e-6, 1e-10), "gelu": (3e-7, 4e-7)}
+# swiglu_oai rounds alpha * g, of up to 88, before e^x.
+ERROR = {
+    "swiglu_oai": (1.2e-5, 1e-34),
+    "silu": (6e-7, 1e-34),
+    "gelu_tanh": (3e-6, 1e-10),
+    "gelu": (3e-7, 4e-7),
+}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -1265,7 +1324,7 @@ class Good:
             "sub_norm": None,
             "join": _native.Join(None, 1.0),
         }
-        return _native.FFN(*(good | changes).values())
+        return _native.FFN(**(good | changes))
 
     def wide_expert(self) -> _native.FFN:
         """Of 9 neurons instead of 8."""
@@ -1476,6 +1535,9 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "ffn without downs": lambda g: g.ffn(down=None),
     "ffn with a short down bias": lambda g: g.ffn(down_bias=zeros(31)),
     "ffn with activation -1": lambda g: g.ffn(activation=-1),
+    "ffn with a clamped activation that has no limit": lambda g: g.ffn(activation=6, bundles=False),
+    "ffn with a clamped activation in bundles": lambda g: g.ffn(activation=6, limit=7.0),
+    "ffn with a bias of up in bundles": lambda g: g.ffn(up_bias=zeros(g.w.shape[0])),
     "ffn with an unknown activation": lambda g: g.ffn(activation=len(ACTIVATIONS)),
     "ffn with a negative threshold": lambda g: g.ffn(threshold=-0.5),
     "ffn with a threshold that is no number": lambda g: g.ffn(threshold=math.nan),

@@ -151,6 +151,9 @@ class CpuOps:
             disk=cache.bundles,
             gate_disk=cache.gates,
             gate_bias=part.gate.bias if gates_on_disk else None,
+            up_bias=part.up_bias,
+            alpha=spec.swiglu_alpha,
+            limit=spec.swiglu_limit,
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:

@@ -80,8 +80,9 @@ class Activation:
     """The function that makes a gate's value an activation."""
 
     kind: str
-    threshold: float
+    bound: float
     up_relu: bool
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class Binder:
             up=joined(ups) if ups else None,
             down=joined([_rows(p.down) for p in each]),
             bundles=layer.experts[0].bundles,
-            activation=Activation(spec.activation, spec.activation_threshold, spec.up_activation == "relu"),
+            activation=_activation(spec),
             sub_norm=self._norm(layer.ffn_sub_norm, gpu),
         )
 
@@ -267,6 +268,11 @@ class Binder:
         weight = vector(norm.weight)
         assert weight is not None
         return DeviceNorm(weight, vector(norm.bias), self._spec.norm_eps, self._spec.norm == "layer")
+
+
+def _activation(spec: ModelSpec) -> Activation:
+    up_relu = spec.up_activation == "relu"
+    return Activation(spec.activation, spec.activation_bound, up_relu, spec.swiglu_alpha)
 
 
 def _rows(w: WeightMatrix) -> DeviceRows:

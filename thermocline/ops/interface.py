@@ -96,6 +96,7 @@ class FFNPart:
     predictor: _native.Predictor | LayerPredictor | None = None  # guesses which of these neurons are active
     cache: NeuronCache | None = None
     pinned: FFNPart | None = None  # the same rows of RAM as GPUs read them, so that they can be sent to one
+    up_bias: F32 | None = None  # never of bundles, nor on a GPU
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,18 @@ def norm(out, x, weight, bias, dim, eps, scale, LAYER: tl.constexpr, ADD: tl.con
 
 
 @triton.jit
-def activate(out, gate, up, n, threshold, KIND: tl.constexpr, UP_RELU: tl.constexpr, C: tl.constexpr):
+def activate(out, gate, up, n, bound, alpha, KIND: tl.constexpr, UP_RELU: tl.constexpr, C: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
-    a = activation(tl.load(gate + i, mask=i < n, other=0), threshold, KIND)
+    g = tl.load(gate + i, mask=i < n, other=0)
+    if KIND == "swiglu_oai":
+        g = tl.where(g > bound, bound, g)  # a NaN stays one
+        a = g / (1 + tl.exp(-alpha * g))
+    else:
+        a = activation(g, bound, KIND)
     if up is not None:
         u = tl.load(up + i, mask=i < n, other=0)
+        if KIND == "swiglu_oai":
+            u = tl.where(u > bound, bound, tl.where(u < -bound, -bound, u)) + 1
         a *= activation(u, 0.0, "relu") if UP_RELU else u
     tl.store(out + i, a, mask=i < n)
 
