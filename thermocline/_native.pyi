@@ -294,12 +294,45 @@ class FFN:
     @property
     def from_disk(self) -> bool: ...
 
-class Mixture:
-    """Experts of one shape, without norm and with a plain join, `active` of which compute each token."""
+class RouterRule:
+    """`model.spec.Router`; score, weights and group_rule: numbers of its names."""
 
     def __new__(
-        cls, norm: Norm | None, router: Matrix, experts: tuple[FFN, ...], active: int, join: Join
+        cls,
+        *,
+        score: int,
+        weights: int,
+        epsilon: float,
+        epsilon_floor: bool,
+        scale: float,
+        groups: int,
+        groups_kept: int,
+        group_rule: int,
+    ) -> RouterRule: ...
+
+class Mixture:
+    """Experts of one shape, without norm and with a plain join, `active` of which compute each token.
+
+    `selection_bias` [experts] is added to scores for the choice. `shared`: takes every token; its matrices
+    are plain. `shared_router`, f32 [1, dim]: its part is multiplied by sigmoid(w . x).
+    """
+
+    def __new__(
+        cls,
+        norm: Norm | None,
+        router: Linear,
+        experts: tuple[FFN, ...],
+        active: int,
+        join: Join,
+        *,
+        rule: RouterRule,
+        selection_bias: F32 | None = None,
+        shared: FFN | None = None,
+        shared_router: Matrix | None = None,
     ) -> Mixture: ...
+    def route(self, logits: F32, weights: F32) -> None:
+        """`weights`: how much of each expert tokens with these logits get; both [tokens, experts]."""
+
     @property
     def neurons(self) -> int:
         """Of all experts."""

@@ -55,6 +55,12 @@ static void check_groups(const Context& c, const tc::FFN& f) {
     check_groups(c, f.gate.weight), check_groups(c, f.up), check_groups(c, f.down);
 }
 
+static void check_groups(const Context& c, const Mixture& m) {
+    check_groups(c, m.layer.router.weight);
+    for (const tc::FFN* expert : m.layer.experts) check_groups(c, *expert);
+    if (m.layer.shared) check_groups(c, *m.layer.shared);
+}
+
 static void check_weights(const Matrix& w) { check(w.format != tc::SIGNS, "signs are no weights"); }
 
 static tc::Linear make_linear(const Matrix& w, const std::optional<F1>& bias) {
@@ -201,24 +207,79 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
             up_bias};
 }
 
+static tc::RouterRule make_rule(int score, int weights, float epsilon, bool epsilon_floor, float scale,
+                                size_t groups, size_t groups_kept, int group_rule) {
+    using Rule = tc::RouterRule;
+    check(score >= 0 && score < Rule::N_SCORES && weights >= 0 && weights < Rule::N_WEIGHTS &&
+              group_rule >= 0 && group_rule < Rule::N_GROUP_RULES,
+          "unknown router rule");
+    check(groups_kept >= 1 && groups_kept <= groups, "more groups kept than there are");
+    return {Rule::Score(score), Rule::Weights(weights),       epsilon, epsilon_floor, scale, groups,
+            groups_kept,        Rule::GroupRule(group_rule)};
+}
+
+static void check_rule(const tc::RouterRule& rule, size_t experts, size_t active) {
+    check(experts <= tc::kMostExperts && active >= 1 && active <= experts, "experts and router do not fit");
+    check(experts % rule.groups == 0, "groups do not divide the experts");
+    const size_t each = experts / rule.groups;
+    check(each * rule.groups_kept >= active, "the groups kept have too few experts");
+    check(rule.group_rule != tc::RouterRule::SUM2 || each >= 2, "a group's two best are of two experts");
+}
+
+// Experts, or a shared one, as a mixture has them: `dim` wide.
+static void check_part(const tc::FFN& f, size_t dim) {
+    check(f.gate.weight.cols == dim, "an expert is of another width");
+    check(!f.norm.weight && !f.sub_norm.weight && f.join.plain(), "norm and join are the mixture's");
+}
+
 // `experts`: of FFN, kept alive as they are.
-static Mixture make_mixture(const Norm* norm, const Matrix& router, const nb::tuple& experts, size_t active,
-                            const Join& join) {
-    check_weights(router);
-    check(experts.size() == router.rows && active >= 1 && active <= router.rows,
-          "experts and router do not fit");
-    Mixture m = {
-        {norm_of(norm, router.cols), router, {}, active, join_of(join, router.cols)}, held(norm), join};
+static Mixture make_mixture(const Norm* norm, const Linear& router, const nb::tuple& experts, size_t active,
+                            const Join& join, const tc::RouterRule& rule, std::optional<F1> selection_bias,
+                            const FFN* shared, const Matrix* shared_router) {
+    const size_t dim = router.linear.weight.cols, n = router.linear.weight.rows;
+    check(experts.size() == n, "experts and router do not fit");
+    check_rule(rule, n, active);
+    Mixture m = {{norm_of(norm, dim),
+                  router.linear,
+                  {},
+                  active,
+                  join_of(join, dim),
+                  rule,
+                  optional_vector(selection_bias, n, "selection_bias has the wrong length")},
+                 held(norm),
+                 router,
+                 join,
+                 selection_bias};
     for (nb::handle item : experts) {
         if (!nb::isinstance<FFN>(item)) throw nb::type_error("an expert is no FFN");
         const tc::FFN& f = nb::cast<const FFN&>(item).layer;
-        check(f.gate.weight.cols == router.cols, "an expert is of another width");
-        check(!f.norm.weight && f.join.plain(), "norm and join are the mixture's");
+        check_part(f, dim);
         m.layer.experts.push_back(&f);
         const tc::FFN& first = *m.layer.experts[0];
-        check(f.neurons() == first.neurons() && !f.up.data == !first.up.data, "experts differ in shape");
+        check(f.neurons() == first.neurons() && !f.up.data == !first.up.data && f.bundles == first.bundles,
+              "experts differ in shape");
+        check(f.gate.weight.format == first.gate.weight.format && f.up.format == first.up.format &&
+                  f.down.format == first.down.format,
+              "experts differ in format");
     }
+    if (shared) check_part(shared->layer, dim), check(!shared->layer.bundles, "a shared FFN in bundles");
+    check(!shared_router || (shared && shared_router->format == tc::F32 && shared_router->rows == 1 &&
+                             shared_router->cols == dim),
+          "the shared FFN's router does not fit");
+    m.layer.shared = shared ? &shared->layer : nullptr;
+    if (shared_router) m.layer.shared_router = *shared_router;
     return m;
+}
+
+// weights [tokens, experts] of logits of the same shape.
+static void route(const Mixture& m, F2 logits, MutF2 weights) {
+    const tc::Mixture& x = m.layer;
+    const size_t experts = x.experts.size();
+    check(logits.shape(1) == experts && weights.shape(1) == experts && weights.shape(0) == logits.shape(0),
+          "logits or weights have the wrong shape");
+    for (size_t t = 0; t < logits.shape(0); t++)
+        tc::route(x.rule, logits.data() + t * experts, x.selection_bias, experts, x.active,
+                  weights.data() + t * experts);
 }
 
 // Tokens of a sequence are worked on together: from the first page that any of them attends to through its
@@ -351,9 +412,8 @@ static Counts ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity, std
 static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity,
                       std::optional<MutF2> record) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
-    check_rows(x, h, m.layer.router.cols);
-    check_groups(c, m.layer.router);
-    for (const tc::FFN* expert : m.layer.experts) check_groups(c, *expert);
+    check_rows(x, h, m.dim());
+    check_groups(c, m);
     const size_t neurons = m.layer.experts.size() * m.layer.neurons();
     check(!record || (record->shape(0) == x.shape(0) && record->shape(1) == neurons),
           "record has the wrong shape");
@@ -635,9 +695,15 @@ NB_MODULE(_native, m) {
              nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
         .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); })
         .def_prop_ro("from_disk", [](const FFN& f) { return f.layer.disk != nullptr; });
+    nb::class_<tc::RouterRule>(m, "RouterRule")
+        .def(nb::new_(&make_rule), nb::kw_only(), "score"_a, "weights"_a, "epsilon"_a, "epsilon_floor"_a,
+             "scale"_a, "groups"_a, "groups_kept"_a, "group_rule"_a);
     nb::class_<Mixture>(m, "Mixture")
         .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a,
-             nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>())
+             nb::kw_only(), "rule"_a, "selection_bias"_a.noconvert().none() = nb::none(),
+             "shared"_a.none() = nb::none(), "shared_router"_a.none() = nb::none(), nb::keep_alive<0, 3>(),
+             nb::keep_alive<0, 4>(), nb::keep_alive<0, 9>(), nb::keep_alive<0, 10>())
+        .def("route", &route, "logits"_a.noconvert(), "weights"_a.noconvert())
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })
         .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.experts[0]->disk != nullptr; });
     nb::class_<Step>(m, "Step").def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(),

@@ -86,8 +86,10 @@ struct FFN {
 struct Mixture {
     tc::Mixture layer;
     std::optional<Norm> norm;
+    Linear router;
     Join join;
-    size_t dim() const { return layer.router.cols; }
+    std::optional<F1> selection_bias;
+    size_t dim() const { return layer.router.weight.cols; }
 };
 struct Step {
     tc::Step step;

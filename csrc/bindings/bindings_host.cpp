@@ -76,8 +76,8 @@ static void ffn(HostTask& t, MutF2 x, F2 h, const FFN& f, int sparsity, std::opt
 
 static void mixture(HostTask& t, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<F2> weights) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
-    check_rows(x, h, m.layer.router.cols);
-    check(!weights || (weights->shape(0) == x.shape(0) && weights->shape(1) == m.layer.router.rows),
+    check_rows(x, h, m.dim());
+    check(!weights || (weights->shape(0) == x.shape(0) && weights->shape(1) == m.layer.experts.size()),
           "weights has the wrong shape");
     t.task.add([&t, x, h, &m, sparsity, weights](Context& c) {
         tc::MixtureArgs a = {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "router.h"
 #include "storage/fetches.h"
 #include "threads.h"
 
@@ -119,14 +120,18 @@ struct FFN {
     size_t neurons() const { return disk ? disk->neurons : gate.weight.rows; }
 };
 
-// A router picks `active` of the experts for each token. The result is the sum of their FFNs, weighted by the
-// softmax over the picked experts' logits.
+// A router picks `active` of the experts for each token. The result is the sum of their FFNs, weighted as the
+// rule says, then that of the shared one.
 struct Mixture {
     Norm norm;                        // of the input, which router and experts have in common
-    Matrix router;                    // [experts, dim]
+    Linear router;                    // [experts, dim]
     std::vector<const FFN*> experts;  // all of one shape, without norms or joins of their own
     size_t active;
     Join join;
+    RouterRule rule;
+    const float* selection_bias;  // [experts], or null
+    const FFN* shared = nullptr;  // takes every token; as plain matrices in memory, or null
+    Matrix shared_router = {};    // f32 [1, dim]: shared is multiplied by sigmoid(w . x); or data null
     size_t neurons() const { return experts[0]->neurons(); }  // of an expert
 };
 

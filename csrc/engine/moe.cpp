@@ -2,8 +2,6 @@
 //
 // A token's bits depend on nothing but the token: its logits are a row of a matmul, an expert computes each
 // token by itself, and what its experts give is added up in ascending order of experts.
-#include <math.h>
-
 #include <algorithm>
 
 #include "storage/disk_walk.h"
@@ -11,27 +9,6 @@
 #include "work.h"
 
 namespace tc {
-
-// weights [experts]: the softmax over the `active` largest logits, 0 for all other experts. Of equal logits
-// the lower expert's is taken; a NaN counts as the largest, so that it shows in the result. A chosen expert
-// whose share is too small for a float gets 0 as well.
-static void route(const float* logits, size_t experts, size_t active, float* weights) {
-    auto above = [](float a, float b) { return a > b || (isnan(a) && !isnan(b)); };
-    std::fill(weights, weights + experts, 0.0f);
-    size_t first = experts;  // the largest
-    for (size_t k = 0; k < active; k++) {
-        size_t best = experts;
-        for (size_t e = 0; e < experts; e++)
-            if (weights[e] == 0 && (best == experts || above(logits[e], logits[best]))) best = e;
-        weights[best] = 1;
-        if (!k) first = best;
-    }
-    float sum = 0;
-    for (size_t e = 0; e < experts; e++)
-        if (weights[e] != 0) sum += weights[e] = expf(logits[e] - logits[first]);
-    for (size_t e = 0; e < experts; e++)
-        if (weights[e] != 0) weights[e] /= sum;
-}
 
 FFNCounts Context::moe_add(const MixtureArgs& a) {
     const Mixture& m = a.mixture;
@@ -62,9 +39,10 @@ const float* Context::routed(const MixtureArgs& a, const float** h) {
     if (a.weights) return a.weights;
     float *logits = grown(routed_.logits, a.tokens * experts),
           *weights = grown(routed_.weights, a.tokens * experts);
-    matmul({m.router, nullptr}, {}, *h, a.tokens, logits, false);
-    for (size_t t = 0; t < a.tokens; t++)
-        route(logits + t * experts, experts, m.active, weights + t * experts);
+    matmul(m.router, {}, *h, a.tokens, logits, false);
+    each_token(pool, a.tokens, 1, [&](size_t t) {
+        route(m.rule, logits + t * experts, m.selection_bias, experts, m.active, weights + t * experts);
+    });
     return weights;
 }
 

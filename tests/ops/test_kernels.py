@@ -1335,12 +1335,19 @@ class Good:
         expert, join = self.ffn(norm=None), _native.Join(None, 1.0)
         good: dict[str, Any] = {
             "norm": None,
-            "router": self.matrix(rows=3),
+            "router": _native.Linear(self.matrix(rows=3), None),
             "experts": (expert,) * 3,
             "active": 2,
             "join": join,
+            "rule": self.rule(),
         }
-        return _native.Mixture(*(good | changes).values())
+        return _native.Mixture(**(good | changes))
+
+    @staticmethod
+    def rule(**changes: Any) -> _native.RouterRule:
+        good: dict[str, Any] = {"score": 0, "weights": 0, "epsilon": 0, "epsilon_floor": False, "scale": 1, "groups": 1,
+                "groups_kept": 1, "group_rule": 0}  # fmt: skip
+        return _native.RouterRule(**(good | changes))
 
     def moe_add(self, x: Any = None, h: Any = None, record: Any = None, **changes: Any) -> None:
         x, h = self.x.copy() if x is None else x, self.x if h is None else h
@@ -1551,8 +1558,26 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "mixture of experts of other sizes": lambda g: g.mixture(
         experts=(g.ffn(norm=None), g.ffn(norm=None), g.wide_expert())
     ),
-    "mixture with a narrow router": lambda g: g.mixture(router=g.matrix(rows=3, cols=16)),
-    "mixture with a router of signs": lambda g: g.mixture(router=g.matrix(rows=3, format=_native.SIGNS)),
+    "mixture with a narrow router": lambda g: g.mixture(
+        router=_native.Linear(g.matrix(rows=3, cols=16), None)
+    ),
+    "mixture with a router of signs": lambda g: g.mixture(
+        router=_native.Linear(g.matrix(rows=3, format=_native.SIGNS), None)
+    ),
+    "mixture with a short selection bias": lambda g: g.mixture(selection_bias=zeros(2)),
+    "mixture whose shared ffn has a norm": lambda g: g.mixture(shared=g.ffn()),
+    "mixture whose shared ffn is in bundles": lambda g: g.mixture(shared=g.ffn(norm=None)),
+    "mixture with a gate of nothing shared": lambda g: g.mixture(shared_router=g.matrix(rows=1)),
+    "mixture with groups that do not divide": lambda g: g.mixture(rule=g.rule(groups=2)),
+    "mixture with groups that are too small": lambda g: g.mixture(rule=g.rule(groups=3)),
+    "mixture with groups of one by two": lambda g: g.mixture(
+        active=1, rule=g.rule(groups=3, groups_kept=3, group_rule=1)
+    ),
+    "rule of more groups than there are": lambda g: g.rule(groups_kept=2),
+    "rule of no group": lambda g: g.rule(groups_kept=0),
+    "rule with an unknown score": lambda g: g.rule(score=3),
+    "rule with unknown weights": lambda g: g.rule(weights=3),
+    "rule with an unknown rule of groups": lambda g: g.rule(group_rule=2),
     "mixture of no active experts": lambda g: g.mixture(active=0),
     "mixture of too many active experts": lambda g: g.mixture(active=4),
     "mixture with a short norm": lambda g: g.mixture(norm=_native.Norm(zeros(31), None, 1e-5, False)),

@@ -38,11 +38,13 @@ from thermocline.engine.engine import Engine, EngineSettings
 from thermocline.errors import BadFile, Unsupported
 from thermocline.model import activations, families, quant
 from thermocline.model.sizes import sizes_of
+from thermocline.model.spec import PLAIN_ROUTER, ROUTER_SCORES, ROUTER_WEIGHTS, Router
 from thermocline.model.tensors import expected_tensors
 from thermocline.offline import calibrate, train
 from thermocline.offline.activity import ProfileWorker
 from thermocline.offline.calibrate import LayerSamples
 from thermocline.ops import reference
+from thermocline.ops.cpu import native_rule
 from thermocline.ops.interface import F32, FFN, FFNStats, Layer, Linear, Norm, Weights
 from thermocline.pack.activity_profile import BUCKETS, open_profile, open_samples
 from thermocline.pack.pack import Pack, inspect
@@ -160,31 +162,75 @@ def test_equal_logits_go_to_lower_experts_and_a_nan_shows() -> None:
     assert w[0, 1] == w[0, 2] == 0.5 and np.isnan(w[2, :2]).all() and w[3, 1] == 1
 
 
-def test_the_native_router_chooses_as_the_reference() -> None:
-    """Experts that answer their number: x itself is the logits, ties among them."""
-    eye, _ = stored("f32", np.eye(32, dtype=np.float32)[:4])
+def numbered(experts: int) -> tuple[_native.FFN, ...]:
+    """Experts of 32 dimensions, of which expert e answers e_e."""
     one, _ = stored("f32", np.zeros((8, 32), np.float32))
     gate, plain = _native.Linear(one, None), _native.Join(None, 1.0)
-    experts = tuple(
+    return tuple(
         _native.FFN(
             norm=None, gate=gate, up=None, down=one, down_bias=np.eye(32, dtype=np.float32)[e], activation=3,
             threshold=0.0, up_relu=False, bundles=True, sub_norm=None, join=plain,
         )
-        for e in range(4)
+        for e in range(experts)
     )  # fmt: skip
+
+
+def mixture(experts: int, active: int, rule: Router = PLAIN_ROUTER, **more: Any) -> _native.Mixture:
+    """One whose logits are the first elements of its input."""
+    eye, plain = stored("f32", np.eye(32, dtype=np.float32)[:experts])[0], _native.Join(None, 1.0)
+    router = _native.Linear(eye, more.pop("bias", None))
+    return _native.Mixture(None, router, numbered(experts), active, plain, rule=native_rule(rule), **more)
+
+
+def test_the_native_router_chooses_as_the_reference() -> None:
+    """Experts that answer their number: x itself is the logits, ties among them."""
     tied = np.array(list(itertools.product((0, 1, 2), repeat=4)), np.float32)
     odd = np.array([[-1e9, 0, -1e9, -1e9], [1e9, 1e9, -1e9, 0]], np.float32)
     logits = np.concatenate([tied, normal(3, 50, 4) * 4, odd]).astype(np.float32)
-    h = np.zeros((len(logits), 32), np.float32)
-    h[:, :4] = logits
-    for active in (1, 2, 3, 4):
+    bias = np.array([0, 0.5, -1, 0], np.float32)
+    for active, biased in itertools.product((1, 2, 3, 4), (False, True)):
+        h = np.zeros((len(logits), 32), np.float32)
+        h[:, :4] = logits
         y = np.zeros_like(h)
-        mixture = _native.Mixture(None, eye, experts, active, plain)
-        cpu(ISAS[0]).native.moe_add(y, h, mixture, 1)
-        wanted = activations.route(h[:, :4], active)
+        cpu(ISAS[0]).native.moe_add(y, h, mixture(4, active, bias=bias if biased else None), 1)
+        wanted = activations.route(logits + bias if biased else logits, active)
         assert np.array_equal(y[:, :4] != 0, wanted != 0)
         assert np.allclose(y[:, :4], wanted, rtol=1e-6, atol=1e-12)
         assert np.allclose(y[:, :4].sum(axis=1), 1)
+
+
+RULES = [
+    Router(score=score, weights=weights, epsilon=epsilon, epsilon_floor=floor, scale=scale,
+           groups=groups, groups_kept=kept, group_rule=group_rule)
+    for score, weights, (epsilon, floor), scale, (groups, kept, group_rule) in itertools.product(
+        ROUTER_SCORES, ROUTER_WEIGHTS, ((0.0, False), (0.25, False), (0.9, True)), (1.0, 2.5),
+        ((1, 1, "max"), (4, 2, "max"), (4, 2, "sum2"), (2, 1, "sum2")),
+    )
+    if not epsilon or weights == "normalised"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize("active", (1, 3, 4))
+def test_every_rule_is_the_references(active: int, biased: bool) -> None:
+    """Ties among experts and among groups, logits of one sign, NaNs of some experts."""
+    n, rng = 8, np.random.default_rng(1)
+    tied = rng.integers(-1, 2, (60, n)).astype(np.float32)
+    logits = np.concatenate([tied, normal(3, 60, n) * 3, -np.abs(normal(4, 20, n)), np.zeros((1, n))])
+    damaged = logits[:40].copy()
+    damaged[np.arange(40), rng.integers(0, n, 40)] = np.nan
+    logits = np.concatenate([logits, damaged]).astype(np.float32)
+    bias = (rng.integers(-2, 3, n) / 4).astype(np.float32) if biased else None
+    for rule in RULES:
+        cancels = rule.score == "logits" and rule.weights == "normalised"  # a sum of both signs is noise
+        given = np.abs(logits) if cancels else logits
+        found = np.full_like(given, 7)
+        mixture(n, active, replace(rule, selection_bias=biased), selection_bias=bias).route(given, found)
+        with np.errstate(all="ignore"):
+            wanted = activations.route(given, active, rule, bias)
+        assert np.array_equal(np.isnan(found), np.isnan(wanted)), rule
+        assert np.array_equal(found != 0, wanted != 0), rule
+        assert np.allclose(found, wanted, rtol=2e-6, atol=1e-9, equal_nan=True), rule
 
 
 def test_a_damaged_router_row_shows() -> None:

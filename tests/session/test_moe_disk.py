@@ -24,14 +24,14 @@ from thermocline.convert.synthetic import read_shape
 from thermocline.errors import BadFile, OutOfBudget
 from thermocline.model.modes import SPARSITIES
 from thermocline.model.sizes import sizes_of
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import PLAIN_ROUTER, ModelSpec
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.offline import bench, fit_svd, train
 from thermocline.offline.bench import Bench
 from thermocline.offline.bench import Test as BenchTest
 from thermocline.offline.need_trace import Trace, TraceRecorder
 from thermocline.offline.replay import needs_of, replay
-from thermocline.ops.cpu import CpuOps
+from thermocline.ops.cpu import CpuOps, native_rule
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import LayerPredictor, write_predictors
 from thermocline.plan import hotness
@@ -313,7 +313,8 @@ def test_uses_of_an_expert_are_forgotten_while_others_are_chosen(tmp_path: Path)
     values = np.zeros((2, DIM), np.float32)
     values[:, 0] = 1, -1
     router.write(0, values.view(np.uint8).ravel())
-    mixture = _native.Mixture(None, _native.Matrix(router, 0, 0, 2, DIM, 4 * DIM), (near[0], far), 1, plain)
+    by = _native.Linear(_native.Matrix(router, 0, 0, 2, DIM, 4 * DIM), None)
+    mixture = _native.Mixture(None, by, (near[0], far), 1, plain, rule=native_rule(PLAIN_ROUTER))
     context, rng = _native.Context(1), np.random.default_rng(1)
     old, new = (np.abs(rng.standard_normal((1, DIM))).astype(np.float32) for _ in range(2))
     for _ in range(20):

@@ -14,7 +14,14 @@ import numpy as np
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure
 from thermocline.model.modes import SPARSITIES
-from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, ModelSpec
+from thermocline.model.spec import (
+    ACTIVATIONS,
+    GROUP_RULES,
+    ROUTER_SCORES,
+    ROUTER_WEIGHTS,
+    ModelSpec,
+    Router,
+)
 from thermocline.ops.interface import (
     CPU,
     F32,
@@ -105,17 +112,24 @@ class CpuOps:
 
     def bind_experts(self, spec: ModelSpec, layer: Layer) -> _native.Mixture:
         """Return the CPU's neurons of a mixture's experts, as `bind_part` does."""
+        assert layer.shared is None, "who computes the shared FFN?"
         return self._mixture(spec, layer, None, _native.Join(None, 1.0))
 
     def _mixture(
         self, spec: ModelSpec, layer: Layer, norm: _native.Norm | None, join: _native.Join
     ) -> _native.Mixture:
         assert layer.router is not None
-        plain = spec.router == PLAIN_ROUTER and layer.shared is None
-        assert plain, "the native core knows one rule"
-        experts = tuple(self.bind_part(spec, f) for f in layer.experts)
+        gate = layer.shared_router
         return _native.Mixture(
-            norm, _native_matrix(layer.router.weight), experts, spec.n_experts_active, join
+            norm=norm,
+            router=_linear(layer.router.weight, layer.router.bias),
+            experts=tuple(self.bind_part(spec, f) for f in layer.experts),
+            active=spec.n_experts_active,
+            join=join,
+            rule=native_rule(spec.router),
+            selection_bias=layer.selection_bias,
+            shared=None if layer.shared is None else self.bind_part(spec, layer.shared),
+            shared_router=None if gate is None else _native_matrix(gate),
         )
 
     def bind_part(self, spec: ModelSpec, f: FFN) -> _native.FFN:
@@ -234,6 +248,19 @@ def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
 def native_heads(h: Heads) -> _native.Heads:
     shape = h.n, h.n_kv, h.dim, h.window or 0
     return _native.Heads(*shape, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps, h.sinks)
+
+
+def native_rule(r: Router) -> _native.RouterRule:
+    return _native.RouterRule(
+        score=ROUTER_SCORES.index(r.score),
+        weights=ROUTER_WEIGHTS.index(r.weights),
+        epsilon=r.epsilon,
+        epsilon_floor=r.epsilon_floor,
+        scale=r.scale,
+        groups=r.groups,
+        groups_kept=r.groups_kept,
+        group_rule=GROUP_RULES.index(r.group_rule),
+    )
 
 
 def _join(spec: ModelSpec, norm: Norm | None) -> _native.Join:
