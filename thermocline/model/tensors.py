@@ -174,7 +174,11 @@ def expected_tensors(
             matrix(f"{a}.down.weight", "down", experts, spec.dim, neurons, format=down)
         if experts == 1:
             vector(f"{a}.down.bias", "bundle" if spec.sparse else "down", spec.dim)
-        elif spec.shared_dim:
+        elif not spec.sparse:  # added to an expert's answer before that is weighed
+            vector(f"{a}.down.bias", "down", experts, spec.dim)
+            if spec.gated:
+                vector(f"{a}.up.bias", "up", experts, neurons)
+        if experts > 1 and spec.shared_dim:
             matrix(f"{a}.shared.gate.weight", "shared", spec.shared_dim, spec.dim)
             if spec.gated:
                 matrix(f"{a}.shared.up.weight", "shared", spec.shared_dim, spec.dim)
