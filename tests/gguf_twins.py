@@ -43,6 +43,10 @@ LAYER = {
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -57,6 +61,7 @@ WHOLE = {
 
 
 EXPERTS = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+EXPERTS |= {"gate_proj": "ffn_gate", "down_proj": "ffn_down", "up_proj": "ffn_up"}
 
 
 def experts_of(out: dict[str, F32], part: str, layer: str, w: F32, apart: bool) -> None:
@@ -101,6 +106,10 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
             if stem in WHOLE:
                 out[f"{WHOLE[stem]}.{last}"] = w
                 continue
+            if last == "e_score_correction_bias":
+                layer = stem.split("layers.")[1].split(".")[0]
+                out[f"blk.{layer}.exp_probs_b.bias"] = w.reshape(-1)
+                continue
             layer, part = stem.split(".h." if ".h." in stem else "layers.")[1].split(".", 1)
             if ".experts." in part:
                 experts_of(out, part, layer, w, apart)
@@ -116,6 +125,15 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 short, w = "ffn_down_t", w.T if w.ndim == 2 else w
             out[f"blk.{layer}.{short}.{last}"] = np.ascontiguousarray(w)
     return out
+
+
+def merged(out: dict[str, F32]) -> dict[str, F32]:
+    """Experts' gates and ups in one stack, as newer files have them."""
+    made = dict(out)
+    for name in [n for n in out if n.endswith("ffn_gate_exps.weight")]:
+        up = made.pop(name.replace("gate", "up"))
+        made[name.replace("gate", "gate_up")] = np.concatenate([made.pop(name), up], axis=1)
+    return made
 
 
 def kv_heads(config: dict[str, Any]) -> int:
@@ -186,6 +204,16 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
         w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
+def add_experts(w: Any, config: dict[str, Any]) -> None:
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    found = [config[key] for key in counts if key in config]
+    if found:
+        w.add_expert_count(found[0])
+        w.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+    if "moe_intermediate_size" in config:
+        w.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
 def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
     """Windows, caps, scales and longrope's tensors."""
     if w.arch in ("phi3", "gemma2", "gemma3", "llama") and config.get("sliding_window"):
@@ -222,6 +250,7 @@ def write(
     as_f32: bool = False,
     more: Any = None,
     apart: bool = False,
+    merge: bool = False,
 ) -> Path:
     """`types`: name -> a gguf type's name, or None for f32. Norms and biases are always f32.
 
@@ -248,9 +277,8 @@ def write(
         w.add_key_length(head_dim)
         w.add_value_length(head_dim)
     out = tensors_of(hf, powerinfer, apart)
-    if "num_local_experts" in config:
-        w.add_expert_count(config["num_local_experts"])
-        w.add_expert_used_count(config["num_experts_per_tok"])
+    out = merged(out) if merge else out
+    add_experts(w, config)
     add_family(w, config, out)
     if more is not None:
         more(w)

@@ -37,6 +37,7 @@ LOGITS = (
     "nemotron",
     "falcon_7b",
     "minicpm",
+    "qwen3_moe",
 )
 
 
@@ -76,6 +77,8 @@ def _write(path: Path, files: Json, shards: dict[str, dict[str, list[int]]], see
     rng = np.random.default_rng(seed)
     for file, shapes in shards.items():
         tensors = {name: twins.random_tensor(name, tuple(shape), rng) for name, shape in shapes.items()}
+        if len(shards) == 1:
+            twins.steer(tensors, seed)
         save_file(tensors, path / file, {"format": "pt"})
     return path
 

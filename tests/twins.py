@@ -7,6 +7,7 @@ nothing of ours: it must not import `thermocline`, or the twin would share our m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,10 @@ def _opt(path: Path, seed: int, **changes: Any) -> Path:
 
 
 def _transformers(name: str, path: Path, seed: int, **changes: Any) -> Path:
+    return _save(_model(name, **changes), path, seed)
+
+
+def _model(name: str, **changes: Any) -> Any:
     import transformers
 
     base = _llama_config().to_dict()
@@ -246,7 +251,7 @@ def _transformers(name: str, path: Path, seed: int, **changes: Any) -> Path:
     cls = getattr(transformers, CONFIG_CLASSES.get(name, f"{name}Config"))
     known = cls()
     config = cls(**({k: v for k, v in base.items() if hasattr(known, k)} | changes))
-    return _save(getattr(transformers, f"{name}ForCausalLM")(config), path, seed)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
@@ -467,6 +472,55 @@ def minicpm_s(path: Path) -> Path:
     return path
 
 
+# ---- mixtures: routers that mostly read what the token's embedding says in a few columns, as `_mixtral`'s
+
+EXPERTS, ACTIVE = 8, 3
+
+
+def _mixture(name: str, path: Path, seed: int, **changes: Any) -> Path:
+    """Eight experts, three for each token. What routers add to scores is random and decides some choices."""
+    import torch
+
+    model = _model(name, **({"num_experts_per_tok": ACTIVE, "tie_word_embeddings": False} | changes))
+    _randomise(model, seed)
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for key, p in model.named_buffers():
+            if key.endswith("bias"):
+                p.copy_(torch.from_numpy(0.3 * rng.standard_normal(p.shape, dtype=np.float32)))
+    tensors = {key: p.detach().numpy() for key, p in model.named_parameters()}
+    steer(tensors, seed)
+    model.save_pretrained(path)
+    return path
+
+
+def steer(tensors: dict[str, NDArray[np.float32]], seed: int) -> None:
+    """Let routers mostly read what a token's embedding says in the first columns, in place."""
+    routers = [w for name, w in tensors.items() if re.search(r"\.(gate|router|router\.layer)\.weight$", name)]
+    if not routers:
+        return
+    rng, n = np.random.default_rng(seed), len(routers[0])
+    (embed,) = (w for name, w in tensors.items() if name.endswith("embed_tokens.weight"))
+    levels = np.linspace(3, -3, n)
+    embed[:, :n] = [rng.permutation(levels) for _ in range(len(embed))]
+    for w in routers:
+        w *= np.float32(0.2)
+        w[:, :n] += np.eye(n, dtype=np.float32)
+
+
+def qwen3_moe(path: Path) -> Path:
+    """Weights that add up to one, q and k normed by head, and the second layer without experts."""
+    more = {"moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 24}
+    return _mixture("Qwen3Moe", path, 40, num_experts=EXPERTS, **more)
+
+
+def qwen3_moe_scores(path: Path) -> Path:
+    """Weights as they are scored, experts in every second layer, biases, and a window."""
+    more = {"moe_intermediate_size": 48, "norm_topk_prob": False, "decoder_sparse_step": 2}
+    more |= {"attention_bias": True, "use_sliding_window": True, "sliding_window": 9}
+    return _mixture("Qwen3Moe", path, 41, num_experts=EXPERTS, head_dim=16, **more)
+
+
 # What a user has to say of them: their configs leave open which ReLU it is.
 ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
@@ -514,6 +568,8 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         llama_yarn_beta,
         minicpm,
         minicpm_s,
+        qwen3_moe,
+        qwen3_moe_scores,
     )
 }
 

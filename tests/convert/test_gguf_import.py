@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, bool]] = {
     "falcon_relu": ("falcon", True),
     "minicpm": ("minicpm", False),
     "qwen2_drelu": ("qwen2", False),
+    "qwen3_moe": ("qwen3moe", False),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {

@@ -35,7 +35,7 @@ BLOCKS = [name for name, f in formats.FORMATS.items() if f.block > 1]
 # biases, tied heads.
 DENSE = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3",
-    "phi3": "phi3", "falcon_40b": "falcon", "minicpm": "minicpm",
+    "phi3": "phi3", "falcon_40b": "falcon", "minicpm": "minicpm", "qwen3_moe": "qwen3moe",
 }  # fmt: skip
 
 
@@ -463,3 +463,12 @@ def test_a_loaded_gguf_can_be_served(talking: Path) -> None:
             assert found.tokenizer.encode("Once") == llm.tokenizer.encode("Once")
         finally:
             found.close()
+
+
+def test_experts_with_gate_and_up_in_one_stack_are_those_of_two(tmp_path: Path) -> None:
+    hf = kept_twins.TWINS["qwen3_moe"](tmp_path / "hf")
+    (model, held), (one, merged) = (
+        in_memory(gguf_twins.write(hf, tmp_path / f"{merge}.gguf", arch="qwen3moe", merge=merge))
+        for merge in (False, True)
+    )
+    assert model.tensors == one.tensors and np.array_equal(held, merged)

@@ -68,9 +68,10 @@ def _scores(row: F32, score: str) -> F32:
     if score == "logits":
         return row
     if score == "sigmoid":
-        return np.asarray(1 / (1 + np.exp(-row)), np.float32)
+        return (1 / (1 + np.exp(-row))).astype(np.float32)
     p: F32 = np.exp(row - row.max())
-    return p / p.sum()
+    shares: F32 = p / p.sum()
+    return shares
 
 
 def _best(values: F32, n: int) -> I64:

@@ -16,8 +16,9 @@ from typing import Any
 
 from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, quoted, read_small
-from thermocline.model.hf_config import ConfigKeys, bos, eos, rope, windows
-from thermocline.model.spec import ACTIVATIONS, ModelSpec, check_spec
+from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec, windows
+from thermocline.model.mixtures import families as mixtures
+from thermocline.model.spec import ModelSpec, check_spec
 from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, tensors
 
 MAX_CONFIG_BYTES = 512 << 10  # parsing takes at most 33 times the size: less than 4 x metadata + 16 MiB
@@ -130,64 +131,17 @@ def check_activation(spec: ModelSpec, activation: str | None, name: str) -> None
 
 # --- readers ------------------------------------------------------------------------------------------------
 
-# All but fatrelu, which has a threshold: these configs have no key for it.
-_PLAIN = tuple(a for a in ACTIVATIONS if a != "fatrelu")
-
-
-def _spec(
-    keys: ConfigKeys, stop: Any, architecture: str, *, partial: float | None = None, **more: Any
-) -> ModelSpec:
-    """Read a spec from the keys that most configs share. `more` holds fields that a family reads itself."""
-    dim, n_heads = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
-    head_dim = more.pop("head_dim", None) or keys.integer_or_none("head_dim")
-    if head_dim is None and dim % n_heads:
-        raise keys.bad(
-            "hidden_size", f"is not a multiple of num_attention_heads ({n_heads}), and no head_dim"
-        )
-    head_dim = head_dim or dim // n_heads
-    shared: dict[str, Callable[[], Any]] = {
-        "ffn_dim": lambda: keys.size("intermediate_size", "ffn_dim"),
-        "n_kv_heads": lambda: keys.integer_or_none("num_key_value_heads") or n_heads,
-        "norm": lambda: "rms",
-        "norm_eps": lambda: keys.number("rms_norm_eps", 0.0, 1.0),
-        "activation": lambda: keys.activation("hidden_act", _PLAIN),
-        "tied_head": lambda: keys.flag("tie_word_embeddings"),
-    }
-    shared = {k: f for k, f in shared.items() if k not in more}
-    if more.get("position") != "learned" and "rope_theta" not in more:
-        turned = rope(keys, partial=partial)
-        rotary = int(head_dim * turned.pop("share"))
-        more |= turned | {"rotary_dim": None if rotary == head_dim else rotary}
-    return ModelSpec(
-        architecture=architecture,
-        dim=dim,
-        n_layers=keys.size("num_hidden_layers", "n_layers"),
-        n_heads=n_heads,
-        head_dim=head_dim,
-        vocab_size=keys.size("vocab_size", "vocab_size"),
-        max_context=keys.size("max_position_embeddings", "max_context"),
-        bos_id=bos(keys),
-        eos_ids=eos(keys, stop),
-        **{k: f() for k, f in shared.items()},
-        **more,
-    )
-
-
-def _biases(keys: ConfigKeys, *more: str) -> tuple[str, ...]:
-    both = ("qkv", "attn_out") if keys.flag("attention_bias") else ()
-    return (*both, *more)
-
 
 def _llama(keys: ConfigKeys, stop: Any) -> Read:
     """Llama 1-3 and everything shaped like it, ReluLLaMA too."""
-    spec = _spec(keys, stop, "llama")
-    return spec, tensors(spec, biases=_biases(keys))
+    spec = read_spec(keys, stop, "llama")
+    return spec, tensors(spec, biases=attention_biases(keys))
 
 
 def _sparse_llama(keys: ConfigKeys, stop: Any) -> Read:
     """ProSparse (arXiv 2402.13516): a Llama with ReLU, or FATReLU and its threshold in `hidden_act_param`."""
-    spec = _spec(keys, stop, "llama", **_fatrelu(keys))
-    return spec, tensors(spec, biases=_biases(keys))
+    spec = read_spec(keys, stop, "llama", **_fatrelu(keys))
+    return spec, tensors(spec, biases=attention_biases(keys))
 
 
 def _fatrelu(keys: ConfigKeys) -> Json:
@@ -204,7 +158,7 @@ def _minicpm(keys: ConfigKeys, stop: Any) -> Read:
     """MiniCPM and MiniCPM-S: a Llama whose embeddings, residuals and logits are scaled (arXiv 2404.06395)."""
     keys.with_defaults({"scale_emb": 1, "dim_model_base": 1, "scale_depth": 1, "tie_word_embeddings": True})
     layers, dim = keys.size("num_hidden_layers", "n_layers"), keys.size("hidden_size", "dim")
-    spec = _spec(
+    spec = read_spec(
         keys,
         stop,
         "minicpm",
@@ -213,7 +167,7 @@ def _minicpm(keys: ConfigKeys, stop: Any) -> Read:
         logit_scale=keys.number("dim_model_base", 1, 1e6) / dim,
         **_fatrelu(keys),
     )
-    return spec, tensors(spec, biases=_biases(keys))
+    return spec, tensors(spec, biases=attention_biases(keys))
 
 
 def _mistral(keys: ConfigKeys, stop: Any) -> Read:
@@ -221,7 +175,7 @@ def _mistral(keys: ConfigKeys, stop: Any) -> Read:
     keys.with_defaults({"sliding_window": 4096})
     if keys.flag("attention_bias"):
         raise keys.unsupported("attention_bias", "is not supported for Mistral")
-    spec = _spec(keys, stop, "mistral", sliding_window=keys.integer_or_none("sliding_window"))
+    spec = read_spec(keys, stop, "mistral", sliding_window=keys.integer_or_none("sliding_window"))
     return spec, tensors(spec)
 
 
@@ -252,7 +206,7 @@ def _mixtral(keys: ConfigKeys, stop: Any) -> Read:
     if keys.flag("attention_bias"):
         raise keys.unsupported("attention_bias", "is not supported for Mixtral")
     keys.default_theta = 1e6
-    spec = _spec(
+    spec = read_spec(
         keys,
         stop,
         "mixtral",
@@ -280,15 +234,15 @@ def _qwen_window(keys: ConfigKeys) -> Json:
 def _qwen2(keys: ConfigKeys, stop: Any) -> Read:
     """Qwen 2 and 2.5: a Llama with biases on q, k and v, and a sliding window in the later layers."""
     keys.with_defaults({"bos_token_id": None, "eos_token_id": None})
-    spec = _spec(keys, stop, "qwen2", **_qwen_window(keys))
+    spec = read_spec(keys, stop, "qwen2", **_qwen_window(keys))
     return spec, tensors(spec, biases=("qkv",))
 
 
 def _qwen3(keys: ConfigKeys, stop: Any) -> Read:
     """Qwen 3: norms on every head's q and k instead of the biases."""
     keys.with_defaults({"head_dim": 128, "bos_token_id": None, "eos_token_id": None})
-    spec = _spec(keys, stop, "qwen3", qk_norm=True, **_qwen_window(keys))
-    return spec, tensors(spec, biases=_biases(keys))
+    spec = read_spec(keys, stop, "qwen3", qk_norm=True, **_qwen_window(keys))
+    return spec, tensors(spec, biases=attention_biases(keys))
 
 
 def _gemma(keys: ConfigKeys, stop: Any, architecture: str, pattern: int, **more: Any) -> Read:
@@ -306,11 +260,11 @@ def _gemma(keys: ConfigKeys, stop: Any, architecture: str, pattern: int, **more:
     layers = windows(keys, n, [i for i in range(n) if (i + 1) % pattern])
     seen: Json = {"sliding_window": window, "window_layers": layers}
     seen = {} if window is None or layers == () else seen
-    spec = _spec(
+    spec = read_spec(
         keys,
         stop,
         architecture,
-        activation=keys.activation("hidden_activation", _PLAIN),
+        activation=keys.activation("hidden_activation", PLAIN_ACTIVATIONS),
         norm_order="sandwich",
         embed_scale=math.sqrt(keys.size("hidden_size", "dim")),
         attention_scale=keys.number("query_pre_attn_scalar", 1e-3, 1e6) ** -0.5,
@@ -320,7 +274,7 @@ def _gemma(keys: ConfigKeys, stop: Any, architecture: str, pattern: int, **more:
         **more,
     )
     names = Names(ffn_norm="pre_feedforward_layernorm", norm_plus=1.0)
-    return spec, tensors(spec, names, _biases(keys))
+    return spec, tensors(spec, names, attention_biases(keys))
 
 
 def _gemma2(keys: ConfigKeys, stop: Any) -> Read:
@@ -361,7 +315,7 @@ def _phi3(keys: ConfigKeys, stop: Any) -> Read:
     keys.with_defaults({"partial_rotary_factor": None, "eos_token_id": 32000})
     keys.with_defaults({"original_max_position_embeddings": None})
     keys.raw("original_max_position_embeddings")  # longrope reads it
-    spec = _spec(keys, stop, "phi3", partial=1.0, sliding_window=keys.integer_or_none("sliding_window"))
+    spec = read_spec(keys, stop, "phi3", partial=1.0, sliding_window=keys.integer_or_none("sliding_window"))
     if keys.flag("attention_bias"):
         raise keys.unsupported("attention_bias", "is not supported for Phi-3")
     names = Names(qkv=("self_attn.qkv_proj",), gate="mlp.gate_up_proj", up="mlp.gate_up_proj")
@@ -373,24 +327,24 @@ def _nemotron(keys: ConfigKeys, stop: Any) -> Read:
     keys.with_defaults({"partial_rotary_factor": None, "hidden_act": "relu2"})
     keys.with_defaults({"bos_token_id": 2, "eos_token_id": 3})
     eps = keys.number("norm_eps", 0.0, 1.0)
-    spec = _spec(keys, stop, "nemotron", partial=0.5, norm="layer", norm_eps=eps, gated=False)
+    spec = read_spec(keys, stop, "nemotron", partial=0.5, norm="layer", norm_eps=eps, gated=False)
     ffn = ("ffn",) if keys.flag("mlp_bias") else ()
-    return spec, tensors(spec, Names(norm_plus=1.0), _biases(keys, "norm", *ffn))
+    return spec, tensors(spec, Names(norm_plus=1.0), attention_biases(keys, "norm", *ffn))
 
 
 def _arcee(keys: ConfigKeys, stop: Any) -> Read:
     """AFM: a Llama with an ungated squared ReLU."""
     keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
-    spec = _spec(keys, stop, "arcee", gated=False)
-    return spec, tensors(spec, biases=_biases(keys, *(("ffn",) if keys.flag("mlp_bias") else ())))
+    spec = read_spec(keys, stop, "arcee", gated=False)
+    return spec, tensors(spec, biases=attention_biases(keys, *(("ffn",) if keys.flag("mlp_bias") else ())))
 
 
 def _bitnet(keys: ConfigKeys, stop: Any) -> Read:
     """BitNet b1.58 2B: gated squared ReLU, norms before out and down, ternary weights if the config asks."""
     keys.with_defaults({"hidden_act": "relu2", "bos_token_id": 128000, "eos_token_id": 128001})
     keys.default_theta = 500000.0
-    spec = _spec(keys, stop, "bitnet", sub_norms=True)
-    tensor_map, mode = tensors(spec, biases=_biases(keys)), _ternary_mode(keys)
+    spec = read_spec(keys, stop, "bitnet", sub_norms=True)
+    tensor_map, mode = tensors(spec, biases=attention_biases(keys)), _ternary_mode(keys)
     if mode is None:
         return spec, tensor_map
     if keys.flag("attention_bias"):
@@ -438,7 +392,7 @@ def _falcon(keys: ConfigKeys, stop: Any) -> Read:
     parallel = keys.flag("parallel_attn") or grouped
     if norms == 2 and not grouped:
         raise keys.unsupported("num_ln_in_parallel_attn", "is not supported without new_decoder_architecture")
-    spec = _spec(
+    spec = read_spec(
         keys,
         stop,
         "falcon",
@@ -446,7 +400,7 @@ def _falcon(keys: ConfigKeys, stop: Any) -> Read:
         ffn_dim=keys.integer_or_none("ffn_hidden_size") or 4 * dim,
         norm="layer",
         norm_eps=keys.number("layer_norm_epsilon", 0.0, 1.0),
-        activation=keys.activation("activation", _PLAIN),
+        activation=keys.activation("activation", PLAIN_ACTIVATIONS),
         gated=False,
         parallel=parallel,
     )
@@ -513,7 +467,7 @@ def _opt(keys: ConfigKeys, stop: Any) -> Read:
     dim, n_heads = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
     before, removed = keys.flag("do_layer_norm_before"), keys.flag("_remove_final_layer_norm")
     width = keys.integer_or_none("word_embed_proj_dim") or dim
-    spec = _spec(
+    spec = read_spec(
         keys,
         stop,
         "opt",
@@ -524,7 +478,7 @@ def _opt(keys: ConfigKeys, stop: Any) -> Read:
         norm_eps=1e-5,  # torch.nn.LayerNorm's default: OPT has no key for it
         norm_order="pre" if before else "post",
         final_norm=before and not removed,
-        activation=keys.activation("activation_function", _PLAIN),
+        activation=keys.activation("activation_function", PLAIN_ACTIVATIONS),
         gated=False,
         position="learned",
         embed_dim=None if width == dim else width,
@@ -579,6 +533,7 @@ FAMILIES: dict[str, Family] = {
     "MiniCPMForCausalLM": Family("minicpm", _minicpm, reglu=True),
     "Qwen2ForCausalLM": Family("qwen2", _qwen2),
     "Qwen3ForCausalLM": Family("qwen3", _qwen3),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", mixtures.qwen3_moe),
     "Gemma2ForCausalLM": Family("gemma2", _gemma2),
     "Gemma3ForCausalLM": Family("gemma3_text", _gemma3),
     "Phi3ForCausalLM": Family("phi3", _phi3),

@@ -17,71 +17,53 @@ from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json, quoted
 from thermocline.files.gguf import GGUF
 from thermocline.model.families import parse_config
-from thermocline.model.gguf_metadata import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, GGUFKeys, common, rope
+from thermocline.model.gguf_metadata import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    GGUFKeys,
+    biased,
+    common,
+    like_llama,
+    rope,
+    window,
+)
+from thermocline.model.mixtures import gguf as mixtures
+from thermocline.model.mixtures.gguf import experts
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import SourceSlice, TensorMap
 
 
-def _like_llama(
-    k: GGUFKeys,
-    architecture: str,
-    activation: str = "silu",
-    *,
-    partial: bool = False,
-    mixture: bool = False,
-) -> Json:
-    """Return the config of an architecture with an RMS norm and RoPE."""
-    config = common(k, mixture=mixture)
-    return {
-        **config,
-        "architectures": [architecture],
-        "hidden_act": activation,
-        "rms_norm_eps": k.number(".attention.layer_norm_rms_epsilon"),
-        **rope(k, config["head_dim"], partial=partial),
-    }
-
-
 def _llama(k: GGUFKeys) -> Json:
     """Return the config of a Llama, of a Mistral (if there is a window) or of a Mixtral (with experts)."""
-    window = _window(k)
+    near = window(k)
     if k.integer(".expert_count", default=0) and not k.gguf.powerinfer:
-        return _like_llama(k, "MixtralForCausalLM", mixture=True) | window | _experts(k)
-    more = _biased(k, "attention_bias")
-    if window["sliding_window"] is not None:
-        return _like_llama(k, "MistralForCausalLM") | more | window
-    return _like_llama(k, "LlamaForCausalLM", "relu" if k.gguf.powerinfer else "silu") | more
-
-
-def _experts(k: GGUFKeys) -> Json:
-    return {
-        "num_local_experts": k.integer(".expert_count"),
-        "num_experts_per_tok": k.integer(".expert_used_count", low=1),
-    }
-
-
-def _window(k: GGUFKeys) -> Json:
-    return {"sliding_window": k.integer(".attention.sliding_window", default=0) or None}
+        return like_llama(k, "MixtralForCausalLM", mixture=True) | near | experts(k, "num_local_experts")
+    more = biased(k, "attention_bias")
+    if near["sliding_window"] is not None:
+        return like_llama(k, "MistralForCausalLM") | more | near
+    return like_llama(k, "LlamaForCausalLM", "relu" if k.gguf.powerinfer else "silu") | more
 
 
 def _qwen2(k: GGUFKeys) -> Json:
-    return _like_llama(k, "Qwen2ForCausalLM")
+    return like_llama(k, "Qwen2ForCausalLM")
 
 
 def _qwen3(k: GGUFKeys) -> Json:
-    return _like_llama(k, "Qwen3ForCausalLM") | _biased(k, "attention_bias")
+    return like_llama(k, "Qwen3ForCausalLM") | biased(k, "attention_bias")
 
 
 def _arcee(k: GGUFKeys) -> Json:
-    return _like_llama(k, "ArceeForCausalLM", "relu2") | _biased(k)
+    return like_llama(k, "ArceeForCausalLM", "relu2") | biased(k)
 
 
 def _phi3(k: GGUFKeys) -> Json:
-    return _like_llama(k, "Phi3ForCausalLM", partial=True) | _window(k)
+    return like_llama(k, "Phi3ForCausalLM", partial=True) | window(k)
 
 
 def _minicpm(k: GGUFKeys) -> Json:
     """Return MiniCPM's config. A file without its three scales is refused: they cannot be guessed."""
-    config, logits = _like_llama(k, "MiniCPMForCausalLM"), k.number(".logit_scale", low=1e-6)
+    config, logits = like_llama(k, "MiniCPMForCausalLM"), k.number(".logit_scale", low=1e-6)
     return {
         **config,
         "scale_emb": k.number(".embedding_scale"),
@@ -97,15 +79,9 @@ def _nemotron(k: GGUFKeys) -> Json:
         **config,
         "architectures": ["NemotronForCausalLM"],
         "norm_eps": k.number(".attention.layer_norm_epsilon"),
-        **_biased(k),
+        **biased(k),
         **rope(k, config["head_dim"], partial=True),
     }
-
-
-def _biased(k: GGUFKeys, *kinds: str) -> Json:
-    """Say which biases the model has, judging by its tensors: there is no key for it."""
-    where = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
-    return {key: f"blk.0.{where[key]}.bias" in k.gguf.tensors for key in kinds or where}
 
 
 def _falcon(k: GGUFKeys) -> Json:
@@ -134,7 +110,7 @@ def _gemma(k: GGUFKeys, architecture: str, layers_of_27b: int, period: int) -> J
     llama.cpp's code knows which layers have a window and the attention scale of 27B, which has
     `layers_of_27b` layers. Every `period`-th layer has no window.
     """
-    config = _like_llama(k, architecture)
+    config = like_llama(k, architecture)
     del config["hidden_act"]
     n, dim, heads = (config[x] for x in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     pattern = k.raw(".attention.sliding_window_pattern")
@@ -146,8 +122,8 @@ def _gemma(k: GGUFKeys, architecture: str, layers_of_27b: int, period: int) -> J
     kinds = ["sliding_attention" if x else "full_attention" for x in near]
     return {
         **config,
-        **_window(k),
-        **_biased(k, "attention_bias"),
+        **window(k),
+        **biased(k, "attention_bias"),
         "query_pre_attn_scalar": dim // heads if n == layers_of_27b else config["head_dim"],
         "layer_types": kinds,
         "final_logit_softcapping": _cap(k, ".final_logit_softcapping"),
@@ -209,9 +185,17 @@ _LLAMA_NAMES = {
     "mlp.down_proj": "ffn_down",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
-_EXPERT = re.compile(r"block_sparse_moe\.experts\.(\d+)\.(w[123])")
+_EXPERT = re.compile(r"(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)")
 _EXPERT_NAMES = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+_EXPERT_NAMES |= {"gate_proj": "ffn_gate", "down_proj": "ffn_down", "up_proj": "ffn_up"}
 _QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_MIXTURE_NAMES = _LLAMA_NAMES | {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
 _GEMMA_NAMES = _LLAMA_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -261,6 +245,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "opt": Architecture(_opt, _OPT_NAMES),
     "qwen2": Architecture(_qwen2, _LLAMA_NAMES),
     "qwen3": Architecture(_qwen3, _LLAMA_NAMES | _QK_NORMS),
+    "qwen3moe": Architecture(mixtures.qwen3_moe, _MIXTURE_NAMES | _QK_NORMS),
     "gemma2": Architecture(_gemma2, _GEMMA_NAMES),
     "gemma3": Architecture(_gemma3, _GEMMA_NAMES | _QK_NORMS),
     "phi3": Architecture(_phi3, _PHI3_NAMES),
@@ -335,6 +320,12 @@ def _expert(piece: SourceSlice, name: str, expert: int, spec: ModelSpec, gguf: G
     stack = f"{name}_exps.weight"
     if stack not in gguf.tensors and f"{name}.{expert}.weight" in gguf.tensors:
         return replace(piece, tensor=f"{name}.{expert}.weight")
+    both = f"{name.rpartition('.')[0]}.ffn_gate_up_exps.weight"
+    if stack not in gguf.tensors and both in gguf.tensors and not name.endswith("ffn_down"):
+        rows = piece.rows  # of a gate, which up follows
+        first = (2 * expert + name.endswith("ffn_up")) * rows
+        shape = (spec.n_experts, 2 * rows, piece.shape[1])
+        return replace(piece, tensor=both, shape=shape, part=expert, pick=(range(first, first + rows),))
     return replace(piece, tensor=stack, shape=(spec.n_experts, *piece.shape), part=expert)
 
 

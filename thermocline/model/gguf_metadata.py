@@ -50,6 +50,13 @@ class GGUFKeys:
             raise self._bad(key, f"an integer from {low} to {high}")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw(key)
+        value = default if value is None else value
+        if type(value) is not bool:
+            raise self._bad(key, "true or false")
+        return value
+
     def number(self, key: str, default: float | None = None, low: float = -math.inf) -> float:
         value = self.raw(key)
         value = default if value is None else value
@@ -93,6 +100,35 @@ def common(k: GGUFKeys, *, mixture: bool = False) -> Json:
         "bos_token_id": _token(k, "bos"),
         "eos_token_id": [i for i in (_token(k, n) for n in ("eos", "eot", "eom")) if i is not None] or None,
     }
+
+
+def like_llama(
+    k: GGUFKeys,
+    architecture: str,
+    activation: str = "silu",
+    *,
+    partial: bool = False,
+    mixture: bool = False,
+) -> Json:
+    """Return the config of an architecture with an RMS norm and RoPE."""
+    config = common(k, mixture=mixture)
+    return {
+        **config,
+        "architectures": [architecture],
+        "hidden_act": activation,
+        "rms_norm_eps": k.number(".attention.layer_norm_rms_epsilon"),
+        **rope(k, config["head_dim"], partial=partial),
+    }
+
+
+def window(k: GGUFKeys) -> Json:
+    return {"sliding_window": k.integer(".attention.sliding_window", default=0) or None}
+
+
+def biased(k: GGUFKeys, *kinds: str) -> Json:
+    """Say which biases the model has, judging by its tensors: there is no key for it."""
+    where = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
+    return {key: f"blk.0.{where[key]}.bias" in k.gguf.tensors for key in kinds or where}
 
 
 def _rows_of(k: GGUFKeys, tensor: str) -> int:

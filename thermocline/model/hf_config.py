@@ -1,17 +1,17 @@
 """Read a config.json's keys: each has a type and range, is ignored for a reason, or must have one value.
 
-Keys that several families share are read here too: rope and its scalings, windows, end tokens.
+Keys that several families share are read here too: rope and its scalings, windows, end tokens, sizes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import Json, quoted
-from thermocline.model.spec import ACTIVATIONS, LIMITS, RopeScaling
+from thermocline.model.spec import ACTIVATIONS, LIMITS, ModelSpec, RopeScaling
 
 _TRAINING = "only used in training"
 _SAMPLING = "a sampling default; generation_config.json and the command line decide"
@@ -136,6 +136,22 @@ class ConfigKeys:
         if type(value) is not bool:
             raise self.bad(key, "must be true or false")
         return value
+
+    def indices(self, key: str) -> tuple[int, ...]:
+        """Return a list of layers; null is none."""
+        value = self.raw(key)
+        if value is not None and (not isinstance(value, list) or any(type(v) is not int for v in value)):
+            raise self.bad(key, "must be a list of layers")
+        return tuple(value or ())
+
+    def same(self, key: str, other: str) -> None:
+        """Take `other` for `key` where that is missing. Both must agree."""
+        self.with_defaults({other: None})
+        value = self.raw(other)
+        if value is not None and self._config.get(key, value) != value:
+            raise self.bad(other, f"differs from {key}: which is meant?")
+        if value is not None:
+            self.replace(key, value)
 
     def group(self, key: str) -> ConfigKeys | None:
         """Return an object inside the config, or None if it is null."""
@@ -325,3 +341,53 @@ def eos(keys: ConfigKeys, stop: Any) -> tuple[int, ...]:
                     "eos_token_id", f"(or generation_config.json's, {quoted(stop)}) must be token ids"
                 )
     return tuple(dict.fromkeys(ids))
+
+
+# --- the spec ---------------------------------------------------------------------------------------------
+
+# All but fatrelu, which has a threshold: these configs have no key for it.
+PLAIN_ACTIVATIONS = tuple(a for a in ACTIVATIONS if a != "fatrelu")
+
+
+def read_spec(
+    keys: ConfigKeys, stop: Any, architecture: str, *, partial: float | None = None, **more: Any
+) -> ModelSpec:
+    """Read a spec from the keys that most configs share. `more` holds fields that a family reads itself."""
+    dim, n_heads = keys.size("hidden_size", "dim"), keys.size("num_attention_heads", "n_heads")
+    head_dim = more.pop("head_dim", None) or keys.integer_or_none("head_dim")
+    if head_dim is None and dim % n_heads:
+        raise keys.bad(
+            "hidden_size", f"is not a multiple of num_attention_heads ({n_heads}), and no head_dim"
+        )
+    head_dim = head_dim or dim // n_heads
+    shared: dict[str, Callable[[], Any]] = {
+        "ffn_dim": lambda: keys.size("intermediate_size", "ffn_dim"),
+        "n_kv_heads": lambda: keys.integer_or_none("num_key_value_heads") or n_heads,
+        "norm": lambda: "rms",
+        "norm_eps": lambda: keys.number("rms_norm_eps", 0.0, 1.0),
+        "activation": lambda: keys.activation("hidden_act", PLAIN_ACTIVATIONS),
+        "tied_head": lambda: keys.flag("tie_word_embeddings"),
+    }
+    shared = {k: f for k, f in shared.items() if k not in more}
+    if more.get("position") != "learned" and "rope_theta" not in more:
+        turned = rope(keys, partial=partial)
+        rotary = int(head_dim * turned.pop("share"))
+        more |= turned | {"rotary_dim": None if rotary == head_dim else rotary}
+    return ModelSpec(
+        architecture=architecture,
+        dim=dim,
+        n_layers=keys.size("num_hidden_layers", "n_layers"),
+        n_heads=n_heads,
+        head_dim=head_dim,
+        vocab_size=keys.size("vocab_size", "vocab_size"),
+        max_context=keys.size("max_position_embeddings", "max_context"),
+        bos_id=bos(keys),
+        eos_ids=eos(keys, stop),
+        **{k: f() for k, f in shared.items()},
+        **more,
+    )
+
+
+def attention_biases(keys: ConfigKeys, *more: str) -> tuple[str, ...]:
+    both = ("qkv", "attn_out") if keys.flag("attention_bias") else ()
+    return (*both, *more)
