@@ -44,6 +44,7 @@ LAYER = {
     "mlp.dense_4h_to_h": "ffn_down",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
@@ -110,12 +111,18 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 layer = stem.split("layers.")[1].split(".")[0]
                 out[f"blk.{layer}.exp_probs_b.bias"] = w.reshape(-1)
                 continue
+            if last == "sinks":
+                out[f"blk.{stem.split('.')[2]}.attn_sinks.weight"] = w
+                continue
+            if kind == "gpt_oss" and stem.endswith(".experts"):
+                out |= gpt_oss_experts(stem.split(".")[2], last, w)
+                continue
             layer, part = stem.split(".h." if ".h." in stem else "layers.")[1].split(".", 1)
             if ".experts." in part:
                 experts_of(out, part, layer, w, apart)
                 continue
             short = LAYER[part]
-            if kind.startswith("gemma") and part == "post_attention_layernorm":
+            if kind.startswith(("gemma", "gpt_oss")) and part == "post_attention_layernorm":
                 short = "post_attention_norm"
             if part == "self_attention.query_key_value":
                 w = ungrouped(w, heads, kv_heads(config))
@@ -125,6 +132,16 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 short, w = "ffn_down_t", w.T if w.ndim == 2 else w
             out[f"blk.{layer}.{short}.{last}"] = np.ascontiguousarray(w)
     return out
+
+
+def gpt_oss_experts(layer: str, part: str, w: F32) -> dict[str, F32]:
+    """Gate and up are every second row (column, as stored) of one tensor."""
+    last = "bias" if part.endswith("_bias") else "weight"
+    w = w if last == "bias" else w.swapaxes(1, 2)
+    if part.startswith("down"):
+        return {f"blk.{layer}.ffn_down_exps.{last}": w}
+    each = (("gate", w[:, 0::2]), ("up", w[:, 1::2]))
+    return {f"blk.{layer}.ffn_{name}_exps.{last}": np.ascontiguousarray(x) for name, x in each}
 
 
 def merged(out: dict[str, F32]) -> dict[str, F32]:
@@ -210,13 +227,15 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
     if found:
         w.add_expert_count(found[0])
         w.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+    if w.arch == "gpt-oss":
+        w.add_expert_feed_forward_length(config["intermediate_size"])
     if "moe_intermediate_size" in config:
         w.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
     """Windows, caps, scales and longrope's tensors."""
-    if w.arch in ("phi3", "gemma2", "gemma3", "llama") and config.get("sliding_window"):
+    if w.arch in ("phi3", "gemma2", "gemma3", "llama", "gpt-oss") and config.get("sliding_window"):
         w.add_sliding_window(config["sliding_window"])
     if w.arch == "gemma3":
         w.add_array("gemma3.attention.sliding_window_pattern", [t[0] == "s" for t in config["layer_types"]])

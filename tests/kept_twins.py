@@ -38,6 +38,7 @@ LOGITS = (
     "falcon_7b",
     "minicpm",
     "qwen3_moe",
+    "gpt_oss",
 )
 
 

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, bool]] = {
     "minicpm": ("minicpm", False),
     "qwen2_drelu": ("qwen2", False),
     "qwen3_moe": ("qwen3moe", False),
+    "gpt_oss": ("gpt-oss", False),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -64,6 +65,7 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 16},
     "falcon_relu": {"activation": "relu"},
     "minicpm": {"hidden_act": "silu"},
+    "gpt_oss": {"swiglu_limit": 7.0},
 }
 
 

@@ -29,6 +29,7 @@ from thermocline.model.gguf_metadata import (
     window,
 )
 from thermocline.model.mixtures import gguf as mixtures
+from thermocline.model.mixtures import gpt_oss
 from thermocline.model.mixtures.gguf import experts
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import SourceSlice, TensorMap
@@ -196,6 +197,10 @@ _MIXTURE_NAMES = _LLAMA_NAMES | {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+_GPT_OSS_NAMES = _LLAMA_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.router": "ffn_gate_inp",
+}
 _GEMMA_NAMES = _LLAMA_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -237,6 +242,8 @@ class Architecture:
     config: Callable[[GGUFKeys], Json]
     names: dict[str, str]  # Hugging Face's -> GGUF's, without `layers.N.` and the last part
     turned: tuple[str, ...] = ()  # whose rows llama.cpp stores in pairs (i, i + head_dim/2) for its RoPE
+    # (slice, layer, its name there) -> where the GGUF has it; None: under its name
+    moved: Callable[[SourceSlice, str, str], SourceSlice | None] | None = None
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -246,6 +253,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(_qwen2, _LLAMA_NAMES),
     "qwen3": Architecture(_qwen3, _LLAMA_NAMES | _QK_NORMS),
     "qwen3moe": Architecture(mixtures.qwen3_moe, _MIXTURE_NAMES | _QK_NORMS),
+    "gpt-oss": Architecture(gpt_oss.gguf_config, _GPT_OSS_NAMES, moved=gpt_oss.in_gguf),
     "gemma2": Architecture(_gemma2, _GEMMA_NAMES),
     "gemma3": Architecture(_gemma3, _GEMMA_NAMES | _QK_NORMS),
     "phi3": Architecture(_phi3, _PHI3_NAMES),
@@ -296,6 +304,8 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
     if piece.tensor is None:
         return piece
     m = _LAYER.fullmatch(piece.tensor)
+    if m and a.moved and (elsewhere := a.moved(piece, m[1], m[2])) is not None:
+        return elsewhere
     stem, _, last = (m[2] if m else piece.tensor).rpartition(".")
     if m and (expert := _EXPERT.fullmatch(stem)):
         return _expert(piece, f"blk.{m[1]}.{_EXPERT_NAMES[expert[2]]}", int(expert[1]), spec, gguf)
