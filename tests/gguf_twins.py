@@ -114,6 +114,8 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
             if last == "sinks":
                 out[f"blk.{stem.split('.')[2]}.attn_sinks.weight"] = w
                 continue
+            if last.endswith(("_blocks", "_scales")):  # `gpt_oss_blocks` has them
+                continue
             if kind == "gpt_oss" and stem.endswith(".experts"):
                 out |= gpt_oss_experts(stem.split(".")[2], last, w)
                 continue
@@ -142,6 +144,23 @@ def gpt_oss_experts(layer: str, part: str, w: F32) -> dict[str, F32]:
         return {f"blk.{layer}.ffn_down_exps.{last}": w}
     each = (("gate", w[:, 0::2]), ("up", w[:, 1::2]))
     return {f"blk.{layer}.ffn_{name}_exps.{last}": np.ascontiguousarray(x) for name, x in each}
+
+
+def gpt_oss_blocks(hf: Path) -> dict[str, NDArray[np.uint8]]:
+    """Experts' blocks as llama.cpp has them: the exponent, then weights i and i + 16 in byte i."""
+    from safetensors.numpy import load_file
+
+    tensors, out = load_file(hf / "model.safetensors"), dict[str, NDArray[np.uint8]]()
+    for name in [n for n in tensors if n.endswith("_blocks")]:
+        layer, part = name.split(".")[2], name.split(".")[-1].removesuffix("_proj_blocks")
+        pairs = tensors[name]
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:3], 32)
+        halves = codes[..., :16] | codes[..., 16:] << 4
+        scales = tensors[name.replace("_blocks", "_scales")][..., None]
+        rows = np.concatenate([scales, halves], axis=-1).reshape(*pairs.shape[:2], -1)
+        each = (("gate", rows[:, 0::2]), ("up", rows[:, 1::2])) if part == "gate_up" else ((part, rows),)
+        out |= {f"blk.{layer}.ffn_{p}_exps.weight": np.ascontiguousarray(x) for p, x in each}
+    return out
 
 
 def merged(out: dict[str, F32]) -> dict[str, F32]:
@@ -322,6 +341,9 @@ def write(
                 w.add_tensor(name, gguf.quants.dequantize(raw, t))
             else:
                 w.add_tensor(name, raw, raw_dtype=t)
+    if "quantization_config" in config and arch == "gpt-oss":
+        for name, raw in gpt_oss_blocks(hf).items():
+            w.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

@@ -547,15 +547,20 @@ def gpt_oss_blocks(path: Path) -> Path:
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(_gpt_oss(path, 52) / "model.safetensors")
-    rng = np.random.default_rng(52)
+    put_in_blocks(tensors, 52)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    _edit_config(path, lambda c: c.update(quantization_config=MXFP4))
+    return path
+
+
+def put_in_blocks(tensors: dict[str, NDArray[Any]], seed: int) -> None:
+    """Random blocks in place of the stacks of experts."""
+    rng = np.random.default_rng(seed)
     for name in [n for n in tensors if re.search(r"experts\.\w+_proj$", n)]:
         experts, columns, rows = tensors.pop(name).shape
         blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
         tensors[f"{name}_blocks"] = blocks
         tensors[f"{name}_scales"] = rng.integers(119, 124, blocks.shape[:3], dtype=np.uint8)
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    _edit_config(path, lambda c: c.update(quantization_config=MXFP4))
-    return path
 
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
