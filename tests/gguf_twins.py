@@ -45,6 +45,7 @@ LAYER = {
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
@@ -82,7 +83,7 @@ def paired(w: F32, heads: int) -> F32:
     return w.reshape(heads, 2, len(w) // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
-PAIRED = ("llama", "mistral", "mixtral", "bamboo", "arcee", "minicpm")
+PAIRED = ("llama", "mistral", "mixtral", "bamboo", "arcee", "minicpm", "granitemoe")
 PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 
 
@@ -123,8 +124,16 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
             if ".experts." in part:
                 experts_of(out, part, layer, w, apart)
                 continue
+            if "_linear" in part:
+                half = len(w[0]) // 2
+                both = {"gate": w[:, :half], "up": w[:, half:]} if "input" in part else {"down": w}
+                for which, x in both.items():
+                    out[f"blk.{layer}.ffn_{which}_exps.weight"] = np.ascontiguousarray(x)
+                continue
             short = LAYER[part]
-            if kind.startswith(("gemma", "gpt_oss")) and part == "post_attention_layernorm":
+            if kind in ("glm4_moe", "gpt_oss") and part == "post_attention_layernorm":
+                short = "post_attention_norm"
+            if kind.startswith("gemma") and part == "post_attention_layernorm":
                 short = "post_attention_norm"
             if part == "self_attention.query_key_value":
                 w = ungrouped(w, heads, kv_heads(config))
@@ -241,15 +250,35 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
 
 
 def add_experts(w: Any, config: dict[str, Any]) -> None:
-    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    found = [config[key] for key in counts if key in config]
-    if found:
-        w.add_expert_count(found[0])
-        w.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
-    if w.arch == "gpt-oss":
+    """Each of them that a config has is written as the converter does."""
+    for keys, add in (
+        (("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), w.add_expert_count),
+        (("num_experts_per_tok", "moe_k"), w.add_expert_used_count),
+        (("moe_intermediate_size",), w.add_expert_feed_forward_length),
+        (("n_shared_experts", "moe_num_shared_experts"), w.add_expert_shared_count),
+        (("first_k_dense_replace", "moe_layer_start_index"), w.add_leading_dense_block_count),
+        (("moe_layer_interval",), w.add_interleave_moe_layer_step),
+        (("routed_scaling_factor",), w.add_expert_weights_scale),
+        (("n_group",), w.add_expert_group_count),
+        (("topk_group",), w.add_expert_group_used_count),
+        (("num_nextn_predict_layers",), w.add_nextn_predict_layers),
+        (("attention_multiplier",), w.add_attention_scale),
+        (("embedding_multiplier",), w.add_embedding_scale),
+        (("residual_multiplier",), w.add_residual_scale),
+        (("logits_scaling",), w.add_logit_scale),
+    ):
+        for key in keys:
+            if key in config:
+                add(config[key])
+    if "norm_topk_prob" in config and "n_routed_experts" in config:
+        w.add_expert_weights_norm(config["norm_topk_prob"])
+    sigmoid = w.arch in ("glm4moe", "dots1", "minimax-m2")
+    if sigmoid:
+        import gguf
+
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if w.arch in ("minimax-m2", "gpt-oss"):
         w.add_expert_feed_forward_length(config["intermediate_size"])
-    if "moe_intermediate_size" in config:
-        w.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
@@ -301,7 +330,7 @@ def write(
     heads = config["num_attention_heads"]
     w.add_context_length(config["max_position_embeddings"])
     w.add_embedding_length(config["hidden_size"])
-    w.add_block_count(config["num_hidden_layers"])
+    w.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
     ffn = config.get("intermediate_size") or config.get("ffn_dim") or config["ffn_hidden_size"]
     w.add_feed_forward_length(ffn)
     w.add_head_count(heads)

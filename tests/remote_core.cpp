@@ -75,7 +75,9 @@ struct Request {
         const float scale = real(), softcap = real();
         const float *q_norm = values<const float>(), *k_norm = values<const float>();
         const float eps = real();
-        return {n, n_kv, dim, window, scale, softcap, q_norm, k_norm, eps, values<const float>()};
+        const auto* sinks = values<const float>();
+        const bool whole_norms = number(), norms_last = number();
+        return {n, n_kv, dim, window, scale, softcap, q_norm, k_norm, eps, sinks, whole_norms, norms_last};
     }
     tc::Step step() {
         const int32_t *positions = values<int32_t>(), *sequence = values<int32_t>(), *table = values<int32_t>();

@@ -162,10 +162,13 @@ class Heads(Part):
         k_norm: F32 | None,
         eps: float,
         sinks: F32 | None = None,
+        whole_norms: bool = False,
+        norms_last: bool = False,
     ) -> None:
         sizes = u64(n, n_kv, dim, min(window, 2**31 - 1))
         norms = values(q_norm) + values(k_norm) + f32(eps)
-        super().__init__(sizes + f32(scale, softcap) + norms + values(sinks))
+        rest = values(sinks) + u64(whole_norms, norms_last)
+        super().__init__(sizes + f32(scale, softcap) + norms + rest)
 
 
 class Join(Part):

@@ -566,6 +566,53 @@ def put_in_blocks(tensors: dict[str, NDArray[Any]], seed: int) -> None:
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
 
 
+def olmoe(path: Path) -> Path:
+    """Norms over all heads of q and k; weights that do not add up to one."""
+    return _mixture("Olmoe", path, 42, num_experts=EXPERTS, intermediate_size=48)
+
+
+GROUPED = {"n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+GROUPED |= {"moe_intermediate_size": 48, "first_k_dense_replace": 1, "norm_topk_prob": True}
+
+
+def glm4_moe(path: Path) -> Path:
+    """GLM-4.5: two shared experts, the best of groups, a scale, a quarter of each head turned."""
+    more = {"n_shared_experts": 2, "use_qk_norm": True, "partial_rotary_factor": 0.25, "head_dim": 24}
+    return _mixture("Glm4Moe", path, 43, **GROUPED, **more)
+
+
+def glm4_moe_air(path: Path) -> Path:
+    """GLM-4.5-Air: biases on q, k and v, no groups; weights as they are scored."""
+    more = {"n_shared_experts": 1, "attention_bias": True, "head_dim": 16, "n_group": 1, "topk_group": 1}
+    return _mixture("Glm4Moe", path, 44, **(GROUPED | more | {"norm_topk_prob": False}))
+
+
+def dots1(path: Path) -> Path:
+    """dots.llm1: norms of q and k, and a window in the last layer."""
+    more = {"n_shared_experts": 1, "sliding_window": 9, "max_window_layers": 2, "head_dim": 16}
+    return _mixture("Dots1", path, 45, **GROUPED, **more)
+
+
+def ernie4_5_moe(path: Path) -> Path:
+    """ERNIE 4.5: rope on neighbours; the sum of weights is bounded from below, here by what matters."""
+    more = {"moe_num_experts": EXPERTS, "moe_k": ACTIVE, "moe_num_shared_experts": 2, "moe_norm_min": 0.7}
+    more |= {"moe_layer_start_index": 1, "moe_intermediate_size": 48, "head_dim": 16}
+    return _mixture("Ernie4_5_Moe", path, 46, **more)
+
+
+def granite_moe(path: Path) -> Path:
+    """Granite 3 MoE: stacked experts, and four scales."""
+    scales = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
+    more = {"num_local_experts": EXPERTS, "intermediate_size": 48, "logits_scaling": 1.3}
+    return _mixture("GraniteMoe", path, 47, **scales, **more)
+
+
+def minimax_m2(path: Path) -> Path:
+    """MiniMax-M2: norms over all heads of q and k, half of each head turned."""
+    more = {"num_local_experts": EXPERTS, "intermediate_size": 48, "head_dim": 24, "rotary_dim": 12}
+    return _mixture("MiniMaxM2", path, 48, **more)
+
+
 # What a user has to say of them: their configs leave open which ReLU it is.
 ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
@@ -618,6 +665,13 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         gpt_oss,
         gpt_oss_plain,
         gpt_oss_blocks,
+        olmoe,
+        glm4_moe,
+        glm4_moe_air,
+        dots1,
+        ernie4_5_moe,
+        granite_moe,
+        minimax_m2,
     )
 }
 

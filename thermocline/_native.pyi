@@ -173,7 +173,10 @@ class Stack:
     def __new__(cls, parts: tuple[Matrix, ...], bias: F32 | None) -> Stack: ...
 
 class Heads:
-    """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none; `sinks` [n]."""
+    """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none. `sinks` [n].
+
+    `whole_norms`: the norms are of all heads as one. `norms_last`: they are behind rope.
+    """
 
     def __new__(
         cls,
@@ -187,6 +190,8 @@ class Heads:
         k_norm: F32 | None,
         eps: float,
         sinks: F32 | None = None,
+        whole_norms: bool = False,
+        norms_last: bool = False,
     ) -> Heads: ...
 
 class Join:

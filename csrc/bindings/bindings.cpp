@@ -99,17 +99,21 @@ static std::optional<Norm> held(const Norm* norm) { return norm ? std::optional<
 
 static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float scale, float softcap,
                         std::optional<F1> q_norm, std::optional<F1> k_norm, float eps,
-                        std::optional<F1> sinks) {
+                        std::optional<F1> sinks, bool whole_norms, bool norms_last) {
     check(n > 0 && n_kv > 0 && n % n_kv == 0 && dim > 0, "heads do not divide");
     check(softcap >= 0, "negative soft cap");
-    const float* q = optional_vector(q_norm, dim, "q_norm has the wrong length");
+    check(!whole_norms || (q_norm && k_norm && !norms_last), "norms of all heads as one need both");
+    const float* q = optional_vector(q_norm, whole_norms ? n * dim : dim, "q_norm has the wrong length");
     window = std::min(window, size_t(INT32_MAX));  // positions go no further
-    return {
-        {n, n_kv, dim, window, scale, softcap, q, optional_vector(k_norm, dim, "k_norm has the wrong length"),
-         eps, optional_vector(sinks, n, "sinks have the wrong length")},
-        q_norm,
-        k_norm,
-        sinks};
+    tc::Heads heads{
+        n,     n_kv,
+        dim,   window,
+        scale, softcap,
+        q,     optional_vector(k_norm, whole_norms ? n_kv * dim : dim, "k_norm has the wrong length"),
+        eps};
+    heads.sinks = optional_vector(sinks, n, "sinks have the wrong length");
+    heads.whole_norms = whole_norms, heads.norms_last = norms_last;
+    return {heads, q_norm, k_norm, sinks};
 }
 
 static Join make_join(const Norm* norm, float scale) {
@@ -214,7 +218,7 @@ static tc::RouterRule make_rule(int score, int weights, float epsilon, bool epsi
               group_rule >= 0 && group_rule < Rule::N_GROUP_RULES,
           "unknown router rule");
     check(groups_kept >= 1 && groups_kept <= groups, "more groups kept than there are");
-    return {Rule::Score(score), Rule::Weights(weights),       epsilon, epsilon_floor, scale, groups,
+    return {Rule::Score(score), Rule::Weights(weights),     epsilon, epsilon_floor, scale, groups,
             groups_kept,        Rule::GroupRule(group_rule)};
 }
 
@@ -677,7 +681,7 @@ NB_MODULE(_native, m) {
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "n"_a, "n_kv"_a, "dim"_a, "window"_a, "scale"_a, "softcap"_a,
              "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a,
-             "sinks"_a.noconvert().none() = nb::none());
+             "sinks"_a.noconvert().none() = nb::none(), "whole_norms"_a = false, "norms_last"_a = false);
     nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a);
     nb::class_<Attention>(m, "Attention")
         .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(),

@@ -85,8 +85,8 @@ void Context::Walk::encode() {
         for (size_t t = 0; t < tokens; t++) {
             if (g.p.relu) k.activate(g.values + t * rank + begin, end - begin, {RELU, 0, false, 1, 0});
             if (quantised(g.p.second))
-                k.quantize(g.p.second.format, g.values + t * rank, rank, begin, end, false, g.code.row_bytes,
-                           t, ctx.code_input_.data());
+                k.quantize(g.p.second.format, g.values + t * rank + begin, rank, begin, end, false,
+                           g.code.row_bytes, t, ctx.code_input_.data());
         }
     }
     ctx.pool.barrier();

@@ -38,6 +38,13 @@ size_t Context::gate_up_panel_bytes(const FFNArgs& a, const GateUpInputs& in) co
     return std::max(gate, up);
 }
 
+size_t activate(const Kernels& k, const FFN& f, float* gate, const float* up, size_t n) {
+    k.combine(gate, up, n, f.gating());
+    size_t live = 0;
+    for (size_t i = 0; i < n; i++) live += gate[i] != 0;
+    return live;
+}
+
 // Rows of gate and up, then, when all are done, rows of down.
 FFNCounts Context::dense_ffn(const FFNArgs& a) {
     const size_t n = a.ffn.gate.weight.rows, tokens = a.tokens, threads = size_t(pool.threads());
@@ -67,10 +74,9 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
                      mine);
             if (up) k.matmul(a.ffn.up, nullptr, begin, end, in.up, a.ffn.up_bias, false, up + begin, n, mine);
             for (size_t t = 0; t < tokens; t++) {
-                float* h = gate + t * n;
-                k.combine(h + begin, up ? up + t * n + begin : nullptr, end - begin, a.ffn.gating());
-                for (size_t i = begin; i < end; i++) live += h[i] != 0;
-                if (a.record) std::copy(h + begin, h + end, a.record + t * n + begin);
+                float* h = gate + t * n + begin;
+                live += activate(k, a.ffn, h, up ? up + t * n + begin : nullptr, end - begin);
+                if (a.record) std::copy(h, h + (end - begin), a.record + t * n + begin);
                 if (!whole_rows && copy) k.quantize(f, h, n, begin, end, false, bytes, t, hidden);
             }
         }

@@ -22,12 +22,12 @@ size_t Context::scratch_bytes() const {
     size_t total = 0;
     auto add = [&](const auto&... each) { ((total += each.capacity() * sizeof(*each.data())), ...); };
     for (const auto& each : inputs_) add(each);
-    add(hidden_input_, panels_, guess_input_, code_input_, marks_);
+    add(hidden_input_, panels_, guess_input_, code_input_, marks_, expert_input_);
     add(code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_,
-        scales_);
+        scales_, products_);
     add(ids_, slots_, entries_, places_, gate_slots_, gate_entries_, wanted_, gate_wanted_, counts_);
     add(routed_.normed, routed_.logits, routed_.weights, routed_.in, routed_.out, routed_.sum, routed_.record,
-        routed_.tokens);
+        routed_.shares, routed_.shared, routed_.tokens, routed_.visits);
     return total;
 }
 
@@ -216,11 +216,16 @@ void Context::store(const AttentionArgs& a, size_t t, float* scratch) {
     const size_t hd = heads.dim, rotary = a.step.rotary, p = size_t(a.step.positions[t]);
     float *q = a.qkv + t * (heads.n + 2 * heads.n_kv) * hd, *key = q + heads.n * hd,
           *value = key + heads.n_kv * hd;
+    if (heads.whole_norms) {
+        k.norm(q, heads.q_norm, nullptr, heads.norm_eps, false, heads.n * hd, q);
+        k.norm(key, heads.k_norm, nullptr, heads.norm_eps, false, heads.n_kv * hd, key);
+    }
     for (size_t h = 0; h < heads.n + heads.n_kv; h++) {
         float* x = q + h * hd;
-        const float* weight = h < heads.n ? heads.q_norm : heads.k_norm;
-        if (weight) k.norm(x, weight, nullptr, heads.norm_eps, false, hd, x);
+        const float* weight = heads.whole_norms ? nullptr : h < heads.n ? heads.q_norm : heads.k_norm;
+        if (weight && !heads.norms_last) k.norm(x, weight, nullptr, heads.norm_eps, false, hd, x);
         if (rotary) k.rope(x, a.step.cos + t * (rotary / 2), a.step.sin + t * (rotary / 2), rotary);
+        if (weight && heads.norms_last) k.norm(x, weight, nullptr, heads.norm_eps, false, hd, x);
         if (a.k.rotated()) k.rotate(x, hd, scratch);
         if (a.k.rotated() && h < heads.n) k.code_query(x, hd);
     }

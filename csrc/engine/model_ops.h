@@ -63,7 +63,9 @@ struct Heads {
     const float *q_norm, *k_norm;  // [dim], of an RMS norm of each head before rope; or null
     float norm_eps;
     const float* sinks =
-        nullptr;  // [n]: a score that each head's softmax has besides, without a value; or null
+        nullptr;               // [n]: a score that each head's softmax has besides, without a value; or null
+    bool whole_norms = false;  // of all heads as one instead: [n * dim], [n_kv * dim]
+    bool norms_last = false;   // behind rope
 };
 // The tokens of a call: the same for every layer.
 struct Step {
@@ -137,6 +139,8 @@ struct Mixture {
 
 constexpr size_t kQueryRows = 16;    // queries at a time: their scores of a span are 32 KiB
 constexpr size_t kPassTokens = 256;  // tokens of an FFN in one pass: bounds the scratch
+constexpr size_t kExpertRows = 128;  // of an expert that a thread multiplies at a time with many tokens
+constexpr size_t kMostForms = 4;     // of a mixture's input: gate's and up's, of experts and of a shared FFN
 
 struct AttentionArgs {
     Heads heads;
@@ -184,6 +188,17 @@ struct FFNCounts {
         gates += c.gates, predictor_bytes += c.predictor_bytes;
         return *this;
     }
+};
+
+// An FFN of a mixture, and the tokens of a call that go to it: `n` entries of a list from `first` on.
+struct Visit {
+    const FFN* ffn;
+    size_t expert;  // its number
+    size_t first, n;
+    bool lanes, everyone;         // how its input lies; do all tokens go there?
+    size_t place;                 // where its neurons begin among all visits'
+    size_t row;                   // where its tokens' inputs begin, in rows
+    size_t hidden, hidden_bytes;  // where its activations begin, in bytes; of a token
 };
 
 // What gate and up multiply with: the same where their formats take the same.
@@ -237,6 +252,9 @@ class Context {
     FFNCounts moe_block(const MixtureArgs& a);
     const float* routed(const MixtureArgs& a, const float** h);
     size_t tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights);
+    struct Experts;
+    FFNCounts experts_add(const MixtureArgs& a, const float* h, const float* weights, float* sum);
+    const float* shares_of_shared(const MixtureArgs& a, const float* h);
     FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum,
                          const std::shared_ptr<Fetches>& reads);
     void expect(const FFNArgs& a);
@@ -254,14 +272,16 @@ class Context {
     void finish(const AttentionArgs& a, const Queries& q, size_t head, const float* from, float* scratch);
 
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
-    Scratch<uint8_t> inputs_[kStacked], hidden_input_, panels_, guess_input_, code_input_, marks_;
+    Scratch<uint8_t> inputs_[kStacked], hidden_input_, panels_, guess_input_, code_input_, marks_,
+        expert_input_;
     Scratch<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_,
-        attended_, branch_, scales_;
+        attended_, branch_, scales_, products_;
     Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
     Scratch<Wanted> wanted_, gate_wanted_;
     struct Routed {  // a mixture's: the experts' input, the router's answer, one expert's tokens, the sum
-        Scratch<float> normed, logits, weights, in, out, sum, record;
+        Scratch<float> normed, logits, weights, in, out, sum, record, shares, shared;
         Scratch<size_t> tokens;
+        Scratch<Visit> visits;
     } routed_;
     Scratch<size_t> counts_;
     size_t panel_stride_ = 0;

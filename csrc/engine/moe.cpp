@@ -73,9 +73,12 @@ FFNCounts Context::moe_block(const MixtureArgs& a) {
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
-    const std::shared_ptr<Fetches> reads = reads_of(a, interrupted);
     FFNCounts total;
-    for (size_t e = 0; e < experts; e++) total += expert_add(a, e, h, weights, sum, reads);
+    if (a.mixture.experts[0]->bundles) {
+        const std::shared_ptr<Fetches> reads = reads_of(a, interrupted);
+        for (size_t e = 0; e < experts; e++) total += expert_add(a, e, h, weights, sum, reads);
+    }
+    total += experts_add(a, h, weights, sum);
     join(a.mixture.join, sum, a.tokens, a.dim, a.x);
     // Without skipping, every expert would be read.
     total.rows_dense = experts * a.mixture.neurons() * (a.mixture.experts[0]->up.data ? 2 : 1);

@@ -59,6 +59,9 @@ inline void column_range(size_t cols, int threads, int t, size_t* begin, size_t*
     *end = std::min(cols, units * size_t(t + 1) / size_t(threads) * 32);
 }
 
+// gate [n] := act(gate) * up_act(up), or act(gate) where up is null; returns how many are not 0.
+size_t activate(const Kernels& k, const FFN& f, float* gate, const float* up, size_t n);
+
 // Calls f(t) for each token of one thread's tiles: thread t has every `threads`-th tile from tile t on.
 template <class Fn>
 void own_tokens(size_t tokens, size_t tile, int thread, int threads, Fn f) {

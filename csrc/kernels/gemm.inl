@@ -41,14 +41,13 @@ static size_t float_steps(size_t columns) { return (columns + kLanes - 1) / kLan
 // A lane has a step too many: at 4 KiB apart, lanes would share the sets of the L1 cache.
 static size_t lane_stride(size_t steps) { return (steps + 1) * kPanelRows; }
 
-static void float_lanes(const float* x, size_t cols, float* out) {  // out: this token's place in its tile
-    for (size_t k0 = 0; k0 < cols; k0 += kFloatChunk) {
-        const size_t n = smaller(kFloatChunk, cols - k0), steps = float_steps(n);
-        for (size_t s = 0; s < steps; s++)
-            for (size_t l = 0; l < size_t(kLanes); l++) {
-                const size_t k = s * kLanes + l;
-                out[(k0 + l * steps + s) * kFloatTileTokens] = k < n ? x[k0 + k] : 0.0f;
-            }
+// x: columns [begin, end) of cols. out: this token's place in its tile.
+static void float_lanes(const float* x, size_t cols, size_t begin, size_t end, float* out) {
+    for (size_t c = begin; c < end; c += kLanes) {  // a step of all lanes of a chunk
+        const size_t k0 = c / kFloatChunk * kFloatChunk, steps = float_steps(smaller(kFloatChunk, cols - k0)),
+                     s = (c - k0) / kLanes;
+        for (size_t l = 0; l < size_t(kLanes); l++)
+            out[(k0 + l * steps + s) * kFloatTileTokens] = c + l < end ? x[c + l - begin] : 0.0f;
     }
 }
 
@@ -321,11 +320,12 @@ struct Gemm<FormatFloat<T, LOAD, LOAD_N>> {
     using Format = FormatFloat<T, LOAD, LOAD_N>;
     static constexpr int tile_tokens = kFloatTileTokens;
     static size_t input_bytes(size_t cols) { return 4 * (cols + kLanes); }
-    static void quantize(const float* x, size_t cols, size_t, size_t, bool lanes, size_t n, uint8_t* out) {
-        if (lanes)  // [begin, end) is the whole row here
-            float_lanes(x, cols, (float*)out + n);
+    static void quantize(const float* x, size_t cols, size_t begin, size_t end, bool lanes, size_t n,
+                         uint8_t* out) {
+        if (lanes)
+            float_lanes(x, cols, begin, end, (float*)out + n);
         else
-            memcpy(out, x, 4 * cols);
+            memcpy(out + 4 * begin, x, 4 * (end - begin));
     }
     static size_t bytes(size_t cols) {
         return sizeof(T) * kLanes * lane_stride(float_steps(smaller(cols, kFloatChunk)));
@@ -384,7 +384,7 @@ struct Gemm<FormatBlocks<BLOCK>> {
             alignas(64) int8_t q[32] = {0};
             float d = 0;
             int32_t sum = 0, extra[2];
-            if (b < last) x_quantize(x + 32 * b, q, &d, &sum);
+            if (b < last) x_quantize(x + 32 * b - begin, q, &d, &sum);
             extras(q, d, sum, lanes, extra);
             if (lanes) {
                 Tile* to = (Tile*)out + lane_slot(b, chunks);

@@ -51,8 +51,9 @@ struct Matrix {
 
 // Activations as matmul wants them, made by `quantize`: `row_bytes` per token. Two arrangements: rows for few
 // tokens (kernels.inl; for float formats the f32 row itself), and for many `lanes` (gemm.inl), tile_tokens of
-// them interleaved, so that memory for whole tiles is needed. The results are the same bits. Up to kFewTokens
-// a row is multiplied with all of them as it is stored; from more on, unpacking rows into panels pays.
+// them interleaved dword by dword, so that memory for whole tiles is needed. The results are the same bits.
+// Up to kFewTokens a row is multiplied with all of them as it is stored; from more on, unpacking rows into
+// panels pays.
 constexpr size_t kFewTokens = 4;
 struct Input {
     const uint8_t* data;
@@ -140,9 +141,9 @@ struct Kernels {
     // Bytes of one activation row for weights of this format, in either arrangement.
     size_t (*input_bytes)(Format format, size_t cols);
     size_t (*tile_tokens)(Format format);
-    // Columns [begin, end) of token t's x [cols] into their places in all tokens' `out`. For formats of
-    // blocks: int8 blocks of 32 with f32 scales (max|x|/127); begin and end multiples of 32. Else all of the
-    // row.
+    // Columns [begin, end) of token t's row of `cols`, which are at x, into their places in all tokens'
+    // `out`; begin is a multiple of 32, end too, or end == cols. For formats of blocks: int8 blocks of 32
+    // with f32 scales (max|x|/127). Signs: of all columns.
     void (*quantize)(Format format, const float* x, size_t cols, size_t begin, size_t end, bool lanes,
                      size_t row_bytes, size_t t, uint8_t* out);
 

@@ -56,6 +56,12 @@ CASES: dict[str, tuple[str, bool]] = {
     "qwen2_drelu": ("qwen2", False),
     "qwen3_moe": ("qwen3moe", False),
     "gpt_oss": ("gpt-oss", False),
+    "olmoe": ("olmoe", False),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_air"), ("glm4moe", False)),
+    "dots1": ("dots1", False),
+    "ernie4_5_moe": ("ernie4_5-moe", False),
+    "granite_moe": ("granitemoe", False),
+    "minimax_m2": ("minimax-m2", False),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -66,6 +72,8 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "falcon_relu": {"activation": "relu"},
     "minicpm": {"hidden_act": "silu"},
     "gpt_oss": {"swiglu_limit": 7.0},
+    "dots1": {"sliding_window": None, "layer_types": None},
+    "ernie4_5_moe": {"moe_norm_min": 1e-12},
 }
 
 

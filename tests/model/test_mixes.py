@@ -17,12 +17,13 @@ SPEC = ModelSpec(
     vocab_size=32000, max_context=4096, norm="rms", norm_eps=1e-5, activation="silu"
 )  # fmt: skip
 MIXTURE = replace(SPEC, n_experts=8, n_experts_active=2, n_kv_heads=8, ffn_dim=14336)
+SHARED = replace(MIXTURE, shared_dim=2048, dense_layers=(0, 1), dense_dim=4096)
 FINE = [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]  # layers of a 7B that get more bits
 
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(
-    "spec", [SPEC, MIXTURE, replace(SPEC, activation="relu"), replace(SPEC, gated=False)]
+    "spec", [SPEC, MIXTURE, SHARED, replace(SPEC, activation="relu"), replace(SPEC, gated=False)]
 )
 def test_every_mix_names_a_format_for_every_matrix(mix: str, spec: ModelSpec) -> None:
     chosen = formats_of(mix, spec)
@@ -51,6 +52,7 @@ def test_half_of_the_layers_values_and_down_get_more_bits(mix: str, fine: str) -
         ("q4_0", SPEC, {"q4_0": 96}),
         ("iq4_xs", SPEC, {"iq4_xs": 92, "q5_k": 4}),
         ("q4_k_m", MIXTURE, {"q8_0": 32, "q5_k": 32, "q4_k": 16, "q6_k": 16}),
+        ("q4_k_m", SHARED, {"q8_0": 32, "q5_k": 32, "q4_k": 32, "q6_k": 30}),
     ],
 )
 def test_formats_are_those_of_llama_quantize(mix: str, spec: ModelSpec, counts: dict[str, int]) -> None:

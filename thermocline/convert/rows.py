@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.model.tensor_map import HEAD, SourceSlice, TensorMap
 
 F32 = NDArray[np.float32]
+log = logging.getLogger(__name__)
 COMPARED = 1 << 20  # numbers compared at a time
 
 
@@ -26,7 +28,10 @@ class Shaped(Protocol):
 
 
 class RowReader(Protocol):
-    """A reader of rows [first, last) along a tensor's first axis, as stored (bf16 as u16) or as f32."""
+    """A reader of rows [first, last) of a tensor, as stored (bf16 as u16) or as f32.
+
+    Rows are along the first axis; of a stack of matrices they are counted through all of these.
+    """
 
     def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]: ...
     def read_rows(self, name: str, first: int, last: int) -> F32: ...
@@ -96,6 +101,8 @@ class TensorMapSource:
         for name in self._tensors:
             if name not in used and not self._tensor_map.may_ignore(name):
                 raise Unsupported(f"{self._name}: tensor {quoted(name)} does not belong to this model")
+        if left := [name for name in self._tensors if self._tensor_map.skips(name)]:
+            log.info("%s: %d tensors that guess further tokens are left out", self._name, len(left))
 
     def __call__(self, name: str, first: int, last: int, /) -> F32:
         parts = [self._read(*span) for span in self.spans(name, first, last)]

@@ -251,20 +251,24 @@ class SafeTensors:
         return read_at(self._fd, start, size, self.path)
 
     def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]:
-        """Read rows [first, last) along the first axis as stored (bf16 as u16): [last - first, ...]."""
+        """Read rows [first, last) as stored (bf16 as u16): [last - first, ...].
+
+        They are along the first axis; of a stack of matrices they are counted through all of these.
+        """
         e = self.tensors[name]
         if e.dtype not in _NUMPY:
             raise Unsupported(
                 f"{self.path}: tensor {quoted(name)} is {e.dtype}; {', '.join(_NUMPY)} can be loaded"
             )
-        if not e.shape or not 0 <= first <= last <= e.shape[0]:
+        shape = (e.shape[0] * e.shape[1], e.shape[2]) if len(e.shape) == 3 else e.shape
+        if not shape or not 0 <= first <= last <= shape[0]:
             raise ValueError(f"rows {first}..{last} of {name} {e.shape}")
-        row = (e.end - e.start) // max(1, e.shape[0])
+        row = (e.end - e.start) // max(1, shape[0])
         data = self.read_bytes(e.start + first * row, (last - first) * row)
-        return data.view(_NUMPY[e.dtype]).reshape(last - first, *e.shape[1:])
+        return data.view(_NUMPY[e.dtype]).reshape(last - first, *shape[1:])
 
     def read_rows(self, name: str, first: int, last: int) -> F32:
-        """Read rows [first, last) along the first axis as f32: [last - first, ...]."""
+        """Read rows [first, last) as f32: [last - first, ...]."""
         return as_f32(self.read_stored(name, first, last))
 
 

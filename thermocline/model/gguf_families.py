@@ -32,7 +32,7 @@ from thermocline.model.mixtures import gguf as mixtures
 from thermocline.model.mixtures import gpt_oss
 from thermocline.model.mixtures.gguf import experts
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import SourceSlice, TensorMap
+from thermocline.model.tensor_map import SourceSlice, TensorMap, pairs
 
 
 def _llama(k: GGUFKeys) -> Json:
@@ -192,7 +192,6 @@ _EXPERT_NAMES |= {"gate_proj": "ffn_gate", "down_proj": "ffn_down", "up_proj": "
 _QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 _MIXTURE_NAMES = _LLAMA_NAMES | {
     "mlp.gate": "ffn_gate_inp",
-    "mlp.gate.e_score_correction": "exp_probs_b",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
@@ -201,6 +200,7 @@ _GPT_OSS_NAMES = _LLAMA_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "mlp.router": "ffn_gate_inp",
 }
+_GLM_NAMES = {"post_attention_layernorm": "post_attention_norm"}
 _GEMMA_NAMES = _LLAMA_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -254,6 +254,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(_qwen3, _LLAMA_NAMES | _QK_NORMS),
     "qwen3moe": Architecture(mixtures.qwen3_moe, _MIXTURE_NAMES | _QK_NORMS),
     "gpt-oss": Architecture(gpt_oss.gguf_config, _GPT_OSS_NAMES, moved=gpt_oss.in_gguf),
+    "olmoe": Architecture(mixtures.olmoe, _MIXTURE_NAMES | _QK_NORMS),
+    "glm4moe": Architecture(mixtures.glm4_moe, _MIXTURE_NAMES | _QK_NORMS | _GLM_NAMES),
+    "dots1": Architecture(mixtures.dots1, _MIXTURE_NAMES | _QK_NORMS),
+    "ernie4_5-moe": Architecture(mixtures.ernie4_5_moe, _MIXTURE_NAMES, ("attn_q", "attn_k")),
+    "granitemoe": Architecture(
+        mixtures.granite_moe,
+        _LLAMA_NAMES | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
+        ("attn_q", "attn_k"),
+    ),
+    "minimax-m2": Architecture(mixtures.minimax_m2, _LLAMA_NAMES | _QK_NORMS),
     "gemma2": Architecture(_gemma2, _GEMMA_NAMES),
     "gemma3": Architecture(_gemma3, _GEMMA_NAMES | _QK_NORMS),
     "phi3": Architecture(_phi3, _PHI3_NAMES),
@@ -292,7 +302,8 @@ def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Te
         for ours, pieces in tensor_map.tensors.items()
     }
     factors = map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
-    return spec, TensorMap(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight"))
+    skipped = tuple(p.replace(r"model\.layers\.", r"blk\.") for p in tensor_map.skipped)
+    return spec, TensorMap(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight"), skipped=skipped)
 
 
 def _called_relu(k: GGUFKeys) -> bool:
@@ -309,6 +320,10 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
     stem, _, last = (m[2] if m else piece.tensor).rpartition(".")
     if m and (expert := _EXPERT.fullmatch(stem)):
         return _expert(piece, f"blk.{m[1]}.{_EXPERT_NAMES[expert[2]]}", int(expert[1]), spec, gguf)
+    if m and piece.part is not None:
+        return _stacked_expert(piece, f"blk.{m[1]}", piece.part, spec, gguf)
+    if m and last == "e_score_correction_bias":
+        return replace(piece, tensor=f"blk.{m[1]}.exp_probs_b.bias", shape=(spec.n_experts,))
     if stem not in a.names:
         raise Unsupported(f"{gguf.path}: tensor {piece.tensor} has no name in this architecture")
     short = a.names[stem]
@@ -319,7 +334,7 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
     if short == "attn_qkv":
         return replace(piece, pick=())
     if short in a.turned:
-        return replace(piece, pick=_pairs(piece.shape[0], spec.head_dim))
+        return replace(piece, pick=pairs(piece.shape[0], spec.head_dim))
     if short == "position_embd":
         return _positions(piece, gguf)
     return piece
@@ -339,17 +354,21 @@ def _expert(piece: SourceSlice, name: str, expert: int, spec: ModelSpec, gguf: G
     return replace(piece, tensor=stack, shape=(spec.n_experts, *piece.shape), part=expert)
 
 
+def _stacked_expert(piece: SourceSlice, layer: str, expert: int, spec: ModelSpec, gguf: GGUF) -> SourceSlice:
+    """Return an expert's matrix, of a family that has gates and ups in one stack, and downs in another."""
+    if not piece.pick:
+        return replace(piece, tensor=f"{layer}.ffn_down_exps.weight")
+    half = ("ffn_gate", "ffn_up")[piece.pick[0].start // piece.rows % 2]
+    alone = SourceSlice(piece.tensor, (piece.rows, spec.dim))
+    return _expert(alone, f"{layer}.{half}", expert, spec, gguf)
+
+
 def _transposed_down(piece: SourceSlice) -> SourceSlice:
     """Return PowerInfer's transposed down projection, `ffn_down_t`, which has a row for each neuron."""
     name = str(piece.tensor).replace("ffn_down", "ffn_down_t")
     if len(piece.shape) == 1:
         return replace(piece, tensor=name)
     return replace(piece, tensor=name, shape=piece.shape[::-1], transposed=not piece.transposed)
-
-
-def _pairs(rows: int, head_dim: int) -> tuple[range, ...]:
-    """Return where our rows are among llama.cpp's: in each head the even ones, then the odd ones."""
-    return tuple(range(head + odd, head + head_dim, 2) for head in range(0, rows, head_dim) for odd in (0, 1))
 
 
 def _positions(piece: SourceSlice, gguf: GGUF) -> SourceSlice:

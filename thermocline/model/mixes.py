@@ -53,7 +53,7 @@ MIXES: dict[str, Mix] = {
     )
 }
 NUMBERS = ("f32", "f16", "bf16")
-FFN = (["gate"], ["up"], ["down"])
+FFN = ("gate", "up", "down")
 
 
 def formats_of(mix: str, spec: ModelSpec, *, importance: bool = False) -> dict[str, str]:
@@ -89,7 +89,11 @@ def _columns(spec: ModelSpec) -> dict[str, int]:
         out |= {f"layers.{i}.{part}": spec.dim for part in _parts(spec)}
         out[f"layers.{i}.attn_out.weight"] = spec.n_heads * spec.head_dim
         down = f"layers.{i}.down" if spec.sparse else f"layers.{i}.down.weight"
-        out[down] = spec.dim if spec.sparse else spec.ffn_dim
+        out[down] = spec.dim if spec.sparse else spec.ffn(i).width
+        if spec.shared_dim and i not in spec.dense_layers:
+            shared = f"layers.{i}.shared"
+            out |= {f"{shared}.{part}": spec.dim for part in ("gate.weight", "up.weight")[: 1 + spec.gated]}
+            out[f"{shared}.down.weight"] = spec.shared_dim
     if not spec.tied_head:
         out["head.weight"] = width
     return out
@@ -107,17 +111,18 @@ def _wanted(m: Mix, name: str, spec: ModelSpec, columns: int, importance: bool) 
         return _head(m, columns)
     if name == "embed.weight":
         return {"tq2_0": "q4_k", "mxfp4": "q8_0"}.get(m.name, m.base)
-    if m.name == "mxfp4":  # of a mixture, only the experts
-        return "mxfp4" if spec.n_experts == 1 or name.split(".")[2:3] in FFN else "q8_0"
     if not name.startswith("layers."):
-        return m.base
-    _, layer, part = name.removesuffix(".weight").split(".")
+        return "q8_0" if m.name == "mxfp4" and spec.n_experts > 1 else m.base
+    layer, _, part = name.removeprefix("layers.").removesuffix(".weight").partition(".")
     i, layers = int(layer), spec.n_layers
+    if m.name == "mxfp4":  # of a mixture, only the experts
+        expert = part in FFN and i not in spec.dense_layers
+        return "mxfp4" if spec.n_experts == 1 or expert else "q8_0"
     if part == "v":
         return _value(m, i, spec)
     if part == "k" and spec.n_experts == 8:
         return "q8_0"
-    if part == "down":
+    if part in ("down", "shared.down"):
         return _down(m, i, layers, importance)
     if part == "attn_out":
         return _attention_out(m, spec.n_experts)

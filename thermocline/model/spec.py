@@ -134,6 +134,8 @@ class ModelSpec:
     attention_scale: float | None = later(None)  # scores are multiplied by it; None: head_dim ** -0.5
     attention_softcap: float | None = later(None)
     qk_norm: bool = later(False)  # an RMS norm of every head's q and k, before rope
+    qk_norm_whole: bool = later(False)  # of all heads as one instead
+    qk_norm_last: bool = later(False)  # behind rope instead
     sub_norms: bool = later(False)  # RMS norms of the inputs of attn_out and down
     rotary_dim: int | None = later(None)  # rope turns the first `rotary_dim` elements of a head; None: all
     window_layers: tuple[int, ...] | None = later(None)  # layers with the sliding window; None: all
@@ -172,6 +174,10 @@ class ModelSpec:
     def window(self, layer: int) -> int | None:
         """Return how many positions a layer attends to; None means all."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
+
+    def qk_norm_size(self, heads: int) -> int:
+        """Return the size of the norm of so many heads."""
+        return heads * self.head_dim if self.qk_norm_whole else self.head_dim
 
     @property
     def windowed(self) -> float:
@@ -285,6 +291,11 @@ def _option_problems(s: ModelSpec) -> list[tuple[str, bool]]:
             f"rotary_dim is {rotary}: not an even part of a head",
             rotary is not None and (rotary % 2 == 1 or not 2 <= rotary <= s.head_dim),
         ),
+        (
+            "qk_norm_whole and qk_norm_last need qk_norm",
+            not s.qk_norm and (s.qk_norm_whole or s.qk_norm_last),
+        ),
+        ("qk_norm_whole and qk_norm_last exclude each other", s.qk_norm_whole and s.qk_norm_last),
         ("rotary_dim needs rope", rotary is not None and s.position != "rope"),
         (
             "window_layers are not layers in order",

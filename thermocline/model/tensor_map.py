@@ -83,10 +83,14 @@ class TensorMap:
     tensors: dict[str, tuple[SourceSlice, ...]]
     ignored: tuple[str, ...]  # patterns of whole names
     ternary: frozenset[str] = frozenset()  # source tensors that are read as ternary values
+    skipped: tuple[str, ...] = ()  # patterns of what this engine has no use for, which is said in a line
     packed: bool = False  # the ternary tensors are stored as ternary values already, packed in bytes
 
     def may_ignore(self, name: str) -> bool:
-        return any(re.fullmatch(p, name) for p in self.ignored)
+        return any(re.fullmatch(p, name) for p in (*self.ignored, *self.skipped))
+
+    def skips(self, name: str) -> bool:
+        return any(re.fullmatch(p, name) for p in self.skipped)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class Names:
     ffn_norm: str = "post_attention_layernorm"
     ffn_post_norm: str = "post_feedforward_layernorm"  # sandwich
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one fused tensor
+    qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     out: str = "self_attn.o_proj"
     gate: str = "mlp.gate_proj"  # equal to `up` if both are fused, gate rows first
     up: str = "mlp.up_proj"  # in an ungated FFN this is the spec's gate
@@ -112,6 +117,8 @@ class Names:
     shared: tuple[str, str, str] = ("", "", "")  # gate, up, down
     shared_router: str = ""
     dense: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    stacked: bool = False  # all experts' gates and ups are one tensor, gates first, and all downs
+    neighbours: bool = False  # rope turns elements 2i and 2i + 1 of a head
     norm_plus: float = 0.0  # norms are stored as weights minus this
     affine: bool = True  # norms have weights
 
@@ -155,15 +162,22 @@ def tensors(
         if spec.norm_order == "sandwich":
             norm(f"{a}.attn_post_norm", b + names.attn_post_norm)
             norm(f"{a}.ffn_post_norm", b + names.ffn_post_norm)
-        for part in ("q_norm", "k_norm") if spec.qk_norm else ():
-            norm(f"{a}.{part}", f"{b}self_attn.{part}", spec.head_dim)
+        for part, theirs, n in zip(
+            ("q_norm", "k_norm"), names.qk_norms, (spec.n_heads, spec.n_kv_heads), strict=True
+        ):
+            if spec.qk_norm:
+                norm(f"{a}.{part}", b + theirs, spec.qk_norm_size(n))
         if spec.attention_sinks:
             out[f"{a}.sinks"] = (SourceSlice(f"{b}self_attn.sinks", (spec.n_heads,)),)
         if spec.sub_norms:
             norm(f"{a}.attn_sub_norm", f"{b}self_attn.attn_sub_norm", q)
             norm(f"{a}.ffn_sub_norm", f"{b}mlp.ffn_sub_norm", f)
         rows = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
-        linear(f"{a}.qkv", "qkv", *((b + n, r, pick) for n, r in zip(names.qkv, rows, strict=True)))
+        picks = (pick,) * len(rows)
+        if names.neighbours:
+            picks = (*(pairs(r, spec.head_dim) for r in rows[:2]), ())
+        each = zip(names.qkv, rows, picks, strict=True)
+        linear(f"{a}.qkv", "qkv", *((b + n, r, p) for n, r, p in each))
         linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
         if experts > 1:
             out |= _beside_experts(spec, names, a, b)
@@ -173,6 +187,9 @@ def tensors(
             for name in (own[0] if spec.gated else own[1], *own[1:])
         )
         up = f"{a}.up" if spec.sparse else f"{a}.up.weight"
+        if names.stacked:
+            out |= _stacked(spec, names, a, b)
+            continue
         if spec.gated and names.gate == names.up:
             linear(f"{a}.gate", "ffn", *((n, 2 * f, (range(f),)) for n in gate))
             out[up] = tuple(SourceSlice(f"{n}.weight", (2 * f, d), (range(f, 2 * f),)) for n in ups)
@@ -205,3 +222,25 @@ def _beside_experts(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, 
     if spec.shared_gate:
         out[f"{a}.shared.router.weight"] = (SourceSlice(f"{b}{names.shared_router}.weight", (1, d)),)
     return out
+
+
+def _stacked(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, tuple[SourceSlice, ...]]:
+    """Return a layer's experts, which are two stacks: of gates and ups under them, and of downs."""
+    n, f, d = spec.n_experts, spec.ffn_dim, spec.dim
+    both, down = f"{b}{names.gate}.weight", f"{b}{names.down}.weight"
+
+    def half(e: int, second: bool) -> SourceSlice:
+        first = (2 * e + second) * f
+        return SourceSlice(both, (n, 2 * f, d), (range(first, first + f),), part=e)
+
+    downs = tuple(SourceSlice(down, (n, d, f), part=e, transposed=spec.sparse) for e in range(n))
+    return {
+        f"{a}.gate.weight": tuple(half(e, False) for e in range(n)),
+        f"{a}.up" if spec.sparse else f"{a}.up.weight": tuple(half(e, True) for e in range(n)),
+        f"{a}.down" if spec.sparse else f"{a}.down.weight": downs,
+    }
+
+
+def pairs(rows: int, head_dim: int) -> tuple[range, ...]:
+    """Return where our rows are among those whose neighbours turn: in each head the even, then the odd."""
+    return tuple(range(head + odd, head + head_dim, 2) for head in range(0, rows, head_dim) for odd in (0, 1))

@@ -143,8 +143,8 @@ def expected_tensors(
         norm(f"{a}.attn_norm")
         out |= _qkv(a, spec, weight_format, own)
         vector(f"{a}.qkv.bias", "attention", spec.qkv_rows)
-        for name in ("q_norm", "k_norm") if spec.qk_norm else ():
-            vector(f"{a}.{name}.weight", "norm", spec.head_dim, optional=False)
+        for name, heads in (("q_norm", spec.n_heads), ("k_norm", spec.n_kv_heads)) if spec.qk_norm else ():
+            vector(f"{a}.{name}.weight", "norm", spec.qk_norm_size(heads), optional=False)
         if spec.attention_sinks:
             vector(f"{a}.sinks", "attention", spec.n_heads, optional=False)
         if spec.sub_norms:

@@ -246,8 +246,10 @@ def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
 
 
 def native_heads(h: Heads) -> _native.Heads:
-    shape = h.n, h.n_kv, h.dim, h.window or 0
-    return _native.Heads(*shape, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps, h.sinks)
+    return _native.Heads(
+        h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps,
+        sinks=h.sinks, whole_norms=h.whole_norms, norms_last=h.norms_last,
+    )  # fmt: skip
 
 
 def native_rule(r: Router) -> _native.RouterRule:

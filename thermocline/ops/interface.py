@@ -141,7 +141,7 @@ class Layer:
     attn_out: Linear
     ffn_norm: Norm | None
     experts: tuple[FFN, ...]  # one where there is no router; all have the same parts
-    q_norm: F32 | None = None  # [head_dim]
+    q_norm: F32 | None = None  # [head_dim], or of all heads
     k_norm: F32 | None = None
     attn_sub_norm: Norm | None = None  # of attention's output, before attn_out
     ffn_sub_norm: Norm | None = None  # of the activations, before down
@@ -180,6 +180,8 @@ class Heads:
     k_norm: F32 | None
     norm_eps: float
     sinks: F32 | None = None  # [n]: one more score of each head, whose value is 0
+    whole_norms: bool = False  # of all heads as one: [n * dim], [n_kv * dim]
+    norms_last: bool = False  # behind rope
 
     @staticmethod
     def of(spec: ModelSpec, index: int = 0, layer: Layer | None = None) -> Heads:
@@ -194,6 +196,8 @@ class Heads:
             k_norm=None if layer is None else layer.k_norm,
             norm_eps=spec.norm_eps,
             sinks=None if layer is None else layer.sinks,
+            whole_norms=spec.qk_norm_whole,
+            norms_last=spec.qk_norm_last,
         )
 
 

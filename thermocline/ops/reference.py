@@ -135,12 +135,21 @@ def _heads_of(heads: Heads, qkv: F32, cos: F32 | None, sin: F32 | None) -> tuple
     """Return q [tokens, heads, dim], k and v [tokens, kv heads, dim]; q and k normed and turned."""
     x = qkv.reshape(len(qkv), heads.n + 2 * heads.n_kv, heads.dim)
     q, k, v = x[:, : heads.n], x[:, heads.n : heads.n + heads.n_kv], x[:, heads.n + heads.n_kv :]
-    if heads.q_norm is not None and heads.k_norm is not None:
-        q = norm(q, heads.q_norm, None, heads.norm_eps, "rms")
-        k = norm(k, heads.k_norm, None, heads.norm_eps, "rms")
+    if not heads.norms_last:
+        q, k = _heads_normed(heads, q, heads.q_norm), _heads_normed(heads, k, heads.k_norm)
     if cos is not None and sin is not None:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if heads.norms_last:
+        q, k = _heads_normed(heads, q, heads.q_norm), _heads_normed(heads, k, heads.k_norm)
     return q, k, v
+
+
+def _heads_normed(heads: Heads, x: F32, weight: F32 | None) -> F32:
+    """Return x [tokens, heads, dim] under an RMS norm of each head, or of all as one."""
+    if weight is None:
+        return x
+    seen = x.reshape(len(x), -1) if heads.whole_norms else x
+    return norm(seen, weight, None, heads.norm_eps, "rms").reshape(x.shape)
 
 
 def _attend(heads: Heads, q: F32, position: int, pages: I32, kv: KVLayer) -> F32:

@@ -63,7 +63,7 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
             return Decision(in_ram(spec, sizes, needs, context, needs.kv_tokens or found))
         except OutOfBudget as e:
             refused = e
-            if needs.budget is None or not spec.sparse:
+            if needs.budget is None or not spec.sparse or spec.shared_dim:
                 raise
     assert needs.budget is not None, "without a limit everything fits"
     contents, kv_tokens = contents_of(pack, predictors, needs.sparsity), needs.kv_tokens or context
@@ -112,5 +112,6 @@ def in_ram(
     add("keys and values", others["keys and values"])
     add("head", sizes.head.bytes)
     predictor = CPU if needs.sparsity == "predict" else None
-    layer = LayerPlacement(CPU, predictor, (NeuronRange(CPU, spec.ffn_dim),))
-    return Placement((layer,) * spec.n_layers, CPU, context, kv_tokens, {CPU: parts})
+    widths = (spec.ffn(i).width for i in range(spec.n_layers))
+    layers = tuple(LayerPlacement(CPU, predictor, (NeuronRange(CPU, n),)) for n in widths)
+    return Placement(layers, CPU, context, kv_tokens, {CPU: parts})

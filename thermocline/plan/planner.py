@@ -23,7 +23,7 @@ from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import GIB, gib_up, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement, gpu
-from thermocline.plan.problem import Ask, Problem
+from thermocline.plan.problem import Ask, Problem, without_gpu_ops
 from thermocline.plan.solver import Budget, Choice, Group, fits, group, solve, totals
 
 CLUSTERS = 64  # of a layer's neurons: the steps in which they are placed
@@ -344,6 +344,8 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if p.work().predicts:
         known = "name" if p.hotness.excess is not None else "are taken to name"
         yield f"predictors {known} {p.excess:.3g} neurons for an active one"
+    if p.tiers.gpu is not None and (what := without_gpu_ops(p.spec)) is not None:
+        yield f"the GPU is not used: {what} has no GPU ops yet"
     if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
         worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"

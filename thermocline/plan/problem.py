@@ -6,7 +6,7 @@ The memory arithmetic is `memory.py`'s and `kv_cache.py`'s.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class Problem:
 
     @property
     def vram(self) -> int:
-        if self.tiers.gpu is None:
+        if self.tiers.gpu is None or without_gpu_ops(self.spec):
             return 0
         return self.tiers.gpu.vram_bytes if self.ask.vram_bytes is None else self.ask.vram_bytes
 
@@ -121,13 +121,28 @@ class Problem:
         return known
 
     def layers(self, work: Work) -> Iterator[LayerWork]:
-        dense = Reads.of(np.ones(self.sizes.layers[0].neurons), work, skips=False)
+        dense = {
+            n: Reads.of(np.ones(n), work if experts > 1 else replace(work, routed=1.0), skips=False)
+            for n, experts in {(x.neurons, self.spec.ffn(i).experts) for i, x in enumerate(self.sizes.layers)}
+        }
         for i, sizes in enumerate(self.sizes.layers):
-            reads = self.reads(self.hotness.key(i), i, work) if self.spec.sparse else dense
+            reads = self.reads(self.hotness.key(i), i, work) if self.spec.sparse else dense[sizes.neurons]
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
             kv_read = bytes_for(self.spec, depth * work.batch, self.ask.cache) // self.spec.n_layers
             yield LayerWork(sizes, reads, self.kv_layer_bytes(i), kv_read, self.spec.dim, divides(self.spec))
+
+
+def without_gpu_ops(spec: ModelSpec) -> str | None:
+    """Return what of a model no GPU computes yet; None: nothing."""
+    for what, there in (
+        ("a shared FFN beside its experts", spec.shared_dim > 0),
+        ("layers without experts beside such with them", bool(spec.dense_layers)),
+        ("norms of q and k over all heads, or behind rope", spec.qk_norm_whole or spec.qk_norm_last),
+    ):
+        if there:
+            return what
+    return None
 
 
 def divides(spec: ModelSpec) -> str:

@@ -147,6 +147,7 @@ def load(
     pack.read_runs(arena, runs, _after(sent, progress))
     arena.gather_pages()
     made = weights.assemble(pack.spec, kept, arena, cpu, there)
+    weights.check_routers(made, cpu, str(pack.path))
     made = _with_pinned(made, pack.spec, kept, arena, devices[0])
     return _completed(made, pack.spec, placement, there, predictors, devices)
 

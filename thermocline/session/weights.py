@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 import numpy as np
 
 from thermocline import _native
-from thermocline.errors import OutOfBudget
+from thermocline.errors import BadFile, OutOfBudget
 from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
@@ -109,6 +109,7 @@ def load(
     model, arena = begun.model, begun.arena
     begun.finish(progress)
     weights = assemble(model.spec, model.tensors, arena, ops, interleave=True)
+    check_routers(weights, ops, str(model.path))
     if predictors is not None:
         weights = with_predictors(weights, predictors)
     return LoadedWeights(weights, ops, memory_bytes(model, predictors), Filled.of(arena, model.ranges()))
@@ -324,6 +325,20 @@ class PackInMemory:
             shared_router=self.matrix(gate) if gate in self.tensors else None,
             router_copies=self.on_gpus.get(f"{a}.router.weight", {}),
         )
+
+
+def check_routers(weights: Weights, ops: CpuOps, name: str) -> None:
+    """Raise BadFile for a router that would choose the same experts for every token: one with a NaN."""
+    for i, layer in enumerate(weights.layers):
+        if layer.router is None or not isinstance(layer.router.weight, _native.Matrix):
+            continue
+        rows = np.arange(layer.router.weight.shape[0], dtype=np.int32)
+        parts = ops.embed(layer.router.weight, rows), layer.router.bias, layer.selection_bias
+        if not all(np.isfinite(x).all() for x in parts if x is not None):
+            raise BadFile(
+                f"{name}: the router of layer {i} holds a value that is not a finite number; the file is "
+                "damaged: fetch it again"
+            )
 
 
 def records(bundle: DeviceRows) -> tuple[DeviceRows | None, DeviceRows]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from thermocline.files.bounded import Json
-from thermocline.model.hf_config import ConfigKeys, attention_biases, read_spec
+from thermocline.model.hf_config import ConfigKeys, attention_biases, read_spec, windows
 from thermocline.model.spec import ModelSpec, Router
 from thermocline.model.tensor_map import Names, TensorMap, tensors
 
@@ -65,3 +66,204 @@ def _softmax(keys: ConfigKeys) -> Router:
     By their sum is the softmax of the chosen ones.
     """
     return Router(weights="chosen" if keys.flag("norm_topk_prob") else "score")
+
+
+def olmoe(keys: ConfigKeys, stop: Any) -> Read:
+    """OLMoE: norms over all heads of q and of k; weights are the scores, which add up to less than one."""
+    keys.with_defaults({**_NO_TOKENS, "eos_token_id": 50279, "norm_topk_prob": False, "clip_qkv": None})
+    if keys.raw("clip_qkv") is not None:
+        raise keys.unsupported("clip_qkv", "is not supported")
+    spec = read_spec(
+        keys,
+        stop,
+        "olmoe",
+        qk_norm=True,
+        qk_norm_whole=True,
+        router=_softmax(keys),
+        **_experts(keys, "num_experts", "intermediate_size"),
+    )
+    return spec, tensors(spec, _EXPERTS, attention_biases(keys))
+
+
+def glm4_moe(keys: ConfigKeys, stop: Any) -> Read:
+    """GLM-4.5: shared experts, the first layers without experts, rope on half of each head."""
+    keys.with_defaults({**_NO_TOKENS, "partial_rotary_factor": None, "use_qk_norm": False})
+    keys.with_defaults({"num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "norm_topk_prob": True})
+    keys.same("num_nextn_predict_layers", "num_mtp_layers")
+    spec = read_spec(
+        keys,
+        stop,
+        "glm4-moe",
+        partial=0.5,
+        qk_norm=keys.flag("use_qk_norm"),
+        **_sigmoid_and_shared(keys),
+    )
+    biases = ("qkv",) if keys.flag("attention_bias") else ()
+    return spec, _without_next(tensors(spec, _SHARED, biases), spec, keys)
+
+
+def dots1(keys: ConfigKeys, stop: Any) -> Read:
+    """dots.llm1: GLM-4.5's mixture with Qwen 3's attention, whose last layers may have a window."""
+    keys.with_defaults({**_NO_TOKENS, "sliding_window": 4096, "max_window_layers": 62})
+    keys.with_defaults({"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0})
+    n, window = keys.size("num_hidden_layers", "n_layers"), keys.integer_or_none("sliding_window")
+    first = keys.integer("max_window_layers", 0)
+    layers = windows(keys, n, () if window is None else range(min(first, n), n))
+    near: Json = {} if window is None or layers == () else {"sliding_window": window, "window_layers": layers}
+    spec = read_spec(keys, stop, "dots1", qk_norm=True, **near, **_sigmoid_and_shared(keys))
+    return spec, tensors(spec, _SHARED, attention_biases(keys))
+
+
+_SHARED = replace(
+    _EXPERTS,
+    selection_bias="mlp.gate.e_score_correction_bias",
+    shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
+)
+
+
+def _sigmoid_and_shared(keys: ConfigKeys) -> Json:
+    """Return DeepSeek-V3's mixture: sigmoids, biases for the choice, groups, shared experts as one FFN."""
+    keys.with_defaults({"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1})
+    keys.same("n_routed_experts", "num_local_experts")
+    n, groups = keys.size("num_hidden_layers", "n_layers"), keys.integer_or_none("n_group") or 1
+    shared = keys.integer_or_none("n_shared_experts", 0, 64) or 0
+    return {
+        **_experts(keys, "n_routed_experts", "moe_intermediate_size"),
+        **_dense(keys, range(min(n, keys.integer_or_none("first_k_dense_replace", 0) or 0))),
+        "shared_dim": shared * keys.size("moe_intermediate_size", "ffn_dim"),
+        "router": Router(
+            score="sigmoid",
+            weights="normalised" if keys.flag("norm_topk_prob") else "score",
+            epsilon=1e-20 if keys.flag("norm_topk_prob") else 0.0,
+            scale=keys.number("routed_scaling_factor", 1e-6, 1e6),
+            selection_bias=True,
+            groups=groups,
+            groups_kept=keys.integer_or_none("topk_group") or 1,
+            group_rule="sum2" if groups > 1 else "max",
+        ),
+    }
+
+
+def _without_next(made: TensorMap, spec: ModelSpec, keys: ConfigKeys) -> TensorMap:
+    """Return the map without the layers behind the last, which guess further tokens."""
+    more = keys.integer_or_none("num_nextn_predict_layers", 0, 16) or 0
+    layers = "|".join(str(spec.n_layers + i) for i in range(more))
+    return replace(made, skipped=(rf"model\.layers\.({layers})\..*",)) if more else made
+
+
+def ernie4_5_moe(keys: ConfigKeys, stop: Any) -> Read:
+    """ERNIE 4.5: softmax scores with a bias for the choice, shared experts, rope on neighbouring elements."""
+    keys.with_defaults(_ERNIE_DEFAULTS)
+    keys.default_theta = 5e5
+    for key, only in _ERNIE_ONLY.items():
+        if keys.with_defaults({key: only}).raw(key) != only:
+            raise keys.unsupported(key, "is not supported")
+    keys.raw("moe_capacity")  # of training
+    n, step = keys.size("num_hidden_layers", "n_layers"), keys.integer("moe_layer_interval")
+    first, last = keys.integer("moe_layer_start_index", 0), keys.integer("moe_layer_end_index", -1)
+    last = n - 1 if last == -1 else last
+    shared = keys.integer_or_none("moe_num_shared_experts", 0, 64) or 0
+    spec = read_spec(
+        keys,
+        stop,
+        "ernie4.5-moe",
+        **_experts(keys, "moe_num_experts", "moe_intermediate_size", "moe_k"),
+        **_dense(keys, (i for i in range(n) if (i + 1) % step or not first <= i <= last)),
+        shared_dim=shared * keys.size("moe_intermediate_size", "ffn_dim"),
+        router=Router(
+            weights="normalised",
+            epsilon=keys.number("moe_norm_min", 0.0, 1.0),
+            epsilon_floor=True,
+            selection_bias=True,
+        ),
+    )
+    names = replace(_SHARED, selection_bias="mlp.moe_statics.e_score_correction_bias", neighbours=True)
+    made = tensors(spec, names)
+    for i in range(n):
+        name = f"layers.{i}.router.selection_bias"
+        if name in made.tensors:  # for each of one group
+            made.tensors[name] = tuple(replace(p, shape=(1, *p.shape)) for p in made.tensors[name])
+    return spec, replace(made, skipped=(r"model\.mtp_.*",))
+
+
+_ERNIE_DEFAULTS: Json = {
+    "tie_word_embeddings": True,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "moe_norm_min": 1e-12,
+    "moe_capacity": None,
+}
+_ERNIE_ONLY: Json = {"use_bias": False, "use_rmsnorm": True, "moe_gate": "topk", "moe_use_aux_free": True}
+
+
+def granite_moe(keys: ConfigKeys, stop: Any) -> Read:
+    """Granite 3 MoE: Mixtral's router, scaled embeddings, halves, scores and logits; experts are stacked."""
+    scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    keys.with_defaults(dict.fromkeys(scales, 1.0))
+    embed, residual, attention, logits = (keys.number(key, 1e-6, 1e6) for key in scales)
+    spec = read_spec(
+        keys,
+        stop,
+        "granite-moe",
+        embed_scale=embed,
+        residual_scale=residual,
+        attention_scale=attention,
+        logit_scale=1 / logits,
+        **_experts(keys, "num_local_experts", "intermediate_size"),
+    )
+    return spec, tensors(spec, _GRANITE, attention_biases(keys))
+
+
+_GRANITE = Names(
+    gate="block_sparse_moe.input_linear",
+    up="block_sparse_moe.input_linear",
+    down="block_sparse_moe.output_linear",
+    router="block_sparse_moe.router.layer",
+    stacked=True,
+)
+
+
+def minimax_m2(keys: ConfigKeys, stop: Any) -> Read:
+    """MiniMax-M2: sigmoids with a bias for the choice, norms over all heads of q and k, rope on a part."""
+    keys.with_defaults({"bos_token_id": 200034, "eos_token_id": 200020, "partial_rotary_factor": None})
+    keys.with_defaults({"rotary_dim": None, "head_dim": 128, "attn_type_list": None})
+    keys.default_theta = 5e6
+    for key, only in _MINIMAX_ONLY.items():
+        if keys.with_defaults({key: only}).raw(key) != only:
+            raise keys.unsupported(key, "is not supported")
+    kinds = keys.indices("attn_type_list")
+    if any(kind != 1 for kind in kinds):
+        raise keys.unsupported("attn_type_list", "is not supported: attention is to all positions")
+    for key in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
+        keys.with_defaults({key: None}).raw(key)
+    if (turned := keys.integer_or_none("rotary_dim")) is not None:
+        keys.replace("partial_rotary_factor", (turned + 0.25) / keys.integer("head_dim"))
+    spec = read_spec(
+        keys,
+        stop,
+        "minimax-m2",
+        partial=1.0,
+        qk_norm=True,
+        qk_norm_whole=True,
+        router=Router(score="sigmoid", weights="normalised", selection_bias=True),
+        **_experts(keys, "num_local_experts", "intermediate_size"),
+    )
+    return spec, replace(tensors(spec, _MINIMAX), skipped=(r"model\.mtp\..*",))
+
+
+_MINIMAX = Names(
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+    router="block_sparse_moe.gate",
+    selection_bias="block_sparse_moe.e_score_correction_bias",
+)
+_MINIMAX_ONLY: Json = {
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0,
+}

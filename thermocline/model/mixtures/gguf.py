@@ -47,3 +47,85 @@ def _gating(k: GGUFKeys, only: int) -> None:
 
 def _without_router(k: GGUFKeys, layers: int) -> list[int]:
     return [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" not in k.gguf.tensors]
+
+
+def olmoe(k: GGUFKeys) -> Json:
+    _gating(k, SOFTMAX)
+    more = experts(k) | biased(k, "attention_bias")
+    return like_llama(k, "OlmoeForCausalLM", mixture=True) | more | {"norm_topk_prob": False}
+
+
+def glm4_moe(k: GGUFKeys) -> Json:
+    """Return GLM-4.5's config. Blocks that guess further tokens are counted as layers."""
+    config = like_llama(k, "Glm4MoeForCausalLM", partial=True, mixture=True)
+    k.raw(".rope.dimension_sections")
+    more = k.integer(".nextn_predict_layers", default=0)
+    return {
+        "partial_rotary_factor": 1.0,
+        **config,
+        **biased(k, "attention_bias"),
+        **_sigmoid_and_shared(k),
+        "num_hidden_layers": config["num_hidden_layers"] - more,
+        "num_nextn_predict_layers": more,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in k.gguf.tensors,
+    }
+
+
+def dots1(k: GGUFKeys) -> Json:
+    config = like_llama(k, "Dots1ForCausalLM", mixture=True)
+    return {**config, **biased(k, "attention_bias"), **_sigmoid_and_shared(k), "sliding_window": None}
+
+
+def _sigmoid_and_shared(k: GGUFKeys) -> Json:
+    _gating(k, SIGMOID)
+    k.raw(".expert_shared_feed_forward_length")  # as many experts of `moe_intermediate_size`
+    return {
+        **experts(k, "n_routed_experts"),
+        "moe_intermediate_size": _width(k),
+        "n_shared_experts": k.integer(".expert_shared_count", default=0),
+        "first_k_dense_replace": k.integer(".leading_dense_block_count", default=0),
+        "routed_scaling_factor": k.number(".expert_weights_scale", default=1.0),
+        "norm_topk_prob": k.flag(".expert_weights_norm", False),
+        "n_group": k.integer(".expert_group_count", default=1) or 1,
+        "topk_group": k.integer(".expert_group_used_count", default=1) or 1,
+    }
+
+
+def ernie4_5_moe(k: GGUFKeys) -> Json:
+    _gating(k, SOFTMAX)
+    config = like_llama(k, "Ernie4_5_MoeForCausalLM", mixture=True)
+    k.raw(".expert_shared_feed_forward_length")  # as many experts of `moe_intermediate_size`
+    return {
+        **config,
+        "moe_num_experts": k.integer(".expert_count", low=1),
+        "moe_k": k.integer(".expert_used_count", low=1),
+        "moe_intermediate_size": _width(k),
+        "moe_num_shared_experts": k.integer(".expert_shared_count", default=0),
+        "moe_layer_start_index": k.integer(".leading_dense_block_count", default=0),
+        "moe_layer_interval": k.integer(".interleave_moe_layer_step", default=1, low=1),
+        "use_bias": biased(k, "attention_bias")["attention_bias"],
+    }
+
+
+def granite_moe(k: GGUFKeys) -> Json:
+    _gating(k, SOFTMAX)
+    config = like_llama(k, "GraniteMoeForCausalLM", mixture=True)
+    if k.integer(".expert_shared_feed_forward_length", default=0):
+        raise Unsupported(f"{k.name}: Granite MoE with a shared expert is not supported")
+    if not k.flag(".rope.scaling.finetuned", True):
+        raise Unsupported(f"{k.name}: Granite MoE without rope is not supported")
+    return {
+        **config,
+        **experts(k, "num_local_experts"),
+        **biased(k, "attention_bias"),
+        "embedding_multiplier": k.number(".embedding_scale", default=1.0),
+        "residual_multiplier": k.number(".residual_scale", default=1.0),
+        "attention_multiplier": k.number(".attention.scale", default=config["head_dim"] ** -0.5),
+        "logits_scaling": k.number(".logit_scale"),
+    }
+
+
+def minimax_m2(k: GGUFKeys) -> Json:
+    _gating(k, SIGMOID)
+    config = like_llama(k, "MiniMaxM2ForCausalLM", partial=True, mixture=True)
+    return {**config, **experts(k, "num_local_experts"), "intermediate_size": _width(k)}

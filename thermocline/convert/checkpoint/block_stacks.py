@@ -1,13 +1,12 @@
-"""Read matrices of all experts that a checkpoint holds in one tensor: as floats, or as blocks of MXFP4.
+"""Read matrices of all experts that a checkpoint holds as blocks of MXFP4.
 
-Rows of a stack [experts, rows, columns] are counted through all of its matrices. A name stands for blocks
-and scales if the file has `name_blocks` [experts, rows, blocks, 16] and `name_scales` beside it.
+A name stands for blocks and scales where the file has `name_blocks` [experts, rows, blocks, 16] and
+`name_scales` beside it. Rows are counted through all experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from thermocline.convert.rows import RowReader, Shaped, TensorMapSource
 from thermocline.errors import BadFile
 from thermocline.files.bounded import quoted
-from thermocline.files.safetensors import Checkpoint, SafeTensors
+from thermocline.files.safetensors import Checkpoint
 from thermocline.model import quant
 from thermocline.model.tensor_map import TensorMap
 
@@ -30,35 +29,14 @@ _NO_NUMBER = 255  # a scale's byte
 def seen(
     checkpoint: Checkpoint, tensors: Mapping[str, Shaped], where: Mapping[str, RowReader]
 ) -> tuple[Mapping[str, Shaped], Mapping[str, RowReader]]:
-    """Return tensors and their readers with stacks as rows, and each pair of blocks and scales as one."""
+    """Return tensors and their readers, with each pair of blocks and scales as one."""
     shapes, readers = dict(tensors), dict(where)
-    for name, entry in checkpoint.tensors.items():
+    for name in checkpoint.tensors:
         stem = name.removesuffix(_BLOCKS)
         if stem != name and stem + _SCALES in checkpoint.tensors and stem not in tensors:
             del shapes[name], shapes[stem + _SCALES]
             shapes[stem] = readers[stem] = BlockStack(checkpoint, stem)
-        elif len(entry.shape) == 3:
-            readers[name] = Stack(checkpoint.where[name])
     return shapes, readers
-
-
-class Stack:
-    """A reader of the rows of a stack of floats."""
-
-    def __init__(self, shard: SafeTensors) -> None:
-        self._shard = shard
-
-    def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]:
-        return self._rows(self._shard.read_stored, name, first, last)
-
-    def read_rows(self, name: str, first: int, last: int) -> F32:
-        return self._rows(self._shard.read_rows, name, first, last)
-
-    def _rows(self, read: Any, name: str, first: int, last: int) -> NDArray[Any]:
-        _, height, columns = self._shard.tensors[name].shape
-        matrix = first // height
-        rows: NDArray[Any] = read(name, matrix, -(-last // height)).reshape(-1, columns)
-        return rows[first - matrix * height : last - matrix * height]
 
 
 class BlockStack:

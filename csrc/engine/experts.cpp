@@ -1,0 +1,303 @@
+// Experts as plain matrices in memory, all of a call's in one region, and the FFN that every token takes.
+//
+// Tokens are grouped by expert: each group is a matrix product of its own, whose pieces (an expert, some of
+// its rows) threads take as they come, with no barrier between experts. What experts give is added up by
+// rows of down: one thread has a row of all experts, in ascending order, so that the sum is the same for any
+// number of threads and any company.
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "model_ops.h"
+#include "work.h"
+
+namespace tc {
+
+// Neurons of a piece are whole blocks of down's input.
+constexpr size_t kBlock = 32;
+// Rows of a piece at most: a thread keeps their products with up to kFewTokens, or with a pass's tokens.
+constexpr size_t kFewRows = 1024, kManyRows = kExpertRows;
+
+// The tokens' common input, as matrices of some formats take it. `gathered`: that of each visit.
+struct Form {
+    Format format;
+    size_t bytes, row_bytes;  // of a token in lanes, and in rows
+    const uint8_t* rows;
+    uint8_t *lanes, *gathered;
+};
+
+struct Context::Experts {
+    Experts(Context& context, const MixtureArgs& args, const float* input, float* total)
+        : ctx(context), k(context.k), a(args), h(input), sum(total), threads(context.pool.threads()) {}
+
+    void visit(const FFN& f, size_t expert, const float* weights, size_t stride);
+    void place_all();
+    void make_inputs();
+    FFNCounts run();
+
+    const Form& form_of(Format format) const;
+    void add_form(Format format);
+    Input input(const Visit& v, Format format) const;
+    void gather(const Visit& v, const Form& form) const;
+    void gather(const Visit& v) const;
+    size_t activations(const Visit& v, size_t begin, size_t end, int thread) const;
+    void answers(size_t begin, size_t end, int thread) const;
+    float* products(int thread) const { return ctx.products_.data() + size_t(thread) * product_stride; }
+    uint8_t* panel(int thread) const { return panels + size_t(thread) * ctx.panel_stride_; }
+
+    Context& ctx;
+    const Kernels& k;
+    const MixtureArgs& a;
+    const float* h;  // [tokens, dim]
+    float* sum;      // [tokens, dim]
+    const int threads;
+    Visit* visits = nullptr;
+    size_t n = 0, entries = 0;  // visits; tokens of all of them
+    size_t* tokens = nullptr;   // of all visits
+    float* shares = nullptr;    // how much of its expert each of them gets
+    size_t places = 0, rows = 0, most = 0, product_stride = 0;
+    bool gathers = false;
+    Form forms[kMostForms];
+    size_t n_forms = 0;
+    uint8_t* panels = nullptr;
+};
+
+// Lists the tokens that go to an expert: those whose weight, `stride` floats apart, is not 0.
+void Context::Experts::visit(const FFN& f, size_t expert, const float* weights, size_t stride) {
+    Visit& v = visits[n];
+    v = {};
+    v.ffn = &f, v.expert = expert, v.first = entries;
+    for (size_t t = 0; t < a.tokens; t++)
+        if (const float w = weights[t * stride]; w != 0) tokens[entries] = t, shares[entries++] = w;
+    v.n = entries - v.first;
+    if (!v.n) return;
+    v.lanes = v.n > kFewTokens, v.everyone = v.n == a.tokens;
+    v.place = places, places += whole(f.neurons(), kBlock);
+    gathers |= !v.everyone;
+    most = std::max(most, v.n);
+    add_form(f.gate.weight.format);
+    if (f.up.data) add_form(f.up.format);
+    n++;
+}
+
+void Context::Experts::add_form(Format format) {
+    for (size_t f = 0; f < n_forms; f++)
+        if (same_input(forms[f].format, format)) return;
+    const size_t bytes = k.input_bytes(format, a.dim);
+    forms[n_forms++] = {format,  bytes,   kFormats[format].quantised ? bytes : 4 * a.dim,
+                        nullptr, nullptr, nullptr};
+}
+const Form& Context::Experts::form_of(Format format) const {
+    size_t f = 0;
+    while (!same_input(forms[f].format, format)) f++;
+    return forms[f];
+}
+
+// Finds a place for each visit's inputs and activations, and scratch for every thread.
+void Context::Experts::place_all() {
+    size_t bytes = 0, panel_bytes = 0, widest = a.dim;
+    for (size_t i = 0; i < n; i++) {
+        Visit& v = visits[i];
+        const FFN& f = *v.ffn;
+        const Format all[] = {f.gate.weight.format, f.up.data ? f.up.format : f.gate.weight.format,
+                              f.down.format};
+        size_t tile = 1;
+        for (const Format format : all) {
+            if (!v.lanes) continue;
+            tile = std::max(tile, k.tile_tokens(format));
+            panel_bytes = std::max(panel_bytes, k.panel_bytes(format, std::max(a.dim, f.neurons()), v.n));
+        }
+        v.row = rows, v.hidden_bytes = k.input_bytes(f.down.format, f.neurons()), v.hidden = bytes;
+        rows += v.everyone ? 0 : v.n + tile - 1;
+        bytes += (v.n + tile - 1) * v.hidden_bytes;
+        widest = std::max(widest, f.neurons());
+    }
+    grown(ctx.hidden_input_, bytes);
+    panels = ctx.panels(panel_bytes);
+    product_stride = whole(2 * most * std::min(widest, most > kFewTokens ? kManyRows : kFewRows), 16);
+    grown(ctx.products_, size_t(threads) * product_stride);
+}
+
+// The input of all tokens, made once for each form: rows where few go to some expert, lanes where many do.
+void Context::Experts::make_inputs() {
+    bool in_rows = false, in_lanes = false;
+    for (size_t i = 0; i < n; i++) (visits[i].lanes ? in_lanes : in_rows) = true;
+    size_t bytes = 0, most_tile = 1;
+    for (int pass = 0; pass < 2; pass++) {  // how much; where
+        uint8_t* at = pass ? grown(ctx.expert_input_, bytes) : nullptr;
+        for (size_t f = 0; f < n_forms; f++) {
+            Form& form = forms[f];
+            const size_t tile = k.tile_tokens(form.format),
+                         copied = kFormats[form.format].quantised && in_rows;
+            const size_t some[] = {copied ? a.tokens : 0, in_lanes ? whole(a.tokens, tile) : 0, rows};
+            most_tile = std::max(most_tile, tile);
+            for (const size_t each : some) bytes += pass ? 0 : each * form.bytes;
+            if (!pass) continue;
+            form.rows = copied ? at : reinterpret_cast<const uint8_t*>(h);
+            form.lanes = at + some[0] * form.bytes;
+            form.gathered = form.lanes + some[1] * form.bytes;
+            at = form.gathered + some[2] * form.bytes;
+        }
+    }
+    const size_t dim = a.dim;
+    each_token(ctx.pool, a.tokens, in_lanes ? most_tile : 1, [&](size_t t) {
+        for (size_t f = 0; f < n_forms; f++) {
+            const Form& form = forms[f];
+            if (in_rows && kFormats[form.format].quantised)
+                k.quantize(form.format, h + t * dim, dim, 0, dim, false, form.bytes, t,
+                           const_cast<uint8_t*>(form.rows));
+            if (in_lanes) k.quantize(form.format, h + t * dim, dim, 0, dim, true, form.bytes, t, form.lanes);
+        }
+    });
+}
+
+Input Context::Experts::input(const Visit& v, Format format) const {
+    const Form& form = form_of(format);
+    const uint8_t* all = v.lanes ? form.lanes : form.rows;
+    return {v.everyone ? all : form.gathered + v.row * form.bytes, v.lanes ? form.bytes : form.row_bytes, v.n,
+            v.lanes};
+}
+
+// Token `from` of the tiles at `all` becomes token `to` of those at `out`.
+static void copy_lanes(const uint8_t* all, size_t from, uint8_t* out, size_t to, size_t bytes, size_t tile) {
+    const uint8_t* source = all + from / tile * tile * bytes + from % tile * 4;
+    out += to / tile * tile * bytes + to % tile * 4;
+    for (size_t i = 0; i < bytes / 4; i++) memcpy(out + 4 * i * tile, source + 4 * i * tile, 4);
+}
+
+// A visit's part of the input, which is not quantised again.
+void Context::Experts::gather(const Visit& v, const Form& form) const {
+    uint8_t* to = form.gathered + v.row * form.bytes;
+    for (size_t i = 0; i < v.n; i++) {
+        const size_t t = tokens[v.first + i];
+        if (v.lanes)
+            copy_lanes(form.lanes, t, to, i, form.bytes, k.tile_tokens(form.format));
+        else
+            memcpy(to + i * form.row_bytes, form.rows + t * form.row_bytes, form.row_bytes);
+    }
+}
+void Context::Experts::gather(const Visit& v) const {
+    if (v.everyone) return;
+    const Form &gate = form_of(v.ffn->gate.weight.format),
+               &up = v.ffn->up.data ? form_of(v.ffn->up.format) : gate;
+    gather(v, gate);
+    if (&up != &gate) gather(v, up);
+}
+
+// Neurons [begin, end) of a visit, as down's input; returns how many are not 0.
+size_t Context::Experts::activations(const Visit& v, size_t begin, size_t end, int thread) const {
+    const FFN& f = *v.ffn;
+    const size_t some = end - begin, neurons = f.neurons();
+    float *gate = products(thread), *up = f.up.data ? gate + v.n * some : nullptr;
+    k.matmul(f.gate.weight, nullptr, begin, end, input(v, f.gate.weight.format), f.gate.bias, false, gate,
+             some, panel(thread));
+    if (up)
+        k.matmul(f.up, nullptr, begin, end, input(v, f.up.format), f.up_bias, false, up, some, panel(thread));
+    size_t live = 0;
+    for (size_t i = 0; i < v.n; i++) {
+        float* x = gate + i * some;
+        live += activate(k, f, x, up ? up + i * some : nullptr, some);
+        if (a.record && &f != a.mixture.shared)
+            std::copy_n(
+                x, some,
+                a.record + (tokens[v.first + i] * a.mixture.experts.size() + v.expert) * neurons + begin);
+        k.quantize(f.down.format, x, neurons, begin, end, v.lanes, v.hidden_bytes, i,
+                   ctx.hidden_input_.data() + v.hidden);
+    }
+    return &f == a.mixture.shared ? 0 : live;
+}
+
+// sum += columns [begin, end) of what the experts give, by their shares.
+void Context::Experts::answers(size_t begin, size_t end, int thread) const {
+    const size_t some = end - begin;
+    float* y = products(thread);
+    for (size_t i = 0; i < n; i++) {
+        const Visit& v = visits[i];
+        const FFN& f = *v.ffn;
+        k.matmul(f.down, nullptr, begin, end,
+                 {ctx.hidden_input_.data() + v.hidden, v.hidden_bytes, v.n, v.lanes}, f.down_bias, false, y,
+                 some, panel(thread));
+        for (size_t j = 0; j < v.n; j++) {
+            const float w = shares[v.first + j];
+            float *to = sum + tokens[v.first + j] * a.dim + begin, *from = y + j * some;
+            for (size_t c = 0; c < some; c++) to[c] += w * from[c];
+        }
+    }
+}
+
+FFNCounts Context::Experts::run() {
+    const bool many = most > kFewTokens;
+    size_t gate_bytes = 0, down_bytes = 0;
+    for (size_t i = 0; i < n; i++) {
+        gate_bytes = std::max(gate_bytes, visits[i].ffn->gate.weight.stride);
+        down_bytes += visits[i].ffn->down.stride;
+    }
+    const size_t unit = size_t(k.panel_rows);
+    const size_t rows_at_most = many ? kManyRows : kFewRows;
+    auto least = [&](size_t bytes, size_t of) {
+        return many ? of : std::min(rows_at_most, piece_rows(bytes, of, threads));
+    };
+    Pieces neurons(places, least(gate_bytes, kBlock), threads, rows_at_most),
+        columns(a.dim, least(down_bytes, unit), threads, rows_at_most);
+    std::atomic<size_t> next{0}, active{0};
+    auto region = [&](int thread) {
+        if (gathers) {
+            for (size_t i; (i = next.fetch_add(1)) < n;) gather(visits[i]);
+            ctx.pool.barrier();
+        }
+        size_t live = 0;
+        for (size_t begin, end; neurons.take(&begin, &end);)
+            for (size_t i = 0; i < n; i++) {
+                const Visit& v = visits[i];
+                const size_t from = std::max(begin, v.place), to = std::min(end, v.place + v.ffn->neurons());
+                if (from < to) live += activations(v, from - v.place, to - v.place, thread);
+            }
+        active.fetch_add(live, std::memory_order_relaxed);
+        ctx.pool.barrier();
+        for (size_t begin, end; columns.take(&begin, &end);) answers(begin, end, thread);
+    };
+    ctx.pool.run(region);
+    FFNCounts counts;
+    for (size_t i = 0; i < n; i++) {
+        const FFN& f = *visits[i].ffn;
+        if (&f == a.mixture.shared) continue;
+        counts.rows += f.neurons() * (f.up.data ? 2 : 1), counts.gates += f.neurons();
+    }
+    counts.active = active.load();
+    return counts;
+}
+
+// How much of the shared FFN each token gets.
+const float* Context::shares_of_shared(const MixtureArgs& a, const float* h) {
+    const Matrix& w = a.mixture.shared_router;
+    float* shares = grown(routed_.shared, a.tokens);
+    each_token(pool, a.tokens, 1, [&](size_t t) {
+        shares[t] = 1;
+        if (!w.data) return;
+        const Input one = {reinterpret_cast<const uint8_t*>(h + t * a.dim), 4 * a.dim, 1, false};
+        k.matmul(w, nullptr, 0, 1, one, nullptr, false, shares + t, 1, nullptr);
+        shares[t] = sigmoid(shares[t]);
+    });
+    return shares;
+}
+
+FFNCounts Context::experts_add(const MixtureArgs& a, const float* h, const float* weights, float* sum) {
+    const Mixture& m = a.mixture;
+    const bool plain = !m.experts[0]->bundles;
+    const size_t experts = plain ? m.experts.size() : 0, shared = m.shared ? 1 : 0;
+    if (experts + shared == 0) return {};
+    Experts all(*this, a, h, sum);
+    all.visits = grown(routed_.visits, experts + shared);
+    const size_t each = a.weights ? experts : std::min(experts, m.active);  // others may choose more
+    const size_t entries = a.tokens * (each + shared);
+    all.tokens = grown(routed_.tokens, entries), all.shares = grown(routed_.shares, entries);
+    for (size_t e = 0; e < experts; e++) all.visit(*m.experts[e], e, weights + e, m.experts.size());
+    if (shared) all.visit(*m.shared, experts, shares_of_shared(a, h), 1);
+    if (!all.n) return {};
+    all.place_all();
+    all.make_inputs();
+    return all.run();
+}
+
+}  // namespace tc
