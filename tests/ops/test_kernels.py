@@ -503,7 +503,8 @@ def ffn_shapes(format: str) -> list[tuple[int, int]]:
 
 
 FFNS = [*itertools.product(KINDS, SPARSE_ACTIVATIONS)]
-FFNS += [("gated", a) for a in ACTIVATIONS if a not in (*SPARSE_ACTIVATIONS, "swiglu_oai")]
+IN_BUNDLES = [a for a in ACTIVATIONS if a != "swiglu_oai"]  # whose up may have a bias
+FFNS += [("gated", a) for a in IN_BUNDLES if a not in SPARSE_ACTIVATIONS]
 
 
 def check_ffn_add(isa: str, format: str) -> None:
@@ -709,7 +710,7 @@ def test_the_answer_is_right_for_every_active_set(isa: str, format: str, kind: s
     assert same_bits(quiet.run(cpu(isa), x, h)[0], x + quiet.native.down_bias)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", IN_BUNDLES)
 @pytest.mark.parametrize(("isa", "format"), FFN_PAIRS)
 def test_tokens_skipping_and_threads_change_no_bit(isa: str, format: str, activation: str) -> None:
     n, dim = 645, whole(format, 416)  # chunks of neurons and tiles of columns, the last of each short
