@@ -50,6 +50,7 @@ LAYER = {
     "mlp.shared_mlp.down_proj": "ffn_down_shexp",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
+    "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
@@ -117,6 +118,14 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 layer = stem.split("layers.")[1].split(".")[0]
                 out[f"blk.{layer}.exp_probs_b.bias"] = w.reshape(-1)
                 continue
+            if last == "sinks":
+                out[f"blk.{stem.split('.')[2]}.attn_sinks.weight"] = w
+                continue
+            if last.endswith(("_blocks", "_scales")):  # `gpt_oss_blocks` has them
+                continue
+            if kind == "gpt_oss" and stem.endswith(".experts"):
+                out |= gpt_oss_experts(stem.split(".")[2], last, w)
+                continue
             layer, part = stem.split(".h." if ".h." in stem else "layers.")[1].split(".", 1)
             if ".experts." in part:
                 experts_of(out, part, layer, w, apart)
@@ -128,7 +137,7 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                     out[f"blk.{layer}.ffn_{which}_exps.weight"] = np.ascontiguousarray(x)
                 continue
             short = LAYER[part]
-            if kind == "glm4_moe" and part == "post_attention_layernorm":
+            if kind in ("glm4_moe", "gpt_oss") and part == "post_attention_layernorm":
                 short = "post_attention_norm"
             if kind.startswith("gemma") and part == "post_attention_layernorm":
                 short = "post_attention_norm"
@@ -139,6 +148,33 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
             if short == "ffn_down" and powerinfer:
                 short, w = "ffn_down_t", w.T if w.ndim == 2 else w
             out[f"blk.{layer}.{short}.{last}"] = np.ascontiguousarray(w)
+    return out
+
+
+def gpt_oss_experts(layer: str, part: str, w: F32) -> dict[str, F32]:
+    """Gate and up are every second row (column, as stored) of one tensor."""
+    last = "bias" if part.endswith("_bias") else "weight"
+    w = w if last == "bias" else w.swapaxes(1, 2)
+    if part.startswith("down"):
+        return {f"blk.{layer}.ffn_down_exps.{last}": w}
+    each = (("gate", w[:, 0::2]), ("up", w[:, 1::2]))
+    return {f"blk.{layer}.ffn_{name}_exps.{last}": np.ascontiguousarray(x) for name, x in each}
+
+
+def gpt_oss_blocks(hf: Path) -> dict[str, NDArray[np.uint8]]:
+    """Experts' blocks as llama.cpp has them: the exponent, then weights i and i + 16 in byte i."""
+    from safetensors.numpy import load_file
+
+    tensors, out = load_file(hf / "model.safetensors"), dict[str, NDArray[np.uint8]]()
+    for name in [n for n in tensors if n.endswith("_blocks")]:
+        layer, part = name.split(".")[2], name.split(".")[-1].removesuffix("_proj_blocks")
+        pairs = tensors[name]
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:3], 32)
+        halves = codes[..., :16] | codes[..., 16:] << 4
+        scales = tensors[name.replace("_blocks", "_scales")][..., None]
+        rows = np.concatenate([scales, halves], axis=-1).reshape(*pairs.shape[:2], -1)
+        each = (("gate", rows[:, 0::2]), ("up", rows[:, 1::2])) if part == "gate_up" else ((part, rows),)
+        out |= {f"blk.{layer}.ffn_{p}_exps.weight": np.ascontiguousarray(x) for p, x in each}
     return out
 
 
@@ -248,7 +284,7 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
         import gguf
 
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if w.arch in ("minimax-m2", "hunyuan-moe"):
+    if w.arch in ("minimax-m2", "hunyuan-moe", "gpt-oss"):
         w.add_expert_feed_forward_length(config["intermediate_size"])
     if w.arch == "hunyuan-moe":
         w.add_expert_shared_feed_forward_length(config["intermediate_size"])
@@ -257,7 +293,7 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
 
 def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
     """Windows, caps, scales and longrope's tensors."""
-    if w.arch in ("phi3", "gemma2", "gemma3", "llama") and config.get("sliding_window"):
+    if w.arch in ("phi3", "gemma2", "gemma3", "llama", "gpt-oss") and config.get("sliding_window"):
         w.add_sliding_window(config["sliding_window"])
     if w.arch == "gemma3":
         w.add_array("gemma3.attention.sliding_window_pattern", [t[0] == "s" for t in config["layer_types"]])
@@ -344,6 +380,9 @@ def write(
                 w.add_tensor(name, gguf.quants.dequantize(raw, t))
             else:
                 w.add_tensor(name, raw, raw_dtype=t)
+    if "quantization_config" in config and arch == "gpt-oss":
+        for name, raw in gpt_oss_blocks(hf).items():
+            w.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.MXFP4)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

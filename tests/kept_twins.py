@@ -42,6 +42,7 @@ LOGITS = (
     "glm4_moe",
     "ernie4_5_moe",
     "hunyuan_moe",
+    "gpt_oss",
 )
 
 

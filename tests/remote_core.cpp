@@ -74,7 +74,10 @@ struct Request {
         const size_t n = number(), n_kv = number(), dim = number(), window = number();
         const float scale = real(), softcap = real();
         const float *q_norm = values<const float>(), *k_norm = values<const float>();
-        return {n, n_kv, dim, window, scale, softcap, q_norm, k_norm, real()};
+        const float eps = real();
+        const auto* sinks = values<const float>();
+        const bool whole_norms = number(), norms_last = number();
+        return {n, n_kv, dim, window, scale, softcap, q_norm, k_norm, eps, sinks, whole_norms, norms_last};
     }
     tc::Step step() {
         const int32_t *positions = values<int32_t>(), *sequence = values<int32_t>(), *table = values<int32_t>();
@@ -105,7 +108,11 @@ struct Request {
         const tc::Matrix first = matrix(), second = matrix();
         const float* least = values<const float>();
         const size_t hot = number();
-        return {n, gate, up, down, bias, activation, threshold, up_relu, bundles, sub, how, {first, second, least, hot, number() != 0}};
+        const bool relu = number();
+        const float* up_bias = values<const float>();
+        const float alpha = real();
+        const tc::Predictor guess = {first, second, least, hot, relu};
+        return {n, gate, up, down, bias, activation, threshold, up_relu, bundles, sub, how, guess, nullptr, nullptr, up_bias, alpha, real()};
     }
 };
 

@@ -161,9 +161,14 @@ class Heads(Part):
         q_norm: F32 | None,
         k_norm: F32 | None,
         eps: float,
+        sinks: F32 | None = None,
+        whole_norms: bool = False,
+        norms_last: bool = False,
     ) -> None:
         sizes = u64(n, n_kv, dim, min(window, 2**31 - 1))
-        super().__init__(sizes + f32(scale, softcap) + values(q_norm) + values(k_norm) + f32(eps))
+        norms = values(q_norm) + values(k_norm) + f32(eps)
+        rest = values(sinks) + u64(whole_norms, norms_last)
+        super().__init__(sizes + f32(scale, softcap) + norms + rest)
 
 
 class Join(Part):
@@ -219,11 +224,15 @@ class FFN(Part):
         disk: None = None,
         gate_disk: None = None,
         gate_bias: None = None,
+        up_bias: F32 | None = None,
+        alpha: float = 1.0,
+        limit: float = 0.0,
     ) -> None:
         assert disk is gate_disk is gate_bias is None, "no disk over there"
         parts = packed(norm, Norm) + gate.packed + packed(up, Matrix) + down.packed + values(down_bias)
         rest = u64(activation) + f32(threshold) + u64(up_relu, bundles) + packed(sub_norm, Norm) + join.packed
         guess = packed(None, Matrix) * 2 + values(None) + u64(0, 0) if predictor is None else predictor.packed
+        guess += values(up_bias) + f32(alpha, limit)
         super().__init__(parts + rest + guess, gate, up, down, predictor)
         self.neurons = gate.weight.shape[0]
 

@@ -528,6 +528,51 @@ def qwen3_moe_scores(path: Path) -> Path:
     return _mixture("Qwen3Moe", path, 41, num_experts=EXPERTS, head_dim=16, **more)
 
 
+def _gpt_oss(path: Path, seed: int, **changes: Any) -> Path:
+    """Rows of whole blocks of 32, so that experts can be blocks; activations on both sides of the limit."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    more: Json = {"sliding_window": 9, "swiglu_limit": 0.9, "intermediate_size": 96, "head_dim": 24}
+    more |= {"rope_parameters": rope | {"beta_fast": 2.0, "beta_slow": 0.1, "truncate": False}}
+    return _mixture("GptOss", path, seed, num_local_experts=EXPERTS, **(more | changes))
+
+
+def gpt_oss(path: Path) -> Path:
+    """Sinks, a window in every second layer, YaRN that cuts nothing off, biases, clamped experts."""
+    return _gpt_oss(path, 50)
+
+
+def gpt_oss_plain(path: Path) -> Path:
+    """Without biases of attention, windows where the config says, another clamp, plain rope."""
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    more: Json = {"attention_bias": False, "swiglu_alpha": 0.8, "swiglu_limit": 2.0, "layer_types": kinds}
+    return _gpt_oss(path, 51, rope_parameters=rope, **more)
+
+
+def gpt_oss_blocks(path: Path) -> Path:
+    """As published: experts in blocks of MXFP4, low nibbles first."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(_gpt_oss(path, 52) / "model.safetensors")
+    put_in_blocks(tensors, 52)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    _edit_config(path, lambda c: c.update(quantization_config=MXFP4))
+    return path
+
+
+def put_in_blocks(tensors: dict[str, NDArray[Any]], seed: int) -> None:
+    """Random blocks in place of the stacks of experts."""
+    rng = np.random.default_rng(seed)
+    for name in [n for n in tensors if re.search(r"experts\.\w+_proj$", n)]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = rng.integers(119, 124, blocks.shape[:3], dtype=np.uint8)
+
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+
+
 def olmoe(path: Path) -> Path:
     """Norms over all heads of q and k; weights that do not add up to one."""
     return _mixture("Olmoe", path, 42, num_experts=EXPERTS, intermediate_size=48)
@@ -631,6 +676,9 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         minicpm_s,
         qwen3_moe,
         qwen3_moe_scores,
+        gpt_oss,
+        gpt_oss_plain,
+        gpt_oss_blocks,
         olmoe,
         glm4_moe,
         glm4_moe_air,
@@ -754,6 +802,23 @@ def _bitnet_model(path: Path, config: Json) -> Any:
     return model
 
 
+def _gpt_oss_blocks_model(path: Path, config: Json) -> Any:
+    """transformers' gpt-oss with the numbers that it makes of the blocks."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import GptOssConfig, GptOssForCausalLM
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    del config["quantization_config"]
+    model = GptOssForCausalLM(GptOssConfig(**config, attn_implementation="eager"))
+    weights = load_file(path / "model.safetensors")
+    for name in [n.removesuffix("_blocks") for n in weights if n.endswith("_blocks")]:
+        blocks, scales = (weights.pop(f"{name}_{part}") for part in ("blocks", "scales"))
+        weights[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    model.load_state_dict(weights)
+    return model
+
+
 def hf_model(path: Path) -> Any:
     """transformers' own model for a twin directory, in float32, with plain attention."""
     import torch
@@ -769,6 +834,8 @@ def hf_model(path: Path) -> Any:
         model = _turbosparse_mixtral_model(path, config)
     elif config["architectures"] == ["MiniCPMForCausalLM"]:
         model = _minicpm_model(path, config)
+    elif config["model_type"] == "gpt_oss" and "quantization_config" in config:
+        model = _gpt_oss_blocks_model(path, config)
     elif "quantization_config" in config:
         model = _bitnet_model(path, config)
     else:

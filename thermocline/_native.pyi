@@ -179,7 +179,7 @@ class Stack:
     def __new__(cls, parts: tuple[Matrix, ...], bias: F32 | None) -> Stack: ...
 
 class Heads:
-    """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none.
+    """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none. `sinks` [n].
 
     `whole_norms`: the norms are of all heads as one. `norms_last`: they are behind rope.
     """
@@ -195,6 +195,7 @@ class Heads:
         q_norm: F32 | None,
         k_norm: F32 | None,
         eps: float,
+        sinks: F32 | None = None,
         whole_norms: bool = False,
         norms_last: bool = False,
     ) -> Heads: ...
@@ -291,9 +292,13 @@ class FFN:
         disk: DiskRows | None = None,
         gate_disk: DiskRows | None = None,
         gate_bias: F32 | None = None,
+        up_bias: F32 | None = None,
+        alpha: float = 1.0,
+        limit: float = 0.0,
     ) -> FFN:
         """`disk`: up and down are matrices over its whole pool, [slots, dim]. `gate_disk`: gate is, without a
-        bias, which is `gate_bias` [neurons] then."""
+        bias, which is `gate_bias` [neurons] then. `up_bias` [neurons]: not of bundles. `alpha`, `limit`:
+        swiglu_oai's."""
 
     @property
     def neurons(self) -> int: ...

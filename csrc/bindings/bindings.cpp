@@ -101,8 +101,8 @@ static tc::Norm norm_of(const Norm* norm, size_t dim) {
 static std::optional<Norm> held(const Norm* norm) { return norm ? std::optional<Norm>(*norm) : std::nullopt; }
 
 static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float scale, float softcap,
-                        std::optional<F1> q_norm, std::optional<F1> k_norm, float eps, bool whole_norms,
-                        bool norms_last) {
+                        std::optional<F1> q_norm, std::optional<F1> k_norm, float eps,
+                        std::optional<F1> sinks, bool whole_norms, bool norms_last) {
     check(n > 0 && n_kv > 0 && n % n_kv == 0 && dim > 0, "heads do not divide");
     check(softcap >= 0, "negative soft cap");
     check(!whole_norms || (q_norm && k_norm && !norms_last), "norms of all heads as one need both");
@@ -114,8 +114,9 @@ static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float 
         scale, softcap,
         q,     optional_vector(k_norm, whole_norms ? n_kv * dim : dim, "k_norm has the wrong length"),
         eps};
+    heads.sinks = optional_vector(sinks, n, "sinks have the wrong length");
     heads.whole_norms = whole_norms, heads.norms_last = norms_last;
-    return {heads, q_norm, k_norm};
+    return {heads, q_norm, k_norm, sinks};
 }
 
 static Join make_join(const Norm* norm, float scale) {
@@ -162,7 +163,8 @@ static bool over_slots(const Matrix& w, const DiskRows& disk) {
 static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, const Matrix& down,
                     std::optional<F1> down_bias, int activation, float threshold, bool up_relu, bool bundles,
                     const Norm* sub_norm, const Join& join, const Predictor* predictor, DiskRows* disk,
-                    DiskRows* gate_disk, std::optional<F1> gate_bias) {
+                    DiskRows* gate_disk, std::optional<F1> gate_bias, std::optional<F1> up_bias, float alpha,
+                    float limit) {
     check(!sub_norm || !bundles || (!sub_norm->norm.layer && !sub_norm->bias),
           "bundles take an RMS sub-norm without bias");
     const Matrix &g = gate.linear.weight, &d = down;
@@ -193,19 +195,23 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
     // The kernels skip a neuron when its activation is zero; that is the answer only where zero means "not
     // above".
     check(threshold >= 0, "negative activation threshold");
+    check(limit >= 0 && (limit > 0 || activation != tc::SWIGLU_OAI), "a clamped activation needs a limit");
+    check(!bundles || activation != tc::SWIGLU_OAI, "no neuron of this activation can be skipped");
+    check(!up_bias || (up && !bundles), "only up as a plain matrix has a bias");
     tc::Linear gates = gate.linear;
     if (gate_disk) gates.bias = optional_vector(gate_bias, neurons, "gate_bias has the wrong length");
-    return {
-        {norm_of(norm, dim), gates, up ? *up : Matrix{}, down,
-         optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation),
-         threshold, up_relu, bundles, norm_of(sub_norm, neurons), join_of(join, dim), guess, disk, gate_disk},
-        held(norm),
-        held(sub_norm),
-        gate,
-        down_bias,
-        join,
-        predictor ? std::optional<Predictor>(*predictor) : std::nullopt,
-        gate_bias};
+    return {{norm_of(norm, dim), gates, up ? *up : Matrix{}, down,
+             optional_vector(down_bias, dim, "down bias has the wrong length"), tc::Activation(activation),
+             threshold, up_relu, bundles, norm_of(sub_norm, neurons), join_of(join, dim), guess, disk,
+             gate_disk, optional_vector(up_bias, neurons, "up_bias has the wrong length"), alpha, limit},
+            held(norm),
+            held(sub_norm),
+            gate,
+            down_bias,
+            join,
+            predictor ? std::optional<Predictor>(*predictor) : std::nullopt,
+            gate_bias,
+            up_bias};
 }
 
 static tc::RouterRule make_rule(int score, int weights, float epsilon, bool epsilon_floor, float scale,
@@ -680,8 +686,8 @@ NB_MODULE(_native, m) {
              "parts"_a, "bias"_a.noconvert().none(), nb::keep_alive<0, 2>());
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "n"_a, "n_kv"_a, "dim"_a, "window"_a, "scale"_a, "softcap"_a,
-             "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a, "whole_norms"_a = false,
-             "norms_last"_a = false);
+             "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a,
+             "sinks"_a.noconvert().none() = nb::none(), "whole_norms"_a = false, "norms_last"_a = false);
     nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a);
     nb::class_<Attention>(m, "Attention")
         .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(),
@@ -694,6 +700,7 @@ NB_MODULE(_native, m) {
              "down_bias"_a.noconvert().none(), "activation"_a, "threshold"_a, "up_relu"_a, "bundles"_a,
              "sub_norm"_a.none(), "join"_a, "predictor"_a.none() = nb::none(), "disk"_a.none() = nb::none(),
              "gate_disk"_a.none() = nb::none(), "gate_bias"_a.noconvert().none() = nb::none(),
+             "up_bias"_a.noconvert().none() = nb::none(), "alpha"_a = 1.0f, "limit"_a = 0.0f,
              nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(), nb::keep_alive<0, 5>(), nb::keep_alive<0, 13>(),
              nb::keep_alive<0, 14>(), nb::keep_alive<0, 15>())
         .def_prop_ro("neurons", [](const FFN& f) { return f.layer.neurons(); })

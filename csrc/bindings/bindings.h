@@ -55,7 +55,7 @@ struct Stack {
 };
 struct Heads {
     tc::Heads heads;
-    std::optional<F1> q_norm, k_norm;
+    std::optional<F1> q_norm, k_norm, sinks;
 };
 struct Join {
     tc::Join join;
@@ -80,7 +80,7 @@ struct FFN {
     std::optional<F1> down_bias;
     Join join;
     std::optional<Predictor> predictor;
-    std::optional<F1> gate_bias;
+    std::optional<F1> gate_bias, up_bias;
     size_t dim() const { return layer.gate.weight.cols; }
 };
 struct Mixture {

@@ -83,7 +83,7 @@ void Context::Walk::encode() {
     for (size_t begin, end; code_rows.take(&begin, &end);) {
         k.matmul(g.p.first, nullptr, begin, end, g.x, nullptr, false, g.values + begin, rank, nullptr);
         for (size_t t = 0; t < tokens; t++) {
-            if (g.p.relu) k.activate(g.values + t * rank + begin, end - begin, RELU, 0);
+            if (g.p.relu) k.activate(g.values + t * rank + begin, end - begin, {RELU, 0, false, 1, 0});
             if (quantised(g.p.second))
                 k.quantize(g.p.second.format, g.values + t * rank + begin, rank, begin, end, false,
                            g.code.row_bytes, t, ctx.code_input_.data());
@@ -122,11 +122,12 @@ void Context::Walk::activations(size_t begin, size_t end, const int32_t* gate_ro
     const bool elsewhere = gate_rows && gate_rows != ids;  // rows are no neurons: their biases are added here
     k.matmul(a.ffn.gate.weight, gate_rows, begin, end, in.gate, elsewhere ? nullptr : a.ffn.gate.bias, false,
              h + begin, n, scratch + size_t(thread) * ctx.panel_stride_);
+    Gating how = a.ffn.gating();
+    if (open_above) how.activation = FATRELU, how.threshold = *open_above;
     for (size_t t = 0; t < tokens; t++) {
         for (size_t i = begin; elsewhere && a.ffn.gate.bias && i < end; i++)
             h[t * n + i] += a.ffn.gate.bias[guessed ? size_t(ids[i]) : i];
-        k.activate(h + t * n + begin, end - begin, open_above ? FATRELU : a.ffn.activation,
-                   open_above.value_or(a.ffn.threshold));
+        k.activate(h + t * n + begin, end - begin, how);
     }
     gates.fetch_add(end - begin, std::memory_order_relaxed);
 }

@@ -200,7 +200,7 @@ size_t Context::Experts::activations(const Visit& v, size_t begin, size_t end, i
     k.matmul(f.gate.weight, nullptr, begin, end, input(v, f.gate.weight.format), f.gate.bias, false, gate,
              some, panel(thread));
     if (up)
-        k.matmul(f.up, nullptr, begin, end, input(v, f.up.format), nullptr, false, up, some, panel(thread));
+        k.matmul(f.up, nullptr, begin, end, input(v, f.up.format), f.up_bias, false, up, some, panel(thread));
     size_t live = 0;
     for (size_t i = 0; i < v.n; i++) {
         float* x = gate + i * some;

@@ -39,8 +39,7 @@ size_t Context::gate_up_panel_bytes(const FFNArgs& a, const GateUpInputs& in) co
 }
 
 size_t activate(const Kernels& k, const FFN& f, float* gate, const float* up, size_t n) {
-    k.activate(gate, n, f.activation, f.threshold);
-    for (size_t i = 0; i < n && up; i++) gate[i] = f.up_relu && up[i] <= 0 ? 0.0f : gate[i] * up[i];
+    k.combine(gate, up, n, f.gating());
     size_t live = 0;
     for (size_t i = 0; i < n; i++) live += gate[i] != 0;
     return live;
@@ -73,7 +72,7 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
         for (size_t begin, end; neurons.take(&begin, &end);) {
             k.matmul(a.ffn.gate.weight, nullptr, begin, end, in.gate, a.ffn.gate.bias, false, gate + begin, n,
                      mine);
-            if (up) k.matmul(a.ffn.up, nullptr, begin, end, in.up, nullptr, false, up + begin, n, mine);
+            if (up) k.matmul(a.ffn.up, nullptr, begin, end, in.up, a.ffn.up_bias, false, up + begin, n, mine);
             for (size_t t = 0; t < tokens; t++) {
                 float* h = gate + t * n + begin;
                 live += activate(k, a.ffn, h, up ? up + t * n + begin : nullptr, end - begin);

@@ -245,7 +245,13 @@ void Context::finish(const AttentionArgs& a, const Queries& q, size_t head, cons
     const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv;
     for (size_t r = 0; r < q.tokens * group; r++, from += hd + 2) {
         float* out = a.out + (q.first + r / group) * a.heads.n * hd + (head * group + r % group) * hd;
-        const float inverse = 1.0f / from[hd + 1];
+        float inverse = 1.0f / from[hd + 1];
+        if (a.heads.sinks) {  // joined as a span whose only value is 0; how much that leaves of the others
+            float left[3] = {1, from[hd], from[hd + 1]};
+            const float sink[3] = {0, a.heads.sinks[head * group + r % group], 1};
+            k.merge(left, sink, 1);
+            inverse = left[0] / left[2];
+        }
         for (size_t i = 0; i < hd; i++) out[i] = from[i] * inverse;
         if (a.v.rotated()) k.rotate(out, hd, scratch);  // back
     }

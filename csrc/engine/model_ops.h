@@ -62,6 +62,8 @@ struct Heads {
     float scale, softcap;          // scores: scale * q.k, then cap * tanh(score / cap); softcap 0: none
     const float *q_norm, *k_norm;  // [dim], of an RMS norm of each head before rope; or null
     float norm_eps;
+    const float* sinks =
+        nullptr;               // [n]: a score that each head's softmax has besides, without a value; or null
     bool whole_norms = false;  // of all heads as one instead: [n * dim], [n_kv * dim]
     bool norms_last = false;   // behind rope
 };
@@ -114,6 +116,9 @@ struct FFN {
     // Where neurons are on disk, rows of up and down are the slots of disk->pool(). With gate_disk, too, rows
     // of gate are the slots of its pool.
     DiskRows *disk = nullptr, *gate_disk = nullptr;
+    const float* up_bias = nullptr;  // [neurons], or null: of plain matrices only
+    float alpha = 1, limit = 0;      // SWIGLU_OAI's
+    Gating gating() const { return {activation, threshold, up_relu, alpha, limit}; }
     size_t neurons() const { return disk ? disk->neurons : gate.weight.rows; }
 };
 

@@ -21,7 +21,17 @@ enum Activation : int32_t {
     RELU = 3,
     FATRELU = 4,
     RELU2 = 5,
-    N_ACTIVATIONS = 6
+    SWIGLU_OAI = 6,
+    N_ACTIVATIONS = 7
+};
+
+// What becomes of a gate's value g and of up's value u beside it: h = act(g) * up_act(u).
+struct Gating {
+    Activation activation;
+    float threshold;     // FATRELU: g counts above it
+    bool up_relu;        // dReLU: up_act is max(0, .), else the identity
+    float alpha, limit;  // SWIGLU_OAI: act is g * sigmoid(alpha * g) of min(g, limit); up_act is 1 + u, where
+                         // u is kept within +-limit
 };
 
 // A stored matrix: `rows` rows of `cols` weights, row r at data + r*stride. Rows of blocks are planar: the
@@ -163,7 +173,9 @@ struct Kernels {
     // layer: subtract the mean first. bias may be null.
     void (*norm)(const float* x, const float* weight, const float* bias, float eps, bool layer, size_t n,
                  float* y);
-    void (*activate)(float* x, size_t n, Activation kind, float threshold);
+    void (*activate)(float* x, size_t n, const Gating& how);
+    // h = act(h) * up_act(up), n numbers in place. up null: act(h).
+    void (*combine)(float* h, const float* up, size_t n, const Gating& how);
 
     // Half-rotation RoPE in place on one head: pairs (i, i + head_dim/2).
     void (*rope)(float* x, const float* cos, const float* sin, size_t head_dim);

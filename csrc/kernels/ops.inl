@@ -28,8 +28,9 @@ static vf vexp(vf x) {
 }
 static vf sigmoid(vf x) { return vdiv(vset1(1), vadd(vset1(1), vexp(vsub(vzero(), x)))); }
 
-static void activate(float* x, size_t n, Activation kind, float threshold) {
-    switch (kind) {
+static void activate(float* x, size_t n, const Gating& how) {
+    const float threshold = how.threshold, alpha = how.alpha, limit = how.limit;
+    switch (how.activation) {
         case SILU:
             map(x, n, [](vf g) { return vmul(g, sigmoid(g)); });
             break;
@@ -54,8 +55,29 @@ static void activate(float* x, size_t n, Activation kind, float threshold) {
                 return vmul(g, g);
             });
             break;
+        case SWIGLU_OAI:
+            map(x, n, [=](vf g) {
+                g = vmin(vset1(limit), g);  // in this order: a NaN comes through
+                return vmul(g, sigmoid(vmul(vset1(alpha), g)));
+            });
+            break;
         default:
             break;
+    }
+}
+
+static void combine(float* h, const float* up, size_t n, const Gating& how) {
+    activate(h, n, how);
+    if (!up) return;
+    if (how.activation != SWIGLU_OAI) {
+        for (size_t i = 0; i < n; i++) h[i] = how.up_relu && up[i] <= 0 ? 0.0f : h[i] * up[i];
+        return;
+    }
+    const vf limit = vset1(how.limit), least = vset1(-how.limit);
+    for (size_t i = 0; i < n; i += W) {
+        const int k = int(smaller(W, n - i));
+        const vf u = vmin(limit, vmax(least, vload_n(up + i, k)));
+        vstore_n(h + i, vmul(vadd(u, vset1(1)), vload_n(h + i, k)), k);
     }
 }
 
@@ -124,5 +146,5 @@ static uint64_t read_all(const uint8_t* p, size_t n) {
 
 static const Kernels table = {ISA_NAME,    kPanelRows, kInterleaves, input_bytes, tile_tokens, quantize,
                               panel_bytes, matmul,     bundles,      accumulate,  decode_row,  norm,
-                              activate,    rope,       rotate,       store_key,   store_value, code_query,
-                              attend,      merge,      read_all};
+                              activate,    combine,    rope,         rotate,      store_key,   store_value,
+                              code_query,  attend,     merge,        read_all};

@@ -41,6 +41,7 @@ YARN = RopeScaling(kind="yarn", factor=4.0, original_context=64, attention_facto
 LONG = RopeScaling(kind="longrope", original_context=64, short_factors=(1.5,) * 8, long_factors=(3.0,) * 8)
 LLAMA3 = RopeScaling(4.0, 1.0, 4.0, 16)
 WINDOW = replace(SPEC, sliding_window=9)
+CLAMPED = replace(SPEC, activation="swiglu_oai", swiglu_limit=0.5, swiglu_alpha=1.702)
 # field -> (a spec, what the field may be instead)
 FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "norm": (SPEC, "layer"),
@@ -69,6 +70,9 @@ FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "rotary_dim": (SPEC, 8),
     "window_layers": (WINDOW, (1,)),
     "local_rope_theta": (WINDOW, 50.0),
+    "attention_sinks": (SPEC, True),
+    "swiglu_alpha": (CLAMPED, 3.0),
+    "swiglu_limit": (CLAMPED, 0.2),
 }
 MORE = {
     "post": (SPEC, replace(SPEC, norm_order="post")),
@@ -129,6 +133,7 @@ def random_weights(spec: ModelSpec) -> Weights:
             ffn_sub_norm=norm(a + "fs", f) if s.sub_norms else None,
             attn_post_norm=norm(a + "ap") if sandwich else None,
             ffn_post_norm=norm(a + "fp") if sandwich else None,
+            sinks=3 * values(a + "sinks", s.n_heads) if s.attention_sinks else None,
         )
 
     width = spec.embed_dim or spec.dim

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, bool]] = {
     "minicpm": ("minicpm", False),
     "qwen2_drelu": ("qwen2", False),
     "qwen3_moe": ("qwen3moe", False),
+    "gpt_oss": ("gpt-oss", False),
     "olmoe": ("olmoe", False),
     **dict.fromkeys(("glm4_moe", "glm4_moe_air"), ("glm4moe", False)),
     "dots1": ("dots1", False),
@@ -71,6 +72,7 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 16},
     "falcon_relu": {"activation": "relu"},
     "minicpm": {"hidden_act": "silu"},
+    "gpt_oss": {"swiglu_limit": 7.0},
     "dots1": {"sliding_window": None, "layer_types": None},
     "ernie4_5_moe": {"moe_norm_min": 1e-12},
 }

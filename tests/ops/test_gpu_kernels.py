@@ -112,8 +112,8 @@ def test_a_matrix_product(kernels: Kernels, format: str, tokens: int) -> None:
 
 
 def rope_store_and_attend(kernels: Kernels, c: Attention) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    own = [kernels.some(x) for x in (c.heads.q_norm, c.heads.k_norm)]
-    h: Any = replace(c.heads, q_norm=own[0], k_norm=own[1])
+    own = [kernels.some(x) for x in (c.heads.q_norm, c.heads.k_norm, c.heads.sinks)]
+    h: Any = replace(c.heads, q_norm=own[0], k_norm=own[1], sinks=own[2])
     qkv, k, v = (kernels.put(x) for x in (c.qkv, c.k, c.v))
     batch = c.batch
     paged = [kernels.put(x) for x in (batch.positions, batch.sequence, batch.block_table)]
@@ -133,6 +133,10 @@ ATTENTIONS = {
     "softcap": attention_case(heads(4, 2, 64, softcap=2.0, scale=0.3), [150], 1, 64),
     "small heads, blocks of 16": attention_case(heads(2, 1, 16), [20, 40], 2, 16, block=16),
     "normed": attention_case(heads(4, 2, 64, q_norm=normal(1, 64), k_norm=normal(2, 64)), [40], 2, 64),
+    "sinks": attention_case(heads(4, 2, 64, sinks=4 * normal(3, 4)), [300, 7], 2, 64),
+    "sinks, window, softcap": attention_case(
+        heads(3, 1, 64, sinks=4 * normal(4, 3), window=20, softcap=2.0), [190, 3], 2, 64
+    ),
     "a prompt": attention_case(heads(2, 1, 16), [40, 33], 20, 16),
     "a prompt in longer spans": attention_case(heads(1, 1, 16), [270], 17, 16),
     "several spans": attention_case(heads(2, 1, 16), [300, 128, 129], 1, 16),
@@ -154,14 +158,14 @@ def test_attention(kernels: Kernels, case: str) -> None:
 def test_activations(kernels: Kernels, activation: str) -> None:
     gate, up = 4 * normal(1, 3, 50), normal(2, 3, 50)
     gate[0, :4] = 0, -0.0, 0.05, -30
-    plain = activations.activate(gate, activation, 0.05)
+    plain = activations.activate(gate, activation, 0.05, 1.702)
     for u, relu, want in (
         (None, False, plain),
-        (up, False, plain * up),
+        (up, False, plain * activations.up_factor(up, activation, 0.05, False)),
         (up, True, plain * np.maximum(up, 0)),
     ):
         out = kernels.put(gate)
-        kernels.ops.activate(out, out, kernels.some(u), activation, 0.05, relu)
+        kernels.ops.activate(out, out, kernels.some(u), activation, 0.05, relu, 1.702)
         kernels.check(out, want)
 
 

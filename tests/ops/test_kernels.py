@@ -249,10 +249,12 @@ class Case:
     batch: Batch
     cos: F32 | None
     sin: F32 | None
+    sinks: F32 | None = None  # [heads]
 
     def run(self, ops: Any) -> tuple[F32, KVLayer]:
         kv = KVLayer(self.kv.shape, self.kv.k.copy(), self.kv.v.copy())
-        return ops.attention(Heads.of(self.spec), self.qkv.copy(), self.step(ops), kv), kv
+        heads = replace(Heads.of(self.spec), sinks=self.sinks)
+        return ops.attention(heads, self.qkv.copy(), self.step(ops), kv), kv
 
     def step(self, ops: Any) -> Any:
         return ops.step(self.batch, self.kv.shape.block, self.cos, self.sin)
@@ -338,6 +340,15 @@ ATTENTION = [
     attention_case(32, 1, 2, [(699, 700)], 189),  # of a window, only the first position is in the first span
     attention_case(16, 1, 20, [(1023, 1026)], 600),  # more queries for a head than one turn takes
     *(attention_case(64, 1, group, SPANS, None) for group in (3, 5, 7, 8)),
+    *(
+        replace(case, sinks=4 * normal(9, case.spec.n_heads))
+        for case in (
+            attention_case(64, 2, 8, SPANS, None),
+            attention_case(24, 2, 3, SPANS, 32),
+            attention_case(32, 1, 1, [(1500, 1540)], None),
+            attention_case(32, 1, 2, [(690, 700), (0, 40)], 500, types=CacheTypes("q8_0", "q4_0")),
+        )
+    ),
 ]
 KINDS_OF_CACHE = [CacheTypes(k, v) for k in CACHE_TYPES for v in CACHE_TYPES]
 QUANTISED_ATTENTION = [
@@ -492,7 +503,8 @@ def ffn_shapes(format: str) -> list[tuple[int, int]]:
 
 
 FFNS = [*itertools.product(KINDS, SPARSE_ACTIVATIONS)]
-FFNS += [("gated", activation) for activation in ACTIVATIONS if activation not in SPARSE_ACTIVATIONS]
+IN_BUNDLES = [a for a in ACTIVATIONS if a != "swiglu_oai"]  # whose up may have a bias
+FFNS += [("gated", a) for a in IN_BUNDLES if a not in SPARSE_ACTIVATIONS]
 
 
 def check_ffn_add(isa: str, format: str) -> None:
@@ -545,6 +557,50 @@ def test_a_dense_ffn_equals_the_reference(isa: str, format: str, kind: str) -> N
         for tokens, threads, sparsity in ways:
             part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens], sparsity=sparsity)
             assert same_bits(part, y[:tokens]), (*at, tokens, threads)
+
+
+@pytest.mark.parametrize(("isa", "format"), FFN_PAIRS)
+def test_a_clamped_swiglu_equals_the_reference(isa: str, format: str) -> None:
+    """gpt-oss's, whose up has a bias too. Values are beyond the limit on all sides."""
+    for sizes in ((32, 288), (96, 160), (1056, 32)):
+        neurons, dim = (whole(format, n) for n in sizes)
+        f = ffn(format, neurons, dim, "gated", "swiglu_oai", bundles=False)
+        f = replace(f, spec=replace(f.spec, swiglu_alpha=ALPHA, swiglu_limit=0.9))
+        bias = normal(8, neurons)
+        f = replace(
+            f,
+            **{
+                k: g.with_part(replace(g.part, up_bias=bias))
+                for k, g in (("native", f.native), ("numpy", f.numpy))
+            },
+        )
+        x, h = normal(5, max(TOKENS), dim), normal(6, max(TOKENS), dim)
+        y, _ = f.run(cpu(isa), x, h)
+        truth, _ = f.truth(x, h)
+        assert nmse(y - x, truth - x) <= (3 * INT8_NMSE if format in QUANTISED else F32_NMSE), sizes
+        for tokens, threads in itertools.product((1, 4, 5, 64), (1, 3)):
+            part, _ = f.run(cpu(isa, threads), x[:tokens], h[:tokens])
+            assert same_bits(part, y[:tokens]), (*sizes, tokens, threads)
+
+
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_a_clamped_swiglu_is_the_formula(isa: str) -> None:
+    g = np.array([[-40, -7.5, -1, 0, 0.5, 6.9, 7.1, 100, np.nan, 1, 1, 1]], np.float32)
+    u = np.array([[1, -0.5, -8, 3, 7.1, 100, -100, 0, 1, -1, np.nan, 6.5]], np.float32)
+    n = g.shape[1]
+    eye = np.eye(n, dtype=np.float32)
+    native, still = stored("f32", eye)[0], stored("f32", 0 * eye)[0]
+    if isa == "reference":
+        native, still = eye, 0 * eye
+    spec = replace(SPEC, dim=n, ffn_dim=n, activation="swiglu_oai", swiglu_alpha=ALPHA, swiglu_limit=LIMIT)
+    f = FFN.whole(Linear(still, g[0]), still, native, None, False)
+    f = f.with_part(replace(f.part, up_bias=u[0]))
+    ops, y = reference if isa == "reference" else cpu(isa), np.zeros((1, n), np.float32)
+    hidden = np.empty((1, n), np.float32)
+    ops.ffn_add(y, np.zeros((1, n), np.float32), bound_ffn(ops, spec, f), "off", FFNStats(), hidden)
+    low = np.minimum(g.astype(np.float64), LIMIT)
+    truth = (np.clip(u.astype(np.float64), -LIMIT, LIMIT) + 1) * low / (1 + np.exp(-ALPHA * low))
+    assert np.allclose(hidden, truth, rtol=1e-5, atol=1e-28, equal_nan=True)
 
 
 @pytest.mark.parametrize("bundles", [True, False])
@@ -654,7 +710,7 @@ def test_the_answer_is_right_for_every_active_set(isa: str, format: str, kind: s
     assert same_bits(quiet.run(cpu(isa), x, h)[0], x + quiet.native.down_bias)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", IN_BUNDLES)
 @pytest.mark.parametrize(("isa", "format"), FFN_PAIRS)
 def test_tokens_skipping_and_threads_change_no_bit(isa: str, format: str, activation: str) -> None:
     n, dim = 645, whole(format, 416)  # chunks of neurons and tiles of columns, the last of each short
@@ -966,10 +1022,16 @@ def activated(isa: str, activation: str, values: F32, threshold: float = 0.0) ->
     n = values.shape[1]
     eye, _ = stored("f32", np.eye(n, dtype=np.float32))
     spec = replace(SPEC, dim=n, ffn_dim=n, activation=activation, activation_threshold=threshold, gated=False)
+    clamped = activation == "swiglu_oai"
+    if clamped:
+        spec = replace(spec, swiglu_alpha=ALPHA, swiglu_limit=LIMIT)
     y = np.zeros_like(values)
-    bound = bound_ffn(cpu(isa), spec, FFN.whole(Linear(eye, None), None, eye, None, True))
+    bound = bound_ffn(cpu(isa), spec, FFN.whole(Linear(eye, None), None, eye, None, not clamped))
     cpu(isa).ffn_add(y, values, bound, "off", FFNStats())
     return y
+
+
+ALPHA, LIMIT = 1.702, 7.0  # swiglu_oai's, in gpt-oss
 
 
 def exactly(activation: str, g: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
@@ -985,13 +1047,22 @@ def exactly(activation: str, g: NDArray[np.float64], threshold: float) -> NDArra
             return np.where(g > threshold, g, 0)
         case "relu2":
             return np.where(g > 0, g * g, 0)
+        case "swiglu_oai":
+            g = np.minimum(g, LIMIT)
+            return g * np.exp(-np.logaddexp(0, -float(np.float32(ALPHA)) * g))
     raise ValueError(activation)
 
 
 # Largest |error| allowed: relative * |truth| + absolute. SiLU and GELU-tanh are one e^x (2e-7), a sum, a
 # division; where e^x would overflow they stop at 1e-34 instead of 0. GELU-tanh's cube and GELU's 1 + erf
 # cancel for g < 0.
-ERROR = {"silu": (6e-7, 1e-34), "gelu_tanh": (3e-6, 1e-10), "gelu": (3e-7, 4e-7)}
+# swiglu_oai rounds alpha * g, of up to 88, before e^x.
+ERROR = {
+    "swiglu_oai": (1.2e-5, 1e-34),
+    "silu": (6e-7, 1e-34),
+    "gelu_tanh": (3e-6, 1e-10),
+    "gelu": (3e-7, 4e-7),
+}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -1087,6 +1158,32 @@ def test_attention_to_an_overflowed_key_is_nan(isa: str) -> None:
     assert np.array_equal(np.isnan(case.run(cpu(isa))[0]), np.isnan(truth))
 
 
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_a_sink_takes_its_share_of_the_softmax(isa: str) -> None:
+    """One more score of each head, without a value. Of -inf: none; a large one leaves nothing."""
+    case = attention_case(64, 2, 2, [(0, 40)], 9)
+    ops = reference if isa == "reference" else cpu(isa)
+    plain = case.run(ops)[0]
+    q, k, v = (x.astype(np.float64).reshape(40, -1, 64) for x in np.split(case.qkv, (256, 384), axis=1))
+    assert case.cos is not None and case.sin is not None
+    q, k = (reference.rotate(x, case.cos, case.sin) for x in (q, k))
+    k, v = (x.astype(np.float16).astype(np.float64) for x in (k, v))
+    at = np.arange(40)
+    seen = (at <= at[:, None]) & (at > at[:, None] - 9)
+    for sinks in (np.array([-3, 0.5, 2, 6], np.float32), np.array([0, -1e4, 90, 1], np.float32)):
+        truth = np.empty((40, 4, 64))
+        for head, sink in enumerate(sinks):
+            scores = np.where(seen, q[:, head] @ k[:, head // 2].T / 8, -np.inf)
+            weights = np.exp(scores)
+            truth[:, head] = weights @ v[:, head // 2] / (weights.sum(axis=1) + np.exp(float(sink)))[:, None]
+        y = replace(case, sinks=sinks).run(ops)[0].reshape(40, 4, 64)
+        for head, sink in enumerate(sinks):
+            error = ((y[:, head] - truth[:, head]) ** 2).sum() / (truth[:, head] ** 2).sum()
+            assert error <= F32_NMSE or (sink == 90 and np.abs(y[:, head]).max() < 1e-30), (head, sink)
+    assert nmse(plain.reshape(40, 4, 64)[:, 1], y[:, 1]) <= 1e-12  # of -1e4
+    assert nmse(plain, y.reshape(40, -1)) > 0.01
+
+
 # ---- random shapes
 
 
@@ -1178,7 +1275,7 @@ class Good:
 
     def heads(self, **changes: Any) -> _native.Heads:
         good: dict[str, Any] = {"n": 4, "n_kv": 2, "dim": 6, "window": 0, "scale": 0.5, "softcap": 0.0}
-        good |= {"q_norm": None, "k_norm": None, "eps": 1e-5}
+        good |= {"q_norm": None, "k_norm": None, "eps": 1e-5, "sinks": None}
         return _native.Heads(*(good | changes).values())
 
     def attention(self, **changes: Any) -> None:
@@ -1228,7 +1325,7 @@ class Good:
             "sub_norm": None,
             "join": _native.Join(None, 1.0),
         }
-        return _native.FFN(*(good | changes).values())
+        return _native.FFN(**(good | changes))
 
     def wide_expert(self) -> _native.FFN:
         """Of 9 neurons instead of 8."""
@@ -1339,6 +1436,7 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "matmul into narrow rows": lambda g: g.matmul(out=zeros(2, 7)),
     "matmul by an array": lambda g: g.matmul(w=zeros(8, 32)),
     "matmul by nothing": lambda g: g.matmul(w=None),
+    "heads with too few sinks": lambda g: g.heads(sinks=zeros(3)),
     "attention of narrow qkv": lambda g: g.attention(qkv=zeros(2, 47)),
     "heads, none": lambda g: g.heads(n=0),
     "heads without kv heads": lambda g: g.heads(n_kv=0),
@@ -1447,6 +1545,9 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "ffn without downs": lambda g: g.ffn(down=None),
     "ffn with a short down bias": lambda g: g.ffn(down_bias=zeros(31)),
     "ffn with activation -1": lambda g: g.ffn(activation=-1),
+    "ffn with a clamped activation that has no limit": lambda g: g.ffn(activation=6, bundles=False),
+    "ffn with a clamped activation in bundles": lambda g: g.ffn(activation=6, limit=7.0),
+    "ffn with a bias of up in bundles": lambda g: g.ffn(up_bias=zeros(g.w.shape[0])),
     "ffn with an unknown activation": lambda g: g.ffn(activation=len(ACTIVATIONS)),
     "ffn with a negative threshold": lambda g: g.ffn(threshold=-0.5),
     "ffn with a threshold that is no number": lambda g: g.ffn(threshold=math.nan),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from thermocline.convert import ternary
+from thermocline.convert.checkpoint import block_stacks, ternary
 from thermocline.convert.from_gguf import is_gguf, pack_gguf
 from thermocline.convert.gguf_rows import Cost
 from thermocline.convert.hf_directory import content_key, copied_files, label, require_model_directory
-from thermocline.convert.rows import TensorMapSource, with_own_head
+from thermocline.convert.rows import with_own_head
 from thermocline.files.safetensors import Checkpoint
 from thermocline.model import formats, quant
 from thermocline.model.families import Read, read_config
@@ -29,7 +29,8 @@ def pack(
 ) -> Cost | None:
     """Pack a Hugging Face directory or a GGUF file. For a GGUF, return what the conversion changed.
 
-    `weight_format` None keeps each tensor's own format for a GGUF, and is `formats.DEFAULT` otherwise.
+    `weight_format` None keeps each tensor's own format for a GGUF; of a directory it keeps blocks of MXFP4,
+    and is `formats.DEFAULT` for all else.
     `activation` ("relu" or "drelu") settles what a source may leave open. Raises BadFile, IOFailure,
     Unsupported, UsageError; see `write_pack`.
     """
@@ -43,27 +44,29 @@ def pack(
         )
     require_model_directory(src)
     read = read_config(src, activation)
-    _pack_directory(src, Path(dst), weight_format or formats.DEFAULT, read, overwrite, progress)
+    _pack_directory(src, Path(dst), weight_format, read, overwrite, progress)
     return None
 
 
 def _pack_directory(
     src: Path,
     dst: Path,
-    weight_format: str,
+    weight_format: str | None,
     read: Read,
     overwrite: bool,
     progress: Progress | None,
 ) -> None:
     with Checkpoint(src) as checkpoint:
         spec, tensor_map = with_own_head(*read, checkpoint.tensors, checkpoint.where)
-        source = TensorMapSource(str(src), *ternary.seen(checkpoint, tensor_map), tensor_map)
+        seen = block_stacks.seen(checkpoint, *ternary.seen(checkpoint, tensor_map))
+        source = block_stacks.CheckpointSource(str(src), *seen, tensor_map)
         write_pack(
             dst,
             spec,
-            weight_format,
+            weight_format or formats.DEFAULT,
             source,
             PackExtras(
+                formats={} if weight_format else source.formats(),
                 optional=optional_among(tensor_map.tensors, spec),
                 files=copied_files(src),
                 origin=("huggingface", label(src), content_key(src, checkpoint.shards)),

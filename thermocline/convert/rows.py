@@ -133,6 +133,11 @@ class TensorMapSource:
     def _rows(self, name: str, piece: SourceSlice, rows: range) -> F32:
         """Return rows of a source tensor: in the source's order, backwards, or with a step."""
         low, high = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
+        if piece.flat:
+            columns = piece.shape[-1]
+            first = low // columns
+            numbers = self._where[name].read_rows(name, first, -(-high // columns)).reshape(-1)
+            return numbers[low - first * columns : high - first * columns][:: rows.step]
         if not piece.transposed:
             return self._where[name].read_rows(name, low, high)[:: rows.step]
         key = f"{name} {piece.first_row}"

@@ -96,7 +96,7 @@ class SyntheticModel:
                 "choose another shape"
             )
         if active is not None and not spec.sparse:
-            spec = dataclasses.replace(spec, activation="relu")
+            spec = dataclasses.replace(spec, activation="relu", swiglu_alpha=1.0, swiglu_limit=0.0)
         chosen = ACTIVE if active is None else active
         sparsity = SyntheticSparsity(chosen, skew, rank, hottest_first) if spec.sparse else None
         known = expected_tensors(spec, "f32")

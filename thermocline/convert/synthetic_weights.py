@@ -128,7 +128,9 @@ class WeightStatistics:
             p = activities(spec.n_experts * spec.ffn_dim, sparsity.active, sparsity.skew)
             each = np.sqrt(p) if drelu else p  # gate and up are independent: both must be positive
             quantiles = np.array([NormalDist().inv_cdf(q) for q in each.tolist()])
-        mean, square = _moments(spec.activation, spec.activation_threshold, quantiles)
+        mean, square = _moments(spec.activation, spec.activation_bound, quantiles, spec.swiglu_alpha)
+        if spec.activation == "swiglu_oai":  # what it is multiplied with is 1 + up
+            square = 2 * square
         if drelu:
             mean_up, square_up = _moments("relu", 0.0, quantiles)
             mean, square = mean * mean_up, square * square_up
@@ -245,14 +247,14 @@ def _mixed(spec: ModelSpec) -> float:
     return float((weights.astype(np.float64) ** 2).sum(axis=1).mean())
 
 
-def _moments(activation: str, threshold: float, quantiles: F64) -> tuple[F64, F64]:
+def _moments(activation: str, bound: float, quantiles: F64, alpha: float = 1.0) -> tuple[F64, F64]:
     """Return E[h] and E[h**2] by neuron, where h = activation(g) and g is normal around the neuron's offset.
 
     At most about 512 neurons are evaluated, which is enough.
     """
     step = -(-len(quantiles) // 512)
-    offsets = threshold + quantiles[step // 2 :: step] if len(quantiles) > 1 else quantiles
+    offsets = bound + quantiles[step // 2 :: step] if len(quantiles) > 1 else quantiles
     g = np.linspace(-8.0, 8.0, 1601)
     weight = np.exp(-(g**2) / 2) / np.exp(-(g**2) / 2).sum()
-    h = activate((offsets[:, None] + g).astype(np.float32), activation, threshold).astype(np.float64)
+    h = activate((offsets[:, None] + g).astype(np.float32), activation, bound, alpha).astype(np.float64)
     return h @ weight, h**2 @ weight

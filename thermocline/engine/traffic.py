@@ -36,6 +36,7 @@ class Traffic:
                 row = f.parts[-1].gate.weight  # on disk, gate rows take turns in slots
                 gates += _nbytes(row) / row.shape[0]
                 gates += 4.0 * any(p.gate.bias is not None for p in f.parts)
+                gates += 4.0 * any(p.up_bias is not None for p in f.parts)
                 rows += _row_bytes(f)
         return Traffic(fixed, gates / ffns, rows / ffns, bytes_for(spec, 1, types))
 

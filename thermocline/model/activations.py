@@ -15,8 +15,8 @@ I64 = NDArray[np.int64]
 _erf = np.frompyfunc(math.erf, 1, 1)
 
 
-def activate(g: F32, kind: str, threshold: float) -> F32:
-    """Return the gate's activation, elementwise. `threshold` is for "fatrelu" only."""
+def activate(g: F32, kind: str, bound: float, alpha: float = 1.0) -> F32:
+    """Return the gate's activation, elementwise. `bound`: "fatrelu"'s threshold, or "swiglu_oai"'s limit."""
     y: F32
     match kind:
         case "silu":
@@ -29,12 +29,22 @@ def activate(g: F32, kind: str, threshold: float) -> F32:
         case "relu":
             y = np.where(g <= 0, np.float32(0), g)  # a NaN stays a NaN, so that damage shows
         case "fatrelu":  # ProSparse (arXiv 2402.13516): the value passes unchanged above the threshold
-            y = np.where(g <= threshold, np.float32(0), g)
+            y = np.where(g <= bound, np.float32(0), g)
         case "relu2":  # squared ReLU (arXiv 2109.08668)
             y = np.where(g <= 0, np.float32(0), g * g)
+        case "swiglu_oai":  # of gpt-oss; `up_factor` is the other half
+            g = np.minimum(g, np.float32(bound))
+            y = g / (1 + np.exp(-np.float32(alpha) * g))
         case _:
             raise ValueError(kind)
     return y
+
+
+def up_factor(u: F32, kind: str, bound: float, up_relu: bool) -> F32:
+    """Return what the activation `kind` is multiplied with, of up's values."""
+    if kind == "swiglu_oai":
+        return np.clip(u, np.float32(-bound), np.float32(bound)) + np.float32(1)
+    return np.maximum(u, 0) if up_relu else u
 
 
 def route(logits: F32, active: int, router: Router = PLAIN_ROUTER, selection_bias: F32 | None = None) -> F32:

@@ -18,6 +18,7 @@ from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, quoted, read_small
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec, windows
 from thermocline.model.mixtures import families as mixtures
+from thermocline.model.mixtures import gpt_oss
 from thermocline.model.spec import ModelSpec, check_spec
 from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, tensors
 
@@ -534,6 +535,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family("qwen2", _qwen2),
     "Qwen3ForCausalLM": Family("qwen3", _qwen3),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", mixtures.qwen3_moe),
+    "GptOssForCausalLM": Family("gpt_oss", gpt_oss.gpt_oss),
     "OlmoeForCausalLM": Family("olmoe", mixtures.olmoe),
     "Glm4MoeForCausalLM": Family("glm4_moe", mixtures.glm4_moe),
     "Dots1ForCausalLM": Family("dots1", mixtures.dots1),

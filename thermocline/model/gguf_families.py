@@ -30,6 +30,7 @@ from thermocline.model.gguf_metadata import (
     window,
 )
 from thermocline.model.mixtures import gguf as mixtures
+from thermocline.model.mixtures import gpt_oss
 from thermocline.model.mixtures.gguf import experts
 from thermocline.model.spec import PLAIN_ROUTER, ModelSpec, Router
 from thermocline.model.tensor_map import SourceSlice, TensorMap, pairs
@@ -196,6 +197,10 @@ _MIXTURE_NAMES = _LLAMA_NAMES | {
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
+_GPT_OSS_NAMES = _LLAMA_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.router": "ffn_gate_inp",
+}
 _GLM_NAMES = {"post_attention_layernorm": "post_attention_norm"}
 _HUNYUAN_NAMES = {
     "mlp.gate.wg": "ffn_gate_inp",
@@ -268,6 +273,8 @@ class Architecture:
     names: dict[str, str]  # Hugging Face's -> GGUF's, without `layers.N.` and the last part
     turned: tuple[str, ...] = ()  # whose rows llama.cpp stores in pairs (i, i + head_dim/2) for its RoPE
     written: Written | None = None
+    # (slice, layer, its name there) -> where the GGUF has it; None: under its name
+    moved: Callable[[SourceSlice, str, str], SourceSlice | None] | None = None
 
 
 _DEEPSEEKS = frozenset(("router", "shared_dim", "dense_layers", "dense_dim"))
@@ -282,6 +289,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _MIXTURE_NAMES | _QK_NORMS,
         written=Written("qwen3-moe", {"qk_norm": True, "router": PLAIN_ROUTER}),
     ),
+    "gpt-oss": Architecture(gpt_oss.gguf_config, _GPT_OSS_NAMES, moved=gpt_oss.in_gguf),
     "olmoe": Architecture(
         mixtures.olmoe,
         _MIXTURE_NAMES | _QK_NORMS,
@@ -379,6 +387,8 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
     if piece.tensor is None:
         return piece
     m = _LAYER.fullmatch(piece.tensor)
+    if m and a.moved and (elsewhere := a.moved(piece, m[1], m[2])) is not None:
+        return elsewhere
     stem, _, last = (m[2] if m else piece.tensor).rpartition(".")
     if m and (expert := _EXPERT.fullmatch(stem)):
         return _expert(piece, f"blk.{m[1]}.{_EXPERT_NAMES[expert[2]]}", int(expert[1]), spec, gguf)

@@ -14,7 +14,7 @@ from thermocline.files.bounded import quoted
 
 NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "fatrelu", "relu2", "swiglu_oai")
 UP_ACTIVATIONS = ("none", "relu")
 # Activations that are exactly zero for gate <= threshold: skipping such neurons does not change the answer.
 SPARSE_ACTIVATIONS = ("relu", "fatrelu", "relu2")
@@ -140,6 +140,10 @@ class ModelSpec:
     rotary_dim: int | None = later(None)  # rope turns the first `rotary_dim` elements of a head; None: all
     window_layers: tuple[int, ...] | None = later(None)  # layers with the sliding window; None: all
     local_rope_theta: float | None = later(None)  # unscaled, in layers with a window; None: rope_theta
+    # swiglu_oai: g * sigmoid(alpha * g) of the gate, at most `limit`, times 1 + up, within +-limit
+    swiglu_alpha: float = later(1.0)
+    swiglu_limit: float = later(0.0)
+    attention_sinks: bool = later(False)  # a score of each head's own joins its softmax, and adds no value
     # One expert has no router; a pack that lacks the field has Mixtral's, which is this.
     router: Router = field(default=PLAIN_ROUTER, metadata={"later": True})
     shared_dim: int = later(0)  # width of the FFN that every token takes beside its experts
@@ -151,6 +155,11 @@ class ModelSpec:
     def sparse(self) -> bool:
         """Return whether inactive neurons can be skipped without changing the answer."""
         return self.activation in SPARSE_ACTIVATIONS
+
+    @property
+    def activation_bound(self) -> float:
+        """Return the number that its activation has: fatrelu's threshold, swiglu_oai's limit."""
+        return self.activation_threshold or self.swiglu_limit
 
     def ffn(self, layer: int) -> FFNShape:
         """Return the shape of a layer's FFN, without the shared one."""
@@ -237,6 +246,7 @@ def _problems(s: ModelSpec) -> list[tuple[str, bool]]:
             "activation_threshold is for fatrelu only",
             s.activation != "fatrelu" and s.activation_threshold != 0.0,
         ),
+        *_clamp_problems(s),
         (f"up_activation {quoted(s.up_activation)} is unknown", s.up_activation not in UP_ACTIVATIONS),
         ("up_activation needs a gated FFN", s.up_activation != "none" and not s.gated),
         (f"rope_theta {s.rope_theta} is not within 1..1e12", not 1.0 <= s.rope_theta <= 1e12),
@@ -253,6 +263,18 @@ def _problems(s: ModelSpec) -> list[tuple[str, bool]]:
         ("too many eos_ids", len(s.eos_ids) > 256),
         ("rope_scaling is out of range", r is not None and not _scaling_is_sane(r)),
     ]
+
+
+def _clamp_problems(s: ModelSpec) -> list[tuple[str, bool]]:
+    clamped = s.activation == "swiglu_oai"
+    return [
+        ("swiglu_oai needs a gated FFN, whose up has no activation",
+         clamped and (not s.gated or s.up_activation != "none")),
+        ("swiglu_limit is out of range", not 0.0 <= s.swiglu_limit <= 1e6),
+        ("swiglu_limit is for swiglu_oai, which needs one", clamped != (s.swiglu_limit > 0.0)),
+        ("swiglu_alpha is out of range", not 1e-3 <= s.swiglu_alpha <= 1e3),
+        ("swiglu_alpha is for swiglu_oai only", not clamped and s.swiglu_alpha != 1.0),
+    ]  # fmt: skip
 
 
 def _option_problems(s: ModelSpec) -> list[tuple[str, bool]]:

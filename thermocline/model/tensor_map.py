@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class SourceSlice:
     transposed  the source's columns are our rows
     plus        added to every value (a norm's weights may be stored as w - 1)
     part        the expert's matrix in a stack of them; `shape` is then [matrices, rows, columns]
+    flat        its rows are single numbers: all of the tensor's, in their order (biases of experts)
     """
 
     tensor: str | None
@@ -34,6 +36,7 @@ class SourceSlice:
     transposed: bool = False
     plus: float = 0.0
     part: int | None = None
+    flat: bool = False
 
     @property
     def rows(self) -> int:
@@ -41,6 +44,8 @@ class SourceSlice:
 
     @property
     def _all(self) -> int:
+        if self.flat:
+            return math.prod(self.shape)
         return self.shape[-1] if self.transposed else self._height
 
     @property
@@ -162,6 +167,8 @@ def tensors(
         ):
             if spec.qk_norm:
                 norm(f"{a}.{part}", b + theirs, spec.qk_norm_size(n))
+        if spec.attention_sinks:
+            out[f"{a}.sinks"] = (SourceSlice(f"{b}self_attn.sinks", (spec.n_heads,)),)
         if spec.sub_norms:
             norm(f"{a}.attn_sub_norm", f"{b}self_attn.attn_sub_norm", q)
             norm(f"{a}.ffn_sub_norm", f"{b}mlp.ffn_sub_norm", f)

@@ -145,6 +145,8 @@ def expected_tensors(
         vector(f"{a}.qkv.bias", "attention", spec.qkv_rows)
         for name, heads in (("q_norm", spec.n_heads), ("k_norm", spec.n_kv_heads)) if spec.qk_norm else ():
             vector(f"{a}.{name}.weight", "norm", spec.qk_norm_size(heads), optional=False)
+        if spec.attention_sinks:
+            vector(f"{a}.sinks", "attention", spec.n_heads, optional=False)
         if spec.sub_norms:
             norm(f"{a}.attn_sub_norm", spec.n_heads * spec.head_dim)
             norm(f"{a}.ffn_sub_norm", neurons)
@@ -172,7 +174,11 @@ def expected_tensors(
             matrix(f"{a}.down.weight", "down", experts, spec.dim, neurons, format=down)
         if experts == 1:
             vector(f"{a}.down.bias", "bundle" if spec.sparse else "down", spec.dim)
-        elif spec.shared_dim:
+        elif not spec.sparse:  # added to an expert's answer before that is weighed
+            vector(f"{a}.down.bias", "down", experts, spec.dim)
+            if spec.gated:
+                vector(f"{a}.up.bias", "up", experts, neurons)
+        if experts > 1 and spec.shared_dim:
             matrix(f"{a}.shared.gate.weight", "shared", spec.shared_dim, spec.dim)
             if spec.gated:
                 matrix(f"{a}.shared.up.weight", "shared", spec.shared_dim, spec.dim)

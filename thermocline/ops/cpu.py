@@ -165,6 +165,9 @@ class CpuOps:
             disk=cache.bundles,
             gate_disk=cache.gates,
             gate_bias=part.gate.bias if gates_on_disk else None,
+            up_bias=part.up_bias,
+            alpha=spec.swiglu_alpha,
+            limit=spec.swiglu_limit,
         )
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
@@ -245,7 +248,7 @@ def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
 def native_heads(h: Heads) -> _native.Heads:
     return _native.Heads(
         h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps,
-        whole_norms=h.whole_norms, norms_last=h.norms_last,
+        sinks=h.sinks, whole_norms=h.whole_norms, norms_last=h.norms_last,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class PartQueue:
         if p.up is not None:
             up = self._hidden[1][: n * p.neurons].view(n, p.neurons)
             self.times(up, DeviceLinear(p.up, None), normed)
-        run(k.activate, h, h, up, a.kind, a.threshold, a.up_relu)
+        run(k.activate, h, h, up, a.kind, a.bound, a.up_relu, a.alpha)
         if p.sub_norm is not None:
             run(k.norm, h, h, *parts(p.sub_norm))
         self.times(y, DeviceLinear(p.down, None), h, add)
@@ -90,7 +90,7 @@ class PartQueue:
     ) -> None:
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
         h = self._hidden[0][: n * p.neurons].view(n, p.neurons)
-        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.threshold, a.up_relu)
+        what = (p.gate.weight, p.gate.bias, p.up, normed, a.kind, a.bound, a.up_relu)
         run(k.gate_up, h, *what, named, weights, self.counts[0], self.scratch)
         if p.sub_norm is not None:
             run(k.norm, h, h, *parts(p.sub_norm))

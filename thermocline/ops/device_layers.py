@@ -80,8 +80,9 @@ class Activation:
     """The function that makes a gate's value an activation."""
 
     kind: str
-    threshold: float
+    bound: float
     up_relu: bool
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -186,12 +187,12 @@ class Binder:
     def attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> DeviceAttention | _native.Attention:
         if not isinstance(stacked(layer.qkv.weight)[0], DeviceRows):
             return self._cpu.bind_attention(spec, heads, layer)
-        q, k = (self.vector(v) for v in (heads.q_norm, heads.k_norm))
+        q, k, sinks = (self.vector(v) for v in (heads.q_norm, heads.k_norm, heads.sinks))
         return DeviceAttention(
             norm=self._norm(layer.attn_norm),
             qkv=self._stack(layer.qkv),
             out=self._linear(layer.attn_out),
-            heads=replace(heads, q_norm=q, k_norm=k),  # type: ignore[arg-type]
+            heads=replace(heads, q_norm=q, k_norm=k, sinks=sinks),  # type: ignore[arg-type]
             sub_norm=self._norm(layer.attn_sub_norm),
             join=DeviceJoin(self._norm(layer.attn_post_norm), spec.residual_scale),
         )
@@ -237,7 +238,7 @@ class Binder:
             up=joined(ups) if ups else None,
             down=joined([_rows(p.down) for p in each]),
             bundles=layer.experts[0].bundles,
-            activation=Activation(spec.activation, spec.activation_threshold, spec.up_activation == "relu"),
+            activation=_activation(spec),
             sub_norm=self._norm(layer.ffn_sub_norm, gpu),
         )
 
@@ -271,6 +272,11 @@ class Binder:
         weight = vector(norm.weight)
         assert weight is not None
         return DeviceNorm(weight, vector(norm.bias), self._spec.norm_eps, self._spec.norm == "layer")
+
+
+def _activation(spec: ModelSpec) -> Activation:
+    up_relu = spec.up_activation == "relu"
+    return Activation(spec.activation, spec.activation_bound, up_relu, spec.swiglu_alpha)
 
 
 def _rows(w: WeightMatrix) -> DeviceRows:

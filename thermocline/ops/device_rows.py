@@ -152,8 +152,9 @@ class Kernels(Protocol):
         gate: torch.Tensor,
         up: Vector,
         activation: str,
-        threshold: float,
+        bound: float,
         up_relu: bool,
+        alpha: float = 1.0,
         /,
     ) -> None: ...
 

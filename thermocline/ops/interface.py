@@ -96,6 +96,7 @@ class FFNPart:
     predictor: _native.Predictor | LayerPredictor | None = None  # guesses which of these neurons are active
     cache: NeuronCache | None = None
     pinned: FFNPart | None = None  # the same rows of RAM as GPUs read them, so that they can be sent to one
+    up_bias: F32 | None = None  # never of bundles, nor on a GPU
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class Layer:
     ffn_sub_norm: Norm | None = None  # of the activations, before down
     attn_post_norm: Norm | None = None  # of a half's result, before it joins the residual stream
     ffn_post_norm: Norm | None = None
+    sinks: F32 | None = None  # [n_heads]: a score that each head's softmax has besides
     router: Linear | None = None  # of a mixture: [n_experts, dim]
     selection_bias: F32 | None = None  # [n_experts]
     shared: FFN | None = None  # what every token takes beside its experts; never in bundles
@@ -177,6 +179,7 @@ class Heads:
     q_norm: F32 | None  # [dim], of an RMS norm
     k_norm: F32 | None
     norm_eps: float
+    sinks: F32 | None = None  # [n]: one more score of each head, whose value is 0
     whole_norms: bool = False  # of all heads as one: [n * dim], [n_kv * dim]
     norms_last: bool = False  # behind rope
 
@@ -192,6 +195,7 @@ class Heads:
             q_norm=None if layer is None else layer.q_norm,
             k_norm=None if layer is None else layer.k_norm,
             norm_eps=spec.norm_eps,
+            sinks=None if layer is None else layer.sinks,
             whole_norms=spec.qk_norm_whole,
             norms_last=spec.qk_norm_last,
         )

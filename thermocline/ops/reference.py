@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.model import quant
-from thermocline.model.activations import activate, route
+from thermocline.model.activations import activate, route, up_factor
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import (
     F16,
@@ -166,8 +166,10 @@ def _attend(heads: Heads, q: F32, position: int, pages: I32, kv: KVLayer) -> F32
         scores = keys[g] @ q[head] * np.float32(heads.scale)
         if heads.softcap is not None:
             scores = np.float32(heads.softcap) * np.tanh(scores / np.float32(heads.softcap))
-        p = np.exp(scores - scores.max())
-        out[head] = (p / p.sum()) @ values[g]
+        sink = np.float32(-np.inf) if heads.sinks is None else heads.sinks[head]
+        top = np.maximum(scores.max(), sink)
+        p = np.exp(scores - top)
+        out[head] = (p / (p.sum() + np.exp(sink - top))) @ values[g]
     return out
 
 
@@ -399,7 +401,8 @@ def _expert(bound: Bound, f: FFN, h: F32, sparsity: str, stats: FFNStats, record
     spec, part = bound.spec, f.part
     down = _values(part.down)
     gated = matmul(part.gate.weight, h, part.gate.bias)
-    a = activate(gated, spec.activation, spec.activation_threshold)  # [tokens, neurons]
+    limit = spec.activation_bound
+    a = activate(gated, spec.activation, limit, spec.swiglu_alpha)  # [tokens, neurons]
     computed: NDArray[np.bool_] = np.ones(a.shape[1], bool)
     if sparsity == "predict" and spec.sparse and part.predictor is not None:
         assert isinstance(part.predictor, LayerPredictor)
@@ -408,9 +411,9 @@ def _expert(bound: Bound, f: FFN, h: F32, sparsity: str, stats: FFNStats, record
     skip = sparsity != "off" and spec.sparse
     needed = np.flatnonzero((a != 0).any(axis=0)) if skip else np.arange(a.shape[1])
     if part.up is not None:
-        u = matmul(_values(part.up)[needed], h, None)
+        u = matmul(_values(part.up)[needed], h, None if part.up_bias is None else part.up_bias[needed])
         a = a.copy()
-        a[:, needed] *= np.maximum(u, 0) if spec.up_activation == "relu" else u
+        a[:, needed] *= up_factor(u, spec.activation, limit, spec.up_activation == "relu")
     stats.active += int((a != 0).sum())
     lives = skip and spec.up_activation == "relu" and len(h) <= FEW  # of few tokens, up is read before down
     downs = int((a != 0).any(axis=0).sum()) if lives else len(needed)

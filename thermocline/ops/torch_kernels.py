@@ -106,17 +106,30 @@ def attention(
     scores = q @ keys * heads.scale
     if heads.softcap is not None:
         scores = heads.softcap * torch.tanh(scores / heads.softcap)
-    p = torch.where(seen, scores, -math.inf).softmax(dim=-1)
+    scores = torch.where(seen, scores, -math.inf)
+    if heads.sinks is None:
+        p = scores.softmax(dim=-1)
+    else:
+        sinks = torch.as_tensor(heads.sinks, device=qkv.device).view(heads.n_kv, group, 1)
+        p = torch.cat([scores, sinks.expand(t, -1, -1, -1)], dim=-1).softmax(dim=-1)[..., :-1]
     zero = values.new_zeros(())  # what an unused slot holds may be no number, and would show through a 0
     torch.matmul(p, torch.where(seen.mT, values, zero), out=out.view(q.shape))
 
 
 def activate(
-    out: Tensor, gate: Tensor, up: Tensor | None, activation: str, threshold: float, up_relu: bool
+    out: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    bound: float,
+    up_relu: bool,
+    alpha: float = 1.0,
 ) -> None:
     """out [B, n] = the gate's activation, times up. out may be gate."""
-    a = _activation(gate, activation, threshold)
-    out.copy_(a if up is None else a * (_activation(up, "relu", 0.0) if up_relu else up))
+    a = _activation(gate, activation, bound, alpha)
+    if up is not None:
+        a = a * (_activation(up, "relu", 0.0) if up_relu else _up_factor(up, activation, bound))
+    out.copy_(a)
 
 
 def gate_up(
@@ -372,7 +385,11 @@ def _turn(part: Tensor, cos: Tensor, sin: Tensor) -> None:
     part[..., :n], part[..., n : 2 * n] = a * c - b * s, b * c + a * s
 
 
-def _activation(g: Tensor, kind: str, threshold: float) -> Tensor:
+def _up_factor(u: Tensor, kind: str, bound: float) -> Tensor:
+    return u.clamp(-bound, bound) + 1 if kind == "swiglu_oai" else u
+
+
+def _activation(g: Tensor, kind: str, threshold: float, alpha: float = 1.0) -> Tensor:
     match kind:
         case "silu":
             return g / (1 + (-g).exp())
@@ -380,6 +397,9 @@ def _activation(g: Tensor, kind: str, threshold: float) -> Tensor:
             return 0.5 * g * (1 + torch.erf(g / math.sqrt(2)))
         case "gelu_tanh":
             return 0.5 * g * (1 + torch.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+        case "swiglu_oai":
+            g = g.clamp(max=threshold)
+            return g / (1 + (-alpha * g).exp())
     zero = g.new_zeros(())
     match kind:
         case "relu":

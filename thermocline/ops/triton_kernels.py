@@ -129,7 +129,7 @@ def attention(
     launch(
         triton_tokens.join_spans,
         (t, heads.n),
-        *(out, parts, positions, heads.n, span, n_spans, window),
+        *(out, parts, heads.sinks, positions, heads.n, span, n_spans, window),
         DIM=heads.dim,
         D=wide,
         S=min(16, _power(n_spans)),
@@ -137,11 +137,17 @@ def attention(
 
 
 def activate(
-    out: Tensor, gate: Tensor, up: Tensor | None, activation: str, threshold: float, up_relu: bool
+    out: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    bound: float,
+    up_relu: bool,
+    alpha: float = 1.0,
 ) -> None:
     n = out.numel()
     fixed: dict[str, Any] = {"KIND": activation, "UP_RELU": up_relu, "C": ELEMENTWISE}
-    launch(triton_tokens.activate, (_ceil(n, ELEMENTWISE),), out, gate, up, n, threshold, **fixed)
+    launch(triton_tokens.activate, (_ceil(n, ELEMENTWISE),), out, gate, up, n, bound, alpha, **fixed)
 
 
 def gate_up(

@@ -56,11 +56,18 @@ def norm(out, x, weight, bias, dim, eps, scale, LAYER: tl.constexpr, ADD: tl.con
 
 
 @triton.jit
-def activate(out, gate, up, n, threshold, KIND: tl.constexpr, UP_RELU: tl.constexpr, C: tl.constexpr):
+def activate(out, gate, up, n, bound, alpha, KIND: tl.constexpr, UP_RELU: tl.constexpr, C: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * C + tl.arange(0, C)
-    a = activation(tl.load(gate + i, mask=i < n, other=0), threshold, KIND)
+    g = tl.load(gate + i, mask=i < n, other=0)
+    if KIND == "swiglu_oai":
+        g = tl.where(g > bound, bound, g)  # a NaN stays one
+        a = g / (1 + tl.exp(-alpha * g))
+    else:
+        a = activation(g, bound, KIND)
     if up is not None:
         u = tl.load(up + i, mask=i < n, other=0)
+        if KIND == "swiglu_oai":
+            u = tl.where(u > bound, bound, tl.where(u < -bound, -bound, u)) + 1
         a *= activation(u, 0.0, "relu") if UP_RELU else u
     tl.store(out + i, a, mask=i < n)
 
@@ -318,9 +325,12 @@ def attend(
 
 @triton.jit
 def join_spans(
-    out, parts, positions, heads, span, spans, window, DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr
-):
-    """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time."""
+    out, parts, sinks, positions, heads, span, spans, window,
+    DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time,
+    and the head's sink: a score without a value.
+    """
     b, head = tl.program_id(0), tl.program_id(1)
     own = tl.load(positions + b)
     d = tl.arange(0, D)
@@ -341,4 +351,10 @@ def join_spans(
         mine = tl.load(at + s[:, None] * (DIM + 2) + d[None, :], mask=inside, other=0)
         acc = acc * fade + tl.sum(weights[:, None] * mine, axis=0)
         top = higher
+    if sinks is not None:
+        sink = tl.load(sinks + head)
+        higher = tl.maximum(top, sink)
+        fade = tl.exp(top - higher)
+        total = total * fade + tl.exp(sink - higher)
+        acc = acc * fade
     tl.store(out + (b.to(tl.int64) * heads + head) * DIM + d, acc / total, mask=d < DIM)

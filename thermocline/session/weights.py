@@ -265,9 +265,19 @@ class PackInMemory:
     def linear(self, name: str) -> Linear:
         return Linear(self.matrix(f"{name}.weight"), self.vector(f"{name}.bias"))
 
-    def ffn(self, layer: str, expert: int, experts: int) -> FFN:
-        biases = self.vector(f"{layer}.gate.bias")
-        bias = None if biases is None else np.split(biases, experts)[expert]
+    def experts(self, layer: str, experts: int) -> tuple[FFN, ...]:
+        """Return a layer's experts: one, where there is no router."""
+        each = (self._of_each(f"{layer}.{part}.bias", experts) for part in ("gate", "up", "down"))
+        biases = zip(*each, strict=True)
+        return tuple(self.ffn(layer, e, experts, own) for e, own in enumerate(biases))
+
+    def _of_each(self, name: str, experts: int) -> Sequence[F32 | None]:
+        found = self.vector(name)
+        return [None] * experts if found is None else np.split(found, experts)
+
+    def ffn(self, layer: str, expert: int, experts: int, biases: Sequence[F32 | None]) -> FFN:
+        """Return an expert. `biases`: of gate, up and down."""
+        bias, up_bias, down_bias = biases
         gate = f"{layer}.gate.weight"
         gpus, in_ram = self.on_gpus.get(gate, {}), gate in self.tensors
         divided = len(gpus) + in_ram > 1
@@ -279,8 +289,8 @@ class PackInMemory:
             first += n
         if in_ram:
             own = bias[first:].copy() if bias is not None and divided else bias
-            parts.append(self._cpu_part(layer, expert, own))
-        return FFN(tuple(parts), self.vector(f"{layer}.down.bias"), self.spec.sparse)
+            parts.append(replace(self._cpu_part(layer, expert, own), up_bias=up_bias))
+        return FFN(tuple(parts), down_bias, self.spec.sparse)
 
     def shared(self, layer: str) -> FFN | None:
         """Return the FFN of every token of a mixture."""
@@ -330,13 +340,14 @@ class PackInMemory:
             qkv=self.qkv(a),
             attn_out=self.linear(f"{a}.attn_out"),
             ffn_norm=self.norm(f"{a}.ffn_norm"),
-            experts=tuple(self.ffn(a, e, experts) for e in range(experts)),
+            experts=self.experts(a, experts),
             q_norm=self.vector(f"{a}.q_norm.weight"),
             k_norm=self.vector(f"{a}.k_norm.weight"),
             attn_sub_norm=self.norm(f"{a}.attn_sub_norm"),
             ffn_sub_norm=self.norm(f"{a}.ffn_sub_norm"),
             attn_post_norm=self.norm(f"{a}.attn_post_norm"),
             ffn_post_norm=self.norm(f"{a}.ffn_post_norm"),
+            sinks=self.vector(f"{a}.sinks"),
             router=self.router(a) if experts > 1 else None,
             selection_bias=self.vector(f"{a}.router.selection_bias"),
             shared=self.shared(a),

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from thermocline.options import json_object, nonempty, opt
 if TYPE_CHECKING:
     from thermocline.cli.conversation import Conversation
     from thermocline.cli.repl import Terminal
+    from thermocline.cli.said import Said
     from thermocline.engine.request import Completion
     from thermocline.llm import Stream
 
@@ -53,6 +55,7 @@ class ChatOptions(GrammarOptions, GenerationOptions):
 def chat(o: ChatOptions) -> int:
     from thermocline.cli import repl
     from thermocline.cli.conversation import Conversation, text_of
+    from thermocline.cli.said import Said
 
     template = text_of(Path(o.template)) if o.template else None
     grammar = grammar_of(o)
@@ -62,7 +65,7 @@ def chat(o: ChatOptions) -> int:
         llm.load()
         show: Callable[[str], None] = (lambda text: None) if o.quiet else show_dim
         alone = not repl.is_terminal()
-        answering = speak_or_leave if alone else speak
+        answering = partial(speak_or_leave if alone else speak, said=partial(Said, llm))
         talk = Conversation(llm, params, answering, show, system=o.system, variables=o.template_vars)
         if alone:
             lines = repl.Lines(stdin_bytes())
@@ -117,25 +120,22 @@ class StopsAnswer(CtrlC):
                 raise AnswerStopped
 
 
-def speak(start: Callable[[], Stream]) -> Completion | None:
+def speak(start: Callable[[], Stream], said: Callable[[], Said]) -> Completion | None:
     """Stream an answer to stdout. None where Ctrl-C came before there was one."""
     with StopsAnswer() as ctrl_c:
-        stream = start()
+        stream, answer = start(), said()
         ctrl_c.stream = stream
-        with stream:
-            shown = 0
-            with contextlib.suppress(AnswerStopped):
-                for chunk in stream if not ctrl_c.presses else ():
-                    emit(chunk.text)
-                    shown += len(chunk.text)
-        done = stream.completion
-        emit(done.text[shown:] + "\n")  # a token may have come while it was stopped
+        with stream, contextlib.suppress(AnswerStopped):
+            for chunk in stream if not ctrl_c.presses else ():
+                emit(answer.add(chunk))
+        left, done = answer.end(stream.completion)
+        emit(left + "\n")
     return done if done.token_ids else None
 
 
-def speak_or_leave(start: Callable[[], Stream]) -> Completion | None:
+def speak_or_leave(start: Callable[[], Stream], said: Callable[[], Said]) -> Completion | None:
     """Stream an answer to stdout. Ctrl-C ends the program: nobody is asked what to do next."""
-    done = speak(start)
+    done = speak(start, said)
     if done is None or done.finish_reason == "cancelled":
         raise KeyboardInterrupt
     return done

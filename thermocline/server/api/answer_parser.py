@@ -9,7 +9,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from thermocline.engine.request import overlap
 from thermocline.text.grammar import Calls
@@ -25,6 +25,7 @@ OTHERS = (
     "<arg_key>",
     "[ARGS]",
 )  # templates with these have the same marks, but their calls are not all JSON
+HARMONY = "<|call|>"  # ends a call of gpt-oss
 MARKS = (*THINK, *CALLS, *filter(None, CALLS.values()), "<|python_tag|>")
 
 
@@ -38,15 +39,31 @@ class Call:
 Piece = tuple[str, str] | Call  # ("content" or "reasoning_content", text), or a call
 
 
+class Parts(Protocol):
+    """A parser of one answer."""
+
+    called: bool  # a function, so far
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """Return the special tokens whose names it reads as text."""
+
+    def push(self, text: str) -> list[Piece]: ...
+    def flush(self) -> list[Piece]: ...
+
+
 @dataclass(frozen=True)
 class AnswerFormat:
     """How a template's answers mark thoughts and calls."""
 
     thinks: bool
-    call: str | None  # a key of CALLS, or BARE; None: no calls
+    call: str | None  # a key of CALLS, BARE or HARMONY; None: no calls
+    harmony: bool = False  # channels (harmony.py)
 
     @staticmethod
     def of(template: str) -> AnswerFormat:
+        if all(mark in template for mark in ("<|channel|>", "<|message|>", HARMONY)):
+            return AnswerFormat(False, HARMONY, True)
         call = next((mark for mark in CALLS if mark in template), None)
         if any(other in template for other in OTHERS):
             call = None
@@ -66,6 +83,8 @@ class AnswerFormat:
 
 class AnswerParser:
     """The parser of one answer. `thinking`: the prompt ends within a thought."""
+
+    marks = MARKS
 
     def __init__(self, format: AnswerFormat, *, tools: bool, thinking: bool) -> None:
         self._mark = format.call if tools else None

@@ -11,7 +11,7 @@ from typing import Any
 from thermocline import __version__
 from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import TokenLogprobs
-from thermocline.server.api.answer_parser import MARKS, AnswerParser, Call, Piece
+from thermocline.server.api.answer_parser import Call, Parts, Piece
 from thermocline.server.process.messages import Finished, Token
 from thermocline.text.tokenizer import Tokenizer
 
@@ -168,7 +168,7 @@ class Answer:
 class GrowingMessage:
     """The message of one choice, as it grows."""
 
-    def __init__(self, parts: AnswerParser) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         self.calls: list[dict[str, Any]] = []
@@ -206,9 +206,7 @@ class GrowingMessage:
 class ChatAnswer(Answer):
     kind, streamed = "chatcmpl", "chat.completion.chunk"
 
-    def __init__(
-        self, model: str, tokenizer: Tokenizer, request: Any, parts: Callable[[], AnswerParser]
-    ) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, request: Any, parts: Callable[[], Parts]) -> None:
         super().__init__(model, tokenizer, request, request.n or 1)
         self._growing = [GrowingMessage(parts()) for _ in range(self.count)]
 
@@ -222,7 +220,7 @@ class ChatAnswer(Answer):
         growing, text = self._growing[i], chunk.text
         if (
             self.tokenizer.is_special(chunk.token_id)
-            and (name := self.tokenizer.name(chunk.token_id)) in MARKS
+            and (name := self.tokenizer.name(chunk.token_id)) in growing.parts.marks
         ):
             text += name
         deltas = growing.deltas(growing.parts.push(text))

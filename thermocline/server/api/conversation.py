@@ -15,8 +15,13 @@ from thermocline.server.http.refusal import Refusal
 from thermocline.text.tokenizer import Tokenizer
 
 
-def messages(given: Sequence[schema.Message], limits: ServerLimits) -> list[dict[str, Any]]:
-    """Return the messages for a chat template: contents as text, arguments of calls as objects."""
+def messages(
+    given: Sequence[schema.Message], limits: ServerLimits, *, harmony: bool = False
+) -> list[dict[str, Any]]:
+    """Return the messages for a chat template: contents as text, arguments of calls as objects.
+
+    `harmony`: the template calls a thought `thinking`, and takes it or a text before a call, not both.
+    """
     calls = (c.function.arguments.encode() for m in given for c in m.tool_calls or ())
     check_json(calls, limits, "messages: arguments of calls")
     found = []
@@ -30,6 +35,8 @@ def messages(given: Sequence[schema.Message], limits: ServerLimits) -> list[dict
             made["role"] = "system"
         if m.tool_calls is not None:
             made["tool_calls"] = [_given(c) | {"function": _called(c.function)} for c in m.tool_calls]
+        if harmony and "reasoning_content" in made and not (m.tool_calls and made["content"]):
+            made["thinking"] = made.pop("reasoning_content")
         found.append(made)
     return found
 

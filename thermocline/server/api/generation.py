@@ -14,8 +14,8 @@ from starlette.routing import Route
 from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import BadFile
 from thermocline.server.api import conversation, schema
-from thermocline.server.api.answer_parser import AnswerParser
 from thermocline.server.api.answers import Answer, ChatAnswer, CompletionAnswer
+from thermocline.server.api.harmony import parser_of
 from thermocline.server.api.responses import answered
 from thermocline.server.api.state import Api
 from thermocline.server.api.tools import Offer, answer_grammar
@@ -52,7 +52,9 @@ async def _chat(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer
     template = model.template
     offer = Offer.of(r, model.format)
     model.check_length(*conversation.texts(r.messages))
-    messages = await given.apart(partial(conversation.messages, r.messages, api.limits))
+    harmony = model.format.harmony
+    turned = partial(conversation.messages, r.messages, api.limits, harmony=harmony)
+    messages = await given.apart(turned)
     variables = conversation.variables(r, offer)
     encode = partial(template.encode, messages, variables=variables, check=model.check_length)
     try:
@@ -72,7 +74,7 @@ async def _chat(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer
     params = await given.apart(sampling)
     await api.check_grammar(request, params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
     jobs = api.submit(api.prepare(model, ids, params, r.n or 1))
-    parser = partial(AnswerParser, model.format, tools=bool(offer.shown), thinking=thinking)
+    parser = partial(parser_of, model.format, tools=bool(offer.shown), thinking=thinking)
     return jobs, ChatAnswer(model.name, model.tokenizer, schema.settings(r), parser)
 
 

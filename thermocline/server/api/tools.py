@@ -50,6 +50,9 @@ class Offer:
             raise Refusal(400, f"tool_choice: {about}", param="tool_choice")
         may = [f for f in shown if f.name in names]
         asked = must or not several or len(may) < len(shown) or any(f.strict for f in may)
+        if asked and format.harmony:
+            about = "conditions on calls cannot be enforced in this model's form of calls; leave them out"
+            raise Refusal(400, f"tools: {about}", param="tools")
         return Offer(shown, may, must, several, asked)
 
 
@@ -68,6 +71,9 @@ def answer_grammar(
             )
             raise Refusal(400, f"grammar: {about}", param="grammar")
         return content
+    if format.harmony and offer.shown and content is not None:
+        about = "it cannot be combined with tools for this model; leave one out"
+        raise Refusal(400, f"response_format: {about}", param="response_format")
     tools = offer.asked or (bool(offer.shown) and content is not None)
     if not tools and (content is None or not format.thinks):
         return content

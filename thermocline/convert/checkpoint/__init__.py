@@ -1,0 +1,4 @@
+"""Checkpoints whose tensors are not the matrices that a tensor map names: how they are read as if they were.
+
+Knows how files hold ternary values and stacks of experts; which family does so is the tensor map's.
+"""

@@ -1,0 +1,91 @@
+"""Answers in harmony, gpt-oss's form: messages of an answer, each with a channel, some to a function.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
+    … <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
+
+The analysis channel is thought. Others are content, unless they are to a function.
+"""
+
+from __future__ import annotations
+
+import re
+
+from thermocline.engine.request import overlap
+from thermocline.server.api.answer_parser import AnswerFormat, AnswerParser, Call, Parts, Piece
+
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_BEGINNINGS = ("<|channel|>", "<|start|>", "<|constrain|>", _MESSAGE, "to=")
+_CHANNEL, _TO = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
+
+
+def parser_of(format: AnswerFormat, *, tools: bool, thinking: bool) -> Parts:
+    """Return the parser of one answer. `thinking`: the prompt ends within a thought."""
+    if format.harmony:
+        return HarmonyParser(tools=tools)
+    return AnswerParser(format, tools=tools, thinking=thinking)
+
+
+class HarmonyParser:
+    """The parser of one answer; the prompt ends where the first message's channel begins."""
+
+    marks = (*_ENDS, _MESSAGE, "<|channel|>", "<|constrain|>")
+
+    def __init__(self, *, tools: bool) -> None:
+        self._tools = tools
+        self._held = ""
+        self._body: str | None = None  # what a message is: a kind of text, or "to NAME"; None: in a head
+        self._first = True
+        self.called = False
+
+    def push(self, text: str) -> list[Piece]:
+        self._held += text
+        found: list[Piece] = []
+        while self._step(found):
+            pass
+        return found
+
+    def flush(self) -> list[Piece]:
+        """Return the text that was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        if self._body is None:  # a head without a message: text, if nothing came before it
+            return [("content", held)] if held and self._first else []
+        return self._said(held, whole=True)
+
+    def _step(self, found: list[Piece]) -> bool:
+        return self._head(found) if self._body is None else self._message(found)
+
+    def _head(self, found: list[Piece]) -> bool:
+        head, met, rest = self._held.partition(_MESSAGE)
+        if not met:
+            begun = head.lstrip()
+            if self._first and begun and not any(b.startswith(begun[: len(b)]) for b in _BEGINNINGS):
+                self._body = "content"  # not harmony: a grammar's answer
+                return True
+            return False
+        channel, to = _CHANNEL.search(head), _TO.search(head)
+        self._body = "reasoning_content" if channel is not None and channel[1] == "analysis" else "content"
+        if to is not None and self._tools:
+            self._body = f"to {to[1].removeprefix('functions.')}"
+        self._held, self._first = rest, False
+        return True
+
+    def _message(self, found: list[Piece]) -> bool:
+        ends = [(at, mark) for mark in _ENDS if (at := self._held.find(mark)) >= 0]
+        if ends:
+            at, mark = min(ends)
+            found += self._said(self._held[:at], whole=True)
+            self._held, self._body, self._first = self._held[at + len(mark) :], None, False
+            return bool(self._held)
+        keep = max(overlap(self._held, mark) for mark in _ENDS)
+        if keep < len(self._held) and not str(self._body).startswith("to "):
+            found += self._said(self._held[: len(self._held) - keep], whole=False)
+            self._held = self._held[len(self._held) - keep :]
+        return False
+
+    def _said(self, text: str, *, whole: bool) -> list[Piece]:
+        kind = str(self._body)
+        if kind.startswith("to ") and whole:
+            self.called = True
+            return [Call(kind.removeprefix("to "), text.strip())]
+        return [(kind, text)] if text else []
