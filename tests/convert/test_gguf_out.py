@@ -210,15 +210,18 @@ def test_what_llama_cpp_cannot_express_is_refused_before_the_pack_is_written(
 # twin -> GGUF's architecture
 SAID = {
     "qwen3": "qwen3", "olmoe": "olmoe", "glm4_moe": "glm4moe", "glm4_moe_air": "glm4moe", "dots1": "dots1",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 
 
 def of_twin(name: str, directory: Path) -> Pack:
-    """Pack a twin in f32, without the window that llama.cpp's code for dots has not."""
+    """Pack a twin in f32, with the window (dots) and the limit (gpt-oss) that llama.cpp's code has."""
     config = kept_twins.TWINS[name](directory / "hf") / "config.json"
     said = json.loads(config.read_text())
     if name == "dots1":
         said |= {"sliding_window": None, "layer_types": None}
+    if name == "gpt_oss":
+        said["swiglu_limit"] = 7.0
     config.write_text(json.dumps(said))
     importer.pack(config.parent, directory / "p", "f32")
     return Pack.open(directory / "p")

@@ -46,6 +46,10 @@ _NAMES = {
     "gate.weight": "ffn_gate.weight",
     "up.weight": "ffn_up.weight",
     "down.weight": "ffn_down.weight",
+    "sinks": "attn_sinks.weight",
+    "gate.bias": "ffn_gate_exps.bias",
+    "up.bias": "ffn_up_exps.bias",
+    "down.bias": "ffn_down_exps.bias",
     "router.bias": "ffn_gate_inp.bias",
     "router.selection_bias": "exp_probs_b.bias",
     "shared.gate.weight": "ffn_gate_shexp.weight",
@@ -206,8 +210,11 @@ def _header(pack: Pack, path: Path, file_type: str) -> Any:
     w.add_name(pack.source["name"] or pack.path.name)
     w.add_vocab_size(s.vocab_size)
     _add_tokenizer(w, pack)
-    # llama.cpp attends to all positions, which makes no difference up to the size of the window.
-    w.add_context_length(min(s.max_context, s.sliding_window or s.max_context))
+    if s.window_layers is not None and s.sliding_window is not None:
+        w.add_context_length(s.max_context)
+        w.add_sliding_window(s.sliding_window)
+    else:  # llama.cpp attends to all positions, which makes no difference up to the size of the window
+        w.add_context_length(min(s.max_context, s.sliding_window or s.max_context))
     w.add_embedding_length(s.dim)
     w.add_block_count(s.n_layers)
     w.add_feed_forward_length(s.dense_dim or s.ffn_dim)
@@ -219,6 +226,10 @@ def _header(pack: Pack, path: Path, file_type: str) -> Any:
         _add_experts(w, s)
     w.add_rope_dimension_count(s.rotary_dim or s.head_dim)
     w.add_rope_freq_base(s.rope_theta)
+    if s.rope_scaling is not None:
+        w.add_rope_scaling_type(gguf.RopeScalingType(s.rope_scaling.kind))
+        w.add_rope_scaling_factor(s.rope_scaling.factor)
+        w.add_rope_scaling_orig_ctx_len(s.rope_scaling.original_context)
     w.add_layer_norm_rms_eps(s.norm_eps)
     w.add_file_type(gguf.LlamaFileType[file_type])
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -233,7 +244,8 @@ def _add_experts(w: Any, s: ModelSpec) -> None:
         return
     gguf, r = _package(), s.router
     w.add_expert_feed_forward_length(s.ffn_dim)
-    w.add_expert_gating_func(gguf.ExpertGatingFuncType[r.score.upper()])
+    if r.score != "logits":  # gpt-oss's converter writes none
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType[r.score.upper()])
     if r.score == "sigmoid":
         w.add_expert_weights_norm(r.weights == "normalised")
         w.add_expert_weights_scale(r.scale)

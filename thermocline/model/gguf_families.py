@@ -262,7 +262,9 @@ class Written:
         plain = (f for f in fields(ModelSpec) if "later" in f.metadata or f.name == "rope_scaling")
         others = (f for f in plain if f.name not in self.says and f.name not in self.always)
         first_dense = s.dense_layers == tuple(range(len(s.dense_layers)))
-        return known and first_dense and all(getattr(s, f.name) == f.default for f in others)
+        every_second = s.window_layers in (None, tuple(range(0, s.n_layers, 2)))
+        sayable = first_dense and every_second and s.activation == self.always.get("activation", s.activation)
+        return known and sayable and all(getattr(s, f.name) == f.default for f in others)
 
 
 @dataclass(frozen=True)
@@ -289,7 +291,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         _MIXTURE_NAMES | _QK_NORMS,
         written=Written("qwen3-moe", {"qk_norm": True, "router": PLAIN_ROUTER}),
     ),
-    "gpt-oss": Architecture(gpt_oss.gguf_config, _GPT_OSS_NAMES, moved=gpt_oss.in_gguf),
+    "gpt-oss": Architecture(
+        gpt_oss.gguf_config,
+        _GPT_OSS_NAMES,
+        written=Written("gpt-oss", gpt_oss.ALWAYS, frozenset(("rope_scaling", "window_layers"))),
+        moved=gpt_oss.in_gguf,
+    ),
     "olmoe": Architecture(
         mixtures.olmoe,
         _MIXTURE_NAMES | _QK_NORMS,
@@ -326,13 +333,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 def written_as(spec: ModelSpec) -> tuple[str, Architecture]:
     """Return the architecture of a GGUF of this model, llama.cpp's or PowerInfer's. Raises Unsupported."""
     s = spec
-    like_llama = s.norm == "rms" and s.gated and s.activation in ("silu", "relu") and s.position == "rope"
-    if like_llama and not s.sparse:
+    like_llama = s.norm == "rms" and s.gated and s.position == "rope"
+    if like_llama and s.activation in ("silu", "swiglu_oai"):
         for name, a in ARCHITECTURES.items():
             if a.written is not None and a.written.family == s.architecture and a.written.fits(s):
                 return name, a
     drelu = s.up_activation == "relu"
     mixture = s.n_experts > 1 and s.sparse  # no engine reads a GGUF of ReLU experts
+    like_llama &= s.activation in ("silu", "relu")
     if not like_llama or not Written("", {}).fits(s) or mixture or drelu > s.sparse:
         families = [a.written.family for a in ARCHITECTURES.values() if a.written is not None]
         raise Unsupported(

@@ -111,6 +111,14 @@ def _stacks(spec: ModelSpec, *, blocks: bool) -> dict[str, Slices]:
 
 # --- GGUF ---------------------------------------------------------------------------------------------------
 
+# What llama.cpp's code knows of the family.
+ALWAYS: Json = {
+    "activation": "swiglu_oai",
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "attention_sinks": True,
+    "router": Router(score="logits", biased=True),
+}
 _CHOSEN = 3  # `expert_gating_func`: the softmax of the chosen logits
 _ENDS = ("<|return|>", "<|call|>")
 
