@@ -37,10 +37,10 @@ struct Dwords {
     vi a[2][A], b[2][B ? B : 1];
     TC_INLINE Dwords(const Planes* p, size_t j) {
         const uint8_t* from = p[0].at[0] + size_t(A + B) * 4 * kGroupRows * j;
-        for (int g = 0; g < 2; g++) {
-            for (int d = 0; d < A; d++) a[g][d] = vi_load(from + (2 * d + g) * 4 * W);
-            for (int d = 0; d < B; d++) b[g][d] = vi_load(from + (2 * (A + d) + g) * 4 * W);
-        }
+        for (int d = 0; d < A; d++)
+            for (int g = 0; g < 2; g++) a[g][d] = vi_load(from + (2 * d + g) * 4 * W);
+        for (int d = 0; d < B; d++)
+            for (int g = 0; g < 2; g++) b[g][d] = vi_load(from + (2 * (A + d) + g) * 4 * W);
     }
     template <int K>  // dword K and dword K + 4
     TC_INLINE void get(int g, vi* lo, vi* hi) const {
@@ -79,11 +79,25 @@ struct BlockSums {
             }
         }
     }
+    // Of numbers that fill their bytes, dword by dword as they lie: what is read in two places at once is not
+    // prefetched.
+    TC_INLINE void in_turn(const Planes* p, size_t j) {
+        const uint8_t* from = p[0].at[0] + size_t(32) * kGroupRows * j;
+        for (int k = 0; k < 8; k++)
+            for (int g = 0; g < G; g++) {
+                const vi w = vi_xor(vi_load(from + (2 * k + g) * 4 * W), repeated(kOffsetQ8));
+                for (int n = 0; n < NT; n++) {
+                    vi& sum = s[k / 4 % parts][g][n];
+                    sum = D::step(sum, w, dword(n, size_t(k / 4), k % 4));
+                }
+            }
+    }
     // s: the sums as integers.
     TC_INLINE void add_up(const Planes* p, size_t j) {
         for (int h = 0; h < parts; h++)
             for (int g = 0; g < G; g++)
                 for (int n = 0; n < NT; n++) s[h][g][n] = vi_set1(0);
+        if constexpr (F::Numbers::second == 0 && F::Numbers::bits == 8 && D::run >= 8) return in_turn(p, j);
         const Dwords<typename F::Numbers> w(p, j);
         step<0>(w), step<1>(w);
         if constexpr (D::run < 4)
