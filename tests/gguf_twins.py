@@ -45,6 +45,12 @@ LAYER = {
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
+    "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+    "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
@@ -236,7 +242,8 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
     rope = config.get("rope_parameters") or {}
     near, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     w.add_rope_dimension_count(int(head_dim * (rope.get("partial_rotary_factor") or 1)))
-    w.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    grown = float(rope.get("alpha") or 1.0) ** (head_dim / (head_dim - 2))  # Hunyuan's
+    w.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)) * grown)
     if near:
         w.add_float32(f"{w.arch}.rope.freq_base_swa", near["rope_theta"])
     if rope.get("rope_type") in ("linear", "yarn"):
@@ -253,7 +260,7 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
     """Each of them that a config has is written as the converter does."""
     for keys, add in (
         (("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), w.add_expert_count),
-        (("num_experts_per_tok", "moe_k"), w.add_expert_used_count),
+        (("num_experts_per_tok", "moe_k", "moe_topk"), w.add_expert_used_count),
         (("moe_intermediate_size",), w.add_expert_feed_forward_length),
         (("n_shared_experts", "moe_num_shared_experts"), w.add_expert_shared_count),
         (("first_k_dense_replace", "moe_layer_start_index"), w.add_leading_dense_block_count),
@@ -277,8 +284,11 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
         import gguf
 
         w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if w.arch in ("minimax-m2", "gpt-oss"):
+    if w.arch in ("minimax-m2", "hunyuan-moe", "gpt-oss"):
         w.add_expert_feed_forward_length(config["intermediate_size"])
+    if w.arch == "hunyuan-moe":
+        w.add_expert_shared_feed_forward_length(config["intermediate_size"])
+        w.add_rope_scaling_factor(1.0)
 
 
 def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:

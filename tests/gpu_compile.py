@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thermocline.model import quant
+from thermocline.model.spec import Router
 from thermocline.ops import triton_kernels as ops
 from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
 from thermocline.ops.device_sizes import KernelSizes
@@ -73,7 +74,8 @@ def of_tokens(t: int) -> None:
     ops.rope_store(qkv, heads, turn, turn, *paged, k, v)
     ops.attention(x, qkv, heads, *paged, k, v, scratch(t))
     ops.activate(h, h, h, "gelu", 0.0, False)
-    ops.route(pairs, pairs, 2)
+    ops.route(pairs, pairs, 2, Router(), None)
+    ops.route(pairs, pairs, 2, Router("sigmoid", "normalised", groups=2, group_rule="sum2"), weight)
     named = empty(t, NEURONS // 8, type=torch.uint8)
     ops.predict(named, None, rows(SIGNS, NEURONS, DIM), empty(NEURONS), 8, False, x, scratch(t))
     ops.softcap(h, 30.0)

@@ -38,6 +38,10 @@ LOGITS = (
     "falcon_7b",
     "minicpm",
     "qwen3_moe",
+    "olmoe",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "hunyuan_moe",
     "gpt_oss",
 )
 

@@ -43,6 +43,9 @@ def _randomise(model: Any, seed: int) -> None:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
+    if name.endswith("e_score_correction_bias"):  # decides between experts whose scores are no near tie
+        step = 0.4 if "moe_statics" in name else 0.25
+        return np.asarray(step * rng.integers(0, 2, shape), dtype=np.float32)
     noise = rng.standard_normal(shape, dtype=np.float32)
     if len(shape) >= 2:
         gain = 1.0 if "q_proj" in name or "k_proj" in name else 0.8
@@ -487,7 +490,7 @@ def _mixture(name: str, path: Path, seed: int, **changes: Any) -> Path:
     with torch.no_grad():
         for key, p in model.named_buffers():
             if key.endswith("bias"):
-                p.copy_(torch.from_numpy(0.3 * rng.standard_normal(p.shape, dtype=np.float32)))
+                p.copy_(torch.from_numpy(random_tensor(key, tuple(p.shape), rng)))
     tensors = {key: p.detach().numpy() for key, p in model.named_parameters()}
     steer(tensors, seed)
     model.save_pretrained(path)
@@ -496,15 +499,19 @@ def _mixture(name: str, path: Path, seed: int, **changes: Any) -> Path:
 
 def steer(tensors: dict[str, NDArray[np.float32]], seed: int) -> None:
     """Let routers mostly read what a token's embedding says in the first columns, in place."""
-    routers = [w for name, w in tensors.items() if re.search(r"\.(gate|router|router\.layer)\.weight$", name)]
+    routers = [
+        w
+        for name, w in tensors.items()
+        if re.search(r"\.(gate|gate\.wg|router|router\.layer)\.weight$", name)
+    ]
     if not routers:
         return
     rng, n = np.random.default_rng(seed), len(routers[0])
     (embed,) = (w for name, w in tensors.items() if name.endswith("embed_tokens.weight"))
-    levels = np.linspace(3, -3, n)
+    levels = np.linspace(3, -2.5, n)  # not symmetric: sums of two sigmoids would be alike
     embed[:, :n] = [rng.permutation(levels) for _ in range(len(embed))]
     for w in routers:
-        w *= np.float32(0.2)
+        w *= np.float32(0.1)
         w[:, :n] += np.eye(n, dtype=np.float32)
 
 
@@ -613,6 +620,13 @@ def minimax_m2(path: Path) -> Path:
     return _mixture("MiniMaxM2", path, 48, **more)
 
 
+def hunyuan_moe(path: Path) -> Path:
+    """Hunyuan-A13B: norms of q and k behind rope, whose theta grows by alpha; one shared expert."""
+    rope = {"rope_type": "dynamic", "type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 50.0}
+    more = {"moe_topk": ACTIVE, "intermediate_size": 48, "head_dim": 24, "rope_parameters": rope}
+    return _mixture("HunYuanMoEV1", path, 49, num_experts=EXPERTS, **more)
+
+
 # What a user has to say of them: their configs leave open which ReLU it is.
 ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
@@ -672,6 +686,7 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         ernie4_5_moe,
         granite_moe,
         minimax_m2,
+        hunyuan_moe,
     )
 }
 

@@ -519,10 +519,23 @@ class NativeLimits:
 def limits() -> NativeLimits: ...
 
 class LayerShape:
-    """`ffn_dim`: of a mixture, an expert's; `experts`: 1 where there is no router."""
+    """`ffn_dim`: of a mixture, an expert's; `experts`: 1 where there is no router; a token takes `active`.
+
+    `shared_dim`, `dense_dim`: neurons of the FFN of every token, and of layers with one plain FFN; 0: none.
+    """
 
     def __new__(
-        cls, *, dim: int, ffn_dim: int, experts: int, heads: int, kv_heads: int, head_dim: int
+        cls,
+        *,
+        dim: int,
+        ffn_dim: int,
+        experts: int,
+        active: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        shared_dim: int = 0,
+        dense_dim: int = 0,
     ) -> LayerShape: ...
 
 def scratch_bytes(shape: LayerShape, *, tokens: int, positions: int, threads: int) -> int:

@@ -13,33 +13,64 @@ Limits limits() {
             kMeasuredBytes, kPageRun,   kMostGapBytes, kSlotTableBytes, kRecordTableBytes, LFU::kHalfLife};
 }
 
+constexpr size_t kSlack = 512;  // floats: inputs are padded to whole blocks and tiles
 static size_t parts(size_t n, size_t size) { return (n + size - 1) / size; }
+
+// Of experts that are plain matrices, and of a shared FFN (experts.cpp): inputs, activations, products.
+static size_t plain_experts(const LayerShape& s, size_t threads) {
+    constexpr size_t kPadded = 192;  // int8 is padded to 512 columns
+    const size_t entries = kPassTokens * s.active, all = kPassTokens + kMostTileTokens,
+                 groups = std::min(s.experts, entries / (kFewTokens + 1)),
+                 rows = entries + groups * (kMostTileTokens - 1);  // each expert's begin with a tile
+    // All tokens': int8 in rows and in lanes, besides f32 in lanes. Gathered: gate's and up's.
+    const size_t int8 = s.dim / 8 * 3 + kPadded, forms = s.shared_dim ? 3 : 1,
+                 inputs = all * (s.dim + kPadded + 2 * forms * int8) + rows * (s.dim + int8);
+    const size_t activations = rows * (s.ffn_dim + kPadded) + all * (s.shared_dim + kPadded);
+    const size_t widest = std::max({s.dim, s.ffn_dim, s.shared_dim}),
+                 products = threads * 2 * kPassTokens * std::min(widest, kExpertRows),
+                 visits = (s.experts + 1) * sizeof(Visit) / sizeof(float) + 4 * (entries + kPassTokens);
+    return inputs + activations + products + visits;
+}
+
+// Of one FFN, or of experts in bundles.
+static size_t one_ffn(const LayerShape& s, size_t threads) {
+    const size_t ffn = std::max(s.ffn_dim, s.dense_dim);
+    // Gate and hidden values, and those as down's input.
+    const size_t values = kPassTokens * 3 * (ffn + kSlack);
+    // A sum for each chunk and each of a few tokens; neuron ids and counts.
+    const size_t partial = parts(ffn, kChunk) * kFewTokens * s.dim + 2 * ffn;
+    const size_t tiles =
+        threads * (2 * kPassTokens * kTileColumns + kTileRows * kTileColumns + s.dim / 8 + 4);
+    // A predictor's input, its code (at most as wide), its marks.
+    const size_t guess = kFewTokens * 3 * (s.dim + kSlack) + ffn / 4;
+    return values + partial + tiles + guess;
+}
+
+static size_t ffns(const LayerShape& s, size_t threads) {
+    const size_t one = one_ffn(s, threads);
+    if (s.experts == 1) return one;
+    // Its input, normed and gathered, an expert's answers, their sum, the router's answer.
+    const size_t routed = kPassTokens * (4 * s.dim + 2 * s.experts + 2), many = plain_experts(s, threads);
+    return routed + (s.shared_dim || s.dense_dim ? one + many : std::max(one, many));
+}
 
 size_t scratch_bytes(const LayerShape& s, size_t tokens, size_t positions, size_t threads) {
     const size_t heads = s.heads * s.head_dim, qkv = (s.heads + 2 * s.kv_heads) * s.head_dim,
-                 group = s.heads / s.kv_heads, widest = std::max({s.dim, heads, s.ffn_dim});
-    constexpr size_t kSlack = 512;  // floats: inputs are padded to whole blocks and tiles
+                 group = s.heads / s.kv_heads,
+                 widest = std::max({s.dim, heads, s.ffn_dim, s.shared_dim, s.dense_dim});
     // A residual branch and its norm; queries, keys and values; what attention answers.
     const size_t arrays = tokens * (2 * s.dim + qkv + heads);
-    // The input of a matrix, at most as f32; of the FFN, gate and hidden values, and those as down's input.
-    const size_t inputs = tokens * (std::max(s.dim, heads) + 64) + kPassTokens * 3 * (s.ffn_dim + kSlack);
+    // The input of a matrix, at most as f32.
+    const size_t inputs = tokens * (std::max(s.dim, heads) + 64);
     // Each thread's rows of weights, unpacked, and their products.
     const size_t unpacked = (widest + kSlack) * kMostPanelBytes / (8 * sizeof(float));
     const size_t panels =
         threads * (kMostPanelRows * std::max(kFloatChunk, unpacked) + kMostPanelRows * tokens);
-    // A sum for each chunk and each of a few tokens; neuron ids and counts.
-    const size_t partial = parts(s.ffn_dim, kChunk) * kFewTokens * s.dim + 2 * s.ffn_dim;
-    const size_t tiles =
-        threads * (2 * kPassTokens * kTileColumns + kTileRows * kTileColumns + s.dim / 8 + 4);
-    // A predictor's input, its code (at most as wide), its marks.
-    const size_t guess = kFewTokens * 3 * (s.dim + kSlack) + s.ffn_dim / 4;
     // Scores of a thread; sums of a span of positions, for each of up to 4 tasks a thread.
     const size_t rows = std::max(group, kQueryRows) * (s.head_dim + 2);
     const size_t scores = threads * (4 * kSpan + kQueryRows * (s.head_dim + 2) + s.head_dim);
     const size_t spans = 4 * threads * parts(positions, kSpan) * rows;
-    // Of a mixture: its input, normed and gathered, an expert's answers, their sum.
-    const size_t routed = s.experts > 1 ? kPassTokens * (4 * s.dim + 2 * s.experts + 2) : 0;
-    return sizeof(float) * (arrays + inputs + panels + partial + tiles + guess + routed + scores + spans);
+    return sizeof(float) * (arrays + inputs + panels + ffns(s, threads) + scores + spans);
 }
 
 size_t disk_scratch_bytes(const LayerShape& s) {

@@ -8,7 +8,9 @@
 // for each f32 that a format has of a block (panel_floats), 144 KiB for q4_0 and 224 for q2_k.
 
 constexpr int kPanelRows = 2 * W;
-static_assert(kPanelRows <= kMostPanelRows, "the memory plan counts kMostPanelRows");
+static_assert(kPanelRows <= kMostPanelRows && kTileTokens <= kMostTileTokens &&
+                  kFloatTileTokens <= kMostTileTokens,
+              "the memory plan counts as many");
 
 // The lane that comes i-th when lanes are added up as a tree with a counter: the bits of i reversed.
 static constexpr int tree_order(int i, int lanes) {

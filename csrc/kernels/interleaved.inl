@@ -165,11 +165,15 @@ static void group_dot(const uint8_t* group, const uint8_t* input, size_t stride,
         }
 }
 
+// Tokens that share a reading of a group: each of its dwords is taken apart once for all of them. Four of
+// four took a tenth less time than two by two (AVX-512, q4_0 and q4_k); 16 registers do not hold their sums.
+constexpr int kGroupTokens = kRegisters == 32 ? 4 : 2;
+
 template <class F>
 NOINLINE static void matmul_groups(const Matrix& w, size_t begin, size_t end, const Input& x,
                                    const float* bias, bool add, float* y, size_t ldy) {
     for (size_t r = begin; r < end; r += kGroupRows)
-        tiles<2>(0, x.tokens, [&](size_t t, auto nt) {
+        tiles<kGroupTokens>(0, x.tokens, [&](size_t t, auto nt) {
             vf sums[2][nt.value];
             group_dot<F, nt.value>(w.data + r * w.stride, x.data + t * x.row_bytes, x.row_bytes, w.cols,
                                    sums);

@@ -131,6 +131,7 @@ constexpr size_t kSpan = 512;
 // Columns of a float format that are added up before the sum over chunks (kernels.inl says in which order).
 constexpr size_t kFloatChunk = 2048;
 constexpr int kMostPanelRows = 32;      // `panel_rows` of no instruction set is larger
+constexpr size_t kMostTileTokens = 12;  // nor `tile_tokens`
 constexpr size_t kMostPanelBytes = 14;  // of 8 weights in a panel: int8, and up to six f32 for each 32 (q2_k)
 
 struct Kernels {

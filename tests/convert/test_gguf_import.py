@@ -62,6 +62,7 @@ CASES: dict[str, tuple[str, bool]] = {
     "ernie4_5_moe": ("ernie4_5-moe", False),
     "granite_moe": ("granitemoe", False),
     "minimax_m2": ("minimax-m2", False),
+    "hunyuan_moe": ("hunyuan-moe", False),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -289,7 +290,7 @@ def test_a_files_template_and_special_ids_come_along(twin: Callable[[str], Path]
     assert (about["bos_token"], about["eos_token"]) == ("<1>", "<2>")
 
 
-@pytest.mark.parametrize("arch", ["qwen3moe", "phimoe", "clip", "qwen2vl", "bitnet"])
+@pytest.mark.parametrize("arch", ["qwen3next", "phimoe", "clip", "qwen2vl", "bitnet"])
 def test_mixtures_and_pictures_are_refused_in_a_line(arch: str, tmp_path: Path) -> None:
     w = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
     w.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))

@@ -85,7 +85,7 @@ def test_a_mixture_is_right_wherever_its_experts_are(
     assert {r.placement for r in found} == {"all", "attention", "FFNs", "layers in turn", "divided"}
     assert [r for r in found if not r.right] == [] and {r.tokens for r in found} == {1, 4, 16, 40}
     true = torch_kernels.route
-    monkeypatch.setattr(torch_kernels, "route", lambda w, logits, n: true(w, -logits, n))
+    monkeypatch.setattr(torch_kernels, "route", lambda w, logits, *rest: true(w, -logits, *rest))
     found = list(bench.gpu_check.of_pack(stand_in, pack, z, "mixture"))
     assert {r.placement for r in found if r.right} == {"attention"}  # where the CPU is asked
 

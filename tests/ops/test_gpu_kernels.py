@@ -18,7 +18,7 @@ import torch
 from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal, whole
 
 from thermocline.model import activations, quant
-from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS
+from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, SPARSE_ACTIVATIONS, Router
 from thermocline.ops import reference, torch_kernels
 from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import FEW, spans
@@ -348,16 +348,41 @@ def test_a_share_that_is_no_number_shows(kernels: Kernels, tokens: int) -> None:
 def test_routes(kernels: Kernels, experts: int, active: int) -> None:
     logits = np.round(normal(1, 20, experts), 1)  # so that some are equal
     out = kernels.filled(20, experts)
-    kernels.ops.route(out, kernels.put(logits), active)
+    kernels.ops.route(out, kernels.put(logits), active, PLAIN_ROUTER, None)
     want = activations.route(logits, active)
     kernels.check(out, want)
     assert np.array_equal(out.cpu().numpy() != 0, want != 0)
 
 
+ROUTERS = {
+    "DeepSeek-V3's": Router(score="sigmoid", weights="normalised", epsilon=1e-20, scale=2.5, groups=4,
+                            groups_kept=2, group_rule="sum2"),
+    "DeepSeek-V2's": Router(weights="score", scale=16.0, groups=3, groups_kept=1),
+    "ERNIE's": Router(weights="normalised", epsilon=0.3, epsilon_floor=True),
+    "Llama 4's": Router(score="logits", weights="score"),
+    "GLM's": Router(score="sigmoid", weights="normalised", epsilon=1e-20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routes_by_every_rule(kernels: Kernels, name: str, biased: bool) -> None:
+    """Ties among experts and groups, and NaNs."""
+    rule = replace(ROUTERS[name], selection_bias=biased)
+    logits = np.round(normal(1, 30, 12), 1)
+    logits[20:25, 7] = np.nan
+    bias = np.round(normal(2, 12), 1) if biased else None
+    out = kernels.filled(30, 12)
+    kernels.ops.route(out, kernels.put(logits), 3, rule, None if bias is None else kernels.put(bias))
+    found, want = out.cpu().numpy(), activations.route(logits, 3, rule, bias)
+    assert np.array_equal(np.isnan(found), np.isnan(want)) and np.array_equal(found != 0, want != 0)
+    assert np.allclose(found, want, rtol=1e-5, atol=1e-8, equal_nan=True)
+
+
 def test_a_logit_that_is_no_number_is_chosen(kernels: Kernels) -> None:
     logits = np.array([[1, np.nan, 3, 2], [np.nan, 9, np.nan, 0]], np.float32)
     out = kernels.filled(2, 4)
-    kernels.ops.route(out, kernels.put(logits), 2)
+    kernels.ops.route(out, kernels.put(logits), 2, PLAIN_ROUTER, None)
     assert np.array_equal(out.cpu().numpy(), activations.route(logits, 2), equal_nan=True)
 
 

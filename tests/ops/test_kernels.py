@@ -1346,8 +1346,10 @@ class Good:
 
     @staticmethod
     def rule(**changes: Any) -> _native.RouterRule:
-        good: dict[str, Any] = {"score": 0, "weights": 0, "epsilon": 0, "epsilon_floor": False, "scale": 1, "groups": 1,
-                "groups_kept": 1, "group_rule": 0}  # fmt: skip
+        good: dict[str, Any] = {
+            "score": 0, "weights": 0, "epsilon": 0, "epsilon_floor": False, "scale": 1, "groups": 1,
+            "groups_kept": 1, "group_rule": 0,
+        }  # fmt: skip
         return _native.RouterRule(**(good | changes))
 
     def moe_add(self, x: Any = None, h: Any = None, record: Any = None, **changes: Any) -> None:

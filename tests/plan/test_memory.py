@@ -22,8 +22,7 @@ CONTEXT, THREADS = 512, 2
 @pytest.mark.parametrize("name", golden_models.MODELS)
 @pytest.mark.parametrize("format", ["f32", "q4_0"])
 def test_the_core_s_scratch_is_below_its_bound_and_not_far(tmp_path: Path, name: str, format: str) -> None:
-    """A prompt as long as a chunk, then a batch of few tokens. A mixture of four experts counts all tokens
-    for each."""
+    """A prompt as long as a chunk, then a batch of few tokens. A mixture's counts inputs in f32 and in int8."""
     source, pack = golden_models.write(name, tmp_path / "hf"), tmp_path / "pack"
     assert main.main(["pack", str(source), "-o", str(pack), "--format", format, "-q"]) == 0
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -35,7 +34,7 @@ def test_the_core_s_scratch_is_below_its_bound_and_not_far(tmp_path: Path, name:
         bound = _native.scratch_bytes(
             layer_shape(llm.spec), tokens=PREFILL_CHUNK, positions=CONTEXT, threads=THREADS
         )
-    assert 0.3 * bound < taken <= bound
+    assert 0.25 * bound < taken <= bound
 
 
 APART = {  # forms of an input that no two of a layer's matrices have in common
@@ -63,11 +62,12 @@ def test_inputs_in_several_forms_stay_below_the_bound(tmp_path: Path, kind: str,
 
 def test_each_number_of_a_shape_counts() -> None:
     shape: dict[str, int] = {
-        "dim": 512, "ffn_dim": 2048, "experts": 2, "heads": 8, "kv_heads": 2, "head_dim": 64
+        "dim": 512, "ffn_dim": 2048, "experts": 4, "active": 2, "heads": 8, "kv_heads": 2, "head_dim": 64,
+        "shared_dim": 256, "dense_dim": 3072,
     }  # fmt: skip
     work = {"tokens": 256, "positions": 1024, "threads": 2}
     least = _native.scratch_bytes(_native.LayerShape(**shape), **work)
-    for key in ("dim", "ffn_dim", "experts", "heads", "head_dim"):
+    for key in ("dim", "ffn_dim", "experts", "active", "heads", "head_dim", "shared_dim", "dense_dim"):
         wider = _native.LayerShape(**(shape | {key: 2 * shape[key]}))
         assert _native.scratch_bytes(wider, **work) > least, key
     for key in work:
@@ -77,6 +77,6 @@ def test_each_number_of_a_shape_counts() -> None:
 
 def test_sizes_that_no_model_has_are_refused() -> None:
     with pytest.raises(ValueError, match="heads do not divide"):
-        _native.LayerShape(dim=1, ffn_dim=1, experts=1, heads=3, kv_heads=2, head_dim=1)
+        _native.LayerShape(dim=1, ffn_dim=1, experts=1, active=1, heads=3, kv_heads=2, head_dim=1)
     with pytest.raises(ValueError, match="out of range"):
-        _native.LayerShape(dim=0, ffn_dim=1, experts=1, heads=1, kv_heads=1, head_dim=1)
+        _native.LayerShape(dim=0, ffn_dim=1, experts=1, active=1, heads=1, kv_heads=1, head_dim=1)

@@ -542,6 +542,7 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5_MoeForCausalLM": Family("ernie4_5_moe", mixtures.ernie4_5_moe),
     "GraniteMoeForCausalLM": Family("granitemoe", mixtures.granite_moe),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", mixtures.minimax_m2),
+    "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", mixtures.hunyuan_moe),
     "Gemma2ForCausalLM": Family("gemma2", _gemma2),
     "Gemma3ForCausalLM": Family("gemma3_text", _gemma3),
     "Phi3ForCausalLM": Family("phi3", _phi3),

@@ -201,6 +201,14 @@ _GPT_OSS_NAMES = _LLAMA_NAMES | {
     "mlp.router": "ffn_gate_inp",
 }
 _GLM_NAMES = {"post_attention_layernorm": "post_attention_norm"}
+_HUNYUAN_NAMES = {
+    "mlp.gate.wg": "ffn_gate_inp",
+    "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+    "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+}
 _GEMMA_NAMES = _LLAMA_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -264,6 +272,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("attn_q", "attn_k"),
     ),
     "minimax-m2": Architecture(mixtures.minimax_m2, _LLAMA_NAMES | _QK_NORMS),
+    "hunyuan-moe": Architecture(mixtures.hunyuan_moe, _MIXTURE_NAMES | _HUNYUAN_NAMES),
     "gemma2": Architecture(_gemma2, _GEMMA_NAMES),
     "gemma3": Architecture(_gemma3, _GEMMA_NAMES | _QK_NORMS),
     "phi3": Architecture(_phi3, _PHI3_NAMES),

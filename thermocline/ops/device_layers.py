@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import ModelSpec, Router
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import Device
 from thermocline.ops.device_rows import DeviceRows, Vector, joined
@@ -91,6 +91,8 @@ class DeviceRoute:
 
     router: DeviceLinear
     active: int
+    rule: Router
+    selection_bias: Vector
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,9 @@ class Binder:
     def _route(self, spec: ModelSpec, layer: Layer) -> DeviceRoute | None:
         if layer.router is None:
             return None
-        return DeviceRoute(DeviceLinear(_rows(layer.router_copies[FIRST_GPU]), None), spec.n_experts_active)
+        router = DeviceLinear(_rows(layer.router_copies[FIRST_GPU]), self.vector(layer.router.bias))
+        bias = self.vector(layer.selection_bias)
+        return DeviceRoute(router, spec.n_experts_active, spec.router, bias)
 
     def _linear(self, x: Linear) -> DeviceLinear:
         return DeviceLinear(_rows(x.weight), self.vector(x.bias))

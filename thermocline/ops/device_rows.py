@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from thermocline.model.quant import row_bytes
+from thermocline.model.spec import Router
 from thermocline.model.tensors import RowPart
 from thermocline.ops.device_sizes import KernelSizes
 from thermocline.ops.interface import Heads
@@ -178,7 +179,9 @@ class Kernels(Protocol):
         self, out: torch.Tensor, rows: DeviceRows, h: torch.Tensor, add: bool, scratch: Scratch, /
     ) -> None: ...
 
-    def route(self, weights: torch.Tensor, logits: torch.Tensor, n_active: int, /) -> None: ...
+    def route(
+        self, weights: torch.Tensor, logits: torch.Tensor, n_active: int, rule: Router, bias: Vector, /
+    ) -> None: ...
 
     def predict(
         self,

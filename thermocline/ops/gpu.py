@@ -447,7 +447,9 @@ class GpuOps:
             return None
         logits, weights = (part[0][: len(normed)] for part in (self._routed, self._weights))
         self._queue.times(logits, b.route.router, normed)
-        self.device.run(self.kernels.route, weights, logits, b.route.active)
+        self.device.run(
+            self.kernels.route, weights, logits, b.route.active, b.route.rule, b.route.selection_bias
+        )
         return weights
 
     def _begin_elsewhere(

@@ -12,7 +12,8 @@ import torch
 
 from thermocline.model.formats import FORMATS
 from thermocline.model.gguf_blocks import E2M1, IQ4
-from thermocline.ops.device_rows import SIGNS, Scratch
+from thermocline.model.spec import Router
+from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.interface import Heads
 
@@ -177,22 +178,50 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     _put(out, h @ torch.where(needed, w, w.new_zeros(())), add)
 
 
-def route(weights: Tensor, logits: Tensor, n_active: int) -> None:
-    """weights [B, n_experts] = of each token's n_active largest logits the softmax, else 0.
+def route(weights: Tensor, logits: Tensor, n_active: int, rule: Router, selection_bias: Vector) -> None:
+    """weights [B, n_experts] = of each token's n_active best experts their weights as `rule` says, else 0.
 
     Of equals the first; a NaN is larger than all, so that it shows.
     """
-    nan, at = logits.isnan(), torch.arange(logits.shape[1], device=logits.device)
-    mine, other = logits[:, :, None], logits[:, None, :]  # does `other` come before `mine`?
-    both, first = nan[:, :, None] == nan[:, None, :], at < at[:, None]
-    equal = (mine == other) | (nan[:, :, None] & nan[:, None, :])
-    before = (nan[:, None, :] & ~nan[:, :, None]) | (both & ((other > mine) | (equal & first)))
-    rank = before.sum(dim=2)
-    zero = logits.new_zeros(())
-    top = torch.where(rank == 0, logits, zero).sum(dim=1, keepdim=True)
-    chosen = rank < n_active
-    p = torch.where(chosen, (logits - top).exp(), zero)
-    weights.copy_(torch.where(chosen, p / p.sum(dim=1, keepdim=True), zero))
+    zero, scores = logits.new_zeros(()), _scores(logits, rule.score)
+    wanted = logits if selection_bias is None and rule.groups == 1 else scores
+    wanted = wanted if selection_bias is None else wanted + selection_bias
+    if rule.groups > 1:
+        wanted = _in_best_groups(wanted, rule)
+    chosen = _ranks(wanted) < n_active
+    if rule.weights == "chosen":
+        top = torch.where(chosen, logits, zero - math.inf).amax(dim=1, keepdim=True)
+        scores = (logits - top).exp()
+    p = torch.where(chosen, scores, zero)
+    if rule.weights != "score":
+        total = p.sum(dim=1, keepdim=True)
+        p = p / (total.clamp(min=rule.epsilon) if rule.epsilon_floor else total + rule.epsilon)
+    weights.copy_(torch.where(chosen, p * rule.scale, zero))
+
+
+def _scores(logits: Tensor, score: str) -> Tensor:
+    if score == "softmax":
+        return logits.softmax(dim=1)
+    return logits.sigmoid() if score == "sigmoid" else logits
+
+
+def _ranks(x: Tensor) -> Tensor:
+    """Return how many of the last dimension come before each: larger ones, NaNs, equal ones before it."""
+    nan, at = x.isnan(), torch.arange(x.shape[-1], device=x.device)
+    mine, other = x[..., :, None], x[..., None, :]
+    mine_nan, other_nan = nan[..., :, None], nan[..., None, :]
+    equal = (mine == other) | (mine_nan & other_nan)
+    first = equal & (at < at[:, None])
+    before = (other_nan & ~mine_nan) | ((mine_nan == other_nan) & ((other > mine) | first))
+    return before.sum(dim=-1)
+
+
+def _in_best_groups(wanted: Tensor, rule: Router) -> Tensor:
+    """Return what experts are chosen by, with -inf for those of other groups than the best."""
+    groups = wanted.view(len(wanted), rule.groups, -1)
+    best = _ranks(groups) < (1 if rule.group_rule == "max" else 2)
+    kept = _ranks(torch.where(best, groups, groups.new_zeros(())).sum(dim=2)) < rule.groups_kept
+    return torch.where(kept[:, :, None], groups, groups.new_zeros(()) - math.inf).view(wanted.shape)
 
 
 def predict(

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from thermocline.model.spec import Router
 from thermocline.ops import triton_rows, triton_tokens
-from thermocline.ops.device_rows import SIGNS, Scratch
+from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
 from thermocline.ops.interface import Heads
@@ -220,9 +221,12 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     launch(triton_rows.join_sums, joins, out, sums, programs, t * rows.columns, **fixed)
 
 
-def route(weights: Tensor, logits: Tensor, n_active: int) -> None:
+def route(weights: Tensor, logits: Tensor, n_active: int, rule: Router, selection_bias: Vector) -> None:
     t, experts = logits.shape
-    launch(triton_tokens.route, (t,), weights, logits, experts, n_active, E=_power(experts))
+    fixed = {"SCORE": rule.score, "WEIGHTS": rule.weights, "FLOOR": rule.epsilon_floor, "GROUPS": rule.groups}
+    fixed |= {"KEPT": rule.groups_kept, "BEST": 2 if rule.group_rule == "sum2" else 1, "E": _power(experts)}
+    args = weights, logits, selection_bias, experts, n_active, rule.epsilon, rule.scale
+    launch(triton_tokens.route, (t,), *args, **fixed)
 
 
 def predict(

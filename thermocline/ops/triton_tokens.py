@@ -130,21 +130,62 @@ def softcap(x, n, cap, C: tl.constexpr):
 
 
 @triton.jit
-def route(weights, logits, experts, n_active, E: tl.constexpr):
-    """A program a token. An expert's rank: how many come before it."""
-    b = tl.program_id(0)
-    i = tl.arange(0, E)
-    x = tl.load(logits + b * experts + i, mask=i < experts, other=float("-inf"))
+def ranks(x, i, among):
+    """How many of x come before each: larger ones, NaNs, equal ones before it. among [E, E]: with whom."""
     nan = x != x
     mine, other, mine_nan, other_nan = x[:, None], x[None, :], nan[:, None], nan[None, :]
     equal = (mine == other) | (mine_nan & other_nan)
     first = equal & (i[None, :] < i[:, None])
     before = (other_nan & (mine_nan == 0)) | ((mine_nan == other_nan) & ((other > mine) | first))
-    rank = tl.sum(before.to(tl.int32), axis=1)
-    chosen = (rank < n_active) & (i < experts)
-    top = tl.sum(tl.where(rank == 0, x, 0.0), axis=0)
-    p = tl.where(chosen, tl.exp(x - top), 0.0)
-    tl.store(weights + b * experts + i, tl.where(chosen, p / tl.sum(p, axis=0), 0.0), mask=i < experts)
+    return tl.sum((before & among).to(tl.int32), axis=1)
+
+
+@triton.jit
+def route(
+    weights, logits, bias, experts, n_active, epsilon, scale,
+    SCORE: tl.constexpr, WEIGHTS: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, BEST: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """A program a token. An expert is chosen by its rank, a group by that of the sum of its BEST best."""
+    b = tl.program_id(0)
+    i = tl.arange(0, E)
+    real = i < experts
+    x = tl.load(logits + b * experts + i, mask=real, other=float("-inf"))
+    everyone = (i[:, None] >= 0) & (i[None, :] >= 0)
+    score, wanted = x, x
+    if SCORE == "softmax":
+        top = tl.sum(tl.where(ranks(x, i, everyone) == 0, x, 0.0), axis=0)
+        score = tl.exp(x - top)
+        score = score / tl.sum(score, axis=0)
+    if SCORE == "sigmoid":
+        score = 1 / (1 + tl.exp(-x))
+    if bias is not None:
+        wanted = score + tl.load(bias + i, mask=real, other=0)
+    elif GROUPS > 1:
+        wanted = score
+    wanted = tl.where(real, wanted, float("-inf"))
+    if GROUPS > 1:
+        group = i // (experts // GROUPS)
+        together = group[:, None] == group[None, :]
+        own = ranks(wanted, i, together)
+        best = together & (own < BEST)[None, :] & real[None, :]
+        of_group = tl.sum(tl.where(best, wanted[None, :], 0.0), axis=1)
+        leader = (own == 0) & real
+        kept = ranks(of_group, group, leader[None, :] & (together == 0)) < KEPT
+        wanted = tl.where(kept & real, wanted, float("-inf"))
+    chosen = (ranks(wanted, i, everyone) < n_active) & real
+    if WEIGHTS == "chosen":
+        first = ranks(tl.where(chosen, x, float("-inf")), i, everyone) == 0
+        score = tl.exp(x - tl.sum(tl.where(first, x, 0.0), axis=0))
+    p = tl.where(chosen, score, 0.0)
+    if WEIGHTS != "score":
+        total = tl.sum(p, axis=0)
+        if FLOOR:
+            total = tl.where(total < epsilon, epsilon, total)
+        else:
+            total = total + epsilon
+        p = p / total
+    tl.store(weights + b * experts + i, tl.where(chosen, p * scale, 0.0), mask=real)
 
 
 # ---- predictors

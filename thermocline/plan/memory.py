@@ -87,9 +87,12 @@ def layer_shape(spec: ModelSpec) -> _native.LayerShape:
         dim=spec.dim,
         ffn_dim=spec.ffn_dim,
         experts=spec.n_experts,
+        active=spec.n_experts_active,
         heads=spec.n_heads,
         kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
+        shared_dim=spec.shared_dim,
+        dense_dim=spec.dense_dim,
     )
 
 

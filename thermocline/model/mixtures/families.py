@@ -28,6 +28,8 @@ def qwen3_moe(keys: ConfigKeys, stop: Any) -> Read:
     keys.raw("max_window_layers")  # the window, if there is one, is every layer's
     n, step = keys.size("num_hidden_layers", "n_layers"), keys.integer("decoder_sparse_step")
     alone = keys.indices("mlp_only_layers")
+    if all(i in alone or (i + 1) % step for i in range(n)):
+        raise keys.bad("mlp_only_layers", "and decoder_sparse_step say that no layer has experts")
     window = keys.integer_or_none("sliding_window") if keys.flag("use_sliding_window") else None
     keys.raw("sliding_window")
     spec = read_spec(
@@ -267,3 +269,83 @@ _MINIMAX_ONLY: Json = {
     "qk_norm_type": "per_layer",
     "shared_intermediate_size": 0,
 }
+
+
+def hunyuan_moe(keys: ConfigKeys, stop: Any) -> Read:
+    """Hunyuan-A13B: a Llama with norms of q and k behind rope, and one shared expert."""
+    keys.with_defaults({"moe_topk": None, "num_experts_per_tok": None, "moe_intermediate_size": None})
+    for key, only in _HUNYUAN_ONLY.items():
+        if keys.with_defaults({key: only}).raw(key) != only:
+            raise keys.unsupported(key, "is not supported")
+    for key in ("eod_token_id", "im_start_id", "im_end_id", "im_newline_id", "org_vocab_size"):
+        keys.with_defaults({key: None}).raw(key)
+    keys.same("moe_topk", "num_experts_per_tok")
+    for key in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
+        _each(keys, key)
+    width = keys.size("intermediate_size", "ffn_dim")
+    if keys.raw("moe_intermediate_size") is None:
+        keys.replace("moe_intermediate_size", width)
+    _by_alpha(keys)
+    spec = read_spec(
+        keys,
+        stop,
+        "hunyuan-moe",
+        qk_norm=True,
+        qk_norm_last=True,
+        shared_dim=width,
+        **_experts(keys, "num_experts", "moe_intermediate_size", "moe_topk"),
+    )
+    return spec, tensors(spec, _HUNYUAN, attention_biases(keys))
+
+
+_HUNYUAN = replace(
+    _EXPERTS,
+    router="mlp.gate.wg",
+    shared=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", "mlp.shared_mlp.down_proj"),
+    qk_norms=("self_attn.query_layernorm", "self_attn.key_layernorm"),
+)
+_HUNYUAN_ONLY: Json = {
+    "use_qk_norm": True,
+    "use_cla": False,
+    "use_mla": False,
+    "norm_topk_prob": True,
+    "norm_type": "rms",
+    "num_shared_expert": 1,
+    "moe_layer_num_skipped": 0,
+    "use_mixed_mlp_moe": True,
+    "position_embedding_xdrope": False,
+    "group_limited_greedy": False,
+}
+
+
+def _each(keys: ConfigKeys, key: str) -> None:
+    """Take the one value of a list that has one for every layer."""
+    value = keys.raw(key)
+    if isinstance(value, list):
+        if len(value) != keys.size("num_hidden_layers", "n_layers") or any(v != value[0] for v in value):
+            raise keys.unsupported(key, "is not supported: layers differ")
+        keys.replace(key, value[0])
+
+
+def _by_alpha(keys: ConfigKeys) -> None:
+    """Replace a scaling of rope by `alpha`, which makes theta larger and nothing else."""
+    for key in ("rope_scaling", "rope_parameters"):
+        group = keys.raw(key)
+        if not isinstance(group, dict) or group.get("alpha") is None:
+            continue
+        own = ConfigKeys(group, f"{keys.name}: {key}").with_defaults(
+            dict.fromkeys(("type", "rope_type", "rope_theta"))
+        )
+        if "dynamic" not in (own.raw("type"), own.raw("rope_type")):
+            raise own.unsupported("alpha", "is not supported beside another type than dynamic")
+        for other in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            own.with_defaults({other: None}).raw(other)  # of other types
+        n = keys.integer_or_none("head_dim") or keys.integer("hidden_size") // keys.integer(
+            "num_attention_heads"
+        )
+        inner = None if own.raw("rope_theta") is None else own.number("rope_theta", 1.0, 1e12)
+        theta = inner or keys.number_or_none("rope_theta", 1.0, 1e12) or keys.default_theta
+        grown = theta * own.number("alpha", 1.0, 1e9) ** (n / (n - 2))
+        own.finish()
+        keys.replace(key, {"rope_type": "default", "rope_theta": grown})
+        keys.replace("rope_theta", None)

@@ -129,3 +129,13 @@ def minimax_m2(k: GGUFKeys) -> Json:
     _gating(k, SIGMOID)
     config = like_llama(k, "MiniMaxM2ForCausalLM", partial=True, mixture=True)
     return {**config, **experts(k, "num_local_experts"), "intermediate_size": _width(k)}
+
+
+def hunyuan_moe(k: GGUFKeys) -> Json:
+    _gating(k, SOFTMAX)
+    config = like_llama(k, "HunYuanMoEV1ForCausalLM", mixture=True)
+    for key in (".rope.scaling.factor", ".expert_shared_count"):
+        k.raw(key)  # 1: theta has grown already, and there is one
+    shared = k.integer(".expert_shared_feed_forward_length", default=config["intermediate_size"], low=1)
+    more = experts(k) | biased(k, "attention_bias") | {"moe_intermediate_size": _width(k)}
+    return config | more | {"intermediate_size": shared}
