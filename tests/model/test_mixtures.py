@@ -33,7 +33,8 @@ F32 = np.float32
 
 
 def config(name: str) -> dict[str, Any]:
-    return json.loads(kept_twins.config(name))
+    found: dict[str, Any] = json.loads(kept_twins.config(name))
+    return found
 
 
 # What a changed config has to change: {twin: {key: (value that changes logits, or an error's words)}}.
