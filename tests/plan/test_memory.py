@@ -22,8 +22,7 @@ CONTEXT, THREADS = 512, 2
 @pytest.mark.parametrize("name", golden_models.MODELS)
 @pytest.mark.parametrize("format", ["f32", "q4_0"])
 def test_the_core_s_scratch_is_below_its_bound_and_not_far(tmp_path: Path, name: str, format: str) -> None:
-    """A prompt as long as a chunk, then a batch of few tokens. A mixture of four experts counts all tokens
-    for each."""
+    """A prompt as long as a chunk, then a batch of few tokens. A mixture's counts inputs in f32 and in int8."""
     source, pack = golden_models.write(name, tmp_path / "hf"), tmp_path / "pack"
     assert main.main(["pack", str(source), "-o", str(pack), "--format", format, "-q"]) == 0
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -35,7 +34,7 @@ def test_the_core_s_scratch_is_below_its_bound_and_not_far(tmp_path: Path, name:
         bound = _native.scratch_bytes(
             layer_shape(llm.spec), tokens=PREFILL_CHUNK, positions=CONTEXT, threads=THREADS
         )
-    assert 0.3 * bound < taken <= bound
+    assert 0.25 * bound < taken <= bound
 
 
 APART = {  # forms of an input that no two of a layer's matrices have in common
