@@ -47,7 +47,8 @@ SMALL: dict[str, dict[str, Any]] = {  # a shape and what makes it small
 }
 SMALL["mistral-7b"] = SMALL["bamboo-7b"] = SMALL["mixtral-8x7b"] = SMALL["llama-2-7b"]
 SMALL["turbosparse-mixtral"] = SMALL["mixtral-8x7b"]
-EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "head_dim": 64}
+EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+EXPERTS |= {"head_dim": 64, "eos_token_id": 2, "pad_token_id": 0}
 SMALL["glm-4.5-air"] = SMALL["llama-2-7b"] | EXPERTS
 
 
