@@ -40,7 +40,8 @@ def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 
 
 def opened(hf: Path, **how: Any) -> LLM:
-    return LLM(hf, cache_dir=hf.parent / "cache", **({"threads": 2, "context": 128, "gpu": "off"} | how))
+    options: dict[str, Any] = {"threads": 2, "context": 128, "gpu": "off"} | how
+    return LLM(hf, cache_dir=hf.parent / "cache", **options)
 
 
 def test_an_answer_depends_on_nothing_but_its_prompt(hf: Path) -> None:
