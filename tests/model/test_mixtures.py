@@ -186,7 +186,8 @@ def test_a_mixture_that_cannot_be_is_refused_in_a_line(case: str) -> None:
     assert "\n" not in str(e.value)
 
 
-QWEN3_CODER = """{"architectures": ["Qwen3MoeForCausalLM"], "attention_dropout": 0.0, "decoder_sparse_step": 1,
+QWEN3_CODER = """{
+"architectures": ["Qwen3MoeForCausalLM"], "attention_dropout": 0.0, "decoder_sparse_step": 1,
 "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
 "initializer_range": 0.02,
 "intermediate_size": 5472, "max_position_embeddings": 262144, "max_window_layers": 28, "mlp_only_layers": [],

@@ -326,9 +326,11 @@ _HUNYUAN_ONLY: Json = {
 
 
 # Tokens that text has no use for, and sizes of what the switches above turn off.
-_HUNYUAN_UNUSED = ("eod_token_id", "im_start_id", "im_end_id", "im_newline_id", "org_vocab_size")
-_HUNYUAN_UNUSED += ("cla_share_factor", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
-_HUNYUAN_UNUSED += ("v_head_dim", "n_group", "topk_group")
+_HUNYUAN_UNUSED = (
+    *("eod_token_id", "im_start_id", "im_end_id", "im_newline_id", "org_vocab_size", "cla_share_factor"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_group", "topk_group"),
+)
 
 
 def _each(keys: ConfigKeys, key: str) -> None:
