@@ -538,7 +538,7 @@ def _gpt_oss(path: Path, seed: int, **changes: Any) -> Path:
 
 def gpt_oss(path: Path) -> Path:
     """Sinks, a window in every second layer, YaRN that cuts nothing off, biases, clamped experts."""
-    return _gpt_oss(path, 50)
+    return _gpt_oss(path, 55)
 
 
 def gpt_oss_plain(path: Path) -> Path:

@@ -532,6 +532,7 @@ class LayerShape:
     """`ffn_dim`: of a mixture, an expert's; `experts`: 1 where there is no router; a token takes `active`.
 
     `shared_dim`, `dense_dim`: neurons of the FFN of every token, and of layers with one plain FFN; 0: none.
+    `bundles`: a mixture's experts are not plain matrices.
     """
 
     def __new__(
@@ -546,6 +547,7 @@ class LayerShape:
         head_dim: int,
         shared_dim: int = 0,
         dense_dim: int = 0,
+        bundles: bool = False,
     ) -> LayerShape: ...
 
 def scratch_bytes(shape: LayerShape, *, tokens: int, positions: int, threads: int) -> int:

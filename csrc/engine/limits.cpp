@@ -19,7 +19,7 @@ static size_t parts(size_t n, size_t size) { return (n + size - 1) / size; }
 // Of experts that are plain matrices, and of a shared FFN (experts.cpp): inputs, activations, products.
 static size_t plain_experts(const LayerShape& s, size_t threads) {
     constexpr size_t kPadded = 192;  // int8 is padded to 512 columns
-    const size_t entries = kPassTokens * s.active, all = kPassTokens + kMostTileTokens,
+    const size_t entries = s.bundles ? 0 : kPassTokens * s.active, all = kPassTokens + kMostTileTokens,
                  groups = std::min(s.experts, entries / (kFewTokens + 1)),
                  rows = entries + groups * (kMostTileTokens - 1);  // each expert's begin with a tile
     // All tokens': int8 in rows and in lanes, besides f32 in lanes. Gathered: gate's and up's.
@@ -50,8 +50,9 @@ static size_t ffns(const LayerShape& s, size_t threads) {
     const size_t one = one_ffn(s, threads);
     if (s.experts == 1) return one;
     // Its input, normed and gathered, an expert's answers, their sum, the router's answer.
-    const size_t routed = kPassTokens * (4 * s.dim + 2 * s.experts + 2), many = plain_experts(s, threads);
-    return routed + (s.shared_dim || s.dense_dim ? one + many : std::max(one, many));
+    const size_t routed = kPassTokens * (4 * s.dim + 2 * s.experts + 2);
+    return routed + (s.bundles || s.dense_dim ? one : 0) +
+           (!s.bundles || s.shared_dim ? plain_experts(s, threads) : 0);
 }
 
 size_t scratch_bytes(const LayerShape& s, size_t tokens, size_t positions, size_t threads) {

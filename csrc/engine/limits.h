@@ -23,10 +23,11 @@ struct Limits {
 Limits limits();
 
 // What the scratch of a model's layers depends on; of a mixture, ffn_dim is an expert's, of which a token
-// takes `active`. experts: 1 where there is no router. shared_dim, dense_dim: neurons of the FFN that every
-// token takes besides, of layers with one plain FFN; 0: none.
+// takes `active`; they are bundles, or plain matrices. experts: 1 where there is no router. shared_dim,
+// dense_dim: neurons of the FFN that every token takes besides, of layers with one plain FFN; 0: none.
 struct LayerShape {
     size_t dim, ffn_dim, experts, active, heads, kv_heads, head_dim, shared_dim, dense_dim;
+    bool bundles;
 };
 
 // Bytes of scratch that a Context takes at most in calls of up to `tokens` tokens over up to `positions`

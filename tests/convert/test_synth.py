@@ -51,6 +51,9 @@ SMALL["qwen3-30b-a3b"] = {
 }  # fmt: skip
 SMALL["mistral-7b"] = SMALL["bamboo-7b"] = SMALL["mixtral-8x7b"] = SMALL["llama-2-7b"]
 SMALL["turbosparse-mixtral"] = SMALL["mixtral-8x7b"]
+EXPERTS = {"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+EXPERTS |= {"head_dim": 64, "eos_token_id": 2, "pad_token_id": 0}
+SMALL["glm-4.5-air"] = SMALL["llama-2-7b"] | EXPERTS
 
 
 def config_file(directory: Path, shape: str, **changes: Any) -> Path:
@@ -136,6 +139,12 @@ def test_every_shape_is_read_by_its_reader_or_refused_by_it(name: str) -> None:
 def test_shapes_have_their_models_sizes() -> None:
     """Parameters in all, as published."""
     billions = {"llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-2-70b": 68.98, "tinyllama-1.1b": 1.10}
+    billions |= {
+        "qwen3-30b-a3b": 30.53,
+        "olmoe-1b-7b": 6.92,
+        "glm-4.5-air": 106.85,
+        "ernie-4.5-21b-a3b": 21.83,
+    }
     billions |= {"mistral-7b": 7.24, "bamboo-7b": 7.24, "opt-6.7b": 6.66, "opt-13b": 12.85, "opt-30b": 29.97}
     for name, expected in billions.items():
         _, spec, tensor_map = synthetic.read_shape(name)

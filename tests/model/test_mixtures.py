@@ -33,7 +33,8 @@ F32 = np.float32
 
 
 def config(name: str) -> dict[str, Any]:
-    return json.loads(kept_twins.config(name))
+    found: dict[str, Any] = json.loads(kept_twins.config(name))
+    return found
 
 
 # What a changed config has to change: {twin: {key: (value that changes logits, or an error's words)}}.
@@ -183,6 +184,28 @@ def test_a_mixture_that_cannot_be_is_refused_in_a_line(case: str) -> None:
     with pytest.raises((BadFile, Unsupported), match=message) as e:
         families.parse_config(config(name) | change, None, "config.json", None)
     assert "\n" not in str(e.value)
+
+
+QWEN3_CODER = """{
+"architectures": ["Qwen3MoeForCausalLM"], "attention_dropout": 0.0, "decoder_sparse_step": 1,
+"eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+"initializer_range": 0.02,
+"intermediate_size": 5472, "max_position_embeddings": 262144, "max_window_layers": 28, "mlp_only_layers": [],
+"model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32,
+"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+"output_router_logits": false, "qkv_bias": false, "rms_norm_eps": 1e-06, "rope_scaling": null,
+"rope_theta": 10000000, "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0,
+"sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+"transformers_version": "4.52.3",
+"use_cache": true, "use_qk_norm": true, "use_sliding_window": false, "vocab_size": 151936}"""
+
+
+def test_a_published_config_is_read() -> None:
+    s, _ = families.parse_config(json.loads(QWEN3_CODER), None, "config.json", None)
+    assert s.ffn(0) == (128, 8, 768) and s.router == Router() and s.rope_theta == 1e7
+    with pytest.raises(Unsupported, match="shared_expert_intermediate_size 512 is not supported"):
+        changed = json.loads(QWEN3_CODER) | {"shared_expert_intermediate_size": 512}
+        families.parse_config(changed, None, "config.json", None)
 
 
 def edited(hf: Path, change: Callable[[dict[str, Any]], None]) -> Path:

@@ -58,9 +58,8 @@ def ffn(isa: str, formats: Formats, seed: int, neurons: int, dim: int, *, gated:
     up = matrix(isa, formats.up, seed + 1, neurons, dim) if gated else (None, None)
     down = matrix(isa, formats.down, seed + 2, dim, neurons)
     bias, after = normal(seed + 3, neurons), normal(seed + 4, dim)
-    return tuple(
-        FFN.whole(Linear(g, bias), u, d, after, False) for g, u, d in zip(gate, up, down, strict=True)
-    )  # type: ignore[return-value, arg-type]
+    native = FFN.whole(Linear(gate[0], bias), up[0], down[0], after, False)
+    return native, FFN.whole(Linear(gate[1], bias), up[1], down[1], after, False)
 
 
 def in_bundles(seed: int, neurons: int, dim: int, *, gated: bool) -> tuple[FFN, FFN]:
@@ -101,11 +100,16 @@ class Mix:
         ]
         every = ffn(isa, shared, 9000, 2 * neurons, self.dim, gated=gated) if shared else (None, None)
         norm = Norm(1 + normal(12, self.dim) / np.float32(8), None)
-        self.native, self.values = (
-            Layer(None, None, None, norm, tuple(x[i] for x in made), router=Linear(router[i], None),
-                  shared=every[i], shared_router=gate[i])  # type: ignore[arg-type]
-            for i in (0, 1)
-        )  # fmt: skip
+        unused: Any = None
+
+        def layer(i: int) -> Layer:
+            by = Linear(router[i], None)
+            experts = tuple(x[i] for x in made)
+            return Layer(
+                unused, unused, unused, norm, experts, router=by, shared=every[i], shared_router=gate[i]
+            )
+
+        self.native, self.values = layer(0), layer(1)
 
     def run(self, ops: Any, x: F32, h: F32) -> tuple[F32, FFNStats]:
         y, stats = x.copy(), FFNStats()

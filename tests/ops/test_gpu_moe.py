@@ -32,7 +32,7 @@ from thermocline import LLM, SamplingParams, _native
 from thermocline.cli import main
 from thermocline.engine.kv_cache import BLOCK
 from thermocline.model import activations, quant
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import ModelSpec, Router
 from thermocline.ops import device_sizes, interface, reference, torch_kernels
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.device import StandIn
@@ -96,6 +96,26 @@ def test_a_mixture_is_the_same_wherever_its_experts_are(name: str, stand_in: Sta
     for at, places in enumerate([every, *(some_places(spec, s) for s in (1, 2, 3))]):
         y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, (TOKENS, 16, 5, 1)[at])
         assert nmse(y, truth) < 1e-6, places
+
+
+def test_a_router_of_another_rule_is_the_same_wherever_its_experts_are(stand_in: StandIn) -> None:
+    rule = Router(score="sigmoid", weights="normalised", epsilon=0.01, scale=2.5, biased=True,
+                  selection_bias=True, groups=2, groups_kept=1, group_rule="sum2")  # fmt: skip
+    spec = replace(mixture_of(SPEC), router=rule)
+
+    def biased(i: int, x: Layer) -> Layer:
+        rng = np.random.default_rng(50 + i)
+        bias, selection = rng.standard_normal((2, EXPERTS), dtype=np.float32)
+        assert x.router is not None
+        return replace(x, router=Linear(x.router.weight, bias), selection_bias=selection)
+
+    random = random_mixture(spec)
+    random = replace(random, layers=tuple(biased(i, x) for i, x in enumerate(random.layers)))
+    truth = logits(spec, natively(random), CpuOps(2))
+    assert nmse(truth, logits(spec, random, reference)) < 1e-6
+    assert nmse(truth, logits(mixture_of(SPEC), natively(random), CpuOps(2))) > 1e-3
+    for places in (placements.whole(spec), some_places(spec, 1)):
+        assert nmse(logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, 5), truth) < 1e-6
 
 
 @pytest.mark.parametrize("up", ["none", "relu"])

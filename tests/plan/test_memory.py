@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import golden_models
 import mixed
@@ -22,7 +23,7 @@ CONTEXT, THREADS = 512, 2
 @pytest.mark.parametrize("name", golden_models.MODELS)
 @pytest.mark.parametrize("format", ["f32", "q4_0"])
 def test_the_core_s_scratch_is_below_its_bound_and_not_far(tmp_path: Path, name: str, format: str) -> None:
-    """A prompt as long as a chunk, then a batch of few tokens. A mixture's counts inputs in f32 and in int8."""
+    """A prompt as long as a chunk, then a batch of few. A mixture counts inputs in f32 and in int8."""
     source, pack = golden_models.write(name, tmp_path / "hf"), tmp_path / "pack"
     assert main.main(["pack", str(source), "-o", str(pack), "--format", format, "-q"]) == 0
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -61,7 +62,7 @@ def test_inputs_in_several_forms_stay_below_the_bound(tmp_path: Path, kind: str,
 
 
 def test_each_number_of_a_shape_counts() -> None:
-    shape: dict[str, int] = {
+    shape: dict[str, Any] = {
         "dim": 512, "ffn_dim": 2048, "experts": 4, "active": 2, "heads": 8, "kv_heads": 2, "head_dim": 64,
         "shared_dim": 256, "dense_dim": 3072,
     }  # fmt: skip

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from thermocline.server.api.answer_parser import BARE, AnswerFormat, AnswerParser, Call, Piece
+from thermocline.server.api.parsing.answer_parser import BARE, AnswerFormat, AnswerParser, Call, Piece
 
 HERMES = AnswerFormat.of("{% if tools %}<tool_call>{% endif %}<think>")
 MISTRAL = AnswerFormat.of("{{ tools }}[TOOL_CALLS]")

@@ -11,8 +11,8 @@ from test_server_answer_parser import shown
 from thermocline.cli.said import Said
 from thermocline.engine.request import Chunk
 from thermocline.server.api import conversation, schema
-from thermocline.server.api.answer_parser import AnswerFormat, AnswerParser, Call, Piece
-from thermocline.server.api.harmony import HarmonyParser, parser_of
+from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Call, Piece
+from thermocline.server.api.parsing.harmony import HarmonyParser, parser_of
 from thermocline.server.api.tools import Offer
 from thermocline.server.http.limits import ServerLimits
 from thermocline.server.http.refusal import Refusal

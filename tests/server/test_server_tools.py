@@ -11,7 +11,7 @@ import pytest
 from scripted import Scripted, scripted
 from serving import Served, served
 
-from thermocline.server.api.answer_parser import AnswerFormat
+from thermocline.server.api.parsing.answer_parser import AnswerFormat
 from thermocline.server.api.schema import ChatRequest
 from thermocline.server.api.tools import Offer, answer_grammar
 from thermocline.server.http.refusal import Refusal

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from thermocline.server.api.answer_parser import THINK, AnswerFormat, Call, Piece
-from thermocline.server.api.harmony import HarmonyParser
+from thermocline.server.api.parsing.answer_parser import THINK, AnswerFormat, Call, Piece
+from thermocline.server.api.parsing.harmony import HarmonyParser
 
 if TYPE_CHECKING:
     from thermocline.engine.request import Chunk, Completion

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from thermocline.convert.checkpoint import block_stacks, ternary
+from thermocline.convert.checkpoint.source import CheckpointSource
 from thermocline.convert.from_gguf import is_gguf, pack_gguf
 from thermocline.convert.gguf_rows import Cost
 from thermocline.convert.hf_directory import content_key, copied_files, label, require_model_directory
@@ -58,8 +58,7 @@ def _pack_directory(
 ) -> None:
     with Checkpoint(src) as checkpoint:
         spec, tensor_map = with_own_head(*read, checkpoint.tensors, checkpoint.where)
-        seen = block_stacks.seen(checkpoint, *ternary.seen(checkpoint, tensor_map))
-        source = block_stacks.CheckpointSource(str(src), *seen, tensor_map)
+        source = CheckpointSource(checkpoint, tensor_map)
         write_pack(
             dst,
             spec,

@@ -153,6 +153,12 @@ class ConfigKeys:
         if value is not None:
             self.replace(key, value)
 
+    def require(self, only: Json) -> None:
+        """Refuse keys that have another value than these, which is what their absence means."""
+        for key, value in only.items():
+            if self.with_defaults({key: value}).raw(key) != value:
+                raise self.unsupported(key, "is not supported")
+
     def group(self, key: str) -> ConfigKeys | None:
         """Return an object inside the config, or None if it is null."""
         value = self.raw(key)

@@ -223,7 +223,12 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
 
 def route(weights: Tensor, logits: Tensor, n_active: int, rule: Router, selection_bias: Vector) -> None:
     t, experts = logits.shape
-    fixed = {"SCORE": rule.score, "WEIGHTS": rule.weights, "FLOOR": rule.epsilon_floor, "GROUPS": rule.groups}
+    fixed: dict[str, Any] = {
+        "SCORE": rule.score,
+        "WEIGHTS": rule.weights,
+        "FLOOR": rule.epsilon_floor,
+        "GROUPS": rule.groups,
+    }
     fixed |= {"KEPT": rule.groups_kept, "BEST": 2 if rule.group_rule == "sum2" else 1, "E": _power(experts)}
     args = weights, logits, selection_bias, experts, n_active, rule.epsilon, rule.scale
     launch(triton_tokens.route, (t,), *args, **fixed)

@@ -66,9 +66,11 @@ def activate(out, gate, up, n, bound, alpha, KIND: tl.constexpr, UP_RELU: tl.con
         a = activation(g, bound, KIND)
     if up is not None:
         u = tl.load(up + i, mask=i < n, other=0)
-        if KIND == "swiglu_oai":
+        if UP_RELU:
+            u = activation(u, 0.0, "relu")
+        elif KIND == "swiglu_oai":
             u = tl.where(u > bound, bound, tl.where(u < -bound, -bound, u)) + 1
-        a *= activation(u, 0.0, "relu") if UP_RELU else u
+        a *= u
     tl.store(out + i, a, mask=i < n)
 
 

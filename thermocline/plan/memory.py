@@ -93,6 +93,7 @@ def layer_shape(spec: ModelSpec) -> _native.LayerShape:
         head_dim=spec.head_dim,
         shared_dim=spec.shared_dim,
         dense_dim=spec.dense_dim,
+        bundles=spec.sparse,
     )
 
 

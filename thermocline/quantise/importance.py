@@ -41,13 +41,14 @@ def of_moments(moments: Moments) -> Importance:
 
 def check(importance: Mapping[str, F32], spec: ModelSpec, where: str) -> None:
     """Raise BadFile unless these are importances of this model, finite and not negative."""
-    experts, q = spec.n_experts, spec.n_heads * spec.head_dim
+    q = spec.n_heads * spec.head_dim
     shapes = {HEAD: (1, spec.embed_dim or spec.dim)}
     for i in range(spec.n_layers):
+        experts, _, width = spec.ffn(i)
         shapes[f"layers.{i}.qkv"] = (1, spec.dim)
         shapes[f"layers.{i}.attn_out"] = (1, q)
         shapes[f"layers.{i}.ffn"] = (experts, spec.dim)
-        shapes[f"layers.{i}.down"] = (experts, spec.ffn_dim)
+        shapes[f"layers.{i}.down"] = (experts, width)
     for name, values in importance.items():
         if values.shape != shapes.get(name):
             raise BadFile(
@@ -158,7 +159,8 @@ def _of_dat(path: Path, data: bytes, spec: ModelSpec) -> Importance:
         reader = _reader(name)
         if reader is None:
             continue
-        experts = spec.n_experts if reader.endswith((".ffn", ".down")) else 1
+        of_ffn = reader.endswith((".ffn", ".down"))
+        experts = spec.ffn(int(reader.split(".")[1])).experts if of_ffn else 1
         if n % experts:
             raise BadFile(f"{path}: {quoted(name)} has {n} values for {experts} experts")
         out.setdefault(reader, values.reshape(experts, -1).astype(np.float32))

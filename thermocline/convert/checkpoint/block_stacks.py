@@ -11,12 +11,11 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.convert.rows import RowReader, Shaped, TensorMapSource
+from thermocline.convert.rows import RowReader, Shaped
 from thermocline.errors import BadFile
 from thermocline.files.bounded import quoted
 from thermocline.files.safetensors import Checkpoint
 from thermocline.model import quant
-from thermocline.model.tensor_map import TensorMap
 
 F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
@@ -84,34 +83,3 @@ class BlockStack:
         out[:, :, 0::2] = (front & np.uint8(15)) | (back << np.uint8(4))
         out[:, :, 1::2] = (front >> np.uint8(4)) | (back & np.uint8(0xF0))
         return np.concatenate([out.reshape(n, -1), exponents.reshape(n, -1)], axis=1)
-
-
-class CheckpointSource(TensorMapSource):
-    """An `EncodedSource` over a checkpoint: blocks are copied bit for bit."""
-
-    def __init__(
-        self,
-        name: str,
-        tensors: Mapping[str, Shaped],
-        where: Mapping[str, RowReader],
-        tensor_map: TensorMap,
-    ) -> None:
-        super().__init__(name, tensors, where, tensor_map)
-        self._stacks = {n: x for n, x in where.items() if isinstance(x, BlockStack)}
-
-    def formats(self) -> dict[str, str]:
-        """Return the formats of the packed tensors that the checkpoint holds as blocks."""
-        pieces = self._tensor_map.tensors.items()
-        return {name: FORMAT for name, of in pieces if all(p.tensor in self._stacks for p in of)}
-
-    def encoded(self, name: str, format: str, first: int, last: int, /) -> U8 | None:
-        spans = list(self.spans(name, first, last))
-        if format != FORMAT or any(p.tensor not in self._stacks for p, _, _ in spans):
-            return None
-        parts = []
-        for piece, a, b in spans:
-            rows = self._stacks[self.name_of(piece)]
-            for r in piece.ranges(a, b):
-                low, high = min(r[0], r[-1]), max(r[0], r[-1]) + 1
-                parts.append(rows.planar(low, high)[:: r.step])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -26,6 +26,7 @@ def qwen3_moe(keys: ConfigKeys, stop: Any) -> Read:
     keys.with_defaults({**_NO_TOKENS, "norm_topk_prob": False, "use_sliding_window": False})
     keys.with_defaults({"decoder_sparse_step": 1, "mlp_only_layers": None, "max_window_layers": None})
     keys.raw("max_window_layers")  # the window, if there is one, is every layer's
+    keys.require({"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0})
     n, step = keys.size("num_hidden_layers", "n_layers"), keys.integer("decoder_sparse_step")
     alone = keys.indices("mlp_only_layers")
     if all(i in alone or (i + 1) % step for i in range(n)):
@@ -108,6 +109,9 @@ def dots1(keys: ConfigKeys, stop: Any) -> Read:
     """dots.llm1: GLM-4.5's mixture with Qwen 3's attention, whose last layers may have a window."""
     keys.with_defaults({**_NO_TOKENS, "sliding_window": 4096, "max_window_layers": 62})
     keys.with_defaults({"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0})
+    if keys.with_defaults({"scoring_func": "sigmoid"}).raw("scoring_func") != "noaux_tc":  # both mean sigmoid
+        keys.require({"scoring_func": "sigmoid"})
+    keys.require({"topk_method": "noaux_tc", "moe_layer_freq": 1})
     n, window = keys.size("num_hidden_layers", "n_layers"), keys.integer_or_none("sliding_window")
     first = keys.integer("max_window_layers", 0)
     layers = windows(keys, n, () if window is None else range(min(first, n), n))
@@ -157,9 +161,7 @@ def ernie4_5_moe(keys: ConfigKeys, stop: Any) -> Read:
     """ERNIE 4.5: softmax scores with a bias for the choice, shared experts, rope on neighbouring elements."""
     keys.with_defaults(_ERNIE_DEFAULTS)
     keys.default_theta = 5e5
-    for key, only in _ERNIE_ONLY.items():
-        if keys.with_defaults({key: only}).raw(key) != only:
-            raise keys.unsupported(key, "is not supported")
+    keys.require(_ERNIE_ONLY)
     keys.raw("moe_capacity")  # of training
     n, step = keys.size("num_hidden_layers", "n_layers"), keys.integer("moe_layer_interval")
     first, last = keys.integer("moe_layer_start_index", 0), keys.integer("moe_layer_end_index", -1)
@@ -197,7 +199,14 @@ _ERNIE_DEFAULTS: Json = {
     "moe_norm_min": 1e-12,
     "moe_capacity": None,
 }
-_ERNIE_ONLY: Json = {"use_bias": False, "use_rmsnorm": True, "moe_gate": "topk", "moe_use_aux_free": True}
+_ERNIE_ONLY: Json = {
+    "use_bias": False,
+    "use_rmsnorm": True,
+    "moe_gate": "topk",
+    "moe_gate_act": "softmax",
+    "moe_norm_gate_logits": True,
+    "moe_use_aux_free": True,
+}
 
 
 def granite_moe(keys: ConfigKeys, stop: Any) -> Read:
@@ -232,9 +241,7 @@ def minimax_m2(keys: ConfigKeys, stop: Any) -> Read:
     keys.with_defaults({"bos_token_id": 200034, "eos_token_id": 200020, "partial_rotary_factor": None})
     keys.with_defaults({"rotary_dim": None, "head_dim": 128, "attn_type_list": None})
     keys.default_theta = 5e6
-    for key, only in _MINIMAX_ONLY.items():
-        if keys.with_defaults({key: only}).raw(key) != only:
-            raise keys.unsupported(key, "is not supported")
+    keys.require(_MINIMAX_ONLY)
     kinds = keys.indices("attn_type_list")
     if any(kind != 1 for kind in kinds):
         raise keys.unsupported("attn_type_list", "is not supported: attention is to all positions")
@@ -274,11 +281,10 @@ _MINIMAX_ONLY: Json = {
 def hunyuan_moe(keys: ConfigKeys, stop: Any) -> Read:
     """Hunyuan-A13B: a Llama with norms of q and k behind rope, and one shared expert."""
     keys.with_defaults({"moe_topk": None, "num_experts_per_tok": None, "moe_intermediate_size": None})
-    for key, only in _HUNYUAN_ONLY.items():
-        if keys.with_defaults({key: only}).raw(key) != only:
-            raise keys.unsupported(key, "is not supported")
-    for key in ("eod_token_id", "im_start_id", "im_end_id", "im_newline_id", "org_vocab_size"):
+    keys.require(_HUNYUAN_ONLY)
+    for key in _HUNYUAN_UNUSED:
         keys.with_defaults({key: None}).raw(key)
+    keys.same("head_dim", "attention_head_dim")
     keys.same("moe_topk", "num_experts_per_tok")
     for key in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
         _each(keys, key)
@@ -315,7 +321,16 @@ _HUNYUAN_ONLY: Json = {
     "use_mixed_mlp_moe": True,
     "position_embedding_xdrope": False,
     "group_limited_greedy": False,
+    "use_rotary_pos_emb": True,
 }
+
+
+# Tokens that text has no use for, and sizes of what the switches above turn off.
+_HUNYUAN_UNUSED = (
+    *("eod_token_id", "im_start_id", "im_end_id", "im_newline_id", "org_vocab_size", "cla_share_factor"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("n_group", "topk_group"),
+)
 
 
 def _each(keys: ConfigKeys, key: str) -> None:

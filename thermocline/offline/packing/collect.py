@@ -88,13 +88,13 @@ class InputCollector(CpuOps):
         seen = self._normed(half.layer.ffn_norm, h)
         record = np.empty((len(x), half.native.neurons), np.float32)
         super().ffn_add(x, h, half.native, sparsity, stats, record)
-        name, s = f"layers.{half.index}", self._spec
-        for e in range(s.n_experts):
-            own = record[:, e * s.ffn_dim : (e + 1) * s.ffn_dim]
-            mine = slice(None) if s.n_experts == 1 else (own != 0).any(axis=1)
-            self._add(f"{name}.ffn", seen[mine], e, s.n_experts)
+        name, (experts, _, width) = f"layers.{half.index}", self._spec.ffn(half.index)
+        for e in range(experts):
+            own = record[:, e * width : (e + 1) * width]
+            mine = slice(None) if experts == 1 else (own != 0).any(axis=1)
+            self._add(f"{name}.ffn", seen[mine], e, experts)
             down = self._normed(half.layer.ffn_sub_norm, np.ascontiguousarray(own[mine]))
-            self._add(f"{name}.down", down, e, s.n_experts)
+            self._add(f"{name}.down", down, e, experts)
 
     def head(self, x: F32, rows: Linear, project: WeightMatrix | None) -> F32:
         """Sum up the head's input; the logits themselves are not needed."""

@@ -59,9 +59,11 @@ def moments_bytes(spec: ModelSpec) -> int:
     def products(columns: int) -> int:
         return 4 * columns * min(columns, WINDOW)
 
-    layer = products(spec.dim) + products(spec.n_heads * spec.head_dim)
-    layer += spec.n_experts * (products(spec.dim) + products(spec.ffn_dim))
-    return spec.n_layers * layer + products(spec.dim)
+    total = products(spec.dim)
+    for experts, _, width in map(spec.ffn, range(spec.n_layers)):
+        total += products(spec.dim) + products(spec.n_heads * spec.head_dim)
+        total += experts * (products(spec.dim) + products(width))
+    return total
 
 
 def divergence(pack: Pack, base: Pack, texts: I32, threads: int, progress: Progress) -> evaluate.Divergence:

@@ -134,9 +134,9 @@ class QuantisedRows:
 
     def _rows_of_expert(self, name: str) -> int:
         s = self.rows.pack.spec
-        part = name.removesuffix(".weight").rpartition(".")[2]
+        part = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
         if s.n_experts > 1 and part in ("gate", "up", "down"):
-            return s.ffn_dim if s.sparse or part != "down" else s.dim
+            return s.ffn(int(name.split(".")[1])).width if s.sparse or part != "down" else s.dim
         return 1 << 62
 
     def _input(self, name: str, expert: int) -> tuple[F32 | None, Feedback | None]:

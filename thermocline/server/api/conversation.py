@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thermocline.server.api import schema
-from thermocline.server.api.answer_parser import THINK
+from thermocline.server.api.parsing.answer_parser import THINK
 from thermocline.server.api.tools import Offer
 from thermocline.server.http.body import check_json
 from thermocline.server.http.limits import ServerLimits

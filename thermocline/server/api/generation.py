@@ -15,7 +15,7 @@ from thermocline.engine.sampler import SamplingParams
 from thermocline.errors import BadFile
 from thermocline.server.api import conversation, schema
 from thermocline.server.api.answers import Answer, ChatAnswer, CompletionAnswer
-from thermocline.server.api.harmony import parser_of
+from thermocline.server.api.parsing.harmony import parser_of
 from thermocline.server.api.responses import answered
 from thermocline.server.api.state import Api
 from thermocline.server.api.tools import Offer, answer_grammar

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from thermocline.errors import ThermoclineError
 from thermocline.model.spec import ModelSpec
-from thermocline.server.api.answer_parser import AnswerFormat
+from thermocline.server.api.parsing.answer_parser import AnswerFormat
 from thermocline.server.http.refusal import Refusal
 from thermocline.server.process.messages import ModelOpened
 from thermocline.text.chat_template import ChatTemplate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thermocline.server.api.answer_parser import THINK, AnswerFormat
+from thermocline.server.api.parsing.answer_parser import THINK, AnswerFormat
 from thermocline.server.api.schema import AllowedTools, ChatRequest, Function, NamedTool
 from thermocline.server.http.refusal import Refusal
 from thermocline.text.grammar import Grammar, Thought

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from thermocline.engine.request import overlap
-from thermocline.server.api.answer_parser import AnswerFormat, AnswerParser, Call, Parts, Piece
+from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Call, Parts, Piece
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
