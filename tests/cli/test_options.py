@@ -41,6 +41,7 @@ YARN = RopeScaling(kind="yarn", factor=4.0, original_context=64, attention_facto
 LONG = RopeScaling(kind="longrope", original_context=64, short_factors=(1.5,) * 8, long_factors=(3.0,) * 8)
 LLAMA3 = RopeScaling(4.0, 1.0, 4.0, 16)
 WINDOW = replace(SPEC, sliding_window=9)
+NORMED = replace(SPEC, qk_norm=True)
 CLAMPED = replace(SPEC, activation="swiglu_oai", swiglu_limit=0.5, swiglu_alpha=1.702)
 # field -> (a spec, what the field may be instead)
 FLIPS: dict[str, tuple[ModelSpec, Any]] = {
@@ -66,6 +67,8 @@ FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "attention_scale": (SPEC, 0.6),
     "attention_softcap": (SPEC, 0.7),
     "qk_norm": (SPEC, True),
+    "qk_norm_whole": (NORMED, True),
+    "qk_norm_last": (NORMED, True),
     "sub_norms": (SPEC, True),
     "rotary_dim": (SPEC, 8),
     "window_layers": (WINDOW, (1,)),
@@ -92,7 +95,16 @@ MORE = {
 PAIRS = {**{k: (s, replace(s, **{k: v})) for k, (s, v) in FLIPS.items()}, **MORE}
 SIZES = {"dim", "ffn_dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_context"}
 ELSEWHERE = {"architecture", "bos_id", "eos_ids"}  # a label; what requests begin and end with
-EXPERTS = {"n_experts", "n_experts_active"}
+# tests/model/test_mixtures.py, tests/ops/test_moe.py
+EXPERTS = {
+    "n_experts",
+    "n_experts_active",
+    "router",
+    "shared_dim",
+    "shared_gate",
+    "dense_layers",
+    "dense_dim",
+}
 
 
 def random_weights(spec: ModelSpec) -> Weights:
@@ -127,8 +139,8 @@ def random_weights(spec: ModelSpec) -> Weights:
                     bundles=s.sparse,
                 ),
             ),
-            q_norm=norm(a + "qn", s.head_dim).weight if s.qk_norm else None,
-            k_norm=norm(a + "kn", s.head_dim).weight if s.qk_norm else None,
+            q_norm=norm(a + "qn", s.qk_norm_size(s.n_heads)).weight if s.qk_norm else None,
+            k_norm=norm(a + "kn", s.qk_norm_size(s.n_kv_heads)).weight if s.qk_norm else None,
             attn_sub_norm=norm(a + "as", q) if s.sub_norms else None,
             ffn_sub_norm=norm(a + "fs", f) if s.sub_norms else None,
             attn_post_norm=norm(a + "ap") if sandwich else None,

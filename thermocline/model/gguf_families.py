@@ -246,7 +246,7 @@ _OPT_NAMES = {
 
 @dataclass(frozen=True)
 class Written:
-    """What a family's files say, so that we write them too: fields in which it may differ from a Llama.
+    """Fields in which a family may differ from a Llama, and its files still say the model: we write them.
 
     always  what llama.cpp's code knows of the family
     says    what keys of the header and names of tensors say
