@@ -230,6 +230,8 @@ def _header(pack: Pack, path: Path, file_type: str) -> Any:
         w.add_rope_scaling_type(gguf.RopeScalingType(s.rope_scaling.kind))
         w.add_rope_scaling_factor(s.rope_scaling.factor)
         w.add_rope_scaling_orig_ctx_len(s.rope_scaling.original_context)
+        w.add_rope_scaling_yarn_beta_fast(s.rope_scaling.beta_fast)
+        w.add_rope_scaling_yarn_beta_slow(s.rope_scaling.beta_slow)
     w.add_layer_norm_rms_eps(s.norm_eps)
     w.add_file_type(gguf.LlamaFileType[file_type])
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -32,7 +32,7 @@ from thermocline.model.gguf_metadata import (
 from thermocline.model.mixtures import gguf as mixtures
 from thermocline.model.mixtures import gpt_oss
 from thermocline.model.mixtures.gguf import experts
-from thermocline.model.spec import PLAIN_ROUTER, ModelSpec, Router
+from thermocline.model.spec import PLAIN_ROUTER, ModelSpec, RopeScaling, Router
 from thermocline.model.tensor_map import SourceSlice, TensorMap, pairs
 
 
@@ -261,10 +261,22 @@ class Written:
         known = all(getattr(s, key) == value for key, value in self.always.items())
         plain = (f for f in fields(ModelSpec) if "later" in f.metadata or f.name == "rope_scaling")
         others = (f for f in plain if f.name not in self.says and f.name not in self.always)
-        first_dense = s.dense_layers == tuple(range(len(s.dense_layers)))
-        every_second = s.window_layers in (None, tuple(range(0, s.n_layers, 2)))
-        sayable = first_dense and every_second and s.activation == self.always.get("activation", s.activation)
-        return known and sayable and all(getattr(s, f.name) == f.default for f in others)
+        first_layers_dense = s.dense_layers == tuple(range(len(s.dense_layers)))
+        every_second_near = s.window_layers in (None, tuple(range(0, s.n_layers, 2)))
+        return (
+            known
+            and s.activation == self.always.get("activation", s.activation)
+            and first_layers_dense
+            and every_second_near
+            and (s.rope_scaling is None or _keyed(s.rope_scaling))
+            and all(getattr(s, f.name) == f.default for f in others)
+        )
+
+
+def _keyed(r: RopeScaling) -> bool:
+    """Return whether keys say this scaling: gpt-oss's YaRN, whose other numbers have none."""
+    usual = math.isclose(r.attention_factor, 0.1 * math.log(r.factor) + 1)
+    return r.kind == "yarn" and not r.truncate and usual
 
 
 @dataclass(frozen=True)
