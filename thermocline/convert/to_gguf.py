@@ -107,11 +107,11 @@ def check(
     spec: ModelSpec, tensors: Iterable[str], path: str | os.PathLike[str], overwrite: bool = False
 ) -> None:
     """Raise what can be refused before there is a pack: UsageError, IOFailure or Unsupported."""
-    architecture, _ = written_as(spec)
+    _, architecture = written_as(spec)
     extra = [name for name in tensors if name.endswith(".bias")]
-    if extra and architecture in ("llama", "bamboo"):
+    if extra and architecture.written is None:
         raise Unsupported(
-            f"GGUF is written for Llamas without biases only; this {spec.architecture} has {extra[0]}"
+            f"GGUF of {spec.architecture} is written for models without biases only; this one has {extra[0]}"
         )
     if len(spec.eos_ids) > len(_ENDS):
         raise Unsupported(f"a GGUF names {len(_ENDS)} end tokens; this model has {len(spec.eos_ids)}")
@@ -239,10 +239,10 @@ def _header(pack: Pack, path: Path, file_type: str) -> Any:
 
 
 def _add_experts(w: Any, s: ModelSpec) -> None:
-    """Add a mixture's sizes and its router. llama.cpp's code knows what a Mixtral's does."""
+    """Add a mixture's sizes, and its router if llama.cpp's code does not know what it does."""
     w.add_expert_count(s.n_experts)
     w.add_expert_used_count(s.n_experts_active)
-    if s.architecture == "mixtral":
+    if written_as(s)[1].written is None:
         return
     gguf, r = _package(), s.router
     w.add_expert_feed_forward_length(s.ffn_dim)
