@@ -97,7 +97,7 @@ struct BlockSums {
         for (int h = 0; h < parts; h++)
             for (int g = 0; g < G; g++)
                 for (int n = 0; n < NT; n++) s[h][g][n] = vi_set1(0);
-        if constexpr (F::Numbers::second == 0 && F::Numbers::bits == 8 && D::run >= 8) return in_turn(p, j);
+        if constexpr (F::Numbers::first == 32 && D::run >= 8) return in_turn(p, j);
         const Dwords<typename F::Numbers> w(p, j);
         step<0>(w), step<1>(w);
         if constexpr (D::run < 4)

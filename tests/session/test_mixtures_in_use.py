@@ -79,9 +79,13 @@ def test_commands_describe_and_run_it(hf: Path, thermocline: Callable[..., Any],
     assert profiled.code != 0 and profiled.err.count("\n") == 1
 
 
-def test_less_memory_than_it_needs_and_a_gpu_are_refused_in_a_line(hf: Path) -> None:
+def test_less_memory_than_it_needs_is_refused_in_a_line(hf: Path) -> None:
     with pytest.raises(OutOfBudget, match="the model needs") as e:
         opened(hf, ram=0.01)
     assert "\n" not in str(e.value)
+
+
+def test_a_gpu_without_ops_for_it_is_refused_in_a_line(hf: Path) -> None:
+    pytest.importorskip("torch", reason="a GPU needs torch")
     with pytest.raises(Unsupported, match="has no GPU ops yet; use --gpu off"):
         opened(hf, gpu="stand-in", vram=0.5)
