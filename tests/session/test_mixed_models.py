@@ -57,7 +57,7 @@ def test_rows_are_interleaved_where_a_matrix_is_multiplied_as_a_whole(kind: str,
     begun = weights.BegunLoad.of(pack, ops)
     begun.read()
     in_turn = weights.PackInMemory(pack.spec, pack.tensors, begun.arena, ops)
-    planar = Model(pack.spec, weights.assemble(in_turn), ops)
+    planar = Model(pack.spec, weights.assemble(in_turn, "a test"), ops)
     loaded = model_of(pack)
     assert np.array_equal(loaded.logits(IDS, 1), planar.logits(IDS, 1))
     assert np.array_equal(loaded.logits(IDS, 40), planar.logits(IDS, 1))

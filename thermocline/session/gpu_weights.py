@@ -146,8 +146,7 @@ def load(
     sent = sum(r.data.numel() for each in there.values() for r in each.values())
     pack.read_runs(arena, runs, _after(sent, progress))
     arena.gather_pages()
-    made = weights.assemble(weights.PackInMemory(pack.spec, kept, arena, cpu, there))
-    weights.check_routers(made, cpu, str(pack.path))
+    made = weights.assemble(weights.PackInMemory(pack.spec, kept, arena, cpu, there), str(pack.path))
     made = _with_pinned(made, pack.spec, kept, arena, devices[0])
     return _completed(made, pack.spec, placement, there, predictors, devices)
 

@@ -105,8 +105,7 @@ class BegunLoad:
         made = PackInMemory(model.spec, model.tensors, self.arena, ops, grouped=self.reading.grouped)
         for name in sorted(self.grouped - self.reading.grouped):
             ops.native.interleaved(self.arena, made.all_rows(name))
-        weights = assemble(replace(made, grouped=self.grouped))
-        check_routers(weights, ops, str(model.path))
+        weights = assemble(replace(made, grouped=self.grouped), str(model.path))
         if predictors is not None:
             weights = with_predictors(weights, predictors)
         filled = Filled.of(self.arena, model.ranges())
@@ -356,7 +355,7 @@ class PackInMemory:
         )
 
 
-def check_routers(weights: Weights, ops: CpuOps, name: str) -> None:
+def _check_routers(weights: Weights, ops: CpuOps, name: str) -> None:
     """Raise BadFile for a router that would choose the same experts for every token: one with a NaN."""
     for i, layer in enumerate(weights.layers):
         if layer.router is None or not isinstance(layer.router.weight, _native.Matrix):
@@ -376,10 +375,10 @@ def records(bundle: DeviceRows) -> tuple[DeviceRows | None, DeviceRows]:
     return (None, first) if down is None else (first, replace(first, format=down.format, skip=down.at))
 
 
-def assemble(made: PackInMemory) -> Weights:
-    """Return the weights of a model that is in memory."""
+def assemble(made: PackInMemory, name: str) -> Weights:
+    """Return the weights of a model that is in memory. Raises BadFile, which begins with `name`."""
     spec, embed = made.spec, made.matrix("embed.weight")
-    return Weights(
+    weights = Weights(
         embed=embed,
         pos_embed=made.matrix("pos_embed.weight") if spec.position == "learned" else None,
         layers=tuple(made.layer(i) for i in range(spec.n_layers)),
@@ -388,3 +387,5 @@ def assemble(made: PackInMemory) -> Weights:
         project_in=made.matrix("project_in.weight") if spec.embed_dim is not None else None,
         project_out=made.matrix("project_out.weight") if spec.embed_dim is not None else None,
     )
+    _check_routers(weights, made.ops, name)
+    return weights
