@@ -23,7 +23,7 @@ from thermocline.files.bounded import open_regular, parse_json, read_at, read_sm
 from thermocline.files.gguf_header import POWERINFER_MAGIC
 from thermocline.files.whole import replacing
 from thermocline.model import quant
-from thermocline.model.gguf_families import written_as
+from thermocline.model.gguf_families import Architecture, written_as
 from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
 from thermocline.pack.pack import MAX_COPIED_BYTES, Pack, Progress
 from thermocline.pack.writer import TensorSource, stored_rows, stored_vector
@@ -180,7 +180,8 @@ def _rows_from(pack: Pack, source: TensorSource) -> Rows:
 
 
 def _write(pack: Pack, path: Path, writer: Any, rows: Rows, progress: Progress | None) -> None:
-    pieces = [(name, p) for name in pack.tensors for p in _pieces(pack, name)]
+    _, architecture = written_as(pack.spec)
+    pieces = [(name, p) for name in pack.tensors for p in _pieces(pack, name, architecture)]
     total, done = sum(p.nbytes for _, p in pieces), 0
 
     def advance(nbytes: int) -> None:
@@ -206,7 +207,8 @@ def _package() -> Any:
 
 def _header(pack: Pack, path: Path, file_type: str) -> Any:
     gguf, s = _package(), pack.spec
-    w = gguf.GGUFWriter(path, written_as(s)[0])
+    name, architecture = written_as(s)
+    w = gguf.GGUFWriter(path, name)
     w.add_name(pack.source["name"] or pack.path.name)
     w.add_vocab_size(s.vocab_size)
     _add_tokenizer(w, pack)
@@ -223,7 +225,7 @@ def _header(pack: Pack, path: Path, file_type: str) -> Any:
     w.add_key_length(s.head_dim)
     w.add_value_length(s.head_dim)
     if s.n_experts > 1:
-        _add_experts(w, s)
+        _add_experts(w, s, architecture)
     w.add_rope_dimension_count(s.rotary_dim or s.head_dim)
     w.add_rope_freq_base(s.rope_theta)
     if s.rope_scaling is not None:
@@ -238,11 +240,11 @@ def _header(pack: Pack, path: Path, file_type: str) -> Any:
     return w
 
 
-def _add_experts(w: Any, s: ModelSpec) -> None:
+def _add_experts(w: Any, s: ModelSpec, architecture: Architecture) -> None:
     """Add a mixture's sizes, and its router if llama.cpp's code does not know what it does."""
     w.add_expert_count(s.n_experts)
     w.add_expert_used_count(s.n_experts_active)
-    if written_as(s)[1].written is None:
+    if architecture.written is None:
         return
     gguf, r = _package(), s.router
     w.add_expert_feed_forward_length(s.ffn_dim)
@@ -287,9 +289,8 @@ def _chat_template(pack: Pack) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
+def _pieces(pack: Pack, name: str, architecture: Architecture) -> Iterator[TensorSlice]:
     info, s = pack.tensors[name], pack.spec
-    _, architecture = written_as(s)
     prefix, part, experts = "", name, 1
     if name.startswith("layers."):
         _, layer, part = name.split(".", 2)
@@ -299,13 +300,15 @@ def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
         for letter, heads in zip(QKV, (s.n_heads, s.n_kv_heads, s.n_kv_heads), strict=True):
             n = heads * s.head_dim
             if part == _QKV:
-                yield _projection(f"attn_{letter}", prefix, info, range(first, first + n), s)
+                turned = _turned_by(architecture, f"attn_{letter}", s)
+                yield TensorSlice(f"{prefix}attn_{letter}.weight", info, first, n, s.dim, turned)
             else:
                 own = RowPart(info.format, 4 * first)
                 yield TensorSlice(f"{prefix}attn_{letter}.bias", info, 0, 1, n, part=own)
             first += n
     elif part in _APART:
-        yield _projection(f"attn_{_APART[part]}", prefix, info, range(info.shape[0]), s)
+        turned = _turned_by(architecture, f"attn_{_APART[part]}", s)
+        yield TensorSlice(f"{prefix}attn_{_APART[part]}.weight", info, 0, info.shape[0], s.dim, turned)
     elif part == _BUNDLE:
         up, down = bundle_parts(info, s)
         assert up is not None, "GGUF is written for gated models only"
@@ -325,10 +328,9 @@ def _pieces(pack: Pack, name: str) -> Iterator[TensorSlice]:
         yield TensorSlice(f"{prefix}{_NAMES[part]}", info, 0, info.shape[-2], info.shape[-1])
 
 
-def _projection(name: str, prefix: str, info: TensorInfo, rows: range, spec: ModelSpec) -> TensorSlice:
-    """Return rows of q, k or v. Some architectures have those of q and k in pairs."""
-    turned = spec.head_dim if name in written_as(spec)[1].turned else 0
-    return TensorSlice(f"{prefix}{name}.weight", info, rows.start, len(rows), spec.dim, turned)
+def _turned_by(architecture: Architecture, projection: str, spec: ModelSpec) -> int:
+    """Return the size of heads whose rows the architecture has in pairs; 0: it has them as we do."""
+    return spec.head_dim if projection in architecture.turned else 0
 
 
 def _add(writer: Any, p: TensorSlice, rows: _StreamedSlice) -> None:
