@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from thermocline.server.api.parsing.answer_parser import BARE, AnswerFormat, AnswerParser, Call, Piece
+from thermocline.server.api.parsing.answer_parser import BARE, AnswerFormat, AnswerParser, Call, Parts, Piece
 
 HERMES = AnswerFormat.of("{% if tools %}<tool_call>{% endif %}<think>")
 MISTRAL = AnswerFormat.of("{{ tools }}[TOOL_CALLS]")
@@ -19,8 +19,11 @@ SUM = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 def split(
     format: AnswerFormat, text: str, size: int, *, tools: bool = True, thinking: bool = False
 ) -> list[Piece]:
-    """Neighbours of a kind joined."""
-    parts = AnswerParser(format, tools=tools, thinking=thinking)
+    return pieces_of(AnswerParser(format, tools=tools, thinking=thinking), text, size)
+
+
+def pieces_of(parts: Parts, text: str, size: int) -> list[Piece]:
+    """Return what a parser makes of a text in steps of `size`, neighbours of a kind joined."""
     found: list[Piece] = []
     for at in range(0, len(text), size):
         found += parts.push(text[at : at + size])

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_server_answer_parser import shown
+from test_server_answer_parser import pieces_of, shown
 
 from thermocline.cli.said import Said
 from thermocline.engine.request import Chunk
 from thermocline.server.api import conversation, schema
-from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Call, Piece
+from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Piece
 from thermocline.server.api.parsing.harmony import HarmonyParser, parser_of
 from thermocline.server.api.tools import Offer
 from thermocline.server.http.limits import ServerLimits
@@ -52,16 +52,7 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
 
 def split(text: str, size: int, *, tools: bool = True) -> list[Piece]:
     parts = parser_of(AnswerFormat.of(TEMPLATE), tools=tools, thinking=False)
-    found = [p for at in range(0, len(text), size) for p in parts.push(text[at : at + size])]
-    joined: list[Piece] = []
-    for piece in [*found, *parts.flush()]:
-        last = joined[-1] if joined else None
-        if isinstance(piece, tuple) and isinstance(last, tuple) and last[0] == piece[0]:
-            joined[-1] = (piece[0], last[1] + piece[1])
-        else:
-            joined.append(piece)
-    assert parts.called == any(isinstance(p, Call) for p in joined)
-    return joined
+    return pieces_of(parts, text, size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

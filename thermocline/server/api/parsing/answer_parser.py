@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from thermocline.engine.request import overlap
 from thermocline.text.grammar import Calls
@@ -39,17 +40,29 @@ class Call:
 Piece = tuple[str, str] | Call  # ("content" or "reasoning_content", text), or a call
 
 
-class Parts(Protocol):
+class Parts(ABC):
     """A parser of one answer."""
 
-    called: bool  # a function, so far
+    marks: Sequence[str]  # the special tokens whose names it reads as text
 
-    @property
-    def marks(self) -> Sequence[str]:
-        """Return the special tokens whose names it reads as text."""
+    def __init__(self) -> None:
+        self._held = ""
+        self.called = False  # a function, so far
 
-    def push(self, text: str) -> list[Piece]: ...
-    def flush(self) -> list[Piece]: ...
+    def push(self, text: str) -> list[Piece]:
+        self._held += text
+        found: list[Piece] = []
+        while self._step(found):
+            pass
+        return found
+
+    @abstractmethod
+    def flush(self) -> list[Piece]:
+        """Return the text that was held back, at the end of the answer."""
+
+    @abstractmethod
+    def _step(self, found: list[Piece]) -> bool:
+        """Parse up to the next mark. Return False if more text is needed."""
 
 
 @dataclass(frozen=True)
@@ -81,28 +94,19 @@ class AnswerFormat:
         return Calls(functions, self.call, closes or "", "arguments", in_list=closes is None, several=several)
 
 
-class AnswerParser:
+class AnswerParser(Parts):
     """The parser of one answer. `thinking`: the prompt ends within a thought."""
 
     marks = MARKS
 
     def __init__(self, format: AnswerFormat, *, tools: bool, thinking: bool) -> None:
+        super().__init__()
         self._mark = format.call if tools else None
         self._thinks = format.thinks
         self._state = "think" if thinking else "start"
-        self._held = ""
         self._fresh = True  # no text yet, or none since the last mark
-        self.called = False
-
-    def push(self, text: str) -> list[Piece]:
-        self._held += text
-        found: list[Piece] = []
-        while self._step(found):
-            pass
-        return found
 
     def flush(self) -> list[Piece]:
-        """Return the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         if self._state in ("call", "bare"):
             return self._calls(held, held if self._state == "bare" else (self._mark or "") + held)
@@ -117,7 +121,6 @@ class AnswerParser:
         return self._state == "text" and self._fresh and not text.strip()
 
     def _step(self, found: list[Piece]) -> bool:
-        """Parse up to the next mark. Return False if more text is needed."""
         match self._state:
             case "start":
                 return self._start()

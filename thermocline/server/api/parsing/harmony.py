@@ -26,27 +26,18 @@ def parser_of(format: AnswerFormat, *, tools: bool, thinking: bool) -> Parts:
     return AnswerParser(format, tools=tools, thinking=thinking)
 
 
-class HarmonyParser:
+class HarmonyParser(Parts):
     """The parser of one answer; the prompt ends where the first message's channel begins."""
 
     marks = (*_ENDS, _MESSAGE, "<|channel|>", "<|constrain|>")
 
     def __init__(self, *, tools: bool) -> None:
+        super().__init__()
         self._tools = tools
-        self._held = ""
         self._body: str | None = None  # what a message is: a kind of text, or "to NAME"; None: in a head
         self._first = True
-        self.called = False
-
-    def push(self, text: str) -> list[Piece]:
-        self._held += text
-        found: list[Piece] = []
-        while self._step(found):
-            pass
-        return found
 
     def flush(self) -> list[Piece]:
-        """Return the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         if self._body is None:  # a head without a message: text, if nothing came before it
             return [("content", held)] if held and self._first else []
