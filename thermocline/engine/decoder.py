@@ -133,7 +133,7 @@ def forward(
 def _layers(
     model: Model,
     kv: KVCache,
-    steps: dict[int | None, StepHandle],
+    steps: dict[tuple[int | None, bool], StepHandle],
     ops: OpaqueOps,
     sparsity: str,
     stats: FFNStats,
@@ -146,7 +146,7 @@ def _layers(
     for i, (attention, ffn) in enumerate(zip(model.attention, model.ffn, strict=True)):
         h = x.copy() if spec.parallel else x  # what the FFN reads
         ops.read_ahead(x, ffn, sparsity)
-        ops.attention_add(x, x, attention, steps[spec.window(i)], kv.layer(i))
+        ops.attention_add(x, x, attention, steps[spec.window(i), spec.turns(i)], kv.layer(i))
         if spec.norm_order == "post":
             h = x = _norm(spec, layers[i].attn_norm, x, ops)
         ops.ffn_add(x, h, ffn, sparsity, stats)
@@ -169,16 +169,19 @@ def _embedded(model: Model, batch: Batch, ops: OpaqueOps) -> F32:
     return x
 
 
-def _steps(spec: ModelSpec, batch: Batch, kv: KVCache, ops: OpaqueOps) -> dict[int | None, StepHandle]:
-    """Return, for the layers of each window, where their keys and values are, and their angles."""
-    steps: dict[int | None, StepHandle] = {}
-    angles: dict[bool, tuple[F32 | None, F32 | None]] = {}
-    for window in kv.windows:
+def _steps(
+    spec: ModelSpec, batch: Batch, kv: KVCache, ops: OpaqueOps
+) -> dict[tuple[int | None, bool], StepHandle]:
+    """Return, for the layers of each window with and without rope, their pages and their angles."""
+    kinds = dict.fromkeys((spec.window(i), spec.turns(i)) for i in range(spec.n_layers))
+    angles: dict[bool, tuple[F32, F32]] = {}
+    steps: dict[tuple[int | None, bool], StepHandle] = {}
+    for window, turns in kinds:
         local = window is not None and spec.local_rope_theta is not None
-        if local not in angles:
-            rope = spec.position == "rope"
-            angles[local] = rope_tables(spec, batch.positions, local) if rope else (None, None)
-        steps[window] = ops.step(batch, kv.block, *angles[local], window)
+        if turns and local not in angles:
+            angles[local] = rope_tables(spec, batch.positions, local)
+        cos, sin = angles[local] if turns else (None, None)
+        steps[window, turns] = ops.step(batch, kv.block, cos, sin, window)
     return steps
 
 

@@ -47,11 +47,13 @@ class BlockTable:
 
 def bytes_for(spec: ModelSpec, tokens: int, types: CacheTypes = PLAIN) -> int:
     """Return the bytes of keys and values of `tokens` positions in all layers."""
-    return tokens * spec.n_layers * _layer_bytes(spec, types)
+    return sum(layer_bytes(spec, i, tokens, types) for i in range(spec.n_layers))
 
 
-def _layer_bytes(spec: ModelSpec, types: CacheTypes) -> int:
-    return spec.n_kv_heads * types.head_bytes(spec.head_dim)
+def layer_bytes(spec: ModelSpec, layer: int, tokens: int, types: CacheTypes = PLAIN) -> int:
+    """Return the bytes of keys and values of `tokens` positions in one layer."""
+    shape = spec.attention(layer)
+    return 0 if shape is None else tokens * shape.kv_heads * types.head_bytes(shape.head_dim)
 
 
 def blocks_for(tokens: int, block: int = BLOCK) -> int:
@@ -81,9 +83,8 @@ def block_counts(spec: ModelSpec, tokens: int, context: int, chunk: int) -> tupl
 def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int, types: CacheTypes = PLAIN) -> int:
     """Return the bytes of a cache with as many blocks as `block_counts` gives."""
     blocks, window_blocks = block_counts(spec, tokens, context, chunk)
-    windowed = sum(spec.window(i) is not None for i in range(spec.n_layers))
-    layers = blocks * (spec.n_layers - windowed) + window_blocks * windowed
-    return layers * BLOCK * _layer_bytes(spec, types)
+    counts = (blocks if spec.window(i) is None else window_blocks for i in range(spec.n_layers))
+    return sum(layer_bytes(spec, i, n * BLOCK, types) for i, n in enumerate(counts))
 
 
 def in_ram(layer: int, shape: KVShape) -> KVLayer:
@@ -254,27 +255,29 @@ class KVCache:
 
         `window_blocks` None means `n_blocks`. `chunk` is the most positions of a sequence in one step.
         """
-        types.check(spec.head_dim)
+        for each in spec.attentions:
+            types.check(each.head_dim)
         self.block = block
-        windows = [spec.window(i) for i in range(spec.n_layers)]
-        self.windows = sorted(set(windows), key=lambda window: window is not None)  # a pool each
+        shapes = {i: shape for i in range(spec.n_layers) if (shape := spec.attention(i)) is not None}
+        windows = {spec.window(i) for i in shapes}
+        self.windows = sorted(windows, key=lambda window: window is not None)  # a pool each
         self.pools: list[BlockPool] = []
         blocks = dict[int | None, int]()
         for window in self.windows:
             blocks[window] = n_blocks if window is None or window_blocks is None else window_blocks
             self.pools.append(BlockPool(blocks[window], block, window, chunk))
 
-        self._layers = [
-            storage(i, KVShape(blocks[windows[i]], spec.n_kv_heads, spec.head_dim, block, types))
-            for i in range(spec.n_layers)
-        ]
+        self._layers = {
+            i: storage(i, KVShape(blocks[spec.window(i)], s.kv_heads, s.head_dim, block, types))
+            for i, s in shapes.items()
+        }
 
     def layer(self, i: int) -> KVLayer:
         return self._layers[i]
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self._layers)
+        return sum(x.nbytes for x in self._layers.values())
 
     @property
     def used(self) -> int:

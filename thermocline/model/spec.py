@@ -77,6 +77,23 @@ class Router:
 PLAIN_ROUTER = Router()  # Mixtral's: the softmax of the chosen logits
 
 
+class AttentionShape(NamedTuple):
+    """A layer's attention: `heads` of queries, which share `kv_heads` of keys and values."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def context(self) -> int:
+        """Return the size of what attention gives: all heads' values."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
 class FFNShape(NamedTuple):
     """A layer's FFN: `width` neurons in each of `experts`, of which a token takes `active`."""
 
@@ -139,6 +156,7 @@ class ModelSpec:
     sub_norms: bool = later(False)  # RMS norms of the inputs of attn_out and down
     rotary_dim: int | None = later(None)  # rope turns the first `rotary_dim` elements of a head; None: all
     window_layers: tuple[int, ...] | None = later(None)  # layers with the sliding window; None: all
+    rope_layers: tuple[int, ...] | None = later(None)  # layers whose q and k turn; None: all
     local_rope_theta: float | None = later(None)  # unscaled, in layers with a window; None: rope_theta
     # swiglu_oai: g * sigmoid(alpha * g) of the gate, at most `limit`, times 1 + up, within +-limit
     swiglu_alpha: float = later(1.0)
@@ -161,6 +179,16 @@ class ModelSpec:
         """Return the number that its activation has: fatrelu's threshold, swiglu_oai's limit."""
         return self.activation_threshold or self.swiglu_limit
 
+    def attention(self, layer: int) -> AttentionShape | None:
+        """Return the shape of a layer's attention; None: it has none."""
+        return AttentionShape(self.n_heads, self.n_kv_heads, self.head_dim)
+
+    @property
+    def attentions(self) -> tuple[AttentionShape, ...]:
+        """Return the shapes that the attention of layers has, each once."""
+        found = map(self.attention, range(self.n_layers))
+        return tuple(dict.fromkeys(shape for shape in found if shape is not None))
+
     def ffn(self, layer: int) -> FFNShape:
         """Return the shape of a layer's FFN, without the shared one."""
         if layer in self.dense_layers:
@@ -175,9 +203,13 @@ class ModelSpec:
         """Return how many positions a layer attends to; None means all."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
 
-    def qk_norm_size(self, heads: int) -> int:
+    def qk_norm_size(self, heads: int, head_dim: int) -> int:
         """Return the size of the norm of so many heads."""
-        return heads * self.head_dim if self.qk_norm_whole else self.head_dim
+        return heads * head_dim if self.qk_norm_whole else head_dim
+
+    def turns(self, layer: int) -> bool:
+        """Return whether rope turns a layer's q and k."""
+        return self.position == "rope" and (self.rope_layers is None or layer in self.rope_layers)
 
     @property
     def windowed(self) -> float:
@@ -186,7 +218,9 @@ class ModelSpec:
 
     @property
     def qkv_rows(self) -> int:
-        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        """Return the rows of q, k and v, where all layers' attention is of one shape."""
+        (shape,) = self.attentions
+        return shape.qkv_rows
 
 
 # Limits of a model that can be real. Products of any four fit 2^63.
@@ -297,10 +331,9 @@ def _option_problems(s: ModelSpec) -> list[tuple[str, bool]]:
         ),
         ("qk_norm_whole and qk_norm_last exclude each other", s.qk_norm_whole and s.qk_norm_last),
         ("rotary_dim needs rope", rotary is not None and s.position != "rope"),
-        (
-            "window_layers are not layers in order",
-            list(layers) != sorted(set(layers)) or any(not 0 <= i < s.n_layers for i in layers),
-        ),
+        ("window_layers are not layers in order", not _in_order(layers, s.n_layers)),
+        ("rope_layers are not layers in order", not _in_order(s.rope_layers or (), s.n_layers)),
+        ("rope_layers needs rope", s.rope_layers is not None and s.position != "rope"),
         ("window_layers needs a sliding_window", s.window_layers is not None and s.sliding_window is None),
         ("local_rope_theta is not within 1..1e12", thetas),
         ("local_rope_theta needs rope", s.local_rope_theta is not None and s.position != "rope"),
@@ -333,10 +366,14 @@ def _mixture_problems(s: ModelSpec) -> list[tuple[str, bool]]:
         ),
         (
             "dense_layers are not some of the layers, in order",
-            list(dense) != sorted(set(dense)) or any(not 0 <= i < s.n_layers for i in dense),
+            not _in_order(dense, s.n_layers),
         ),
         ("dense_dim and dense_layers need each other", bool(dense) != (s.dense_dim > 0)),
     ]
+
+
+def _in_order(layers: tuple[int, ...], n_layers: int) -> bool:
+    return list(layers) == sorted(set(layers)) and all(0 <= i < n_layers for i in layers)
 
 
 def _within(value: float | None, low: float, high: float) -> bool:

@@ -166,7 +166,7 @@ def tensors(
             ("q_norm", "k_norm"), names.qk_norms, (spec.n_heads, spec.n_kv_heads), strict=True
         ):
             if spec.qk_norm:
-                norm(f"{a}.{part}", b + theirs, spec.qk_norm_size(n))
+                norm(f"{a}.{part}", b + theirs, spec.qk_norm_size(n, spec.head_dim))
         if spec.attention_sinks:
             out[f"{a}.sinks"] = (SourceSlice(f"{b}self_attn.sinks", (spec.n_heads,)),)
         if spec.sub_norms:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from thermocline.errors import Unsupported
 from thermocline.model import quant
 from thermocline.model.formats import fitting
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import AttentionShape, ModelSpec
 
 ALIGN = 4096
 APART = 64  # where a record's two rows differ in format, down's begins at a multiple of so many bytes
@@ -141,18 +141,21 @@ def expected_tensors(
     for i in range(spec.n_layers):
         a, (experts, _, neurons) = f"layers.{i}", spec.ffn(i)
         norm(f"{a}.attn_norm")
-        out |= _qkv(a, spec, weight_format, own)
-        vector(f"{a}.qkv.bias", "attention", spec.qkv_rows)
-        for name, heads in (("q_norm", spec.n_heads), ("k_norm", spec.n_kv_heads)) if spec.qk_norm else ():
-            vector(f"{a}.{name}.weight", "norm", spec.qk_norm_size(heads), optional=False)
+        shape = spec.attention(i)
+        assert shape is not None, "a layer is attention and an FFN"
+        out |= _qkv(a, shape, spec.dim, weight_format, own)
+        vector(f"{a}.qkv.bias", "attention", shape.qkv_rows)
+        for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)) if spec.qk_norm else ():
+            size = spec.qk_norm_size(heads, shape.head_dim)
+            vector(f"{a}.{name}.weight", "norm", size, optional=False)
         if spec.attention_sinks:
-            vector(f"{a}.sinks", "attention", spec.n_heads, optional=False)
+            vector(f"{a}.sinks", "attention", shape.heads, optional=False)
         if spec.sub_norms:
-            norm(f"{a}.attn_sub_norm", spec.n_heads * spec.head_dim)
+            norm(f"{a}.attn_sub_norm", shape.context)
             norm(f"{a}.ffn_sub_norm", neurons)
         for name in ("attn_post_norm", "ffn_post_norm") if spec.norm_order == "sandwich" else ():
             norm(f"{a}.{name}")
-        matrix(f"{a}.attn_out.weight", "attention", spec.dim, spec.n_heads * spec.head_dim)
+        matrix(f"{a}.attn_out.weight", "attention", spec.dim, shape.context)
         vector(f"{a}.attn_out.bias", "attention", spec.dim)
         norm(f"{a}.ffn_norm")
         if experts > 1:  # f32: rounding may change the chosen expert; this is 1/40000 of Mixtral's weights
@@ -224,20 +227,24 @@ def optional_among(names: Iterable[str], spec: ModelSpec) -> list[str]:
     return [n for n in names if n in known and known[n].optional]
 
 
-def _qkv(layer: str, spec: ModelSpec, weight_format: str, own: Mapping[str, str]) -> dict[str, TensorSpec]:
+def _qkv(
+    layer: str, shape: AttentionShape, columns: int, weight_format: str, own: Mapping[str, str]
+) -> dict[str, TensorSpec]:
     """Return q, k and v: one tensor, or three where their formats differ."""
-    fused, columns = f"{layer}.qkv.weight", spec.dim
+    fused = f"{layer}.qkv.weight"
     otherwise = own.get(fused, weight_format)
     formats = {n: own.get(f"{layer}.{n}.weight", otherwise) for n in QKV}
-    kv = spec.n_kv_heads * spec.head_dim
-    rows = {"q": spec.n_heads * spec.head_dim, "k": kv, "v": kv}
+    kv = shape.kv_heads * shape.head_dim
+    rows = {"q": shape.context, "k": kv, "v": kv}
     if len(set(formats.values())) == 1:
-        formats, rows = {"qkv": formats["q"]}, {"qkv": spec.qkv_rows}
+        formats, rows = {"qkv": formats["q"]}, {"qkv": shape.qkv_rows}
     out, first = dict[str, TensorSpec](), 0
     for n, format in formats.items():
-        name, shape = f"{layer}.{n}.weight", (rows[n], columns)
+        name = f"{layer}.{n}.weight"
         stride = _row_bytes(name, format, columns)
-        out[name] = TensorSpec(format, shape, rows[n], columns, stride, (fused,), "attention", first=first)
+        out[name] = TensorSpec(
+            format, (rows[n], columns), rows[n], columns, stride, (fused,), "attention", first=first
+        )
         first += rows[n]
     return out
 

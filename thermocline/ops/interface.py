@@ -185,12 +185,15 @@ class Heads:
 
     @staticmethod
     def of(spec: ModelSpec, index: int = 0, layer: Layer | None = None) -> Heads:
+        """Return the heads of a layer that has attention."""
+        shape = spec.attention(index)
+        assert shape is not None, "no attention in this layer"
         return Heads(
-            n=spec.n_heads,
-            n_kv=spec.n_kv_heads,
-            dim=spec.head_dim,
+            n=shape.heads,
+            n_kv=shape.kv_heads,
+            dim=shape.head_dim,
             window=spec.window(index),
-            scale=spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            scale=shape.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
             softcap=spec.attention_softcap,
             q_norm=None if layer is None else layer.q_norm,
             k_norm=None if layer is None else layer.k_norm,

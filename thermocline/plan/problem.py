@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from thermocline.engine.kv_cache import BLOCK, block_counts, bytes_for
+from thermocline.engine.kv_cache import BLOCK, block_counts, layer_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.machine.tiers import Tiers
 from thermocline.model.modes import PLAIN, CacheTypes
@@ -60,7 +60,7 @@ class Problem:
         context = self.ask.context
         whole, windowed = block_counts(self.spec, context * self.ask.batch, context, PREFILL_CHUNK)
         blocks = whole if self.spec.window(layer) is None else windowed
-        return bytes_for(self.spec, blocks * BLOCK, self.ask.cache) // self.spec.n_layers
+        return layer_bytes(self.spec, layer, blocks * BLOCK, self.ask.cache)
 
     @property
     def scratch(self) -> int:
@@ -129,7 +129,7 @@ class Problem:
             reads = self.reads(self.hotness.key(i), i, work) if self.spec.sparse else dense[sizes.neurons]
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
-            kv_read = bytes_for(self.spec, depth * work.batch, self.ask.cache) // self.spec.n_layers
+            kv_read = layer_bytes(self.spec, i, depth * work.batch, self.ask.cache)
             yield LayerWork(sizes, reads, self.kv_layer_bytes(i), kv_read, self.spec.dim, divides(self.spec))
 
 
@@ -138,6 +138,7 @@ def without_gpu_ops(spec: ModelSpec) -> str | None:
     for what, there in (
         ("a shared FFN beside its experts", spec.shared_dim > 0),
         ("layers without experts beside such with them", bool(spec.dense_layers)),
+        ("layers without rope beside such with it", spec.rope_layers is not None),
         ("norms of q and k over all heads, or behind rope", spec.qk_norm_whole or spec.qk_norm_last),
     ):
         if there:
