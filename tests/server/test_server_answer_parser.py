@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from thermocline.server.api.parsing.answer_parser import BARE, AnswerFormat, AnswerParser, Call, Parts, Piece
+from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Parts, Piece
+from thermocline.server.api.parsing.call_forms import BARE, Call
 
 HERMES = AnswerFormat.of("{% if tools %}<tool_call>{% endif %}<think>")
 MISTRAL = AnswerFormat.of("{{ tools }}[TOOL_CALLS]")
@@ -19,7 +20,7 @@ SUM = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 def split(
     format: AnswerFormat, text: str, size: int, *, tools: bool = True, thinking: bool = False
 ) -> list[Piece]:
-    return pieces_of(AnswerParser(format, tools=tools, thinking=thinking), text, size)
+    return pieces_of(AnswerParser(format, tools={} if tools else None, thinking=thinking), text, size)
 
 
 def pieces_of(parts: Parts, text: str, size: int) -> list[Piece]:
@@ -87,11 +88,3 @@ def test_without_tools_a_call_is_text() -> None:
 def test_calls_have_names_of_their_own() -> None:
     a, b = split(MISTRAL, f"[TOOL_CALLS][{SUM}, {SUM}]", 5)
     assert isinstance(a, Call) and isinstance(b, Call) and a.id != b.id and LLAMA.call == BARE
-
-
-@pytest.mark.parametrize(
-    "other", ["<tool_call><function=add>", "<tool_call>add<arg_key>", "[TOOL_CALLS]add[ARGS]{}"]
-)
-def test_calls_in_another_syntax_are_not_taken_for_json(other: str) -> None:
-    """Qwen3-Coder's, GLM's and Mistral's newer ones share a mark with what is understood."""
-    assert AnswerFormat.of("{{ tools }}" + other).call is None

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, list[tuple[str, str]]]] = {
 
 
 def split(text: str, size: int, *, tools: bool = True) -> list[Piece]:
-    parts = parser_of(AnswerFormat.of(TEMPLATE), tools=tools, thinking=False)
+    parts = parser_of(AnswerFormat.of(TEMPLATE), tools={} if tools else None, thinking=False)
     return pieces_of(parts, text, size)
 
 
@@ -67,11 +67,12 @@ def test_without_tools_a_call_is_text() -> None:
 
 
 def test_only_a_template_with_channels_is_harmony() -> None:
-    assert AnswerFormat.of(TEMPLATE).harmony and not AnswerFormat.of(TEMPLATE).thinks
+    assert AnswerFormat.of(TEMPLATE).harmony and AnswerFormat.of(TEMPLATE).think is None
     phi = AnswerFormat.of("<|user|>{{ content }}<|end|><think>")
     assert not phi.harmony
-    assert isinstance(parser_of(phi, tools=False, thinking=False), AnswerParser)
-    assert "<|end|>" not in AnswerParser.marks and "<|end|>" in HarmonyParser.marks
+    parser = parser_of(phi, tools=None, thinking=False)
+    assert isinstance(parser, AnswerParser)
+    assert "<|end|>" not in parser.marks and "<|end|>" in HarmonyParser.marks
 
 
 def request(**more: Any) -> schema.ChatRequest:
@@ -89,7 +90,7 @@ def test_conditions_on_calls_that_nothing_enforces_are_refused(more: dict[str, A
     assert Offer.of(request(), AnswerFormat.of(TEMPLATE)).shown
 
 
-def test_a_thought_goes_back_to_the_template_by_its_name_there() -> None:
+def test_a_thought_or_a_text_before_a_call_goes_back_to_the_template() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
     said = [
         {"role": "user", "content": "1 + 1?"},
@@ -98,9 +99,8 @@ def test_a_thought_goes_back_to_the_template_by_its_name_there() -> None:
     ]
     given = schema.ChatRequest.model_validate({"messages": said}).messages
     _, alone, both = conversation.messages(given, ServerLimits(), harmony=True)
-    assert alone["thinking"] == "Add." and "reasoning_content" not in alone
-    assert "thinking" not in both  # the template takes one of them
-    assert "thinking" not in conversation.messages(given, ServerLimits())[1]
+    assert alone["reasoning_content"] == "Add." and not {"thinking", "reasoning_content"} & both.keys()
+    assert "reasoning_content" in conversation.messages(given, ServerLimits())[2]
 
 
 def test_at_a_terminal_thoughts_are_shown_and_not_kept() -> None:

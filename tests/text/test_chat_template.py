@@ -214,9 +214,16 @@ ASKED = [
     "c.attr", "c['attr']", "c.type == 'text'", "c.attr is defined", "m.role.x or 'none'", "(c | upper).x",
     "(m.role ~ '!').x", "bos_token.x", "c[0].x", "c[0] ~ c[-1]", "c[1:]", "c[99]", "'literal'['x']",
     "messages | map(attribute='role.x') | list", "tools", "tools is defined", "documents is none",
-    "m.content", "m.name is defined", "m.tool_calls", "m", "m.content | default('-')", "m | tojson",
+    "m.content", "m.name is defined", "m.tool_calls", "m.thinking",
+    "m.reasoning_content", "m", "m.content | default('-')", "m | tojson",
 ]  # fmt: skip
 CALL = {"function": {"name": "f", "arguments": {"a": None}}}
+THOUGHTS = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Four.", "reasoning_content": "Two and two."},
+    {"role": "assistant", "content": "Five.", "thinking": "Two and three."},
+    {"role": "assistant", "content": "Six.", "reasoning": "Two and four."},
+]
 NULLS = [
     {"role": "user", "content": "Hello", "name": None},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -225,7 +232,7 @@ NULLS = [
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("messages", [CONVERSATION, NULLS], ids=["texts", "nulls"])
+@pytest.mark.parametrize("messages", [CONVERSATION, NULLS, THOUGHTS], ids=["texts", "nulls", "thoughts"])
 def test_missing_keys_are_undefined_as_in_transformers(messages: Any, directory: Any) -> None:
     source = "".join(f"{expression}: {{{{ {expression} }}}}\n" for expression in ASKED)
     source = f"{{% for m in messages %}}{{% set c = m.content or 'ab' %}}{source}{{% endfor %}}"

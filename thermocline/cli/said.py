@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from thermocline.server.api.parsing.answer_parser import THINK, AnswerFormat, Call, Piece
+from thermocline.server.api.parsing.answer_parser import THINK, AnswerFormat, AnswerParser, Parts, Piece
+from thermocline.server.api.parsing.call_forms import Call
 from thermocline.server.api.parsing.harmony import HarmonyParser
 
 if TYPE_CHECKING:
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
 
 
 class Said:
-    """An answer as a person reads it. Of harmony, thoughts are shown between marks and not kept."""
+    """An answer as a person reads it.
+
+    Thoughts whose marks are not text are shown between the usual marks, and not kept.
+    """
 
     def __init__(self, llm: LLM) -> None:
-        harmony = AnswerFormat.of(llm.chat_template.source).harmony
-        self._parts = HarmonyParser(tools=False) if harmony else None
+        self._parts = _parts(AnswerFormat.of(llm.chat_template.source))
         self._tokenizer, self._read, self._thinks = llm.tokenizer, 0, False
         self._content: list[str] = []
 
@@ -51,3 +54,12 @@ class Said:
             self._content += [] if thinks else [text]
             shown += text
         return shown
+
+
+def _parts(format: AnswerFormat) -> Parts | None:
+    """Return a parser of answers whose thoughts are marked by special tokens, which are no text."""
+    if format.harmony:
+        return HarmonyParser(tools=False)
+    if format.think in (None, THINK):
+        return None
+    return AnswerParser(format, tools=None, thinking=False)

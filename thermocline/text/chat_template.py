@@ -28,6 +28,11 @@ MAX_CONFIG_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest known have 20 KB
 TOKEN_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 UNLESS_GIVEN = {"tools": None, "documents": None}  # defined even if not given, as in transformers
+THOUGHTS = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names that templates have for one, as in transformers
 RESERVED = {"messages", "add_generation_prompt", *(f"{name}_token" for name in TOKEN_NAMES)}
 
 
@@ -130,9 +135,12 @@ class ChatTemplate:
 
 
 def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as templates read it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise UsageError(f"a message is {quoted(message)}; it must be an object with role and content")
-    return {key: value for key, value in message.items() if value is not None}
+    given = {key: value for key, value in message.items() if value is not None}
+    thought = next((given[name] for name in THOUGHTS if name in given), None)
+    return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
 
 
 # ---- the model's files

@@ -11,7 +11,8 @@ from typing import Any
 from thermocline import __version__
 from thermocline.engine.request import Chunk, Figures
 from thermocline.engine.sampler import TokenLogprobs
-from thermocline.server.api.parsing.answer_parser import Call, Parts, Piece
+from thermocline.server.api.parsing.answer_parser import Parts, Piece
+from thermocline.server.api.parsing.call_forms import Call
 from thermocline.server.process.messages import Finished, Token
 from thermocline.text.tokenizer import Tokenizer
 

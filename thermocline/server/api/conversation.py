@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thermocline.server.api import schema
-from thermocline.server.api.parsing.answer_parser import THINK
 from thermocline.server.api.tools import Offer
 from thermocline.server.http.body import check_json
 from thermocline.server.http.limits import ServerLimits
@@ -20,7 +19,7 @@ def messages(
 ) -> list[dict[str, Any]]:
     """Return the messages for a chat template: contents as text, arguments of calls as objects.
 
-    `harmony`: the template calls a thought `thinking`, and takes it or a text before a call, not both.
+    `harmony`: the template takes a thought or a text before a call, not both.
     """
     calls = (c.function.arguments.encode() for m in given for c in m.tool_calls or ())
     check_json(calls, limits, "messages: arguments of calls")
@@ -35,8 +34,8 @@ def messages(
             made["role"] = "system"
         if m.tool_calls is not None:
             made["tool_calls"] = [_given(c) | {"function": _called(c.function)} for c in m.tool_calls]
-        if harmony and "reasoning_content" in made and not (m.tool_calls and made["content"]):
-            made["thinking"] = made.pop("reasoning_content")
+        if harmony and m.tool_calls and made["content"]:
+            made.pop("reasoning_content", None)
         found.append(made)
     return found
 
@@ -85,7 +84,9 @@ def variables(r: schema.ChatRequest, offer: Offer) -> dict[str, Any]:
     return found
 
 
-def ends_within_a_thought(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    """Tell whether the prompt `ids` ends with the mark that opens a thought."""
+def ends_within_a_thought(think: tuple[str, str] | None, tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
+    """Tell whether the prompt `ids` ends with the mark that opens a thought; `think`: the marks."""
+    if think is None:
+        return False
     tail = b"".join(map(tokenizer.spelled, ids[-8:])).decode("utf-8", "replace")
-    return tail.rstrip().endswith(THINK[0])
+    return tail.rstrip().endswith(think[0])

@@ -62,7 +62,7 @@ async def _chat(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer
     except BadFile as e:  # the template renders other conversations, so the client's is to blame
         raise Refusal(400, str(e), param="messages") from None
     stop_ids = await api.prompt(lambda: template.stop_ids)
-    thinking = model.format.thinks and conversation.ends_within_a_thought(model.tokenizer, ids)
+    thinking = conversation.ends_within_a_thought(model.format.think, model.tokenizer, ids)
 
     def sampling() -> SamplingParams:
         limit = r.max_completion_tokens if r.max_completion_tokens is not None else r.max_tokens
@@ -74,7 +74,7 @@ async def _chat(api: Api, request: Request, given: Posted) -> tuple[Jobs, Answer
     params = await given.apart(sampling)
     await api.check_grammar(request, params, [*schema.grammar_fields(r), *["tools"] * offer.asked])
     jobs = api.submit(api.prepare(model, ids, params, r.n or 1))
-    parser = partial(parser_of, model.format, tools=bool(offer.shown), thinking=thinking)
+    parser = partial(parser_of, model.format, tools=offer.schemas, thinking=thinking)
     return jobs, ChatAnswer(model.name, model.tokenizer, schema.settings(r), parser)
 
 

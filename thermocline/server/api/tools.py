@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thermocline.server.api.parsing.answer_parser import THINK, AnswerFormat
+from thermocline.server.api.parsing.call_forms import Schemas
 from thermocline.server.api.schema import AllowedTools, ChatRequest, Function, NamedTool
 from thermocline.server.http.refusal import Refusal
 from thermocline.text.grammar import Grammar, Thought
@@ -23,6 +24,11 @@ class Offer:
     several: bool = True
     asked: bool = False  # there are conditions, so a grammar is needed
 
+    @property
+    def schemas(self) -> Schemas | None:
+        """Return what the model is shown, by name, with the schemas of arguments; None: nothing."""
+        return {f.name: f.parameters or {} for f in self.shown} or None
+
     @staticmethod
     def of(r: ChatRequest, format: AnswerFormat) -> Offer:
         """Return the offer of a request; refuse one that cannot be honoured."""
@@ -33,7 +39,7 @@ class Offer:
             raise Refusal(
                 400, "tool_choice: there are no tools to choose from; give tools", param="tool_choice"
             )
-        if format.call is None:
+        if not format.calls_known:
             about = "the form of calls in this model's chat template is not supported; leave tools out"
             raise Refusal(400, f"tools: {about}", param="tools")
         must = choice == "required"
@@ -50,7 +56,7 @@ class Offer:
             raise Refusal(400, f"tool_choice: {about}", param="tool_choice")
         may = [f for f in shown if f.name in names]
         asked = must or not several or len(may) < len(shown) or any(f.strict for f in may)
-        if asked and format.harmony:
+        if asked and not format.enforceable:
             about = "conditions on calls cannot be enforced in this model's form of calls; leave them out"
             raise Refusal(400, f"tools: {about}", param="tools")
         return Offer(shown, may, must, several, asked)
@@ -71,13 +77,13 @@ def answer_grammar(
             )
             raise Refusal(400, f"grammar: {about}", param="grammar")
         return content
-    if format.harmony and offer.shown and content is not None:
+    if not format.enforceable and offer.shown and content is not None:
         about = "it cannot be combined with tools for this model; leave one out"
         raise Refusal(400, f"response_format: {about}", param="response_format")
     tools = offer.asked or (bool(offer.shown) and content is not None)
-    if not tools and (content is None or not format.thinks):
+    if not tools and (content is None or format.think != THINK):
         return content
-    thought = Thought(*THINK, begun=thinking) if format.thinks else None
+    thought = Thought(*THINK, begun=thinking) if format.think == THINK else None
     calls = None
     if tools:
         functions = [(f.name, _arguments(f, kept=offer.must or bool(f.strict))) for f in offer.callable]

@@ -5,37 +5,25 @@ The marks are those that the model's own chat template writes. Text that only lo
 
 from __future__ import annotations
 
-import json
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from thermocline.engine.request import overlap
+from thermocline.server.api.parsing.call_forms import BARE, Call, CallForm, Schemas, form_of
 from thermocline.text.grammar import Calls
 
 THINK = ("<think>", "</think>")
-CALLS = {  # marks around a call: of Hermes and Qwen, of Mistral
-    "<tool_call>": "</tool_call>",
-    "[TOOL_CALLS]": None,  # the calls go on to the end
-}
-BARE = '{"name":'  # Llama 3 writes a call as an answer that is just this object
-OTHERS = (
-    "<function=",
-    "<arg_key>",
-    "[ARGS]",
-)  # templates with these have the same marks, but their calls are not all JSON
-HARMONY = "<|call|>"  # ends a call of gpt-oss
-MARKS = (*THINK, *CALLS, *filter(None, CALLS.values()), "<|python_tag|>")
-
-
-@dataclass(frozen=True)
-class Call:
-    name: str
-    arguments: str  # JSON
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
-
+# The marks around a thought, by what a template has: Gemma 4's, Cohere's, Seed's, and everybody else's.
+THOUGHTS = (
+    ("<|channel>thought", ("<|channel>thought", "<channel|>")),
+    ("<|START_THINKING|>", ("<|START_THINKING|>", "<|END_THINKING|>")),
+    ("<seed:think>", ("<seed:think>", "</seed:think>")),
+    (THINK[0], THINK),
+    (THINK[1], THINK),
+)
+BEGINS = '{"name":'  # a call that is the whole answer
 
 Piece = tuple[str, str] | Call  # ("content" or "reasoning_content", text), or a call
 
@@ -69,47 +57,59 @@ class Parts(ABC):
 class AnswerFormat:
     """How a template's answers mark thoughts and calls."""
 
-    thinks: bool
-    call: str | None  # a key of CALLS, BARE or HARMONY; None: no calls
-    harmony: bool = False  # channels (harmony.py)
+    think: tuple[str, str] | None  # the marks around a thought
+    call: CallForm | None
+    harmony: bool = False  # channels, some of which are thoughts and calls (harmony.py)
 
     @staticmethod
     def of(template: str) -> AnswerFormat:
-        if all(mark in template for mark in ("<|channel|>", "<|message|>", HARMONY)):
-            return AnswerFormat(False, HARMONY, True)
-        call = next((mark for mark in CALLS if mark in template), None)
-        if any(other in template for other in OTHERS):
-            call = None
-        elif call is None and "tools" in template and '"parameters"' in template:
-            call = BARE
-        return AnswerFormat(THINK[0] in template or THINK[1] in template, call)
+        if all(mark in template for mark in ("<|channel|>", "<|message|>", "<|call|>")):
+            return AnswerFormat(None, None, True)
+        think = next((marks for sign, marks in THOUGHTS if sign in template), None)
+        return AnswerFormat(think, form_of(template))
+
+    @property
+    def calls_known(self) -> bool:
+        return self.harmony or self.call is not None
+
+    @property
+    def enforceable(self) -> bool:
+        """Return whether a grammar can ask for calls."""
+        return self.call is not None and self.call.key is not None
 
     def calls(self, functions: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> Calls:
         """Return how calls of `functions` are written; each has the JSON schema of its arguments."""
-        assert self.call is not None
-        functions = tuple(functions)
-        if self.call == BARE:  # the call is the whole answer, so there is only one
-            return Calls(functions, "", "", "parameters", in_list=False, several=False)
-        closes = CALLS[self.call]
-        return Calls(functions, self.call, closes or "", "arguments", in_list=closes is None, several=several)
+        form = self.call
+        assert form is not None and form.key is not None
+        several = several and bool(form.opens)  # a call that is the whole answer is the only one
+        return Calls(
+            tuple(functions), form.opens, form.closes or "", form.key, in_list=form.in_list, several=several
+        )
 
 
 class AnswerParser(Parts):
     """The parser of one answer. `thinking`: the prompt ends within a thought."""
 
-    marks = MARKS
-
-    def __init__(self, format: AnswerFormat, *, tools: bool, thinking: bool) -> None:
+    def __init__(self, format: AnswerFormat, *, tools: Schemas | None, thinking: bool) -> None:
+        """Make a parser. `tools`: the functions that the model is shown; None: calls are text."""
         super().__init__()
-        self._mark = format.call if tools else None
-        self._thinks = format.thinks
+        self._form, self._tools = format.call if tools is not None else None, tools or {}
+        self._think = format.think
+        form = format.call  # its marks are shown as text where there are no tools
+        names = () if form is None else (form.opens, form.closes, *form.marks)
+        self.marks = tuple(filter(None, (*THINK, *_tokens(format.think), *names)))
         self._state = "think" if thinking else "start"
         self._fresh = True  # no text yet, or none since the last mark
 
     def flush(self) -> list[Piece]:
         held, self._held = self._held, ""
-        if self._state in ("call", "bare"):
-            return self._calls(held, held if self._state == "bare" else (self._mark or "") + held)
+        form = self._form
+        if form is not None and self._state in ("call", "bare"):
+            return (
+                [("content", form.opens + held)]
+                if form.needs_close
+                else self._calls(form, held, form.opens + held)
+            )
         return [] if self.called and self._is_blank(held) else self._said(held)
 
     def _said(self, text: str) -> list[Piece]:
@@ -125,16 +125,16 @@ class AnswerParser(Parts):
             case "start":
                 return self._start()
             case "think":
-                return self._until(THINK[1], "start" if self._mark == BARE else "text", found)
-            case "text" if self._mark in CALLS:
-                assert self._mark is not None
-                return self._until(self._mark, "call", found)
+                assert self._think is not None
+                return self._until(self._think[1], "start" if self._form is BARE else "text", found)
+            case "text" if self._form is not None and self._form.opens:
+                return self._until(self._form.opens, "call", found)
             case "call":
-                end = CALLS[self._mark or ""]
-                if end is None or end not in self._held:
+                form = self._form
+                if form is None or form.closes is None or form.closes not in self._held:
                     return False
-                call, _, self._held = self._held.partition(end)
-                found += self._calls(call, (self._mark or "") + call + end)
+                call, _, self._held = self._held.partition(form.closes)
+                found += self._calls(form, call, form.opens + call + form.closes)
                 self._state = "text"
                 return True
             case "text":
@@ -144,19 +144,19 @@ class AnswerParser(Parts):
 
     def _start(self) -> bool:
         """Decide how the answer begins: with a thought, with a bare call, or as text."""
-        begun = self._held.lstrip()
-        if self._thinks and begun.startswith(THINK[0]):
-            self._held, self._state = begun.removeprefix(THINK[0]), "think"
+        begun, opens = self._held.lstrip(), self._think[0] if self._think else None
+        if opens is not None and begun.startswith(opens):
+            self._held, self._state = begun.removeprefix(opens), "think"
             return True
         bare = "".join(begun.removeprefix("<|python_tag|>").split())
-        if self._mark == BARE and bare.startswith(BARE):
+        if self._form is BARE and bare.startswith(BEGINS):
             self._state = "bare"
             return False
         may_be = [
-            *([THINK[0]] if self._thinks else []),
-            *([BARE, "<|python_tag|>"] if self._mark == BARE else []),
+            *([opens] if opens else []),
+            *([BEGINS, "<|python_tag|>"] if self._form is BARE else []),
         ]
-        if any(mark.startswith(begun if mark != BARE else bare) for mark in may_be):
+        if any(mark.startswith(begun if mark != BEGINS else bare) for mark in may_be):
             return False
         self._state = "text"
         return True
@@ -173,19 +173,16 @@ class AnswerParser(Parts):
             self._held, self._fresh = before[keep:], False
         return False
 
-    def _calls(self, text: str, else_: str) -> list[Piece]:
+    def _calls(self, form: CallForm, text: str, else_: str) -> list[Piece]:
         """Return the calls in `text`; if it has none, return `else_` as content, so that no text is lost."""
         try:
-            given = json.loads(text.strip().removeprefix("<|python_tag|>"))
-            made = [_call(one) for one in (given if isinstance(given, list) else [given])]
-        except (ValueError, KeyError, TypeError, AttributeError):
+            made = form.read(text, self._tools)
+        except ValueError:
             return [("content", else_)]
         self.called = self.called or bool(made)
         return list(made)
 
 
-def _call(given: Any) -> Call:
-    arguments = given["arguments"] if "arguments" in given else given["parameters"]
-    if not isinstance(given["name"], str):
-        raise TypeError
-    return Call(given["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+def _tokens(think: tuple[str, str] | None) -> tuple[str, ...]:
+    """Return the special tokens that may be in the marks of a thought: Gemma's is followed by a word."""
+    return () if think is None else (*think, think[0].removesuffix("thought"))

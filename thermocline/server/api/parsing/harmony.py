@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 
 from thermocline.engine.request import overlap
-from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Call, Parts, Piece
+from thermocline.server.api.parsing.answer_parser import AnswerFormat, AnswerParser, Parts, Piece
+from thermocline.server.api.parsing.call_forms import Call, Schemas
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -19,10 +20,13 @@ _BEGINNINGS = ("<|channel|>", "<|start|>", "<|constrain|>", _MESSAGE, "to=")
 _CHANNEL, _TO = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
 
 
-def parser_of(format: AnswerFormat, *, tools: bool, thinking: bool) -> Parts:
-    """Return the parser of one answer. `thinking`: the prompt ends within a thought."""
+def parser_of(format: AnswerFormat, *, tools: Schemas | None, thinking: bool) -> Parts:
+    """Return the parser of one answer. `thinking`: the prompt ends within a thought.
+
+    `tools`: the functions that the model is shown; None: calls are text.
+    """
     if format.harmony:
-        return HarmonyParser(tools=tools)
+        return HarmonyParser(tools=tools is not None)
     return AnswerParser(format, tools=tools, thinking=thinking)
 
 

@@ -1,0 +1,170 @@
+"""Calls of functions in the forms of the families, as their templates write them."""
+
+# ruff: noqa: E501  lines as the formats have them
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_server_answer_parser import pieces_of, shown
+
+from thermocline.server.api.parsing.answer_parser import AnswerFormat
+from thermocline.server.api.parsing.call_forms import FORMS, HERMES
+from thermocline.server.api.parsing.harmony import parser_of
+from thermocline.server.api.schema import ChatRequest
+from thermocline.server.api.tools import Offer
+from thermocline.server.http.refusal import Refusal
+
+ADD = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}}}
+SCHEMAS = {"add": ADD, "f.g": {}}
+WANT = {"a": 1, "b": "2 <x>\n{3}", "c": [{"d": True}]}
+JSON = json.dumps(WANT)
+
+# A form's signs, a call as the family writes it, and another one beside it.
+CASES: dict[str, tuple[str, str, str]] = {
+    "qwen3.5": ("<tool_call> <function=", f"""<tool_call>
+<function=add>
+<parameter=a>
+1
+</parameter>
+<parameter=b>
+{WANT['b']}
+</parameter>
+<parameter=c>
+[{{"d": true}}]
+</parameter>
+</function>
+</tool_call>""", "<tool_call>\n<function=f.g>\n</function>\n</tool_call>"),
+    "glm": ("<tool_call> <arg_key>", f"""<tool_call>add
+<arg_key>a</arg_key>
+<arg_value>1</arg_value>
+<arg_key>b</arg_key>
+<arg_value>{WANT['b']}</arg_value>
+<arg_key>c</arg_key>
+<arg_value>[{{"d": true}}]</arg_value>
+</tool_call>""", "<tool_call>f.g\n</tool_call>"),
+    "minimax": ("<minimax:tool_call>", f"""<minimax:tool_call>
+<invoke name="add"><parameter name="a">1</parameter><parameter name="b">{WANT['b']}</parameter>
+<parameter name="c">[{{"d": true}}]</parameter></invoke>
+</minimax:tool_call>""", '<minimax:tool_call><invoke name="f.g">\n</invoke></minimax:tool_call>'),
+    "kimi": ("<|tool_calls_section_begin|>", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+             f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>",
+             "<|tool_calls_section_begin|><|tool_call_begin|>functions.f.g:1<|tool_call_argument_begin|>{}"
+             "<|tool_call_end|><|tool_calls_section_end|>"),
+    "deepseek v3.1": ("<｜tool▁calls▁begin｜>", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{JSON}"
+                      "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                      "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f.g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+                      "<｜tool▁calls▁end｜>"),
+    "deepseek r1": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+                    f"```json\n{JSON}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f.g\n```json\n{}\n```"
+                    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+    "gemma4": ("<|tool_call> <tool_call|>", '<|tool_call>call:add{a:1,b:<|"|>' + str(WANT["b"]) + '<|"|>,'
+               'c:[{<|"|>d<|"|>:true}]}<tool_call|>', "<|tool_call>call:f.g{}<tool_call|>"),
+    "lfm2": ("<|tool_list_start|>", r"""<|tool_call_start|>[add(a=1, b="2 <x>\n{3}", c=[{"d": true}])]"""
+             "<|tool_call_end|>", "<|tool_call_start|>[f.g()]<|tool_call_end|>"),
+    "cohere": ("<|START_ACTION|>", '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "add", "parameters": '
+               f"{JSON}}}\n]<|END_ACTION|>",
+               '<|START_ACTION|>[{"tool_call_id": "1", "tool_name": "f.g", "parameters": {}}]<|END_ACTION|>'),
+    "mistral": ("[TOOL_CALLS] [ARGS]", f"[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{JSON}", "[TOOL_CALLS]f.g[ARGS]{}"),
+    "granite": ("<|tool_call|>", f'<|tool_call|>[{{"name": "add", "arguments": {JSON}}}]', ""),
+    "nemotron nano v2": ("<TOOLCALL>", f'<TOOLCALL>[{{"name": "add", "arguments": {JSON}}}]</TOOLCALL>', ""),
+    "seed": ("<seed:tool_call>", f"""<seed:tool_call>
+<function=add>
+<parameter=a>1</parameter>
+<parameter=b>{WANT['b']}</parameter>
+<parameter=c>[{{"d": true}}]</parameter>
+</function>
+</seed:tool_call>""", ""),
+    "hermes": ("<tool_call>", f'<tool_call>\n{{"name": "add", "arguments": {JSON}}}\n</tool_call>',
+               '<tool_call>{"name": "f.g", "arguments": {}}</tool_call>'),
+}  # fmt: skip
+
+
+def read(template: str, text: str, size: int = 7, tools: Any = SCHEMAS) -> list[tuple[str, Any]]:
+    """Return the pieces of an answer, the arguments of calls as objects."""
+    parts = parser_of(AnswerFormat.of(template), tools=tools, thinking=False)
+    pieces = shown(pieces_of(parts, text, size))
+    return [(a, json.loads(b)) if a in SCHEMAS else (a, b) for a, b in pieces]
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_is_read_in_its_familys_form(name: str, size: int) -> None:
+    template, one, another = CASES[name]
+    called: Any = [("content", "Well. "), ("add", WANT), *([("f.g", {})] if another else [])]
+    assert read(template, f"Well. {one}{another}", size) == called
+    assert read(template, one, size, None) == [("content", one)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_no_call_stays_text(name: str) -> None:
+    """Cut off, emptied or filled with something else: nothing is lost, and nothing is invented."""
+    template, one, _ = CASES[name]
+    form = AnswerFormat.of(template).call
+    assert form is not None
+    for inside in ("", " so to say ", "[1]", "(" * 500, '{"a":' * 3000, "add{"):
+        text = form.opens + inside + (form.closes or "")
+        assert read(template, text, 900) == [("content", text)], inside
+    for end in range(len(form.opens), len(one) // 2):
+        found = read(template, one[:end], 900)
+        assert found == [("content", one[:end])] or found[0][0] == "add", one[:end]  # or fewer arguments
+
+
+def test_each_template_has_the_form_that_it_writes() -> None:
+    """Signs that forms share decide nothing: the first whose signs are all there is taken."""
+    for template, _, _ in CASES.values():
+        form = AnswerFormat.of(f"{{{{ tools }}}} {template}").call
+        assert form is not None and set(form.signs) <= set(template.split())
+    assert AnswerFormat.of("<tool_call>").call is HERMES
+    assert len({id(f.read) for f in FORMS}) == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [("5", "integer", 5), ("5", "string", "5"), ("5", None, 5), ('"5"', None, '"5"'), ("x y", "integer", "x y"),
+     ("null", "string", "null"), ('{"a": 1}', "object", {"a": 1})],
+)  # fmt: skip
+def test_an_argument_is_of_its_schemas_type(text: str, kind: str | None, value: Any) -> None:
+    schema = {"add": {"properties": {"a": {} if kind is None else {"type": kind}}}}
+    call = f"<tool_call><function=add><parameter=a>\n{text}\n</parameter></function></tool_call>"
+    assert read(CASES["qwen3.5"][0], call, tools=schema) == [("add", {"a": value})]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [("<|channel>thought", "<|channel>thought\nHm.\n<channel|>Four."), ("</think>", "<think>\nHm.\n</think>Four."),
+     ("<|START_THINKING|>", "<|START_THINKING|>\nHm.\n<|END_THINKING|>Four.")],
+)  # fmt: skip
+def test_a_thought_is_between_the_marks_of_its_family(template: str, text: str) -> None:
+    assert read(template, text) == [("reasoning_content", "\nHm.\n"), ("content", "Four.")]
+
+
+def test_the_tokens_of_a_familys_marks_are_read() -> None:
+    """A special token is no text, unless it is a mark."""
+    for name in ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'):
+        marks = parser_of(
+            AnswerFormat.of("<|channel>thought <|tool_call> <tool_call|>"), tools=None, thinking=False
+        ).marks
+        assert name in marks
+
+
+def test_ids_are_what_mistrals_templates_take() -> None:
+    (call,) = pieces_of(parser_of(AnswerFormat.of("[TOOL_CALLS]"), tools={}, thinking=False),
+                        '[TOOL_CALLS][{"name": "add", "arguments": {}}]', 9)  # fmt: skip
+    assert not isinstance(call, tuple) and len(call.id) == 9 and call.id.isalnum()
+
+
+def test_conditions_need_a_form_that_a_grammar_can_write() -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    asked = {"messages": [{"role": "user", "content": "1 + 1?"}], "tools": tools}
+    for name, (template, _, _) in CASES.items():
+        r = ChatRequest.model_validate(asked | {"tool_choice": "required"})
+        if name == "hermes":
+            assert Offer.of(r, AnswerFormat.of(template)).must
+            continue
+        with pytest.raises(Refusal, match="cannot be enforced"):
+            Offer.of(r, AnswerFormat.of(template))
+        assert Offer.of(ChatRequest.model_validate(asked), AnswerFormat.of(template)).shown
