@@ -89,7 +89,8 @@ def paired(w: F32, heads: int) -> F32:
     return w.reshape(heads, 2, len(w) // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
-PAIRED = ("llama", "mistral", "mixtral", "bamboo", "arcee", "minicpm", "granitemoe")
+PAIRED = ("llama", "mistral", "mixtral", "bamboo", "arcee", "minicpm", "granitemoe",
+          "granitemoeshared", "granite", "smollm3")  # fmt: skip
 PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 
 
@@ -130,6 +131,11 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
             if ".experts." in part:
                 experts_of(out, part, layer, w, apart)
                 continue
+            if part.startswith("shared_mlp"):
+                halves = np.split(w, 2) if "input" in part else [w]
+                for which, x in zip(("gate", "up") if "input" in part else ("down",), halves, strict=True):
+                    out[f"blk.{layer}.ffn_{which}_shexp.weight"] = np.ascontiguousarray(x)
+                continue
             if "_linear" in part:
                 half = len(w[0]) // 2
                 both = {"gate": w[:, :half], "up": w[:, half:]} if "input" in part else {"down": w}
@@ -137,7 +143,7 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                     out[f"blk.{layer}.ffn_{which}_exps.weight"] = np.ascontiguousarray(x)
                 continue
             short = LAYER[part]
-            if kind in ("glm4_moe", "gpt_oss") and part == "post_attention_layernorm":
+            if kind in ("glm4_moe", "gpt_oss", "olmo2", "olmo3") and part == "post_attention_layernorm":
                 short = "post_attention_norm"
             if kind.startswith("gemma") and part == "post_attention_layernorm":
                 short = "post_attention_norm"
@@ -307,6 +313,11 @@ def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
         w.add_embedding_scale(float(config["scale_emb"]))
         w.add_residual_scale(config["scale_depth"] / config["num_hidden_layers"] ** 0.5)
         w.add_logit_scale(config["hidden_size"] / config["dim_model_base"])
+    if config["model_type"] == "olmo3":
+        w.add_sliding_window(config["sliding_window"])
+        w.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
+    if "shared_intermediate_size" in config:
+        w.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
         scale = config["max_position_embeddings"] / rope["original_max_position_embeddings"]

@@ -43,6 +43,9 @@ LOGITS = (
     "ernie4_5_moe",
     "hunyuan_moe",
     "gpt_oss",
+    "granite",
+    "olmo3",
+    "smollm3",
 )
 
 

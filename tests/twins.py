@@ -627,6 +627,55 @@ def hunyuan_moe(path: Path) -> Path:
     return _mixture("HunYuanMoEV1", path, 49, num_experts=EXPERTS, **more)
 
 
+def granite_moe_shared(path: Path) -> Path:
+    """The same with a shared expert, whose gate and up are one tensor."""
+    scales = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
+    more = {"num_local_experts": EXPERTS, "intermediate_size": 48, "shared_intermediate_size": 80}
+    return _mixture("GraniteMoeShared", path, 60, logits_scaling=1.3, **scales, **more)
+
+
+# ---- dense families
+
+
+def granite(path: Path) -> Path:
+    """Granite 3: four scales."""
+    scales = {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
+    return _transformers("Granite", path, 61, logits_scaling=1.3, **scales)
+
+
+def granite_biased(path: Path) -> Path:
+    return _transformers("Granite", path, 68, attention_multiplier=0.3, attention_bias=True)
+
+
+def smollm3(path: Path) -> Path:
+    """A layer without rope, and a window there."""
+    more = {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}
+    return _transformers("SmolLM3", path, 65, pad_token_id=0, attention_bias=True, **more)
+
+
+def smollm3_list(path: Path) -> Path:
+    """The layers without rope in a list; the last ones have it."""
+    return _transformers("SmolLM3", path, 66, pad_token_id=0, no_rope_layers=[0, 1, 1])
+
+
+def smollm3_interval(path: Path) -> Path:
+    """Every fourth layer without rope, as published."""
+    return _transformers("SmolLM3", path, 67, pad_token_id=0, num_hidden_layers=4)
+
+
+def olmo2(path: Path) -> Path:
+    """Norms of what halves give, and over all heads of q and of k."""
+    return _transformers("Olmo2", path, 62)
+
+
+def olmo3(path: Path) -> Path:
+    """Windows in most layers, whose rope is not scaled by YaRN as the others'."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    ropes = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return _transformers("Olmo3", path, 63, sliding_window=9, layer_types=kinds, rope_parameters=ropes)
+
+
 # What a user has to say of them: their configs leave open which ReLU it is.
 ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
@@ -687,6 +736,14 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         granite_moe,
         minimax_m2,
         hunyuan_moe,
+        granite_moe_shared,
+        granite,
+        granite_biased,
+        smollm3,
+        smollm3_list,
+        smollm3_interval,
+        olmo2,
+        olmo3,
     )
 }
 

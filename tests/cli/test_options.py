@@ -80,6 +80,7 @@ FLIPS: dict[str, tuple[ModelSpec, Any]] = {
 }
 MORE = {
     "post": (SPEC, replace(SPEC, norm_order="post")),
+    "after": (SPEC, replace(SPEC, norm_order="after")),
     "sub_norms, dense": (replace(SPEC, activation="silu"), replace(SPEC, activation="silu", sub_norms=True)),
     "sub_norms, ungated": (replace(SPEC, gated=False), replace(SPEC, gated=False, sub_norms=True)),
     "sub_norms, dReLU": (SPEC, replace(SPEC, up_activation="relu", sub_norms=True)),
@@ -124,13 +125,13 @@ def random_weights(spec: ModelSpec) -> Weights:
 
     def layer(i: int) -> Layer:
         a, s = f"{i}.", spec
-        sandwich, d, f, q = s.norm_order == "sandwich", s.dim, s.ffn_dim, s.n_heads * s.head_dim
+        sandwich, d, f, q = s.norms_after, s.dim, s.ffn_dim, s.n_heads * s.head_dim
         down = matrix(a + "down", f, d) * np.float32(0.5)
         return Layer(
-            attn_norm=norm(a + "an"),
+            attn_norm=norm(a + "an") if s.norms_before else None,
             qkv=Linear(matrix(a + "qkv", s.qkv_rows, d), None),
             attn_out=Linear(matrix(a + "out", d, q), values(a + "ob", d)),
-            ffn_norm=norm(a + "fn"),
+            ffn_norm=norm(a + "fn") if s.norms_before else None,
             experts=(
                 FFN.whole(
                     gate=Linear(matrix(a + "gate", f, d), None),

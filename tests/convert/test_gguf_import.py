@@ -63,6 +63,11 @@ CASES: dict[str, tuple[str, bool]] = {
     "granite_moe": ("granitemoe", False),
     "minimax_m2": ("minimax-m2", False),
     "hunyuan_moe": ("hunyuan-moe", False),
+    "granite_moe_shared": ("granitemoe", False),
+    **dict.fromkeys(("granite", "granite_biased"), ("granite", False)),
+    "olmo2": ("olmo2", False),
+    "olmo3": ("olmo2", False),
+    "smollm3_interval": ("smollm3", False),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {

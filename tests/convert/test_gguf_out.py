@@ -210,7 +210,7 @@ def test_what_llama_cpp_cannot_express_is_refused_before_the_pack_is_written(
 # twin -> GGUF's architecture
 SAID = {
     "qwen3": "qwen3", "olmoe": "olmoe", "glm4_moe": "glm4moe", "glm4_moe_air": "glm4moe", "dots1": "dots1",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "granite": "granite", "olmo2": "olmo2",
 }  # fmt: skip
 
 

@@ -144,6 +144,9 @@ def test_shapes_have_their_models_sizes() -> None:
         "olmoe-1b-7b": 6.92,
         "glm-4.5-air": 106.85,
         "ernie-4.5-21b-a3b": 21.83,
+        "granite-3.3-8b": 8.17,
+        "smollm3-3b": 3.08,
+        "olmo-2-7b": 7.30,
     }
     billions |= {"mistral-7b": 7.24, "bamboo-7b": 7.24, "opt-6.7b": 6.66, "opt-13b": 12.85, "opt-30b": 29.97}
     for name, expected in billions.items():

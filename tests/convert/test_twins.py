@@ -134,8 +134,9 @@ def test_reference_logits_are_transformers(twin: Twin) -> None:
 def test_smaller_formats_stay_close(twin: Twin, format: str) -> None:
     model = loaded(twin.path, format)
     y = model.logits(twin.ids, PROMPT)
-    squared = 3 if model.spec.activation == "relu2" else 1  # the square doubles an error, and layers add up
-    assert nmse(y, twin.truth) <= squared * NMSE[format]
+    room = 3 if model.spec.activation == "relu2" else 1  # the square doubles an error, and layers add up
+    room = 2 if model.spec.norm_order == "after" else room  # small halves count as large ones do
+    assert nmse(y, twin.truth) <= room * NMSE[format]
     if quant.FORMATS[format].block == 1:  # the reference does not quantise activations
         assert nmse(y, in_numpy(model).logits(twin.ids, PROMPT)) <= NMSE["f32"]
     assert np.array_equal(model.logits(twin.ids, 7), y)

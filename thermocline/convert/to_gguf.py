@@ -58,6 +58,8 @@ _NAMES = {
     "q_norm.weight": "attn_q_norm.weight",
     "k_norm.weight": "attn_k_norm.weight",
     "attn_out.bias": "attn_output.bias",
+    "attn_post_norm.weight": "post_attention_norm.weight",
+    "ffn_post_norm.weight": "post_ffw_norm.weight",
     "predictor.fc1.weight": "fc1.weight",
     "predictor.fc2.weight": "fc2.weight",
 }
@@ -109,7 +111,7 @@ def check(
     """Raise what can be refused before there is a pack: UsageError, IOFailure or Unsupported."""
     _, architecture = written_as(spec)
     extra = [name for name in tensors if name.endswith(".bias")]
-    if extra and architecture.written is None:
+    if extra and (architecture.written is None or architecture.turned):
         raise Unsupported(
             f"GGUF of {spec.architecture} is written for models without biases only; this one has {extra[0]}"
         )
@@ -235,6 +237,11 @@ def _header(pack: Pack, path: Path, file_type: str) -> Any:
         w.add_rope_scaling_yarn_beta_fast(s.rope_scaling.beta_fast)
         w.add_rope_scaling_yarn_beta_slow(s.rope_scaling.beta_slow)
     w.add_layer_norm_rms_eps(s.norm_eps)
+    if architecture.written is not None and "logit_scale" in architecture.written.says:
+        w.add_embedding_scale(s.embed_scale)
+        w.add_residual_scale(s.residual_scale)
+        w.add_attention_scale(s.head_dim**-0.5 if s.attention_scale is None else s.attention_scale)
+        w.add_logit_scale(1 / s.logit_scale)  # by which logits are divided
     w.add_file_type(gguf.LlamaFileType[file_type])
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return w

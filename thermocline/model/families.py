@@ -16,6 +16,7 @@ from typing import Any
 
 from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, quoted, read_small
+from thermocline.model.dense import families as dense
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec, windows
 from thermocline.model.mixtures import families as mixtures
 from thermocline.model.mixtures import gpt_oss
@@ -541,6 +542,7 @@ FAMILIES: dict[str, Family] = {
     "Dots1ForCausalLM": Family("dots1", mixtures.dots1),
     "Ernie4_5_MoeForCausalLM": Family("ernie4_5_moe", mixtures.ernie4_5_moe),
     "GraniteMoeForCausalLM": Family("granitemoe", mixtures.granite_moe),
+    "GraniteMoeSharedForCausalLM": Family("granitemoeshared", mixtures.granite_moe_shared),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", mixtures.minimax_m2),
     "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", mixtures.hunyuan_moe),
     "Gemma2ForCausalLM": Family("gemma2", _gemma2),
@@ -550,4 +552,8 @@ FAMILIES: dict[str, Family] = {
     "ArceeForCausalLM": Family("arcee", _arcee),
     "BitNetForCausalLM": Family("bitnet", _bitnet),
     "FalconForCausalLM": Family("falcon", _falcon),
+    "GraniteForCausalLM": Family("granite", dense.granite),
+    "SmolLM3ForCausalLM": Family("smollm3", dense.smollm3),
+    "Olmo2ForCausalLM": Family("olmo2", dense.olmo2),
+    "Olmo3ForCausalLM": Family("olmo3", dense.olmo3),
 }

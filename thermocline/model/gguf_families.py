@@ -17,6 +17,7 @@ import numpy as np
 from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json, quoted
 from thermocline.files.gguf import GGUF
+from thermocline.model.dense import gguf as dense
 from thermocline.model.families import parse_config
 from thermocline.model.gguf_metadata import (
     LONG_FACTORS,
@@ -201,6 +202,10 @@ _GPT_OSS_NAMES = _LLAMA_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "mlp.router": "ffn_gate_inp",
 }
+_OLMO_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _GLM_NAMES = {"post_attention_layernorm": "post_attention_norm"}
 _HUNYUAN_NAMES = {
     "mlp.gate.wg": "ffn_gate_inp",
@@ -291,6 +296,7 @@ class Architecture:
     moved: Callable[[SourceSlice, str, str], SourceSlice | None] | None = None
 
 
+_SCALES = ("embed_scale", "residual_scale", "attention_scale", "logit_scale")
 _DEEPSEEKS = frozenset(("router", "shared_dim", "dense_layers", "dense_dim"))
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(_llama, _LLAMA_NAMES, ("attn_q", "attn_k")),
@@ -329,6 +335,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mixtures.granite_moe,
         _LLAMA_NAMES | {"block_sparse_moe.router.layer": "ffn_gate_inp"},
         ("attn_q", "attn_k"),
+        moved=mixtures.granite_moe_in_gguf,
     ),
     "minimax-m2": Architecture(mixtures.minimax_m2, _LLAMA_NAMES | _QK_NORMS),
     "hunyuan-moe": Architecture(mixtures.hunyuan_moe, _MIXTURE_NAMES | _HUNYUAN_NAMES),
@@ -339,6 +346,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron": Architecture(_nemotron, _LLAMA_NAMES),
     "arcee": Architecture(_arcee, _LLAMA_NAMES, ("attn_q", "attn_k")),
     "minicpm": Architecture(_minicpm, _LLAMA_NAMES, ("attn_q", "attn_k")),
+    "granite": Architecture(
+        dense.granite,
+        _LLAMA_NAMES,
+        ("attn_q", "attn_k"),
+        written=Written("granite", {}, frozenset(_SCALES)),
+    ),
+    "olmo2": Architecture(
+        dense.olmo2,
+        _LLAMA_NAMES | _QK_NORMS | _OLMO_NAMES,
+        written=Written("olmo2", {"norm_order": "after", "qk_norm": True, "qk_norm_whole": True}),
+    ),
+    "smollm3": Architecture(dense.smollm3, _LLAMA_NAMES, ("attn_q", "attn_k")),
 }
 
 

@@ -125,6 +125,17 @@ def window(k: GGUFKeys) -> Json:
     return {"sliding_window": k.integer(".attention.sliding_window", default=0) or None}
 
 
+def near_layers(k: GGUFKeys, layers: int, period: int) -> Json:
+    """Return which layers have the window: all but every `period`-th, if the file does not say."""
+    pattern = k.raw(".attention.sliding_window_pattern")
+    if isinstance(pattern, list | np.ndarray) and len(pattern) == layers:
+        near = [bool(x) for x in pattern]
+    else:
+        period = k.integer(".attention.sliding_window_pattern", default=period, low=1)
+        near = [(i + 1) % period > 0 for i in range(layers)]
+    return {"layer_types": ["sliding_attention" if x else "full_attention" for x in near]}
+
+
 def biased(k: GGUFKeys, *kinds: str) -> Json:
     """Say which biases the model has, judging by its tensors: there is no key for it."""
     where = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}

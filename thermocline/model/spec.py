@@ -20,7 +20,7 @@ UP_ACTIVATIONS = ("none", "relu")
 SPARSE_ACTIVATIONS = ("relu", "fatrelu", "relu2")
 
 
-NORM_ORDERS = ("pre", "post", "sandwich")
+NORM_ORDERS = ("pre", "post", "sandwich", "after")
 ROPE_SCALINGS = ("linear", "yarn", "llama3", "longrope")
 ROUTER_SCORES = ("softmax", "sigmoid", "logits")
 ROUTER_WEIGHTS = ("chosen", "score", "normalised")
@@ -138,9 +138,8 @@ class ModelSpec:
     n_experts_active: int = 1
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    norm_order: str = later(
-        "pre"
-    )  # x += f(norm(x)); post: x = norm(x + f(x)); sandwich: x += norm'(f(norm(x)))
+    # x += f(norm(x)); post: x = norm(x + f(x)); sandwich: x += norm'(f(norm(x))); after: x += norm'(f(x))
+    norm_order: str = later("pre")
     final_norm: bool = later(True)
     parallel: bool = later(False)  # attention and FFN read the same x
     embed_dim: int | None = later(None)  # projected to and from dim; None: dim itself
@@ -178,6 +177,16 @@ class ModelSpec:
     def activation_bound(self) -> float:
         """Return the number that its activation has: fatrelu's threshold, swiglu_oai's limit."""
         return self.activation_threshold or self.swiglu_limit
+
+    @property
+    def norms_before(self) -> bool:
+        """Return whether a half's input has a norm (or, in post order, the stream behind the half)."""
+        return self.norm_order != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Return whether a half's result has a norm before it joins the stream."""
+        return self.norm_order in ("sandwich", "after")
 
     def attention(self, layer: int) -> AttentionShape | None:
         """Return the shape of a layer's attention; None: it has none."""

@@ -114,7 +114,7 @@ class Names:
     # For mixtures; gate, up and down then have {} for the expert's number. Layers of others have no experts.
     router: str = ""
     selection_bias: str = ""  # the whole name
-    shared: tuple[str, str, str] = ("", "", "")  # gate, up, down
+    shared: tuple[str, str, str] = ("", "", "")  # gate, up, down; the first two equal if they are fused
     shared_router: str = ""
     dense: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     stacked: bool = False  # all experts' gates and ups are one tensor, gates first, and all downs
@@ -157,9 +157,10 @@ def tensors(
         out["head.weight"] = (SourceSlice(HEAD, (spec.vocab_size, width)),)
     for i in range(spec.n_layers):
         a, b, (experts, _, f) = f"layers.{i}", f"{names.root}{names.layers}.{i}.", spec.ffn(i)
-        norm(f"{a}.attn_norm", b + names.attn_norm)
-        norm(f"{a}.ffn_norm", b + names.ffn_norm)
-        if spec.norm_order == "sandwich":
+        if spec.norms_before:
+            norm(f"{a}.attn_norm", b + names.attn_norm)
+            norm(f"{a}.ffn_norm", b + names.ffn_norm)
+        if spec.norms_after:
             norm(f"{a}.attn_post_norm", b + names.attn_post_norm)
             norm(f"{a}.ffn_post_norm", b + names.ffn_post_norm)
         for part, theirs, n in zip(
@@ -216,9 +217,12 @@ def _beside_experts(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, 
     if r.selection_bias:
         out[f"{a}.router.selection_bias"] = (SourceSlice(b + names.selection_bias, (n,)),)
     if f:
-        shapes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
-        for (part, shape), name in zip(shapes.items(), names.shared, strict=True):
-            out[f"{a}.shared.{part}.weight"] = (SourceSlice(f"{b}{name}.weight", shape),)
+        gate, up, down = (f"{b}{name}.weight" for name in names.shared)
+        both = gate == up
+        shape, first, second = ((2 * f, d), (range(f),), (range(f, 2 * f),)) if both else ((f, d), (), ())
+        out[f"{a}.shared.gate.weight"] = (SourceSlice(gate, shape, first),)
+        out[f"{a}.shared.up.weight"] = (SourceSlice(up, shape, second),)
+        out[f"{a}.shared.down.weight"] = (SourceSlice(down, (d, f)),)
     if spec.shared_gate:
         out[f"{a}.shared.router.weight"] = (SourceSlice(f"{b}{names.shared_router}.weight", (1, d)),)
     return out

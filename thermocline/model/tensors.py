@@ -140,7 +140,8 @@ def expected_tensors(
         matrix("pos_embed.weight", "embed", spec.max_context, spec.dim, format="f32")
     for i in range(spec.n_layers):
         a, (experts, _, neurons) = f"layers.{i}", spec.ffn(i)
-        norm(f"{a}.attn_norm")
+        if spec.norms_before:
+            norm(f"{a}.attn_norm")
         shape = spec.attention(i)
         assert shape is not None, "a layer is attention and an FFN"
         out |= _qkv(a, shape, spec.dim, weight_format, own)
@@ -153,11 +154,12 @@ def expected_tensors(
         if spec.sub_norms:
             norm(f"{a}.attn_sub_norm", shape.context)
             norm(f"{a}.ffn_sub_norm", neurons)
-        for name in ("attn_post_norm", "ffn_post_norm") if spec.norm_order == "sandwich" else ():
+        for name in ("attn_post_norm", "ffn_post_norm") if spec.norms_after else ():
             norm(f"{a}.{name}")
         matrix(f"{a}.attn_out.weight", "attention", spec.dim, shape.context)
         vector(f"{a}.attn_out.bias", "attention", spec.dim)
-        norm(f"{a}.ffn_norm")
+        if spec.norms_before:
+            norm(f"{a}.ffn_norm")
         if experts > 1:  # f32: rounding may change the chosen expert; this is 1/40000 of Mixtral's weights
             matrix(f"{a}.router.weight", "router", experts, spec.dim, format="f32")
             for name in router_biases(spec):

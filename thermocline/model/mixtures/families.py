@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from thermocline.files.bounded import Json
+from thermocline.model.dense.families import granite_scales
 from thermocline.model.hf_config import ConfigKeys, attention_biases, read_spec, windows
-from thermocline.model.spec import ModelSpec, Router
+from thermocline.model.spec import LIMITS, ModelSpec, Router
 from thermocline.model.tensor_map import Names, TensorMap, tensors
 
 Read = tuple[ModelSpec, TensorMap]
@@ -209,22 +210,23 @@ _ERNIE_ONLY: Json = {
 }
 
 
-def granite_moe(keys: ConfigKeys, stop: Any) -> Read:
+def granite_moe(keys: ConfigKeys, stop: Any, **more: Any) -> Read:
     """Granite 3 MoE: Mixtral's router, scaled embeddings, halves, scores and logits; experts are stacked."""
-    scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-    keys.with_defaults(dict.fromkeys(scales, 1.0))
-    embed, residual, attention, logits = (keys.number(key, 1e-6, 1e6) for key in scales)
     spec = read_spec(
         keys,
         stop,
         "granite-moe",
-        embed_scale=embed,
-        residual_scale=residual,
-        attention_scale=attention,
-        logit_scale=1 / logits,
+        **granite_scales(keys),
         **_experts(keys, "num_local_experts", "intermediate_size"),
+        **more,
     )
     return spec, tensors(spec, _GRANITE, attention_biases(keys))
+
+
+def granite_moe_shared(keys: ConfigKeys, stop: Any) -> Read:
+    """Granite 3 MoE with a shared expert."""
+    keys.with_defaults({"shared_intermediate_size": 0})
+    return granite_moe(keys, stop, shared_dim=keys.integer("shared_intermediate_size", *LIMITS["shared_dim"]))
 
 
 _GRANITE = Names(
@@ -232,6 +234,7 @@ _GRANITE = Names(
     up="block_sparse_moe.input_linear",
     down="block_sparse_moe.output_linear",
     router="block_sparse_moe.router.layer",
+    shared=("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
     stacked=True,
 )
 

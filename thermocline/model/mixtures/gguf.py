@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json
+from thermocline.model.dense.gguf import granite_scales
 from thermocline.model.gguf_metadata import GGUFKeys, biased, like_llama, window
+from thermocline.model.tensor_map import SourceSlice
 
 SOFTMAX, SIGMOID = 1, 2  # `expert_gating_func`
 
@@ -112,20 +116,26 @@ def ernie4_5_moe(k: GGUFKeys) -> Json:
 
 def granite_moe(k: GGUFKeys) -> Json:
     _gating(k, SOFTMAX)
-    config = like_llama(k, "GraniteMoeForCausalLM", mixture=True)
-    if k.integer(".expert_shared_feed_forward_length", default=0):
-        raise Unsupported(f"{k.name}: Granite MoE with a shared expert is not supported")
-    if not k.flag(".rope.scaling.finetuned", True):
-        raise Unsupported(f"{k.name}: Granite MoE without rope is not supported")
+    shared = k.integer(".expert_shared_feed_forward_length", default=0)
+    name = "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
+    config = like_llama(k, name, mixture=True)
     return {
         **config,
         **experts(k, "num_local_experts"),
         **biased(k, "attention_bias"),
-        "embedding_multiplier": k.number(".embedding_scale", default=1.0),
-        "residual_multiplier": k.number(".residual_scale", default=1.0),
-        "attention_multiplier": k.number(".attention.scale", default=config["head_dim"] ** -0.5),
-        "logits_scaling": k.number(".logit_scale"),
+        **granite_scales(k, config["head_dim"]),
+        **({"shared_intermediate_size": shared} if shared else {}),
     }
+
+
+def granite_moe_in_gguf(piece: SourceSlice, layer: str, part: str) -> SourceSlice | None:
+    """Return where a GGUF has a slice of the shared expert; None: of something else."""
+    if part == "shared_mlp.input_linear.weight":
+        half = "up" if piece.pick[0].start else "gate"
+        return SourceSlice(f"blk.{layer}.ffn_{half}_shexp.weight", (piece.rows, piece.shape[1]))
+    if part == "shared_mlp.output_linear.weight":
+        return replace(piece, tensor=f"blk.{layer}.ffn_down_shexp.weight")
+    return None
 
 
 def minimax_m2(k: GGUFKeys) -> Json:
