@@ -33,6 +33,13 @@ LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "pre_feedforward_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
@@ -59,6 +66,9 @@ LAYER = {
 WHOLE = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "lm_head": "output",
     "transformer.word_embeddings": "token_embd",
     "transformer.ln_f": "output_norm",
@@ -124,6 +134,9 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 continue
             if last.endswith(("_blocks", "_scales")):  # `gpt_oss_blocks` has them
                 continue
+            if kind == "gemma4_text" and (part := GEMMA4.get(".".join(name.split(".")[3:]))):
+                out[f"blk.{name.split('.')[2]}.{part}"] = w
+                continue
             if kind == "gpt_oss" and stem.endswith(".experts"):
                 out |= gpt_oss_experts(stem.split(".")[2], last, w)
                 continue
@@ -155,6 +168,41 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 short, w = "ffn_down_t", w.T if w.ndim == 2 else w
             out[f"blk.{layer}.{short}.{last}"] = np.ascontiguousarray(w)
     return out
+
+
+GEMMA4 = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
+
+
+def add_gemma4(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
+    """Lists of what differs between layers, and the divisors of the pairs that do not turn."""
+    kinds, shared = [t[0] == "s" for t in config["layer_types"]], config["num_kv_shared_layers"]
+    full = next(iter(config["per_layer_config"].values()))
+    n, width = len(kinds), config["intermediate_size"]
+    w.add_sliding_window(config["sliding_window"])
+    w.add_array("gemma4.attention.sliding_window_pattern", kinds)
+    w.add_uint32("gemma4.attention.shared_kv_layers", shared)
+    w.add_uint32("gemma4.embedding_length_per_layer_input", config["hidden_size_per_layer_input"] or 0)
+    w.add_key_length(full["head_dim"])
+    w.add_value_length(full["head_dim"])
+    w.add_uint32("gemma4.attention.key_length_swa", config["head_dim"])
+    w.add_uint32("gemma4.attention.value_length_swa", config["head_dim"])
+    w.add_rope_dimension_count(full["head_dim"])
+    w.add_uint32("gemma4.rope.dimension_count_swa", config["head_dim"])
+    if config["use_double_wide_mlp"]:
+        w.add_feed_forward_length([width if i < n - shared else 2 * width for i in range(n)])
+    if few := full.get("num_key_value_heads"):
+        w.add_head_count_kv([config["num_key_value_heads"] if near else few for near in kinds])
+    if config["enable_moe_block"]:
+        w.add_expert_used_count(config["top_k_experts"])
+    pairs = full["head_dim"] // 2
+    turned = int(pairs * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+    out["rope_freqs.weight"] = np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32)
 
 
 def gpt_oss_experts(layer: str, part: str, w: F32) -> dict[str, F32]:
@@ -281,7 +329,7 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
         (("logits_scaling",), w.add_logit_scale),
     ):
         for key in keys:
-            if key in config:
+            if config.get(key) is not None:
                 add(config[key])
     if "norm_topk_prob" in config and "n_routed_experts" in config:
         w.add_expert_weights_norm(config["norm_topk_prob"])
@@ -362,12 +410,15 @@ def write(
     if arch != "opt":
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         add_norm_and_rope(w, config, head_dim)
-        w.add_key_length(head_dim)
-        w.add_value_length(head_dim)
+        if arch != "gemma4":
+            w.add_key_length(head_dim)
+            w.add_value_length(head_dim)
     out = tensors_of(hf, powerinfer, apart)
     out = merged(out) if merge else out
     add_experts(w, config)
     add_family(w, config, out)
+    if arch == "gemma4":
+        add_gemma4(w, config, out)
     if more is not None:
         more(w)
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":

@@ -46,6 +46,9 @@ LOGITS = (
     "granite",
     "olmo3",
     "smollm3",
+    "gemma4",
+    "gemma4_moe",
+    "gemma4_small",
 )
 
 

@@ -310,6 +310,89 @@ def gemma3(path: Path) -> Path:
     )
 
 
+def gemma3_wrapper(path: Path) -> Path:
+    """Gemma 3 of 4B and more: a text model inside one of images, whose config says only what differs."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = json.loads((gemma3(path) / "config.json").read_text())
+    eyes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config={k: v for k, v in text.items() if k not in ("architectures", "transformers_version")},
+        vision_config={**eyes, "image_size": 56, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    return _save(Gemma3ForConditionalGeneration(config), path, 13)
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def _gemma4_config(layers: list[str], **changes: Any) -> Json:
+    ropes = {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 500.0},
+    }
+    base: Json = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "num_hidden_layers": len(layers),
+        "layer_types": layers,
+        "sliding_window": 9,
+        "global_head_dim": 32,
+        "rope_parameters": ropes,
+        "final_logit_softcapping": 20.0,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCAB,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    }
+    return base | changes
+
+
+def _gemma4(path: Path, seed: int, layers: list[str], **changes: Any) -> Path:
+    import torch
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**_gemma4_config(layers, **changes)))
+    _randomise(model, seed)
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for key, p in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                p.copy_(torch.from_numpy(random_tensor(key, tuple(p.shape), rng)))
+    steer({key: p.detach().numpy() for key, p in model.named_parameters()}, seed)
+    model.save_pretrained(path)
+    return path
+
+
+def gemma4(path: Path) -> Path:
+    """Gemma 4 31B: heads of two sizes, values that are the keys where there is no window."""
+    layers = [SLIDING, FULL, SLIDING, FULL]
+    return _gemma4(path, 60, layers, attention_k_eq_v=True, num_global_key_value_heads=1)
+
+
+def gemma4_moe(path: Path) -> Path:
+    """Gemma 4 26B-A4B: experts beside the FFN of each layer, a router that reads the stream."""
+    layers = [SLIDING, SLIDING, FULL]
+    more = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True}
+    more |= {"num_experts": EXPERTS, "top_k_experts": ACTIVE, "moe_intermediate_size": 48}
+    return _gemma4(path, 61, layers, **more)
+
+
+def gemma4_small(path: Path) -> Path:
+    """Gemma 4 E2B: rows of a table for each layer, the last layers share keys and values, and are wider."""
+    layers = [SLIDING, FULL, SLIDING, SLIDING, FULL]
+    more = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 32}
+    return _gemma4(path, 62, layers, **more)
+
+
 def phi3(path: Path) -> Path:
     """q, k, v and gate, up fused; three quarters of each head turned."""
     return _transformers("Phi3", path, 14, sliding_window=9, pad_token_id=0, partial_rotary_factor=0.75)
@@ -502,7 +585,7 @@ def steer(tensors: dict[str, NDArray[np.float32]], seed: int) -> None:
     routers = [
         w
         for name, w in tensors.items()
-        if re.search(r"\.(gate|gate\.wg|router|router\.layer)\.weight$", name)
+        if re.search(r"\.(gate|gate\.wg|router|router\.layer|router\.proj)\.weight$", name)
     ]
     if not routers:
         return
@@ -702,6 +785,10 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         qwen3,
         gemma2,
         gemma3,
+        gemma3_wrapper,
+        gemma4,
+        gemma4_moe,
+        gemma4_small,
         phi3,
         phi3_longrope_short,
         phi3_longrope_long,

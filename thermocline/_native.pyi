@@ -181,7 +181,8 @@ class Stack:
 class Heads:
     """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none. `sinks` [n].
 
-    `whole_norms`: the norms are of all heads as one. `norms_last`: they are behind rope.
+    `whole_norms`: the norms are of all heads as one. `norms_last`: they are behind rope. `shares`: keys and
+    values are what an earlier layer stored.
     """
 
     def __new__(
@@ -198,12 +199,19 @@ class Heads:
         sinks: F32 | None = None,
         whole_norms: bool = False,
         norms_last: bool = False,
+        v_norm: F32 | None = None,
+        shares: bool = False,
     ) -> Heads: ...
 
 class Join:
-    """How a half of a layer joins the residual stream: x += scale * norm(y)."""
+    """How a half of a layer joins the residual stream: x = after * (x + scale * norm(y))."""
 
-    def __new__(cls, norm: Norm | None, scale: float) -> Join: ...
+    def __new__(cls, norm: Norm | None, scale: float, after: float = 1.0) -> Join: ...
+
+class PerLayer:
+    """x joins norm(down(act(gate x) * given)), as `join` says."""
+
+    def __new__(cls, gate: Matrix, down: Matrix, activation: int, join: Join) -> PerLayer: ...
 
 class Attention:
     def __new__(
@@ -326,6 +334,8 @@ class Mixture:
 
     `selection_bias` [experts] is added to scores for the choice. `shared`: takes every token; its matrices
     are plain. `shared_router`, f32 [1, dim]: its part is multiplied by sigmoid(w . x).
+    `router_norm`: of the router's own input, the stream. `expert_scale` [experts]: times the weights.
+    `experts_norm`: of the experts' sum, beside which the shared FFN has its own norm and join.
     """
 
     def __new__(
@@ -340,6 +350,9 @@ class Mixture:
         selection_bias: F32 | None = None,
         shared: FFN | None = None,
         shared_router: Matrix | None = None,
+        router_norm: Norm | None = None,
+        expert_scale: F32 | None = None,
+        experts_norm: Norm | None = None,
     ) -> Mixture: ...
     def route(self, logits: F32, weights: F32) -> None:
         """`weights`: how much of each expert tokens with these logits get; both [tokens, experts]."""
@@ -410,6 +423,7 @@ class Context:
         """`qkv` is worked on in place."""
 
     def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, kv: KVPages) -> None: ...
+    def per_layer_add(self, x: F32, layer: PerLayer, given: F32) -> None: ...
     def read_ahead(self, h: F32, layer: FFN | Mixture, sparsity: int) -> None:
         """Begins the reads that `ffn_add` or `moe_add` will need. `h`: the residual before attention."""
 

@@ -102,10 +102,13 @@ static std::optional<Norm> held(const Norm* norm) { return norm ? std::optional<
 
 static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float scale, float softcap,
                         std::optional<F1> q_norm, std::optional<F1> k_norm, float eps,
-                        std::optional<F1> sinks, bool whole_norms, bool norms_last) {
+                        std::optional<F1> sinks, bool whole_norms, bool norms_last, std::optional<F1> v_norm,
+                        bool shares) {
     check(n > 0 && n_kv > 0 && n % n_kv == 0 && dim > 0, "heads do not divide");
     check(softcap >= 0, "negative soft cap");
-    check(!whole_norms || (q_norm && k_norm && !norms_last), "norms of all heads as one need both");
+    check(!whole_norms || (q_norm && (k_norm || shares) && !norms_last),
+          "norms of all heads as one need both");
+    check(!shares || (!k_norm && !v_norm), "keys and values of another layer are not normed here");
     const float* q = optional_vector(q_norm, whole_norms ? n * dim : dim, "q_norm has the wrong length");
     window = std::min(window, size_t(INT32_MAX));  // positions go no further
     tc::Heads heads{
@@ -116,14 +119,15 @@ static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float 
         eps};
     heads.sinks = optional_vector(sinks, n, "sinks have the wrong length");
     heads.whole_norms = whole_norms, heads.norms_last = norms_last;
-    return {heads, q_norm, k_norm, sinks};
+    heads.v_norm = optional_vector(v_norm, dim, "v_norm has the wrong length"), heads.shares = shares;
+    return {heads, q_norm, k_norm, sinks, v_norm};
 }
 
-static Join make_join(const Norm* norm, float scale) {
-    return {{norm ? norm->norm : tc::Norm{}, scale}, held(norm)};
+static Join make_join(const Norm* norm, float scale, float after) {
+    return {{norm ? norm->norm : tc::Norm{}, scale, after}, held(norm)};
 }
 static tc::Join join_of(const Join& join, size_t dim) {
-    return {norm_of(join.norm ? &*join.norm : nullptr, dim), join.join.scale};
+    return {norm_of(join.norm ? &*join.norm : nullptr, dim), join.join.scale, join.join.after};
 }
 
 static Attention make_attention(const Norm* norm, const Stack& qkv, const Linear& out, const Heads& h,
@@ -131,7 +135,7 @@ static Attention make_attention(const Norm* norm, const Stack& qkv, const Linear
     const tc::Heads& heads = h.heads;
     const tc::Stack& in = qkv.stack;
     const Matrix& proj = out.linear.weight;
-    check(in.rows() == (heads.n + 2 * heads.n_kv) * heads.dim, "qkv has the wrong shape");
+    check(in.rows() == heads.width(), "qkv has the wrong shape");
     check(proj.rows == in.cols() && proj.cols == heads.n * heads.dim,
           "the output projection has the wrong shape");
     return {{norm_of(norm, in.cols()), in, out.linear, heads, norm_of(sub_norm, proj.cols),
@@ -242,7 +246,8 @@ static void check_part(const tc::FFN& f, size_t dim) {
 // `experts`: of FFN, kept alive as they are.
 static Mixture make_mixture(const Norm* norm, const Linear& router, const nb::tuple& experts, size_t active,
                             const Join& join, const tc::RouterRule& rule, std::optional<F1> selection_bias,
-                            const FFN* shared, const Matrix* shared_router) {
+                            const FFN* shared, const Matrix* shared_router, const Norm* router_norm,
+                            std::optional<F1> expert_scale, const Norm* experts_norm) {
     const size_t dim = router.linear.weight.cols, n = router.linear.weight.rows;
     check(experts.size() == n, "experts and router do not fit");
     check_rule(rule, n, active);
@@ -256,7 +261,10 @@ static Mixture make_mixture(const Norm* norm, const Linear& router, const nb::tu
                  held(norm),
                  router,
                  join,
-                 selection_bias};
+                 selection_bias,
+                 expert_scale,
+                 held(router_norm),
+                 held(experts_norm)};
     for (nb::handle item : experts) {
         if (!nb::isinstance<FFN>(item)) throw nb::type_error("an expert is no FFN");
         const tc::FFN& f = nb::cast<const FFN&>(item).layer;
@@ -269,12 +277,17 @@ static Mixture make_mixture(const Norm* norm, const Linear& router, const nb::tu
                   f.down.format == first.down.format,
               "experts differ in format");
     }
-    if (shared) check_part(shared->layer, dim), check(!shared->layer.bundles, "a shared FFN in bundles");
+    check(!experts_norm || shared, "the experts' sum has a norm of its own beside a shared FFN");
+    if (shared) check(!shared->layer.bundles && shared->dim() == dim, "the shared FFN does not fit");
+    if (shared && !experts_norm) check_part(shared->layer, dim);
+    check(!shared_router || !experts_norm, "a shared FFN with norms of its own has no gate");
     check(!shared_router || (shared && shared_router->format == tc::F32 && shared_router->rows == 1 &&
                              shared_router->cols == dim),
           "the shared FFN's router does not fit");
     m.layer.shared = shared ? &shared->layer : nullptr;
     if (shared_router) m.layer.shared_router = *shared_router;
+    m.layer.router_norm = norm_of(router_norm, dim), m.layer.experts_norm = norm_of(experts_norm, dim);
+    m.layer.expert_scale = optional_vector(expert_scale, n, "expert_scale has the wrong length");
     return m;
 }
 
@@ -369,8 +382,7 @@ static KVPages make_kv_pages(AnyArray k, AnyArray v, int k_type, int v_type, siz
 static void attention(Context& c, MutF2 qkv, const Heads& h, const Step& s, const KVPages& kv, MutF2 out) {
     const tc::Heads& heads = h.heads;
     check_pages(heads, s, kv);
-    check(qkv.shape(0) == s.step.tokens && qkv.shape(1) == (heads.n + 2 * heads.n_kv) * heads.dim,
-          "qkv has the wrong shape");
+    check(qkv.shape(0) == s.step.tokens && qkv.shape(1) == heads.width(), "qkv has the wrong shape");
     check(out.shape(0) == s.step.tokens && out.shape(1) == heads.n * heads.dim, "out has the wrong shape");
     const tc::AttentionArgs a = {heads, s.step, kv.k, kv.v, qkv.data(), out.data()};
     nb::gil_scoped_release release;
@@ -387,6 +399,22 @@ static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const S
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
     c.attention_add(x.data(), h.data(), a.layer, s.step, kv.k, kv.v);
+}
+
+static PerLayer make_per_layer(const Matrix& gate, const Matrix& down, int activation, const Join& join) {
+    check(activation >= 0 && activation < tc::N_ACTIVATIONS, "unknown activation");
+    check(down.rows == gate.cols && down.cols == gate.rows, "gate and down do not fit");
+    check_weights(gate), check_weights(down);
+    return {{gate, down, tc::Activation(activation), join_of(join, gate.cols)}, join};
+}
+
+static void per_layer_add(Context& c, MutF2 x, const PerLayer& p, F2 given) {
+    check(x.shape(1) == p.layer.gate.cols, "x has the wrong width");
+    check(given.shape(0) == x.shape(0) && given.shape(1) == p.layer.gate.rows, "given has the wrong shape");
+    check_groups(c, p.layer.gate), check_groups(c, p.layer.down);
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(c.one_call);
+    c.per_layer_add(x.data(), p.layer, given.data(), x.shape(0));
 }
 
 using Counts = std::tuple<size_t, size_t, size_t, size_t, size_t>;
@@ -687,8 +715,12 @@ NB_MODULE(_native, m) {
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "n"_a, "n_kv"_a, "dim"_a, "window"_a, "scale"_a, "softcap"_a,
              "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a,
-             "sinks"_a.noconvert().none() = nb::none(), "whole_norms"_a = false, "norms_last"_a = false);
-    nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a);
+             "sinks"_a.noconvert().none() = nb::none(), "whole_norms"_a = false, "norms_last"_a = false,
+             "v_norm"_a.noconvert().none() = nb::none(), "shares"_a = false);
+    nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a, "after"_a = 1.0f);
+    nb::class_<PerLayer>(m, "PerLayer")
+        .def(nb::new_(&make_per_layer), "gate"_a, "down"_a, "activation"_a, "join"_a, nb::keep_alive<0, 2>(),
+             nb::keep_alive<0, 3>());
     nb::class_<Attention>(m, "Attention")
         .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(),
              "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>());
@@ -711,8 +743,10 @@ NB_MODULE(_native, m) {
     nb::class_<Mixture>(m, "Mixture")
         .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a,
              nb::kw_only(), "rule"_a, "selection_bias"_a.noconvert().none() = nb::none(),
-             "shared"_a.none() = nb::none(), "shared_router"_a.none() = nb::none(), nb::keep_alive<0, 3>(),
-             nb::keep_alive<0, 4>(), nb::keep_alive<0, 9>(), nb::keep_alive<0, 10>())
+             "shared"_a.none() = nb::none(), "shared_router"_a.none() = nb::none(),
+             "router_norm"_a.none() = nb::none(), "expert_scale"_a.noconvert().none() = nb::none(),
+             "experts_norm"_a.none() = nb::none(), nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(),
+             nb::keep_alive<0, 9>(), nb::keep_alive<0, 10>())
         .def("route", &route, "logits"_a.noconvert(), "weights"_a.noconvert())
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })
         .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.experts[0]->disk != nullptr; });
@@ -797,6 +831,7 @@ NB_MODULE(_native, m) {
         .def("attention", &attention, "qkv"_a.noconvert(), "heads"_a, "step"_a, "kv"_a, "out"_a.noconvert())
         .def("attention_add", &attention_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "step"_a,
              "kv"_a)
+        .def("per_layer_add", &per_layer_add, "x"_a.noconvert(), "layer"_a, "given"_a.noconvert())
         .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none())
         .def("read_ahead", &read_ahead<tc::FFNArgs, FFN>, "h"_a.noconvert(), "layer"_a, "sparsity"_a)

@@ -55,7 +55,7 @@ struct Stack {
 };
 struct Heads {
     tc::Heads heads;
-    std::optional<F1> q_norm, k_norm, sinks;
+    std::optional<F1> q_norm, k_norm, sinks, v_norm;
 };
 struct Join {
     tc::Join join;
@@ -89,7 +89,13 @@ struct Mixture {
     Linear router;
     Join join;
     std::optional<F1> selection_bias;
+    std::optional<F1> expert_scale;
+    std::optional<Norm> router_norm, experts_norm;
     size_t dim() const { return layer.router.weight.cols; }
+};
+struct PerLayer {
+    tc::PerLayer layer;
+    Join join;
 };
 struct Step {
     tc::Step step;

@@ -292,7 +292,7 @@ const float* Context::shares_of_shared(const MixtureArgs& a, const float* h) {
 FFNCounts Context::experts_add(const MixtureArgs& a, const float* h, const float* weights, float* sum) {
     const Mixture& m = a.mixture;
     const bool plain = !m.experts[0]->bundles;
-    const size_t experts = plain ? m.experts.size() : 0, shared = m.shared ? 1 : 0;
+    const size_t experts = plain ? m.experts.size() : 0, shared = m.shared && !m.apart() ? 1 : 0;
     if (experts + shared == 0) return {};
     Experts all(*this, a, h, sum);
     all.visits = grown(routed_.visits, experts + shared);

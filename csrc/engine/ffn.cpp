@@ -100,4 +100,15 @@ FFNCounts Context::dense_ffn(const FFNArgs& a) {
     return {active.load(), all, all, n, 0};
 }
 
+void Context::per_layer_add(float* x, const PerLayer& p, const float* given, size_t tokens) {
+    const size_t width = p.gate.rows, dim = p.gate.cols;
+    float *gate = grown(gate_, tokens * width), *y = grown(branch_, tokens * dim);
+    matmul(Linear{p.gate, nullptr}, {}, x, tokens, gate, false);
+    each_token(pool, tokens, 1, [&](size_t t) {
+        k.combine(gate + t * width, given + t * width, width, {p.activation, 0, false, 1, 0});
+    });
+    matmul(Linear{p.down, nullptr}, {}, gate, tokens, y, false);
+    join(p.join, y, tokens, dim, x);
+}
+
 }  // namespace tc

@@ -175,8 +175,7 @@ std::vector<Context::Queries> Context::queries(const AttentionArgs& a) const {
 // Joins what the queries find at positions [begin, end) into `into`: [tokens * group][head_dim + 2].
 void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end,
                      float* scores, float* into) {
-    const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv,
-                 width = (a.heads.n + 2 * a.heads.n_kv) * hd;
+    const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv, width = a.heads.width();
     const size_t rows = q.tokens * group;
     Span span = {a.k,
                  a.v,
@@ -215,13 +214,13 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size
 void Context::store(const AttentionArgs& a, size_t t, float* scratch) {
     const Heads& heads = a.heads;
     const size_t hd = heads.dim, rotary = a.step.rotary, p = size_t(a.step.positions[t]);
-    float *q = a.qkv + t * (heads.n + 2 * heads.n_kv) * hd, *key = q + heads.n * hd,
-          *value = key + heads.n_kv * hd;
+    const size_t own_kv = heads.shares ? 0 : heads.n_kv;
+    float *q = a.qkv + t * heads.width(), *key = q + heads.n * hd, *value = key + own_kv * hd;
     if (heads.whole_norms) {
         k.norm(q, heads.q_norm, nullptr, heads.norm_eps, false, heads.n * hd, q);
-        k.norm(key, heads.k_norm, nullptr, heads.norm_eps, false, heads.n_kv * hd, key);
+        if (own_kv) k.norm(key, heads.k_norm, nullptr, heads.norm_eps, false, own_kv * hd, key);
     }
-    for (size_t h = 0; h < heads.n + heads.n_kv; h++) {
+    for (size_t h = 0; h < heads.n + own_kv; h++) {
         float* x = q + h * hd;
         const float* weight = heads.whole_norms ? nullptr : h < heads.n ? heads.q_norm : heads.k_norm;
         if (weight && !heads.norms_last) k.norm(x, weight, nullptr, heads.norm_eps, false, hd, x);
@@ -232,7 +231,9 @@ void Context::store(const AttentionArgs& a, size_t t, float* scratch) {
     }
     const int32_t* table = a.step.table + size_t(a.step.sequence[t]) * a.step.table_width;
     const size_t block = a.step.block, page = size_t(table[p / block]);
-    for (size_t h = 0; h < heads.n_kv; h++) {
+    for (size_t h = 0; h < own_kv; h++) {
+        if (heads.v_norm)
+            k.norm(value + h * hd, heads.v_norm, nullptr, heads.norm_eps, false, hd, value + h * hd);
         if (a.v.rotated()) k.rotate(value + h * hd, hd, scratch);
         k.store_key(a.k.type, key + h * hd, hd, block, p % block, a.k.at(h, page));
         k.store_value(a.v.type, value + h * hd, hd, block, p % block, a.v.at(h, page));
@@ -319,7 +320,10 @@ void Context::join(const Join& how, float* y, size_t tokens, size_t dim, float* 
         float *from = y + t * dim, *to = x + t * dim;
         if (how.norm.weight)
             k.norm(from, how.norm.weight, how.norm.bias, how.norm.eps, how.norm.layer, dim, from);
-        for (size_t i = 0; i < dim; i++) to[i] += how.scale * from[i];
+        if (how.after == 1)
+            for (size_t i = 0; i < dim; i++) to[i] += how.scale * from[i];
+        else
+            for (size_t i = 0; i < dim; i++) to[i] = how.after * (to[i] + how.scale * from[i]);
     });
 }
 

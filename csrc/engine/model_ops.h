@@ -66,6 +66,9 @@ struct Heads {
         nullptr;               // [n]: a score that each head's softmax has besides, without a value; or null
     bool whole_norms = false;  // of all heads as one instead: [n * dim], [n_kv * dim]
     bool norms_last = false;   // behind rope
+    const float* v_norm = nullptr;  // [dim], of each head's values; or null
+    bool shares = false;            // it has queries alone: keys and values are what an earlier layer stored
+    size_t width() const { return (n + (shares ? 0 : 2 * n_kv)) * dim; }  // of a token's q, k and v
 };
 // The tokens of a call: the same for every layer.
 struct Step {
@@ -74,11 +77,11 @@ struct Step {
     size_t tokens, block, table_width, rotary;
 };
 
-// How a half's result joins the residual stream: x += scale * norm(y).
+// How a half's result joins the residual stream: x = after * (x + scale * norm(y)).
 struct Join {
     Norm norm;
-    float scale;
-    bool plain() const { return !norm.weight && scale == 1; }
+    float scale, after = 1;
+    bool plain() const { return !norm.weight && scale == 1 && after == 1; }
 };
 
 // A layer's two halves, fixed when a model is loaded.
@@ -134,7 +137,20 @@ struct Mixture {
     const float* selection_bias;  // [experts], or null
     const FFN* shared = nullptr;  // takes every token; as plain matrices in memory, or null
     Matrix shared_router = {};    // f32 [1, dim]: shared is multiplied by sigmoid(w . x); or data null
+    Norm router_norm = {};        // of the router's own input, the stream itself; or none: it is the experts'
+    const float* expert_scale = nullptr;  // [experts]: times the weights; or null
+    // The shared FFN has a norm of its own input, the stream, and a join with a norm; the experts' sum has
+    // one too. Or none.
+    Norm experts_norm = {};
+    bool apart() const { return experts_norm.weight != nullptr; }
     size_t neurons() const { return experts[0]->neurons(); }  // of an expert
+};
+
+// What a token brings to a layer, which the stream gates: x = after * (x + norm(down(act(gate x) * given))).
+struct PerLayer {
+    Matrix gate, down;  // [width, dim], [dim, width]
+    Activation activation;
+    Join join;
 };
 
 constexpr size_t kQueryRows = 16;    // queries at a time: their scores of a span are 32 KiB
@@ -146,7 +162,7 @@ struct AttentionArgs {
     Heads heads;
     Step step;
     CachePages k, v;
-    float* qkv;  // [tokens, (n + 2 n_kv) * dim]; worked on in place
+    float* qkv;  // [tokens, heads.width()]; worked on in place
     float* out;  // [tokens, n * dim]
 };
 // Which neurons are computed: all; those whose gate is not zero; of the predicted ones, those whose gate is
@@ -225,6 +241,8 @@ class Context {
     FFNCounts ffn_add(const FFNArgs& a);
     // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
     FFNCounts moe_add(const MixtureArgs& a);
+    // given: [tokens, p.gate.rows]
+    void per_layer_add(float* x, const PerLayer& p, const float* given, size_t tokens);
     // Begins reads that the next ffn_add or moe_add of this layer will probably need. a.h is the residual
     // stream before attention; a.x and a.record are not used. Results do not depend on it, time does.
     void read_ahead(const FFNArgs& a);

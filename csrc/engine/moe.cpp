@@ -39,9 +39,11 @@ const float* Context::routed(const MixtureArgs& a, const float** h) {
     if (a.weights) return a.weights;
     float *logits = grown(routed_.logits, a.tokens * experts),
           *weights = grown(routed_.weights, a.tokens * experts);
-    matmul(m.router, {}, *h, a.tokens, logits, false);
+    matmul(m.router, m.router_norm, m.router_norm.weight ? a.h : *h, a.tokens, logits, false);
     each_token(pool, a.tokens, 1, [&](size_t t) {
-        route(m.rule, logits + t * experts, m.selection_bias, experts, m.active, weights + t * experts);
+        float* mine = weights + t * experts;
+        route(m.rule, logits + t * experts, m.selection_bias, experts, m.active, mine);
+        for (size_t e = 0; m.expert_scale && e < experts; e++) mine[e] *= m.expert_scale[e];
     });
     return weights;
 }
@@ -79,6 +81,13 @@ FFNCounts Context::moe_block(const MixtureArgs& a) {
         for (size_t e = 0; e < experts; e++) total += expert_add(a, e, h, weights, sum, reads);
     }
     total += experts_add(a, h, weights, sum);
+    if (a.mixture.apart()) {
+        const Norm& n = a.mixture.experts_norm;
+        each_token(pool, a.tokens, 1, [&](size_t t) {
+            k.norm(sum + t * a.dim, n.weight, n.bias, n.eps, n.layer, a.dim, sum + t * a.dim);
+        });
+        ffn_add({*a.mixture.shared, sum, a.h, a.tokens, a.dim, OFF, nullptr});
+    }
     join(a.mixture.join, sum, a.tokens, a.dim, a.x);
     // Without skipping, every expert would be read.
     total.rows_dense = experts * a.mixture.neurons() * (a.mixture.experts[0]->up.data ? 2 : 1);

@@ -19,7 +19,18 @@ from thermocline.model import quant
 from thermocline.model.spec import ModelSpec, RopeScaling
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
-from thermocline.ops.interface import F32, FFN, Batch, FFNStats, Layer, Linear, Norm, Weights
+from thermocline.ops.interface import (
+    F32,
+    FFN,
+    Batch,
+    FFNStats,
+    Layer,
+    Linear,
+    Norm,
+    PerLayer,
+    TokenInputs,
+    Weights,
+)
 
 ISAS = _native.isa_levels()
 TOKENS = 40
@@ -41,6 +52,7 @@ YARN = RopeScaling(kind="yarn", factor=4.0, original_context=64, attention_facto
 LONG = RopeScaling(kind="longrope", original_context=64, short_factors=(1.5,) * 8, long_factors=(3.0,) * 8)
 LLAMA3 = RopeScaling(4.0, 1.0, 4.0, 16)
 WINDOW = replace(SPEC, sliding_window=9)
+KINDS = replace(WINDOW, window_layers=(1,))
 NORMED = replace(SPEC, qk_norm=True)
 CLAMPED = replace(SPEC, activation="swiglu_oai", swiglu_limit=0.5, swiglu_alpha=1.702)
 # field -> (a spec, what the field may be instead)
@@ -71,12 +83,19 @@ FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "qk_norm_last": (NORMED, True),
     "sub_norms": (SPEC, True),
     "rotary_dim": (SPEC, 8),
+    "v_norm": (SPEC, True),
     "window_layers": (WINDOW, (1,)),
+    "full_head_dim": (KINDS, 32),
+    "full_kv_heads": (KINDS, 1),
+    "values_are_keys": (SPEC, True),
+    "kv_shared_layers": (SPEC, 1),
     "rope_layers": (SPEC, (0,)),
     "local_rope_theta": (WINDOW, 50.0),
     "attention_sinks": (SPEC, True),
     "swiglu_alpha": (CLAMPED, 3.0),
     "swiglu_limit": (CLAMPED, 0.2),
+    "layer_scale": (SPEC, True),
+    "per_layer_dim": (SPEC, 8),
 }
 MORE = {
     "post": (SPEC, replace(SPEC, norm_order="post")),
@@ -85,6 +104,7 @@ MORE = {
     "sub_norms, ungated": (replace(SPEC, gated=False), replace(SPEC, gated=False, sub_norms=True)),
     "sub_norms, dReLU": (SPEC, replace(SPEC, up_activation="relu", sub_norms=True)),
     "linear": (SPEC, replace(SPEC, rope_scaling=RopeScaling(kind="linear", factor=3.0))),
+    "proportional": (SPEC, replace(SPEC, rope_scaling=RopeScaling(kind="proportional", share=0.25))),
     "longrope": (SPEC, replace(SPEC, rope_scaling=LONG)),
     "longrope, long": (SPEC, for_context(replace(SPEC, rope_scaling=LONG), 65)),
     "all at once": (
@@ -104,6 +124,8 @@ EXPERTS = {
     "router",
     "shared_dim",
     "shared_gate",
+    "shared_norms",
+    "router_input",
     "dense_layers",
     "dense_dim",
 }
@@ -125,11 +147,16 @@ def random_weights(spec: ModelSpec) -> Weights:
 
     def layer(i: int) -> Layer:
         a, s = f"{i}.", spec
-        sandwich, d, f, q = s.norms_after, s.dim, s.ffn_dim, s.n_heads * s.head_dim
+        shape = s.attention(i)
+        assert shape is not None
+        sandwich, d, f, q = s.norms_after, s.dim, s.ffn_dim, shape.context
+        qkv, stores = matrix(a + "qkv", shape.qkv_rows, d), len(shape.projections) > 1
+        if len(shape.projections) == 2:
+            qkv = np.concatenate([qkv, qkv[q:]])
         down = matrix(a + "down", f, d) * np.float32(0.5)
         return Layer(
             attn_norm=norm(a + "an") if s.norms_before else None,
-            qkv=Linear(matrix(a + "qkv", s.qkv_rows, d), None),
+            qkv=Linear(qkv, None),
             attn_out=Linear(matrix(a + "out", d, q), values(a + "ob", d)),
             ffn_norm=norm(a + "fn") if s.norms_before else None,
             experts=(
@@ -141,16 +168,24 @@ def random_weights(spec: ModelSpec) -> Weights:
                     bundles=s.sparse,
                 ),
             ),
-            q_norm=norm(a + "qn", s.qk_norm_size(s.n_heads, s.head_dim)).weight if s.qk_norm else None,
-            k_norm=norm(a + "kn", s.qk_norm_size(s.n_kv_heads, s.head_dim)).weight if s.qk_norm else None,
+            q_norm=norm(a + "qn", s.qk_norm_size(s.n_heads, shape.head_dim)).weight if s.qk_norm else None,
+            k_norm=norm(a + "kn", s.qk_norm_size(s.n_kv_heads, shape.head_dim)).weight
+            if s.qk_norm and stores
+            else None,
             attn_sub_norm=norm(a + "as", q) if s.sub_norms else None,
             ffn_sub_norm=norm(a + "fs", f) if s.sub_norms else None,
             attn_post_norm=norm(a + "ap") if sandwich else None,
             ffn_post_norm=norm(a + "fp") if sandwich else None,
             sinks=3 * values(a + "sinks", s.n_heads) if s.attention_sinks else None,
+            scale=0.5 if s.layer_scale else 1.0,
+            per_layer=PerLayer(
+                matrix(a + "pg", s.per_layer_dim, d), matrix(a + "pd", d, s.per_layer_dim), norm(a + "pn")
+            )
+            if s.per_layer_dim
+            else None,
         )
 
-    width = spec.embed_dim or spec.dim
+    width, given = spec.embed_dim or spec.dim, spec.n_layers * spec.per_layer_dim
     embed = values("embed", spec.vocab_size, width)
     return Weights(
         embed=embed,
@@ -160,6 +195,13 @@ def random_weights(spec: ModelSpec) -> Weights:
         head=Linear(embed if spec.tied_head else matrix("head", spec.vocab_size, width), None),
         project_in=matrix("pi", spec.dim, width) if spec.embed_dim else None,
         project_out=matrix("po", width, spec.dim) if spec.embed_dim else None,
+        token_inputs=TokenInputs(
+            values("te", spec.vocab_size, given),
+            matrix("tp", given, spec.dim),
+            norm("tn", spec.per_layer_dim).weight,
+        )
+        if given
+        else None,
     )
 
 

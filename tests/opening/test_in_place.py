@@ -39,6 +39,7 @@ BLOCKS = [name for name, f in formats.FORMATS.items() if f.block > 1]
 DENSE = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3",
     "phi3": "phi3", "falcon_40b": "falcon", "minicpm": "minicpm", "qwen3_moe": "qwen3moe",
+    "gemma4": "gemma4", "gemma4_moe": "gemma4", "gemma4_small": "gemma4",
 }  # fmt: skip
 
 

@@ -18,16 +18,19 @@ from thermocline import LLM, SamplingParams
 from thermocline.errors import OutOfBudget, Unsupported
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GEMMA4 = ["gemma4_moe", "gemma4_small"]  # the second has no experts, but as much beside its FFNs
 PROMPTS = ["It was the best of times", "A thin layer of water where warm meets cold", "x"]
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "ernie4_5_moe", "olmoe"])
+@pytest.fixture(scope="module", params=["glm4_moe", "ernie4_5_moe", "olmoe", *GEMMA4])
 def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A twin with a token for each byte."""
     path, kept = tmp_path_factory.mktemp("mixture") / "hf", kept_twins.RECORDED[request.param]
     path.mkdir()
     tokens = {"vocab_size": tiny.BYTES + 2, "bos_token_id": tiny.BYTES, "eos_token_id": tiny.BYTES + 1}
     config = kept["files"]["config.json"] | tokens | {"max_position_embeddings": 256}
+    if "vocab_size_per_layer_input" in config:
+        config["vocab_size_per_layer_input"] = config["vocab_size"]
     (path / "config.json").write_text(json.dumps(config))
     tiny.tokenizer().save(str(path / "tokenizer.json"))
     rng = np.random.default_rng(1)

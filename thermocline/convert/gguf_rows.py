@@ -20,7 +20,7 @@ from thermocline.files.gguf import GGUF
 from thermocline.files.gguf_header import Tensor
 from thermocline.model import formats, gguf_blocks, quant
 from thermocline.model.tensor_map import SourceSlice, TensorMap
-from thermocline.model.tensors import QKV, TensorSpec, expected_tensors
+from thermocline.model.tensors import TensorSpec, expected_tensors
 from thermocline.pack.writer import check_range
 
 if TYPE_CHECKING:
@@ -237,9 +237,11 @@ def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -
 def _units(name: str, t: TensorSpec, spec: ModelSpec) -> Iterator[tuple[str, str, range]]:
     """Yield what of a packed tensor has a format of its own: its name there, its part, the part's rows."""
     if name.endswith(".qkv.weight"):
-        q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        shape = spec.attention(int(name.split(".")[1]))
+        assert shape is not None, "no attention in this layer"
+        q, kv = shape.context, shape.kv_heads * shape.head_dim
         borders = (0, q, q + kv, q + 2 * kv)
-        for n, first, last in zip(QKV, borders, borders[1:], strict=False):
+        for n, first, last in zip(shape.projections, borders, borders[1:], strict=False):
             yield name.replace(".qkv.", f".{n}."), name, range(first, last)
     elif t.role == "bundle":
         yield from ((part, part, range(t.rows)) for part in t.parts)

@@ -38,8 +38,13 @@ class RowReader(Protocol):
 
 
 def _found(name: str, tensors: Container[str]) -> str | None:
-    """Return the tensor's name in the files. Checkpoints of the bare model lack the `model.` prefix."""
-    return next((n for n in (name, name.removeprefix("model.")) if n in tensors), None)
+    """Return the tensor's name in the files.
+
+    Checkpoints of the bare model lack the `model.` prefix; the text part of a wrapper has one more.
+    """
+    bare = name.removeprefix("model.")
+    names = (name, bare, f"model.language_model.{bare}", f"language_model.{name}")
+    return next((n for n in names if n in tensors), None)
 
 
 def with_own_head(
@@ -50,11 +55,11 @@ def with_own_head(
     transformers and llama.cpp's converter do the same. A head that repeats the embeddings is left out.
     """
     (piece,) = tensor_map.tensors["embed.weight"]
-    embed = _found(str(piece.tensor), tensors)
-    if not spec.tied_head or HEAD not in tensors or embed is None or _equal(embed, HEAD, tensors, where):
+    embed, head = _found(str(piece.tensor), tensors), _found(HEAD, tensors)
+    if not spec.tied_head or head is None or embed is None or _equal(embed, head, tensors, where):
         return spec, tensor_map
-    head = {"head.weight": (replace(piece, tensor=HEAD),)}
-    return replace(spec, tied_head=False), replace(tensor_map, tensors=tensor_map.tensors | head)
+    own = {"head.weight": (replace(piece, tensor=HEAD),)}
+    return replace(spec, tied_head=False), replace(tensor_map, tensors=tensor_map.tensors | own)
 
 
 def _equal(a: str, b: str, tensors: Mapping[str, Shaped], where: Mapping[str, RowReader]) -> bool:
@@ -103,6 +108,10 @@ class TensorMapSource:
                 raise Unsupported(f"{self._name}: tensor {quoted(name)} does not belong to this model")
         if left := [name for name in self._tensors if self._tensor_map.skips(name)]:
             log.info("%s: %d tensors that guess further tokens are left out", self._name, len(left))
+        if left := [name for name in self._tensors if self._tensor_map.is_beside(name)]:
+            log.info(
+                "%s: its text part is read; %d tensors of its other parts are left out", self._name, len(left)
+            )
 
     def __call__(self, name: str, first: int, last: int, /) -> F32:
         parts = [self._read(*span) for span in self.spans(name, first, last)]

@@ -157,7 +157,8 @@ class WeightStatistics:
 
     @property
     def attn_out_sd(self) -> float:
-        return math.sqrt(ATTENTION_ADDS / self.spec.n_layers / (self.spec.n_heads * self.spec.head_dim))
+        widest = max(shape.context for shape in self.spec.attentions)
+        return math.sqrt(ATTENTION_ADDS / self.spec.n_layers / widest)
 
     @property
     def constant_value(self) -> float:

@@ -22,6 +22,7 @@ from thermocline.ops.interface import (
     Batch,
     BoundAttention,
     BoundFFN,
+    BoundPerLayer,
     F,
     FFNStats,
     H,
@@ -31,6 +32,7 @@ from thermocline.ops.interface import (
     Norm,
     OpaqueOps,
     Ops,
+    P,
     ResidualStream,
     S,
     StepHandle,
@@ -47,21 +49,34 @@ class Model:
     weights: Weights
     attention: tuple[BoundAttention, ...]
     ffn: tuple[BoundFFN, ...]
+    per_layer: tuple[BoundPerLayer, ...] = ()  # of a model whose tokens bring something to each layer
 
 
-def bind(spec: ModelSpec, weights: Weights, ops: Ops[H, S, A, F, L]) -> Model:
+@dataclass(frozen=True)
+class Prepared:
+    """What layers of a step have beside the stream: pages and angles by (window, turned), tokens' inputs."""
+
+    steps: dict[tuple[int | None, bool], StepHandle]
+    given: F32 | None  # [layers, tokens, width]
+
+
+def bind(spec: ModelSpec, weights: Weights, ops: Ops[H, S, A, F, L, P]) -> Model:
     """Return a model that `forward` runs with these ops."""
     layers, table = weights.layers, opaque(ops)
     if spec.norm_order == "post":  # then `forward` applies the norms
         layers = tuple(replace(x, attn_norm=None, ffn_norm=None) for x in layers)
     attention = (table.bind_attention(spec, Heads.of(spec, i, x), x) for i, x in enumerate(layers))
-    return Model(spec, weights, tuple(attention), tuple(table.bind_ffn(spec, x) for x in layers))
+    own = tuple(table.bind_per_layer(spec, x) for x in layers if x.per_layer is not None)
+    return Model(spec, weights, tuple(attention), tuple(table.bind_ffn(spec, x) for x in layers), own)
 
 
 @functools.lru_cache(maxsize=8)
-def _inverse_frequencies(spec: ModelSpec, local: bool) -> F32:
-    """[rotary_dim/2] (RoPE: arXiv 2104.09864; frequency scaling: Llama 3.1; YaRN: arXiv 2309.00071)."""
-    n = spec.rotary_dim or spec.head_dim
+def _inverse_frequencies(spec: ModelSpec, local: bool, full: bool) -> F32:
+    """[rotary_dim/2] of layers with a window or, `full`, without one (`local`: with a theta of their own).
+
+    (RoPE: arXiv 2104.09864; frequency scaling: Llama 3.1; YaRN: arXiv 2309.00071)
+    """
+    n = spec.rotary_dim or (spec.full_head_dim if full else 0) or spec.head_dim
     theta = spec.local_rope_theta if local and spec.local_rope_theta is not None else spec.rope_theta
     exponent = np.arange(n // 2, dtype=np.float32) * np.float32(2.0 / n)
     frequency: F32 = (1.0 / np.power(np.float32(theta), exponent)).astype(np.float32)
@@ -70,6 +85,10 @@ def _inverse_frequencies(spec: ModelSpec, local: bool) -> F32:
         return frequency
     if s.kind == "longrope":  # `for_context` chose
         frequency = (frequency / np.array(s.short_factors, np.float32)).astype(np.float32)
+        return frequency
+    if s.kind == "proportional":
+        turned = int(s.share * n // 2)
+        frequency = np.concatenate([frequency[:turned], np.zeros(n // 2 - turned, np.float32)])
         return frequency
     if s.kind == "linear":
         blend: F32 | np.float32 = np.float32(0)
@@ -107,9 +126,9 @@ def for_context(spec: ModelSpec, context: int) -> ModelSpec:
     return replace(spec, rope_scaling=replace(s, short_factors=s.long_factors))
 
 
-def rope_tables(spec: ModelSpec, positions: I32, local: bool = False) -> tuple[F32, F32]:
+def rope_tables(spec: ModelSpec, positions: I32, local: bool = False, full: bool = False) -> tuple[F32, F32]:
     """cos and sin of every position's angles, [tokens, rotary_dim/2]."""
-    angle = positions[:, None].astype(np.float32) * _inverse_frequencies(spec, local)[None, :]
+    angle = positions[:, None].astype(np.float32) * _inverse_frequencies(spec, local, full)[None, :]
     s = spec.rope_scaling
     if s is None or local or s.attention_factor == 1:
         return np.cos(angle), np.sin(angle)
@@ -118,7 +137,7 @@ def rope_tables(spec: ModelSpec, positions: I32, local: bool = False) -> tuple[F
 
 
 def forward(
-    model: Model, kv: KVCache, batch: Batch, ops: Ops[H, S, A, F, L], *, sparsity: str, stats: FFNStats
+    model: Model, kv: KVCache, batch: Batch, ops: Ops[H, S, A, F, L, P], *, sparsity: str, stats: FFNStats
 ) -> F32:
     """Compute one step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size].
 
@@ -126,14 +145,15 @@ def forward(
     """
     table = opaque(ops)
     x, steps = _embedded(model, batch, table), _steps(model.spec, batch, kv, table)
-    body = partial(_layers, model, kv, steps, table, sparsity, stats)
+    prepared = Prepared(steps, _given(model, x, batch, table))
+    body = partial(_layers, model, kv, prepared, table, sparsity, stats)
     return _scaled(model.spec, table.run(x, batch.logit_rows, sparsity, stats, body))
 
 
 def _layers(
     model: Model,
     kv: KVCache,
-    steps: dict[tuple[int | None, bool], StepHandle],
+    prepared: Prepared,
     ops: OpaqueOps,
     sparsity: str,
     stats: FFNStats,
@@ -141,7 +161,7 @@ def _layers(
     rows: I32,
 ) -> Logits:
     """Run the residual stream [tokens, dim] through the layers; -> the head's logits of `rows`."""
-    spec, layers = model.spec, model.weights.layers
+    spec, layers, steps, given = model.spec, model.weights.layers, prepared.steps, prepared.given
 
     for i, (attention, ffn) in enumerate(zip(model.attention, model.ffn, strict=True)):
         h = x.copy() if spec.parallel else x  # what the FFN reads
@@ -150,6 +170,8 @@ def _layers(
         if spec.norm_order == "post":
             h = x = _norm(spec, layers[i].attn_norm, x, ops)
         ops.ffn_add(x, h, ffn, sparsity, stats)
+        if given is not None:
+            ops.per_layer_add(x, model.per_layer[i], given[i])
         if spec.norm_order == "post":
             x = _norm(spec, layers[i].ffn_norm, x, ops)
 
@@ -169,18 +191,34 @@ def _embedded(model: Model, batch: Batch, ops: OpaqueOps) -> F32:
     return x
 
 
+def _given(model: Model, x: F32, batch: Batch, ops: OpaqueOps) -> F32 | None:
+    """Return what a batch's tokens bring to each layer, [layers, tokens, width], if they bring something.
+
+    (norm(project x / sqrt(dim)) + sqrt(width) * the table's row) / sqrt(2), of each layer by itself.
+    """
+    spec, width, inputs = model.spec, model.spec.per_layer_dim, model.weights.token_inputs
+    if inputs is None:
+        return None
+    projected = ops.matmul(inputs.project, x, None).reshape(-1, width) * np.float32(spec.dim**-0.5)
+    normed = np.asarray(ops.norm(projected, inputs.norm, None, spec.norm_eps, spec.norm))
+    normed += ops.embed(inputs.embed, batch.ids).reshape(-1, width) * np.float32(width**0.5)
+    normed *= np.float32(2**-0.5)
+    return np.ascontiguousarray(normed.reshape(len(x), spec.n_layers, width).swapaxes(0, 1))
+
+
 def _steps(
     spec: ModelSpec, batch: Batch, kv: KVCache, ops: OpaqueOps
 ) -> dict[tuple[int | None, bool], StepHandle]:
     """Return, for the layers of each window with and without rope, their pages and their angles."""
     kinds = dict.fromkeys((spec.window(i), spec.turns(i)) for i in range(spec.n_layers))
-    angles: dict[bool, tuple[F32, F32]] = {}
+    angles: dict[tuple[bool, bool], tuple[F32, F32]] = {}
     steps: dict[tuple[int | None, bool], StepHandle] = {}
     for window, turns in kinds:
         local = window is not None and spec.local_rope_theta is not None
-        if turns and local not in angles:
-            angles[local] = rope_tables(spec, batch.positions, local)
-        cos, sin = angles[local] if turns else (None, None)
+        full = window is None and spec.full_head_dim > 0
+        if turns and (local, full) not in angles:
+            angles[local, full] = rope_tables(spec, batch.positions, local, full)
+        cos, sin = angles[local, full] if turns else (None, None)
         steps[window, turns] = ops.step(batch, kv.block, cos, sin, window)
     return steps
 

@@ -53,7 +53,8 @@ def bytes_for(spec: ModelSpec, tokens: int, types: CacheTypes = PLAIN) -> int:
 def layer_bytes(spec: ModelSpec, layer: int, tokens: int, types: CacheTypes = PLAIN) -> int:
     """Return the bytes of keys and values of `tokens` positions in one layer."""
     shape = spec.attention(layer)
-    return 0 if shape is None else tokens * shape.kv_heads * types.head_bytes(shape.head_dim)
+    stores = shape is not None and spec.kv_layer(layer) == layer
+    return 0 if shape is None or not stores else tokens * shape.kv_heads * types.head_bytes(shape.head_dim)
 
 
 def blocks_for(tokens: int, block: int = BLOCK) -> int:
@@ -270,14 +271,16 @@ class KVCache:
         self._layers = {
             i: storage(i, KVShape(blocks[spec.window(i)], s.kv_heads, s.head_dim, block, types))
             for i, s in shapes.items()
+            if spec.kv_layer(i) == i
         }
+        self._layers |= {i: self._layers[spec.kv_layer(i)] for i in shapes}
 
     def layer(self, i: int) -> KVLayer:
         return self._layers[i]
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self._layers.values())
+        return sum({id(x): x.nbytes for x in self._layers.values()}.values())
 
     @property
     def used(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, quoted, read_small
 from thermocline.model.dense import families as dense
+from thermocline.model.gemma import families as gemma
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec, windows
 from thermocline.model.mixtures import families as mixtures
 from thermocline.model.mixtures import gpt_oss
@@ -82,8 +83,13 @@ def parse_config(
     if keys.raw("model_type") != family.model_type:
         raise keys.bad("model_type", f"contradicts architectures, which imply {family.model_type!r}")
     keys.raw("architectures")
-    spec, tensor_map = family.read(keys, keys.stop_ids(generation))
+    stop = keys.stop_ids(generation)
+    if family.text_type:
+        keys, stop = _text_part(keys, family, stop)
+    spec, tensor_map = family.read(keys, stop)
     keys.finish()
+    if family.text_type:
+        tensor_map = replace(tensor_map, beside=_OTHER_PARTS)
     check_spec(spec, name)
     if (
         spec.activation == "relu"
@@ -105,13 +111,43 @@ def _family(config: Json, name: str) -> Family:
         raise BadFile(f"{name}: architectures is not a list of one name")
     family = FAMILIES.get(architectures[0])
     if family is None:
-        first, *others = FAMILIES
+        first, *others = (n for n in FAMILIES if n.endswith("ForCausalLM"))  # and wrappers of some
         more = ", ".join(n.removesuffix("ForCausalLM") for n in others)
         raise Unsupported(
             f"{name}: architecture {quoted(architectures[0])} is not supported; "
             f"known: {first}, likewise {more}"
         )
     return family
+
+
+# Tensors and keys of what a wrapper has beside its text model: towers for images and sound, their tokens.
+_OTHER_PARTS = (
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|audio_tower|multi_modal_projector"
+    r"|embed_vision|embed_audio)\..*",
+)
+_WRAPPER_KEYS = (
+    *("vision_config", "audio_config", "mm_tokens_per_image", "vision_soft_tokens_per_image"),
+    *("audio_soft_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
+    *("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id", "eoa_token_id"),
+    *("eoa_token_index", "audio_token_id"),
+)
+
+
+def _text_part(keys: ConfigKeys, family: Family, stop: Any) -> tuple[ConfigKeys, Any]:
+    """Return the keys of a wrapper's text model, and its end tokens if the wrapper says them."""
+    inner = keys.group("text_config")
+    if inner is None:
+        raise keys.bad("text_config", "must be an object")
+    inner.with_defaults({**_DEFAULTS, "model_type": family.text_type})
+    if inner.raw("model_type") != family.text_type:
+        raise inner.bad("model_type", f"is not {family.text_type!r}, which the wrapper has")
+    keys.with_defaults({**dict.fromkeys(_WRAPPER_KEYS), "eos_token_id": None, "tie_word_embeddings": True})
+    for key in _WRAPPER_KEYS:
+        keys.raw(key)
+    inner.with_defaults({"tie_word_embeddings": keys.flag("tie_word_embeddings")})
+    stop = keys.raw("eos_token_id") if stop is None else stop
+    keys.finish()
+    return inner, stop
 
 
 def _with_relu(spec: ModelSpec, activation: str | None, name: str) -> ModelSpec:
@@ -245,71 +281,6 @@ def _qwen3(keys: ConfigKeys, stop: Any) -> Read:
     keys.with_defaults({"head_dim": 128, "bos_token_id": None, "eos_token_id": None})
     spec = read_spec(keys, stop, "qwen3", qk_norm=True, **_qwen_window(keys))
     return spec, tensors(spec, biases=attention_biases(keys))
-
-
-def _gemma(keys: ConfigKeys, stop: Any, architecture: str, pattern: int, **more: Any) -> Read:
-    """Gemma 2 and 3: norms around each half, stored as w - 1; scaled embeddings; windows in some layers."""
-    keys.with_defaults(
-        {
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-        }
-    )
-    n, window = keys.size("num_hidden_layers", "n_layers"), keys.integer_or_none("sliding_window")
-    layers = windows(keys, n, [i for i in range(n) if (i + 1) % pattern])
-    seen: Json = {"sliding_window": window, "window_layers": layers}
-    seen = {} if window is None or layers == () else seen
-    spec = read_spec(
-        keys,
-        stop,
-        architecture,
-        activation=keys.activation("hidden_activation", PLAIN_ACTIVATIONS),
-        norm_order="sandwich",
-        embed_scale=math.sqrt(keys.size("hidden_size", "dim")),
-        attention_scale=keys.number("query_pre_attn_scalar", 1e-3, 1e6) ** -0.5,
-        attention_softcap=keys.number_or_none("attn_logit_softcapping", 1e-3, 1e6),
-        logit_softcap=keys.number_or_none("final_logit_softcapping", 1e-3, 1e6),
-        **seen,
-        **more,
-    )
-    names = Names(ffn_norm="pre_feedforward_layernorm", norm_plus=1.0)
-    return spec, tensors(spec, names, attention_biases(keys))
-
-
-def _gemma2(keys: ConfigKeys, stop: Any) -> Read:
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    keys.with_defaults({"sliding_window": 4096, "query_pre_attn_scalar": 256, **caps, "hidden_act": None})
-    keys.raw("hidden_act")  # an older name, which transformers ignores too
-    return _gemma(keys, stop, "gemma2", 2)
-
-
-def _gemma3(keys: ConfigKeys, stop: Any) -> Read:
-    """Gemma 3's text model: qk-norm, five layers with a window to one without, and a rope for each kind."""
-    caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "_sliding_window_pattern"))
-    keys.with_defaults({"sliding_window": 4096, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6})
-    keys.with_defaults({"rope_local_base_freq": 10000.0, **caps})
-    pattern = keys.integer(
-        "_sliding_window_pattern" if keys.raw("_sliding_window_pattern") else "sliding_window_pattern"
-    )
-    keys.default_theta = 1e6
-    local, nested = keys.number("rope_local_base_freq", 1.0, 1e12), keys.raw("rope_parameters")
-    if (
-        isinstance(nested, dict) and "full_attention" in nested
-    ):  # transformers 5: a rope for each kind of layer
-        both = ConfigKeys(nested, f"{keys.name}: rope_parameters").with_defaults({"sliding_attention": None})
-        near = both.group("sliding_attention")
-        if near is not None:
-            near.with_defaults({"rope_theta": 10000.0, "rope_type": "default"})
-            local = near.number("rope_theta", 1.0, 1e12)
-            if near.raw("rope_type") != "default":
-                raise near.unsupported("rope_type", "is not supported for layers with a window")
-            near.finish()
-        keys.replace("rope_parameters", both.raw("full_attention"))
-        both.finish()
-    return _gemma(keys, stop, "gemma3", pattern, qk_norm=True, local_rope_theta=local)
 
 
 def _phi3(keys: ConfigKeys, stop: Any) -> Read:
@@ -522,6 +493,7 @@ class Family:
     reglu: bool = (
         False  # all published models have `relu` on the gate alone; otherwise a config does not tell
     )
+    text_type: str = ""  # of a wrapper, whose `text_config` is what is read: that one's model_type
 
 
 FAMILIES: dict[str, Family] = {
@@ -545,8 +517,11 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeSharedForCausalLM": Family("granitemoeshared", mixtures.granite_moe_shared),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", mixtures.minimax_m2),
     "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", mixtures.hunyuan_moe),
-    "Gemma2ForCausalLM": Family("gemma2", _gemma2),
-    "Gemma3ForCausalLM": Family("gemma3_text", _gemma3),
+    "Gemma2ForCausalLM": Family("gemma2", gemma.gemma2),
+    "Gemma3ForCausalLM": Family("gemma3_text", gemma.gemma3),
+    "Gemma3ForConditionalGeneration": Family("gemma3", gemma.gemma3, text_type="gemma3_text"),
+    "Gemma4ForCausalLM": Family("gemma4_text", gemma.gemma4),
+    "Gemma4ForConditionalGeneration": Family("gemma4", gemma.gemma4, text_type="gemma4_text"),
     "Phi3ForCausalLM": Family("phi3", _phi3),
     "NemotronForCausalLM": Family("nemotron", _nemotron),
     "ArceeForCausalLM": Family("arcee", _arcee),

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
-
 from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json, quoted
 from thermocline.files.gguf import GGUF
 from thermocline.model.dense import gguf as dense
 from thermocline.model.families import parse_config
+from thermocline.model.gemma import gguf as gemma
 from thermocline.model.gguf_metadata import (
     LONG_FACTORS,
     ROPE_FACTORS,
@@ -107,46 +106,6 @@ def _falcon(k: GGUFKeys) -> Json:
     }
 
 
-def _gemma(k: GGUFKeys, architecture: str, layers_of_27b: int, period: int) -> Json:
-    """Return Gemma's config.
-
-    llama.cpp's code knows which layers have a window and the attention scale of 27B, which has
-    `layers_of_27b` layers. Every `period`-th layer has no window.
-    """
-    config = like_llama(k, architecture)
-    del config["hidden_act"]
-    n, dim, heads = (config[x] for x in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    pattern = k.raw(".attention.sliding_window_pattern")
-    if isinstance(pattern, list | np.ndarray) and len(pattern) == n:
-        near = [bool(x) for x in pattern]
-    else:
-        period = k.integer(".attention.sliding_window_pattern", default=period, low=1)
-        near = [(i + 1) % period > 0 for i in range(n)]
-    kinds = ["sliding_attention" if x else "full_attention" for x in near]
-    return {
-        **config,
-        **window(k),
-        **biased(k, "attention_bias"),
-        "query_pre_attn_scalar": dim // heads if n == layers_of_27b else config["head_dim"],
-        "layer_types": kinds,
-        "final_logit_softcapping": _cap(k, ".final_logit_softcapping"),
-        "attn_logit_softcapping": _cap(k, ".attn_logit_softcapping"),
-    }
-
-
-def _cap(k: GGUFKeys, key: str) -> float | None:
-    return None if k.raw(key) is None else k.number(key)
-
-
-def _gemma2(k: GGUFKeys) -> Json:
-    return _gemma(k, "Gemma2ForCausalLM", 46, 2)
-
-
-def _gemma3(k: GGUFKeys) -> Json:
-    local = k.number(".rope.freq_base_swa", default=10000.0)
-    return _gemma(k, "Gemma3ForCausalLM", 62, 6) | {"rope_local_base_freq": local}
-
-
 def _bamboo(k: GGUFKeys) -> Json:
     """Return Bamboo's config: PowerInfer's own architecture, with dReLU, otherwise like Mistral."""
     return {
@@ -215,11 +174,7 @@ _HUNYUAN_NAMES = {
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
 }
-_GEMMA_NAMES = _LLAMA_NAMES | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+_GEMMA_NAMES = _LLAMA_NAMES | gemma.NAMES
 _PHI3_NAMES = _LLAMA_NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 _FALCON_NAMES = {
     "transformer.word_embeddings": "token_embd",
@@ -339,8 +294,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "minimax-m2": Architecture(mixtures.minimax_m2, _LLAMA_NAMES | _QK_NORMS),
     "hunyuan-moe": Architecture(mixtures.hunyuan_moe, _MIXTURE_NAMES | _HUNYUAN_NAMES),
-    "gemma2": Architecture(_gemma2, _GEMMA_NAMES),
-    "gemma3": Architecture(_gemma3, _GEMMA_NAMES | _QK_NORMS),
+    "gemma2": Architecture(gemma.gemma2, _GEMMA_NAMES),
+    "gemma3": Architecture(gemma.gemma3, _GEMMA_NAMES | _QK_NORMS),
+    "gemma4": Architecture(gemma.gemma4, _GEMMA_NAMES | _QK_NORMS, moved=gemma.in_gguf),
     "phi3": Architecture(_phi3, _PHI3_NAMES),
     "falcon": Architecture(_falcon, _FALCON_NAMES),
     "nemotron": Architecture(_nemotron, _LLAMA_NAMES),
@@ -413,8 +369,10 @@ def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Te
         for ours, pieces in tensor_map.tensors.items()
     }
     factors = map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
+    sharing = "|".join(str(i) for i in range(spec.n_layers) if spec.kv_layer(i) != i)
+    unused = rf"blk\.({sharing})\.attn_[kv](_norm)?\.weight"  # of layers that share keys and values
     skipped = tuple(p.replace(r"model\.layers\.", r"blk\.") for p in tensor_map.skipped)
-    return spec, TensorMap(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight"), skipped=skipped)
+    return spec, TensorMap(tensors, (*factors, r"blk\.\d+\.fc[12]\.weight", unused), skipped=skipped)
 
 
 def _called_relu(k: GGUFKeys) -> bool:

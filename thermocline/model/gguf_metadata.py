@@ -23,13 +23,18 @@ class GGUFKeys:
 
     def __init__(self, gguf: GGUF) -> None:
         self.gguf, self.name, self._seen = gguf, str(gguf.path), set[str]()
+        self._instead: Json = {}
         self.architecture = self.text("general.architecture")
 
     def raw(self, key: str) -> Any:
         """Return the value of `key`, or None. A key that begins with a dot belongs to the architecture."""
         key = self.architecture + key if key.startswith(".") else key
         self._seen.add(key)
-        return self.gguf.metadata.get(key)
+        return self._instead.get(key, self.gguf.metadata.get(key))
+
+    def replace(self, key: str, value: Any) -> None:
+        """Let readers find `value` under a key, where the file says more than they ask for."""
+        self._instead[self.architecture + key] = value
 
     def _bad(self, key: str, why: str) -> BadFile:
         value = self.gguf.metadata.get(self.architecture + key if key.startswith(".") else key)
@@ -199,11 +204,12 @@ def _longrope(k: GGUFKeys, turned: int) -> Json:
     if k.raw(".rope.scaling.attn_factor") is not None:
         out["attention_factor"] = k.number(".rope.scaling.attn_factor")
     for key, name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
-        out[key] = _factors(k, name, turned // 2).tolist()
+        out[key] = rope_factors(k, name, turned // 2).tolist()
     return out
 
 
-def _factors(k: GGUFKeys, name: str, count: int) -> Any:
+def rope_factors(k: GGUFKeys, name: str, count: int) -> Any:
+    """Return the divisors of frequencies that a tensor holds."""
     t = k.gguf.tensors.get(name)
     if t is None:
         raise BadFile(f"{k.name}: tensor {name} is missing")
@@ -221,7 +227,7 @@ def _llama3_scaling(k: GGUFKeys, theta: float, head_dim: int) -> Json:
     GGUF keeps the factors, not the parameters that they were made from. Any parameters that give the same
     factors describe the same model. Llama 3's own are tried first.
     """
-    factors = _factors(k, ROPE_FACTORS, head_dim // 2)
+    factors = rope_factors(k, ROPE_FACTORS, head_dim // 2)
     turns = theta ** (-np.arange(head_dim // 2) * 2 / head_dim) / (2 * math.pi)  # 1 / wavelength
     top = float(factors.max())
     if top <= 1 + _SAME:

@@ -87,7 +87,9 @@ def _columns(spec: ModelSpec) -> dict[str, int]:
         out |= {"project_in.weight": spec.embed_dim, "project_out.weight": spec.dim}
     for i in range(spec.n_layers):
         out |= {f"layers.{i}.{part}": spec.dim for part in _parts(spec)}
-        out[f"layers.{i}.attn_out.weight"] = spec.n_heads * spec.head_dim
+        shape = spec.attention(i)
+        if shape is not None:
+            out[f"layers.{i}.attn_out.weight"] = shape.context
         down = f"layers.{i}.down" if spec.sparse else f"layers.{i}.down.weight"
         out[down] = spec.dim if spec.sparse else spec.ffn(i).width
         if spec.shared_dim and i not in spec.dense_layers:

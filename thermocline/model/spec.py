@@ -21,10 +21,12 @@ SPARSE_ACTIVATIONS = ("relu", "fatrelu", "relu2")
 
 
 NORM_ORDERS = ("pre", "post", "sandwich", "after")
-ROPE_SCALINGS = ("linear", "yarn", "llama3", "longrope")
+ROPE_SCALINGS = ("linear", "yarn", "llama3", "longrope", "proportional")
 ROUTER_SCORES = ("softmax", "sigmoid", "logits")
 ROUTER_WEIGHTS = ("chosen", "score", "normalised")
 GROUP_RULES = ("max", "sum2")
+ROUTER_INPUTS = ("ffn_norm", "own_norm")
+QKV = ("q", "k", "v")
 
 
 def later(default: Any) -> Any:
@@ -37,7 +39,8 @@ class RopeScaling:
     """The scaling of rope's frequencies for long contexts.
 
     llama3 blends by wavelength, and yarn by turns in the original context. longrope divides each frequency by
-    its own factor; the session's context decides which of two sets of factors.
+    its own factor; the session's context decides which of two sets of factors. proportional turns only the
+    first `share` of a head's pairs (i, i + half of a head), at the frequencies that they have anyway.
     """
 
     factor: float = 1.0
@@ -51,6 +54,7 @@ class RopeScaling:
     truncate: bool = later(True)  # yarn: blend between whole elements
     short_factors: tuple[float, ...] = later(())  # longrope: contexts up to the original one
     long_factors: tuple[float, ...] = later(())  # longrope: longer ones
+    share: float = later(1.0)  # proportional
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Router:
     groups: int = 1  # of consecutive experts, as many in each
     groups_kept: int = 1
     group_rule: str = "max"  # a group's score: "max" of its experts', or "sum2", the sum of its two best
+    expert_scale: bool = later(False)  # each expert's weight is multiplied by a number of its own, at last
 
 
 PLAIN_ROUTER = Router()  # Mixtral's: the softmax of the chosen logits
@@ -83,6 +88,7 @@ class AttentionShape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    projections: tuple[str, ...] = QKV  # matrices that it has; without v, values are the raw keys
 
     @property
     def context(self) -> int:
@@ -91,7 +97,8 @@ class AttentionShape(NamedTuple):
 
     @property
     def qkv_rows(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Return the rows of the matrices that it has."""
+        return (self.heads + (len(self.projections) - 1) * self.kv_heads) * self.head_dim
 
 
 class FFNShape(NamedTuple):
@@ -107,7 +114,8 @@ class ModelSpec:
     """A decoder-only transformer. A dense FFN is a mixture with `n_experts == 1`.
 
     With more experts, a router picks `n_experts_active` for each token, as `router` says. Their weighted
-    outputs are added up in ascending order, then that of the shared FFN, which every token takes.
+    outputs are added up in ascending order, then that of the shared FFN, which every token takes. With
+    `shared_norms` both sums are normed before they are added, and the shared FFN's input has its own norm.
 
     An FFN computes y = sum_i h_i * down_i + b over its neurons i:
     gated    h_i = act(gate_i . x + b_i) * up_act(up_i . x)
@@ -154,7 +162,13 @@ class ModelSpec:
     qk_norm_last: bool = later(False)  # behind rope instead
     sub_norms: bool = later(False)  # RMS norms of the inputs of attn_out and down
     rotary_dim: int | None = later(None)  # rope turns the first `rotary_dim` elements of a head; None: all
+    v_norm: bool = later(False)  # an RMS norm of every head's v, without a weight
     window_layers: tuple[int, ...] | None = later(None)  # layers with the sliding window; None: all
+    # Of layers without a window, where others have one; 0: as those have it.
+    full_head_dim: int = later(0)
+    full_kv_heads: int = later(0)
+    values_are_keys: bool = later(False)  # they have no v: values are the keys before norm and rope
+    kv_shared_layers: int = later(0)  # the last layers attend to what the last others of their kind stored
     rope_layers: tuple[int, ...] | None = later(None)  # layers whose q and k turn; None: all
     local_rope_theta: float | None = later(None)  # unscaled, in layers with a window; None: rope_theta
     # swiglu_oai: g * sigmoid(alpha * g) of the gate, at most `limit`, times 1 + up, within +-limit
@@ -165,8 +179,15 @@ class ModelSpec:
     router: Router = field(default=PLAIN_ROUTER, metadata={"later": True})
     shared_dim: int = later(0)  # width of the FFN that every token takes beside its experts
     shared_gate: bool = later(False)  # the shared FFN is multiplied by sigmoid(w . x)
-    dense_layers: tuple[int, ...] = later(())  # of a mixture: layers with one plain FFN and no router
+    shared_norms: bool = later(False)
+    # What the router reads: "ffn_norm", as experts do; "own_norm": the stream under a norm of its own, by
+    # the square root of dim.
+    router_input: str = later("ffn_norm")
+    # Layers with one plain FFN of another width, and no router.
+    dense_layers: tuple[int, ...] = later(())
     dense_dim: int = later(0)  # its width
+    layer_scale: bool = later(False)  # a layer's answer, the stream, is multiplied by a number
+    per_layer_dim: int = later(0)  # width of what each token brings to each layer, behind its FFN
 
     @property
     def sparse(self) -> bool:
@@ -190,7 +211,20 @@ class ModelSpec:
 
     def attention(self, layer: int) -> AttentionShape | None:
         """Return the shape of a layer's attention; None: it has none."""
-        return AttentionShape(self.n_heads, self.n_kv_heads, self.head_dim)
+        full = self.window(layer) is None
+        kv_heads, head_dim = self.n_kv_heads, self.head_dim
+        if full:
+            kv_heads, head_dim = self.full_kv_heads or kv_heads, self.full_head_dim or head_dim
+        own = 1 if self.kv_layer(layer) != layer else 2 if full and self.values_are_keys else 3
+        return AttentionShape(self.n_heads, kv_heads, head_dim, QKV[:own])
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer that stored the keys and values that a layer attends to."""
+        first = self.n_layers - self.kv_shared_layers
+        if layer < first:
+            return layer
+        alike = (i for i in range(first) if self.window(i) == self.window(layer))
+        return max(alike, default=layer)
 
     @property
     def attentions(self) -> tuple[AttentionShape, ...]:
@@ -246,6 +280,9 @@ LIMITS: dict[str, tuple[int, int]] = {
     "n_experts_active": (1, 1024),
     "shared_dim": (0, 1 << 20),
     "dense_dim": (0, 1 << 20),
+    "full_head_dim": (0, 1024),
+    "full_kv_heads": (0, 1024),
+    "per_layer_dim": (0, 1 << 16),
 }
 
 
@@ -263,10 +300,16 @@ def check_spec(spec: ModelSpec, name: str) -> None:
         ("position", POSITIONS),
         ("activation", ACTIVATIONS),
         ("norm_order", NORM_ORDERS),
+        ("router_input", ROUTER_INPUTS),
     ):
         if getattr(spec, key) not in known:
             raise BadFile(f"{name}: {key} {quoted(getattr(spec, key))} is not one of {', '.join(known)}")
-    for problem, wrong in [*_problems(spec), *_option_problems(spec), *_mixture_problems(spec)]:
+    for problem, wrong in [
+        *_problems(spec),
+        *_option_problems(spec),
+        *_kind_problems(spec),
+        *_mixture_problems(spec),
+    ]:
         if wrong:
             raise BadFile(f"{name}: {problem}")
 
@@ -352,6 +395,27 @@ def _option_problems(s: ModelSpec) -> list[tuple[str, bool]]:
     ]
 
 
+def _kind_problems(s: ModelSpec) -> list[tuple[str, bool]]:
+    """Return what is wrong with layers of different kinds."""
+    kinds = {s.window(i) for i in range(s.n_layers)}
+    both, first = len(kinds) == 2, s.n_layers - s.kv_shared_layers
+    before = {s.window(i) for i in range(max(0, first))}
+    heads, dim = s.full_kv_heads, s.full_head_dim
+    scaling = s.rope_scaling
+    return [
+        ("full_head_dim and full_kv_heads need layers with and without a window", bool(dim or heads) > both),
+        ("n_heads is not a multiple of full_kv_heads", heads > 0 and s.n_heads % heads != 0),
+        ("full_head_dim is odd, and rope turns pairs", s.position == "rope" and dim % 2 == 1),
+        ("full_head_dim excludes a rotary_dim and longrope",
+         dim > 0 and (s.rotary_dim is not None or (scaling is not None and scaling.kind == "longrope"))),
+        ("layer_scale and per_layer_dim exclude norm_order post",
+         s.norm_order == "post" and (s.layer_scale or s.per_layer_dim > 0)),
+        ("values_are_keys needs layers without a window", s.values_are_keys and None not in kinds),
+        ("kv_shared_layers are not some of the layers, of kinds that earlier ones have",
+         not 0 <= s.kv_shared_layers < s.n_layers or before != kinds),
+    ]  # fmt: skip
+
+
 def _mixture_problems(s: ModelSpec) -> list[tuple[str, bool]]:
     r, mixture, dense = s.router, s.n_experts > 1, s.dense_layers
     known = r.score in ROUTER_SCORES and r.weights in ROUTER_WEIGHTS and r.group_rule in GROUP_RULES
@@ -369,10 +433,12 @@ def _mixture_problems(s: ModelSpec) -> list[tuple[str, bool]]:
         ("router.group_rule sum2 needs two experts a group", r.group_rule == "sum2" and each < 2),
         ("shared_dim is for mixtures", s.shared_dim > 0 and not mixture),
         ("shared_gate needs a shared_dim", s.shared_gate and not s.shared_dim),
+        ("router_input is for mixtures", not mixture and s.router_input != "ffn_norm"),
         (
-            "dense_layers are for mixtures whose neurons are all computed",
-            bool(dense) and (not mixture or s.sparse),
+            "shared_norms need a shared_dim, and exclude a shared_gate",
+            s.shared_norms and (not s.shared_dim or s.shared_gate),
         ),
+        ("dense_layers are for models whose neurons are all computed", bool(dense) and s.sparse),
         (
             "dense_layers are not some of the layers, in order",
             not _in_order(dense, s.n_layers),
@@ -396,6 +462,8 @@ def _factors_fit(s: ModelSpec, r: RopeScaling) -> bool:
 
 
 def _scaling_is_sane(r: RopeScaling) -> bool:
+    if not 0.0 < r.share <= 1.0 or (r.share != 1.0 and r.kind != "proportional"):
+        return False
     factors = (r.factor, r.low_freq_factor, r.high_freq_factor, r.attention_factor, r.beta_fast, r.beta_slow)
     return (
         r.kind in ROPE_SCALINGS

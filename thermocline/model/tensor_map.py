@@ -85,9 +85,13 @@ class TensorMap:
     ternary: frozenset[str] = frozenset()  # source tensors that are read as ternary values
     skipped: tuple[str, ...] = ()  # patterns of what this engine has no use for, which is said in a line
     packed: bool = False  # the ternary tensors are stored as ternary values already, packed in bytes
+    beside: tuple[str, ...] = ()  # patterns of a wrapper's parts beside its text model; said in a line too
 
     def may_ignore(self, name: str) -> bool:
-        return any(re.fullmatch(p, name) for p in (*self.ignored, *self.skipped))
+        return any(re.fullmatch(p, name) for p in (*self.ignored, *self.skipped, *self.beside))
+
+    def is_beside(self, name: str) -> bool:
+        return any(re.fullmatch(p, name) for p in self.beside)
 
     def skips(self, name: str) -> bool:
         return any(re.fullmatch(p, name) for p in self.skipped)
@@ -116,6 +120,14 @@ class Names:
     selection_bias: str = ""  # the whole name
     shared: tuple[str, str, str] = ("", "", "")  # gate, up, down; the first two equal if they are fused
     shared_router: str = ""
+    router_norm: str = ""  # the whole name of its weights, as of the next
+    expert_scale: str = ""
+    experts_post_norm: str = ""
+    shared_norms: tuple[str, str] = ("", "")  # of its input, of its answer
+    stack_weight: str = ".weight"  # what the names of stacks end in
+    layer_scale: str = ""  # the whole name
+    per_layer: tuple[str, str, str] = ("", "", "")  # gate, down, norm
+    token_inputs: tuple[str, str, str] = ("", "", "")  # table, projection, norm
     dense: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     stacked: bool = False  # all experts' gates and ups are one tensor, gates first, and all downs
     neighbours: bool = False  # rope turns elements 2i and 2i + 1 of a head
@@ -132,7 +144,6 @@ def tensors(
     our order.
     """
     d, width = spec.dim, spec.embed_dim or spec.dim
-    q, kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     out: dict[str, tuple[SourceSlice, ...]] = {}
 
     def norm(ours: str, theirs: str, size: int = d) -> None:
@@ -151,11 +162,21 @@ def tensors(
             out[f"{ours}.bias"] = tuple(SourceSlice(f"{n}.bias", (r,), p) for n, r, p in theirs)
 
     out["embed.weight"] = (SourceSlice(f"{names.root}{names.embed}.weight", (spec.vocab_size, width)),)
+    if spec.per_layer_dim:
+        table, project, own_norm = (names.root + name for name in names.token_inputs)
+        of_layers = spec.n_layers * spec.per_layer_dim
+        out["per_layer.embed.weight"] = (SourceSlice(f"{table}.weight", (spec.vocab_size, of_layers)),)
+        linear("per_layer.project", "", (project, of_layers, ()))
+        norm("per_layer.norm", own_norm, spec.per_layer_dim)
     if spec.final_norm:
         norm("out_norm", names.root + names.out_norm)
     if not spec.tied_head:
         out["head.weight"] = (SourceSlice(HEAD, (spec.vocab_size, width)),)
     for i in range(spec.n_layers):
+        shape = spec.attention(i)
+        assert shape is not None, "a layer is attention and an FFN"
+        own_kv = shape.projections
+        q, kv = shape.context, shape.kv_heads * shape.head_dim
         a, b, (experts, _, f) = f"layers.{i}", f"{names.root}{names.layers}.{i}.", spec.ffn(i)
         if spec.norms_before:
             norm(f"{a}.attn_norm", b + names.attn_norm)
@@ -163,11 +184,9 @@ def tensors(
         if spec.norms_after:
             norm(f"{a}.attn_post_norm", b + names.attn_post_norm)
             norm(f"{a}.ffn_post_norm", b + names.ffn_post_norm)
-        for part, theirs, n in zip(
-            ("q_norm", "k_norm"), names.qk_norms, (spec.n_heads, spec.n_kv_heads), strict=True
-        ):
-            if spec.qk_norm:
-                norm(f"{a}.{part}", b + theirs, spec.qk_norm_size(n, spec.head_dim))
+        for part, theirs, n in zip("qk", names.qk_norms, (shape.heads, shape.kv_heads), strict=True):
+            if spec.qk_norm and part in own_kv:
+                norm(f"{a}.{part}_norm", b + theirs, spec.qk_norm_size(n, shape.head_dim))
         if spec.attention_sinks:
             out[f"{a}.sinks"] = (SourceSlice(f"{b}self_attn.sinks", (spec.n_heads,)),)
         if spec.sub_norms:
@@ -176,19 +195,30 @@ def tensors(
         rows = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
         picks = (pick,) * len(rows)
         if names.neighbours:
-            picks = (*(pairs(r, spec.head_dim) for r in rows[:2]), ())
-        each = zip(names.qkv, rows, picks, strict=True)
+            picks = (*(pairs(r, shape.head_dim) for r in rows[:2]), ())
+        each = list(zip(names.qkv, rows, picks, strict=True))[: len(own_kv)]
         linear(f"{a}.qkv", "qkv", *((b + n, r, p) for n, r, p in each))
         linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
         if experts > 1:
             out |= _beside_experts(spec, names, a, b)
+        if experts > 1 and spec.shared_norms:
+            norm(f"{a}.experts_post_norm", b + names.experts_post_norm)
+            for part, theirs in zip(("norm", "post_norm"), names.shared_norms, strict=True):
+                norm(f"{a}.shared.{part}", b + theirs)
+        if spec.layer_scale:
+            out[f"{a}.scale"] = (SourceSlice(b + names.layer_scale, (1,)),)
+        if spec.per_layer_dim:
+            lets, takes, post = (b + name for name in names.per_layer)
+            linear(f"{a}.per_layer.gate", "", (lets, spec.per_layer_dim, ()))
+            linear(f"{a}.per_layer.down", "", (takes, d, ()), columns=spec.per_layer_dim)
+            norm(f"{a}.per_layer.post_norm", post)
         own = names.dense if i in spec.dense_layers else (names.gate, names.up, names.down)
         gate, ups, downs = (
             [b + name.format(e) for e in range(experts)]
             for name in (own[0] if spec.gated else own[1], *own[1:])
         )
         up = f"{a}.up" if spec.sparse else f"{a}.up.weight"
-        if names.stacked:
+        if names.stacked and experts > 1:
             out |= _stacked(spec, names, a, b)
             continue
         if spec.gated and names.gate == names.up:
@@ -202,9 +232,12 @@ def tensors(
         out[down] = tuple(SourceSlice(f"{n}.weight", (d, f), transposed=spec.sparse) for n in downs)
         if "ffn" in biases:
             out[f"{a}.down.bias"] = (SourceSlice(f"{b}{names.down}.bias", (d,)),)
-    # Old checkpoints stored inv_freq; it is computed from the config.
-    tied = (re.escape(HEAD),) if spec.tied_head else ()
-    return TensorMap(out, (r".*\.rotary_emb\.inv_freq", *tied))
+    # Old checkpoints stored inv_freq; it is computed from the config. Layers that share keys and values may
+    # hold matrices of their own for them, which nobody uses.
+    tied = (rf"(language_model\.)?{re.escape(HEAD)}",) if spec.tied_head else ()
+    sharing = "|".join(str(i) for i in range(spec.n_layers) if spec.kv_layer(i) != i)
+    unused = rf".*\.({sharing})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)"
+    return TensorMap(out, (r".*\.rotary_emb\.inv_freq", *tied, unused))
 
 
 def _beside_experts(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, tuple[SourceSlice, ...]]:
@@ -214,6 +247,10 @@ def _beside_experts(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, 
     out = {f"{a}.router.weight": (SourceSlice(f"{b}{names.router}.weight", (n, d)),)}
     if r.biased:
         out[f"{a}.router.bias"] = (SourceSlice(f"{b}{names.router}.bias", (n,)),)
+    if spec.router_input == "own_norm":
+        out[f"{a}.router.norm.weight"] = (SourceSlice(b + names.router_norm, (d,)),)
+    if r.expert_scale:
+        out[f"{a}.router.expert_scale"] = (SourceSlice(b + names.expert_scale, (n,)),)
     if r.selection_bias:
         out[f"{a}.router.selection_bias"] = (SourceSlice(b + names.selection_bias, (n,)),)
     if f:
@@ -231,7 +268,7 @@ def _beside_experts(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, 
 def _stacked(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, tuple[SourceSlice, ...]]:
     """Return a layer's experts, which are two stacks: of gates and ups under them, and of downs."""
     n, f, d = spec.n_experts, spec.ffn_dim, spec.dim
-    both, down = f"{b}{names.gate}.weight", f"{b}{names.down}.weight"
+    both, down = (b + name + names.stack_weight for name in (names.gate, names.down))
 
     def half(e: int, second: bool) -> SourceSlice:
         first = (2 * e + second) * f

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from thermocline.errors import Unsupported
 from thermocline.model import quant
 from thermocline.model.formats import fitting
+from thermocline.model.spec import QKV as QKV
 from thermocline.model.spec import AttentionShape, ModelSpec
 
 ALIGN = 4096
 APART = 64  # where a record's two rows differ in format, down's begins at a multiple of so many bytes
-QKV = ("q", "k", "v")
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,12 @@ def expected_tensors(
     matrix("embed.weight", "embed", spec.vocab_size, spec.embed_dim or spec.dim)
     if spec.embed_dim is not None:
         matrix("project_in.weight", "head", spec.dim, spec.embed_dim)
+    if spec.per_layer_dim:
+        width = spec.n_layers * spec.per_layer_dim
+        rows = own.get("per_layer.embed.weight", fitting(weight_format, width))
+        matrix("per_layer.embed.weight", "embed", spec.vocab_size, width, format=rows)
+        matrix("per_layer.project.weight", "head", width, spec.dim)
+        vector("per_layer.norm.weight", "norm", spec.per_layer_dim, optional=False)
     if spec.position == "learned":
         matrix("pos_embed.weight", "embed", spec.max_context, spec.dim, format="f32")
     for i in range(spec.n_layers):
@@ -146,9 +152,10 @@ def expected_tensors(
         assert shape is not None, "a layer is attention and an FFN"
         out |= _qkv(a, shape, spec.dim, weight_format, own)
         vector(f"{a}.qkv.bias", "attention", shape.qkv_rows)
-        for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)) if spec.qk_norm else ():
-            size = spec.qk_norm_size(heads, shape.head_dim)
-            vector(f"{a}.{name}.weight", "norm", size, optional=False)
+        for part, heads in zip(QKV[:2], (shape.heads, shape.kv_heads), strict=True) if spec.qk_norm else ():
+            if part in shape.projections:
+                size = spec.qk_norm_size(heads, shape.head_dim)
+                vector(f"{a}.{part}_norm.weight", "norm", size, optional=False)
         if spec.attention_sinks:
             vector(f"{a}.sinks", "attention", shape.heads, optional=False)
         if spec.sub_norms:
@@ -164,6 +171,8 @@ def expected_tensors(
             matrix(f"{a}.router.weight", "router", experts, spec.dim, format="f32")
             for name in router_biases(spec):
                 vector(f"{a}.{name}", "router", experts, optional=False)
+            if spec.router_input == "own_norm":
+                norm(f"{a}.router.norm")
         gate = own.get(f"{a}.gate.weight", weight_format)
         matrix(f"{a}.gate.weight", "gate", experts, neurons, spec.dim, format=gate)
         vector(f"{a}.gate.bias", "gate", experts, neurons)
@@ -189,8 +198,17 @@ def expected_tensors(
                 matrix(f"{a}.shared.up.weight", "shared", spec.shared_dim, spec.dim)
             down = own.get(f"{a}.shared.down.weight", fitting(weight_format, spec.shared_dim))
             matrix(f"{a}.shared.down.weight", "shared", spec.dim, spec.shared_dim, format=down)
+            for name in ("shared.norm", "shared.post_norm", "experts_post_norm") if spec.shared_norms else ():
+                norm(f"{a}.{name}")
             if spec.shared_gate:
                 matrix(f"{a}.shared.router.weight", "router", 1, spec.dim, format="f32")
+        if spec.per_layer_dim:
+            matrix(f"{a}.per_layer.gate.weight", "inputs", spec.per_layer_dim, spec.dim)
+            down = own.get(f"{a}.per_layer.down.weight", fitting(weight_format, spec.per_layer_dim))
+            matrix(f"{a}.per_layer.down.weight", "inputs", spec.dim, spec.per_layer_dim, format=down)
+            norm(f"{a}.per_layer.post_norm")
+        if spec.layer_scale:
+            vector(f"{a}.scale", "norm", 1, optional=False)
         if ranks:
             matrix(f"{a}.predictor.fc1.weight", "predictor", ranks[i], spec.dim)
             fc2 = f"{a}.predictor.fc2.weight"
@@ -232,10 +250,10 @@ def optional_among(names: Iterable[str], spec: ModelSpec) -> list[str]:
 def _qkv(
     layer: str, shape: AttentionShape, columns: int, weight_format: str, own: Mapping[str, str]
 ) -> dict[str, TensorSpec]:
-    """Return q, k and v: one tensor, or three where their formats differ."""
+    """Return q, k and v, or those of them that a layer has: one tensor, or one each if formats differ."""
     fused = f"{layer}.qkv.weight"
     otherwise = own.get(fused, weight_format)
-    formats = {n: own.get(f"{layer}.{n}.weight", otherwise) for n in QKV}
+    formats = {n: own.get(f"{layer}.{n}.weight", otherwise) for n in shape.projections}
     kv = shape.kv_heads * shape.head_dim
     rows = {"q": shape.context, "k": kv, "v": kv}
     if len(set(formats.values())) == 1:
@@ -252,9 +270,10 @@ def _qkv(
 
 
 def router_biases(spec: ModelSpec) -> list[str]:
-    """Return the names of a router's vectors, without the layer's."""
-    r = spec.router
-    return ["router.bias"] * r.biased + ["router.selection_bias"] * r.selection_bias
+    """Return the names of a router's vectors with a number for each expert, without the layer's."""
+    r, name = spec.router, "router."
+    has = {"bias": r.biased, "selection_bias": r.selection_bias, "expert_scale": r.expert_scale}
+    return [name + part for part, there in has.items() if there]
 
 
 def _bundle(layer: str, spec: ModelSpec, shape: tuple[int, int], up: str, down: str) -> TensorSpec:

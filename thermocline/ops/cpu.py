@@ -105,7 +105,7 @@ class CpuOps:
         return _native.Attention(_norm(spec, layer.attn_norm), qkv, out, native_heads(heads), sub_norm, join)
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
-        norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm)
+        norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm, _after_ffn(layer))
         if layer.router is None:
             return self._expert(spec, layer.experts[0], norm, join, _norm(spec, layer.ffn_sub_norm))
         return self._mixture(spec, layer, norm, join)
@@ -119,7 +119,10 @@ class CpuOps:
         self, spec: ModelSpec, layer: Layer, norm: _native.Norm | None, join: _native.Join
     ) -> _native.Mixture:
         assert layer.router is not None
-        gate = layer.shared_router
+        gate, shared = layer.shared_router, None
+        if layer.shared is not None:
+            own = _native.Join(_norm(spec, layer.shared_post_norm), 1.0)
+            shared = self._expert(spec, layer.shared, _norm(spec, layer.shared_norm), own, None)
         return _native.Mixture(
             norm=norm,
             router=_linear(layer.router.weight, layer.router.bias),
@@ -128,8 +131,11 @@ class CpuOps:
             join=join,
             rule=native_rule(spec.router),
             selection_bias=layer.selection_bias,
-            shared=None if layer.shared is None else self.bind_part(spec, layer.shared),
+            shared=shared,
             shared_router=None if gate is None else _native_matrix(gate),
+            router_norm=_norm(spec, layer.router_norm),
+            expert_scale=layer.expert_scale,
+            experts_norm=_norm(spec, layer.experts_post_norm),
         )
 
     def bind_part(self, spec: ModelSpec, f: FFN) -> _native.FFN:
@@ -169,6 +175,16 @@ class CpuOps:
             alpha=spec.swiglu_alpha,
             limit=spec.swiglu_limit,
         )
+
+    def bind_per_layer(self, spec: ModelSpec, layer: Layer) -> _native.PerLayer:
+        p = layer.per_layer
+        assert p is not None, "its tokens bring nothing"
+        gate, down = _native_matrix(p.gate), _native_matrix(p.down)
+        join = _native.Join(_norm(spec, p.post_norm), 1.0, layer.scale)
+        return _native.PerLayer(gate, down, ACTIVATIONS.index(spec.activation), join)
+
+    def per_layer_add(self, x: F32, bound: _native.PerLayer, given: F32) -> None:
+        self.native.per_layer_add(x, bound, given)
 
     def attention(self, heads: Heads, qkv: F32, step: _native.Step, kv: KVLayer) -> F32:
         """Compute what the reference does. `qkv` is worked on in place."""
@@ -248,7 +264,7 @@ def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
 def native_heads(h: Heads) -> _native.Heads:
     return _native.Heads(
         h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps,
-        sinks=h.sinks, whole_norms=h.whole_norms, norms_last=h.norms_last,
+        sinks=h.sinks, whole_norms=h.whole_norms, norms_last=h.norms_last, v_norm=h.v_norm, shares=h.shares,
     )  # fmt: skip
 
 
@@ -265,5 +281,10 @@ def native_rule(r: Router) -> _native.RouterRule:
     )
 
 
-def _join(spec: ModelSpec, norm: Norm | None) -> _native.Join:
-    return _native.Join(_norm(spec, norm), spec.residual_scale)
+def _join(spec: ModelSpec, norm: Norm | None, after: float = 1.0) -> _native.Join:
+    return _native.Join(_norm(spec, norm), spec.residual_scale, after)
+
+
+def _after_ffn(layer: Layer) -> float:
+    """Return what the stream is multiplied with behind the FFN, unless that is not the layer's end."""
+    return layer.scale if layer.per_layer is None else 1.0

@@ -175,6 +175,12 @@ class GpuOps:
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> BoundFFN:
         return self._binder.ffn(spec, layer)
 
+    def bind_per_layer(self, spec: ModelSpec, layer: Layer) -> None:
+        raise AssertionError("no placement gives a GPU such a layer")
+
+    def per_layer_add(self, x: Hidden, bound: None, given: F32) -> None:
+        raise AssertionError("nor this")
+
     def _vector(self, v: F32 | None) -> Vector:
         return self._binder.vector(v)
 

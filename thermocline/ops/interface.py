@@ -135,6 +135,15 @@ class FFN:
 
 
 @dataclass(frozen=True)
+class PerLayer:
+    """What takes a token's own input to a layer into the stream, where the stream lets it."""
+
+    gate: WeightMatrix  # [width, dim]
+    down: WeightMatrix  # [dim, width]
+    post_norm: Norm
+
+
+@dataclass(frozen=True)
 class Layer:
     attn_norm: Norm | None
     qkv: Linear  # rows: all q heads, all k heads, all v heads; perhaps `Stacked`
@@ -152,7 +161,24 @@ class Layer:
     selection_bias: F32 | None = None  # [n_experts]
     shared: FFN | None = None  # what every token takes beside its experts; never in bundles
     shared_router: WeightMatrix | None = None  # [1, dim]
+    # With norms of their own: of the shared FFN's input and answer, of the experts' sum.
+    shared_norm: Norm | None = None
+    shared_post_norm: Norm | None = None
+    experts_post_norm: Norm | None = None
+    router_norm: Norm | None = None  # of the stream, for the router; None: it reads what experts read
+    expert_scale: F32 | None = None  # [n_experts]
+    scale: float = 1.0  # of the stream behind the layer
+    per_layer: PerLayer | None = None
     router_copies: Mapping[str, WeightMatrix] = field(default_factory=dict)  # on GPUs, by device
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What tokens bring to layers: rows of a table, and a projection of their embeddings."""
+
+    embed: WeightMatrix  # [vocab_size, layers * width]
+    project: WeightMatrix  # [layers * width, dim]
+    norm: F32  # [width], of each layer's part of the projection
 
 
 @dataclass(frozen=True)
@@ -164,6 +190,7 @@ class Weights:
     head: Linear  # [vocab_size, dim]; the embedding again when tied
     project_in: WeightMatrix | None = None  # [dim, embed_dim], where embeddings are narrower
     project_out: WeightMatrix | None = None  # [embed_dim, dim]
+    token_inputs: TokenInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -182,12 +209,15 @@ class Heads:
     sinks: F32 | None = None  # [n]: one more score of each head, whose value is 0
     whole_norms: bool = False  # of all heads as one: [n * dim], [n_kv * dim]
     norms_last: bool = False  # behind rope
+    v_norm: F32 | None = None  # [dim], ones
+    shares: bool = False  # it has queries alone: an earlier layer stored the keys and values
 
     @staticmethod
     def of(spec: ModelSpec, index: int = 0, layer: Layer | None = None) -> Heads:
         """Return the heads of a layer that has attention."""
         shape = spec.attention(index)
         assert shape is not None, "no attention in this layer"
+        stores = len(shape.projections) > 1
         return Heads(
             n=shape.heads,
             n_kv=shape.kv_heads,
@@ -201,6 +231,8 @@ class Heads:
             sinks=None if layer is None else layer.sinks,
             whole_norms=spec.qk_norm_whole,
             norms_last=spec.qk_norm_last,
+            v_norm=np.ones(shape.head_dim, np.float32) if spec.v_norm and stores else None,
+            shares=not stores,
         )
 
 
@@ -341,9 +373,10 @@ S = TypeVar("S")  # made of a step's batch
 A = TypeVar("A")  # a bound attention
 F = TypeVar("F")  # a bound FFN
 L = TypeVar("L")  # logits, where they are computed
+P = TypeVar("P")  # a bound PerLayer
 
 
-class Ops(Protocol[H, S, A, F, L]):
+class Ops(Protocol[H, S, A, F, L, P]):
     """Everything that the decoder asks of a table of ops, whose own types go back to it.
 
     `ops.reference` says what each computes.
@@ -356,6 +389,7 @@ class Ops(Protocol[H, S, A, F, L]):
     ) -> S: ...
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer, /) -> A: ...
     def bind_ffn(self, spec: ModelSpec, layer: Layer, /) -> F: ...
+    def bind_per_layer(self, spec: ModelSpec, layer: Layer, /) -> P: ...
     def run(
         self, x: F32, rows: I32, sparsity: str, stats: FFNStats, body: Callable[[H, I32], L], /
     ) -> F32: ...
@@ -365,15 +399,17 @@ class Ops(Protocol[H, S, A, F, L]):
     def read_ahead(self, h: H, bound: F, sparsity: str, /) -> None: ...
     def attention_add(self, x: H, h: H, bound: A, step: S, kv: KVLayer, /) -> None: ...
     def ffn_add(self, x: H, h: H, bound: F, sparsity: str, stats: FFNStats, /) -> None: ...
+    def per_layer_add(self, x: H, bound: P, given: F32, /) -> None: ...
 
 
 StepHandle = NewType("StepHandle", object)
 BoundAttention = NewType("BoundAttention", object)
 BoundFFN = NewType("BoundFFN", object)
 Logits = NewType("Logits", object)
-OpaqueOps = Ops[ResidualStream, StepHandle, BoundAttention, BoundFFN, Logits]
+BoundPerLayer = NewType("BoundPerLayer", object)
+OpaqueOps = Ops[ResidualStream, StepHandle, BoundAttention, BoundFFN, Logits, BoundPerLayer]
 
 
-def opaque(ops: Ops[H, S, A, F, L]) -> OpaqueOps:
+def opaque(ops: Ops[H, S, A, F, L, P]) -> OpaqueOps:
     """Return the same ops with their own types hidden: a caller gives back to them what they made."""
     return cast(OpaqueOps, ops)

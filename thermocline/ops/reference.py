@@ -120,7 +120,7 @@ def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
         q, k = _coded(_hadamard(q)), _hadamard(k)
     if types.v != "f16":
         v = _hadamard(v)
-    for r in range(len(qkv)):
+    for r in range(0 if heads.shares else len(qkv)):
         b, slot = divmod(int(batch.positions[r]), kv.shape.block)
         pages = kv.shape.places(table[batch.sequence[r], b : b + 1])[:, 0]  # of each head
         _store_keys(kv, pages, slot, k[r])
@@ -132,9 +132,15 @@ def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
 
 
 def _heads_of(heads: Heads, qkv: F32, cos: F32 | None, sin: F32 | None) -> tuple[F32, F32, F32]:
-    """Return q [tokens, heads, dim], k and v [tokens, kv heads, dim]; q and k normed and turned."""
-    x = qkv.reshape(len(qkv), heads.n + 2 * heads.n_kv, heads.dim)
-    q, k, v = x[:, : heads.n], x[:, heads.n : heads.n + heads.n_kv], x[:, heads.n + heads.n_kv :]
+    """Return q [tokens, heads, dim], k and v [tokens, kv heads, dim]; q and k normed and turned.
+
+    Heads that share the keys and values of another layer have none: [tokens, 0, dim].
+    """
+    n_kv = 0 if heads.shares else heads.n_kv
+    x = qkv.reshape(len(qkv), heads.n + 2 * n_kv, heads.dim)
+    q, k, v = x[:, : heads.n], x[:, heads.n : heads.n + n_kv], x[:, heads.n + n_kv :]
+    if heads.v_norm is not None:
+        v = norm(v, heads.v_norm, None, heads.norm_eps, "rms")
     if not heads.norms_last:
         q, k = _heads_normed(heads, q, heads.q_norm), _heads_normed(heads, k, heads.k_norm)
     if cos is not None and sin is not None:
@@ -352,7 +358,7 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
     `record` [tokens, neurons of all experts] takes what down is multiplied with (before a sub-norm).
     """
     spec, layer = bound.spec, bound.layer
-    h = _normed(spec, layer.ffn_norm, h)
+    stream, h = h, _normed(spec, layer.ffn_norm, h)
     experts, width = len(layer.experts), layer.experts[0].part.gate.weight.shape[0]
     record = np.empty((len(x), experts * width), np.float32) if record is None else record
     sparsity = "exact" if sparsity == "predict" and len(x) > FEW else sparsity
@@ -364,19 +370,40 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
     if layer.router is None:
         y = _expert(bound, layer.experts[0], h, sparsity, stats, record)
     else:
-        y = _mixture(bound, h, sparsity, stats, record)
+        y = _mixture(bound, stream, h, sparsity, stats, record)
     if stats.layers is not None:
         after = stats.active, stats.rows, stats.predicted
         stats.layers += (b - a for a, b in zip(before, after, strict=True))
     _join(x, y, spec, layer.ffn_post_norm)
+    if layer.per_layer is None:
+        x *= np.float32(layer.scale)
 
 
-def _mixture(bound: Bound, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:
-    """The chosen experts' answers, weighted and added up in ascending order, then the shared FFN's."""
+def bind_per_layer(spec: ModelSpec, layer: Layer) -> Bound:
+    return Bound(spec, None, layer)
+
+
+def per_layer_add(x: F32, bound: Bound, given: F32) -> None:
+    """x = scale * (x + norm(down(act(gate x) * given))), in place: what tokens bring to the layer."""
+    spec, p = bound.spec, bound.layer.per_layer
+    assert p is not None
+    a = activate(matmul(p.gate, x, None), spec.activation, spec.activation_bound, spec.swiglu_alpha)
+    x += _normed(spec, p.post_norm, matmul(p.down, a * given, None))
+    x *= np.float32(bound.layer.scale)
+
+
+def _mixture(bound: Bound, stream: F32, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:
+    """The chosen experts' answers, weighted and added up in ascending order, then the shared FFN's.
+
+    `stream`: h before the norm, which a router, or a shared FFN, may have its own norm of.
+    """
     spec, layer = bound.spec, bound.layer
     assert layer.router is not None
-    logits = matmul(layer.router.weight, h, layer.router.bias)
+    seen = h if layer.router_norm is None else _normed(spec, layer.router_norm, stream)
+    logits = matmul(layer.router.weight, seen, layer.router.bias)
     weights = route(logits, spec.n_experts_active, spec.router, layer.selection_bias)
+    if layer.expert_scale is not None:
+        weights = weights * layer.expert_scale
     y, n = np.zeros_like(h), spec.ffn_dim
     record[:] = 0
     for e, expert in enumerate(layer.experts):
@@ -385,7 +412,12 @@ def _mixture(bound: Bound, h: F32, sparsity: str, stats: FFNStats, record: F32) 
             own = np.empty((len(mine), n), np.float32)
             y[mine] += weights[mine, e, None] * _expert(bound, expert, h[mine], sparsity, stats, own)
             record[mine, e * n : (e + 1) * n] = own
-    return y if layer.shared is None else y + _shared(bound, layer.shared, h)
+    if layer.shared is None:
+        return y
+    if layer.experts_post_norm is None:
+        return y + _shared(bound, layer.shared, h)
+    own = _shared(bound, layer.shared, _normed(spec, layer.shared_norm, stream))
+    return _normed(spec, layer.experts_post_norm, y) + _normed(spec, layer.shared_post_norm, own)
 
 
 def _shared(bound: Bound, f: FFN, h: F32) -> F32:

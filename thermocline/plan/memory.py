@@ -83,16 +83,19 @@ def others_of(
 
 
 def layer_shape(spec: ModelSpec) -> _native.LayerShape:
+    """Return sizes that no layer exceeds."""
+    shapes = spec.attentions
+    alone = spec.shared_dim if spec.shared_norms else 0  # then it is computed as the FFN of a dense layer
     return _native.LayerShape(
         dim=spec.dim,
         ffn_dim=spec.ffn_dim,
         experts=spec.n_experts,
         active=spec.n_experts_active,
-        heads=spec.n_heads,
-        kv_heads=spec.n_kv_heads,
-        head_dim=spec.head_dim,
+        heads=max(s.heads for s in shapes),
+        kv_heads=max(s.kv_heads for s in shapes),
+        head_dim=max(s.head_dim for s in shapes),
         shared_dim=spec.shared_dim,
-        dense_dim=spec.dense_dim,
+        dense_dim=max(spec.dense_dim, alone),
         bundles=spec.sparse,
     )
 
@@ -103,7 +106,8 @@ def scratch_bytes(
     """Return the most that a step allocates besides keys and values: the core's scratch, our arrays."""
     tokens = max(prefill_chunk, max_batch)
     native = _native.scratch_bytes(layer_shape(spec), tokens=tokens, positions=context, threads=threads)
-    residual = tokens * spec.dim
+    given = 3 * tokens * spec.n_layers * spec.per_layer_dim  # the table's rows, the projection, their sum
+    residual = tokens * spec.dim + given
     logits = (max_batch + 10) * spec.vocab_size  # and the sampler's sort of one request's, in f64 and i64
     return native + 4 * (residual + logits)
 

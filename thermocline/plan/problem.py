@@ -129,16 +129,23 @@ class Problem:
             reads = self.reads(self.hotness.key(i), i, work) if self.spec.sparse else dense[sizes.neurons]
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
-            kv_read = layer_bytes(self.spec, i, depth * work.batch, self.ask.cache)
+            kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
             yield LayerWork(sizes, reads, self.kv_layer_bytes(i), kv_read, self.spec.dim, divides(self.spec))
 
 
 def without_gpu_ops(spec: ModelSpec) -> str | None:
     """Return what of a model no GPU computes yet; None: nothing."""
     for what, there in (
+        ("heads of two sizes", spec.full_head_dim + spec.full_kv_heads > 0),
         ("a shared FFN beside its experts", spec.shared_dim > 0),
         ("layers without experts beside such with them", bool(spec.dense_layers)),
         ("layers without rope beside such with it", spec.rope_layers is not None),
+        ("values that are keys, or normed", spec.values_are_keys or spec.v_norm),
+        ("keys and values that layers share", spec.kv_shared_layers > 0),
+        ("a number for each layer", spec.layer_scale),
+        ("what tokens bring to layers", spec.per_layer_dim > 0),
+        ("a router's own norm", spec.router_input != "ffn_norm"),
+        ("a number for each expert", spec.router.expert_scale),
         ("norms of q and k over all heads, or behind rope", spec.qk_norm_whole or spec.qk_norm_last),
     ):
         if there:

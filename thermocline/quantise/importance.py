@@ -41,12 +41,12 @@ def of_moments(moments: Moments) -> Importance:
 
 def check(importance: Mapping[str, F32], spec: ModelSpec, where: str) -> None:
     """Raise BadFile unless these are importances of this model, finite and not negative."""
-    q = spec.n_heads * spec.head_dim
     shapes = {HEAD: (1, spec.embed_dim or spec.dim)}
     for i in range(spec.n_layers):
         experts, _, width = spec.ffn(i)
         shapes[f"layers.{i}.qkv"] = (1, spec.dim)
-        shapes[f"layers.{i}.attn_out"] = (1, q)
+        shape = spec.attention(i)
+        shapes[f"layers.{i}.attn_out"] = (1, 0 if shape is None else shape.context)
         shapes[f"layers.{i}.ffn"] = (experts, spec.dim)
         shapes[f"layers.{i}.down"] = (experts, width)
     for name, values in importance.items():

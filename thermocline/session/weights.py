@@ -17,7 +17,7 @@ from thermocline.errors import BadFile, OutOfBudget
 from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import QKV, RowPart, TensorInfo, bundle_parts
+from thermocline.model.tensors import RowPart, TensorInfo, bundle_parts
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import (
     CPU,
@@ -27,7 +27,9 @@ from thermocline.ops.interface import (
     Layer,
     Linear,
     Norm,
+    PerLayer,
     Stacked,
+    TokenInputs,
     WeightMatrix,
     Weights,
 )
@@ -137,8 +139,11 @@ def _faster_in_groups(made: PackInMemory) -> Iterator[str]:
     for i in range(s.n_layers):
         a, ffn = f"layers.{i}", ("gate", "up", "down")
         always += [f"{a}.{part}.weight" for part in ("qkv", "attn_out", *(() if s.sparse else ffn))]
-        always += [f"{a}.shared.{part}.weight" for part in ffn]
-        parts = [f"{a}.{n}.weight" for n in QKV]
+        always += [f"{a}.{of}.{part}.weight" for of in ("shared", "per_layer") for part in ffn]
+        shape = s.attention(i)
+        if shape is not None and len(shape.projections) == 2 and shape.context % made.ops.native.group:
+            always.remove(f"{a}.qkv.weight")  # k's rows are used twice, and would begin inside a group
+        parts = [] if shape is None else [f"{a}.{n}.weight" for n in shape.projections]
         if all(map(made.faster_in_groups, parts)):
             yield from parts
     yield from filter(made.faster_in_groups, always)
@@ -324,19 +329,59 @@ class PackInMemory:
             return FFNPart(gate, rows("up.weight") if spec.gated else None, rows("down.weight"), device)
         return FFNPart(gate, *records(rows("bundle")), device)
 
-    def qkv(self, layer: str) -> Linear:
-        """Return q, k and v, which are three tensors where their formats differ."""
+    def qkv(self, i: int) -> Linear:
+        """Return q, k and v, or q alone; they are several tensors where their formats differ.
+
+        Where values are the keys, k's rows come twice.
+        """
+        layer, shape = f"layers.{i}", self.spec.attention(i)
+        assert shape is not None, "no attention in this layer"
         fused, bias = f"{layer}.qkv.weight", self.vector(f"{layer}.qkv.bias")
+        twice = len(shape.projections) == 2
         if fused in self.tensors or fused in self.on_gpus:
-            return Linear(self.matrix(fused), bias)
-        return Linear(Stacked(tuple(self.matrix(f"{layer}.{n}.weight") for n in QKV)), bias)
+            whole = self.matrix(fused)
+            if not twice:
+                return Linear(whole, bias)
+            return Linear(Stacked((whole, self._rows_from(fused, shape.context))), bias)
+        parts = tuple(self.matrix(f"{layer}.{n}.weight") for n in shape.projections)
+        parts = (*parts, parts[1]) if twice else parts
+        return Linear(Stacked(parts) if len(parts) > 1 else parts[0], bias)
+
+    def _rows_from(self, name: str, first: int) -> _native.Matrix:
+        """Return the rows of a tensor in RAM from `first` on."""
+        info, group = self.tensors[name], self.ops.native.group if name in self.grouped else 1
+        at, id = info.offset + first * info.stride, quant.FORMATS[info.format].id
+        return _native.Matrix(self.arena, at, id, info.shape[0] - first, info.shape[1], info.stride, group)
+
+    def token_inputs(self) -> TokenInputs | None:
+        if not self.spec.per_layer_dim:
+            return None
+        norm = self.vector("per_layer.norm.weight")
+        assert norm is not None, "the manifest demands it"
+        return TokenInputs(
+            self.matrix("per_layer.embed.weight"), self.matrix("per_layer.project.weight"), norm
+        )
+
+    def per_layer(self, layer: str) -> PerLayer | None:
+        if not self.spec.per_layer_dim:
+            return None
+        gate, down = (self.matrix(f"{layer}.per_layer.{part}.weight") for part in ("gate", "down"))
+        norm = self.norm(f"{layer}.per_layer.post_norm")
+        assert norm is not None, "the manifest demands it"
+        return PerLayer(gate, down, norm)
+
+    def router_norm(self, layer: str) -> Norm | None:
+        """Return the norm of a router's own input, of which it takes a part: by the square root of dim."""
+        norm = self.norm(f"{layer}.router.norm")
+        return None if norm is None else replace(norm, weight=norm.weight * np.float32(self.spec.dim**-0.5))
 
     def layer(self, i: int) -> Layer:
         a, experts = f"layers.{i}", self.spec.ffn(i).experts
+        scale = self.vector(f"{a}.scale")
         gate = f"{a}.shared.router.weight"
         return Layer(
             attn_norm=self.norm(f"{a}.attn_norm"),
-            qkv=self.qkv(a),
+            qkv=self.qkv(i),
             attn_out=self.linear(f"{a}.attn_out"),
             ffn_norm=self.norm(f"{a}.ffn_norm"),
             experts=self.experts(a, experts),
@@ -351,6 +396,13 @@ class PackInMemory:
             selection_bias=self.vector(f"{a}.router.selection_bias"),
             shared=self.shared(a),
             shared_router=self.matrix(gate) if gate in self.tensors else None,
+            shared_norm=self.norm(f"{a}.shared.norm"),
+            shared_post_norm=self.norm(f"{a}.shared.post_norm"),
+            experts_post_norm=self.norm(f"{a}.experts_post_norm"),
+            router_norm=self.router_norm(a),
+            expert_scale=self.vector(f"{a}.router.expert_scale"),
+            scale=1.0 if scale is None else float(scale[0]),
+            per_layer=self.per_layer(a),
             router_copies=self.on_gpus.get(f"{a}.router.weight", {}),
         )
 
@@ -361,7 +413,9 @@ def _check_routers(weights: Weights, ops: CpuOps, name: str) -> None:
         if layer.router is None or not isinstance(layer.router.weight, _native.Matrix):
             continue
         rows = np.arange(layer.router.weight.shape[0], dtype=np.int32)
-        parts = ops.embed(layer.router.weight, rows), layer.router.bias, layer.selection_bias
+        norm = None if layer.router_norm is None else layer.router_norm.weight
+        vectors = layer.router.bias, layer.selection_bias, layer.expert_scale, norm
+        parts = ops.embed(layer.router.weight, rows), *vectors
         if not all(np.isfinite(x).all() for x in parts if x is not None):
             raise BadFile(
                 f"{name}: the router of layer {i} holds a value that is not a finite number; the file is "
@@ -386,6 +440,7 @@ def assemble(made: PackInMemory, name: str) -> Weights:
         head=Linear(embed, None) if spec.tied_head else made.linear("head"),
         project_in=made.matrix("project_in.weight") if spec.embed_dim is not None else None,
         project_out=made.matrix("project_out.weight") if spec.embed_dim is not None else None,
+        token_inputs=made.token_inputs(),
     )
     _check_routers(weights, made.ops, name)
     return weights

@@ -32,7 +32,11 @@ class RandomWeights:
             return offsets[first:last]
         words = self._bits(name, 2, first, last).view("<u2")[:, 0]
         values = normal_values(words) * np.float32(_VECTOR_SD)
-        if "norm.weight" in name:
+        if name.endswith((".scale", ".expert_scale")):
+            values += 1
+        elif name.endswith(".router.norm.weight"):  # its part of it is divided by this
+            values = (values + 1) * np.float32(math.sqrt(self._stats.spec.dim))
+        elif "norm.weight" in name:
             values += 1
             if self._stats.constant:
                 values[: max(0, BLOCK - first)] = 1
@@ -59,12 +63,18 @@ class RandomWeights:
     def _columns(self, name: str) -> int:
         s = self._stats.spec
         if name.endswith(".attn_out.weight"):
-            return s.n_heads * s.head_dim
+            shape = s.attention(_layer(name))
+            assert shape is not None, "no attention in this layer"
+            return shape.context
+        if name == "per_layer.embed.weight":
+            return s.n_layers * s.per_layer_dim
         return self._width(name) if name.endswith(".down.weight") else s.dim
 
     def _width(self, name: str) -> int:
         """Return the neurons of the FFN that a tensor belongs to."""
         s = self._stats.spec
+        if ".per_layer." in name:
+            return s.per_layer_dim
         return s.shared_dim if ".shared." in name else s.ffn(_layer(name)).width
 
     def _make(self, name: str, format: str) -> StoredRows:
@@ -88,6 +98,10 @@ class RandomWeights:
             case "down":
                 sd = stats.down_sd(self._width(name), s.ffn(_layer(name)).experts)
                 return Matrix(_number(sd), quiet, mirrored=stats.mirrored)
+            case "per_layer.embed":
+                return Matrix(_number(s.per_layer_dim**-0.5), quiet)
+            case "per_layer.down":
+                return Matrix(_number(s.per_layer_dim**-0.5), quiet)
             case "shared.down":
                 return Matrix(_number(stats.down_sd(s.shared_dim, 1)), quiet)
             case "gate" if stats.sparsity:

@@ -60,8 +60,9 @@ def moments_bytes(spec: ModelSpec) -> int:
         return 4 * columns * min(columns, WINDOW)
 
     total = products(spec.dim)
-    for experts, _, width in map(spec.ffn, range(spec.n_layers)):
-        total += products(spec.dim) + products(spec.n_heads * spec.head_dim)
+    for i in range(spec.n_layers):
+        (experts, _, width), shape = spec.ffn(i), spec.attention(i)
+        total += products(spec.dim) + products(0 if shape is None else shape.context)
         total += experts * (products(spec.dim) + products(width))
     return total
 
