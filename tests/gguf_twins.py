@@ -59,6 +59,7 @@ LAYER = {
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.primary_router": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
@@ -80,6 +81,7 @@ WHOLE = {
 
 EXPERTS = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
 EXPERTS |= {"gate_proj": "ffn_gate", "down_proj": "ffn_down", "up_proj": "ffn_up"}
+EXPERTS |= {"gate": "ffn_gate", "down": "ffn_down", "up": "ffn_up"}
 
 
 def experts_of(out: dict[str, F32], part: str, layer: str, w: F32, apart: bool) -> None:
@@ -293,7 +295,7 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
         w.add_layer_norm_rms_eps(config["norm_eps"])
     if w.arch == "nemotron":
         w.add_string("nemotron.rope.scaling.type", "none")
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)}
     near, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     w.add_rope_dimension_count(int(head_dim * (rope.get("partial_rotary_factor") or 1)))
     grown = float(rope.get("alpha") or 1.0) ** (head_dim / (head_dim - 2))  # Hunyuan's
@@ -314,8 +316,10 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
     """Each of them that a config has is written as the converter does."""
     for keys, add in (
         (("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), w.add_expert_count),
+        (("moe_num_primary_experts",), w.add_expert_count),
+        (("moe_num_active_primary_experts",), w.add_expert_used_count),
         (("num_experts_per_tok", "moe_k", "moe_topk"), w.add_expert_used_count),
-        (("moe_intermediate_size",), w.add_expert_feed_forward_length),
+        (("moe_intermediate_size", "moe_ffn_hidden_size"), w.add_expert_feed_forward_length),
         (("n_shared_experts", "moe_num_shared_experts"), w.add_expert_shared_count),
         (("first_k_dense_replace", "moe_layer_start_index"), w.add_leading_dense_block_count),
         (("moe_layer_interval",), w.add_interleave_moe_layer_step),
@@ -333,11 +337,14 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
                 add(config[key])
     if "norm_topk_prob" in config and "n_routed_experts" in config:
         w.add_expert_weights_norm(config["norm_topk_prob"])
-    sigmoid = w.arch in ("glm4moe", "dots1", "minimax-m2")
-    if sigmoid:
+    softmax = config.get("moe_primary_router_apply_softmax")  # SmallThinker's
+    if softmax is not None or w.arch in ("glm4moe", "dots1", "minimax-m2"):
         import gguf
 
-        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        kinds = gguf.ExpertGatingFuncType
+        w.add_expert_gating_func(kinds.SOFTMAX if softmax else kinds.SIGMOID)
+    if any(config.get("sliding_window_layout", ())):
+        w.add_sliding_window(config["sliding_window_size"])
     if w.arch in ("minimax-m2", "hunyuan-moe", "gpt-oss"):
         w.add_expert_feed_forward_length(config["intermediate_size"])
     if w.arch == "hunyuan-moe":
@@ -400,7 +407,8 @@ def write(
     w.add_context_length(config["max_position_embeddings"])
     w.add_embedding_length(config["hidden_size"])
     w.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
-    ffn = config.get("intermediate_size") or config.get("ffn_dim") or config["ffn_hidden_size"]
+    widths = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_ffn_hidden_size")
+    ffn = next(config[key] for key in widths if config.get(key))
     w.add_feed_forward_length(ffn)
     w.add_head_count(heads)
     w.add_head_count_kv(kv_heads(config))

@@ -49,6 +49,7 @@ LOGITS = (
     "gemma4",
     "gemma4_moe",
     "gemma4_small",
+    "smallthinker",
 )
 
 

@@ -154,6 +154,17 @@ def llama_fatrelu(path: Path, seed: int = 7) -> Path:
     return path
 
 
+def sparse_lm(path: Path) -> Path:
+    """Sakana's SparseLM: a Llama with ReLU whose config says SiLU, which its code does not look at."""
+
+    def sakana(config: Json) -> None:
+        config |= {"architectures": ["SparseLlamaForCausalLM"], "model_type": "llama_sparse_relu"}
+        config |= {"hidden_act": "silu"}
+
+    _edit_config(_llama(path, 62, hidden_act="relu"), sakana)
+    return path
+
+
 def llama_gelu(path: Path, seed: int = 6) -> Path:
     """GELU (erf) in a gated FFN."""
     return _llama(path, seed, hidden_act="gelu")
@@ -585,7 +596,8 @@ def steer(tensors: dict[str, NDArray[np.float32]], seed: int) -> None:
     routers = [
         w
         for name, w in tensors.items()
-        if re.search(r"\.(gate|gate\.wg|router|router\.layer|router\.proj)\.weight$", name)
+        if re.search(r"\.(gate|gate\.wg|router|router\.layer|primary_router|router\.proj)\.weight$", name)
+        and ".experts." not in name
     ]
     if not routers:
         return
@@ -759,6 +771,54 @@ def olmo3(path: Path) -> Path:
     return _transformers("Olmo3", path, 63, sliding_window=9, layer_types=kinds, rope_parameters=ropes)
 
 
+def _smallthinker(path: Path, seed: int, **changes: Any) -> Path:
+    """SmallThinker: transformers has no such class, so `_SmallThinker` computes it."""
+    from safetensors.numpy import save_file
+
+    config: Json = {
+        "architectures": ["SmallThinkerForCausalLM"], "model_type": "smallthinker", "vocab_size": VOCAB,
+        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 24, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6, "rope_theta": 1000.0,
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "moe_ffn_hidden_size": 48,
+        "moe_num_primary_experts": EXPERTS, "moe_num_active_primary_experts": ACTIVE,
+        "moe_primary_router_apply_softmax": False, "rope_layout": [0, 1, 1], "sliding_window_size": 9,
+        "sliding_window_layout": [0, 1, 1],
+    } | changes  # fmt: skip
+    d, rows = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    kv, f = config["num_key_value_heads"] * config["head_dim"], config["moe_ffn_hidden_size"]
+    experts = (f"block_sparse_moe.experts.{e}." for e in range(config["moe_num_primary_experts"]))
+    matrices: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (rows, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
+        "self_attn.o_proj": (d, rows), "input_layernorm": (d,), "post_attention_layernorm": (d,),
+        "block_sparse_moe.primary_router": (config["moe_num_primary_experts"], d),
+    }  # fmt: skip
+    for e in experts:
+        matrices |= {e + "gate": (f, d), e + "up": (f, d), e + "down": (d, f)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (VOCAB, d), "model.norm": (d,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head"] = (VOCAB, d)
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in matrices.items()}
+    rng = np.random.default_rng(seed)
+    tensors = {f"{n}.weight": random_tensor(f"{n}.weight", shapes[n], rng) for n in sorted(shapes)}
+    steer(tensors, seed)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    return path
+
+
+def smallthinker(path: Path) -> Path:
+    """21B's kind: a layer without rope and window, two with both; sigmoids by their sum."""
+    return _smallthinker(path, 60)
+
+
+def smallthinker_softmax(path: Path) -> Path:
+    """4B's kind: rope everywhere, no window, a tied head; weights are a softmax."""
+    more: Json = {"rope_layout": [1] * 3, "sliding_window_layout": [0] * 3, "tie_word_embeddings": True}
+    return _smallthinker(path, 61, moe_primary_router_apply_softmax=True, **more)
+
+
 # What a user has to say of them: their configs leave open which ReLU it is.
 ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
@@ -773,6 +833,7 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         llama3,
         llama3_old,
         llama_fatrelu,
+        sparse_lm,
         llama_gelu,
         mistral,
         bamboo,
@@ -831,6 +892,8 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         smollm3_interval,
         olmo2,
         olmo3,
+        smallthinker,
+        smallthinker_softmax,
     )
 }
 
@@ -963,6 +1026,89 @@ def _gpt_oss_blocks_model(path: Path, config: Json) -> Any:
     return model
 
 
+class _SmallThinker:
+    """SmallThinker as its paper and llama.cpp's graph have it, in float64 (arXiv 2507.20984)."""
+
+    def __init__(self, path: Path, config: Json) -> None:
+        from safetensors.torch import load_file
+
+        self.config = config
+        self.weights = {name: w.double() for name, w in load_file(path / "model.safetensors").items()}
+
+    def eval(self) -> Any:
+        return self
+
+    def __call__(self, ids: Any) -> Any:
+        import types
+
+        w, c = self.weights, self.config
+        x = w["model.embed_tokens.weight"][ids[0]]
+        for i in range(c["num_hidden_layers"]):
+            layer = f"model.layers.{i}."
+            chosen, shares = self._routed(layer, x)  # of the layer's input, as it is
+            x = x + self._attended(i, layer, self._normed(layer + "input_layernorm", x))
+            h = self._normed(layer + "post_attention_layernorm", x)
+            x = x + self._experts(layer, h, chosen, shares)
+        head = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
+        logits = self._normed("model.norm", x) @ w[f"{head}.weight"].T
+        return types.SimpleNamespace(logits=logits.float()[None])
+
+    def _normed(self, name: str, x: Any) -> Any:
+        mean = (x * x).mean(-1, keepdim=True)
+        return x / (mean + self.config["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
+
+    def _routed(self, layer: str, x: Any) -> Any:
+        logits = x @ self.weights[f"{layer}block_sparse_moe.primary_router.weight"].T
+        values, chosen = logits.topk(self.config["moe_num_active_primary_experts"], dim=-1)
+        if self.config["moe_primary_router_apply_softmax"]:
+            return chosen, values.softmax(-1)
+        return chosen, values.sigmoid() / values.sigmoid().sum(-1, keepdim=True)
+
+    def _experts(self, layer: str, h: Any, chosen: Any, shares: Any) -> Any:
+        import torch
+
+        out = torch.zeros_like(h)
+        for t in range(len(h)):
+            for e, share in zip(chosen[t].tolist(), shares[t], strict=True):
+                name = f"{layer}block_sparse_moe.experts.{e}."
+                gate, up, down = (self.weights[f"{name}{part}.weight"] for part in ("gate", "up", "down"))
+                out[t] += share * (down @ (torch.relu(gate @ h[t]) * (up @ h[t])))
+        return out
+
+    def _attended(self, i: int, layer: str, h: Any) -> Any:
+        import torch
+
+        c, n = self.config, len(h)
+        heads, dim = c["num_attention_heads"], c["head_dim"]
+
+        def of(part: str) -> Any:
+            return (h @ self.weights[f"{layer}self_attn.{part}_proj.weight"].T).view(n, -1, dim)
+
+        q, k, v = of("q"), of("k"), of("v")
+        if c["rope_layout"][i]:
+            q, k = self._turned(q), self._turned(k)
+        group = heads // c["num_key_value_heads"]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / dim**0.5
+        behind = torch.arange(n)[:, None] - torch.arange(n)[None, :]
+        hidden = behind < 0
+        if c["sliding_window_layout"][i]:
+            hidden |= behind >= c["sliding_window_size"]
+        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out = torch.einsum("hij,jhd->ihd", p, v).reshape(n, -1)
+        return out @ self.weights[f"{layer}self_attn.o_proj.weight"].T
+
+    def _turned(self, x: Any) -> Any:
+        import torch
+
+        half = x.shape[-1] // 2
+        frequencies = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
+        angles = torch.arange(len(x)).double()[:, None] * frequencies
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
 def hf_model(path: Path) -> Any:
     """transformers' own model for a twin directory, in float32, with plain attention."""
     import torch
@@ -970,10 +1116,14 @@ def hf_model(path: Path) -> Any:
 
     torch.set_num_threads(1)
     config = json.loads((path / "config.json").read_text())
-    if config["architectures"] == ["SparseLlamaForCausalLM"]:
+    if config["model_type"] == "llama_sparse_relu":
+        model = _plain(path, config, "Llama", hidden_act="relu")
+    elif config["architectures"] == ["SparseLlamaForCausalLM"]:
         model = _fatrelu_model(path, config)
     elif config["architectures"] == ["BambooForCausalLM"]:
         model = _bamboo_model(path, config)
+    elif config["architectures"] == ["SmallThinkerForCausalLM"]:
+        return _SmallThinker(path, config)
     elif config["architectures"] == ["TurboSparseMixtralForCausalLM"]:
         model = _turbosparse_mixtral_model(path, config)
     elif config["architectures"] == ["MiniCPMForCausalLM"]:

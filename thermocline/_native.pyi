@@ -3,7 +3,7 @@ is a TypeError, a wrong shape or value a ValueError.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -358,6 +358,8 @@ class Mixture:
         """`weights`: how much of each expert tokens with these logits get; both [tokens, experts]."""
 
     @property
+    def experts(self) -> int: ...
+    @property
     def neurons(self) -> int:
         """Of all experts."""
 
@@ -424,8 +426,14 @@ class Context:
 
     def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, kv: KVPages) -> None: ...
     def per_layer_add(self, x: F32, layer: PerLayer, given: F32) -> None: ...
-    def read_ahead(self, h: F32, layer: FFN | Mixture, sparsity: int) -> None:
+    @overload
+    def read_ahead(self, h: F32, layer: FFN, sparsity: int) -> None:
         """Begins the reads that `ffn_add` or `moe_add` will need. `h`: the residual before attention."""
+
+    @overload
+    def read_ahead(self, h: F32, layer: Mixture, sparsity: int, weights: F32 | None = None) -> None: ...
+    def routed(self, h: F32, layer: Mixture, out: F32) -> None:
+        """How much of each expert every token of h gets, [tokens, experts], of a router that reads h."""
 
     def ffn_add(
         self, x: F32, h: F32, layer: FFN, sparsity: int, record: F32 | None = None
@@ -437,9 +445,18 @@ class Context:
         """
 
     def moe_add(
-        self, x: F32, h: F32, layer: Mixture, sparsity: int, record: F32 | None = None
+        self,
+        x: F32,
+        h: F32,
+        layer: Mixture,
+        sparsity: int,
+        record: F32 | None = None,
+        weights: F32 | None = None,
     ) -> tuple[int, int, int, int, int]:
-        """As `ffn_add`; rows of a dense pass are all experts'. `record`: [tokens, experts * neurons]."""
+        """As `ffn_add`; rows of a dense pass are all experts'. `record`: [tokens, experts * neurons].
+
+        `weights`: what `routed` said; None: the router reads what experts do.
+        """
 
 # ---- parts of a step in another processor's queue
 

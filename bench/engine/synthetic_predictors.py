@@ -62,11 +62,11 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ops, name)
 
-    def ffn_add(self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats) -> None:
+    def ffn_add(self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, **more: Any) -> None:
         n, s = self.norms[len(self.found) % len(self.norms)], self.spec  # long texts come in pieces
         normed = h.copy() if n is None else reference.norm(h, n.weight, n.bias, s.norm_eps, s.norm)
         active = np.zeros((len(x), s.n_experts * s.ffn_dim), np.float32)
-        self.ops.ffn_add(x, h, bound, sparsity, stats, active)
+        self.ops.ffn_add(x, h, bound, sparsity, stats, active, **more)
         self.found.append((normed, active.astype(np.float16)))  # 26 GB of weights leave room for no more
 
 

@@ -444,8 +444,23 @@ static Counts ffn_add(Context& c, MutF2 x, F2 h, const FFN& f, int sparsity, std
     return counts_of(r);
 }
 
-static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity,
-                      std::optional<MutF2> record) {
+// Returns the shares that are given, or null.
+static const float* given(const std::optional<F2>& weights, const Mixture& m, size_t tokens) {
+    check(!weights || (weights->shape(0) == tokens && weights->shape(1) == m.layer.experts.size()),
+          "weights has the wrong shape");
+    return weights ? weights->data() : nullptr;
+}
+
+static void routed(Context& c, F2 h, const Mixture& m, MutF2 out) {
+    check(h.shape(1) == m.dim(), "h has the wrong width");
+    check(out.shape(0) == h.shape(0) && out.shape(1) == m.layer.experts.size(), "out has the wrong shape");
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(c.one_call);
+    c.routed(m.layer, h.data(), h.shape(0), out.data());
+}
+
+static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity, std::optional<MutF2> record,
+                      std::optional<F2> weights) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check_rows(x, h, m.dim());
     check_groups(c, m);
@@ -458,7 +473,8 @@ static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity,
                                x.shape(0),
                                x.shape(1),
                                tc::Sparsity(sparsity),
-                               record ? record->data() : nullptr};
+                               record ? record->data() : nullptr,
+                               given(weights, m, x.shape(0))};
     tc::FFNCounts r;
     {
         nb::gil_scoped_release release;
@@ -469,10 +485,23 @@ static Counts moe_add(Context& c, MutF2 x, F2 h, const Mixture& m, int sparsity,
 }
 
 template <class Args, class Bound>
-static void read_ahead(Context& c, F2 h, const Bound& bound, int sparsity) {
+static Args about(F2 h, const Bound& bound, int sparsity) {
     check(sparsity >= 0 && sparsity < tc::N_SPARSITIES, "unknown sparsity");
     check(h.shape(1) == bound.dim(), "h has the wrong width");
-    const Args a = {bound.layer, nullptr, h.data(), h.shape(0), h.shape(1), tc::Sparsity(sparsity), nullptr};
+    return {bound.layer, nullptr, h.data(), h.shape(0), h.shape(1), tc::Sparsity(sparsity), nullptr};
+}
+
+static void read_ahead(Context& c, F2 h, const FFN& f, int sparsity) {
+    const auto a = about<tc::FFNArgs>(h, f, sparsity);
+    nb::gil_scoped_release release;
+    std::lock_guard<std::mutex> lock(c.one_call);
+    c.read_ahead(a);
+}
+
+static void read_ahead_of_experts(Context& c, F2 h, const Mixture& m, int sparsity,
+                                  std::optional<F2> weights) {
+    auto a = about<tc::MixtureArgs>(h, m, sparsity);
+    a.weights = given(weights, m, h.shape(0));
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
     c.read_ahead(a);
@@ -748,6 +777,7 @@ NB_MODULE(_native, m) {
              "experts_norm"_a.none() = nb::none(), nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(),
              nb::keep_alive<0, 9>(), nb::keep_alive<0, 10>())
         .def("route", &route, "logits"_a.noconvert(), "weights"_a.noconvert())
+        .def_prop_ro("experts", [](const Mixture& m) { return m.layer.experts.size(); })
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })
         .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.experts[0]->disk != nullptr; });
     nb::class_<Step>(m, "Step").def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(),
@@ -834,10 +864,12 @@ NB_MODULE(_native, m) {
         .def("per_layer_add", &per_layer_add, "x"_a.noconvert(), "layer"_a, "given"_a.noconvert())
         .def("ffn_add", &ffn_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none())
-        .def("read_ahead", &read_ahead<tc::FFNArgs, FFN>, "h"_a.noconvert(), "layer"_a, "sparsity"_a)
-        .def("read_ahead", &read_ahead<tc::MixtureArgs, Mixture>, "h"_a.noconvert(), "layer"_a, "sparsity"_a)
+        .def("read_ahead", &read_ahead, "h"_a.noconvert(), "layer"_a, "sparsity"_a)
+        .def("read_ahead", &read_ahead_of_experts, "h"_a.noconvert(), "layer"_a, "sparsity"_a,
+             "weights"_a.noconvert() = nb::none())
+        .def("routed", &routed, "h"_a.noconvert(), "layer"_a, "out"_a.noconvert())
         .def("moe_add", &moe_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
-             "record"_a.noconvert() = nb::none());
+             "record"_a.noconvert() = nb::none(), "weights"_a.noconvert() = nb::none());
     bind_host(m);
     bind_plan(m);
     bind_quantise(m);

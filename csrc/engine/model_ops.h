@@ -243,6 +243,8 @@ class Context {
     FFNCounts moe_add(const MixtureArgs& a);
     // given: [tokens, p.gate.rows]
     void per_layer_add(float* x, const PerLayer& p, const float* given, size_t tokens);
+    // How much of each expert tokens get whose router reads h itself. out: [tokens, experts].
+    void routed(const Mixture& m, const float* h, size_t tokens, float* out);
     // Begins reads that the next ffn_add or moe_add of this layer will probably need. a.h is the residual
     // stream before attention; a.x and a.record are not used. Results do not depend on it, time does.
     void read_ahead(const FFNArgs& a);
@@ -268,7 +270,7 @@ class Context {
     void linear(const Matrix* w, const Input* in, size_t n, const float* bias, float* out, bool add);
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
     FFNCounts moe_block(const MixtureArgs& a);
-    const float* routed(const MixtureArgs& a, const float** h);
+    const float* shares(const MixtureArgs& a, const float** h);
     size_t tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights);
     struct Experts;
     FFNCounts experts_add(const MixtureArgs& a, const float* h, const float* weights, float* sum);

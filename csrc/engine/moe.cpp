@@ -27,7 +27,7 @@ FFNCounts Context::moe_add(const MixtureArgs& a) {
 }
 
 // Returns how much of each expert a token gets, [tokens, experts]; *h becomes the experts' common input.
-const float* Context::routed(const MixtureArgs& a, const float** h) {
+const float* Context::shares(const MixtureArgs& a, const float** h) {
     const Mixture& m = a.mixture;
     const size_t experts = m.experts.size();
     *h = a.h;
@@ -37,15 +37,23 @@ const float* Context::routed(const MixtureArgs& a, const float** h) {
         *h = normed;
     }
     if (a.weights) return a.weights;
-    float *logits = grown(routed_.logits, a.tokens * experts),
-          *weights = grown(routed_.weights, a.tokens * experts);
-    matmul(m.router, m.router_norm, m.router_norm.weight ? a.h : *h, a.tokens, logits, false);
-    each_token(pool, a.tokens, 1, [&](size_t t) {
-        float* mine = weights + t * experts;
-        route(m.rule, logits + t * experts, m.selection_bias, experts, m.active, mine);
-        for (size_t e = 0; m.expert_scale && e < experts; e++) mine[e] *= m.expert_scale[e];
-    });
+    float* weights = grown(routed_.weights, a.tokens * experts);
+    routed(m, m.router_norm.weight ? a.h : *h, a.tokens, weights);
     return weights;
+}
+
+void Context::routed(const Mixture& m, const float* h, size_t tokens, float* out) {
+    const size_t experts = m.experts.size(), dim = m.router.weight.cols;
+    float* logits = grown(routed_.logits, std::min(kPassTokens, tokens) * experts);
+    for (size_t t = 0; t < tokens; t += kPassTokens) {
+        const size_t n = std::min(kPassTokens, tokens - t);
+        matmul(m.router, m.router_norm, h + t * dim, n, logits, false);
+        each_token(pool, n, 1, [&](size_t i) {
+            float* mine = out + (t + i) * experts;
+            route(m.rule, logits + i * experts, m.selection_bias, experts, m.active, mine);
+            for (size_t e = 0; m.expert_scale && e < experts; e++) mine[e] *= m.expert_scale[e];
+        });
+    }
 }
 
 // Returns how many tokens go to expert e; puts their numbers into routed_.tokens, their inputs into
@@ -71,7 +79,7 @@ static std::shared_ptr<Fetches> reads_of(const MixtureArgs& a, Interrupted inter
 
 FFNCounts Context::moe_block(const MixtureArgs& a) {
     const size_t experts = a.mixture.experts.size(), all = a.tokens * a.dim;
-    const float *h, *weights = routed(a, &h);
+    const float *h, *weights = shares(a, &h);
     float* sum = grown(routed_.sum, all);
     std::fill(sum, sum + all, 0.0f);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
@@ -119,7 +127,7 @@ FFNCounts Context::expert_add(const MixtureArgs& a, size_t e, const float* h, co
 void Context::read_ahead(const MixtureArgs& a) {
     const Mixture& m = a.mixture;
     if (!can_read_ahead(*m.experts[0], a.tokens, a.sparsity)) return;
-    const float *h, *weights = routed(a, &h);
+    const float *h, *weights = shares(a, &h);
     const std::shared_ptr<Fetches> reads =
         begin_reads(m.experts.data(), m.experts.size(), a.tokens, interrupted);
     early_ = m.experts[0]->disk->reader.early = reads;

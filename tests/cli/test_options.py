@@ -122,10 +122,10 @@ EXPERTS = {
     "n_experts",
     "n_experts_active",
     "router",
+    "router_input",
     "shared_dim",
     "shared_gate",
     "shared_norms",
-    "router_input",
     "dense_layers",
     "dense_dim",
 }

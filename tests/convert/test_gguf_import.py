@@ -69,6 +69,7 @@ CASES: dict[str, tuple[str, bool]] = {
     "olmo3": ("olmo2", False),
     "smollm3_interval": ("smollm3", False),
     **dict.fromkeys(("gemma4", "gemma4_moe", "gemma4_small"), ("gemma4", False)),
+    **dict.fromkeys(("smallthinker", "smallthinker_softmax"), ("smallthinker", False)),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {

@@ -88,6 +88,22 @@ KEYS: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     },
+    "smallthinker": {
+        "moe_primary_router_apply_softmax": True,
+        "moe_num_active_primary_experts": 2,
+        "moe_num_primary_experts": 7,
+        "moe_ffn_hidden_size": 40,
+        "rope_layout": [1, 1, 0],
+        "rope_theta": 100.0,
+        "sliding_window_layout": [0, 0, 1],
+        "sliding_window_size": 4,
+        "rms_norm_eps": 0.1,
+        "hidden_act": "silu",
+        "moe_enable_early_router": False,
+        "moe_enable_secondary_experts": True,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+    },
 }
 
 
@@ -143,6 +159,14 @@ def test_every_field_of_a_router_changes_the_answer(case: str, glm: test_twins.M
     assert nmse(y, in_numpy(other).logits(ids, 40)) <= 1e-6
 
 
+def test_a_router_before_attention_reads_another_stream(tmp_path: Path) -> None:
+    model, ids = loaded(kept_twins.write("smallthinker", tmp_path / "smallthinker")), kept_twins.ids()
+    other = replace(model, spec=replace(model.spec, router_input="ffn_norm"))
+    y, truth = other.logits(ids, 40), model.logits(ids, 40)
+    assert nmse(y, truth) > 1e-4
+    assert nmse(y, in_numpy(other).logits(ids, 40)) <= 1e-6
+
+
 def test_the_shared_ffn_and_dense_layers_are_counted(tmp_path: Path) -> None:
     made = pack_of("glm4_moe", tmp_path)
     s = made.spec
@@ -174,6 +198,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "lightning attention": ("minimax_m2", {"attn_type_list": [0, 1, 1]}, "attn_type_list"),
     "layers that differ": ("hunyuan_moe", {"moe_topk": [3, 3, 2]}, "moe_topk .* layers differ"),
     "FP8": ("minimax_m2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "a layout too short": ("smallthinker", {"rope_layout": [1, 1]}, "rope_layout must be 3 of 0 and 1"),
+    "a window without size": ("smallthinker", {"sliding_window_size": None}, "sliding_window_size is miss"),
+    "another key": ("smallthinker", {"moe_secondary_expert_size": 4}, "'moe_secondary_expert_size' is unk"),
     "relu and dense layers": ("glm4_moe", {"hidden_act": "relu"}, "dense_layers"),
 }
 
@@ -284,6 +311,7 @@ def test_what_a_gpu_cannot_do_of_a_mixture_is_refused_in_a_line(tmp_path: Path) 
         ("glm4_moe", "a shared FFN"),
         ("qwen3_moe", "layers without"),
         ("olmoe", "norms of q"),
+        ("smallthinker", "a router before attention"),
     ):
         spec, _ = families.parse_config(config(name), None, name, None)
         assert without_gpu_ops(spec) is not None

@@ -248,6 +248,18 @@ def test_relu_that_may_be_on_gate_or_on_gate_and_up_is_asked_for(base: str) -> N
         assert (s.activation, s.up_activation) == ("relu", up)
 
 
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_sparse_qwen_is_asked_for_whatever_its_config_says(activation: str, tmp_path: Path) -> None:
+    path = tmp_path / "SparseQwen2-7B"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(QWEN2 | {"hidden_act": activation}))
+    with pytest.raises(Unsupported, match="choose --activation relu or --activation drelu"):
+        families.read_config(path)
+    assert families.read_config(path, "drelu")[0].up_activation == "relu"
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    assert families.read_config(tmp_path)[0].activation == "silu"
+
+
 CERTAIN: dict[str, tuple[Json, str]] = {
     "ReluLLaMA": (LLAMA | {"hidden_act": "relu"}, "relu"),
     "MiniCPM": (MINICPM, "relu"),
@@ -279,7 +291,11 @@ def test_a_model_type_is_its_architectures_or_left_out() -> None:
     for config in (LLAMA, MISTRAL, SPARSE, OPT):
         assert spec_of({k: v for k, v in config.items() if k != "model_type"}) == spec_of(config)
         with pytest.raises(BadFile, match="model_type contradicts architectures, which imply"):
-            spec_of(config | {"model_type": "llama_sparse_relu"})
+            spec_of(config | {"model_type": "sparse_llama_relu"})
+    sakana = SPARSE | {"model_type": "llama_sparse_relu", "hidden_act": "silu"}
+    assert spec_of({k: v for k, v in sakana.items() if k != "hidden_act_param"}).activation == "relu"
+    with pytest.raises(Unsupported, match="hidden_act_param"):
+        spec_of(sakana | {"hidden_act_param": 0.01})
     with pytest.raises(BadFile, match="imply 'llama', got 'mistral'"):
         spec_of(LLAMA | {"model_type": "mistral"})
 

@@ -114,7 +114,7 @@ def truth(pack: Pack, corpus: Corpus) -> tuple[I64, list[list[F32]], list[list[F
         def __getattr__(self, name: str) -> Any:
             return getattr(reference, name)
 
-        def ffn_add(self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats) -> None:
+        def ffn_add(self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, shares: Any) -> None:
             norm = bound.layer.ffn_norm
             inputs[-1].append(reference.norm(h, norm.weight, norm.bias, pack.spec.norm_eps, pack.spec.norm))
             hidden[-1].append(np.empty((len(x), pack.spec.ffn_dim), np.float32))

@@ -636,6 +636,7 @@ BINDERS = {
     "bind_part",
     "bind_experts",
 }  # arguments of the ops, made ready
+OF_MIXTURES = {"routed"}  # tests/ops/test_moe.py
 HINTS = {"read_ahead", "run", "rows"}  # compute nothing: tests/test_disk.py, tests/test_gpu.py
 
 
@@ -649,7 +650,7 @@ def public_functions(where: Any) -> set[str]:
     }
 
 
-OPS = sorted(public_functions(reference) - PARTS - BINDERS - HINTS)
+OPS = sorted(public_functions(reference) - PARTS - BINDERS - OF_MIXTURES - HINTS)
 
 
 @pytest.mark.parametrize(
@@ -667,7 +668,7 @@ def test_a_native_op_equals_the_reference(op: str, isa: str, format: str) -> Non
 
 
 def test_every_op_of_the_reference_is_native_and_checked() -> None:
-    assert set(OPS) == set(CHECKS) == public_functions(CpuOps) - BINDERS - HINTS
+    assert set(OPS) == set(CHECKS) == public_functions(CpuOps) - BINDERS - OF_MIXTURES - HINTS
 
 
 def test_every_format_is_native_and_no_other() -> None:
@@ -1586,6 +1587,10 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "mixture with a short norm": lambda g: g.mixture(norm=_native.Norm(zeros(31), None, 1e-5, False)),
     "mixture of narrow x": lambda g: g.moe_add(x=zeros(2, 31), h=zeros(2, 31)),
     "mixture recorded for one expert's neurons": lambda g: g.moe_add(record=zeros(2, 8)),
+    "mixture of others' shares": lambda g: g.c.moe_add(g.x, g.x, g.mixture(), 1, None, zeros(2, 4)),
+    "shares of other tokens": lambda g: g.c.routed(g.x, g.mixture(), zeros(3, 3)),
+    "shares of narrow h": lambda g: g.c.routed(zeros(2, 31), g.mixture(), zeros(2, 3)),
+    "reads ahead of others' shares": lambda g: g.c.read_ahead(g.x, g.mixture(), 1, zeros(1, 3)),
     "mixture into a read-only array": lambda g: g.moe_add(x=read_only(2, 32)),
     "load of odd blocks": lambda g: g.arena.load("/dev/zero", 1, 2, zeros(1, dtype=np.uint32), 512),
     "load in tiny blocks": lambda g: g.arena.load("/dev/zero", 0, 2, zeros(1, dtype=np.uint32), 1),
@@ -1623,6 +1628,7 @@ def test_bad_arguments_are_refused(call: str) -> None:
 def test_good_arguments_of_a_mixture_are_not_refused() -> None:
     g = Good()
     g.moe_add(), g.moe_add(record=zeros(2, 24)), g.mixture(active=3)
+    g.c.moe_add(g.x.copy(), g.x, g.mixture(), 1, None, zeros(2, 3)), g.c.routed(g.x, g.mixture(), zeros(2, 3))
     g.moe_add(x=zeros(0, 32), h=zeros(0, 32))
 
 

@@ -115,6 +115,31 @@ def test_a_mixture_is_the_reference_whatever_a_tokens_company(isa: str, format: 
         assert same_bits(np.concatenate(parts), y), cut
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("case", CASES)
+def test_experts_are_those_of_the_stream_that_the_router_reads(isa: str, case: str) -> None:
+    """Natively as in the reference, skipping or not, and whatever a token's company."""
+    mix = Mix("f32", *CASES[case])
+    x, h, before = normal(5, 300, DIM), normal(6, 300, DIM), normal(7, 300, DIM)
+
+    def run(ops: Any, at: slice, sparsity: str = "exact") -> tuple[F32, F32]:
+        bound, y = ops.bind_ffn(mix.spec, mix.numpy if ops is reference else mix.native), x[at].copy()
+        shares = ops.routed(before[at], bound)
+        ops.ffn_add(y, h[at], bound, sparsity, FFNStats(), shares=shares)
+        return y, shares
+
+    ops, every = cpu(isa, 3), slice(None)
+    truth, wanted = run(reference, every)
+    y, shares = run(ops, every)
+    assert np.array_equal(shares != 0, wanted != 0) and nmse(shares, wanted) <= F32_NMSE
+    assert nmse(y - x, truth - x) <= 10 * F32_NMSE
+    assert nmse(y - x, mix.run(ops, x, h)[0] - x) > 1e-2  # what experts read says others
+    assert same_bits(run(ops, every, "off")[0], y)
+    for cut in (1, 4, 257):
+        parts = [run(ops, at)[0] for at in (slice(0, cut), slice(cut, 300))]
+        assert same_bits(np.concatenate(parts), y), cut
+
+
 @pytest.mark.parametrize("format", [f.name for f in quant.FORMATS.values() if f.block > 1])
 def test_an_expert_is_the_ffn_it_would_be_alone(format: str) -> None:
     """One expert for each token: the mixture is that expert, to the bit, whatever the format."""
@@ -371,7 +396,7 @@ def test_mixtral_has_its_size() -> None:
 # ---- synth, profile, train
 
 
-@pytest.mark.parametrize("shape", ("mixtral-8x7b", "turbosparse-mixtral"))
+@pytest.mark.parametrize("shape", ("mixtral-8x7b", "turbosparse-mixtral", "smallthinker-4b"))
 def test_planted_neurons_are_active_within_the_chosen_experts(shape: str, tmp_path: Path) -> None:
     made = test_synth.make(tmp_path, shape, active=0.15, skew=0.3)
     s, loaded = made.spec, weights.load(made, threads=2)
@@ -386,6 +411,22 @@ def test_planted_neurons_are_active_within_the_chosen_experts(shape: str, tmp_pa
         assert np.corrcoef(counts[layer], truth[layer].ravel())[0, 1] > 0.75
     loads = counts.reshape(s.n_layers, s.n_experts, -1).mean(axis=2) / truth.mean()
     assert loads.min() > 0.4 and loads.max() < 2  # no expert is left out
+
+
+def test_skipping_within_experts_of_a_router_before_attention_changes_no_bit(tmp_path: Path) -> None:
+    """Of 0.4 of the chosen experts' neurons that are active, as SmallThinker's makers found."""
+    made = test_synth.make(tmp_path, "smallthinker-4b", "q4_0", active=0.4, skew=0.55)
+    loaded, ids, hashes = weights.load(made, threads=2), [i * 7 % 512 for i in range(40)], set()
+    for sparsity, chunk in (("exact", 64), ("off", 64), ("exact", 7)):
+        settings = EngineSettings(context=64, max_batch=1, sparsity=sparsity, prefill_chunk=chunk)
+        engine = Engine(made.spec, loaded.weights, loaded.ops, settings)
+        request = engine.submit(ids, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        while engine.step():
+            pass
+        figures = request.completion().figures
+        hashes.add(figures.logits_hash)
+    assert len(hashes) == 1
+    assert figures.active_fraction is not None and 0.1 < figures.active_fraction < 0.25  # planted: 0.15
 
 
 @pytest.fixture(scope="module")

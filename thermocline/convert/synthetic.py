@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from thermocline.convert.random_weights.source import RandomWeights
-from thermocline.convert.synthetic_weights import ACTIVE, SyntheticSparsity, WeightStatistics
+from thermocline.convert.synthetic_weights import ACTIVE, SKEW, SyntheticSparsity, WeightStatistics
 from thermocline.errors import Unsupported, UsageError
-from thermocline.files.bounded import parse_json, read_small
+from thermocline.files.bounded import Json, parse_json, read_small
 from thermocline.model.families import MAX_CONFIG_BYTES, parse_config, read_config_json
 from thermocline.model.mixes import formats_of, main_format
 from thermocline.model.spec import ModelSpec
@@ -29,6 +29,8 @@ from thermocline.pack.pack import Pack, Progress
 from thermocline.pack.writer import PackExtras, write_pack
 
 SHAPES = Path(__file__).parents[1] / "bundled" / "shapes.json"
+# Models whose makers say how many of the chosen experts' neurons are active: (that share, a skew it allows).
+TRAINED = dict.fromkeys(("smallthinker-4b", "smallthinker-21b"), (0.4, 0.55))  # arXiv 2507.20984
 TRUTH = "synth.npz"  # beside the pack's own files
 
 
@@ -45,16 +47,24 @@ def read_shape(
     Raises UsageError for an unknown shape, and the errors of `parse_config`.
     """
     known = shapes()
-    changed = {} if layers is None else {"num_hidden_layers": layers}
     if shape in known:
-        return shape, *parse_config(known[shape] | changed, None, shape, activation)
+        return shape, *parse_config(_cut(known[shape], layers), None, shape, activation)
     path = Path(shape)
     if path.is_dir():
         path /= "config.json"
     if not path.exists():
         raise UsageError(f"{shape}: is neither a config.json nor a known shape; known: {', '.join(known)}")
     name = os.path.basename(os.path.dirname(os.path.realpath(path)))
-    return name, *parse_config(read_config_json(path) | changed, None, str(path), activation)
+    return name, *parse_config(_cut(read_config_json(path), layers), None, str(path), activation)
+
+
+def _cut(config: Json, layers: int | None) -> Json:
+    """Return a config with so many layers, and lists about each layer as long."""
+    if layers is None:
+        return config
+    n = config.get("num_hidden_layers")
+    lists = {k: v[:layers] for k, v in config.items() if isinstance(v, list) and len(v) == n}
+    return config | lists | {"num_hidden_layers": layers}
 
 
 def formats_named(name: str, spec: ModelSpec) -> tuple[str, dict[str, str]]:
@@ -77,7 +87,7 @@ class SyntheticModel:
         shape: str,
         seed: int,
         active: float | None,
-        skew: float,
+        skew: float | None,
         rank: int,
         hottest_first: bool = False,
         activation: str | None = None,
@@ -85,9 +95,9 @@ class SyntheticModel:
     ) -> SyntheticModel:
         """Describe a synthetic model of a shape, with so many layers if given.
 
-        `active` is the mean share of active neurons. None means `ACTIVE` for a ReLU model and no sparsity
-        for others; a number makes any model a ReLU model. Raises Unsupported, and the errors of `read_shape`
-        and `WeightStatistics.of`.
+        `active` is the mean share of active neurons. None means that of `TRAINED`, or else `ACTIVE`, for a
+        ReLU model and no sparsity for others; a number makes any model a ReLU model. `skew` None likewise.
+        Raises Unsupported, and the errors of `read_shape` and `WeightStatistics.of`.
         """
         name, spec, tensor_map = read_shape(shape, activation, layers)
         if spec.embed_dim is not None:
@@ -97,8 +107,9 @@ class SyntheticModel:
             )
         if active is not None and not spec.sparse:
             spec = dataclasses.replace(spec, activation="relu", swiglu_alpha=1.0, swiglu_limit=0.0)
-        chosen = ACTIVE if active is None else active
-        sparsity = SyntheticSparsity(chosen, skew, rank, hottest_first) if spec.sparse else None
+        mean, steep = TRAINED.get(shape, (ACTIVE, SKEW)) if active is None else (active, SKEW)
+        steep = steep if skew is None else skew
+        sparsity = SyntheticSparsity(mean, steep, rank, hottest_first) if spec.sparse else None
         known = expected_tensors(spec, "f32")
         optional = tuple(n for n in tensor_map.tensors if n in known and known[n].optional)
         said = {} if layers is None else {"layers": layers}

@@ -26,6 +26,7 @@ I64 = NDArray[np.int64]
 BLOCK = 32  # columns of a quantisation block: columns with a special role come in whole blocks
 LOGIT_SD = 2.5  # as in trained models: the likeliest of 32000 tokens is then about 4 deviations out
 HOT_SHARE = 0.8  # `skew` is the share of neurons that makes this share of all activations
+SKEW = 0.26  # the default: OPT-30B's
 ACTIVE = 0.1  # the default share of active neurons: PowerInfer's mean over the blocks of a ReLU model
 HOTTEST = 0.98  # no neuron is active more often
 # Parts of a gate's variance. All gates of a layer share their "mood": it makes some tokens activate more
@@ -164,6 +165,11 @@ class WeightStatistics:
     def constant_value(self) -> float:
         """Return the value of the residual stream's constant columns: about the size of the others."""
         return self.embed_sd
+
+    def stream_sd(self, layer: int) -> float:
+        """Return the deviation of the residual stream before a layer."""
+        grown = layer * (AVERAGED * ATTENTION_ADDS + FFN_ADDS)
+        return math.sqrt(self.embed_sd**2 + grown / self.spec.n_layers)
 
     def normalised(self, layer: int) -> tuple[float, float]:
         """Describe the FFN norm's output: (deviation of a column over tokens, value of constant columns)."""

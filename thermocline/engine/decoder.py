@@ -165,11 +165,12 @@ def _layers(
 
     for i, (attention, ffn) in enumerate(zip(model.attention, model.ffn, strict=True)):
         h = x.copy() if spec.parallel else x  # what the FFN reads
-        ops.read_ahead(x, ffn, sparsity)
+        shares = ops.routed(x, ffn) if spec.router_input == "layer_input" else None
+        ops.read_ahead(x, ffn, sparsity, shares=shares)
         ops.attention_add(x, x, attention, steps[spec.window(i), spec.turns(i)], kv.layer(i))
         if spec.norm_order == "post":
             h = x = _norm(spec, layers[i].attn_norm, x, ops)
-        ops.ffn_add(x, h, ffn, sparsity, stats)
+        ops.ffn_add(x, h, ffn, sparsity, stats, shares=shares)
         if given is not None:
             ops.per_layer_add(x, model.per_layer[i], given[i])
         if spec.norm_order == "post":

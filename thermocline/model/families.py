@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from thermocline.model.gemma import families as gemma
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec, windows
 from thermocline.model.mixtures import families as mixtures
 from thermocline.model.mixtures import gpt_oss
+from thermocline.model.relu import smallthinker
 from thermocline.model.spec import ModelSpec, check_spec
 from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, tensors
 
@@ -43,6 +45,10 @@ _DEFAULTS: Json = {
 }
 
 
+# Published models whose code has dReLU, whatever family and activation their configs name.
+_UNSURE = re.compile(r"sparse-?qwen", re.IGNORECASE)
+
+
 def read_config(path: Path, activation: str | None = None) -> Read:
     """Read the model in Hugging Face directory `path` from its config.json and generation_config.json.
 
@@ -52,7 +58,11 @@ def read_config(path: Path, activation: str | None = None) -> Read:
     config, generation = read_config_json(config_path), None
     if os.path.exists(generation_path):
         generation = parse_json(read_small(generation_path, MAX_CONFIG_BYTES), str(generation_path))
-    return parse_config(config, generation, str(config_path), activation)
+    called = (*path.resolve().parts[-3:], config.get("_name_or_path"))
+    unsure = any(_UNSURE.search(n) for n in called if isinstance(n, str))
+    if unsure and config.get("hidden_act") == "silu":
+        config = config | {"hidden_act": "relu"}
+    return parse_config(config, generation, str(config_path), activation, sure=not unsure)
 
 
 def read_config_json(path: Path) -> Json:
@@ -110,6 +120,8 @@ def _family(config: Json, name: str) -> Family:
     ):
         raise BadFile(f"{name}: architectures is not a list of one name")
     family = FAMILIES.get(architectures[0])
+    if architectures[0] == "SparseLlamaForCausalLM":
+        family = BY_TYPE.get(str(config.get("model_type")), family)
     if family is None:
         first, *others = (n for n in FAMILIES if n.endswith("ForCausalLM"))  # and wrappers of some
         more = ", ".join(n.removesuffix("ForCausalLM") for n in others)
@@ -173,6 +185,13 @@ def check_activation(spec: ModelSpec, activation: str | None, name: str) -> None
 def _llama(keys: ConfigKeys, stop: Any) -> Read:
     """Llama 1-3 and everything shaped like it, ReluLLaMA too."""
     spec = read_spec(keys, stop, "llama")
+    return spec, tensors(spec, biases=attention_biases(keys))
+
+
+def _sparse_lm(keys: ConfigKeys, stop: Any) -> Read:
+    """Sakana's SparseLM: a Llama with ReLU, whatever its config says; its code has no other."""
+    keys.activation("hidden_act", ("silu", "relu"))
+    spec = read_spec(keys, stop, "llama", activation="relu")
     return spec, tensors(spec, biases=attention_biases(keys))
 
 
@@ -496,6 +515,8 @@ class Family:
     text_type: str = ""  # of a wrapper, whose `text_config` is what is read: that one's model_type
 
 
+# Families whose architecture another one has too.
+BY_TYPE: dict[str, Family] = {"llama_sparse_relu": Family("llama_sparse_relu", _sparse_lm, reglu=True)}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", _llama, reglu=True),
     "SparseLlamaForCausalLM": Family("sparsellama", _sparse_llama, reglu=True),
@@ -517,6 +538,7 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeSharedForCausalLM": Family("granitemoeshared", mixtures.granite_moe_shared),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", mixtures.minimax_m2),
     "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", mixtures.hunyuan_moe),
+    "SmallThinkerForCausalLM": Family("smallthinker", smallthinker.smallthinker, reglu=True),
     "Gemma2ForCausalLM": Family("gemma2", gemma.gemma2),
     "Gemma3ForCausalLM": Family("gemma3_text", gemma.gemma3),
     "Gemma3ForConditionalGeneration": Family("gemma3", gemma.gemma3, text_type="gemma3_text"),

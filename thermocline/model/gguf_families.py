@@ -32,6 +32,7 @@ from thermocline.model.gguf_metadata import (
 from thermocline.model.mixtures import gguf as mixtures
 from thermocline.model.mixtures import gpt_oss
 from thermocline.model.mixtures.gguf import experts
+from thermocline.model.relu import smallthinker
 from thermocline.model.spec import PLAIN_ROUTER, ModelSpec, RopeScaling, Router
 from thermocline.model.tensor_map import SourceSlice, TensorMap, pairs
 
@@ -150,6 +151,7 @@ _LLAMA_NAMES = {
 _EXPERT = re.compile(r"(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)")
 _EXPERT_NAMES = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
 _EXPERT_NAMES |= {"gate_proj": "ffn_gate", "down_proj": "ffn_down", "up_proj": "ffn_up"}
+_EXPERT_NAMES |= {"gate": "ffn_gate", "down": "ffn_down", "up": "ffn_up"}
 _QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 _MIXTURE_NAMES = _LLAMA_NAMES | {
     "mlp.gate": "ffn_gate_inp",
@@ -292,6 +294,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("attn_q", "attn_k"),
         moved=mixtures.granite_moe_in_gguf,
     ),
+    "smallthinker": Architecture(smallthinker.gguf_config, _LLAMA_NAMES | smallthinker.NAMES),
     "minimax-m2": Architecture(mixtures.minimax_m2, _LLAMA_NAMES | _QK_NORMS),
     "hunyuan-moe": Architecture(mixtures.hunyuan_moe, _MIXTURE_NAMES | _HUNYUAN_NAMES),
     "gemma2": Architecture(gemma.gemma2, _GEMMA_NAMES),

@@ -25,7 +25,7 @@ ROPE_SCALINGS = ("linear", "yarn", "llama3", "longrope", "proportional")
 ROUTER_SCORES = ("softmax", "sigmoid", "logits")
 ROUTER_WEIGHTS = ("chosen", "score", "normalised")
 GROUP_RULES = ("max", "sum2")
-ROUTER_INPUTS = ("ffn_norm", "own_norm")
+ROUTER_INPUTS = ("ffn_norm", "own_norm", "layer_input")
 QKV = ("q", "k", "v")
 
 
@@ -181,7 +181,7 @@ class ModelSpec:
     shared_gate: bool = later(False)  # the shared FFN is multiplied by sigmoid(w . x)
     shared_norms: bool = later(False)
     # What the router reads: "ffn_norm", as experts do; "own_norm": the stream under a norm of its own, by
-    # the square root of dim.
+    # the square root of dim; "layer_input": the stream before attention.
     router_input: str = later("ffn_norm")
     # Layers with one plain FFN of another width, and no router.
     dense_layers: tuple[int, ...] = later(())
@@ -424,6 +424,8 @@ def _mixture_problems(s: ModelSpec) -> list[tuple[str, bool]]:
     return [
         ("router has a rule that is unknown", not known),
         ("router is for mixtures", not mixture and r != PLAIN_ROUTER),
+        ("router_input is unknown", s.router_input not in ROUTER_INPUTS),
+        ("router_input is for mixtures", not mixture and s.router_input != "ffn_norm"),
         ("router.epsilon is not within 0..1", not 0.0 <= r.epsilon <= 1.0),
         ("router.epsilon needs normalised weights", r.weights != "normalised" and r.epsilon != 0.0),
         ("router.epsilon_floor needs an epsilon", r.epsilon_floor and r.epsilon == 0.0),

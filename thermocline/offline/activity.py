@@ -93,14 +93,22 @@ class ActivityRecorder(CpuOps):
         self._skip, self._wanted = skip, wanted
 
     def ffn_add(
-        self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, record: F32 | None = None
+        self,
+        x: F32,
+        h: F32,
+        bound: Any,
+        sparsity: str,
+        stats: FFNStats,
+        record: F32 | None = None,
+        *,
+        shares: F32 | None = None,
     ) -> None:
         layer, self._layer = self._layer, self._layer + 1
         seen = (
             self._normed(layer, h[self._wanted]) if len(self._wanted) else None
         )  # before x, maybe h, changes
         record = np.empty((len(x), bound.neurons), np.float32) if record is None else record
-        super().ffn_add(x, h, bound, sparsity, stats, record)
+        super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
         add_windows((record[self._skip :] != 0).view(np.uint8), self.counts[layer])
         if seen is not None:
             self.samples.append(self._sample(layer, seen, record[self._wanted]))

@@ -63,19 +63,28 @@ class TraceRecorder(CpuOps):
         return super().step(batch, block, cos, sin, window)
 
     def ffn_add(
-        self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, record: F32 | None = None
+        self,
+        x: F32,
+        h: F32,
+        bound: Any,
+        sparsity: str,
+        stats: FFNStats,
+        record: F32 | None = None,
+        *,
+        shares: F32 | None = None,
     ) -> None:
         if self._rows is None:
-            return super().ffn_add(x, h, bound, sparsity, stats, record)
+            return super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
         layer, self._layer = self._layer, self._layer + 1
-        gated = self._gates(layer, h) if self._spec.up_activation == "relu" else None  # before h changes
+        drelu = self._spec.up_activation == "relu"
+        gated = self._gates(layer, h, shares) if drelu else None  # before h changes
         record = np.empty((len(x), bound.neurons), np.float32)
-        super().ffn_add(x, h, bound, sparsity, stats, record)
+        super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
         needed = record != 0 if gated is None else gated
         self._rows[layer].extend(np.packbits(needed, axis=1, bitorder="little"))
         return None
 
-    def _gates(self, layer: int, h: F32) -> Bool:
+    def _gates(self, layer: int, h: F32, shares: F32 | None) -> Bool:
         """Return the neurons that dReLU needs: it reads an up row if the gate is above the threshold."""
         s, own = self._spec, self._layers[layer]
         if own.ffn_norm is not None and s.norm_order != "post":
@@ -85,8 +94,10 @@ class TraceRecorder(CpuOps):
         )
         needed = gates > s.activation_threshold  # [tokens, n_experts, ffn_dim]
         if own.router is not None:
-            logits = self.matmul(own.router.weight, h, own.router.bias)
-            needed &= route(logits, s.n_experts_active, s.router, own.selection_bias)[:, :, None] != 0
+            if shares is None:
+                logits = self.matmul(own.router.weight, h, own.router.bias)
+                shares = route(logits, s.n_experts_active, s.router, own.selection_bias)
+            needed &= shares[:, :, None] != 0
         return needed.reshape(len(h), -1)
 
 

@@ -285,14 +285,19 @@ def _widths(cost: Callable[[int], float], first: int, spec: ModelSpec, late: Cal
 
 
 def layer_samples(pack: Pack, layer: int, rows: Rows) -> LayerSamples:
-    """Return a layer's samples. In a mixture, the router tells the experts of each token."""
+    """Return a layer's samples. In a mixture, the router tells the experts of each token.
+
+    If it reads another stream than experts do, those that have an active neuron are the token's.
+    """
     x, index, mass = rows[0].astype(np.float32), rows[2].astype(np.int64), rows[3].astype(np.float32)
     spec = pack.spec
     a = LayerSamples(x, rows[1], index, mass, spec.n_experts * spec.ffn_dim)
     if spec.n_experts == 1:
         return a
-    router = read_tensor(pack, f"layers.{layer}.router.weight").view("<f4")
-    chosen = route(x @ router.T, spec.n_experts_active) != 0
+    chosen = np.zeros((len(x), spec.n_experts), bool)
+    if spec.router_input == "ffn_norm":
+        router = read_tensor(pack, f"layers.{layer}.router.weight").view("<f4")
+        chosen = route(x @ router.T, spec.n_experts_active) != 0
     chosen[a.token, index // spec.ffn_dim] = True  # inputs are rounded to f16, so a close choice may differ
     return replace(a, chosen=chosen)
 

@@ -203,9 +203,26 @@ class CpuOps:
     def rows(self, x: F32, rows: I32) -> F32:
         return np.ascontiguousarray(x[rows])
 
-    def read_ahead(self, h: F32, bound: _native.FFN | _native.Mixture, sparsity: str) -> None:
-        if bound.from_disk:
+    def routed(self, h: F32, bound: _native.FFN | _native.Mixture) -> F32:
+        assert isinstance(bound, _native.Mixture), "one expert has no router"
+        out = np.empty((len(h), bound.experts), np.float32)
+        self.native.routed(h, bound, out)
+        return out
+
+    def read_ahead(
+        self,
+        h: F32,
+        bound: _native.FFN | _native.Mixture,
+        sparsity: str,
+        *,
+        shares: F32 | None = None,
+    ) -> None:
+        if not bound.from_disk:
+            return
+        if isinstance(bound, _native.FFN):
             self.native.read_ahead(h, bound, SPARSITIES[sparsity])
+        else:
+            self.native.read_ahead(h, bound, SPARSITIES[sparsity], shares)
 
     def ffn_add(
         self,
@@ -215,13 +232,15 @@ class CpuOps:
         sparsity: str,
         stats: FFNStats,
         record: F32 | None = None,
+        *,
+        shares: F32 | None = None,
     ) -> None:
         mode = SPARSITIES[sparsity]
         try:
             if isinstance(bound, _native.FFN):
                 counts = self.native.ffn_add(x, h, bound, mode, record)
             else:
-                counts = self.native.moe_add(x, h, bound, mode, record)
+                counts = self.native.moe_add(x, h, bound, mode, record, shares)
         except _native.DiskError as e:
             raise disk_error(e) from None
         stats.neurons += len(x) * bound.neurons

@@ -355,7 +355,10 @@ class GpuOps:
             self._host().matmul(_native.Linear(rows.weight, rows.bias), x.array, here.numpy())
         return here
 
-    def read_ahead(self, h: Hidden, bound: BoundFFN, sparsity: str) -> None:
+    def routed(self, h: Hidden, bound: BoundFFN) -> F32:
+        raise AssertionError("a router before attention: see problem.without_gpu_ops")
+
+    def read_ahead(self, h: Hidden, bound: BoundFFN, sparsity: str, *, shares: F32 | None = None) -> None:
         """Do nothing: the CPU's part comes when its task does."""
 
     def attention_add(self, x: Hidden, h: Hidden, b: BoundAttention, step: DeviceStep, kv: KVLayer) -> None:
@@ -379,8 +382,18 @@ class GpuOps:
             run(k.norm, attended, attended, *parts(b.sub_norm))
         self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, attended, add))
 
-    def ffn_add(self, x: Hidden, h: Hidden, b: BoundFFN, sparsity: str, stats: FFNStats) -> None:
+    def ffn_add(
+        self,
+        x: Hidden,
+        h: Hidden,
+        b: BoundFFN,
+        sparsity: str,
+        stats: FFNStats,
+        *,
+        shares: F32 | None = None,
+    ) -> None:
         """x += the FFN's parts: the first GPU's, the other GPUs' in their order, the CPU's."""
+        assert shares is None, "a router before attention: see problem.without_gpu_ops"
         if not isinstance(b, DeviceFFN):
             self._cpu_ffn(x, h, b, sparsity)
             return

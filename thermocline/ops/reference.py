@@ -347,13 +347,35 @@ def rows(x: F32, rows: I32) -> F32:
     return found
 
 
-def read_ahead(h: F32, bound: Bound, sparsity: str) -> None:
+def routed(h: F32, bound: Bound) -> F32:
+    """Return how much of each expert every token gets, [tokens, experts], of a router that reads h.
+
+    One that reads a layer's input is asked before: `ffn_add` of that layer takes what it says.
+    """
+    spec, layer = bound.spec, bound.layer
+    assert layer.router is not None
+    seen = _normed(spec, layer.router_norm, h)
+    logits = matmul(layer.router.weight, seen, layer.router.bias)
+    weights = route(logits, spec.n_experts_active, spec.router, layer.selection_bias)
+    return weights if layer.expert_scale is None else weights * layer.expert_scale
+
+
+def read_ahead(h: F32, bound: Bound, sparsity: str, *, shares: F32 | None = None) -> None:
     """Nothing is read here. Natively: what `ffn_add` will likely need of `h`, while attention is computed."""
 
 
-def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record: F32 | None = None) -> None:
+def ffn_add(
+    x: F32,
+    h: F32,
+    bound: Bound,
+    sparsity: str,
+    stats: FFNStats,
+    record: F32 | None = None,
+    *,
+    shares: F32 | None = None,
+) -> None:
     """x += FFN(norm(h)), in place; h may be x. `exact` skips the neurons no token needs: same answer;
-    `predict` also those that are not predicted for any of a few tokens.
+    `predict` also those that are not predicted for any of a few tokens. `shares`: what `routed` said of them.
 
     `record` [tokens, neurons of all experts] takes what down is multiplied with (before a sub-norm).
     """
@@ -370,7 +392,9 @@ def ffn_add(x: F32, h: F32, bound: Bound, sparsity: str, stats: FFNStats, record
     if layer.router is None:
         y = _expert(bound, layer.experts[0], h, sparsity, stats, record)
     else:
-        y = _mixture(bound, stream, h, sparsity, stats, record)
+        if shares is None:
+            shares = routed(h if layer.router_norm is None else stream, bound)
+        y = _mixture(bound, stream, h, sparsity, stats, record, shares)
     if stats.layers is not None:
         after = stats.active, stats.rows, stats.predicted
         stats.layers += (b - a for a, b in zip(before, after, strict=True))
@@ -392,19 +416,15 @@ def per_layer_add(x: F32, bound: Bound, given: F32) -> None:
     x *= np.float32(bound.layer.scale)
 
 
-def _mixture(bound: Bound, stream: F32, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:
+def _mixture(
+    bound: Bound, stream: F32, h: F32, sparsity: str, stats: FFNStats, record: F32, weights: F32
+) -> F32:
     """The chosen experts' answers, weighted and added up in ascending order, then the shared FFN's.
 
-    `stream`: h before the norm, which a router, or a shared FFN, may have its own norm of.
+    `stream`: h before the norm, which a shared FFN may have its own norm of.
     """
-    spec, layer = bound.spec, bound.layer
-    assert layer.router is not None
-    seen = h if layer.router_norm is None else _normed(spec, layer.router_norm, stream)
-    logits = matmul(layer.router.weight, seen, layer.router.bias)
-    weights = route(logits, spec.n_experts_active, spec.router, layer.selection_bias)
-    if layer.expert_scale is not None:
-        weights = weights * layer.expert_scale
-    y, n = np.zeros_like(h), spec.ffn_dim
+    spec, layer, n = bound.spec, bound.layer, bound.spec.ffn_dim
+    y = np.zeros_like(h)
     record[:] = 0
     for e, expert in enumerate(layer.experts):
         mine = np.flatnonzero(weights[:, e])

@@ -47,11 +47,13 @@ class SynthOptions:
     active: float | None = opt(
         None, real(0.001, 0.9), "X", "Sparsity",
         "Mean fraction of neurons active for a token; makes a dense shape a ReLU model.",
-        shown="0.1 for ReLU shapes; others stay dense"
+        shown="0.1 for ReLU shapes, SmallThinker's 0.4; others stay dense"
     )  # fmt: skip
-    skew: float = opt(
-        0.26, real(0.001, 0.8), "X", "Sparsity",
-        "Fraction of a layer's neurons that makes 80% of the activations; OPT-30B has 0.26, a ReGLU 70B 0.43."
+    skew: float | None = opt(
+        None, real(0.001, 0.8), "X", "Sparsity",
+        "Fraction of a layer's neurons that makes 80% of the activations; OPT-30B has 0.26, a ReGLU 70B "
+        "0.43.",
+        shown="0.26; SmallThinker's 0.55"
     )  # fmt: skip
     rank: int = opt(
         64, whole(32), "N", "Sparsity",

@@ -104,6 +104,8 @@ class RandomWeights:
                 return Matrix(_number(s.per_layer_dim**-0.5), quiet)
             case "shared.down":
                 return Matrix(_number(stats.down_sd(s.shared_dim, 1)), quiet)
+            case "router" if s.router_input == "layer_input":  # which no norm has scaled
+                return Matrix(_number(1 / math.sqrt(s.dim) / stats.stream_sd(_layer(name))), quiet)
             case "gate" if stats.sparsity:
                 moods = tuple(_number(m) for m in stats.moods(_layer(name)))
                 return self._gate_like(_layer(name), s.activation_threshold, moods)

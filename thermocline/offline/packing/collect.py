@@ -78,16 +78,28 @@ class InputCollector(CpuOps):
         y = self.matmul(layer.attn_out.weight, a, layer.attn_out.bias)
         x += np.float32(self._spec.residual_scale) * self._normed(layer.attn_post_norm, y)
 
-    def read_ahead(self, h: F32, bound: Any, sparsity: str) -> None:
+    def routed(self, h: F32, bound: Any) -> F32:
+        half: BoundHalf = bound
+        return super().routed(h, half.native)
+
+    def read_ahead(self, h: F32, bound: Any, sparsity: str, *, shares: F32 | None = None) -> None:
         """All weights are in memory."""
 
     def ffn_add(
-        self, x: F32, h: F32, bound: Any, sparsity: str, stats: FFNStats, record: F32 | None = None
+        self,
+        x: F32,
+        h: F32,
+        bound: Any,
+        sparsity: str,
+        stats: FFNStats,
+        record: F32 | None = None,
+        *,
+        shares: F32 | None = None,
     ) -> None:
         half: BoundHalf = bound
         seen = self._normed(half.layer.ffn_norm, h)
         record = np.empty((len(x), half.native.neurons), np.float32)
-        super().ffn_add(x, h, half.native, sparsity, stats, record)
+        super().ffn_add(x, h, half.native, sparsity, stats, record, shares=shares)
         name, (experts, _, width) = f"layers.{half.index}", self._spec.ffn(half.index)
         for e in range(experts):
             own = record[:, e * width : (e + 1) * width]

@@ -1,0 +1,1 @@
+"""Readers of models whose FFNs have ReLU by nature."""
