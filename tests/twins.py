@@ -43,7 +43,11 @@ def _randomise(model: Any, seed: int) -> None:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
-    if name.endswith("e_score_correction_bias"):  # decides between experts whose scores are no near tie
+    if name.endswith("A_log"):  # a state that outlives some tokens
+        return np.asarray(0.4 * rng.standard_normal(shape) - 1.5, dtype=np.float32)
+    if name.endswith(
+        ("e_score_correction_bias", "expert_bias")
+    ):  # decides between experts whose scores are no near tie
         step = 0.4 if "moe_statics" in name else 0.25
         return np.asarray(step * rng.integers(0, 2, shape), dtype=np.float32)
     noise = rng.standard_normal(shape, dtype=np.float32)
@@ -268,7 +272,11 @@ def _model(name: str, **changes: Any) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
-CONFIG_CLASSES = {"Gemma3": "Gemma3TextConfig"}
+CONFIG_CLASSES = {
+    "Gemma3": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 
 
 def qwen2(path: Path) -> Path:
@@ -602,7 +610,8 @@ def steer(tensors: dict[str, NDArray[np.float32]], seed: int) -> None:
     if not routers:
         return
     rng, n = np.random.default_rng(seed), len(routers[0])
-    (embed,) = (w for name, w in tensors.items() if name.endswith("embed_tokens.weight"))
+    names = ("embed_tokens.weight", "embeddings.weight")
+    (embed,) = (w for name, w in tensors.items() if name.endswith(names))
     levels = np.linspace(3, -2.5, n)  # not symmetric: sums of two sigmoids would be alike
     embed[:, :n] = [rng.permutation(levels) for _ in range(len(embed))]
     for w in routers:
@@ -819,6 +828,114 @@ def smallthinker_softmax(path: Path) -> Path:
     return _smallthinker(path, 61, moe_primary_router_apply_softmax=True, **more)
 
 
+# ---- recurrent layers
+
+DELTANET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8}
+DELTANET |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 16}
+DELTANET |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+SHARED = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 40, "num_experts": EXPERTS}
+
+
+def qwen3_next(path: Path) -> Path:
+    """What a group of heads reads in one tensor; experts, and one of all tokens behind a gate."""
+    return _mixture("Qwen3Next", path, 60, partial_rotary_factor=0.5, **DELTANET, **SHARED)
+
+
+def qwen3_5(path: Path) -> Path:
+    """Qwen3.5, dense, with a tied head and a DeltaNet whose kernel sees three tokens."""
+    more = DELTANET | {"linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
+    return _transformers("Qwen3_5", path, 61, **more)
+
+
+def qwen3_5_moe(path: Path) -> Path:
+    """Qwen3.5's mixture as libraries write it: a tensor for each expert."""
+    return _mixture("Qwen3_5Moe", path, 62, **DELTANET, **SHARED)
+
+
+def qwen3_5_moe_stacked(path: Path) -> Path:
+    """As published: experts in two stacks, a layer that guesses further tokens, and a tower for images."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(qwen3_5_moe(path) / "model.safetensors")
+    own, base = {}, "model.language_model.layers"
+    for i in range(3):
+        at = f"layers.{i}.mlp.experts"
+        (root,) = {n.split(at)[0] for n in tensors if at in n}
+
+        def of(e: int, part: str, at: str = root + at) -> Any:
+            return tensors.pop(f"{at}.{e}.{part}_proj.weight")
+
+        gates = [np.concatenate([of(e, "gate"), of(e, "up")]) for e in range(EXPERTS)]
+        own[f"{base}.{i}.mlp.experts.gate_up_proj"] = np.stack(gates)
+        own[f"{base}.{i}.mlp.experts.down_proj"] = np.stack([of(e, "down") for e in range(EXPERTS)])
+    for name, value in tensors.items():
+        bare = name.removeprefix("model.").removeprefix("language_model.")
+        own[name if name == "lm_head.weight" else f"model.language_model.{bare}"] = value
+    own |= {"mtp.fc.weight": np.ones((4, 4), np.float32), "model.visual.patch.bias": np.ones(4, np.float32)}
+    save_file(own, path / "model.safetensors", {"format": "pt"})
+
+    def wrapped(config: Json) -> None:
+        inner = dict(config)
+        config.clear()
+        config |= {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+        config |= {"text_config": inner, "vision_config": {"depth": 1}, "image_token_id": 5}
+        config |= {"tie_word_embeddings": False, "vision_start_token_id": 6, "vision_end_token_id": 7}
+        inner.pop("architectures")
+
+    _edit_config(path, wrapped)
+    return path
+
+
+MAMBA = {"mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12, "conv_kernel": 4}
+MAMBA |= {"head_dim": 16, "chunk_size": 8, "time_step_min": 1e-9}
+
+
+def nemotron_h(path: Path) -> Path:
+    """Nemotron-H: each layer is one of Mamba-2, attention without positions, and squared ReLU."""
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]
+    return _transformers("NemotronH", path, 63, layers_block_type=kinds, **MAMBA)
+
+
+def nemotron_h_moe(path: Path) -> Path:
+    """Nemotron-3-Nano: mixtures of ungated squared ReLU, and one of all tokens; no bias of convolutions."""
+    kinds = ["linear_attention", "moe", "linear_attention", "full_attention", "moe"]
+    more = {"n_routed_experts": EXPERTS, "moe_intermediate_size": 48, "routed_scaling_factor": 1.7}
+    more |= {"moe_shared_expert_intermediate_size": 40, "use_conv_bias": False}
+    return _mixture("NemotronH", path, 64, layers_block_type=kinds, **MAMBA, **more)
+
+
+GRANITE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
+GRANITE |= {"mamba_d_conv": 4, "mamba_chunk_size": 8, "shared_intermediate_size": 40, "logits_scaling": 1.3}
+GRANITE |= {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
+GRANITE |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+
+
+def granite_hybrid(path: Path) -> Path:
+    """Granite 4: stacked experts beside the FFN of all tokens, attention without positions."""
+    more = {"num_local_experts": EXPERTS, "intermediate_size": 48}
+    return _mixture("GraniteMoeHybrid", path, 65, **GRANITE, **more)
+
+
+def granite_hybrid_dense(path: Path) -> Path:
+    """Granite 4's smallest: one FFN, and rope."""
+    more = {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True}
+    return _transformers("GraniteMoeHybrid", path, 66, **GRANITE, **more)
+
+
+CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "norm_eps": 1e-5}
+
+
+def lfm2(path: Path) -> Path:
+    """Short convolutions, and a width that the code makes of the config's."""
+    return _transformers("Lfm2", path, 67, intermediate_size=168, block_multiple_of=16, **CONV)
+
+
+def lfm2_moe(path: Path) -> Path:
+    """LFM2's mixture behind a first layer without."""
+    more = {"num_experts": EXPERTS, "moe_intermediate_size": 48, "num_dense_layers": 1}
+    return _mixture("Lfm2Moe", path, 68, routed_scaling_factor=1.2, **CONV, **more)
+
+
 # What a user has to say of them: their configs leave open which ReLU it is.
 ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
@@ -894,6 +1011,16 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         olmo3,
         smallthinker,
         smallthinker_softmax,
+        qwen3_next,
+        qwen3_5,
+        qwen3_5_moe,
+        qwen3_5_moe_stacked,
+        nemotron_h,
+        nemotron_h_moe,
+        granite_hybrid,
+        granite_hybrid_dense,
+        lfm2,
+        lfm2_moe,
     )
 }
 

@@ -174,7 +174,7 @@ class Linear:
     def __new__(cls, weight: Matrix, bias: F32 | None) -> Linear: ...
 
 class Stack:
-    """Matrices of one width, one under the other, at most 3, and a bias for all their rows."""
+    """Matrices of one width, one under the other, at most 4, and a bias for all their rows."""
 
     def __new__(cls, parts: tuple[Matrix, ...], bias: F32 | None) -> Stack: ...
 
@@ -214,9 +214,48 @@ class PerLayer:
     def __new__(cls, gate: Matrix, down: Matrix, activation: int, join: Join) -> PerLayer: ...
 
 class Attention:
+    """`gate` [n * dim, width of qkv]: what attention gives is multiplied by its sigmoid."""
+
     def __new__(
-        cls, norm: Norm | None, qkv: Stack, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
+        cls,
+        norm: Norm | None,
+        qkv: Stack,
+        out: Linear,
+        heads: Heads,
+        sub_norm: Norm | None,
+        join: Join,
+        gate: Matrix | None = None,
     ) -> Attention: ...
+
+class Mixer:
+    """A mixer of tokens with a state: csrc/engine/model_ops.h. `kind` 0: DeltaNet, 1: Mamba-2, 2: a convolution.
+
+    `conv` [width, channels]. A head's state is [rows, cols]; `tiled`: head h is of group h % groups.
+    """
+
+    def __new__(
+        cls,
+        *,
+        kind: int,
+        norm: Norm | None,
+        proj: Stack,
+        out: Linear,
+        join: Join,
+        conv: F32,
+        conv_bias: F32 | None,
+        heads: int = 0,
+        groups: int = 1,
+        rows: int = 1,
+        cols: int = 1,
+        tiled: bool = False,
+        decay: F32 | None = None,
+        step_bias: F32 | None = None,
+        skip: F32 | None = None,
+        gated_norm: F32 | None = None,
+        norm_eps: float = 1e-6,
+    ) -> Mixer: ...
+    @property
+    def state_floats(self) -> int: ...
 
 class Predictor:
     """score = second . f(first . x), or second . x without `first`; f is ReLU with `relu`, else nothing."""
@@ -385,6 +424,7 @@ class Step:
     """The tokens of one step: where they are, and their angles.
 
     `window` 0: for any heads. Else for heads with a window of at most that: pages before it may be -1.
+    `state_from`, `state_to` [sequences]: slots of states; -1: none yet.
     """
 
     def __new__(
@@ -396,6 +436,8 @@ class Step:
         window: int,
         cos: F32 | None,
         sin: F32 | None,
+        state_from: I32 | None = None,
+        state_to: I32 | None = None,
     ) -> Step: ...
 
 class Context:
@@ -425,6 +467,9 @@ class Context:
         """`qkv` is worked on in place."""
 
     def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, kv: KVPages) -> None: ...
+    def mixer_add(self, x: F32, h: F32, layer: Mixer, step: Step, states: F32) -> None:
+        """`states` [slots, state_floats]."""
+
     def per_layer_add(self, x: F32, layer: PerLayer, given: F32) -> None: ...
     @overload
     def read_ahead(self, h: F32, layer: FFN, sparsity: int) -> None:
@@ -563,7 +608,8 @@ class LayerShape:
     """`ffn_dim`: of a mixture, an expert's; `experts`: 1 where there is no router; a token takes `active`.
 
     `shared_dim`, `dense_dim`: neurons of the FFN of every token, and of layers with one plain FFN; 0: none.
-    `bundles`: a mixture's experts are not plain matrices.
+    `bundles`: a mixture's experts are not plain matrices. `gated`: so is what attention gives. `mixer_…`: of
+    recurrent layers what the first matrix gives and the last one takes, heads, a thread's inputs.
     """
 
     def __new__(
@@ -579,6 +625,11 @@ class LayerShape:
         shared_dim: int = 0,
         dense_dim: int = 0,
         bundles: bool = False,
+        gated: bool = False,
+        mixer_in: int = 0,
+        mixer_inner: int = 0,
+        mixer_heads: int = 0,
+        mixer_ring: int = 0,
     ) -> LayerShape: ...
 
 def scratch_bytes(shape: LayerShape, *, tokens: int, positions: int, threads: int) -> int:

@@ -14,11 +14,12 @@
 #include <optional>
 #include <string>
 
-void bind_disk(nanobind::module_& m);      // bindings_disk.cpp
-void bind_host(nanobind::module_& m);      // bindings_host.cpp
-void bind_load(nanobind::module_& m);      // bindings_load.cpp
-void bind_quantise(nanobind::module_& m);  // bindings_quantise.cpp
-void bind_plan(nanobind::module_& m);      // bindings_plan.cpp
+void bind_disk(nanobind::module_& m);                                            // bindings_disk.cpp
+void bind_host(nanobind::module_& m);                                            // bindings_host.cpp
+void bind_load(nanobind::module_& m);                                            // bindings_load.cpp
+void bind_quantise(nanobind::module_& m);                                        // bindings_quantise.cpp
+void bind_plan(nanobind::module_& m);                                            // bindings_plan.cpp
+void bind_mixers(nanobind::module_& m, nanobind::class_<tc::Context>& context);  // bindings_mixers.cpp
 bool interrupted_by_python();
 
 // A matrix inside an arena. Everything a kernel will trust is checked here, once.
@@ -51,7 +52,7 @@ static bool fits_groups(const Matrix& w, size_t group) {
 static bool in_groups(const Context& c, const Matrix& w) {
     return w.group == 1 && fits_groups(w, size_t(c.k.panel_rows));
 }
-static void check_groups(const Context& c, const Matrix& w) {
+void check_groups(const Context& c, const Matrix& w) {
     check(w.group == 1 || w.group == size_t(c.k.panel_rows), "interleaved for another instruction set");
 }
 static void check_groups(const Context& c, const tc::FFN& f) {
@@ -93,12 +94,11 @@ static Norm make_norm(F1 weight, std::optional<F1> bias, float eps, bool layer) 
         weight,
         bias};
 }
-static tc::Norm norm_of(const Norm* norm, size_t dim) {
+tc::Norm norm_of(const Norm* norm, size_t dim) {
     if (!norm) return {};
     check(norm->weight.shape(0) == dim, "norm weight has the wrong length");
     return norm->norm;
 }
-static std::optional<Norm> held(const Norm* norm) { return norm ? std::optional<Norm>(*norm) : std::nullopt; }
 
 static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float scale, float softcap,
                         std::optional<F1> q_norm, std::optional<F1> k_norm, float eps,
@@ -126,20 +126,22 @@ static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float 
 static Join make_join(const Norm* norm, float scale, float after) {
     return {{norm ? norm->norm : tc::Norm{}, scale, after}, held(norm)};
 }
-static tc::Join join_of(const Join& join, size_t dim) {
+tc::Join join_of(const Join& join, size_t dim) {
     return {norm_of(join.norm ? &*join.norm : nullptr, dim), join.join.scale, join.join.after};
 }
 
 static Attention make_attention(const Norm* norm, const Stack& qkv, const Linear& out, const Heads& h,
-                                const Norm* sub_norm, const Join& join) {
+                                const Norm* sub_norm, const Join& join, const Matrix* gate) {
     const tc::Heads& heads = h.heads;
     const tc::Stack& in = qkv.stack;
     const Matrix& proj = out.linear.weight;
     check(in.rows() == heads.width(), "qkv has the wrong shape");
     check(proj.rows == in.cols() && proj.cols == heads.n * heads.dim,
           "the output projection has the wrong shape");
+    check(!gate || (gate->rows == proj.cols && gate->cols == in.cols()), "the gate has the wrong shape");
+    if (gate) check_weights(*gate);
     return {{norm_of(norm, in.cols()), in, out.linear, heads, norm_of(sub_norm, proj.cols),
-             join_of(join, in.cols())},
+             join_of(join, in.cols()), gate ? *gate : Matrix{}},
             held(norm),
             held(sub_norm),
             qkv,
@@ -325,8 +327,31 @@ static size_t check_table(const I1& positions, const I1& sequence, const I2& tab
     return size_t(largest + 1);
 }
 
+// States of `sequences`: what is written is nobody else's, and each sequence's tokens are side by side.
+// Returns one more than the largest slot.
+static size_t check_states(const I1& sequence, const I1& from, const I1& to, size_t sequences) {
+    check(from.shape(0) == sequences && to.shape(0) == sequences, "states are not of these sequences");
+    std::vector<int32_t> written(to.data(), to.data() + sequences);
+    std::sort(written.begin(), written.end());
+    check(std::adjacent_find(written.begin(), written.end()) == written.end(), "a state is written twice");
+    int32_t largest = -1;
+    for (size_t s = 0; s < sequences; s++) {
+        check(from.data()[s] >= -1 && to.data()[s] >= 0, "no such state");
+        check(!std::binary_search(written.begin(), written.end(), from.data()[s]),
+              "a state is read and written");
+        largest = std::max({largest, from.data()[s], to.data()[s]});
+    }
+    std::vector<bool> ended(sequences);
+    for (size_t t = 1; t < sequence.shape(0); t++)
+        if (sequence.data()[t] != sequence.data()[t - 1]) {
+            ended[size_t(sequence.data()[t - 1])] = true;
+            check(!ended[size_t(sequence.data()[t])], "a sequence's tokens lie apart");
+        }
+    return size_t(largest + 1);
+}
+
 static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t window, std::optional<F2> cos,
-                      std::optional<F2> sin) {
+                      std::optional<F2> sin, std::optional<I1> state_from, std::optional<I1> state_to) {
     const size_t tokens = positions.shape(0);
     check(sequence.shape(0) == tokens, "positions or sequence has the wrong length");
     check(block > 0, "empty blocks");
@@ -337,13 +362,19 @@ static Step make_step(I1 positions, I1 sequence, I2 table, size_t block, size_t 
     check_ids(positions, table.shape(1) * block, "position beyond the block table");
     window = std::min(window, size_t(INT32_MAX));  // as the heads'
     const size_t pages = check_table(positions, sequence, table, block, window);
+    check(state_from.has_value() == state_to.has_value(), "states to read without states to write");
+    const size_t slots = state_to ? check_states(sequence, *state_from, *state_to, table.shape(0)) : 0;
     return {{positions.data(), sequence.data(), table.data(), cos ? cos->data() : nullptr,
-             sin ? sin->data() : nullptr, tokens, block, table.shape(1), cos ? 2 * cos->shape(1) : 0},
+             sin ? sin->data() : nullptr, tokens, block, table.shape(1), cos ? 2 * cos->shape(1) : 0,
+             state_from ? state_from->data() : nullptr, state_to ? state_to->data() : nullptr},
             positions,
             sequence,
             table,
             cos,
             sin,
+            state_from,
+            state_to,
+            slots,
             pages,
             window};
 }
@@ -395,7 +426,7 @@ static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const S
     check(x.shape(0) == s.step.tokens, "x and the step differ in tokens");
     check_pages(a.layer.heads, s, kv);
     for (const Matrix& part : a.layer.qkv.parts) check_groups(c, part);
-    check_groups(c, a.layer.out.weight);
+    check_groups(c, a.layer.out.weight), check_groups(c, a.layer.gate);
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
     c.attention_add(x.data(), h.data(), a.layer, s.step, kv.k, kv.v);
@@ -752,7 +783,8 @@ NB_MODULE(_native, m) {
              nb::keep_alive<0, 3>());
     nb::class_<Attention>(m, "Attention")
         .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(),
-             "join"_a, nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>());
+             "join"_a, "gate"_a.none() = nb::none(), nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(),
+             nb::keep_alive<0, 8>());
     nb::class_<Predictor>(m, "Predictor")
         .def(nb::new_(&make_predictor), "first"_a.none(), "second"_a, "threshold"_a.noconvert(), "hot"_a,
              "relu"_a, nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>());
@@ -780,9 +812,10 @@ NB_MODULE(_native, m) {
         .def_prop_ro("experts", [](const Mixture& m) { return m.layer.experts.size(); })
         .def_prop_ro("neurons", [](const Mixture& m) { return m.layer.experts.size() * m.layer.neurons(); })
         .def_prop_ro("from_disk", [](const Mixture& m) { return m.layer.experts[0]->disk != nullptr; });
-    nb::class_<Step>(m, "Step").def(nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(),
-                                    "table"_a.noconvert(), "block"_a, "window"_a, "cos"_a.noconvert().none(),
-                                    "sin"_a.noconvert().none());
+    nb::class_<Step>(m, "Step").def(
+        nb::new_(&make_step), "positions"_a.noconvert(), "sequence"_a.noconvert(), "table"_a.noconvert(),
+        "block"_a, "window"_a, "cos"_a.noconvert().none(), "sin"_a.noconvert().none(),
+        "state_from"_a.noconvert().none() = nb::none(), "state_to"_a.noconvert().none() = nb::none());
     nb::class_<KVPages>(m, "KVPages")
         .def(nb::new_(&make_kv_pages), "k"_a.noconvert(), "v"_a.noconvert(), "k_type"_a, "v_type"_a,
              "heads"_a, "dim"_a, "block"_a);
@@ -795,7 +828,8 @@ NB_MODULE(_native, m) {
         },
         "type"_a, "dim"_a, "block"_a);
 
-    nb::class_<Context>(m, "Context")
+    nb::class_<Context> context(m, "Context");
+    context
         .def(
             "__init__",
             [](Context* self, int threads, const std::string& isa) {
@@ -870,6 +904,7 @@ NB_MODULE(_native, m) {
         .def("routed", &routed, "h"_a.noconvert(), "layer"_a, "out"_a.noconvert())
         .def("moe_add", &moe_add, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "record"_a.noconvert() = nb::none(), "weights"_a.noconvert() = nb::none());
+    bind_mixers(m, context);
     bind_host(m);
     bind_plan(m);
     bind_quantise(m);

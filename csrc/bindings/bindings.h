@@ -69,6 +69,16 @@ struct Attention {
     Heads heads;
     Join join;
 };
+struct Mixer {
+    tc::Mixer layer;
+    std::optional<Norm> norm;
+    Stack in;
+    Linear out;
+    Join join;
+    F2 conv;
+    std::optional<F1> conv_bias, decay, step_bias, skip, gated_norm;
+    std::vector<float> q_weight, k_weight;  // a vector that moves keeps its data
+};
 struct Predictor {
     tc::Predictor predictor;
     F1 threshold;
@@ -102,6 +112,8 @@ struct Step {
     I1 positions, sequence;
     I2 table;
     std::optional<F2> cos, sin;
+    std::optional<I1> state_from, state_to;
+    size_t slots;   // of states: one more than the largest that is named
     size_t pages;   // one more than the largest page of the table that a token reads or writes
     size_t window;  // the window of its heads, which touch no page before it; 0: any heads
 };
@@ -112,6 +124,12 @@ struct KVPages {
     size_t dim, block;
     AnyArray keys, values;
 };
+
+// Parts of a layer, as bindings.cpp makes them.
+tc::Norm norm_of(const Norm* norm, size_t dim);
+tc::Join join_of(const Join& join, size_t dim);
+void check_groups(const Context& c, const Matrix& w);
+inline std::optional<Norm> held(const Norm* norm) { return norm ? std::optional<Norm>(*norm) : std::nullopt; }
 
 // Check that the pages fit these heads and hold all pages that the step's tables name.
 inline void check_pages(const tc::Heads& heads, const Step& s, const KVPages& kv) {

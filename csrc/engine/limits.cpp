@@ -57,12 +57,13 @@ static size_t ffns(const LayerShape& s, size_t threads) {
 
 size_t scratch_bytes(const LayerShape& s, size_t tokens, size_t positions, size_t threads) {
     const size_t heads = s.heads * s.head_dim, qkv = (s.heads + 2 * s.kv_heads) * s.head_dim,
-                 group = s.heads / s.kv_heads,
-                 widest = std::max({s.dim, heads, s.ffn_dim, s.shared_dim, s.dense_dim});
-    // A residual branch and its norm; queries, keys and values; what attention answers.
-    const size_t arrays = tokens * (2 * s.dim + qkv + heads);
+                 group = s.heads / s.kv_heads, answer = std::max(heads, s.mixer_inner),
+                 widest = std::max({s.dim, answer, s.ffn_dim, s.shared_dim, s.dense_dim});
+    // A residual branch and its norm; queries, keys and values, or a mixer's; what these answer; gates.
+    const size_t gates = std::max(s.gated ? heads : 0, 2 * s.mixer_heads),
+                 arrays = tokens * (2 * s.dim + std::max(qkv, s.mixer_in) + answer + gates);
     // The input of a matrix, at most as f32.
-    const size_t inputs = tokens * (std::max(s.dim, heads) + 64);
+    const size_t inputs = tokens * (std::max(s.dim, answer) + 64);
     // Each thread's rows of weights, unpacked, and their products.
     const size_t unpacked = (widest + kSlack) * kMostPanelBytes / (8 * sizeof(float));
     const size_t panels =
@@ -71,7 +72,8 @@ size_t scratch_bytes(const LayerShape& s, size_t tokens, size_t positions, size_
     const size_t rows = std::max(group, kQueryRows) * (s.head_dim + 2);
     const size_t scores = threads * (4 * kSpan + kQueryRows * (s.head_dim + 2) + s.head_dim);
     const size_t spans = 4 * threads * parts(positions, kSpan) * rows;
-    return sizeof(float) * (arrays + inputs + panels + ffns(s, threads) + scores + spans);
+    return sizeof(float) *
+           (arrays + inputs + panels + ffns(s, threads) + scores + spans + threads * s.mixer_ring);
 }
 
 size_t disk_scratch_bytes(const LayerShape& s) {

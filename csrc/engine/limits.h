@@ -28,6 +28,10 @@ Limits limits();
 struct LayerShape {
     size_t dim, ffn_dim, experts, active, heads, kv_heads, head_dim, shared_dim, dense_dim;
     bool bundles;
+    bool gated = false;  // Is what attention gives multiplied by a gate?
+    // Of recurrent layers: what their first matrix gives, what their last one takes, heads, and the inputs of
+    // a convolution that a thread works on.
+    size_t mixer_in = 0, mixer_inner = 0, mixer_heads = 0, mixer_ring = 0;
 };
 
 // Bytes of scratch that a Context takes at most in calls of up to `tokens` tokens over up to `positions`

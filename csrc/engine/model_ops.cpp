@@ -24,7 +24,7 @@ size_t Context::scratch_bytes() const {
     for (const auto& each : inputs_) add(each);
     add(hidden_input_, panels_, guess_input_, code_input_, marks_, expert_input_);
     add(code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_,
-        scales_, products_);
+        scales_, products_, open_, rings_);
     add(ids_, slots_, entries_, places_, gate_slots_, gate_entries_, wanted_, gate_wanted_, counts_);
     add(routed_.normed, routed_.logits, routed_.weights, routed_.in, routed_.out, routed_.sum, routed_.record,
         routed_.shares, routed_.shared, routed_.tokens, routed_.visits);
@@ -308,6 +308,13 @@ void Context::attention_add(float* x, const float* h, const Attention& layer, co
     float* out = grown(attended_, step.tokens * layer.out.weight.cols);
     matmul(layer.qkv, layer.norm, h, step.tokens, qkv);
     attention({layer.heads, step, k, v, qkv, out});
+    if (layer.gate.data) {
+        const size_t wide = layer.gate.rows;
+        float* gate = grown(open_, step.tokens * wide);
+        matmul({layer.gate, nullptr}, layer.norm, h, step.tokens, gate, false);
+        each_token(pool, step.tokens, 1,
+                   [&](size_t t) { this->k.open_gate(out + t * wide, gate + t * wide, wide); });
+    }
     const bool plain = layer.join.plain();
     const size_t dim = layer.out.weight.rows;
     float* y = plain ? x : grown(branch_, step.tokens * dim);

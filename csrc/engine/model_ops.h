@@ -44,7 +44,7 @@ struct Linear {
 };
 
 // Matrices of one width, one under the other, with a bias for all their rows, or null.
-constexpr size_t kStacked = 3;  // q, k and v
+constexpr size_t kStacked = 4;  // q, k and v; of a DeltaNet qkv, z, beta and alpha
 struct Stack {
     std::vector<Matrix> parts;  // 1 to kStacked
     const float* bias;
@@ -75,6 +75,9 @@ struct Step {
     const int32_t *positions, *sequence, *table;  // [tokens], [tokens], [sequences, table_width]
     const float *cos, *sin;  // [tokens, rotary/2], or null: the first `rotary` elements turn
     size_t tokens, block, table_width, rotary;
+    // [sequences]: the slot of each one's state before these tokens, -1: there is none yet; and after them.
+    // Or null: no layer has a state.
+    const int32_t *state_from = nullptr, *state_to = nullptr;
 };
 
 // How a half's result joins the residual stream: x = after * (x + scale * norm(y)).
@@ -92,6 +95,48 @@ struct Attention {
     Heads heads;
     Norm sub_norm;  // of what `out` takes
     Join join;
+    Matrix gate = {};  // [n * dim, dim]: what attention gives is multiplied by sigmoid(gate . norm(h)); or
+                       // data null
+};
+
+// Mixes tokens in place of attention, through a state that each token changes. What `in` gives of a token:
+//   DELTANET    q, k [groups * rows each], v, z [heads * cols each], beta, alpha [heads each]
+//   MAMBA2      z, x [heads * cols each], B, C [groups * rows each], dt [heads]
+//   SHORT_CONV  B, C, x [channels each]
+// A convolution goes over DELTANET's q, k and v, MAMBA2's x, B and C, and SHORT_CONV's B * x. A state is what
+// it has seen last, [width - 1, channels], then for each head [rows, cols], kStateColumns columns at a time.
+constexpr size_t kStateColumns = 32;   // [128, 32] f32 are 16 KiB: they stay in L1 from token to token
+constexpr size_t kMostConvolved = 64;  // tokens that a convolution sees
+struct Mixer {
+    enum Kind : int32_t { DELTANET = 0, MAMBA2 = 1, SHORT_CONV = 2, N_KINDS };
+    Kind kind;
+    Norm norm;
+    Stack in;
+    Linear out;
+    Join join;
+    size_t width, channels;
+    const float *conv, *conv_bias;  // [width, channels], [channels] or null
+    // Head h reads and writes with q and k, or B and C, of group h / (heads / groups); `tiled`: h % groups.
+    size_t heads, groups, rows, cols;
+    bool tiled;
+    const float *decay, *step_bias, *skip;  // [heads]; skip: MAMBA2's D
+    const float* gated_norm;  // DELTANET: [cols], of each head; MAMBA2: [heads * cols], each group by itself
+    float norm_eps;
+    const float *q_weight, *k_weight;  // DELTANET: [rows], of the norms of q and k
+    size_t inner() const { return kind == SHORT_CONV ? channels : heads * cols; }
+    size_t in_rows() const {
+        return kind == SHORT_CONV ? 3 * channels
+                                  : channels + inner() + (kind == DELTANET ? 2 * heads : heads);
+    }
+    size_t conv_floats() const { return (width - 1) * channels; }
+    size_t state_floats() const { return conv_floats() + heads * rows * cols; }
+};
+struct MixerArgs {
+    const Mixer& mixer;
+    const Step& step;
+    float* states;  // [slots, state_floats]
+    float* in;      // [tokens, in_rows]; worked on in place
+    float* out;     // [tokens, inner]
 };
 
 // Guesses from the FFN's input x which neurons are active: those with score >= threshold, where score is
@@ -238,6 +283,8 @@ class Context {
     // x += layer.out(attention(layer.qkv(norm(h)))). h may be x.
     void attention_add(float* x, const float* h, const Attention& layer, const Step& step,
                        const CachePages& k, const CachePages& v);
+    // x += mixer(norm(h)), from the states of state_from to those of state_to. h may be x.
+    void mixer_add(float* x, const float* h, const Mixer& mixer, const Step& step, float* states);
     FFNCounts ffn_add(const FFNArgs& a);
     // The same with a mixture in place of the one FFN. Counts are of all experts' neurons.
     FFNCounts moe_add(const MixtureArgs& a);
@@ -269,6 +316,12 @@ class Context {
     size_t gate_up_panel_bytes(const FFNArgs& a, const GateUpInputs& in) const;
     void linear(const Matrix* w, const Input* in, size_t n, const float* bias, float* out, bool add);
     void join(const Join& how, float* y, size_t tokens, size_t dim, float* x);
+    struct Turn;  // consecutive tokens of one sequence
+    void convolve(const MixerArgs& a, const Turn& turn, size_t begin, size_t end, float* ring);
+    void state_gates(const MixerArgs& a, size_t t);
+    void recur(const MixerArgs& a, const Turn& turn, size_t head, size_t begin);
+    void gate_mixed(const MixerArgs& a, size_t t);
+    void mix(const MixerArgs& a);
     FFNCounts moe_block(const MixtureArgs& a);
     const float* shares(const MixtureArgs& a, const float** h);
     size_t tokens_of(const MixtureArgs& a, size_t e, const float* h, const float* weights);
@@ -295,7 +348,7 @@ class Context {
     Scratch<uint8_t> inputs_[kStacked], hidden_input_, panels_, guess_input_, code_input_, marks_,
         expert_input_;
     Scratch<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_,
-        attended_, branch_, scales_, products_;
+        attended_, branch_, scales_, products_, open_, rings_;
     Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
     Scratch<Wanted> wanted_, gate_wanted_;
     struct Routed {  // a mixture's: the experts' input, the router's answer, one expert's tokens, the sum

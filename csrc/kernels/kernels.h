@@ -128,6 +128,23 @@ struct Span {
 };
 constexpr size_t kSpan = 512;
 
+// One token of a state [rows, cols] of a recurrent layer, or of some of its columns:
+//   u = write * (v - decay * k.from), or write * v without `delta`
+//   to = decay * from + k (x) u
+//   out = q.to
+// (gated DeltaNet: arXiv 2412.06464; Mamba-2, whose B, C and x are k, q and v: arXiv 2405.21060). from may be
+// to; a from_stride of 0 reads one row again and again: zeros, where there is no state yet.
+struct StateStep {
+    const float* from;
+    float* to;
+    size_t from_stride, to_stride, rows, cols;
+    const float *k, *q;  // [rows]
+    const float* v;      // [cols]
+    float decay, write;
+    bool delta;
+    float* out;  // [cols]; may be v
+};
+
 // Columns of a float format that are added up before the sum over chunks (kernels.inl says in which order).
 constexpr size_t kFloatChunk = 2048;
 constexpr int kMostPanelRows = 32;      // `panel_rows` of no instruction set is larger
@@ -198,6 +215,15 @@ struct Kernels {
                    size_t rows, float* scores, float* partial);
     // into := into joined with the partial of a later span. A total of 0 means no positions.
     void (*merge)(float* into, const float* partial, size_t head_dim);
+
+    void (*recur)(const StateStep& s);
+    // A causal convolution of each channel by itself, at one token: y[c] = bias[c] + the sum over j,
+    // ascending, of w[j * stride + c] * x[j][c], x[j] being the inputs of the token width - 1 - j before.
+    // bias may be null. y is none of x.
+    void (*convolve)(const float* const* x, size_t width, const float* w, size_t stride, const float* bias,
+                     size_t n, float* y);
+    // x *= sigmoid(gate).
+    void (*open_gate)(float* x, const float* gate, size_t n);
 
     // Read every byte, do next to nothing with it: the memory roof. Returns something that depends on all of
     // it.

@@ -1,4 +1,4 @@
-// Norms, activations, rope; attention.inl has attention.
+// Norms, activations, rope; attention.inl has attention, recurrent.inl the other mixers of tokens.
 
 // ---------------------------------------------------------------------------------------------- small ops
 
@@ -127,6 +127,7 @@ static void to_f16(const float* x, size_t n, uint16_t* out) {
 }
 
 #include "attention.inl"
+#include "recurrent.inl"
 
 static uint64_t read_all(const uint8_t* p, size_t n) {
     vf a = vzero(), b = vzero(), c = vzero(), d = vzero();
@@ -144,7 +145,8 @@ static uint64_t read_all(const uint8_t* p, size_t n) {
     return bits;
 }
 
-static const Kernels table = {ISA_NAME,    kPanelRows, kInterleaves, input_bytes, tile_tokens, quantize,
-                              panel_bytes, matmul,     bundles,      accumulate,  decode_row,  norm,
-                              activate,    combine,    rope,         rotate,      store_key,   store_value,
-                              code_query,  attend,     merge,        read_all};
+static const Kernels table = {ISA_NAME,   kPanelRows,  kInterleaves, input_bytes, tile_tokens,
+                              quantize,   panel_bytes, matmul,       bundles,     accumulate,
+                              decode_row, norm,        activate,     combine,     rope,
+                              rotate,     store_key,   store_value,  code_query,  attend,
+                              merge,      recur,       convolve,     open_gate,   read_all};

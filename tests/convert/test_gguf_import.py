@@ -156,8 +156,8 @@ def test_llama_3s_scaling_is_found_from_its_factors(
     changes = {"rope_parameters": rope, "max_position_embeddings": context}
     twins._edit_config(hf, lambda c: c.update(changes))
     spec = read(gguf_twins.write(hf, tmp_path / "m.gguf"))
-    plain = decoder._inverse_frequencies(replace(spec, rope_scaling=None), False)
-    ours = plain / decoder._inverse_frequencies(spec, False)
+    plain = decoder._inverse_frequencies(replace(spec, rope_scaling=None), False, True)
+    ours = plain / decoder._inverse_frequencies(spec, False, True)
     theirs = gguf_twins.llama3_factors({"head_dim": head_dim, **changes})
     assert np.abs(ours / theirs - 1).max() < 2e-5
 

@@ -406,20 +406,22 @@ def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> No
     bias = (normal(3, spec.qkv_rows), normal(4, dim), normal(5, dim)) if biased else (None, None, None)
     norm = Norm(normal(6, dim), bias[2])
     x, h = normal(7, tokens, dim), normal(8, tokens, dim)
+    gate, gate_values = stored(format, normal(10, spec.n_heads * spec.head_dim, dim) / np.float32(8))
 
-    def run(ops: Any, a: Any, b: Any, begin: int = 0, end: int = tokens) -> F32:
-        layer = Layer(norm, Linear(a, bias[0]), Linear(b, bias[1]), norm, experts=())
+    def run(ops: Any, a: Any, b: Any, g: Any, begin: int = 0, end: int = tokens) -> F32:
+        opened = g if biased else None
+        layer = Layer(norm, Linear(a, bias[0]), Linear(b, bias[1]), norm, experts=(), attn_gate=opened)
         y, part = x[begin:end].copy(), case.rows(begin, end)
         kv = case.kv
         bound = ops.bind_attention(spec, Heads.of(spec), layer)
         ops.attention_add(y, h[begin:end].copy(), bound, part.step(ops), kv)
         return y
 
-    truth = run(reference, qkv_values, out_values)
-    y = run(cpu(isa), qkv, out)
+    truth = run(reference, qkv_values, out_values, gate_values)
+    y = run(cpu(isa), qkv, out, gate)
     # the last bit of a key may round to another f16 in the cache
     assert nmse(y - x, truth - x) <= (3 * INT8_NMSE if format in QUANTISED else 1e-7), kind
-    halves = [run(cpu(isa, 3), qkv, out, *at) for at in ((0, 2), (2, tokens))]
+    halves = [run(cpu(isa, 3), qkv, out, gate, *at) for at in ((0, 2), (2, tokens))]
     assert same_bits(np.concatenate(halves), y)
 
 
@@ -627,12 +629,13 @@ def test_what_an_ffn_records_is_what_down_is_multiplied_with(format: str, kind: 
 CHECKS: dict[str, Callable[[str, str], None]] = {
     name.removeprefix("check_"): check for name, check in dict(globals()).items() if name.startswith("check_")
 }
-# Not ops: `attention` and `ffn_add` are made of them, and are compared with them whole.
-PARTS = {"rotate", "activate", "route"}
+# Not ops: `attention`, `ffn_add` and `mixer_add` are made of them, and are compared with them whole.
+PARTS = {"rotate", "activate", "route", "deltanet", "mamba2", "short_conv"}
 BINDERS = {
     "step",
     "bind_attention",
     "bind_ffn",
+    "bind_mixer",
     "bind_part",
     "bind_experts",
 }  # arguments of the ops, made ready
@@ -650,7 +653,8 @@ def public_functions(where: Any) -> set[str]:
     }
 
 
-OPS = sorted(public_functions(reference) - PARTS - BINDERS - OF_MIXTURES - HINTS)
+ELSEWHERE = {"mixer_add"}  # tests/recurrent/test_mixers.py
+OPS = sorted(public_functions(reference) - PARTS - BINDERS - OF_MIXTURES - HINTS - ELSEWHERE)
 
 
 @pytest.mark.parametrize(
@@ -668,7 +672,7 @@ def test_a_native_op_equals_the_reference(op: str, isa: str, format: str) -> Non
 
 
 def test_every_op_of_the_reference_is_native_and_checked() -> None:
-    assert set(OPS) == set(CHECKS) == public_functions(CpuOps) - BINDERS - OF_MIXTURES - HINTS
+    assert set(OPS) == set(CHECKS) == public_functions(CpuOps) - BINDERS - OF_MIXTURES - HINTS - ELSEWHERE
 
 
 def test_every_format_is_native_and_no_other() -> None:
@@ -1510,7 +1514,7 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "layer with narrow qkv": lambda g: g.layer(qkv=_native.Stack((g.matrix(rows=47),), None)),
     "layer whose q, k and v are narrow": lambda g: g.layer(qkv=g.stack((24, 32), (12, 32), (11, 32))),
     "stack of nothing": lambda g: g.stack(),
-    "stack of too many": lambda g: g.stack(*((12, 32),) * 4),
+    "stack of too many": lambda g: g.stack(*((12, 32),) * 5),
     "stack of several widths": lambda g: g.stack((24, 32), (12, 32), (12, 16)),
     "stack with a short bias": lambda g: _native.Stack((g.w, g.w), zeros(15)),
     "stack of what is no matrix": lambda g: _native.Stack((g.w, None), None),
@@ -1518,6 +1522,9 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "layer with a short norm": lambda g: g.layer(norm=_native.Norm(zeros(31), None, 1e-5, False)),
     "layer with a narrow output": lambda g: g.layer(out=_native.Linear(g.matrix(rows=32, cols=23), None)),
     "layer with a short output": lambda g: g.layer(out=_native.Linear(g.matrix(rows=31, cols=24), None)),
+    "layer with a gate of other rows": lambda g: g.layer(gate=g.matrix(rows=23)),
+    "layer with a narrow gate": lambda g: g.layer(gate=g.matrix(rows=24, cols=16)),
+    "layer with a gate of signs": lambda g: g.layer(gate=g.matrix(rows=24, format=_native.SIGNS)),
     "layer of fewer heads": lambda g: g.layer(heads=g.heads(n=2)),
     "linear with a short bias": lambda g: _native.Linear(g.w, zeros(7)),
     "linear with a strided bias": lambda g: _native.Linear(g.w, zeros(16)[::2]),
@@ -1615,6 +1622,7 @@ def test_the_good_arguments_are_accepted() -> None:
     g.embed(), g.norm(), g.matmul(), g.attention(), g.attention_add(), g.ffn_add()
     g.ffn_add(gate=_native.Linear(g.w, None), up=None, down_bias=None)
     g.ffn_add(norm=None), g.attention_add(layer=g.layer(norm=None))
+    g.attention_add(layer=g.layer(gate=g.matrix(rows=24)))
     g.ffn_add(down=g.matrix(rows=32, cols=8, stride=32), bundles=False)
     g.attention(step=g.step(cos=None, sin=None))
 

@@ -47,6 +47,17 @@ def _found(name: str, tensors: Container[str]) -> str | None:
     return next((n for n in names if n in tensors), None)
 
 
+def _as_stored(tensor_map: TensorMap, tensors: Container[str]) -> TensorMap:
+    """Return the map with the tensors that the files have, of those that libraries write differently."""
+    lacking = {
+        ours
+        for ours in tensor_map.otherwise
+        if all(_found(str(p.tensor), tensors) is None for p in tensor_map.tensors[ours])
+    }
+    own = {ours: pieces for ours, pieces in tensor_map.otherwise.items() if ours in lacking}
+    return replace(tensor_map, tensors=tensor_map.tensors | own)
+
+
 def with_own_head(
     spec: ModelSpec, tensor_map: TensorMap, tensors: Mapping[str, Shaped], where: Mapping[str, RowReader]
 ) -> tuple[ModelSpec, TensorMap]:
@@ -85,7 +96,8 @@ class TensorMapSource:
         tensor_map: TensorMap,
         said_by: str = "config.json",
     ) -> None:
-        self._name, self._tensors, self._where, self._tensor_map = name, tensors, where, tensor_map
+        self._name, self._tensors, self._where = name, tensors, where
+        self._tensor_map = tensor_map = _as_stored(tensor_map, tensors)
         self._held: tuple[str, NDArray[Any]] = ("", np.empty(0))
         wanted = [p for pieces in tensor_map.tensors.values() for p in pieces if p.tensor is not None]
         self._names = {str(p.tensor): self._locate(p, said_by) for p in wanted}
@@ -137,13 +149,17 @@ class TensorMapSource:
         name = self._names[piece.tensor]
         parts = [self._rows(name, piece, r) for r in piece.ranges(first, last)]
         x = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if piece.decays:
+            x = -np.exp(x)
         return x + np.float32(piece.plus) if piece.plus else x
 
     def _rows(self, name: str, piece: SourceSlice, rows: range) -> F32:
         """Return rows of a source tensor: in the source's order, backwards, or with a step."""
         low, high = min(rows[0], rows[-1]), max(rows[0], rows[-1]) + 1
+        if piece.one_row:
+            return self._where[name].read_rows(name, 0, piece.shape[0]).reshape(1, -1)
         if piece.flat:
-            columns = piece.shape[-1]
+            columns = piece.shape[-1] if len(piece.shape) > 1 else 1
             first = low // columns
             numbers = self._where[name].read_rows(name, first, -(-high // columns)).reshape(-1)
             return numbers[low - first * columns : high - first * columns][:: rows.step]

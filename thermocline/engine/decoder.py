@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +25,7 @@ from thermocline.ops.interface import (
     Batch,
     BoundAttention,
     BoundFFN,
+    BoundMixer,
     BoundPerLayer,
     F,
     FFNStats,
@@ -29,6 +33,7 @@ from thermocline.ops.interface import (
     Heads,
     L,
     Logits,
+    M,
     Norm,
     OpaqueOps,
     Ops,
@@ -40,34 +45,45 @@ from thermocline.ops.interface import (
     opaque,
 )
 
+States = Mapping[int, F32]  # of each recurrent layer: [slots, its `state_floats`]
+NO_STATES: States = MappingProxyType({})
+RECURRENT_STEP = (None, False)  # a step of no window and no angles
+
+
+class Kept(NamedTuple):
+    """A step's place in what sessions keep: pages, states, and for each kind of layer where its own are."""
+
+    kv: KVCache
+    states: States
+    steps: dict[tuple[int | None, bool], StepHandle]
+    given: F32 | None  # what tokens bring to layers, [layers, tokens, width]
+
 
 @dataclass(frozen=True)
 class Model:
-    """The weights, and every layer's two halves as `ops` wants them, made once."""
+    """The weights, and every layer's halves as `ops` wants them, made once."""
 
     spec: ModelSpec
     weights: Weights
-    attention: tuple[BoundAttention, ...]
-    ffn: tuple[BoundFFN, ...]
+    attention: tuple[BoundAttention | None, ...]  # None: a layer without
+    mixers: tuple[BoundMixer | None, ...]
+    ffn: tuple[BoundFFN | None, ...]
     per_layer: tuple[BoundPerLayer, ...] = ()  # of a model whose tokens bring something to each layer
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What layers of a step have beside the stream: pages and angles by (window, turned), tokens' inputs."""
-
-    steps: dict[tuple[int | None, bool], StepHandle]
-    given: F32 | None  # [layers, tokens, width]
-
-
-def bind(spec: ModelSpec, weights: Weights, ops: Ops[H, S, A, F, L, P]) -> Model:
+def bind(spec: ModelSpec, weights: Weights, ops: Ops[H, S, A, F, M, P, L]) -> Model:
     """Return a model that `forward` runs with these ops."""
     layers, table = weights.layers, opaque(ops)
     if spec.norm_order == "post":  # then `forward` applies the norms
         layers = tuple(replace(x, attn_norm=None, ffn_norm=None) for x in layers)
-    attention = (table.bind_attention(spec, Heads.of(spec, i, x), x) for i, x in enumerate(layers))
+    attention = (
+        None if x.qkv is None else table.bind_attention(spec, Heads.of(spec, i, x), x)
+        for i, x in enumerate(layers)
+    )
+    mixers = (None if x.mixer is None else table.bind_mixer(spec, x) for x in layers)
+    ffns = (table.bind_ffn(spec, x) if x.experts else None for x in layers)
     own = tuple(table.bind_per_layer(spec, x) for x in layers if x.per_layer is not None)
-    return Model(spec, weights, tuple(attention), tuple(table.bind_ffn(spec, x) for x in layers), own)
+    return Model(spec, weights, tuple(attention), tuple(mixers), tuple(ffns), own)
 
 
 @functools.lru_cache(maxsize=8)
@@ -137,23 +153,30 @@ def rope_tables(spec: ModelSpec, positions: I32, local: bool = False, full: bool
 
 
 def forward(
-    model: Model, kv: KVCache, batch: Batch, ops: Ops[H, S, A, F, L, P], *, sparsity: str, stats: FFNStats
+    model: Model,
+    kv: KVCache,
+    batch: Batch,
+    ops: Ops[H, S, A, F, M, P, L],
+    *,
+    sparsity: str,
+    stats: FFNStats,
+    states: States = NO_STATES,
 ) -> F32:
     """Compute one step: the batch's keys and values into `kv`, -> logits [len(logit_rows), vocab_size].
 
+    `states` has the slots of every recurrent layer.
     `sparsity`: of `SPARSITIES`; a layer without predictor, or a batch of more than `FEW`, is not guessed.
     """
     table = opaque(ops)
     x, steps = _embedded(model, batch, table), _steps(model.spec, batch, kv, table)
-    prepared = Prepared(steps, _given(model, x, batch, table))
-    body = partial(_layers, model, kv, prepared, table, sparsity, stats)
+    kept = Kept(kv, states, steps, _given(model, x, batch, table))
+    body = partial(_layers, model, kept, table, sparsity, stats)
     return _scaled(model.spec, table.run(x, batch.logit_rows, sparsity, stats, body))
 
 
 def _layers(
     model: Model,
-    kv: KVCache,
-    prepared: Prepared,
+    kept: Kept,
     ops: OpaqueOps,
     sparsity: str,
     stats: FFNStats,
@@ -161,16 +184,22 @@ def _layers(
     rows: I32,
 ) -> Logits:
     """Run the residual stream [tokens, dim] through the layers; -> the head's logits of `rows`."""
-    spec, layers, steps, given = model.spec, model.weights.layers, prepared.steps, prepared.given
+    spec, layers, (kv, states, steps, given) = model.spec, model.weights.layers, kept
 
-    for i, (attention, ffn) in enumerate(zip(model.attention, model.ffn, strict=True)):
+    for i, (attention, mixer, ffn) in enumerate(zip(model.attention, model.mixers, model.ffn, strict=True)):
         h = x.copy() if spec.parallel else x  # what the FFN reads
-        shares = ops.routed(x, ffn) if spec.router_input == "layer_input" else None
-        ops.read_ahead(x, ffn, sparsity, shares=shares)
-        ops.attention_add(x, x, attention, steps[spec.window(i), spec.turns(i)], kv.layer(i))
+        shares = None
+        if ffn is not None:
+            shares = ops.routed(x, ffn) if spec.router_input == "layer_input" else None
+            ops.read_ahead(x, ffn, sparsity, shares=shares)
+        if attention is not None:
+            ops.attention_add(x, x, attention, steps[spec.window(i), spec.turns(i)], kv.layer(i))
+        if mixer is not None:
+            ops.mixer_add(x, x, mixer, steps[RECURRENT_STEP], states[i])
         if spec.norm_order == "post":
             h = x = _norm(spec, layers[i].attn_norm, x, ops)
-        ops.ffn_add(x, h, ffn, sparsity, stats, shares=shares)
+        if ffn is not None:
+            ops.ffn_add(x, h, ffn, sparsity, stats, shares=shares)
         if given is not None:
             ops.per_layer_add(x, model.per_layer[i], given[i])
         if spec.norm_order == "post":
@@ -211,7 +240,10 @@ def _steps(
     spec: ModelSpec, batch: Batch, kv: KVCache, ops: OpaqueOps
 ) -> dict[tuple[int | None, bool], StepHandle]:
     """Return, for the layers of each window with and without rope, their pages and their angles."""
-    kinds = dict.fromkeys((spec.window(i), spec.turns(i)) for i in range(spec.n_layers))
+    kinds = dict.fromkeys(
+        (spec.window(i), spec.turns(i)) if spec.attention(i) is not None else RECURRENT_STEP
+        for i in range(spec.n_layers)
+    )
     angles: dict[tuple[bool, bool], tuple[F32, F32]] = {}
     steps: dict[tuple[int | None, bool], StepHandle] = {}
     for window, turns in kinds:

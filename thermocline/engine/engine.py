@@ -14,12 +14,13 @@ from operator import eq
 
 import numpy as np
 
-from thermocline.engine.decoder import bind, for_context, forward
+from thermocline.engine.decoder import NO_STATES, bind, for_context, forward
 from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, Storage, block_counts, in_ram
 from thermocline.engine.live_activity import ActivityMeter
 from thermocline.engine.prefill_budget import PREFILL_CHUNK, PrefillBudget
 from thermocline.engine.request import Chunk, Request, request_for
 from thermocline.engine.sampler import SamplingParams, TokenLogprobs
+from thermocline.engine.state_pool import StatePool
 from thermocline.engine.traffic import Traffic
 from thermocline.errors import BadFile, IOFailure, ThermoclineError
 from thermocline.model.spec import ModelSpec
@@ -32,6 +33,7 @@ from thermocline.ops.interface import (
     FFNStats,
     H,
     L,
+    M,
     Ops,
     P,
     S,
@@ -81,6 +83,9 @@ class Counts:
     prompt_tokens: int  # computed
     cached_tokens: int  # of prompts, found
     tokens: int  # sampled
+    states: int = 0  # slots for the states of recurrent layers, none where there are no such layers
+    states_free: int = 0
+    states_cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Engine:
         self,
         spec: ModelSpec,
         weights: Weights,
-        ops: Ops[H, S, A, F, L, P],
+        ops: Ops[H, S, A, F, M, P, L],
         settings: EngineSettings,
         *,
         tokenizer: Tokenizer | None = None,
@@ -130,6 +135,8 @@ class Engine:
         self.tokenizer = tokenizer
         blocks = block_counts(spec, kv_tokens, context, chunk)
         self.kv = KVCache(spec, *blocks, chunk=chunk, types=settings.cache, storage=storage)
+        if spec.recurrent is not None:
+            self.kv.keep_states(StatePool(spec, max_batch))
         self.traffic = Traffic.of(spec, weights, settings.cache)
         self._disk, self._clock = disk, clock
         self.pace = PrefillBudget()
@@ -214,6 +221,7 @@ class Engine:
         """For metrics: cheap, and from any thread (each number is right, if perhaps not of one moment)."""
         pools = self.kv.pools
         available, cached = sum(p.available for p in pools), sum(p.cached for p in pools)
+        states = self.kv.states
         return Counts(
             running=len(self.running),
             slots=self.max_batch,
@@ -224,6 +232,9 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             tokens=self._tokens,
+            states=0 if states is None else states.n_slots,
+            states_free=0 if states is None else states.available - states.cached,
+            states_cached=0 if states is None else states.cached,
         )
 
     def check_integrity(self) -> None:
@@ -231,6 +242,7 @@ class Engine:
         self.kv.check_integrity()
         if not self.running:
             assert self.kv.used == 0, f"{self.kv.used} KV blocks leaked"
+            assert self.kv.states is None or not self.kv.states.used, "states leaked"
 
     # -- schedule
 
@@ -266,8 +278,7 @@ class Engine:
                 self._begin(r)
             coming.update(r.names[r.computed // self.kv.block :])
             stop = min(r.n_prompt, r.computed + (min(room, 1 + spare) if r.scored else room))
-            if stop == r.n_prompt:
-                stop = self._pause(r, self.running[i + 1 :]) or stop
+            stop = self._stop(r, stop, self.running[i + 1 :])
             spans.append(StepSpan(r, r.computed, stop))
             room -= stop - r.computed
             spare -= spans[-1].wanted - 1 if r.scored else 0
@@ -289,17 +300,32 @@ class Engine:
         self._cached_tokens += found - request.cached
         request.computed = request.cached = found
 
-    def _pause(self, request: Request, others: list[Request]) -> int:
-        """Return the position where a prompt's last chunk stops: the last one that others wait for; 0: none.
+    def _stop(self, request: Request, stop: int, others: list[Request]) -> int:
+        """Return the position where a chunk that could go to `stop` ends.
 
-        They come along in the next step then. Once it answers, they would come in short chunks beside it.
+        A prompt's last chunk stops at the last position that others wait for: they come along in the next step
+        then. Once it answers, they would come in short chunks beside it. Where layers are recurrent, a prompt
+        can be taken only where a state was kept, at a chunk's end. So each chunk stops at the first position
+        that others wait for, at the last one that a later prompt can take, or else at the end of a block.
         """
-        ends = [0]
+        ends = self._awaited(request, others)
+        if self.kv.states is None:
+            return max(ends, default=stop) if stop == request.n_prompt else stop
+        block = self.kv.block
+        ends += [(request.n_prompt - 1) // block * block, stop // block * block]
+        last = stop == request.n_prompt
+        return min(
+            (end for end in ends[: -1 if last else None] if request.computed < end <= stop), default=stop
+        )
+
+    def _awaited(self, request: Request, others: list[Request]) -> list[int]:
+        """Return the ends of what others wait for, of the blocks that the request is still to compute."""
+        ends = []
         for r in others:  # a block's name is that of all before it, too: equal ones come first
             shared = sum(map(eq, request.names, self._takeable(r))) * self.kv.block
             if shared > max(request.computed, r.computed):
                 ends.append(shared)
-        return max(ends)
+        return ends
 
     def _answering(self) -> bool:
         return any(r.computed >= r.n_prompt for r in self.running)
@@ -316,19 +342,24 @@ class Engine:
             s.start < s.request.n_prompt for s in spans
         )  # even their last few tokens are not guessed
         sparsity = "exact" if prompts and self.sparsity == "predict" else self.sparsity
+        states = NO_STATES if self.kv.states is None else self.kv.states.layers
         self.computing = True
         try:
-            logits = forward(self.model, self.kv, batch, self.ops, sparsity=sparsity, stats=stats)
+            logits = forward(
+                self.model, self.kv, batch, self.ops, sparsity=sparsity, stats=stats, states=states
+            )
         finally:
             self.computing = False
         for s in spans:
             s.request.computed = s.stop
-            self.kv.seal(s.request.table, s.request.ids, s.stop)
+            self.kv.seal(s.request.table, s.request.ids, s.stop, s.request.n_prompt)
         return logits, stats
 
     def _batch(self, spans: list[StepSpan]) -> Batch:
         """Return the step's tokens, in few numpy calls: between kernels each takes 3 to 5 microseconds."""
-        tables = self.kv.tables([s.request.table for s in spans], [s.stop for s in spans])
+        held = [s.request.table for s in spans]
+        tables = self.kv.tables(held, [s.stop for s in spans])
+        state_from, state_to = self.kv.state_slots(held)
         ids: list[int] = []
         positions: list[int] = []
         sequence: list[int] = []
@@ -345,6 +376,8 @@ class Engine:
             block_table=tables[0],
             logit_rows=np.array(wanted, np.int32),
             window_table=tables[-1],
+            state_from=state_from,
+            state_to=state_to,
         )
 
     def _account(self, spans: list[StepSpan], stats: FFNStats, before: DiskCounts | None) -> float:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
-from numpy.typing import NDArray
 
+from thermocline.engine.state_pool import NONE, StatePool, zeros
 from thermocline.model.modes import PLAIN as PLAIN
 from thermocline.model.modes import CacheTypes as CacheTypes
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import I32, U8, KVLayer, KVShape
+from thermocline.ops.interface import I32, KVLayer, KVShape
 
 BLOCK = 32  # positions per block
 Storage = Callable[[int, KVShape], KVLayer]  # allocates a layer's keys and values
@@ -40,6 +40,9 @@ class BlockTable:
     held: list[PoolBlocks] = field(default_factory=list)
     sealed: int = 0
     chain: bytes = ROOT  # names the tokens of the sealed blocks
+    state: int = NONE  # the slot of recurrent layers' states after all computed positions
+    next_state: int = NONE  # the slot that its next step writes
+    checkpoint: bytes = ROOT  # names its last state in the midst of an answer
 
 
 # ---- sizes
@@ -91,21 +94,13 @@ def reserved_bytes(spec: ModelSpec, tokens: int, context: int, chunk: int, types
 def in_ram(layer: int, shape: KVShape) -> KVLayer:
     """Allocate the pages of a layer, zeros. The system backs a page with memory when it is first written."""
     s, pages = shape, shape.heads * shape.pages
-    k = _zeros((pages, s.k_bytes))
-    v = _zeros((pages, s.v_bytes))
+    k = zeros(pages, s.k_bytes)
+    v = zeros(pages, s.v_bytes)
     return KVLayer(
         shape,
         k.view(np.float16).reshape(pages, s.head_dim, s.block) if s.types.k == "f16" else k,
         v.view(np.float16).reshape(pages, s.block, s.head_dim) if s.types.v == "f16" else v,
     )
-
-
-def _zeros(shape: tuple[int, ...]) -> U8:
-    """Return bytes that begin at a cache line."""
-    size = int(np.prod(shape, dtype=np.int64))
-    raw: NDArray[np.uint8] = np.zeros(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].reshape(shape)
 
 
 # ---- blocks and their holders
@@ -274,6 +269,11 @@ class KVCache:
             if spec.kv_layer(i) == i
         }
         self._layers |= {i: self._layers[spec.kv_layer(i)] for i in shapes}
+        self.states: StatePool | None = None  # of models with recurrent layers: `keep_states`
+
+    def keep_states(self, states: StatePool) -> None:
+        """Keep recurrent layers' states, too: a prefix is found as far as there is one."""
+        self.states = states
 
     def layer(self, i: int) -> KVLayer:
         return self._layers[i]
@@ -290,7 +290,7 @@ class KVCache:
         """Return a table with the longest prefix of `ids` whose keys and values are cached.
 
         The last token is never part of it: its logits are needed. In layers with a window, only the blocks
-        that the window reaches must still be there.
+        that the window reaches must still be there. Recurrent layers need the state after the prefix, too.
         """
         names: list[bytes] = []
         best, missed = 0, [0] * len(self.pools)  # missed: where each pool's current run of blocks begins
@@ -301,11 +301,14 @@ class KVCache:
                     missed[p] = len(names)
             at = len(names) * self.block
             if all(begin <= pool.first(at) for begin, pool in zip(missed, self.pools, strict=True)):
-                best = len(names)
+                best = len(names) if self.states is None or name in self.states else best
             elif self.windows[0] is None and missed[0]:
                 break
         del names[best:]
-        return BlockTable([pool.found(names) for pool in self.pools], best, names[-1] if names else ROOT)
+        table = BlockTable([pool.found(names) for pool in self.pools], best, names[-1] if names else ROOT)
+        if self.states is not None and names:
+            table.state = self.states.found(names[-1])
+        return table
 
     def names(self, ids: list[int]) -> Iterator[bytes]:
         """Yield the names of a text's full blocks. Each names all tokens up to the block's end."""
@@ -333,6 +336,7 @@ class KVCache:
         if found.sealed > table.sealed:
             table.held, found.held = found.held, table.held
             table.sealed, table.chain = found.sealed, found.chain
+            table.state, found.state = found.state, table.state
         self.close(found)
         grown = self.grow(table, tokens)
         assert grown, "a sequence that shares more needs more"
@@ -349,10 +353,24 @@ class KVCache:
             out.append(np.array([row + [ABSENT] * (widest - len(row)) for row in rows], np.int32))
         return out
 
-    def seal(self, table: BlockTable, ids: list[int], computed: int) -> None:
+    def state_slots(self, tables: Sequence[BlockTable]) -> tuple[I32, I32] | tuple[None, None]:
+        """Return the slots that a step of these sequences reads and writes, if there are states.
+
+        A step that is made again writes the same ones.
+        """
+        if self.states is None:
+            return None, None
+        for table in tables:
+            if table.next_state == NONE:
+                table.next_state = self.states.take()
+        read, written = [table.state for table in tables], [table.next_state for table in tables]
+        return np.array(read, np.int32), np.array(written, np.int32)
+
+    def seal(self, table: BlockTable, ids: list[int], computed: int, n_prompt: int = 0) -> None:
         """Publish the blocks that `computed` positions fill. Release those that no later position attends to.
 
-        The keys and values of these positions must be written.
+        The keys and values of these positions must be written, and the state after them. A state at the end
+        of a block can be found, too: of an answer, which begins at `n_prompt`, only the last one.
         """
         while (table.sealed + 1) * self.block <= computed:
             table.chain = self._name(table.chain, ids, table.sealed)
@@ -361,15 +379,33 @@ class KVCache:
             table.sealed += 1
         for pool, held in zip(self.pools, table.held, strict=True):
             pool.release_passed(held, computed)
+        if self.states is not None:
+            self.states.release(table.state)
+            table.state, table.next_state = table.next_state, NONE
+            if table.sealed * self.block == computed:
+                self._check_in(self.states, table, computed, n_prompt)
+
+    def _check_in(self, states: StatePool, table: BlockTable, computed: int, n_prompt: int) -> None:
+        """Publish a state. Of a prompt, the last one that another prompt can take stays the longest."""
+        last = max(0, n_prompt - 1) // self.block * self.block
+        published = states.publish(table.state, table.chain, passing=computed < last)
+        if computed > last and published:
+            states.forget(table.checkpoint)
+            table.checkpoint = table.chain
 
     def close(self, table: BlockTable) -> None:
         """Release every block of a sequence. Sealed ones stay cached."""
         for pool, held in zip(self.pools, table.held, strict=False):  # a table never opened holds nothing
             pool.close(held)
+        if self.states is not None:
+            self.states.release(table.next_state)
+            self.states.release(table.state)
         table.held, table.sealed, table.chain = [], 0, ROOT
+        table.state = table.next_state = NONE
+        table.checkpoint = ROOT
 
     def check_integrity(self) -> None:
-        for pool in self.pools:
+        for pool in (*self.pools, *([] if self.states is None else [self.states])):
             pool.check_integrity()
 
     def _name(self, chain: bytes, ids: list[int], i: int) -> bytes:

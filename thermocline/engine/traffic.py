@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from thermocline.engine.kv_cache import bytes_for
 from thermocline.model.modes import PLAIN, CacheTypes
 from thermocline.model.spec import ModelSpec
-from thermocline.ops.interface import F32, FFN, Norm, WeightMatrix, Weights
+from thermocline.ops.interface import F32, FFN, Mixer, Norm, WeightMatrix, Weights
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,9 @@ class Traffic:
         fixed = _nbytes(weights.head.weight, weights.head.bias) + _norm_bytes(weights.out_norm)
         for layer in weights.layers:
             fixed += _norm_bytes(layer.attn_norm) + _norm_bytes(layer.ffn_norm)
-            fixed += _nbytes(layer.qkv.weight, layer.qkv.bias, layer.attn_out.weight, layer.attn_out.bias)
+            for linear in (layer.qkv, layer.attn_out):
+                fixed += 0 if linear is None else _nbytes(linear.weight, linear.bias)
+            fixed += _nbytes(layer.attn_gate) + _mixer_bytes(layer.mixer)
             if layer.router is not None:
                 fixed += _nbytes(layer.router.weight, layer.router.bias, layer.shared_router)
             for p in () if layer.shared is None else layer.shared.parts:
@@ -50,6 +52,10 @@ def _row_bytes(f: FFN) -> float:
 
 def _nbytes(*arrays: WeightMatrix | F32 | None) -> int:
     return sum(a.nbytes for a in arrays if a is not None)
+
+
+def _mixer_bytes(mixer: Mixer | None) -> int:
+    return 0 if mixer is None else _nbytes(*(getattr(mixer, f.name) for f in fields(mixer)))
 
 
 def _norm_bytes(norm: Norm | None) -> int:

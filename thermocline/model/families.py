@@ -7,6 +7,7 @@ refused by name. To add a family, write one reader function and add its line to 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import os
 import re
@@ -22,6 +23,7 @@ from thermocline.model.gemma import families as gemma
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec, windows
 from thermocline.model.mixtures import families as mixtures
 from thermocline.model.mixtures import gpt_oss
+from thermocline.model.recurrent import lfm2, mamba, qwen
 from thermocline.model.relu import smallthinker
 from thermocline.model.spec import ModelSpec, check_spec
 from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, tensors
@@ -68,11 +70,13 @@ def read_config(path: Path, activation: str | None = None) -> Read:
 def read_config_json(path: Path) -> Json:
     """Read a config.json. Raises BadFile, IOFailure or Unsupported.
 
-    State-space models' configs hold Infinity, which is not JSON. They are refused for their architecture.
+    State-space models' configs hold Infinity, which is not JSON: no limit of time steps. Other ones are
+    refused for their architecture.
     """
     constants: list[str] = []
     config = parse_json(read_small(path, MAX_CONFIG_BYTES), str(path), constants)
-    if constants:
+    limit = config.get("time_step_limit")
+    if constants and not (constants == ["Infinity"] and isinstance(limit, list) and math.inf in limit):
         with contextlib.suppress(BadFile):
             _family(config, str(path))
         raise BadFile(f"{path}: not valid JSON ({constants[0]} is not JSON)")
@@ -123,11 +127,11 @@ def _family(config: Json, name: str) -> Family:
     if architectures[0] == "SparseLlamaForCausalLM":
         family = BY_TYPE.get(str(config.get("model_type")), family)
     if family is None:
-        first, *others = (n for n in FAMILIES if n.endswith("ForCausalLM"))  # and wrappers of some
-        more = ", ".join(n.removesuffix("ForCausalLM") for n in others)
+        alike = difflib.get_close_matches(architectures[0], FAMILIES, 3)
+        near = f"; alike: {', '.join(alike)}" if alike else ""
         raise Unsupported(
-            f"{name}: architecture {quoted(architectures[0])} is not supported; "
-            f"known: {first}, likewise {more}"
+            f"{name}: architecture {quoted(architectures[0])} is not supported{near}; "
+            "all that are: docs/guide/convert.md"
         )
     return family
 
@@ -141,7 +145,7 @@ _WRAPPER_KEYS = (
     *("vision_config", "audio_config", "mm_tokens_per_image", "vision_soft_tokens_per_image"),
     *("audio_soft_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
     *("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "boa_token_id", "eoa_token_id"),
-    *("eoa_token_index", "audio_token_id"),
+    *("eoa_token_index", "audio_token_id", "vision_start_token_id", "vision_end_token_id"),
 )
 
 
@@ -539,6 +543,17 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family("minimax_m2", mixtures.minimax_m2),
     "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", mixtures.hunyuan_moe),
     "SmallThinkerForCausalLM": Family("smallthinker", smallthinker.smallthinker, reglu=True),
+    "Qwen3NextForCausalLM": Family("qwen3_next", qwen.qwen3_next),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", qwen.qwen3_5),
+    "Qwen3_5ForConditionalGeneration": Family("qwen3_5", qwen.qwen3_5, text_type="qwen3_5_text"),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", qwen.qwen3_5_moe),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        "qwen3_5_moe", qwen.qwen3_5_moe, text_type="qwen3_5_moe_text"
+    ),
+    "NemotronHForCausalLM": Family("nemotron_h", mamba.nemotron_h),
+    "GraniteMoeHybridForCausalLM": Family("granitemoehybrid", mamba.granite_hybrid),
+    "Lfm2ForCausalLM": Family("lfm2", lfm2.lfm2),
+    "Lfm2MoeForCausalLM": Family("lfm2_moe", lfm2.lfm2_moe),
     "Gemma2ForCausalLM": Family("gemma2", gemma.gemma2),
     "Gemma3ForCausalLM": Family("gemma3_text", gemma.gemma3),
     "Gemma3ForConditionalGeneration": Family("gemma3", gemma.gemma3, text_type="gemma3_text"),

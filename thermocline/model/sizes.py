@@ -18,7 +18,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorSpec
 
 I64 = NDArray[np.int64]
-ATTENTION_ROLES = ("attention", "norm", "router", "shared", "inputs")  # what every token reads
+ATTENTION_ROLES = ("attention", "mixer", "norm", "router", "shared", "inputs")  # what every token reads
 MATTERS = 0.02  # of the weights: less in a format costs too little time to be worth measuring it
 
 

@@ -27,6 +27,9 @@ ROUTER_WEIGHTS = ("chosen", "score", "normalised")
 GROUP_RULES = ("max", "sum2")
 ROUTER_INPUTS = ("ffn_norm", "own_norm", "layer_input")
 QKV = ("q", "k", "v")
+# Of a layer: attention; a recurrent layer, whose state is of one size however long the text; or nothing.
+MIXERS = ("attention", "deltanet", "mamba2", "conv", "none")
+RECURRENT = ("deltanet", "mamba2", "conv")
 
 
 def later(default: Any) -> Any:
@@ -80,6 +83,34 @@ class Router:
 
 
 PLAIN_ROUTER = Router()  # Mixtral's: the softmax of the chosen logits
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The sizes of recurrent layers: each head has a state [state, head_dim], behind a causal convolution.
+
+    DeltaNet (arXiv 2412.06464): a head's value has `head_dim` elements, and the heads of a group share a
+    query and a key of `state`. Mamba-2 (arXiv 2405.21060): x has `head_dim` elements, and the heads of a
+    group share C and B of `state`. A short convolution has no heads; its channels are the model's.
+    """
+
+    conv: int  # tokens that the convolution sees; its last weight is the token's own
+    heads: int = 0
+    head_dim: int = 0
+    groups: int = 0
+    state: int = 0
+    conv_bias: bool = False  # mamba2
+    tiled: bool = False  # head h belongs to group h % groups; else groups are consecutive heads
+
+    @property
+    def inner(self) -> int:
+        """Return the size of all heads' values: what the last matrix reads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of a convolution before heads: q, k and v, or x, B and C."""
+        return self.inner + 2 * self.groups * self.state
 
 
 class AttentionShape(NamedTuple):
@@ -188,6 +219,10 @@ class ModelSpec:
     dense_dim: int = later(0)  # its width
     layer_scale: bool = later(False)  # a layer's answer, the stream, is multiplied by a number
     per_layer_dim: int = later(0)  # width of what each token brings to each layer, behind its FFN
+    mixers: tuple[str, ...] = later(())  # of each layer one of MIXERS; (): attention in all
+    recurrent: Recurrent | None = field(default=None, metadata={"later": True})
+    no_ffn: tuple[int, ...] = later(())  # layers that are a mixer alone
+    attention_gate: bool = later(False)  # what attention gives is multiplied by the sigmoid of a matrix's
 
     @property
     def sparse(self) -> bool:
@@ -211,6 +246,8 @@ class ModelSpec:
 
     def attention(self, layer: int) -> AttentionShape | None:
         """Return the shape of a layer's attention; None: it has none."""
+        if self.mixer(layer) != "attention":
+            return None
         full = self.window(layer) is None
         kv_heads, head_dim = self.n_kv_heads, self.head_dim
         if full:
@@ -226,6 +263,19 @@ class ModelSpec:
         alike = (i for i in range(first) if self.window(i) == self.window(layer))
         return max(alike, default=layer)
 
+    def mixer(self, layer: int) -> str:
+        """Return which of MIXERS a layer has."""
+        return self.mixers[layer] if self.mixers else "attention"
+
+    def state_floats(self, layer: int) -> int:
+        """Return the numbers of one sequence's state in a layer: the convolution's inputs, and the heads'."""
+        r, kind = self.recurrent, self.mixer(layer)
+        if r is None or kind not in RECURRENT:
+            return 0
+        if kind == "conv":
+            return (r.conv - 1) * self.dim
+        return (r.conv - 1) * r.channels + r.state * r.inner
+
     @property
     def attentions(self) -> tuple[AttentionShape, ...]:
         """Return the shapes that the attention of layers has, each once."""
@@ -233,7 +283,9 @@ class ModelSpec:
         return tuple(dict.fromkeys(shape for shape in found if shape is not None))
 
     def ffn(self, layer: int) -> FFNShape:
-        """Return the shape of a layer's FFN, without the shared one."""
+        """Return the shape of a layer's FFN, without the shared one; all zeros where there is none."""
+        if layer in self.no_ffn:
+            return FFNShape(0, 0, 0)
         if layer in self.dense_layers:
             return FFNShape(1, 1, self.dense_dim)
         return FFNShape(self.n_experts, self.n_experts_active, self.ffn_dim)
@@ -304,14 +356,10 @@ def check_spec(spec: ModelSpec, name: str) -> None:
     ):
         if getattr(spec, key) not in known:
             raise BadFile(f"{name}: {key} {quoted(getattr(spec, key))} is not one of {', '.join(known)}")
-    for problem, wrong in [
-        *_problems(spec),
-        *_option_problems(spec),
-        *_kind_problems(spec),
-        *_mixture_problems(spec),
-    ]:
-        if wrong:
-            raise BadFile(f"{name}: {problem}")
+    for problems in (_problems, _option_problems, _kind_problems, _mixture_problems, _mixer_problems):
+        for problem, wrong in problems(spec):
+            if wrong:
+                raise BadFile(f"{name}: {problem}")
 
 
 def _problems(s: ModelSpec) -> list[tuple[str, bool]]:
@@ -447,6 +495,36 @@ def _mixture_problems(s: ModelSpec) -> list[tuple[str, bool]]:
         ),
         ("dense_dim and dense_layers need each other", bool(dense) != (s.dense_dim > 0)),
     ]
+
+
+def _mixer_problems(s: ModelSpec) -> list[tuple[str, bool]]:
+    r, kinds = s.recurrent, set(s.mixers)
+    known = kinds <= set(MIXERS) and len(s.mixers) in (0, s.n_layers)
+    empty = known and any(s.mixer(i) == "none" for i in s.no_ffn if i < s.n_layers)
+    heads = bool(kinds & {"deltanet", "mamba2"})
+    plain = s.norm == "rms" and s.norm_order == "pre" and not s.parallel and s.position == "rope"
+    return [
+        (f"mixers are not one of {', '.join(MIXERS)} for each layer", not known),
+        ("mixers and recurrent need each other", (r is not None) != bool(kinds & set(RECURRENT))),
+        ("mixers besides attention need RMS norms before each half, and rope or no positions",
+         bool(kinds - {"attention"}) and not plain),
+        ("no_ffn are not some of the layers, in order", not _in_order(s.no_ffn, s.n_layers)),
+        ("no_ffn needs an FFN in some layer", len(s.no_ffn) == s.n_layers),
+        ("no_ffn needs RMS norms before each half", bool(s.no_ffn) and not plain),
+        ("a layer has neither a mixer nor an FFN", empty),
+        ("a layer of no_ffn is one of dense_layers", bool(set(s.no_ffn) & set(s.dense_layers))),
+        ("attention_gate is not for models with sub_norms", s.attention_gate and s.sub_norms),
+        ("recurrent is out of range", r is not None and not _recurrent_is_sane(r, heads)),
+        ("recurrent.conv_bias is for mamba2", r is not None and r.conv_bias and "mamba2" not in kinds),
+        ("recurrent.tiled is for heads", r is not None and r.tiled and not heads),
+    ]  # fmt: skip
+
+
+def _recurrent_is_sane(r: Recurrent, heads: bool) -> bool:
+    sizes = (r.heads, r.head_dim, r.groups, r.state)
+    if not 2 <= r.conv <= 16 or not heads:
+        return 2 <= r.conv <= 16 and not any(sizes)
+    return all(1 <= n <= 1024 for n in sizes) and r.heads % r.groups == 0
 
 
 def _in_order(layers: tuple[int, ...], n_layers: int) -> bool:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from thermocline.model.spec import ModelSpec
 
@@ -28,6 +28,8 @@ class SourceSlice:
     plus        added to every value (a norm's weights may be stored as w - 1)
     part        the expert's matrix in a stack of them; `shape` is then [matrices, rows, columns]
     flat        its rows are single numbers: all of the tensor's, in their order (biases of experts)
+    one_row     all of the tensor's numbers are one row
+    decays      the values are x of decays -exp(x)
     """
 
     tensor: str | None
@@ -37,9 +39,13 @@ class SourceSlice:
     plus: float = 0.0
     part: int | None = None
     flat: bool = False
+    one_row: bool = False
+    decays: bool = False
 
     @property
     def rows(self) -> int:
+        if self.one_row:
+            return 1
         return sum(map(len, self.pick)) if self.pick else self._all
 
     @property
@@ -85,6 +91,8 @@ class TensorMap:
     ternary: frozenset[str] = frozenset()  # source tensors that are read as ternary values
     skipped: tuple[str, ...] = ()  # patterns of what this engine has no use for, which is said in a line
     packed: bool = False  # the ternary tensors are stored as ternary values already, packed in bytes
+    # For files that lack the tensors which `tensors` names: tensors of the same names, from others.
+    otherwise: Mapping[str, tuple[SourceSlice, ...]] = field(default_factory=dict)
     beside: tuple[str, ...] = ()  # patterns of a wrapper's parts beside its text model; said in a line too
 
     def may_ignore(self, name: str) -> bool:
@@ -178,16 +186,18 @@ def tensors(
         own_kv = shape.projections
         q, kv = shape.context, shape.kv_heads * shape.head_dim
         a, b, (experts, _, f) = f"layers.{i}", f"{names.root}{names.layers}.{i}.", spec.ffn(i)
-        if spec.norms_before:
+        attends = spec.attention(i) is not None
+        if spec.norms_before and spec.mixer(i) != "none":
             norm(f"{a}.attn_norm", b + names.attn_norm)
+        if spec.norms_before and experts:
             norm(f"{a}.ffn_norm", b + names.ffn_norm)
         if spec.norms_after:
             norm(f"{a}.attn_post_norm", b + names.attn_post_norm)
             norm(f"{a}.ffn_post_norm", b + names.ffn_post_norm)
         for part, theirs, n in zip("qk", names.qk_norms, (shape.heads, shape.kv_heads), strict=True):
-            if spec.qk_norm and part in own_kv:
+            if spec.qk_norm and attends and part in own_kv:
                 norm(f"{a}.{part}_norm", b + theirs, spec.qk_norm_size(n, shape.head_dim))
-        if spec.attention_sinks:
+        if spec.attention_sinks and attends:
             out[f"{a}.sinks"] = (SourceSlice(f"{b}self_attn.sinks", (spec.n_heads,)),)
         if spec.sub_norms:
             norm(f"{a}.attn_sub_norm", f"{b}self_attn.attn_sub_norm", q)
@@ -197,8 +207,11 @@ def tensors(
         if names.neighbours:
             picks = (*(pairs(r, shape.head_dim) for r in rows[:2]), ())
         each = list(zip(names.qkv, rows, picks, strict=True))[: len(own_kv)]
-        linear(f"{a}.qkv", "qkv", *((b + n, r, p) for n, r, p in each))
-        linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
+        if attends:
+            linear(f"{a}.qkv", "qkv", *((b + n, r, p) for n, r, p in each))
+            linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
+        if not experts:
+            continue
         if experts > 1:
             out |= _beside_experts(spec, names, a, b)
         if experts > 1 and spec.shared_norms:
@@ -257,8 +270,11 @@ def _beside_experts(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, 
         gate, up, down = (f"{b}{name}.weight" for name in names.shared)
         both = gate == up
         shape, first, second = ((2 * f, d), (range(f),), (range(f, 2 * f),)) if both else ((f, d), (), ())
-        out[f"{a}.shared.gate.weight"] = (SourceSlice(gate, shape, first),)
-        out[f"{a}.shared.up.weight"] = (SourceSlice(up, shape, second),)
+        if not spec.gated:
+            out[f"{a}.shared.gate.weight"] = (SourceSlice(up, shape),)
+        else:
+            out[f"{a}.shared.gate.weight"] = (SourceSlice(gate, shape, first),)
+            out[f"{a}.shared.up.weight"] = (SourceSlice(up, shape, second),)
         out[f"{a}.shared.down.weight"] = (SourceSlice(down, (d, f)),)
     if spec.shared_gate:
         out[f"{a}.shared.router.weight"] = (SourceSlice(f"{b}{names.shared_router}.weight", (1, d)),)

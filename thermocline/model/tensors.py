@@ -14,7 +14,7 @@ from thermocline.errors import Unsupported
 from thermocline.model import quant
 from thermocline.model.formats import fitting
 from thermocline.model.spec import QKV as QKV
-from thermocline.model.spec import AttentionShape, ModelSpec
+from thermocline.model.spec import RECURRENT, AttentionShape, ModelSpec
 
 ALIGN = 4096
 APART = 64  # where a record's two rows differ in format, down's begins at a multiple of so many bytes
@@ -146,25 +146,34 @@ def expected_tensors(
         matrix("pos_embed.weight", "embed", spec.max_context, spec.dim, format="f32")
     for i in range(spec.n_layers):
         a, (experts, _, neurons) = f"layers.{i}", spec.ffn(i)
-        if spec.norms_before:
-            norm(f"{a}.attn_norm")
         shape = spec.attention(i)
-        assert shape is not None, "a layer is attention and an FFN"
-        out |= _qkv(a, shape, spec.dim, weight_format, own)
-        vector(f"{a}.qkv.bias", "attention", shape.qkv_rows)
-        for part, heads in zip(QKV[:2], (shape.heads, shape.kv_heads), strict=True) if spec.qk_norm else ():
-            if part in shape.projections:
-                size = spec.qk_norm_size(heads, shape.head_dim)
-                vector(f"{a}.{part}_norm.weight", "norm", size, optional=False)
-        if spec.attention_sinks:
-            vector(f"{a}.sinks", "attention", shape.heads, optional=False)
-        if spec.sub_norms:
-            norm(f"{a}.attn_sub_norm", shape.context)
-            norm(f"{a}.ffn_sub_norm", neurons)
-        for name in ("attn_post_norm", "ffn_post_norm") if spec.norms_after else ():
-            norm(f"{a}.{name}")
-        matrix(f"{a}.attn_out.weight", "attention", spec.dim, shape.context)
-        vector(f"{a}.attn_out.bias", "attention", spec.dim)
+        if spec.norms_before and spec.mixer(i) != "none":
+            norm(f"{a}.attn_norm")
+        if shape is not None:
+            out |= _qkv(a, shape, spec.dim, weight_format, own)
+            vector(f"{a}.qkv.bias", "attention", shape.qkv_rows)
+            heads = zip(QKV[:2], (shape.heads, shape.kv_heads), strict=True)
+            for part, n in heads if spec.qk_norm else ():
+                if part in shape.projections:
+                    size = spec.qk_norm_size(n, shape.head_dim)
+                    vector(f"{a}.{part}_norm.weight", "norm", size, optional=False)
+            if spec.attention_sinks:
+                vector(f"{a}.sinks", "attention", shape.heads, optional=False)
+            if spec.attention_gate:
+                matrix(f"{a}.attn_gate.weight", "attention", shape.context, spec.dim)
+            if spec.sub_norms:
+                norm(f"{a}.attn_sub_norm", shape.context)
+                norm(f"{a}.ffn_sub_norm", neurons)
+            for name in ("attn_post_norm", "ffn_post_norm") if spec.norms_after else ():
+                norm(f"{a}.{name}")
+            matrix(f"{a}.attn_out.weight", "attention", spec.dim, shape.context)
+            vector(f"{a}.attn_out.bias", "attention", spec.dim)
+        for name, sizes in mixer_matrices(spec, i).items():
+            matrix(f"{a}.{name}", "mixer", *sizes)
+        for name, own_sizes in mixer_vectors(spec, i).items():
+            vector(f"{a}.{name}", "mixer", *own_sizes, optional=False)
+        if not experts:
+            continue
         if spec.norms_before:
             norm(f"{a}.ffn_norm")
         if experts > 1:  # f32: rounding may change the chosen expert; this is 1/40000 of Mixtral's weights
@@ -274,6 +283,37 @@ def router_biases(spec: ModelSpec) -> list[str]:
     r, name = spec.router, "router."
     has = {"bias": r.biased, "selection_bias": r.selection_bias, "expert_scale": r.expert_scale}
     return [name + part for part, there in has.items() if there]
+
+
+def mixer_matrices(spec: ModelSpec, layer: int) -> dict[str, tuple[int, int]]:
+    """Return the shapes of a recurrent layer's matrices by name: first those that read the stream."""
+    kind, d, r = spec.mixer(layer), spec.dim, spec.recurrent
+    if r is None or kind not in RECURRENT:
+        return {}
+    if kind == "conv":
+        return {"mixer.in.weight": (3 * d, d), "mixer.out.weight": (d, d)}
+    if kind == "mamba2":
+        into = {"mixer.in.weight": (r.inner + r.channels + r.heads, d)}
+    else:
+        into = {"mixer.qkv.weight": (r.channels, d), "mixer.z.weight": (r.inner, d)}
+        into |= {"mixer.beta.weight": (r.heads, d), "mixer.alpha.weight": (r.heads, d)}
+    return {**into, "mixer.out.weight": (d, r.inner)}
+
+
+def mixer_vectors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what a recurrent layer has in f32, by name."""
+    kind, r = spec.mixer(layer), spec.recurrent
+    if r is None or kind not in RECURRENT:
+        return {}
+    if kind == "conv":
+        return {"mixer.conv.weight": (spec.dim, r.conv)}
+    out: dict[str, tuple[int, ...]] = {"mixer.conv.weight": (r.channels, r.conv)}
+    if r.conv_bias:
+        out["mixer.conv.bias"] = (r.channels,)
+    out |= {"mixer.decay": (r.heads,), "mixer.dt_bias": (r.heads,)}
+    if kind == "mamba2":
+        out["mixer.skip"] = (r.heads,)
+    return {**out, "mixer.norm.weight": (r.head_dim if kind == "deltanet" else r.inner,)}
 
 
 def _bundle(layer: str, spec: ModelSpec, shape: tuple[int, int], up: str, down: str) -> TensorSpec:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from thermocline.engine.decoder import bind, for_context, forward
 from thermocline.engine.kv_cache import KVCache, blocks_for
+from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import NumericalError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
@@ -159,6 +160,7 @@ class ProfileWorker:
         self._model = bind(for_context(spec, context), weights, self._ops)
         self._kv = KVCache(spec, blocks_for(context))
         self._table = np.arange(blocks_for(context), dtype=np.int32)[None]
+        self._states = StateTurns(spec)
 
     def count(self, passage: I32, wanted: I64, stop: threading.Event) -> Counted:
         """Count a passage's active neurons. `wanted` are the tokens to sample, ascending.
@@ -182,8 +184,17 @@ class ProfileWorker:
     def _step(self, ids: I32, begin: int, end: int) -> None:
         at = np.arange(begin, end, dtype=np.int32)
         last = np.array([end - begin - 1], np.int32)  # one row of logits, to check that they are finite
-        batch = Batch(ids[begin:end], at, np.zeros_like(at), self._table, last)
-        logits = forward(self._model, self._kv, batch, self._ops, sparsity="exact", stats=FFNStats())
+        turn = self._states.step(1, first=begin == 0)
+        batch = Batch(ids[begin:end], at, np.zeros_like(at), self._table, last, None, *turn)
+        logits = forward(
+            self._model,
+            self._kv,
+            batch,
+            self._ops,
+            sparsity="exact",
+            stats=FFNStats(),
+            states=self._states.layers,
+        )
         if not np.isfinite(logits).all():
             raise NumericalError(
                 "the model gives NaN or infinity: its weights are damaged, or too large for its format"

@@ -23,6 +23,7 @@ from thermocline.engine.decoder import Model, forward
 from thermocline.engine.kv_cache import BLOCK as KV_BLOCK
 from thermocline.engine.kv_cache import PLAIN, CacheTypes, KVCache, blocks_for, bytes_for
 from thermocline.engine.sampler import check_finite
+from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.formats import SMALL
 from thermocline.model.spec import ModelSpec
@@ -130,6 +131,7 @@ class Reader:
         assert sparsity != "predict" or side * self.step <= FEW, "more tokens are read exactly"
         self.stats = FFNStats()
         self._kv = KVCache(model.spec, side * blocks_for(context), types=types)
+        self._states = StateTurns(model.spec, side)
         self._tables = [self._kv.open([]) for _ in range(side)]
         for table in self._tables:
             self._kv.grow(table, context)  # always succeeds: the cache is large enough for all
@@ -153,6 +155,7 @@ class Reader:
         n, length = ids.shape
         tokens = np.arange(n * length, dtype=np.int32)
         tables = self._kv.tables(self._tables[:n], [start + length] * n)
+        state_from, state_to = self._states.step(n, first=start == 0)
         batch = Batch(
             ids=np.ascontiguousarray(ids).ravel(),
             positions=start + tokens % length,
@@ -160,8 +163,11 @@ class Reader:
             block_table=tables[0],
             logit_rows=tokens if wanted else tokens[:0],
             window_table=tables[-1],
+            state_from=state_from,
+            state_to=state_to,
         )
-        return forward(self.model, self._kv, batch, self.ops, sparsity=sparsity, stats=stats)
+        layers = self._states.layers
+        return forward(self.model, self._kv, batch, self.ops, sparsity=sparsity, stats=stats, states=layers)
 
 
 def _cuts(texts: I32, start: int, stop: int, step: int) -> Iterator[tuple[I32, int]]:

@@ -28,19 +28,24 @@ from thermocline.ops.interface import (
     FFN,
     I32,
     Batch,
+    DeltaNet,
     FFNStats,
     Heads,
     KVLayer,
     Layer,
     Linear,
+    Mamba2,
+    Mixer,
     NeuronCache,
     Norm,
+    ShortConv,
     WeightMatrix,
     stacked,
 )
 
 FIRST = np.zeros(1, np.int32)
 NO_CACHE = NeuronCache(None, None)
+MIXER_KINDS = (DeltaNet, Mamba2, ShortConv)  # csrc/engine/model_ops.h numbers them so
 
 
 @runtime_checkable
@@ -96,19 +101,50 @@ class CpuOps:
         self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
     ) -> _native.Step:
         table = batch.table(window)
-        return _native.Step(batch.positions, batch.sequence, table, block, window or 0, cos, sin)
+        states = batch.state_from, batch.state_to
+        return _native.Step(batch.positions, batch.sequence, table, block, window or 0, cos, sin, *states)
 
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> _native.Attention:
+        assert layer.qkv is not None and layer.attn_out is not None
         qkv = _native.Stack(tuple(map(_native_matrix, stacked(layer.qkv.weight))), layer.qkv.bias)
         out = _linear(layer.attn_out.weight, layer.attn_out.bias)
         sub_norm, join = _norm(spec, layer.attn_sub_norm), _join(spec, layer.attn_post_norm)
-        return _native.Attention(_norm(spec, layer.attn_norm), qkv, out, native_heads(heads), sub_norm, join)
+        gate = None if layer.attn_gate is None else _native_matrix(layer.attn_gate)
+        norm = _norm(spec, layer.attn_norm)
+        return _native.Attention(norm, qkv, out, native_heads(heads), sub_norm, join, gate)
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
         norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm, _after_ffn(layer))
         if layer.router is None:
             return self._expert(spec, layer.experts[0], norm, join, _norm(spec, layer.ffn_sub_norm))
         return self._mixture(spec, layer, norm, join)
+
+    def bind_mixer(self, spec: ModelSpec, layer: Layer) -> _native.Mixer:
+        r, m = spec.recurrent, layer.mixer
+        assert r is not None and m is not None
+        vectors: dict[str, F32] = {}
+        sizes: dict[str, int] = {}
+        if isinstance(m, DeltaNet | Mamba2):
+            vectors = {"decay": m.decay, "step_bias": m.dt_bias, "gated_norm": m.norm}
+            sizes = {"heads": r.heads, "groups": r.groups, "rows": r.state, "cols": r.head_dim}
+        if isinstance(m, Mamba2):
+            vectors["skip"] = m.skip
+        return _native.Mixer(
+            kind=MIXER_KINDS.index(type(m)),
+            norm=_norm(spec, layer.attn_norm),
+            proj=_native.Stack(tuple(map(_native_matrix, _first_matrices(m))), None),
+            out=_linear(m.out, None),
+            join=_join(spec, None),
+            conv=np.ascontiguousarray(m.conv.T),
+            conv_bias=m.conv_bias if isinstance(m, Mamba2) else None,
+            tiled=r.tiled,
+            norm_eps=spec.norm_eps,
+            **sizes,
+            **vectors,
+        )
+
+    def mixer_add(self, x: F32, h: F32, bound: _native.Mixer, step: _native.Step, states: F32) -> None:
+        self.native.mixer_add(x, h, bound, step, states)
 
     def bind_experts(self, spec: ModelSpec, layer: Layer) -> _native.Mixture:
         """Return the CPU's neurons of a mixture's experts, as `bind_part` does."""
@@ -272,6 +308,11 @@ def _native_matrix(w: WeightMatrix) -> _native.Matrix:
 
 def _linear(w: WeightMatrix, bias: F32 | None) -> _native.Linear:
     return _native.Linear(_native_matrix(w), bias)
+
+
+def _first_matrices(m: Mixer) -> tuple[WeightMatrix, ...]:
+    """Return the matrices under each other that a mixer's input meets."""
+    return (m.qkv, m.z, m.beta, m.alpha) if isinstance(m, DeltaNet) else (m.into,)
 
 
 def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:

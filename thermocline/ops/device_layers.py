@@ -185,6 +185,7 @@ class Binder:
         self.vector = self._vectors[0].of
 
     def attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> DeviceAttention | _native.Attention:
+        assert layer.qkv is not None and layer.attn_out is not None
         if not isinstance(stacked(layer.qkv.weight)[0], DeviceRows):
             return self._cpu.bind_attention(spec, heads, layer)
         q, k, sinks = (self.vector(v) for v in (heads.q_norm, heads.k_norm, heads.sinks))

@@ -12,13 +12,14 @@ import contextlib
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NoReturn, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from thermocline import _native
+from thermocline.errors import Unsupported
 from thermocline.model.modes import SPARSITIES
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
@@ -180,6 +181,9 @@ class GpuOps:
 
     def per_layer_add(self, x: Hidden, bound: None, given: F32) -> None:
         raise AssertionError("nor this")
+
+    def bind_mixer(self, spec: ModelSpec, layer: Layer) -> NoReturn:
+        raise Unsupported("no GPU computes recurrent layers: run it in RAM, without --vram")
 
     def _vector(self, v: F32 | None) -> Vector:
         return self._binder.vector(v)
@@ -381,6 +385,9 @@ class GpuOps:
         if b.sub_norm is not None:
             run(k.norm, attended, attended, *parts(b.sub_norm))
         self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, attended, add))
+
+    def mixer_add(self, x: Hidden, h: Hidden, b: NoReturn, step: DeviceStep, states: F32) -> None:
+        raise AssertionError("no mixer was bound")
 
     def ffn_add(
         self,

@@ -144,12 +144,53 @@ class PerLayer:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """A gated DeltaNet's weights. `spec.recurrent` has the sizes; `reference.deltanet` computes it."""
+
+    qkv: WeightMatrix  # [channels, dim]: all groups' queries, all groups' keys, all heads' values
+    z: WeightMatrix  # [inner, dim]
+    beta: WeightMatrix  # [heads, dim]
+    alpha: WeightMatrix  # [heads, dim]
+    conv: F32  # [channels, conv]
+    decay: F32  # [heads]: below 0
+    dt_bias: F32  # [heads]
+    norm: F32  # [head_dim]: of each head's answer
+    out: WeightMatrix  # [dim, inner]
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """A Mamba-2's weights; `reference.mamba2` computes it."""
+
+    into: WeightMatrix  # [inner + channels + heads, dim]: z, then x, B and C, then dt
+    conv: F32  # [channels, conv]
+    conv_bias: F32 | None  # [channels]
+    decay: F32  # [heads]: below 0
+    dt_bias: F32  # [heads]
+    skip: F32  # [heads]: D
+    norm: F32  # [inner]: of each group's answers
+    out: WeightMatrix  # [dim, inner]
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A short convolution's weights; `reference.short_conv` computes it."""
+
+    into: WeightMatrix  # [3 * dim, dim]: B, C and x
+    conv: F32  # [dim, conv]
+    out: WeightMatrix  # [dim, dim]
+
+
+Mixer = DeltaNet | Mamba2 | ShortConv
+
+
+@dataclass(frozen=True)
 class Layer:
-    attn_norm: Norm | None
-    qkv: Linear  # rows: all q heads, all k heads, all v heads; perhaps `Stacked`
-    attn_out: Linear
+    attn_norm: Norm | None  # before attention or a mixer
+    qkv: Linear | None  # rows: all q heads, all k heads, all v heads; perhaps `Stacked`; None: no attention
+    attn_out: Linear | None
     ffn_norm: Norm | None
-    experts: tuple[FFN, ...]  # one where there is no router; all have the same parts
+    experts: tuple[FFN, ...]  # one where there is no router, none without FFN; all have the same parts
     q_norm: F32 | None = None  # [head_dim], or of all heads
     k_norm: F32 | None = None
     attn_sub_norm: Norm | None = None  # of attention's output, before attn_out
@@ -157,6 +198,8 @@ class Layer:
     attn_post_norm: Norm | None = None  # of a half's result, before it joins the residual stream
     ffn_post_norm: Norm | None = None
     sinks: F32 | None = None  # [n_heads]: a score that each head's softmax has besides
+    attn_gate: WeightMatrix | None = None  # [n_heads * head_dim, dim]
+    mixer: Mixer | None = None
     router: Linear | None = None  # of a mixture: [n_experts, dim]
     selection_bias: F32 | None = None  # [n_experts]
     shared: FFN | None = None  # what every token takes beside its experts; never in bundles
@@ -251,6 +294,10 @@ class Batch:
     block_table: I32  # [sequences, blocks]
     logit_rows: I32  # rows whose logits are wanted
     window_table: I32 | None = None  # [sequences, blocks]; None: block_table
+    # Of models with recurrent layers: the slots that each sequence's states are read from, -1 being zeros,
+    # and written to. No slot is both in one step.
+    state_from: I32 | None = None  # [sequences]
+    state_to: I32 | None = None  # [sequences]
 
     def table(self, window: int | None) -> I32:
         return self.block_table if window is None or self.window_table is None else self.window_table
@@ -372,11 +419,12 @@ H = TypeVar("H", bound=ResidualStream)
 S = TypeVar("S")  # made of a step's batch
 A = TypeVar("A")  # a bound attention
 F = TypeVar("F")  # a bound FFN
+M = TypeVar("M")  # a bound mixer
 L = TypeVar("L")  # logits, where they are computed
 P = TypeVar("P")  # a bound PerLayer
 
 
-class Ops(Protocol[H, S, A, F, L, P]):
+class Ops(Protocol[H, S, A, F, M, P, L]):
     """Everything that the decoder asks of a table of ops, whose own types go back to it.
 
     `ops.reference` says what each computes.
@@ -390,6 +438,7 @@ class Ops(Protocol[H, S, A, F, L, P]):
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer, /) -> A: ...
     def bind_ffn(self, spec: ModelSpec, layer: Layer, /) -> F: ...
     def bind_per_layer(self, spec: ModelSpec, layer: Layer, /) -> P: ...
+    def bind_mixer(self, spec: ModelSpec, layer: Layer, /) -> M: ...
     def run(
         self, x: F32, rows: I32, sparsity: str, stats: FFNStats, body: Callable[[H, I32], L], /
     ) -> F32: ...
@@ -399,6 +448,7 @@ class Ops(Protocol[H, S, A, F, L, P]):
     def read_ahead(self, h: H, bound: F, sparsity: str, /, *, shares: F32 | None) -> None: ...
     def routed(self, h: H, bound: F, /) -> F32: ...
     def attention_add(self, x: H, h: H, bound: A, step: S, kv: KVLayer, /) -> None: ...
+    def mixer_add(self, x: H, h: H, bound: M, step: S, states: F32, /) -> None: ...
     def ffn_add(
         self, x: H, h: H, bound: F, sparsity: str, stats: FFNStats, /, *, shares: F32 | None
     ) -> None: ...
@@ -408,11 +458,12 @@ class Ops(Protocol[H, S, A, F, L, P]):
 StepHandle = NewType("StepHandle", object)
 BoundAttention = NewType("BoundAttention", object)
 BoundFFN = NewType("BoundFFN", object)
+BoundMixer = NewType("BoundMixer", object)
 Logits = NewType("Logits", object)
 BoundPerLayer = NewType("BoundPerLayer", object)
-OpaqueOps = Ops[ResidualStream, StepHandle, BoundAttention, BoundFFN, Logits, BoundPerLayer]
+OpaqueOps = Ops[ResidualStream, StepHandle, BoundAttention, BoundFFN, BoundMixer, BoundPerLayer, Logits]
 
 
-def opaque(ops: Ops[H, S, A, F, L, P]) -> OpaqueOps:
+def opaque(ops: Ops[H, S, A, F, M, P, L]) -> OpaqueOps:
     """Return the same ops with their own types hidden: a caller gives back to them what they made."""
     return cast(OpaqueOps, ops)

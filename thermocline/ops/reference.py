@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from thermocline.model import quant
 from thermocline.model.activations import activate, route, up_factor
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import ModelSpec, Recurrent
 from thermocline.ops.interface import (
     F16,
     F32,
@@ -22,13 +22,16 @@ from thermocline.ops.interface import (
     I32,
     U8,
     Batch,
+    DeltaNet,
     FFNStats,
     Heads,
     KVLayer,
     KVShape,
     Layer,
     Linear,
+    Mamba2,
     Norm,
+    ShortConv,
     Stacked,
     WeightMatrix,
 )
@@ -323,9 +326,12 @@ def bind_ffn(spec: ModelSpec, layer: Layer) -> Bound:
 def attention_add(x: F32, h: F32, bound: Bound, step: Step, kv: KVLayer) -> None:
     """x += the attention block of h, in place: norm, q k v, attention, output projection. h may be x."""
     spec, heads, layer = bound
-    assert heads is not None
-    qkv = matmul(layer.qkv.weight, _normed(spec, layer.attn_norm, h), layer.qkv.bias)
-    a = _normed(spec, layer.attn_sub_norm, attention(heads, qkv, step, kv))
+    assert heads is not None and layer.qkv is not None and layer.attn_out is not None
+    h = _normed(spec, layer.attn_norm, h)
+    a = attention(heads, matmul(layer.qkv.weight, h, layer.qkv.bias), step, kv)
+    if layer.attn_gate is not None:
+        a = a * _sigmoid(matmul(layer.attn_gate, h, None))
+    a = _normed(spec, layer.attn_sub_norm, a)
     _join(x, matmul(layer.attn_out.weight, a, layer.attn_out.bias), spec, layer.attn_post_norm)
 
 
@@ -335,6 +341,142 @@ def _normed(spec: ModelSpec, n: Norm | None, x: F32) -> F32:
 
 def _join(x: F32, y: F32, spec: ModelSpec, n: Norm | None) -> None:
     x += np.float32(spec.residual_scale) * _normed(spec, n, y)
+
+
+# ---- recurrent layers
+
+
+def bind_mixer(spec: ModelSpec, layer: Layer) -> Bound:
+    return Bound(spec, None, layer)
+
+
+def mixer_add(x: F32, h: F32, bound: Bound, step: Step, states: F32) -> None:
+    """x += residual_scale * mixer(norm(h)), in place: each sequence from its state to its next one.
+
+    `states` [slots, floats]. A sequence's rows are taken in their order; one without rows keeps its state.
+    """
+    spec, batch, m = bound.spec, step.batch, bound.layer.mixer
+    assert batch.state_from is not None and batch.state_to is not None and m is not None
+    h, y = _normed(spec, bound.layer.attn_norm, h), np.empty_like(x)
+    for s, (old, new) in enumerate(zip(batch.state_from, batch.state_to, strict=True)):
+        state = np.zeros_like(states[0]) if old < 0 else states[old].copy()
+        mine = np.flatnonzero(batch.sequence == s)
+        if isinstance(m, DeltaNet):
+            y[mine] = deltanet(spec, m, h[mine], state)
+        elif isinstance(m, Mamba2):
+            y[mine] = mamba2(spec, m, h[mine], state)
+        else:
+            y[mine] = short_conv(spec, m, h[mine], state)
+        states[new] = state
+    _join(x, y, spec, None)
+
+
+def _halves(r: Recurrent, channels: int, state: F32) -> tuple[F32, F32]:
+    """Return views of a state: the convolution's last inputs [conv - 1, channels], oldest first, and the
+    heads' [heads, state, head_dim].
+    """
+    n = (r.conv - 1) * channels
+    return state[:n].reshape(r.conv - 1, channels), state[n:].reshape(r.heads, r.state, r.head_dim)
+
+
+def _convolved(seen: F32, x: F32, weight: F32, bias: F32 | None) -> F32:
+    """Return the causal convolution of x [tokens, channels] behind `seen`, which becomes the last inputs."""
+    conv = weight.shape[1]
+    every = np.concatenate([seen, x])
+    y = np.zeros_like(x) if bias is None else np.tile(bias, (len(x), 1))
+    for j in range(conv):
+        y += every[j : j + len(x)] * weight[:, j]
+    seen[:] = every[len(every) - conv + 1 :]
+    return y
+
+
+def _of_groups(r: Recurrent, x: F32) -> F32:
+    """Return for each head what its group has. x [groups, state] -> [heads, state]."""
+    each = r.heads // r.groups
+    return np.tile(x, (each, 1)) if r.tiled else np.repeat(x, each, axis=0)
+
+
+def deltanet(spec: ModelSpec, m: DeltaNet, h: F32, state: F32) -> F32:
+    """Gated DeltaNet (arXiv 2412.06464) of one sequence's normed tokens, from `state` to `state`.
+
+    A head's S [state, head_dim] fades, forgets what it has for the key by beta, and learns the value there.
+    """
+    r = spec.recurrent
+    assert r is not None
+    seen, heads = _halves(r, r.channels, state)
+    qkv = _silu(_convolved(seen, matmul(m.qkv, h, None), m.conv, None))
+    n, (t, _) = r.groups * r.state, h.shape
+    q, k = (_unit(x.reshape(t, r.groups, r.state)) for x in (qkv[:, :n], qkv[:, n : 2 * n]))
+    q, v = q / np.sqrt(np.float32(r.state)), qkv[:, 2 * n :].reshape(t, r.heads, r.head_dim)
+    beta = _sigmoid(matmul(m.beta, h, None))
+    decay = np.exp(m.decay * _softplus(matmul(m.alpha, h, None) + m.dt_bias))
+    o = np.empty_like(v)
+    for i in range(t):
+        key, query = _of_groups(r, k[i])[:, :, None], _of_groups(r, q[i])[:, :, None]
+        heads *= decay[i][:, None, None]
+        change = (v[i] - (heads * key).sum(axis=1)) * beta[i][:, None]
+        heads += key * change[:, None, :]
+        o[i] = (heads * query).sum(axis=1)
+    z = matmul(m.z, h, None).reshape(o.shape)
+    return matmul(m.out, (norm(o, m.norm, None, spec.norm_eps, "rms") * _silu(z)).reshape(t, -1), None)
+
+
+def mamba2(spec: ModelSpec, m: Mamba2, h: F32, state: F32) -> F32:
+    """Mamba-2 (arXiv 2405.21060) of one sequence's normed tokens, from `state` to `state`."""
+    r = spec.recurrent
+    assert r is not None
+    seen, heads = _halves(r, r.channels, state)
+    z, rest, dt = np.split(matmul(m.into, h, None), [r.inner, r.inner + r.channels], axis=1)
+    xbc = _silu(_convolved(seen, rest, m.conv, m.conv_bias))
+    n, t = r.groups * r.state, len(h)
+    x = xbc[:, : r.inner].reshape(t, r.heads, r.head_dim)
+    b, c = (xbc[:, at : at + n].reshape(t, r.groups, r.state) for at in (r.inner, r.inner + n))
+    dt = _softplus(dt + m.dt_bias)
+    decay = np.exp(m.decay * dt)
+    y = np.empty_like(x)
+    for i in range(t):
+        into, out = _of_groups(r, b[i])[:, :, None], _of_groups(r, c[i])[:, :, None]
+        heads *= decay[i][:, None, None]
+        heads += into * (x[i] * dt[i][:, None])[:, None, :]
+        y[i] = (heads * out).sum(axis=1) + m.skip[:, None] * x[i]
+    gated = (y.reshape(t, -1) * _silu(z)).reshape(t, r.groups, -1)
+    weight = m.norm.reshape(r.groups, -1)
+    return matmul(m.out, norm(gated, weight, None, spec.norm_eps, "rms").reshape(t, -1), None)
+
+
+def short_conv(spec: ModelSpec, m: ShortConv, h: F32, state: F32) -> F32:
+    """C times the convolution of B times x, of one sequence's normed tokens, from `state` to `state`."""
+    r = spec.recurrent
+    assert r is not None
+    b, c, x = np.split(matmul(m.into, h, None), 3, axis=1)
+    seen = state.reshape(r.conv - 1, spec.dim)
+    return matmul(m.out, c * _convolved(seen, b * x, m.conv, None), None)
+
+
+def _sigmoid(x: F32) -> F32:
+    y: F32 = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return y
+
+
+def _silu(x: F32) -> F32:
+    return x * _sigmoid(x)
+
+
+def _softplus(x: F32) -> F32:
+    y: F32 = np.logaddexp(x, np.float32(0))
+    return y
+
+
+UNIT_EPS = np.float32(1e-6)  # of DeltaNet's queries and keys; no config says it
+
+
+def _unit(x: F32) -> F32:
+    """Return vectors of length 1."""
+    y: F32 = x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + UNIT_EPS)
+    return y
+
+
+# ---- the step
 
 
 def run(x: F32, rows: I32, sparsity: str, stats: FFNStats, body: Callable[[F32, I32], F32]) -> F32:
@@ -445,7 +587,7 @@ def _shared(bound: Bound, f: FFN, h: F32) -> F32:
     unseen = np.empty((len(h), f.part.gate.weight.shape[0]), np.float32)
     y = _expert(bound, f, h, "off", FFNStats(), unseen)
     gate = bound.layer.shared_router
-    return y if gate is None else y / (1 + np.exp(-matmul(gate, h, None)))
+    return y if gate is None else y * _sigmoid(matmul(gate, h, None))
 
 
 def _expert(bound: Bound, f: FFN, h: F32, sparsity: str, stats: FFNStats, record: F32) -> F32:

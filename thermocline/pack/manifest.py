@@ -15,7 +15,7 @@ from thermocline import _native
 from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import Json, parse_json, quoted
 from thermocline.model import quant
-from thermocline.model.spec import ModelSpec, RopeScaling, Router, check_spec
+from thermocline.model.spec import ModelSpec, Recurrent, RopeScaling, Router, check_spec
 from thermocline.model.tensors import ALIGN, TensorInfo, expected_tensors, named_formats, place
 
 KIND, VERSION = "thermocline-pack", 2
@@ -189,6 +189,8 @@ _FIELD_TYPES: dict[str, Callable[[Any], bool]] = {
     "tuple[float, ...]": lambda v: type(v) is list and all(type(i) is float for i in v),
     "tuple[int, ...] | None": lambda v: v is None or _FIELD_TYPES["tuple[int, ...]"](v),
     "tuple[int, ...]": lambda v: type(v) is list and all(type(i) is int for i in v),
+    "tuple[str, ...]": lambda v: type(v) is list and all(_FIELD_TYPES["str"](i) for i in v),
+    "Recurrent | None": lambda v: v is None or type(v) is dict,
     "RopeScaling | None": lambda v: v is None or type(v) is dict,
     "Router": lambda v: type(v) is dict,
 }
@@ -213,7 +215,7 @@ def _json(default: Any) -> Any:
 
 def _parse_spec(value: Json, name: str) -> ModelSpec:
     fields = _parse_fields(ModelSpec, value, name)
-    for key, cls in (("rope_scaling", RopeScaling), ("router", Router)):
+    for key, cls in (("rope_scaling", RopeScaling), ("router", Router), ("recurrent", Recurrent)):
         if fields[key] is not None:
             fields[key] = cls(**_parse_fields(cls, fields[key], f"{name}: {key}"))
     spec = ModelSpec(**fields)

@@ -28,7 +28,18 @@ MAX_COPIED_BYTES = 64 << 20
 MAX_MANIFEST_BYTES = 4 << 20
 _STEP_BYTES = 4 << 20  # read and checked at a time
 NEURON_ROLES = ("gate", "up", "down", "bundle")
-ROLES = ("embed", "attention", "norm", "router", *NEURON_ROLES, "shared", "inputs", "head", "predictor")
+ROLES = (
+    "embed",
+    "attention",
+    "mixer",
+    "norm",
+    "router",
+    *NEURON_ROLES,
+    "shared",
+    "inputs",
+    "head",
+    "predictor",
+)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from thermocline import _native
 from thermocline.engine.kv_cache import BLOCK, reserved_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
+from thermocline.engine.state_pool import reserved_bytes as state_bytes
 from thermocline.errors import OutOfBudget, UsageError
 from thermocline.model.formats import SMALL
 from thermocline.model.modes import PLAIN, CacheTypes
@@ -21,6 +22,7 @@ LEAST_CONTEXT = 512  # no default context is shorter
 KV_POOL_BYTES = 512 << 20  # the cache is made for more than one full context as long as it stays below this
 RUNTIME_BYTES = 48 << 20  # 44 MB measured with 512 tokens: 34 here, 10 in the tokenizer's process
 TOKEN_BYTES = 1024
+MIXER_CHANNELS = 128  # of a convolution that the core works on at a time; more where a key has more elements
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,10 @@ def others_of(
     types: CacheTypes = PLAIN,
 ) -> dict[str, int]:
     """Part -> bytes of what a session takes besides weights."""
+    states = state_bytes(spec, max_batch)
     return {
         "keys and values": reserved_bytes(spec, kv_tokens, context, PREFILL_CHUNK, types),
+        **({"recurrent states": states} if states else {}),
         "buffers": scratch_bytes(spec, context=context, max_batch=max_batch, threads=threads),
         "runtime": runtime_bytes(spec),
     }
@@ -97,7 +101,27 @@ def layer_shape(spec: ModelSpec) -> _native.LayerShape:
         shared_dim=spec.shared_dim,
         dense_dim=max(spec.dense_dim, alone),
         bundles=spec.sparse,
+        gated=spec.attention_gate,
+        **_mixer_sizes(spec),
     )
+
+
+def _mixer_sizes(spec: ModelSpec) -> dict[str, int]:
+    """Return the largest arrays of recurrent layers, as `LayerShape` has them."""
+    r = spec.recurrent
+    if r is None:
+        return {}
+    first = {
+        "deltanet": r.inner + r.channels + 2 * r.heads,
+        "mamba2": r.inner + r.channels + r.heads,
+        "conv": 3 * spec.dim,
+    }
+    return {
+        "mixer_in": max(first.get(kind, 0) for kind in spec.mixers),
+        "mixer_inner": max(r.inner, spec.dim if "conv" in spec.mixers else 0),
+        "mixer_heads": r.heads,
+        "mixer_ring": r.conv * max(r.state, MIXER_CHANNELS),
+    }
 
 
 def scratch_bytes(
@@ -139,7 +163,7 @@ def fit(spec: ModelSpec, needs: Needs, *, weights_bytes: int, context: int) -> i
 
     def others(context: int) -> int:
         scratch = scratch_bytes(spec, context=context, max_batch=needs.max_batch, threads=needs.threads)
-        return weights_bytes + scratch + runtime_bytes(spec)
+        return weights_bytes + state_bytes(spec, needs.max_batch) + scratch + runtime_bytes(spec)
 
     def least(shorter: int) -> int:  # what a session of such a context needs
         return others(shorter) + cache(-(-at_least * shorter // context), shorter)

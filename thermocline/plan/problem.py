@@ -147,6 +147,9 @@ def without_gpu_ops(spec: ModelSpec) -> str | None:
         ("what tokens bring to layers", spec.per_layer_dim > 0),
         ("a router's own norm", spec.router_input != "ffn_norm"),
         ("a number for each expert", spec.router.expert_scale),
+        ("recurrent layers", spec.recurrent is not None),
+        ("layers that are one half alone", bool(spec.no_ffn)),
+        ("a gate of what attention gives", spec.attention_gate),
         ("norms of q and k over all heads, or behind rope", spec.qk_norm_whole or spec.qk_norm_last),
     ):
         if there:

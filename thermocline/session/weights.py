@@ -16,18 +16,22 @@ from thermocline import _native
 from thermocline.errors import BadFile, OutOfBudget
 from thermocline.machine import hardware
 from thermocline.model import quant
-from thermocline.model.spec import ModelSpec
-from thermocline.model.tensors import RowPart, TensorInfo, bundle_parts
+from thermocline.model.spec import RECURRENT, ModelSpec
+from thermocline.model.tensors import RowPart, TensorInfo, bundle_parts, mixer_matrices, mixer_vectors
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import (
     CPU,
     F32,
     FFN,
+    DeltaNet,
     FFNPart,
     Layer,
     Linear,
+    Mamba2,
+    Mixer,
     Norm,
     PerLayer,
+    ShortConv,
     Stacked,
     TokenInputs,
     WeightMatrix,
@@ -139,6 +143,7 @@ def _faster_in_groups(made: PackInMemory) -> Iterator[str]:
     for i in range(s.n_layers):
         a, ffn = f"layers.{i}", ("gate", "up", "down")
         always += [f"{a}.{part}.weight" for part in ("qkv", "attn_out", *(() if s.sparse else ffn))]
+        always += [f"{a}.attn_gate.weight", *(f"{a}.{n}" for n in mixer_matrices(s, i))]
         always += [f"{a}.{of}.{part}.weight" for of in ("shared", "per_layer") for part in ffn]
         shape = s.attention(i)
         if shape is not None and len(shape.projections) == 2 and shape.context % made.ops.native.group:
@@ -375,16 +380,42 @@ class PackInMemory:
         norm = self.norm(f"{layer}.router.norm")
         return None if norm is None else replace(norm, weight=norm.weight * np.float32(self.spec.dim**-0.5))
 
+    def mixer(self, i: int) -> Mixer | None:
+        """Return what a recurrent layer has in place of attention."""
+        kind, a, of = self.spec.mixer(i), f"layers.{i}.mixer", mixer_vectors(self.spec, i)
+
+        def matrix(name: str) -> WeightMatrix:
+            return self.matrix(f"{a}.{name}.weight")
+
+        def table(name: str) -> F32:
+            found = self.vector(f"{a}.{name}")
+            assert found is not None, name
+            return found.reshape(of[f"mixer.{name}"])
+
+        if kind == "conv":
+            return ShortConv(matrix("in"), table("conv.weight"), matrix("out"))
+        if kind not in RECURRENT:
+            return None
+        conv, norm, out = table("conv.weight"), table("norm.weight"), matrix("out")
+        decay, dt_bias = table("decay"), table("dt_bias")
+        if kind == "mamba2":
+            bias = self.vector(f"{a}.conv.bias")
+            return Mamba2(matrix("in"), conv, bias, decay, dt_bias, table("skip"), norm, out)
+        qkv, z, beta, alpha = map(matrix, ("qkv", "z", "beta", "alpha"))
+        return DeltaNet(qkv, z, beta, alpha, conv, decay, dt_bias, norm, out)
+
     def layer(self, i: int) -> Layer:
         a, experts = f"layers.{i}", self.spec.ffn(i).experts
-        scale = self.vector(f"{a}.scale")
-        gate = f"{a}.shared.router.weight"
+        scale, shape = self.vector(f"{a}.scale"), self.spec.attention(i)
+        gate, attends = f"{a}.shared.router.weight", shape is not None
         return Layer(
             attn_norm=self.norm(f"{a}.attn_norm"),
-            qkv=self.qkv(i),
-            attn_out=self.linear(f"{a}.attn_out"),
+            qkv=self.qkv(i) if attends else None,
+            attn_out=self.linear(f"{a}.attn_out") if attends else None,
+            attn_gate=self.matrix(f"{a}.attn_gate.weight") if attends and self.spec.attention_gate else None,
+            mixer=self.mixer(i),
             ffn_norm=self.norm(f"{a}.ffn_norm"),
-            experts=self.experts(a, experts),
+            experts=self.experts(a, experts) if experts else (),
             q_norm=self.vector(f"{a}.q_norm.weight"),
             k_norm=self.vector(f"{a}.k_norm.weight"),
             attn_sub_norm=self.norm(f"{a}.attn_sub_norm"),

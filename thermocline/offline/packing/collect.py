@@ -10,6 +10,7 @@ import numpy as np
 
 from thermocline.engine.decoder import bind, for_context, forward
 from thermocline.engine.kv_cache import KVCache, blocks_for
+from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import NumericalError
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
@@ -68,6 +69,7 @@ class InputCollector(CpuOps):
         half: BoundHalf = bound
         name, layer = f"layers.{half.index}", half.layer
         seen = self._normed(layer.attn_norm, h)
+        assert layer.qkv is not None and layer.attn_out is not None
         self._add(f"{name}.qkv", seen)
         qkv = [self.matmul(w, seen, None) for w in stacked(layer.qkv.weight)]
         rows = qkv[0] if len(qkv) == 1 else np.concatenate(qkv, axis=1)
@@ -133,13 +135,14 @@ def collect(
     context = texts.shape[1]
     model = bind(for_context(spec, context), weights, ops)
     kv = KVCache(spec, blocks_for(context))
-    table = np.arange(blocks_for(context), dtype=np.int32)[None]
+    table, states = np.arange(blocks_for(context), dtype=np.int32)[None], StateTurns(spec)
     for i, ids in enumerate(texts):
         for at in range(0, context, STEP):
             end = min(at + STEP, context)
             tokens = np.arange(end - at, dtype=np.int32)
-            batch = Batch(ids[at:end], tokens + at, np.zeros(end - at, np.int32), table, tokens, table)
-            forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats())
+            sequence, turn = np.zeros(end - at, np.int32), states.step(1, first=at == 0)
+            batch = Batch(ids[at:end], tokens + at, sequence, table, tokens, table, *turn)
+            forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats(), states=states.layers)
         if progress is not None:
             progress(i + 1, len(texts))
     for name, found in ops.moments.items():

@@ -100,6 +100,12 @@ class _Engine(Collector):
             "thermocline_kv_blocks_total": ("Blocks of the cache of keys and values", c.kv_blocks),
             "thermocline_kv_blocks_free": ("Of them, those that can be given out", c.kv_free + c.kv_cached),
             "thermocline_kv_blocks_cached": ("Of those, named by texts that may come again", c.kv_cached),
+            "thermocline_states_total": ("Slots for the states of recurrent layers", c.states),
+            "thermocline_states_free": (
+                "Of them, those that can be given out",
+                c.states_free + c.states_cached,
+            ),
+            "thermocline_states_cached": ("Of those, named by texts that may come again", c.states_cached),
             "thermocline_longest_step_seconds": ("The longest step since the engine began", b.longest_step_s),
             "llamacpp:requests_processing": ("Answers being computed", c.running),
             "llamacpp:requests_deferred": ("Answers that wait for a slot", waiting),

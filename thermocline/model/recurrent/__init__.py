@@ -1,0 +1,1 @@
+"""Readers of models with recurrent layers: configs, where their tensors are, and where a GGUF has them."""
