@@ -397,6 +397,15 @@ def gemma4(path: Path) -> Path:
     return _gemma4(path, 60, layers, attention_k_eq_v=True, num_global_key_value_heads=1)
 
 
+def gemma4_unified(path: Path) -> Path:
+    """Gemma 4 12B, whose config has no word of experts and tables."""
+    from transformers import Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
+
+    drop = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+    config = {k: v for k, v in _gemma4_config([SLIDING, FULL]).items() if k not in drop}
+    return _save(Gemma4UnifiedForCausalLM(Gemma4UnifiedTextConfig(**config)), path, 63)
+
+
 def gemma4_moe(path: Path) -> Path:
     """Gemma 4 26B-A4B: experts beside the FFN of each layer, a router that reads the stream."""
     layers = [SLIDING, SLIDING, FULL]
@@ -966,6 +975,7 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         gemma3_wrapper,
         gemma4,
         gemma4_moe,
+        gemma4_unified,
         gemma4_small,
         phi3,
         phi3_longrope_short,

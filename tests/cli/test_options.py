@@ -107,6 +107,22 @@ MORE = {
     "proportional": (SPEC, replace(SPEC, rope_scaling=RopeScaling(kind="proportional", share=0.25))),
     "longrope": (SPEC, replace(SPEC, rope_scaling=LONG)),
     "longrope, long": (SPEC, for_context(replace(SPEC, rope_scaling=LONG), 65)),
+    "two kinds of layers": (
+        SPEC,
+        replace(
+            KINDS,
+            n_layers=4,
+            window_layers=(0, 2),
+            full_head_dim=32,
+            full_kv_heads=1,
+            values_are_keys=True,
+            kv_shared_layers=2,
+            v_norm=True,
+            qk_norm=True,
+            layer_scale=True,
+            per_layer_dim=8,
+        ),
+    ),
     "all at once": (
         SPEC,
         replace(

@@ -208,6 +208,31 @@ def test_merges_follow_the_scores(tmp_path: Path) -> None:
     assert pieces("abaab") == ["<s>", "▁ab", "aa", "b"]
 
 
+def test_pieces_may_come_with_their_merges(tmp_path: Path) -> None:
+    """As Gemma 4's do: no space before a text, newlines and spaces merge like all else."""
+    tokens = ["<pad>", "<bos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256)), *PIECES, "\n", "\n\n"]
+    meta = sentencepiece_like(
+        model="gemma4",
+        tokens=tokens,
+        token_type=[3, 3, 2] + [6] * 256 + [1] * (len(PIECES) + 2),
+        scores=None,
+        merges=["a a", "a b", "▁ ab", "▁ ▁", "\n \n"],
+        bos_token_id=1,
+        add_bos_token=True,
+    )
+    tok = opened(from_gguf(meta, "x"), tmp_path)
+
+    def pieces(text: str) -> list[str]:
+        return [tok.name(i) for i in tok.encode(text)]
+
+    assert pieces("abaab é\n\n") == ["<bos>", "ab", "aa", "b", "▁", "<0xC3>", "<0xA9>", "\n\n"]
+    assert pieces(" ab  b") == ["<bos>", "▁ab", "▁▁", "b"]
+    assert tok.decode(tok.encode(" ab  b\n")) == " ab  b\n"
+    meta["tokenizer.ggml.merges"] = ["a q"]
+    with pytest.raises(BadFile, match=r"merges\[0\] 'a q' is not of two tokens that make a third"):
+        from_gguf(meta, "x")
+
+
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
 @pytest.mark.parametrize("make", [byte_level, sentencepiece_like])

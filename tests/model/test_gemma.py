@@ -108,7 +108,8 @@ FLIPS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # fields of the sp
 def test_every_field_of_the_mixture_changes_the_answer(case: str, mixture: test_twins.Model) -> None:
     """Natively as in the reference."""
     fields, without = FLIPS[case]
-    layers = tuple(replace(x, **dict.fromkeys(without)) for x in mixture.weights.layers)
+    nothing: dict[str, Any] = dict.fromkeys(without)
+    layers = tuple(replace(x, **nothing) for x in mixture.weights.layers)
     other = replace(
         mixture,
         spec=replace(mixture.spec, **fields),
@@ -271,7 +272,7 @@ def test_a_wrapper_that_is_not_understood_is_refused(case: str) -> None:
 
 def test_a_wrapped_gemma_4_is_its_text() -> None:
     inner = config("gemma4_moe")
-    outer = {
+    outer: dict[str, Any] = {
         "architectures": ["Gemma4ForConditionalGeneration"],
         "model_type": "gemma4",
         "eos_token_id": [2, 5],
@@ -326,6 +327,20 @@ def test_a_gguf_may_hold_what_sharing_layers_do_not_use(tmp_path: Path) -> None:
     path = gguf_twins.write(hf, tmp_path / "m.gguf", arch="gemma4", more=more)
     pack(path, tmp_path / "p", "f32")
     assert Pack.open(tmp_path / "p").spec == spec_of("gemma4_small")
+
+
+def test_a_gguf_s_answers_end_before_what_a_function_would_say(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    tokens = [f"t{i}" for i in range(twins.VOCAB)]
+    tokens[2], tokens[7], tokens[9] = "<eos>", "<|tool_response>", "<turn|>"
+    path = gguf_twins.write(
+        kept_twins.write("gemma4", tmp_path / "hf"),
+        tmp_path / "m.gguf",
+        arch="gemma4",
+        more=lambda w: w.add_array("tokenizer.ggml.tokens", tokens),
+    )
+    with GGUF(path) as file:
+        assert read_model(file)[0].eos_ids == (2, 9, 7)
 
 
 @pytest.mark.parametrize(

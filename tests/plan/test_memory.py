@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import golden_models
+import kept_twins
 import mixed
 import pytest
 
@@ -14,6 +15,7 @@ from thermocline import LLM, SamplingParams, _native
 from thermocline.cli import main
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
 from thermocline.ops.cpu import CpuOps
+from thermocline.pack.pack import Pack
 from thermocline.plan.memory import layer_shape
 from thermocline.session import weights
 
@@ -81,3 +83,17 @@ def test_sizes_that_no_model_has_are_refused() -> None:
         _native.LayerShape(dim=1, ffn_dim=1, experts=1, active=1, heads=3, kv_heads=2, head_dim=1)
     with pytest.raises(ValueError, match="out of range"):
         _native.LayerShape(dim=0, ffn_dim=1, experts=1, active=1, heads=1, kv_heads=1, head_dim=1)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_moe", "gemma4_small"])
+@pytest.mark.parametrize("format", ["f32", "q8_0"])
+def test_layers_of_two_kinds_stay_below_the_bound(name: str, format: str, tmp_path: Path) -> None:
+    """Heads of two sizes, an FFN beside the experts, what tokens bring to layers."""
+    source, pack = kept_twins.write(name, tmp_path / "hf"), tmp_path / "pack"
+    assert main.main(["pack", str(source), "-o", str(pack), "--format", format, "-q"]) == 0
+    loaded = weights.load(Pack.open(pack), threads=THREADS)
+    spec, ids = Pack.open(pack).spec, [5] * PREFILL_CHUNK
+    for chunk in (PREFILL_CHUNK, 1):
+        mixed.logits(spec, loaded, ids[: 512 if chunk > 1 else 3], chunk, "exact")
+    bound = _native.scratch_bytes(layer_shape(spec), tokens=PREFILL_CHUNK, positions=CONTEXT, threads=THREADS)
+    assert 0.2 * bound < loaded.ops.native.scratch_bytes <= bound

@@ -134,6 +134,17 @@ def test_an_argument_is_of_its_schemas_type(text: str, kind: str | None, value: 
 
 
 @pytest.mark.parametrize(
+    ("inside", "value"),
+    [("None", None), ("some words", "some words"), ("-2.5", -2.5), ("[true,{d:False}]", [True, {"d": False}]),
+     ('<|"|>}},{<|"|>', "}},{"), ('{<|"|>a b<|"|>:x}', {"a b": "x"})],
+)  # fmt: skip
+def test_gemmas_words_need_no_quotes(inside: str, value: Any) -> None:
+    assert read(CASES["gemma4"][0], f"<|tool_call>call:add{{a:{inside}}}<tool_call|>") == [
+        ("add", {"a": value})
+    ]
+
+
+@pytest.mark.parametrize(
     ("template", "text"),
     [("<|channel>thought", "<|channel>thought\nHm.\n<channel|>Four."), ("</think>", "<think>\nHm.\n</think>Four."),
      ("<|START_THINKING|>", "<|START_THINKING|>\nHm.\n<|END_THINKING|>Four.")],

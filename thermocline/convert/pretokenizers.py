@@ -111,7 +111,7 @@ PRE_TOKENIZERS = {
 }
 
 # `tokenizer.ggml.model`
-BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+BYTE_LEVEL, SENTENCEPIECE, MERGED_PIECES = "gpt2", "llama", "gemma4"
 
 # Files of 2023, PowerInfer's among them, do not name a pre-tokenizer. Architecture -> name.
 BEFORE_NAMES = {"falcon": "falcon", "gpt2": "gpt-2", "opt": "gpt-2"}

@@ -88,14 +88,7 @@ def byte_level(v: SourceVocabulary, merges: list[str], pre: PreTokenizer) -> byt
     absent = [b for c, b in BYTE_OF.items() if c not in v.ids and b in _EVERYDAY]
     if absent:
         raise BadFile(f"{v.name}: no token for the byte 0x{absent[0]:02X}, so text with it would be lost")
-    pairs = []
-    for i, merge in enumerate(merges):
-        at = merge.find(" ", 1)
-        left, right = merge[:at], merge[at + 1 :]
-        if at < 0 or left not in v.ids or right not in v.ids or left + right not in v.ids:
-            raise BadFile(f"{v.name}: tokenizer.ggml.merges[{i}] {quoted(merge)} is not of two tokens that "
-                          "make a third")  # fmt: skip
-        pairs.append((left, right))
+    pairs = _pairs(v, merges)
     return _encoded(
         {
             **_frame(v),
@@ -112,13 +105,27 @@ def byte_level(v: SourceVocabulary, merges: list[str], pre: PreTokenizer) -> byt
     )
 
 
+def _pairs(v: SourceVocabulary, merges: list[str]) -> list[tuple[str, str]]:
+    """Return merges as GGUF has them, each of two tokens that make a third."""
+    pairs = []
+    for i, merge in enumerate(merges):
+        at = merge.find(" ", 1)
+        left, right = merge[:at], merge[at + 1 :]
+        if at < 0 or left not in v.ids or right not in v.ids or left + right not in v.ids:
+            raise BadFile(f"{v.name}: tokenizer.ggml.merges[{i}] {quoted(merge)} is not of two tokens that "
+                          "make a third")  # fmt: skip
+        pairs.append((left, right))
+    return pairs
+
+
 _EVERYDAY = (0x0A, *range(0x20, 0x7F))  # Falcon has no tokens for most control characters, nor for 0xF2
 
 
-def sentencepiece(v: SourceVocabulary, space_prefix: bool) -> bytes:
+def sentencepiece(v: SourceVocabulary, space_prefix: bool, merges: list[str] | None = None) -> bytes:
     """Return the tokenizer.json of a Llama-like vocabulary.
 
-    A space is ▁, characters without a piece become bytes, and merges come in the order of scores.
+    A space is ▁, characters without a piece become bytes, and merges come in the order of scores, unless
+    the file has them.
     """
     unknown = next((t for t, k in zip(v.tokens, v.kinds, strict=True) if k == Kind.UNKNOWN), None)
     unknown = "<unk>" if unknown is None and "<unk>" in v.ids else unknown
@@ -140,7 +147,7 @@ def sentencepiece(v: SourceVocabulary, space_prefix: bool) -> bytes:
                 "decoders": [to_space, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
             },
             "model": {
-                **_bpe(v, _merges(v)),
+                **_bpe(v, _merges(v) if merges is None else _pairs(v, merges)),
                 "unk_token": unknown,
                 "fuse_unk": True,
                 "byte_fallback": not v.missing_bytes(),

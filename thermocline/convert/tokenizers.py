@@ -47,10 +47,10 @@ def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
     if WHOLE in metadata and not _has_vocabulary(metadata):
         return m.whole()
     model = m.text("model")
-    if model not in (names.SENTENCEPIECE, names.BYTE_LEVEL):
+    if model not in (names.SENTENCEPIECE, names.BYTE_LEVEL, names.MERGED_PIECES):
         raise Unsupported(
-            f"{name}: tokenizer.ggml.model {quoted(model)} is not known; "
-            f"{names.SENTENCEPIECE} (SentencePiece) and {names.BYTE_LEVEL} (byte-level) ones can be read"
+            f"{name}: tokenizer.ggml.model {quoted(model)} is not known; {names.SENTENCEPIECE} and "
+            f"{names.MERGED_PIECES} (SentencePiece) and {names.BYTE_LEVEL} (byte-level) ones can be read"
         )
     tokens = m.strings("tokens", MAX_TOKENS, MAX_TOKEN_CHARS)
     kinds = m.kinds(len(tokens))
@@ -59,6 +59,10 @@ def from_gguf(metadata: Mapping[str, Any], name: str) -> bytes:
         bos, eos = m.around(len(tokens), pre.bos)
         vocabulary = SourceVocabulary(name, tokens, kinds, bos=bos, eos=eos)
         return byte_level(vocabulary, m.strings("merges", MAX_MERGES, 2 * MAX_TOKEN_CHARS + 1), pre)
+    if model == names.MERGED_PIECES:
+        bos, _ = m.around(len(tokens), True)
+        vocabulary = SourceVocabulary(name, tokens, kinds, bos=bos)
+        return sentencepiece(vocabulary, False, m.strings("merges", MAX_MERGES, 2 * MAX_TOKEN_CHARS + 1))
     if m.flag("remove_extra_whitespaces", False):
         raise Unsupported(f"{name}: tokenizer.ggml.remove_extra_whitespaces is not supported")
     bos, eos = m.around(len(tokens), True, defaults=(1, 2))

@@ -559,6 +559,10 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": Family("gemma3", gemma.gemma3, text_type="gemma3_text"),
     "Gemma4ForCausalLM": Family("gemma4_text", gemma.gemma4),
     "Gemma4ForConditionalGeneration": Family("gemma4", gemma.gemma4, text_type="gemma4_text"),
+    "Gemma4UnifiedForCausalLM": Family("gemma4_unified_text", gemma.gemma4_unified),
+    "Gemma4UnifiedForConditionalGeneration": Family(
+        "gemma4_unified", gemma.gemma4_unified, text_type="gemma4_unified_text"
+    ),
     "Phi3ForCausalLM": Family("phi3", _phi3),
     "NemotronForCausalLM": Family("nemotron", _nemotron),
     "ArceeForCausalLM": Family("arcee", _arcee),

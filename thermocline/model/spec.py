@@ -6,6 +6,7 @@ only a label here.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -258,10 +259,9 @@ class ModelSpec:
     def kv_layer(self, layer: int) -> int:
         """Return the layer that stored the keys and values that a layer attends to."""
         first = self.n_layers - self.kv_shared_layers
-        if layer < first:
-            return layer
-        alike = (i for i in range(first) if self.window(i) == self.window(layer))
-        return max(alike, default=layer)
+        if layer < first or self.sliding_window is None:
+            return min(layer, max(0, first - 1))
+        return _storing(self.n_layers, first, self.window_layers)[layer]
 
     def mixer(self, layer: int) -> str:
         """Return which of MIXERS a layer has."""
@@ -316,6 +316,19 @@ class ModelSpec:
         """Return the rows of q, k and v, where all layers' attention is of one shape."""
         (shape,) = self.attentions
         return shape.qkv_rows
+
+
+@functools.lru_cache(maxsize=8)
+def _storing(n_layers: int, first: int, near: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the last layer before `first` of each layer's kind; layers before it are their own."""
+    windowed = set(range(n_layers) if near is None else near)
+    last: dict[bool, int] = {}
+    found = []
+    for i in range(n_layers):
+        if i < first:
+            last[i in windowed] = i
+        found.append(i if i < first else last.get(i in windowed, i))
+    return tuple(found)
 
 
 # Limits of a model that can be real. Products of any four fit 2^63.

@@ -136,7 +136,7 @@ class FFN:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """What takes a token's own input to a layer into the stream, where the stream lets it."""
+    """Matrices that take a token's own input to a layer into the stream, where the stream lets it."""
 
     gate: WeightMatrix  # [width, dim]
     down: WeightMatrix  # [dim, width]
@@ -217,7 +217,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What tokens bring to layers: rows of a table, and a projection of their embeddings."""
+    """Inputs that tokens bring to layers: rows of a table, and a projection of their embeddings."""
 
     embed: WeightMatrix  # [vocab_size, layers * width]
     project: WeightMatrix  # [layers * width, dim]

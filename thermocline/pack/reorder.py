@@ -90,6 +90,8 @@ class Reordered:
         before = 0
         for n in QKV:
             part = name.replace(".qkv.", f".{n}.")
+            if part not in self._pack.tensors:
+                continue
             rows = self._pack.tensors[part].shape[0]
             if row < before + rows:
                 return part, before

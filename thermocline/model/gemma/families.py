@@ -104,7 +104,6 @@ _GEMMA4_DEFAULTS: Json = {
     "num_experts": None,
     "top_k_experts": None,
     "moe_intermediate_size": None,
-    "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262144,
     "global_head_dim": None,
     "num_global_key_value_heads": None,
@@ -112,13 +111,19 @@ _GEMMA4_DEFAULTS: Json = {
 }
 
 
-def gemma4(keys: ConfigKeys, stop: Any) -> Read:
+def gemma4_unified(keys: ConfigKeys, stop: Any) -> Read:
+    """Gemma 4 12B: images and sound come in without towers; its text model is 31B's, smaller."""
+    return gemma4(keys, stop, inputs=0)
+
+
+def gemma4(keys: ConfigKeys, stop: Any, inputs: int = 256) -> Read:
     """Gemma 4: two sizes of heads, normed values, a number for each layer.
 
     Beside that 26B has experts beside each FFN, and E2B and E4B bring rows of a table to each layer.
     """
-    keys.with_defaults(_GEMMA4_DEFAULTS)
+    keys.with_defaults({**_GEMMA4_DEFAULTS, "hidden_size_per_layer_input": inputs})
     keys.require({"attention_bias": False})
+    keys.same("moe_intermediate_size", "expert_intermediate_size")
     # "vision": between the parts of an image; text is causal.
     if keys.raw("use_bidirectional_attention") not in (None, False, "vision"):
         raise keys.unsupported("use_bidirectional_attention", "is not supported")

@@ -116,6 +116,7 @@ def gemma4(k: GGUFKeys) -> Json:
         **_gemma4_experts(k),
         "architectures": ["Gemma4ForCausalLM"],
         "rms_norm_eps": k.number(".attention.layer_norm_rms_epsilon"),
+        "eos_token_id": _ends(k, config["eos_token_id"] or []),
         "layer_types": ["sliding_attention" if x else "full_attention" for x in near],
         "final_logit_softcapping": _cap(k, ".final_logit_softcapping"),
         "global_head_dim": full,
@@ -126,6 +127,17 @@ def gemma4(k: GGUFKeys) -> Json:
         "hidden_size_per_layer_input": k.integer(".embedding_length_per_layer_input", default=0),
         "vocab_size_per_layer_input": config["vocab_size"],
     }
+
+
+def _ends(k: GGUFKeys, said: list[int]) -> list[int] | None:
+    """Return the tokens that end an answer: those of the keys, and those that llama.cpp knows by name.
+
+    A call of a function ends before its response, which the model would go on to invent.
+    """
+    tokens = k.raw("tokenizer.ggml.tokens")
+    names = tokens if isinstance(tokens, list) else []
+    ends = [names.index(name) for name in ("<turn|>", "<|tool_response>") if name in names]
+    return list(dict.fromkeys((*said, *ends))) or None
 
 
 def _each(k: GGUFKeys, key: str, n: int) -> list[int]:

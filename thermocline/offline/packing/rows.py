@@ -64,9 +64,10 @@ class PackRows:
             where = down if part == "down" or up is None else up
             rows = self._tensor(f"{layer}.bundle")[first:last, where.at :]
             return [(where.format, _narrow(rows, where.format, self.pack.spec.dim))]
-        out, before = [], 0
-        for tensor in [name] if name in self.pack.tensors else [name.replace(".qkv.", f".{n}.") for n in QKV]:
-            info = self.pack.tensors[tensor]
+        out, before, held = [], 0, self.pack.tensors
+        apart = (name.replace(".qkv.", f".{n}.") for n in QKV)
+        for tensor in [name] if name in held else [n for n in apart if n in held]:
+            info = held[tensor]
             height = math.prod(info.shape[:-1])
             a, b = max(first - before, 0), min(last - before, height)
             if a < b:

@@ -195,6 +195,7 @@ def _python_call(node: ast.expr) -> Call:
 
 
 _WORDS = {"true": True, "false": False, "null": None}
+_SPOKEN = {"True": "true", "False": "false", "None": "null"}  # Python's words, which templates may write
 
 
 def _literal(node: ast.expr) -> Any:
@@ -216,6 +217,7 @@ def _literal(node: ast.expr) -> Any:
 _QUOTE = '<|"|>'
 _GEMMA = re.compile(r"\s*call:([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
 _BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)\s*:")
+_BARE_WORD = re.compile(r'([:\[,]\s*)([A-Za-z_][^,:{}\[\]"]*)')
 
 
 def _gemma(text: str, _schemas: Schemas) -> list[Call]:
@@ -226,9 +228,15 @@ def _gemma(text: str, _schemas: Schemas) -> list[Call]:
     parts = found[2].split(_QUOTE)  # outside, inside, outside ...
     if len(parts) % 2 == 0:
         raise ValueError("a quote is open")
-    parts[::2] = [_BARE_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
+    parts[::2] = [_BARE_WORD.sub(_word, _BARE_KEY.sub(r'\1"\2":', part)) for part in parts[::2]]
     parts[1::2] = map(json.dumps, parts[1::2])
     return [Call(found[1], _object("".join(parts)))]
+
+
+def _word(found: re.Match[str]) -> str:
+    """Return a bare word as JSON: a text, if it is no word of JSON's or Python's."""
+    word = found[2].strip()
+    return found[1] + (word if word in _WORDS else _SPOKEN.get(word) or json.dumps(word))
 
 
 HERMES = CallForm(("<tool_call>",), "<tool_call>", "</tool_call>", _json, key="arguments")
