@@ -23,12 +23,13 @@ DECLARED = {
     "prometheus_client", "prompt_toolkit", "pydantic", "pydantic_core", "starlette", "tokenizers", "torch",
     "tqdm", "triton", "typing_extensions", "uvicorn",
 }  # fmt: skip
-FAMILIES = {"llama", "mistral", "bamboo", "opt", "minicpm", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"}
-FAMILIES |= {"nemotron", "arcee", "bitnet", "falcon", "qwen3-moe"}  # names that only the readers may act on
-FAMILIES |= {"gemma4"}
+FAMILIES = {"llama", "mistral", "bamboo", "opt", "minicpm", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4"}
+FAMILIES |= {"qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "granite-hybrid", "lfm2", "lfm2-moe"}
+FAMILIES |= {"phi3", "nemotron", "arcee", "bitnet", "falcon", "qwen3-moe"}  # that only the readers may act on
 READERS = {"model/families.py", "model/gguf_families.py", "convert/pretokenizers.py"}
 READERS |= {"model/mixtures/families.py", "model/mixtures/gguf.py"}
 READERS |= {"model/gemma/families.py", "model/gemma/gguf.py"}
+READERS |= {f"model/recurrent/{name}.py" for name in ("qwen", "mamba", "lfm2")}
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 

@@ -839,10 +839,10 @@ def smallthinker_softmax(path: Path) -> Path:
 
 # ---- recurrent layers
 
-DELTANET = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8}
+DELTANET: Json = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8}
 DELTANET |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 16}
 DELTANET |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-SHARED = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 40, "num_experts": EXPERTS}
+SHARED: Json = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 40, "num_experts": EXPERTS}
 
 
 def qwen3_next(path: Path) -> Path:
@@ -895,7 +895,13 @@ def qwen3_5_moe_stacked(path: Path) -> Path:
     return path
 
 
-MAMBA = {"mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12, "conv_kernel": 4}
+MAMBA: Json = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "conv_kernel": 4,
+}
 MAMBA |= {"head_dim": 16, "chunk_size": 8, "time_step_min": 1e-9}
 
 
@@ -913,7 +919,7 @@ def nemotron_h_moe(path: Path) -> Path:
     return _mixture("NemotronH", path, 64, layers_block_type=kinds, **MAMBA, **more)
 
 
-GRANITE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
+GRANITE: Json = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12}
 GRANITE |= {"mamba_d_conv": 4, "mamba_chunk_size": 8, "shared_intermediate_size": 40, "logits_scaling": 1.3}
 GRANITE |= {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 GRANITE |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -931,7 +937,7 @@ def granite_hybrid_dense(path: Path) -> Path:
     return _transformers("GraniteMoeHybrid", path, 66, **GRANITE, **more)
 
 
-CONV = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "norm_eps": 1e-5}
+CONV: Json = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "norm_eps": 1e-5}
 
 
 def lfm2(path: Path) -> Path:

@@ -228,7 +228,7 @@ class Attention:
     ) -> Attention: ...
 
 class Mixer:
-    """A mixer of tokens with a state: csrc/engine/model_ops.h. `kind` 0: DeltaNet, 1: Mamba-2, 2: a convolution.
+    """A mixer with a state: csrc/engine/model_ops.h. `kind` 0: DeltaNet, 1: Mamba-2, 2: a convolution.
 
     `conv` [width, channels]. A head's state is [rows, cols]; `tiled`: head h is of group h % groups.
     """

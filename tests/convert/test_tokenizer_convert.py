@@ -298,6 +298,12 @@ def test_each_family_cuts_words_in_its_own_way(pre: str) -> None:
     assert [text[a:b] for a, b in spans] == CUTS[pre]
 
 
+@pytest.mark.parametrize(("pre", "cuts"), [("qwen2", ["क", "ाम"]), ("qwen35", ["काम"])])
+def test_marks_belong_to_words_in_the_newer_qwens(pre: str, cuts: list[str]) -> None:
+    lib = tokenizers.Tokenizer.from_str(from_gguf(byte_level(pre=pre), "x").decode())
+    assert ["काम"[a:b] for _, (a, b) in lib.pre_tokenizer.pre_tokenize_str("काम")] == cuts
+
+
 # ---- control tokens
 
 

@@ -100,6 +100,7 @@ def native_lab(format: str = "f32", spec: ModelSpec = SPEC, w: Weights = WEIGHTS
     layers = (
         Layer(x.attn_norm, linear(x.qkv), linear(x.attn_out), x.ffn_norm, (ffn(x.experts[0]),))
         for x in w.layers
+        if x.qkv is not None and x.attn_out is not None
     )
     weights = Weights(matrix(w.embed), None, tuple(layers), w.out_norm, linear(w.head))
     return Lab(CpuOps(threads), weights, True, spec)

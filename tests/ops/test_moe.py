@@ -85,7 +85,7 @@ class Mix:
 
     @staticmethod
     def layer(norm: Norm, experts: list[FFN], router: Any) -> Layer:
-        return Layer(None, None, None, norm, tuple(experts), router=Linear(router, None))  # type: ignore[arg-type]
+        return Layer(None, None, None, norm, tuple(experts), router=Linear(router, None))
 
     def run(self, ops: Any, x: F32, h: F32, sparsity: str = "exact", record: F32 | None = None) -> Any:
         y, stats = x.copy(), FFNStats()
@@ -155,7 +155,7 @@ def test_an_expert_is_the_ffn_it_would_be_alone(format: str) -> None:
     assert len(set(chosen.tolist())) > 2
     for t, e in enumerate(chosen):
         alone = np.zeros((1, dim), np.float32)
-        layer = Layer(None, None, None, None, (mix.native.experts[e],))  # type: ignore[arg-type]
+        layer = Layer(None, None, None, None, (mix.native.experts[e],))
         ops = cpu(ISAS[0])
         ops.ffn_add(alone, seen[t : t + 1], ops.bind_ffn(mix.spec, layer), "exact", FFNStats())
         assert same_bits(alone[0], y[t]), t

@@ -1,8 +1,9 @@
-"""Random models of three layers with states, in numpy and in arenas: what the engine's tests of states run on."""
+"""Random models of three layers, some with states, in numpy and in arenas."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,8 @@ MATRICES = {"qkv", "z", "beta", "alpha", "into", "out"}
 def weights_of(spec: ModelSpec) -> Weights:
     made = random_weights(spec)
 
-    def matrix(seed: int, rows: int, cols: int) -> F32:
-        noise: F32 = np.random.default_rng(seed).standard_normal((rows, cols), dtype=np.float32)
+    def matrix(layer: int, seed: int, rows: int, cols: int) -> F32:
+        noise: F32 = np.random.default_rng(7 * layer + seed).standard_normal((rows, cols), dtype=np.float32)
         return noise / np.float32(np.sqrt(cols))
 
     layers = []
@@ -40,8 +41,8 @@ def weights_of(spec: ModelSpec) -> Weights:
         kind = spec.mixer(i)
         if kind != "attention":
             norm = None if kind == "none" else layer.attn_norm
-            one = dataclasses.replace(spec, mixers=(kind,) * 1, n_layers=1)
-            held = None if kind == "none" else mixer(one, lambda seed, *shape: matrix(7 * i + seed, *shape))
+            one = dataclasses.replace(spec, mixers=(kind,), n_layers=1)
+            held = None if kind == "none" else mixer(one, functools.partial(matrix, i))
             layer = dataclasses.replace(layer, qkv=None, attn_out=None, attn_norm=norm, mixer=held)
         if i in spec.no_ffn:
             layer = dataclasses.replace(layer, experts=(), ffn_norm=None)
@@ -57,7 +58,7 @@ def in_arenas(part: Any, format: str) -> Any:
         data = quant.encode(f.name, x)
         arena = _native.Arena(data.size)  # held by the matrix
         arena.write(0, data.reshape(-1))
-        return _native.Matrix(arena, 0, f.id, *x.shape, data.shape[1])
+        return _native.Matrix(arena, 0, f.id, x.shape[0], x.shape[1], data.shape[1])
 
     def walk(part: Any, inside: bool) -> Any:
         if isinstance(part, tuple):

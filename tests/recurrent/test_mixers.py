@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_kernels import F32_NMSE, INT8_NMSE, ISAS, cpu, nmse, normal, same_bits, stored
 
+from thermocline import _native
 from thermocline.model.spec import ModelSpec, Recurrent
 from thermocline.ops import reference
 from thermocline.ops.interface import F32, I32, Batch, DeltaNet, Layer, Mamba2, Mixer, Norm, ShortConv
@@ -66,12 +67,14 @@ def mixer(spec: ModelSpec, matrix: Any) -> Mixer:
         bias = normal(23, r.channels) if r.conv_bias else None
         into = matrix(1, r.inner + r.channels + r.heads, dim)
         return Mamba2(into, conv, bias, decay, dt_bias, normal(24, r.heads), normal(25, r.inner), out)
-    first = (matrix(i, n, dim) for i, n in ((1, r.channels), (3, r.inner), (4, r.heads), (5, r.heads)))
-    return DeltaNet(*first, conv, decay, dt_bias, normal(25, r.head_dim), out)
+    qkv, z = matrix(1, r.channels, dim), matrix(3, r.inner, dim)
+    beta, alpha, norm = matrix(4, r.heads, dim), matrix(5, r.heads, dim), normal(25, r.head_dim)
+    return DeltaNet(qkv, z, beta, alpha, conv, decay, dt_bias, norm, out)
 
 
 def layer_of(m: Mixer) -> Layer:
-    return Layer(Norm(1 + normal(9, SPEC.dim) / 8, None), None, None, None, (), mixer=m)
+    weight = (1 + normal(9, SPEC.dim) / 8).astype(np.float32)
+    return Layer(Norm(weight, None), None, None, None, (), mixer=m)
 
 
 def batch(lengths: list[int], before: list[int], after: list[int]) -> Batch:
@@ -123,8 +126,8 @@ def test_a_native_mixer_equals_the_reference(name: str, isa: str) -> None:
         assert nmse(lab.run(part, b, ours) - part, truth - part) <= 10 * F32_NMSE
     written = [0, 5, 1, 2, 3]
     assert np.isfinite(ours[written]).all() and np.isnan(ours[[4, 6, 7]]).all()
-    squares = [(s[written].astype(np.float64) ** 2).sum(axis=1) for s in (ours, theirs)]
-    np.testing.assert_allclose(*squares, rtol=1e-5)  # slots may be arranged otherwise
+    ours_2, theirs_2 = ((s[written].astype(np.float64) ** 2).sum(axis=1) for s in (ours, theirs))
+    np.testing.assert_allclose(ours_2, theirs_2, rtol=1e-5)  # slots may be arranged otherwise
 
 
 @pytest.mark.parametrize("name", ["deltanet", "mamba2", "conv"])
@@ -180,13 +183,8 @@ def test_no_tokens_are_no_work() -> None:
     lab = Lab("deltanet")
     states = lab.states(1)
     none = np.zeros((0, SPEC.dim), np.float32)
-    lab.run(
-        none,
-        replace(
-            batch([1], [-1], [0]), **dict.fromkeys(("positions", "sequence"), none[:, 0].astype(np.int32))
-        ),
-        states,
-    )
+    no_ids = np.zeros(0, np.int32)
+    lab.run(none, replace(batch([1], [-1], [0]), positions=no_ids, sequence=no_ids), states)
     assert np.isnan(states).all()
 
 
@@ -223,3 +221,71 @@ def test_states_that_are_not_there_or_of_another_shape_are_refused() -> None:
             lab.run(x, batch([1], [-1], [1]), states)
     with pytest.raises(ValueError):
         lab.run(x, replace(batch([1], [-1], [0]), state_from=None, state_to=None), lab.states(1))
+
+
+# ---- what the bindings refuse
+
+
+def a_mixer(kind: str, **changes: Any) -> _native.Mixer:
+    """A small mixer that is accepted; each bad call changes one argument."""
+    rows = {"deltanet": 24 + 8 + 2 + 2, "mamba2": 8 + 24 + 2, "conv": 24}[kind]
+    channels, inner, heads = (8, 8, 0) if kind == "conv" else (24, 8, 2)
+    good: dict[str, Any] = {
+        "kind": ("deltanet", "mamba2", "conv").index(kind),
+        "norm": None,
+        "proj": _native.Stack((stored("f32", normal(1, rows, 8))[0],), None),
+        "out": _native.Linear(stored("f32", normal(2, 8, inner))[0], None),
+        "join": _native.Join(None, 1.0),
+        "conv": normal(3, 4, channels),
+        "conv_bias": None,
+    }
+    if heads:
+        good |= {"heads": heads, "groups": 2, "rows": 4, "cols": 4}
+        good |= {"decay": -np.ones(2, np.float32), "step_bias": np.zeros(2, np.float32)}
+        good |= {"gated_norm": np.ones(4 if kind == "deltanet" else 8, np.float32)}
+    if kind == "mamba2":
+        good["skip"] = np.ones(2, np.float32)
+    return _native.Mixer(**(good | changes))
+
+
+VECTOR = np.zeros(3, np.float32)
+BAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "of no kind": ("conv", {"kind": 3}),
+    "of a negative kind": ("conv", {"kind": -1}),
+    "of another kind's projection": ("mamba2", {"kind": 0}),
+    "without a decay": ("deltanet", {"decay": None}),
+    "with too short a decay": ("mamba2", {"decay": VECTOR[:1]}),
+    "with too long a bias": ("mamba2", {"step_bias": VECTOR}),
+    "with D where nothing is skipped": ("deltanet", {"skip": VECTOR[:2]}),
+    "without D": ("mamba2", {"skip": None}),
+    "with a short norm": ("mamba2", {"gated_norm": np.ones(4, np.float32)}),
+    "with a long norm": ("deltanet", {"gated_norm": np.ones(8, np.float32)}),
+    "with heads in a convolution": ("conv", {"heads": 2}),
+    "with a norm in a convolution": ("conv", {"gated_norm": VECTOR}),
+    "with groups that do not divide": ("deltanet", {"groups": 3}),
+    "with no groups": ("mamba2", {"groups": 0}),
+    "with no rows": ("mamba2", {"rows": 0}),
+    "with more columns": ("deltanet", {"cols": 8}),
+    "with other channels": ("deltanet", {"conv": normal(3, 4, 25)}),
+    "with no convolution": ("conv", {"conv": normal(3, 0, 8)}),
+    "with a long convolution": ("conv", {"conv": normal(3, 65, 8)}),
+    "with a short bias of the convolution": ("mamba2", {"conv_bias": VECTOR}),
+    "with a convolution in f64": ("conv", {"conv": np.zeros((4, 8))}),
+    "with a narrow output": ("conv", {"out": _native.Linear(stored("f32", normal(2, 8, 7))[0], None)}),
+    "with a short output": ("conv", {"out": _native.Linear(stored("f32", normal(2, 7, 8))[0], None)}),
+    "with a norm of another width": ("conv", {"norm": _native.Norm(VECTOR, None, 1e-5, False)}),
+    "without matrices": ("conv", {"proj": None}),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_mixer_that_does_not_fit_is_refused(what: str) -> None:
+    kind, changes = BAD[what]
+    a_mixer(kind)
+    with pytest.raises((ValueError, TypeError)):
+        a_mixer(kind, **changes)
+
+
+@pytest.mark.parametrize("kind", ["deltanet", "mamba2", "conv"])
+def test_a_mixer_says_how_large_its_state_is(kind: str) -> None:
+    assert a_mixer(kind).state_floats == {"conv": 3 * 8}.get(kind, 3 * 24 + 2 * 4 * 4)

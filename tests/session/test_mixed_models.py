@@ -63,6 +63,7 @@ def test_rows_are_interleaved_where_a_matrix_is_multiplied_as_a_whole(kind: str,
     assert np.array_equal(loaded.logits(IDS, 40), planar.logits(IDS, 1))
     for layer, other in zip(loaded.weights.layers, planar.weights.layers, strict=True):
         neurons = layer.experts[0].parts[0]
+        assert layer.attn_out is not None and other.attn_out is not None
         for w, before in ((layer.attn_out.weight, other.attn_out.weight),
                           (neurons.down, other.experts[0].parts[0].down)):  # fmt: skip
             assert isinstance(w, _native.Matrix) and isinstance(before, _native.Matrix)

@@ -236,7 +236,7 @@ def formats_of(source: GGUFSource, spec: ModelSpec, ranks: Sequence[int] = ()) -
 
 def _units(name: str, t: TensorSpec, spec: ModelSpec) -> Iterator[tuple[str, str, range]]:
     """Yield what of a packed tensor has a format of its own: its name there, its part, the part's rows."""
-    if name.endswith(".qkv.weight"):
+    if name.endswith(".qkv.weight") and t.role == "attention":
         shape = spec.attention(int(name.split(".")[1]))
         assert shape is not None, "no attention in this layer"
         q, kv = shape.context, shape.kv_heads * shape.head_dim

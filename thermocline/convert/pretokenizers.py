@@ -42,6 +42,8 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _GPT4 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
 _QWEN2 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}|{_SIGNS}|{_SPACES}"
+_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+_QWEN35 = rf"{_ENDINGS}|{_MARKS}|{_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
 _SIGNS_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
@@ -84,11 +86,14 @@ PRE_TOKENIZERS = {
     "llama3": _LLAMA3_PRE,
     "llama-v3": _LLAMA3_PRE,
     "falcon3": _LLAMA3_PRE,
+    "pixtral": _LLAMA3_PRE,
+    "lfm2": _LLAMA3_PRE,
     "dbrx": PreTokenizer((_GPT4,)),
     "smaug-bpe": PreTokenizer((_GPT4,)),
     "qwen2": _QWEN2_PRE,
     "deepseek-r1-qwen": _QWEN2_PRE,
     "megrez": _QWEN2_PRE,
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "hunyuan": PreTokenizer((_QWEN2,)),
     "chatglm-bpe": PreTokenizer((_GPT4,)),
     "glm4": PreTokenizer((_GPT4,), whole_words=True),

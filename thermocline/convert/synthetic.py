@@ -58,13 +58,19 @@ def read_shape(
     return name, *parse_config(_cut(read_config_json(path), layers), None, str(path), activation)
 
 
+# Of a config: what each layer is, as a list of names or a text.
+_KINDS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+
+
 def _cut(config: Json, layers: int | None) -> Json:
-    """Return a config with so many layers, and lists about each layer as long."""
+    """Return a config with so many layers, and lists about each as long; kinds begin anew behind the last."""
     if layers is None:
         return config
+    kinds = {k: config[k] for k in _KINDS if isinstance(config.get(k), list | str) and config[k]}
+    longer = {k: (v * -(-layers // len(v)))[:layers] for k, v in kinds.items()}
     n = config.get("num_hidden_layers")
     lists = {k: v[:layers] for k, v in config.items() if isinstance(v, list) and len(v) == n}
-    return config | lists | {"num_hidden_layers": layers}
+    return config | lists | longer | {"num_hidden_layers": layers}
 
 
 def formats_named(name: str, spec: ModelSpec) -> tuple[str, dict[str, str]]:

@@ -37,6 +37,7 @@ MOODS = 3  # directions of moods, taken in turn with depth: near layers share mo
 # Variance that all layers together add to the residual stream. Attention averages values over positions:
 # about a tenth of its part is left in a context of a hundred tokens.
 FFN_ADDS, ATTENTION_ADDS, AVERAGED = 0.8, 0.2, 0.1
+SILU_POWER = 0.355  # the mean square of silu(z) of a normal z
 
 
 def activities(neurons: int, active: float, skew: float) -> F64:
@@ -161,6 +162,14 @@ class WeightStatistics:
         widest = max(shape.context for shape in self.spec.attentions)
         return math.sqrt(ATTENTION_ADDS / self.spec.n_layers / widest)
 
+    def mixer_out_sd(self, layer: int) -> float:
+        """Return the deviation of the last matrix of a recurrent layer."""
+        s = self.spec
+        assert s.recurrent is not None
+        columns = s.recurrent.inner or s.dim
+        power = SILU_POWER if s.mixer(layer) == "deltanet" else 1.0
+        return math.sqrt(ATTENTION_ADDS / s.n_layers / (columns * power))
+
     @property
     def constant_value(self) -> float:
         """Return the value of the residual stream's constant columns: about the size of the others."""
@@ -176,7 +185,9 @@ class WeightStatistics:
         if not self.constant:
             return 1.0, 0.0
         s, c = self.spec, self.constant_value
-        grown = (layer + 1) * AVERAGED * ATTENTION_ADDS + layer * FFN_ADDS
+        before = (s.mixer(i) for i in range(layer + 1))
+        mixed = sum({"attention": AVERAGED, "none": 0.0}.get(kind, 1.0) for kind in before)
+        grown = mixed * ATTENTION_ADDS + sum(s.ffn(i).experts > 0 for i in range(layer)) * FFN_ADDS
         variance = self.embed_sd**2 + grown / s.n_layers
         rms = math.sqrt(((s.dim - BLOCK) * variance + BLOCK * c**2) / s.dim)
         return math.sqrt(variance) / rms, c / rms

@@ -303,20 +303,20 @@ class Engine:
     def _stop(self, request: Request, stop: int, others: list[Request]) -> int:
         """Return the position where a chunk that could go to `stop` ends.
 
-        A prompt's last chunk stops at the last position that others wait for: they come along in the next step
-        then. Once it answers, they would come in short chunks beside it. Where layers are recurrent, a prompt
-        can be taken only where a state was kept, at a chunk's end. So each chunk stops at the first position
-        that others wait for, at the last one that a later prompt can take, or else at the end of a block.
+        A prompt's last chunk stops at the last position that others wait for: they come along in the next
+        step then. Once it answers, they would come in short chunks beside it. Where layers are recurrent, a
+        prompt can be taken only where a state was kept, at a chunk's end. So each chunk stops at the first
+        position that others wait for, at the last one that a later prompt can take, or else where a block
+        ends.
         """
         ends = self._awaited(request, others)
         if self.kv.states is None:
             return max(ends, default=stop) if stop == request.n_prompt else stop
         block = self.kv.block
-        ends += [(request.n_prompt - 1) // block * block, stop // block * block]
-        last = stop == request.n_prompt
-        return min(
-            (end for end in ends[: -1 if last else None] if request.computed < end <= stop), default=stop
-        )
+        ends.append((request.n_prompt - 1) // block * block)
+        if stop < request.n_prompt:
+            ends.append(stop // block * block)
+        return min((end for end in ends if request.computed < end <= stop), default=stop)
 
     def _awaited(self, request: Request, others: list[Request]) -> list[int]:
         """Return the ends of what others wait for, of the blocks that the request is still to compute."""
@@ -396,8 +396,9 @@ class Engine:
                 s.request.disk = DiskCounts(*(k + n for k, n in zip(known, shares, strict=True)))
             near = min(s.stop, self.spec.sliding_window or s.stop)
             read = s.stop + self.spec.windowed * (near - s.stop)
-            s.request.decode_bytes += weights / len(spans) + read * self.traffic.position_bytes
-            read_bytes += read * self.traffic.position_bytes
+            own = read * t.position_bytes + t.state_bytes
+            s.request.decode_bytes += weights / len(spans) + own
+            read_bytes += own
         return read_bytes
 
     # -- sample, emit

@@ -405,8 +405,10 @@ class KVCache:
         table.checkpoint = ROOT
 
     def check_integrity(self) -> None:
-        for pool in (*self.pools, *([] if self.states is None else [self.states])):
+        for pool in self.pools:
             pool.check_integrity()
+        if self.states is not None:
+            self.states.check_integrity()
 
     def _name(self, chain: bytes, ids: list[int], i: int) -> bytes:
         tokens = np.array(ids[i * self.block : (i + 1) * self.block], np.int32)

@@ -18,6 +18,7 @@ class Traffic:
     gate_bytes: float  # one gate row, as the mean of all layers
     row_bytes: float  # one up or down row, likewise
     position_bytes: int  # keys and values of one position
+    state_bytes: int = 0  # a sequence's states in recurrent layers
 
     @staticmethod
     def of(spec: ModelSpec, weights: Weights, types: CacheTypes = PLAIN) -> Traffic:
@@ -40,7 +41,8 @@ class Traffic:
                 gates += 4.0 * any(p.gate.bias is not None for p in f.parts)
                 gates += 4.0 * any(p.up_bias is not None for p in f.parts)
                 rows += _row_bytes(f)
-        return Traffic(fixed, gates / ffns, rows / ffns, bytes_for(spec, 1, types))
+        states = 4 * sum(map(spec.state_floats, range(spec.n_layers)))
+        return Traffic(fixed, gates / ffns, rows / ffns, bytes_for(spec, 1, types), states)
 
 
 def _row_bytes(f: FFN) -> float:

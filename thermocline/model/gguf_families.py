@@ -32,6 +32,7 @@ from thermocline.model.gguf_metadata import (
 from thermocline.model.mixtures import gguf as mixtures
 from thermocline.model.mixtures import gpt_oss
 from thermocline.model.mixtures.gguf import experts
+from thermocline.model.recurrent import gguf as recurrent
 from thermocline.model.relu import smallthinker
 from thermocline.model.spec import PLAIN_ROUTER, ModelSpec, RopeScaling, Router
 from thermocline.model.tensor_map import SourceSlice, TensorMap, pairs
@@ -148,7 +149,7 @@ _LLAMA_NAMES = {
     "mlp.down_proj": "ffn_down",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
-_EXPERT = re.compile(r"(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)")
+_EXPERT = re.compile(r"(?:block_sparse_moe|mlp|feed_forward|mixer)\.experts\.(\d+)\.(\w+)")
 _EXPERT_NAMES = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
 _EXPERT_NAMES |= {"gate_proj": "ffn_gate", "down_proj": "ffn_down", "up_proj": "ffn_up"}
 _EXPERT_NAMES |= {"gate": "ffn_gate", "down": "ffn_down", "up": "ffn_up"}
@@ -251,6 +252,8 @@ class Architecture:
     written: Written | None = None
     # (slice, layer, its name there) -> where the GGUF has it; None: under its name
     moved: Callable[[SourceSlice, str, str], SourceSlice | None] | None = None
+    # What the file says of a spec besides its config, and where it has some packed tensors
+    located: Callable[[ModelSpec, GGUF], recurrent.Located] | None = None
 
 
 _SCALES = ("embed_scale", "residual_scale", "attention_scale", "logit_scale")
@@ -297,6 +300,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smallthinker": Architecture(smallthinker.gguf_config, _LLAMA_NAMES | smallthinker.NAMES),
     "minimax-m2": Architecture(mixtures.minimax_m2, _LLAMA_NAMES | _QK_NORMS),
     "hunyuan-moe": Architecture(mixtures.hunyuan_moe, _MIXTURE_NAMES | _HUNYUAN_NAMES),
+    "qwen3next": Architecture(
+        recurrent.qwen3_next, _MIXTURE_NAMES | _QK_NORMS | recurrent.QWEN, located=recurrent.deltanets
+    ),
+    "qwen35": Architecture(
+        recurrent.qwen3_5, _LLAMA_NAMES | _QK_NORMS | recurrent.QWEN, located=recurrent.deltanets
+    ),
+    "qwen35moe": Architecture(
+        recurrent.qwen3_5_moe, _MIXTURE_NAMES | _QK_NORMS | recurrent.QWEN, located=recurrent.deltanets
+    ),
+    "nemotron_h": Architecture(recurrent.nemotron_h, recurrent.NEMOTRON, located=recurrent.mambas),
+    "nemotron_h_moe": Architecture(recurrent.nemotron_h, recurrent.NEMOTRON, located=recurrent.mambas),
+    "granitehybrid": Architecture(
+        recurrent.granite_hybrid,
+        _LLAMA_NAMES | recurrent.GRANITE,
+        ("attn_q", "attn_k"),
+        located=recurrent.granites,
+    ),
+    "lfm2": Architecture(recurrent.lfm2, _LLAMA_NAMES | recurrent.LFM2, located=recurrent.convolutions),
+    "lfm2moe": Architecture(
+        recurrent.lfm2_moe, _LLAMA_NAMES | recurrent.LFM2, located=recurrent.convolutions
+    ),
     "gemma2": Architecture(gemma.gemma2, _GEMMA_NAMES),
     "gemma3": Architecture(gemma.gemma3, _GEMMA_NAMES | _QK_NORMS),
     "gemma4": Architecture(gemma.gemma4, _GEMMA_NAMES | _QK_NORMS, moved=gemma.in_gguf),
@@ -367,9 +391,11 @@ def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Te
     if assumed and (activation is not None or gguf.powerinfer or _called_relu(k)):
         config["hidden_act"] = "relu"
     spec, tensor_map = parse_config(config, None, k.name, activation, sure=not assumed)
-    tensors = {
+    spec, own = found.located(spec, gguf) if found.located else (spec, {})
+    tensors = own | {
         ours: tuple(_translated(p, found, spec, gguf) for p in pieces)
         for ours, pieces in tensor_map.tensors.items()
+        if ours not in own
     }
     factors = map(re.escape, (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS))
     sharing = "|".join(str(i) for i in range(spec.n_layers) if spec.kv_layer(i) != i)
@@ -394,7 +420,7 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
         return _expert(piece, f"blk.{m[1]}.{_EXPERT_NAMES[expert[2]]}", int(expert[1]), spec, gguf)
     if m and piece.part is not None:
         return _stacked_expert(piece, f"blk.{m[1]}", piece.part, spec, gguf)
-    if m and last == "e_score_correction_bias":
+    if m and last in ("e_score_correction_bias", "expert_bias"):
         return replace(piece, tensor=f"blk.{m[1]}.exp_probs_b.bias", shape=(spec.n_experts,))
     if stem not in a.names:
         raise Unsupported(f"{gguf.path}: tensor {piece.tensor} has no name in this architecture")

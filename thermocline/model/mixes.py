@@ -86,10 +86,14 @@ def _columns(spec: ModelSpec) -> dict[str, int]:
     if spec.embed_dim is not None:
         out |= {"project_in.weight": spec.embed_dim, "project_out.weight": spec.dim}
     for i in range(spec.n_layers):
-        out |= {f"layers.{i}.{part}": spec.dim for part in _parts(spec)}
-        shape = spec.attention(i)
-        if shape is not None:
+        if (shape := spec.attention(i)) is not None:
+            attention = ("q.weight", "k.weight", "v.weight", *(("attn_gate.weight",) * spec.attention_gate))
+            out |= {f"layers.{i}.{part}": spec.dim for part in attention}
             out[f"layers.{i}.attn_out.weight"] = shape.context
+        out |= {f"layers.{i}.{part}": shape[1] for part, shape in spec.mixer_matrices(i).items()}
+        if not spec.ffn(i).experts:
+            continue
+        out |= {f"layers.{i}.{part}": spec.dim for part in _parts(spec)}
         down = f"layers.{i}.down" if spec.sparse else f"layers.{i}.down.weight"
         out[down] = spec.dim if spec.sparse else spec.ffn(i).width
         if spec.shared_dim and i not in spec.dense_layers:
@@ -102,7 +106,7 @@ def _columns(spec: ModelSpec) -> dict[str, int]:
 
 
 def _parts(spec: ModelSpec) -> Iterator[str]:
-    yield from ("q.weight", "k.weight", "v.weight", "gate.weight")
+    yield "gate.weight"
     if spec.gated:
         yield "up" if spec.sparse else "up.weight"
 
@@ -126,6 +130,8 @@ def _wanted(m: Mix, name: str, spec: ModelSpec, columns: int, importance: bool) 
         return "q8_0"
     if part in ("down", "shared.down"):
         return _down(m, i, layers, importance)
+    if part in ("mixer.beta", "mixer.alpha"):  # a row a head: what states fade by
+        return "q8_0"
     if part == "attn_out":
         return _attention_out(m, spec.n_experts)
     return m.base

@@ -101,12 +101,12 @@ class LayerSizes:
     @property
     def record_bytes(self) -> int:
         """Return the bytes of one neuron's bundle on disk."""
-        return -(-sum(self.bundle.tensors) // self.neurons)
+        return -(-sum(self.bundle.tensors) // max(1, self.neurons))
 
     @property
     def gate_row_bytes(self) -> int:
         """Return the bytes of one neuron's gate row on disk."""
-        return -(-sum(self.gate.tensors) // self.neurons)
+        return -(-sum(self.gate.tensors) // max(1, self.neurons))
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,8 @@ def _reads(t: TensorSpec) -> Iterator[FormatRead]:
 
 
 def _rows(tensors: Sequence[TensorSpec], neurons: int) -> NeuronTensors:
+    if not neurons:
+        return NeuronTensors((), ())
     found = joined(r for t in tensors for r in _reads(t))
     each = (FormatRead(r.format, r.bytes / neurons, r.weights / neurons) for r in found)
     return NeuronTensors(tuple(t.bytes for t in tensors), tuple(each))

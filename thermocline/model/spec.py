@@ -276,6 +276,35 @@ class ModelSpec:
             return (r.conv - 1) * self.dim
         return (r.conv - 1) * r.channels + r.state * r.inner
 
+    def mixer_matrices(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Return the shapes of a recurrent layer's matrices by name: first those that read the stream."""
+        kind, d, r = self.mixer(layer), self.dim, self.recurrent
+        if r is None or kind not in RECURRENT:
+            return {}
+        if kind == "conv":
+            return {"mixer.in.weight": (3 * d, d), "mixer.out.weight": (d, d)}
+        if kind == "mamba2":
+            into = {"mixer.in.weight": (r.inner + r.channels + r.heads, d)}
+        else:
+            into = {"mixer.qkv.weight": (r.channels, d), "mixer.z.weight": (r.inner, d)}
+            into |= {"mixer.beta.weight": (r.heads, d), "mixer.alpha.weight": (r.heads, d)}
+        return {**into, "mixer.out.weight": (d, r.inner)}
+
+    def mixer_vectors(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what a recurrent layer has in f32, by name."""
+        kind, r = self.mixer(layer), self.recurrent
+        if r is None or kind not in RECURRENT:
+            return {}
+        if kind == "conv":
+            return {"mixer.conv.weight": (self.dim, r.conv)}
+        out: dict[str, tuple[int, ...]] = {"mixer.conv.weight": (r.channels, r.conv)}
+        if r.conv_bias:
+            out["mixer.conv.bias"] = (r.channels,)
+        out |= {"mixer.decay": (r.heads,), "mixer.dt_bias": (r.heads,)}
+        if kind == "mamba2":
+            out["mixer.skip"] = (r.heads,)
+        return {**out, "mixer.norm.weight": (r.head_dim if kind == "deltanet" else r.inner,)}
+
     @property
     def attentions(self) -> tuple[AttentionShape, ...]:
         """Return the shapes that the attention of layers has, each once."""

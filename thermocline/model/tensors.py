@@ -14,7 +14,7 @@ from thermocline.errors import Unsupported
 from thermocline.model import quant
 from thermocline.model.formats import fitting
 from thermocline.model.spec import QKV as QKV
-from thermocline.model.spec import RECURRENT, AttentionShape, ModelSpec
+from thermocline.model.spec import AttentionShape, ModelSpec
 
 ALIGN = 4096
 APART = 64  # where a record's two rows differ in format, down's begins at a multiple of so many bytes
@@ -168,9 +168,10 @@ def expected_tensors(
                 norm(f"{a}.{name}")
             matrix(f"{a}.attn_out.weight", "attention", spec.dim, shape.context)
             vector(f"{a}.attn_out.bias", "attention", spec.dim)
-        for name, sizes in mixer_matrices(spec, i).items():
-            matrix(f"{a}.{name}", "mixer", *sizes)
-        for name, own_sizes in mixer_vectors(spec, i).items():
+        for name, sizes in spec.mixer_matrices(i).items():
+            format = own.get(f"{a}.{name}", fitting(weight_format, sizes[1]))
+            matrix(f"{a}.{name}", "mixer", *sizes, format=format)
+        for name, own_sizes in spec.mixer_vectors(i).items():
             vector(f"{a}.{name}", "mixer", *own_sizes, optional=False)
         if not experts:
             continue
@@ -283,37 +284,6 @@ def router_biases(spec: ModelSpec) -> list[str]:
     r, name = spec.router, "router."
     has = {"bias": r.biased, "selection_bias": r.selection_bias, "expert_scale": r.expert_scale}
     return [name + part for part, there in has.items() if there]
-
-
-def mixer_matrices(spec: ModelSpec, layer: int) -> dict[str, tuple[int, int]]:
-    """Return the shapes of a recurrent layer's matrices by name: first those that read the stream."""
-    kind, d, r = spec.mixer(layer), spec.dim, spec.recurrent
-    if r is None or kind not in RECURRENT:
-        return {}
-    if kind == "conv":
-        return {"mixer.in.weight": (3 * d, d), "mixer.out.weight": (d, d)}
-    if kind == "mamba2":
-        into = {"mixer.in.weight": (r.inner + r.channels + r.heads, d)}
-    else:
-        into = {"mixer.qkv.weight": (r.channels, d), "mixer.z.weight": (r.inner, d)}
-        into |= {"mixer.beta.weight": (r.heads, d), "mixer.alpha.weight": (r.heads, d)}
-    return {**into, "mixer.out.weight": (d, r.inner)}
-
-
-def mixer_vectors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what a recurrent layer has in f32, by name."""
-    kind, r = spec.mixer(layer), spec.recurrent
-    if r is None or kind not in RECURRENT:
-        return {}
-    if kind == "conv":
-        return {"mixer.conv.weight": (spec.dim, r.conv)}
-    out: dict[str, tuple[int, ...]] = {"mixer.conv.weight": (r.channels, r.conv)}
-    if r.conv_bias:
-        out["mixer.conv.bias"] = (r.channels,)
-    out |= {"mixer.decay": (r.heads,), "mixer.dt_bias": (r.heads,)}
-    if kind == "mamba2":
-        out["mixer.skip"] = (r.heads,)
-    return {**out, "mixer.norm.weight": (r.head_dim if kind == "deltanet" else r.inner,)}
 
 
 def _bundle(layer: str, spec: ModelSpec, shape: tuple[int, int], up: str, down: str) -> TensorSpec:

@@ -184,17 +184,10 @@ class ProfileWorker:
     def _step(self, ids: I32, begin: int, end: int) -> None:
         at = np.arange(begin, end, dtype=np.int32)
         last = np.array([end - begin - 1], np.int32)  # one row of logits, to check that they are finite
-        turn = self._states.step(1, first=begin == 0)
+        turn, states = self._states.step(1, first=begin == 0), self._states.layers
         batch = Batch(ids[begin:end], at, np.zeros_like(at), self._table, last, None, *turn)
-        logits = forward(
-            self._model,
-            self._kv,
-            batch,
-            self._ops,
-            sparsity="exact",
-            stats=FFNStats(),
-            states=self._states.layers,
-        )
+        model, kv, ops = self._model, self._kv, self._ops
+        logits = forward(model, kv, batch, ops, sparsity="exact", stats=FFNStats(), states=states)
         if not np.isfinite(logits).all():
             raise NumericalError(
                 "the model gives NaN or infinity: its weights are damaged, or too large for its format"

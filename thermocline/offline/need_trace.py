@@ -34,6 +34,16 @@ def check_sparse(spec: ModelSpec) -> None:
             f"{spec.architecture} with {spec.activation}: every token needs every neuron: nothing to "
             "record; trace a ReLU-family model"
         )
+    check_alike(spec)
+
+
+def check_alike(spec: ModelSpec) -> None:
+    """Raise Unsupported for a model with layers that have no neurons to count."""
+    if spec.no_ffn:
+        raise Unsupported(
+            f"{spec.architecture}: neurons are counted where every layer has an FFN; {len(spec.no_ffn)} "
+            f"of its {spec.n_layers} have none. Its zeros are skipped without a profile: run it as it is"
+        )
 
 
 class TraceRecorder(CpuOps):

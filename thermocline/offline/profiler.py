@@ -22,6 +22,7 @@ from thermocline.errors import IOFailure, Unsupported
 from thermocline.machine import hardware
 from thermocline.offline.activity import STEP, ProfileWorker, count_passages, down_norms
 from thermocline.offline.checkpoint import ProfileCheckpoint
+from thermocline.offline.need_trace import check_alike
 from thermocline.pack import sidecar
 from thermocline.pack.activity_profile import (
     BUCKETS,
@@ -95,6 +96,7 @@ def check_sparse(spec: ModelSpec) -> None:
             "count, and every one is computed; profile a ReLU-family model instead, such as a ReLU "
             "fine-tune of this one (ProSparse, TurboSparse, ReluLLaMA)"
         )
+    check_alike(spec)
 
 
 def sampled_tokens(passages: Sequence[I32], n: int) -> list[I64]:

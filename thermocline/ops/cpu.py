@@ -122,13 +122,8 @@ class CpuOps:
     def bind_mixer(self, spec: ModelSpec, layer: Layer) -> _native.Mixer:
         r, m = spec.recurrent, layer.mixer
         assert r is not None and m is not None
-        vectors: dict[str, F32] = {}
-        sizes: dict[str, int] = {}
-        if isinstance(m, DeltaNet | Mamba2):
-            vectors = {"decay": m.decay, "step_bias": m.dt_bias, "gated_norm": m.norm}
-            sizes = {"heads": r.heads, "groups": r.groups, "rows": r.state, "cols": r.head_dim}
-        if isinstance(m, Mamba2):
-            vectors["skip"] = m.skip
+        headed = None if isinstance(m, ShortConv) else m
+        mamba = m if isinstance(m, Mamba2) else None
         return _native.Mixer(
             kind=MIXER_KINDS.index(type(m)),
             norm=_norm(spec, layer.attn_norm),
@@ -136,11 +131,17 @@ class CpuOps:
             out=_linear(m.out, None),
             join=_join(spec, None),
             conv=np.ascontiguousarray(m.conv.T),
-            conv_bias=m.conv_bias if isinstance(m, Mamba2) else None,
+            conv_bias=None if mamba is None else mamba.conv_bias,
+            heads=0 if headed is None else r.heads,
+            groups=r.groups or 1,
+            rows=r.state or 1,
+            cols=r.head_dim or 1,
             tiled=r.tiled,
+            decay=None if headed is None else headed.decay,
+            step_bias=None if headed is None else headed.dt_bias,
+            skip=None if mamba is None else mamba.skip,
+            gated_norm=None if headed is None else headed.norm,
             norm_eps=spec.norm_eps,
-            **sizes,
-            **vectors,
         )
 
     def mixer_add(self, x: F32, h: F32, bound: _native.Mixer, step: _native.Step, states: F32) -> None:

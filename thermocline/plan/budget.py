@@ -30,6 +30,7 @@ from thermocline.plan.disk_split import (
 from thermocline.plan.memory import Needs as Needs
 from thermocline.plan.memory import context_for, contexts_for, fit, others_of
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
+from thermocline.plan.problem import reads_from_disk
 
 if TYPE_CHECKING:
     from thermocline.plan.planner import Plan
@@ -63,7 +64,7 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
             return Decision(in_ram(spec, sizes, needs, context, needs.kv_tokens or found))
         except OutOfBudget as e:
             refused = e
-            if needs.budget is None or not spec.sparse or spec.shared_dim:
+            if needs.budget is None or not reads_from_disk(spec):
                 raise
     assert needs.budget is not None, "without a limit everything fits"
     contents, kv_tokens = contents_of(pack, predictors, needs.sparsity), needs.kv_tokens or context
@@ -110,6 +111,7 @@ def in_ram(
         add("gate rows", int(x.gate_bytes(every)))
         add("up and down rows", int(x.bundle_bytes(every)))
     add("keys and values", others["keys and values"])
+    add("recurrent states", others.get("recurrent states", 0))
     add("head", sizes.head.bytes)
     predictor = CPU if needs.sparsity == "predict" else None
     widths = (spec.ffn(i).width for i in range(spec.n_layers))

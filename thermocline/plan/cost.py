@@ -195,6 +195,8 @@ def grid(neurons: int, clusters: int, experts: int = 1) -> I64:
     """Borders of clusters, 0 to `neurons`: at most `clusters`, all but the last of one multiple of 32 neurons
     of each expert.
     """
+    if not neurons:
+        return np.zeros(1, np.int64)
     least = 32 * experts
     size = -(-neurons // clusters // least) * least if neurons >= least * clusters else min(least, neurons)
     borders: I64 = np.minimum(np.arange(0, neurons + size, size), neurons)

@@ -26,7 +26,7 @@ from thermocline.plan.disk_split import (
 from thermocline.plan.further_gpus import with_further
 from thermocline.plan.placement import LayerPlacement
 from thermocline.plan.planner import BUCKETS, LayerPlan, Plan, Prediction, fits_in, hot_neurons
-from thermocline.plan.problem import Ask, Problem
+from thermocline.plan.problem import Ask, Problem, reads_from_disk
 from thermocline.plan.solver import Budget
 from thermocline.plan.subject import Subject
 
@@ -43,12 +43,13 @@ def plan(
     on GPUs beside the first.
     """
     p = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask, 1 + len(further))
-    if subject.spec.sparse and tiers.disk is not None and not p.vram and not fits_in(p, disk=False):
+    stored = reads_from_disk(subject.spec)
+    if stored and tiers.disk is not None and not p.vram and not fits_in(p, disk=False):
         if whole:
             raise OutOfBudget("a shorter context leaves more to the weights")
         return stored_plan(p, subject.contents)
     made = planner.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask, p.gpus)
-    divided = subject.spec.sparse and made.placement.from_disk and made.placement.devices
+    divided = stored and made.placement.from_disk and made.placement.devices
     if further:
         made = with_further(p, made, further)
     return with_gpu_and_disk(p, subject, made) if divided else made

@@ -23,7 +23,7 @@ from thermocline.plan.cost import Columns, LayerWork, Speeds, Work
 from thermocline.plan.hotness import Hotness
 from thermocline.plan.memory import GIB, gib_up, size_down, size_up
 from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement, gpu
-from thermocline.plan.problem import Ask, Problem, without_gpu_ops
+from thermocline.plan.problem import Ask, Problem, reads_from_disk, without_gpu_ops
 from thermocline.plan.solver import Budget, Choice, Group, fits, group, solve, totals
 
 CLUSTERS = 64  # of a layer's neurons: the steps in which they are placed
@@ -314,7 +314,7 @@ def hot_neurons(p: Problem, batch: int) -> Iterator[int]:
     """Yield, for each layer, how many neurons cost less to compute than to predict; 0: none is predicted."""
     work = p.work(batch=batch)
     for i, s in enumerate(p.sizes.layers):
-        if not (work.predicts and s.predictor.bytes and p.spec.sparse):
+        if not (work.predicts and s.predictor.bytes and s.neurons and p.spec.sparse):
             yield 0
             continue
         asking = s.predictor.read_bytes / s.neurons / s.gate.read_bytes
@@ -349,8 +349,9 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
     if p.tiers.gpu is not None and p.vram > 0 and not x.gpu:
         worth = "would not make a token faster" if p.room(disk=False).vram_bytes else "is too small"
         yield f"the GPU is not used: with {p.vram / GIB:.2f} GiB it {worth}"
-    if x.disk and not p.spec.sparse:
-        yield "predicted only: its neurons cannot be skipped, so this version leaves none on disk"
+    if x.disk and not reads_from_disk(p.spec):
+        why = "some layers have a state or no neurons" if p.spec.sparse else "its neurons cannot be skipped"
+        yield f"predicted only: {why}, so this version leaves none on disk"
     if p.tiers.disk is None:
         yield "without a disk, of which there are no figures: everything fits in memory"
     if p.sizes.weights_bytes <= p.tiers.cpu.cache_bytes:

@@ -12,6 +12,7 @@ import numpy as np
 
 from thermocline.engine.kv_cache import BLOCK, block_counts, layer_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
+from thermocline.engine.state_pool import reserved_bytes as state_bytes
 from thermocline.machine.tiers import Tiers
 from thermocline.model.modes import PLAIN, CacheTypes
 from thermocline.model.sizes import ModelSizes
@@ -64,15 +65,19 @@ class Problem:
 
     @property
     def scratch(self) -> int:
-        a = self.ask
-        max_batch = a.batch if a.max_batch is None else a.max_batch
-        threads = self.tiers.cpu.threads
-        return scratch_bytes(self.spec, context=a.context, max_batch=max_batch, threads=threads)
+        threads, context = self.tiers.cpu.threads, self.ask.context
+        return scratch_bytes(self.spec, context=context, max_batch=self._max_batch, threads=threads)
+
+    @property
+    def _max_batch(self) -> int:
+        return self.ask.batch if self.ask.max_batch is None else self.ask.max_batch
 
     def fixed_ram(self, *, disk: bool) -> dict[str, int]:
         """Return the parts that RAM holds in every placement."""
         twins = host_bytes(self.spec, self.limits, self.gpus) if self.vram else 0
         parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
+        states = state_bytes(self.spec, self._max_batch)
+        parts |= {"recurrent states": states} if states else {}
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
         return parts | ({"disk buffers": STAGING_BYTES} if disk else {})
 
@@ -83,8 +88,7 @@ class Problem:
     def limits(self) -> Limits:
         a = self.ask
         predicted = a.sparsity == "predict" and any(s.predictor.bytes for s in self.sizes.layers)
-        max_batch = a.batch if a.max_batch is None else a.max_batch
-        return device_limits(self.spec, a.context, max_batch, predicted=predicted)
+        return device_limits(self.spec, a.context, self._max_batch, predicted=predicted)
 
     @property
     def ram(self) -> int:
@@ -126,7 +130,8 @@ class Problem:
             for n, experts in {(x.neurons, self.spec.ffn(i).experts) for i, x in enumerate(self.sizes.layers)}
         }
         for i, sizes in enumerate(self.sizes.layers):
-            reads = self.reads(self.hotness.key(i), i, work) if self.spec.sparse else dense[sizes.neurons]
+            skips = self.spec.sparse and sizes.neurons > 0
+            reads = self.reads(self.hotness.key(i), i, work) if skips else dense[sizes.neurons]
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
             kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
@@ -136,6 +141,9 @@ class Problem:
 def without_gpu_ops(spec: ModelSpec) -> str | None:
     """Return what of a model no GPU computes yet; None: nothing."""
     for what, there in (
+        ("recurrent layers", spec.recurrent is not None),
+        ("layers that are one half alone", bool(spec.no_ffn)),
+        ("a gate of what attention gives", spec.attention_gate),
         ("heads of two sizes", spec.full_head_dim + spec.full_kv_heads > 0),
         ("a shared FFN beside its experts", spec.shared_dim > 0),
         ("layers without experts beside such with them", bool(spec.dense_layers)),
@@ -147,14 +155,16 @@ def without_gpu_ops(spec: ModelSpec) -> str | None:
         ("what tokens bring to layers", spec.per_layer_dim > 0),
         ("a router's own norm", spec.router_input != "ffn_norm"),
         ("a number for each expert", spec.router.expert_scale),
-        ("recurrent layers", spec.recurrent is not None),
-        ("layers that are one half alone", bool(spec.no_ffn)),
-        ("a gate of what attention gives", spec.attention_gate),
         ("norms of q and k over all heads, or behind rope", spec.qk_norm_whole or spec.qk_norm_last),
     ):
         if there:
             return what
     return None
+
+
+def reads_from_disk(spec: ModelSpec) -> bool:
+    """Return whether a model's neurons can be left on disk."""
+    return spec.sparse and not spec.shared_dim and spec.recurrent is None and not spec.no_ffn
 
 
 def divides(spec: ModelSpec) -> str:

@@ -17,7 +17,7 @@ from thermocline.errors import BadFile, OutOfBudget
 from thermocline.machine import hardware
 from thermocline.model import quant
 from thermocline.model.spec import RECURRENT, ModelSpec
-from thermocline.model.tensors import RowPart, TensorInfo, bundle_parts, mixer_matrices, mixer_vectors
+from thermocline.model.tensors import RowPart, TensorInfo, bundle_parts
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import (
     CPU,
@@ -143,7 +143,7 @@ def _faster_in_groups(made: PackInMemory) -> Iterator[str]:
     for i in range(s.n_layers):
         a, ffn = f"layers.{i}", ("gate", "up", "down")
         always += [f"{a}.{part}.weight" for part in ("qkv", "attn_out", *(() if s.sparse else ffn))]
-        always += [f"{a}.attn_gate.weight", *(f"{a}.{n}" for n in mixer_matrices(s, i))]
+        always += [f"{a}.attn_gate.weight", *(f"{a}.{n}" for n in s.mixer_matrices(i))]
         always += [f"{a}.{of}.{part}.weight" for of in ("shared", "per_layer") for part in ffn]
         shape = s.attention(i)
         if shape is not None and len(shape.projections) == 2 and shape.context % made.ops.native.group:
@@ -382,7 +382,7 @@ class PackInMemory:
 
     def mixer(self, i: int) -> Mixer | None:
         """Return what a recurrent layer has in place of attention."""
-        kind, a, of = self.spec.mixer(i), f"layers.{i}.mixer", mixer_vectors(self.spec, i)
+        kind, a, of = self.spec.mixer(i), f"layers.{i}.mixer", self.spec.mixer_vectors(i)
 
         def matrix(name: str) -> WeightMatrix:
             return self.matrix(f"{a}.{name}.weight")

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 TIERS = ("gpu", "ram", "disk")
 PARTS = (
-    "embedding", "attention", "keys and values", "predictors", "neurons", "gate rows", "up and down rows",
-    "head", "buffers", "disk buffers", "runtime",
+    "embedding", "attention", "keys and values", "recurrent states", "predictors", "neurons", "gate rows",
+    "up and down rows", "head", "buffers", "disk buffers", "runtime",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from thermocline.convert.random_weights.stored_rows import U8, Matrix, StoredRows, normal_values
 from thermocline.convert.synthetic_weights import BLOCK, F32, LOGIT_SD, WeightStatistics
+from thermocline.model.spec import ModelSpec
 
 _VECTOR_SD = 0.05  # standard deviation of norm weights around 1 and of biases around 0
 
@@ -32,6 +33,8 @@ class RandomWeights:
             return offsets[first:last]
         words = self._bits(name, 2, first, last).view("<u2")[:, 0]
         values = normal_values(words) * np.float32(_VECTOR_SD)
+        if (own := _of_a_mixer(name, values, self._stats.spec)) is not None:
+            return own
         if name.endswith((".scale", ".expert_scale")):
             values += 1
         elif name.endswith(".router.norm.weight"):  # its part of it is divided by this
@@ -66,6 +69,8 @@ class RandomWeights:
             shape = s.attention(_layer(name))
             assert shape is not None, "no attention in this layer"
             return shape.context
+        if ".mixer." in name:
+            return s.mixer_matrices(_layer(name))[name.split(".", 2)[2]][1]
         if name == "per_layer.embed.weight":
             return s.n_layers * s.per_layer_dim
         return self._width(name) if name.endswith(".down.weight") else s.dim
@@ -95,6 +100,8 @@ class RandomWeights:
                 return Matrix(_number(LOGIT_SD / math.sqrt(s.dim)), quiet)
             case "attn_out":
                 return Matrix(_number(stats.attn_out_sd), silent=stats.constant)
+            case "mixer.out":
+                return Matrix(_number(stats.mixer_out_sd(_layer(name))), silent=stats.constant)
             case "down":
                 sd = stats.down_sd(self._width(name), s.ffn(_layer(name)).experts)
                 return Matrix(_number(sd), quiet, mirrored=stats.mirrored)
@@ -119,6 +126,22 @@ class RandomWeights:
             return Matrix(sd, moods)
         _, constant = self._stats.normalised(layer)
         return Matrix(sd, (self._stats.offsets(layer, threshold) / np.float32(BLOCK * constant), *moods))
+
+
+def _of_a_mixer(name: str, values: F32, spec: ModelSpec) -> F32 | None:
+    """Return what a recurrent layer has in f32: states that fade over some ten tokens. None: not of one."""
+    scaled = values / np.float32(_VECTOR_SD)
+    match name.partition(".mixer.")[2]:
+        case "conv.weight":
+            return scaled / np.float32(math.sqrt(spec.recurrent.conv if spec.recurrent else 1))
+        case "decay":
+            rate: F32 = np.exp(np.float32(0.5) * scaled - np.float32(1.5))
+            return -rate
+        case "dt_bias":
+            return values - np.float32(1)
+        case "norm.weight" | "skip":
+            return values + np.float32(1)
+    return None
 
 
 def _layer(name: str) -> int:

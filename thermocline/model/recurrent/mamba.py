@@ -40,6 +40,7 @@ _NEMOTRON_DEFAULTS: Json = {
     "conv_kernel": 4,
     "layer_norm_epsilon": 1e-5,
     "intermediate_size": None,
+    "num_nextn_predict_layers": 0,
 }
 _NEMOTRON_ONLY: Json = {
     "use_bias": False,
@@ -55,7 +56,6 @@ _NEMOTRON_UNUSED = (
     *("chunk_size", "expand", "mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep"),
     *("residual_in_fp32", "rescale_prenorm_residual", "moe_shared_expert_overlap", "norm_eps"),
     *(
-        "num_nextn_predict_layers",
         "mtp_layers_block_type",
         "mtp_hybrid_override_pattern",
         "num_query_groups",
@@ -122,7 +122,10 @@ def nemotron_h(keys: ConfigKeys, stop: Any) -> Read:
     for i in range(spec.n_layers):
         if spec.mixer(i) == "mamba2":
             made.tensors.update(mamba2(spec, f"layers.{i}", f"backbone.layers.{i}.mixer"))
-    return spec, replace(made, skipped=(r"(backbone\.)?mtp\..*",))
+    more = keys.integer("num_nextn_predict_layers", 0, 16)
+    behind = "|".join(str(spec.n_layers + i) for i in range(more))  # in a GGUF
+    skipped = (r"(backbone\.)?mtp\..*", *((rf"model\.layers\.({behind})\..*",) if behind else ()))
+    return spec, replace(made, skipped=skipped)
 
 
 def _blocks(keys: ConfigKeys) -> str:

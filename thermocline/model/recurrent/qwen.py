@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,13 +37,12 @@ _MIXTURE = replace(
     shared=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"),
     shared_router="mlp.shared_expert_gate",
 )
-_NEXT = (r"(model\.)?mtp\..*",)  # a layer that guesses further tokens
 
 
 def qwen3_5(keys: ConfigKeys, stop: Any) -> Read:
     """Qwen3.5 and 3.6, dense."""
     spec = _spec(keys, stop, "qwen3.5")
-    return spec, _with_layers(tensors(spec, _NAMES), spec, _apart)
+    return spec, _with_layers(tensors(spec, _NAMES), spec, keys, _apart)
 
 
 def qwen3_5_moe(keys: ConfigKeys, stop: Any) -> Read:
@@ -52,7 +51,7 @@ def qwen3_5_moe(keys: ConfigKeys, stop: Any) -> Read:
     if keys.indices("mlp_only_layers"):
         raise keys.unsupported("mlp_only_layers", "is not supported")
     spec = _spec(keys, stop, "qwen3.5-moe", **_experts(keys))
-    made = _with_layers(tensors(spec, _MIXTURE), spec, _apart)
+    made = _with_layers(tensors(spec, _MIXTURE), spec, keys, _apart)
     stacks = _stacks(spec)
     own = {name: made.tensors[name] for name in stacks}
     return spec, replace(made, tensors=made.tensors | stacks, otherwise=own)
@@ -66,7 +65,7 @@ def qwen3_next(keys: ConfigKeys, stop: Any) -> Read:
         raise keys.unsupported("mlp_only_layers", "is not supported")
     keys.with_defaults({"intermediate_size": None}).raw("intermediate_size")  # of layers without experts
     spec = _spec(keys, stop, "qwen3-next", **_experts(keys))
-    return spec, _with_layers(tensors(spec, _MIXTURE), spec, _fused)
+    return spec, _with_layers(tensors(spec, _MIXTURE), spec, keys, _fused)
 
 
 def _experts(keys: ConfigKeys) -> Json:
@@ -84,7 +83,7 @@ def _experts(keys: ConfigKeys) -> Json:
 def _spec(keys: ConfigKeys, stop: Any, architecture: str, **more: Any) -> ModelSpec:
     keys.with_defaults(_DEFAULTS)
     keys.require({"attn_output_gate": True, "attention_bias": False})
-    for key in ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):
+    for key in ("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"):
         keys.with_defaults({key: None}).raw(key)
     _without_grids(keys)
     n, every = keys.size("num_hidden_layers", "n_layers"), keys.integer("full_attention_interval", 1, 1024)
@@ -112,8 +111,13 @@ def _without_grids(keys: ConfigKeys) -> None:
             keys.replace(key, kept)
 
 
-def _with_layers(made: TensorMap, spec: ModelSpec, deltanet: Any) -> TensorMap:
-    """Return the map with all layers' mixers, and with q and its gate, whose rows lie head by head."""
+def _with_layers(
+    made: TensorMap, spec: ModelSpec, keys: ConfigKeys, deltanet: Callable[[ModelSpec, str, str], Slices]
+) -> TensorMap:
+    """Return the map with all layers' mixers, and with q and its gate, whose rows lie head by head.
+
+    A layer that guesses further tokens is left out; some files count it as one behind the last.
+    """
     h, out = spec.head_dim, made.tensors
     rows = 2 * spec.n_heads * h
     for i in range(spec.n_layers):
@@ -127,7 +131,10 @@ def _with_layers(made: TensorMap, spec: ModelSpec, deltanet: Any) -> TensorMap:
         )
         out[f"{a}.qkv.weight"] = (q, *out[f"{a}.qkv.weight"][1:])
         out[f"{a}.attn_gate.weight"] = (gate,)
-    return replace(made, tensors=out, skipped=_NEXT)
+    more = keys.with_defaults({"mtp_num_hidden_layers": None}).integer_or_none("mtp_num_hidden_layers", 0, 16)
+    behind = "|".join(str(spec.n_layers + i) for i in range(more or 0))
+    skipped = (r"(model\.)?mtp\..*", *((rf"model\.layers\.({behind})\..*",) if behind else ()))
+    return replace(made, tensors=out, skipped=skipped)
 
 
 def _runs(first: int, length: int, step: int, end: int) -> tuple[range, ...]:
@@ -160,31 +167,33 @@ def _apart(spec: ModelSpec, m: str, b: str) -> Slices:
 
 
 def _fused(spec: ModelSpec, m: str, b: str) -> Slices:
-    """Return a DeltaNet's tensors where each group's q, k, v and z are one after the other; then b and a."""
+    return fused(spec, m, f"{b}.in_proj_qkvz.weight", f"{b}.in_proj_ba.weight") | _beside(spec, m, b)
+
+
+def fused(spec: ModelSpec, m: str, qkvz: str, ba: str) -> Slices:
+    """Return what a DeltaNet reads with, where each group's q, k, v and z are one after the other.
+
+    So are each group's b and a in another tensor.
+    """
     r, d = spec.recurrent, spec.dim
     assert r is not None
     each, values = r.heads // r.groups, r.inner // r.groups
-    group = 2 * r.state + 2 * values
-
-    def of_groups(*parts: tuple[int, int]) -> Iterator[range]:
-        for first, length in parts:
-            yield from _runs(first, length, group, group * r.groups)
+    group = 2 * (r.state + values)
+    rows = group * r.groups
 
     def taken(*parts: tuple[int, int]) -> tuple[SourceSlice, ...]:
-        rows = group * r.groups
-        return (SourceSlice(f"{b}.in_proj_qkvz.weight", (rows, d), tuple(of_groups(*parts))),)
+        pick = tuple(run for first, length in parts for run in _runs(first, length, group, rows))
+        return (SourceSlice(qkvz, (rows, d), pick),)
 
     def of_ba(first: int) -> tuple[SourceSlice, ...]:
         pick = _runs(first, each, 2 * each, 2 * r.heads)
-        return (SourceSlice(f"{b}.in_proj_ba.weight", (2 * r.heads, d), pick),)
+        return (SourceSlice(ba, (2 * r.heads, d), pick),)
 
-    q, k, v = (0, r.state), (r.state, r.state), (2 * r.state, values)
     return {
-        f"{m}.qkv.weight": taken(q, k, v),
+        f"{m}.qkv.weight": taken((0, r.state), (r.state, r.state), (2 * r.state, values)),
         f"{m}.z.weight": taken((2 * r.state + values, values)),
         f"{m}.beta.weight": of_ba(0),
         f"{m}.alpha.weight": of_ba(each),
-        **_beside(spec, m, b),
     }
 
 

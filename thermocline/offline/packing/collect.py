@@ -47,7 +47,10 @@ class InputCollector(CpuOps):
 
     def __init__(self, threads: int, spec: ModelSpec, window: int = 0) -> None:
         super().__init__(threads)
-        self._spec, self._window, self._bound = spec, window, [0, 0]
+        self._spec, self._window = spec, window
+        layers = range(spec.n_layers)  # each half is bound in their order
+        self._attending = iter([i for i in layers if spec.attention(i) is not None])
+        self._feeding = iter([i for i in layers if i not in spec.no_ffn])
         self.moments: Moments = {}
 
     def _add(self, name: str, x: F32, expert: int = 0, experts: int = 1) -> None:
@@ -58,12 +61,10 @@ class InputCollector(CpuOps):
         found[expert].add(x)
 
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> Any:
-        self._bound[0] += 1
-        return BoundHalf(self._bound[0] - 1, layer, heads)
+        return BoundHalf(next(self._attending), layer, heads)
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> Any:
-        self._bound[1] += 1
-        return BoundHalf(self._bound[1] - 1, layer, super().bind_ffn(spec, layer))
+        return BoundHalf(next(self._feeding), layer, super().bind_ffn(spec, layer))
 
     def attention_add(self, x: F32, h: F32, bound: Any, step: Any, kv: KVLayer) -> None:
         half: BoundHalf = bound
@@ -75,7 +76,10 @@ class InputCollector(CpuOps):
         rows = qkv[0] if len(qkv) == 1 else np.concatenate(qkv, axis=1)
         if layer.qkv.bias is not None:
             rows += layer.qkv.bias
-        a = self._normed(layer.attn_sub_norm, self.attention(half.native, rows, step, kv))
+        a = self.attention(half.native, rows, step, kv)
+        if layer.attn_gate is not None:
+            a /= 1 + np.exp(-self.matmul(layer.attn_gate, seen, None))
+        a = self._normed(layer.attn_sub_norm, a)
         self._add(f"{name}.attn_out", a)
         y = self.matmul(layer.attn_out.weight, a, layer.attn_out.bias)
         x += np.float32(self._spec.residual_scale) * self._normed(layer.attn_post_norm, y)
