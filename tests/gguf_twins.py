@@ -53,6 +53,20 @@ LAYER = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "mlp.gate.wg": "ffn_gate_inp",
+    "feed_forward.router": "ffn_gate_inp",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+    "feed_forward.shared_expert.gate_proj": "ffn_gate_shexp",
+    "feed_forward.shared_expert.up_proj": "ffn_up_shexp",
+    "feed_forward.shared_expert.down_proj": "ffn_down_shexp",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "self_attn.dense": "attn_output",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
     "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
     "mlp.shared_mlp.up_proj": "ffn_up_shexp",
     "mlp.shared_mlp.down_proj": "ffn_down_shexp",
@@ -73,6 +87,10 @@ WHOLE = {
     "lm_head": "output",
     "transformer.word_embeddings": "token_embd",
     "transformer.ln_f": "output_norm",
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "model.final_layernorm": "output_norm",
     "model.decoder.embed_tokens": "token_embd",
     "model.decoder.embed_positions": "position_embd",
     "model.decoder.final_layer_norm": "output_norm",
@@ -108,9 +126,9 @@ PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 
 def ungrouped(w: F32, heads: int, kv_heads: int) -> F32:
     """Falcon's rows: all of q, all of k, all of v, instead of by group."""
-    parts = w.reshape(kv_heads, heads // kv_heads + 2, -1, w.shape[1])
+    parts = w.reshape(kv_heads, heads // kv_heads + 2, -1, *w.shape[1:])
     split = (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])
-    return np.concatenate([p.reshape(-1, w.shape[1]) for p in split])
+    return np.concatenate([p.reshape(-1, *w.shape[1:]) for p in split])
 
 
 def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32]:
@@ -138,6 +156,11 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 continue
             if kind == "gemma4_text" and (part := GEMMA4.get(".".join(name.split(".")[3:]))):
                 out[f"blk.{name.split('.')[2]}.{part}"] = w
+            if kind == "llama4_text" and stem.endswith(".experts"):
+                rows, layer = w.swapaxes(1, 2), stem.split(".")[2]
+                halves = np.split(rows, 2, axis=1) if last.startswith("gate") else [rows]
+                for part, x in zip(("gate", "up") if len(halves) > 1 else ("down",), halves, strict=True):
+                    out[f"blk.{layer}.ffn_{part}_exps.weight"] = np.ascontiguousarray(x)
                 continue
             if kind == "gpt_oss" and stem.endswith(".experts"):
                 out |= gpt_oss_experts(stem.split(".")[2], last, w)
@@ -145,6 +168,11 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
             layer, part = stem.split(".h." if ".h." in stem else "layers.")[1].split(".", 1)
             if ".experts." in part:
                 experts_of(out, part, layer, w, apart)
+                continue
+            if "_layernorm.norms." in part:
+                each, number = f"blk.{layer}.attn_{part[10]}_norm.weight", int(part.split(".")[-1])
+                shape = (heads if part[10] == "q" else kv_heads(config), len(w))
+                out.setdefault(each, np.empty(shape, np.float32))[number] = w
                 continue
             if part.startswith("shared_mlp"):
                 halves = np.split(w, 2) if "input" in part else [w]
@@ -162,7 +190,7 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 short = "post_attention_norm"
             if kind.startswith("gemma") and part == "post_attention_layernorm":
                 short = "post_attention_norm"
-            if part == "self_attention.query_key_value":
+            if "query_key_value" in part:
                 w = ungrouped(w, heads, kv_heads(config))
             if short in ("attn_q", "attn_k") and kind in PAIRED:
                 w = paired(w, heads if short == "attn_q" else config["num_key_value_heads"])
@@ -290,7 +318,8 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
     if "rms_norm_eps" in config:
         w.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
-        w.add_layer_norm_eps(config.get("norm_eps") or config["layer_norm_epsilon"])
+        names = ("norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+        w.add_layer_norm_eps(next(config[n] for n in names if n in config))
     if "norm_eps" in config:  # Nemotron's, which the converter takes for both kinds
         w.add_layer_norm_rms_eps(config["norm_eps"])
     if w.arch == "nemotron":
@@ -322,7 +351,7 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
         (("moe_intermediate_size", "moe_ffn_hidden_size"), w.add_expert_feed_forward_length),
         (("n_shared_experts", "moe_num_shared_experts"), w.add_expert_shared_count),
         (("first_k_dense_replace", "moe_layer_start_index"), w.add_leading_dense_block_count),
-        (("moe_layer_interval",), w.add_interleave_moe_layer_step),
+        (("moe_layer_interval", "interleave_moe_layer_step"), w.add_interleave_moe_layer_step),
         (("routed_scaling_factor",), w.add_expert_weights_scale),
         (("n_group",), w.add_expert_group_count),
         (("topk_group",), w.add_expert_group_used_count),
@@ -345,7 +374,7 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
         w.add_expert_gating_func(kinds.SOFTMAX if softmax else kinds.SIGMOID)
     if any(config.get("sliding_window_layout", ())):
         w.add_sliding_window(config["sliding_window_size"])
-    if w.arch in ("minimax-m2", "hunyuan-moe", "gpt-oss"):
+    if w.arch in ("minimax-m2", "hunyuan-moe", "gpt-oss", "llama4"):
         w.add_expert_feed_forward_length(config["intermediate_size"])
     if w.arch == "hunyuan-moe":
         w.add_expert_shared_feed_forward_length(config["intermediate_size"])
@@ -354,7 +383,7 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
 
 def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
     """Windows, caps, scales and longrope's tensors."""
-    if w.arch in ("phi3", "gemma2", "gemma3", "llama", "gpt-oss") and config.get("sliding_window"):
+    if w.arch in ("phi3", "gemma2", "gemma3", "llama", "gpt-oss", "phimoe") and config.get("sliding_window"):
         w.add_sliding_window(config["sliding_window"])
     if w.arch == "gemma3":
         w.add_array("gemma3.attention.sliding_window_pattern", [t[0] == "s" for t in config["layer_types"]])
@@ -371,13 +400,21 @@ def add_family(w: Any, config: dict[str, Any], out: dict[str, F32]) -> None:
     if config["model_type"] == "olmo3":
         w.add_sliding_window(config["sliding_window"])
         w.add_sliding_window_pattern([t == "sliding_attention" for t in config["layer_types"]])
+    if w.arch in ("stablelm", "gptneox"):
+        w.add_parallel_residual(config["use_parallel_residual"])
+    if w.arch in ("command-r", "cohere2"):
+        w.add_logit_scale(config["logit_scale"])
+        w.add_string(f"{w.arch}.rope.scaling.type", "none")
+    if w.arch == "cohere2":
+        w.add_sliding_window(config["sliding_window"])
     if "shared_intermediate_size" in config:
         w.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
         scale = config["max_position_embeddings"] / rope["original_max_position_embeddings"]
         grown = 1 + np.log(scale) / np.log(rope["original_max_position_embeddings"])
-        w.add_rope_scaling_attn_factors(float(np.sqrt(grown)) if scale > 1 else 1.0)
+        factor = float(np.sqrt(grown)) if scale > 1 else 1.0
+        w.add_rope_scaling_attn_factors(rope.get("long_mscale", factor))
         out["rope_factors_long.weight"] = np.array(rope["long_factor"], np.float32)
         out["rope_factors_short.weight"] = np.array(rope["short_factor"], np.float32)
 
@@ -409,7 +446,7 @@ def write(
     w.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
     widths = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "moe_ffn_hidden_size")
     ffn = next(config[key] for key in widths if config.get(key))
-    w.add_feed_forward_length(ffn)
+    w.add_feed_forward_length(config.get("intermediate_size_mlp", ffn))
     w.add_head_count(heads)
     w.add_head_count_kv(kv_heads(config))
     w.add_file_type(0)
@@ -439,7 +476,7 @@ def write(
             out[f"blk.{i}.fc1.weight"] = rng.standard_normal((rank * (i + 1), dim), dtype=np.float32)
             out[f"blk.{i}.fc2.weight"] = rng.standard_normal((ffn, rank * (i + 1)), dtype=np.float32)
     for name, x in out.items():
-        kind = types(name) if types is not None and x.ndim == 2 else None
+        kind = types(name) if types is not None and x.ndim == 2 and "norm" not in name else None
         if kind is None:
             w.add_tensor(name, x.astype(np.float32))
         else:

@@ -142,6 +142,70 @@ You are helpful.<|im_end|>
     {{- '<|im_start|>assistant\\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}""",
+    "granite3": """{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}
+{%- set loop_messages = messages[1:] %}
+{%- else %}{%- set system_message = "Knowledge Cutoff Date: April 2024.\nToday's Date: " + strftime_now('%B %d, %Y') + "." %}
+{%- if tools and documents %}{%- set system_message = system_message + " You have tools and documents." %}
+{%- elif thinking %}{%- set system_message = system_message + " Think first." %}{%- endif %}
+{%- set loop_messages = messages %}{%- endif %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\n' }}
+{%- for message in loop_messages %}
+    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>\n' }}
+    {%- if loop.last and add_generation_prompt %}
+        {{- '<|start_of_role|>assistant' }}
+        {%- if controls %}{{- ' ' + controls | tojson() }}{%- endif %}
+        {{- '<|end_of_role|>' }}
+    {%- endif %}
+{%- endfor %}""",
+    "olmo2": "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
+    "{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}"
+    "{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}"
+    "{% if not loop.last %}{{ '<|assistant|>\n' + message['content'] + eos_token + '\n' }}"
+    "{% else %}{{ '<|assistant|>\n' + message['content'] + eos_token }}{% endif %}{% endif %}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
+    "smollm3": """{%- set reasoning_mode = "/no_think" if enable_thinking is defined and not enable_thinking else "/think" %}
+{{- "<|im_start|>system\n" }}
+{%- if messages[0].role == "system" %}{%- set system_message = messages[0].content %}
+  {%- if "/no_think" in system_message %}{%- set reasoning_mode = "/no_think" %}{%- endif %}
+  {%- set custom = system_message.replace("/no_think", "").replace("/think", "").rstrip() %}{%- endif %}
+{{- "## Metadata\n\nToday Date: " ~ strftime_now("%d %B %Y") ~ "\nReasoning Mode: " + reasoning_mode + "\n\n" }}
+{{- "## Custom Instructions\n\n" }}{{- custom + "\n\n" if custom else "You are a helpful assistant.\n\n" }}
+{{- "<|im_end|>\n" }}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else "" %}
+    {%- if message.role == "user" %}{{ "<|im_start|>" + message.role + "\n" + content + "<|im_end|>\n" }}
+    {%- elif message.role == "assistant" %}
+        {%- if reasoning_mode == "/think" %}{{ "<|im_start|>assistant\n" + content.lstrip("\n") + "<|im_end|>\n" }}
+        {%- else %}{{ "<|im_start|>assistant\n<think>\n\n</think>\n" + content.lstrip("\n") + "<|im_end|>\n" }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{%- endif %}""",
+    "command_r": "{{ bos_token }}"
+    + _SYSTEM_FIRST
+    + "{% if system != false %}{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + system + '<|END_OF_TURN_TOKEN|>' }}{% endif %}"
+    + _TURNS
+    + _ALTERNATE
+    + "{% set content = m['content'] %}{% if m['role'] == 'user' %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + content.strip() + '<|END_OF_TURN_TOKEN|>' }}"
+    "{% elif m['role'] == 'assistant' %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' + content.strip() + '<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}"
+    + _PROMPT
+    + "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}",
+    "llama4": """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- if messages[0]['content'] is string %}{%- set system_message = messages[0]['content'] | trim %}
+    {%- else %}{%- set system_message = messages[0]['content'][0]['text'] | trim %}{%- endif %}
+    {%- set messages = messages[1:] %}
+    {{- "<|header_start|>system<|header_end|>\n\n" + system_message + "<|eot|>" }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|header_start|>' + message['role'] + '<|header_end|>\n\n' }}
+    {%- if message['content'] is string %}{{- message['content'] }}
+    {%- else %}{%- for content in message['content'] %}
+        {%- if content['type'] == 'text' %}{{- content['text'] | trim }}{%- endif %}{%- endfor %}{%- endif %}
+    {{- "<|eot|>" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|header_start|>assistant<|header_end|>\n\n' }}{%- endif %}""",
     "macros": """{%- macro turn(role, text) -%}
 <|im_start|>{{ role }}{{ "\\n" }}{{ text }}<|im_end|>
 {% endmacro -%}

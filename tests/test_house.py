@@ -26,10 +26,13 @@ DECLARED = {
 FAMILIES = {"llama", "mistral", "bamboo", "opt", "minicpm", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4"}
 FAMILIES |= {"qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "granite-hybrid", "lfm2", "lfm2-moe"}
 FAMILIES |= {"phi3", "nemotron", "arcee", "bitnet", "falcon", "qwen3-moe"}  # that only the readers may act on
+FAMILIES |= {"granite", "olmo2", "olmo3", "smollm3", "starcoder2", "stablelm", "cohere", "cohere2", "gptneox"}
+FAMILIES |= {"phi2", "phimoe", "llama4"}
 READERS = {"model/families.py", "model/gguf_families.py", "convert/pretokenizers.py"}
-READERS |= {"model/mixtures/families.py", "model/mixtures/gguf.py"}
+READERS |= {"model/mixtures/families.py", "model/mixtures/gguf.py", "model/mixtures/llama4.py"}
 READERS |= {"model/gemma/families.py", "model/gemma/gguf.py"}
 READERS |= {f"model/recurrent/{name}.py" for name in ("qwen", "mamba", "lfm2")}
+READERS |= {f"model/dense/{name}.py" for name in ("families", "layer_norms", "gguf")}
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 

@@ -276,6 +276,7 @@ CONFIG_CLASSES = {
     "Gemma3": "Gemma3TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",
     "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+    "Llama4": "Llama4TextConfig",
 }
 
 
@@ -747,6 +748,48 @@ def granite_moe_shared(path: Path) -> Path:
     return _mixture("GraniteMoeShared", path, 60, logits_scaling=1.3, **scales, **more)
 
 
+def phimoe(path: Path) -> Path:
+    """Phi-3.5-MoE: SparseMixer, LayerNorms, biases, longrope with a scale of its own."""
+    rng = np.random.default_rng(4)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": CONTEXT}
+    rope |= {f"{kind}_factor": (1 + rng.random(8)).round(3).tolist() for kind in ("short", "long")}
+    rope |= {"short_mscale": 1.25, "long_mscale": 1.25}
+    more: Json = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": 48}
+    more |= {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.22, "sliding_window": 9}
+    return _mixture("Phimoe", path, 103, rope_parameters=rope, **more)
+
+
+def phimoe_plain(path: Path) -> Path:
+    """Without biases of attention and head, and its factors as published."""
+    more = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "intermediate_size": 48}
+    return _mixture("Phimoe", path, 85, **more)
+
+
+LLAMA4: Json = {
+    "num_local_experts": EXPERTS,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 80,
+    "head_dim": 24,
+}
+LLAMA4 |= {"num_experts_per_tok": 1, "attention_chunk_size": 9, "floor_scale": 4, "attn_scale": 0.5}
+
+
+def llama4(path: Path) -> Path:
+    """Scout: chunks with rope, all positions without it, norms behind rope, a router of inputs."""
+    rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 1.0, "original_max_position_embeddings": 32}
+    return _mixture(
+        "Llama4", path, 83, no_rope_layer_interval=2, rope_parameters=rope, num_hidden_layers=4, **LLAMA4
+    )
+
+
+def llama4_maverick(path: Path) -> Path:
+    """Maverick: experts in every second layer, no norms of q and k; two experts, and no tuning."""
+    more: Json = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False}
+    more |= {"num_experts_per_tok": 2, "attention_bias": True, "no_rope_layers": [0, 1, 1]}
+    return _mixture("Llama4", path, 84, **(LLAMA4 | more))
+
+
 # ---- dense families
 
 
@@ -951,6 +994,62 @@ def lfm2_moe(path: Path) -> Path:
     return _mixture("Lfm2Moe", path, 68, routed_scaling_factor=1.2, **CONV, **more)
 
 
+def starcoder2(path: Path) -> Path:
+    """Ungated, biases everywhere, a window."""
+    return _transformers("Starcoder2", path, 70, hidden_act="gelu_pytorch_tanh", sliding_window=9)
+
+
+def starcoder2_plain(path: Path) -> Path:
+    return _transformers("Starcoder2", path, 71, hidden_act="gelu_pytorch_tanh", use_bias=False)
+
+
+def stablelm(path: Path) -> Path:
+    """StableLM 2 1.6B: biases on q, k and v, half of each head turned."""
+    return _transformers("StableLm", path, 72, use_qkv_bias=True, partial_rotary_factor=0.5)
+
+
+def stablelm_12b(path: Path) -> Path:
+    """StableLM 2 12B: halves in parallel behind one norm, norms of every head's q and k."""
+    return _transformers("StableLm", path, 73, qk_layernorm=True, use_parallel_residual=True)
+
+
+def cohere(path: Path) -> Path:
+    """Command R: parallel halves, rope on neighbours, scaled logits."""
+    return _transformers("Cohere", path, 74, logit_scale=0.5, attention_bias=True, tie_word_embeddings=True)
+
+
+def cohere_plus(path: Path) -> Path:
+    """Command R+: norms of every head's q and k."""
+    return _transformers("Cohere", path, 75, logit_scale=0.25, use_qk_norm=True, tie_word_embeddings=True)
+
+
+def cohere2(path: Path) -> Path:
+    """Command R7B: rope where a window is, and neither elsewhere."""
+    more = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    return _transformers("Cohere2", path, 76, logit_scale=0.5, tie_word_embeddings=True, **more)
+
+
+def cohere2_pattern(path: Path) -> Path:
+    """Every fourth layer to all positions, as published."""
+    return _transformers("Cohere2", path, 77, sliding_window=9, num_hidden_layers=4, tie_word_embeddings=True)
+
+
+def gpt_neox(path: Path) -> Path:
+    """Pythia: parallel halves with a norm each, q, k and v by head, a quarter of each head turned."""
+    return _transformers("GPTNeoX", path, 78, hidden_act="gelu", rotary_pct=0.25, attention_bias=True)
+
+
+def gpt_neox_in_turn(path: Path) -> Path:
+    """Halves one after the other, another theta, no biases of attention."""
+    more = {"use_parallel_residual": False, "attention_bias": False, "rotary_emb_base": 500}
+    return _transformers("GPTNeoX", path, 79, hidden_act="gelu", rotary_pct=0.5, **more)
+
+
+def phi2(path: Path) -> Path:
+    """Parallel halves behind one norm, a bias of the head."""
+    return _transformers("Phi", path, 80, hidden_act="gelu_new", partial_rotary_factor=0.5)
+
+
 # What a user has to say of them: their configs leave open which ReLU it is.
 ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
@@ -1018,6 +1117,10 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         minimax_m2,
         hunyuan_moe,
         granite_moe_shared,
+        phimoe,
+        phimoe_plain,
+        llama4,
+        llama4_maverick,
         granite,
         granite_biased,
         smollm3,
@@ -1037,6 +1140,17 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         granite_hybrid_dense,
         lfm2,
         lfm2_moe,
+        starcoder2,
+        starcoder2_plain,
+        stablelm,
+        stablelm_12b,
+        cohere,
+        cohere_plus,
+        cohere2,
+        cohere2_pattern,
+        gpt_neox,
+        gpt_neox_in_turn,
+        phi2,
     )
 }
 

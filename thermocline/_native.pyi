@@ -181,8 +181,10 @@ class Stack:
 class Heads:
     """How the heads of a layer attend. `window` 0: to all positions; `softcap` 0: none. `sinks` [n].
 
-    `whole_norms`: the norms are of all heads as one. `norms_last`: they are behind rope. `shares`: keys and
-    values are what an earlier layer stored.
+    `whole_norms`: the norms are of all heads as one. `norms_last`: they are behind rope. `own_norms`: they
+    are LayerNorms, every head's with its own weights. `shares`: keys and values are what an earlier layer
+    stored. `chunked`: to those of the same `window` positions.
+    `temperature`: q is multiplied by 1 + temperature * log(1 + floor((position + 1) / temperature_span)).
     """
 
     def __new__(
@@ -201,6 +203,10 @@ class Heads:
         norms_last: bool = False,
         v_norm: F32 | None = None,
         shares: bool = False,
+        own_norms: bool = False,
+        chunked: bool = False,
+        temperature: float = 0.0,
+        temperature_span: float = 1.0,
     ) -> Heads: ...
 
 class Join:
@@ -366,6 +372,7 @@ class RouterRule:
         groups: int,
         groups_kept: int,
         group_rule: int,
+        scales_input: bool = False,
     ) -> RouterRule: ...
 
 class Mixture:

@@ -103,22 +103,26 @@ tc::Norm norm_of(const Norm* norm, size_t dim) {
 static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float scale, float softcap,
                         std::optional<F1> q_norm, std::optional<F1> k_norm, float eps,
                         std::optional<F1> sinks, bool whole_norms, bool norms_last, std::optional<F1> v_norm,
-                        bool shares) {
+                        bool shares, bool own_norms, bool chunked, float temperature,
+                        float temperature_span) {
     check(n > 0 && n_kv > 0 && n % n_kv == 0 && dim > 0, "heads do not divide");
     check(softcap >= 0, "negative soft cap");
     check(!whole_norms || (q_norm && (k_norm || shares) && !norms_last),
           "norms of all heads as one need both");
+    check(!own_norms || (q_norm && k_norm && !whole_norms && !norms_last), "every head's norm needs both");
     check(!shares || (!k_norm && !v_norm), "keys and values of another layer are not normed here");
-    const float* q = optional_vector(q_norm, whole_norms ? n * dim : dim, "q_norm has the wrong length");
+    const bool all = whole_norms || own_norms;
+    const float* q = optional_vector(q_norm, all ? n * dim : dim, "q_norm has the wrong length");
     window = std::min(window, size_t(INT32_MAX));  // positions go no further
     tc::Heads heads{
-        n,     n_kv,
-        dim,   window,
-        scale, softcap,
-        q,     optional_vector(k_norm, whole_norms ? n_kv * dim : dim, "k_norm has the wrong length"),
+        n,     n_kv,    dim, window,
+        scale, softcap, q,   optional_vector(k_norm, all ? n_kv * dim : dim, "k_norm has the wrong length"),
         eps};
     heads.sinks = optional_vector(sinks, n, "sinks have the wrong length");
-    heads.whole_norms = whole_norms, heads.norms_last = norms_last;
+    heads.whole_norms = whole_norms, heads.norms_last = norms_last, heads.own_norms = own_norms;
+    check(!chunked || window, "chunks need a window");
+    check(temperature >= 0 && temperature_span > 0, "a temperature out of range");
+    heads.chunked = chunked, heads.temperature = temperature, heads.temperature_span = temperature_span;
     heads.v_norm = optional_vector(v_norm, dim, "v_norm has the wrong length"), heads.shares = shares;
     return {heads, q_norm, k_norm, sinks, v_norm};
 }
@@ -221,14 +225,14 @@ static FFN make_ffn(const Norm* norm, const Linear& gate, const Matrix* up, cons
 }
 
 static tc::RouterRule make_rule(int score, int weights, float epsilon, bool epsilon_floor, float scale,
-                                size_t groups, size_t groups_kept, int group_rule) {
+                                size_t groups, size_t groups_kept, int group_rule, bool scales_input) {
     using Rule = tc::RouterRule;
     check(score >= 0 && score < Rule::N_SCORES && weights >= 0 && weights < Rule::N_WEIGHTS &&
               group_rule >= 0 && group_rule < Rule::N_GROUP_RULES,
           "unknown router rule");
     check(groups_kept >= 1 && groups_kept <= groups, "more groups kept than there are");
-    return {Rule::Score(score), Rule::Weights(weights),     epsilon, epsilon_floor, scale, groups,
-            groups_kept,        Rule::GroupRule(group_rule)};
+    return {Rule::Score(score), Rule::Weights(weights),      epsilon,     epsilon_floor, scale, groups,
+            groups_kept,        Rule::GroupRule(group_rule), scales_input};
 }
 
 static void check_rule(const tc::RouterRule& rule, size_t experts, size_t active) {
@@ -776,7 +780,8 @@ NB_MODULE(_native, m) {
         .def(nb::new_(&make_heads), "n"_a, "n_kv"_a, "dim"_a, "window"_a, "scale"_a, "softcap"_a,
              "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a,
              "sinks"_a.noconvert().none() = nb::none(), "whole_norms"_a = false, "norms_last"_a = false,
-             "v_norm"_a.noconvert().none() = nb::none(), "shares"_a = false);
+             "v_norm"_a.noconvert().none() = nb::none(), "shares"_a = false, "own_norms"_a = false,
+             "chunked"_a = false, "temperature"_a = 0.0f, "temperature_span"_a = 1.0f);
     nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a, "after"_a = 1.0f);
     nb::class_<PerLayer>(m, "PerLayer")
         .def(nb::new_(&make_per_layer), "gate"_a, "down"_a, "activation"_a, "join"_a, nb::keep_alive<0, 2>(),
@@ -800,7 +805,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("from_disk", [](const FFN& f) { return f.layer.disk != nullptr; });
     nb::class_<tc::RouterRule>(m, "RouterRule")
         .def(nb::new_(&make_rule), nb::kw_only(), "score"_a, "weights"_a, "epsilon"_a, "epsilon_floor"_a,
-             "scale"_a, "groups"_a, "groups_kept"_a, "group_rule"_a);
+             "scale"_a, "groups"_a, "groups_kept"_a, "group_rule"_a, "scales_input"_a = false);
     nb::class_<Mixture>(m, "Mixture")
         .def(nb::new_(&make_mixture), "norm"_a.none(), "router"_a, "experts"_a, "active"_a, "join"_a,
              nb::kw_only(), "rule"_a, "selection_bias"_a.noconvert().none() = nb::none(),

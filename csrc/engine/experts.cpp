@@ -204,6 +204,11 @@ size_t Context::Experts::activations(const Visit& v, size_t begin, size_t end, i
     size_t live = 0;
     for (size_t i = 0; i < v.n; i++) {
         float* x = gate + i * some;
+        if (a.mixture.rule.scales_input && &f != a.mixture.shared) {  // as if its input had been
+            const float w = shares[v.first + i];
+            for (size_t j = 0; j < some; j++) x[j] *= w;
+            for (size_t j = 0; up && j < some; j++) up[i * some + j] *= w;
+        }
         live += activate(k, f, x, up ? up + i * some : nullptr, some);
         if (a.record && &f != a.mixture.shared)
             std::copy_n(
@@ -226,7 +231,8 @@ void Context::Experts::answers(size_t begin, size_t end, int thread) const {
                  {ctx.hidden_input_.data() + v.hidden, v.hidden_bytes, v.n, v.lanes}, f.down_bias, false, y,
                  some, panel(thread));
         for (size_t j = 0; j < v.n; j++) {
-            const float w = shares[v.first + j];
+            const bool scaled = a.mixture.rule.scales_input && &f != a.mixture.shared;
+            const float w = scaled ? 1 : shares[v.first + j];
             float *to = sum + tokens[v.first + j] * a.dim + begin, *from = y + j * some;
             for (size_t c = 0; c < some; c++) to[c] += w * from[c];
         }

@@ -1,5 +1,6 @@
 #include "model_ops.h"
 
+#include <math.h>
 #include <string.h>
 
 #include <algorithm>
@@ -161,8 +162,7 @@ std::vector<Context::Queries> Context::queries(const AttentionArgs& a) const {
     const size_t most = std::max<size_t>(1, kQueryRows / (a.heads.n / a.heads.n_kv));
     std::vector<Queries> all;
     for (size_t t = 0; t < a.step.tokens; t++) {
-        const size_t end = size_t(a.step.positions[t]) + 1,
-                     begin = a.heads.window && end > a.heads.window ? end - a.heads.window : 0;
+        const size_t end = size_t(a.step.positions[t]) + 1, begin = a.heads.first(end);
         if (all.empty() || all.back().tokens == most || a.step.sequence[t] != a.step.sequence[t - 1])
             all.push_back({t, 0, begin, end});
         Queries& q = all.back();
@@ -200,9 +200,7 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size
                 const size_t t = q.first + (r0 + r) / group;
                 query[r] = a.qkv + t * width + (head * group + (r0 + r) % group) * hd;
                 last[r] = a.step.positions[t] + 1;
-                first[r] = a.heads.window && last[r] > int32_t(a.heads.window)
-                               ? last[r] - int32_t(a.heads.window)
-                               : 0;
+                first[r] = int32_t(a.heads.first(size_t(last[r])));
             }
             k.attend(span, query, first, last, n, scores, partial);
             for (size_t r = 0; r < n; r++) k.merge(into + (r0 + r) * (hd + 2), partial + r * (hd + 2), hd);
@@ -223,9 +221,14 @@ void Context::store(const AttentionArgs& a, size_t t, float* scratch) {
     for (size_t h = 0; h < heads.n + own_kv; h++) {
         float* x = q + h * hd;
         const float* weight = heads.whole_norms ? nullptr : h < heads.n ? heads.q_norm : heads.k_norm;
-        if (weight && !heads.norms_last) k.norm(x, weight, nullptr, heads.norm_eps, false, hd, x);
+        if (heads.own_norms) weight += (h < heads.n ? h : h - heads.n) * hd;
+        if (weight && !heads.norms_last) k.norm(x, weight, nullptr, heads.norm_eps, heads.own_norms, hd, x);
         if (rotary) k.rope(x, a.step.cos + t * (rotary / 2), a.step.sin + t * (rotary / 2), rotary);
         if (weight && heads.norms_last) k.norm(x, weight, nullptr, heads.norm_eps, false, hd, x);
+        if (heads.temperature != 0 && h < heads.n) {
+            const float by = 1 + heads.temperature * log1pf(floorf(float(p + 1) / heads.temperature_span));
+            for (size_t i = 0; i < hd; i++) x[i] *= by;
+        }
         if (a.k.rotated()) k.rotate(x, hd, scratch);
         if (a.k.rotated() && h < heads.n) k.code_query(x, hd);
     }

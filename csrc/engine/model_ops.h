@@ -69,6 +69,15 @@ struct Heads {
     const float* v_norm = nullptr;  // [dim], of each head's values; or null
     bool shares = false;            // it has queries alone: keys and values are what an earlier layer stored
     size_t width() const { return (n + (shares ? 0 : 2 * n_kv)) * dim; }  // of a token's q, k and v
+    bool chunked = false;  // attend to the positions of the same `window` ones, counted from the first
+    // q is multiplied by 1 + temperature * log(1 + floor((position + 1) / temperature_span)).
+    float temperature = 0, temperature_span = 1;
+    // Returns the first position that a token with `end` - 1 before it attends to.
+    size_t first(size_t end) const {
+        if (!window) return 0;
+        return chunked ? (end - 1) / window * window : end > window ? end - window : 0;
+    }
+    bool own_norms = false;  // LayerNorms, every head's with its own weights: [n * dim], [n_kv * dim]
 };
 // The tokens of a call: the same for every layer.
 struct Step {

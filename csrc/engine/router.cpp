@@ -77,6 +77,21 @@ static void weigh(const RouterRule& rule, const float* logits, const float* scor
     }
 }
 
+// SparseMixer's answer (arXiv 2409.12136). chosen: the best first.
+static void mix(const RouterRule& rule, const float* logits, size_t experts, const int32_t* chosen,
+                size_t active, float* weights) {
+    for (size_t i = 0; i < active; i++) {
+        const float top = logits[chosen[i]];
+        float sum = 0;
+        for (size_t e = 0; e < experts; e++) {
+            const bool taken = std::find(chosen, chosen + i, int32_t(e)) != chosen + i;
+            const float apart = (top - logits[e]) / std::max(fabsf(logits[e]), top);
+            if (!taken && !(apart > 2 * rule.epsilon)) sum += expf(logits[e] - top);
+        }
+        weights[chosen[i]] = rule.scale / sum;
+    }
+}
+
 void route(const RouterRule& rule, const float* logits, const float* selection_bias, size_t experts,
            size_t active, float* weights) {
     float scores[kMostExperts], wanted[kMostExperts];
@@ -84,12 +99,16 @@ void route(const RouterRule& rule, const float* logits, const float* selection_b
     // Where nothing is added to scores, they follow the logits, which are exact.
     const bool by_score = selection_bias || rule.groups > 1;
     if (by_score || rule.weights != RouterRule::CHOSEN) score_experts(rule.score, logits, experts, scores);
-    std::copy_n(by_score ? scores : logits, experts, wanted);
-    for (size_t e = 0; selection_bias && e < experts; e++) wanted[e] += selection_bias[e];
+    for (size_t e = 0; by_score && e < experts; e++)
+        wanted[e] = scores[e] + (selection_bias ? selection_bias[e] : 0);
     if (rule.groups > 1) keep_best_groups(rule, experts, wanted);
-    find_best(wanted, experts, active, chosen);
-    std::sort(chosen, chosen + active);
+    find_best(by_score ? wanted : logits, experts, active, chosen);
     std::fill_n(weights, experts, 0.0f);
+    if (rule.weights == RouterRule::MIXED) {
+        mix(rule, logits, experts, chosen, active, weights);
+        return;
+    }
+    std::sort(chosen, chosen + active);
     weigh(rule, logits, scores, chosen, active, weights);
 }
 

@@ -9,8 +9,9 @@ constexpr size_t kMostExperts = 1024;  // of a mixture: a token's scores are on 
 
 struct RouterRule {
     enum Score : int32_t { SOFTMAX = 0, SIGMOID = 1, LOGITS = 2, N_SCORES = 3 };
-    // Softmax of the chosen experts' logits; their scores; their scores by the sum of them.
-    enum Weights : int32_t { CHOSEN = 0, SCORE = 1, NORMALISED = 2, N_WEIGHTS = 3 };
+    // Softmax of the chosen experts' logits; their scores; their scores by the sum of them; MIXED: of each in
+    // turn, its share of the softmax of those not chosen before it that are nearly as good: within 2 epsilon.
+    enum Weights : int32_t { CHOSEN = 0, SCORE = 1, NORMALISED = 2, MIXED = 3, N_WEIGHTS = 4 };
     enum GroupRule : int32_t { MAX = 0, SUM2 = 1, N_GROUP_RULES = 2 };  // SUM2: the sum of its two best
     Score score = SOFTMAX;
     Weights weights = CHOSEN;
@@ -19,6 +20,7 @@ struct RouterRule {
     float scale = 1;                     // of the weights
     size_t groups = 1, groups_kept = 1;  // of consecutive experts; those chosen from
     GroupRule group_rule = MAX;
+    bool scales_input = false;  // weights multiply an expert's input in place of its answer
 };
 
 // weights [experts]: how much of each a token gets, 0 for all but the `active` best. Of equal ones the lower

@@ -54,6 +54,7 @@ LLAMA3 = RopeScaling(4.0, 1.0, 4.0, 16)
 WINDOW = replace(SPEC, sliding_window=9)
 KINDS = replace(WINDOW, window_layers=(1,))
 NORMED = replace(SPEC, qk_norm=True)
+TUNED = replace(SPEC, rope_layers=(1,), attention_tuning=0.3, attention_tuning_span=3)
 CLAMPED = replace(SPEC, activation="swiglu_oai", swiglu_limit=0.5, swiglu_alpha=1.702)
 # field -> (a spec, what the field may be instead)
 FLIPS: dict[str, tuple[ModelSpec, Any]] = {
@@ -81,6 +82,11 @@ FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "qk_norm": (SPEC, True),
     "qk_norm_whole": (NORMED, True),
     "qk_norm_last": (NORMED, True),
+    "qk_norm_each": (NORMED, True),
+    "qk_norm_turned": (replace(NORMED, rope_layers=(1,)), True),
+    "window_chunked": (WINDOW, True),
+    "attention_tuning": (TUNED, 0.9),
+    "attention_tuning_span": (TUNED, 7),
     "sub_norms": (SPEC, True),
     "rotary_dim": (SPEC, 8),
     "v_norm": (SPEC, True),
@@ -186,9 +192,11 @@ def random_weights(spec: ModelSpec) -> Weights:
                     bundles=s.sparse,
                 ),
             ),
-            q_norm=norm(a + "qn", s.qk_norm_size(s.n_heads, shape.head_dim)).weight if s.qk_norm else None,
+            q_norm=norm(a + "qn", s.qk_norm_size(s.n_heads, shape.head_dim)).weight
+            if s.qk_norms(i)
+            else None,
             k_norm=norm(a + "kn", s.qk_norm_size(s.n_kv_heads, shape.head_dim)).weight
-            if s.qk_norm and stores
+            if s.qk_norms(i) and stores
             else None,
             attn_sub_norm=norm(a + "as", q) if s.sub_norms else None,
             ffn_sub_norm=norm(a + "fs", f) if s.sub_norms else None,

@@ -64,12 +64,20 @@ CASES: dict[str, tuple[str, bool]] = {
     "minimax_m2": ("minimax-m2", False),
     "hunyuan_moe": ("hunyuan-moe", False),
     "granite_moe_shared": ("granitemoe", False),
+    **dict.fromkeys(("phimoe", "phimoe_plain"), ("phimoe", False)),
+    "llama4": ("llama4", False),
     **dict.fromkeys(("granite", "granite_biased"), ("granite", False)),
     "olmo2": ("olmo2", False),
     "olmo3": ("olmo2", False),
     "smollm3_interval": ("smollm3", False),
     **dict.fromkeys(("gemma4", "gemma4_moe", "gemma4_small"), ("gemma4", False)),
     **dict.fromkeys(("smallthinker", "smallthinker_softmax"), ("smallthinker", False)),
+    **dict.fromkeys(("starcoder2", "starcoder2_plain"), ("starcoder2", False)),
+    **dict.fromkeys(("stablelm", "stablelm_12b"), ("stablelm", False)),
+    **dict.fromkeys(("cohere", "cohere_plus"), ("command-r", False)),
+    "cohere2_pattern": ("cohere2", False),
+    **dict.fromkeys(("gpt_neox", "gpt_neox_in_turn"), ("gptneox", False)),
+    "phi2": ("phi2", False),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -81,7 +89,16 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "minicpm": {"hidden_act": "silu"},
     "gpt_oss": {"swiglu_limit": 7.0},
     "dots1": {"sliding_window": None, "layer_types": None},
+    **{key: {"sliding_window": None} for key in ("starcoder2", "starcoder2_plain")},
     "ernie4_5_moe": {"moe_norm_min": 1e-12},
+    **{key: {"router_jitter_noise": 0.01} for key in ("phimoe", "phimoe_plain")},
+    "llama4": {
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+        "no_rope_layers": [1, 1, 1, 0],
+        "layer_types": [*["chunked_attention"] * 3, "full_attention"],
+    },
 }
 
 

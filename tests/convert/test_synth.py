@@ -159,6 +159,8 @@ def test_shapes_have_their_models_sizes() -> None:
         "granite-3.3-8b": 8.17,
         "smollm3-3b": 3.08,
         "olmo-2-7b": 7.30,
+        "phi-3.5-moe": 41.87,
+        "llama-4-scout": 107.77,
     }
     billions |= {"mistral-7b": 7.24, "bamboo-7b": 7.24, "opt-6.7b": 6.66, "opt-13b": 12.85, "opt-30b": 29.97}
     for name, expected in billions.items():

@@ -82,6 +82,29 @@ KEYS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "minimax_m2": {"rotary_dim": 24, "scoring_func": "softmax", "use_qk_norm": False, "head_dim": 16},
+    "granite_moe_shared": {"shared_intermediate_size": 0},
+    "phimoe": {
+        "router_jitter_noise": 0.01,
+        "num_experts_per_tok": 3,
+        "attention_bias": False,
+        "lm_head_bias": False,
+        "sliding_window": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rms_norm_eps": 0.5,
+    },
+    "llama4": {
+        "attention_chunk_size": 5,
+        "attn_temperature_tuning": False,
+        "attn_scale": 2.0,
+        "floor_scale": 2,
+        "use_qk_norm": False,
+        "no_rope_layers": [1, 1, 0, 0],
+        "moe_layers": [0, 1, 2],
+        "interleave_moe_layer_step": 0,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention"] * 4,
+        "attention_bias": True,
+    },
     "hunyuan_moe": {
         "moe_topk": [3, 3, 2],
         "num_shared_expert": [2, 2, 2],
@@ -137,6 +160,41 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "epsilon": {"epsilon": 0.5},
     "no bias for the choice": {"selection_bias": False},
 }
+
+
+def test_a_routers_weights_may_multiply_inputs_instead(tmp_path: Path) -> None:
+    """Natively as in the reference, whatever a token's company."""
+    model = loaded(kept_twins.write("llama4", tmp_path / "llama4"))
+    spec = replace(model.spec, router=replace(model.spec.router, scales_input=False))
+    ids, y = kept_twins.ids(), model.logits(kept_twins.ids(), 40)
+    assert nmse(replace(model, spec=spec).logits(ids, 40), y) > 1e-4
+
+
+def test_a_wrappers_text_part_is_read_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Llama 4 as published: its text model inside another, beside one for images."""
+    plain = loaded(kept_twins.write("llama4", tmp_path / "llama4"))
+    path = kept_twins.write("llama4", tmp_path / "wrapped")
+    twins._edit_config(path, lambda c: wrap(c))
+    held = load_file(path / "model.safetensors")
+    inside = {f"language_model.{name}": x for name, x in held.items()}
+    inside |= {"vision_model.patch_embedding.linear.weight": np.zeros((4, 4), np.float32)}
+    inside |= {"multi_modal_projector.linear_1.weight": np.zeros((4, 4), np.float32)}
+    save_file(inside, path / "model.safetensors", {"format": "pt"})
+    with caplog.at_level(logging.INFO):
+        made = loaded(path)
+    assert "its text part is read; 2 tensors of its other parts are left out" in caplog.text
+    assert made.spec == plain.spec
+    ids = kept_twins.ids()[:12]
+    assert np.array_equal(made.logits(ids, 12), plain.logits(ids, 12))
+
+
+def wrap(config: dict[str, Any]) -> None:
+    text = {key: config.pop(key) for key in list(config)}
+    text.pop("architectures")
+    config |= {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
+    config |= {"text_config": text, "vision_config": {"hidden_size": 4}, "image_token_index": 7}
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,8 @@ DENSE = {
     "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3",
     "phi3": "phi3", "falcon_40b": "falcon", "minicpm": "minicpm", "qwen3_moe": "qwen3moe",
     "gemma4": "gemma4", "gemma4_moe": "gemma4", "gemma4_small": "gemma4",
+    "granite_moe_shared": "granitemoe", "olmo3": "olmo2", "stablelm_12b": "stablelm",
+    "cohere_plus": "command-r", "gpt_neox": "gptneox", "phi2": "phi2", "llama4": "llama4",
 }  # fmt: skip
 
 

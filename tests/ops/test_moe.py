@@ -231,7 +231,7 @@ RULES = [
         ROUTER_SCORES, ROUTER_WEIGHTS, ((0.0, False), (0.25, False), (0.9, True)), (1.0, 2.5),
         ((1, 1, "max"), (4, 2, "max"), (4, 2, "sum2"), (2, 1, "sum2")),
     )
-    if not epsilon or weights == "normalised"
+    if not epsilon or weights == "normalised" or (weights == "mixed" and not floor)
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ GEMMA4 = ["gemma4_moe", "gemma4_small"]  # the second has no experts, but as muc
 PROMPTS = ["It was the best of times", "A thin layer of water where warm meets cold", "x"]
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "ernie4_5_moe", "olmoe", *GEMMA4])
+@pytest.fixture(scope="module", params=["glm4_moe", "ernie4_5_moe", "olmoe", "phimoe", "llama4", *GEMMA4])
 def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A twin with a token for each byte."""
     path, kept = tmp_path_factory.mktemp("mixture") / "hf", kept_twins.RECORDED[request.param]
@@ -72,7 +72,7 @@ def test_commands_describe_and_run_it(hf: Path, thermocline: Callable[..., Any],
     assert thermocline("pack", hf, "-o", pack, "--format", "q8_0").code == 0
     assert thermocline("verify", pack).code == 0
     told = json.loads(thermocline("inspect", pack, "--json").out)
-    assert told["spec"]["router"]["score"] in ("softmax", "sigmoid")
+    assert told["spec"]["router"]["score"] in ("softmax", "sigmoid", "logits")
     assert ("shared" in told["parts"]) == (told["spec"]["shared_dim"] > 0)
     ran = thermocline("run", "-m", pack, "-n", "4", "-c", "64", PROMPTS[0])
     assert ran.code == 0, ran.err

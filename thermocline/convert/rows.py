@@ -15,7 +15,7 @@ from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import quoted
 from thermocline.files.safetensors import as_f32
 from thermocline.model.spec import ModelSpec
-from thermocline.model.tensor_map import HEAD, SourceSlice, TensorMap
+from thermocline.model.tensor_map import SourceSlice, TensorMap
 
 F32 = NDArray[np.float32]
 log = logging.getLogger(__name__)
@@ -66,10 +66,10 @@ def with_own_head(
     transformers and llama.cpp's converter do the same. A head that repeats the embeddings is left out.
     """
     (piece,) = tensor_map.tensors["embed.weight"]
-    embed, head = _found(str(piece.tensor), tensors), _found(HEAD, tensors)
+    embed, head = _found(str(piece.tensor), tensors), _found(tensor_map.head, tensors)
     if not spec.tied_head or head is None or embed is None or _equal(embed, head, tensors, where):
         return spec, tensor_map
-    own = {"head.weight": (replace(piece, tensor=HEAD),)}
+    own = {"head.weight": (replace(piece, tensor=tensor_map.head),)}
     return replace(spec, tied_head=False), replace(tensor_map, tensors=tensor_map.tensors | own)
 
 

@@ -59,7 +59,10 @@ def route(logits: F32, active: int, router: Router = PLAIN_ROUTER, selection_bia
         wanted = row if selection_bias is None and router.groups == 1 else scores
         wanted = wanted if selection_bias is None else wanted + selection_bias
         chosen = _best(_in_best_groups(wanted, router), active)
-        weights[chosen] = _weights(row[chosen], scores[chosen], router)
+        if router.weights == "mixed":
+            weights[chosen] = _mixed(row, chosen, router)
+        else:
+            weights[chosen] = _weights(row[chosen], scores[chosen], router)
     return out
 
 
@@ -87,6 +90,18 @@ def _in_best_groups(wanted: F32, router: Router) -> F32:
     left: F32 = np.full_like(groups, -np.inf)
     left[kept] = groups[kept]
     return left.ravel()
+
+
+def _mixed(row: F32, chosen: I64, router: Router) -> list[np.float32]:
+    """Return SparseMixer's weights of the chosen experts, the best first."""
+    found: list[np.float32] = []
+    for i, e in enumerate(chosen):
+        with np.errstate(all="ignore"):
+            apart = (row[e] - row) / np.maximum(np.abs(row), row[e])
+        near = ~(apart > np.float32(2 * router.epsilon))
+        near[chosen[:i]] = False
+        found.append(np.float32(router.scale) / np.exp(row[near] - row[e]).sum(dtype=np.float32))
+    return found
 
 
 def _weights(logits: F32, scores: F32, router: Router) -> F32:

@@ -19,14 +19,15 @@ from typing import Any
 from thermocline.errors import BadFile, Unsupported, UsageError
 from thermocline.files.bounded import Json, parse_json, quoted, read_small
 from thermocline.model.dense import families as dense
+from thermocline.model.dense import layer_norms
 from thermocline.model.gemma import families as gemma
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec, windows
 from thermocline.model.mixtures import families as mixtures
-from thermocline.model.mixtures import gpt_oss
+from thermocline.model.mixtures import gpt_oss, llama4
 from thermocline.model.recurrent import lfm2, mamba, qwen
 from thermocline.model.relu import smallthinker
 from thermocline.model.spec import ModelSpec, check_spec
-from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, tensors
+from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, grouped_rows, tensors
 
 MAX_CONFIG_BYTES = 512 << 10  # parsing takes at most 33 times the size: less than 4 x metadata + 16 MiB
 Read = tuple[ModelSpec, TensorMap]
@@ -403,7 +404,7 @@ def _falcon(keys: ConfigKeys, stop: Any) -> Read:
     first, second = ("ln_attn", "ln_mlp") if norms == 2 else ("input_layernorm",) * 2
     names = replace(_FALCON, attn_norm=first, ffn_norm=second if parallel else "post_attention_layernorm")
     biases = ("norm", "qkv", "attn_out", "ffn") if keys.flag("bias") else ("norm",)
-    return spec, tensors(spec, names, biases, _grouped_rows(spec))
+    return spec, tensors(spec, names, biases, grouped_rows(spec))
 
 
 _FALCON_DEFAULTS: Json = {
@@ -430,17 +431,6 @@ _FALCON = Names(
     up="mlp.dense_h_to_4h",
     down="mlp.dense_4h_to_h",
 )
-
-
-def _grouped_rows(s: ModelSpec) -> tuple[range, ...]:
-    """Return the source's row ranges in our order: all q, all k, all v.
-
-    The source groups rows by k and v head: the head's q rows, its k, its v.
-    """
-    per, group = s.n_heads // s.n_kv_heads, (s.n_heads // s.n_kv_heads + 2) * s.head_dim
-    q, kv = (0, per * s.head_dim), s.head_dim
-    parts = (q, (q[1], q[1] + kv), (q[1] + kv, q[1] + 2 * kv))
-    return tuple(range(g * group + a, g * group + b) for a, b in parts for g in range(s.n_kv_heads))
 
 
 _OPT_FIRST_POSITION = 2  # the position table starts with two rows that no token uses
@@ -541,6 +531,9 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeForCausalLM": Family("granitemoe", mixtures.granite_moe),
     "GraniteMoeSharedForCausalLM": Family("granitemoeshared", mixtures.granite_moe_shared),
     "MiniMaxM2ForCausalLM": Family("minimax_m2", mixtures.minimax_m2),
+    "PhimoeForCausalLM": Family("phimoe", mixtures.phimoe),
+    "Llama4ForCausalLM": Family("llama4_text", llama4.llama4),
+    "Llama4ForConditionalGeneration": Family("llama4", llama4.llama4, text_type="llama4_text"),
     "HunYuanMoEV1ForCausalLM": Family("hunyuan_v1_moe", mixtures.hunyuan_moe),
     "SmallThinkerForCausalLM": Family("smallthinker", smallthinker.smallthinker, reglu=True),
     "Qwen3NextForCausalLM": Family("qwen3_next", qwen.qwen3_next),
@@ -570,6 +563,12 @@ FAMILIES: dict[str, Family] = {
     "FalconForCausalLM": Family("falcon", _falcon),
     "GraniteForCausalLM": Family("granite", dense.granite),
     "SmolLM3ForCausalLM": Family("smollm3", dense.smollm3),
+    "Starcoder2ForCausalLM": Family("starcoder2", layer_norms.starcoder2),
+    "StableLmForCausalLM": Family("stablelm", layer_norms.stablelm),
+    "CohereForCausalLM": Family("cohere", layer_norms.cohere),
+    "Cohere2ForCausalLM": Family("cohere2", layer_norms.cohere2),
+    "GPTNeoXForCausalLM": Family("gpt_neox", layer_norms.gpt_neox),
+    "PhiForCausalLM": Family("phi", layer_norms.phi),
     "Olmo2ForCausalLM": Family("olmo2", dense.olmo2),
     "Olmo3ForCausalLM": Family("olmo3", dense.olmo3),
 }

@@ -30,7 +30,7 @@ from thermocline.model.gguf_metadata import (
     window,
 )
 from thermocline.model.mixtures import gguf as mixtures
-from thermocline.model.mixtures import gpt_oss
+from thermocline.model.mixtures import gpt_oss, llama4
 from thermocline.model.mixtures.gguf import experts
 from thermocline.model.recurrent import gguf as recurrent
 from thermocline.model.relu import smallthinker
@@ -150,6 +150,7 @@ _LLAMA_NAMES = {
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
 _EXPERT = re.compile(r"(?:block_sparse_moe|mlp|feed_forward|mixer)\.experts\.(\d+)\.(\w+)")
+_HEAD_NORM = re.compile(r"self_attn\.([qk])_layernorm\.norms\.(\d+)")
 _EXPERT_NAMES = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
 _EXPERT_NAMES |= {"gate_proj": "ffn_gate", "down_proj": "ffn_down", "up_proj": "ffn_up"}
 _EXPERT_NAMES |= {"gate": "ffn_gate", "down": "ffn_down", "up": "ffn_up"}
@@ -299,6 +300,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "smallthinker": Architecture(smallthinker.gguf_config, _LLAMA_NAMES | smallthinker.NAMES),
     "minimax-m2": Architecture(mixtures.minimax_m2, _LLAMA_NAMES | _QK_NORMS),
+    "phimoe": Architecture(mixtures.phimoe, _LLAMA_NAMES),
+    "llama4": Architecture(
+        llama4.gguf_config, _LLAMA_NAMES | llama4.NAMES, ("attn_q", "attn_k"), moved=llama4.in_gguf
+    ),
     "hunyuan-moe": Architecture(mixtures.hunyuan_moe, _MIXTURE_NAMES | _HUNYUAN_NAMES),
     "qwen3next": Architecture(
         recurrent.qwen3_next, _MIXTURE_NAMES | _QK_NORMS | recurrent.QWEN, located=recurrent.deltanets
@@ -340,6 +345,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         _LLAMA_NAMES | _QK_NORMS | _OLMO_NAMES,
         written=Written("olmo2", {"norm_order": "after", "qk_norm": True, "qk_norm_whole": True}),
     ),
+    "starcoder2": Architecture(
+        dense.starcoder2, _LLAMA_NAMES | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+    ),
+    "stablelm": Architecture(dense.stablelm, _LLAMA_NAMES),
+    "command-r": Architecture(dense.cohere, _LLAMA_NAMES | _QK_NORMS, ("attn_q", "attn_k")),
+    "cohere2": Architecture(dense.cohere2, _LLAMA_NAMES, ("attn_q", "attn_k")),
+    "gptneox": Architecture(dense.gpt_neox, dense.NEOX_NAMES),
+    "phi2": Architecture(dense.phi2, _LLAMA_NAMES | dense.PHI_NAMES),
     "smollm3": Architecture(dense.smollm3, _LLAMA_NAMES, ("attn_q", "attn_k")),
 }
 
@@ -422,6 +435,8 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
         return _stacked_expert(piece, f"blk.{m[1]}", piece.part, spec, gguf)
     if m and last in ("e_score_correction_bias", "expert_bias"):
         return replace(piece, tensor=f"blk.{m[1]}.exp_probs_b.bias", shape=(spec.n_experts,))
+    if m and (head := _HEAD_NORM.fullmatch(stem)):
+        return _of_head(piece, f"blk.{m[1]}.attn_{head[1]}_norm.weight", int(head[2]), spec)
     if stem not in a.names:
         raise Unsupported(f"{gguf.path}: tensor {piece.tensor} has no name in this architecture")
     short = a.names[stem]
@@ -431,6 +446,8 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
     piece = replace(piece, tensor=name, plus=0.0)  # the converter adds a norm's 1
     if short == "attn_qkv":
         return replace(piece, pick=())
+    if m and short in _APART and name not in gguf.tensors and f"blk.{m[1]}.attn_qkv.{last}" in gguf.tensors:
+        return _fused(piece, f"blk.{m[1]}.attn_qkv.{last}", _APART.index(short), spec)
     if short in a.turned:
         return replace(piece, pick=pairs(piece.shape[0], spec.head_dim))
     if short == "position_embd":
@@ -459,6 +476,23 @@ def _stacked_expert(piece: SourceSlice, layer: str, expert: int, spec: ModelSpec
     half = ("ffn_gate", "ffn_up")[piece.pick[0].start // piece.rows % 2]
     alone = SourceSlice(piece.tensor, (piece.rows, spec.dim))
     return _expert(alone, f"{layer}.{half}", expert, spec, gguf)
+
+
+_APART = ("attn_q", "attn_k", "attn_v")
+
+
+def _fused(piece: SourceSlice, name: str, which: int, spec: ModelSpec) -> SourceSlice:
+    """Return q, k or v of a tensor that has them one under the other."""
+    kv = spec.n_kv_heads * spec.head_dim
+    first = (0, spec.n_heads * spec.head_dim, spec.n_heads * spec.head_dim + kv)[which]
+    rows = range(first, first + piece.rows)
+    return replace(piece, tensor=name, shape=(spec.qkv_rows, *piece.shape[1:]), pick=(rows,))
+
+
+def _of_head(piece: SourceSlice, name: str, head: int, spec: ModelSpec) -> SourceSlice:
+    """Return the norm of one head's q or k, which are rows of one tensor."""
+    heads, size = spec.n_heads if "_q_" in name else spec.n_kv_heads, spec.head_dim
+    return SourceSlice(name, (heads, size), (range(head * size, (head + 1) * size),), flat=True)
 
 
 def _transposed_down(piece: SourceSlice) -> SourceSlice:

@@ -19,6 +19,8 @@ _CODE = "describes the Python code that wrote the model"
 IGNORED: dict[str, str] = {
     **dict.fromkeys(("hidden_dropout", "resid_pdrop", "embd_pdrop"), _TRAINING),
     **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout", "layerdrop"), _TRAINING),
+    **dict.fromkeys(("residual_dropout", "embedding_dropout"), _TRAINING),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), _TRAINING),
     **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise", "output_router_logits"), _TRAINING),
     **dict.fromkeys(("initializer_range", "init_std", "pretraining_tp", "use_cache"), _TRAINING),
     **dict.fromkeys(("_name_or_path", "transformers_version", "auto_map", "custom_pipelines"), _CODE),
@@ -27,6 +29,7 @@ IGNORED: dict[str, str] = {
         ("return_dict_in_generate", "chunk_size_feed_forward", "torchscript", "tokenizer_class"), _CODE
     ),
     **dict.fromkeys(("_attn_implementation_autoset", "_flash_attn_2_enabled", "unsloth_version"), _CODE),
+    **dict.fromkeys(("cache_implementation",), _CODE),
     **dict.fromkeys(("unsloth_fixed", "use_bfloat16", "tf_legacy_loss", "prefix", "finetuning_task"), _CODE),
     **dict.fromkeys(("torch_dtype", "dtype"), "each tensor says its own dtype"),
     **dict.fromkeys(("pad_token_id", "sep_token_id", "decoder_start_token_id"), "nothing is padded here"),
@@ -299,18 +302,20 @@ def _yarn(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
 
 def _longrope(keys: ConfigKeys, group: ConfigKeys) -> RopeScaling:
     """Read LongRoPE (arXiv 2402.13753): factors for contexts up to the original one, and for longer ones."""
-    group.with_defaults(dict.fromkeys(("attention_factor", "factor")))
+    scales = ("attention_factor", "short_mscale", "long_mscale")
+    group.with_defaults(dict.fromkeys((*scales, "factor")))
     original = _original_context(keys, group, 2)
     factor = keys.size("max_position_embeddings", "max_context") / original
     if group.raw("factor") is not None:
         factor = group.number("factor", 1e-3, 1e6)
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    if group.raw("attention_factor") is not None:
-        attention = group.number("attention_factor", 1e-3, 1e6)
+    given = {group.number(key, 1e-3, 1e6) for key in scales if group.raw(key) is not None}
+    if len(given) > 1:
+        raise group.unsupported("long_mscale", f"is not supported: {', '.join(scales)} differ")
     return RopeScaling(
         kind="longrope",
         original_context=original,
-        attention_factor=attention,
+        attention_factor=min(given, default=attention),
         short_factors=group.numbers("short_factor", 1e-3, 1e6),
         long_factors=group.numbers("long_factor", 1e-3, 1e6),
     )

@@ -24,7 +24,7 @@ SPARSE_ACTIVATIONS = ("relu", "fatrelu", "relu2")
 NORM_ORDERS = ("pre", "post", "sandwich", "after")
 ROPE_SCALINGS = ("linear", "yarn", "llama3", "longrope", "proportional")
 ROUTER_SCORES = ("softmax", "sigmoid", "logits")
-ROUTER_WEIGHTS = ("chosen", "score", "normalised")
+ROUTER_WEIGHTS = ("chosen", "score", "normalised", "mixed")
 GROUP_RULES = ("max", "sum2")
 ROUTER_INPUTS = ("ffn_norm", "own_norm", "layer_input")
 QKV = ("q", "k", "v")
@@ -68,17 +68,20 @@ class Router:
     Every expert has a score. The `n_experts_active` best are chosen by score plus selection bias, of equal
     ones the first; if there are groups, out of the best groups. Weights are those of the chosen experts:
     "chosen" is the softmax of their logits, "score" their scores, "normalised" their scores by their sum.
+    "mixed" (arXiv 2409.12136): of each in turn, the best first, its share of the softmax of those not chosen
+    before it whose logits are within 2 `epsilon` of its own, relatively.
     """
 
     score: str = "softmax"  # of the logits: "softmax" of all experts', "sigmoid", or "logits" as they are
     weights: str = "chosen"
-    epsilon: float = 0.0  # normalised: added to the sum
+    epsilon: float = 0.0  # normalised: added to the sum; mixed: half the distance
     epsilon_floor: bool = False  # normalised: `epsilon` is the least sum instead
     scale: float = 1.0  # of the weights
     biased: bool = False  # logits have a bias
     selection_bias: bool = False  # added to scores for the choice alone
     groups: int = 1  # of consecutive experts, as many in each
     groups_kept: int = 1
+    scales_input: bool = later(False)  # weights multiply an expert's input in place of its answer
     group_rule: str = "max"  # a group's score: "max" of its experts', or "sum2", the sum of its two best
     expert_scale: bool = later(False)  # each expert's weight is multiplied by a number of its own, at last
 
@@ -192,6 +195,8 @@ class ModelSpec:
     qk_norm: bool = later(False)  # an RMS norm of every head's q and k, before rope
     qk_norm_whole: bool = later(False)  # of all heads as one instead
     qk_norm_last: bool = later(False)  # behind rope instead
+    qk_norm_turned: bool = later(False)  # in layers with rope only
+    qk_norm_each: bool = later(False)  # LayerNorms without biases instead; every head has its own weights
     sub_norms: bool = later(False)  # RMS norms of the inputs of attn_out and down
     rotary_dim: int | None = later(None)  # rope turns the first `rotary_dim` elements of a head; None: all
     v_norm: bool = later(False)  # an RMS norm of every head's v, without a weight
@@ -201,7 +206,11 @@ class ModelSpec:
     full_kv_heads: int = later(0)
     values_are_keys: bool = later(False)  # they have no v: values are the keys before norm and rope
     kv_shared_layers: int = later(0)  # the last layers attend to what the last others of their kind stored
+    window_chunked: bool = later(False)  # in place of the last `sliding_window` positions: of every so many
     rope_layers: tuple[int, ...] | None = later(None)  # layers whose q and k turn; None: all
+    # In layers without rope q *= 1 + tuning * log(1 + floor((position + 1) / span)).
+    attention_tuning: float = later(0.0)
+    attention_tuning_span: int = later(8192)
     local_rope_theta: float | None = later(None)  # unscaled, in layers with a window; None: rope_theta
     # swiglu_oai: g * sigmoid(alpha * g) of the gate, at most `limit`, times 1 + up, within +-limit
     swiglu_alpha: float = later(1.0)
@@ -329,11 +338,15 @@ class ModelSpec:
 
     def qk_norm_size(self, heads: int, head_dim: int) -> int:
         """Return the size of the norm of so many heads."""
-        return heads * head_dim if self.qk_norm_whole else head_dim
+        return heads * head_dim if self.qk_norm_whole or self.qk_norm_each else head_dim
 
     def turns(self, layer: int) -> bool:
         """Return whether rope turns a layer's q and k."""
         return self.position == "rope" and (self.rope_layers is None or layer in self.rope_layers)
+
+    def qk_norms(self, layer: int) -> bool:
+        """Return whether a layer norms q and k."""
+        return self.qk_norm and (not self.qk_norm_turned or self.turns(layer))
 
     @property
     def windowed(self) -> float:
@@ -472,6 +485,18 @@ def _option_problems(s: ModelSpec) -> list[tuple[str, bool]]:
             not s.qk_norm and (s.qk_norm_whole or s.qk_norm_last),
         ),
         ("qk_norm_whole and qk_norm_last exclude each other", s.qk_norm_whole and s.qk_norm_last),
+        (
+            "qk_norm_each needs qk_norm alone",
+            s.qk_norm_each and (not s.qk_norm or s.qk_norm_whole or s.qk_norm_last),
+        ),
+        (
+            "qk_norm_turned needs qk_norm and rope_layers",
+            s.qk_norm_turned and not (s.qk_norm and s.rope_layers),
+        ),
+        ("window_chunked needs a sliding_window", s.window_chunked and s.sliding_window is None),
+        ("attention_tuning is not within 0..1e3", not 0.0 <= s.attention_tuning <= 1e3),
+        ("attention_tuning needs rope_layers", s.attention_tuning > 0 and s.rope_layers is None),
+        ("attention_tuning_span is out of range", not 1 <= s.attention_tuning_span <= 1 << 31),
         ("rotary_dim needs rope", rotary is not None and s.position != "rope"),
         ("window_layers are not layers in order", not _in_order(layers, s.n_layers)),
         ("rope_layers are not layers in order", not _in_order(s.rope_layers or (), s.n_layers)),
@@ -517,7 +542,15 @@ def _mixture_problems(s: ModelSpec) -> list[tuple[str, bool]]:
         ("router_input is unknown", s.router_input not in ROUTER_INPUTS),
         ("router_input is for mixtures", not mixture and s.router_input != "ffn_norm"),
         ("router.epsilon is not within 0..1", not 0.0 <= r.epsilon <= 1.0),
-        ("router.epsilon needs normalised weights", r.weights != "normalised" and r.epsilon != 0.0),
+        (
+            "router.epsilon needs normalised or mixed weights",
+            r.weights not in ("normalised", "mixed") and r.epsilon != 0.0,
+        ),
+        (
+            "router's mixed weights are of logits alone",
+            r.weights == "mixed" and (r.score != "logits" or r.selection_bias or r.groups > 1),
+        ),
+        ("router.scales_input is for experts whose neurons are all computed", r.scales_input and s.sparse),
         ("router.epsilon_floor needs an epsilon", r.epsilon_floor and r.epsilon == 0.0),
         ("router.scale is out of range", not _within(r.scale, 1e-6, 1e6)),
         ("router.groups do not divide the experts", not fit),

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from thermocline.model.spec import ModelSpec
 
-HEAD = "lm_head.weight"  # in every family
-
 
 @dataclass(frozen=True)
 class SourceSlice:
@@ -90,6 +88,7 @@ class TensorMap:
     ignored: tuple[str, ...]  # patterns of whole names
     ternary: frozenset[str] = frozenset()  # source tensors that are read as ternary values
     skipped: tuple[str, ...] = ()  # patterns of what this engine has no use for, which is said in a line
+    head: str = "lm_head.weight"  # the source's head, if it has one
     packed: bool = False  # the ternary tensors are stored as ternary values already, packed in bytes
     # For files that lack the tensors which `tensors` names: tensors of the same names, from others.
     otherwise: Mapping[str, tuple[SourceSlice, ...]] = field(default_factory=dict)
@@ -111,6 +110,7 @@ class Names:
 
     root: str = "model."
     embed: str = "embed_tokens"
+    head: str = "lm_head"  # without the root
     layers: str = "layers"
     out_norm: str = "norm"
     attn_norm: str = "input_layernorm"
@@ -148,8 +148,8 @@ def tensors(
 ) -> TensorMap:
     """Return the tensor map of a model.
 
-    `biases` names those of norm, qkv, attn_out and ffn that have biases. `pick` puts a fused qkv's rows in
-    our order.
+    `biases` names those of norm, qkv, attn_out, ffn and head that have biases. `pick` puts a fused qkv's
+    rows in our order.
     """
     d, width = spec.dim, spec.embed_dim or spec.dim
     out: dict[str, tuple[SourceSlice, ...]] = {}
@@ -179,7 +179,7 @@ def tensors(
     if spec.final_norm:
         norm("out_norm", names.root + names.out_norm)
     if not spec.tied_head:
-        out["head.weight"] = (SourceSlice(HEAD, (spec.vocab_size, width)),)
+        linear("head", "head", (names.head, spec.vocab_size, ()), columns=width)
     for i in range(spec.n_layers):
         shape = spec.attention(i)
         assert shape is not None, "a layer is attention and an FFN"
@@ -195,7 +195,7 @@ def tensors(
             norm(f"{a}.attn_post_norm", b + names.attn_post_norm)
             norm(f"{a}.ffn_post_norm", b + names.ffn_post_norm)
         for part, theirs, n in zip("qk", names.qk_norms, (shape.heads, shape.kv_heads), strict=True):
-            if spec.qk_norm and attends and part in own_kv:
+            if spec.qk_norms(i) and attends and part in own_kv:
                 norm(f"{a}.{part}_norm", b + theirs, spec.qk_norm_size(n, shape.head_dim))
         if spec.attention_sinks and attends:
             out[f"{a}.sinks"] = (SourceSlice(f"{b}self_attn.sinks", (spec.n_heads,)),)
@@ -247,10 +247,11 @@ def tensors(
             out[f"{a}.down.bias"] = (SourceSlice(f"{b}{names.down}.bias", (d,)),)
     # Old checkpoints stored inv_freq; it is computed from the config. Layers that share keys and values may
     # hold matrices of their own for them, which nobody uses.
-    tied = (rf"(language_model\.)?{re.escape(HEAD)}",) if spec.tied_head else ()
+    head = f"{names.head}.weight"
+    tied = (rf"(language_model\.)?{re.escape(head)}",) if spec.tied_head else ()
     sharing = "|".join(str(i) for i in range(spec.n_layers) if spec.kv_layer(i) != i)
     unused = rf".*\.({sharing})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)"
-    return TensorMap(out, (r".*\.rotary_emb\.inv_freq", *tied, unused))
+    return TensorMap(out, (r".*\.rotary_emb\.inv_freq", *tied, unused), head=head)
 
 
 def _beside_experts(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, tuple[SourceSlice, ...]]:
@@ -301,3 +302,14 @@ def _stacked(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, tuple[S
 def pairs(rows: int, head_dim: int) -> tuple[range, ...]:
     """Return where our rows are among those whose neighbours turn: in each head the even, then the odd."""
     return tuple(range(head + odd, head + head_dim, 2) for head in range(0, rows, head_dim) for odd in (0, 1))
+
+
+def grouped_rows(s: ModelSpec) -> tuple[range, ...]:
+    """Return the source's row ranges in our order: all q, all k, all v.
+
+    The source groups rows by k and v head: the head's q rows, its k, its v.
+    """
+    per, group = s.n_heads // s.n_kv_heads, (s.n_heads // s.n_kv_heads + 2) * s.head_dim
+    q, kv = (0, per * s.head_dim), s.head_dim
+    parts = (q, (q[1], q[1] + kv), (q[1] + kv, q[1] + 2 * kv))
+    return tuple(range(g * group + a, g * group + b) for a, b in parts for g in range(s.n_kv_heads))

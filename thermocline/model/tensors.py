@@ -153,7 +153,7 @@ def expected_tensors(
             out |= _qkv(a, shape, spec.dim, weight_format, own)
             vector(f"{a}.qkv.bias", "attention", shape.qkv_rows)
             heads = zip(QKV[:2], (shape.heads, shape.kv_heads), strict=True)
-            for part, n in heads if spec.qk_norm else ():
+            for part, n in heads if spec.qk_norms(i) else ():
                 if part in shape.projections:
                     size = spec.qk_norm_size(n, shape.head_dim)
                     vector(f"{a}.{part}_norm.weight", "norm", size, optional=False)
@@ -185,7 +185,8 @@ def expected_tensors(
                 norm(f"{a}.router.norm")
         gate = own.get(f"{a}.gate.weight", weight_format)
         matrix(f"{a}.gate.weight", "gate", experts, neurons, spec.dim, format=gate)
-        vector(f"{a}.gate.bias", "gate", experts, neurons)
+        if not spec.router.scales_input:  # an expert's answer follows its input's scale
+            vector(f"{a}.gate.bias", "gate", experts, neurons)
         if spec.sparse:
             up = own.get(f"{a}.up", gate)
             out[f"{a}.bundle"] = _bundle(a, spec, (experts, neurons), up, own.get(f"{a}.down", up))
@@ -198,7 +199,9 @@ def expected_tensors(
             matrix(f"{a}.down.weight", "down", experts, spec.dim, neurons, format=down)
         if experts == 1:
             vector(f"{a}.down.bias", "bundle" if spec.sparse else "down", spec.dim)
-        elif not spec.sparse:  # added to an expert's answer before that is weighed
+        elif (
+            not spec.sparse and not spec.router.scales_input
+        ):  # added to an expert's answer before that is weighed
             vector(f"{a}.down.bias", "down", experts, spec.dim)
             if spec.gated:
                 vector(f"{a}.up.bias", "up", experts, neurons)
@@ -232,6 +235,7 @@ def expected_tensors(
         matrix("project_out.weight", "head", spec.embed_dim, spec.dim)
     if not spec.tied_head:
         matrix("head.weight", "head", spec.vocab_size, spec.embed_dim or spec.dim)
+        vector("head.bias", "head", spec.vocab_size)
     return out
 
 

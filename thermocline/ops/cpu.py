@@ -326,6 +326,8 @@ def native_heads(h: Heads) -> _native.Heads:
     return _native.Heads(
         h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps,
         sinks=h.sinks, whole_norms=h.whole_norms, norms_last=h.norms_last, v_norm=h.v_norm, shares=h.shares,
+        own_norms=h.own_norms, chunked=h.chunked, temperature=h.temperature,
+        temperature_span=h.temperature_span,
     )  # fmt: skip
 
 
@@ -339,6 +341,7 @@ def native_rule(r: Router) -> _native.RouterRule:
         groups=r.groups,
         groups_kept=r.groups_kept,
         group_rule=GROUP_RULES.index(r.group_rule),
+        scales_input=r.scales_input,
     )
 
 

@@ -254,6 +254,10 @@ class Heads:
     norms_last: bool = False  # behind rope
     v_norm: F32 | None = None  # [dim], ones
     shares: bool = False  # it has queries alone: an earlier layer stored the keys and values
+    chunked: bool = False  # attend to the positions of the same `window` ones, counted from the first
+    temperature: float = 0.0  # q *= 1 + temperature * log(1 + floor((position + 1) / temperature_span))
+    temperature_span: int = 1
+    own_norms: bool = False  # LayerNorms, every head's with its own weights: [n * dim], [n_kv * dim]
 
     @staticmethod
     def of(spec: ModelSpec, index: int = 0, layer: Layer | None = None) -> Heads:
@@ -276,6 +280,10 @@ class Heads:
             norms_last=spec.qk_norm_last,
             v_norm=np.ones(shape.head_dim, np.float32) if spec.v_norm and stores else None,
             shares=not stores,
+            own_norms=spec.qk_norm_each,
+            chunked=spec.window_chunked and spec.window(index) is not None,
+            temperature=0.0 if spec.turns(index) else spec.attention_tuning,
+            temperature_span=spec.attention_tuning_span,
         )
 
 

@@ -119,6 +119,8 @@ def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
     batch, table, cos, sin = step
     q, k, v = _heads_of(heads, qkv, cos, sin)
     types = kv.shape.types
+    if heads.temperature:
+        q = q * _temperature(heads, batch.positions)[:, None, None]
     if types.k != "f16":  # scores do not change if both sides turn
         q, k = _coded(_hadamard(q)), _hadamard(k)
     if types.v != "f16":
@@ -132,6 +134,13 @@ def attention(heads: Heads, qkv: F32, step: Step, kv: KVLayer) -> F32:
     for r in range(len(qkv)):
         out[r] = _attend(heads, q[r], int(batch.positions[r]), table[batch.sequence[r]], kv)
     return (out if types.v == "f16" else _hadamard(out)).reshape(len(qkv), -1)
+
+
+def _temperature(heads: Heads, positions: I32) -> F32:
+    """Return what the queries of each position are multiplied by."""
+    spans = np.floor((positions + 1).astype(np.float32) / np.float32(heads.temperature_span))
+    factors: F32 = np.float32(1) + np.float32(heads.temperature) * np.log1p(spans)
+    return factors
 
 
 def _heads_of(heads: Heads, qkv: F32, cos: F32 | None, sin: F32 | None) -> tuple[F32, F32, F32]:
@@ -154,9 +163,11 @@ def _heads_of(heads: Heads, qkv: F32, cos: F32 | None, sin: F32 | None) -> tuple
 
 
 def _heads_normed(heads: Heads, x: F32, weight: F32 | None) -> F32:
-    """Return x [tokens, heads, dim] under an RMS norm of each head, or of all as one."""
+    """Return x [tokens, heads, dim] under an RMS norm of each head, or of all as one, or LayerNorms."""
     if weight is None:
         return x
+    if heads.own_norms:
+        return norm(x, weight.reshape(x.shape[1:]), None, heads.norm_eps, "layer")
     seen = x.reshape(len(x), -1) if heads.whole_norms else x
     return norm(seen, weight, None, heads.norm_eps, "rms").reshape(x.shape)
 
@@ -165,6 +176,8 @@ def _attend(heads: Heads, q: F32, position: int, pages: I32, kv: KVLayer) -> F32
     """Return the output [heads, dim] of one token's queries."""
     end, block = position + 1, kv.shape.block
     start = 0 if heads.window is None else max(0, end - heads.window)
+    if heads.chunked and heads.window is not None:
+        start = position // heads.window * heads.window
     skipped = start // block * block
     held = kv.shape.places(pages[start // block : (end + block - 1) // block])
     at = slice(start - skipped, end - skipped)
@@ -572,7 +585,9 @@ def _mixture(
         mine = np.flatnonzero(weights[:, e])
         if len(mine):
             own = np.empty((len(mine), n), np.float32)
-            y[mine] += weights[mine, e, None] * _expert(bound, expert, h[mine], sparsity, stats, own)
+            shares, scaled = weights[mine, e, None], spec.router.scales_input
+            answer = _expert(bound, expert, h[mine] * shares if scaled else h[mine], sparsity, stats, own)
+            y[mine] += answer if scaled else shares * answer
             record[mine, e * n : (e + 1) * n] = own
     if layer.shared is None:
         return y

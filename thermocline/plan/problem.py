@@ -156,6 +156,9 @@ def without_gpu_ops(spec: ModelSpec) -> str | None:
         ("a router's own norm", spec.router_input != "ffn_norm"),
         ("a number for each expert", spec.router.expert_scale),
         ("norms of q and k over all heads, or behind rope", spec.qk_norm_whole or spec.qk_norm_last),
+        ("norms of q and k with weights of every head", spec.qk_norm_each),
+        ("a window of chunks", spec.window_chunked),
+        ("a router of this kind", spec.router.weights == "mixed" or spec.router.scales_input),
     ):
         if there:
             return what

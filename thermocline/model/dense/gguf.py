@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json
-from thermocline.model.gguf_metadata import GGUFKeys, biased, like_llama, near_layers, window
+from thermocline.model.gguf_metadata import GGUFKeys, biased, common, like_llama, near_layers, rope, window
 
 
 def granite_scales(k: GGUFKeys, head_dim: int) -> Json:
@@ -43,3 +43,93 @@ def smollm3(k: GGUFKeys) -> Json:
     """Return SmolLM3's config. llama.cpp's code knows that every fourth layer has no rope."""
     config = like_llama(k, "SmolLM3ForCausalLM")
     return {**config, **biased(k, "attention_bias"), "no_rope_layer_interval": 4}
+
+
+def _layer_normed(
+    k: GGUFKeys,
+    architecture: str,
+    activation: str = "silu",
+    eps: str = "layer_norm_eps",
+    partial: bool = True,
+) -> Json:
+    """Return the config of an architecture with LayerNorms. `eps`: its reader's name of their epsilon."""
+    config = common(k)
+    turned = rope(k, config["head_dim"], partial=partial)
+    whole = {"partial_rotary_factor": 1.0} if partial else {}
+    return {
+        **config,
+        "architectures": [architecture],
+        "hidden_act": activation,
+        eps: k.number(".attention.layer_norm_epsilon"),
+        **whole,
+        **turned,
+    }
+
+
+def starcoder2(k: GGUFKeys) -> Json:
+    config = _layer_normed(k, "Starcoder2ForCausalLM", "gelu_pytorch_tanh", "norm_epsilon", False)
+    return {**config, **window(k), "use_bias": biased(k, "mlp_bias")["mlp_bias"]}
+
+
+def stablelm(k: GGUFKeys) -> Json:
+    config = _layer_normed(k, "StableLmForCausalLM")
+    return {
+        **config,
+        "use_qkv_bias": biased(k, "attention_bias")["attention_bias"],
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in k.gguf.tensors,
+        "use_parallel_residual": k.flag(".use_parallel_residual", False),
+    }
+
+
+def cohere(k: GGUFKeys) -> Json:
+    config = _layer_normed(k, "CohereForCausalLM", partial=False)
+    return {
+        **config,
+        **biased(k, "attention_bias"),
+        "logit_scale": k.number(".logit_scale"),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in k.gguf.tensors,
+    }
+
+
+def cohere2(k: GGUFKeys) -> Json:
+    config = _layer_normed(k, "Cohere2ForCausalLM", partial=False)
+    layers = near_layers(k, config["num_hidden_layers"], 4)
+    return {
+        **config,
+        **biased(k, "attention_bias"),
+        **window(k),
+        **layers,
+        "logit_scale": k.number(".logit_scale"),
+    }
+
+
+def gpt_neox(k: GGUFKeys) -> Json:
+    config = _layer_normed(k, "GPTNeoXForCausalLM", "gelu")
+    return {
+        **config,
+        "attention_bias": "blk.0.attn_qkv.bias" in k.gguf.tensors,
+        "use_parallel_residual": k.flag(".use_parallel_residual", True),
+    }
+
+
+def phi2(k: GGUFKeys) -> Json:
+    return _layer_normed(k, "PhiForCausalLM", "gelu_new")
+
+
+NEOX_NAMES = {
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+PHI_NAMES = {
+    "model.final_layernorm": "output_norm",
+    "self_attn.dense": "attn_output",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}

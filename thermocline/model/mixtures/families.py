@@ -281,6 +281,39 @@ _MINIMAX_ONLY: Json = {
 }
 
 
+def phimoe(keys: ConfigKeys, stop: Any) -> Read:
+    """Phi-3.5-MoE: SparseMixer's weights of two experts; LayerNorms, and biases, one of the head."""
+    keys.with_defaults({"num_local_experts": 16, "num_experts_per_tok": 2, "router_jitter_noise": 0.01})
+    keys.with_defaults({"lm_head_bias": False, "input_jitter_noise": None, "num_key_value_heads": 8})
+    keys.with_defaults({"original_max_position_embeddings": None})
+    for key in ("input_jitter_noise", "original_max_position_embeddings"):
+        keys.raw(key)  # of training; longrope reads it
+    keys.default_theta = 1e6
+    if keys.integer("num_experts_per_tok") != 2:
+        raise keys.unsupported("num_experts_per_tok", "is not supported: its router chooses two")
+    spec = read_spec(
+        keys,
+        stop,
+        "phimoe",
+        norm="layer",
+        sliding_window=keys.integer_or_none("sliding_window"),
+        router=Router(score="logits", weights="mixed", epsilon=keys.number("router_jitter_noise", 0.0, 1.0)),
+        **_experts(keys, "num_local_experts", "intermediate_size"),
+    )
+    head = ("head",) if keys.flag("lm_head_bias") else ()
+    if head and spec.tied_head:
+        raise keys.unsupported("lm_head_bias", "is not supported beside tie_word_embeddings")
+    return spec, tensors(spec, _PHIMOE, attention_biases(keys, "norm", *head))
+
+
+_PHIMOE = Names(
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+    router="block_sparse_moe.gate",
+)
+
+
 def hunyuan_moe(keys: ConfigKeys, stop: Any) -> Read:
     """Hunyuan-A13B: a Llama with norms of q and k behind rope, and one shared expert."""
     keys.with_defaults({"moe_topk": None, "num_experts_per_tok": None, "moe_intermediate_size": None})

@@ -152,3 +152,16 @@ def hunyuan_moe(k: GGUFKeys) -> Json:
     shared = k.integer(".expert_shared_feed_forward_length", default=config["intermediate_size"], low=1)
     more = experts(k) | biased(k, "attention_bias") | {"moe_intermediate_size": _width(k)}
     return config | more | {"intermediate_size": shared}
+
+
+def phimoe(k: GGUFKeys) -> Json:
+    """Return Phi-3.5-MoE's config. Its router has no keys, and its LayerNorms have RMS norms'."""
+    _gating(k, SOFTMAX)
+    config = like_llama(k, "PhimoeForCausalLM", mixture=True)
+    return {
+        **config,
+        **experts(k, "num_local_experts"),
+        **biased(k, "attention_bias"),
+        **window(k),
+        "lm_head_bias": "output.bias" in k.gguf.tensors,
+    }
