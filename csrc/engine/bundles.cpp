@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <deque>
 
 namespace tc {
 
@@ -45,7 +46,8 @@ static bool is_guessed(const FFNArgs& a) {
     return a.sparsity == PREDICT && skips(a) && (a.named || a.ffn.predictor.second.data);
 }
 
-Context::Walk::Walk(Context& context, const FFNArgs& args, size_t cell_size)
+Context::Walk::Walk(Context& context, const FFNArgs& args, size_t cell_size, size_t which, size_t of,
+                    const GateUpInputs* given)
     : ctx(context),
       k(context.k),
       a(args),
@@ -59,15 +61,16 @@ Context::Walk::Walk(Context& context, const FFNArgs& args, size_t cell_size)
       skip(skips(args)),
       normed(args.ffn.sub_norm.weight != nullptr),
       few(tokens <= kFewTokens && !normed && !a.record),
-      in(context.gate_up_inputs(args)),
+      in(given ? *given : context.gate_up_inputs(args)),
       guessed(is_guessed(args) ? std::optional<Guess>(context.guess(args, in.gate)) : std::nullopt),
       code_rows(guessed ? guessed->rank() : 0, 32, threads) {
-    gate = grown(ctx.gate_, tokens * n);
-    hidden = grown(ctx.hidden_, tokens * n);
-    ids = rows = grown(ctx.ids_, n);
-    marks = grown(ctx.marks_, n + 8);
-    counts = grown(ctx.counts_, cells);
-    partial = grown(ctx.partial_, few ? chunks * tokens * dim : size_t(threads) * tokens * kTileColumns);
+    gate = grown(ctx.gate_, of * tokens * n) + which * tokens * n;
+    hidden = grown(ctx.hidden_, of * tokens * n) + which * tokens * n;
+    ids = rows = grown(ctx.ids_, of * n) + which * n;
+    marks = grown(ctx.marks_, of * (n + 8)) + which * (n + 8);
+    counts = grown(ctx.counts_, of * cells) + which * cells;
+    const size_t sums = few ? chunks * tokens * dim : size_t(threads) * tokens * kTileColumns;
+    partial = grown(ctx.partial_, of * sums) + which * sums;
     tiles = grown(ctx.tiles_, size_t(threads) * kTileRows * kTileColumns);
     factors = grown(ctx.factors_, size_t(threads) * 4 * ((dim + 31) / 32));
     scratch = ctx.panels(ctx.gate_up_panel_bytes(a, in));
@@ -272,26 +275,28 @@ FFNCounts Context::Walk::totals() const {
 
 // ---- through memory
 
-// Each piece of several chunks does everything, so that each row in it knows what memory to ask for next.
+// Chunks [first, last) do everything, so that each row in them knows what memory to ask for next.
+static void add_chunks(Context::Walk& w, size_t first, size_t last, int thread) {
+    size_t listed = w.needed_neurons(first, last, thread), ups = w.a.ffn.up.data ? listed : 0;
+    size_t at = first * kChunk;
+    // dReLU kills half of what gate leaves: up first, and down rows only of what then lives (a third of
+    // the bytes).
+    if (ups && w.surviving_up_apart()) {
+        w.hidden_values(at, at + listed, thread);
+        listed = w.keep_needed(at, listed, w.hidden);
+        w.count_by_cell(first, last, listed);
+    }
+    w.rows_read.fetch_add(ups + listed, std::memory_order_relaxed);
+    for (size_t c = first; c < last; at += w.counts[c], listed -= w.counts[c], c++) {
+        if (!w.counts[c] && c) continue;
+        std::fill(w.partial_of(c), w.partial_of(c + 1), 0.0f);
+        w.add_bundles(at, w.counts[c], listed, w.partial_of(c), thread);
+    }
+}
+
 static void few_tokens(Context::Walk& w, Pieces& pieces, int thread) {
     w.encode();
-    for (size_t first, last; pieces.take(&first, &last);) {
-        size_t listed = w.needed_neurons(first, last, thread), ups = w.a.ffn.up.data ? listed : 0;
-        size_t at = first * kChunk;
-        // dReLU kills half of what gate leaves: up first, and down rows only of what then lives (a third of
-        // the bytes).
-        if (ups && w.surviving_up_apart()) {
-            w.hidden_values(at, at + listed, thread);
-            listed = w.keep_needed(at, listed, w.hidden);
-            w.count_by_cell(first, last, listed);
-        }
-        w.rows_read.fetch_add(ups + listed, std::memory_order_relaxed);
-        for (size_t c = first; c < last; at += w.counts[c], listed -= w.counts[c], c++) {
-            if (!w.counts[c] && c) continue;
-            std::fill(w.partial_of(c), w.partial_of(c + 1), 0.0f);
-            w.add_bundles(at, w.counts[c], listed, w.partial_of(c), thread);
-        }
-    }
+    for (size_t first, last; pieces.take(&first, &last);) add_chunks(w, first, last, thread);
     w.ctx.pool.barrier();
     w.join_partials(thread);
 }
@@ -339,6 +344,59 @@ FFNCounts Context::bundle_ffn(const FFNArgs& a) {
     else
         pool.run(many);
     return w.totals();
+}
+
+// ---- a token's experts
+
+// Whether a call's experts can share a region: a token's, in memory, that no predictor is asked about.
+bool Context::shares_region(const MixtureArgs& a, const float* weights) const {
+    const std::vector<const FFN*>& experts = a.mixture.experts;
+    const FFN& f = *experts[0];
+    if (a.tokens != 1 || a.record || !f.bundles || f.disk || f.sub_norm.weight) return false;
+    if (a.sparsity == PREDICT && f.predictor.second.data) return false;
+    size_t chosen = 0;
+    for (size_t e = 0; e < experts.size(); e++) chosen += weights[e] != 0;
+    return chosen > 1 && chosen <= std::min(a.mixture.active, kPassTokens);
+}
+
+// sum += a token's experts, by their shares, in ascending order. Their chunks are one list, of which threads
+// take some as they come; then each adds up columns of what all of them give. The same bits as one by one.
+FFNCounts Context::token_experts(const MixtureArgs& a, const float* h, const float* weights, float* sum) {
+    const std::vector<const FFN*>& experts = a.mixture.experts;
+    std::vector<size_t> chosen;
+    for (size_t e = 0; e < experts.size(); e++)
+        if (weights[e] != 0) chosen.push_back(e);
+    const size_t of = chosen.size(), dim = a.dim;
+    float* out = grown(routed_.out, of * dim);
+    std::fill(out, out + of * dim, 0.0f);
+    std::deque<FFNArgs> args;
+    std::deque<Walk> walks;
+    for (size_t v = 0; v < of; v++) {
+        args.push_back({*experts[chosen[v]], out + v * dim, h, 1, dim, a.sparsity, nullptr});
+        walks.emplace_back(*this, args[v], kChunk, v, of, v ? &walks[0].in : nullptr);
+    }
+    const size_t chunks = walks[0].chunks;
+    Pieces pieces(of * chunks, 1, pool.threads());
+    auto region = [&](int thread) {
+        for (size_t first, last; pieces.take(&first, &last);)
+            for (size_t v = first / chunks; first < last; v++) {
+                const size_t end = std::min(last, (v + 1) * chunks);
+                add_chunks(walks[v], first - v * chunks, end - v * chunks, thread);
+                first = end;
+            }
+        pool.barrier();
+        size_t begin, end;
+        column_range(dim, pool.threads(), thread, &begin, &end);
+        for (size_t v = 0; v < of; v++) {
+            walks[v].join_partials(thread);
+            const float w = weights[chosen[v]], *from = out + v * dim;
+            for (size_t i = begin; i < end; i++) sum[i] += w * from[i];
+        }
+    };
+    pool.run(region);
+    FFNCounts total;
+    for (const Walk& w : walks) total += w.totals();
+    return total;
 }
 
 }  // namespace tc

@@ -33,7 +33,10 @@ struct Context::Guess {
 // lie in ids and rows, ascending: counts[c] entries for cell c, from place c * cell on. Where a thread takes
 // several cells, their entries follow each other without gaps from the first cell's place on.
 struct Context::Walk {
-    Walk(Context& context, const FFNArgs& args, size_t cell);
+    // `which` of `of` walks in one region, over FFNs of one shape: each has its own part of the scratch.
+    // given: what gate and up multiply with, made before; null: it is made.
+    Walk(Context& context, const FFNArgs& args, size_t cell, size_t which = 0, size_t of = 1,
+         const GateUpInputs* given = nullptr);
 
     void encode();  // the predictor's codes; every thread calls it first, inside the region
     // Lists the neurons of cells [first, last) that some token needs; returns how many.

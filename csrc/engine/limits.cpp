@@ -37,12 +37,13 @@ static size_t one_ffn(const LayerShape& s, size_t threads) {
     const size_t ffn = std::max(s.ffn_dim, s.dense_dim);
     // Gate and hidden values, and those as down's input.
     const size_t values = kPassTokens * 3 * (ffn + kSlack);
-    // A sum for each chunk and each of a few tokens; neuron ids and counts.
-    const size_t partial = parts(ffn, kChunk) * kFewTokens * s.dim + 2 * ffn;
+    // A sum for each chunk and each of a few tokens, or each of a token's experts; neuron ids and counts.
+    const size_t together = s.experts > 1 && s.bundles ? s.active : 1;
+    const size_t partial = parts(ffn, kChunk) * std::max(kFewTokens, together) * s.dim + 2 * together * ffn;
     const size_t tiles =
         threads * (2 * kPassTokens * kTileColumns + kTileRows * kTileColumns + s.dim / 8 + 4);
     // A predictor's input, its code (at most as wide), its marks.
-    const size_t guess = kFewTokens * 3 * (s.dim + kSlack) + ffn / 4;
+    const size_t guess = kFewTokens * 3 * (s.dim + kSlack) + together * (ffn / 4 + 2);
     return values + partial + tiles + guess;
 }
 

@@ -337,6 +337,8 @@ class Context {
     struct Experts;
     FFNCounts experts_add(const MixtureArgs& a, const float* h, const float* weights, float* sum);
     const float* shares_of_shared(const MixtureArgs& a, const float* h);
+    bool shares_region(const MixtureArgs& a, const float* weights) const;
+    FFNCounts token_experts(const MixtureArgs& a, const float* h, const float* weights, float* sum);
     FFNCounts expert_add(const MixtureArgs& a, size_t e, const float* h, const float* weights, float* sum,
                          const std::shared_ptr<Fetches>& reads);
     void expect(const FFNArgs& a);

@@ -84,7 +84,9 @@ FFNCounts Context::moe_block(const MixtureArgs& a) {
     std::fill(sum, sum + all, 0.0f);
     if (a.record) std::fill(a.record, a.record + a.tokens * experts * a.mixture.neurons(), 0.0f);
     FFNCounts total;
-    if (a.mixture.experts[0]->bundles) {
+    if (shares_region(a, weights)) {
+        total += token_experts(a, h, weights, sum);
+    } else if (a.mixture.experts[0]->bundles) {
         const std::shared_ptr<Fetches> reads = reads_of(a, interrupted);
         for (size_t e = 0; e < experts; e++) total += expert_add(a, e, h, weights, sum, reads);
     }

@@ -15,14 +15,17 @@ import kept_twins
 import numpy as np
 import pytest
 import test_synth
+from numpy.typing import NDArray
 
 from thermocline import _native
 from thermocline.convert import importer, synthetic, to_gguf
 from thermocline.convert.random_weights.source import RandomWeights
 from thermocline.errors import Unsupported, UsageError
 from thermocline.files.bounded import read_at
+from thermocline.files.gguf import GGUF
 from thermocline.model import gguf_families, quant
 from thermocline.model.spec import RopeScaling, Router
+from thermocline.model.tensors import bundle_parts
 from thermocline.opening.gguf_model import GGUFModel, open_gguf
 from thermocline.pack.pack import Pack
 
@@ -222,6 +225,8 @@ def of_twin(name: str, directory: Path) -> Pack:
         said |= {"sliding_window": None, "layer_types": None}
     if name == "gpt_oss":
         said["swiglu_limit"] = 7.0
+    if name == "smallthinker":
+        said["sliding_window_size"] = 4096
     config.write_text(json.dumps(said))
     importer.pack(config.parent, directory / "p", "f32")
     return Pack.open(directory / "p")
@@ -240,6 +245,49 @@ def test_what_a_family_has_beyond_a_llama_is_said_in_its_file(name: str, tmp_pat
     read.begin_load(held).finish()
     found = (ctypes.c_uint8 * read.weights_bytes).from_address(held.address)
     assert bytes(found) == made.weights_path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["smallthinker", "smallthinker_softmax"])
+def test_relu_experts_that_llama_cpp_reads_come_back(name: str, tmp_path: Path) -> None:
+    """A down row of a neuron is a column there; in f32 nothing is lost."""
+    made = of_twin(name, tmp_path)
+    to_gguf.write_gguf(made, tmp_path / "m.gguf")
+    assert (tmp_path / "m.gguf").read_bytes()[:4] == b"GGUF"
+    importer.pack(tmp_path / "m.gguf", tmp_path / "again", "f32")
+    again = Pack.open(tmp_path / "again")
+    assert (again.spec, again.tensors) == (made.spec, made.tensors)
+    assert again.weights_path.read_bytes() == made.weights_path.read_bytes()
+
+
+def test_blocks_of_down_rows_are_made_anew_where_they_become_columns(tmp_path: Path) -> None:
+    """Of a synthetic SmallThinker in q4_0: every other matrix keeps its blocks."""
+    made = test_synth.make(tmp_path, "smallthinker-4b", "q4_0", active=0.4, skew=0.55)
+    to_gguf.write_gguf(made, tmp_path / "m.gguf")
+    with GGUF(tmp_path / "m.gguf") as gguf:
+        found = {n: (t.type, t.shape) for n, t in gguf.tensors.items() if n.startswith("blk.0.ffn_")}
+    down = found.pop("blk.0.ffn_down_exps.weight")
+    assert down == ("q4_0", (8, 256, 256)) and len(found) == 4
+    importer.pack(tmp_path / "m.gguf", tmp_path / "again")
+    again = Pack.open(tmp_path / "again")
+    rows = [quant.decode("q4_0", down_rows(p, 0), 256) for p in (made, again)]
+    error = ((rows[0] - rows[1]) ** 2).sum() / (rows[0] ** 2).sum()
+    assert 0 < error < 0.03
+
+
+def down_rows(pack: Pack, layer: int) -> NDArray[np.uint8]:
+    info = pack.tensors[f"layers.{layer}.bundle"]
+    _, down = bundle_parts(info, pack.spec)
+    data = np.fromfile(pack.weights_path, np.uint8, info.bytes, offset=info.offset)
+    width = quant.row_bytes("q4_0", pack.spec.dim)
+    return np.ascontiguousarray(data.reshape(-1, info.stride)[:, down.at : down.at + width])
+
+
+def test_windows_that_llama_cpp_would_not_have_are_refused(tmp_path: Path) -> None:
+    spec = synthetic.read_shape("smallthinker-21b")[1]
+    assert gguf_families.written_as(spec)[0] == "smallthinker"
+    for change in ({"sliding_window": 2048}, {"rope_layers": None}, {"router": Router(weights="score")}):
+        with pytest.raises(Unsupported, match="GGUF is written for"):
+            gguf_families.written_as(dataclasses.replace(spec, **change))
 
 
 def test_what_no_file_can_say_is_refused() -> None:

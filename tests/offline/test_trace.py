@@ -70,11 +70,11 @@ def test_of_drelu_a_neuron_is_needed_where_its_gate_is_open(
 
     class Spy(need_trace.TraceRecorder):
         def ffn_add(
-            self, x: Any, h: Any, bound: Any, sparsity: str, stats: FFNStats, record: Any = None
+            self, x: Any, h: Any, bound: Any, sparsity: str, stats: FFNStats, record: Any = None, **more: Any
         ) -> None:
             own = FFNStats()
             CpuOps.ffn_add(self, x.copy(), h.copy(), bound, sparsity, own)
-            super().ffn_add(x, h, bound, sparsity, stats, record)
+            super().ffn_add(x, h, bound, sparsity, stats, record, **more)
             if self._rows is not None:
                 seen.append(own.rows - own.active)  # up rows and down rows, less down rows
 

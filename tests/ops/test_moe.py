@@ -140,6 +140,24 @@ def test_experts_are_those_of_the_stream_that_the_router_reads(isa: str, case: s
         assert same_bits(np.concatenate(parts), y), cut
 
 
+@pytest.mark.parametrize("case", ("ReGLU", "dReLU"))
+@pytest.mark.parametrize("format", ("f32", "q4_0"))
+def test_a_tokens_experts_share_a_region_and_no_bit_changes(format: str, case: str) -> None:
+    """As one by one, which more tokens and records make them; with any threads, and counted."""
+    mix, dim = Mix(format, *CASES[case]), whole(format, DIM)
+    mix.spec = replace(mix.spec, n_experts_active=4)
+    x, h = normal(5, 2, dim), normal(6, 2, dim)
+    for sparsity in ("exact", "off"):
+        apart, _ = mix.run(cpu(ISAS[0], 2), x, h, sparsity)
+        for threads in (1, 2, 3, 5):
+            alone, stats = mix.run(cpu(ISAS[0], threads), x[:1], h[:1], sparsity)
+            record = np.empty((1, EXPERTS * mix.spec.ffn_dim), np.float32)
+            again, seen = mix.run(cpu(ISAS[0], threads), x[:1], h[:1], sparsity, record)
+            assert same_bits(alone, apart[:1]) and same_bits(alone, again)
+            assert stats.active == seen.active == int((record != 0).sum())
+            assert (stats.predicted, stats.rows_dense) == (seen.predicted, seen.rows_dense)
+
+
 @pytest.mark.parametrize("format", [f.name for f in quant.FORMATS.values() if f.block > 1])
 def test_an_expert_is_the_ffn_it_would_be_alone(format: str) -> None:
     """One expert for each token: the mixture is that expert, to the bit, whatever the format."""

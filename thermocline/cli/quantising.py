@@ -112,6 +112,8 @@ def _source(o: PackOptions, progress: ProgressBar) -> Iterator[Pack]:
     found = download.locate(o.source, progress.at)
     if (Path(found) / "pack.json").exists():
         opened = Pack.open(found)
+        if o.predictors is not None:
+            raise UsageError(f"{o.source}: is a pack already; give --predictors when it is made")
         if o.activation is not None:
             check_activation(opened.spec, o.activation, o.source)
         if os.path.realpath(found) == os.path.realpath(o.output):
@@ -126,6 +128,7 @@ def _source(o: PackOptions, progress: ProgressBar) -> Iterator[Pack]:
             importer.exact_format(Path(found)),
             progress=lambda done, of: progress.at("reading", done, of),
             activation=o.activation,
+            predictors=o.predictors,
         )
         yield Pack.open(copy)
     finally:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
+from thermocline.convert.checkpoint.predictors import PredictorFiles, in_checkpoint
 from thermocline.convert.checkpoint.source import CheckpointSource
 from thermocline.convert.from_gguf import is_gguf, pack_gguf
 from thermocline.convert.gguf_rows import Cost
 from thermocline.convert.hf_directory import content_key, copied_files, label, require_model_directory
 from thermocline.convert.rows import with_own_head
+from thermocline.errors import UsageError
 from thermocline.files.safetensors import Checkpoint
 from thermocline.model import formats, quant
 from thermocline.model.families import Read, read_config
@@ -26,12 +29,14 @@ def pack(
     overwrite: bool = False,
     progress: Progress | None = None,
     activation: str | None = None,
+    predictors: str | os.PathLike[str] | None = None,
 ) -> Cost | None:
     """Pack a Hugging Face directory or a GGUF file. For a GGUF, return what the conversion changed.
 
     `weight_format` None keeps each tensor's own format for a GGUF; of a directory it keeps blocks of MXFP4,
     and is `formats.DEFAULT` for all else.
-    `activation` ("relu" or "drelu") settles what a source may leave open. Raises BadFile, IOFailure,
+    `activation` ("relu" or "drelu") settles what a source may leave open. `predictors` is a directory of
+    PowerInfer's `model_N.pt` files for a Hugging Face directory. Raises BadFile, IOFailure,
     Unsupported, UsageError; see `write_pack`.
     """
     src = Path(src)
@@ -39,12 +44,18 @@ def pack(
         quant.row_bytes(weight_format, 0)
     check_target(Path(os.path.realpath(dst)), overwrite)
     if is_gguf(src):
+        if predictors is not None:
+            raise UsageError(f"{src}: predictors in files are for a Hugging Face directory, not for a GGUF")
         return pack_gguf(
             src, Path(dst), weight_format, overwrite=overwrite, progress=progress, activation=activation
         )
     require_model_directory(src)
     read = read_config(src, activation)
-    _pack_directory(src, Path(dst), weight_format, read, overwrite, progress)
+    with ExitStack() as files:
+        beside = None if predictors is None else PredictorFiles(Path(predictors), read[0])
+        if beside is not None:
+            files.enter_context(beside)
+        _pack_directory(src, Path(dst), weight_format, read, overwrite, progress, beside)
     return None
 
 
@@ -55,10 +66,16 @@ def _pack_directory(
     read: Read,
     overwrite: bool,
     progress: Progress | None,
+    beside: PredictorFiles | None,
 ) -> None:
     with Checkpoint(src) as checkpoint:
         spec, tensor_map = with_own_head(*read, checkpoint.tensors, checkpoint.where)
-        source = CheckpointSource(checkpoint, tensor_map)
+        predictor = in_checkpoint(checkpoint, spec, tensor_map)
+        if beside is not None:
+            if predictor is not None:
+                raise UsageError(f"{src}: has predictors of its own; leave out --predictors")
+            predictor = beside.add_to(tensor_map, spec)
+        source = CheckpointSource(checkpoint, tensor_map, beside)
         write_pack(
             dst,
             spec,
@@ -66,6 +83,7 @@ def _pack_directory(
             source,
             PackExtras(
                 formats={} if weight_format else source.formats(),
+                predictor=predictor,
                 optional=optional_among(tensor_map.tensors, spec),
                 files=copied_files(src),
                 origin=("huggingface", label(src), content_key(src, checkpoint.shards)),

@@ -1,6 +1,7 @@
 """Write a pack as a GGUF file: for llama.cpp, or for PowerInfer if the model has ReLU.
 
-The quantised blocks stay the same and are streamed.
+The quantised blocks stay the same and are streamed. One exception is what llama.cpp reads of a ReLU model:
+its down rows become columns, in blocks of their own.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class TensorSlice:
 
     `head_dim` > 0 reorders the rows of each head: llama.cpp's RoPE turns neighbours (2i, 2i + 1), ours turns
     (i, i + head_dim/2). `part` is where the row lies in the tensor's, and in which format. `stack` is the
-    number of stacked matrices, one for each expert.
+    number of stacked matrices, one for each expert. With `across` the rows of each are GGUF's columns:
+    `rows` counts GGUF's, of all matrices.
     """
 
     name: str
@@ -87,6 +89,7 @@ class TensorSlice:
     head_dim: int = 0
     part: RowPart | None = None  # None: all of it
     stack: int = 1
+    across: bool = False
 
     @property
     def format(self) -> str:
@@ -138,7 +141,8 @@ def write_gguf(
 ) -> None:
     """Write `pack` as a GGUF with its tokenizer. The file appears under its name when it is complete.
 
-    A ReLU model is written in PowerInfer's format, which llama.cpp does not read. Activation counts are left
+    A ReLU model is written in PowerInfer's format, which llama.cpp does not read, unless llama.cpp has its
+    architecture. Activation counts are left
     out. `source` has the rows of a pack that is not on disk. `file_type` is GGUF's name for the mix of
     formats, if it is not that of most weights. Raises UsageError, IOFailure, Unsupported or BadFile.
     """
@@ -198,9 +202,14 @@ def _write(pack: Pack, path: Path, writer: Any, rows: Rows, progress: Progress |
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    if pack.spec.sparse:
+    if for_powerinfer(pack.spec):
         with open(path, "r+b") as f:
             f.write(POWERINFER_MAGIC)
+
+
+def for_powerinfer(spec: ModelSpec) -> bool:
+    """Return whether a model's GGUF has PowerInfer's layout. Raises Unsupported where it has none."""
+    return spec.sparse and written_as(spec)[1].written is None
 
 
 def _package() -> Any:
@@ -257,7 +266,7 @@ def _add_experts(w: Any, s: ModelSpec, architecture: Architecture) -> None:
     w.add_expert_feed_forward_length(s.ffn_dim)
     if r.score != "logits":  # gpt-oss's converter writes none
         w.add_expert_gating_func(gguf.ExpertGatingFuncType[r.score.upper()])
-    if r.score == "sigmoid":
+    if r.score == "sigmoid" and s.router_input == "ffn_norm":
         w.add_expert_weights_norm(r.weights == "normalised")
         w.add_expert_weights_scale(r.scale)
         w.add_expert_group_count(r.groups)
@@ -277,7 +286,7 @@ def _add_tokenizer(w: Any, pack: Pack) -> None:
     keys |= {f"tokenizer.ggml.{name}_token_id": i for name, i in ids if i is not None}
     if (template := _chat_template(pack)) is not None:
         keys["tokenizer.chat_template"] = template
-    if s.sparse:
+    if for_powerinfer(s):
         keys["powerinfer.sparse_threshold"] = pack.predictor.threshold if pack.predictor is not None else 0.0
     for key, value in keys.items():
         w.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
@@ -319,6 +328,9 @@ def _pieces(pack: Pack, name: str, architecture: Architecture) -> Iterator[Tenso
     elif part == _BUNDLE:
         up, down = bundle_parts(info, s)
         assert up is not None, "GGUF is written for gated models only"
+        if architecture.written is not None:
+            yield from _bundle_of_experts(s, prefix, info, up, down)
+            return
         yield TensorSlice(f"{prefix}ffn_up.weight", info, 0, s.ffn_dim, s.dim, part=up)
         yield TensorSlice(f"{prefix}ffn_down_t.weight", info, 0, s.ffn_dim, s.dim, part=down)
     elif part in _LEFT_OUT:
@@ -333,6 +345,22 @@ def _pieces(pack: Pack, name: str, architecture: Architecture) -> Iterator[Tenso
         yield TensorSlice(f"{prefix}{_EXPERTS[part]}", info, 0, rows, info.shape[-1], stack=experts)
     else:
         yield TensorSlice(f"{prefix}{_NAMES[part]}", info, 0, info.shape[-2], info.shape[-1])
+
+
+def _bundle_of_experts(
+    s: ModelSpec, prefix: str, info: TensorInfo, up: RowPart, down: RowPart
+) -> Iterator[TensorSlice]:
+    """Return a bundle as llama.cpp has it: stacks of up, and of down with a column for each neuron."""
+    e, f, d = s.n_experts, s.ffn_dim, s.dim
+    try:
+        quant.row_bytes(down.format, f)
+    except Unsupported:
+        raise Unsupported(
+            f"{prefix}ffn_down_exps: rows of {f} neurons do not fill blocks of {down.format}; pack the model "
+            "as q8_0 or q4_0"
+        ) from None
+    yield TensorSlice(f"{prefix}ffn_up_exps.weight", info, 0, e * f, d, part=up, stack=e)
+    yield TensorSlice(f"{prefix}ffn_down_exps.weight", info, 0, e * d, f, part=down, stack=e, across=True)
 
 
 def _turned_by(architecture: Architecture, projection: str, spec: ModelSpec) -> int:
@@ -364,6 +392,9 @@ class _StreamedSlice:
 
     def tofile(self, file: IO[bytes]) -> None:
         p, t = self._piece, self._piece.tensor
+        if p.across:
+            self._turn_over(file)
+            return
         whole = max(1, p.head_dim)  # a head is reordered as a whole
         step = max(1, _STEP_BYTES // (t.stride * whole)) * whole
         for at in range(0, p.rows, step):
@@ -372,6 +403,17 @@ class _StreamedSlice:
             rows = quant.to_gguf(p.format, _turned(np.ascontiguousarray(data), p.head_dim))
             file.write(np.ascontiguousarray(rows).data)
             self._advance(n * p.row_bytes)
+
+    def _turn_over(self, file: IO[bytes]) -> None:
+        """Write a matrix after the other, each decoded, transposed and encoded."""
+        p, deep = self._piece, self._piece.rows // self._piece.stack
+        stored = quant.row_bytes(p.format, deep)
+        for e in range(p.stack):
+            data = self._rows(p.first + e * p.columns, p.columns)[:, p.at : p.at + stored]
+            values = quant.decode(p.format, np.ascontiguousarray(data), deep)
+            rows = quant.encode(p.format, np.ascontiguousarray(values.T))
+            file.write(np.ascontiguousarray(quant.to_gguf(p.format, rows)).data)
+            self._advance(deep * p.row_bytes)
 
 
 def _turned(rows: U8, head_dim: int) -> U8:

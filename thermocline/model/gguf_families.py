@@ -214,11 +214,13 @@ class Written:
 
     always  what llama.cpp's code knows of the family
     says    what keys of the header and names of tensors say
+    laid    whether its code knows which layers have windows and rope, as this model has them
     """
 
     family: str  # a spec's `architecture`
     always: Mapping[str, Any]
     says: frozenset[str] = frozenset()
+    laid: Callable[[ModelSpec], bool] = lambda s: s.window_layers is None
 
     def fits(self, s: ModelSpec) -> bool:
         """Return whether a file says all of this model."""
@@ -226,12 +228,11 @@ class Written:
         plain = (f for f in fields(ModelSpec) if "later" in f.metadata or f.name == "rope_scaling")
         others = (f for f in plain if f.name not in self.says and f.name not in self.always)
         first_layers_dense = s.dense_layers == tuple(range(len(s.dense_layers)))
-        every_second_near = s.window_layers in (None, tuple(range(0, s.n_layers, 2)))
         return (
             known
             and s.activation == self.always.get("activation", s.activation)
             and first_layers_dense
-            and every_second_near
+            and self.laid(s)
             and (s.rope_scaling is None or _keyed(s.rope_scaling))
             and all(getattr(s, f.name) == f.default for f in others)
         )
@@ -273,7 +274,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture(
         gpt_oss.gguf_config,
         _GPT_OSS_NAMES,
-        written=Written("gpt-oss", gpt_oss.ALWAYS, frozenset(("rope_scaling", "window_layers"))),
+        written=Written(
+            "gpt-oss", gpt_oss.ALWAYS, frozenset(("rope_scaling", "window_layers")), gpt_oss.laid
+        ),
         moved=gpt_oss.in_gguf,
     ),
     "olmoe": Architecture(
@@ -298,7 +301,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("attn_q", "attn_k"),
         moved=mixtures.granite_moe_in_gguf,
     ),
-    "smallthinker": Architecture(smallthinker.gguf_config, _LLAMA_NAMES | smallthinker.NAMES),
+    "smallthinker": Architecture(
+        smallthinker.gguf_config,
+        _LLAMA_NAMES | smallthinker.NAMES,
+        written=Written(
+            "smallthinker",
+            smallthinker.ALWAYS,
+            frozenset(("router", "rope_layers", "window_layers")),
+            smallthinker.laid,
+        ),
+    ),
     "minimax-m2": Architecture(mixtures.minimax_m2, _LLAMA_NAMES | _QK_NORMS),
     "phimoe": Architecture(mixtures.phimoe, _LLAMA_NAMES),
     "llama4": Architecture(
@@ -361,12 +373,14 @@ def written_as(spec: ModelSpec) -> tuple[str, Architecture]:
     """Return the architecture of a GGUF of this model, llama.cpp's or PowerInfer's. Raises Unsupported."""
     s = spec
     like_llama = s.norm == "rms" and s.gated and s.position == "rope"
-    if like_llama and s.activation in ("silu", "swiglu_oai"):
-        for name, a in ARCHITECTURES.items():
-            if a.written is not None and a.written.family == s.architecture and a.written.fits(s):
-                return name, a
+    for name, a in ARCHITECTURES.items():
+        w = a.written
+        if w is None or not like_llama or w.family != s.architecture or not w.fits(s):
+            continue
+        if s.activation == w.always.get("activation", "silu"):
+            return name, a
     drelu = s.up_activation == "relu"
-    mixture = s.n_experts > 1 and s.sparse  # no engine reads a GGUF of ReLU experts
+    mixture = s.n_experts > 1 and s.sparse  # no engine reads a GGUF of others' ReLU experts
     like_llama &= s.activation in ("silu", "relu")
     if not like_llama or not Written("", {}).fits(s) or mixture or drelu > s.sparse:
         families = [a.written.family for a in ARCHITECTURES.values() if a.written is not None]

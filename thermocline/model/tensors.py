@@ -107,6 +107,7 @@ def expected_tensors(
     weight_format: str,
     formats: Mapping[str, str] | None = None,
     ranks: Sequence[int] = (),
+    own_predictors: bool = False,
 ) -> dict[str, TensorSpec]:
     """Return every tensor that a pack of `spec` has or may have, in file order.
 
@@ -114,7 +115,8 @@ def expected_tensors(
     tensors, and `layers.I.q.weight`, `k.weight` and `v.weight` (else as `qkv.weight`): where these differ,
     there are three tensors in place of the fused one. The rows of a bundle are `layers.I.up` (else as gate)
     and `layers.I.down` (else as up). `ranks` are the ranks of each layer's predictor, if the model has
-    predictors. Raises Unsupported for rows that do not fill whole blocks of their format.
+    predictors; `own_predictors`: every expert has one. Raises Unsupported for rows that do not fill whole
+    blocks of their format.
     """
     out: dict[str, TensorSpec] = {}
     own = formats or {}
@@ -223,7 +225,8 @@ def expected_tensors(
         if spec.layer_scale:
             vector(f"{a}.scale", "norm", 1, optional=False)
         if ranks:
-            matrix(f"{a}.predictor.fc1.weight", "predictor", ranks[i], spec.dim)
+            codes = (experts, ranks[i]) if own_predictors else (ranks[i],)
+            matrix(f"{a}.predictor.fc1.weight", "predictor", *codes, spec.dim)
             fc2 = f"{a}.predictor.fc2.weight"
             format = own.get(fc2, fitting(weight_format, ranks[i]))
             matrix(fc2, "predictor", experts * neurons, ranks[i], format=format)

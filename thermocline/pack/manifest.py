@@ -34,6 +34,7 @@ class Predictor:
 
     ranks: tuple[int, ...]  # by layer
     threshold: float  # a neuron is predicted active if its logit is at least this
+    each: bool = False  # every expert has a predictor of its own, of this rank
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def render_manifest(m: Manifest) -> bytes:
         "tensors": {name: _tensor(t) for name, t in m.tensors.items()},
     }
     if m.predictor is not None:
-        value["predictor"] = dataclasses.asdict(m.predictor)
+        p = m.predictor
+        value["predictor"] = {"ranks": p.ranks, "threshold": p.threshold} | ({"each": True} if p.each else {})
     return _render(value)
 
 
@@ -239,8 +241,7 @@ def _parse_tensors(
         if type(fields) is dict:
             formats |= named_formats(tensor, fields.get("format", ""), fields.get("down_format"))
     formats = {t: f for t, f in formats.items() if type(f) is str and f in quant.FORMATS}
-    ranks = predictor.ranks if predictor is not None else ()
-    expected = expected_tensors(spec, weight_format, formats, ranks)
+    expected = expected_tensors(spec, weight_format, formats, *ranks_of(predictor))
     missing = [n for n, t in expected.items() if n not in value and not t.optional]
     if missing:
         raise BadFile(f"{name}: tensor {missing[0]} is missing")
@@ -264,6 +265,11 @@ def _parse_tensors(
     return out
 
 
+def ranks_of(p: Predictor | None) -> tuple[tuple[int, ...], bool]:
+    """Return what `expected_tensors` takes of predictors: ranks, and whether every expert has its own."""
+    return ((), False) if p is None else (p.ranks, p.each)
+
+
 def _check_ranges(tensors: Mapping[str, TensorInfo], weights_bytes: int, name: str) -> None:
     end = 0
     for tensor, t in sorted(tensors.items(), key=lambda item: item[1].offset):
@@ -276,13 +282,17 @@ def _check_ranges(tensors: Mapping[str, TensorInfo], weights_bytes: int, name: s
 
 def _parse_predictor(value: Json, spec: ModelSpec, name: str) -> Predictor:
     where = f"{name}: predictor"
-    _check_keys(value, {"ranks": list, "threshold": float}, where)
+    _check_keys(
+        value, {"ranks": list, "threshold": float} | ({"each": bool} if "each" in value else {}), where
+    )
     ranks = value["ranks"]
     if len(ranks) != spec.n_layers or any(type(r) is not int or not 1 <= r <= MAX_RANK for r in ranks):
         raise BadFile(f"{where}: ranks are not one from 1 to {MAX_RANK} for each of {spec.n_layers} layers")
     if not -1e6 <= value["threshold"] <= 1e6:
         raise BadFile(f"{where}: threshold is {value['threshold']}, not a number from -1e6 to 1e6")
-    return Predictor(tuple(ranks), value["threshold"])
+    if not value.get("each", True) or ("each" in value and spec.n_experts == 1):
+        raise BadFile(f"{where}: each is for mixtures, and true")
+    return Predictor(tuple(ranks), value["threshold"], "each" in value)
 
 
 def _parse_source(value: Json, name: str) -> dict[str, str]:

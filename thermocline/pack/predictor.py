@@ -39,12 +39,14 @@ class LayerPredictor:
     svd   score = second . (first . x)
     sign  score = the number of x's signs that agree with the gate row's, less the number that do not
 
+    Of a mixture, `first` is for all experts, or each has its own: they follow each other.
+
     A neuron is predicted active if its score is at least its threshold. Neurons [0, hot) of each expert count
     as active without a score. Neurons are numbered through all experts.
     """
 
     kind: str
-    first: F32 | None  # [rank, dim]
+    first: F32 | None  # [rank, dim], or [experts * rank, dim]
     second: F32 | None  # [neurons, rank]
     signs: U8 | None  # [neurons, dim / 8], bit i % 8 of byte i / 8: is the gate's weight i above 0
     threshold: F32  # [neurons]; includes the neuron's bias
@@ -66,7 +68,10 @@ class LayerPredictor:
         own = slice(e * n, (e + 1) * n)
         second = None if self.second is None else self.second[own]
         signs = None if self.signs is None else self.signs[own]
-        return LayerPredictor(self.kind, self.first, second, signs, self.threshold[own], self.hot)
+        first = self.first
+        if first is not None and second is not None and len(first) > (rank := second.shape[1]):
+            first = first[e * rank : (e + 1) * rank]
+        return LayerPredictor(self.kind, first, second, signs, self.threshold[own], self.hot)
 
 
 def scores(p: LayerPredictor, x: F32) -> F32:
@@ -80,6 +85,8 @@ def scores(p: LayerPredictor, x: F32) -> F32:
         signs = np.unpackbits(p.signs, axis=1, count=x.shape[1], bitorder="little")
         return mine @ (2 * signs.astype(np.float32) - 1).T
     assert p.first is not None and p.second is not None
+    if len(p.first) > p.second.shape[1]:
+        return np.concatenate([scores(p.expert(e), x) for e in range(p.experts)], axis=1)
     code = _rounded(x) @ p.first.T
     return _rounded(np.maximum(code, 0) if p.kind == "mlp" else code) @ p.second.T
 
@@ -119,7 +126,7 @@ class StoredPredictor:
 
     @property
     def rank(self) -> int:
-        return 0 if self.first is None else len(self.first.rows)
+        return 0 if self.first is None else self.second.columns
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from thermocline.files.small_files import SmallFiles
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, formats_in
-from thermocline.pack.manifest import Predictor
+from thermocline.pack.manifest import Predictor, ranks_of
 
 if TYPE_CHECKING:
     from thermocline import _native
@@ -79,6 +79,6 @@ class StoredModel(Protocol):
 
 def tensor_specs(model: StoredModel, *, absent: bool = False) -> dict[str, TensorSpec]:
     """Return what the spec and the formats imply of each tensor; `absent`: of optional ones, too."""
-    ranks = model.predictor.ranks if model.predictor is not None else ()
-    every = expected_tensors(model.spec, model.weight_format, formats_in(model.tensors), ranks)
+    of_predictors = ranks_of(model.predictor)
+    every = expected_tensors(model.spec, model.weight_format, formats_in(model.tensors), *of_predictors)
     return every if absent else {n: t for n, t in every.items() if n in model.tensors}

@@ -24,7 +24,7 @@ from thermocline.files.whole import alive
 from thermocline.model import quant
 from thermocline.model.spec import ModelSpec, check_spec
 from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, place
-from thermocline.pack.manifest import BLOCK_BYTES, Manifest, Predictor, render_manifest
+from thermocline.pack.manifest import BLOCK_BYTES, Manifest, Predictor, ranks_of, render_manifest
 from thermocline.pack.pack import Progress
 
 if sys.platform != "win32":
@@ -97,8 +97,7 @@ def write_pack(
     """
     check_spec(spec, "spec")
     predictor, files = extras.predictor, extras.files
-    ranks = predictor.ranks if predictor is not None else ()
-    tensor_specs = expected_tensors(spec, weight_format, extras.formats, ranks)
+    tensor_specs = expected_tensors(spec, weight_format, extras.formats, *ranks_of(predictor))
     unknown = set(extras.optional) - {n for n, t in tensor_specs.items() if t.optional}
     if unknown:
         raise ValueError(f"not optional tensors of this model: {sorted(unknown)}")

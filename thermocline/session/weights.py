@@ -207,9 +207,13 @@ def _placed(
         starts = (begin + i * rows * width for i in range(parts))
         return [_native.Matrix(arena, start, fmt, rows, m.columns, width) for start in starts]
 
-    first = None if p.first is None else matrices(p.first, 1)[0]
-    parts = zip(matrices(p.second, experts), np.split(p.threshold, experts), strict=True)
-    return [_native.Predictor(first, second, t, p.hot, p.kind == "mlp") for second, t in parts], at
+    firsts: list[_native.Matrix | None] = [None]
+    if p.first is not None:
+        firsts = [*matrices(p.first, len(p.first.rows) // p.rank)]
+    if len(firsts) == 1:  # for all experts
+        firsts *= experts
+    parts = zip(firsts, matrices(p.second, experts), np.split(p.threshold, experts), strict=True)
+    return [_native.Predictor(first, second, t, p.hot, p.kind == "mlp") for first, second, t in parts], at
 
 
 @dataclass(frozen=True)

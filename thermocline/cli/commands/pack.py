@@ -48,6 +48,11 @@ class PackOptions:
         shown="a GGUF's own, else q8_0"
     )  # fmt: skip
     activation: str | None = which_activation()
+    predictors: str | None = opt(
+        None, nonempty, "DIR", "Model",
+        "PowerInfer's predictors for this Hugging Face directory: one of files model_0.pt, model_1.pt ...",
+        shown="those in the model itself"
+    )  # fmt: skip
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack.")
 
     calibrate: str | None = opt(
@@ -93,7 +98,13 @@ def pack(o: PackOptions) -> int:
         bar = partial(progress.at, "packing")
         source = download.locate(o.source, progress.at)
         cost = importer.pack(
-            source, o.output, o.format, overwrite=o.force, progress=bar, activation=o.activation
+            source,
+            o.output,
+            o.format,
+            overwrite=o.force,
+            progress=bar,
+            activation=o.activation,
+            predictors=o.predictors,
         )
     about = inspect(Pack.open(o.output))
     if o.json:
@@ -121,6 +132,8 @@ def export(o: PackOptions) -> int:
     from thermocline.convert import from_gguf, to_gguf
     from thermocline.pack.pack import inspect
 
+    if o.predictors is not None:
+        raise UsageError("--predictors is for a pack that is written; a GGUF keeps those of its pack")
     opened = open_pack(o.source, o.activation)
     how = formats_said(inspect(opened))
     if o.format not in (None, how):
@@ -131,6 +144,8 @@ def export(o: PackOptions) -> int:
     about = from_gguf.inspect_gguf(Path(o.output))
     if o.json:
         emit_json(about)
-    nbytes, layout = size(about["file_bytes"]), "PowerInfer's" if opened.spec.sparse else "llama.cpp's"
+    nbytes, layout = size(about["file_bytes"]), "llama.cpp's"
+    if to_gguf.for_powerinfer(opened.spec):
+        layout = "PowerInfer's"
     log.info(f"wrote {o.source} as {how} into {o.output}, {nbytes}, in {layout} layout")
     return 0

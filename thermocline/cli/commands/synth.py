@@ -96,7 +96,7 @@ def synth(o: SynthOptions) -> int:
             to_gguf.write_gguf(made, o.gguf, source, file_type=kind, overwrite=o.force, progress=bar)
     if o.json:
         emit_json(inspect(made))
-    layout = " (PowerInfer's layout)" if o.gguf is not None and made.spec.sparse else ""
+    layout = " (PowerInfer's layout)" if o.gguf is not None and to_gguf.for_powerinfer(made.spec) else ""
     places = " and ".join(p for p in (o.output, o.gguf) if p is not None)
     log.info(
         f"wrote random weights ({made.source['name']}) as {o.format} into {places}{layout}, "

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from thermocline.convert.checkpoint import block_stacks, ternary
 from thermocline.convert.checkpoint.block_stacks import FORMAT, BlockStack
+from thermocline.convert.checkpoint.predictors import PredictorFiles
 from thermocline.convert.rows import TensorMapSource
 from thermocline.files.safetensors import Checkpoint
 from thermocline.model.tensor_map import TensorMap
@@ -17,8 +18,13 @@ U8 = NDArray[np.uint8]
 class CheckpointSource(TensorMapSource):
     """An `EncodedSource` over a checkpoint: blocks are copied bit for bit."""
 
-    def __init__(self, checkpoint: Checkpoint, tensor_map: TensorMap) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, tensor_map: TensorMap, beside: PredictorFiles | None = None
+    ) -> None:
+        """`beside`: files of predictors, which `tensor_map` has."""
         tensors, where = block_stacks.seen(checkpoint, *ternary.seen(checkpoint, tensor_map))
+        if beside is not None:
+            tensors, where = {**tensors, **beside.tensors}, {**where, **beside.where}
         super().__init__(str(checkpoint.directory), tensors, where, tensor_map)
         self._stacks = {n: x for n, x in where.items() if isinstance(x, BlockStack)}
 

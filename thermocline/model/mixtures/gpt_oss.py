@@ -119,6 +119,13 @@ ALWAYS: Json = {
     "attention_sinks": True,
     "router": Router(score="logits", biased=True),
 }
+
+
+def laid(s: ModelSpec) -> bool:
+    """Return whether layers have windows as llama.cpp's code has them: every second, or all."""
+    return s.window_layers in (None, tuple(range(0, s.n_layers, 2)))
+
+
 _CHOSEN = 3  # `expert_gating_func`: the softmax of the chosen logits
 _ENDS = ("<|return|>", "<|call|>")
 

@@ -35,6 +35,7 @@ _ONLY: Json = {
     "moe_enable_early_router": True,
     "moe_enable_secondary_experts": False,
 }
+_SIGMOIDS = Router(score="sigmoid", weights="normalised")
 _PERIOD = 4  # in a GGUF, every fourth layer from the first on attends to all positions, and has no rope
 
 
@@ -44,8 +45,7 @@ def smallthinker(keys: ConfigKeys, stop: Any) -> tuple[ModelSpec, TensorMap]:
     for key in ("model_name", "profile_sparsity"):  # a label, and a switch of its makers' measurements
         keys.with_defaults({key: None}).raw(key)
     softmax = keys.flag("moe_primary_router_apply_softmax")
-    seen, spec = _near(keys), Router() if softmax else Router(score="sigmoid", weights="normalised")
-    read = read_spec(
+    spec = read_spec(
         keys,
         stop,
         "smallthinker",
@@ -53,14 +53,14 @@ def smallthinker(keys: ConfigKeys, stop: Any) -> tuple[ModelSpec, TensorMap]:
         ffn_dim=keys.size("moe_ffn_hidden_size", "ffn_dim"),
         n_experts=keys.size("moe_num_primary_experts", "n_experts"),
         n_experts_active=keys.size("moe_num_active_primary_experts", "n_experts_active"),
-        router=spec,
+        router=Router() if softmax else _SIGMOIDS,
         router_input="layer_input",
         rope_layers=_layers(keys, "rope_layout"),
-        **seen,
+        **_near(keys),
     )
     if keys.flag("attention_bias"):
         raise keys.unsupported("attention_bias", "is not supported for SmallThinker")
-    return read, tensors(read, _NAMES)
+    return spec, tensors(spec, _NAMES)
 
 
 def _near(keys: ConfigKeys) -> Json:
@@ -88,6 +88,18 @@ def _layers(keys: ConfigKeys, key: str, missing: tuple[int, ...] | None = None) 
 # --- GGUF ---------------------------------------------------------------------------------------------------
 
 NAMES = {"block_sparse_moe.primary_router": "ffn_gate_inp"}
+# What llama.cpp's code knows of the family.
+ALWAYS: Json = {"activation": "relu", "router_input": "layer_input"}
+_WINDOW = 4096  # its code's, whatever a file says
+
+
+def laid(s: ModelSpec) -> bool:
+    """Return whether llama.cpp's code routes, turns and windows as this model does."""
+    rules = s.router in (Router(), _SIGMOIDS)
+    if s.sliding_window is None:
+        return rules and s.rope_layers is None
+    near = tuple(i for i in range(s.n_layers) if i % _PERIOD)
+    return rules and s.sliding_window == _WINDOW and s.rope_layers == s.window_layers == near
 
 
 def gguf_config(k: GGUFKeys) -> Json:
