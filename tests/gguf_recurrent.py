@@ -245,10 +245,12 @@ def write(
     types: Callable[[str], str | None] = lambda name: None,
     more: int = 0,
     legacy: bool = False,
+    changes: Json | None = None,
 ) -> Path:
     """`types`: a matrix's name -> a gguf type's, None for f32. `more`: blocks that guess further tokens.
 
-    `legacy`: q, k, v and z in one tensor, as the first files of Qwen3-Next.
+    `legacy`: q, k, v and z in one tensor, as the first files of Qwen3-Next. `changes`: metadata to write
+    otherwise; None: not at all.
     """
     import gguf
 
@@ -265,6 +267,12 @@ def write(
     w.add_eos_token_id(2)
     add = {"q": _add_qwen, "n": _add_nemotron, "g": _add_granite, "l": _add_lfm2}[arch[0]]
     add(w, c, more)
+    for key, value in (changes or {}).items():
+        w.kv_data[0].pop(f"{arch}.{key}", None)
+        if isinstance(value, list):
+            w.add_array(f"{arch}.{key}", value)
+        elif value is not None:
+            w.add_uint32(f"{arch}.{key}", value)
     for name, x in tensors_of(hf, c, legacy).items():
         kind = types(name) if x.ndim > 1 and not name.endswith(("conv1d.weight", "conv.weight")) else None
         kind = None if re.search(r"ssm_(a|d|norm)\b", name) else kind

@@ -149,6 +149,8 @@ def test_smaller_formats_stay_close(twin: Twin, format: str) -> None:
     room = 3 if model.spec.norm_order == "after" else room  # small halves count as large ones do
     for kind in set(model.spec.mixers):  # products of what is quantised: q, k, v and z; B, C and x
         room *= {"deltanet": 8, "conv": 2}.get(kind, 1)
+        if kind == "deltanet" and model.spec.n_experts > 1:
+            room *= 5  # near ties of experts: a state remembers the other one's answer
     assert nmse(y, twin.truth) <= room * NMSE[format]
     if quant.FORMATS[format].block == 1:  # the reference does not quantise activations
         assert nmse(y, in_numpy(model).logits(twin.ids, PROMPT)) <= NMSE["f32"]

@@ -251,6 +251,32 @@ def of_block(tensor: str, name: str) -> str | None:
     return "Q8_0" if any(w in tensor for w in wide) and "norm" not in tensor else None
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("nemotron_h_moe", {"moe_latent_size": 8}, "moe_latent_size 8 is not supported"),
+        ("nemotron_h_moe", {"attention.head_count_kv": [0, 0, 2]}, "a number for each of 5 blocks"),
+        ("nemotron_h_moe", {"expert_used_count": 99}, "n_experts_active is more than n_experts"),
+        ("nemotron_h_moe", {"ssm.group_count": 5}, "recurrent is out of range"),
+        ("nemotron_h", {"nextn_predict_layers": 5}, "nextn_predict_layers is 5, of 5 blocks"),
+        ("qwen3_5", {"ssm.time_step_rank": None}, "time_step_rank must be"),
+        ("qwen3_5", {"ssm.new_key": 1}, "is unknown, so it may change the answer"),
+        ("qwen3_5_moe", {"ssm.state_size": 24}, "its metadata implies"),
+        ("granite_hybrid", {"ssm.inner_size": 100}, "no multiple of embedding_length"),
+        ("lfm2", {"shortconv.l_cache": 5}, "its metadata implies"),
+        ("lfm2_moe", {"expert_gating_func": 1}, "expert_gating_func must be"),
+        ("lfm2_moe", {"leading_dense_block_count": 0}, "is missing"),
+    ],
+)
+def test_metadata_that_lies_is_refused_in_a_line(
+    name: str, changes: dict[str, Any], why: str, twin: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = gguf_recurrent.write(twin(name), tmp_path / "m.gguf", changes=changes)
+    with pytest.raises((BadFile, Unsupported), match=why) as e:
+        pack(path, tmp_path / "packed")
+    assert "\n" not in str(e.value) and not (tmp_path / "packed").exists()
+
+
 def test_a_block_that_guesses_further_tokens_is_left_out_with_a_line(
     twin: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
