@@ -77,6 +77,12 @@ LAYER = {
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
 }
 WHOLE = {
     "model.embed_tokens": "token_embd",
@@ -186,6 +192,12 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                     out[f"blk.{layer}.ffn_{which}_exps.weight"] = np.ascontiguousarray(x)
                 continue
             short = LAYER[part]
+            if short == "attn_kv_b" and not apart:
+                each = w.reshape(heads, -1, w.shape[1])
+                nope = config["qk_nope_head_dim"]
+                out[f"blk.{layer}.attn_k_b.weight"] = np.ascontiguousarray(each[:, :nope].swapaxes(1, 2))
+                out[f"blk.{layer}.attn_v_b.weight"] = np.ascontiguousarray(each[:, nope:])
+                continue
             if kind in ("glm4_moe", "gpt_oss", "olmo2", "olmo3") and part == "post_attention_layernorm":
                 short = "post_attention_norm"
             if kind.startswith("gemma") and part == "post_attention_layernorm":
@@ -341,6 +353,21 @@ def add_norm_and_rope(w: Any, config: dict[str, Any], head_dim: int) -> None:
         w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
+def add_latent(w: Any, config: dict[str, Any], old: bool) -> None:
+    """Sizes of latents and of heads; `old`: as before attention was absorbed."""
+    head, rank = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["kv_lora_rank"]
+    if config["q_lora_rank"] is not None:
+        w.add_q_lora_rank(config["q_lora_rank"])
+    w.add_kv_lora_rank(rank)
+    w.add_key_length(head if old else rank + config["qk_rope_head_dim"])
+    w.add_value_length(config["v_head_dim"] if old else rank)
+    if not old:
+        w.add_key_length_mla(head)
+        w.add_value_length_mla(config["v_head_dim"])
+    if growth := (config.get("rope_parameters") or {}).get("mscale_all_dim"):
+        w.add_rope_scaling_yarn_log_mul(0.1 * growth)
+
+
 def add_experts(w: Any, config: dict[str, Any]) -> None:
     """Each of them that a config has is written as the converter does."""
     for keys, add in (
@@ -367,7 +394,11 @@ def add_experts(w: Any, config: dict[str, Any]) -> None:
     if "norm_topk_prob" in config and "n_routed_experts" in config:
         w.add_expert_weights_norm(config["norm_topk_prob"])
     softmax = config.get("moe_primary_router_apply_softmax")  # SmallThinker's
-    if softmax is not None or w.arch in ("glm4moe", "dots1", "minimax-m2"):
+    sigmoid = w.arch in ("glm4moe", "dots1", "minimax-m2") or config["model_type"] in (
+        "deepseek_v3",
+        "glm4_moe_lite",
+    )
+    if softmax is not None or sigmoid:
         import gguf
 
         kinds = gguf.ExpertGatingFuncType
@@ -448,14 +479,17 @@ def write(
     ffn = next(config[key] for key in widths if config.get(key))
     w.add_feed_forward_length(config.get("intermediate_size_mlp", ffn))
     w.add_head_count(heads)
-    w.add_head_count_kv(kv_heads(config))
+    latent = "kv_lora_rank" in config
+    w.add_head_count_kv(1 if latent and not apart else kv_heads(config))
     w.add_file_type(0)
     w.add_bos_token_id(1)
     w.add_eos_token_id(2)
     if arch != "opt":
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        add_norm_and_rope(w, config, head_dim)
-        if arch != "gemma4":
+        add_norm_and_rope(w, config, config["qk_rope_head_dim"] if latent else head_dim)
+        if latent:
+            add_latent(w, config, apart)
+        elif arch != "gemma4":
             w.add_key_length(head_dim)
             w.add_value_length(head_dim)
     out = tensors_of(hf, powerinfer, apart)

@@ -61,6 +61,8 @@ LOGITS = (
     "phi2",
     "phimoe",
     "llama4",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 
 

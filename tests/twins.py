@@ -1050,6 +1050,51 @@ def phi2(path: Path) -> Path:
     return _transformers("Phi", path, 80, hidden_act="gelu_new", partial_rotary_factor=0.5)
 
 
+LATENT: Json = {"head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 12}
+LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 24, "q_lora_rank": 24, "n_shared_experts": 2}
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+}
+
+
+def deepseek_v2(path: Path) -> Path:
+    """DeepSeek-V2: latent attention, YaRN that sharpens scores, the best of groups by their best expert."""
+    more = {"topk_method": "group_limited_greedy", "norm_topk_prob": False, "rope_parameters": DEEPSEEK_YARN}
+    return _mixture("DeepseekV2", path, 60, **(GROUPED | LATENT | more))
+
+
+def deepseek_v2_lite(path: Path) -> Path:
+    """DeepSeek-V2-Lite: queries come directly, and there are no groups."""
+    more = {"q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+    return _mixture("DeepseekV2", path, 61, **(GROUPED | LATENT | more))
+
+
+def deepseek_v3(path: Path) -> Path:
+    """DeepSeek-V3: the best of groups by their two best experts, with biases."""
+    more: Json = {"rope_parameters": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+    more |= {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "q_lora_rank": 32}
+    return _mixture("DeepseekV3", path, 62, **(GROUPED | LATENT | more))
+
+
+def glm4_moe_lite(path: Path) -> Path:
+    """GLM-4.7-Flash: as V3; rows that no vector divides, and rope on halves."""
+    more: Json = {
+        "kv_lora_rank": 37,
+        "qk_nope_head_dim": 13,
+        "v_head_dim": 8,
+        "q_lora_rank": 19,
+        "n_group": 1,
+    }
+    more |= {"topk_group": 1, "rope_interleave": False, "rms_norm_eps": 1e-5}
+    return _mixture("Glm4MoeLite", path, 63, **(GROUPED | LATENT | more))
+
+
 # What a user has to say of them: their configs leave open which ReLU it is.
 ASKED = {"mixtral_relu": "relu", "qwen2_drelu": "drelu"}
 MUP = {"scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16}
@@ -1151,6 +1196,10 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         gpt_neox,
         gpt_neox_in_turn,
         phi2,
+        deepseek_v2,
+        deepseek_v2_lite,
+        deepseek_v3,
+        glm4_moe_lite,
     )
 }
 

@@ -185,6 +185,7 @@ class Heads:
     are LayerNorms, every head's with its own weights. `shares`: keys and values are what an earlier layer
     stored. `chunked`: to those of the same `window` positions.
     `temperature`: q is multiplied by 1 + temperature * log(1 + floor((position + 1) / temperature_span)).
+    `value_dim`: of latents, whose first elements are the value; 0: keys and values.
     """
 
     def __new__(
@@ -207,6 +208,7 @@ class Heads:
         chunked: bool = False,
         temperature: float = 0.0,
         temperature_span: float = 1.0,
+        value_dim: int = 0,
     ) -> Heads: ...
 
 class Join:
@@ -218,6 +220,21 @@ class PerLayer:
     """x joins norm(down(act(gate x) * given)), as `join` says."""
 
     def __new__(cls, gate: Matrix, down: Matrix, activation: int, join: Join) -> PerLayer: ...
+
+class Latent:
+    """What a latent attention has beside its first and last matrices: RMS norms, matrices of each head."""
+
+    def __new__(
+        cls,
+        *,
+        nope: int,
+        rope: int,
+        q_norm: Norm | None,
+        q_b: Matrix | None,
+        kv_norm: Norm,
+        k_b: Matrix,
+        v_b: Matrix,
+    ) -> Latent: ...
 
 class Attention:
     """`gate` [n * dim, width of qkv]: what attention gives is multiplied by its sigmoid."""
@@ -231,6 +248,7 @@ class Attention:
         sub_norm: Norm | None,
         join: Join,
         gate: Matrix | None = None,
+        latent: Latent | None = None,
     ) -> Attention: ...
 
 class Mixer:
@@ -420,11 +438,12 @@ class KVPages:
 
     f16: k [heads * pages, dim, block], v [heads * pages, block, dim]; else u8 [heads * pages, bytes of a
     page]. Page p of head h is at r * heads + h * w + p - r, where r is p rounded down to a whole run of
-    `limits().page_run` pages, and w is the pages of that run: fewer in the last one.
+    `limits().page_run` pages, and w is the pages of that run: fewer in the last one. v None: k is latents,
+    f16 [pages, block, dim].
     """
 
     def __new__(
-        cls, k: F16 | U8, v: F16 | U8, k_type: int, v_type: int, heads: int, dim: int, block: int
+        cls, k: F16 | U8, v: F16 | U8 | None, k_type: int, v_type: int, heads: int, dim: int, block: int
     ) -> KVPages: ...
 
 class Step:
@@ -616,7 +635,9 @@ class LayerShape:
 
     `shared_dim`, `dense_dim`: neurons of the FFN of every token, and of layers with one plain FFN; 0: none.
     `bundles`: a mixture's experts are not plain matrices. `gated`: so is what attention gives. `mixer_…`: of
-    recurrent layers what the first matrix gives and the last one takes, heads, a thread's inputs.
+    recurrent layers what the first matrix gives and the last one takes, heads, a thread's inputs. The others
+    are of a latent attention: what `q_b` takes (or all queries), a head's plain part, a latent without its
+    turned part, a head's output.
     """
 
     def __new__(
@@ -637,6 +658,10 @@ class LayerShape:
         mixer_inner: int = 0,
         mixer_heads: int = 0,
         mixer_ring: int = 0,
+        lower: int = 0,
+        nope: int = 0,
+        rank: int = 0,
+        value: int = 0,
     ) -> LayerShape: ...
 
 def scratch_bytes(shape: LayerShape, *, tokens: int, positions: int, threads: int) -> int:

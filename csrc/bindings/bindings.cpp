@@ -103,8 +103,8 @@ tc::Norm norm_of(const Norm* norm, size_t dim) {
 static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float scale, float softcap,
                         std::optional<F1> q_norm, std::optional<F1> k_norm, float eps,
                         std::optional<F1> sinks, bool whole_norms, bool norms_last, std::optional<F1> v_norm,
-                        bool shares, bool own_norms, bool chunked, float temperature,
-                        float temperature_span) {
+                        bool shares, bool own_norms, bool chunked, float temperature, float temperature_span,
+                        size_t value_dim) {
     check(n > 0 && n_kv > 0 && n % n_kv == 0 && dim > 0, "heads do not divide");
     check(softcap >= 0, "negative soft cap");
     check(!whole_norms || (q_norm && (k_norm || shares) && !norms_last),
@@ -124,6 +124,9 @@ static Heads make_heads(size_t n, size_t n_kv, size_t dim, size_t window, float 
     check(temperature >= 0 && temperature_span > 0, "a temperature out of range");
     heads.chunked = chunked, heads.temperature = temperature, heads.temperature_span = temperature_span;
     heads.v_norm = optional_vector(v_norm, dim, "v_norm has the wrong length"), heads.shares = shares;
+    heads.value_dim = value_dim;
+    check(!value_dim || (n_kv == 1 && value_dim < dim && !q_norm && !k_norm && !shares),
+          "latents are one key of all heads");
     return {heads, q_norm, k_norm, sinks, v_norm};
 }
 
@@ -134,24 +137,60 @@ tc::Join join_of(const Join& join, size_t dim) {
     return {norm_of(join.norm ? &*join.norm : nullptr, dim), join.join.scale, join.join.after};
 }
 
+static Latent make_latent(size_t nope, size_t rope, const Norm* q_norm, const Matrix* q_b,
+                          const Norm& kv_norm, const Matrix& k_b, const Matrix& v_b) {
+    const size_t rank = v_b.cols;
+    check(nope > 0 && rope > 0 && rope % 2 == 0 && nope <= 1 << 16 && rope <= 1 << 16, "parts out of range");
+    check(k_b.cols == nope && k_b.rows % rank == 0 && k_b.rows > 0, "k_b has the wrong shape");
+    const size_t heads = k_b.rows / rank;
+    check(v_b.rows % heads == 0 && v_b.rows > 0, "v_b has the wrong shape");
+    check(!q_norm == !q_b && (!q_b || q_b->rows == heads * (nope + rope)), "q_b has the wrong shape");
+    for (const Matrix* w : {&k_b, &v_b})
+        check_weights(*w), check(w->group == 1, "rows of heads are interleaved");
+    if (q_b) check_weights(*q_b);
+    check(!kv_norm.norm.layer && !kv_norm.bias && (!q_norm || (!q_norm->norm.layer && !q_norm->bias)),
+          "norms of latents are RMS norms without bias");
+    return {{nope, rope, rank, v_b.rows / heads, norm_of(q_norm, q_b ? q_b->cols : 0),
+             norm_of(&kv_norm, rank), q_b ? *q_b : Matrix{}, k_b, v_b},
+            held(q_norm),
+            kv_norm};
+}
+
+// What the first and the last matrix of an attention must be.
+static void check_latent(const tc::Heads& heads, const tc::Latent& l, size_t rows, size_t out) {
+    const size_t lower = l.q_b.data ? l.q_b.cols : heads.n * (l.nope + l.rope);
+    check(heads.value_dim == l.rank && heads.dim == l.rank + l.rope && heads.n * l.rank == l.k_b.rows,
+          "the heads are not those of these latents");
+    check(rows == lower + heads.dim, "qkv has the wrong shape");
+    check(out == heads.n * l.value, "the output projection has the wrong shape");
+}
+
 static Attention make_attention(const Norm* norm, const Stack& qkv, const Linear& out, const Heads& h,
-                                const Norm* sub_norm, const Join& join, const Matrix* gate) {
+                                const Norm* sub_norm, const Join& join, const Matrix* gate,
+                                const Latent* latent) {
     const tc::Heads& heads = h.heads;
     const tc::Stack& in = qkv.stack;
     const Matrix& proj = out.linear.weight;
-    check(in.rows() == heads.width(), "qkv has the wrong shape");
-    check(proj.rows == in.cols() && proj.cols == heads.n * heads.dim,
-          "the output projection has the wrong shape");
+    check(!heads.value_dim == !latent, "latents and their heads need each other");
+    if (latent) {
+        check(!gate, "latents have no gate");
+        check_latent(heads, latent->latent, in.rows(), proj.cols);
+    } else {
+        check(in.rows() == heads.width(), "qkv has the wrong shape");
+        check(proj.cols == heads.n * heads.dim, "the output projection has the wrong shape");
+    }
+    check(proj.rows == in.cols(), "the output projection has the wrong shape");
     check(!gate || (gate->rows == proj.cols && gate->cols == in.cols()), "the gate has the wrong shape");
     if (gate) check_weights(*gate);
     return {{norm_of(norm, in.cols()), in, out.linear, heads, norm_of(sub_norm, proj.cols),
-             join_of(join, in.cols()), gate ? *gate : Matrix{}},
+             join_of(join, in.cols()), gate ? *gate : Matrix{}, latent ? latent->latent : tc::Latent{}},
             held(norm),
             held(sub_norm),
             qkv,
             out,
             h,
-            join};
+            join,
+            latent ? std::optional<Latent>(*latent) : std::nullopt};
 }
 
 static Predictor make_predictor(const Matrix* first, const Matrix& second, F1 threshold, size_t hot,
@@ -403,13 +442,15 @@ static tc::CachePages make_pages(const AnyArray& x, int type, size_t heads, size
     return {static_cast<uint8_t*>(x.data()), t, x.shape(0) / heads, heads, bytes};
 }
 
-static KVPages make_kv_pages(AnyArray k, AnyArray v, int k_type, int v_type, size_t heads, size_t dim,
-                             size_t block) {
+static KVPages make_kv_pages(AnyArray k, std::optional<AnyArray> v, int k_type, int v_type, size_t heads,
+                             size_t dim, size_t block) {
     check(heads > 0 && heads <= size_t(1) << 20 && dim > 0 && dim <= size_t(1) << 20 && block > 0 &&
               block <= size_t(1) << 20,
           "pages out of range");
-    const tc::CachePages keys = make_pages(k, k_type, heads, dim, block, true),
-                         values = make_pages(v, v_type, heads, dim, block, false);
+    check(v || (heads == 1 && k_type == tc::CACHE_F16 && v_type == tc::CACHE_F16),
+          "latents are f16, of one head");
+    const tc::CachePages keys = make_pages(k, k_type, heads, dim, block, v.has_value()),
+                         values = v ? make_pages(*v, v_type, heads, dim, block, false) : keys;
     check(keys.pages == values.pages, "k and v cache differ in shape");
     return {keys, values, dim, block, k, v};
 }
@@ -417,6 +458,7 @@ static KVPages make_kv_pages(AnyArray k, AnyArray v, int k_type, int v_type, siz
 static void attention(Context& c, MutF2 qkv, const Heads& h, const Step& s, const KVPages& kv, MutF2 out) {
     const tc::Heads& heads = h.heads;
     check_pages(heads, s, kv);
+    check(!heads.value_dim, "latents have matrices of their own");
     check(qkv.shape(0) == s.step.tokens && qkv.shape(1) == heads.width(), "qkv has the wrong shape");
     check(out.shape(0) == s.step.tokens && out.shape(1) == heads.n * heads.dim, "out has the wrong shape");
     const tc::AttentionArgs a = {heads, s.step, kv.k, kv.v, qkv.data(), out.data()};
@@ -431,6 +473,7 @@ static void attention_add(Context& c, MutF2 x, F2 h, const Attention& a, const S
     check_pages(a.layer.heads, s, kv);
     for (const Matrix& part : a.layer.qkv.parts) check_groups(c, part);
     check_groups(c, a.layer.out.weight), check_groups(c, a.layer.gate);
+    if (a.layer.latent.q_b.data) check_groups(c, a.layer.latent.q_b);
     nb::gil_scoped_release release;
     std::lock_guard<std::mutex> lock(c.one_call);
     c.attention_add(x.data(), h.data(), a.layer, s.step, kv.k, kv.v);
@@ -781,15 +824,19 @@ NB_MODULE(_native, m) {
              "q_norm"_a.noconvert().none(), "k_norm"_a.noconvert().none(), "eps"_a,
              "sinks"_a.noconvert().none() = nb::none(), "whole_norms"_a = false, "norms_last"_a = false,
              "v_norm"_a.noconvert().none() = nb::none(), "shares"_a = false, "own_norms"_a = false,
-             "chunked"_a = false, "temperature"_a = 0.0f, "temperature_span"_a = 1.0f);
+             "chunked"_a = false, "temperature"_a = 0.0f, "temperature_span"_a = 1.0f, "value_dim"_a = 0);
     nb::class_<Join>(m, "Join").def(nb::new_(&make_join), "norm"_a.none(), "scale"_a, "after"_a = 1.0f);
     nb::class_<PerLayer>(m, "PerLayer")
         .def(nb::new_(&make_per_layer), "gate"_a, "down"_a, "activation"_a, "join"_a, nb::keep_alive<0, 2>(),
              nb::keep_alive<0, 3>());
+    nb::class_<Latent>(m, "Latent")
+        .def(nb::new_(&make_latent), nb::kw_only(), "nope"_a, "rope"_a, "q_norm"_a.none(), "q_b"_a.none(),
+             "kv_norm"_a, "k_b"_a, "v_b"_a, nb::keep_alive<0, 5>(), nb::keep_alive<0, 7>(),
+             nb::keep_alive<0, 8>());
     nb::class_<Attention>(m, "Attention")
         .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(),
-             "join"_a, "gate"_a.none() = nb::none(), nb::keep_alive<0, 3>(), nb::keep_alive<0, 4>(),
-             nb::keep_alive<0, 8>());
+             "join"_a, "gate"_a.none() = nb::none(), "latent"_a.none() = nb::none(), nb::keep_alive<0, 3>(),
+             nb::keep_alive<0, 4>(), nb::keep_alive<0, 8>());
     nb::class_<Predictor>(m, "Predictor")
         .def(nb::new_(&make_predictor), "first"_a.none(), "second"_a, "threshold"_a.noconvert(), "hot"_a,
              "relu"_a, nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>());
@@ -822,7 +869,7 @@ NB_MODULE(_native, m) {
         "block"_a, "window"_a, "cos"_a.noconvert().none(), "sin"_a.noconvert().none(),
         "state_from"_a.noconvert().none() = nb::none(), "state_to"_a.noconvert().none() = nb::none());
     nb::class_<KVPages>(m, "KVPages")
-        .def(nb::new_(&make_kv_pages), "k"_a.noconvert(), "v"_a.noconvert(), "k_type"_a, "v_type"_a,
+        .def(nb::new_(&make_kv_pages), "k"_a.noconvert(), "v"_a.noconvert().none(), "k_type"_a, "v_type"_a,
              "heads"_a, "dim"_a, "block"_a);
     m.def(
         "cache_page_bytes",

@@ -61,6 +61,11 @@ struct Join {
     tc::Join join;
     std::optional<Norm> norm;
 };
+struct Latent {
+    tc::Latent latent;
+    std::optional<Norm> q_norm;
+    Norm kv_norm;
+};
 struct Attention {
     tc::Attention layer;
     std::optional<Norm> norm, sub_norm;
@@ -68,6 +73,7 @@ struct Attention {
     Linear out;
     Heads heads;
     Join join;
+    std::optional<Latent> latent;
 };
 struct Mixer {
     tc::Mixer layer;
@@ -122,7 +128,8 @@ struct Step {
 struct KVPages {
     tc::CachePages k, v;
     size_t dim, block;
-    AnyArray keys, values;
+    AnyArray keys;
+    std::optional<AnyArray> values;  // none: latents, which are both
 };
 
 // Parts of a layer, as bindings.cpp makes them.
@@ -133,12 +140,15 @@ inline std::optional<Norm> held(const Norm* norm) { return norm ? std::optional<
 
 // Check that the pages fit these heads and hold all pages that the step's tables name.
 inline void check_pages(const tc::Heads& heads, const Step& s, const KVPages& kv) {
-    check(kv.k.heads == heads.n_kv && kv.dim == heads.dim && kv.block == s.step.block,
+    check(kv.k.heads == heads.n_kv && kv.dim == heads.dim && kv.block == s.step.block &&
+              !kv.values == (heads.value_dim != 0),
           "the kv cache is of another shape than the heads");
     check(!s.window || (heads.window && heads.window <= s.window),
           "the heads look further back than the step's pages");
     check(s.pages <= kv.k.pages, "block table names a page that does not exist");
     check(s.step.rotary <= heads.dim, "cos is wider than a head");
+    check(!heads.value_dim || s.step.rotary == heads.dim - heads.value_dim,
+          "cos is not of the part of a latent that turns");
 }
 
 inline void check_rows(const MutF2& x, const F2& h, size_t dim) {

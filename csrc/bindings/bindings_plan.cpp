@@ -27,15 +27,19 @@ static void bind_limits(nb::module_& m) {
 static tc::LayerShape make_shape(size_t dim, size_t ffn_dim, size_t experts, size_t active, size_t heads,
                                  size_t kv_heads, size_t head_dim, size_t shared_dim, size_t dense_dim,
                                  bool bundles, bool gated, size_t mixer_in, size_t mixer_inner,
-                                 size_t mixer_heads, size_t mixer_ring) {
+                                 size_t mixer_heads, size_t mixer_ring, size_t lower, size_t nope,
+                                 size_t rank, size_t value) {
     for (const size_t n : {dim, ffn_dim, experts, active, heads, kv_heads, head_dim})
         check(n > 0 && n <= size_t(1) << 31, "a size is out of range");
     check(heads % kv_heads == 0, "heads do not divide");
     check(active <= experts, "more experts chosen than there are");
-    for (const size_t n : {shared_dim, dense_dim, mixer_in, mixer_inner, mixer_heads, mixer_ring})
+    for (const size_t n :
+         {shared_dim, dense_dim, mixer_in, mixer_inner, mixer_heads, mixer_ring, lower, nope, rank, value})
         check(n <= size_t(1) << 31, "a size is out of range");
-    return {dim,       ffn_dim, experts, active,   heads,       kv_heads,    head_dim,  shared_dim,
-            dense_dim, bundles, gated,   mixer_in, mixer_inner, mixer_heads, mixer_ring};
+    check(rank < head_dim, "a latent is wider than its keys");
+    return {dim,        ffn_dim,   experts, active, heads,    kv_heads,    head_dim,
+            shared_dim, dense_dim, bundles, gated,  mixer_in, mixer_inner, mixer_heads,
+            mixer_ring, lower,     nope,    rank,   value};
 }
 
 static size_t scratch_bytes(const tc::LayerShape& shape, size_t tokens, size_t positions, size_t threads) {
@@ -49,7 +53,7 @@ static void bind_scratch(nb::module_& m) {
         .def(nb::new_(&make_shape), nb::kw_only(), "dim"_a, "ffn_dim"_a, "experts"_a, "active"_a, "heads"_a,
              "kv_heads"_a, "head_dim"_a, "shared_dim"_a = 0, "dense_dim"_a = 0, "bundles"_a = false,
              "gated"_a = false, "mixer_in"_a = 0, "mixer_inner"_a = 0, "mixer_heads"_a = 0,
-             "mixer_ring"_a = 0);
+             "mixer_ring"_a = 0, "lower"_a = 0, "nope"_a = 0, "rank"_a = 0, "value"_a = 0);
     m.def("scratch_bytes", &scratch_bytes, "shape"_a, nb::kw_only(), "tokens"_a, "positions"_a, "threads"_a);
     m.def("disk_scratch_bytes", &tc::disk_scratch_bytes, "shape"_a);
 }

@@ -56,10 +56,24 @@ static size_t ffns(const LayerShape& s, size_t threads) {
            (!s.bundles || s.shared_dim ? plain_experts(s, threads) : 0);
 }
 
+// Of a latent attention: a pass's first products and their norm, each head's query and its input, queries for
+// latents, what they find and its input.
+static size_t latents(const LayerShape& s, size_t tokens) {
+    constexpr size_t kPadded = 192;
+    const size_t rope = s.head_dim - s.rank, heads = s.heads * (s.nope + rope),
+                 pass = std::min(tokens, kPassTokens),
+                 input = (pass + kMostTileTokens) * s.heads * (std::max(s.nope, s.rank) + kPadded);
+    const size_t arrays = (s.lower + s.head_dim) + s.lower + heads + (s.heads + 1) * s.head_dim +
+                          s.heads * (s.rank + s.value) + std::max({s.dim, s.lower, s.heads * s.value});
+    return pass * arrays + input;
+}
+
 size_t scratch_bytes(const LayerShape& s, size_t tokens, size_t positions, size_t threads) {
-    const size_t heads = s.heads * s.head_dim, qkv = (s.heads + 2 * s.kv_heads) * s.head_dim,
-                 group = s.heads / s.kv_heads, answer = std::max(heads, s.mixer_inner),
-                 widest = std::max({s.dim, answer, s.ffn_dim, s.shared_dim, s.dense_dim});
+    const size_t heads = s.heads * (s.rank ? s.value : s.head_dim),
+                 qkv = s.rank ? 0 : (s.heads + 2 * s.kv_heads) * s.head_dim, group = s.heads / s.kv_heads,
+                 answer = std::max(heads, s.mixer_inner),
+                 widest =
+                     std::max({s.dim, answer, s.ffn_dim, s.shared_dim, s.dense_dim, s.lower, s.nope, s.rank});
     // A residual branch and its norm; queries, keys and values, or a mixer's; what these answer; gates.
     const size_t gates = std::max(s.gated ? heads : 0, 2 * s.mixer_heads),
                  arrays = tokens * (2 * s.dim + std::max(qkv, s.mixer_in) + answer + gates);
@@ -73,8 +87,8 @@ size_t scratch_bytes(const LayerShape& s, size_t tokens, size_t positions, size_
     const size_t rows = std::max(group, kQueryRows) * (s.head_dim + 2);
     const size_t scores = threads * (4 * kSpan + kQueryRows * (s.head_dim + 2) + s.head_dim);
     const size_t spans = 4 * threads * parts(positions, kSpan) * rows;
-    return sizeof(float) *
-           (arrays + inputs + panels + ffns(s, threads) + scores + spans + threads * s.mixer_ring);
+    const size_t more = threads * s.mixer_ring + (s.rank ? latents(s, tokens) : 0);
+    return sizeof(float) * (arrays + inputs + panels + ffns(s, threads) + scores + spans + more);
 }
 
 size_t disk_scratch_bytes(const LayerShape& s) {

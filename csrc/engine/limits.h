@@ -32,6 +32,8 @@ struct LayerShape {
     // Of recurrent layers: what their first matrix gives, what their last one takes, heads, and the inputs of
     // a convolution that a thread works on.
     size_t mixer_in = 0, mixer_inner = 0, mixer_heads = 0, mixer_ring = 0;
+    size_t lower = 0, nope = 0, rank = 0,
+           value = 0;  // of a latent attention, as `Latent` has them; rank 0: none
 };
 
 // Bytes of scratch that a Context takes at most in calls of up to `tokens` tokens over up to `positions`

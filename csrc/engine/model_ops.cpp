@@ -25,7 +25,7 @@ size_t Context::scratch_bytes() const {
     for (const auto& each : inputs_) add(each);
     add(hidden_input_, panels_, guess_input_, code_input_, marks_, expert_input_);
     add(code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_, attended_, branch_,
-        scales_, products_, open_, rings_);
+        scales_, products_, open_, rings_, lower_, queries_, absorbed_, found_);
     add(ids_, slots_, entries_, places_, gate_slots_, gate_entries_, wanted_, gate_wanted_, counts_);
     add(routed_.normed, routed_.logits, routed_.weights, routed_.in, routed_.out, routed_.sum, routed_.record,
         routed_.shares, routed_.shared, routed_.tokens, routed_.visits);
@@ -153,58 +153,67 @@ void Context::matmul(const Stack& w, const Norm& norm, const float* x, size_t to
 
 // ---- attention
 
-// Consecutive tokens of one sequence, whose queries of one group of heads are worked on together.
+// Queries that are worked on together: of consecutive tokens of one sequence, and of some heads [head, head +
+// heads) that share keys.
 struct Context::Queries {
     size_t first, tokens, begin, end;  // tokens of the batch; the positions any of them attends to
+    size_t head, heads;
+    size_t rows() const { return tokens * heads; }
 };
 
-std::vector<Context::Queries> Context::queries(const AttentionArgs& a) const {
-    const size_t most = std::max<size_t>(1, kQueryRows / (a.heads.n / a.heads.n_kv));
-    std::vector<Queries> all;
+// All queries of a call, `heads` (a part of a group) at a time.
+std::vector<Context::Queries> Context::queries(const AttentionArgs& a, size_t heads) const {
+    const size_t most = std::max<size_t>(1, kQueryRows / heads);
+    std::vector<Queries> runs, all;
     for (size_t t = 0; t < a.step.tokens; t++) {
         const size_t end = size_t(a.step.positions[t]) + 1, begin = a.heads.first(end);
-        if (all.empty() || all.back().tokens == most || a.step.sequence[t] != a.step.sequence[t - 1])
-            all.push_back({t, 0, begin, end});
-        Queries& q = all.back();
+        if (runs.empty() || runs.back().tokens == most || a.step.sequence[t] != a.step.sequence[t - 1])
+            runs.push_back({t, 0, begin, end, 0, heads});
+        Queries& q = runs.back();
         q.tokens++;
         q.begin = std::min(q.begin, begin), q.end = std::max(q.end, end);
     }
+    const size_t group = a.heads.group();
+    for (Queries q : runs)
+        for (size_t first = 0; first < a.heads.n; first += group)
+            for (q.head = first; q.head < first + group; q.head += heads) {
+                all.push_back(q);
+                all.back().heads = std::min(heads, first + group - q.head);
+            }
     return all;
 }
 
-// Joins what the queries find at positions [begin, end) into `into`: [tokens * group][head_dim + 2].
-void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end,
-                     float* scores, float* into) {
-    const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv, width = a.heads.width();
-    const size_t rows = q.tokens * group;
+// Joins what the queries find at positions [begin, end) into `into`: [tokens * heads][values + 2].
+void Context::attend(const AttentionArgs& a, const Queries& q, size_t begin, size_t end, float* scores,
+                     float* into) {
+    const size_t hd = a.heads.dim, vd = a.heads.values(), width = a.heads.width(), rows = q.rows();
     Span span = {a.k,
                  a.v,
                  a.step.table + size_t(a.step.sequence[q.first]) * a.step.table_width,
-                 head,
+                 q.head / a.heads.group(),
                  a.step.block,
                  hd,
                  0,
                  0,
                  0,
                  a.heads.scale,
-                 a.heads.softcap};
+                 a.heads.softcap,
+                 vd,
+                 a.heads.value_dim != 0};
     float* partial = scores + 4 * kSpan;
-    for (size_t r = 0; r < rows; r++) into[r * (hd + 2) + hd + 1] = 0;
+    const void* query[kQueryRows];
+    int32_t first[kQueryRows], last[kQueryRows];
+    for (size_t r = 0; r < rows; r++) {
+        const size_t t = q.first + r / q.heads;
+        query[r] = a.qkv + t * width + (q.head + r % q.heads) * hd;
+        last[r] = a.step.positions[t] + 1;
+        first[r] = int32_t(a.heads.first(size_t(last[r])));
+        into[r * (vd + 2) + vd + 1] = 0;
+    }
     for (size_t s = begin / kSpan * kSpan; s < end; s += kSpan) {
         span.begin = s, span.end = std::min(s + kSpan, end), span.following = std::min(s + 2 * kSpan, end);
-        for (size_t r0 = 0; r0 < rows; r0 += kQueryRows) {  // more than one turn only for very large groups
-            const size_t n = std::min(kQueryRows, rows - r0);
-            const void* query[kQueryRows];
-            int32_t first[kQueryRows], last[kQueryRows];
-            for (size_t r = 0; r < n; r++) {
-                const size_t t = q.first + (r0 + r) / group;
-                query[r] = a.qkv + t * width + (head * group + (r0 + r) % group) * hd;
-                last[r] = a.step.positions[t] + 1;
-                first[r] = int32_t(a.heads.first(size_t(last[r])));
-            }
-            k.attend(span, query, first, last, n, scores, partial);
-            for (size_t r = 0; r < n; r++) k.merge(into + (r0 + r) * (hd + 2), partial + r * (hd + 2), hd);
-        }
+        k.attend(span, query, first, last, rows, scores, partial);
+        for (size_t r = 0; r < rows; r++) k.merge(into + r * (vd + 2), partial + r * (vd + 2), vd);
     }
 }
 
@@ -212,8 +221,11 @@ void Context::attend(const AttentionArgs& a, const Queries& q, size_t head, size
 void Context::store(const AttentionArgs& a, size_t t, float* scratch) {
     const Heads& heads = a.heads;
     const size_t hd = heads.dim, rotary = a.step.rotary, p = size_t(a.step.positions[t]);
+    const int32_t* table = a.step.table + size_t(a.step.sequence[t]) * a.step.table_width;
+    const size_t block = a.step.block, page = size_t(table[p / block]);
     const size_t own_kv = heads.shares ? 0 : heads.n_kv;
     float *q = a.qkv + t * heads.width(), *key = q + heads.n * hd, *value = key + own_kv * hd;
+    if (heads.value_dim) return k.store_value(CACHE_F16, key, hd, block, p % block, a.k.at(0, page));
     if (heads.whole_norms) {
         k.norm(q, heads.q_norm, nullptr, heads.norm_eps, false, heads.n * hd, q);
         if (own_kv) k.norm(key, heads.k_norm, nullptr, heads.norm_eps, false, own_kv * hd, key);
@@ -232,8 +244,6 @@ void Context::store(const AttentionArgs& a, size_t t, float* scratch) {
         if (a.k.rotated()) k.rotate(x, hd, scratch);
         if (a.k.rotated() && h < heads.n) k.code_query(x, hd);
     }
-    const int32_t* table = a.step.table + size_t(a.step.sequence[t]) * a.step.table_width;
-    const size_t block = a.step.block, page = size_t(table[p / block]);
     for (size_t h = 0; h < own_kv; h++) {
         if (heads.v_norm)
             k.norm(value + h * hd, heads.v_norm, nullptr, heads.norm_eps, false, hd, value + h * hd);
@@ -244,32 +254,39 @@ void Context::store(const AttentionArgs& a, size_t t, float* scratch) {
 }
 
 // `from`, as `attend` leaves it, is the output of these queries. scratch: [head_dim].
-void Context::finish(const AttentionArgs& a, const Queries& q, size_t head, const float* from,
-                     float* scratch) {
-    const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv;
-    for (size_t r = 0; r < q.tokens * group; r++, from += hd + 2) {
-        float* out = a.out + (q.first + r / group) * a.heads.n * hd + (head * group + r % group) * hd;
-        float inverse = 1.0f / from[hd + 1];
+void Context::finish(const AttentionArgs& a, const Queries& q, const float* from, float* scratch) {
+    const size_t vd = a.heads.values();
+    for (size_t r = 0; r < q.rows(); r++, from += vd + 2) {
+        const size_t head = q.head + r % q.heads;
+        float* out = a.out + ((q.first + r / q.heads) * a.heads.n + head) * vd;
+        float inverse = 1.0f / from[vd + 1];
         if (a.heads.sinks) {  // joined as a span whose only value is 0; how much that leaves of the others
-            float left[3] = {1, from[hd], from[hd + 1]};
-            const float sink[3] = {0, a.heads.sinks[head * group + r % group], 1};
+            float left[3] = {1, from[vd], from[vd + 1]};
+            const float sink[3] = {0, a.heads.sinks[head], 1};
             k.merge(left, sink, 1);
             inverse = left[0] / left[2];
         }
-        for (size_t i = 0; i < hd; i++) out[i] = from[i] * inverse;
-        if (a.v.rotated()) k.rotate(out, hd, scratch);  // back
+        for (size_t i = 0; i < vd; i++) out[i] = from[i] * inverse;
+        if (a.v.rotated()) k.rotate(out, vd, scratch);  // back
     }
 }
 
+static size_t spans_of(size_t begin, size_t end) { return (end + kSpan - 1) / kSpan - begin / kSpan; }
+
 void Context::attention(const AttentionArgs& a) {
-    const size_t hd = a.heads.dim, group = a.heads.n / a.heads.n_kv, threads = size_t(pool.threads());
-    const std::vector<Queries> all = queries(a);
-    const size_t tasks = all.size() * a.heads.n_kv;
+    const size_t hd = a.heads.dim, vd = a.heads.values(), threads = size_t(pool.threads());
+    std::vector<Queries> all = queries(a, std::min(a.heads.group(), kQueryRows));
+    if (a.heads.value_dim && all.size() < 2 * threads) {  // all heads share keys: few tasks of many rows
+        size_t tasks = 0;
+        for (const Queries& q : all) tasks += spans_of(q.begin, q.end);
+        if (tasks < 2 * threads) all = queries(a, std::min(a.heads.group(), kQueryTile));
+    }
+    const size_t tasks = all.size();
     size_t rows = 0, spans = 1;  // few tasks: each span of positions is one of its own
-    for (const Queries& q : all) rows = std::max(rows, q.tokens * group);
+    for (const Queries& q : all) rows = std::max(rows, q.rows());
     if (tasks < 4 * threads)
-        for (const Queries& q : all) spans = std::max(spans, (q.end + kSpan - 1) / kSpan - q.begin / kSpan);
-    const size_t stride = rows * (hd + 2), own = 4 * kSpan + kQueryRows * (hd + 2) + hd;
+        for (const Queries& q : all) spans = std::max(spans, spans_of(q.begin, q.end));
+    const size_t stride = rows * (vd + 2), own = 4 * kSpan + kQueryRows * (vd + 2) + hd;
     float* partial = grown(partial_, (spans > 1 ? tasks * spans : threads) * stride);
     float* scores = grown(scores_, threads * own);
     std::atomic<size_t> next{0}, next_sum{0};
@@ -280,26 +297,24 @@ void Context::attention(const AttentionArgs& a) {
         for (size_t t = size_t(thread); t < a.step.tokens; t += threads) store(a, t, head_scratch);
         pool.barrier();
         for (size_t task; (task = next.fetch_add(1)) < tasks * spans;) {
-            const size_t i = all.size() - 1 - task / spans / a.heads.n_kv, head = task / spans % a.heads.n_kv;
-            const Queries& q = all[i];  // the last, and longest, first
+            const Queries& q = all[tasks - 1 - task / spans];  // the last, and longest, first
             const size_t s = q.begin / kSpan + task % spans;
             float* into = partial + (spans > 1 ? task : size_t(thread)) * stride;
             if (spans == 1)
-                attend(a, q, head, q.begin, q.end, mine, into), finish(a, q, head, into, head_scratch);
+                attend(a, q, q.begin, q.end, mine, into), finish(a, q, into, head_scratch);
             else
-                attend(a, q, head, std::max(q.begin, s * kSpan), std::min(q.end, (s + 1) * kSpan), mine,
-                       into);
+                attend(a, q, std::max(q.begin, s * kSpan), std::min(q.end, (s + 1) * kSpan), mine, into);
             if (reads) reads->take_in_passing();
         }
         if (spans == 1) return;
         pool.barrier();
         for (size_t task; (task = next_sum.fetch_add(1)) < tasks;) {
-            const Queries& q = all[all.size() - 1 - task / a.heads.n_kv];
+            const Queries& q = all[tasks - 1 - task];
             float* into = partial + task * spans * stride;
             for (size_t s = 1; s < spans; s++)
-                for (size_t r = 0; r < q.tokens * group; r++)
-                    k.merge(into + r * (hd + 2), into + s * stride + r * (hd + 2), hd);
-            finish(a, q, task % a.heads.n_kv, into, head_scratch);
+                for (size_t r = 0; r < q.rows(); r++)
+                    k.merge(into + r * (vd + 2), into + s * stride + r * (vd + 2), vd);
+            finish(a, q, into, head_scratch);
         }
     };
     pool.run(region);
@@ -307,6 +322,7 @@ void Context::attention(const AttentionArgs& a) {
 
 void Context::attention_add(float* x, const float* h, const Attention& layer, const Step& step,
                             const CachePages& k, const CachePages& v) {
+    if (layer.latent.k_b.data) return latent_add(x, h, layer, step, k);
     float* qkv = grown(qkv_, step.tokens * layer.qkv.rows());
     float* out = grown(attended_, step.tokens * layer.out.weight.cols);
     matmul(layer.qkv, layer.norm, h, step.tokens, qkv);
@@ -318,11 +334,15 @@ void Context::attention_add(float* x, const float* h, const Attention& layer, co
         each_token(pool, step.tokens, 1,
                    [&](size_t t) { this->k.open_gate(out + t * wide, gate + t * wide, wide); });
     }
+    attention_out(layer, out, step.tokens, x);
+}
+
+void Context::attention_out(const Attention& layer, const float* from, size_t tokens, float* x) {
     const bool plain = layer.join.plain();
     const size_t dim = layer.out.weight.rows;
-    float* y = plain ? x : grown(branch_, step.tokens * dim);
-    matmul(layer.out, layer.sub_norm, out, step.tokens, y, plain);
-    if (!plain) join(layer.join, y, step.tokens, dim, x);
+    float* y = plain ? x : grown(branch_, tokens * dim);
+    matmul(layer.out, layer.sub_norm, from, tokens, y, plain);
+    if (!plain) join(layer.join, y, tokens, dim, x);
 }
 
 void Context::join(const Join& how, float* y, size_t tokens, size_t dim, float* x) {

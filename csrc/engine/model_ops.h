@@ -68,7 +68,8 @@ struct Heads {
     bool norms_last = false;   // behind rope
     const float* v_norm = nullptr;  // [dim], of each head's values; or null
     bool shares = false;            // it has queries alone: keys and values are what an earlier layer stored
-    size_t width() const { return (n + (shares ? 0 : 2 * n_kv)) * dim; }  // of a token's q, k and v
+    // Returns the size of a token's q, k and v.
+    size_t width() const { return (n + (shares ? 0 : value_dim ? n_kv : 2 * n_kv)) * dim; }
     bool chunked = false;  // attend to the positions of the same `window` ones, counted from the first
     // q is multiplied by 1 + temperature * log(1 + floor((position + 1) / temperature_span)).
     float temperature = 0, temperature_span = 1;
@@ -78,6 +79,10 @@ struct Heads {
         return chunked ? (end - 1) / window * window : end > window ? end - window : 0;
     }
     bool own_norms = false;  // LayerNorms, every head's with its own weights: [n * dim], [n_kv * dim]
+    // Keys are latents [dim], of which the first `value_dim` elements are the value; 0: keys and values.
+    size_t value_dim = 0;
+    size_t values() const { return value_dim ? value_dim : dim; }
+    size_t group() const { return n / n_kv; }
 };
 // The tokens of a call: the same for every layer.
 struct Step {
@@ -96,16 +101,26 @@ struct Join {
     bool plain() const { return !norm.weight && scale == 1 && after == 1; }
 };
 
+// Multi-head latent attention, absorbed: every head's query becomes one for the latents, [rank + rope], which
+// all heads share, and what it finds there, [rank], becomes the head's output. eps: of both norms.
+struct Latent {
+    size_t nope, rope, rank, value;  // of a head's query, of a latent, and of a head's output
+    Norm q_norm, kv_norm;            // RMS norms [q_b.cols], [rank]
+    Matrix q_b;                      // [heads * (nope + rope), low rank], or data null: queries come directly
+    Matrix k_b, v_b;                 // [heads * rank, nope], [heads * value, rank]
+};
+
 // A layer's two halves, fixed when a model is loaded.
 struct Attention {
     Norm norm;
-    Stack qkv;
+    Stack qkv;  // of a latent attention: q_b's input, or the queries; the latent
     Linear out;
     Heads heads;
     Norm sub_norm;  // of what `out` takes
     Join join;
-    Matrix gate = {};  // [n * dim, dim]: what attention gives is multiplied by sigmoid(gate . norm(h)); or
-                       // data null
+    Matrix gate = {};    // [n * dim, dim]: what attention gives is multiplied by sigmoid(gate . norm(h)); or
+                         // data null
+    Latent latent = {};  // k_b.data null: none
 };
 
 // Mixes tokens in place of attention, through a state that each token changes. What `in` gives of a token:
@@ -208,6 +223,7 @@ struct PerLayer {
 };
 
 constexpr size_t kQueryRows = 16;    // queries at a time: their scores of a span are 32 KiB
+constexpr size_t kQueryTile = 4;     // heads of a task at least, where there are few tasks
 constexpr size_t kPassTokens = 256;  // tokens of an FFN in one pass: bounds the scratch
 constexpr size_t kExpertRows = 128;  // of an expert that a thread multiplies at a time with many tokens
 constexpr size_t kMostForms = 4;     // of a mixture's input: gate's and up's, of experts and of a shared FFN
@@ -216,8 +232,8 @@ struct AttentionArgs {
     Heads heads;
     Step step;
     CachePages k, v;
-    float* qkv;  // [tokens, heads.width()]; worked on in place
-    float* out;  // [tokens, n * dim]
+    float* qkv;  // [tokens, heads.width()]; worked on in place. Of latents turned already
+    float* out;  // [tokens, n * values()]
 };
 // Which neurons are computed: all; those whose gate is not zero; of the predicted ones, those whose gate is
 // not zero.
@@ -317,6 +333,11 @@ class Context {
 
  private:
     struct Queries;  // tokens that are attended to together
+    void latent_add(float* x, const float* h, const Attention& layer, const Step& step, const CachePages& k);
+    void latent_queries(const Attention& layer, const float* h, const Step& step, float* out);
+    struct HeadProducts;
+    void head_products(const HeadProducts& a);
+    void attention_out(const Attention& layer, const float* from, size_t tokens, float* x);
 
     Input input(const Matrix& w, const Norm& norm, const float* x, size_t tokens, Scratch<uint8_t>& buffer);
     void inputs(const Matrix* w, size_t n, const Norm& norm, const float* x, size_t tokens,
@@ -349,17 +370,17 @@ class Context {
     struct Guess;
     Guess guess(const FFNArgs& a, const Input& in);
     uint8_t* panels(size_t bytes);  // of scratch for each thread
-    std::vector<Queries> queries(const AttentionArgs& a) const;
-    void attend(const AttentionArgs& a, const Queries& q, size_t head, size_t begin, size_t end,
-                float* scores, float* into);
+    std::vector<Queries> queries(const AttentionArgs& a, size_t heads) const;
+    void attend(const AttentionArgs& a, const Queries& q, size_t begin, size_t end, float* scores,
+                float* into);
     void store(const AttentionArgs& a, size_t t, float* scratch);
-    void finish(const AttentionArgs& a, const Queries& q, size_t head, const float* from, float* scratch);
+    void finish(const AttentionArgs& a, const Queries& q, const float* from, float* scratch);
 
     // Scratch that grows to the largest step seen and is reused; one call at a time, so one set is enough.
     Scratch<uint8_t> inputs_[kStacked], hidden_input_, panels_, guess_input_, code_input_, marks_,
         expert_input_;
     Scratch<float> code_, normed_, gate_, hidden_, partial_, sums_, scores_, tiles_, factors_, qkv_,
-        attended_, branch_, scales_, products_, open_, rings_;
+        attended_, branch_, scales_, products_, open_, rings_, lower_, queries_, absorbed_, found_;
     Scratch<int32_t> ids_, slots_, entries_, places_, gate_slots_, gate_entries_;
     Scratch<Wanted> wanted_, gate_wanted_;
     struct Routed {  // a mixture's: the experts' input, the router's answer, one expert's tokens, the sum

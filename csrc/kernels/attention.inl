@@ -228,13 +228,60 @@ NOINLINE static void score_pages(const Span& a, const void* const* queries, size
     }
 }
 
+// ---------------------------------------------------------------------------------------------- latents
+
+// Scores of NR queries times P latents, rows of a page from `k` on: lane i mod W has element i.
+template <int NR, int P>
+NOINLINE static void latent_tile(const Span& a, const uint16_t* k, const float* const* q, float* const* out) {
+    const size_t head_dim = a.head_dim;
+    vf sum[NR][P];
+    for (int r = 0; r < NR; r++)
+        for (int p = 0; p < P; p++) sum[r][p] = vzero();
+    size_t i = 0;
+    for (; i + W <= head_dim; i += W) {
+        vf x[NR];
+        for (int r = 0; r < NR; r++) x[r] = vload(q[r] + i);
+        for (int p = 0; p < P; p++) {
+            const vf key = vload_f16(k + size_t(p) * head_dim + i);
+            for (int r = 0; r < NR; r++) sum[r][p] = vfma(key, x[r], sum[r][p]);
+        }
+    }
+    if (const int n = int(head_dim - i))
+        for (int p = 0; p < P; p++) {
+            const vf key = vload_f16_n(k + size_t(p) * head_dim + i, n);
+            for (int r = 0; r < NR; r++) sum[r][p] = vfma(key, vload_n(q[r] + i, n), sum[r][p]);
+        }
+    for (int r = 0; r < NR; r++)
+        for (int p = 0; p < P; p++) out[r][p] = vsum(sum[r][p]) * a.scale;
+}
+
+// Scores of positions [begin, end), as `score_pages`. No position is read that is not there.
+template <int NR>
+NOINLINE static void score_latents(const Span& a, const void* const* queries, size_t begin, size_t end,
+                                   float* const* s) {
+    constexpr int P = NR * 4 <= kSums ? 4 : kSums / NR;
+    const float* q[NR];
+    for (int r = 0; r < NR; r++) q[r] = (const float*)queries[r];
+    for (size_t p = begin; p < end;) {
+        const uint16_t* page = (const uint16_t*)a.k.at(a.head, size_t(a.table[p / a.block]));
+        const size_t at = p % a.block, n = smaller(a.block - at, end - p);
+        tiles<P>(0, n, [&](size_t i, auto tile) {
+            float* to[NR];
+            for (int r = 0; r < NR; r++) to[r] = s[r] + (p + i - a.begin);
+            latent_tile<NR, tile.value>(a, page + (at + i) * a.head_dim, q, to);
+        });
+        p += n;
+    }
+}
+
 // ---------------------------------------------------------------------------------------------- values
 
 constexpr size_t kChunk = 32;  // positions that are added at a time
 
-// out[r] += sum over `count` positions of weight * value, of U vectors of columns.
+// out[r] += sum over `count` positions of weight * value, of U vectors of columns. `row`: from one to the
+// next.
 template <int NR, int U>
-NOINLINE static void add_values(const uint16_t* v, size_t head_dim, size_t count, const float* const* weight,
+NOINLINE static void add_values(const uint16_t* v, size_t row, size_t count, const float* const* weight,
                                 Ahead* ahead, float* const* out, size_t column) {
     vf acc[NR][U];
 #pragma GCC unroll 8
@@ -243,7 +290,7 @@ NOINLINE static void add_values(const uint16_t* v, size_t head_dim, size_t count
         for (int u = 0; u < U; u++) acc[r][u] = vload(out[r] + column + size_t(u * W));
     Near near(ahead, count * U * W * 2, v);
     v += column;
-    for (size_t p = 0; p < count; p++, v += head_dim) {
+    for (size_t p = 0; p < count; p++, v += row) {
         near.template pass<U * W * 2>();
         vf x[U];
         for (int u = 0; u < U; u++) x[u] = vload_f16(v + u * W);
@@ -258,43 +305,45 @@ NOINLINE static void add_values(const uint16_t* v, size_t head_dim, size_t count
         for (int u = 0; u < U; u++) vstore(out[r] + column + size_t(u * W), acc[r][u]);
 }
 
+// Elements from one position's value to the next.
+static inline size_t value_row(const Span& a) { return a.latents ? a.head_dim : a.value_dim; }
+
 // All whole vectors from a column on: U at a time, then fewer.
 template <int NR, int U>
-static inline void add_columns(const uint16_t* v, size_t head_dim, size_t count, const float* const* weight,
+static inline void add_columns(const uint16_t* v, const Span& a, size_t count, const float* const* weight,
                                Ahead* ahead, float* const* out, size_t column) {
-    for (; column + U * W <= head_dim; column += U * W)
-        add_values<NR, U>(v, head_dim, count, weight, ahead, out, column);
+    for (; column + U * W <= a.value_dim; column += U * W)
+        add_values<NR, U>(v, value_row(a), count, weight, ahead, out, column);
     if constexpr (U > 1)
-        if (column + W <= head_dim) add_columns<NR, U / 2>(v, head_dim, count, weight, ahead, out, column);
+        if (column + W <= a.value_dim) add_columns<NR, U / 2>(v, a, count, weight, ahead, out, column);
 }
 
 // The last columns, which fill no vector.
 template <int NR>
-static void add_rest(const uint16_t* v, size_t head_dim, size_t count, const float* const* weight,
+static void add_rest(const uint16_t* v, const Span& a, size_t count, const float* const* weight,
                      float* const* out) {
-    const size_t c = head_dim / W * W;
-    const int n = int(head_dim - c);
+    const size_t c = a.value_dim / W * W, row = value_row(a);
+    const int n = int(a.value_dim - c);
     for (int r = 0; r < NR; r++) {
         vf acc = vload_n(out[r] + c, n);
         for (size_t p = 0; p < count; p++)
-            acc = vfma(vload_f16_n(v + p * head_dim + c, n), vset1(weight[r][p]), acc);
+            acc = vfma(vload_f16_n(v + p * row + c, n), vset1(weight[r][p]), acc);
         vstore_n(out[r] + c, acc, n);
     }
 }
 
 // out[r] += the values of positions [begin, end), weighted with s[r].
-template <int NR>
+template <int NR, int U>
 NOINLINE static void value_pages(const Span& a, const float* const* s, size_t begin, size_t end, Ahead* ahead,
                                  float* const* out) {
-    constexpr int U = NR == 1 ? 8 : NR == 2 ? 4 : 2;  // eight sums hide the latency of the multiply-add
     for (size_t p = begin; p < end;) {
         const uint8_t* page = a.v.at(a.head, size_t(a.table[p / a.block]));
         const size_t at = p % a.block, count = smaller(kChunk, smaller(a.block - at, end - p));
-        const uint16_t* v = (const uint16_t*)page + at * a.head_dim;
+        const uint16_t* v = (const uint16_t*)page + at * value_row(a);
         const float* weight[NR];
         for (int r = 0; r < NR; r++) weight[r] = s[r] + (p - a.begin);
-        add_columns<NR, U>(v, a.head_dim, count, weight, ahead, out, 0);
-        if (a.head_dim % W) add_rest<NR>(v, a.head_dim, count, weight, out);
+        add_columns<NR, U>(v, a, count, weight, ahead, out, 0);
+        if (a.value_dim % W) add_rest<NR>(v, a, count, weight, out);
         p += count;
     }
 }
@@ -447,13 +496,13 @@ static void span_softmax(float* s, size_t lo, size_t hi, size_t n, Ahead* ahead,
 template <int NR>
 static void attend_rows(const Span& a, const void* const* q, const int32_t* first, const int32_t* last,
                         bool asks, float* scores, float* partial) {
-    const size_t n = a.end - a.begin, hd = a.head_dim;
+    const size_t n = a.end - a.begin, vd = a.value_dim;
     float *s[NR], *out[NR];
     size_t lo[NR], hi[NR], lowest = n, highest = 0;  // what each query attends to, and any of them
     for (int r = 0; r < NR; r++) {
         s[r] = scores + size_t(r) * kSpan;
-        out[r] = partial + size_t(r) * (hd + 2);
-        for (size_t i = 0; i < hd; i++) out[r][i] = 0;
+        out[r] = partial + size_t(r) * (vd + 2);
+        for (size_t i = 0; i < vd; i++) out[r][i] = 0;
         lo[r] = size_t(first[r]) > a.begin ? smaller(size_t(first[r]) - a.begin, n) : 0;
         hi[r] = size_t(last[r]) > a.begin ? smaller(size_t(last[r]) - a.begin, n) : 0;
         if (hi[r] > lo[r]) lowest = smaller(lowest, lo[r]), highest = hi[r] > highest ? hi[r] : highest;
@@ -463,8 +512,11 @@ static void attend_rows(const Span& a, const void* const* q, const int32_t* firs
     const size_t begin = a.begin + lowest, whole = begin / a.block * a.block, end = a.begin + highest,
                  from = whole > a.begin ? whole : a.begin;
     Ahead pages(a, begin, end > begin ? end : begin);
-    Ahead* ahead = asks ? &pages : nullptr;
-    if (a.k.type == CACHE_F16)
+    Ahead* ahead =
+        asks && !a.latents ? &pages : nullptr;  // latents are one stream, which is in L2 at its second turn
+    if (a.latents)
+        score_latents<NR>(a, q, begin, end, s);
+    else if (a.k.type == CACHE_F16)
         score_pages<KeysF16, NR>(a, q, from, end, ahead, s);
     else if (a.k.type == CACHE_Q8_0)
         score_pages<KeyBlocks<8>, NR>(a, q, from, end, ahead, s);
@@ -475,19 +527,25 @@ static void attend_rows(const Span& a, const void* const* q, const int32_t* firs
             const vf z = vmul(x, vset1(2 / a.softcap)), e = vadd(vexp(z), vset1(1));
             return vmul(vset1(a.softcap), vdiv(vsub(e, vset1(2)), e));
         });
-    for (int r = 0; r < NR; r++) span_softmax(s[r], lo[r], hi[r], n, ahead, out[r] + hd);
-    if (a.v.type == CACHE_F16)
-        value_pages<NR>(a, s, begin, end, ahead, out);
-    else if (a.v.type == CACHE_Q8_0)
+    for (int r = 0; r < NR; r++) span_softmax(s[r], lo[r], hi[r], n, ahead, out[r] + vd);
+    if (a.v.type == CACHE_F16) {
+        // Eight sums hide the latency of the multiply-add; latents are bound by loads, which more sums share.
+        constexpr int U = NR == 1 ? 8 : NR == 2 ? 4 : 2, kOfLatents = NR > 2 && kSums >= 16 ? 4 : U;
+        if (a.latents)
+            value_pages<NR, kOfLatents>(a, s, begin, end, ahead, out);
+        else
+            value_pages<NR, U>(a, s, begin, end, ahead, out);
+    } else if (a.v.type == CACHE_Q8_0) {
         value_blocks<8, NR>(a, s, lo, hi, begin, end, ahead, out);
-    else
+    } else {
         value_blocks<4, NR>(a, s, lo, hi, begin, end, ahead, out);
+    }
 }
 
 static void attend(const Span& a, const void* const* q, const int32_t* first, const int32_t* last,
                    size_t rows, float* scores, float* partial) {
     tiles<kTileQueries>(0, rows, [&](size_t r, auto nr) {  // the first tile asks: others find pages in L2
-        attend_rows<nr.value>(a, q + r, first + r, last + r, r == 0, scores, partial + r * (a.head_dim + 2));
+        attend_rows<nr.value>(a, q + r, first + r, last + r, r == 0, scores, partial + r * (a.value_dim + 2));
     });
 }
 

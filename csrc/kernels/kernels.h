@@ -86,6 +86,7 @@ enum CacheType : int32_t { CACHE_F16 = 0, CACHE_Q8_0 = 1, CACHE_Q4_0 = 2, N_CACH
 //         8g + 4 + i in its high one; values [block / 4][head_dim / 32][16][4]: byte i of dword e has, of
 //         position i, element e of 32, plus 8, in its low nibble, 16 + e in its high one
 // and of quantised ones, behind that, the scales [head_dim / 32][block] f16. block % 4 == 0 for values.
+//   f16   latents [block][head_dim]: keys whose first elements are the values
 constexpr size_t cache_page_bytes(CacheType type, size_t head_dim, size_t block) {
     return block * (type == CACHE_F16    ? 2 * head_dim
                     : type == CACHE_Q8_0 ? head_dim / 32 * 34
@@ -125,6 +126,8 @@ struct Span {
     const int32_t* table;
     size_t head, block, head_dim, begin, end, following;
     float scale, softcap;  // softcap > 0: scores become cap * tanh(score / cap)
+    size_t value_dim;      // elements of a value; less than head_dim of latents only
+    bool latents;  // v is k: f16 rows of head_dim elements, of which the first value_dim are the value
 };
 constexpr size_t kSpan = 512;
 
@@ -209,12 +212,12 @@ struct Kernels {
     void (*code_query)(float* q, size_t head_dim);
 
     // For each query q[r] (f32 [head_dim], or QueryBlocks where keys are quantised), over the positions of
-    // the span in [first[r], last[r]): partial[r], head_dim + 2 floats: the sum of e^(s - top) * value, top =
-    // max s, the sum of e^(s - top). scores: scratch of 4 * kSpan floats.
+    // the span in [first[r], last[r]): partial[r], value_dim + 2 floats: the sum of e^(s - top) * value, top
+    // = max s, the sum of e^(s - top). scores: scratch of 4 * kSpan floats.
     void (*attend)(const Span& a, const void* const* q, const int32_t* first, const int32_t* last,
                    size_t rows, float* scores, float* partial);
     // into := into joined with the partial of a later span. A total of 0 means no positions.
-    void (*merge)(float* into, const float* partial, size_t head_dim);
+    void (*merge)(float* into, const float* partial, size_t value_dim);
 
     void (*recur)(const StateStep& s);
     // A causal convolution of each channel by itself, at one token: y[c] = bias[c] + the sum over j,

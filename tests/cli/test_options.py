@@ -16,7 +16,7 @@ from thermocline import _native
 from thermocline.engine.decoder import bind, for_context, forward
 from thermocline.engine.kv_cache import KVCache, blocks_for
 from thermocline.model import quant
-from thermocline.model.spec import ModelSpec, RopeScaling
+from thermocline.model.spec import Latent, ModelSpec, RopeScaling
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import (
@@ -24,6 +24,7 @@ from thermocline.ops.interface import (
     FFN,
     Batch,
     FFNStats,
+    LatentMatrices,
     Layer,
     Linear,
     Norm,
@@ -56,6 +57,10 @@ KINDS = replace(WINDOW, window_layers=(1,))
 NORMED = replace(SPEC, qk_norm=True)
 TUNED = replace(SPEC, rope_layers=(1,), attention_tuning=0.3, attention_tuning_span=3)
 CLAMPED = replace(SPEC, activation="swiglu_oai", swiglu_limit=0.5, swiglu_alpha=1.702)
+SMALL = Latent(kv_rank=37, nope=13, rope=8, value=11, q_rank=19)  # that no vector divides
+LATENT = replace(
+    SPEC, activation="silu", n_kv_heads=1, head_dim=45, rotary_dim=8, attention_scale=0.2, latent=SMALL
+)
 # field -> (a spec, what the field may be instead)
 FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "norm": (SPEC, "layer"),
@@ -102,6 +107,7 @@ FLIPS: dict[str, tuple[ModelSpec, Any]] = {
     "swiglu_limit": (CLAMPED, 0.2),
     "layer_scale": (SPEC, True),
     "per_layer_dim": (SPEC, 8),
+    "latent": (LATENT, replace(SMALL, norm_eps=0.5)),
 }
 MORE = {
     "post": (SPEC, replace(SPEC, norm_order="post")),
@@ -109,6 +115,8 @@ MORE = {
     "sub_norms, dense": (replace(SPEC, activation="silu"), replace(SPEC, activation="silu", sub_norms=True)),
     "sub_norms, ungated": (replace(SPEC, gated=False), replace(SPEC, gated=False, sub_norms=True)),
     "sub_norms, dReLU": (SPEC, replace(SPEC, up_activation="relu", sub_norms=True)),
+    "latent, without q_b": (LATENT, replace(LATENT, latent=replace(SMALL, q_rank=None))),
+    "latent, many heads": (LATENT, replace(LATENT, n_heads=37)),
     "linear": (SPEC, replace(SPEC, rope_scaling=RopeScaling(kind="linear", factor=3.0))),
     "proportional": (SPEC, replace(SPEC, rope_scaling=RopeScaling(kind="proportional", share=0.25))),
     "longrope": (SPEC, replace(SPEC, rope_scaling=LONG)),
@@ -155,6 +163,12 @@ EXPERTS = {
 LAYERS = {"mixers", "recurrent", "no_ffn", "attention_gate"}
 
 
+def first_rows(s: ModelSpec) -> int:
+    """Return the rows of attention's first matrix."""
+    la = s.latent
+    return s.qkv_rows if la is None else (la.q_rank or s.n_heads * (la.nope + la.rope)) + s.head_dim
+
+
 def random_weights(spec: ModelSpec) -> Weights:
     """The same numbers for the same tensor, whatever the options."""
 
@@ -169,6 +183,16 @@ def random_weights(spec: ModelSpec) -> Weights:
         weight = 1 + np.float32(0.2) * values(name, size)
         return Norm(weight, values(name + "b", size) if spec.norm == "layer" else None)
 
+    def latent(a: str, la: Latent) -> LatentMatrices:
+        heads = spec.n_heads
+        return LatentMatrices(
+            kv_norm=norm(a + "kvn", la.kv_rank).weight,
+            k_b=matrix(a + "kb", heads * la.kv_rank, la.nope),
+            v_b=matrix(a + "vb", heads * la.value, la.kv_rank),
+            q_norm=norm(a + "qan", la.q_rank).weight if la.q_rank else None,
+            q_b=matrix(a + "qb", heads * (la.nope + la.rope), la.q_rank) if la.q_rank else None,
+        )
+
     def layer(i: int) -> Layer:
         a, s = f"{i}.", spec
         shape = s.attention(i)
@@ -180,7 +204,8 @@ def random_weights(spec: ModelSpec) -> Weights:
         down = matrix(a + "down", f, d) * np.float32(0.5)
         return Layer(
             attn_norm=norm(a + "an") if s.norms_before else None,
-            qkv=Linear(qkv, None),
+            qkv=Linear(qkv if s.latent is None else matrix(a + "qkv", first_rows(s), d), None),
+            latent=None if s.latent is None else latent(a, s.latent),
             attn_out=Linear(matrix(a + "out", d, q), values(a + "ob", d)),
             ffn_norm=norm(a + "fn") if s.norms_before else None,
             experts=(

@@ -78,6 +78,9 @@ CASES: dict[str, tuple[str, bool]] = {
     "cohere2_pattern": ("cohere2", False),
     **dict.fromkeys(("gpt_neox", "gpt_neox_in_turn"), ("gptneox", False)),
     "phi2": ("phi2", False),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite"), ("deepseek2", False)
+    ),
 }
 # What GGUF has no key for, and so is always this.
 IMPLIED: dict[str, dict[str, Any]] = {
@@ -99,6 +102,7 @@ IMPLIED: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 1, 1, 0],
         "layer_types": [*["chunked_attention"] * 3, "full_attention"],
     },
+    "glm4_moe_lite": {"rope_interleave": True},
 }
 
 

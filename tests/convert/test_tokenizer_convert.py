@@ -286,6 +286,7 @@ CUTS = {  # texts that tell the families apart: the words before merging
     "qwen2": ["It", "'s", " ", "2", "0", "2", "4", ",", " ", " OK", "'LL"],
     "tekken": ["It", "'s", " ", "2", "0", "2", "4", ",", " ", " OK", "'LL"],
     "gpt-4o": ["It's", " ", "202", "4", ",", " ", " OK'LL"],
+    "kimi-k2": ["It's", " ", "202", "4", ",", " ", " OK'LL"],
     "deepseek-llm": ["It", "'", "s", " ", "2024", ",", " ", " OK", "'", "LL"],
 }
 

@@ -171,6 +171,7 @@ REFUSED = ("embed_dim", "qk_norm_whole", "qk_norm_last", "rope_layers", "v_norm"
 REFUSED += ("full_head_dim", "full_kv_heads", "values_are_keys", "kv_shared_layers", "layer_scale")
 REFUSED += ("per_layer_dim", "two kinds of layers")
 REFUSED += ("qk_norm_each", "qk_norm_turned", "window_chunked", "attention_tuning", "attention_tuning_span")
+REFUSED += ("latent", "latent, without q_b", "latent, many heads")
 
 
 @pytest.mark.parametrize("name", [n for n in PAIRS if n not in REFUSED])

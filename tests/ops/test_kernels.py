@@ -28,7 +28,7 @@ from thermocline.engine.decoder import rope_tables
 from thermocline.engine.kv_cache import in_ram
 from thermocline.model import quant
 from thermocline.model.modes import CACHE_TYPES, PLAIN, CacheTypes
-from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS, ModelSpec
+from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS, Latent, ModelSpec
 from thermocline.model.tensors import bundle_stride
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
@@ -40,9 +40,11 @@ from thermocline.ops.interface import (
     Heads,
     KVLayer,
     KVShape,
+    LatentMatrices,
     Layer,
     Linear,
     Norm,
+    Stacked,
 )
 
 ISAS = _native.isa_levels()
@@ -395,6 +397,7 @@ def check_attention(isa: str, format: str) -> None:
 def check_attention_add(isa: str, format: str) -> None:
     for kind, biased in itertools.product(("rms", "layer"), (False, True)):
         assert_attention_block(isa, format, kind, biased)
+    assert_latents(isa, format)
 
 
 def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> None:
@@ -423,6 +426,54 @@ def assert_attention_block(isa: str, format: str, kind: str, biased: bool) -> No
     assert nmse(y - x, truth - x) <= (3 * INT8_NMSE if format in QUANTISED else 1e-7), kind
     halves = [run(cpu(isa, 3), qkv, out, gate, *at) for at in ((0, 2), (2, tokens))]
     assert same_bits(np.concatenate(halves), y)
+
+
+def latent_case(latent: Latent, heads: int, dim: int) -> Case:
+    """Latents beyond a span of positions, and more heads than a turn takes."""
+    case = attention_case(latent.kv_rank + latent.rope, 1, heads, [*SPANS, (599, 603)], None)
+    rope = {"position": "rope", "rotary_dim": latent.rope, "attention_scale": 0.3}
+    spec = replace(case.spec, dim=dim, latent=latent, **rope)
+    cos, sin = rope_tables(spec, case.batch.positions)
+    kv = full_pages(np.random.default_rng(1), replace(case.kv.shape, latent=True))
+    return replace(case, spec=spec, kv=kv, cos=cos, sin=sin)
+
+
+def assert_latents(isa: str, format: str) -> None:
+    size = cache(lambda n: whole(format, n))
+    part = max(7, quant.FORMATS[format].block // 4)  # 20 heads of so many are whole blocks
+    assert_latent_block(isa, format, Latent(size(40), size(24), 8, part, size(40)))
+    if isa == ISAS[0] or quant.FORMATS[format].block == 1:
+        assert_latent_block(isa, format, Latent(size(70), size(9), 6, part))
+
+
+def assert_latent_block(isa: str, format: str, latent: Latent) -> None:
+    """The block around latent attention: all that belongs to a head; nothing depends on the batch."""
+    heads, dim = 20, whole(format, 96)
+    case = latent_case(latent, heads, dim)
+    tokens, rank, lower = len(case.qkv), latent.kv_rank, latent.q_rank or 1
+    shapes = latent.matrices(heads, dim) | {"out": (dim, heads * latent.value)}
+    made = {}
+    for name, (*rows, cols) in shapes.items():
+        made[name] = stored(format, normal(len(name), math.prod(rows), cols) / np.float32(math.sqrt(cols)))
+    kv_norm, q_norm = (1 + normal(n, n) / np.float32(9) for n in (rank, lower))
+    x, h = normal(7, tokens, dim), normal(8, tokens, dim)
+
+    def run(ops: Any, begin: int = 0, end: int = tokens) -> F32:
+        w = {n: pair[ops is reference] for n, pair in made.items()}
+        lowered = latent.q_rank is not None
+        own = LatentMatrices(kv_norm, w["k_b"], w["v_b"], q_norm if lowered else None, w.get("q_b"))
+        first = Stacked((w["q_a" if lowered else "q"], w["kv_a"]))
+        layer = Layer(None, Linear(first, None), Linear(w["out"], None), None, experts=(), latent=own)
+        y, part = x[begin:end].copy(), case.rows(begin, end)
+        bound = ops.bind_attention(case.spec, Heads.of(case.spec, 0, layer), layer)
+        ops.attention_add(y, h[begin:end].copy(), bound, part.step(ops), case.kv)
+        return y
+
+    truth, y = run(reference), run(cpu(isa))
+    assert nmse(y - x, truth - x) <= (6 * INT8_NMSE if format in QUANTISED else 1e-6)
+    for threads, *cuts in ((3, 0, 2, tokens), (1, 0, 7, tokens)):
+        parts = [run(cpu(isa, threads), *at) for at in itertools.pairwise(cuts)]
+        assert same_bits(np.concatenate(parts), y)
 
 
 def changed(f: FFN, **changes: Any) -> FFN:
@@ -1309,6 +1360,27 @@ class Good:
         }
         return _native.Attention(*(good | changes).values())
 
+    def latent(self, **changes: Any) -> _native.Latent:
+        """Of 4 heads: latents of 8 plain elements and 6 turned ones, queries of 5 and 6, values of 6."""
+        good: dict[str, Any] = {"nope": 5, "rope": 6, "q_norm": None, "q_b": None}
+        good |= {"kv_norm": _native.Norm(self.v8, None, 1e-6, False)}
+        good |= {"k_b": self.matrix(rows=32, cols=5), "v_b": self.matrix(rows=24, cols=8)}
+        return _native.Latent(**(good | changes))
+
+    def latent_heads(self, **changes: Any) -> _native.Heads:
+        return _native.Heads(4, 1, 14, 0, 0.5, 0.0, None, None, 1e-5, **({"value_dim": 8} | changes))
+
+    def latent_layer(self, **changes: Any) -> _native.Attention:
+        good: dict[str, Any] = {"norm": None, "qkv": self.stack((44, 32), (14, 32))}
+        good |= {"out": _native.Linear(self.matrix(rows=32, cols=24), None), "heads": self.latent_heads()}
+        good |= {"sub_norm": None, "join": _native.Join(None, 1.0), "latent": self.latent()}
+        return _native.Attention(**(good | changes))
+
+    def latent_add(self, **changes: Any) -> None:
+        kv = _native.KVPages(f16s(3, 4, 14), None, 0, 0, 1, 14, 4)
+        good: dict[str, Any] = {"x": self.x.copy(), "h": self.x, "layer": self.latent_layer()}
+        self.c.attention_add(*(good | {"step": self.step(), "kv": kv} | changes).values())
+
     def stack(self, *shapes: tuple[int, int]) -> _native.Stack:
         return _native.Stack(tuple(self.matrix(rows=rows, cols=cols) for rows, cols in shapes), None)
 
@@ -1392,6 +1464,35 @@ def ints(*values: int) -> NDArray[np.int32]:
 
 
 BAD: dict[str, Callable[[Good], Any]] = {
+    "latents of two kv heads": lambda g: _native.Heads(4, 2, 14, 0, 0.5, 0.0, None, None, 1e-5, value_dim=8),
+    "latents that are all value": lambda g: g.latent_heads(value_dim=14),
+    "latents' heads without latents": lambda g: g.latent_layer(latent=None),
+    "latents without their heads": lambda g: g.latent_layer(heads=g.heads(n_kv=1, dim=14)),
+    "latents' queries of other rows": lambda g: g.latent_layer(qkv=g.stack((45, 32), (14, 32))),
+    "latents of other rows": lambda g: g.latent_layer(qkv=g.stack((44, 32), (13, 32))),
+    "latents' output of another width": lambda g: g.latent_layer(
+        out=_native.Linear(g.matrix(rows=32, cols=25), None)
+    ),
+    "latents of another rank": lambda g: g.latent_layer(heads=g.latent_heads(value_dim=7)),
+    "latents whose k_b is of other heads": lambda g: g.latent(k_b=g.matrix(rows=31, cols=5)),
+    "latents whose k_b is of another part": lambda g: g.latent(k_b=g.matrix(rows=32, cols=6)),
+    "latents whose v_b divides no heads": lambda g: g.latent(v_b=g.matrix(rows=25, cols=8)),
+    "latents whose q_b has no norm": lambda g: g.latent(q_b=g.matrix(rows=44)),
+    "latents whose q_b is of other rows": lambda g: g.latent(
+        q_b=g.matrix(rows=45), q_norm=_native.Norm(g.v32, None, 1e-6, False)
+    ),
+    "latents under a layer norm": lambda g: g.latent(kv_norm=_native.Norm(g.v8, None, 1e-6, True)),
+    "latents that turn an odd part": lambda g: g.latent(rope=5),
+    "latents that turn another part": lambda g: g.latent_add(step=g.step(cos=zeros(2, 2), sin=zeros(2, 2))),
+    "latents that do not turn": lambda g: g.latent_add(step=g.step(cos=None, sin=None)),
+    "latents beside values": lambda g: g.latent_add(
+        kv=_native.KVPages(f16s(3, 14, 4), f16s(3, 4, 14), 0, 0, 1, 14, 4)
+    ),
+    "keys and values as latents": lambda g: g.attention_add(
+        kv=_native.KVPages(f16s(3, 4, 6), None, 0, 0, 1, 6, 4)
+    ),
+    "latents in blocks": lambda g: _native.KVPages(some_bytes(3, 68), None, 1, 1, 1, 32, 2),
+    "latents of pages that are not there": lambda g: g.latent_add(step=g.step(table=ints(0, 3)[None])),
     "context without threads": lambda g: _native.Context(0),
     "context with too many threads": lambda g: _native.Context(1025),
     "context of an unknown isa": lambda g: _native.Context(1, "sse9"),
@@ -1625,6 +1726,7 @@ def test_the_good_arguments_are_accepted() -> None:
     g.attention_add(layer=g.layer(gate=g.matrix(rows=24)))
     g.ffn_add(down=g.matrix(rows=32, cols=8, stride=32), bundles=False)
     g.attention(step=g.step(cos=None, sin=None))
+    g.latent_add()
 
 
 @pytest.mark.parametrize("call", BAD)

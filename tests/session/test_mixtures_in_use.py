@@ -22,7 +22,9 @@ GEMMA4 = ["gemma4_moe", "gemma4_small"]  # the second has no experts, but as muc
 PROMPTS = ["It was the best of times", "A thin layer of water where warm meets cold", "x"]
 
 
-@pytest.fixture(scope="module", params=["glm4_moe", "ernie4_5_moe", "olmoe", "phimoe", "llama4", *GEMMA4])
+@pytest.fixture(
+    scope="module", params=["glm4_moe", "ernie4_5_moe", "olmoe", "phimoe", "llama4", "deepseek_v3", *GEMMA4]
+)
 def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A twin with a token for each byte."""
     path, kept = tmp_path_factory.mktemp("mixture") / "hf", kept_twins.RECORDED[request.param]

@@ -53,6 +53,9 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
+_NO_HAN = "&&[^\\p{Han}]]"  # of a class, what is no Han character
+_KIMI = _CASED.replace(_UPPER, _UPPER[:-1] + _NO_HAN).replace(_LOWER, _LOWER[:-1] + _NO_HAN)
+_KIMI_K2 = rf"\p{{Han}}+|{_KIMI % ((_ENDINGS + '?',) * 2)}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # DeepSeek LLM lists the letters with case of one Unicode version, in hexadecimal here.
 _CASED_RANGES = """
@@ -112,6 +115,7 @@ PRE_TOKENIZERS = {
             r"\p{N}+",
         )
     ),
+    "kimi-k2": PreTokenizer((_KIMI_K2,)),
     "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
 }
 

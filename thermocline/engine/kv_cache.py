@@ -57,7 +57,7 @@ def layer_bytes(spec: ModelSpec, layer: int, tokens: int, types: CacheTypes = PL
     """Return the bytes of keys and values of `tokens` positions in one layer."""
     shape = spec.attention(layer)
     stores = shape is not None and spec.kv_layer(layer) == layer
-    return 0 if shape is None or not stores else tokens * shape.kv_heads * types.head_bytes(shape.head_dim)
+    return 0 if shape is None or not stores else tokens * shape.kv_heads * types.head_bytes(*shape.cached)
 
 
 def blocks_for(tokens: int, block: int = BLOCK) -> int:
@@ -95,6 +95,9 @@ def in_ram(layer: int, shape: KVShape) -> KVLayer:
     """Allocate the pages of a layer, zeros. The system backs a page with memory when it is first written."""
     s, pages = shape, shape.heads * shape.pages
     k = zeros(pages, s.k_bytes)
+    if s.latent:
+        latents = k.view(np.float16).reshape(pages, s.block, s.head_dim)
+        return KVLayer(shape, latents, latents)
     v = zeros(pages, s.v_bytes)
     return KVLayer(
         shape,
@@ -252,7 +255,7 @@ class KVCache:
         `window_blocks` None means `n_blocks`. `chunk` is the most positions of a sequence in one step.
         """
         for each in spec.attentions:
-            types.check(each.head_dim)
+            types.check(*each.cached)
         self.block = block
         shapes = {i: shape for i in range(spec.n_layers) if (shape := spec.attention(i)) is not None}
         windows = {spec.window(i) for i in shapes}
@@ -264,7 +267,9 @@ class KVCache:
             self.pools.append(BlockPool(blocks[window], block, window, chunk))
 
         self._layers = {
-            i: storage(i, KVShape(blocks[spec.window(i)], s.kv_heads, s.head_dim, block, types))
+            i: storage(
+                i, KVShape(blocks[spec.window(i)], s.kv_heads, s.head_dim, block, types, s.latent is not None)
+            )
             for i, s in shapes.items()
             if spec.kv_layer(i) == i
         }

@@ -29,6 +29,8 @@ class Traffic:
             for linear in (layer.qkv, layer.attn_out):
                 fixed += 0 if linear is None else _nbytes(linear.weight, linear.bias)
             fixed += _nbytes(layer.attn_gate) + _mixer_bytes(layer.mixer)
+            if (w := layer.latent) is not None:
+                fixed += _nbytes(w.q_norm, w.q_b, w.kv_norm, w.k_b, w.v_b)
             if layer.router is not None:
                 fixed += _nbytes(layer.router.weight, layer.router.bias, layer.shared_router)
             for p in () if layer.shared is None else layer.shared.parts:

@@ -22,6 +22,7 @@ from thermocline.model.dense import families as dense
 from thermocline.model.dense import layer_norms
 from thermocline.model.gemma import families as gemma
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec, windows
+from thermocline.model.latent import families as latent
 from thermocline.model.mixtures import families as mixtures
 from thermocline.model.mixtures import gpt_oss, llama4
 from thermocline.model.recurrent import lfm2, mamba, qwen
@@ -95,7 +96,7 @@ def parse_config(
     """
     family = _family(config, name)
     keys = ConfigKeys(config, name).with_defaults({**_DEFAULTS, "model_type": family.model_type})
-    if keys.raw("model_type") != family.model_type:
+    if keys.raw("model_type") not in (family.model_type, family.also or family.model_type):
         raise keys.bad("model_type", f"contradicts architectures, which imply {family.model_type!r}")
     keys.raw("architectures")
     stop = keys.stop_ids(generation)
@@ -507,6 +508,7 @@ class Family:
         False  # all published models have `relu` on the gate alone; otherwise a config does not tell
     )
     text_type: str = ""  # of a wrapper, whose `text_config` is what is read: that one's model_type
+    also: str = ""  # another model_type that the same class has
 
 
 # Families whose architecture another one has too.
@@ -527,6 +529,9 @@ FAMILIES: dict[str, Family] = {
     "OlmoeForCausalLM": Family("olmoe", mixtures.olmoe),
     "Glm4MoeForCausalLM": Family("glm4_moe", mixtures.glm4_moe),
     "Dots1ForCausalLM": Family("dots1", mixtures.dots1),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", latent.deepseek_v2),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", latent.deepseek_v3, also="kimi_k2"),
+    "Glm4MoeLiteForCausalLM": Family("glm4_moe_lite", latent.glm4_moe_lite),
     "Ernie4_5_MoeForCausalLM": Family("ernie4_5_moe", mixtures.ernie4_5_moe),
     "GraniteMoeForCausalLM": Family("granitemoe", mixtures.granite_moe),
     "GraniteMoeSharedForCausalLM": Family("granitemoeshared", mixtures.granite_moe_shared),

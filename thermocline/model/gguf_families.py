@@ -29,6 +29,7 @@ from thermocline.model.gguf_metadata import (
     rope,
     window,
 )
+from thermocline.model.latent import gguf as latent_gguf
 from thermocline.model.mixtures import gguf as mixtures
 from thermocline.model.mixtures import gpt_oss, llama4
 from thermocline.model.mixtures.gguf import experts
@@ -311,6 +312,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             smallthinker.laid,
         ),
     ),
+    "deepseek2": Architecture(latent_gguf.deepseek2, _MIXTURE_NAMES | latent_gguf.NAMES),
     "minimax-m2": Architecture(mixtures.minimax_m2, _LLAMA_NAMES | _QK_NORMS),
     "phimoe": Architecture(mixtures.phimoe, _LLAMA_NAMES),
     "llama4": Architecture(
@@ -442,6 +444,8 @@ def _translated(piece: SourceSlice, a: Architecture, spec: ModelSpec, gguf: GGUF
     m = _LAYER.fullmatch(piece.tensor)
     if m and a.moved and (elsewhere := a.moved(piece, m[1], m[2])) is not None:
         return elsewhere
+    if m and m[2] == latent_gguf.KV_B:
+        return latent_gguf.head_in_gguf(piece, m[1], spec, gguf)
     stem, _, last = (m[2] if m else piece.tensor).rpartition(".")
     if m and (expert := _EXPERT.fullmatch(stem)):
         return _expert(piece, f"blk.{m[1]}.{_EXPERT_NAMES[expert[2]]}", int(expert[1]), spec, gguf)

@@ -83,11 +83,15 @@ class GGUFKeys:
 # --- metadata -> config.json --------------------------------------------------------------------------------
 
 
-def common(k: GGUFKeys, *, mixture: bool = False) -> Json:
-    """Return the keys that nearly all architectures have. `mixture`: the family may have experts."""
+def common(k: GGUFKeys, *, mixture: bool = False, head_dim: int | None = None) -> Json:
+    """Return the keys that nearly all architectures have. `mixture`: the family may have experts.
+
+    `head_dim`: what rope turns of a head, where the family reads heads' sizes itself.
+    """
     dim, heads = k.integer(".embedding_length", low=1), k.integer(".attention.head_count", low=1)
-    head_dim = k.integer(".attention.key_length", default=dim // heads, low=1)
-    if k.integer(".attention.value_length", default=head_dim) != head_dim:
+    own = head_dim is not None
+    head_dim = head_dim or k.integer(".attention.key_length", default=dim // heads, low=1)
+    if not own and k.integer(".attention.value_length", default=head_dim) != head_dim:
         raise Unsupported(f"{k.name}: attention.value_length is not key_length, which is not supported")
     if k.integer(".expert_count", default=0) and not mixture:
         raise Unsupported(f"{k.name}: mixtures of experts are not supported in {k.architecture}")
@@ -114,9 +118,10 @@ def like_llama(
     *,
     partial: bool = False,
     mixture: bool = False,
+    head_dim: int | None = None,
 ) -> Json:
-    """Return the config of an architecture with an RMS norm and RoPE."""
-    config = common(k, mixture=mixture)
+    """Return the config of an architecture with an RMS norm and RoPE. `head_dim`: as `common`'s."""
+    config = common(k, mixture=mixture, head_dim=head_dim)
     return {
         **config,
         "architectures": [architecture],
@@ -168,18 +173,19 @@ def rope(k: GGUFKeys, head_dim: int, *, partial: bool = False) -> Json:
     out: Json = {"rope_theta": theta}
     if turned != head_dim:
         out["partial_rotary_factor"] = (turned + 0.25) / head_dim  # the config's reader rounds down
-    scaling = _longrope(k, turned) if LONG_FACTORS in k.gguf.tensors else None
-    if scaling is None and kind != "none":
-        scaling = _scaling(k)
+    found = _longrope(k, turned) if LONG_FACTORS in k.gguf.tensors else None
+    if found is None and kind != "none":
+        found = scaling(k)
     k.raw(".rope.scaling.original_context_length"), k.raw(".rope.scaling.finetuned")
     if ROPE_FACTORS in k.gguf.tensors:
-        if scaling is not None:
+        if found is not None:
             raise Unsupported(f"{k.name}: {ROPE_FACTORS} beside another rope scaling is not supported")
-        scaling = _llama3_scaling(k, theta, head_dim)
-    return out if scaling is None else {**out, "rope_scaling": scaling}
+        found = _llama3_scaling(k, theta, head_dim)
+    return out if found is None else {**out, "rope_scaling": found}
 
 
-def _scaling(k: GGUFKeys) -> Json:
+def scaling(k: GGUFKeys) -> Json:
+    """Return the scaling of rope that keys say."""
     out: Json = {"rope_type": k.text(".rope.scaling.type"), "factor": k.number(".rope.scaling.factor")}
     if out["rope_type"] == "yarn":
         out["original_max_position_embeddings"] = k.integer(".rope.scaling.original_context_length")

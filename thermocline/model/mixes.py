@@ -87,9 +87,13 @@ def _columns(spec: ModelSpec) -> dict[str, int]:
         out |= {"project_in.weight": spec.embed_dim, "project_out.weight": spec.dim}
     for i in range(spec.n_layers):
         if (shape := spec.attention(i)) is not None:
-            attention = ("q.weight", "k.weight", "v.weight", *(("attn_gate.weight",) * spec.attention_gate))
-            out |= {f"layers.{i}.{part}": spec.dim for part in attention}
             out[f"layers.{i}.attn_out.weight"] = shape.context
+            if shape.latent is None:
+                parts = ("q.weight", "k.weight", "v.weight", *(("attn_gate.weight",) * spec.attention_gate))
+                out |= {f"layers.{i}.{part}": spec.dim for part in parts}
+            else:
+                found = shape.latent.matrices(shape.heads, spec.dim).items()
+                out |= {f"layers.{i}.{part}.weight": size[-1] for part, size in found}
         out |= {f"layers.{i}.{part}": shape[1] for part, shape in spec.mixer_matrices(i).items()}
         if not spec.ffn(i).experts:
             continue

@@ -34,12 +34,14 @@ class CacheTypes:
     def quantised(self) -> bool:
         return (self.k, self.v) != ("f16", "f16")
 
-    def head_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one position's key and value in one head."""
-        return sum(row_bytes(type, head_dim) for type in (self.k, self.v))
+    def head_bytes(self, head_dim: int, latent: bool = False) -> int:
+        """Return the bytes of one position's key and value in one head; a latent is both."""
+        return sum(row_bytes(type, head_dim) for type in ((self.k,) if latent else (self.k, self.v)))
 
-    def check(self, head_dim: int) -> None:
-        """Raise UsageError where heads are no whole number of blocks."""
+    def check(self, head_dim: int, latent: bool = False) -> None:
+        """Raise UsageError where heads are no whole number of blocks, and for quantised latents."""
+        if latent and self.quantised:
+            raise UsageError(f"{self} of a model with latent attention are not supported: use f16")
         for name, type in (("keys", self.k), ("values", self.v)):
             if head_dim % FORMATS[type].block:
                 raise UsageError(

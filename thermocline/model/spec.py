@@ -117,23 +117,67 @@ class Recurrent:
         return self.inner + 2 * self.groups * self.state
 
 
+@dataclass(frozen=True)
+class Latent:
+    """Attention whose heads share one latent vector a position (DeepSeek-V2, arXiv 2405.04434).
+
+    A position's latent is `kv_rank` normed numbers and `rope` turned ones, as one key of all heads. A head's
+    query, `nope` plain and `rope` turned numbers, goes through a matrix of its own to meet it; what it finds,
+    `kv_rank` wide, goes through another to become `value` numbers.
+    """
+
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+    q_rank: int | None = None  # queries come through a normed vector of so many numbers; None: directly
+    norm_eps: float = 1e-6  # of the norms of both
+
+    @property
+    def norms(self) -> dict[str, int]:
+        """Return the sizes of a layer's norms of vectors in between, by name."""
+        return ({} if self.q_rank is None else {"q_a_norm": self.q_rank}) | {"kv_a_norm": self.kv_rank}
+
+    def matrices(self, heads: int, dim: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a layer's matrices but the last, by name."""
+        q = heads * (self.nope + self.rope)
+        queries = (
+            {"q": (q, dim)} if self.q_rank is None else {"q_a": (self.q_rank, dim), "q_b": (q, self.q_rank)}
+        )
+        return {
+            **queries,
+            "kv_a": (self.kv_rank + self.rope, dim),
+            "k_b": (heads, self.kv_rank, self.nope),  # each head's transposed
+            "v_b": (heads, self.value, self.kv_rank),
+        }
+
+
 class AttentionShape(NamedTuple):
-    """A layer's attention: `heads` of queries, which share `kv_heads` of keys and values."""
+    """A layer's attention: `heads` of queries, which share `kv_heads` of keys and values.
+
+    With a latent there is one key, `head_dim` wide, and values are its first elements.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     projections: tuple[str, ...] = QKV  # matrices that it has; without v, values are the raw keys
+    latent: Latent | None = None
 
     @property
     def context(self) -> int:
         """Return the size of what attention gives: all heads' values."""
-        return self.heads * self.head_dim
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value)
 
     @property
     def qkv_rows(self) -> int:
         """Return the rows of the matrices that it has."""
         return (self.heads + (len(self.projections) - 1) * self.kv_heads) * self.head_dim
+
+    @property
+    def cached(self) -> tuple[int, bool]:
+        """Return the size of a key, and whether it is a latent: no values are kept beside it."""
+        return self.head_dim, self.latent is not None
 
 
 class FFNShape(NamedTuple):
@@ -218,6 +262,8 @@ class ModelSpec:
     attention_sinks: bool = later(False)  # a score of each head's own joins its softmax, and adds no value
     # One expert has no router; a pack that lacks the field has Mixtral's, which is this.
     router: Router = field(default=PLAIN_ROUTER, metadata={"later": True})
+    # All layers attend to latents: n_kv_heads is 1.
+    latent: Latent | None = field(default=None, metadata={"later": True})
     shared_dim: int = later(0)  # width of the FFN that every token takes beside its experts
     shared_gate: bool = later(False)  # the shared FFN is multiplied by sigmoid(w . x)
     shared_norms: bool = later(False)
@@ -263,7 +309,7 @@ class ModelSpec:
         if full:
             kv_heads, head_dim = self.full_kv_heads or kv_heads, self.full_head_dim or head_dim
         own = 1 if self.kv_layer(layer) != layer else 2 if full and self.values_are_keys else 3
-        return AttentionShape(self.n_heads, kv_heads, head_dim, QKV[:own])
+        return AttentionShape(self.n_heads, kv_heads, head_dim, QKV[:own], self.latent)
 
     def kv_layer(self, layer: int) -> int:
         """Return the layer that stored the keys and values that a layer attends to."""
@@ -411,7 +457,14 @@ def check_spec(spec: ModelSpec, name: str) -> None:
     ):
         if getattr(spec, key) not in known:
             raise BadFile(f"{name}: {key} {quoted(getattr(spec, key))} is not one of {', '.join(known)}")
-    for problems in (_problems, _option_problems, _kind_problems, _mixture_problems, _mixer_problems):
+    for problems in (
+        _problems,
+        _option_problems,
+        _kind_problems,
+        _mixture_problems,
+        _mixer_problems,
+        _latent_problems,
+    ):
         for problem, wrong in problems(spec):
             if wrong:
                 raise BadFile(f"{name}: {problem}")
@@ -425,7 +478,10 @@ def _problems(s: ModelSpec) -> list[tuple[str, bool]]:
             f"n_heads {s.n_heads} is not a multiple of n_kv_heads {s.n_kv_heads}",
             s.n_heads % s.n_kv_heads != 0,
         ),
-        (f"head_dim {s.head_dim} is odd, and rope turns pairs", s.position == "rope" and s.head_dim % 2 == 1),
+        (
+            f"head_dim {s.head_dim} is odd, and rope turns pairs",
+            s.position == "rope" and s.latent is None and s.head_dim % 2 == 1,
+        ),
         (f"norm_eps {s.norm_eps} is not within 0..1", not 0.0 <= s.norm_eps <= 1.0),
         (
             f"activation_threshold {s.activation_threshold} out of range",
@@ -600,6 +656,25 @@ def _recurrent_is_sane(r: Recurrent, heads: bool) -> bool:
     if not 2 <= r.conv <= 16 or not heads:
         return 2 <= r.conv <= 16 and not any(sizes)
     return all(1 <= n <= 1024 for n in sizes) and r.heads % r.groups == 0
+
+
+def _latent_problems(s: ModelSpec) -> list[tuple[str, bool]]:
+    la = s.latent
+    if la is None:
+        return []
+    sizes = (la.kv_rank, la.nope, la.rope, la.value, la.q_rank or 1)
+    plain = s.n_kv_heads == 1 and s.norm == "rms" and s.position == "rope" and s.rope_layers is None
+    plain &= s.sliding_window is None and s.norm_order == "pre"
+    others = (s.qk_norm, s.sub_norms, s.attention_sinks, s.attention_softcap is not None, s.sparse)
+    return [
+        ("latent has a size that is not within 1..65536", not all(1 <= n <= 1 << 16 for n in sizes)),
+        ("latent.norm_eps is not within 0..1", not 0.0 <= la.norm_eps <= 1.0),
+        ("head_dim is not that of the latent", s.head_dim != la.kv_rank + la.rope),
+        ("rotary_dim is not that of the latent", s.rotary_dim != la.rope),
+        ("latent needs an attention_scale", s.attention_scale is None),
+        ("latent is for plain attention with one key and rope, and for neurons that are all computed",
+         not plain or any(others)),
+    ]  # fmt: skip
 
 
 def _in_order(layers: tuple[int, ...], n_layers: int) -> bool:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import Latent, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class SourceSlice:
     flat        its rows are single numbers: all of the tensor's, in their order (biases of experts)
     one_row     all of the tensor's numbers are one row
     decays      the values are x of decays -exp(x)
+    within      the rows of the source of which our columns are made; None: all. Only of transposed ones
     """
 
     tensor: str | None
@@ -39,6 +40,7 @@ class SourceSlice:
     flat: bool = False
     one_row: bool = False
     decays: bool = False
+    within: range | None = None
 
     @property
     def rows(self) -> int:
@@ -59,11 +61,11 @@ class SourceSlice:
     @property
     def first_row(self) -> int:
         """Return the row of the stack at which the matrix begins."""
-        return (self.part or 0) * self._height
+        return (self.part or 0) * self._height if self.within is None else self.within.start
 
     @property
     def last_row(self) -> int:
-        return self.first_row + self._height
+        return self.first_row + self._height if self.within is None else self.within.stop
 
     def ranges(self, first: int, last: int) -> Iterator[range]:
         """Yield the ranges of source rows (columns, if `transposed`) for our rows [first, last), in order."""
@@ -139,6 +141,12 @@ class Names:
     dense: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     stacked: bool = False  # all experts' gates and ups are one tensor, gates first, and all downs
     neighbours: bool = False  # rope turns elements 2i and 2i + 1 of a head
+    # Of a latent attention. `kv_b` has each head's rows for keys, then those for values.
+    q_a: str = "self_attn.q_a_proj"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_b: str = "self_attn.kv_b_proj"
+    latent_norms: tuple[str, str] = ("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm")
     norm_plus: float = 0.0  # norms are stored as weights minus this
     affine: bool = True  # norms have weights
 
@@ -208,8 +216,11 @@ def tensors(
             picks = (*(pairs(r, shape.head_dim) for r in rows[:2]), ())
         each = list(zip(names.qkv, rows, picks, strict=True))[: len(own_kv)]
         if attends:
-            linear(f"{a}.qkv", "qkv", *((b + n, r, p) for n, r, p in each))
-            linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
+            if spec.latent is None:
+                linear(f"{a}.qkv", "qkv", *((b + n, r, p) for n, r, p in each))
+            else:
+                out |= _latent(spec, spec.latent, names, a, b)
+            linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=shape.context)
         if not experts:
             continue
         if experts > 1:
@@ -252,6 +263,35 @@ def tensors(
     sharing = "|".join(str(i) for i in range(spec.n_layers) if spec.kv_layer(i) != i)
     unused = rf".*\.({sharing})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)"
     return TensorMap(out, (r".*\.rotary_emb\.inv_freq", *tied, unused), head=head)
+
+
+def _latent(s: ModelSpec, la: Latent, names: Names, a: str, b: str) -> dict[str, tuple[SourceSlice, ...]]:
+    """Return the matrices of a layer's latent attention but the last, and its norms. `a`, `b`: prefixes."""
+    n, head, each = s.n_heads, la.nope + la.rope, la.nope + la.value
+    q_norm, kv_norm = (f"{b}{name}.weight" for name in names.latent_norms)
+    pick = tuple(r for h in range(n) for r in _turned_last(la.nope, la.rope, h * head, names.neighbours))
+    out: dict[str, tuple[SourceSlice, ...]] = {"kv_a_norm": (SourceSlice(kv_norm, (la.kv_rank,)),)}
+    if la.q_rank is None:
+        out["q"] = (SourceSlice(f"{b}{names.qkv[0]}.weight", (n * head, s.dim), pick),)
+    else:
+        out["q_a"] = (SourceSlice(f"{b}{names.q_a}.weight", (la.q_rank, s.dim)),)
+        out["q_a_norm"] = (SourceSlice(q_norm, (la.q_rank,)),)
+        out["q_b"] = (SourceSlice(f"{b}{names.q_b}.weight", (n * head, la.q_rank), pick),)
+    pick = _turned_last(la.kv_rank, la.rope, 0, names.neighbours)
+    out["kv_a"] = (SourceSlice(f"{b}{names.kv_a}.weight", (la.kv_rank + la.rope, s.dim), pick),)
+    kv_b, shape = f"{b}{names.kv_b}.weight", (n * each, la.kv_rank)
+    keys = [range(h * each, h * each + la.nope) for h in range(n)]
+    out["k_b"] = tuple(SourceSlice(kv_b, shape, transposed=True, within=rows) for rows in keys)
+    out["v_b"] = tuple(SourceSlice(kv_b, shape, (range(r.stop, r.stop + la.value),)) for r in keys)
+    return {f"{a}.{name}.weight": pieces for name, pieces in out.items()}
+
+
+def _turned_last(plain: int, turned: int, first: int, neighbours: bool) -> tuple[range, ...]:
+    """Return rows of a head from `first` on, the turned ones behind: if neighbours turn, even ones first."""
+    at, end = first + plain, first + plain + turned
+    return (
+        (range(first, at), range(at, end, 2), range(at + 1, end, 2)) if neighbours else (range(first, end),)
+    )
 
 
 def _beside_experts(spec: ModelSpec, names: Names, a: str, b: str) -> dict[str, tuple[SourceSlice, ...]]:

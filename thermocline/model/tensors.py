@@ -152,8 +152,15 @@ def expected_tensors(
         if spec.norms_before and spec.mixer(i) != "none":
             norm(f"{a}.attn_norm")
         if shape is not None:
-            out |= _qkv(a, shape, spec.dim, weight_format, own)
-            vector(f"{a}.qkv.bias", "attention", shape.qkv_rows)
+            if shape.latent is None:
+                out |= _qkv(a, shape, spec.dim, weight_format, own)
+                vector(f"{a}.qkv.bias", "attention", shape.qkv_rows)
+            else:
+                for name, size in shape.latent.norms.items():
+                    vector(f"{a}.{name}.weight", "norm", size, optional=False)
+                for name, of in shape.latent.matrices(shape.heads, spec.dim).items():
+                    format = own.get(f"{a}.{name}.weight", fitting(weight_format, of[-1]))
+                    matrix(f"{a}.{name}.weight", "attention", *of, format=format)
             heads = zip(QKV[:2], (shape.heads, shape.kv_heads), strict=True)
             for part, n in heads if spec.qk_norms(i) else ():
                 if part in shape.projections:

@@ -72,6 +72,8 @@ def why_packed(source: GGUFSource, expected: Mapping[str, TensorSpec]) -> str | 
     for name, t in expected.items():
         if t.vector or _is_exact(t):
             continue
+        if source.transposed(t.parts[0]):
+            return f"its {name} is there with rows and columns exchanged: a newer file has attn_k_b"
         for stored in source.stored(t.parts[0], t.first, t.first + t.rows):
             if stored.type not in formats.FORMATS:
                 return f"its {stored.type} has to be converted to {t.format}"

@@ -32,6 +32,7 @@ from thermocline.ops.interface import (
     FFNStats,
     Heads,
     KVLayer,
+    LatentMatrices,
     Layer,
     Linear,
     Mamba2,
@@ -110,8 +111,8 @@ class CpuOps:
         out = _linear(layer.attn_out.weight, layer.attn_out.bias)
         sub_norm, join = _norm(spec, layer.attn_sub_norm), _join(spec, layer.attn_post_norm)
         gate = None if layer.attn_gate is None else _native_matrix(layer.attn_gate)
-        norm = _norm(spec, layer.attn_norm)
-        return _native.Attention(norm, qkv, out, native_heads(heads), sub_norm, join, gate)
+        norm, latent = _norm(spec, layer.attn_norm), _latent(heads, layer.latent)
+        return _native.Attention(norm, qkv, out, native_heads(heads), sub_norm, join, gate, latent)
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
         norm, join = _norm(spec, layer.ffn_norm), _join(spec, layer.ffn_post_norm, _after_ffn(layer))
@@ -322,12 +323,28 @@ def _norm(spec: ModelSpec, norm: Norm | None) -> _native.Norm | None:
     return _native.Norm(norm.weight, norm.bias, spec.norm_eps, spec.norm == "layer")
 
 
+def _latent(heads: Heads, w: LatentMatrices | None) -> _native.Latent | None:
+    a = heads.latent
+    if w is None or a is None:
+        return None
+    return _native.Latent(
+        nope=a.nope,
+        rope=a.rope,
+        q_norm=None if w.q_norm is None else _native.Norm(w.q_norm, None, a.norm_eps, False),
+        q_b=None if w.q_b is None else _native_matrix(w.q_b),
+        kv_norm=_native.Norm(w.kv_norm, None, a.norm_eps, False),
+        k_b=_native_matrix(w.k_b),
+        v_b=_native_matrix(w.v_b),
+    )
+
+
 def native_heads(h: Heads) -> _native.Heads:
     return _native.Heads(
         h.n, h.n_kv, h.dim, h.window or 0, h.scale, h.softcap or 0.0, h.q_norm, h.k_norm, h.norm_eps,
         sinks=h.sinks, whole_norms=h.whole_norms, norms_last=h.norms_last, v_norm=h.v_norm, shares=h.shares,
         own_norms=h.own_norms, chunked=h.chunked, temperature=h.temperature,
         temperature_span=h.temperature_span,
+        value_dim=0 if h.latent is None else h.value_dim,
     )  # fmt: skip
 
 

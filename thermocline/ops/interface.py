@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from thermocline import _native
 from thermocline.model.modes import CACHE_TYPES, PLAIN, CacheTypes, row_bytes
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import Latent, ModelSpec
 
 if TYPE_CHECKING:
     from thermocline.ops.device_layers import DevicePredictor
@@ -66,6 +66,17 @@ def stacked(w: WeightMatrix) -> tuple[WeightMatrix, ...]:
 class Norm:
     weight: F32  # [dim]
     bias: F32 | None
+
+
+@dataclass(frozen=True)
+class LatentMatrices:
+    """The matrices of a latent attention behind the first ones. RMS norms have no bias."""
+
+    kv_norm: F32  # [kv_rank]
+    k_b: WeightMatrix  # [heads * kv_rank, nope]: a head's query, for latents
+    v_b: WeightMatrix  # [heads * value, kv_rank]: a head's output, of what it found
+    q_norm: F32 | None = None  # [q_rank]
+    q_b: WeightMatrix | None = None  # [heads * (nope + rope), q_rank]
 
 
 @dataclass(frozen=True)
@@ -187,7 +198,9 @@ Mixer = DeltaNet | Mamba2 | ShortConv
 @dataclass(frozen=True)
 class Layer:
     attn_norm: Norm | None  # before attention or a mixer
-    qkv: Linear | None  # rows: all q heads, all k heads, all v heads; perhaps `Stacked`; None: no attention
+    # Rows: all q heads, all k heads, all v heads; or q's (or what `latent.q_b` takes), a latent's. Perhaps
+    # `Stacked`. None: no attention.
+    qkv: Linear | None
     attn_out: Linear | None
     ffn_norm: Norm | None
     experts: tuple[FFN, ...]  # one where there is no router, none without FFN; all have the same parts
@@ -200,6 +213,7 @@ class Layer:
     sinks: F32 | None = None  # [n_heads]: a score that each head's softmax has besides
     attn_gate: WeightMatrix | None = None  # [n_heads * head_dim, dim]
     mixer: Mixer | None = None
+    latent: LatentMatrices | None = None
     router: Linear | None = None  # of a mixture: [n_experts, dim]
     selection_bias: F32 | None = None  # [n_experts]
     shared: FFN | None = None  # what every token takes beside its experts; never in bundles
@@ -258,6 +272,12 @@ class Heads:
     temperature: float = 0.0  # q *= 1 + temperature * log(1 + floor((position + 1) / temperature_span))
     temperature_span: int = 1
     own_norms: bool = False  # LayerNorms, every head's with its own weights: [n * dim], [n_kv * dim]
+    latent: Latent | None = None  # there is one key, `dim` wide; values are its first elements
+
+    @property
+    def value_dim(self) -> int:
+        """Return the size of a value."""
+        return self.dim if self.latent is None else self.latent.kv_rank
 
     @staticmethod
     def of(spec: ModelSpec, index: int = 0, layer: Layer | None = None) -> Heads:
@@ -284,6 +304,7 @@ class Heads:
             chunked=spec.window_chunked and spec.window(index) is not None,
             temperature=0.0 if spec.turns(index) else spec.attention_tuning,
             temperature_span=spec.attention_tuning_span,
+            latent=shape.latent,
         )
 
 
@@ -369,6 +390,7 @@ class KVShape:
     head_dim: int
     block: int
     types: CacheTypes = PLAIN
+    latent: bool = False  # a key is its value too
 
     @property
     def k_bytes(self) -> int:
@@ -393,24 +415,25 @@ class KVLayer:
 
     Keys in f16 are [heads * pages, head_dim, block], so that a vector holds one element of many positions,
     and values [heads * pages, block, head_dim]. Quantised ones are [heads * pages, bytes of a page]
-    (kernels.h says which byte is what). `shape.places` says where a page is. A GPU's are its own arrays, of
-    the shape that its kernels want.
+    (kernels.h says which byte is what). Latents are [pages, block, head_dim], both keys and values.
+    `shape.places` says where a page is. A GPU's are its own arrays, of the shape that its kernels want.
     """
 
     shape: KVShape
     k: F16 | U8
-    v: F16 | U8
+    v: F16 | U8  # of latents: k
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + (0 if self.shape.latent else self.v.nbytes)
 
     @cached_property
     def native(self) -> _native.KVPages:
         """Return the pages as the native core takes them, checked."""
         s = self.shape
         k_type, v_type = CACHE_TYPES[s.types.k], CACHE_TYPES[s.types.v]
-        return _native.KVPages(self.k, self.v, k_type, v_type, s.heads, s.head_dim, s.block)
+        values = None if s.latent else self.v
+        return _native.KVPages(self.k, values, k_type, v_type, s.heads, s.head_dim, s.block)
 
 
 # ---- the ops

@@ -27,6 +27,7 @@ from thermocline.ops.interface import (
     Heads,
     KVLayer,
     KVShape,
+    LatentMatrices,
     Layer,
     Linear,
     Mamba2,
@@ -143,6 +144,37 @@ def _temperature(heads: Heads, positions: I32) -> F32:
     return factors
 
 
+def _latent_attention(heads: Heads, w: LatentMatrices, rows: F32, step: Step, kv: KVLayer) -> F32:
+    """Attention to latents. rows [tokens, q_rank, or n_heads*(nope + rope); kv_rank + rope] -> [tokens,
+    n_heads*value].
+
+    A head's score is that of its plain part with `k_b` times the latent, and of its turned part with the
+    latent's. `k_b` is multiplied with the query instead, and `v_b` with the weighted sum: latents stay as
+    they are.
+    """
+    a, (batch, table, cos, sin) = heads.latent, step
+    assert a is not None and cos is not None and sin is not None
+    q, latent = rows[:, : -heads.dim], rows[:, -heads.dim :]
+    if w.q_b is not None and w.q_norm is not None:
+        q = matmul(w.q_b, norm(q, w.q_norm, None, a.norm_eps, "rms"), None)
+    q = q.reshape(len(rows), heads.n, a.nope + a.rope)
+    into = np.einsum("thn,hrn->thr", q[..., : a.nope], _values(w.k_b).reshape(heads.n, a.kv_rank, a.nope))
+    q = np.concatenate([into, rotate(q[..., a.nope :], cos, sin)], axis=-1)
+    plain = norm(latent[:, : a.kv_rank], w.kv_norm, None, a.norm_eps, "rms")
+    turned = rotate(latent[:, None, a.kv_rank :], cos, sin)[:, 0]
+    keys = np.concatenate([plain, turned], axis=-1)
+    found = np.empty((len(rows), heads.n, a.kv_rank), np.float32)
+    for r in range(len(rows)):
+        b, slot = divmod(int(batch.positions[r]), kv.shape.block)
+        pages = kv.shape.places(table[batch.sequence[r], b : b + 1])[:, 0]
+        _store_values(kv, pages, slot, keys[r : r + 1])
+    for r in range(len(rows)):
+        found[r] = _attend(heads, q[r], int(batch.positions[r]), table[batch.sequence[r]], kv)
+    out_of = _values(w.v_b).reshape(heads.n, a.value, a.kv_rank)
+    y: F32 = np.einsum("thr,hvr->thv", found, out_of)
+    return y.reshape(len(rows), -1)
+
+
 def _heads_of(heads: Heads, qkv: F32, cos: F32 | None, sin: F32 | None) -> tuple[F32, F32, F32]:
     """Return q [tokens, heads, dim], k and v [tokens, kv heads, dim]; q and k normed and turned.
 
@@ -181,8 +213,8 @@ def _attend(heads: Heads, q: F32, position: int, pages: I32, kv: KVLayer) -> F32
     skipped = start // block * block
     held = kv.shape.places(pages[start // block : (end + block - 1) // block])
     at = slice(start - skipped, end - skipped)
-    keys, values = _keys_at(kv, held)[:, at], _values_at(kv, held)[:, at]
-    out = np.empty((heads.n, heads.dim), np.float32)
+    keys, values = _keys_at(kv, held)[:, at], _values_at(kv, held)[:, at, : heads.value_dim]
+    out = np.empty((heads.n, heads.value_dim), np.float32)
     for head in range(heads.n):
         g = head // (heads.n // heads.n_kv)  # every kv head serves a group of q heads
         scores = keys[g] @ q[head] * np.float32(heads.scale)
@@ -292,6 +324,8 @@ def _store_values(kv: KVLayer, pages: I32, slot: int, v: F32) -> None:
 def _keys_at(kv: KVLayer, pages: I32) -> F32:
     """Return the keys of pages [heads, n], [heads, positions, dim]."""
     s, type = kv.shape, kv.shape.types.k
+    if s.latent:
+        return _values_at(kv, pages)
     held = kv.k[pages]
     if type == "f16":
         return held.swapaxes(2, 3).reshape(s.heads, -1, s.head_dim).astype(np.float32)
@@ -341,7 +375,11 @@ def attention_add(x: F32, h: F32, bound: Bound, step: Step, kv: KVLayer) -> None
     spec, heads, layer = bound
     assert heads is not None and layer.qkv is not None and layer.attn_out is not None
     h = _normed(spec, layer.attn_norm, h)
-    a = attention(heads, matmul(layer.qkv.weight, h, layer.qkv.bias), step, kv)
+    rows = matmul(layer.qkv.weight, h, layer.qkv.bias)
+    if layer.latent is None:
+        a = attention(heads, rows, step, kv)
+    else:
+        a = _latent_attention(heads, layer.latent, rows, step, kv)
     if layer.attn_gate is not None:
         a = a * _sigmoid(matmul(layer.attn_gate, h, None))
     a = _normed(spec, layer.attn_sub_norm, a)

@@ -15,7 +15,7 @@ from thermocline import _native
 from thermocline.errors import BadFile, Unsupported
 from thermocline.files.bounded import Json, parse_json, quoted
 from thermocline.model import quant
-from thermocline.model.spec import ModelSpec, Recurrent, RopeScaling, Router, check_spec
+from thermocline.model.spec import Latent, ModelSpec, Recurrent, RopeScaling, Router, check_spec
 from thermocline.model.tensors import ALIGN, TensorInfo, expected_tensors, named_formats, place
 
 KIND, VERSION = "thermocline-pack", 2
@@ -195,6 +195,7 @@ _FIELD_TYPES: dict[str, Callable[[Any], bool]] = {
     "Recurrent | None": lambda v: v is None or type(v) is dict,
     "RopeScaling | None": lambda v: v is None or type(v) is dict,
     "Router": lambda v: type(v) is dict,
+    "Latent | None": lambda v: v is None or type(v) is dict,
 }
 
 
@@ -217,7 +218,8 @@ def _json(default: Any) -> Any:
 
 def _parse_spec(value: Json, name: str) -> ModelSpec:
     fields = _parse_fields(ModelSpec, value, name)
-    for key, cls in (("rope_scaling", RopeScaling), ("router", Router), ("recurrent", Recurrent)):
+    nested = {"rope_scaling": RopeScaling, "router": Router, "recurrent": Recurrent, "latent": Latent}
+    for key, cls in nested.items():
         if fields[key] is not None:
             fields[key] = cls(**_parse_fields(cls, fields[key], f"{name}: {key}"))
     spec = ModelSpec(**fields)

@@ -103,6 +103,7 @@ def layer_shape(spec: ModelSpec) -> _native.LayerShape:
         bundles=spec.sparse,
         gated=spec.attention_gate,
         **_mixer_sizes(spec),
+        **_latent(spec),
     )
 
 
@@ -122,6 +123,14 @@ def _mixer_sizes(spec: ModelSpec) -> dict[str, int]:
         "mixer_heads": r.heads,
         "mixer_ring": r.conv * max(r.state, MIXER_CHANNELS),
     }
+
+
+def _latent(spec: ModelSpec) -> dict[str, int]:
+    a = spec.latent
+    if a is None:
+        return {}
+    lower = a.q_rank or spec.n_heads * (a.nope + a.rope)
+    return {"lower": lower, "nope": a.nope, "rank": a.kv_rank, "value": a.value}
 
 
 def scratch_bytes(

@@ -45,8 +45,8 @@ def check(importance: Mapping[str, F32], spec: ModelSpec, where: str) -> None:
     for i in range(spec.n_layers):
         experts, _, width = spec.ffn(i)
         shapes[f"layers.{i}.qkv"] = (1, spec.dim)
-        shape = spec.attention(i)
-        shapes[f"layers.{i}.attn_out"] = (1, 0 if shape is None else shape.context)
+        if (shape := spec.attention(i)) is not None:
+            shapes[f"layers.{i}.attn_out"] = (1, shape.context)
         shapes[f"layers.{i}.ffn"] = (experts, spec.dim)
         shapes[f"layers.{i}.down"] = (experts, width)
     for name, values in importance.items():

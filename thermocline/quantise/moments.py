@@ -64,6 +64,8 @@ def reader_of(tensor: str) -> str | None:
         "k": "qkv",
         "v": "qkv",
         "qkv": "qkv",
+        "q_a": "qkv",
+        "kv_a": "qkv",
         "attn_out": "attn_out",
         "gate": "ffn",
         "up": "ffn",

@@ -72,7 +72,7 @@ class Session:
 
         Raises UsageError, OutOfBudget, Unsupported and DeviceFailure, before a weight is read.
         """
-        options.cache.check(pack.spec.head_dim)
+        options.cache.check(pack.spec.head_dim, pack.spec.latent is not None)
         predictors = predictors_for(pack, options.sparsity)
         if predictors is not None and (measured := measured_on(predictors.report)):
             log.info(measured)

@@ -25,6 +25,7 @@ from thermocline.ops.interface import (
     FFN,
     DeltaNet,
     FFNPart,
+    LatentMatrices,
     Layer,
     Linear,
     Mamba2,
@@ -142,15 +143,16 @@ def _faster_in_groups(made: PackInMemory) -> Iterator[str]:
     always = ["embed.weight" if s.tied_head else "head.weight"]
     for i in range(s.n_layers):
         a, ffn = f"layers.{i}", ("gate", "up", "down")
-        always += [f"{a}.{part}.weight" for part in ("qkv", "attn_out", *(() if s.sparse else ffn))]
+        always += [f"{a}.{part}.weight" for part in ("qkv", "q_b", "attn_out", *(() if s.sparse else ffn))]
         always += [f"{a}.attn_gate.weight", *(f"{a}.{n}" for n in s.mixer_matrices(i))]
         always += [f"{a}.{of}.{part}.weight" for of in ("shared", "per_layer") for part in ffn]
         shape = s.attention(i)
         if shape is not None and len(shape.projections) == 2 and shape.context % made.ops.native.group:
             always.remove(f"{a}.qkv.weight")  # k's rows are used twice, and would begin inside a group
-        parts = [] if shape is None else [f"{a}.{n}.weight" for n in shape.projections]
-        if all(map(made.faster_in_groups, parts)):
-            yield from parts
+        for names in () if shape is None else (shape.projections, ("q_a", "kv_a"), ("q", "kv_a")):
+            parts = [f"{a}.{n}.weight" for n in names]
+            if all(map(made.faster_in_groups, parts)):
+                yield from parts
     yield from filter(made.faster_in_groups, always)
 
 
@@ -352,7 +354,10 @@ class PackInMemory:
             if not twice:
                 return Linear(whole, bias)
             return Linear(Stacked((whole, self._rows_from(fused, shape.context))), bias)
-        parts = tuple(self.matrix(f"{layer}.{n}.weight") for n in shape.projections)
+        names = shape.projections
+        if shape.latent is not None:
+            names = ("q" if shape.latent.q_rank is None else "q_a", "kv_a")
+        parts = tuple(self.matrix(f"{layer}.{n}.weight") for n in names)
         parts = (*parts, parts[1]) if twice else parts
         return Linear(Stacked(parts) if len(parts) > 1 else parts[0], bias)
 
@@ -408,6 +413,15 @@ class PackInMemory:
         qkv, z, beta, alpha = map(matrix, ("qkv", "z", "beta", "alpha"))
         return DeltaNet(qkv, z, beta, alpha, conv, decay, dt_bias, norm, out)
 
+    def _latent(self, layer: str) -> LatentMatrices | None:
+        """Return the matrices of a latent attention but the first and the last."""
+        kv_norm, q_b = self.vector(f"{layer}.kv_a_norm.weight"), f"{layer}.q_b.weight"
+        if kv_norm is None:
+            return None
+        k_b, v_b = (self.matrix(f"{layer}.{name}.weight") for name in ("k_b", "v_b"))
+        q_norm = self.vector(f"{layer}.q_a_norm.weight")
+        return LatentMatrices(kv_norm, k_b, v_b, q_norm, self.matrix(q_b) if q_b in self.tensors else None)
+
     def layer(self, i: int) -> Layer:
         a, experts = f"layers.{i}", self.spec.ffn(i).experts
         scale, shape = self.vector(f"{a}.scale"), self.spec.attention(i)
@@ -427,6 +441,7 @@ class PackInMemory:
             attn_post_norm=self.norm(f"{a}.attn_post_norm"),
             ffn_post_norm=self.norm(f"{a}.ffn_post_norm"),
             sinks=self.vector(f"{a}.sinks"),
+            latent=self._latent(a),
             router=self.router(a) if experts > 1 else None,
             selection_bias=self.vector(f"{a}.router.selection_bias"),
             shared=self.shared(a),

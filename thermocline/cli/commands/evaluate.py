@@ -125,7 +125,7 @@ class Side:
     def of(pack: StoredModel, sparsity: str, types: CacheTypes = PLAIN) -> Side:
         from thermocline.pack.predictor import predictors_for
 
-        types.check(pack.spec.head_dim)
+        types.check(pack.spec.head_dim, pack.spec.latent is not None)
         return Side(pack, sparsity, predictors_for(pack, sparsity), types)
 
 

@@ -108,7 +108,7 @@ def plan(o: PlanOptions) -> int:
     from thermocline.plan import place, plan_file
 
     subject = plan_subject(o)
-    o.cache.check(subject.spec.head_dim)
+    o.cache.check(subject.spec.head_dim, subject.spec.latent is not None)
     tiers, ask, made = planned(o, subject, plan_tiers(o, subject.sizes.formats))
     about = plan_file.plan_json(subject, tiers, ask, made)
     if o.output is not None:

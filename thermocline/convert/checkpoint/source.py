@@ -1,11 +1,11 @@
-"""The rows of a pack's tensors out of a checkpoint: floats, ternary values, blocks of MXFP4."""
+"""The rows of a pack's tensors out of a checkpoint: floats, ternary values, blocks of MXFP4, scaled FP8."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thermocline.convert.checkpoint import block_stacks, ternary
+from thermocline.convert.checkpoint import block_stacks, fp8_blocks, ternary
 from thermocline.convert.checkpoint.block_stacks import FORMAT, BlockStack
 from thermocline.convert.checkpoint.predictors import PredictorFiles
 from thermocline.convert.rows import TensorMapSource
@@ -25,6 +25,7 @@ class CheckpointSource(TensorMapSource):
         tensors, where = block_stacks.seen(checkpoint, *ternary.seen(checkpoint, tensor_map))
         if beside is not None:
             tensors, where = {**tensors, **beside.tensors}, {**where, **beside.where}
+        tensors, where = fp8_blocks.seen(checkpoint, tensors, where)
         super().__init__(str(checkpoint.directory), tensors, where, tensor_map)
         self._stacks = {n: x for n, x in where.items() if isinstance(x, BlockStack)}
 

@@ -65,14 +65,18 @@ class RandomWeights:
 
     def _columns(self, name: str) -> int:
         s = self._stats.spec
-        if name.endswith(".attn_out.weight"):
-            shape = s.attention(_layer(name))
-            assert shape is not None, "no attention in this layer"
+        shape = s.attention(_layer(name)) if name.startswith("layers.") else None
+        part = name.split(".")[-2]
+        if shape is not None and part == "attn_out":
             return shape.context
         if ".mixer." in name:
             return s.mixer_matrices(_layer(name))[name.split(".", 2)[2]][1]
         if name == "per_layer.embed.weight":
             return s.n_layers * s.per_layer_dim
+        if shape is not None and shape.latent is not None:
+            matrices = shape.latent.matrices(shape.heads, s.dim)
+            if part in matrices:
+                return matrices[part][-1]
         return self._width(name) if name.endswith(".down.weight") else s.dim
 
     def _width(self, name: str) -> int:
@@ -118,7 +122,7 @@ class RandomWeights:
                 return self._gate_like(_layer(name), s.activation_threshold, moods)
             case "up" if stats.sparsity and s.up_activation != "none":
                 return self._gate_like(_layer(name), 0.0, ())  # no moods: up would share the gate's
-        return Matrix(_number(1 / math.sqrt(s.dim)), quiet)
+        return Matrix(_number(1 / math.sqrt(self._columns(name))), quiet)
 
     def _gate_like(self, layer: int, threshold: float, moods: tuple[F32, ...]) -> Matrix:
         sd = self._stats.column_sd(layer)

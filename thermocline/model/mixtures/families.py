@@ -19,12 +19,12 @@ _EXPERTS = Names(
     down="mlp.experts.{}.down_proj",
     router="mlp.gate",
 )
-_NO_TOKENS: Json = {"bos_token_id": None, "eos_token_id": None}
+NO_TOKENS: Json = {"bos_token_id": None, "eos_token_id": None}
 
 
 def qwen3_moe(keys: ConfigKeys, stop: Any) -> Read:
     """Qwen3-MoE: a Qwen 3 of 128 small experts, a few for each token; some layers may have none."""
-    keys.with_defaults({**_NO_TOKENS, "norm_topk_prob": False, "use_sliding_window": False})
+    keys.with_defaults({**NO_TOKENS, "norm_topk_prob": False, "use_sliding_window": False})
     keys.with_defaults({"decoder_sparse_step": 1, "mlp_only_layers": None, "max_window_layers": None})
     keys.raw("max_window_layers")  # the window, if there is one, is every layer's
     keys.require({"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0})
@@ -41,13 +41,13 @@ def qwen3_moe(keys: ConfigKeys, stop: Any) -> Read:
         qk_norm=True,
         sliding_window=window,
         router=_softmax(keys),
-        **_experts(keys, "num_experts", "moe_intermediate_size"),
-        **_dense(keys, (i for i in range(n) if i in alone or (i + 1) % step)),
+        **experts(keys, "num_experts", "moe_intermediate_size"),
+        **dense_first(keys, (i for i in range(n) if i in alone or (i + 1) % step)),
     )
     return spec, tensors(spec, _EXPERTS, attention_biases(keys))
 
 
-def _experts(keys: ConfigKeys, count: str, width: str, active: str = "num_experts_per_tok") -> Json:
+def experts(keys: ConfigKeys, count: str, width: str, active: str = "num_experts_per_tok") -> Json:
     """Return the sizes of a mixture, from the keys that say them."""
     if count == "num_experts":  # the name that other families have, and newer libraries write
         keys.same(count, "num_local_experts")
@@ -58,7 +58,7 @@ def _experts(keys: ConfigKeys, count: str, width: str, active: str = "num_expert
     }
 
 
-def _dense(keys: ConfigKeys, layers: Iterable[int]) -> Json:
+def dense_first(keys: ConfigKeys, layers: Iterable[int]) -> Json:
     """Return the layers with one FFN, of `intermediate_size`."""
     found, width = tuple(layers), keys.size("intermediate_size", "dense_dim")
     return {"dense_layers": found, "dense_dim": width} if found else {}
@@ -74,7 +74,7 @@ def _softmax(keys: ConfigKeys) -> Router:
 
 def olmoe(keys: ConfigKeys, stop: Any) -> Read:
     """OLMoE: norms over all heads of q and of k; weights are the scores, which add up to less than one."""
-    keys.with_defaults({**_NO_TOKENS, "eos_token_id": 50279, "norm_topk_prob": False, "clip_qkv": None})
+    keys.with_defaults({**NO_TOKENS, "eos_token_id": 50279, "norm_topk_prob": False, "clip_qkv": None})
     if keys.raw("clip_qkv") is not None:
         raise keys.unsupported("clip_qkv", "is not supported")
     spec = read_spec(
@@ -84,14 +84,14 @@ def olmoe(keys: ConfigKeys, stop: Any) -> Read:
         qk_norm=True,
         qk_norm_whole=True,
         router=_softmax(keys),
-        **_experts(keys, "num_experts", "intermediate_size"),
+        **experts(keys, "num_experts", "intermediate_size"),
     )
     return spec, tensors(spec, _EXPERTS, attention_biases(keys))
 
 
 def glm4_moe(keys: ConfigKeys, stop: Any) -> Read:
     """GLM-4.5: shared experts, the first layers without experts, rope on half of each head."""
-    keys.with_defaults({**_NO_TOKENS, "partial_rotary_factor": None, "use_qk_norm": False})
+    keys.with_defaults({**NO_TOKENS, "partial_rotary_factor": None, "use_qk_norm": False})
     keys.with_defaults({"num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "norm_topk_prob": True})
     keys.same("num_nextn_predict_layers", "num_mtp_layers")
     spec = read_spec(
@@ -100,15 +100,15 @@ def glm4_moe(keys: ConfigKeys, stop: Any) -> Read:
         "glm4-moe",
         partial=0.5,
         qk_norm=keys.flag("use_qk_norm"),
-        **_sigmoid_and_shared(keys),
+        **sigmoid_and_shared(keys),
     )
     biases = ("qkv",) if keys.flag("attention_bias") else ()
-    return spec, _without_next(tensors(spec, _SHARED, biases), spec, keys)
+    return spec, without_next(tensors(spec, SHARED, biases), spec, keys)
 
 
 def dots1(keys: ConfigKeys, stop: Any) -> Read:
     """dots.llm1: GLM-4.5's mixture with Qwen 3's attention, whose last layers may have a window."""
-    keys.with_defaults({**_NO_TOKENS, "sliding_window": 4096, "max_window_layers": 62})
+    keys.with_defaults({**NO_TOKENS, "sliding_window": 4096, "max_window_layers": 62})
     keys.with_defaults({"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0})
     if keys.with_defaults({"scoring_func": "sigmoid"}).raw("scoring_func") != "noaux_tc":  # both mean sigmoid
         keys.require({"scoring_func": "sigmoid"})
@@ -117,26 +117,26 @@ def dots1(keys: ConfigKeys, stop: Any) -> Read:
     first = keys.integer("max_window_layers", 0)
     layers = windows(keys, n, () if window is None else range(min(first, n), n))
     near: Json = {} if window is None or layers == () else {"sliding_window": window, "window_layers": layers}
-    spec = read_spec(keys, stop, "dots1", qk_norm=True, **near, **_sigmoid_and_shared(keys))
-    return spec, tensors(spec, _SHARED, attention_biases(keys))
+    spec = read_spec(keys, stop, "dots1", qk_norm=True, **near, **sigmoid_and_shared(keys))
+    return spec, tensors(spec, SHARED, attention_biases(keys))
 
 
-_SHARED = replace(
+SHARED = replace(
     _EXPERTS,
     selection_bias="mlp.gate.e_score_correction_bias",
     shared=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"),
 )
 
 
-def _sigmoid_and_shared(keys: ConfigKeys) -> Json:
+def sigmoid_and_shared(keys: ConfigKeys) -> Json:
     """Return DeepSeek-V3's mixture: sigmoids, biases for the choice, groups, shared experts as one FFN."""
     keys.with_defaults({"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1})
     keys.same("n_routed_experts", "num_local_experts")
     n, groups = keys.size("num_hidden_layers", "n_layers"), keys.integer_or_none("n_group") or 1
     shared = keys.integer_or_none("n_shared_experts", 0, 64) or 0
     return {
-        **_experts(keys, "n_routed_experts", "moe_intermediate_size"),
-        **_dense(keys, range(min(n, keys.integer_or_none("first_k_dense_replace", 0) or 0))),
+        **experts(keys, "n_routed_experts", "moe_intermediate_size"),
+        **dense_first(keys, range(min(n, keys.integer_or_none("first_k_dense_replace", 0) or 0))),
         "shared_dim": shared * keys.size("moe_intermediate_size", "ffn_dim"),
         "router": Router(
             score="sigmoid",
@@ -151,7 +151,7 @@ def _sigmoid_and_shared(keys: ConfigKeys) -> Json:
     }
 
 
-def _without_next(made: TensorMap, spec: ModelSpec, keys: ConfigKeys) -> TensorMap:
+def without_next(made: TensorMap, spec: ModelSpec, keys: ConfigKeys) -> TensorMap:
     """Return the map without the layers behind the last, which guess further tokens."""
     more = keys.integer_or_none("num_nextn_predict_layers", 0, 16) or 0
     layers = "|".join(str(spec.n_layers + i) for i in range(more))
@@ -172,8 +172,8 @@ def ernie4_5_moe(keys: ConfigKeys, stop: Any) -> Read:
         keys,
         stop,
         "ernie4.5-moe",
-        **_experts(keys, "moe_num_experts", "moe_intermediate_size", "moe_k"),
-        **_dense(keys, (i for i in range(n) if (i + 1) % step or not first <= i <= last)),
+        **experts(keys, "moe_num_experts", "moe_intermediate_size", "moe_k"),
+        **dense_first(keys, (i for i in range(n) if (i + 1) % step or not first <= i <= last)),
         shared_dim=shared * keys.size("moe_intermediate_size", "ffn_dim"),
         router=Router(
             weights="normalised",
@@ -182,7 +182,7 @@ def ernie4_5_moe(keys: ConfigKeys, stop: Any) -> Read:
             selection_bias=True,
         ),
     )
-    names = replace(_SHARED, selection_bias="mlp.moe_statics.e_score_correction_bias", neighbours=True)
+    names = replace(SHARED, selection_bias="mlp.moe_statics.e_score_correction_bias", neighbours=True)
     made = tensors(spec, names)
     for i in range(n):
         name = f"layers.{i}.router.selection_bias"
@@ -217,7 +217,7 @@ def granite_moe(keys: ConfigKeys, stop: Any, **more: Any) -> Read:
         stop,
         "granite-moe",
         **granite_scales(keys),
-        **_experts(keys, "num_local_experts", "intermediate_size"),
+        **experts(keys, "num_local_experts", "intermediate_size"),
         **more,
     )
     return spec, tensors(spec, _GRANITE, attention_biases(keys))
@@ -260,7 +260,7 @@ def minimax_m2(keys: ConfigKeys, stop: Any) -> Read:
         qk_norm=True,
         qk_norm_whole=True,
         router=Router(score="sigmoid", weights="normalised", selection_bias=True),
-        **_experts(keys, "num_local_experts", "intermediate_size"),
+        **experts(keys, "num_local_experts", "intermediate_size"),
     )
     return spec, replace(tensors(spec, _MINIMAX), skipped=(r"model\.mtp\..*",))
 
@@ -298,7 +298,7 @@ def phimoe(keys: ConfigKeys, stop: Any) -> Read:
         norm="layer",
         sliding_window=keys.integer_or_none("sliding_window"),
         router=Router(score="logits", weights="mixed", epsilon=keys.number("router_jitter_noise", 0.0, 1.0)),
-        **_experts(keys, "num_local_experts", "intermediate_size"),
+        **experts(keys, "num_local_experts", "intermediate_size"),
     )
     head = ("head",) if keys.flag("lm_head_bias") else ()
     if head and spec.tied_head:
@@ -335,7 +335,7 @@ def hunyuan_moe(keys: ConfigKeys, stop: Any) -> Read:
         qk_norm=True,
         qk_norm_last=True,
         shared_dim=width,
-        **_experts(keys, "num_experts", "moe_intermediate_size", "moe_topk"),
+        **experts(keys, "num_experts", "moe_intermediate_size", "moe_topk"),
     )
     return spec, tensors(spec, _HUNYUAN, attention_biases(keys))
 

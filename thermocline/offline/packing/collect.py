@@ -61,7 +61,8 @@ class InputCollector(CpuOps):
         found[expert].add(x)
 
     def bind_attention(self, spec: ModelSpec, heads: Heads, layer: Layer) -> Any:
-        return BoundHalf(next(self._attending), layer, heads)
+        native = heads if heads.latent is None else super().bind_attention(spec, heads, layer)
+        return BoundHalf(next(self._attending), layer, native)
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> Any:
         return BoundHalf(next(self._feeding), layer, super().bind_ffn(spec, layer))
@@ -72,6 +73,8 @@ class InputCollector(CpuOps):
         seen = self._normed(layer.attn_norm, h)
         assert layer.qkv is not None and layer.attn_out is not None
         self._add(f"{name}.qkv", seen)
+        if layer.latent is not None:  # what its other matrices read is not seen from here
+            return super().attention_add(x, h, half.native, step, kv)
         qkv = [self.matmul(w, seen, None) for w in stacked(layer.qkv.weight)]
         rows = qkv[0] if len(qkv) == 1 else np.concatenate(qkv, axis=1)
         if layer.qkv.bias is not None:

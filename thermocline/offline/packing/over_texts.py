@@ -62,7 +62,7 @@ def moments_bytes(spec: ModelSpec) -> int:
     total = products(spec.dim)
     for i in range(spec.n_layers):
         (experts, _, width), shape = spec.ffn(i), spec.attention(i)
-        total += products(spec.dim) + products(0 if shape is None else shape.context)
+        total += products(spec.dim) + (0 if shape is None or shape.latent else products(shape.context))
         total += experts * (products(spec.dim) + products(width))
     return total
 
