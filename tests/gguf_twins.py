@@ -162,6 +162,7 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 continue
             if kind == "gemma4_text" and (part := GEMMA4.get(".".join(name.split(".")[3:]))):
                 out[f"blk.{name.split('.')[2]}.{part}"] = w
+                continue
             if kind == "llama4_text" and stem.endswith(".experts"):
                 rows, layer = w.swapaxes(1, 2), stem.split(".")[2]
                 halves = np.split(rows, 2, axis=1) if last.startswith("gate") else [rows]
@@ -193,10 +194,10 @@ def tensors_of(hf: Path, powerinfer: bool, apart: bool = False) -> dict[str, F32
                 continue
             short = LAYER[part]
             if short == "attn_kv_b" and not apart:
-                each = w.reshape(heads, -1, w.shape[1])
-                nope = config["qk_nope_head_dim"]
-                out[f"blk.{layer}.attn_k_b.weight"] = np.ascontiguousarray(each[:, :nope].swapaxes(1, 2))
-                out[f"blk.{layer}.attn_v_b.weight"] = np.ascontiguousarray(each[:, nope:])
+                of_heads = w.reshape(heads, -1, w.shape[1])
+                keys, values = np.split(of_heads, [config["qk_nope_head_dim"]], axis=1)
+                out[f"blk.{layer}.attn_k_b.weight"] = np.ascontiguousarray(keys.swapaxes(1, 2))
+                out[f"blk.{layer}.attn_v_b.weight"] = np.ascontiguousarray(values)
                 continue
             if kind in ("glm4_moe", "gpt_oss", "olmo2", "olmo3") and part == "post_attention_layernorm":
                 short = "post_attention_norm"

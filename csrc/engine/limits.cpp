@@ -43,7 +43,7 @@ static size_t one_ffn(const LayerShape& s, size_t threads) {
     const size_t tiles =
         threads * (2 * kPassTokens * kTileColumns + kTileRows * kTileColumns + s.dim / 8 + 4);
     // A predictor's input, its code (at most as wide), its marks.
-    const size_t guess = kFewTokens * 3 * (s.dim + kSlack) + together * (ffn / 4 + 2);
+    const size_t guess = kFewTokens * 3 * (s.dim + kSlack) + together * (ffn / 4) + 2 * (together - 1);
     return values + partial + tiles + guess;
 }
 

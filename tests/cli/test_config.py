@@ -122,6 +122,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "calibrate": ("text.txt", "text.txt"),
     "calibrate_tokens": ("1024", 1024),
     "importance": ("i.npz", "i.npz"),
+    "predictors": ("dir", "dir"),
     "importance_out": ("o.npz", "o.npz"),
     "measure": ("text.txt", "text.txt"),
     "layers": ("2", 2),

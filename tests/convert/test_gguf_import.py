@@ -318,7 +318,7 @@ def test_a_files_template_and_special_ids_come_along(twin: Callable[[str], Path]
     assert (about["bos_token"], about["eos_token"]) == ("<1>", "<2>")
 
 
-@pytest.mark.parametrize("arch", ["rwkv7", "phimoe", "clip", "qwen2vl", "bitnet"])
+@pytest.mark.parametrize("arch", ["rwkv7", "grok", "clip", "qwen2vl", "bitnet"])
 def test_mixtures_and_pictures_are_refused_in_a_line(arch: str, tmp_path: Path) -> None:
     w = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
     w.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))

@@ -255,7 +255,7 @@ def read_config(data: bytes) -> None:
     spec, mapping = families.parse_config(parse_json(data, "config.json"), None, "config.json")
     assert spec.n_heads * spec.head_dim <= 1 << 20 and spec.n_heads % spec.n_kv_heads == 0
     assert all(i < spec.vocab_size for i in spec.eos_ids)
-    assert len(mapping.tensors) <= 3 + 16 * spec.n_layers
+    assert len(mapping.tensors) <= 6 + 24 * spec.n_layers
 
 
 def read_manifest(data: bytes) -> None:

@@ -28,7 +28,7 @@ from thermocline.engine.decoder import rope_tables
 from thermocline.engine.kv_cache import in_ram
 from thermocline.model import quant
 from thermocline.model.modes import CACHE_TYPES, PLAIN, CacheTypes
-from thermocline.model.spec import ACTIVATIONS, SPARSE_ACTIVATIONS, Latent, ModelSpec
+from thermocline.model.spec import ACTIVATIONS, ROUTER_WEIGHTS, SPARSE_ACTIVATIONS, Latent, ModelSpec
 from thermocline.model.tensors import bundle_stride
 from thermocline.ops import reference
 from thermocline.ops.cpu import CpuOps
@@ -687,6 +687,7 @@ BINDERS = {
     "bind_attention",
     "bind_ffn",
     "bind_mixer",
+    "bind_per_layer",
     "bind_part",
     "bind_experts",
 }  # arguments of the ops, made ready
@@ -704,7 +705,7 @@ def public_functions(where: Any) -> set[str]:
     }
 
 
-ELSEWHERE = {"mixer_add"}  # tests/recurrent/test_mixers.py
+ELSEWHERE = {"mixer_add", "per_layer_add"}  # tests/recurrent/test_mixers.py; twins
 OPS = sorted(public_functions(reference) - PARTS - BINDERS - OF_MIXTURES - HINTS - ELSEWHERE)
 
 
@@ -1688,7 +1689,7 @@ BAD: dict[str, Callable[[Good], Any]] = {
     "rule of more groups than there are": lambda g: g.rule(groups_kept=2),
     "rule of no group": lambda g: g.rule(groups_kept=0),
     "rule with an unknown score": lambda g: g.rule(score=3),
-    "rule with unknown weights": lambda g: g.rule(weights=3),
+    "rule with unknown weights": lambda g: g.rule(weights=len(ROUTER_WEIGHTS)),
     "rule with an unknown rule of groups": lambda g: g.rule(group_rule=2),
     "mixture of no active experts": lambda g: g.mixture(active=0),
     "mixture of too many active experts": lambda g: g.mixture(active=4),

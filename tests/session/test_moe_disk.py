@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import test_disk
 import test_plan
+import test_synth
 import tiny
 from safetensors.numpy import save_file
 from test_disk import DIM, Case, within
@@ -42,6 +43,7 @@ from thermocline.plan.memory import GIB, others_of
 from thermocline.plan.place import stored_prediction
 from thermocline.plan.problem import Ask, Problem
 from thermocline.session.options import EngineOptions
+from thermocline.session.session import Session
 
 Run = Callable[..., Any]
 EXPERTS, FFN = 4, 4096
@@ -328,3 +330,26 @@ def test_uses_of_an_expert_are_forgotten_while_others_are_chosen(tmp_path: Path)
         context.moe_add(np.zeros_like(new), -new, mixture, SPARSITIES["exact"])
         missed.append(rows.stats()["missed"] - before)
     assert missed[0] > 50 and missed[1] == 0
+
+
+def test_experts_of_a_router_before_attention_come_from_disk_too(tmp_path: Path) -> None:
+    """SmallThinker's: the same logits as in memory, whether neurons are skipped or not."""
+    small = {"moe_ffn_hidden_size": 512, "num_hidden_layers": 4, "moe_num_primary_experts": 16}
+    made = test_synth.make(tmp_path, "smallthinker-4b", "q4_0", active=0.4, skew=0.55, **small)
+
+    def run(ram: float | None, sparsity: str) -> Any:
+        options = EngineOptions(context=64, max_batch=1, ram=ram, sparsity=sparsity, threads=2, gpu="off")
+        engine = Session.open(made, options).load()
+        ids = [i * 7 % 512 for i in range(20)]
+        request = engine.submit(ids, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        while engine.step():
+            pass
+        return request.completion().figures
+
+    truth = run(None, "exact").logits_hash
+    with pytest.raises(OutOfBudget) as refused:
+        run(0.001, "exact")
+    ram = float(re.search(r"--ram ([\d.]+)", str(refused.value))[1]) + 0.001  # type: ignore[index]
+    for sparsity in ("exact", "off"):
+        figures = run(ram, sparsity)
+        assert figures.logits_hash == truth and figures.disk.missed > 0

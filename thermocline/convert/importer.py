@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 
-from thermocline.convert.checkpoint.predictors import PredictorFiles, in_checkpoint
-from thermocline.convert.checkpoint.source import CheckpointSource
+from thermocline.convert.checkpoint.directory import pack_directory
 from thermocline.convert.from_gguf import is_gguf, pack_gguf
 from thermocline.convert.gguf_rows import Cost
-from thermocline.convert.hf_directory import content_key, copied_files, label, require_model_directory
-from thermocline.convert.rows import with_own_head
+from thermocline.convert.hf_directory import require_model_directory
 from thermocline.errors import UsageError
 from thermocline.files.safetensors import Checkpoint
-from thermocline.model import formats, quant
-from thermocline.model.families import Read, read_config
-from thermocline.model.tensors import optional_among
+from thermocline.model import quant
+from thermocline.model.families import read_config
 from thermocline.pack.pack import Progress
-from thermocline.pack.writer import PackExtras, check_target, write_pack
+from thermocline.pack.writer import check_target
 
 
 def pack(
@@ -51,46 +47,8 @@ def pack(
         )
     require_model_directory(src)
     read = read_config(src, activation)
-    with ExitStack() as files:
-        beside = None if predictors is None else PredictorFiles(Path(predictors), read[0])
-        if beside is not None:
-            files.enter_context(beside)
-        _pack_directory(src, Path(dst), weight_format, read, overwrite, progress, beside)
+    pack_directory(src, Path(dst), weight_format, read, predictors, overwrite=overwrite, progress=progress)
     return None
-
-
-def _pack_directory(
-    src: Path,
-    dst: Path,
-    weight_format: str | None,
-    read: Read,
-    overwrite: bool,
-    progress: Progress | None,
-    beside: PredictorFiles | None,
-) -> None:
-    with Checkpoint(src) as checkpoint:
-        spec, tensor_map = with_own_head(*read, checkpoint.tensors, checkpoint.where)
-        predictor = in_checkpoint(checkpoint, spec, tensor_map)
-        if beside is not None:
-            if predictor is not None:
-                raise UsageError(f"{src}: has predictors of its own; leave out --predictors")
-            predictor = beside.add_to(tensor_map, spec)
-        source = CheckpointSource(checkpoint, tensor_map, beside)
-        write_pack(
-            dst,
-            spec,
-            weight_format or formats.DEFAULT,
-            source,
-            PackExtras(
-                formats={} if weight_format else source.formats(),
-                predictor=predictor,
-                optional=optional_among(tensor_map.tensors, spec),
-                files=copied_files(src),
-                origin=("huggingface", label(src), content_key(src, checkpoint.shards)),
-            ),
-            overwrite=overwrite,
-            progress=progress,
-        )
 
 
 def exact_format(src: Path) -> str | None:

@@ -189,12 +189,7 @@ def tensors(
     if not spec.tied_head:
         linear("head", "head", (names.head, spec.vocab_size, ()), columns=width)
     for i in range(spec.n_layers):
-        shape = spec.attention(i)
-        assert shape is not None, "a layer is attention and an FFN"
-        own_kv = shape.projections
-        q, kv = shape.context, shape.kv_heads * shape.head_dim
         a, b, (experts, _, f) = f"layers.{i}", f"{names.root}{names.layers}.{i}.", spec.ffn(i)
-        attends = spec.attention(i) is not None
         if spec.norms_before and spec.mixer(i) != "none":
             norm(f"{a}.attn_norm", b + names.attn_norm)
         if spec.norms_before and experts:
@@ -202,25 +197,27 @@ def tensors(
         if spec.norms_after:
             norm(f"{a}.attn_post_norm", b + names.attn_post_norm)
             norm(f"{a}.ffn_post_norm", b + names.ffn_post_norm)
-        for part, theirs, n in zip("qk", names.qk_norms, (shape.heads, shape.kv_heads), strict=True):
-            if spec.qk_norms(i) and attends and part in own_kv:
-                norm(f"{a}.{part}_norm", b + theirs, spec.qk_norm_size(n, shape.head_dim))
-        if spec.attention_sinks and attends:
-            out[f"{a}.sinks"] = (SourceSlice(f"{b}self_attn.sinks", (spec.n_heads,)),)
         if spec.sub_norms:
-            norm(f"{a}.attn_sub_norm", f"{b}self_attn.attn_sub_norm", q)
             norm(f"{a}.ffn_sub_norm", f"{b}mlp.ffn_sub_norm", f)
-        rows = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
-        picks = (pick,) * len(rows)
-        if names.neighbours:
-            picks = (*(pairs(r, shape.head_dim) for r in rows[:2]), ())
-        each = list(zip(names.qkv, rows, picks, strict=True))[: len(own_kv)]
-        if attends:
-            if spec.latent is None:
+        if (shape := spec.attention(i)) is not None:
+            q, kv = shape.context, shape.kv_heads * shape.head_dim
+            for part, theirs, n in zip("qk", names.qk_norms, (shape.heads, shape.kv_heads), strict=True):
+                if spec.qk_norms(i) and part in shape.projections:
+                    norm(f"{a}.{part}_norm", b + theirs, spec.qk_norm_size(n, shape.head_dim))
+            if spec.attention_sinks:
+                out[f"{a}.sinks"] = (SourceSlice(f"{b}self_attn.sinks", (spec.n_heads,)),)
+            if spec.sub_norms:
+                norm(f"{a}.attn_sub_norm", f"{b}self_attn.attn_sub_norm", q)
+            rows = (q, kv, kv) if len(names.qkv) == 3 else (q + 2 * kv,)
+            picks = (pick,) * len(rows)
+            if names.neighbours:
+                picks = (*(pairs(r, shape.head_dim) for r in rows[:2]), ())
+            each = list(zip(names.qkv, rows, picks, strict=True))[: len(shape.projections)]
+            if shape.latent is None:
                 linear(f"{a}.qkv", "qkv", *((b + n, r, p) for n, r, p in each))
             else:
-                out |= _latent(spec, spec.latent, names, a, b)
-            linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=shape.context)
+                out |= _latent(spec, shape.latent, names, a, b)
+            linear(f"{a}.attn_out", "attn_out", (b + names.out, d, ()), columns=q)
         if not experts:
             continue
         if experts > 1:
