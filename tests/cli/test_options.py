@@ -247,7 +247,7 @@ def random_weights(spec: ModelSpec) -> Weights:
         project_in=matrix("pi", spec.dim, width) if spec.embed_dim else None,
         project_out=matrix("po", width, spec.dim) if spec.embed_dim else None,
         token_inputs=TokenInputs(
-            values("te", spec.vocab_size, given),
+            values("table", spec.vocab_size, given),
             matrix("tp", given, spec.dim),
             norm("tn", spec.per_layer_dim).weight,
         )

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import eq
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,8 +41,10 @@ from thermocline.ops.interface import (
     Weights,
     opaque,
 )
-from thermocline.text.grammar import Constraint
-from thermocline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from thermocline.text.grammar import Constraint
+    from thermocline.text.tokenizer import Tokenizer
 
 
 def _bug(error: Exception) -> ThermoclineError:

@@ -158,7 +158,7 @@ def _latent_attention(heads: Heads, w: LatentMatrices, rows: F32, step: Step, kv
     if w.q_b is not None and w.q_norm is not None:
         q = matmul(w.q_b, norm(q, w.q_norm, None, a.norm_eps, "rms"), None)
     q = q.reshape(len(rows), heads.n, a.nope + a.rope)
-    into = np.einsum("thn,hrn->thr", q[..., : a.nope], _values(w.k_b).reshape(heads.n, a.kv_rank, a.nope))
+    into = np.einsum("tha,hra->thr", q[..., : a.nope], _values(w.k_b).reshape(heads.n, a.kv_rank, a.nope))
     q = np.concatenate([into, rotate(q[..., a.nope :], cos, sin)], axis=-1)
     plain = norm(latent[:, : a.kv_rank], w.kv_norm, None, a.norm_eps, "rms")
     turned = rotate(latent[:, None, a.kv_rank :], cos, sin)[:, 0]
