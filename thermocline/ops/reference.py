@@ -158,7 +158,7 @@ def _latent_attention(heads: Heads, w: LatentMatrices, rows: F32, step: Step, kv
     if w.q_b is not None and w.q_norm is not None:
         q = matmul(w.q_b, norm(q, w.q_norm, None, a.norm_eps, "rms"), None)
     q = q.reshape(len(rows), heads.n, a.nope + a.rope)
-    into = np.einsum("tha,hra->thr", q[..., : a.nope], _values(w.k_b).reshape(heads.n, a.kv_rank, a.nope))
+    into = np.einsum("bhd,hrd->bhr", q[..., : a.nope], _values(w.k_b).reshape(heads.n, a.kv_rank, a.nope))
     q = np.concatenate([into, rotate(q[..., a.nope :], cos, sin)], axis=-1)
     plain = norm(latent[:, : a.kv_rank], w.kv_norm, None, a.norm_eps, "rms")
     turned = rotate(latent[:, None, a.kv_rank :], cos, sin)[:, 0]
@@ -171,7 +171,7 @@ def _latent_attention(heads: Heads, w: LatentMatrices, rows: F32, step: Step, kv
     for r in range(len(rows)):
         found[r] = _attend(heads, q[r], int(batch.positions[r]), table[batch.sequence[r]], kv)
     out_of = _values(w.v_b).reshape(heads.n, a.value, a.kv_rank)
-    y: F32 = np.einsum("thr,hvr->thv", found, out_of)
+    y: F32 = np.einsum("bhr,hvr->bhv", found, out_of)
     return y.reshape(len(rows), -1)
 
 
