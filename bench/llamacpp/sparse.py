@@ -41,19 +41,20 @@ def called(shape: str) -> str:
 
 
 def models(args: argparse.Namespace, fmt: str) -> tuple[Path, Path]:
-    """(sparse pack with predictors, dense GGUF)"""
-    dense = args.dense or args.shape
-    pack, gguf = (args.dir / f"{called(shape)}-{fmt}" for shape in (args.shape, dense))
+    """(sparse pack, with predictors if they are asked; dense GGUF)"""
+    dense, layers = args.dense or args.shape, ("--layers", str(args.layers)) if args.layers else ()
+    cut = f"-{args.layers}" if args.layers else ""
+    pack, gguf = (args.dir / f"{called(shape)}{cut}-{fmt}" for shape in (args.shape, dense))
     pack, gguf = pack.with_name(pack.name + "-sparse"), gguf.with_name(gguf.name + ".gguf")
     synth = [sys.executable, "-m", "thermocline", "synth"]
     if not pack.exists():
-        sh(*synth, args.shape, "--format", fmt, "-o", pack, "--active", str(args.active))
-    if not (pack / FILE).exists():
+        sh(*synth, args.shape, *layers, "--format", fmt, "-o", pack, "--active", str(args.active))
+    if not (pack / FILE).exists() and set(args.modes) & {"predict", "asked"}:
         command = [sys.executable, BENCH / "engine" / "synthetic_predictors.py", pack, "--kind", args.kind]
         sh(*command, "--rank", str(args.rank), "--missed", str(args.missed))
     if not gguf.exists():
         scratch = args.dir / f"{called(dense)}-{fmt}-dense.tmp"
-        sh(*synth, dense, "--format", fmt, "-o", scratch, "--gguf", gguf, "--force")
+        sh(*synth, dense, *layers, "--format", fmt, "-o", scratch, "--gguf", gguf, "--force")
         shutil.rmtree(scratch)
     return pack, gguf
 
@@ -66,7 +67,7 @@ def rounds(args: argparse.Namespace, pack: Path, gguf: Path, tokens: Path) -> li
     theirs = [args.driver, gguf, tokens, str(args.gen + 2), "0", "1"]
     need = pack.joinpath("weights.bin").stat().st_size + gguf.stat().st_size + (3 << 30)
     together = need < (hardware.available_bytes() or need + 1)
-    found = {(t, m): list[dict[str, Any]]() for t in tests for m in (*MODES, LLAMA)}
+    found = {(t, m): list[dict[str, Any]]() for t in tests for m in (*args.modes, LLAMA)}
     roofs: dict[Test, list[float]] = {t: [roof(t)] for t in tests}
 
     def turn(driver: Driver, test: Test, modes: tuple[str, ...], warm: bool = False) -> None:
@@ -78,7 +79,7 @@ def rounds(args: argparse.Namespace, pack: Path, gguf: Path, tokens: Path) -> li
     with Driver("thermocline", ours) as mine:
         other = Driver(LLAMA, theirs) if together else None
         for test in tests:
-            modes = (*MODES, LLAMA) if other else MODES
+            modes = (*args.modes, LLAMA) if other else tuple(args.modes)
             for i in range(-1, args.rounds):
                 for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:
                     driver = other if mode == LLAMA and other else mine
@@ -92,7 +93,7 @@ def rounds(args: argparse.Namespace, pack: Path, gguf: Path, tokens: Path) -> li
                 for i in range(-1, args.rounds):
                     turn(driver, test, (LLAMA,), warm=i < 0)
                     roofs[test].append(roof(test))
-    return [row_of(test, found, roofs[test], together) for test in tests]
+    return [row_of(test, args.modes, found, roofs[test], together) for test in tests]
 
 
 def RUN(test: Test) -> tuple[Any, ...]:
@@ -100,17 +101,21 @@ def RUN(test: Test) -> tuple[Any, ...]:
 
 
 def row_of(
-    test: Test, found: dict[tuple[Test, str], list[dict[str, Any]]], roofs: list[float], together: bool
+    test: Test,
+    modes: list[str],
+    found: dict[tuple[Test, str], list[dict[str, Any]]],
+    roofs: list[float],
+    together: bool,
 ) -> dict[str, Any]:
     top = statistics.median(roofs)
-    ns = {m: statistics.median(said["ns"] for said in found[test, m]) for m in (*MODES, LLAMA)}
+    ns = {m: statistics.median(said["ns"] for said in found[test, m]) for m in (*modes, LLAMA)}
     row: dict[str, Any] = {
         "threads": test.threads,
         "gen": test.gen,
         "together": together,
         "roof_gb_per_s": top,
     }
-    for mode in (*MODES, LLAMA):
+    for mode in (*modes, LLAMA):
         runs = [said["ns"] for said in found[test, mode]]
         row[mode] = {"tok_s": test.gen * 1e9 / ns[mode], "ns": runs}
         row[mode]["ratio"] = statistics.median(
@@ -122,20 +127,22 @@ def row_of(
         moved = last["bytes_per_token"] * test.gen
         row[mode] |= {"bytes_per_token": last["bytes_per_token"], "roof_share": moved / ns[mode] / top}
         row[mode] |= {key: last[key] for key in ("rows_fraction", "predicted_fraction", "active_fraction")}
-    row["predictor_share"] = (ns["asked"] - ns["exact"]) / ns["predict"]
+    if "asked" in modes:
+        row["predictor_share"] = (ns["asked"] - ns["exact"]) / ns["predict"]
     return row
 
 
 def show(shape: str, fmt: str, row: dict[str, Any]) -> None:
     print(f"{shape} {fmt}, {row['threads']} threads, roof {row['roof_gb_per_s']:.1f} GB/s")
-    for mode in (*MODES, LLAMA):
+    for mode in (m for m in (*MODES, LLAMA) if m in row):
         r = row[mode]
         line = f"  {mode:10} {r['tok_s']:7.2f} tok/s  x{r['ratio']:.2f}"
         if mode != LLAMA:
             line += f"  {r['bytes_per_token'] / 1e6:7.0f} MB/token  {r['roof_share']:.0%} of the roof"
             line += f"  {r['predicted_fraction']:.1%} of gates, {r['rows_fraction']:.1%} of up and down"
         print(line)
-    print(f"  predictor: {row['predictor_share']:.1%} of a predicted token's time", flush=True)
+    if "predictor_share" in row:
+        print(f"  predictor: {row['predictor_share']:.1%} of a predicted token's time", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -144,6 +151,10 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--dense", help="what llama.cpp is given instead, where it does not know the shape")
     p.add_argument("--format", nargs="+", default=["q4_0"])
     p.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    p.add_argument("--layers", type=int, help="so many layers of the shape only")
+    p.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="asked needs predict and exact"
+    )
     p.add_argument("--active", type=float, default=0.11)
     p.add_argument("--kind", choices=["svd", "sign"], default="svd")
     p.add_argument("--rank", type=int, default=128)
@@ -179,7 +190,9 @@ def main() -> None:
             show(called(args.shape), fmt, row)
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             about = {"time": now, "shape": called(args.shape), "format": fmt, "commit": commit()}
-            about |= {key: getattr(args, key) for key in ("dense", "active", "kind", "rank", "missed")}
+            about |= {
+                key: getattr(args, key) for key in ("dense", "layers", "active", "kind", "rank", "missed")
+            }
             about |= {"cpu": hardware.cores().name, "llama": f"{PACKAGE} {VERSION}"}
             with args.json.open("a") as f:
                 f.write(json.dumps(about | row) + "\n")
