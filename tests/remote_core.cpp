@@ -68,7 +68,8 @@ struct Request {
     }
     tc::Join join() {
         const tc::Norm n = norm();
-        return {n, real()};
+        const float scale = real();
+        return {n, scale, real()};
     }
     tc::Heads heads() {
         const size_t n = number(), n_kv = number(), dim = number(), window = number();
@@ -77,7 +78,11 @@ struct Request {
         const float eps = real();
         const auto* sinks = values<const float>();
         const bool whole_norms = number(), norms_last = number();
-        return {n, n_kv, dim, window, scale, softcap, q_norm, k_norm, eps, sinks, whole_norms, norms_last};
+        tc::Heads h{n, n_kv, dim, window, scale, softcap, q_norm, k_norm, eps, sinks, whole_norms, norms_last};
+        h.v_norm = values<const float>();
+        h.shares = number(), h.own_norms = number(), h.chunked = number(), h.value_dim = number();
+        h.temperature = real(), h.temperature_span = real();
+        return h;
     }
     tc::Step step() {
         const int32_t *positions = values<int32_t>(), *sequence = values<int32_t>(), *table = values<int32_t>();
@@ -93,7 +98,15 @@ struct Request {
         const tc::Linear out = linear();
         const tc::Heads h = heads();
         const tc::Norm sub = norm();
-        return {n, qkv, out, h, sub, join()};
+        const tc::Join how = join();
+        const tc::Matrix gate = matrix();
+        return {n, qkv, out, h, sub, how, gate, latent()};
+    }
+    tc::Latent latent() {
+        const size_t nope = number(), rope = number(), rank = number(), value = number();
+        const tc::Norm q_norm = norm(), kv_norm = norm();
+        const tc::Matrix q_b = matrix(), k_b = matrix();
+        return {nope, rope, rank, value, q_norm, kv_norm, q_b, k_b, matrix()};
     }
     tc::FFN ffn() {
         const tc::Norm n = norm();
@@ -210,6 +223,13 @@ Bytes op(const std::string& what, tc::Context& c, Request& r) {
         Bytes &x = r.array(), &h = r.array();
         c.attention_add(floats(x), floats(h), a, s, cache.k, cache.v);
         return joined(cache.keys, cache.values, x);
+    }
+    if (what == "per_layer_add") {
+        const tc::Matrix gate = r.matrix(), down = r.matrix();
+        const auto activation = tc::Activation(r.number());
+        const tc::PerLayer layer = {gate, down, activation, r.join()};
+        Bytes &x = r.array(), &given = r.array();
+        return c.per_layer_add(floats(x), layer, floats(given), given.size() / 4 / gate.rows), x;
     }
     const tc::FFN f = r.ffn();
     Bytes &x = r.array(), &h = r.array();

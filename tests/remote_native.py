@@ -52,7 +52,9 @@ def packed(part: Any, kind: type) -> bytes:
     """A part of a layer, or what stands for its absence."""
     if part is not None:
         return bytes(part.packed)
-    return u64(NONE, 0, 0, 0, 0, 0, 1) if kind is Matrix else values(None) * 2 + f32(0) + u64(0)
+    matrix, norm = u64(NONE, 0, 0, 0, 0, 0, 1), values(None) * 2 + f32(0) + u64(0)
+    absent: dict[type, bytes] = {Matrix: matrix, Norm: norm, Latent: u64(0, 0, 0, 0) + norm * 2 + matrix * 3}
+    return absent[kind]
 
 
 def ask(what: str, *fields: bytes) -> bytes:
@@ -164,16 +166,24 @@ class Heads(Part):
         sinks: F32 | None = None,
         whole_norms: bool = False,
         norms_last: bool = False,
+        v_norm: F32 | None = None,
+        shares: bool = False,
+        own_norms: bool = False,
+        chunked: bool = False,
+        temperature: float = 0.0,
+        temperature_span: float = 1.0,
+        value_dim: int = 0,
     ) -> None:
         sizes = u64(n, n_kv, dim, min(window, 2**31 - 1))
         norms = values(q_norm) + values(k_norm) + f32(eps)
-        rest = values(sinks) + u64(whole_norms, norms_last)
+        rest = values(sinks) + u64(whole_norms, norms_last) + values(v_norm)
+        rest += u64(shares, own_norms, chunked, value_dim) + f32(temperature, temperature_span)
         super().__init__(sizes + f32(scale, softcap) + norms + rest)
 
 
 class Join(Part):
-    def __init__(self, norm: Norm | None, scale: float) -> None:
-        super().__init__(packed(norm, Norm) + f32(scale))
+    def __init__(self, norm: Norm | None, scale: float, after: float = 1.0) -> None:
+        super().__init__(packed(norm, Norm) + f32(scale, after))
 
 
 class Step(Part):
@@ -186,6 +196,8 @@ class Step(Part):
         window: int,  # csrc/bindings/bindings.cpp holds the heads to it
         cos: F32 | None,
         sin: F32 | None,
+        state_from: NDArray[np.int32] | None = None,
+        state_to: NDArray[np.int32] | None = None,
     ) -> None:
         arrays = b"".join(values(a) for a in (positions, sequence, table, cos, sin))
         rotary = 0 if cos is None else 2 * cos.shape[1]
@@ -194,10 +206,48 @@ class Step(Part):
 
 class Attention(Part):
     def __init__(
-        self, norm: Norm | None, qkv: Stack, out: Linear, heads: Heads, sub_norm: Norm | None, join: Join
+        self,
+        norm: Norm | None,
+        qkv: Stack,
+        out: Linear,
+        heads: Heads,
+        sub_norm: Norm | None,
+        join: Join,
+        gate: Matrix | None = None,
+        latent: Latent | None = None,
     ) -> None:
         parts = packed(norm, Norm) + qkv.packed + out.packed + heads.packed
-        super().__init__(parts + packed(sub_norm, Norm) + join.packed, qkv, out)
+        super().__init__(
+            parts + packed(sub_norm, Norm) + join.packed + packed(gate, Matrix) + packed(latent, Latent),
+            qkv,
+            out,
+            gate,
+            latent,
+        )
+
+
+class Latent(Part):
+    def __init__(
+        self,
+        *,
+        nope: int,
+        rope: int,
+        q_norm: Norm | None,
+        q_b: Matrix | None,
+        kv_norm: Norm,
+        k_b: Matrix,
+        v_b: Matrix,
+    ) -> None:
+        rank = v_b.shape[1]
+        sizes = u64(nope, rope, rank, v_b.shape[0] // (k_b.shape[0] // rank))
+        norms = packed(q_norm, Norm) + kv_norm.packed
+        matrices = packed(q_b, Matrix) + k_b.packed + v_b.packed
+        super().__init__(sizes + norms + matrices, q_b, k_b, v_b)
+
+
+class PerLayer(Part):
+    def __init__(self, gate: Matrix, down: Matrix, activation: int, join: Join) -> None:
+        super().__init__(gate.packed + down.packed + u64(activation) + join.packed, gate, down)
 
 
 class Predictor(Part):
@@ -239,9 +289,16 @@ class FFN(Part):
 
 class KVPages:
     def __init__(
-        self, k: NDArray[Any], v: NDArray[Any], k_type: int, v_type: int, heads: int, dim: int, block: int
+        self,
+        k: NDArray[Any],
+        v: NDArray[Any] | None,
+        k_type: int,
+        v_type: int,
+        heads: int,
+        dim: int,
+        block: int,
     ) -> None:
-        self.k, self.v, self.shape = k, v, u64(k_type, v_type, heads, dim, block)
+        self.k, self.v, self.shape = k, k[:0] if v is None else v, u64(k_type, v_type, heads, dim, block)
 
     @property
     def packed(self) -> bytes:
@@ -281,6 +338,9 @@ class Context:
     def attention_add(self, x: F32, h: F32, layer: Attention, step: Step, kv: KVPages) -> None:
         fields = layer.packed, step.packed, kv.packed, array(x), array(h)
         take(ask("attention_add", self.id, *fields), kv.k, kv.v, x)
+
+    def per_layer_add(self, x: F32, layer: PerLayer, given: F32) -> None:
+        take(ask("per_layer_add", self.id, layer.packed, array(x), array(given)), x)
 
     def ffn_add(
         self, x: F32, h: F32, layer: FFN, sparsity: int, record: F32 | None = None

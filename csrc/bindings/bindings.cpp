@@ -836,7 +836,7 @@ NB_MODULE(_native, m) {
     nb::class_<Attention>(m, "Attention")
         .def(nb::new_(&make_attention), "norm"_a.none(), "qkv"_a, "out"_a, "heads"_a, "sub_norm"_a.none(),
              "join"_a, "gate"_a.none() = nb::none(), "latent"_a.none() = nb::none(), nb::keep_alive<0, 3>(),
-             nb::keep_alive<0, 4>(), nb::keep_alive<0, 8>());
+             nb::keep_alive<0, 4>(), nb::keep_alive<0, 8>(), nb::keep_alive<0, 9>());
     nb::class_<Predictor>(m, "Predictor")
         .def(nb::new_(&make_predictor), "first"_a.none(), "second"_a, "threshold"_a.noconvert(), "hot"_a,
              "relu"_a, nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>());

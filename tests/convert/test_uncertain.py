@@ -51,7 +51,8 @@ def test_an_infinity_in_a_hybrids_config_does_not_make_it_a_bad_file(family: str
     assert "Infinity" in (tmp_path / "config.json").read_text()
     with pytest.raises(Unsupported, match=f"architecture '{family}ForCausalLM' is not supported"):
         families.read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    other = {"architectures": ["LlamaForCausalLM"], "rope_theta": float("inf")}
+    (tmp_path / "config.json").write_text(json.dumps(other))
     with pytest.raises(BadFile, match="Infinity is not JSON"):
         families.read_config(tmp_path)
 

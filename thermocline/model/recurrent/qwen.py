@@ -138,7 +138,7 @@ def _with_layers(
 
 
 def _runs(first: int, length: int, step: int, end: int) -> tuple[range, ...]:
-    return tuple(range(at, at + length) for at in range(first, end, step))
+    return tuple(range(at, at + length) for at in range(first, end, max(1, step)))  # sizes are checked later
 
 
 def _beside(spec: ModelSpec, m: str, b: str) -> Slices:
