@@ -54,14 +54,17 @@ def said(*commands: Any, exits: bool = False, **options: Any) -> list[Any]:
         assert ended.value.code == 1
     else:
         worker.main(there, *asked)
-    there.close()
     found: list[Any] = []
     while here.poll():
-        try:
-            message = here.recv()
-        except EOFError:
-            break
+        message = here.recv()
         found += message if isinstance(message, list) else [message]
+    here.close()
+    # The thread that listens ends with the pipe. One that began to read later would read the next test's
+    # pipe, which may have the same number.
+    for thread in threading.enumerate():
+        if thread.name == "commands":
+            thread.join()
+    there.close()
     return found
 
 
