@@ -159,6 +159,7 @@ def nemotron_h(k: GGUFKeys) -> Json:
 
 def _nemotron_experts(k: GGUFKeys) -> Json:
     latent = k.integer(".moe_latent_size", default=0)
+    k.integer(".expert_gating_func", default=2, low=2, high=2)  # sigmoid, which llama.cpp's code knows
     return {
         **experts(k, "n_routed_experts"),
         "moe_intermediate_size": k.integer(".expert_feed_forward_length", low=1),
