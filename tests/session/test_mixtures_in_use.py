@@ -18,19 +18,30 @@ from thermocline import LLM, SamplingParams
 from thermocline.errors import OutOfBudget, Unsupported
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+RECURRENT = ("qwen3_5_moe_stacked", "nemotron_h_moe", "granite_hybrid", "lfm2_moe")
 GEMMA4 = ["gemma4_moe", "gemma4_small"]  # the second has no experts, but as much beside its FFNs
 PROMPTS = ["It was the best of times", "A thin layer of water where warm meets cold", "x"]
 
 
 @pytest.fixture(
-    scope="module", params=["glm4_moe", "ernie4_5_moe", "olmoe", "phimoe", "llama4", "deepseek_v3", *GEMMA4]
+    scope="module",
+    params=["glm4_moe", "ernie4_5_moe", "olmoe", "phimoe", "llama4", "deepseek_v3", *RECURRENT, *GEMMA4],
 )
 def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A twin with a token for each byte."""
     path, kept = tmp_path_factory.mktemp("mixture") / "hf", kept_twins.RECORDED[request.param]
     path.mkdir()
-    tokens = {"vocab_size": tiny.BYTES + 2, "bos_token_id": tiny.BYTES, "eos_token_id": tiny.BYTES + 1}
-    config = kept["files"]["config.json"] | tokens | {"max_position_embeddings": 256}
+    tokens: dict[str, Any] = {
+        "vocab_size": tiny.BYTES + 2,
+        "bos_token_id": tiny.BYTES,
+        "eos_token_id": tiny.BYTES + 1,
+    }
+    config, more = kept["files"]["config.json"], tokens | {"max_position_embeddings": 256}
+    if "text_config" in config:  # of a wrapper, which says the first and the last token itself
+        inner = {k: v for k, v in config["text_config"].items() if k not in ("bos_token_id", "eos_token_id")}
+        sizes = {k: more.pop(k) for k in ("vocab_size", "max_position_embeddings")}
+        more["text_config"] = inner | sizes
+    config = config | more
     if "vocab_size_per_layer_input" in config:
         config["vocab_size_per_layer_input"] = config["vocab_size"]
     (path / "config.json").write_text(json.dumps(config))

@@ -152,7 +152,10 @@ _WRAPPER_KEYS = (
 
 
 def _text_part(keys: ConfigKeys, family: Family, stop: Any) -> tuple[ConfigKeys, Any]:
-    """Return the keys of a wrapper's text model, and its end tokens if the wrapper says them."""
+    """Return the keys of a wrapper's text model, and its end tokens if the wrapper says them.
+
+    The wrapper may say the first token and the padding, too.
+    """
     inner = keys.group("text_config")
     if inner is None:
         raise keys.bad("text_config", "must be an object")
@@ -160,6 +163,9 @@ def _text_part(keys: ConfigKeys, family: Family, stop: Any) -> tuple[ConfigKeys,
     if inner.raw("model_type") != family.text_type:
         raise inner.bad("model_type", f"is not {family.text_type!r}, which the wrapper has")
     keys.with_defaults({**dict.fromkeys(_WRAPPER_KEYS), "eos_token_id": None, "tie_word_embeddings": True})
+    keys.with_defaults({"bos_token_id": None, "pad_token_id": None}).raw("pad_token_id")
+    if (first := keys.raw("bos_token_id")) is not None:
+        inner.with_defaults({"bos_token_id": first})
     for key in _WRAPPER_KEYS:
         keys.raw(key)
     inner.with_defaults({"tie_word_embeddings": keys.flag("tie_word_embeddings")})
