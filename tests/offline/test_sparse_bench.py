@@ -76,7 +76,8 @@ def test_a_round_runs_every_mode_and_divides_rightly(
     driver = f"{sys.executable} {BENCH / 'llamacpp/thermocline_driver.py'}"
     other.write_text(f'#!/bin/sh\nexec {driver} {pack} "$2" 1,0,0,4\n')
     other.chmod(0o755)
-    args = type("Args", (), {"threads": [1], "gen": 4, "rounds": 2, "driver": other})()
+    asked = {"threads": [1], "gen": 4, "rounds": 2, "driver": other, "modes": list(sparse.MODES)}
+    args = type("Args", (), asked)()
     (row,) = sparse.rounds(args, pack, pack / "weights.bin", tokens)
     assert row["together"] and all(len(row[m]["ns"]) == 2 for m in (*sparse.MODES, sparse.LLAMA))
     assert row["off"]["predicted_fraction"] == row["exact"]["predicted_fraction"] == 1
@@ -85,3 +86,7 @@ def test_a_round_runs_every_mode_and_divides_rightly(
     moved = row["predict"]["bytes_per_token"] * row["predict"]["tok_s"] / 1e9
     assert row["predict"]["roof_share"] == pytest.approx(moved / 2.0)
     assert row["llama.cpp"]["ratio"] == 1
+    args.modes = ["exact"]
+    (row,) = sparse.rounds(args, pack, pack / "weights.bin", tokens)
+    sparse.show("toy", "q8_0", row)
+    assert "predictor_share" not in row and set(sparse.MODES) & row.keys() == {"exact"}
