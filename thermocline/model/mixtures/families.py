@@ -220,7 +220,7 @@ def granite_moe(keys: ConfigKeys, stop: Any, **more: Any) -> Read:
         **experts(keys, "num_local_experts", "intermediate_size"),
         **more,
     )
-    return spec, tensors(spec, _GRANITE, attention_biases(keys))
+    return spec, tensors(spec, GRANITE, attention_biases(keys))
 
 
 def granite_moe_shared(keys: ConfigKeys, stop: Any) -> Read:
@@ -229,7 +229,7 @@ def granite_moe_shared(keys: ConfigKeys, stop: Any) -> Read:
     return granite_moe(keys, stop, shared_dim=keys.integer("shared_intermediate_size", *LIMITS["shared_dim"]))
 
 
-_GRANITE = Names(
+GRANITE = Names(
     gate="block_sparse_moe.input_linear",
     up="block_sparse_moe.input_linear",
     down="block_sparse_moe.output_linear",

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from thermocline.files.bounded import Json
+from thermocline.model.dense.families import granite_scales
 from thermocline.model.hf_config import PLAIN_ACTIVATIONS, ConfigKeys, attention_biases, read_spec
+from thermocline.model.mixtures.families import GRANITE
 from thermocline.model.recurrent.layers import (
     kinds,
     mamba2,
@@ -15,7 +17,7 @@ from thermocline.model.recurrent.layers import (
     without_positions,
 )
 from thermocline.model.spec import ModelSpec, Recurrent, Router
-from thermocline.model.tensor_map import Names, SourceSlice, TensorMap, tensors
+from thermocline.model.tensor_map import Names, TensorMap, tensors
 
 Read = tuple[ModelSpec, TensorMap]
 
@@ -181,9 +183,7 @@ def _unused(keys: ConfigKeys) -> Json:
 _GRANITE_KINDS = {
     "mamba": "mamba2", "linear_attention": "mamba2", "attention": "attention", "full_attention": "attention",
 }  # fmt: skip
-_SCALES = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GRANITE_DEFAULTS: Json = {
-    **dict.fromkeys(_SCALES, 1.0),
     "mamba_d_head": "auto",
     "mamba_n_groups": 1,
     "mamba_d_conv": 4,
@@ -197,14 +197,6 @@ _GRANITE_DEFAULTS: Json = {
 }
 _GRANITE_DENSE = Names(
     gate="shared_mlp.input_linear", up="shared_mlp.input_linear", down="shared_mlp.output_linear"
-)
-_GRANITE_MIXTURE = Names(
-    gate="block_sparse_moe.input_linear",
-    up="block_sparse_moe.input_linear",
-    down="block_sparse_moe.output_linear",
-    router="block_sparse_moe.router.layer",
-    shared=("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
-    stacked=True,
 )
 
 
@@ -221,31 +213,21 @@ def granite_hybrid(keys: ConfigKeys, stop: Any) -> Read:
     mixers = kinds(keys, "layer_types", _GRANITE_KINDS, ["mamba2"] * n)
     if len(mixers) != n:
         raise keys.bad("layer_types", f"must name {n} layers")
-    embed, residual, attention, logits = (keys.number(key, 1e-6, 1e6) for key in _SCALES)
     experts = keys.integer_or_none("num_local_experts", 0, 1024) or 0
     spec = read_spec(
         keys,
         stop,
         "granite-hybrid",
-        embed_scale=embed,
-        residual_scale=residual,
-        attention_scale=attention,
-        logit_scale=1 / logits,
+        **granite_scales(keys),
         **with_mixers(mixers, _granite_sizes(keys)),
         **({} if positions == "rope" else without_positions(keys)),
         **_granite_ffn(keys, experts),
     )
     biases = attention_biases(keys)
-    made = tensors(spec, _GRANITE_MIXTURE if experts else _GRANITE_DENSE, biases)
+    made = tensors(spec, GRANITE if experts else _GRANITE_DENSE, biases)
     for i in range(n):
-        a, b = f"layers.{i}", f"model.layers.{i}"
         if spec.mixer(i) == "mamba2":
-            made.tensors.update(mamba2(spec, a, f"{b}.mamba"))
-        if experts:
-            f, name = spec.shared_dim, f"{b}.shared_mlp.input_linear.weight"
-            for half, part in enumerate(("gate", "up")):
-                rows = (range(half * f, (half + 1) * f),)
-                made.tensors[f"{a}.shared.{part}.weight"] = (SourceSlice(name, (2 * f, spec.dim), rows),)
+            made.tensors.update(mamba2(spec, f"layers.{i}", f"model.layers.{i}.mamba"))
     return spec, made
 
 
