@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from thermocline.server.api.parsing.answer_parser import THINK, AnswerFormat, AnswerParser, Parts, Piece
+from thermocline.server.api.parsing.answer_parser import THINK, AnswerFormat, Piece
 from thermocline.server.api.parsing.call_forms import Call
-from thermocline.server.api.parsing.harmony import HarmonyParser
+from thermocline.server.api.parsing.harmony import parser_of
 
 if TYPE_CHECKING:
     from thermocline.engine.request import Chunk, Completion
@@ -22,7 +22,9 @@ class Said:
     """
 
     def __init__(self, llm: LLM) -> None:
-        self._parts = _parts(AnswerFormat.of(llm.chat_template.source))
+        format = AnswerFormat.of(llm.chat_template.source)
+        special = format.harmony or format.think not in (None, THINK)  # marks that are no text
+        self._parts = parser_of(format, tools=None, thinking=False) if special else None
         self._tokenizer, self._read, self._thinks = llm.tokenizer, 0, False
         self._content: list[str] = []
 
@@ -54,12 +56,3 @@ class Said:
             self._content += [] if thinks else [text]
             shown += text
         return shown
-
-
-def _parts(format: AnswerFormat) -> Parts | None:
-    """Return a parser of answers whose thoughts are marked by special tokens, which are no text."""
-    if format.harmony:
-        return HarmonyParser(tools=False)
-    if format.think in (None, THINK):
-        return None
-    return AnswerParser(format, tools=None, thinking=False)

@@ -125,9 +125,8 @@ def _family(config: Json, name: str) -> Family:
         or not isinstance(architectures[0], str)
     ):
         raise BadFile(f"{name}: architectures is not a list of one name")
-    family = FAMILIES.get(architectures[0])
-    if architectures[0] == "SparseLlamaForCausalLM":
-        family = BY_TYPE.get(str(config.get("model_type")), family)
+    typed = architectures[0], str(config.get("model_type"))
+    family = BY_TYPE.get(typed) or FAMILIES.get(architectures[0])
     if family is None:
         alike = difflib.get_close_matches(architectures[0], FAMILIES, 3)
         near = f"; alike: {', '.join(alike)}" if alike else ""
@@ -518,7 +517,9 @@ class Family:
 
 
 # Families whose architecture another one has too.
-BY_TYPE: dict[str, Family] = {"llama_sparse_relu": Family("llama_sparse_relu", _sparse_lm, reglu=True)}
+BY_TYPE: dict[tuple[str, str], Family] = {
+    ("SparseLlamaForCausalLM", "llama_sparse_relu"): Family("llama_sparse_relu", _sparse_lm, reglu=True)
+}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", _llama, reglu=True),
     "SparseLlamaForCausalLM": Family("sparsellama", _sparse_llama, reglu=True),

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from thermocline.errors import BadFile, IOFailure, Unsupported
 from thermocline.files.bounded import quoted
-from thermocline.model.activations import route
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import F32, Batch, FFNStats, Layer
@@ -87,14 +86,14 @@ class TraceRecorder(CpuOps):
             return super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
         layer, self._layer = self._layer, self._layer + 1
         drelu = self._spec.up_activation == "relu"
-        gated = self._gates(layer, h, shares) if drelu else None  # before h changes
+        gated = self._gates(layer, h, bound, shares) if drelu else None  # before h changes
         record = np.empty((len(x), bound.neurons), np.float32)
         super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
         needed = record != 0 if gated is None else gated
         self._rows[layer].extend(np.packbits(needed, axis=1, bitorder="little"))
         return None
 
-    def _gates(self, layer: int, h: F32, shares: F32 | None) -> Bool:
+    def _gates(self, layer: int, h: F32, bound: Any, shares: F32 | None) -> Bool:
         """Return the neurons that dReLU needs: it reads an up row if the gate is above the threshold."""
         s, own = self._spec, self._layers[layer]
         if own.ffn_norm is not None and s.norm_order != "post":
@@ -104,9 +103,7 @@ class TraceRecorder(CpuOps):
         )
         needed = gates > s.activation_threshold  # [tokens, n_experts, ffn_dim]
         if own.router is not None:
-            if shares is None:
-                logits = self.matmul(own.router.weight, h, own.router.bias)
-                shares = route(logits, s.n_experts_active, s.router, own.selection_bias)
+            shares = self.routed(h, bound) if shares is None else shares
             needed &= shares[:, :, None] != 0
         return needed.reshape(len(h), -1)
 
