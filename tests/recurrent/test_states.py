@@ -279,7 +279,7 @@ def test_an_equal_state_stays_private_and_a_forgotten_one_is_free() -> None:
     assert pool.publish(a, b"x") and not pool.publish(b, b"x")
     pool.release(a)
     pool.release(b)
-    assert pool.cached == 1 and pool.found(b"x") == a
+    assert pool.cached == 1 and pool.hold(b"x") == a
     pool.forget(b"x")
     pool.forget(b"y")
     assert b"x" not in pool and pool.used == 1

@@ -5,13 +5,13 @@ It owns the keys and values of every layer, and counts the holders of each block
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
 
+from thermocline.engine.named_places import NamedPlaces
 from thermocline.engine.state_pool import NONE, StatePool, zeros
 from thermocline.model.modes import PLAIN as PLAIN
 from thermocline.model.modes import CacheTypes as CacheTypes
@@ -109,10 +109,9 @@ def in_ram(layer: int, shape: KVShape) -> KVLayer:
 # ---- blocks and their holders
 
 
-class BlockPool:
+class BlockPool(NamedPlaces):
     """The blocks of all layers with the same window: `window` positions, or None for all positions.
 
-    A block is free, used (some table holds it), or cached (no table holds it, but its tokens may come again).
     Without a window, a sequence takes all its blocks at once. With a window, it takes them as it goes,
     releases those that the window has passed, and reserves the most that it will hold, so that it never
     waits halfway. A shared block counts for each holder, so at least as many blocks are reserved as are
@@ -120,29 +119,9 @@ class BlockPool:
     """
 
     def __init__(self, n_blocks: int, block: int, window: int | None, chunk: int) -> None:
+        super().__init__(n_blocks)
         self.n_blocks, self.block, self.window, self.chunk = n_blocks, block, window, chunk
         self.reserved = 0
-        self._refs = [0] * n_blocks
-        self._free = list(range(n_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self._by_name: dict[bytes, int] = {}
-        self._name: dict[int, bytes] = {}  # the name of each sealed block
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._by_name
-
-    @property
-    def available(self) -> int:
-        """Return the number of blocks that can be given out: free ones, and cached ones by eviction."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def cached(self) -> int:
-        return len(self._cached)
-
-    @property
-    def used(self) -> int:
-        return self.n_blocks - self.available
 
     def first(self, computed: int) -> int:
         """Return the first block that position `computed` or a later one attends to."""
@@ -151,10 +130,7 @@ class BlockPool:
     def found(self, names: Sequence[bytes]) -> PoolBlocks:
         """Take the cached blocks that a sequence needs to continue after the blocks `names`."""
         begin = self.first(len(names) * self.block)
-        held = PoolBlocks([ABSENT] * begin + [self._by_name[name] for name in names[begin:]], begin)
-        for block in held.blocks[begin:]:
-            self._cached.pop(block, None)
-            self._refs[block] += 1
+        held = PoolBlocks([ABSENT] * begin + [self.hold(name) for name in names[begin:]], begin)
         self._reserve(held, len(names) - begin)
         return held
 
@@ -173,36 +149,24 @@ class BlockPool:
     def extend(self, held: PoolBlocks, tokens: int) -> None:
         """Give a sequence blocks of its own up to position `tokens`."""
         while len(held.blocks) * self.block < tokens:
-            held.blocks.append(self._take())
-
-    def publish(self, block: int, name: bytes) -> None:
-        if name not in self._by_name:  # otherwise an equal block is published already: ours stays private
-            self._by_name[name], self._name[block] = block, name
+            held.blocks.append(self.take())
 
     def release_passed(self, held: PoolBlocks, computed: int) -> None:
         """Release the blocks that the window has passed."""
         first = self.first(computed)
         for i in range(held.begin, first):
-            self._release(held.blocks[i])
+            self.release(held.blocks[i])
             held.blocks[i] = ABSENT
         held.begin = max(held.begin, first)
 
     def close(self, held: PoolBlocks) -> None:
         for block in reversed(held.blocks[held.begin :]):  # a sequence's end is evicted before its start
-            self._release(block)
+            self.release(block)
         self._reserve(held, 0)
 
     def check_integrity(self) -> None:
-        """Assert that every block has exactly one state, and that the index agrees."""
-        free, cached = set(self._free), set(self._cached)
-        used = {b for b, refs in enumerate(self._refs) if refs > 0}
-        assert min(self._refs, default=0) >= 0, "negative reference count"
-        assert len(free) == len(self._free), "a block is free twice"
-        assert len(free) + len(used) + len(cached) == self.n_blocks, "blocks lost"
-        assert not (free & cached or free & used or cached & used), "a block is in two places"
-        assert cached <= self._name.keys() and not free & self._name.keys(), "cached: findable; free: not"
-        assert {block: name for name, block in self._by_name.items()} == self._name, "index disagrees"
-        assert self.reserved >= len(used), "more used than reserved"
+        super().check_integrity()
+        assert self.reserved >= self.used, "more used than reserved"
 
     def _at_once(self, tokens: int) -> int:
         return blocks_at_once(tokens, self.window, self.chunk, self.block)
@@ -210,25 +174,6 @@ class BlockPool:
     def _reserve(self, held: PoolBlocks, blocks: int) -> None:
         self.reserved += blocks - held.reserved
         held.reserved = blocks
-
-    def _take(self) -> int:
-        """Take a free block, or evict the least recently used cached one."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            del self._by_name[self._name.pop(block)]
-        self._refs[block] = 1
-        return block
-
-    def _release(self, block: int) -> None:
-        self._refs[block] -= 1
-        assert self._refs[block] >= 0, f"block {block} released more often than held"
-        if self._refs[block] == 0:
-            if block in self._name:
-                self._cached[block] = None
-            else:
-                self._free.append(block)
 
 
 class KVCache:
@@ -312,7 +257,7 @@ class KVCache:
         del names[best:]
         table = BlockTable([pool.found(names) for pool in self.pools], best, names[-1] if names else ROOT)
         if self.states is not None and names:
-            table.state = self.states.found(names[-1])
+            table.state = self.states.hold(names[-1])
         return table
 
     def names(self, ids: list[int]) -> Iterator[bytes]:

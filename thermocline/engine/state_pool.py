@@ -5,10 +5,9 @@ It owns the states of every recurrent layer, and counts the holders of each slot
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 
+from thermocline.engine.named_places import NamedPlaces
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, I32, U8
 
@@ -40,70 +39,35 @@ def _slots(spec: ModelSpec, n: int) -> dict[int, F32]:
     return {i: zeros(n, 4 * floats).view(np.float32) for i, floats in sizes if floats}
 
 
-class StatePool:
+class StatePool(NamedPlaces):
     """Slots, each with the states of all layers after some text. A state is never changed, only followed.
 
     A step reads a sequence's slot and writes another, which it keeps instead. A step that fails has changed
-    nothing. A slot is free, used (some sequence holds it), or cached (nobody holds it, but its text may come
-    again). A sequence holds two at most: its own, and the one that its next step writes.
+    nothing. A sequence holds two slots at most: its own, and the one that its next step writes.
     """
 
     def __init__(self, spec: ModelSpec, sequences: int) -> None:
         self.n_slots = slots_for(sequences)
+        super().__init__(self.n_slots)
         self.layers = _slots(spec, self.n_slots)
-        self._refs = [0] * self.n_slots
-        self._free = list(range(self.n_slots - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the first to go first
-        self._by_name: dict[bytes, int] = {}
-        self._name: dict[int, bytes] = {}
         self._passing: set[int] = set()  # states in the midst of a prompt, which go before others
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._by_name
 
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.layers.values())
 
-    @property
-    def available(self) -> int:
-        """Return the number of slots that can be given out: free ones, and cached ones by eviction."""
-        return len(self._free) + len(self._cached)
-
-    @property
-    def cached(self) -> int:
-        return len(self._cached)
-
-    @property
-    def used(self) -> int:
-        return self.n_slots - self.available
-
-    def take(self) -> int:
-        """Take a free slot, or forget a cached one. There always is one for a sequence that holds one."""
-        if self._free:
-            slot = self._free.pop()
-        else:
-            slot, _ = self._cached.popitem(last=False)
-            self._unname(slot)
-        self._refs[slot] = 1
-        return slot
-
-    def found(self, name: bytes) -> int:
-        """Hold the state after the text of this name."""
-        slot = self._by_name[name]
-        self._cached.pop(slot, None)
+    def hold(self, name: bytes) -> int:
+        """Hold the state after the text of this name. It is in passing no more."""
+        slot = super().hold(name)
         self._passing.discard(slot)
-        self._refs[slot] += 1
         return slot
 
     def publish(self, slot: int, name: bytes, passing: bool = False) -> bool:
         """Name a slot. Return False if there is an equal one: then this one stays private."""
-        if name in self._by_name:
-            return False
-        self._by_name[name], self._name[slot] = slot, name
-        if passing:
+        published = super().publish(slot, name)
+        if published and passing:
             self._passing.add(slot)
-        return True
+        return published
 
     def forget(self, name: bytes) -> None:
         """Take the name from its slot, if there is one: it is found no more."""
@@ -118,31 +82,16 @@ class StatePool:
     def release(self, slot: int) -> None:
         if slot == NONE:
             return
-        self._refs[slot] -= 1
-        assert self._refs[slot] >= 0, f"slot {slot} released more often than held"
-        if self._refs[slot]:
-            return
-        if slot not in self._name:
-            self._free.append(slot)
-            return
-        self._cached[slot] = None
-        if slot in self._passing:
+        super().release(slot)
+        if slot in self._cached and slot in self._passing:
             self._cached.move_to_end(slot, last=False)
 
     def check_integrity(self) -> None:
-        """Assert that every slot is in exactly one place, and that the index agrees."""
-        free, cached = set(self._free), set(self._cached)
-        used = {s for s, refs in enumerate(self._refs) if refs > 0}
-        assert min(self._refs, default=0) >= 0, "negative reference count"
-        assert len(free) == len(self._free), "a slot is free twice"
-        assert len(free) + len(used) + len(cached) == self.n_slots, "slots lost"
-        assert not (free & cached or free & used or cached & used), "a slot is in two places"
-        assert cached <= self._name.keys() and not free & self._name.keys(), "cached: findable; free: not"
-        assert {slot: name for name, slot in self._by_name.items()} == self._name, "index disagrees"
+        super().check_integrity()
         assert self._passing <= self._name.keys(), "a state in passing without a name"
 
     def _unname(self, slot: int) -> None:
-        del self._by_name[self._name.pop(slot)]
+        super()._unname(slot)
         self._passing.discard(slot)
 
 
