@@ -9,7 +9,7 @@ import re
 import stat
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,36 @@ def open_regular(path: Path) -> tuple[int, int]:
         os.close(fd)
         raise
     return fd, info.st_size
+
+
+class OpenFile:
+    """One open file. Use it in a `with`, or close it; the last reference closes it, too."""
+
+    _fd = -1
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd, self.size = open_regular(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    __del__ = close
+
+    def stat(self) -> os.stat_result:
+        return os.fstat(self._fd)
+
+    def read_bytes(self, start: int, size: int) -> NDArray[np.uint8]:
+        """Read raw bytes of the file."""
+        return read_at(self._fd, start, size, self.path)
 
 
 def _require_regular(info: os.stat_result, path: Path) -> None:

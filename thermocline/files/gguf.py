@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import BadFile, IOFailure
-from thermocline.files.bounded import open_regular, quoted, read_at
+from thermocline.files.bounded import OpenFile, quoted, read_at
 from thermocline.files.gguf_header import Header, Short, Value, parse_header
 
 U8 = NDArray[np.uint8]
@@ -24,12 +24,11 @@ MAX_PARTS = 4096
 _FIRST_READ = 16 << 20  # nearly every header: one that continues is parsed again
 
 
-class GGUFPart:
+class GGUFPart(OpenFile):
     """One open GGUF file: a whole model, or a part of a split one. The owner closes it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd, self.size = open_regular(path)
+        super().__init__(path)
         try:
             self.opened_as = self.stat()
             self.header = self._read_header()
@@ -45,18 +44,6 @@ class GGUFPart:
                 return parse_header(data, self.size, str(self.path))
             except Short:
                 step *= 2
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    def stat(self) -> os.stat_result:
-        return os.fstat(self._fd)
-
-    def read_bytes(self, start: int, size: int) -> U8:
-        """Read raw bytes of the file."""
-        return read_at(self._fd, start, size, self.path)
 
 
 class GGUF:

@@ -24,8 +24,8 @@ from thermocline.errors import BadFile, IOFailure, Unsupported
 from thermocline.files.bounded import (
     _CONVERT,
     Json,
+    OpenFile,
     foreign,
-    open_regular,
     parse_json,
     quoted,
     read_at,
@@ -211,14 +211,11 @@ def _check_cover(entries: dict[str, Entry], data_start: int, file_size: int, nam
         raise BadFile(f"{name}: {kind}: tensors end at byte {end}, the file at {file_size}")
 
 
-class SafeTensors:
-    """One open safetensors file. Use it in a `with`, or close it; the last reference closes it, too."""
-
-    _fd = -1
+class SafeTensors(OpenFile):
+    """One open safetensors file."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd, self.size = open_regular(path)
+        super().__init__(path)
         try:
             name = str(path)
             first = read_at(self._fd, 0, min(64, self.size), path).tobytes()
@@ -229,26 +226,6 @@ class SafeTensors:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> SafeTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    __del__ = close
-
-    def stat(self) -> os.stat_result:
-        return os.fstat(self._fd)
-
-    def read_bytes(self, start: int, size: int) -> NDArray[np.uint8]:
-        """Read raw bytes of the file."""
-        return read_at(self._fd, start, size, self.path)
 
     def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]:
         """Read rows [first, last) as stored (bf16 as u16): [last - first, ...].

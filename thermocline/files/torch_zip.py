@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thermocline.errors import BadFile
-from thermocline.files.bounded import open_regular, quoted, read_at
+from thermocline.files.bounded import OpenFile, open_regular, quoted, read_at
 from thermocline.files.safetensors import as_f32
 
 MAX_BYTES = 64 << 20  # of a flat tensor
@@ -50,14 +50,13 @@ class TorchTensor:
     start: int = 0
 
 
-class TorchFile:
+class TorchFile(OpenFile):
     """The tensors of a saved `state_dict`, by name. Use it in a `with`, or close it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd, size = open_regular(path)
+        super().__init__(path)
         try:
-            found = _loaded(self._fd, size, path)
+            found = _loaded(self._fd, self.size, path)
             if not isinstance(found, dict) or any(t.dtype not in _MATRICES for t in found.values()):
                 raise _NotUnderstoodError
             self.tensors: dict[str, TorchTensor] = found
@@ -69,19 +68,6 @@ class TorchFile:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> TorchFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-    __del__ = close
 
     def read_stored(self, name: str, first: int, last: int) -> NDArray[Any]:
         """Read rows [first, last) as stored (bf16 as u16)."""
