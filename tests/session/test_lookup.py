@@ -117,9 +117,7 @@ class Counted:
 
 def lookup(pack: Pack, name: str = "embed.weight") -> Lookup:
     t = pack.tensors[name]
-    arena = _native.Arena(t.stride)
-    here = _native.Matrix(arena, 0, quant.FORMATS[t.format].id, 1, t.shape[1], t.stride)
-    return Lookup(pack, t, arena, 0, here)
+    return Lookup(pack.rows_of(name), t, _native.Arena(t.stride), 0)
 
 
 @pytest.mark.parametrize("format", [f.name for f in quant.FORMATS.values() if f.block <= 32])
@@ -144,8 +142,9 @@ def test_every_row_of_every_format_is_found(format: str, tmp_path: Path) -> None
 
 def test_a_call_reads_no_block_twice(tmp_path: Path) -> None:
     ops, found, rng = CpuOps(1), lookup(packed(tmp_path / "pack", format="f32")), np.random.default_rng(0)
-    reader: Any = Counted(found._reader)
-    found._reader = reader
+    rows: Any = found._rows
+    reader: Any = Counted(rows._reader)
+    rows._reader = reader
     for _ in range(2):
         reader.blocks.clear()
         ops.embed(found, rng.permutation(VOCAB).astype(np.int32))
@@ -230,7 +229,8 @@ def test_a_block_that_the_disk_cannot_read_is_named_and_it_may_be_read_later(tmp
 def test_a_read_that_ctrl_c_left_on_its_way_spoils_nothing(tmp_path: Path) -> None:
     pack, ops = packed(tmp_path / "pack"), CpuOps(1)
     found, left, ids = lookup(pack), lookup(pack), np.array([VOCAB - 1], np.int32)
-    left._reader.submit([(0, BLOCK, 0, 0)])
+    rows: Any = left._rows
+    rows._reader.submit([(0, BLOCK, 0, 0)])
     assert np.array_equal(ops.embed(left, ids), ops.embed(found, ids))
 
 

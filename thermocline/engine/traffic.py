@@ -43,6 +43,10 @@ class Traffic:
                 gates += 4.0 * any(p.gate.bias is not None for p in f.parts)
                 gates += 4.0 * any(p.up_bias is not None for p in f.parts)
                 rows += _row_bytes(f)
+            if layer.per_layer is not None:
+                fixed += _nbytes(layer.per_layer.gate, layer.per_layer.down)
+        if weights.token_inputs is not None:
+            fixed += _nbytes(weights.token_inputs.project)
         states = 4 * sum(map(spec.state_floats, range(spec.n_layers)))
         return Traffic(fixed, gates / ffns, rows / ffns, bytes_for(spec, 1, types), states)
 

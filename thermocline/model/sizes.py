@@ -19,6 +19,7 @@ from thermocline.model.tensors import ALIGN, TensorSpec
 
 I64 = NDArray[np.int64]
 ATTENTION_ROLES = ("attention", "mixer", "norm", "router", "shared", "inputs")  # what every token reads
+LOOKUP_BYTES = 64 << 10  # read for a row of a table on disk: a pack's block
 MATTERS = 0.02  # of the weights: less in a format costs too little time to be worth measuring it
 
 
@@ -118,6 +119,8 @@ class ModelSizes:
     head: PartSize  # if it is not the embedding
     tied: PartSize  # the embedding as the head; counted once more if the head is on another tier
     layers: tuple[LayerSizes, ...]
+    tables: tuple[str, ...] = ()  # on disk; `embed` has what their rows take in memory
+    left_bytes: int = 0  # of them, on disk
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -153,6 +156,11 @@ class ModelSizes:
 
 def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
+
+
+def lookup_bytes(stride: int) -> int:
+    """Return the memory of a table on disk, by its rows' stride: one row, and what is read around it."""
+    return aligned(stride) + max(LOOKUP_BYTES, aligned(stride) + ALIGN)
 
 
 def _slices(tensors: Sequence[int], neurons: I64, of: int) -> I64:

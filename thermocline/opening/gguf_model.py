@@ -5,8 +5,8 @@ Nothing is written. Its weights.bin is only a layout, the one that `pack` would 
 
 from __future__ import annotations
 
+import itertools
 import os
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +20,15 @@ from thermocline import _native
 from thermocline.convert.from_gguf import files_of_metadata, gguf_hash
 from thermocline.convert.gguf_rows import GGUFSource, bad_scale, formats_of
 from thermocline.convert.tokenizers import has_tokenizer
-from thermocline.errors import BadFile, IOFailure, ThermoclineError
+from thermocline.errors import IOFailure, ThermoclineError
 from thermocline.files.bounded import quoted
 from thermocline.files.gguf import GGUF
 from thermocline.files.small_files import HeldFiles
 from thermocline.model.gguf_families import read_model
+from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo, expected_tensors, optional_among, place
 from thermocline.opening.row_runs import RowRun, placed_rows, why_packed
+from thermocline.opening.table_rows import FileState, TableRows, changed, state_of
 from thermocline.pack.blocks import bytes_of
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from thermocline.pack.stored_model import Progress, Run
 
 U8 = NDArray[np.uint8]
-FileState = tuple[int, int, int, int]  # device, inode, bytes, time of writing in ns
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,30 @@ class GGUFModel:
         with GGUF(self.path) as gguf:
             return "gguf", gguf_hash(gguf)
 
-    def ranges(self) -> list[tuple[int, int]]:
-        return [(0, self.weights_bytes)]
+    def ranges(self, without: Collection[str] = ()) -> list[tuple[int, int]]:
+        left = sorted(
+            (t.offset, t.offset + aligned(t.bytes)) for n, t in self.tensors.items() if n in without
+        )
+        borders = [0, *itertools.chain(*left), self.weights_bytes]
+        return [(begin, end) for begin, end in zip(borders[::2], borders[1::2], strict=True) if begin < end]
 
-    def begin_load(self, arena: _native.Arena, grouped: Collection[str] = (), group: int = 1) -> RowReading:
-        return RowReading(self, arena, [(0, self.weights_bytes, 0)], grouped, group)
+    def begin_load(
+        self,
+        arena: _native.Arena,
+        grouped: Collection[str] = (),
+        group: int = 1,
+        without: Collection[str] = (),
+    ) -> RowReading:
+        runs = [(begin, end, begin) for begin, end in self.ranges(without)]
+        return RowReading(self, arena, runs, grouped, group)
+
+    def has_rows(self, name: str) -> bool:
+        there = name in self.tensors and name not in self.made
+        return there and all(r.order is None for r in self.rows if r.of == name)
+
+    def rows_of(self, name: str) -> TableRows:
+        runs = tuple(r for r in self.rows if r.of == name)
+        return TableRows(self.tensors[name], runs, self.parts)
 
     def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
         RowReading(self, arena, runs).finish(progress)
@@ -119,8 +139,7 @@ class RowReading:
 
     def _failure(self, error: int, where: int) -> ThermoclineError:
         if error == _native.CHANGED:
-            path = self._model.parts[where][0]
-            return BadFile(f"{path}: was changed or replaced since it was opened; open the model again")
+            return changed(self._model.parts[where][0])
         run, row = self._rows[where >> _native.ROW_BITS], where & (1 << _native.ROW_BITS) - 1
         path, number = self._model.parts[run.part][0], run.row + row
         if not error:
@@ -158,15 +177,8 @@ def open_gguf(path: Path, activation: str | None = None) -> GGUFModel | str:
             weight_format=weight_format,
             tensors=tensors,
             weights_bytes=weights_bytes,
-            parts=tuple((part.path, _state(part.opened_as)) for part in gguf.parts),
+            parts=tuple((part.path, state_of(part.opened_as)) for part in gguf.parts),
             rows=tuple(rows),
             made=made,
             metadata=gguf.metadata,
         )
-
-
-def _state(s: os.stat_result) -> FileState:
-    """Return the state of a file as native code compares it."""
-    if sys.platform == "win32":
-        return 0, 0, s.st_size, s.st_mtime_ns // 10**9 * 10**9
-    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from thermocline import _native
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError
+from thermocline.model.sizes import lookup_bytes
 from thermocline.pack.stored_model import Progress, Run, StoredModel
 
 if TYPE_CHECKING:
     from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors
+
+NOTHING = -1
 
 
 def new_arena(size: int, what: str) -> _native.Arena:
@@ -24,19 +30,23 @@ def new_arena(size: int, what: str) -> _native.Arena:
         raise OutOfBudget(f"the system has no {size / 2**30:.1f} GiB of memory for {what}") from None
 
 
-def memory_bytes(model: StoredModel, predictors: Predictors | None = None) -> int:
-    """Return the bytes that a load keeps in memory."""
-    weights = sum(end - begin for begin, end in model.ranges())
+def memory_bytes(
+    model: StoredModel, predictors: Predictors | None = None, tables: Collection[str] = ()
+) -> int:
+    """Return the bytes that a load keeps in memory. `tables`: tensors of which it reads rows from disk."""
+    weights = sum(end - begin for begin, end in model.ranges(tables))
+    weights += sum(lookup_bytes(model.tensors[name].stride) for name in tables)
     return weights + (0 if predictors is None else predictors.nbytes)
 
 
-def block_ranges(pack: Pack) -> list[tuple[int, int]]:
+def block_ranges(pack: Pack, without: Collection[str] = ()) -> list[tuple[int, int]]:
     """Return the ranges [begin, end) of weights.bin that a load reads, in whole blocks.
 
-    Blocks that hold only predictors are left out.
+    Blocks that hold only predictors or tensors `without` are left out.
     """
     block, out = pack.block_bytes, list[tuple[int, int]]()
-    wanted = ((t.offset, t.offset + t.bytes) for n, t in pack.tensors.items() if ".predictor." not in n)
+    held = (t for n, t in pack.tensors.items() if ".predictor." not in n and n not in without)
+    wanted = ((t.offset, t.offset + t.bytes) for t in held)
     for begin, end in sorted(wanted):
         begin, end = begin // block * block, min(pack.weights_bytes, -(-end // block) * block)
         if out and begin <= out[-1][1]:
@@ -60,6 +70,49 @@ class BlockReading:
         error, block = self._loading.wait(bytes_of(progress, self._size))
         if block >= 0:
             raise block_error(self._pack, error, block)
+
+
+class BlockRows:
+    """The rows of a tensor of a pack, a `RowSource`. Owns one block of weights.bin.
+
+    Read like neurons, past the page cache; in whole blocks, so that their checksums are the pack's.
+    """
+
+    def __init__(self, pack: Pack, name: str) -> None:
+        self._pack, self._tensor = pack, pack.tensors[name]
+        try:
+            self._reader = _native.Reader(str(pack.weights_path), depth=1, buffer_bytes=pack.block_bytes)
+        except OSError as e:
+            raise IOFailure(f"{pack.weights_path}: cannot open: {e.strerror or e}") from None
+        self._buffer = self._reader.buffer(0)
+        self._row = np.empty(self._tensor.stride, np.uint8)
+        self._held = NOTHING  # the block that is in it
+
+    def read(self, i: int) -> NDArray[np.uint8]:
+        """Return row i. A block that two rows share, one after the other, is read once."""
+        size, begin = self._pack.block_bytes, self._tensor.offset + i * self._tensor.stride
+        end = begin + self._tensor.stride
+        for block in range(begin // size, -(-end // size)):
+            self._hold(block)
+            first, last = max(begin, block * size), min(end, (block + 1) * size)
+            part = self._buffer[first - block * size : last - block * size]
+            self._row[first - begin : last - begin] = part
+        return self._row
+
+    def _hold(self, block: int) -> None:
+        if block == self._held:
+            return
+        begin = block * self._pack.block_bytes
+        nbytes = min(self._pack.block_bytes, self._pack.weights_bytes - begin)
+        self._held = NOTHING
+        while not self._reader.submit([(begin, nbytes, 0, block)]):
+            self._reader.take(True)  # what a Ctrl-C left on its way
+        while not (done := self._reader.take(True)):
+            pass
+        error = done[0][1]
+        if error or _native.crc32c(self._buffer[:nbytes]) != self._pack.checksums[block]:
+            raise block_error(self._pack, error, block)
+        self._held = block
 
 
 def bytes_of(progress: Progress | None, size: int) -> Callable[[int], None] | None:

@@ -76,13 +76,23 @@ class Pack:
     def stamp(self) -> tuple[str, str]:
         return "pack", sidecar.stamp(self.path)
 
-    def ranges(self) -> list[tuple[int, int]]:
-        return blocks.block_ranges(self)
+    def ranges(self, without: Collection[str] = ()) -> list[tuple[int, int]]:
+        return blocks.block_ranges(self, without)
 
     def begin_load(
-        self, arena: _native.Arena, grouped: Collection[str] = (), group: int = 1
+        self,
+        arena: _native.Arena,
+        grouped: Collection[str] = (),
+        group: int = 1,
+        without: Collection[str] = (),
     ) -> blocks.BlockReading:
-        return blocks.BlockReading(self, arena, [(begin, end, begin) for begin, end in self.ranges()])
+        return blocks.BlockReading(self, arena, [(begin, end, begin) for begin, end in self.ranges(without)])
+
+    def has_rows(self, name: str) -> bool:
+        return name in self.tensors
+
+    def rows_of(self, name: str) -> blocks.BlockRows:
+        return blocks.BlockRows(self, name)
 
     def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
         blocks.read_runs(self, arena, runs, progress)

@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from thermocline.files.small_files import SmallFiles
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import TensorInfo, TensorSpec, expected_tensors, formats_in
@@ -18,6 +21,7 @@ from thermocline.pack.manifest import Predictor, ranks_of
 if TYPE_CHECKING:
     from thermocline import _native
 
+U8 = NDArray[np.uint8]
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 Run = tuple[int, int, int]  # of weights.bin: from byte, to byte, where in the arena
 
@@ -31,6 +35,16 @@ class Reading(Protocol):
 
     def finish(self, progress: Progress | None = None) -> None:
         """Wait until all are there, checked. Raises BadFile or IOFailure, naming the first bad tensor."""
+
+
+class RowSource(Protocol):
+    """The rows of one tensor, in files."""
+
+    def read(self, i: int) -> U8:
+        """Return row i as weights.bin has it, checked, until the next is asked for.
+
+        Raises BadFile or IOFailure, and may be asked again.
+        """
 
 
 class StoredModel(Protocol):
@@ -64,14 +78,26 @@ class StoredModel(Protocol):
     def data_path(self) -> Path:
         """A file with the weights: the disk under it is what they are read from."""
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """Return the ranges of weights.bin that are kept in memory, where all are."""
+    def ranges(self, without: Collection[str] = ()) -> list[tuple[int, int]]:
+        """Return the ranges of weights.bin that are kept in memory, where all are but tensors `without`."""
 
-    def begin_load(self, arena: _native.Arena, grouped: Collection[str] = (), group: int = 1) -> Reading:
+    def begin_load(
+        self,
+        arena: _native.Arena,
+        grouped: Collection[str] = (),
+        group: int = 1,
+        without: Collection[str] = (),
+    ) -> Reading:
         """Begin to read `ranges`, each to its own place in an arena as large as weights.bin.
 
         The rows of the tensors `grouped` may be interleaved in groups of `group` on the way.
         """
+
+    def has_rows(self, name: str) -> bool:
+        """Return whether `rows_of` can read a tensor."""
+
+    def rows_of(self, name: str) -> RowSource:
+        """Open a tensor that stays in its file. Raises IOFailure, or BadFile for a file that has changed."""
 
     def read_runs(self, arena: _native.Arena, runs: Sequence[Run], progress: Progress | None = None) -> None:
         """Read runs that begin and end between rows. Raises as `Reading.finish` does."""

@@ -5,6 +5,7 @@ Here is nothing that a planner needs, since every session comes by.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import CPU
 from thermocline.pack.predictor import Predictors
 from thermocline.pack.stored_model import StoredModel
-from thermocline.plan.contents import contents_of, pack_sizes
+from thermocline.plan.contents import contents_of, pack_sizes, tables_of
 from thermocline.plan.disk_split import (
     Arrangement,
     Contents,
@@ -29,7 +30,7 @@ from thermocline.plan.disk_split import (
 )
 from thermocline.plan.memory import Needs as Needs
 from thermocline.plan.memory import context_for, contexts_for, fit, others_of
-from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement
+from thermocline.plan.placement import DISK, LayerPlacement, NeuronRange, Placement
 from thermocline.plan.problem import reads_from_disk
 
 if TYPE_CHECKING:
@@ -57,14 +58,16 @@ def without_gpu(pack: StoredModel, predictors: Predictors | None, needs: Needs) 
 
     A default context is shorter where weights do not fit beside it.
     """
-    spec, sizes = pack.spec, pack_sizes(pack, predictors)
-    for context in contexts_for(spec, needs.context, needs.budget, needs.types):
+    spec, choices = pack.spec, tables_of(pack)
+    contexts = contexts_for(spec, needs.context, needs.budget, needs.types)
+    for context, tables in itertools.product(contexts, choices):
+        sizes = pack_sizes(pack, predictors, tables)
         try:
             found = fit(spec, needs, weights_bytes=sizes.weights_bytes, context=context)
             return Decision(in_ram(spec, sizes, needs, context, needs.kv_tokens or found))
         except OutOfBudget as e:
             refused = e
-            if needs.budget is None or not reads_from_disk(spec):
+            if needs.budget is None or (tables == choices[-1] and not reads_from_disk(spec)):
                 raise
     assert needs.budget is not None, "without a limit everything fits"
     contents, kv_tokens = contents_of(pack, predictors, needs.sparsity), needs.kv_tokens or context
@@ -116,4 +119,5 @@ def in_ram(
     predictor = CPU if needs.sparsity == "predict" else None
     widths = (spec.ffn(i).width for i in range(spec.n_layers))
     layers = tuple(LayerPlacement(CPU, predictor, (NeuronRange(CPU, n),)) for n in widths)
-    return Placement(layers, CPU, context, kv_tokens, {CPU: parts})
+    nbytes = {CPU: parts} | ({DISK: {"embedding": sizes.left_bytes}} if sizes.tables else {})
+    return Placement(layers, CPU, context, kv_tokens, nbytes, sizes.tables)

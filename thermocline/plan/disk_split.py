@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from thermocline import _native
 from thermocline.errors import OutOfBudget
-from thermocline.model.sizes import aligned
+from thermocline.model.sizes import aligned, lookup_bytes
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import ALIGN, TensorInfo
 from thermocline.ops.interface import CPU
-from thermocline.pack.manifest import BLOCK_BYTES
 from thermocline.plan.cache_split import F64, OPERATION_BYTES, Fetch, NeuronRows, Share, fetch, split
 from thermocline.plan.cost import EXCESS, PREDICT_TOKENS, named
 from thermocline.plan.hotness import Hotness
@@ -28,6 +27,7 @@ from thermocline.plan.memory import (
 )
 from thermocline.plan.placement import ATTENTION, DISK, LayerPlacement, NeuronRange, Placement
 
+TABLES = ("embed.weight", "pos_embed.weight", "per_layer.embed.weight")
 DEPTH, BUFFER_BYTES = 128, 128 << 10  # reads in flight, and of how many bytes
 
 
@@ -146,14 +146,15 @@ def in_part(a: Arrangement, context: int, kv_tokens: int, beside_gpu: Placement 
         here = NeuronRange(CPU, left, slots(a.bundles, i), slots(a.gates, i))
         return (*there, here) if left else tuple(there)
 
+    tables = tuple(looked_up(c.spec, c.tensors))
     if beside_gpu is None:
         predictor = CPU if c.guesses else None
         layers = tuple(LayerPlacement(CPU, predictor, ranges(i)) for i in range(c.spec.n_layers))
         nbytes = {CPU: a.parts, DISK: left_on_disk(a)}
-        return Placement(layers, CPU, context, kv_tokens, nbytes)
+        return Placement(layers, CPU, context, kv_tokens, nbytes, tables)
     layers = tuple(replace(x, ranges=ranges(i)) for i, x in enumerate(beside_gpu.layers))
     taken = {**beside_gpu.bytes, CPU: a.parts, DISK: left_on_disk(a)}
-    return Placement(layers, beside_gpu.head, context, kv_tokens, taken)
+    return Placement(layers, beside_gpu.head, context, kv_tokens, taken, tables)
 
 
 def arrangement_of(c: Contents, placement: Placement) -> Arrangement:
@@ -299,7 +300,7 @@ def _fixed(c: Contents, others: Mapping[str, int], gates: bool) -> dict[str, int
     for name in resident(c.spec, c.tensors, gates=gates):
         add(_part(name), aligned(c.held_bytes(name)))
     for name in looked_up(c.spec, c.tensors):
-        add(_part(name), aligned(c.tensors[name].stride) + BLOCK_BYTES)
+        add(_part(name), lookup_bytes(c.tensors[name].stride))
     if c.guesses and c.predictor_bytes:
         add("predictors", c.predictor_bytes + 2 * c.spec.n_layers * 64)
     add("disk buffers", _buffers(c, gates))
@@ -314,17 +315,17 @@ def resident(spec: ModelSpec, tensors: Mapping[str, TensorInfo], *, gates: bool)
     return sorted(names, key=lambda n: tensors[n].offset)
 
 
-def looked_up(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> list[str]:
+def looked_up(spec: ModelSpec, tensors: Collection[str]) -> list[str]:
     """Tables on disk but for a row: a token needs no more of them. A tied head needs all."""
-    names = ("pos_embed.weight",) if spec.tied_head else ("embed.weight", "pos_embed.weight")
-    return [n for n in names if n in tensors]
+    left = ("embed.weight",) if spec.tied_head else ()
+    return [n for n in TABLES if n in tensors and n not in left]
 
 
 def _part(name: str) -> str:
     """Return the name that `plan` has for a tensor's part."""
     if name.startswith("layers."):
         return "gate rows" if ".gate." in name else "attention"
-    return "embedding" if name in ("embed.weight", "pos_embed.weight") else "head"
+    return "embedding" if name in TABLES else "head"
 
 
 def _buffers(c: Contents, gates: bool) -> int:

@@ -43,12 +43,14 @@ def plan(
     on GPUs beside the first.
     """
     p = Problem(subject.spec, subject.sizes, subject.hotness, tiers, ask, 1 + len(further))
+    if subject.smaller is not None and not p.vram and not fits_in(p, disk=False):
+        p = replace(p, sizes=subject.smaller)
     stored = reads_from_disk(subject.spec)
     if stored and tiers.disk is not None and not p.vram and not fits_in(p, disk=False):
         if whole:
             raise OutOfBudget("a shorter context leaves more to the weights")
         return stored_plan(p, subject.contents)
-    made = planner.plan(subject.spec, subject.sizes, subject.hotness, tiers, ask, p.gpus)
+    made = planner.plan(subject.spec, p.sizes, subject.hotness, tiers, ask, p.gpus)
     divided = stored and made.placement.from_disk and made.placement.devices
     if further:
         made = with_further(p, made, further)

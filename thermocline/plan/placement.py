@@ -65,6 +65,7 @@ class Placement:
     context: int = 0  # tokens of one request
     kv_tokens: int = 0  # positions of the cache, for all requests
     bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # device or DISK -> part -> bytes
+    tables: tuple[str, ...] = ()  # on disk: a row of each is read for a token
 
     @property
     def from_disk(self) -> bool:

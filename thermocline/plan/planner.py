@@ -106,7 +106,7 @@ def placement_of(
 
     taken = {where[tier]: dict(parts) for tier, parts in nbytes.items() if parts}
     kv_tokens = p.ask.context * p.ask.batch
-    return Placement(tuple(map(layer, layers)), where[head], p.ask.context, kv_tokens, taken)
+    return Placement(tuple(map(layer, layers)), where[head], p.ask.context, kv_tokens, taken, p.sizes.tables)
 
 
 # ---- solving it
@@ -284,6 +284,7 @@ def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
         add("disk", "gate rows", int(s.gate_bytes(on_disk)))
         add("ram", "up and down rows", int(s.bundle_bytes(s.neurons - g - d)))
         add("disk", "up and down rows", int(s.bundle_bytes(d)))
+    add("disk", "embedding", p.sizes.left_bytes)
     columns, i = x.head
     add("gpu", "head", int(columns.vram_bytes[i]))
     add("ram", "head", int(columns.ram_bytes[i]))
@@ -339,6 +340,8 @@ def _notes(p: Problem, x: Placed) -> Iterator[str]:
         yield f"{p.spec.activation} has no inactive neurons: every token computes all of them"
     if assumed := p.tiers.assumed(p.sizes.formats):
         yield assumed
+    if p.sizes.tables:
+        yield f"of {' and '.join(p.sizes.tables)} a row is read from disk for each token"
     if p.work().predicts and not any(s.predictor.bytes for s in p.sizes.layers):
         yield "there are no predictors: they are taken to cost nothing"
     if p.work().predicts:

@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 
 from thermocline.convert import synthetic
-from thermocline.model.sizes import ModelSizes, sizes_of
+from thermocline.model.sizes import ModelSizes
 from thermocline.model.spec import ModelSpec
 from thermocline.model.tensors import expected_tensors, place
 from thermocline.pack.activity_profile import PROFILE
 from thermocline.pack.pack import Pack
 from thermocline.pack.predictor import open_predictors
 from thermocline.pack.stored_model import StoredModel
-from thermocline.plan.contents import contents_of, pack_sizes
+from thermocline.plan.contents import contents_of, left_out, pack_sizes, shape_sizes, tables_of
 from thermocline.plan.disk_split import Contents
 from thermocline.plan.hotness import Curve, Hotness
 
@@ -36,6 +36,7 @@ class Subject:
     made_from: dict[str, str]
     contents: Contents
     predictor_parts: Callable[[], PredictorParts] = tuple  # reads the predictors
+    smaller: ModelSizes | None = None  # with all tables on disk that can be, where that is a choice
 
 
 def of_pack(path: Path, sparsity: str, curve: Curve) -> Subject:
@@ -49,8 +50,11 @@ def of_model(model: StoredModel, sparsity: str, curve: Curve) -> Subject:
         made_from["profile"] = hashlib.sha256((path / PROFILE).read_bytes()).hexdigest()
     predicted = sparsity == "predict" and spec.sparse
     predictors = open_predictors(model) if predicted and isinstance(model, Pack) else None
-    sizes, contents = pack_sizes(model, predictors), contents_of(model, predictors, sparsity, curve)
-    made = Subject(str(path), spec, sizes, contents.hotness, made_from, contents)
+    sizes, *smaller = (pack_sizes(model, predictors, tables) for tables in tables_of(model))
+    contents = contents_of(model, predictors, sparsity, curve)
+    made = Subject(
+        str(path), spec, sizes, contents.hotness, made_from, contents, smaller=next(iter(smaller), None)
+    )
     if predictors is None or not isinstance(model, Pack):
         return made
     predictors.close()
@@ -83,7 +87,8 @@ def of_shape(
         spec = dataclasses.replace(spec, activation="relu")
     expected = expected_tensors(spec, weight_format)
     held = {n: t for n, t in expected.items() if not t.optional or n in mapping.tensors}
-    sizes = sizes_of(spec, held, weight_format)
+    choices = left_out(spec, held)
+    sizes, *smaller = (shape_sizes(spec, held, weight_format, tables) for tables in choices)
     nbytes, parts = None, PredictorParts()
     if predictor_share and spec.sparse and sparsity == "predict":
         numbers = predictor_share * sum(t.parameters for t in held.values() if not t.vector)
@@ -95,4 +100,7 @@ def of_shape(
     heat = curve.hotness(spec)
     contents = Contents(spec, place(held)[0], nbytes, sparsity, heat)
     made_from = {"shape": digest}
-    return Subject(f"{name} {weight_format}", spec, sizes, heat, made_from, contents, lambda: parts)
+    return Subject(
+        f"{name} {weight_format}", spec, sizes, heat, made_from, contents, lambda: parts,
+        next(iter(smaller), None),
+    )  # fmt: skip

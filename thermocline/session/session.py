@@ -57,7 +57,7 @@ class Session:
     ) -> None:
         self.pack, self.options, self.decision = pack, options, decision
         self.threads = threads_of(options)
-        self.weights_bytes = blocks.memory_bytes(pack, predictors)
+        self.weights_bytes = blocks.memory_bytes(pack, predictors, decision.placement.tables)
         self._predictors, self._gpus, self._progress = predictors, gpus, progress
         self._begun: BegunLoad | None = None
         self._opened: Opened | None = None
@@ -131,7 +131,10 @@ class Session:
         Raises OutOfBudget.
         """
         if self._opened is None and self._begun is None and self.arrangement is None and self._gpus is None:
-            self._begun = BegunLoad.of(self.pack, weights.new_ops(self.threads))
+            self._begun = self._begin()
+
+    def _begin(self) -> BegunLoad:
+        return BegunLoad.of(self.pack, weights.new_ops(self.threads), self.placement.tables)
 
     def load(self, tokenizer: Tokenizer | None = None) -> Engine:
         """Return the engine; read the weights where that was not done yet. `tokenizer`: for texts."""
@@ -192,7 +195,7 @@ class Session:
                 threads=threads, max_batch=self.options.max_batch, progress=loading
             )  # fmt: skip
         if a is None or records is None or not isinstance(self.pack, Pack):
-            begun, self._begun = self._begun or BegunLoad.of(self.pack, weights.new_ops(threads)), None
+            begun, self._begun = self._begun or self._begin(), None
             return Opened(begun.finish(predictors, loading).opaque())
         disable = self.options.disable
         made, on_disk = store.load(

@@ -31,7 +31,7 @@ from thermocline.session.weights import Filled, LoadedWeights
 
 if TYPE_CHECKING:
     from thermocline.ops.device_rows import DeviceRows
-    from thermocline.ops.interface import OpaqueOps, WeightMatrix
+    from thermocline.ops.interface import OpaqueOps
     from thermocline.pack.checksums import NeuronChecksums
     from thermocline.pack.pack import Pack
     from thermocline.pack.predictor import Predictors
@@ -156,8 +156,12 @@ def opened(
     m = mapped(pack, a)
     arena = blocks.new_arena(m.bytes, str(pack.path))
     pack.read_runs(arena, m.runs, progress)
-    in_memory = weights.PackInMemory(pack.spec, m.tensors, arena, ops, on_gpus or {})
-    made = _with_lookups(weights.assemble(in_memory, str(pack.path)), pack, m, arena)
+    tables = {
+        name: Lookup(pack.rows_of(name), pack.tensors[name], arena, m.tensors[name].offset)
+        for name in looked_up(pack.spec, pack.tensors)
+    }
+    in_memory = weights.PackInMemory(pack.spec, m.tensors, arena, ops, on_gpus or {}, tables=tables)
+    made = weights.assemble(in_memory, str(pack.path))
     size = buffer_bytes([stride for _, stride in m.pools])
     reader = _native.Reader(str(pack.weights_path), depth=DEPTH, buffer_bytes=size)
     rows = _rows(pack, a, records, m, arena, reader, _switches(disable))
@@ -232,17 +236,3 @@ def _with_disk(made: Weights, rows: Sequence[_native.DiskRows | None]) -> Weight
         return replace(layer, experts=tuple(cached(f, *next(each)) for f in layer.experts))
 
     return replace(made, layers=tuple(map(placed, made.layers)))
-
-
-def _with_lookups(made: Weights, pack: Pack, m: Map, arena: _native.Arena) -> Weights:
-    tables = looked_up(pack.spec, pack.tensors)
-
-    def lookup(name: str, row: WeightMatrix | None) -> Lookup:
-        assert isinstance(row, _native.Matrix), "the row of a table on disk is in the arena"
-        return Lookup(pack, pack.tensors[name], arena, m.tensors[name].offset, row)
-
-    if "embed.weight" in tables:
-        made = replace(made, embed=lookup("embed.weight", made.embed))
-    if "pos_embed.weight" in tables:
-        made = replace(made, pos_embed=lookup("pos_embed.weight", made.pos_embed))
-    return made

@@ -41,6 +41,8 @@ from thermocline.ops.interface import (
 from thermocline.pack.blocks import memory_bytes, new_arena
 from thermocline.pack.predictor import Predictors, StoredMatrix, StoredPredictor
 from thermocline.pack.stored_model import Progress, Reading, StoredModel
+from thermocline.session import embedding_rows
+from thermocline.session.embedding_rows import Lookup
 
 if TYPE_CHECKING:
     from thermocline.ops.device_rows import DeviceRows
@@ -89,14 +91,15 @@ class BegunLoad:
     ops: CpuOps
     grouped: frozenset[str]  # tensors whose rows will be interleaved
     reading: Reading
+    tables: Mapping[str, Lookup] = field(default_factory=dict)
 
     @staticmethod
-    def of(model: StoredModel, ops: CpuOps) -> BegunLoad:
-        """Begin to read all of a model. Raises OutOfBudget."""
+    def of(model: StoredModel, ops: CpuOps, tables: Sequence[str] = ()) -> BegunLoad:
+        """Begin to read a model, but `tables`, which stay on disk. Raises OutOfBudget, IOFailure, BadFile."""
         arena = new_arena(model.weights_bytes, str(model.path))  # what the offsets were checked against
         grouped = frozenset(_faster_in_groups(PackInMemory(model.spec, model.tensors, arena, ops)))
-        reading = model.begin_load(arena, grouped, ops.native.group)
-        return BegunLoad(model, arena, ops, grouped, reading)
+        reading = model.begin_load(arena, grouped, ops.native.group, tables)
+        return BegunLoad(model, arena, ops, grouped, reading, embedding_rows.opened(model, tables))
 
     def read(self, progress: Progress | None = None) -> None:
         """Wait until all tensors are there, as `Reading.grouped` says. Raises as `load` does."""
@@ -109,14 +112,15 @@ class BegunLoad:
         """Return the weights, once they are there. Raises as `load` does."""
         self.read(progress)
         model, ops = self.model, self.ops
-        made = PackInMemory(model.spec, model.tensors, self.arena, ops, grouped=self.reading.grouped)
-        for name in sorted(self.grouped - self.reading.grouped):
+        grouped = self.reading.grouped
+        made = PackInMemory(model.spec, model.tensors, self.arena, ops, grouped=grouped, tables=self.tables)
+        for name in sorted(self.grouped - grouped):
             ops.native.interleaved(self.arena, made.all_rows(name))
         weights = assemble(replace(made, grouped=self.grouped), str(model.path))
         if predictors is not None:
             weights = with_predictors(weights, predictors)
-        filled = Filled.of(self.arena, model.ranges())
-        return LoadedWeights(weights, ops, memory_bytes(model, predictors), filled)
+        filled = Filled.of(self.arena, model.ranges(self.tables))
+        return LoadedWeights(weights, ops, memory_bytes(model, predictors, self.tables), filled)
 
 
 def load(
@@ -126,12 +130,15 @@ def load(
     isa: str = "",
     predictors: Predictors | None = None,
     progress: Progress | None = None,
+    tables: Sequence[str] = (),
 ) -> LoadedWeights[CpuOps]:
     """Read and check a model into RAM. `progress` is called with (bytes read, bytes in all).
 
+    `tables`: of which rows are read when a token needs them.
+
     Raises BadFile or IOFailure naming the first tensor that is damaged or cannot be read, OutOfBudget.
     """
-    return BegunLoad.of(model, new_ops(threads, isa)).finish(predictors, progress)
+    return BegunLoad.of(model, new_ops(threads, isa), tables).finish(predictors, progress)
 
 
 def _faster_in_groups(made: PackInMemory) -> Iterator[str]:
@@ -229,9 +236,12 @@ class PackInMemory:
     # By name and device: whole, or the first rows of each expert.
     on_gpus: Mapping[str, Mapping[str, DeviceRows]] = field(default_factory=dict)
     grouped: Collection[str] = ()  # tensors whose rows are interleaved
+    tables: Mapping[str, Lookup] = field(default_factory=dict)  # whose rows stay on disk
 
     def matrix(self, name: str) -> WeightMatrix:
         """Return all rows of a tensor: those in RAM, if it is there, or those of the one GPU that has it."""
+        if name in self.tables:
+            return self.tables[name]
         if name in self.tensors:
             return self._in_ram(name)
         (rows,) = self.on_gpus[name].values()

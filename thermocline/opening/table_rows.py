@@ -1,0 +1,72 @@
+"""A table of a GGUF whose rows stay in the file: each is read, and made planar, when a token needs it.
+
+Owns the open files. Through the page cache: there is no whole block to check, and common tokens' rows stay.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thermocline import _native
+from thermocline.convert.gguf_rows import bad_scale
+from thermocline.errors import BadFile, IOFailure
+from thermocline.files.bounded import OpenFile, quoted
+from thermocline.model.tensors import TensorInfo
+from thermocline.opening.row_runs import RowRun
+
+U8 = NDArray[np.uint8]
+FileState = tuple[int, int, int, int]  # device, inode, bytes, time of writing in ns
+
+
+def state_of(s: os.stat_result) -> FileState:
+    """Return the state of a file as native code compares it."""
+    if sys.platform == "win32":
+        return 0, 0, s.st_size, s.st_mtime_ns // 10**9 * 10**9
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+
+
+def changed(path: Path) -> BadFile:
+    return BadFile(f"{path}: was changed or replaced since it was opened; open the model again")
+
+
+class TableRows:
+    """The rows of a tensor, a `RowSource`. `runs`: where they are, in the order of `parts`, without `order`.
+
+    A file that is replaced meanwhile is read as it was; one that is written or cut is an error at each row.
+    """
+
+    def __init__(
+        self, tensor: TensorInfo, runs: Sequence[RowRun], parts: Sequence[tuple[Path, FileState]]
+    ) -> None:
+        self._tensor, self._parts = tensor, parts
+        self._runs = [((r.to - tensor.offset) // r.stride, r) for r in runs]  # with its first row
+        self._files = {part: OpenFile(parts[part][0]) for part in dict.fromkeys(r.part for r in runs)}
+        self._out = np.empty((1, tensor.stride), np.uint8)
+        for part in self._files:
+            self._check(part)
+
+    def read(self, i: int) -> U8:
+        """Return row i, planar, until the next is asked for."""
+        first, run = next((f, r) for f, r in self._runs if f <= i < f + r.rows)
+        path, number = self._parts[run.part][0], run.row + i - first
+        try:
+            row = self._files[run.part].read_bytes(run.at + (i - first) * run.stride, run.stride)
+        except (BadFile, IOFailure) as e:
+            self._check(run.part)  # one that was cut is a changed one
+            raise IOFailure(f"{e} (tensor {quoted(run.tensor)}, row {number})") from None
+        self._check(run.part)  # a file that was changed may have given anything
+        if _native.arranged(run.format, row[None], self._out) is not None:
+            raise bad_scale(path, run.tensor, number)
+        out: U8 = self._out[0]
+        return out
+
+    def _check(self, part: int) -> None:
+        path, expected = self._parts[part]
+        if state_of(self._files[part].stat()) != expected:
+            raise changed(path)
