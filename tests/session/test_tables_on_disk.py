@@ -21,8 +21,7 @@ from thermocline.engine.request import Request
 from thermocline.errors import BadFile, IOFailure, OutOfBudget, ThermoclineError
 from thermocline.machine.tiers import read_tiers
 from thermocline.model import sizes
-from thermocline.opening.gguf_model import GGUFModel
-from thermocline.opening.open_model import open_model
+from thermocline.opening.gguf_model import GGUFModel, open_gguf
 from thermocline.pack.blocks import memory_bytes
 from thermocline.pack.pack import Pack
 from thermocline.pack.stored_model import StoredModel
@@ -77,7 +76,7 @@ def made(name: str, directory: Path) -> StoredModel:
     path = gguf_twins.write(
         hf, directory / "m.gguf", arch=arch, types=lambda n: type if "token_embd" in n else "F16"
     )
-    model = open_model(path)
+    model = open_gguf(path)
     assert isinstance(model, GGUFModel), "it runs in place"
     return model
 
@@ -150,10 +149,10 @@ def test_what_is_planned_is_what_runs(name: str, tmp_path: Path) -> None:
     here = replace(read_tiers("rtx4090-i9-13900k"), gpu=None, disk=None)
     here = replace(here, cpu=replace(here.cpu, threads=2))
     ram = little(name, model)
-    with session(model, **ram, max_batch=1) as run:
+    with session(model, **ram) as run:
         placement = run.placement
     budget = {"ram_bytes": placement.ram_bytes} if ram else {}
-    made_plan = place.plan(of_model(model, "exact", Curve()), here, Ask(64, **budget))
+    made_plan = place.plan(of_model(model, "exact", Curve()), here, Ask(64, max_batch=2, **budget))
     assert made_plan.placement.tables == placement.tables == CASES[name][3]
     assert made_plan.placement.bytes == placement.bytes
     assert any("a row is read from disk" in note for note in made_plan.notes)
@@ -250,7 +249,7 @@ def test_a_scale_that_is_no_number_names_its_row(tmp_path: Path) -> None:
     at = run.at + row * run.stride
     content[at : at + 2] = b"\x00\x7e"  # NaN in f16
     model.path.write_bytes(content)
-    other = open_model(model.path)
+    other = open_gguf(model.path)
     assert isinstance(other, GGUFModel)
     with session(other) as s:
         engine = s.load()
