@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thermocline.model import quant
-from thermocline.model.spec import Router
+from thermocline.model.spec import Latent, Router
 from thermocline.ops import triton_kernels as ops
 from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
 from thermocline.ops.device_sizes import KernelSizes
@@ -73,12 +73,28 @@ def of_tokens(t: int) -> None:
     ops.norm(x, x, weight, weight, 1e-5, True)
     ops.rope_store(qkv, heads, turn, turn, *paged, k, v)
     ops.attention(x, qkv, heads, *paged, k, v, scratch(t))
+    of_latents(t, paged)
     ops.activate(h, h, h, "gelu", 0.0, False)
     ops.route(pairs, pairs, 2, Router(), None)
     ops.route(pairs, pairs, 2, Router("sigmoid", "normalised", groups=2, group_rule="sum2"), weight)
     named = empty(t, NEURONS // 8, type=torch.uint8)
     ops.predict(named, None, rows(SIGNS, NEURONS, DIM), empty(NEURONS), 8, False, x, scratch(t))
     ops.softcap(h, 30.0)
+
+
+def of_latents(t: int, paged: list[torch.Tensor]) -> None:
+    """Kernels of latent attention, with DeepSeek-V3's sizes."""
+    n, rank, rope, nope = 128, 512, 64, 128
+    heads: Any = Heads(
+        n, 1, rank + rope, None, 0.1, None, None, None, 1e-5, latent=Latent(rank, nope, rope, nope)
+    )
+    q, queries, latent = empty(t, n, rank + rope), empty(t, n, nope + rope), empty(t, rank + rope)
+    turn, k = empty(t, rope // 2), empty(64, 32, rank + rope, type=torch.float16)
+    for format in ("q8_0", "f16"):
+        ops.head_products(q[:, :, :rank], rows(format, n * rank, nope), queries[:, :, :nope])
+    ops.latent_store(q, queries, latent, heads, empty(rank), turn, turn, *paged, k)
+    sizes = KernelSizes(t, DIM, NEURONS, n, rank + rope, PAGES * 32)
+    ops.latent_attention(empty(t, n, rank), q, heads, *paged, k, Scratch.of(sizes, "meta"))
 
 
 def source(kernel: Any, args: tuple[Any, ...], fixed: dict[str, Any]) -> ASTSource:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import CPU
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
@@ -21,10 +23,17 @@ def layer(spec: ModelSpec, attention: bool, predictor: bool, *neurons: int) -> L
     return LayerPlacement(where[0], where[1], tuple(r for r in ranges if r.neurons))
 
 
+def halves(spec: ModelSpec, each: tuple[LayerPlacement, ...]) -> tuple[LayerPlacement, ...]:
+    """Return the layers with no neurons where they have no FFN."""
+    return tuple(replace(x, ranges=()) if i in spec.no_ffn else x for i, x in enumerate(each))
+
+
 def every(spec: ModelSpec, attention: bool, predictor: bool, *neurons: int, head: bool = True) -> Placement:
     """All layers alike."""
-    return Placement((layer(spec, attention, predictor, *neurons),) * spec.n_layers, gpu(0) if head else CPU)
+    each = (layer(spec, attention, predictor, *neurons),) * spec.n_layers
+    return Placement(halves(spec, each), gpu(0) if head else CPU)
 
 
 def whole(spec: ModelSpec) -> Placement:
-    return gpu_weights.everywhere(spec.n_layers, spec.ffn_dim)
+    made = gpu_weights.everywhere(spec.n_layers, spec.ffn_dim)
+    return replace(made, layers=halves(spec, made.layers))

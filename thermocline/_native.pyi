@@ -551,6 +551,9 @@ class HostTask:
     def attention(self, x: F32, h: F32, layer: Attention, slot: StepSlot, kv: KVPages) -> None:
         """`slot`: that of the attention's window."""
 
+    def mixer(self, x: F32, h: F32, layer: Mixer, states: F32) -> None:
+        """From the states that the step reads to those that it writes."""
+
     def matmul(self, w: Linear, x: F32, out: F32) -> None:
         """All rows of x."""
 

@@ -151,6 +151,13 @@ inline void check_pages(const tc::Heads& heads, const Step& s, const KVPages& kv
           "cos is not of the part of a latent that turns");
 }
 
+// Check that the states are those of the mixer, and there are all that the step names.
+inline void check_states(const Mixer& m, const Step& s, const MutF2& states) {
+    check(s.step.state_to != nullptr, "a step without states");
+    check(states.shape(1) == m.layer.state_floats() && states.shape(0) >= s.slots,
+          "states of another shape, or too few");
+}
+
 inline void check_rows(const MutF2& x, const F2& h, size_t dim) {
     check(x.shape(1) == dim, "x has the wrong width");
     check(h.shape(0) == x.shape(0) && h.shape(1) == dim, "h and x differ in shape");

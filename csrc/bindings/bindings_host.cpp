@@ -51,6 +51,16 @@ static void attention(HostTask& t, MutF2 x, F2 h, const Attention& a, const Step
     });
 }
 
+static void mixer(HostTask& t, MutF2 x, F2 h, const Mixer& m, MutF2 states) {
+    check_rows(x, h, m.layer.in.cols());
+    t.task.add([&t, x, h, &m, states](Context& c) {
+        t.tokens(x.shape(0));
+        check_states(m, t.steps.step(), states);
+        c.mixer_add(x.data(), h.data(), m.layer, t.steps.step().step, states.data());
+        return tc::FFNCounts{};
+    });
+}
+
 static void matmul(HostTask& t, const Linear& w, F2 x, MutF2 out) {
     check(x.shape(1) == w.linear.weight.cols && out.shape(1) == w.linear.weight.rows &&
               out.shape(0) == x.shape(0),
@@ -96,6 +106,8 @@ void bind_host(nb::module_& m) {
         .def("zero", &zero, "out"_a.noconvert(), "The rows of the step's tokens become 0.")
         .def("attention", &attention, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "slot"_a, "kv"_a,
              nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
+        .def("mixer", &mixer, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "states"_a.noconvert(),
+             nb::keep_alive<1, 4>())
         .def("matmul", &matmul, "w"_a, "x"_a.noconvert(), "out"_a.noconvert(), nb::keep_alive<1, 2>())
         .def("ffn", &ffn, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "named"_a.noconvert().none() = nb::none(), nb::keep_alive<1, 4>())

@@ -63,9 +63,7 @@ static Mixer make_mixer(int kind, const Norm* norm, const Stack& in, const Linea
 static void mixer_add(Context& c, MutF2 x, F2 h, const Mixer& m, const Step& s, MutF2 states) {
     check_rows(x, h, m.layer.in.cols());
     check(x.shape(0) == s.step.tokens, "x and the step differ in tokens");
-    check(s.step.state_to != nullptr, "a step without states");
-    check(states.shape(1) == m.layer.state_floats() && states.shape(0) >= s.slots,
-          "states of another shape, or too few");
+    check_states(m, s, states);
     for (const Matrix& part : m.layer.in.parts) check_groups(c, part);
     check_groups(c, m.layer.out.weight);
     nb::gil_scoped_release release;

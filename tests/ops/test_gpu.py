@@ -19,7 +19,7 @@ import numpy as np
 import placements
 import pytest
 import torch
-from test_options import PAIRS, SPEC, TOKENS, natively, nmse, random_weights
+from test_options import LATENT, PAIRS, SPEC, TOKENS, natively, nmse, random_weights
 
 from thermocline import LLM, _native
 from thermocline.convert import synthetic
@@ -130,10 +130,17 @@ def placed(w: Weights, places: Placement) -> Weights:
 
     def layer(x: Layer, p: LayerPlacement) -> Layer:
         y: Layer = replace(natively(replace(x, experts=())), experts=parted(x.experts, p.ranges))
-        if x.router is not None and p.ranges[0].device != "cpu":
+        if x.router is not None and p.ranges and p.ranges[0].device != "cpu":
             y = replace(y, router_copies={"gpu:0": rows(x.router.weight)})
-        on_gpu = p.attention == "gpu:0"
-        return replace(y, qkv=linear(x.qkv), attn_out=linear(x.attn_out)) if on_gpu else y
+        if x.qkv is None or p.attention != "gpu:0":
+            return y
+        latent = x.latent and replace(
+            x.latent,
+            k_b=rows(x.latent.k_b),
+            v_b=rows(x.latent.v_b),
+            q_b=None if x.latent.q_b is None else rows(x.latent.q_b),
+        )
+        return replace(y, qkv=linear(x.qkv), attn_out=linear(x.attn_out), latent=latent)
 
     layers = tuple(layer(x, p) for x, p in zip(w.layers, places.layers, strict=True))
     head = linear(w.head) if places.head == "gpu:0" else natively(w.head)
@@ -164,14 +171,13 @@ def some_places(spec: ModelSpec, seed: int) -> Placement:
         placements.layer(spec, bool(rng.integers(2)), False, int(rng.choice(counts)))
         for _ in range(spec.n_layers)
     )
-    return Placement(made, "gpu:0" if rng.integers(2) else "cpu")
+    return Placement(placements.halves(spec, made), "gpu:0" if rng.integers(2) else "cpu")
 
 
 REFUSED = ("embed_dim", "qk_norm_whole", "qk_norm_last", "rope_layers", "v_norm")  # no GPU ops yet
 REFUSED += ("full_head_dim", "full_kv_heads", "values_are_keys", "kv_shared_layers", "layer_scale")
 REFUSED += ("per_layer_dim", "two kinds of layers")
 REFUSED += ("qk_norm_each", "qk_norm_turned", "window_chunked", "attention_tuning", "attention_tuning_span")
-REFUSED += ("latent", "latent, without q_b", "latent, many heads")
 
 
 @pytest.mark.parametrize("name", [n for n in PAIRS if n not in REFUSED])
@@ -460,7 +466,7 @@ def test_buffers_are_what_the_planner_counts() -> None:
     """But for the model's own vectors, which it counts with their layers."""
 
     windowed = replace(SPEC, sliding_window=9, window_layers=(1,))
-    for spec in (SPEC, replace(SPEC, activation="silu"), windowed, replace(SPEC, n_experts=40)):
+    for spec in (SPEC, replace(SPEC, activation="silu"), windowed, replace(SPEC, n_experts=40), LATENT):
         counting, limits = Counting(), StepLimits(40, 3, 64, BLOCK, 32)
         ops = GpuOps((counting,), torch_kernels, CpuOps(1), spec, limits)
         assert counting.there == device_bytes(spec, limits)

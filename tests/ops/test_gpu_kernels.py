@@ -17,12 +17,13 @@ import pytest
 import torch
 from gpu_cases import Attention, Kernels, attention_case, columns, heads, normal, whole
 
+from thermocline.engine.kv_cache import in_ram
 from thermocline.model import activations, quant
-from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, SPARSE_ACTIVATIONS, Router
+from thermocline.model.spec import ACTIVATIONS, PLAIN_ROUTER, SPARSE_ACTIVATIONS, Latent, Router
 from thermocline.ops import reference, torch_kernels
 from thermocline.ops.device_rows import DeviceRows, Scratch
 from thermocline.ops.device_sizes import FEW, spans
-from thermocline.ops.interface import F32
+from thermocline.ops.interface import F32, Batch, KVShape, LatentMatrices
 from thermocline.pack.predictor import LayerPredictor
 
 pytestmark = pytest.mark.oracle
@@ -152,6 +153,69 @@ def test_attention(kernels: Kernels, case: str) -> None:
     for got, stored in (k, k_want), (v, v_want):
         assert np.array_equal(np.isnan(got.cpu().numpy()), np.isnan(stored))
         assert gpu_cases.nmse(np.nan_to_num(got.cpu().numpy()), np.nan_to_num(stored)) <= 1e-8  # f16 rounds
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+@pytest.mark.parametrize("format", ["f16", "q8_0", "q4_0"], indirect=True)
+def test_products_of_heads(kernels: Kernels, format: str, tokens: int) -> None:
+    """Each head's own rows; inputs and outputs are parts of wider heads."""
+    n, columns, each = 3, whole(format, 20), 9 if kernels.slow else 37
+    w, decoded = kernels.rows(format, normal(1, n * each, columns))
+    x, out = normal(2, tokens, n, columns + 5), kernels.filled(tokens, n, each + 3)
+    kernels.ops.head_products(out[:, :, :each], w, kernels.put(x)[:, :, :columns])
+    want = np.einsum("bhc,hrc->bhr", x[..., :columns], decoded.reshape(n, each, columns))
+    kernels.check(out[:, :, :each], want)
+    assert bool(out[:, :, each:].isnan().all())
+
+
+LATENTS = {  # heads, (rank, nope, rope, value), lengths, tokens of each
+    "odd": (3, (37, 13, 8, 11), [37, 5], 1),
+    "many heads, several spans": (37, (16, 5, 4, 3), [300, 128, 129], 1),
+    "in parts": (2, (200, 24, 16, 20), [70], 2),
+    "a prompt": (2, (32, 8, 8, 8), [40, 33], 20),
+    "a prompt in longer spans": (1, (16, 4, 2, 4), [270], 17),
+}
+
+
+@pytest.mark.parametrize("case", LATENTS)
+def test_latent_attention(kernels: Kernels, case: str) -> None:
+    """Slots that no position has reached hold NaN."""
+    n, (rank, nope, rope, value), lengths, tokens = LATENTS[case]
+    latent, block = Latent(rank, nope, rope, value, norm_eps=1e-5), 32
+    h = heads(n, 1, rank + rope, scale=0.3, latent=latent)
+    shape = KVShape(sum(-(-x // block) for x in lengths), 1, h.dim, block, latent=True)
+    kv = in_ram(0, shape)
+    kv.k[:] = np.nan
+    table, first, positions, sequence = np.full((len(lengths), 10), -1, np.int32), shape.pages, [], []
+    for s, length in enumerate(lengths):
+        for b in range(-(-length // block)):
+            first -= 1
+            table[s, b] = first
+            kv.k[first, : length - b * block] = normal(s + b, h.dim, min(block, length - b * block)).T
+        positions += range(length - min(tokens, length), length)
+        sequence += [s] * min(tokens, length)
+    at, mine = np.array(positions, np.int32), np.array(sequence, np.int32)
+    angles = at[:, None] * np.array([0.7**i for i in range(rope // 2)], np.float32)
+    cos, sin, t = np.cos(angles), np.sin(angles), len(at)
+    (k_rows, k_b), (v_rows, v_b) = (
+        kernels.rows("f16", normal(i, n * r, c)) for i, (r, c) in enumerate(((rank, nope), (value, rank)))
+    )
+    w, rows = LatentMatrices(normal(5, rank), k_b, v_b), normal(6, t, n * (nope + rope) + h.dim)
+    device = [kernels.put(x) for x in (at, mine, table, kv.k)]
+    q, found, out = (kernels.filled(t, n, size) for size in (h.dim, rank, value))
+    queries = kernels.put(rows[:, : -h.dim]).view(t, n, -1)
+    ops, turned = kernels.ops, (kernels.put(cos), kernels.put(sin))
+    ops.head_products(q[:, :, :rank], k_rows, queries[:, :, :nope])
+    key = kernels.put(rows[:, -h.dim :])
+    ops.latent_store(q, queries, key, h, kernels.put(w.kv_norm), *turned, *device)
+    ops.latent_attention(found, q, h, *device, kernels.scratch())
+    ops.head_products(out, v_rows, found)
+    batch = Batch(at, at, mine, table, at)
+    want = reference._latent_attention(h, w, rows, reference.step(batch, block, cos, sin), kv)
+    kernels.check(out.view(t, -1), want)
+    got = device[3].cpu().numpy()
+    assert np.array_equal(np.isnan(got), np.isnan(kv.k))
+    assert gpu_cases.nmse(np.nan_to_num(got), np.nan_to_num(kv.k)) <= 1e-8
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -19,6 +19,7 @@ from thermocline.ops.interface import (
     F32,
     FFNPart,
     Heads,
+    LatentMatrices,
     Layer,
     Linear,
     Norm,
@@ -66,6 +67,19 @@ class DeviceJoin:
 
 
 @dataclass(frozen=True)
+class DeviceLatent:
+    """A latent attention's matrices before the last."""
+
+    queries: DeviceLinear  # or what `q_b` takes, under a norm
+    latent: DeviceLinear
+    kv_norm: Tensor
+    k_b: DeviceRows
+    v_b: DeviceRows
+    q_norm: Vector
+    q_b: DeviceLinear | None
+
+
+@dataclass(frozen=True)
 class DeviceAttention:
     norm: DeviceNorm | None
     qkv: tuple[DeviceLinear, ...]  # rows one behind the other: q, k and v as one, or apart
@@ -73,6 +87,7 @@ class DeviceAttention:
     heads: Heads  # with norms on the device
     sub_norm: DeviceNorm | None
     join: DeviceJoin
+    latent: DeviceLatent | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +211,26 @@ class Binder:
             heads=replace(heads, q_norm=q, k_norm=k, sinks=sinks),  # type: ignore[arg-type]
             sub_norm=self._norm(layer.attn_sub_norm),
             join=DeviceJoin(self._norm(layer.attn_post_norm), spec.residual_scale),
+            latent=None if layer.latent is None else self._latent(heads, layer.qkv, layer.latent),
+        )
+
+    def _latent(self, heads: Heads, first: Linear, w: LatentMatrices) -> DeviceLatent:
+        assert first.bias is None, "no model has one"
+        kv_norm, parts = self.vector(w.kv_norm), list(map(_rows, stacked(first.weight)))
+        assert kv_norm is not None
+        if len(parts) == 1:
+            (whole,) = parts
+            lower = whole.rows - heads.dim
+            parts = [replace(whole, data=whole.data[at]) for at in (slice(lower), slice(lower, None))]
+        queries, latent = (DeviceLinear(part, None) for part in parts)
+        return DeviceLatent(
+            queries=queries,
+            latent=latent,
+            kv_norm=kv_norm,
+            k_b=_rows(w.k_b),
+            v_b=_rows(w.v_b),
+            q_norm=self.vector(w.q_norm),
+            q_b=None if w.q_b is None else DeviceLinear(_rows(w.q_b), None),
         )
 
     def ffn(self, spec: ModelSpec, layer: Layer) -> DeviceFFN | _native.FFN | _native.Mixture:

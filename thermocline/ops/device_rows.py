@@ -146,6 +146,37 @@ class Kernels(Protocol):
         /,
     ) -> None: ...
 
+    def head_products(self, out: torch.Tensor, w: DeviceRows, x: torch.Tensor, /) -> None: ...
+
+    def latent_store(
+        self,
+        q: torch.Tensor,
+        queries: torch.Tensor,
+        latent: torch.Tensor,
+        heads: Heads,
+        kv_norm: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        sequence: torch.Tensor,
+        table: torch.Tensor,
+        k: torch.Tensor,
+        /,
+    ) -> None: ...
+
+    def latent_attention(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        heads: Heads,
+        positions: torch.Tensor,
+        sequence: torch.Tensor,
+        table: torch.Tensor,
+        k: torch.Tensor,
+        scratch: Scratch,
+        /,
+    ) -> None: ...
+
     def activate(
         self,
         out: torch.Tensor,

@@ -84,13 +84,11 @@ class Buffer:
 
 def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     """Return all that `GpuOps` makes on the first of its GPUs, but for the model's own vectors."""
-    wide, inner = (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim, spec.n_heads * spec.head_dim
     stream = Buffer((s.tokens, spec.dim))
     marks = Buffer((GUESSED * -(-spec.ffn_dim // 8),), "u8")
     made = {f"stream {i}": stream for i in range(STREAMS)}
     made |= {name: stream for name in ("normed", "sum", "cold")}
-    made["qkv"] = Buffer((s.tokens, wide), here=False)
-    made["attended"] = Buffer((s.tokens, inner), here=False)
+    made |= {name: Buffer((s.tokens, n), here=False) for name, n in _attention(spec).items()}
     # Of few tokens all experts are computed at once, of more one after the other.
     activations = max(s.tokens, min(s.tokens, FEW) * spec.n_experts) * spec.ffn_dim
     made["gate"] = Buffer((activations,), here=False)
@@ -106,7 +104,9 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     made["counts"] = Buffer((4,), "i32")
     made["rows"] = Buffer((s.sequences,), "i32")
     made["logits"] = Buffer((s.sequences, spec.vocab_size))
-    for window in sorted({spec.window(i) for i in range(spec.n_layers)}, key=str):
+    # Layers without attention share the step of those without a window.
+    windows = {None if spec.attention(i) is None else spec.window(i) for i in range(spec.n_layers)}
+    for window in sorted(windows, key=str):
         made |= {f"{name} {window}": Buffer((s.tokens,), "i32") for name in ("positions", "sequence")}
         made[f"table {window}"] = Buffer((s.sequences, s.blocks), "i32")
         if spec.position == "rope":
@@ -117,6 +117,16 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
         made |= {f"piece {i}": Buffer((min(PIECE_BYTES, whole),), "u8", here=False) for i in range(2)}
     made["scratch"] = Buffer((s.sizes(spec).scratch_bytes // 4,), here=False)
     return made
+
+
+def _attention(spec: ModelSpec) -> dict[str, int]:
+    """Return the numbers of a token that attention computes, by buffer."""
+    n, a = spec.n_heads, spec.latent
+    if a is None:
+        return {"qkv": (n + 2 * spec.n_kv_heads) * spec.head_dim, "attended": n * spec.head_dim}
+    made = {"lower": a.q_rank} if a.q_rank is not None else {}
+    made |= {"queries": n * (a.nope + a.rope), "latent": spec.head_dim, "qkv": n * spec.head_dim}
+    return {**made, "found": n * a.kv_rank, "attended": n * a.value}
 
 
 def side_buffers(spec: ModelSpec, s: StepLimits) -> dict[str, Buffer]:

@@ -50,6 +50,7 @@ from thermocline.ops.interface import (
     Linear,
     WeightMatrix,
 )
+from thermocline.ops.mixing.latent import LatentQueue
 
 BoundAttention = DeviceAttention | _native.Attention
 BoundFFN = DeviceFFN | _native.FFN | _native.Mixture
@@ -58,8 +59,14 @@ RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are
 
 
 def pages_on(device: Device, shape: KVShape) -> KVLayer:
-    """Allocate a layer's pages: k [pages, heads, head_dim, block], v [pages, heads, block, head_dim]."""
+    """Allocate a layer's pages: k [pages, heads, head_dim, block], v [pages, heads, block, head_dim].
+
+    Latents are [pages, block, head_dim].
+    """
     assert not shape.types.quantised, "a session refuses it"
+    if shape.latent:
+        latents = cast("F16", device.zeros((shape.pages, shape.block, shape.head_dim), torch.float16))
+        return KVLayer(shape, latents, latents)
     pages = shape.pages, shape.heads
     k = device.zeros((*pages, shape.head_dim, shape.block), torch.float16)
     v = device.zeros((*pages, shape.block, shape.head_dim), torch.float16)
@@ -141,9 +148,10 @@ class GpuOps:
         self._named, self._named_cold = self._pairs["named"], self._pairs["named cold"]
         scratch = Scratch(self._pairs["scratch"][0], limits.sizes(spec))
         self._queue = PartQueue(device, kernels, spec, self._pairs, scratch)
+        self._latent = LatentQueue(self._queue, self._pairs)
         self._side = tuple(SideGpu(d, kernels, spec, limits) for d in devices[1:])
         self.send_from = send_from
-        self._slots: dict[int | None, _native.StepSlot] = {}
+        self._slots: dict[tuple[int | None, bool], _native.StepSlot] = {}
         self._binder = Binder(devices, cpu, spec)
         self._programs: dict[ProgramKey, Program | None] = {}
         self._now = Program()
@@ -214,7 +222,7 @@ class GpuOps:
             part.copy_(torch.from_numpy(np.ascontiguousarray(array)))
             self.device.copy(there[:rows], here[:rows])
             sent[name] = there if name == "table" else there[:n]  # all of it: as wide in every step
-        slot = self._slots.setdefault(window, _native.StepSlot())
+        slot = self._slots.setdefault((window, cos is None), _native.StepSlot())
         step = self.cpu.step(batch, block, cos, sin, window)
         slot.set(step)
         self._slot.set(step)
@@ -373,9 +381,16 @@ class GpuOps:
             return
         self._to_device(x)
         self._to_device(h)
-        n, run, k = x.tokens, self.device.run, self.kernels
-        qkv, attended = self._qkv[:n], self._attended[:n]
-        normed, first = self._normalised(b.norm, h), 0
+        normed = self._normalised(b.norm, h)
+        if b.latent is None:
+            attended = self._attend(b, normed, step, kv)
+        else:
+            attended = self._latent.attend(b, b.latent, normed, step, kv)
+        self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, attended, add))
+
+    def _attend(self, b: DeviceAttention, normed: Tensor, step: DeviceStep, kv: KVLayer) -> Tensor:
+        n, run, k = len(normed), self.device.run, self.kernels
+        qkv, attended, first = self._qkv[:n], self._attended[:n], 0
         for part in b.qkv:
             self._queue.times(qkv[:, first : first + part.weight.rows], part, normed)
             first += part.weight.rows
@@ -384,7 +399,7 @@ class GpuOps:
         run(k.attention, attended, qkv, b.heads, *where, self._queue.scratch)
         if b.sub_norm is not None:
             run(k.norm, attended, attended, *parts(b.sub_norm))
-        self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, attended, add))
+        return attended
 
     def mixer_add(self, x: Hidden, h: Hidden, b: NoReturn, step: DeviceStep, states: F32) -> None:
         raise AssertionError("no mixer was bound")

@@ -116,6 +116,62 @@ def attention(
     torch.matmul(p, torch.where(seen.mT, values, zero), out=out.view(q.shape))
 
 
+def head_products(out: Tensor, w: Rows, x: Tensor) -> None:
+    """out [B, heads, rows] = each head's x [B, heads, columns] times its own rows of w [heads * rows].
+
+    Both may be parts of wider heads.
+    """
+    own = _decode(w, w.data).view(x.shape[1], -1, w.columns)
+    out.copy_(torch.einsum("bhc,hrc->bhr", x, own))
+
+
+def latent_store(
+    q: Tensor,
+    queries: Tensor,
+    latent: Tensor,
+    heads: Heads,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+) -> None:
+    """Turns the last elements of queries [B, n, nope + rope] into those of q [B, n, d], and stores latents.
+
+    latent [B, d] gets its norm and is turned on its way, as f16, to k [pages, block, d].
+    """
+    a, block = heads.latent, k.shape[1]
+    assert a is not None
+    q[..., a.kv_rank :] = queries[..., a.nope :]
+    _turn(q[..., a.kv_rank :], cos, sin)
+    key = latent[:, None].clone()
+    key[..., : a.kv_rank] = _normed(key[..., : a.kv_rank], kv_norm, None, a.norm_eps, False)
+    _turn(key[..., a.kv_rank :], cos, sin)
+    at = positions.long()
+    k[table[sequence.long(), at // block].long(), at % block] = key[:, 0].to(k.dtype)
+
+
+def latent_attention(
+    out: Tensor,
+    q: Tensor,
+    heads: Heads,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+    scratch: Scratch,
+) -> None:
+    """out [B, n, kv_rank]: each token's heads against its sequence's latents up to its own."""
+    pages = table[sequence.long()].long().clamp(min=0)
+    keys = k[pages].flatten(1, 2).float()
+    seen = (torch.arange(keys.shape[1], device=q.device) <= positions[:, None])[:, None]
+    p = torch.where(seen, q @ keys.mT * heads.scale, -math.inf).softmax(dim=-1)
+    values = torch.where(seen.mT, keys[..., : heads.value_dim], keys.new_zeros(()))
+    out.copy_(p @ values)
+
+
 def activate(
     out: Tensor,
     gate: Tensor,

@@ -17,6 +17,7 @@ from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
 from thermocline.ops.interface import Heads
+from thermocline.ops.mixing import triton_latents
 from thermocline.ops.triton_stored import loader
 
 Tensor = torch.Tensor
@@ -30,6 +31,8 @@ DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
 DOWN_WARPS = 4
 DOWN_SUMS = 128  # of a thread, at most: four stored numbers, for as many tokens at once as that allows
 DOWN_COLUMNS = 128  # of a program, for many tokens: its sums stay in registers
+LATENT_HEADS = 16  # of a program, the least that tensor cores multiply
+LATENT_WARPS, LATENT_COLUMNS = 8, 128  # sums of more columns, or of fewer warps, spill on an H100
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
 
 
@@ -131,6 +134,75 @@ def attention(
         (t, heads.n),
         *(out, parts, heads.sinks, positions, heads.n, span, n_spans, window),
         DIM=heads.dim,
+        D=wide,
+        S=min(16, _power(n_spans)),
+    )
+
+
+def head_products(out: Tensor, w: Rows, x: Tensor) -> None:
+    t, heads, each = out.shape
+    assert out.stride(2) == x.stride(2) == 1 and w.rows == heads * each
+    at_once = min(FEW, _power(t))
+    rows, warps, fixed = _dots(w, at_once)
+    args = out, _at(w), x, each, w.columns, w.stride, t, *out.stride()[:2], *x.stride()[:2]
+    grid = _ceil(each, rows), heads, _ceil(t, at_once)
+    launch(triton_latents.head_products, grid, *args, warps=warps, **fixed)
+
+
+def latent_store(
+    q: Tensor,
+    queries: Tensor,
+    latent: Tensor,
+    heads: Heads,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+) -> None:
+    a = heads.latent
+    assert a is not None
+    args = q, queries, latent, kv_norm, cos, sin, positions, sequence, table, k, heads.n, table.shape[1]
+    fixed = {"NOPE": a.nope, "RANK": a.kv_rank, "HALF": a.rope // 2, "BLOCK": _block(k, 1)}
+    fixed |= {"A": _power(a.rope // 2), "D": _power(a.kv_rank)}
+    launch(triton_latents.latent_store, (len(q), heads.n + 1), *args, a.norm_eps, warps=1, **fixed)
+
+
+def latent_attention(
+    out: Tensor,
+    q: Tensor,
+    heads: Heads,
+    positions: Tensor,
+    sequence: Tensor,
+    table: Tensor,
+    k: Tensor,
+    scratch: Scratch,
+) -> None:
+    a, t, width, block = heads.latent, len(q), table.shape[1], _block(k, 1)
+    assert a is not None
+    span, n_spans = span_of(t), spans(width * block, t)
+    parts, wide = scratch.take(t, heads.n, n_spans, a.kv_rank + 2), max(16, _power(a.kv_rank))
+    launch(
+        triton_latents.latent_attend,
+        (t, _ceil(heads.n, LATENT_HEADS), n_spans),
+        *(parts, q, positions, sequence, table, k, heads.n, width, span, n_spans, heads.scale),
+        warps=LATENT_WARPS,
+        stages=1,
+        RANK=a.kv_rank,
+        ROPE=a.rope,
+        BLOCK=block,
+        C=min(wide, LATENT_COLUMNS),
+        N=_ceil(wide, LATENT_COLUMNS),
+        E=max(16, _power(a.rope)),
+        H=LATENT_HEADS,
+    )
+    launch(
+        triton_tokens.join_spans,
+        (t, heads.n),
+        *(out, parts, None, positions, heads.n, span, n_spans, width * block),
+        DIM=a.kv_rank,
         D=wide,
         S=min(16, _power(n_spans)),
     )
@@ -346,8 +418,8 @@ def _at(w: Rows) -> Tensor:
     return w.data[:, w.skip :] if w.skip else w.data
 
 
-def _block(v: Tensor) -> int:
-    block = v.shape[2]
+def _block(v: Tensor, dimension: int = 2) -> int:
+    block = v.shape[dimension]
     assert _power(block) == block and 16 <= block <= SPAN, "pages of 16 to 128 positions, a power of two"
     return block
 

@@ -33,17 +33,17 @@ from thermocline.ops.triton_tokens import activation
 
 @triton.jit
 def dots(
-    data, row, live, stride, columns, x, tokens,
+    data, row, live, stride, columns, x, tokens, pitch,
     FORMAT: tl.constexpr, B: tl.constexpr, R: tl.constexpr, G: tl.constexpr, V: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Each token of x [tokens, columns] times rows `row` [R], read where `live`: [B, R].
+    """Each token of x [tokens, columns], `pitch` apart, times rows `row` [R], read where `live`: [B, R].
 
     A thread has U units of each row at once. EVEN: columns are whole units. A token's sum is the same
     whatever B and R are.
     """
     at = data + row.to(tl.int64)[:, None] * stride
-    at_token = x + tl.minimum(tl.arange(0, B), tokens - 1)[:, None, None] * columns
+    at_token = x + tl.minimum(tl.arange(0, B), tokens - 1)[:, None, None] * pitch
     sums = tl.zeros((B, R, G), tl.float32)
     any_live = tl.max(live.to(tl.int32), axis=0)
     nought = unknown_nought(columns)
@@ -110,7 +110,7 @@ def matmul_few(
 ):  # fmt: skip
     row = tl.program_id(0) * R + tl.arange(0, R)
     b = tl.arange(0, B)[:, None]
-    y = dots(data, row, row < rows, stride, columns, x, tokens, FORMAT, B, R, G, V, U, EVEN)
+    y = dots(data, row, row < rows, stride, columns, x, tokens, columns, FORMAT, B, R, G, V, U, EVEN)
     ok = (b < tokens) & (row < rows)[None, :]
     to = out + b * pitch + row[None, :]
     if bias is not None:
@@ -149,13 +149,14 @@ def gate_up_few(
         going = mine & (share != 0)
     else:
         going = mine
-    y = dots(gate, row, wanted, gate_stride, columns, x, tokens, FORMAT, B, R, G, V, U, EVEN)
+    y = dots(gate, row, wanted, gate_stride, columns, x, tokens, columns, FORMAT, B, R, G, V, U, EVEN)
     if bias is not None:
         y += tl.load(bias + row, mask=row < n, other=0)[None, :]
     a = tl.where(wanted[None, :] & going, activation(y, threshold, ACTIVATION), 0.0)
     opened = tl.max((a != 0).to(tl.int32), axis=0) != 0
     if up is not None:
-        u = dots(up, row, opened, up_stride, columns, x, tokens, UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN)
+        more = UP_FORMAT, B, R, UP_G, UP_V, UP_U, UP_EVEN
+        u = dots(up, row, opened, up_stride, columns, x, tokens, columns, *more)
         u = activation(u, 0.0, "relu") if UP_RELU else u
         a = tl.where(opened[None, :] & going, a * u, 0.0)
     active = (a != 0).to(tl.int32)

@@ -13,8 +13,9 @@ from thermocline.files.bounded import Json
 from thermocline.ops.interface import CPU
 
 DISK = "disk"
-# The tensors of a layer that lie with its attention: q, k and v as one, or apart.
+# The tensors of a layer that lie with its attention: q, k and v as one, or apart; those of latents.
 ATTENTION = ("qkv.weight", "q.weight", "k.weight", "v.weight", "attn_out.weight")
+ATTENTION += ("q_a.weight", "q_b.weight", "kv_a.weight", "k_b.weight", "v_b.weight")
 
 
 def gpu(index: int) -> str:

@@ -142,13 +142,11 @@ def without_gpu_ops(spec: ModelSpec) -> str | None:
     """Return what of a model no GPU computes yet; None: nothing."""
     for what, there in (
         ("recurrent layers", spec.recurrent is not None),
-        ("layers that are one half alone", bool(spec.no_ffn)),
         ("a gate of what attention gives", spec.attention_gate),
         ("heads of two sizes", spec.full_head_dim + spec.full_kv_heads > 0),
         ("a shared FFN beside its experts", spec.shared_dim > 0),
         ("layers without experts beside such with them", bool(spec.dense_layers)),
         ("a router before attention", spec.router_input != "ffn_norm"),
-        ("latent attention", spec.latent is not None),
         ("layers without rope beside such with it", spec.rope_layers is not None),
         ("values that are keys, or normed", spec.values_are_keys or spec.v_norm),
         ("keys and values that layers share", spec.kv_shared_layers > 0),

@@ -15,7 +15,7 @@ from thermocline.plan.budget import Decision
 from thermocline.plan.cost import Speeds
 from thermocline.plan.hotness import Curve
 from thermocline.plan.memory import GIB, Needs, context_for
-from thermocline.plan.problem import Ask, without_gpu_ops
+from thermocline.plan.problem import Ask, reads_from_disk, without_gpu_ops
 from thermocline.plan.subject import Subject, of_model
 from thermocline.session import gpu
 from thermocline.session.gpu import OpenGpu
@@ -94,9 +94,8 @@ def planned(found: tuple[OpenGpu, ...], pack: StoredModel, needs: Needs) -> tupl
     try:
         return planned_of(found, subject, here, needs)
     except OutOfBudget:
-        measured = (
-            this_machine.disk_tier(disk_speed.measure_file(pack.data_path)) if pack.spec.sparse else None
-        )
+        stored = reads_from_disk(pack.spec)
+        measured = this_machine.disk_tier(disk_speed.measure_file(pack.data_path)) if stored else None
         if measured is None:
             raise
     return planned_of(found, subject, replace(here, disk=measured), needs)

@@ -72,13 +72,13 @@ def check(spec: ModelSpec, placement: Placement, gpus: int) -> None:
     """Assert that a placement is one that `load` can carry out."""
     beside = (CPU, FIRST_GPU)
     assert placement.head in beside, "the head is on the first GPU or in RAM"
-    for p in placement.layers:
+    for i, p in enumerate(placement.layers):
         assert p.attention in beside and p.predictor in (*beside, None), "only neurons are on further GPUs"
         on = [r.device for r in p.ranges if r.neurons]
         assert len(set(on)) == len(on) and CPU not in on[:-1], "a range for each device, the CPU's last"
         assert all(gpu_index(r.device) < gpus for r in gpu_ranges(p)), "a GPU that this session does not have"
-        assert spec.sparse or len(on) == 1, "only neurons that can be skipped are divided"
-        assert sum(r.neurons for r in p.ranges) == spec.ffn_dim, "ranges add up to the FFN's neurons"
+        assert spec.sparse or len(on) <= 1, "only neurons that can be skipped are divided"
+        assert sum(r.neurons for r in p.ranges) == spec.ffn(i).width, "ranges add up to the FFN's neurons"
 
 
 def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placement) -> Iterator[Split]:
@@ -233,8 +233,8 @@ def _with_pinned(
     """Let layers that are divided send their other neurons to the first GPU, too: for prompts."""
 
     def divided(layer: Layer) -> bool:
-        f = layer.experts[0]
-        return len(f.parts) > 1 and f.on(CPU) is not None
+        f = next(iter(layer.experts), None)
+        return f is not None and len(f.parts) > 1 and f.on(CPU) is not None
 
     if not any(map(divided, made.layers)):
         return made

@@ -430,7 +430,8 @@ class PackInMemory:
             return None
         k_b, v_b = (self.matrix(f"{layer}.{name}.weight") for name in ("k_b", "v_b"))
         q_norm = self.vector(f"{layer}.q_a_norm.weight")
-        return LatentMatrices(kv_norm, k_b, v_b, q_norm, self.matrix(q_b) if q_b in self.tensors else None)
+        there = q_b in self.tensors or q_b in self.on_gpus
+        return LatentMatrices(kv_norm, k_b, v_b, q_norm, self.matrix(q_b) if there else None)
 
     def layer(self, i: int) -> Layer:
         a, experts = f"layers.{i}", self.spec.ffn(i).experts
