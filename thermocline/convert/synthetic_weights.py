@@ -33,6 +33,7 @@ HOTTEST = 0.98  # no neuron is active more often
 # neurons than others (without it the active share varies by only 8 %). Noise cannot be predicted. The rest
 # is in `rank` columns.
 MOOD_SHARE, NOISE_SHARE = 0.12, 0.1
+OWN = 2  # the last blocks of columns, of planted routing: tokens' own, and what attention alone writes to
 MOODS = 3  # directions of moods, taken in turn with depth: near layers share moods, distant ones do not
 # Variance that all layers together add to the residual stream. Attention averages values over positions:
 # about a tenth of its part is left in a context of a hundred tokens.
@@ -100,6 +101,20 @@ class SyntheticSparsity:
 
 
 @dataclass(frozen=True)
+class SyntheticRouting:
+    """How a planted router picks experts: an expert's logit is the sum of three parts, each N(0, part**2).
+
+    The first, of deviation 1, is the expert's own and the same for every token (uniform, not normal: most
+    experts of a real layer are in use, and none for half of the tokens). `slow` is read from columns that
+    attention alone writes to; `token` from columns that hold the token's embedding alone.
+    """
+
+    name: str
+    slow: float
+    token: float
+
+
+@dataclass(frozen=True)
 class WeightStatistics:
     """The statistics of a synthetic model's weights: deviations by kind, and the neurons' offsets."""
 
@@ -117,16 +132,24 @@ class WeightStatistics:
     # [neurons of all experts] frequency among the tokens of the expert, hottest first; empty: not sparse
     activities: F64
     quantiles: F64  # [neurons] offsets of gates in deviations, hottest first; a single 0 if not sparse
+    routing: SyntheticRouting | None = None  # the last two blocks of columns are its own
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, seed: int, sparsity: SyntheticSparsity | None, gate_bias: bool
+        cls,
+        spec: ModelSpec,
+        seed: int,
+        sparsity: SyntheticSparsity | None,
+        gate_bias: bool,
+        routing: SyntheticRouting | None = None,
     ) -> WeightStatistics:
         """Derive the statistics. Raises UsageError or Unsupported if the sparsity does not fit the model."""
         drelu = spec.up_activation == "relu"
         p, quantiles = np.empty(0), np.zeros(1)
+        if routing is not None:
+            _check_routing(spec, sparsity is not None and gate_bias)
         if sparsity is not None:
-            _check(spec, sparsity, gate_bias)
+            _check(spec, sparsity, gate_bias, OWN if routing is not None else 0)
             p = activities(spec.n_experts * spec.ffn_dim, sparsity.active, sparsity.skew)
             each = np.sqrt(p) if drelu else p  # gate and up are independent: both must be positive
             quantiles = np.array([NormalDist().inv_cdf(q) for q in each.tolist()])
@@ -146,10 +169,11 @@ class WeightStatistics:
             power=power,
             mixed=_mixed(spec),
             sparsity=sparsity,
-            constant=sparsity is not None and not gate_bias,
+            constant=routing is not None or (sparsity is not None and not gate_bias),
             mirrored=mirrored,
             activities=p,
             quantiles=quantiles,
+            routing=routing,
         )
 
     def down_sd(self, width: int, experts: int) -> float:
@@ -222,13 +246,14 @@ class WeightStatistics:
         """
         assert self.sparsity is not None
         first = MOODS + (1 if self.constant else 0)
-        usable, loud = self.spec.dim // BLOCK - first, self.sparsity.rank // BLOCK
+        own = OWN if self.routing is not None else 0
+        usable, loud = self.spec.dim // BLOCK - first - own, self.sparsity.rank // BLOCK
         noise = NOISE_SHARE if usable > loud else 0.0
         sd = np.full(first + usable, math.sqrt(noise / (max(1, usable - loud) * BLOCK)))
         order = random_order(usable, self.seed, layer, 2)
         sd[first + order[:loud]] = math.sqrt((1 - MOOD_SHARE - noise) / self.sparsity.rank)
         sd[first - MOODS : first] = self.moods(layer)
-        return sd.astype(np.float32)
+        return np.concatenate([sd, np.zeros(own)]).astype(np.float32)
 
     def truth(self) -> F32:
         """Return how often each neuron is meant to be active [n_layers, n_experts, ffn_dim]."""
@@ -237,8 +262,22 @@ class WeightStatistics:
         return np.array(rows, np.float32) * np.float32(s.n_experts_active / s.n_experts)
 
 
-def _check(spec: ModelSpec, sparsity: SyntheticSparsity, gate_bias: bool) -> None:
-    widest = spec.dim // BLOCK * BLOCK - BLOCK * (MOODS + (0 if gate_bias else 1))
+def _check_routing(spec: ModelSpec, offsets_in_biases: bool) -> None:
+    why = None
+    if spec.n_experts == 1:
+        why = "it has one expert; choose a mixture"
+    elif spec.dim % BLOCK or spec.dim < BLOCK * (OWN + 2):
+        why = f"it is {spec.dim} wide, not a multiple of {BLOCK} from {BLOCK * (OWN + 2)} on; choose another"
+    elif spec.norm_order == "post":
+        why = "its norms lie on the residual stream; choose another shape"
+    elif offsets_in_biases:
+        why = "its gates have biases, which a sparse model's offsets are; leave out --active or --routing"
+    if why is not None:
+        raise Unsupported(f"{spec.architecture}: no routing can be planted: {why}")
+
+
+def _check(spec: ModelSpec, sparsity: SyntheticSparsity, gate_bias: bool, own: int) -> None:
+    widest = spec.dim // BLOCK * BLOCK - BLOCK * (MOODS + own + (0 if gate_bias else 1))
     if spec.dim % BLOCK or widest < BLOCK:
         raise Unsupported(
             f"a synthetic model {spec.dim} wide cannot be sparse; choose a larger multiple of {BLOCK}"

@@ -15,6 +15,7 @@ from thermocline.model.mixes import MIXES
 from thermocline.options import BY_POSITION, REQUIRED, nonempty, one_of, opt, real, switch, whole
 
 log = logging.getLogger(__name__)
+ROUTINGS = ("qwen3-30b", "gemma-4-26b", "gpt-oss-120b")  # synthetic.ROUTINGS, which needs numpy
 NAMES = tuple(dict.fromkeys([*MIXES, *FORMATS]))  # mixes, and formats that all matrices have
 
 
@@ -62,6 +63,11 @@ class SynthOptions:
     hottest_first: bool = opt(
         False, switch, None, "Sparsity", "Put the neurons in the order in which `profile` would put them."
     )
+    routing: str = opt(
+        "random", one_of("random", *ROUTINGS), "NAME", "Model",
+        "How a mixture picks experts: at random, or with the skew and the locality of this trained model's "
+        "trace: qwen3-30b, gemma-4-26b, gpt-oss-120b."
+    )  # fmt: skip
     force: bool = opt(False, switch, None, "Model", "Replace an existing pack and GGUF file.")
     json: bool = json_output()
     quiet: bool = quiet_output()
@@ -79,7 +85,7 @@ def synth(o: SynthOptions) -> int:
             else "nothing to write; give -o DIR for a pack, --gguf FILE for a GGUF file, or both"
         )
     model = synthetic.SyntheticModel.of(
-        o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation, o.layers
+        o.shape, o.seed, o.active, o.skew, o.rank, o.hottest_first, o.activation, o.layers, o.routing
     )
     formats = synthetic.formats_named(o.format, model.stats.spec)
     if o.gguf is not None:

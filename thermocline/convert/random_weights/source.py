@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 
+from thermocline.convert.random_weights import routing
 from thermocline.convert.random_weights.stored_rows import U8, Matrix, StoredRows, normal_values
 from thermocline.convert.synthetic_weights import BLOCK, F32, LOGIT_SD, WeightStatistics
 from thermocline.model.spec import ModelSpec
@@ -45,7 +46,7 @@ class RandomWeights:
                 values[: max(0, BLOCK - first)] = 1
         elif name.endswith((".attn_out.bias", ".down.bias")):  # to the residual stream
             values *= np.float32(self._stats.embed_sd)
-        return values
+        return routing.vector(self._stats, name, values, first)
 
     def encoded(self, name: str, format: str, first: int, last: int, /) -> U8:
         stored = self._stored(name, format)
@@ -91,6 +92,10 @@ class RandomWeights:
 
     def _matrix(self, name: str) -> Matrix:
         """Describe a matrix that keeps the variance of its inputs (but not into the residual stream)."""
+        plain = self._unrouted(name)
+        return plain if self._stats.routing is None else routing.planted(self._stats, name, plain)
+
+    def _unrouted(self, name: str) -> Matrix:
         stats, s = self._stats, self._stats.spec
         quiet = (_number(0),) if stats.constant else ()  # such a matrix leaves the constant columns alone
         kind = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
@@ -103,9 +108,9 @@ class RandomWeights:
             case "head":
                 return Matrix(_number(LOGIT_SD / math.sqrt(s.dim)), quiet)
             case "attn_out":
-                return Matrix(_number(stats.attn_out_sd), silent=stats.constant)
+                return Matrix(_number(stats.attn_out_sd), silent=(0,) if stats.constant else ())
             case "mixer.out":
-                return Matrix(_number(stats.mixer_out_sd(_layer(name))), silent=stats.constant)
+                return Matrix(_number(stats.mixer_out_sd(_layer(name))), silent=(0,) if stats.constant else ())
             case "down":
                 sd = stats.down_sd(self._width(name), s.ffn(_layer(name)).experts)
                 return Matrix(_number(sd), quiet, mirrored=stats.mirrored)
@@ -114,7 +119,8 @@ class RandomWeights:
             case "per_layer.down":
                 return Matrix(_number(s.per_layer_dim**-0.5), quiet)
             case "shared.down":
-                return Matrix(_number(stats.down_sd(s.shared_dim, 1)), quiet)
+                sd = stats.down_sd(s.shared_dim, 1)
+                return Matrix(_number(sd), silent=(0,) if stats.constant else ())
             case "router" if s.router_input == "layer_input":  # which no norm has scaled
                 return Matrix(_number(1 / math.sqrt(s.dim) / stats.stream_sd(_layer(name))), quiet)
             case "gate" if stats.sparsity:

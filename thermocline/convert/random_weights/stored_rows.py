@@ -30,12 +30,12 @@ class Matrix:
 
     `sd` is the standard deviation of the weights of each block; one number holds for all blocks. In the
     first len(fixed) blocks, all weights of row r are fixed[k][r]; one number holds for all rows. `silent`
-    sets the first BLOCK rows to 0. `mirrored` makes every odd row the opposite of the row before it.
+    are blocks of BLOCK rows that are 0. `mirrored` makes every odd row the opposite of the row before it.
     """
 
     sd: F32
     fixed: tuple[F32, ...] = ()
-    silent: bool = False
+    silent: tuple[int, ...] = ()
     mirrored: bool = False
 
 
@@ -163,7 +163,7 @@ class StoredRows:
         if self._m.mirrored:
             _negate(of, rows % 2 == 1, self._format.name)
         if self._m.silent:
-            out[rows < BLOCK] = 0  # a row of zero bytes is a row of zeros in every format
+            out[np.isin(rows // BLOCK, self._m.silent)] = 0  # a row of zero bytes is a row of zeros in every format
         return out
 
     def _drawn_as_numbers(self) -> int:
