@@ -137,16 +137,17 @@ def attention_case(h: Heads, lengths: list[int], tokens: int, rotary: int, block
     for s, length in enumerate(lengths):
         first = length - min(tokens, length)
         start = 0 if h.window is None else max(0, first + 1 - h.window)
+        stored = length if h.shares else first  # an earlier layer stored those of the step, too
         for b in range(start // block, -(-length // block)):
             page = pages[s * width + b]
             table[s, b] = page
-            filled = max(0, min(block, first - b * block))
+            filled = max(0, min(block, stored - b * block))
             k[page, :, :, :filled] = rng.standard_normal((h.n_kv, h.dim, filled))
             v[page, :, :filled] = rng.standard_normal((h.n_kv, filled, h.dim))
         positions += range(first, length)
         sequence += [s] * (length - first)
     at = np.array(positions, np.int32)
-    qkv = rng.standard_normal((len(at), (h.n + 2 * h.n_kv) * h.dim), dtype=np.float32)
+    qkv = rng.standard_normal((len(at), h.width), dtype=np.float32)
     angle = at[:, None] * (0.5 ** np.arange(rotary // 2))[None, :].astype(np.float32)
     cos, sin = (np.cos(angle, dtype=np.float32), np.sin(angle, dtype=np.float32)) if rotary else (None, None)
     ids: I32 = np.zeros(len(at), np.int32)

@@ -61,6 +61,23 @@ def of_rows(format: str, t: int) -> None:
     ops.down(x, back, h, True, scratch(t))
 
 
+def other_heads() -> list[tuple[Heads, int]]:
+    """Return heads of other kinds, and how much of each is turned."""
+
+    def heads(n: int, n_kv: int, dim: int, window: int | None, **more: Any) -> Heads:
+        weights: Any = empty(n * dim)
+        return Heads(n, n_kv, dim, window, 0.1, None, weights, weights, 1e-5, **more)
+
+    ones: Any = empty(512)
+    return [
+        (heads(16, 2, 512, None, v_norm=ones), 512),  # Gemma 4's, without a window and with one
+        (heads(16, 8, 256, 1024, v_norm=ones, shares=True), 256),
+        (heads(40, 8, 128, 8192, chunked=True, norms_last=True), 128),  # Llama 4's
+        (heads(40, 8, 128, None, temperature=0.1, temperature_span=8192), 0),
+        (heads(32, 8, 160, None, own_norms=True), 40),  # StableLM's
+    ]
+
+
 def of_tokens(t: int) -> None:
     """Those that see no rows, and predictors' signs."""
     x, h, weight, pairs = empty(t, DIM), empty(t, NEURONS), empty(DIM), empty(t, 8)
@@ -74,9 +91,18 @@ def of_tokens(t: int) -> None:
     ops.rope_store(qkv, heads, turn, turn, *paged, k, v)
     ops.attention(x, qkv, heads, *paged, k, v, scratch(t))
     of_latents(t, paged)
+    for other, turned in other_heads():
+        qkv, turn = empty(t, other.width), empty(t, turned // 2) if turned else None
+        shapes = (other.dim, 32), (32, other.dim)
+        k, v = (empty(64, other.n_kv, *shape, type=torch.float16) for shape in shapes)
+        ops.rope_store(qkv, other, turn, turn, *paged, k, v)
+        ops.attention(empty(t, other.n * other.dim), qkv, other, *paged, k, v, scratch(t))
     ops.activate(h, h, h, "gelu", 0.0, False)
+    ops.open(h, h)
+    ops.open(h, empty(t, 1))
     ops.route(pairs, pairs, 2, Router(), None)
     ops.route(pairs, pairs, 2, Router("sigmoid", "normalised", groups=2, group_rule="sum2"), weight)
+    ops.route(pairs, pairs, 2, Router("logits", "mixed", epsilon=0.1), None, weight)
     named = empty(t, NEURONS // 8, type=torch.uint8)
     ops.predict(named, None, rows(SIGNS, NEURONS, DIM), empty(NEURONS), 8, False, x, scratch(t))
     ops.softcap(h, 30.0)

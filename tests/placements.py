@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import CPU
 from thermocline.plan.placement import LayerPlacement, NeuronRange, Placement, gpu
+from thermocline.plan.problem import divides
 from thermocline.session import gpu_weights
 
+ALL = 10**6  # neurons
 
-def layer(spec: ModelSpec, attention: bool, predictor: bool, *neurons: int) -> LayerPlacement:
+
+def layer(spec: ModelSpec, attention: bool, predictor: bool, *neurons: int, index: int = 0) -> LayerPlacement:
     """`attention`, `predictor`: on the first GPU. `neurons`: of each expert, on the GPUs in turn; the rest is
-    the CPU's.
+    the CPU's. `index`: which layer, where these differ.
     """
-    left, ranges = spec.ffn_dim, []
+    left, ranges = spec.ffn(index).width, []
     for i, n in enumerate(neurons):
         ranges.append(NeuronRange(gpu(i), min(n, left)))
         left -= ranges[-1].neurons
@@ -34,6 +39,19 @@ def every(spec: ModelSpec, attention: bool, predictor: bool, *neurons: int, head
     return Placement(halves(spec, each), gpu(0) if head else CPU)
 
 
+def some(spec: ModelSpec, seed: int) -> Placement:
+    """Some layers' attention and some neurons on the first GPU, as the planner might choose."""
+    rng = np.random.default_rng(seed)
+
+    def one(i: int) -> LayerPlacement:
+        counts = {"any": [0, 32, 96, 256, ALL], "all": [0, ALL], "none": [0]}[divides(spec, i)]
+        attention, neurons = bool(rng.integers(2)), int(rng.choice(counts))
+        neurons = 0 if spec.shared_dim and not attention else neurons
+        return layer(spec, attention, False, neurons, index=i)
+
+    made = tuple(map(one, range(spec.n_layers)))
+    return Placement(made, gpu(0) if rng.integers(2) else CPU)
+
+
 def whole(spec: ModelSpec) -> Placement:
-    made = gpu_weights.everywhere(spec.n_layers, spec.ffn_dim)
-    return replace(made, layers=halves(spec, made.layers))
+    return gpu_weights.everywhere(spec)

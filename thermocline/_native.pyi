@@ -563,6 +563,10 @@ class HostTask:
     def mixture(self, x: F32, h: F32, layer: Mixture, sparsity: int, weights: F32 | None = None) -> None:
         """`weights`: [rows of x, experts], how much of each a token gets; None: the layer's router says."""
 
+    def routed(self, h: F32, layer: Mixture, out: F32) -> None:
+        """out: [rows of h, experts], what `mixture` takes as weights."""
+
+    def per_layer(self, x: F32, layer: PerLayer, given: F32) -> None: ...
     def run(self) -> None: ...
     def take(self) -> tuple[int, int, int, int, int]:
         """Counts since the last time, as `Context.ffn_add` gives them; raises what a part raised."""

@@ -97,6 +97,25 @@ static void mixture(HostTask& t, MutF2 x, F2 h, const Mixture& m, int sparsity, 
     });
 }
 
+// What `mixture` takes as weights, of a router that reads a layer's input.
+static void routed(HostTask& t, F2 h, const Mixture& m, MutF2 out) {
+    check(h.shape(1) == m.dim(), "h has the wrong width");
+    check(out.shape(0) == h.shape(0) && out.shape(1) == m.layer.experts.size(), "out has the wrong shape");
+    t.task.add([&t, h, &m, out](Context& c) {
+        c.routed(m.layer, h.data(), t.tokens(h.shape(0)), out.data());
+        return tc::FFNCounts{};
+    });
+}
+
+static void per_layer(HostTask& t, MutF2 x, const PerLayer& p, F2 given) {
+    check(x.shape(1) == p.layer.gate.cols, "x has the wrong width");
+    check(given.shape(0) == x.shape(0) && given.shape(1) == p.layer.gate.rows, "given has the wrong shape");
+    t.task.add([&t, x, &p, given](Context& c) {
+        c.per_layer_add(x.data(), p.layer, given.data(), t.tokens(x.shape(0)));
+        return tc::FFNCounts{};
+    });
+}
+
 void bind_host(nb::module_& m) {
     nb::class_<StepSlot>(m, "StepSlot")
         .def(nb::init<>())
@@ -113,6 +132,9 @@ void bind_host(nb::module_& m) {
              "named"_a.noconvert().none() = nb::none(), nb::keep_alive<1, 4>())
         .def("mixture", &mixture, "x"_a.noconvert(), "h"_a.noconvert(), "layer"_a, "sparsity"_a,
              "weights"_a.noconvert().none() = nb::none(), nb::keep_alive<1, 4>())
+        .def("routed", &routed, "h"_a.noconvert(), "layer"_a, "out"_a.noconvert(), nb::keep_alive<1, 3>())
+        .def("per_layer", &per_layer, "x"_a.noconvert(), "layer"_a, "given"_a.noconvert(),
+             nb::keep_alive<1, 3>())
         .def("run",
              [](HostTask& t) {
                  nb::gil_scoped_release release;

@@ -56,8 +56,6 @@ from thermocline.session import gpu, gpu_weights, weights
 
 pytestmark = pytest.mark.oracle
 
-ALL = 10**6  # neurons
-
 
 @pytest.fixture
 def stand_in() -> Iterator[StandIn]:
@@ -122,6 +120,13 @@ def parted(each: tuple[FFN, ...], ranges: Sequence[NeuronRange]) -> Any:
     return tuple(replace(f, parts=tuple(mine)) for f, mine in zip(each, parts, strict=True))
 
 
+def everything(f: FFN) -> FFN:
+    """An FFN on the device."""
+    p = f.part
+    up = None if p.up is None else rows(p.up)
+    return FFN.whole(Linear(rows(p.gate.weight), p.gate.bias), up, rows(p.down), None, False)
+
+
 def placed(w: Weights, places: Placement) -> Weights:
     """Some matrices on the device, the others native."""
 
@@ -130,9 +135,16 @@ def placed(w: Weights, places: Placement) -> Weights:
 
     def layer(x: Layer, p: LayerPlacement) -> Layer:
         y: Layer = replace(natively(replace(x, experts=())), experts=parted(x.experts, p.ranges))
-        if x.router is not None and p.ranges and p.ranges[0].device != "cpu":
+        on_gpu = p.attention == "gpu:0"
+        if x.router is not None and (on_gpu or (p.ranges and p.ranges[0].device != "cpu")):
             y = replace(y, router_copies={"gpu:0": rows(x.router.weight)})
-        if x.qkv is None or p.attention != "gpu:0":
+        if on_gpu and x.shared is not None:
+            y = replace(y, shared=everything(x.shared))
+            if x.shared_router is not None:
+                y = replace(y, shared_router=rows(x.shared_router))
+        if on_gpu and x.attn_gate is not None:
+            y = replace(y, attn_gate=rows(x.attn_gate))
+        if x.qkv is None or not on_gpu:
             return y
         latent = x.latent and replace(
             x.latent,
@@ -163,21 +175,9 @@ def logits(
     return np.concatenate(out)
 
 
-def some_places(spec: ModelSpec, seed: int) -> Placement:
-    rng = np.random.default_rng(seed)
-    split = spec.sparse and not spec.sub_norms
-    counts = [0, 32, 96, 256, ALL] if split else [0, ALL]
-    made = tuple(
-        placements.layer(spec, bool(rng.integers(2)), False, int(rng.choice(counts)))
-        for _ in range(spec.n_layers)
-    )
-    return Placement(placements.halves(spec, made), "gpu:0" if rng.integers(2) else "cpu")
-
-
-REFUSED = ("embed_dim", "qk_norm_whole", "qk_norm_last", "rope_layers", "v_norm")  # no GPU ops yet
+REFUSED = ("embed_dim", "v_norm")  # no GPU ops yet
 REFUSED += ("full_head_dim", "full_kv_heads", "values_are_keys", "kv_shared_layers", "layer_scale")
 REFUSED += ("per_layer_dim", "two kinds of layers")
-REFUSED += ("qk_norm_each", "qk_norm_turned", "window_chunked", "attention_tuning", "attention_tuning_span")
 
 
 @pytest.mark.parametrize("name", [n for n in PAIRS if n not in REFUSED])
@@ -186,7 +186,20 @@ def test_an_option_is_the_same_wherever_its_layers_are(name: str, stand_in: Stan
     spec = PAIRS[name][1]
     random = random_weights(spec)
     truth = logits(spec, natively(random), CpuOps(2))
-    for at, places in enumerate([placements.whole(spec), *(some_places(spec, s) for s in (1, 2))]):
+    for at, places in enumerate([placements.whole(spec), *(placements.some(spec, s) for s in (1, 2))]):
+        y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, (TOKENS, 5, 1)[at])
+        assert nmse(y, truth) < 1e-6, places
+
+
+def test_a_gate_of_attention_is_the_same_wherever_its_layer_is(stand_in: StandIn) -> None:
+    spec = replace(SPEC, attention_gate=True)
+    random, rng = random_weights(spec), np.random.default_rng(4)
+    gates = rng.standard_normal((spec.n_layers, 64, spec.dim), np.float32) / np.float32(8)
+    layers = (replace(x, attn_gate=2 * gate) for x, gate in zip(random.layers, gates, strict=True))
+    random = replace(random, layers=tuple(layers))
+    truth = logits(spec, natively(random), CpuOps(2))
+    assert nmse(truth, logits(SPEC, natively(random_weights(SPEC)), CpuOps(2))) > 1e-3
+    for at, places in enumerate([placements.whole(spec), *(placements.some(spec, s) for s in (1, 2))]):
         y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, (TOKENS, 5, 1)[at])
         assert nmse(y, truth) < 1e-6, places
 
@@ -255,7 +268,7 @@ def test_a_pack_is_split_as_its_places_say(format: str, tmp_path: Path, stand_in
     whole = weights.load(pack, threads=2)
     truth = logits(pack.spec, whole.weights, whole.ops)
     for seed in range(6):
-        places = some_places(pack.spec, seed) if seed else placements.whole(pack.spec)
+        places = placements.some(pack.spec, seed) if seed else placements.whole(pack.spec)
         ops = gpu_ops(stand_in, pack.spec)
         made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
         y = logits(pack.spec, made, ops, places, chunk=(40, 1, 3)[seed % 3])
@@ -466,13 +479,18 @@ def test_buffers_are_what_the_planner_counts() -> None:
     """But for the model's own vectors, which it counts with their layers."""
 
     windowed = replace(SPEC, sliding_window=9, window_layers=(1,))
-    for spec in (SPEC, replace(SPEC, activation="silu"), windowed, replace(SPEC, n_experts=40), LATENT):
+    mixture = replace(SPEC, n_experts=40)
+    shared = replace(mixture, shared_dim=600, shared_gate=True)
+    normed = replace(shared, activation="silu", shared_gate=False, shared_norms=True)
+    dense = replace(mixture, activation="silu", dense_layers=(0,), dense_dim=600)
+    silu, own = replace(SPEC, activation="silu"), replace(mixture, router_input="own_norm")
+    for spec in (SPEC, silu, windowed, mixture, shared, normed, dense, own, LATENT):
         counting, limits = Counting(), StepLimits(40, 3, 64, BLOCK, 32)
         ops = GpuOps((counting,), torch_kernels, CpuOps(1), spec, limits)
         assert counting.there == device_bytes(spec, limits)
         assert counting.here == host_bytes(spec, limits)
         places = placements.whole(spec)
-        w = placed(random_weights(replace(spec, n_experts=1)), places)
+        w = placed(random_weights(replace(spec, n_experts=1)), placements.whole(silu))
         before = counting.there
         bind(spec, w, ops)
         vectors = counting.there - before

@@ -114,7 +114,7 @@ def test_ungated_and_wide_bundles_go_to_the_device(
     """Their records are shorter than a row as long as the layer: taken for the columns, it was refused."""
     config = bench.gpu_check.kinds(bench.gpu_check.SIZES["tiny"])["ungated"]
     pack = bench.gpu_check.written(config, "f32", tmp_path)
-    places = gpu_weights.everywhere(3, 512)
+    places = gpu_weights.everywhere(pack.spec)
     from thermocline.ops.cpu import CpuOps
 
     made = gpu_weights.load(pack, places, (stand_in.device,), CpuOps(1))

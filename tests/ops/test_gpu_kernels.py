@@ -71,6 +71,15 @@ def test_embeddings_are_their_rows(kernels: Kernels, format: str) -> None:
         kernels.check(out, reference.embed(w, ids) * np.float32(2.5))
 
 
+def test_norms_of_some_columns(kernels: Kernels) -> None:
+    x, weight = normal(1, 3, 50), normal(2, 20)
+    want = x.copy()
+    want[:, 7:27] = reference.norm(x[:, 7:27], weight, None, 1e-5, "rms")
+    out = kernels.put(x)
+    kernels.ops.norm(out[:, 7:27], out[:, 7:27], kernels.put(weight), None, 1e-5, False)
+    kernels.check(out, want)
+
+
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_norms(kernels: Kernels, kind: str, biased: bool) -> None:
@@ -134,6 +143,19 @@ ATTENTIONS = {
     "softcap": attention_case(heads(4, 2, 64, softcap=2.0, scale=0.3), [150], 1, 64),
     "small heads, blocks of 16": attention_case(heads(2, 1, 16), [20, 40], 2, 16, block=16),
     "normed": attention_case(heads(4, 2, 64, q_norm=normal(1, 64), k_norm=normal(2, 64)), [40], 2, 64),
+    "normed behind rope": attention_case(
+        heads(4, 2, 64, q_norm=normal(1, 64), k_norm=normal(2, 64), norms_last=True), [40], 2, 32
+    ),
+    "each head normed by its own": attention_case(
+        heads(4, 2, 48, q_norm=normal(1, 192), k_norm=normal(2, 96), own_norms=True), [40], 2, 32
+    ),
+    "values normed": attention_case(heads(4, 2, 64, v_norm=np.ones(64, np.float32)), [40], 2, 64),
+    "another layer's keys": attention_case(
+        heads(4, 2, 64, q_norm=normal(1, 64), shares=True, window=30), [40, 9], 2, 64
+    ),
+    "a window of chunks": attention_case(heads(2, 1, 64, window=40, chunked=True), [79, 81, 200], 3, 64),
+    "chunks within a block": attention_case(heads(2, 1, 16, window=5, chunked=True), [66, 130], 6, 16),
+    "queries that grow": attention_case(heads(2, 1, 64, temperature=0.3, temperature_span=7), [40, 5], 3, 0),
     "sinks": attention_case(heads(4, 2, 64, sinks=4 * normal(3, 4)), [300, 7], 2, 64),
     "sinks, window, softcap": attention_case(
         heads(3, 1, 64, sinks=4 * normal(4, 3), window=20, softcap=2.0), [190, 3], 2, 64
@@ -216,6 +238,14 @@ def test_latent_attention(kernels: Kernels, case: str) -> None:
     got = device[3].cpu().numpy()
     assert np.array_equal(np.isnan(got), np.isnan(kv.k))
     assert gpu_cases.nmse(np.nan_to_num(got), np.nan_to_num(kv.k)) <= 1e-8
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_gates_of_numbers_and_of_tokens(kernels: Kernels, each: bool) -> None:
+    x, gate = normal(1, 3, 1100), 3 * normal(2, 3, 1100 if each else 1)
+    y = kernels.put(x)
+    kernels.ops.open(y, kernels.put(gate))
+    kernels.check(y, x / (1 + np.exp(-gate)))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -425,20 +455,23 @@ ROUTERS = {
     "ERNIE's": Router(weights="normalised", epsilon=0.3, epsilon_floor=True),
     "Llama 4's": Router(score="logits", weights="score"),
     "GLM's": Router(score="sigmoid", weights="normalised", epsilon=1e-20),
+    "Phi's": Router(score="logits", weights="mixed", epsilon=0.2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("biased", (False, True))
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routes_by_every_rule(kernels: Kernels, name: str, biased: bool) -> None:
-    """Ties among experts and groups, and NaNs."""
+    """Ties among experts and groups, and NaNs; with a bias, also a number for each expert."""
     rule = replace(ROUTERS[name], selection_bias=biased)
     logits = np.round(normal(1, 30, 12), 1)
     logits[20:25, 7] = np.nan
     bias = np.round(normal(2, 12), 1) if biased else None
     out = kernels.filled(30, 12)
-    kernels.ops.route(out, kernels.put(logits), 3, rule, None if bias is None else kernels.put(bias))
-    found, want = out.cpu().numpy(), activations.route(logits, 3, rule, bias)
+    scale = normal(3, 12) if biased else np.ones(12, np.float32)
+    own = (kernels.put(bias), kernels.put(scale)) if biased else (None,)
+    kernels.ops.route(out, kernels.put(logits), 3, rule, *own)
+    found, want = out.cpu().numpy(), activations.route(logits, 3, rule, bias) * scale
     assert np.array_equal(np.isnan(found), np.isnan(want)) and np.array_equal(found != 0, want != 0)
     assert np.allclose(found, want, rtol=1e-5, atol=1e-8, equal_nan=True)
 

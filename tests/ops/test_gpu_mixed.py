@@ -9,7 +9,7 @@ import numpy as np
 import placements
 import pytest
 from gpu_cases import Kernels, normal
-from test_gpu import gpu_ops, logits, some_places, stand_in
+from test_gpu import gpu_ops, logits, stand_in
 from test_gpu_kernels import expected_h, kernels
 from test_options import TOKENS, nmse
 
@@ -64,7 +64,7 @@ def test_a_mixed_pack_is_split_as_its_places_say(kind: str, tmp_path: Path, stan
     whole = weights.load(pack, threads=2)
     truth = logits(pack.spec, whole.weights, whole.ops)
     for seed in range(2 if "mixture" in kind else 4):
-        places = some_places(pack.spec, seed) if seed else placements.whole(pack.spec)
+        places = placements.some(pack.spec, seed) if seed else placements.whole(pack.spec)
         ops = gpu_ops(stand_in, pack.spec)
         made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
         y = logits(pack.spec, made, ops, places, chunk=(40, 1, 3)[seed % 3])

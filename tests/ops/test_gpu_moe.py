@@ -23,7 +23,7 @@ import tiny
 import torch
 from safetensors.numpy import save_file
 from test_disk_tier import small_buffers
-from test_gpu import generated, gpu_ops, logits, placed, some_places, stand_in, storage
+from test_gpu import generated, gpu_ops, logits, placed, stand_in, storage
 from test_gpu_disk import small_staging
 from test_moe_disk import EXPERTS, FFN
 from test_options import PAIRS, SPEC, TOKENS, natively, nmse, random_weights
@@ -75,7 +75,8 @@ def random_mixture(spec: ModelSpec, *, biased: bool = False) -> Weights:
             n = spec.ffn_dim
             bias = rng.standard_normal(n, dtype=np.float32) if biased else None
             up = matrix(n) if spec.gated else None
-            return interface.FFN.whole(Linear(matrix(n), bias), up, matrix(n) / 2, None, bundles=True)
+            down = matrix(n) / 2 if spec.sparse else np.ascontiguousarray(matrix(n).T) / 2
+            return interface.FFN.whole(Linear(matrix(n), bias), up, down, None, spec.sparse)
 
         return replace(
             x, experts=tuple(expert() for _ in range(EXPERTS)), router=Linear(4 * matrix(EXPERTS), None)
@@ -93,7 +94,7 @@ def test_a_mixture_is_the_same_wherever_its_experts_are(name: str, stand_in: Sta
     truth = logits(spec, natively(random), CpuOps(2))
     assert nmse(truth, logits(spec, random, reference)) < 1e-6
     every = placements.whole(spec)
-    for at, places in enumerate([every, *(some_places(spec, s) for s in (1, 2, 3))]):
+    for at, places in enumerate([every, *(placements.some(spec, s) for s in (1, 2, 3))]):
         y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, (TOKENS, 16, 5, 1)[at])
         assert nmse(y, truth) < 1e-6, places
 
@@ -114,8 +115,72 @@ def test_a_router_of_another_rule_is_the_same_wherever_its_experts_are(stand_in:
     truth = logits(spec, natively(random), CpuOps(2))
     assert nmse(truth, logits(spec, random, reference)) < 1e-6
     assert nmse(truth, logits(mixture_of(SPEC), natively(random), CpuOps(2))) > 1e-3
-    for places in (placements.whole(spec), some_places(spec, 1)):
+    for places in (placements.whole(spec), placements.some(spec, 1)):
         assert nmse(logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, 5), truth) < 1e-6
+
+
+@pytest.mark.parametrize("read", ["own_norm", "layer_input"])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_a_router_of_another_input_is_the_same_wherever_its_layer_is(
+    read: str, activation: str, stand_in: StandIn
+) -> None:
+    """Before attention, which may be elsewhere; or under a norm of its own, with a number for each expert."""
+    scaled = read == "own_norm"
+    rule = Router(weights="normalised", expert_scale=scaled)
+    spec = replace(mixture_of(SPEC), activation=activation, router=rule, router_input=read)
+
+    def own(i: int, x: Layer) -> Layer:
+        rng = np.random.default_rng(50 + i)
+        weight, scale = rng.standard_normal(spec.dim, np.float32), rng.standard_normal(EXPERTS, np.float32)
+        return replace(x, router_norm=interface.Norm(weight, None), expert_scale=scale) if scaled else x
+
+    random = random_mixture(spec)
+    random = replace(random, layers=tuple(own(i, x) for i, x in enumerate(random.layers)))
+    truth = logits(spec, natively(random), CpuOps(2))
+    assert nmse(truth, logits(spec, random, reference)) < 1e-6
+    plain = replace(spec, router=Router(weights="normalised"), router_input="ffn_norm")
+    assert nmse(truth, logits(plain, random_mixture(plain), reference)) > 1e-3
+    every = placements.whole(spec)
+    for at, places in enumerate([every, *(placements.some(spec, s) for s in (1, 2, 3, 4))]):
+        y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, (TOKENS, 16, 5, 1, 1)[at])
+        assert nmse(y, truth) < 1e-6, places
+
+
+@pytest.mark.parametrize("option", ["alone", "gate", "norms", "ungated"])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_a_shared_ffn_is_the_same_wherever_its_layer_is(
+    option: str, activation: str, stand_in: StandIn
+) -> None:
+    """Beside experts that are on the device, on both sides, or on the CPU."""
+    spec = replace(mixture_of(SPEC), activation=activation, shared_dim=56, gated=option != "ungated")
+    spec = replace(spec, shared_gate=option == "gate", shared_norms=option == "norms")
+    random = random_mixture(spec)
+    random = replace(random, layers=tuple(with_shared(spec, i, x) for i, x in enumerate(random.layers)))
+    truth = logits(spec, natively(random), CpuOps(2))
+    assert nmse(truth, logits(spec, random, reference)) < 1e-6
+    alone = replace(spec, shared_dim=0, shared_gate=False, shared_norms=False)
+    assert nmse(truth, logits(alone, random_mixture(alone), reference)) > 1e-3
+    every = placements.whole(spec)
+    for at, places in enumerate([every, *(placements.some(spec, s) for s in (1, 2, 3))]):
+        y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, (TOKENS, 16, 5, 1)[at])
+        assert nmse(y, truth) < 1e-6, places
+
+
+def with_shared(spec: ModelSpec, i: int, x: Layer) -> Layer:
+    """A mixture's layer with an FFN for every token."""
+    rng, d, n = np.random.default_rng(70 + i), spec.dim, spec.shared_dim
+
+    def matrix(rows: int, columns: int) -> Any:
+        return rng.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns**0.5)
+
+    def norm() -> Any:
+        return interface.Norm(1 + matrix(1, d)[0], None) if spec.shared_norms else None
+
+    gate, up, down = matrix(n, d), matrix(n, d), 2 * matrix(d, n)
+    shared = interface.FFN.whole(Linear(gate, None), up if spec.gated else None, down, None, False)
+    router = 4 * matrix(1, d) if spec.shared_gate else None
+    return replace(x, shared=shared, shared_router=router, shared_norm=norm(), shared_post_norm=norm(),
+                   experts_post_norm=norm())  # fmt: skip
 
 
 @pytest.mark.parametrize("up", ["none", "relu"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import placements
 import pytest
 from recurrent_toy import weights_of
-from test_gpu import gpu_ops, logits, placed, some_places, stand_in
+from test_gpu import gpu_ops, logits, placed, stand_in
 from test_options import nmse
 from toy import SPEC
 
@@ -58,7 +58,7 @@ def test_layers_of_one_half_are_the_same_wherever_they_are(name: str, stand_in: 
     random = weights_of(spec)
     truth = logits(spec, random, reference)
     for seed, chunk in enumerate((40, 5, 1)):
-        places = some_places(spec, seed) if seed else placements.whole(spec)
+        places = placements.some(spec, seed) if seed else placements.whole(spec)
         y = logits(spec, placed(random, places), gpu_ops(stand_in, spec), places, chunk)
         assert nmse(y, truth) < 1e-6, places
 
@@ -75,7 +75,7 @@ def test_a_pack_is_loaded_to_where_its_places_say(
     whole = weights.load(pack, threads=2)
     truth = logits(spec, whole.weights, whole.ops)
     for seed, chunk in enumerate((40, 5, 1)):
-        places = some_places(spec, seed) if seed else placements.whole(spec)
+        places = placements.some(spec, seed) if seed else placements.whole(spec)
         ops = gpu_ops(stand_in, spec)
         made = gpu_weights.load(pack, places, (stand_in,), ops.cpu)
         y = logits(spec, made, ops, places, chunk)

@@ -91,7 +91,8 @@ class LayerSizes:
     neurons: int
     gate: NeuronTensors
     bundle: NeuronTensors  # up and down
-    router_bytes: int = 0  # part of `attention`: the router is in RAM, and on a GPU that has neurons
+    # Part of `attention`: the router is in RAM, and on a GPU that has attention or neurons.
+    router_bytes: int = 0
 
     def gate_bytes(self, neurons: I64) -> I64:
         return _slices(self.gate.tensors, neurons, self.neurons)
@@ -205,7 +206,7 @@ def _layer(spec: ModelSpec, i: int, own: Mapping[str, TensorSpec]) -> LayerSizes
             gate.append(t)
         elif t.role in ATTENTION_ROLES or name.endswith("down.bias"):
             attention += _part(t)
-            router += _part(t) if t.role == "router" else PartSize()
+            router += _part(t) if t.role == "router" and ".shared." not in name else PartSize()
         else:
             bundle.append(t)
     rows = _rows(gate, neurons), _rows(bundle, neurons)

@@ -15,7 +15,7 @@ from torch import Tensor
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
 from thermocline.ops.device import Device
-from thermocline.ops.device_layers import DeviceLinear, DeviceNorm, DevicePart
+from thermocline.ops.device_layers import DeviceLinear, DeviceNorm, DevicePart, DeviceShared
 from thermocline.ops.device_rows import Kernels, Scratch, Vector
 from thermocline.ops.device_sizes import Buffer, StepLimits
 
@@ -47,6 +47,7 @@ class PartQueue:
         self.device, self.kernels, self.spec, self.scratch = device, kernels, spec, scratch
         self.counts = pairs["counts"]
         self._hidden = [pairs[n][0] for n in ("gate", "up") if n in pairs]
+        self._opened = pairs["opened"][0] if "opened" in pairs else None
         self._pieces = [pairs[name][0] for name in ("piece 0", "piece 1") if name in pairs]
 
     def begin(self) -> None:
@@ -73,7 +74,17 @@ class PartQueue:
             for e in range(p.experts):
                 self._bundles(p.expert(e), normed, None, weights[:, e : e + 1], y, add or e > 0)
 
-    def _dense(self, p: DevicePart, normed: Tensor, y: Tensor, add: bool) -> None:
+    def shared(self, f: DeviceShared, normed: Tensor, y: Tensor, add: bool) -> None:
+        """y (+)= the FFN of every token."""
+        opened = None
+        if f.router is not None:
+            assert self._opened is not None
+            opened = self._opened[: len(normed)]
+            self.times(opened, f.router, normed)
+        self._dense(f.part, normed, y, add, opened)
+
+    def _dense(self, p: DevicePart, normed: Tensor, y: Tensor, add: bool, opened: Vector = None) -> None:
+        """`opened` [tokens, 1]: a token takes its sigmoid of the answer."""
         n, k, run, a = len(normed), self.kernels, self.device.run, p.activation
         h, up = self._hidden[0][: n * p.neurons].view(n, p.neurons), None
         self.times(h, p.gate, normed)
@@ -81,6 +92,8 @@ class PartQueue:
             up = self._hidden[1][: n * p.neurons].view(n, p.neurons)
             self.times(up, DeviceLinear(p.up, None), normed)
         run(k.activate, h, h, up, a.kind, a.bound, a.up_relu, a.alpha)
+        if opened is not None:  # down has no bias
+            run(k.open, h, opened)
         if p.sub_norm is not None:
             run(k.norm, h, h, *parts(p.sub_norm))
         self.times(y, DeviceLinear(p.down, None), h, add)

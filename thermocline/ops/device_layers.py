@@ -84,10 +84,17 @@ class DeviceAttention:
     norm: DeviceNorm | None
     qkv: tuple[DeviceLinear, ...]  # rows one behind the other: q, k and v as one, or apart
     out: DeviceLinear
-    heads: Heads  # with norms on the device
+    heads: Heads  # with norms on the device, but those of all heads as one
+    whole_norms: tuple[DeviceNorm | None, DeviceNorm | None]  # of q and k
+    gate: DeviceLinear | None  # what attention gives is multiplied by its sigmoid
     sub_norm: DeviceNorm | None
     join: DeviceJoin
     latent: DeviceLatent | None = None
+
+    @property
+    def context(self) -> int:
+        """Return the size of what it gives: all heads' values."""
+        return self.heads.n * self.heads.dim
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,8 @@ class DeviceRoute:
     active: int
     rule: Router
     selection_bias: Vector
+    expert_scale: Vector
+    norm: DeviceNorm | None  # of the stream; None: it reads what experts read, or the layer's input
 
 
 @dataclass(frozen=True)
@@ -145,11 +154,23 @@ class DevicePart:
 
 
 @dataclass(frozen=True)
+class DeviceShared:
+    """The FFN that every token takes beside its experts, on the first GPU."""
+
+    part: DevicePart
+    router: DeviceLinear | None  # a token takes the sigmoid of what it says
+    norm: DeviceNorm | None  # of the stream; None: it reads what experts read
+    post_norm: DeviceNorm | None
+    experts_norm: DeviceNorm | None  # of the experts' sum; then the others are there, too
+
+
+@dataclass(frozen=True)
 class DeviceFFN:
     """A layer's FFN that the first GPU begins and ends: parts on GPUs, then the CPU's neurons."""
 
     norm: DeviceNorm | None
     route: DeviceRoute | None
+    shared: DeviceShared | None
     parts: tuple[DevicePart, ...]
     cold: _native.FFN | _native.Mixture | None  # the CPU's neurons
     pinned: tuple[
@@ -203,12 +224,18 @@ class Binder:
         assert layer.qkv is not None and layer.attn_out is not None
         if not isinstance(stacked(layer.qkv.weight)[0], DeviceRows):
             return self._cpu.bind_attention(spec, heads, layer)
-        q, k, sinks = (self.vector(v) for v in (heads.q_norm, heads.k_norm, heads.sinks))
+        whole = [Norm(v, None) if v is not None and heads.whole_norms else None
+                 for v in (heads.q_norm, heads.k_norm)]  # fmt: skip
+        own = (None, None) if heads.whole_norms else (heads.q_norm, heads.k_norm)
+        q, k, sinks = (self.vector(v) for v in (*own, heads.sinks))
+        gate = layer.attn_gate
         return DeviceAttention(
             norm=self._norm(layer.attn_norm),
             qkv=self._stack(layer.qkv),
             out=self._linear(layer.attn_out),
             heads=replace(heads, q_norm=q, k_norm=k, sinks=sinks),  # type: ignore[arg-type]
+            whole_norms=(self._norm(whole[0]), self._norm(whole[1])),
+            gate=None if gate is None else DeviceLinear(_rows(gate), None),
             sub_norm=self._norm(layer.attn_sub_norm),
             join=DeviceJoin(self._norm(layer.attn_post_norm), spec.residual_scale),
             latent=None if layer.latent is None else self._latent(heads, layer.qkv, layer.latent),
@@ -234,23 +261,26 @@ class Binder:
         )
 
     def ffn(self, spec: ModelSpec, layer: Layer) -> DeviceFFN | _native.FFN | _native.Mixture:
-        f = layer.experts[0]
-        if f.predictor is None and all(p.device == CPU for p in f.parts):
+        f, mixture = layer.experts[0], layer.router is not None
+        alone = f.predictor is None and FIRST_GPU not in layer.router_copies
+        there = [i for i, p in enumerate(f.parts) if p.device != CPU]
+        if alone and not there:
             return self._cpu.bind_ffn(spec, layer)
-        assert layer.router is None or (f.bundles and f.down_bias is None), "no pack has such a mixture"
+        assert not mixture or not there or (f.bundles and f.down_bias is None), "no pack has such a mixture"
         in_ram = [(x, p) for x in layer.experts if (p := x.on(CPU)) is not None]
         pinned = [replace(p.pinned, gate=replace(p.pinned.gate, bias=p.gate.bias))
                   for _, p in in_ram if p.pinned is not None]  # fmt: skip
         return DeviceFFN(
             norm=self._norm(layer.ffn_norm),
             route=self._route(spec, layer),
-            parts=tuple(self._part(spec, layer, i) for i, p in enumerate(f.parts) if p.device != CPU),
+            shared=self._shared(spec, layer),
+            parts=tuple(self._part(spec, layer, i) for i in there),
             cold=self._cold(spec, layer) if in_ram else None,
             pinned=tuple(self._part_of(spec, layer, [p], 0, 0) for p in pinned),
-            down_bias=self.vector(f.down_bias),
+            down_bias=None if mixture else self.vector(f.down_bias),
             join=DeviceJoin(self._norm(layer.ffn_post_norm), spec.residual_scale),
             predictor=f.predictor,
-            neurons=spec.n_experts * spec.ffn_dim,
+            neurons=spec.n_experts * spec.ffn_dim if mixture or spec.n_experts == 1 else spec.dense_dim,
         )
 
     def _part(self, spec: ModelSpec, layer: Layer, at: int) -> DevicePart:
@@ -278,17 +308,32 @@ class Binder:
             sub_norm=self._norm(layer.ffn_sub_norm, gpu),
         )
 
+    def _shared(self, spec: ModelSpec, layer: Layer) -> DeviceShared | None:
+        if layer.shared is None:
+            return None
+        gate = layer.shared_router
+        return DeviceShared(
+            part=self._part_of(spec, replace(layer, ffn_sub_norm=None, experts=(layer.shared,)),
+                               layer.shared.parts, 0, 0),
+            router=None if gate is None else DeviceLinear(_rows(gate), None),
+            norm=self._norm(layer.shared_norm),
+            post_norm=self._norm(layer.shared_post_norm),
+            experts_norm=self._norm(layer.experts_post_norm),
+        )  # fmt: skip
+
     def _cold(self, spec: ModelSpec, layer: Layer) -> _native.FFN | _native.Mixture:
         if layer.router is not None:
-            return self._cpu.bind_experts(spec, layer)
+            alone = replace(layer, shared=None, shared_router=None, experts_post_norm=None)
+            return self._cpu.bind_experts(spec, replace(alone, router_norm=None, expert_scale=None))
         return self._cpu.bind_part(spec, replace(layer.experts[0], down_bias=None))
 
     def _route(self, spec: ModelSpec, layer: Layer) -> DeviceRoute | None:
         if layer.router is None:
             return None
         router = DeviceLinear(_rows(layer.router_copies[FIRST_GPU]), self.vector(layer.router.bias))
-        bias = self.vector(layer.selection_bias)
-        return DeviceRoute(router, spec.n_experts_active, spec.router, bias)
+        bias, scale = self.vector(layer.selection_bias), self.vector(layer.expert_scale)
+        norm = self._norm(layer.router_norm)
+        return DeviceRoute(router, spec.n_experts_active, spec.router, bias, scale, norm)
 
     def _linear(self, x: Linear) -> DeviceLinear:
         return DeviceLinear(_rows(x.weight), self.vector(x.bias))

@@ -189,6 +189,8 @@ class Kernels(Protocol):
         /,
     ) -> None: ...
 
+    def open(self, x: torch.Tensor, gate: torch.Tensor, /) -> None: ...
+
     def gate_up(
         self,
         h: torch.Tensor,
@@ -211,7 +213,14 @@ class Kernels(Protocol):
     ) -> None: ...
 
     def route(
-        self, weights: torch.Tensor, logits: torch.Tensor, n_active: int, rule: Router, bias: Vector, /
+        self,
+        weights: torch.Tensor,
+        logits: torch.Tensor,
+        n_active: int,
+        rule: Router,
+        bias: Vector,
+        scale: Vector = None,
+        /,
     ) -> None: ...
 
     def predict(

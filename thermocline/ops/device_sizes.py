@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import AttentionShape, ModelSpec
 from thermocline.ops.interface import FEW as GUESSED
 
 FEW = 16  # tokens for which sparse kernels skip rows; of more, nearly every row is needed by some token
@@ -65,10 +65,8 @@ class StepLimits:
         return -(-self.positions // self.block)
 
     def sizes(self, spec: ModelSpec) -> KernelSizes:
-        positions = self.blocks * self.block
-        return KernelSizes(
-            self.tokens, spec.dim, spec.ffn_dim, spec.n_heads, spec.head_dim, positions, self.rank
-        )
+        positions, head_dim = self.blocks * self.block, max((x.head_dim for x in spec.attentions), default=0)
+        return KernelSizes(self.tokens, spec.dim, spec.ffn_dim, spec.n_heads, head_dim, positions, self.rank)
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,15 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     made = {f"stream {i}": stream for i in range(STREAMS)}
     made |= {name: stream for name in ("normed", "sum", "cold")}
     made |= {name: Buffer((s.tokens, n), here=False) for name, n in _attention(spec).items()}
-    # Of few tokens all experts are computed at once, of more one after the other.
-    activations = max(s.tokens, min(s.tokens, FEW) * spec.n_experts) * spec.ffn_dim
-    made["gate"] = Buffer((activations,), here=False)
-    if not spec.sparse:
-        made["up"] = made["gate"]
+    always = s.tokens * max(spec.shared_dim, spec.dense_dim)
+    made["gate"] = Buffer((max(_activations(spec, s), always),), here=False)
+    if not spec.sparse or spec.shared_dim:
+        made["up"] = Buffer((always,), here=False) if spec.sparse else made["gate"]
+    if spec.shared_gate:
+        made["opened"] = Buffer((s.tokens, 1), here=False)
+    if spec.shared_norms or spec.router_input == "own_norm":
+        # What a router reads; of the shared FFN its input, of both halves the sum.
+        made["aside"] = replace(stream, here=False)
     if spec.n_experts > 1:
         routes = Buffer((s.tokens, spec.n_experts))
         made |= {"routed": replace(routes, here=False), "weights": routes}
@@ -105,12 +107,15 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     made["rows"] = Buffer((s.sequences,), "i32")
     made["logits"] = Buffer((s.sequences, spec.vocab_size))
     # Layers without attention share the step of those without a window.
-    windows = {None if spec.attention(i) is None else spec.window(i) for i in range(spec.n_layers)}
-    for window in sorted(windows, key=str):
+    kinds = {
+        (None if spec.attention(i) is None else spec.window(i), spec.turns(i)) for i in range(spec.n_layers)
+    }
+    for window in sorted({window for window, _ in kinds}, key=str):
         made |= {f"{name} {window}": Buffer((s.tokens,), "i32") for name in ("positions", "sequence")}
         made[f"table {window}"] = Buffer((s.sequences, s.blocks), "i32")
-        if spec.position == "rope":
-            turned = Buffer((s.tokens, (spec.rotary_dim or spec.head_dim) // 2))
+        if (window, True) in kinds:
+            head_dim = (spec.full_head_dim if window is None else 0) or spec.head_dim
+            turned = Buffer((s.tokens, (spec.rotary_dim or head_dim) // 2))
             made |= {f"{name} {window}": turned for name in ("cos", "sin")}
     if spec.sparse:
         whole = 3 * 4 * spec.dim * spec.ffn_dim  # of an expert's neurons, at most
@@ -123,17 +128,31 @@ def _attention(spec: ModelSpec) -> dict[str, int]:
     """Return the numbers of a token that attention computes, by buffer."""
     n, a = spec.n_heads, spec.latent
     if a is None:
-        return {"qkv": (n + 2 * spec.n_kv_heads) * spec.head_dim, "attended": n * spec.head_dim}
+        inner = max((x.context for x in spec.attentions), default=0)
+        return {"qkv": max((_qkv_width(x) for x in spec.attentions), default=0), "attended": inner}
     made = {"lower": a.q_rank} if a.q_rank is not None else {}
     made |= {"queries": n * (a.nope + a.rope), "latent": spec.head_dim, "qkv": n * spec.head_dim}
     return {**made, "found": n * a.kv_rank, "attended": n * a.value}
+
+
+def _qkv_width(x: AttentionShape) -> int:
+    """Return the size of a token's q, k and v, where values may be keys; or of its q alone."""
+    return (x.heads + (2 * x.kv_heads if len(x.projections) > 1 else 0)) * x.head_dim
+
+
+def _activations(spec: ModelSpec, s: StepLimits) -> int:
+    """Of few tokens all experts are computed at once, of more one after the other; dense ones on the CPU."""
+    if spec.n_experts > 1 and not spec.sparse:
+        return 0
+    return max(s.tokens, min(s.tokens, FEW) * spec.n_experts) * spec.ffn_dim
 
 
 def side_buffers(spec: ModelSpec, s: StepLimits) -> dict[str, Buffer]:
     """Return all that `GpuOps` makes on another GPU than the first, which has neurons alone."""
     first = buffers(spec, s)
     made = {name: replace(first[name], here=False) for name in ("normed", "named")}
-    made |= {name: replace(first[name], here=False) for name in ("weights", "gate", "up") if name in first}
+    others = ("weights", "gate") if spec.sparse else ("weights", "gate", "up")
+    made |= {name: replace(first[name], here=False) for name in others if name in first}
     made |= {name: first[name] for name in ("sum", "counts")}
     made["scratch"] = Buffer((side_sizes(spec, s).scratch_bytes // 4,), here=False)
     return made

@@ -12,6 +12,7 @@ import contextlib
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn, cast
 
 import numpy as np
@@ -33,6 +34,7 @@ from thermocline.ops.device_layers import (
     DeviceJoin,
     DeviceLinear,
     DeviceNorm,
+    DeviceShared,
 )
 from thermocline.ops.device_rows import DeviceRows, Kernels, Scratch, Vector
 from thermocline.ops.device_sizes import STREAMS, StepLimits
@@ -54,6 +56,7 @@ from thermocline.ops.mixing.latent import LatentQueue
 
 BoundAttention = DeviceAttention | _native.Attention
 BoundFFN = DeviceFFN | _native.FFN | _native.Mixture
+Half = Callable[[Tensor, bool], None]  # what becomes a tensor, or is added to it
 ProgramKey = tuple[int, int, str]  # tokens, logits, sparsity
 RECORDED = 16  # tokens of a step that is recorded and replayed; larger ones are queued anew
 
@@ -142,7 +145,6 @@ class GpuOps:
         self.streams = [self._pairs[f"stream {i}"] for i in range(STREAMS)]
         self.free: list[int] = []  # a heap
         self._normed, self._sum, self._cold = (self._pairs[n] for n in ("normed", "sum", "cold"))
-        self._qkv, self._attended = (self._pairs[n][0] for n in ("qkv", "attended"))
         self._logits, self._rows = (self._pairs[n] for n in ("logits", "rows"))
         self._routed, self._weights = (self._pairs.get(n) for n in ("routed", "weights"))
         self._named, self._named_cold = self._pairs["named"], self._pairs["named cold"]
@@ -222,7 +224,7 @@ class GpuOps:
             part.copy_(torch.from_numpy(np.ascontiguousarray(array)))
             self.device.copy(there[:rows], here[:rows])
             sent[name] = there if name == "table" else there[:n]  # all of it: as wide in every step
-        slot = self._slots.setdefault((window, cos is None), _native.StepSlot())
+        slot = self._slots.setdefault((window, cos is not None), _native.StepSlot())
         step = self.cpu.step(batch, block, cos, sin, window)
         slot.set(step)
         self._slot.set(step)
@@ -368,7 +370,18 @@ class GpuOps:
         return here
 
     def routed(self, h: Hidden, bound: BoundFFN) -> F32:
-        raise AssertionError("a router before attention: see problem.without_gpu_ops")
+        """Return where `ffn_add` finds the shares: on the device, or in RAM where the layer is the CPU's."""
+        assert self._weights is not None
+        there, here = (part[: h.tokens] for part in self._weights)
+        if isinstance(bound, DeviceFFN):
+            self._to_device(h)
+            self._weigh(bound, h.device, h.device)
+            return cast("F32", there)
+        assert isinstance(bound, _native.Mixture)
+        self._to_host(h)
+        shares: F32 = here.numpy()
+        self._host().routed(h.array, bound, shares)
+        return shares
 
     def read_ahead(self, h: Hidden, bound: BoundFFN, sparsity: str, *, shares: F32 | None = None) -> None:
         """Do nothing: the CPU's part comes when its task does."""
@@ -389,17 +402,29 @@ class GpuOps:
         self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, attended, add))
 
     def _attend(self, b: DeviceAttention, normed: Tensor, step: DeviceStep, kv: KVLayer) -> Tensor:
-        n, run, k = len(normed), self.device.run, self.kernels
-        qkv, attended, first = self._qkv[:n], self._attended[:n], 0
+        n, run, k, heads, first = len(normed), self.device.run, self.kernels, b.heads, 0
+        qkv, attended = self._rows_of("qkv", n, heads.width), self._rows_of("attended", n, b.context)
         for part in b.qkv:
             self._queue.times(qkv[:, first : first + part.weight.rows], part, normed)
             first += part.weight.rows
+        ends = heads.n * heads.dim, (heads.n + heads.n_kv) * heads.dim
+        for norm, heads_of in zip(b.whole_norms, (qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]), strict=True):
+            if norm is not None:
+                run(k.norm, heads_of, heads_of, norm.weight, None, norm.eps, False)
         where = (step.positions, step.sequence, step.table, kv.k, kv.v)
         run(k.rope_store, qkv, b.heads, step.cos, step.sin, *where)
         run(k.attention, attended, qkv, b.heads, *where, self._queue.scratch)
+        if b.gate is not None:
+            gates = self._rows_of("qkv", n, b.context)  # nobody needs the queries any more
+            self._queue.times(gates, b.gate, normed)
+            run(k.open, attended, gates)
         if b.sub_norm is not None:
             run(k.norm, attended, attended, *parts(b.sub_norm))
         return attended
+
+    def _rows_of(self, name: str, tokens: int, width: int) -> Tensor:
+        """Return the start of a buffer as [tokens, width]: layers differ in their heads."""
+        return self._pairs[name][0].view(-1)[: tokens * width].view(tokens, width)
 
     def mixer_add(self, x: Hidden, h: Hidden, b: NoReturn, step: DeviceStep, states: F32) -> None:
         raise AssertionError("no mixer was bound")
@@ -415,21 +440,21 @@ class GpuOps:
         shares: F32 | None = None,
     ) -> None:
         """x += the FFN's parts: the first GPU's, the other GPUs' in their order, the CPU's."""
-        assert shares is None, "a router before attention: see problem.without_gpu_ops"
         if not isinstance(b, DeviceFFN):
-            self._cpu_ffn(x, h, b, sparsity)
+            self._cpu_ffn(x, h, b, sparsity, shares)
             return
         self._to_device(x)
         self._to_device(h)
         elsewhere = b.cold is not None or bool(b.others)
         normed = self._normalised(b.norm, h, apart=elsewhere or b.route is not None)
-        named, weights = self._guess(b, normed, sparsity), self._weigh(b, normed)
+        named = self._guess(b, normed, sparsity)
+        weights = self._weigh(b, normed, h.device) if shares is None else cast("Tensor", shares)
         sends = bool(b.pinned) and x.tokens >= self.send_from
         if b.others or (b.cold is not None and not sends):
             self._begin_elsewhere(b, None if sends else b.cold, normed, sparsity, named)
         self._count(b, x.tokens)
 
-        def neurons(y: Tensor, add: bool) -> None:
+        def experts(y: Tensor, add: bool) -> None:
             if b.own is not None:
                 self._queue.add(b.own, normed, named, weights, y, add)
             elif not add:
@@ -447,16 +472,37 @@ class GpuOps:
             if b.cold is not None and not sends:
                 self.device.run(y.add_, self._cold[0][: len(y)])
 
-        self._join(x, b.join, neurons)
+        half = experts if b.shared is None else partial(self._beside, b.shared, normed, h.device, experts)
+        self._join(x, b.join, half)
 
-    def _cpu_ffn(self, x: Hidden, h: Hidden, b: _native.FFN | _native.Mixture, sparsity: str) -> None:
+    def _beside(
+        self, f: DeviceShared, normed: Tensor, stream: Tensor, experts: Half, y: Tensor, add: bool
+    ) -> None:
+        """y (+)= the FFN of every token, while others compute experts, and their sum: each under its norm."""
+        if f.experts_norm is None:
+            self._queue.shared(f, normed, y, add)
+            experts(y, True)
+            return
+        run, k, aside = self.device.run, self.kernels, self._pairs["aside"][0][: len(y)]
+        assert f.norm is not None and f.post_norm is not None
+        if not add:
+            run(y.zero_)
+        run(k.norm, aside, stream, *parts(f.norm))
+        self._queue.shared(f, aside, aside, False)
+        run(k.add_normed, y, aside, *parts(f.post_norm), 1.0)
+        experts(aside, False)
+        run(k.add_normed, y, aside, *parts(f.experts_norm), 1.0)
+
+    def _cpu_ffn(
+        self, x: Hidden, h: Hidden, b: _native.FFN | _native.Mixture, sparsity: str, shares: F32 | None
+    ) -> None:
         self._to_host(x)
         self._to_host(h)
         mode, task = SPARSITIES[sparsity], self._host()
         if isinstance(b, _native.FFN):
             task.ffn(x.array, h.array, b, mode)
         else:
-            task.mixture(x.array, h.array, b, mode)
+            task.mixture(x.array, h.array, b, mode, shares)
         self._now.known.neurons += x.tokens * b.neurons
         self._now.known.gates_dense += b.neurons
 
@@ -482,15 +528,18 @@ class GpuOps:
         self._now.known.predictor_bytes += size + (b.neurons - p.hot) * (p.second.row_bytes + 4)
         return named
 
-    def _weigh(self, b: DeviceFFN, normed: Tensor) -> Tensor | None:
+    def _weigh(self, b: DeviceFFN, normed: Tensor, stream: Tensor) -> Tensor | None:
         """[tokens, experts]: how much of each expert a token gets. The CPU is told, so that both agree."""
-        if b.route is None or self._routed is None or self._weights is None:
+        r, run = b.route, self.device.run
+        if r is None or self._routed is None or self._weights is None:
             return None
         logits, weights = (part[0][: len(normed)] for part in (self._routed, self._weights))
-        self._queue.times(logits, b.route.router, normed)
-        self.device.run(
-            self.kernels.route, weights, logits, b.route.active, b.route.rule, b.route.selection_bias
-        )
+        seen = normed
+        if r.norm is not None:
+            seen = self._pairs["aside"][0][: len(normed)]
+            run(self.kernels.norm, seen, stream, *parts(r.norm))
+        self._queue.times(logits, r.router, seen)
+        run(self.kernels.route, weights, logits, r.active, r.rule, r.selection_bias, r.expert_scale)
         return weights
 
     def _begin_elsewhere(
@@ -579,7 +628,7 @@ class GpuOps:
             return h.device
         return made
 
-    def _join(self, x: Hidden, how: DeviceJoin, half: Callable[[Tensor, bool], None]) -> None:
+    def _join(self, x: Hidden, how: DeviceJoin, half: Half) -> None:
         if how.plain:
             half(x.device, True)
             return

@@ -275,6 +275,11 @@ class Heads:
     latent: Latent | None = None  # there is one key, `dim` wide; values are its first elements
 
     @property
+    def width(self) -> int:
+        """Return the size of a token's q, k and v."""
+        return (self.n + (0 if self.shares else 2 * self.n_kv)) * self.dim
+
+    @property
     def value_dim(self) -> int:
         """Return the size of a value."""
         return self.dim if self.latent is None else self.latent.kv_rank

@@ -62,18 +62,29 @@ def rope_store(
     """Norms and turns the heads of q and k inside qkv [B, (n + 2 n_kv) * d], and stores k and v as f16.
 
     cos, sin [B, r / 2] turn the first r elements of each head. table i32 [sequences, blocks] has a page for
-    each block of positions; k [pages, n_kv, d, block], v [pages, n_kv, block, d].
+    each block of positions; k [pages, n_kv, d, block], v [pages, n_kv, block, d]. Heads that share those of
+    another layer have queries alone, qkv [B, n * d], and store nothing. Norms of all heads as one are not
+    made here.
     """
     t, block = len(qkv), v.shape[2]
-    parts = qkv.view(t, heads.n + 2 * heads.n_kv, heads.dim)
-    n_qk = heads.n + heads.n_kv
+    n_kv = 0 if heads.shares else heads.n_kv
+    parts = qkv.view(t, heads.n + 2 * n_kv, heads.dim)
+    n_qk = heads.n + n_kv
     q, keys, values = parts[:, : heads.n], parts[:, heads.n : n_qk], parts[:, n_qk:]
+    if heads.v_norm is not None:
+        values.copy_(_normed(values, values.new_ones(()), None, heads.norm_eps, False))
     for part, weight in ((q, heads.q_norm), (keys, heads.k_norm)):
-        if weight is not None:
-            own = torch.as_tensor(weight, device=qkv.device)
-            part.copy_(_normed(part, own, None, heads.norm_eps, False))
+        if not heads.norms_last:
+            _norm_heads(heads, part, weight)
         if cos is not None and sin is not None:
             _turn(part, cos, sin)
+        if heads.norms_last:
+            _norm_heads(heads, part, weight)
+    if heads.temperature:
+        spans = torch.floor((positions + 1).float() / heads.temperature_span)
+        q *= (1 + heads.temperature * torch.log1p(spans))[:, None, None]
+    if heads.shares:
+        return
     at = positions.long()
     page, slot = table[sequence.long(), at // block].long(), at % block
     k[page, :, :, slot] = keys.to(k.dtype)
@@ -99,7 +110,7 @@ def attention(
     at = torch.arange(pages.shape[1] * block, device=qkv.device)
     seen = at <= own
     if heads.window is not None:
-        seen &= at > own - heads.window
+        seen &= at >= own // heads.window * heads.window if heads.chunked else at > own - heads.window
     seen = seen[:, None, None]
     keys = k[pages].permute(0, 2, 3, 1, 4).reshape(t, heads.n_kv, heads.dim, -1).float()
     values = v[pages].transpose(1, 2).reshape(t, heads.n_kv, -1, heads.dim).float()
@@ -172,6 +183,14 @@ def latent_attention(
     out.copy_(p @ values)
 
 
+def _norm_heads(heads: Heads, part: Tensor, weight: object) -> None:
+    """Norms, in place, heads [B, heads, d]: by a weight [d], or LayerNorms by each one's own."""
+    if weight is not None and part.shape[1]:
+        own = torch.as_tensor(weight, device=part.device)
+        own = own.view(part.shape[1:]) if heads.own_norms else own
+        part.copy_(_normed(part, own, None, heads.norm_eps, heads.own_norms))
+
+
 def activate(
     out: Tensor,
     gate: Tensor,
@@ -186,6 +205,11 @@ def activate(
     if up is not None:
         a = a * (_activation(up, "relu", 0.0) if up_relu else _up_factor(up, activation, bound))
     out.copy_(a)
+
+
+def open(x: Tensor, gate: Tensor) -> None:
+    """x [B, n] times the sigmoid of gate [B, n], or of [B, 1]."""
+    x *= gate.sigmoid()
 
 
 def gate_up(
@@ -234,8 +258,16 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     _put(out, h @ torch.where(needed, w, w.new_zeros(())), add)
 
 
-def route(weights: Tensor, logits: Tensor, n_active: int, rule: Router, selection_bias: Vector) -> None:
-    """weights [B, n_experts] = of each token's n_active best experts their weights as `rule` says, else 0.
+def route(
+    weights: Tensor,
+    logits: Tensor,
+    n_active: int,
+    rule: Router,
+    selection_bias: Vector,
+    expert_scale: Vector = None,
+) -> None:
+    """weights [B, n_experts] = of each token's n_active best experts their weights as `rule` says, else 0;
+    each by the expert's own scale [n_experts].
 
     Of equals the first; a NaN is larger than all, so that it shows.
     """
@@ -244,15 +276,32 @@ def route(weights: Tensor, logits: Tensor, n_active: int, rule: Router, selectio
     wanted = wanted if selection_bias is None else wanted + selection_bias
     if rule.groups > 1:
         wanted = _in_best_groups(wanted, rule)
-    chosen = _ranks(wanted) < n_active
+    ranks = _ranks(wanted)
+    chosen = ranks < n_active
+    if rule.weights == "mixed":
+        scores = _mixed(logits, ranks, n_active, rule)
     if rule.weights == "chosen":
         top = torch.where(chosen, logits, zero - math.inf).amax(dim=1, keepdim=True)
         scores = (logits - top).exp()
     p = torch.where(chosen, scores, zero)
-    if rule.weights != "score":
+    if rule.weights not in ("score", "mixed"):
         total = p.sum(dim=1, keepdim=True)
         p = p / (total.clamp(min=rule.epsilon) if rule.epsilon_floor else total + rule.epsilon)
-    weights.copy_(torch.where(chosen, p * rule.scale, zero))
+    scaled = p * rule.scale if expert_scale is None else p * rule.scale * expert_scale
+    weights.copy_(torch.where(chosen, scaled, zero))
+
+
+def _mixed(logits: Tensor, ranks: Tensor, n_active: int, rule: Router) -> Tensor:
+    """SparseMixer's weights of the n_active best of each token."""
+    zero = logits.new_zeros(())
+    found = torch.zeros_like(logits)
+    for i in range(n_active):
+        best = torch.where(ranks == i, logits, zero).sum(dim=1, keepdim=True)
+        apart = (best - logits) / torch.maximum(logits.abs(), best)
+        near = ~(apart > 2 * rule.epsilon) & (ranks >= i)
+        total = torch.where(near, (logits - best).exp(), zero).sum(dim=1, keepdim=True)
+        found = torch.where(ranks == i, 1 / total, found)
+    return found
 
 
 def _scores(logits: Tensor, score: str) -> Tensor:

@@ -84,20 +84,27 @@ def rope_store(
     v: Tensor,
 ) -> None:
     half = 0 if cos is None else cos.shape[1]
-    rest = heads.dim - 2 * half
-    args = qkv, heads.q_norm, heads.k_norm, cos, sin, positions, sequence, table, k, v, heads.n, heads.n_kv
+    rest, n_kv = heads.dim - 2 * half, 0 if heads.shares else heads.n_kv
+    k_norm = heads.q_norm if heads.k_norm is None else heads.k_norm  # of heads that have no keys: any
+    args = qkv, heads.q_norm, k_norm, cos, sin, positions, sequence, table, k, v, heads.n, n_kv
     launch(
         triton_tokens.rope_store,
-        (len(qkv), heads.n + 2 * heads.n_kv),
+        (len(qkv), heads.n + 2 * n_kv),
         *args,
         table.shape[1],
         heads.norm_eps,
+        heads.temperature,
+        float(heads.temperature_span),
         warps=1,
         DIM=heads.dim,
         HALF=half,
         BLOCK=_block(v),
         A=_power(half),
         REST=_power(rest),
+        LAST=heads.norms_last and heads.q_norm is not None,
+        OWN=heads.own_norms,
+        V_NORM=heads.v_norm is not None,
+        WARM=heads.temperature != 0,
     )
 
 
@@ -123,11 +130,13 @@ def attention(
         *(parts, qkv, positions, sequence, table, k, v, heads.n_kv, group, width, span, n_spans, window),
         heads.scale,
         heads.softcap or 0.0,
+        qkv.shape[1],
         DIM=heads.dim,
         BLOCK=block,
         D=wide,
         H=max(16, _power(group)),
         CAPPED=heads.softcap is not None,
+        CHUNKED=heads.chunked,
     )
     launch(
         triton_tokens.join_spans,
@@ -136,6 +145,7 @@ def attention(
         DIM=heads.dim,
         D=wide,
         S=min(16, _power(n_spans)),
+        CHUNKED=heads.chunked,
     )
 
 
@@ -222,6 +232,12 @@ def activate(
     launch(triton_tokens.activate, (_ceil(n, ELEMENTWISE),), out, gate, up, n, bound, alpha, **fixed)
 
 
+def open(x: Tensor, gate: Tensor) -> None:
+    t, n = x.shape
+    each = gate.shape[1]
+    launch(triton_tokens.open, (t, _ceil(n, ELEMENTWISE)), x, gate, n, WIDE=each > 1, C=ELEMENTWISE)
+
+
 def gate_up(
     h: Tensor,
     gate: Rows,
@@ -293,7 +309,14 @@ def down(out: Tensor, rows: Rows, h: Tensor, add: bool, scratch: Scratch) -> Non
     launch(triton_rows.join_sums, joins, out, sums, programs, t * rows.columns, **fixed)
 
 
-def route(weights: Tensor, logits: Tensor, n_active: int, rule: Router, selection_bias: Vector) -> None:
+def route(
+    weights: Tensor,
+    logits: Tensor,
+    n_active: int,
+    rule: Router,
+    selection_bias: Vector,
+    expert_scale: Vector = None,
+) -> None:
     t, experts = logits.shape
     fixed: dict[str, Any] = {
         "SCORE": rule.score,
@@ -302,7 +325,7 @@ def route(weights: Tensor, logits: Tensor, n_active: int, rule: Router, selectio
         "GROUPS": rule.groups,
     }
     fixed |= {"KEPT": rule.groups_kept, "BEST": 2 if rule.group_rule == "sum2" else 1, "E": _power(experts)}
-    args = weights, logits, selection_bias, experts, n_active, rule.epsilon, rule.scale
+    args = weights, logits, selection_bias, expert_scale, experts, n_active, rule.epsilon, rule.scale
     launch(triton_tokens.route, (t,), *args, **fixed)
 
 
@@ -353,7 +376,8 @@ def _norm(
     wide = _power(dim)
     fixed: dict[str, Any] = {"LAYER": layer, "ADD": add, "D": wide}
     warps = min(16, max(1, wide // 256))  # two 16-byte loads a thread
-    launch(triton_tokens.norm, (len(x),), out, x, weight, bias, dim, eps, scale, warps=warps, **fixed)
+    args = out, x, weight, bias, dim, out.stride(0), x.stride(0), eps, scale
+    launch(triton_tokens.norm, (len(x),), *args, warps=warps, **fixed)
 
 
 def _matmul(out: Tensor, w: Rows, x: Tensor, bias: Tensor | None, add: bool, relu: bool) -> None:

@@ -38,12 +38,15 @@ def activation(g, threshold, KIND: tl.constexpr):
 
 
 @triton.jit
-def norm(out, x, weight, bias, dim, eps, scale, LAYER: tl.constexpr, ADD: tl.constexpr, D: tl.constexpr):
+def norm(
+    out, x, weight, bias, dim, out_pitch, pitch, eps, scale,
+    LAYER: tl.constexpr, ADD: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """A program a token: out = scale * norm(x), or that added. out may be x."""
-    b = tl.program_id(0)
+    b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, D)
     ok = i < dim
-    y = tl.load(x + b * dim + i, mask=ok, other=0)
+    y = tl.load(x + b * pitch + i, mask=ok, other=0)
     if weight is not None:
         if LAYER:
             y = tl.where(ok, y - tl.sum(y, axis=0) / dim, 0.0)
@@ -51,8 +54,8 @@ def norm(out, x, weight, bias, dim, eps, scale, LAYER: tl.constexpr, ADD: tl.con
         if bias is not None:
             y += tl.load(bias + i, mask=ok, other=0)
     if ADD:
-        y = tl.load(out + b * dim + i, mask=ok, other=0) + scale * y
-    tl.store(out + b * dim + i, y, mask=ok)
+        y = tl.load(out + b * out_pitch + i, mask=ok, other=0) + scale * y
+    tl.store(out + b * out_pitch + i, y, mask=ok)
 
 
 @triton.jit
@@ -72,6 +75,17 @@ def activate(out, gate, up, n, bound, alpha, KIND: tl.constexpr, UP_RELU: tl.con
             u = tl.where(u > bound, bound, tl.where(u < -bound, -bound, u)) + 1
         a *= u
     tl.store(out + i, a, mask=i < n)
+
+
+@triton.jit
+def open(x, gate, n, WIDE: tl.constexpr, C: tl.constexpr):
+    """Program (token, C numbers of it). WIDE: each has a gate of its own."""
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * C + tl.arange(0, C)
+    at = gate + b * n + i if WIDE else gate + b + 0 * i
+    g = tl.load(at, mask=i < n, other=0)
+    y = tl.load(x + b * n + i, mask=i < n, other=0)
+    tl.store(x + b * n + i, y / (1 + tl.exp(-g)), mask=i < n)
 
 
 @triton.jit
@@ -144,7 +158,7 @@ def ranks(x, i, among):
 
 @triton.jit
 def route(
-    weights, logits, bias, experts, n_active, epsilon, scale,
+    weights, logits, bias, each, experts, n_active, epsilon, scale,
     SCORE: tl.constexpr, WEIGHTS: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, BEST: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -175,19 +189,30 @@ def route(
         leader = (own == 0) & real
         kept = ranks(of_group, group, leader[None, :] & (together == 0)) < KEPT
         wanted = tl.where(kept & real, wanted, float("-inf"))
-    chosen = (ranks(wanted, i, everyone) < n_active) & real
+    rank = ranks(wanted, i, everyone)
+    chosen = (rank < n_active) & real
+    if WEIGHTS == "mixed":
+        for turn in range(n_active):
+            best = tl.sum(tl.where(rank == turn, x, 0.0), axis=0)
+            apart = (best - x) / tl.maximum(tl.abs(x), best)
+            near = ((apart > 2 * epsilon) == 0) & (rank >= turn) & real
+            total = tl.sum(tl.where(near, tl.exp(x - best), 0.0), axis=0)
+            score = tl.where(rank == turn, 1 / total, score)
     if WEIGHTS == "chosen":
         first = ranks(tl.where(chosen, x, float("-inf")), i, everyone) == 0
         score = tl.exp(x - tl.sum(tl.where(first, x, 0.0), axis=0))
     p = tl.where(chosen, score, 0.0)
-    if WEIGHTS != "score":
+    if WEIGHTS != "score" and WEIGHTS != "mixed":
         total = tl.sum(p, axis=0)
         if FLOOR:
             total = tl.where(total < epsilon, epsilon, total)
         else:
             total = total + epsilon
         p = p / total
-    tl.store(weights + b * experts + i, tl.where(chosen, p * scale, 0.0), mask=real)
+    p = p * scale
+    if each is not None:
+        p = p * tl.load(each + i, mask=real, other=0)
+    tl.store(weights + b * experts + i, tl.where(chosen, p, 0.0), mask=real)
 
 
 # ---- predictors
@@ -231,33 +256,70 @@ def signs(scores, data, x, n, columns, stride, R: tl.constexpr, C: tl.constexpr)
 
 
 @triton.jit
+def head_normed(x, y, z, i, j, turn, weight, eps, DIM: tl.constexpr, HALF: tl.constexpr, LAYER: tl.constexpr):
+    """Return the three parts of a head under an RMS norm or LayerNorm of all of it."""
+    rest = j < DIM
+    if LAYER:
+        mean = (tl.sum(x, axis=0) + tl.sum(y, axis=0) + tl.sum(z, axis=0)) / DIM
+        x = tl.where(turn, x - mean, 0.0)
+        y = tl.where(turn, y - mean, 0.0)
+        z = tl.where(rest, z - mean, 0.0)
+    total = tl.sum(x * x, axis=0) + tl.sum(y * y, axis=0) + tl.sum(z * z, axis=0)
+    root = tl.sqrt(total / DIM + eps)
+    x, y, z = x / root, y / root, z / root
+    if weight is not None:
+        x = x * tl.load(weight + i, mask=turn, other=0)
+        y = y * tl.load(weight + HALF + i, mask=turn, other=0)
+        z = z * tl.load(weight + j, mask=rest, other=0)
+    return x, y, z
+
+
+@triton.jit
+def first_seen(own, window, CHUNKED: tl.constexpr):
+    """Return the first position that one at `own` attends to, or less than 0."""
+    return own // window * window if CHUNKED else own + 1 - window
+
+
+@triton.jit
 def rope_store(
-    qkv, q_norm, k_norm, cos, sin, positions, sequence, table, k, v, n, n_kv, width, eps,
+    qkv, q_norm, k_norm, cos, sin, positions, sequence, table, k, v, n, n_kv, width, eps, warmth, warm_span,
     DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, A: tl.constexpr, REST: tl.constexpr,
+    LAST: tl.constexpr, OWN: tl.constexpr, V_NORM: tl.constexpr, WARM: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head). HALF elements turn with HALF others; the rest of DIM stay.
 
-    Each element is read and written by one thread, so in place is safe.
+    Each element is read and written by one thread, so in place is safe. LAST: norms are behind rope; OWN:
+    LayerNorms, each head's with its own weights; WARM: queries grow with their position.
     """
     b, head, i, j = tl.program_id(0), tl.program_id(1), tl.arange(0, A), 2 * HALF + tl.arange(0, REST)
-    at = qkv + (b.to(tl.int64) * (n + 2 * n_kv) + head) * DIM
+    at = qkv + (b.to(tl.int64) * tl.num_programs(1) + head) * DIM
     turn = i < HALF
     x = tl.load(at + i, mask=turn, other=0)
     y = tl.load(at + HALF + i, mask=turn, other=0)
     z = tl.load(at + j, mask=j < DIM, other=0)
+    weight = q_norm
     if q_norm is not None:
-        if head < n + n_kv:
-            weight = q_norm if head < n else k_norm
-            total = tl.sum(x * x, axis=0) + tl.sum(y * y, axis=0) + tl.sum(z * z, axis=0)
-            root = tl.sqrt(total / DIM + eps)
-            x = x / root * tl.load(weight + i, mask=turn, other=0)
-            y = y / root * tl.load(weight + HALF + i, mask=turn, other=0)
-            z = z / root * tl.load(weight + j, mask=j < DIM, other=0)
+        weight = q_norm if head < n else k_norm
+        if OWN:
+            weight += (head if head < n else head - n) * DIM
+        if not LAST:
+            if head < n + n_kv:
+                x, y, z = head_normed(x, y, z, i, j, turn, weight, eps, DIM, HALF, OWN)
+    if V_NORM:
+        if head >= n + n_kv:
+            x, y, z = head_normed(x, y, z, i, j, turn, None, eps, DIM, HALF, False)
     if HALF > 0:
         if head < n + n_kv:
             c = tl.load(cos + b * HALF + i, mask=turn, other=0)
             s = tl.load(sin + b * HALF + i, mask=turn, other=0)
             x, y = x * c - y * s, y * c + x * s
+    if LAST:
+        if head < n + n_kv:
+            x, y, z = head_normed(x, y, z, i, j, turn, weight, eps, DIM, HALF, OWN)
+    if WARM:
+        if head < n:
+            grown = 1 + warmth * tl.log(1 + tl.floor((tl.load(positions + b) + 1).to(tl.float32) / warm_span))
+            x, y, z = x * grown, y * grown, z * grown
     tl.store(at + i, x, mask=turn)
     tl.store(at + HALF + i, y, mask=turn)
     tl.store(at + j, z, mask=j < DIM)
@@ -284,8 +346,9 @@ def scores_of(q, keys, seen, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def attend(
-    parts, qkv, positions, sequence, table, k, v, n_kv, group, width, span, spans, window, scale, cap,
+    parts, qkv, positions, sequence, table, k, v, n_kv, group, width, span, spans, window, scale, cap, pitch,
     DIM: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, CAPPED: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head, span): parts [tokens, heads, spans, DIM + 2] of the kv head's q heads.
 
@@ -294,13 +357,13 @@ def attend(
     """
     b, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     own = tl.load(positions + b)
-    low = tl.maximum(own + 1 - window, s * span)
+    low = tl.maximum(first_seen(own, window, CHUNKED), s * span)
     high = tl.minimum(own + 1, (s + 1) * span)
     if low < high:
         head, d, p = tl.arange(0, H), tl.arange(0, D), tl.arange(0, BLOCK)
         heads = n_kv * group
         mine = (head < group)[:, None] & (d < DIM)[None, :]
-        at = qkv + b.to(tl.int64) * (heads + 2 * n_kv) * DIM + (g * group + head)[:, None] * DIM + d[None, :]
+        at = qkv + b.to(tl.int64) * pitch + (g * group + head)[:, None] * DIM + d[None, :]
         q = tl.load(at, mask=mine, other=0) * scale
         pages = table + tl.load(sequence + b) * width
         top = tl.full((H,), float("-inf"), tl.float32)
@@ -328,7 +391,7 @@ def attend(
 @triton.jit
 def join_spans(
     out, parts, sinks, positions, heads, span, spans, window,
-    DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
+    DIM: tl.constexpr, D: tl.constexpr, S: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head): out [tokens, heads * DIM], from the spans that the token sees, S at a time,
     and the head's sink: a score without a value.
@@ -340,7 +403,7 @@ def join_spans(
     top = tl.max(tl.full((S,), float("-inf"), tl.float32), axis=0)
     total = 0.0
     acc = tl.zeros((D,), tl.float32)
-    for first in range(tl.maximum(own + 1 - window, 0) // span, own // span + 1, S):
+    for first in range(tl.maximum(first_seen(own, window, CHUNKED), 0) // span, own // span + 1, S):
         s = first + tl.arange(0, S)
         ok = s <= own // span
         tops = tl.load(at + s * (DIM + 2) + DIM, mask=ok, other=float("-inf"))

@@ -184,10 +184,11 @@ class LayerWork:
     kv_read_bytes: int
     dim: int
     on_gpu: str = "any"  # of its neurons: "any" number of the hottest, "all" or none, "none"
+    shared: bool = False  # it has an FFN of every token, with its attention: neurons go to a GPU with both
 
     def same_as(self, other: LayerWork) -> bool:
         kv = (self.kv_bytes, self.kv_read_bytes) == (other.kv_bytes, other.kv_read_bytes)
-        alike = self.reads is other.reads and self.on_gpu == other.on_gpu
+        alike = self.reads is other.reads and (self.on_gpu, self.shared) == (other.on_gpu, other.shared)
         return alike and kv and self.sizes == other.sizes
 
 
@@ -221,7 +222,7 @@ def layer_columns(
     fetched = np.array([False, True]) if disk and work.predicts else np.array([False])
     every = np.meshgrid(both, predictors, counts, tails, fetched, indexing="ij")
     a, p, g, d, f = (x.ravel() for x in every)
-    fits = (g + d <= s.neurons) & (~f | (d > 0))
+    fits = (g + d <= s.neurons) & (~f | (d > 0)) & (a | (g == 0) | (not layer.shared))
     a, p, g, d, f = a[fits], p[fits], g[fits], d[fits], f[fits]
     gates, bundles = s.gate_bytes, s.bundle_bytes
     attention_bytes, predictor_bytes = s.attention.bytes + layer.kv_bytes, s.predictor.bytes

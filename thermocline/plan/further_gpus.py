@@ -24,7 +24,7 @@ STEP = 32  # neurons of each expert that are moved at a time
 
 def with_further(p: Problem, made: Plan, free: Sequence[int]) -> Plan:
     """Return the plan with neurons on further GPUs, of which so many bytes are free."""
-    if divides(p.spec) != "any" or not made.placement.devices:
+    if divides(p.spec, 0) != "any" or not made.placement.devices:
         return made
     fixed = {"buffers": side_device_bytes(p.spec, p.limits), "runtime": GPU_RUNTIME_BYTES}
     for index, nbytes in enumerate(free, 1):

@@ -13,9 +13,12 @@ from thermocline.files.bounded import Json
 from thermocline.ops.interface import CPU
 
 DISK = "disk"
-# The tensors of a layer that lie with its attention: q, k and v as one, or apart; those of latents.
-ATTENTION = ("qkv.weight", "q.weight", "k.weight", "v.weight", "attn_out.weight")
-ATTENTION += ("q_a.weight", "q_b.weight", "kv_a.weight", "k_b.weight", "v_b.weight")
+# The tensors of a layer that lie with its attention: q, k and v as one, or apart; those of latents; and what
+# every token takes beside its experts.
+ATTENTION = tuple(f"{name}.weight" for name in (
+    "qkv", "q", "k", "v", "attn_out", "attn_gate", "q_a", "q_b", "kv_a", "k_b", "v_b",
+    "shared.gate", "shared.up", "shared.down", "shared.router",
+))  # fmt: skip
 
 
 def gpu(index: int) -> str:

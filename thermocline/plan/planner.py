@@ -89,24 +89,26 @@ def placement_of(
     p: Problem, layers: Sequence[LayerPlan], head: str, nbytes: Mapping[str, Mapping[str, int]]
 ) -> Placement:
     """Return a plan's layers as a session loads them. Of neurons on disk each expert has as many."""
-    where, experts = {"gpu": gpu(0), "ram": CPU, "disk": DISK}, p.spec.n_experts
+    where = {"gpu": gpu(0), "ram": CPU, "disk": DISK}
 
-    def shared(neurons: int) -> tuple[int, ...]:
+    def shared(neurons: int, experts: int) -> tuple[int, ...]:
         each, more = divmod(neurons, experts)
         return tuple(each + (e < more) for e in range(experts))
 
-    def layer(x: LayerPlan) -> LayerPlacement:
+    def layer(i: int, x: LayerPlan) -> LayerPlacement:
+        experts = max(1, p.spec.ffn(i).experts)
         ranges = [NeuronRange(gpu(0), x.gpu // experts)] if x.gpu else []
         if rest := x.ram + x.disk:
-            slots = shared(x.ram) if x.disk else None
-            gates = shared(rest - x.disk_gates) if x.disk_gates else None
+            slots = shared(x.ram, experts) if x.disk else None
+            gates = shared(rest - x.disk_gates, experts) if x.disk_gates else None
             ranges.append(NeuronRange(CPU, rest // experts, slots, gates))
         predictor = None if x.predictor is None else where[x.predictor]
         return LayerPlacement(where[x.attention], predictor, tuple(ranges))
 
     taken = {where[tier]: dict(parts) for tier, parts in nbytes.items() if parts}
     kv_tokens = p.ask.context * p.ask.batch
-    return Placement(tuple(map(layer, layers)), where[head], p.ask.context, kv_tokens, taken, p.sizes.tables)
+    each = tuple(layer(i, x) for i, x in enumerate(layers))
+    return Placement(each, where[head], p.ask.context, kv_tokens, taken, p.sizes.tables)
 
 
 # ---- solving it

@@ -135,29 +135,19 @@ class Problem:
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
             kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
-            yield LayerWork(sizes, reads, self.kv_layer_bytes(i), kv_read, self.spec.dim, divides(self.spec))
+            kv, where = self.kv_layer_bytes(i), divides(self.spec, i)
+            yield LayerWork(sizes, reads, kv, kv_read, self.spec.dim, where, self.spec.shared_dim > 0)
 
 
 def without_gpu_ops(spec: ModelSpec) -> str | None:
     """Return what of a model no GPU computes yet; None: nothing."""
     for what, there in (
         ("recurrent layers", spec.recurrent is not None),
-        ("a gate of what attention gives", spec.attention_gate),
         ("heads of two sizes", spec.full_head_dim + spec.full_kv_heads > 0),
-        ("a shared FFN beside its experts", spec.shared_dim > 0),
-        ("layers without experts beside such with them", bool(spec.dense_layers)),
-        ("a router before attention", spec.router_input != "ffn_norm"),
-        ("layers without rope beside such with it", spec.rope_layers is not None),
         ("values that are keys, or normed", spec.values_are_keys or spec.v_norm),
         ("keys and values that layers share", spec.kv_shared_layers > 0),
         ("a number for each layer", spec.layer_scale),
         ("what tokens bring to layers", spec.per_layer_dim > 0),
-        ("a router's own norm", spec.router_input != "ffn_norm"),
-        ("a number for each expert", spec.router.expert_scale),
-        ("norms of q and k over all heads, or behind rope", spec.qk_norm_whole or spec.qk_norm_last),
-        ("norms of q and k with weights of every head", spec.qk_norm_each),
-        ("a window of chunks", spec.window_chunked),
-        ("a router of this kind", spec.router.weights == "mixed" or spec.router.scales_input),
     ):
         if there:
             return what
@@ -169,7 +159,7 @@ def reads_from_disk(spec: ModelSpec) -> bool:
     return spec.sparse and not spec.shared_dim and spec.recurrent is None and not spec.no_ffn
 
 
-def divides(spec: ModelSpec) -> str:
+def divides(spec: ModelSpec, layer: int) -> str:
     """How many neurons of a layer can be on a GPU (`LayerWork.on_gpu`).
 
     Where down is no row per neuron, or a norm sees all activations, they stay together; a mixture's, with the
@@ -177,4 +167,4 @@ def divides(spec: ModelSpec) -> str:
     """
     if spec.sparse and not spec.sub_norms:
         return "any"
-    return "none" if spec.n_experts > 1 else "all"
+    return "none" if spec.ffn(layer).experts > 1 else "all"

@@ -18,6 +18,7 @@ from thermocline.ops.device_rows import DeviceRows
 from thermocline.ops.interface import CPU, FFN, FFNPart, Layer, Linear, Weights, gpu_index
 from thermocline.pack import blocks
 from thermocline.plan.placement import ATTENTION, LayerPlacement, NeuronRange, Placement
+from thermocline.plan.problem import divides
 from thermocline.session import weights
 from thermocline.session.store import Store, opened
 
@@ -53,10 +54,14 @@ class Split:
         return sum(rows for _, rows in self.there)
 
 
-def everywhere(n_layers: int, neurons: int, device: str = FIRST_GPU) -> Placement:
-    """Return the placement of a whole model on one GPU; `neurons`: of an expert."""
-    layer = LayerPlacement(device, device, (NeuronRange(device, neurons),))
-    return Placement((layer,) * n_layers, device)
+def everywhere(spec: ModelSpec) -> Placement:
+    """Return the placement of a whole model on the first GPU, but for experts that stay on the CPU."""
+
+    def layer(i: int) -> LayerPlacement:
+        device, width = CPU if divides(spec, i) == "none" else FIRST_GPU, spec.ffn(i).width
+        return LayerPlacement(FIRST_GPU, FIRST_GPU, (NeuronRange(device, width),) if width else ())
+
+    return Placement(tuple(map(layer, range(spec.n_layers))), FIRST_GPU)
 
 
 def gpu_ranges(p: LayerPlacement) -> list[NeuronRange]:
@@ -79,6 +84,7 @@ def check(spec: ModelSpec, placement: Placement, gpus: int) -> None:
         assert all(gpu_index(r.device) < gpus for r in gpu_ranges(p)), "a GPU that this session does not have"
         assert spec.sparse or len(on) <= 1, "only neurons that can be skipped are divided"
         assert sum(r.neurons for r in p.ranges) == spec.ffn(i).width, "ranges add up to the FFN's neurons"
+        assert not spec.shared_dim or p.attention == FIRST_GPU or not gpu_ranges(p), "the shared FFN is there"
 
 
 def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placement) -> Iterator[Split]:
@@ -94,20 +100,21 @@ def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placem
                 yield _whole(name, rows, placement.head)
             continue
         _, layer, part = name.split(".", 2)
-        here = placement.layers[int(layer)]
+        here, (experts, _, width) = placement.layers[int(layer)], spec.ffn(int(layer))
         ranges = gpu_ranges(here)
         if part in ATTENTION:
             yield _whole(name, rows, here.attention)
         elif part in ("gate.weight", "bundle"):
-            alone = [r.neurons for r in ranges] == [spec.ffn_dim]  # then it goes as a whole
-            parts = spec.n_experts if ranges and not alone else 1
-            there = tuple((r.device, r.neurons * spec.n_experts // parts) for r in ranges)
-            yield Split(name, there, kept=gpu_neurons(here) < spec.ffn_dim, parts=parts)
+            alone = [r.neurons for r in ranges] == [width]  # then it goes as a whole
+            parts = experts if ranges and not alone else 1
+            there = tuple((r.device, r.neurons * experts // parts) for r in ranges)
+            yield Split(name, there, kept=gpu_neurons(here) < width, parts=parts)
         elif part in ("up.weight", "down.weight"):  # without bundles: all or nothing
             yield _whole(name, rows, ranges[0].device if ranges else CPU)
         else:
             yield _whole(name, rows, CPU)
-            if part == "router.weight" and ranges:  # it is used there; the CPU's experts know its shape
+            # It is used there; the CPU's experts know its shape.
+            if part == "router.weight" and (ranges or here.attention != CPU):
                 yield _whole(name, rows, FIRST_GPU)
 
 

@@ -238,6 +238,10 @@ class PackInMemory:
     grouped: Collection[str] = ()  # tensors whose rows are interleaved
     tables: Mapping[str, Lookup] = field(default_factory=dict)  # whose rows stay on disk
 
+    def has(self, name: str) -> bool:
+        """Return whether there is such a tensor, in RAM or on a GPU."""
+        return name in self.tensors or name in self.on_gpus
+
     def matrix(self, name: str) -> WeightMatrix:
         """Return all rows of a tensor: those in RAM, if it is there, or those of the one GPU that has it."""
         if name in self.tables:
@@ -310,7 +314,7 @@ class PackInMemory:
         for device, rows in gpus.items():
             n = rows.rows // experts
             own = bias[first : first + n].copy() if bias is not None and divided else bias
-            parts.append(self._gpu_part(layer, expert, device, own))
+            parts.append(self._gpu_part(layer, (expert, experts), device, own))
             first += n
         if in_ram:
             own = bias[first:].copy() if bias is not None and divided else bias
@@ -320,10 +324,10 @@ class PackInMemory:
     def shared(self, layer: str) -> FFN | None:
         """Return the FFN of every token of a mixture."""
         up = f"{layer}.shared.up.weight"
-        if f"{layer}.shared.gate.weight" not in self.tensors:
+        if not self.has(f"{layer}.shared.gate.weight"):
             return None
         gate, down = (self.linear(f"{layer}.shared.{part}") for part in ("gate", "down"))
-        return FFN.whole(gate, self.matrix(up) if up in self.tensors else None, down.weight, None, False)
+        return FFN.whole(gate, self.matrix(up) if self.has(up) else None, down.weight, None, False)
 
     def router(self, layer: str) -> Linear:
         return Linear(self.matrix(f"{layer}.router.weight"), self.vector(f"{layer}.router.bias"))
@@ -339,11 +343,12 @@ class PackInMemory:
         up = None if of_up is None else self._in_ram(bundle, expert, of_up)
         return FFNPart(gate, up, self._in_ram(bundle, expert, of_down))
 
-    def _gpu_part(self, layer: str, expert: int, device: str, bias: F32 | None) -> FFNPart:
+    def _gpu_part(self, layer: str, expert: tuple[int, int], device: str, bias: F32 | None) -> FFNPart:
+        """Return a GPU's neurons of an expert: (which, of how many)."""
         spec = self.spec
 
         def rows(name: str) -> DeviceRows:
-            return self.on_gpus[f"{layer}.{name}"][device].part(expert, spec.n_experts)
+            return self.on_gpus[f"{layer}.{name}"][device].part(*expert)
 
         gate = Linear(rows("gate.weight"), bias)
         if not spec.sparse:
@@ -456,7 +461,7 @@ class PackInMemory:
             router=self.router(a) if experts > 1 else None,
             selection_bias=self.vector(f"{a}.router.selection_bias"),
             shared=self.shared(a),
-            shared_router=self.matrix(gate) if gate in self.tensors else None,
+            shared_router=self.matrix(gate) if self.has(gate) else None,
             shared_norm=self.norm(f"{a}.shared.norm"),
             shared_post_norm=self.norm(f"{a}.shared.post_norm"),
             experts_post_norm=self.norm(f"{a}.experts_post_norm"),
