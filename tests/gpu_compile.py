@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thermocline.model import quant
-from thermocline.model.spec import Latent, Router
+from thermocline.model.spec import Latent, Recurrent, Router
 from thermocline.ops import triton_kernels as ops
 from thermocline.ops.device_rows import SIGNS, DeviceRows, Scratch
 from thermocline.ops.device_sizes import KernelSizes
@@ -97,6 +97,7 @@ def of_tokens(t: int) -> None:
         k, v = (empty(64, other.n_kv, *shape, type=torch.float16) for shape in shapes)
         ops.rope_store(qkv, other, turn, turn, *paged, k, v)
         ops.attention(empty(t, other.n * other.dim), qkv, other, *paged, k, v, scratch(t))
+    of_states(t)
     ops.activate(h, h, h, "gelu", 0.0, False)
     ops.open(h, h)
     ops.open(h, empty(t, 1))
@@ -121,6 +122,25 @@ def of_latents(t: int, paged: list[torch.Tensor]) -> None:
     ops.latent_store(q, queries, latent, heads, empty(rank), turn, turn, *paged, k)
     sizes = KernelSizes(t, DIM, NEURONS, n, rank + rope, PAGES * 32)
     ops.latent_attention(empty(t, n, rank), q, heads, *paged, k, Scratch.of(sizes, "meta"))
+
+
+def of_states(t: int) -> None:
+    """Kernels of recurrent layers, with Qwen3-Next's, Nemotron-H's and LFM2's sizes."""
+    sequence, runs = empty(t, type=torch.int32), empty(8, 4, type=torch.int32)
+    for r, skips in (
+        (Recurrent(4, 32, 128, 16, 128), False),
+        (Recurrent(4, 128, 64, 8, 128, True), True),
+        (Recurrent(4, 4, 64, 1, 256), True),
+    ):
+        into, x, out = empty(t, r.inner + r.channels + 2 * r.heads), empty(t, r.channels), empty(t, r.inner)
+        states = empty(20, (r.conv - 1) * r.channels + r.state * r.inner)
+        bias, decay = empty(r.channels) if r.conv_bias else None, empty(r.heads)
+        ops.convolve(x, into, empty(r.conv * r.channels), bias, sequence, runs, states, False)
+        gates, skip = into[:, r.inner + r.channels :], decay if skips else None
+        ops.scan(out, x, gates, r, decay, decay, skip, runs, states)
+        ops.gated_norm(out, into, empty(r.inner if skips else r.head_dim), r.groups, 1e-5, skips)
+    out, weight, states = empty(t, 2048), empty(3 * 2048), empty(20, 2 * 2048)
+    ops.convolve(out, empty(t, 3 * 2048), weight, None, sequence, runs, states, True)
 
 
 def source(kernel: Any, args: tuple[Any, ...], fixed: dict[str, Any]) -> ASTSource:

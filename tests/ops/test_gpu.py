@@ -134,7 +134,8 @@ def placed(w: Weights, places: Placement) -> Weights:
         return Linear(rows(x.weight), x.bias)
 
     def layer(x: Layer, p: LayerPlacement) -> Layer:
-        y: Layer = replace(natively(replace(x, experts=())), experts=parted(x.experts, p.ranges))
+        made = replace(natively(replace(x, experts=(), mixer=None)), experts=parted(x.experts, p.ranges))
+        y: Layer = made
         on_gpu = p.attention == "gpu:0"
         if x.router is not None and (on_gpu or (p.ranges and p.ranges[0].device != "cpu")):
             y = replace(y, router_copies={"gpu:0": rows(x.router.weight)})
@@ -144,6 +145,10 @@ def placed(w: Weights, places: Placement) -> Weights:
                 y = replace(y, shared_router=rows(x.shared_router))
         if on_gpu and x.attn_gate is not None:
             y = replace(y, attn_gate=rows(x.attn_gate))
+        if x.mixer is not None:  # whose other tables stay as they are
+            names = {"qkv", "z", "beta", "alpha", "into", "out"} & vars(x.mixer).keys()
+            stored = rows if on_gpu else natively
+            return replace(y, mixer=replace(x.mixer, **{n: stored(getattr(x.mixer, n)) for n in names}))
         if x.qkv is None or not on_gpu:
             return y
         latent = x.latent and replace(

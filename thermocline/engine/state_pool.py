@@ -5,6 +5,8 @@ It owns the states of every recurrent layer, and counts the holders of each slot
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from thermocline.engine.named_places import NamedPlaces
@@ -12,6 +14,7 @@ from thermocline.model.spec import ModelSpec
 from thermocline.ops.interface import F32, I32, U8
 
 CHECKPOINTS = 4  # slots beside those of running sequences
+StateStorage = Callable[[int, int, int], F32]  # allocates a layer's slots, each of so many floats
 NONE = -1  # no slot: the state before the first token, zeros
 
 
@@ -20,9 +23,14 @@ def slots_for(sequences: int) -> int:
     return 2 * sequences + CHECKPOINTS
 
 
+def layer_bytes(spec: ModelSpec, layer: int, sequences: int) -> int:
+    """Return the bytes of one layer's states in a pool for so many sequences."""
+    return 4 * slots_for(sequences) * spec.state_floats(layer)
+
+
 def reserved_bytes(spec: ModelSpec, sequences: int) -> int:
     """Return the bytes of a pool for so many sequences; 0 where no layer is recurrent."""
-    return 4 * slots_for(sequences) * sum(map(spec.state_floats, range(spec.n_layers)))
+    return sum(layer_bytes(spec, i, sequences) for i in range(spec.n_layers))
 
 
 def zeros(*shape: int) -> U8:
@@ -33,10 +41,15 @@ def zeros(*shape: int) -> U8:
     return raw[start : start + size].reshape(shape)
 
 
-def _slots(spec: ModelSpec, n: int) -> dict[int, F32]:
+def states_in_ram(layer: int, slots: int, floats: int) -> F32:
+    """Allocate the states of a layer."""
+    return zeros(slots, 4 * floats).view(np.float32)
+
+
+def _slots(spec: ModelSpec, n: int, storage: StateStorage = states_in_ram) -> dict[int, F32]:
     """Allocate n states of each recurrent layer."""
     sizes = ((i, spec.state_floats(i)) for i in range(spec.n_layers))
-    return {i: zeros(n, 4 * floats).view(np.float32) for i, floats in sizes if floats}
+    return {i: storage(i, n, floats) for i, floats in sizes if floats}
 
 
 class StatePool(NamedPlaces):
@@ -46,10 +59,10 @@ class StatePool(NamedPlaces):
     nothing. A sequence holds two slots at most: its own, and the one that its next step writes.
     """
 
-    def __init__(self, spec: ModelSpec, sequences: int) -> None:
+    def __init__(self, spec: ModelSpec, sequences: int, storage: StateStorage = states_in_ram) -> None:
         self.n_slots = slots_for(sequences)
         super().__init__(self.n_slots)
-        self.layers = _slots(spec, self.n_slots)
+        self.layers = _slots(spec, self.n_slots, storage)
         self._passing: set[int] = set()  # states in the midst of a prompt, which go before others
 
     @property

@@ -17,17 +17,21 @@ from thermocline.ops.device_rows import DeviceRows, Vector, joined
 from thermocline.ops.interface import (
     CPU,
     F32,
+    DeltaNet,
     FFNPart,
     Heads,
     LatentMatrices,
     Layer,
     Linear,
+    Mamba2,
     Norm,
+    ShortConv,
     WeightMatrix,
     gpu_index,
     stacked,
 )
 
+MIXER_KINDS = {DeltaNet: "deltanet", Mamba2: "mamba2", ShortConv: "conv"}
 FIRST_GPU = "gpu:0"  # has the residual stream, if not RAM
 
 
@@ -95,6 +99,23 @@ class DeviceAttention:
     def context(self) -> int:
         """Return the size of what it gives: all heads' values."""
         return self.heads.n * self.heads.dim
+
+
+@dataclass(frozen=True)
+class DeviceMixer:
+    """A recurrent layer's mixer; `kind` is one of spec.RECURRENT."""
+
+    kind: str
+    norm_before: DeviceNorm | None
+    first: tuple[DeviceLinear, ...]  # one behind the other
+    out: DeviceLinear
+    conv: Tensor  # [conv, channels], flat
+    conv_bias: Vector
+    decay: Vector
+    dt_bias: Vector
+    skip: Vector
+    norm: Vector
+    join: DeviceJoin
 
 
 @dataclass(frozen=True)
@@ -258,6 +279,29 @@ class Binder:
             v_b=_rows(w.v_b),
             q_norm=self.vector(w.q_norm),
             q_b=None if w.q_b is None else DeviceLinear(_rows(w.q_b), None),
+        )
+
+    def mixer(self, spec: ModelSpec, layer: Layer) -> DeviceMixer | _native.Mixer:
+        m = layer.mixer
+        assert m is not None
+        if not isinstance(m.out, DeviceRows):
+            return self._cpu.bind_mixer(spec, layer)
+        headed, skip = None if isinstance(m, ShortConv) else m, m.skip if isinstance(m, Mamba2) else None
+        matrices = (m.qkv, m.z, m.beta, m.alpha) if isinstance(m, DeltaNet) else (m.into,)
+        conv = self.vector(np.ascontiguousarray(m.conv.T).reshape(-1))
+        assert conv is not None
+        return DeviceMixer(
+            kind=MIXER_KINDS[type(m)],
+            norm_before=self._norm(layer.attn_norm),
+            first=tuple(DeviceLinear(_rows(w), None) for w in matrices),
+            out=DeviceLinear(_rows(m.out), None),
+            conv=conv,
+            conv_bias=self.vector(m.conv_bias) if isinstance(m, Mamba2) else None,
+            decay=None if headed is None else self.vector(headed.decay),
+            dt_bias=None if headed is None else self.vector(headed.dt_bias),
+            skip=self.vector(skip),
+            norm=None if headed is None else self.vector(headed.norm),
+            join=DeviceJoin(None, spec.residual_scale),
         )
 
     def ffn(self, spec: ModelSpec, layer: Layer) -> DeviceFFN | _native.FFN | _native.Mixture:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from thermocline.model.quant import row_bytes
-from thermocline.model.spec import Router
+from thermocline.model.spec import Recurrent, Router
 from thermocline.model.tensors import RowPart
 from thermocline.ops.device_sizes import KernelSizes
 from thermocline.ops.interface import Heads
@@ -174,6 +174,44 @@ class Kernels(Protocol):
         table: torch.Tensor,
         k: torch.Tensor,
         scratch: Scratch,
+        /,
+    ) -> None: ...
+
+    def convolve(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Vector,
+        sequence: torch.Tensor,
+        runs: torch.Tensor,
+        states: torch.Tensor,
+        alone: bool,
+        /,
+    ) -> None: ...
+
+    def scan(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        gates: torch.Tensor,
+        r: Recurrent,
+        decay: torch.Tensor,
+        dt_bias: torch.Tensor,
+        skip: Vector,
+        runs: torch.Tensor,
+        states: torch.Tensor,
+        /,
+    ) -> None: ...
+
+    def gated_norm(
+        self,
+        y: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        parts: int,
+        eps: float,
+        after: bool,
         /,
     ) -> None: ...
 

@@ -99,6 +99,9 @@ def buffers(spec: ModelSpec, s: StepLimits, gpus: int = 1) -> dict[str, Buffer]:
     if spec.n_experts > 1:
         routes = Buffer((s.tokens, spec.n_experts))
         made |= {"routed": replace(routes, here=False), "weights": routes}
+    made |= {name: Buffer((s.tokens, n), here=False) for name, n in _mixers(spec).items()}
+    if spec.recurrent is not None:
+        made["runs"] = Buffer((s.sequences, 4), "i32")
     made["named"] = Buffer(marks.shape, "u8", here=gpus > 1)
     if gpus > 1:
         made["returned"] = replace(stream, here=False)  # another GPU's sum
@@ -145,6 +148,16 @@ def _activations(spec: ModelSpec, s: StepLimits) -> int:
     if spec.n_experts > 1 and not spec.sparse:
         return 0
     return max(s.tokens, min(s.tokens, FEW) * spec.n_experts) * spec.ffn_dim
+
+
+def _mixers(spec: ModelSpec) -> dict[str, int]:
+    """Return the numbers of a token that recurrent layers compute, by buffer."""
+    r, kinds = spec.recurrent, set(spec.mixers)
+    if r is None:
+        return {}
+    rows = (sum(n for n, _ in [*spec.mixer_matrices(i).values()][:-1]) for i in range(spec.n_layers))
+    mixed = max(r.inner, spec.dim if "conv" in kinds else 0)
+    return {"into": max(rows), "mixed": mixed} | ({"convolved": r.channels} if r.channels else {})
 
 
 def side_buffers(spec: ModelSpec, s: StepLimits) -> dict[str, Buffer]:

@@ -13,14 +13,13 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from thermocline import _native
-from thermocline.errors import Unsupported
 from thermocline.model.modes import SPARSITIES
 from thermocline.model.spec import ModelSpec
 from thermocline.ops import device_sizes
@@ -33,6 +32,7 @@ from thermocline.ops.device_layers import (
     DeviceFFN,
     DeviceJoin,
     DeviceLinear,
+    DeviceMixer,
     DeviceNorm,
     DeviceShared,
 )
@@ -53,8 +53,10 @@ from thermocline.ops.interface import (
     WeightMatrix,
 )
 from thermocline.ops.mixing.latent import LatentQueue
+from thermocline.ops.mixing.recurrent import MixerQueue
 
 BoundAttention = DeviceAttention | _native.Attention
+BoundMixer = DeviceMixer | _native.Mixer
 BoundFFN = DeviceFFN | _native.FFN | _native.Mixture
 Half = Callable[[Tensor, bool], None]  # what becomes a tensor, or is added to it
 ProgramKey = tuple[int, int, str]  # tokens, logits, sparsity
@@ -74,6 +76,11 @@ def pages_on(device: Device, shape: KVShape) -> KVLayer:
     k = device.zeros((*pages, shape.head_dim, shape.block), torch.float16)
     v = device.zeros((*pages, shape.block, shape.head_dim), torch.float16)
     return KVLayer(shape, cast("F16", k), cast("F16", v))  # the GPU's ops alone read it
+
+
+def states_on(device: Device, slots: int, floats: int) -> F32:
+    """Allocate a recurrent layer's states."""
+    return cast("F32", device.zeros((slots, floats), torch.float32))  # the GPU's ops alone read it
 
 
 class Hidden:
@@ -151,6 +158,7 @@ class GpuOps:
         scratch = Scratch(self._pairs["scratch"][0], limits.sizes(spec))
         self._queue = PartQueue(device, kernels, spec, self._pairs, scratch)
         self._latent = LatentQueue(self._queue, self._pairs)
+        self._mixers = MixerQueue(self._queue, spec, self._pairs)
         self._side = tuple(SideGpu(d, kernels, spec, limits) for d in devices[1:])
         self.send_from = send_from
         self._slots: dict[tuple[int | None, bool], _native.StepSlot] = {}
@@ -192,8 +200,8 @@ class GpuOps:
     def per_layer_add(self, x: Hidden, bound: None, given: F32) -> None:
         raise AssertionError("nor this")
 
-    def bind_mixer(self, spec: ModelSpec, layer: Layer) -> NoReturn:
-        raise Unsupported("no GPU computes recurrent layers: run it in RAM, without --vram")
+    def bind_mixer(self, spec: ModelSpec, layer: Layer) -> BoundMixer:
+        return self._binder.mixer(spec, layer)
 
     def _vector(self, v: F32 | None) -> Vector:
         return self._binder.vector(v)
@@ -225,6 +233,8 @@ class GpuOps:
             self.device.copy(there[:rows], here[:rows])
             sent[name] = there if name == "table" else there[:n]  # all of it: as wide in every step
         slot = self._slots.setdefault((window, cos is not None), _native.StepSlot())
+        if cos is None:
+            self._mixers.begin(batch)
         step = self.cpu.step(batch, block, cos, sin, window)
         slot.set(step)
         self._slot.set(step)
@@ -426,8 +436,18 @@ class GpuOps:
         """Return the start of a buffer as [tokens, width]: layers differ in their heads."""
         return self._pairs[name][0].view(-1)[: tokens * width].view(tokens, width)
 
-    def mixer_add(self, x: Hidden, h: Hidden, b: NoReturn, step: DeviceStep, states: F32) -> None:
-        raise AssertionError("no mixer was bound")
+    def mixer_add(self, x: Hidden, h: Hidden, b: BoundMixer, step: DeviceStep, states: F32) -> None:
+        """`states`: of the layer, where `states_on` made them."""
+        if not isinstance(b, DeviceMixer):
+            self._to_host(x)
+            self._to_host(h)
+            self._host().mixer(x.array, h.array, b, states)
+            return
+        self._to_device(x)
+        self._to_device(h)
+        normed = self._normalised(b.norm_before, h)
+        mixed = self._mixers.mix(b, normed, step.sequence, cast("Tensor", states))
+        self._join(x, b.join, lambda y, add: self._queue.times(y, b.out, mixed, add))
 
     def ffn_add(
         self,

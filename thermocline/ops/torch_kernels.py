@@ -1,7 +1,7 @@
 """The GPU's ops in plain torch, on any device: what `triton_kernels` must compute, and its stand-in on a CPU.
 
 Same functions and signatures as there. All write into tensors of the caller's; activations and sums are f32;
-no value of the device is read on the host.
+no value of the device is read on the host, but for sequences' runs of rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from thermocline.model.formats import FORMATS
 from thermocline.model.gguf_blocks import E2M1, IQ4
-from thermocline.model.spec import Router
+from thermocline.model.spec import Recurrent, Router
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.interface import Heads
@@ -189,6 +189,92 @@ def _norm_heads(heads: Heads, part: Tensor, weight: object) -> None:
         own = torch.as_tensor(weight, device=part.device)
         own = own.view(part.shape[1:]) if heads.own_norms else own
         part.copy_(_normed(part, own, None, heads.norm_eps, heads.own_norms))
+
+
+def convolve(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequence: Tensor,
+    runs: Tensor,
+    states: Tensor,
+    alone: bool,
+) -> None:
+    """out [B, channels] = SiLU of the causal convolution of x [B, columns]; or, alone, C * that of B * x.
+
+    weight [conv, channels], flat. runs i32 [sequences, 4]: a sequence's first row and its tokens, the slot
+    that its state is read from (-1: zeros) and the one that it is written to (-1: there is no sequence). A
+    state begins with the last inputs [conv - 1, channels].
+    """
+    channels = out.shape[1]
+    w = weight.view(-1, channels)
+    for first, n, old, new in runs.tolist():
+        if new < 0:
+            continue
+        rows, size = x[first : first + n], (len(w) - 1) * channels
+        mine = rows[:, :channels] * rows[:, 2 * channels : 3 * channels] if alone else rows[:, :channels]
+        seen = states.new_zeros(size) if old < 0 else states[old, :size]
+        every = torch.cat([seen.view(-1, channels), mine])
+        y = torch.zeros_like(mine) if bias is None else bias.repeat(n, 1)
+        for j in range(len(w)):
+            y = y + every[j : j + n] * w[j]
+        out[first : first + n] = y * rows[:, channels : 2 * channels] if alone else _silu(y)
+        states[new, :size] = every[n:].reshape(-1)
+
+
+def scan(
+    out: Tensor,
+    x: Tensor,
+    gates: Tensor,
+    r: Recurrent,
+    decay: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor | None,
+    runs: Tensor,
+    states: Tensor,
+) -> None:
+    """out [B, heads * d] = what heads find in their states, token by token; without `skip` by the delta rule.
+
+    x [B, channels]: q, k and v with gates beta and alpha (`reference.deltanet`), or x, B and C with dt
+    (`reference.mamba2`). runs as `convolve`'s. A state ends with the heads' [heads, state, d].
+    """
+    keys, each, inner = r.groups * r.state, r.heads // r.groups, r.inner
+    at = torch.arange(r.heads, device=x.device)
+    group = at % r.groups if r.tiled else at // each
+    size = r.heads * r.state * r.head_dim
+    for first, n, old, new in runs.tolist():
+        if new < 0:
+            continue
+        s = states.new_zeros(size) if old < 0 else states[old, -size:].clone()
+        s = s.view(r.heads, r.state, r.head_dim)
+        for t in range(first, first + n):
+            if skip is None:
+                q, k = (_unit(p.view(r.groups, r.state))[group] for p in (x[t, :keys], x[t, keys : 2 * keys]))
+                v = x[t, 2 * keys :].view(r.heads, r.head_dim)
+                fade = (decay * _softplus(gates[t, r.heads : 2 * r.heads] + dt_bias)).exp()
+                s = s * fade[:, None, None]
+                change = (v - (s * k[:, :, None]).sum(dim=1)) * gates[t, : r.heads].sigmoid()[:, None]
+                y = (s := s + k[:, :, None] * change[:, None]) * (q / math.sqrt(r.state))[:, :, None]
+                out[t] = y.sum(dim=1).flatten()
+            else:
+                v = x[t, :inner].view(r.heads, r.head_dim)
+                k, q = (x[t, i : i + keys].view(r.groups, r.state)[group] for i in (inner, inner + keys))
+                dt = _softplus(gates[t, : r.heads] + dt_bias)
+                s = s * (decay * dt).exp()[:, None, None] + k[:, :, None] * (v * dt[:, None])[:, None]
+                out[t] = ((s * q[:, :, None]).sum(dim=1) + skip[:, None] * v).flatten()
+        states[new, -size:] = s.flatten()
+
+
+def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, parts: int, eps: float, after: bool) -> None:
+    """y [B, n] = RMS norm of each part, times SiLU of the gate [B, n]; `after`: of the product.
+
+    weight is that of a part, or of all.
+    """
+    z = _silu(gate)
+    x = (y * z if after else y).view(len(y), parts, -1)
+    x = _normed(x, weight.view(-1, x.shape[2]), None, eps, False).view(y.shape)
+    y.copy_(x if after else x * z)
 
 
 def activate(
@@ -519,6 +605,18 @@ def _activation(g: Tensor, kind: str, threshold: float, alpha: float = 1.0) -> T
 def _bits(data: Tensor, n: int) -> Tensor:
     """u8 [rows, ceil(n / 8)] -> f32 [rows, n] of 0 and 1."""
     return ((data[:, :, None] >> _eight(data.device)) & 1).view(len(data), -1)[:, :n].float()
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + (-x).exp())
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.nn.functional.softplus(x)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * ((x * x).sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def _eight(device: torch.device) -> Tensor:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thermocline.model.spec import Router
+from thermocline.model.spec import Recurrent, Router
 from thermocline.ops import triton_rows, triton_tokens
 from thermocline.ops.device_rows import SIGNS, Scratch, Vector
 from thermocline.ops.device_rows import DeviceRows as Rows
 from thermocline.ops.device_sizes import FEW, MAX_SUMS, SPAN, span_of, spans
 from thermocline.ops.interface import Heads
-from thermocline.ops.mixing import triton_latents
+from thermocline.ops.mixing import triton_latents, triton_states
 from thermocline.ops.triton_stored import loader
 
 Tensor = torch.Tensor
@@ -31,6 +31,7 @@ DOWN_ROWS = {1: 8, 2: 8, 4: 8, 8: 4, 16: 2}
 DOWN_WARPS = 4
 DOWN_SUMS = 128  # of a thread, at most: four stored numbers, for as many tokens at once as that allows
 DOWN_COLUMNS = 128  # of a program, for many tokens: its sums stay in registers
+STATE_FLOATS = 4096  # of a program of 4 warps: 32 of a thread
 LATENT_HEADS = 16  # of a program, the least that tensor cores multiply
 LATENT_WARPS, LATENT_COLUMNS = 8, 128  # sums of more columns, or of fewer warps, spill on an H100
 MANY_COLUMNS = 64  # that a program of `matmul_many` has on their way: x of them stays in shared memory
@@ -216,6 +217,50 @@ def latent_attention(
         D=wide,
         S=min(16, _power(n_spans)),
     )
+
+
+def convolve(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequence: Tensor,
+    runs: Tensor,
+    states: Tensor,
+    alone: bool,
+) -> None:
+    t, channels = out.shape
+    fixed: dict[str, Any] = {"CONV": len(weight) // channels, "ALONE": alone, "C": 256}
+    args = out, x, weight, bias, sequence, runs, states, t, x.stride(0), channels, states.shape[1]
+    launch(triton_states.convolve, (t + len(runs), _ceil(channels, 256)), *args, warps=2, **fixed)
+
+
+def scan(
+    out: Tensor,
+    x: Tensor,
+    gates: Tensor,
+    r: Recurrent,
+    decay: Tensor,
+    dt_bias: Tensor,
+    skip: Tensor | None,
+    runs: Tensor,
+    states: Tensor,
+) -> None:
+    rows, floats = _power(r.state), states.shape[1]
+    columns = min(_power(r.head_dim), max(1, STATE_FLOATS // rows))
+    fixed: dict[str, Any] = {"HEADS": r.heads, "DIM": r.head_dim, "GROUPS": r.groups, "STATE": r.state}
+    fixed |= {"TILED": r.tiled, "DELTA": skip is None, "R": rows, "C": columns}
+    args = out, x, gates, decay, dt_bias, skip, runs, states, x.stride(0), gates.stride(0), floats
+    grid = len(runs), r.heads, _ceil(r.head_dim, columns)
+    launch(triton_states.scan, grid, *args, (r.conv - 1) * r.channels, **fixed)
+
+
+def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, parts: int, eps: float, after: bool) -> None:
+    width = y.shape[1] // parts
+    fixed: dict[str, Any] = {"AFTER": after, "D": _power(width)}
+    warps = min(16, max(1, _power(width) // 256))
+    args = y, gate, weight, gate.stride(0), width, len(weight), eps
+    launch(triton_states.gated_norm, (len(y), parts), *args, warps=warps, **fixed)
 
 
 def activate(

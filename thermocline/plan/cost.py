@@ -180,7 +180,7 @@ class LayerWork:
 
     sizes: LayerSizes
     reads: Reads
-    kv_bytes: int  # of its keys and values
+    kv_bytes: int  # of its keys and values, or states
     kv_read_bytes: int
     dim: int
     on_gpu: str = "any"  # of its neurons: "any" number of the hottest, "all" or none, "none"

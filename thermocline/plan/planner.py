@@ -280,6 +280,7 @@ def _bytes(p: Problem, x: Placed) -> dict[str, dict[str, int]]:
         add("ram", "routers", s.router_bytes * bool(c.attention[i]))
         add("gpu", "routers", s.router_bytes * bool(g and not c.attention[i]))
         add(_tier(c.attention[i]), "keys and values", p.kv_layer_bytes(at))
+        add(_tier(c.attention[i]), "recurrent states", p.state_layer_bytes(at))
         add(_tier(c.predictor[i]), "predictors", s.predictor.bytes)
         add("gpu", "neurons", int(s.gate_bytes(g) + s.bundle_bytes(g)))
         add("ram", "gate rows", int(s.gate_bytes(s.neurons - g - on_disk)))

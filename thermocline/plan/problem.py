@@ -12,7 +12,7 @@ import numpy as np
 
 from thermocline.engine.kv_cache import BLOCK, block_counts, layer_bytes
 from thermocline.engine.prefill_budget import PREFILL_CHUNK
-from thermocline.engine.state_pool import reserved_bytes as state_bytes
+from thermocline.engine.state_pool import layer_bytes as state_bytes
 from thermocline.machine.tiers import Tiers
 from thermocline.model.modes import PLAIN, CacheTypes
 from thermocline.model.sizes import ModelSizes
@@ -63,6 +63,10 @@ class Problem:
         blocks = whole if self.spec.window(layer) is None else windowed
         return layer_bytes(self.spec, layer, blocks * BLOCK, self.ask.cache)
 
+    def state_layer_bytes(self, layer: int) -> int:
+        """Return the bytes of a recurrent layer's states, which lie where it is computed."""
+        return state_bytes(self.spec, layer, self._max_batch)
+
     @property
     def scratch(self) -> int:
         threads, context = self.tiers.cpu.threads, self.ask.context
@@ -76,8 +80,6 @@ class Problem:
         """Return the parts that RAM holds in every placement."""
         twins = host_bytes(self.spec, self.limits, self.gpus) if self.vram else 0
         parts = {"embedding": self.sizes.embed.bytes, "buffers": self.scratch + twins}
-        states = state_bytes(self.spec, self._max_batch)
-        parts |= {"recurrent states": states} if states else {}
         parts["runtime"] = runtime_bytes(self.spec) + (GPU_RAM_BYTES if self.vram else 0)
         return parts | ({"disk buffers": STAGING_BYTES} if disk else {})
 
@@ -134,15 +136,15 @@ class Problem:
             reads = self.reads(self.hotness.key(i), i, work) if skips else dense[sizes.neurons]
             window = self.spec.window(i)
             depth = work.depth if window is None else min(work.depth, window)
+            kept = self.kv_layer_bytes(i) + self.state_layer_bytes(i)
             kv_read = layer_bytes(self.spec, self.spec.kv_layer(i), depth * work.batch, self.ask.cache)
-            kv, where = self.kv_layer_bytes(i), divides(self.spec, i)
-            yield LayerWork(sizes, reads, kv, kv_read, self.spec.dim, where, self.spec.shared_dim > 0)
+            where, shared = divides(self.spec, i), self.spec.shared_dim > 0
+            yield LayerWork(sizes, reads, kept, kv_read, self.spec.dim, where, shared)
 
 
 def without_gpu_ops(spec: ModelSpec) -> str | None:
     """Return what of a model no GPU computes yet; None: nothing."""
     for what, there in (
-        ("recurrent layers", spec.recurrent is not None),
         ("heads of two sizes", spec.full_head_dim + spec.full_kv_heads > 0),
         ("values that are keys, or normed", spec.values_are_keys or spec.v_norm),
         ("keys and values that layers share", spec.kv_shared_layers > 0),

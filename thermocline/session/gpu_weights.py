@@ -102,7 +102,7 @@ def splits(spec: ModelSpec, tensors: Mapping[str, TensorInfo], placement: Placem
         _, layer, part = name.split(".", 2)
         here, (experts, _, width) = placement.layers[int(layer)], spec.ffn(int(layer))
         ranges = gpu_ranges(here)
-        if part in ATTENTION:
+        if part in ATTENTION or part in spec.mixer_matrices(int(layer)):
             yield _whole(name, rows, here.attention)
         elif part in ("gate.weight", "bundle"):
             alone = [r.neurons for r in ranges] == [width]  # then it goes as a whole

@@ -13,6 +13,7 @@ import numpy as np
 
 from thermocline import _native
 from thermocline.engine.kv_cache import Storage, in_ram
+from thermocline.engine.state_pool import StateStorage, states_in_ram
 from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo
 from thermocline.ops.cpu import CpuOps, disk_error
@@ -122,6 +123,7 @@ class Opened:
     loaded: LoadedWeights[OpaqueOps]
     store: Store | None = None  # where neurons come from disk
     storage: Storage = in_ram  # of keys and values
+    states: StateStorage = states_in_ram
 
 
 def load(
