@@ -315,6 +315,7 @@ BAD: dict[str, Case] = {
     ),
     "key unknown": (LLAMA, {"attention_sinks": 4}, Unsupported, "'attention_sinks' is unknown"),
     "key unknown, null": (LLAMA, {"logit_softcap": None}, Unsupported, "'logit_softcap' is unknown"),
+    "Gemma 3n": (LLAMA, {"architectures": ["Gemma3nForCausalLM"]}, Unsupported, "four residual streams"),
     "key of another family": (LLAMA, {"sliding_window": 4096}, Unsupported, "'sliding_window' is unknown"),
     "key with a line break": (LLAMA, {"a\nb": 1}, Unsupported, r"'a\\nb' is unknown"),
     "quantised": (

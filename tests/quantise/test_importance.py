@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from thermocline.errors import BadFile
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import ModelSpec, Recurrent
 from thermocline.quantise import importance
+from thermocline.quantise.moments import reader_of
 
 SPEC = ModelSpec(
     architecture="llama", dim=64, ffn_dim=96, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16,
@@ -48,7 +50,7 @@ def write_dat(path: Path, found: importance.Importance) -> None:
         name = GGUF_NAMES[ours].encode()
         data += struct.pack("<i", len(name)) + name + struct.pack("<ii", 7, x.size)
         data += (7 * x).astype("<f4").tobytes()
-    other = b"blk.0.ssm_in.weight"
+    other = b"blk.0.time_mix_key.weight"
     data += struct.pack("<i", len(other)) + other + struct.pack("<ii", 1, 1) + struct.pack("<f", 0.5)
     path.write_bytes(data + struct.pack("<ii", 7, 4) + b"text")
 
@@ -115,3 +117,20 @@ def test_what_is_no_file_of_importances_is_refused(tmp_path: Path, data: bytes) 
     (tmp_path / "bad.dat").write_bytes(data)
     with pytest.raises(BadFile):
         importance.read(tmp_path / "bad.dat", SPEC)
+
+
+def test_names_of_recurrent_layers_are_those_of_their_matrices(tmp_path: Path) -> None:
+    """What reads the stream has one name; a model without such layers has neither."""
+    r = Recurrent(heads=2, groups=1, state=16, head_dim=16, conv=4)
+    spec = replace(SPEC, mixers=("mamba2", *("attention",) * (SPEC.n_layers - 1)), recurrent=r)
+    out = np.arange(1, r.inner + 1, dtype=np.float32)[None]
+    into = np.arange(1, spec.dim + 1, dtype=np.float32)[None]
+    wanted = {"layers.0.mixer": into, "layers.0.mixer_out": out}
+    importance.write(tmp_path / "own", wanted)
+    assert same(importance.read(tmp_path / "own", spec), wanted)
+    with pytest.raises(BadFile, match=r"'layers\.0\.mixer' is"):
+        importance.read(tmp_path / "own", SPEC)
+    assert [reader_of(f"layers.0.mixer.{n}.weight") for n in ("in", "qkv", "z", "beta", "alpha", "out")] == [
+        *["layers.0.mixer"] * 5, "layers.0.mixer_out"
+    ]  # fmt: skip
+    assert reader_of("layers.0.mixer.conv.weight") is None

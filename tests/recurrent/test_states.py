@@ -19,9 +19,13 @@ from thermocline.engine.kv_cache import BLOCK, BlockTable, KVCache
 from thermocline.engine.request import Request
 from thermocline.engine.state_pool import CHECKPOINTS, NONE, StatePool, StateTurns, reserved_bytes, slots_for
 from thermocline.errors import IOFailure
+from thermocline.model.spec import RECURRENT
 from thermocline.offline.evaluate import Reader
-from thermocline.offline.packing.collect import collect
+from thermocline.offline.packing.collect import InputCollector, collect
+from thermocline.ops.cpu import CpuOps
+from thermocline.ops.interface import F32
 from thermocline.plan.memory import layer_shape, others_of
+from thermocline.quantise.importance import check, of_moments
 
 SHORT = dataclasses.replace(GREEDY, max_tokens=4)
 LONG = dataclasses.replace(GREEDY, max_tokens=70)
@@ -370,4 +374,31 @@ def test_inputs_are_collected_of_the_layers_that_have_them(kind: str) -> None:
     fed = [i for i in range(3) if i not in lab.spec.no_ffn]
     names = {"head", "layers.1.qkv", "layers.1.attn_out"}
     names |= {f"layers.{i}.{part}" for i in fed for part in ("ffn", "down")}
+    recurrent = [i for i in range(3) if lab.spec.mixer(i) in RECURRENT]
+    names |= {f"layers.{i}.{part}" for i in recurrent for part in ("mixer", "mixer_out")}
     assert set(moments) == names and all(m.rows == 40 for found in moments.values() for m in found)
+    check(of_moments(moments), lab.spec, "a test")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_mixers_last_matrix_reads_is_what_it_is_multiplied_with(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The squares of a column of the product are the quadratic form of its row in the moments."""
+    lab, grew, real = recurrent_lab(kind), [], InputCollector.mixer_add
+    i = next(i for i in range(3) if lab.spec.mixer(i) in RECURRENT)
+    mixer = lab.weights.layers[i].mixer
+    assert mixer is not None
+
+    def watched(ops: InputCollector, x: F32, h: F32, bound: Any, step: Any, states: F32) -> None:
+        before = x.copy()
+        real(ops, x, h, bound, step, states)
+        grew.append((x - before) / np.float32(lab.spec.residual_scale))
+
+    monkeypatch.setattr(InputCollector, "mixer_add", watched)
+    texts = np.array([prompt(1, 40)], np.int32)
+    (inner,) = collect(lab.spec, lab.weights, texts, threads=1, window=1 << 16)[f"layers.{i}.mixer_out"]
+    out = CpuOps(1).embed(mixer.out, np.arange(mixer.out.shape[0], dtype=np.int32))
+    wanted = (grew[0].astype(np.float64) ** 2).sum(axis=0)
+    got = np.einsum("rc,cd,rd->r", out, inner.products[0], out)
+    assert np.abs(got - wanted).max() < 0.02 * wanted.mean()

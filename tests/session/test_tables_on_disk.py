@@ -151,8 +151,8 @@ def test_what_is_planned_is_what_runs(name: str, tmp_path: Path) -> None:
     ram = little(name, model)
     with session(model, **ram) as run:
         placement = run.placement
-    budget = {"ram_bytes": placement.ram_bytes} if ram else {}
-    made_plan = place.plan(of_model(model, "exact", Curve()), here, Ask(64, max_batch=2, **budget))
+    budget = placement.ram_bytes if ram else None
+    made_plan = place.plan(of_model(model, "exact", Curve()), here, Ask(64, max_batch=2, ram_bytes=budget))
     assert made_plan.placement.tables == placement.tables == CASES[name][3]
     assert made_plan.placement.bytes == placement.bytes
     assert any("a row is read from disk" in note for note in made_plan.notes)

@@ -117,6 +117,12 @@ def parse_config(
     return spec, tensor_map
 
 
+GEMMA3N = (
+    "Gemma 3n is not supported: its layers predict and correct four residual streams (AltUp); "
+    "Gemma 4's E2B and E4B are, and Gemma 3"
+)
+
+
 def _family(config: Json, name: str) -> Family:
     architectures = config.get("architectures")
     if (
@@ -128,6 +134,8 @@ def _family(config: Json, name: str) -> Family:
     typed = architectures[0], str(config.get("model_type"))
     family = BY_TYPE.get(typed) or FAMILIES.get(architectures[0])
     if family is None:
+        if architectures[0].startswith("Gemma3n"):
+            raise Unsupported(f"{name}: {GEMMA3N}")
         alike = difflib.get_close_matches(architectures[0], FAMILIES, 3)
         near = f"; alike: {', '.join(alike)}" if alike else ""
         raise Unsupported(

@@ -16,7 +16,7 @@ from thermocline.errors import Unsupported
 from thermocline.files.bounded import Json, quoted
 from thermocline.files.gguf import GGUF
 from thermocline.model.dense import gguf as dense
-from thermocline.model.families import parse_config
+from thermocline.model.families import GEMMA3N, parse_config
 from thermocline.model.gemma import gguf as gemma
 from thermocline.model.gguf_metadata import (
     LONG_FACTORS,
@@ -409,6 +409,8 @@ def read_model(gguf: GGUF, activation: str | None = None) -> tuple[ModelSpec, Te
     """
     k = GGUFKeys(gguf)
     found = ARCHITECTURES.get(k.architecture)
+    if k.architecture == "gemma3n":
+        raise Unsupported(f"{k.name}: {GEMMA3N}")
     if found is None:
         raise Unsupported(
             f"{k.name}: architecture {quoted(k.architecture)} is not supported; known: "

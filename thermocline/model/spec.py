@@ -374,6 +374,11 @@ class ModelSpec:
             return FFNShape(1, 1, self.dense_dim)
         return FFNShape(self.n_experts, self.n_experts_active, self.ffn_dim)
 
+    @property
+    def ffn_layers(self) -> tuple[int, ...]:
+        """Return the layers that have an FFN, beside a shared one."""
+        return tuple(i for i in range(self.n_layers) if i not in self.no_ffn)
+
     def routed(self, tokens: int) -> float:
         """Return the expected share of experts that some of `tokens` independent tokens choose."""
         return 1.0 - (1.0 - self.n_experts_active / self.n_experts) ** tokens

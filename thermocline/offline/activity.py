@@ -41,7 +41,7 @@ class RowDecoder(Protocol):
 class Sampled:
     """Samples of k tokens in one layer, in the pack's order of neurons."""
 
-    layer: int
+    layer: int  # of those with an FFN, the how manieth
     input: F16  # [k, dim]
     sizes: I64  # [k]: active neurons of each token
     index: I32  # [nnz]: their positions, ascending within a token
@@ -52,7 +52,7 @@ class Sampled:
 class Counted:
     """The counts and samples of one passage."""
 
-    counts: I64  # [layers, buckets, neurons]
+    counts: I64  # [layers with an FFN, buckets, neurons]
     samples: list[Sampled]  # the samples of a layer are in the order of tokens
 
 
@@ -75,12 +75,12 @@ class ActivityRecorder(CpuOps):
     def __init__(self, threads: int, spec: ModelSpec, layers: Sequence[Layer], norms: Sequence[F32]) -> None:
         """`norms` are those of each layer's down rows. They may be empty if nothing is sampled."""
         super().__init__(threads)
-        self._spec, self._layers, self._norms = spec, layers, norms
+        self._spec, self._layers, self._norms = spec, [layers[i] for i in spec.ffn_layers], norms
         self._skip, self._wanted = 0, np.empty(0, np.int64)
 
     def begin(self) -> None:
         s = self._spec
-        self.counts = np.zeros((s.n_layers, len(BUCKETS), s.n_experts * s.ffn_dim), np.int64)
+        self.counts = np.zeros((len(self._layers), len(BUCKETS), s.n_experts * s.ffn_dim), np.int64)
         self.samples: list[Sampled] = []
 
     def step(
@@ -133,9 +133,12 @@ class ActivityRecorder(CpuOps):
 
 
 def down_norms(spec: ModelSpec, weights: Weights, ops: RowDecoder) -> list[F32]:
-    """Return the norm of each neuron's down row by layer [neurons], times its weight in a sub-norm."""
+    """Return the norm of each neuron's down row [neurons], times its weight in a sub-norm.
+
+    There is an entry for each layer that has an FFN.
+    """
     out: list[F32] = []
-    for layer in weights.layers:
+    for layer in (weights.layers[i] for i in spec.ffn_layers):
         norms = np.concatenate([_row_norms(f.part.down, ops) for f in layer.experts])
         if layer.ffn_sub_norm is not None:
             norms *= np.abs(layer.ffn_sub_norm.weight)

@@ -34,7 +34,7 @@ class CheckpointState:
     """The state of a profile, replaced as a whole, so that a Ctrl-C never leaves half a passage."""
 
     done: int  # passages
-    counts: I64  # [layers, buckets, neurons]
+    counts: I64  # [layers with an FFN, buckets, neurons]
     held: tuple[bytes, ...]  # samples that are not in the file yet
     saved_bytes: int  # bytes of the file that belong to the state
     saved_crc: int
@@ -49,8 +49,8 @@ class ProfileCheckpoint:
 
     def __init__(self, directory: Path, spec: ModelSpec, pack: str, made_for: Json) -> None:
         self.directory, self._spec, self._pack, self._made_for = directory, spec, pack, made_for
-        neurons = spec.n_experts * spec.ffn_dim
-        self._at = CheckpointState(0, np.zeros((spec.n_layers, len(BUCKETS), neurons), np.int64), (), 0, 0)
+        shape = (len(spec.ffn_layers), len(BUCKETS), spec.n_experts * spec.ffn_dim)
+        self._at = CheckpointState(0, np.zeros(shape, np.int64), (), 0, 0)
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as e:
@@ -147,15 +147,18 @@ class ProfileCheckpoint:
     # -- samples by layer
 
     def active(self) -> list[int]:
-        """Return the number of active neurons in all samples, by layer."""
-        found = [0] * self._spec.n_layers
+        """Return the number of active neurons in all samples, by layer with an FFN."""
+        found = [0] * len(self._spec.ffn_layers)
         for layer, _, nnz, _ in self._pieces():
             found[layer] += nnz
         return found
 
     def rows(self, places: Sequence[I64]) -> Iterator[Rows]:
-        """Yield each layer's samples for a pack with its neurons at `places`. One layer is in memory."""
-        pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(self._spec.n_layers)]
+        """Yield the samples of each layer with an FFN, for a pack with its neurons at `places`.
+
+        One layer is in memory.
+        """
+        pieces: list[list[tuple[int, int, int]]] = [[] for _ in self._spec.ffn_layers]
         for layer, tokens, nnz, at in self._pieces():
             pieces[layer].append((tokens, nnz, at))
         fd, _ = open_regular(self.directory / SAMPLES)

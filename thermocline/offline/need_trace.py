@@ -33,16 +33,6 @@ def check_sparse(spec: ModelSpec) -> None:
             f"{spec.architecture} with {spec.activation}: every token needs every neuron: nothing to "
             "record; trace a ReLU-family model"
         )
-    check_alike(spec)
-
-
-def check_alike(spec: ModelSpec) -> None:
-    """Raise Unsupported for a model with layers that have no neurons to count."""
-    if spec.no_ffn:
-        raise Unsupported(
-            f"{spec.architecture}: neurons are counted where every layer has an FFN; {len(spec.no_ffn)} "
-            f"of its {spec.n_layers} have none. Its zeros are skipped without a profile: run it as it is"
-        )
 
 
 class TraceRecorder(CpuOps):
@@ -61,14 +51,13 @@ class TraceRecorder(CpuOps):
     def active(self) -> list[U8]:
         """Return the needed neurons by layer [tokens, bytes], for tokens that all layers have computed."""
         assert self._rows is not None
-        n = len(self._rows[-1])
-        width = -(-self.neurons // 8)
-        return [np.array(rows[:n], np.uint8).reshape(n, width) for rows in self._rows]
+        n = len(self._rows[self._spec.ffn_layers[-1]])
+        return [np.array(rows[:n], np.uint8).reshape(n, -1 if rows else 0) for rows in self._rows]
 
     def step(
         self, batch: Batch, block: int, cos: F32 | None, sin: F32 | None, window: int | None = None
     ) -> Any:
-        self._layer = 0
+        self._feeding = iter(self._spec.ffn_layers)
         return super().step(batch, block, cos, sin, window)
 
     def ffn_add(
@@ -84,7 +73,7 @@ class TraceRecorder(CpuOps):
     ) -> None:
         if self._rows is None:
             return super().ffn_add(x, h, bound, sparsity, stats, record, shares=shares)
-        layer, self._layer = self._layer, self._layer + 1
+        layer = next(self._feeding)
         drelu = self._spec.up_activation == "relu"
         gated = self._gates(layer, h, bound, shares) if drelu else None  # before h changes
         record = np.empty((len(x), bound.neurons), np.float32)
@@ -121,7 +110,8 @@ class Trace:
     depth: int  # tokens of context before them
     neurons: int  # neurons of a layer
     experts: int  # experts of a layer
-    active: tuple[U8, ...]  # by layer [tokens, bytes]: bit i mod 8 of byte i / 8 is neuron i
+    # By layer [tokens, bytes]: bit i mod 8 of byte i / 8 is neuron i. No bytes where there is no FFN.
+    active: tuple[U8, ...]
 
     @staticmethod
     def of(recorder: TraceRecorder, source: str, sparsity: str, depth: int) -> Trace:
@@ -134,7 +124,9 @@ class Trace:
 
     def layer(self, i: int) -> Bool:
         """Return whether each token needs each neuron of layer i [tokens, neurons]."""
-        bits = np.unpackbits(self.active[i], axis=1, count=self.neurons, bitorder="little")
+        found = self.active[i]
+        count = self.neurons if found.shape[1] else 0
+        bits = np.unpackbits(found, axis=1, count=count, bitorder="little")
         return bits.view(np.bool_)
 
 
@@ -151,8 +143,9 @@ def check_target(path: Path) -> None:
 def write_trace(path: Path, pack: Pack, trace: Trace) -> None:
     """Write a trace in the place of `path`, whole or not at all. Raises IOFailure."""
     facts = {key: getattr(trace, key) for key in ("tokens", "source", "sparsity", "depth")}
-    shapes: Any = {f"layers.{i}.active": ("u1", a.shape) for i, a in enumerate(trace.active)}
-    sidecar.replace(path, KIND, sidecar.stamp(pack.path), facts, shapes, trace.active)
+    held = {f"layers.{i}.active": trace.active[i] for i in pack.spec.ffn_layers}
+    shapes: Any = {name: ("u1", a.shape) for name, a in held.items()}
+    sidecar.replace(path, KIND, sidecar.stamp(pack.path), facts, shapes, held.values())
 
 
 def read_trace(path: Path, pack: Pack) -> Trace:
@@ -174,5 +167,6 @@ def _read(found: sidecar.Sidecar, spec: ModelSpec) -> Trace:
         raise BadFile(f"{found.path}: source or sparsity is missing")
     neurons = spec.n_experts * spec.ffn_dim
     shape = (tokens, -(-neurons // 8))
-    active = tuple(found.read(f"layers.{i}.active", "|u1", shape) for i in range(spec.n_layers))
+    held = {i: found.read(f"layers.{i}.active", "|u1", shape) for i in spec.ffn_layers}
+    active = tuple(held.get(i, np.zeros((tokens, 0), np.uint8)) for i in range(spec.n_layers))
     return Trace(tokens, source, sparsity, depth, neurons, spec.n_experts, active)

@@ -78,10 +78,11 @@ def _save(figure: Any, path: Path) -> None:
 def _draw_curve(axes: Any, profile: Profile) -> None:
     from matplotlib import colormaps
 
-    one = [c[0] for c in profile.counts]
+    numbers = [i for i, c in enumerate(profile.counts) if c.size]
+    one = [profile.counts[i][0] for i in numbers]
     for i, counts in enumerate(one):
         colour = colormaps["viridis"](0.9 * i / max(1, len(one) - 1))
-        label = f"layer {i}" if i in (0, len(one) - 1) and len(one) > 1 else None
+        label = f"layer {numbers[i]}" if i in (0, len(one) - 1) and len(one) > 1 else None
         axes.plot(*_thinned(counts), color=colour, linewidth=0.8, alpha=0.8, label=label)
     whole = np.stack(one)
     axes.plot(*_thinned(whole), color=INK, linewidth=2.4, label="whole model")
@@ -114,7 +115,9 @@ def _thinned(counts: Any) -> tuple[Any, Any]:
 def _draw_heat(figure: Any, axes: Any, profile: Profile) -> None:
     from matplotlib.colors import LogNorm
 
-    rows = np.stack([profile.hotness(i) for i in range(len(profile.counts))])
+    most = max(c[0].size for c in profile.counts)
+    nothing = np.zeros(most)  # layers without an FFN
+    rows = np.stack([profile.hotness(i) if c.size else nothing for i, c in enumerate(profile.counts)])
     step = math.ceil(rows.shape[1] / MAX_COLUMNS)
     starts = np.arange(0, rows.shape[1], step)
     widths = np.diff(np.append(starts, rows.shape[1]))

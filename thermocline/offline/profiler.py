@@ -22,7 +22,6 @@ from thermocline.errors import IOFailure, Unsupported
 from thermocline.machine import hardware
 from thermocline.offline.activity import STEP, ProfileWorker, count_passages, down_norms
 from thermocline.offline.checkpoint import ProfileCheckpoint
-from thermocline.offline.need_trace import check_alike
 from thermocline.pack import sidecar
 from thermocline.pack.activity_profile import (
     BUCKETS,
@@ -82,7 +81,7 @@ class ProfileResult:
 
 def sample_bytes(spec: ModelSpec, active: float = ASSUMED_ACTIVE) -> int:
     """Return the bytes of one sampled token if a share `active` of the neurons is active."""
-    return spec.n_layers * (2 * spec.dim + 8 + int(6 * active * spec.n_experts * spec.ffn_dim))
+    return len(spec.ffn_layers) * (2 * spec.dim + 8 + int(6 * active * spec.n_experts * spec.ffn_dim))
 
 
 def default_samples(spec: ModelSpec) -> int:
@@ -96,7 +95,6 @@ def check_sparse(spec: ModelSpec) -> None:
             "count, and every one is computed; profile a ReLU-family model instead, such as a ReLU "
             "fine-tune of this one (ProSparse, TurboSparse, ReluLLaMA)"
         )
-    check_alike(spec)
 
 
 def sampled_tokens(passages: Sequence[I32], n: int) -> list[I64]:
@@ -133,7 +131,7 @@ def profile(r: ProfileJob, progress: Progress) -> ProfileResult:
 
 def _check_disk(pack: Pack, output: Path, n: int) -> None:
     parent = next(p for p in Path(os.path.realpath(output)).parents if p.is_dir())
-    neurons = pack.spec.n_layers * pack.spec.n_experts * pack.spec.ffn_dim
+    neurons = len(pack.spec.ffn_layers) * pack.spec.n_experts * pack.spec.ffn_dim
     need = pack.weights_bytes + 3 * neurons * len(BUCKETS) * 8 + 2 * n * sample_bytes(pack.spec)
     free = shutil.disk_usage(parent).free
     if free < need:
@@ -206,7 +204,9 @@ def _write(
     s, passages = r.pack.spec, r.corpus.passages
     shape = (len(BUCKETS), s.n_experts, s.ffn_dim)
     windows = tuple(sum(len(p) // b for p in passages) for b in BUCKETS)
-    counts = tuple(c.reshape(shape) for c in checkpoint.counts)
+    found_counts = {i: c.reshape(shape) for i, c in zip(s.ffn_layers, checkpoint.counts, strict=True)}
+    nothing = np.zeros((len(BUCKETS), s.n_experts, 0), np.int64)
+    counts = tuple(found_counts.get(i, nothing) for i in range(s.n_layers))
     places = [hottest_first(c[0]) for c in counts]
     found = Profile(BUCKETS, windows, r.corpus.tokens, r.corpus.sha256, counts).reordered(places)
 
@@ -216,7 +216,9 @@ def _write(
     def finish(directory: Path) -> None:
         write_profile(directory, found)
         if n:
-            write_samples(directory, s, n, checkpoint.active(), checkpoint.rows(places))
+            write_samples(
+                directory, s, n, checkpoint.active(), checkpoint.rows([places[i] for i in s.ffn_layers])
+            )
 
     write_reordered(
         r.pack,

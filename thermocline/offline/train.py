@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from thermocline.ops.interface import F32
 
 KINDS = ("mlp", "svd", "sign")
+ROUTER_PARTS = ("weight", "bias", "selection_bias")
 CHEAPEST_FIRST = ("sign", "svd", "mlp")  # by the time to fit them
 BLOCK = 32  # ranks are whole blocks of int8 weights
 CALIBRATION = 0.5  # share of the samples for thresholds; predictors are fitted to the others
@@ -107,7 +108,8 @@ def train(r: TrainJob, samples: Samples, progress: Progress) -> TrainResult:
         **verdict.facts(),
         "layers": _layer_reports(r, samples, layers, found),
     }
-    timing = {"seconds": time.monotonic() - begin, "fit_s": [s.seconds for s in found]}
+    fits = [found[i].seconds for i in r.pack.spec.ffn_layers]
+    timing = {"seconds": time.monotonic() - begin, "fit_s": fits}
     timing["predictor_us_at_memory_speed"] = _at_memory_speed(verdict.predictor_bytes, r.threads)
     return TrainResult(layers, report, verdict.bytes < verdict.bytes_exact, timing)
 
@@ -162,11 +164,14 @@ def _shortlists(
 ) -> Iterator[Shortlist]:
     spec = r.pack.spec
     for i in range(spec.n_layers):
+        if i in spec.no_ffn:
+            yield Shortlist(spec, 0, [None] * len(PRICES), [0.0] * len(PRICES))
+            continue
         begin = time.monotonic()
         progress(i, spec.n_layers, " layers")
         made = Shortlist.of(spec, r.pack.tensors[f"layers.{i}.gate.weight"].stride, r.forced)
         fitted, kept = split(layer_samples(r.pack, i, samples.layer(i)), r.seed)
-        share = (deadline - begin) / (spec.n_layers - i)
+        share = (deadline - begin) / sum(later >= i for later in spec.ffn_layers)
         late, over = (partial(past, begin + part * share) for part in (0.5, FITTED))  # the rest is for trials
         fit = _LayerFit(made, gate_rows(r.pack, i), fitted, kept, r.seed + i, r.threads, late, over)
         for kind in sorted(r.kinds, key=CHEAPEST_FIRST.index):
@@ -296,10 +301,16 @@ def layer_samples(pack: Pack, layer: int, rows: Rows) -> LayerSamples:
         return a
     chosen = np.zeros((len(x), spec.n_experts), bool)
     if spec.router_input == "ffn_norm":
-        router = read_tensor(pack, f"layers.{layer}.router.weight").view("<f4")
-        chosen = route(x @ router.T, spec.n_experts_active) != 0
+        router, bias, more = (_f32(pack, f"layers.{layer}.router.{part}") for part in ROUTER_PARTS)
+        assert router is not None, "a mixture has a router"
+        logits = x @ router.reshape(-1, spec.dim).T + (0 if bias is None else bias)
+        chosen = route(logits, spec.n_experts_active, spec.router, more) != 0
     chosen[a.token, index // spec.ffn_dim] = True  # inputs are rounded to f16, so a close choice may differ
     return replace(a, chosen=chosen)
+
+
+def _f32(pack: Pack, name: str) -> F32 | None:
+    return read_tensor(pack, name).reshape(-1).view("<f4") if name in pack.tensors else None
 
 
 def split(a: LayerSamples, seed: int) -> tuple[LayerSamples, LayerSamples]:
@@ -367,10 +378,11 @@ def search(
 def _layer_reports(
     r: TrainJob, samples: Samples, layers: Layers, found: Sequence[Shortlist]
 ) -> list[dict[str, Any]]:
-    return [
-        _layer_report(p, split(layer_samples(r.pack, i, samples.layer(i)), r.seed)[1], s)
-        for i, (p, s) in enumerate(zip(layers, found, strict=True))
-    ]
+    def report(i: int) -> Json:
+        kept = split(layer_samples(r.pack, i, samples.layer(i)), r.seed)[1]
+        return {"layer": i} | _layer_report(layers[i], kept, found[i])
+
+    return [report(i) for i in r.pack.spec.ffn_layers]
 
 
 def _layer_report(p: LayerPredictor | None, a: LayerSamples, s: Shortlist) -> Json:

@@ -181,15 +181,16 @@ class Judge:
         """Return the verdict. Exact mode counts as if it read tokens one by one: batches share rows."""
         spec, specs = self.session.pack.spec, tensor_specs(self.session.pack)
         gate, neuron = (
-            statistics.fmean(specs[f"layers.{i}.{kind}"].payload for i in range(spec.n_layers))
+            statistics.fmean(specs[f"layers.{i}.{kind}"].payload for i in spec.ffn_layers)
             for kind in ("gate.weight", "bundle")
         )
         row = neuron / (2 if spec.gated else 1)  # up, or down
-        every = spec.n_layers * spec.n_experts * spec.ffn_dim
+        layers = len(spec.ffn_layers)
+        every = layers * spec.n_experts * spec.ffn_dim
         tokens = own.neurons / every
         active = base.active / base.neurons
         read = own.predicted * gate + own.rows * row + own.predictor_bytes
-        gates = spec.n_layers * spec.n_experts_active * spec.ffn_dim
+        gates = layers * spec.n_experts_active * spec.ffn_dim
         exact, predictors = gates * gate + every * active * neuron, own.predictor_bytes / tokens
         return Verdict(d, texts, own.predicted / own.neurons, active, read / tokens, exact, predictors)
 

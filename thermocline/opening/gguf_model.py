@@ -20,15 +20,13 @@ from thermocline import _native
 from thermocline.convert.from_gguf import files_of_metadata, gguf_hash
 from thermocline.convert.gguf_rows import GGUFSource, bad_scale, formats_of
 from thermocline.convert.tokenizers import has_tokenizer
-from thermocline.errors import IOFailure, ThermoclineError
-from thermocline.files.bounded import quoted
+from thermocline.errors import ThermoclineError
 from thermocline.files.gguf import GGUF
 from thermocline.files.small_files import HeldFiles
 from thermocline.model.gguf_families import read_model
-from thermocline.model.sizes import aligned
 from thermocline.model.tensors import TensorInfo, expected_tensors, optional_among, place
 from thermocline.opening.row_runs import RowRun, placed_rows, why_packed
-from thermocline.opening.table_rows import FileState, TableRows, changed, state_of
+from thermocline.opening.table_rows import FileState, TableRows, changed, state_of, unread
 from thermocline.pack.blocks import bytes_of
 
 if TYPE_CHECKING:
@@ -71,9 +69,7 @@ class GGUFModel:
             return "gguf", gguf_hash(gguf)
 
     def ranges(self, without: Collection[str] = ()) -> list[tuple[int, int]]:
-        left = sorted(
-            (t.offset, t.offset + aligned(t.bytes)) for n, t in self.tensors.items() if n in without
-        )
+        left = sorted((t.offset, t.offset + t.bytes) for n, t in self.tensors.items() if n in without)
         borders = [0, *itertools.chain(*left), self.weights_bytes]
         return [(begin, end) for begin, end in zip(borders[::2], borders[1::2], strict=True) if begin < end]
 
@@ -145,7 +141,7 @@ class RowReading:
         if not error:
             return bad_scale(path, run.tensor, number)
         why = "ends early" if error < 0 else os.strerror(error)
-        return IOFailure(f"{path}: {why} at tensor {quoted(run.tensor)}, row {number}")
+        return unread(path, why, run.tensor, number)
 
 
 def _write(arena: _native.Arena, offset: int, data: U8, run: Run) -> None:

@@ -35,6 +35,10 @@ def changed(path: Path) -> BadFile:
     return BadFile(f"{path}: was changed or replaced since it was opened; open the model again")
 
 
+def unread(path: Path, why: str, tensor: str, row: int) -> IOFailure:
+    return IOFailure(f"{path}: {why} at tensor {quoted(tensor)}, row {row}")
+
+
 class TableRows:
     """The rows of a tensor, a `RowSource`. `runs`: where they are, in the order of `parts`, without `order`.
 
@@ -59,7 +63,7 @@ class TableRows:
             row = self._files[run.part].read_bytes(run.at + (i - first) * run.stride, run.stride)
         except (BadFile, IOFailure) as e:
             self._check(run.part)  # one that was cut is a changed one
-            raise IOFailure(f"{e} (tensor {quoted(run.tensor)}, row {number})") from None
+            raise unread(path, str(e).removeprefix(f"{path}: "), run.tensor, number) from None
         self._check(run.part)  # a file that was changed may have given anything
         if _native.arranged(run.format, row[None], self._out) is not None:
             raise bad_scale(path, run.tensor, number)

@@ -41,7 +41,8 @@ class Profile:
     windows: tuple[int, ...]  # the number of windows counted, by bucket
     tokens: int
     corpus: str  # sha256 of the token ids and where they were cut
-    counts: tuple[I64, ...]  # by layer: [buckets, n_experts, ffn_dim], in the pack's order of neurons
+    # By layer: [buckets, n_experts, ffn_dim], in the pack's order of neurons; no neurons without an FFN.
+    counts: tuple[I64, ...]
 
     def hotness(self, layer: int, batch: int = 1) -> F64:
         """Return the probability that a batch of consecutive tokens needs each neuron [n_experts * ffn_dim].
@@ -71,8 +72,9 @@ def write_profile(directory: Path, profile: Profile) -> None:
         "tokens": profile.tokens,
         "corpus": profile.corpus,
     }
-    shapes: Any = {f"layers.{i}.counts": ("i8", c.shape) for i, c in enumerate(profile.counts)}
-    sidecar.write(directory / PROFILE, "profile", sidecar.stamp(directory), facts, shapes, profile.counts)
+    held = {f"layers.{i}.counts": c for i, c in enumerate(profile.counts) if c.size}
+    shapes: Any = {name: ("i8", c.shape) for name, c in held.items()}
+    sidecar.write(directory / PROFILE, "profile", sidecar.stamp(directory), facts, shapes, held.values())
 
 
 def open_profile(pack: Pack) -> Profile | None:
@@ -95,7 +97,9 @@ def _read_profile(found: sidecar.Sidecar, spec: ModelSpec) -> Profile:
     if type(tokens) is not int or not isinstance(corpus, str):
         raise BadFile(f"{found.path}: tokens or corpus is missing; run `{AGAIN}` again")
     shape = (len(buckets), spec.n_experts, spec.ffn_dim)
-    counts = tuple(found.read(f"layers.{i}.counts", "<i8", shape) for i in range(spec.n_layers))
+    held = {i: found.read(f"layers.{i}.counts", "<i8", shape) for i in spec.ffn_layers}
+    nothing = np.zeros((len(buckets), spec.n_experts, 0), np.int64)
+    counts = tuple(held.get(i, nothing) for i in range(spec.n_layers))
     for i, c in enumerate(counts):
         if (c < 0).any() or (c > np.array(windows)[:, None, None]).any():
             raise BadFile(f"{found.path}: layers.{i}.counts exceeds the number of windows, or is negative")
@@ -154,9 +158,12 @@ class Samples:
 def write_samples(
     directory: Path, spec: ModelSpec, n: int, active: Sequence[int], layers: Iterator[Rows]
 ) -> None:
-    """Write the samples of `n` tokens. `active` is the length of each layer's `index`, known beforehand."""
+    """Write the samples of `n` tokens, of each layer with an FFN.
+
+    `active` is the length of each one's `index`, known beforehand.
+    """
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for i, nnz in enumerate(active):
+    for i, nnz in zip(spec.ffn_layers, active, strict=True):
         a = f"layers.{i}"
         shapes |= {f"{a}.input": ("f2", (n, spec.dim)), f"{a}.indptr": ("i8", (n + 1,))}
         shapes |= {f"{a}.index": ("i4", (nnz,)), f"{a}.mass": ("f2", (nnz,))}
@@ -194,22 +201,23 @@ def hot_share(counts: I64) -> float:
 
 def summary(p: Profile) -> Json:
     """Summarise a profile for a person or a program: how many neurons are active, and how concentrated."""
-    one = [c[0] for c in p.counts]
-    active = [float(c.mean()) / p.windows[0] for c in one]
+    held = {i: c for i, c in enumerate(p.counts) if c.size}
+    one = {i: c[0] for i, c in held.items()}
+    active = {i: float(c.mean()) / p.windows[0] for i, c in one.items()}
     needed = {
-        str(b): float(np.mean([c[i].mean() for c in p.counts])) / p.windows[i]
+        str(b): float(np.mean([c[i].mean() for c in held.values()])) / p.windows[i]
         for i, b in enumerate(p.buckets)
     }
     return {
         "tokens": p.tokens,
         "corpus": p.corpus,
-        "active_fraction": float(np.mean(active)),
-        "active_per_layer": active,
+        "active_fraction": float(np.mean([*active.values()])),
+        "active_per_layer": [active.get(i) for i in range(len(p.counts))],
         "needed_by_batch": needed,  # by number of tokens: the share of neurons that some token needs
-        "hot_share": hot_share(np.stack(one)),
-        "hot_share_per_layer": [hot_share(c) for c in one],
-        "never_active": int(sum((c == 0).sum() for c in one)),
-        "neurons": sum(c.size for c in one),
-        "hottest_layer": int(np.argmax(active)),
-        "coldest_layer": int(np.argmin(active)),
+        "hot_share": hot_share(np.stack([*one.values()])),
+        "hot_share_per_layer": [hot_share(one[i]) if i in one else None for i in range(len(p.counts))],
+        "never_active": int(sum((c == 0).sum() for c in one.values())),
+        "neurons": sum(c.size for c in one.values()),
+        "hottest_layer": max(active, key=active.__getitem__),
+        "coldest_layer": min(active, key=active.__getitem__),
     }

@@ -19,7 +19,7 @@ from thermocline.files.bounded import open_regular, quoted, read_small
 from thermocline.files.gguf import GGUF
 from thermocline.files.safetensors import SafeTensors
 from thermocline.files.whole import replacing
-from thermocline.model.spec import ModelSpec
+from thermocline.model.spec import RECURRENT, ModelSpec
 from thermocline.quantise.moments import HEAD, Moments
 
 F32 = NDArray[np.float32]
@@ -30,7 +30,7 @@ KEY, KIND = "thermocline", "importance 1"
 MAX_BYTES = 1 << 30
 _READERS = {
     "attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "attn_qkv": "qkv", "attn_output": "attn_out",
-    "ffn_gate": "ffn", "ffn_up": "ffn", "ffn_down": "down",
+    "ffn_gate": "ffn", "ffn_up": "ffn", "ffn_down": "down", "ssm_in": "mixer", "ssm_out": "mixer_out",
 }  # fmt: skip
 
 
@@ -47,6 +47,8 @@ def check(importance: Mapping[str, F32], spec: ModelSpec, where: str) -> None:
         shapes[f"layers.{i}.qkv"] = (1, spec.dim)
         if (shape := spec.attention(i)) is not None:
             shapes[f"layers.{i}.attn_out"] = (1, shape.context)
+        if (out := spec.mixer_matrices(i).get("mixer.out.weight")) is not None:
+            shapes |= {f"layers.{i}.mixer": (1, spec.dim), f"layers.{i}.mixer_out": (1, out[1])}
         shapes[f"layers.{i}.ffn"] = (experts, spec.dim)
         shapes[f"layers.{i}.down"] = (experts, width)
     for name, values in importance.items():
@@ -88,6 +90,9 @@ def read(path: Path, spec: ModelSpec) -> Importance:
         found = _of_safetensors(path)
     else:
         found = _of_dat(path, read_small(path, min(size, MAX_BYTES)), spec)
+    for i in range(spec.n_layers):
+        if spec.mixer(i) in RECURRENT and f"layers.{i}.qkv" in found:  # its q, k and v have attention's name
+            found[f"layers.{i}.mixer"] = found.pop(f"layers.{i}.qkv")
     check(found, spec, str(path))
     return found
 

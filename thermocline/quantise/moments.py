@@ -1,7 +1,8 @@
 """Second moments of what a model's matrices are multiplied with: the importance of their columns.
 
 An input is named by what reads it: `layers.I.qkv`, `layers.I.attn_out`, `layers.I.ffn` (gate and up),
-`layers.I.down`, `head`. In a mixture, `ffn` and `down` have moments for each expert.
+`layers.I.down`, `head`; of a recurrent layer `layers.I.mixer` and `layers.I.mixer_out`. In a mixture,
+`ffn` and `down` have moments for each expert.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ def reader_of(tensor: str) -> str | None:
     if name in ("head", "embed"):  # the embedding, if it is the head too
         return HEAD
     layer, _, part = name.rpartition(".")
+    if layer.endswith(".mixer"):
+        into = part in ("in", "qkv", "z", "beta", "alpha")
+        return layer if into else f"{layer}_out" if part == "out" else None
     known = {
         "q": "qkv",
         "k": "qkv",

@@ -199,20 +199,22 @@ def _row(
     from thermocline.offline.replay import times
 
     took = times(problem, counts)
-    neurons, steps = found.neurons * len(found.active), len(counts.needed)
-    record = problem.sizes.layers[0].record_bytes
+    fed, n = list(problem.spec.ffn_layers), found.experts
+    neurons, steps = found.neurons * len(fed), len(counts.needed)
+    record = problem.sizes.layers[fed[0]].record_bytes
+    shares = [s for i in fed for s in case.shares[i * n : (i + 1) * n]]
     return {
         "policy": policy,
         "budget_gib": case.budget,
-        "places": sum(s.places for s in case.shares) / neurons,
-        "pinned": sum(s.hot for s in case.shares) / neurons,
+        "places": sum(s.places for s in shares) / neurons,
+        "pinned": sum(s.hot for s in shares) / neurons,
         "hit_rate": counts.hit_rate,
         "disk_bytes_per_token": int(counts.missed.sum()) * record / (steps * batch),
         "tokens_per_s": batch * took.tokens_per_s,
         "mean_ms": float(took.us.mean()) / 1e3,
         "p99_ms": float(np.percentile(took.us, 99)) / 1e3,
         "waiting_share": float(took.waited_us.sum() / took.us.sum()),
-        "active_fraction": float(counts.needed.mean()) / found.neurons,
+        "active_fraction": float(counts.needed[:, fed].mean()) / found.neurons,
         "tokens": steps * batch,
         "batch": batch,
         "source": found.source,

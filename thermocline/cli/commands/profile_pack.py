@@ -143,7 +143,7 @@ def profile_request(o: ProfileOptions) -> ProfileJob:
 
 
 def profile_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
-    layers, hot = about["active_per_layer"], about["hot_share_per_layer"]
+    layers, hot = about["active_per_layer"], [x for x in about["hot_share_per_layer"] if x is not None]
     batches = ", ".join(f"of {b} {share:.1%}" for b, share in about["needed_by_batch"].items() if b != "1")
     speed = about["tokens_per_s"]
     spread = f"{min(hot):.1%} to {max(hot):.1%} of a layer's"

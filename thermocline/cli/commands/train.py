@@ -178,8 +178,10 @@ def train_layers(layers: Sequence[dict[str, Any]], fit_s: Sequence[float]) -> st
     rows = [
         ("layer", "kind", "rank", "hot", "active", "predicted", "recall", "missed mass", "bytes", "fit s")
     ]
-    for i, (x, seconds) in enumerate(zip(layers, fit_s, strict=True)):
+    for x, seconds in zip(layers, fit_s, strict=True):
         shares = (f"{x[k]:.2%}" for k in ("active", "predicted", "recall", "missed_mass"))
         bytes_ = f"{x['bytes'] / x['bytes_exact']:.0%} of gate"
-        rows.append((str(i), x["kind"], str(x["rank"]), str(x["hot"]), *shares, bytes_, f"{seconds:.1f}"))
+        rows.append(
+            (str(x["layer"]), x["kind"], str(x["rank"]), str(x["hot"]), *shares, bytes_, f"{seconds:.1f}")
+        )
     return columns(rows, ">")

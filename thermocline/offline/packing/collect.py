@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from thermocline import _native
 from thermocline.engine.decoder import bind, for_context, forward
 from thermocline.engine.kv_cache import KVCache, blocks_for
 from thermocline.engine.state_pool import StateTurns
 from thermocline.errors import NumericalError
-from thermocline.model.spec import ModelSpec
+from thermocline.model import quant
+from thermocline.model.spec import RECURRENT, ModelSpec
 from thermocline.ops.cpu import CpuOps
 from thermocline.ops.interface import (
     F32,
@@ -39,7 +41,7 @@ class BoundHalf:
 
     index: int
     layer: Layer
-    native: Any  # the FFN; an attention's heads
+    native: Any  # the FFN; an attention's heads; a recurrent layer's mixers
 
 
 class InputCollector(CpuOps):
@@ -50,7 +52,9 @@ class InputCollector(CpuOps):
         self._spec, self._window = spec, window
         layers = range(spec.n_layers)  # each half is bound in their order
         self._attending = iter([i for i in layers if spec.attention(i) is not None])
-        self._feeding = iter([i for i in layers if i not in spec.no_ffn])
+        self._feeding = iter(spec.ffn_layers)
+        self._recurring = iter([i for i in layers if spec.mixer(i) in RECURRENT])
+        self._columns: dict[int, Sequence[_native.Matrix]] = {}  # by width, as `_columns_of`
         self.moments: Moments = {}
 
     def _add(self, name: str, x: F32, expert: int = 0, experts: int = 1) -> None:
@@ -66,6 +70,41 @@ class InputCollector(CpuOps):
 
     def bind_ffn(self, spec: ModelSpec, layer: Layer) -> Any:
         return BoundHalf(next(self._feeding), layer, super().bind_ffn(spec, layer))
+
+    def bind_mixer(self, spec: ModelSpec, layer: Layer) -> Any:
+        """Bind the layer as it is, and with matrices that give what its last one reads, part by part."""
+        plain, m = replace(spec, residual_scale=1.0), layer.mixer
+        assert m is not None
+        parts = [
+            super(InputCollector, self).bind_mixer(plain, replace(layer, mixer=replace(m, out=columns)))
+            for columns in self._columns_of(m.out.shape[1])
+        ]
+        return BoundHalf(next(self._recurring), layer, (super().bind_mixer(spec, layer), parts))
+
+    def _columns_of(self, width: int) -> Sequence[_native.Matrix]:
+        """Return matrices [dim, width] whose rows are those of the identity, in turn; then of zeros."""
+        if width not in self._columns:
+            dim, f32 = self._spec.dim, quant.FORMATS["f32"].id
+            rows = np.eye(-(-width // dim) * dim, width, dtype=np.float32)
+            arena = _native.Arena(rows.nbytes)
+            arena.write(0, rows.view(np.uint8).reshape(-1))
+            starts = range(0, len(rows), dim)
+            self._columns[width] = [
+                _native.Matrix(arena, 4 * width * at, f32, dim, width, 4 * width) for at in starts
+            ]
+        return self._columns[width]
+
+    def mixer_add(self, x: F32, h: F32, bound: Any, step: Any, states: F32) -> None:
+        half: BoundHalf = bound
+        native, parts = half.native
+        assert half.layer.mixer is not None
+        name, width = f"layers.{half.index}.mixer", half.layer.mixer.out.shape[1]
+        self._add(name, self._normed(half.layer.attn_norm, h))
+        seen = [np.zeros_like(x) for _ in parts]
+        for part, out in zip(parts, seen, strict=True):  # each writes the same next state
+            super().mixer_add(out, h, part, step, states)
+        self._add(f"{name}_out", np.ascontiguousarray(np.concatenate(seen, axis=1)[:, :width]))
+        super().mixer_add(x, h, native, step, states)
 
     def attention_add(self, x: F32, h: F32, bound: Any, step: Any, kv: KVLayer) -> None:
         half: BoundHalf = bound
